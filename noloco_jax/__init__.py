@@ -1,0 +1,1 @@
+"""NoLoCo for JAX: train model replicas that average with one random other instead of all-reducing."""
