@@ -45,7 +45,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     dtype: str = "float32"  # of the computation
     param_dtype: str = "float32"  # of the weights that the optimizer steps
-    remat: str = "none"  # what the backward pass computes again: nothing, "full" blocks, or all but the matmuls ("dots")
+    remat: str = "none"  # what the backward pass computes again: nothing, "full" blocks, all but the matmuls ("dots")
 
 
 @dataclass(frozen=True)
