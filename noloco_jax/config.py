@@ -228,8 +228,9 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
         kind, optional = fields[name]
         if not dataclasses.is_dataclass(kind):
             built[name] = checked_value(path, kind, optional, value)
-        elif optional and (value is None or (isinstance(value, Mapping) and _all_none(value))):
-            built[name] = None
+        elif optional and isinstance(value, Mapping | None):
+            given = {key: entry for key, entry in (value or {}).items() if entry is not None}
+            built[name] = _build(kind, given, path + ".") if given else None
         else:
             built[name] = _build(kind, value, path + ".")
     for entry in dataclasses.fields(cls):
@@ -237,10 +238,6 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
         if required and entry.name not in built:
             raise UserError(f"config field {prefix}{entry.name} is missing: the other {prefix}* fields need it")
     return cls(**built)
-
-
-def _all_none(values: Mapping[str, Any]) -> bool:
-    return all(value is None for value in values.values())
 
 
 def from_dict(values: ConfigDict | Mapping[str, Any]) -> TrainConfig:
