@@ -1,0 +1,1 @@
+"""The outer optimizers: pairing, exchange, NoLoCo and DiLoCo. Knows no model, no mesh, no config."""

@@ -1,0 +1,139 @@
+"""Averages over groups of replicas: the only place where replicas of a model communicate their weights.
+
+Replicas live on one named axis (a mesh axis inside `shard_map`, or a `vmap` axis), or, several to a device, on a pair
+of axes (mesh axis, vmap axis): replica i = device · L + slot with L slots a device.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from noloco_jax.outer.pairing import Pairing
+from noloco_jax.outer.routes import Routes, lower
+
+AxisName = str | tuple[str, str]
+PyTree = Any
+
+
+def all_mean(tree: PyTree, axis_name: AxisName) -> PyTree:
+    """The mean over all replicas: an all-reduce. What NoLoCo avoids; DiLoCo's outer step, and every step of ddp."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    for name in reversed(names):
+        tree = lax.pmean(tree, name)
+    return tree
+
+
+def group_mean(tree: PyTree, pairing: Pairing, index: jax.Array, axis_name: AxisName) -> PyTree:
+    """The mean of every replica's tree over its group in entry `index` of the pairing's pool.
+
+    One message of the tree's size goes to each other member of the group, over `lax.ppermute`; which one is decided at
+    run time, by a `lax.switch` over the pool. `index` must be the same on every replica and not batched by `vmap`.
+
+    Args:
+      tree: arrays of the replica, any shapes.
+      pairing: the pool. Its number of replicas must be that of the axes.
+      index: int32 scalar.
+      axis_name: where the replicas live.
+
+    Raises:
+      ValueError: if the axes hold another number of replicas than the pairing.
+    """
+    num_devices, num_slots = _axis_sizes(axis_name)
+    if num_devices * num_slots != pairing.num_replicas:
+        raise ValueError(
+            f"the pairing is of {pairing.num_replicas} replicas, axis {axis_name!r} holds {num_devices * num_slots}: "
+            "make the two equal"
+        )
+    sizes, sources = _partners(pairing)
+    group_size = sizes.max()
+    total = tree
+    for k in range(1, group_size):
+        received = _permute(tree, lower(sources[:, k - 1], num_devices, num_slots), index, axis_name)
+        if (sizes > k).all():
+            total = jax.tree.map(jnp.add, total, received)
+        else:
+            live = _lookup(sizes > k, index, axis_name)
+            total = jax.tree.map(lambda t, r, live=live: jnp.where(live, t + r, t), total, received)
+    if (sizes == group_size).all():
+        return jax.tree.map(lambda t: t / group_size, total)
+    size = _lookup(sizes, index, axis_name)
+    return jax.tree.map(lambda t: t / size.astype(t.dtype), total)
+
+
+def _axis_sizes(axis_name: AxisName) -> tuple[int, int]:
+    if isinstance(axis_name, str):
+        return lax.axis_size(axis_name), 1
+    device_axis, slot_axis = axis_name
+    return lax.axis_size(device_axis), lax.axis_size(slot_axis)
+
+
+def _partners(pairing: Pairing) -> tuple[np.ndarray, np.ndarray]:
+    """Group sizes (pool, N), and the replica that each receives from at shift k = 1.. within its group (pool, k, N).
+
+    Members of a group smaller than the shift receive from themselves, to be left out by the caller.
+    """
+    pool, n = pairing.pool, pairing.num_replicas
+    largest = max(len(group) for round_ in pool for group in round_)
+    sizes = np.zeros((len(pool), n), np.int32)
+    sources = np.tile(np.arange(n, dtype=np.int32), (len(pool), max(largest - 1, 1), 1))
+    for p, round_ in enumerate(pool):
+        for group in round_:
+            sizes[p, list(group)] = len(group)
+            for k in range(1, len(group)):
+                for position, replica in enumerate(group):
+                    sources[p, k - 1, replica] = group[(position + k) % len(group)]
+    return sizes, sources
+
+
+def _lookup(table: np.ndarray, index: jax.Array, axis_name: AxisName) -> jax.Array:
+    """This replica's entry of a (pool, N) table."""
+    if isinstance(axis_name, str):
+        replica = lax.axis_index(axis_name)
+    else:
+        replica = lax.axis_index(axis_name[0]) * lax.axis_size(axis_name[1]) + lax.axis_index(axis_name[1])
+    return jnp.asarray(table)[index, replica]
+
+
+def _permute(tree: PyTree, routes: Routes, index: jax.Array, axis_name: AxisName) -> PyTree:
+    """Every replica receives the tree of its source under entry `index` of the routes."""
+    if isinstance(axis_name, str):
+        return _send(tree, routes, index, axis_name)
+    device_axis, slot_axis = axis_name
+    if routes.num_slots == 1:
+        return _send(tree, routes, index, device_axis)
+    # The block of a device's replicas as one array: under vmap an all_gather is only the unbatched view.
+    block = lax.all_gather(tree, slot_axis)
+    device = lax.axis_index(device_axis) if routes.num_devices > 1 else 0
+    if routes.num_devices > 1:
+        outgoing = jnp.asarray(routes.send)[index, device]
+        block = jax.tree.map(lambda x: x[outgoing], block)
+        block = _send(block, routes, index, device_axis)
+    incoming = jnp.asarray(routes.receive)[index, device, lax.axis_index(slot_axis)]
+    return jax.tree.map(lambda x: x[incoming], block)
+
+
+def _send(tree: PyTree, routes: Routes, index: jax.Array, device_axis: str) -> PyTree:
+    """Sends blocks between devices along the pattern of entry `index`."""
+    branches: Sequence[Callable[[PyTree], PyTree]] = [
+        lambda t, pattern=pattern: jax.tree.map(lambda x: _send_array(x, pattern, routes.num_slots, device_axis), t)
+        for pattern in routes.patterns
+    ]
+    if len(branches) == 1:
+        return branches[0](tree)
+    return lax.switch(jnp.asarray(routes.pattern_of)[index], branches, tree)
+
+
+def _send_array(x: jax.Array, pattern, num_slots: int, device_axis: str) -> jax.Array:
+    """`x` is one replica's array if a device holds one, else the block (slots, ...) in the order of `Routes.send`."""
+    parts, start = [], 0
+    for destinations, count in pattern:
+        part = x if count == num_slots else lax.slice_in_dim(x, start, start + count)
+        start += count
+        if any(source != destination for source, destination in enumerate(destinations)):
+            part = lax.ppermute(part, device_axis, list(enumerate(destinations)))
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
