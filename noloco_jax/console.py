@@ -1,0 +1,191 @@
+"""What a run shows: a banner, a progress bar on a terminal or plain lines elsewhere, and the table of its results."""
+
+import io
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+
+_MANY = 16  # replicas or groups that are still shown one by one
+
+
+def make_console() -> Console:
+    """Standard output; rich finds out whether it is a terminal. Text is shown as it is, without markup."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
+    return Console(highlight=False, markup=False, soft_wrap=True)
+
+
+def banner(rows: Sequence[tuple[str, object]], console: Console | None = None) -> None:
+    """Prints (label, value) rows as an aligned block; further lines of a value are indented below its first."""
+    console = console or make_console()
+    width = max((len(label) for label, _ in rows), default=0)
+    for label, value in rows:
+        first, *others = str(value).splitlines() or [""]
+        console.print(f"{label:<{width}}", style="bold cyan", end="  ")
+        console.print(first)
+        for line in others:
+            console.print(" " * (width + 2) + line)
+    console.print()
+
+
+def results_table(values: Mapping[str, Any], console: Console | None = None) -> None:
+    """Prints an evaluation: the perplexity of each replica, their mean, the merged model's, and the replica spread.
+
+    `values` has `perplexity_replicas` (a list), `perplexity`, `perplexity_merged` and `replica_spread`, as in
+    metrics.jsonl.
+    """
+    replicas = values["perplexity_replicas"]
+    table = Table("model", title="validation", title_justify="left", title_style="bold")
+    table.add_column("perplexity", justify="right")
+    if len(replicas) <= _MANY:
+        for index, perplexity in enumerate(replicas):
+            table.add_row(f"replica {index}", _number(perplexity))
+    else:
+        table.add_row(f"best of {len(replicas)} replicas", _number(min(replicas, key=_or_infinity)))
+        table.add_row(f"worst of {len(replicas)} replicas", _number(max(replicas, key=_or_infinity)))
+    table.add_section()
+    table.add_row("mean of the replicas", _number(values["perplexity"]))
+    table.add_row("merged model", _number(values["perplexity_merged"]), style="bold")
+    table.add_section()
+    table.add_row("replica spread", f"{_or_infinity(values['replica_spread']):.2e}")
+    (console or make_console()).print(table)
+
+
+def _or_infinity(value: float | None) -> float:
+    """A figure that was not finite is None in metrics.jsonl."""
+    return float("inf") if value is None else float(value)
+
+
+def _number(value: float | None) -> str:
+    return f"{_or_infinity(value):.4g}" if _or_infinity(value) >= 1e5 else f"{_or_infinity(value):.3f}"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    return f"{seconds:.1f} s" if seconds < 60 else _clock(seconds)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _rate(tokens_per_second: float) -> str:
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if tokens_per_second >= size:
+            return f"{tokens_per_second / size:.3g}{unit} tokens/s"
+    return f"{tokens_per_second:.0f} tokens/s"
+
+
+def _groups(groups: Sequence[Sequence[int]]) -> str:
+    """Who averaged with whom: 0-2 1-3; a replica on its own in brackets."""
+    texts = []
+    for group in groups:
+        if len(group) == 1:
+            texts.append(f"({group[0]})")
+        elif len(group) <= _MANY:
+            texts.append("-".join(str(replica) for replica in group))
+        else:
+            texts.append(f"{len(group)} replicas")
+    more = f" and {len(texts) - _MANY} more groups" if len(texts) > _MANY else ""
+    return " ".join(texts[:_MANY]) + more
+
+
+class Progress:
+    """Where a run is: one live line with a bar on a terminal, else a line every `log_every` steps.
+
+    Outer steps, evaluations and notes are lines of their own, above the bar. Close it, or use it as a context manager,
+    so that the terminal comes back as it was.
+
+    Args:
+      num_steps: the inner steps of the whole run.
+      start_step: how many of them an earlier run has done.
+      log_every: how often `update` prints where there is no terminal.
+      console: where to print.
+      clock: seconds, for the ETA.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        *,
+        start_step: int = 0,
+        log_every: int = 1,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._num_steps, self._log_every, self._clock = num_steps, log_every, clock
+        self._console = console or make_console()
+        self._first: tuple[int, float] | None = None
+        self._bar = None
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._bar = RichProgress(
+                TextColumn("{task.fields[where]}", markup=False),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[figures]}", markup=False),
+                console=self._console,
+                refresh_per_second=4,
+                expand=True,
+            )
+            self._task = self._bar.add_task(
+                "", total=num_steps, completed=start_step, where=self._where(start_step), figures="compiling"
+            )
+            self._bar.start()
+
+    def update(self, step: int, loss: float, lr: float, tokens_per_second: float) -> None:
+        """A training step is done: its loss, its learning rate and the present speed."""
+        if self._first is None:
+            self._first = (step, self._clock())
+        figures = f"loss {loss:.4f}  lr {lr:.2e}  {_rate(tokens_per_second)}  ETA {self._eta(step)}"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, where=self._where(step), figures=figures)
+        elif step % self._log_every == 0 or step == self._num_steps:
+            self.note(f"{self._where(step)}  {figures}")
+
+    def outer(self, step: int, round: int, groups: Sequence[Sequence[int]], seconds: float) -> None:
+        """An outer step is done: the round's number from 0, its groups of replicas, and how long it took."""
+        self.note(f"{self._where(step)}  outer step {round + 1}: {_groups(groups)}, {_seconds(seconds)}")
+
+    def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
+        """An evaluation is done; `values` as for `results_table`."""
+        replicas = sorted(values["perplexity_replicas"], key=_or_infinity)
+        self.note(
+            f"{self._where(step)}  perplexity {_number(values['perplexity'])} "
+            f"(replicas {_number(replicas[0])} to {_number(replicas[-1])}), "
+            f"merged {_number(values['perplexity_merged'])}, spread {_or_infinity(values['replica_spread']):.2e}"
+        )
+
+    def note(self, text: str) -> None:
+        """Prints a line, above the bar where there is one."""
+        self._console.print(text)
+
+    def close(self) -> None:
+        """Stops the live line; the last state of it stays."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _where(self, step: int) -> str:
+        return f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"
+
+    def _eta(self, step: int) -> str:
+        """From the mean time of this process's steps, evaluations and all."""
+        assert self._first is not None
+        first, start = self._first
+        if step == first:
+            return "-:--"
+        return _clock((self._clock() - start) / (step - first) * (self._num_steps - step))
