@@ -1,0 +1,119 @@
+"""Next-token loss that never holds the whole batch's logits.
+
+Axes: B batch, T positions, C positions of a chunk, D hidden width, V vocabulary.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from noloco_jax.config import ModelConfig
+from noloco_jax.model.llama import Params, final_hidden, head_kernel
+
+# Labels of this value are out of the loss.
+IGNORED_LABEL = -100
+# Float32 logits held at once when the caller does not say: 256 MiB.
+_LOGITS_AT_ONCE = 2**26
+
+
+def token_nll(
+    h_BTD: jax.Array, kernel_DV: jax.Array, labels_BT: jax.Array, *, chunk_tokens: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the summed negative log-likelihood of the labels, and how many there are, both float32 scalars.
+
+    Logits are a product in the dtype of `h_BTD` accumulated in float32; the softmax is float32. Where a gradient is
+    asked for, it is computed beside the loss, chunk by chunk, so that no logits are kept or computed twice.
+
+    Args:
+      h_BTD: hidden states after the last norm.
+      kernel_DV: the output matrix.
+      labels_BT: the token that each position should predict; -100 is out of the loss.
+      chunk_tokens: tokens whose logits are held at once (at least one position of the whole batch). None: as many as
+        make 2**26 logits.
+    """
+    batch, length = labels_BT.shape
+    if chunk_tokens is None:
+        chunk_tokens = _LOGITS_AT_ONCE // kernel_DV.shape[1]
+    # Chunks are cut along T, so that a batch that is sharded over devices stays so.
+    num_chunks = min(length, math.ceil(batch * length / max(chunk_tokens, batch)))
+    chunk = math.ceil(length / num_chunks)
+    padding = math.ceil(length / chunk) * chunk - length
+    if padding:
+        h_BTD = jnp.pad(h_BTD, ((0, 0), (0, padding), (0, 0)))
+        labels_BT = jnp.pad(labels_BT, ((0, 0), (0, padding)), constant_values=IGNORED_LABEL)
+    num_tokens = jnp.sum(labels_BT != IGNORED_LABEL, dtype=jnp.float32)
+    return _nll_sum(chunk, h_BTD, kernel_DV, labels_BT), num_tokens
+
+
+def loss(config: ModelConfig, params: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean negative log-likelihood over a batch's labels, and how many there are (no label: 0, 0).
+
+    `batch` holds `input_ids` and `labels`, both (B, T), the labels already shifted by one.
+    """
+    h_BTD = final_hidden(config, params, batch["input_ids"])
+    nll_sum, num_tokens = token_nll(h_BTD, head_kernel(params), batch["labels"])
+    return nll_sum / jnp.maximum(num_tokens, 1.0), num_tokens
+
+
+def _chunk_nll(h_BCD: jax.Array, kernel_DV: jax.Array, labels_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns a chunk's summed loss, and the gradient of that with respect to its logits in the compute dtype."""
+    logits_BCV = jnp.matmul(h_BCD, kernel_DV, preferred_element_type=jnp.float32)
+    # Compared rather than gathered: a gather along a vocabulary that is sharded over devices would collect it first.
+    is_label_BCV = labels_BC[..., None] == jnp.arange(kernel_DV.shape[1])[None, None]
+    valid_BC = labels_BC != IGNORED_LABEL
+    log_normaliser_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
+    label_logit_BC = jnp.sum(jnp.where(is_label_BCV, logits_BCV, 0.0), axis=-1)
+    nll_sum = jnp.sum(jnp.where(valid_BC, log_normaliser_BC - label_logit_BC, 0.0))
+    d_logits_BCV = jnp.exp(logits_BCV - log_normaliser_BC[..., None]) - is_label_BCV
+    return nll_sum, (d_logits_BCV * valid_BC[..., None]).astype(h_BCD.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _nll_sum(chunk: int, h_BTD: jax.Array, kernel_DV: jax.Array, labels_BT: jax.Array) -> jax.Array:
+    """The summed loss, `chunk` positions at a time; `chunk` divides T."""
+    kernel_DV = kernel_DV.astype(h_BTD.dtype)
+
+    def body(nll_sum: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
+        h_BCD, labels_BC = _chunk(h_BTD, start, chunk), _chunk(labels_BT, start, chunk)
+        return nll_sum + _chunk_nll(h_BCD, kernel_DV, labels_BC)[0], None
+
+    return jax.lax.scan(body, _zero(h_BTD), jnp.arange(0, h_BTD.shape[1], chunk))[0]
+
+
+def _nll_sum_forward(chunk, h_BTD, kernel_DV, labels_BT):
+    """Computes the loss and, while a chunk's logits are there, its gradients for a unit cotangent."""
+    dtype = h_BTD.dtype
+    kernel_cast_DV = kernel_DV.astype(dtype)
+
+    def body(carry, start):
+        nll_sum, d_h_BTD, d_kernel_DV = carry
+        h_BCD, labels_BC = _chunk(h_BTD, start, chunk), _chunk(labels_BT, start, chunk)
+        chunk_sum, d_logits_BCV = _chunk_nll(h_BCD, kernel_cast_DV, labels_BC)
+        d_h_BCD = jnp.einsum("bcv,dv->bcd", d_logits_BCV, kernel_cast_DV)
+        d_h_BTD = jax.lax.dynamic_update_slice_in_dim(d_h_BTD, d_h_BCD, start, axis=1)
+        # Summed over chunks in float32, whatever the compute dtype.
+        d_kernel_DV += jnp.einsum("bcd,bcv->dv", h_BCD, d_logits_BCV, preferred_element_type=jnp.float32)
+        return (nll_sum + chunk_sum, d_h_BTD, d_kernel_DV), None
+
+    start = (_zero(h_BTD), jnp.zeros_like(h_BTD), jnp.zeros_like(kernel_DV, jnp.float32))
+    (nll_sum, d_h_BTD, d_kernel_DV), _ = jax.lax.scan(body, start, jnp.arange(0, h_BTD.shape[1], chunk))
+    return nll_sum, (d_h_BTD, d_kernel_DV.astype(kernel_DV.dtype))
+
+
+def _nll_sum_backward(chunk, gradients, cotangent):
+    d_h_BTD, d_kernel_DV = gradients
+    return (cotangent * d_h_BTD).astype(d_h_BTD.dtype), (cotangent * d_kernel_DV).astype(d_kernel_DV.dtype), None
+
+
+_nll_sum.defvjp(_nll_sum_forward, _nll_sum_backward)
+
+
+def _chunk(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+
+
+def _zero(like: jax.Array) -> jax.Array:
+    """A float32 zero that varies over the same mesh axes as `like`, as a loop inside `shard_map` asks of its carry."""
+    return jnp.zeros_like(like[0, 0, 0], jnp.float32)
