@@ -1,0 +1,72 @@
+"""The one table of shardings: how every parameter, and what follows it, lies on the mesh."""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from noloco_jax.outer.transform import OuterState
+
+PyTree = Any
+
+# The axes over which the programs are written by hand; `fsdp` and `tensor` are left to the partitioner.
+MANUAL_AXES = ("replica", "stage")
+
+# Dimensions of one replica's parameter; stacked layers lie on the stages. All have the replicas in front.
+PARAMETER_SPECS = {
+    "embed": P("tensor", "fsdp"),
+    "blocks/attention_norm": P("stage", None),
+    "blocks/q": P("stage", "fsdp", "tensor"),
+    "blocks/k": P("stage", "fsdp", "tensor"),
+    "blocks/v": P("stage", "fsdp", "tensor"),
+    "blocks/o": P("stage", "tensor", "fsdp"),
+    "blocks/mlp_norm": P("stage", None),
+    "blocks/gate": P("stage", "fsdp", "tensor"),
+    "blocks/up": P("stage", "fsdp", "tensor"),
+    "blocks/down": P("stage", "tensor", "fsdp"),
+    "norm": P(None),
+    "head": P("fsdp", "tensor"),
+}
+BATCH_SPEC = P("replica", "fsdp")  # (replica, sequence, position)
+REPLICA_SPEC = P("replica")  # one value a replica
+
+
+def param_specs(params: PyTree, mesh: Mesh) -> PyTree:
+    """Specs of parameters with a leading replica axis. An axis that does not divide its dimension is left out."""
+
+    def spec(path: tuple, leaf: jax.Array) -> P:
+        name = "/".join(key.key for key in path)
+        axes = ("replica", *PARAMETER_SPECS[name])
+        sizes = [1 if axis is None else mesh.shape[axis] for axis in axes]
+        fits = [dim % size == 0 for dim, size in zip(leaf.shape, sizes, strict=True)]
+        return P(*(axis if fit else None for axis, fit in zip(axes, fits, strict=True)))
+
+    return jax.tree.map_with_path(spec, params)
+
+
+def inner_specs(inner: optax.GradientTransformation, params: PyTree, specs: PyTree) -> PyTree:
+    """Specs of the inner optimizer's state: what has a parameter's shape lies where the parameter does."""
+    return optax.tree.map_params(
+        inner,
+        lambda _, spec: spec,
+        jax.eval_shape(jax.vmap(inner.init), params),
+        specs,
+        transform_non_params=lambda _: REPLICA_SPEC,
+    )
+
+
+def outer_specs(specs: PyTree) -> OuterState:
+    """Specs of an outer optimizer's state."""
+    return OuterState(count=P(), slow=specs, momentum=specs)
+
+
+def manual(specs: PyTree) -> PyTree:
+    """The part of the specs that `shard_map` is told: the manual axes."""
+    return jax.tree.map(lambda spec: P(*(axis if axis in MANUAL_AXES else None for axis in spec)), specs)
+
+
+def shardings(mesh: Mesh, specs: PyTree) -> PyTree:
+    """Specs as shardings."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
