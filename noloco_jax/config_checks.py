@@ -53,6 +53,8 @@ def _validate_alone(path: str, value: Any) -> None:
         near = difflib.get_close_matches(str(value), CHOICES[path], n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(CHOICES[path])}"
         raise UserError(f"{path}={value!r} is unknown: {hint}")
+    if path == "data.tokenizer" and not value:
+        raise UserError("data.tokenizer is empty: give 'byte', or a transformers tokenizer's name or folder")
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     if not math.isfinite(value):

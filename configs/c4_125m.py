@@ -1,0 +1,29 @@
+"""The paper's small Llama (hidden 768, 12 layers) on C4: 8 replicas, 0.5M tokens a step, 25,000 steps.
+
+The data is the English part of C4, some 300 GB in `c4-{train,validation}.*.json.gz` files; the tokenizer is Llama 3's,
+whose licence has to be accepted once on its page:
+
+    export HF_TOKEN=...
+    hf download allenai/c4 --repo-type dataset --include 'en/*' --local-dir c4
+
+    python -m noloco_jax.train --config=configs/c4_125m.py --workdir=runs/c4_125m \\
+        --config.data.path=c4/en
+
+`--config=configs/c4_125m.py:diloco` runs another method (noloco, diloco, ddp, local); `:noloco,replicas=4,stages=2`
+shares the same global batch out among other replicas. The paper's FSDP is `:ddp`, or, with one copy sharded over 8
+devices, `:ddp,replicas=1 --config.mesh.fsdp=8`.
+
+Measured by the paper (Table 2, validation perplexity on C4 after 25,000 steps):
+
+                                        FSDP  DiLoCo  NoLoCo
+    8 replicas                          29.1    35.4    34.5
+    4 replicas of 2 pipeline stages     29.1    32.1    31.3
+"""
+
+import runpy
+from pathlib import Path
+
+
+def get_config(argument="noloco"):
+    paper = runpy.run_path(str(Path(__file__).with_name("paper.py")))
+    return paper["paper_config"](argument, size="125m", data="c4")

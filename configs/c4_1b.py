@@ -1,0 +1,28 @@
+"""The paper's 1.3B Llama (hidden 2048, 24 layers) on C4: 8 replicas, 1M tokens a step, 25,000 steps.
+
+The data is the English part of C4, some 300 GB in `c4-{train,validation}.*.json.gz` files; the tokenizer is Llama 3's,
+whose licence has to be accepted once on its page:
+
+    export HF_TOKEN=...
+    hf download allenai/c4 --repo-type dataset --include 'en/*' --local-dir c4
+
+    python -m noloco_jax.train --config=configs/c4_1b.py --workdir=runs/c4_1b \\
+        --config.data.path=c4/en
+
+`--config=configs/c4_1b.py:diloco` runs another method (noloco, diloco, ddp, local); `:noloco,replicas=16,stages=2`
+shares the same global batch out among other replicas. The paper's FSDP is `:ddp`, or, with one copy sharded over 8
+devices, `:ddp,replicas=1 --config.mesh.fsdp=8`.
+
+Measured by the paper (Table 2, validation perplexity on C4 after 25,000 steps):
+
+                                        FSDP  DiLoCo  NoLoCo
+    8 replicas of 2 pipeline stages     18.8    21.8    21.1
+"""
+
+import runpy
+from pathlib import Path
+
+
+def get_config(argument="noloco"):
+    paper = runpy.run_path(str(Path(__file__).with_name("paper.py")))
+    return paper["paper_config"](argument, size="1b", data="c4")

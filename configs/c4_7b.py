@@ -1,0 +1,28 @@
+"""The paper's 6.8B Llama (hidden 4096, 32 layers) on C4: 16 replicas, 2M tokens a step, 25,000 steps.
+
+The data is the English part of C4, some 300 GB in `c4-{train,validation}.*.json.gz` files; the tokenizer is Llama 3's,
+whose licence has to be accepted once on its page:
+
+    export HF_TOKEN=...
+    hf download allenai/c4 --repo-type dataset --include 'en/*' --local-dir c4
+
+    python -m noloco_jax.train --config=configs/c4_7b.py --workdir=runs/c4_7b \\
+        --config.data.path=c4/en
+
+`--config=configs/c4_7b.py:diloco` runs another method (noloco, diloco, ddp, local); `:noloco,replicas=32,stages=4`
+shares the same global batch out among other replicas. The paper's FSDP is `:ddp`, or, with one copy sharded over 8
+devices, `:ddp,replicas=1 --config.mesh.fsdp=8`.
+
+Measured by the paper (Table 2, validation perplexity on C4 after 25,000 steps):
+
+                                        FSDP  DiLoCo  NoLoCo
+    16 replicas of 4 pipeline stages    15.7    17.3    16.6
+"""
+
+import runpy
+from pathlib import Path
+
+
+def get_config(argument="noloco"):
+    paper = runpy.run_path(str(Path(__file__).with_name("paper.py")))
+    return paper["paper_config"](argument, size="7b", data="c4")

@@ -1,0 +1,47 @@
+"""A 4 million parameter Llama on C4 documents, to compare methods on a CPU within the hour.
+
+    python -m noloco_jax.train --config=configs/c4_tiny.py --workdir=runs/c4_tiny \\
+        --config.data.path=c4/en --config.data.tokenizer=TOKENIZER_FOLDER
+
+The vocabulary of 4096 fits a small byte-level BPE; set `--config.model.vocab_size` for another tokenizer.
+`--config=configs/c4_tiny.py:diloco` runs another method (noloco, diloco, ddp, local). The paper measured nothing of
+this size. A few thousand documents are enough to run it, and are then seen several times over.
+"""
+
+import runpy
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+
+def get_config(method="noloco"):
+    paper = runpy.run_path(str(Path(__file__).with_name("paper.py")))
+
+    config = ConfigDict()
+    config.method = method
+    config.num_replicas = 4
+    config.num_steps = 1000
+    config.eval_every = 100
+    config.checkpoint_every = 250
+
+    config.model = ConfigDict()
+    config.model.hidden_size = 256
+    config.model.intermediate_size = 1024
+    config.model.num_layers = 4
+    config.model.num_heads = 4
+    config.model.num_kv_heads = 4
+    config.model.vocab_size = 4096
+
+    config.inner = ConfigDict()
+    config.inner.lr = 6e-4
+    config.inner.min_lr = config.inner.get_oneway_ref("lr") / 10
+    config.inner.warmup_steps = 50
+
+    config.outer = paper["outer_config"](method)
+
+    config.data = ConfigDict()
+    config.data.kind = "c4"
+    config.data.tokenizer = ""  # given on the command line
+    config.data.sequence_length = 256
+    config.data.batch_size = 8
+    return config

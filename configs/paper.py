@@ -1,0 +1,88 @@
+"""What the paper's runs have in common (arXiv 2506.10911); the files c4_*.py and reddit_*.py choose size and data.
+
+They take an argument after a colon: a method, and optionally replicas and pipeline stages, as in
+`--config=configs/c4_1b.py:noloco,replicas=16,stages=2`. The global batch is the paper's however many replicas share it,
+also where `--config.num_replicas` says how many.
+"""
+
+from ml_collections import ConfigDict
+
+SEQUENCE_LENGTH = 1024
+
+# Of each size: hidden size, layers, heads, FFN, learning rate, sequences in the global batch, replicas, remat.
+# The batches are 0.5M, 1M and 2M tokens. 12 heads are the authors' files'; the paper's text says 16.
+SIZES = {
+    "125m": (768, 12, 12, 3072, 6e-4, 512, 8, "none"),
+    "1b": (2048, 24, 32, 8192, 2e-4, 1024, 8, "full"),
+    "7b": (4096, 32, 32, 16384, 1.2e-4, 2048, 16, "full"),
+}
+
+# Of each method: the outer learning rate and momentum, and the inner steps between two outer steps.
+OUTER = {"noloco": (0.7, 0.5, 50), "diloco": (0.7, 0.3, 100)}
+METHODS = (*OUTER, "ddp", "local")
+
+
+def outer_config(method: str) -> ConfigDict:
+    """The `outer` fields of a method, none for those that take no outer steps."""
+    if method not in METHODS:
+        raise ValueError(f"method {method!r} is none of {', '.join(METHODS)}")
+    config = ConfigDict()
+    if method in OUTER:
+        config.lr, config.momentum, config.sync_every = OUTER[method]
+        config.group_size = 2
+    return config
+
+
+def paper_config(argument: str, size: str, data: str) -> ConfigDict:
+    """The configuration of one size ("125m", "1b", "7b") on one data set ("c4", "reddit")."""
+    hidden, layers, heads, ffn, lr, global_batch, replicas, remat = SIZES[size]
+    method, options = _parse(argument, {"replicas": replicas, "stages": 1})
+
+    config = ConfigDict()
+    config.method = method
+    config.num_replicas = options["replicas"]
+    config.num_steps = 25_000
+    config.eval_every = 1000
+    config.checkpoint_every = 1000
+
+    config.model = ConfigDict()
+    config.model.hidden_size = hidden
+    config.model.intermediate_size = ffn
+    config.model.num_layers = layers
+    config.model.num_heads = heads
+    config.model.num_kv_heads = heads
+    config.model.vocab_size = 128_002  # Llama 3's 128,000 words, <|begin_of_text|> and <|end_of_text|>
+    config.model.dtype = "bfloat16"
+    config.model.param_dtype = "float32"
+    config.model.remat = remat
+
+    config.inner = ConfigDict()
+    config.inner.lr = lr
+    config.inner.min_lr = config.inner.get_oneway_ref("lr") / 10
+    config.inner.warmup_steps = 1000
+    config.inner.clip_norm = 1.0
+    config.inner.weight_decay = 0.0
+
+    config.outer = outer_config(method)
+
+    config.data = ConfigDict()
+    config.data.kind = {"c4": "c4", "reddit": "parquet"}[data]
+    config.data.tokenizer = "meta-llama/Meta-Llama-3-8B"
+    config.data.sequence_length = SEQUENCE_LENGTH
+    config.data.batch_size = global_batch // config.get_oneway_ref("num_replicas")
+
+    if options["stages"] > 1:
+        config.mesh = ConfigDict({"stage": options["stages"]})
+        config.num_microbatches = 16  # with 4 stages the pipeline idles for 3 of 19 ticks
+    return config
+
+
+def _parse(argument: str, options: dict[str, int]) -> tuple[str, dict[str, int]]:
+    """("noloco", {"replicas": 16, "stages": 1}) of "noloco,replicas=16" and the options' defaults."""
+    method, *rest = argument.split(",")
+    for text in rest:
+        name, _, value = text.partition("=")
+        if name not in options or not value.isdecimal() or int(value) < 1:
+            raise ValueError(f"{text!r} is none of {', '.join(f'{option}=NUMBER' for option in options)}")
+        options = options | {name: int(value)}
+    return method, options
