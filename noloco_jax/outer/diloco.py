@@ -56,4 +56,4 @@ def diloco(
             step = jax.tree.map(lambda d, x: outer_momentum * d + outer_lr * x, momentum, delta)
         return jax.tree.map(jnp.add, slow, step), momentum
 
-    return outer_transform(outer_step, sync_every, state_dtype)
+    return outer_transform(outer_step, sync_every, axis_name, state_dtype)

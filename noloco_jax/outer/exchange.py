@@ -21,17 +21,27 @@ PyTree = Any
 
 def all_mean(tree: PyTree, axis_name: AxisName) -> PyTree:
     """The mean over all replicas: an all-reduce. What NoLoCo avoids; DiLoCo's outer step, and every step of ddp."""
-    names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    for name in reversed(names):
+    for name in reversed(_names(axis_name)):
         tree = lax.pmean(tree, name)
     return tree
+
+
+def unbatched(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """`x`, equal on all replicas, as one value for those that `vmap` batches: `lax.cond` on it runs one side, not both.
+
+    Over a `vmap` axis that is a maximum, which sends nothing; over a mesh axis every device decides by its own `x`.
+    """
+    mesh_axes = jax.sharding.get_abstract_mesh().manual_axes
+    vmap_axes = tuple(name for name in _names(axis_name) if name not in mesh_axes)
+    return lax.pmax(x, vmap_axes) if vmap_axes else x
 
 
 def group_mean(tree: PyTree, pairing: Pairing, index: jax.Array, axis_name: AxisName) -> PyTree:
     """The mean of every replica's tree over its group in entry `index` of the pairing's pool.
 
     One message of the tree's size goes to each other member of the group, over `lax.ppermute`; which one is decided at
-    run time, by a `lax.switch` over the pool. `index` must be the same on every replica and not batched by `vmap`.
+    run time, by a `lax.switch` over the pool. `index` must be the same on every replica and not batched by `vmap`
+    (`unbatched` sees to it), which would run every branch.
 
     Args:
       tree: arrays of the replica, any shapes.
@@ -62,6 +72,10 @@ def group_mean(tree: PyTree, pairing: Pairing, index: jax.Array, axis_name: Axis
         return jax.tree.map(lambda t: t / group_size, total)
     size = _lookup(sizes, index, axis_name)
     return jax.tree.map(lambda t: t / size.astype(t.dtype), total)
+
+
+def _names(axis_name: AxisName) -> tuple[str, ...]:
+    return (axis_name,) if isinstance(axis_name, str) else axis_name
 
 
 def _axis_sizes(axis_name: AxisName) -> tuple[int, int]:

@@ -36,12 +36,12 @@ def noloco(
     The transform must come last in an `optax.chain`, so that it sees the update that the inner optimizer would make.
     It returns updates that land on φ after an outer step, and its input otherwise. It must run where `axis_name` is
     bound: inside `jax.shard_map` over a mesh axis, inside `jax.vmap(axis_name=...)`, or inside the latter within the
-    former with the two axes as a pair. The outer step after inner step `sync_every` is round 0.
+    former with the two axes as a pair (JAX then needs `check_vma=False`, as for any collective over such a `vmap`). The
+    outer step after inner step `sync_every` is round 0.
 
-    `update(updates, state, params, *, sync=None)`: `None` decides by the state's counter with `lax.cond`; `True` and
-    `False` are static, for callers that compile a program with and one without the outer step. Keep the counter
-    unbatched under `vmap` (`in_axes` and `out_axes` None for it) or use the static form: a batched predicate would run
-    both sides at every step.
+    `update(updates, state, params, *, sync=None)`: `None` decides by the state's counter with `lax.cond`, so that steps
+    in between cost nothing, under `vmap` too; `True` and `False` are static, for callers that compile a program with
+    and one without the outer step.
 
     Args:
       pairing: who averages with whom: `RandomPairing`, `ExplicitPairing`.
@@ -77,4 +77,4 @@ def noloco(
         momentum = jax.tree.map(lambda d, x, phi: outer_momentum * d + (x - gamma * phi), momentum, mean, slow)
         return jax.tree.map(jnp.add, slow, momentum), momentum
 
-    return outer_transform(outer_step, sync_every, state_dtype)
+    return outer_transform(outer_step, sync_every, axis_name, state_dtype)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from noloco_jax.outer.exchange import AxisName, unbatched
+
 PyTree = Any
 # (round, θ, φ, δ) -> (φ, δ), all trees float32
 OuterStep = Callable[[jax.Array, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
@@ -16,7 +18,7 @@ class OuterState(NamedTuple):
     """State of `noloco` and `diloco`, per replica.
 
     Attributes:
-      count: int32 scalar, inner steps taken. The same on every replica: leave it unbatched under `vmap`.
+      count: int32 scalar, inner steps taken; the same on every replica.
       slow: φ, the slow weights, of the parameters' shapes.
       momentum: δ, the outer momentum, of the parameters' shapes.
     """
@@ -27,7 +29,7 @@ class OuterState(NamedTuple):
 
 
 def outer_transform(
-    outer_step: OuterStep, sync_every: int, state_dtype: jax.typing.DTypeLike
+    outer_step: OuterStep, sync_every: int, axis_name: AxisName, state_dtype: jax.typing.DTypeLike
 ) -> optax.GradientTransformationExtraArgs:
     """An Optax transform that lets `sync_every` - 1 updates pass and lands the next one on the new slow weights."""
     if sync_every < 1:
@@ -48,22 +50,24 @@ def outer_transform(
         if params is None:
             raise ValueError("the outer update needs the parameters: call update(updates, state, params)")
         count = optax.safe_increment(state.count)
+        if sync is False:
+            return updates, state._replace(count=count)
+        now = unbatched(count, axis_name)
 
         def skip(updates: PyTree, slow: PyTree, momentum: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             return updates, slow, momentum
 
         def step(updates: PyTree, slow: PyTree, momentum: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             theta = _float32(optax.apply_updates(params, updates))
-            new_slow, new_momentum = outer_step(count // sync_every - 1, theta, _float32(slow), _float32(momentum))
+            new_slow, new_momentum = outer_step(now // sync_every - 1, theta, _float32(slow), _float32(momentum))
             landing = jax.tree.map(lambda u, phi, p: (phi - p).astype(u.dtype), updates, new_slow, _float32(params))
             return landing, _like(new_slow, slow), _like(new_momentum, momentum)
 
-        if sync is None:
-            updates, slow, momentum = jax.lax.cond(
-                count % sync_every == 0, step, skip, updates, state.slow, state.momentum
-            )
+        if sync:
+            updates, slow, momentum = step(updates, state.slow, state.momentum)
         else:
-            updates, slow, momentum = (step if sync else skip)(updates, state.slow, state.momentum)
+            is_due = now % sync_every == 0
+            updates, slow, momentum = jax.lax.cond(is_due, step, skip, updates, state.slow, state.momentum)
         return updates, OuterState(count, slow, momentum)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
