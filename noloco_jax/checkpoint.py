@@ -1,0 +1,161 @@
+"""Checkpoints of a run: everything that it needs to continue as if it had never stopped."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
+
+from noloco_jax.config import TrainConfig, load_saved, to_dict
+from noloco_jax.errors import UserError
+from noloco_jax.model.llama import param_shapes
+from noloco_jax.parallel.programs import TrainState
+
+PyTree = Any
+
+
+class Checkpointer:
+    """Saves and restores the runs of one workdir, under WORKDIR/checkpoints.
+
+    A checkpoint is written beside the others and renamed when it is whole, so that a killed run leaves only whole ones.
+
+    Args:
+      workdir: the run's folder.
+      config: the run. A checkpoint of another model, method or number of replicas is refused.
+      read_only: never write or delete.
+    """
+
+    def __init__(self, workdir: str | Path, config: TrainConfig, *, read_only: bool = False):
+        logging.getLogger("absl").setLevel(logging.WARNING)  # orbax narrates every save
+        self._folder = Path(workdir).absolute() / "checkpoints"
+        self._config = config
+        if not read_only:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=None if read_only else config.keep_checkpoints,
+            enable_async_checkpointing=not read_only,
+            cleanup_tmp_directories=not read_only,
+            read_only=read_only,
+            create=not read_only,
+        )
+        self._manager = ocp.CheckpointManager(self._folder, options=options, item_names=("state", "data", "run"))
+
+    def latest_step(self) -> int | None:
+        """The step of the newest whole checkpoint, or None; an error if it is not this run's.
+
+        Raises:
+          UserError: if the checkpoint is of another model, method, optimizer state or number of replicas.
+        """
+        step = self._manager.latest_step()
+        if step is not None:
+            saved = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+            self._compare(saved, _identity(self._config))
+        return step
+
+    def save(self, step: int, state: TrainState, data: dict[int, dict]) -> None:
+        """Starts to save the state after inner step `step`; the arrays may be donated as soon as this returns.
+
+        Args:
+          step: inner steps taken.
+          state: arrays on their devices.
+          data: replica -> where its data stream stands.
+        """
+        if step in self._manager.all_steps():
+            return
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state._asdict()),
+                data=ocp.args.JsonSave({str(replica): position for replica, position in data.items()}),
+                run=ocp.args.JsonSave(_identity(self._config)),
+            ),
+        )
+
+    def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[int, dict]]:
+        """Returns the state at `step` and each replica's data position.
+
+        Args:
+          step: a step that was saved.
+          like: shapes, dtypes and shardings; the mesh may be another than the one that saved.
+        """
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(state=ocp.args.StandardRestore(like._asdict()), data=ocp.args.JsonRestore()),
+        )
+        data = {int(replica): position for replica, position in restored["data"].items()}
+        return TrainState(**restored["state"]), data
+
+    def restore_params(self, step: int) -> PyTree:
+        """The fast weights alone at `step`, all replicas in front, on this process's first device."""
+        device = SingleDeviceSharding(jax.local_devices()[0])
+        n = self._config.num_replicas
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype, sharding=device), param_shapes(self._config.model)
+        )
+        with ocp.PyTreeCheckpointer() as reader:
+            restored = reader.restore(
+                self._folder / str(step) / "state",
+                args=ocp.args.PyTreeRestore(
+                    {"params": like},
+                    restore_args={"params": ocp.checkpoint_utils.construct_restore_args(like)},
+                    partial_restore=True,
+                ),
+            )
+        return restored["params"]
+
+    def close(self) -> None:
+        """Waits until what was saved is on disk."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+    def _compare(self, saved: dict[str, Any], mine: dict[str, Any]) -> None:
+        for name, value in mine.items():
+            if saved.get(name) != value:
+                raise UserError(
+                    f"{self._folder} holds a checkpoint with {name}={saved.get(name)!r}, the config has {value!r}: "
+                    "give the config of that run, or another --workdir"
+                )
+
+
+def _identity(config: TrainConfig) -> dict[str, Any]:
+    """What has to be equal for a checkpoint to fit, by the names of the configuration."""
+    model = {f"model.{name}": value for name, value in dataclasses.asdict(config.model).items()}
+    for name in ("model.dtype", "model.remat"):  # how it is computed, not what it is
+        del model[name]
+    return {
+        "method": config.method,
+        "num_replicas": config.num_replicas,
+        **model,
+        "outer.state_dtype": to_dict(config)["outer"]["state_dtype"],
+        "inner.weight_decay": config.inner.weight_decay,
+    }
+
+
+def load_for_export(workdir: str | Path, replica: int | None = None) -> tuple[TrainConfig, PyTree]:
+    """The configuration and the weights of one model of a run's newest checkpoint.
+
+    Args:
+      workdir: the run's folder.
+      replica: which replica; None: the merged model, the plain mean of all.
+
+    Returns:
+      The run's configuration, and parameters without a replica axis.
+
+    Raises:
+      UserError: if there is no checkpoint, or no such replica.
+    """
+    config = load_saved(workdir)
+    if replica is not None and not 0 <= replica < config.num_replicas:
+        raise UserError(f"replica {replica} does not exist: the run has 0 to {config.num_replicas - 1}")
+    checkpointer = Checkpointer(workdir, config, read_only=True)
+    step = checkpointer.latest_step()
+    if step is None:
+        raise UserError(f"{workdir} holds no checkpoint: train first, or give another folder")
+    params = checkpointer.restore_params(step)
+    checkpointer.close()
+    if replica is not None:
+        return config, jax.tree.map(lambda x: x[replica], params)
+    return config, jax.tree.map(lambda x: x.mean(axis=0, dtype="float32").astype(x.dtype), params)

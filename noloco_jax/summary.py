@@ -1,0 +1,142 @@
+"""What a run says of itself: the banner before, the table, the curves and a sample of text after."""
+
+import importlib.metadata
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from noloco_jax.config import TrainConfig
+from noloco_jax.console import results_table
+from noloco_jax.data import Tokenizer
+from noloco_jax.model.llama import num_params, param_shapes
+from noloco_jax.parallel.programs import Programs
+from noloco_jax.plots import plot_curves
+
+PyTree = Any
+
+
+def banner_rows(config: TrainConfig, programs: Programs) -> list[tuple[str, object]]:
+    """(label, value) rows: versions, devices, mode, parameters, tokens a step, memory, bytes that replicas send."""
+    total, without_embeddings = num_params(config.model)
+    tokens = config.num_replicas * config.data.batch_size * config.data.sequence_length
+    state, activations = memory_estimate(config, programs)
+    versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "optax"))
+    device = programs.mesh.devices.flat[0]
+    return [
+        ("versions", f"Python {platform.python_version()}, {versions}"),
+        ("devices", f"{programs.mesh.size} x {device.device_kind}, {jax.process_count()} process(es)"),
+        ("mode", _mode(config, programs)),
+        ("method", _method(config)),
+        ("parameters", f"{_si(total)} a replica, {_si(without_embeddings)} without embedding and head"),
+        ("batch", f"{_si(tokens)} tokens a step: {config.num_replicas} replicas x {config.data.batch_size} sequences x "
+                  f"{config.data.sequence_length}"),
+        ("memory", f"about {_bytes(state + activations)} a device: {_bytes(state)} of state and gradients, "
+                   f"{_bytes(activations)} of activations"),
+        ("messages", _messages(config)),
+    ]  # fmt: skip
+
+
+def _mode(config: TrainConfig, programs: Programs) -> str:
+    shape = dict(programs.mesh.shape)
+    slots = config.num_replicas // shape["replica"]
+    if programs.mesh.size == 1:
+        return f"virtual: {config.num_replicas} replicas on one device"
+    axes = " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1)
+    return f"mesh {axes}" + (f", {slots} replicas on each" if slots > 1 else "")
+
+
+def _method(config: TrainConfig) -> str:
+    outer = config.outer
+    if config.method == "noloco":
+        gamma = outer.lr if outer.consensus is None else outer.consensus
+        return (
+            f"noloco: groups of {outer.group_size} average every {outer.sync_every} steps "
+            f"(alpha {outer.momentum:g}, beta {outer.lr:g}, gamma {gamma:g})"
+        )
+    if config.method == "diloco":
+        kind = "Nesterov" if outer.nesterov else "heavy ball"
+        return f"diloco: all average every {outer.sync_every} steps ({kind}, alpha {outer.momentum:g}, beta {outer.lr:g})"
+    return {"ddp": "ddp: gradients averaged every step", "local": "local: replicas never meet"}[config.method]
+
+
+def bytes_sent(config: TrainConfig) -> int:
+    """Bytes that a replica sends at an outer step (for ddp: at every step), an all-reduce counted as a ring."""
+    size = 4 * num_params(config.model)[0]
+    ring = 2 * size * (config.num_replicas - 1) // config.num_replicas
+    return {"noloco": size * (config.outer.group_size - 1), "diloco": ring, "ddp": ring, "local": 0}[config.method]
+
+
+def _messages(config: TrainConfig) -> str:
+    sent = bytes_sent(config)
+    if not sent:
+        return "none"
+    return f"a replica sends {_bytes(sent)} " + ("every step" if config.method == "ddp" else "per outer step")
+
+
+def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
+    """Bytes on one device: of the state and the gradients, and (roughly) of what the backward pass keeps."""
+
+    def on_one_device(tree: PyTree) -> int:
+        leaves = jax.tree.leaves(tree)
+        return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in leaves)
+
+    state = on_one_device(programs.state) + on_one_device(programs.state.params)
+    model, data, shape = config.model, config.data, programs.mesh.shape
+    width = {"float32": 4, "bfloat16": 2}[model.dtype]
+    kept = {"none": 10 * model.hidden_size + 4 * model.intermediate_size, "dots": 6 * model.hidden_size, "full": 0}
+    kept_a_token = model.num_layers * (kept[model.remat] + model.hidden_size) * width
+    logits = 4 * min(data.batch_size * data.sequence_length * model.vocab_size, 2**26)
+    tokens = data.batch_size // config.num_microbatches * data.sequence_length
+    return state, (tokens * kept_a_token // shape["stage"] + logits) // shape["fsdp"] // shape["tensor"]
+
+
+def sample_text(config: TrainConfig, tokenizer: Tokenizer, params: PyTree) -> str:
+    """What a model writes after the config's prompt.
+
+    Args:
+      config: `sample_prompt` and `sample_tokens` say what.
+      tokenizer: of the run.
+      params: of one model, no replica axis.
+    """
+    from noloco_jax.model.decode import generate
+
+    prompt = list(tokenizer.encode(config.sample_prompt))
+    if config.data.add_bos and tokenizer.bos_id is not None:
+        prompt = [tokenizer.bos_id, *prompt]
+    ids = generate(
+        config.model,
+        params,
+        np.asarray([prompt], np.int32),
+        max_new_tokens=config.sample_tokens,
+        temperature=0.7,
+        key=jax.random.key(config.seed),
+        eos_id=tokenizer.eos_id,
+    )
+    return tokenizer.decode([int(i) for i in np.asarray(ids)[0]])
+
+
+def show_results(console: Console, workdir: Path, values: dict[str, Any], sample: str | None) -> None:
+    """Prints the last evaluation and the sample, and draws the curves."""
+    results_table(values, console)
+    if sample is not None:
+        console.print("the merged model writes:", style="bold")
+        console.print(sample)
+    console.print(f"curves: {plot_curves(workdir)}")
+
+
+def _si(number: float) -> str:
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:g}"
+
+
+def _bytes(number: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:g} bytes"
