@@ -1,0 +1,66 @@
+"""The data set that a configuration names."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from noloco_jax.data.c4 import C4Source
+from noloco_jax.data.lanes import Source
+from noloco_jax.data.parquet import ParquetSource
+from noloco_jax.data.text import TextSource
+from noloco_jax.data.tokenizers import DocumentEncoder, Tokenizer
+from noloco_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from noloco_jax.config import DataConfig
+
+
+def _no_encoder(texts: Sequence[str]) -> list[np.ndarray]:
+    raise AssertionError("documents were to be encoded without a tokenizer")
+
+
+def open_source(
+    config: "DataConfig", tokenizer: Tokenizer | None, *, validation: bool, seed: int, vocab_size: int | None
+) -> Source:
+    """The training or the validation documents of `config`; the latter in the order of the files.
+
+    `tokenizer` may be None where nothing will be tokenized. Raises `UserError` for what is missing or of another form.
+    """
+    if not config.path:
+        raise UserError('data.path is "": name the folder or file with the training data')
+    apart = bool(config.validation_path) and validation
+    path, field = (config.validation_path, "data.validation_path") if apart else (config.path, "data.path")
+    held_out = "all" if config.validation_path else "held_out" if validation else "rest"
+    seed, shuffle_buffer = (0, 1) if validation else (seed, config.shuffle_buffer)
+    encode: Callable[[Sequence[str]], list[np.ndarray]] = _no_encoder
+    if tokenizer is not None:
+        encode = DocumentEncoder(tokenizer, add_bos=config.add_bos, add_eos=config.add_eos)
+    if config.kind == "c4":
+        split = "validation" if validation else "train"
+        return C4Source(path, field=field, split=split, seed=seed, shuffle_buffer=shuffle_buffer, encode=encode)
+    if config.kind == "text":
+        return TextSource(path, field=field, split=held_out, seed=seed, shuffle_buffer=shuffle_buffer, encode=encode)
+    if config.kind == "parquet":
+        return ParquetSource(
+            path,
+            field=field,
+            split=held_out,
+            seed=seed,
+            shuffle_buffer=shuffle_buffer,
+            sequence_length=config.sequence_length,
+            vocab_size=vocab_size,
+        )
+    raise UserError(f'data.kind={config.kind!r}: the kinds are "c4", "parquet" and "text"')
+
+
+def check_data(config: "DataConfig", *, num_replicas: int = 1, vocab_size: int | None = None) -> None:
+    """Finds in a moment what training and validation on `config` would stumble over.
+
+    Looks at folders, file names, the schema of every Parquet file, the first document or row, and whether
+    `num_replicas` get a document each. What lies deeper (a truncated shard) shows when it is read.
+    Raises `UserError`.
+    """
+    for validation in (False, True):
+        source = open_source(config, None, validation=validation, seed=0, vocab_size=vocab_size)
+        source.check_replicas(1 if validation else num_replicas)

@@ -1,0 +1,166 @@
+"""Text to token ids and back: bytes, or any tokenizer that `transformers` can load."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from noloco_jax.errors import UserError
+
+
+class Tokenizer(Protocol):
+    """What the data pipeline and text generation need of a tokenizer.
+
+    `vocab_size` is one more than the largest id that `encode` or a BOS/EOS can give: the least vocabulary of a model.
+    """
+
+    name: str
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids as int32 (n,), no special token among them."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text, on all cores where the tokenizer can."""
+        ...
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of `ids`; special tokens leave nothing."""
+        ...
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8, then BOS 256, EOS 257 and padding 258."""
+
+    name = "byte"
+    vocab_size = 259
+    bos_id: int | None = 256
+    eos_id: int | None = 257
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        ids = np.asarray(ids, np.int64)
+        return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+
+class FastTokenizer:
+    """A Hugging Face `tokenizers.Tokenizer` with the ids that `transformers` knows for it.
+
+    Special tokens written out in a document are read as ordinary text: only the data pipeline sets document borders,
+    and no id outside `vocab_size` can come from a text (Llama 3 reserves 254 such ids).
+    """
+
+    def __init__(self, name: str, backend: Any, vocab_size: int, bos_id: int | None, eos_id: int | None):
+        self.name, self.vocab_size, self.bos_id, self.eos_id = name, vocab_size, bos_id, eos_id
+        self._backend = backend
+        self._configure()
+
+    def _configure(self) -> None:
+        self._backend.encode_special_tokens = True
+        self._backend.no_truncation()
+        self._backend.no_padding()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._configure()  # pickling keeps none of it
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError:  # a lone surrogate, which JSON can write and UTF-8 cannot
+            valid = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+            encodings = self._backend.encode_batch_fast(valid, add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return self._backend.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer `name`: "byte", a folder, or a name on the Hugging Face hub.
+
+    A gated one is fetched with the token in the environment variable HF_TOKEN.
+    Raises `UserError` where it cannot be had.
+    """
+    if name == "byte":
+        return ByteTokenizer()
+    folder = Path(name).expanduser()
+    if (folder.is_absolute() or name.startswith((".", "~"))) and not folder.is_dir():
+        raise UserError(
+            f"data.tokenizer={name!r}: there is no such folder; give one with a tokenizer.json, "
+            'a name on the Hugging Face hub, or "byte"'
+        )
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would regret that there is no PyTorch
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(
+            str(folder) if folder.is_dir() else name, token=os.environ.get("HF_TOKEN"), use_fast=True
+        )
+    except Exception as error:  # transformers raises whatever its many backends do
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"data.tokenizer={name!r} cannot be loaded ({type(error).__name__}: {reason}): set HF_TOKEN if its licence "
+            'asks for a login, or give a local folder with a tokenizer.json, or "byte"'
+        ) from None
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(
+            f"data.tokenizer={name!r} is a {type(loaded).__name__} without a tokenizer.json: "
+            "give the folder of a fast tokenizer"
+        )
+    bos_id, eos_id = loaded.bos_token_id, loaded.eos_token_id
+    ordinary = [index for index, token in loaded.added_tokens_decoder.items() if not token.special]
+    largest = max([loaded.vocab_size - 1, *ordinary, *(index for index in (bos_id, eos_id) if index is not None)])
+    return FastTokenizer(name, backend, largest + 1, bos_id, eos_id)
+
+
+def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
+    """Raises `UserError` where the model has no embedding for some of the tokenizer's ids."""
+    if tokenizer.vocab_size > model_vocab_size:
+        raise UserError(
+            f"model.vocab_size={model_vocab_size} is smaller than the {tokenizer.vocab_size} ids of "
+            f"data.tokenizer={tokenizer.name!r}: set model.vocab_size to at least {tokenizer.vocab_size}"
+        )
+
+
+class DocumentEncoder:
+    """Texts to what a training stream holds of them: int32 (1, n) arrays of [BOS] ids [EOS].
+
+    An empty text gives no token at all. Raises `UserError` for a BOS or EOS that the tokenizer does not have.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool):
+        self._tokenizer = tokenizer
+        self._before = self._special("bos", add_bos, tokenizer.bos_id)
+        self._after = self._special("eos", add_eos, tokenizer.eos_id)
+
+    def _special(self, which: str, wanted: bool, index: int | None) -> list[int]:
+        if not wanted:
+            return []
+        if index is None:
+            raise UserError(
+                f"data.add_{which}=True, but data.tokenizer={self._tokenizer.name!r} has no {which.upper()} token: "
+                f"set data.add_{which}=False"
+            )
+        return [index]
+
+    def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
+        arrays = []
+        for text, ids in zip(texts, self._tokenizer.encode_batch(texts), strict=True):
+            document = np.concatenate([self._before, ids, self._after], dtype=np.int32, casting="unsafe")
+            arrays.append((document if text else document[:0])[None])
+        return arrays
