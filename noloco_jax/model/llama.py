@@ -123,7 +123,7 @@ def num_params(config: ModelConfig) -> tuple[int, int]:
 
 def embed(config: ModelConfig, params: Params, ids_BT: jax.Array) -> jax.Array:
     """Looks up token embeddings: (B, T, D) in the compute dtype."""
-    return params["embed"].at[ids_BT].get(mode="clip").astype(config.dtype)
+    return jnp.take(params["embed"], ids_BT, axis=0, mode="clip").astype(config.dtype)
 
 
 @functools.cache
@@ -160,10 +160,10 @@ def run_layers(config: ModelConfig, blocks_params: Params, h_BTD: jax.Array, *, 
     elif config.remat == "dots":
         policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
         layer = jax.checkpoint(layer, prevent_cse=unroll > 1, policy=policy)
-    return jax.lax.scan(layer, h_BTD, _kernels_in(config, blocks_params), unroll=unroll)[0]
+    return jax.lax.scan(layer, h_BTD, cast_kernels(config, blocks_params), unroll=unroll)[0]
 
 
-def _kernels_in(config: ModelConfig, blocks_params: Params) -> Params:
+def cast_kernels(config: ModelConfig, blocks_params: Params) -> Params:
     """Casts the kernels once, ahead of the loop: cast inside it, a copy of each would be kept for the backward pass."""
     return {name: leaf if "norm" in name else leaf.astype(config.dtype) for name, leaf in blocks_params.items()}
 

@@ -1,0 +1,317 @@
+"""Hugging Face's Llama folders (config.json and safetensors), read and written without PyTorch.
+
+One tensor at a time passes between the files and the stacked parameters, so that no second copy of them is held.
+"""
+
+import functools
+import json
+import math
+import operator
+import os
+import shutil
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from noloco_jax.config import ModelConfig
+from noloco_jax.errors import UserError
+from noloco_jax.model.llama import Params, param_shapes
+
+# Ours -> theirs. Their kernels are stored [out, in], ours [in, out].
+_CONFIG_NAMES = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+}
+_LAYER_NAMES = {
+    "attention_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+# What their LlamaConfig takes for an entry that a config.json leaves out; num_key_value_heads: num_attention_heads.
+_THEIR_DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
+_ROPE_SCALING_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+_CONFIG_FILE = "config.json"
+_WEIGHTS_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where one of their tensors lives in the parameter dict."""
+
+    path: tuple[str, ...]
+    layer: int | None  # index into the stack
+    transposed: bool
+
+    def of(self, params: Params) -> np.ndarray:
+        """The tensor, laid out as theirs: a view, where the parameters are numpy arrays."""
+        leaf = self._leaf(params)
+        array = np.asarray(leaf if self.layer is None else leaf[self.layer])
+        return array.T if self.transposed else array
+
+    def shape(self, shapes: Params) -> tuple[int, ...]:
+        shape = self._leaf(shapes).shape[0 if self.layer is None else 1 :]
+        return shape[::-1] if self.transposed else shape
+
+    def _leaf(self, params: Params) -> Any:
+        return functools.reduce(operator.getitem, self.path, params)
+
+
+def _slots(config: ModelConfig) -> dict[str, _Slot]:
+    """Their name of every tensor -> its slot."""
+    slots = {
+        "model.embed_tokens.weight": _Slot(("embed",), None, False),
+        "model.norm.weight": _Slot(("norm",), None, False),
+    }
+    if not config.tie_embeddings:
+        slots["lm_head.weight"] = _Slot(("head",), None, True)
+    for ours, theirs in _LAYER_NAMES.items():
+        for layer in range(config.num_layers):
+            slots[f"model.layers.{layer}.{theirs}.weight"] = _Slot(("blocks", ours), layer, "norm" not in ours)
+    return slots
+
+
+def config_from_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads a folder's config.json into `ModelConfig` fields; dtype, param_dtype and remat are a run's own choice.
+
+    The rotary settings may stand under `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
+    Raises `UserError` where there is no config.json, or it describes another architecture than `model.llama` has.
+    """
+    path = Path(folder) / _CONFIG_FILE
+    theirs = _read_json(path)
+    _check_architecture(path, theirs)
+    fields = {}
+    for ours, name in _CONFIG_NAMES.items():
+        if name in theirs and theirs[name] is not None:
+            fields[ours] = theirs[name]
+        elif name == "num_key_value_heads":
+            fields[ours] = theirs["num_attention_heads"]
+        elif name in _THEIR_DEFAULTS:
+            fields[ours] = _THEIR_DEFAULTS[name]
+        else:
+            raise UserError(f"{path} has no {name}: it is no Llama's, name another folder")
+    head_dim = fields["hidden_size"] // fields["num_heads"]
+    if theirs.get("head_dim") not in (None, head_dim):
+        raise UserError(
+            f"{path}: head_dim={theirs['head_dim']} is not hidden_size / num_attention_heads = {head_dim}: "
+            "such a model cannot be imported"
+        )
+    return fields | _rope_fields(path, theirs)
+
+
+def _check_architecture(path: Path, theirs: dict[str, Any]) -> None:
+    if theirs.get("model_type") != "llama":
+        raise UserError(f"{path}: model_type={theirs.get('model_type')!r} is not 'llama': only a Llama can be imported")
+    for name, supported in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
+        if theirs.get(name, supported) != supported:
+            raise UserError(f"{path}: {name}={theirs[name]!r} is not {supported!r}: such a model cannot be imported")
+
+
+def _rope_fields(path: Path, theirs: dict[str, Any]) -> dict[str, Any]:
+    # Where both styles are there, transformers 5 follows `rope_scaling`.
+    rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
+    theta = rope.get("rope_theta") or theirs.get("rope_theta") or _THEIR_DEFAULTS["rope_theta"]
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return {"rope_theta": float(theta), "rope_scaling": None}
+    if kind != "llama3":
+        raise UserError(
+            f"{path}: rope_type={kind!r} is neither 'default' nor 'llama3': such a model cannot be imported"
+        )
+    missing = [name for name in _ROPE_SCALING_FIELDS if name not in rope]
+    if missing:
+        raise UserError(f"{path}: rope_type='llama3' without {', '.join(missing)}: add what the model was trained with")
+    scaling = {name: float(rope[name]) for name in _ROPE_SCALING_FIELDS}
+    scaling["original_max_position_embeddings"] = int(rope["original_max_position_embeddings"])
+    return {"rope_theta": float(theta), "rope_scaling": scaling}
+
+
+def load_params(folder: str | os.PathLike[str], config: ModelConfig) -> Params:
+    """Reads the weights of a folder, in one file or sharded with an index, float32, bfloat16 or float16.
+
+    Returns the parameter dict in `config.param_dtype` as numpy arrays: put them on the devices that they belong on.
+    Raises `UserError` where the folder is not whole, or holds another model than `config`.
+    """
+    folder = Path(folder)
+    _check_same_model(folder, config)
+    params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), param_shapes(config))
+    slots = _slots(config)
+    missing = set(slots)
+    for path, name, reader in _tensors(folder):
+        # Older folders hold the rotary frequencies, and some tied ones the embedding a second time.
+        if name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight"):
+            continue
+        if name not in slots:
+            raise UserError(f"{path}: the tensor {name} is none of a Llama with {config.num_layers} layers")
+        target = slots[name].of(params)
+        view = reader.get_slice(name)
+        if tuple(view.get_shape()) != target.shape:
+            raise UserError(
+                f"{path}: the tensor {name} has shape {tuple(view.get_shape())}, and its {_CONFIG_FILE} makes it "
+                f"{target.shape}: the folder mixes two models"
+            )
+        dtype = view.get_dtype()
+        if dtype not in _DTYPES:
+            raise UserError(f"{path}: the tensor {name} is {dtype}: convert it to one of {', '.join(_DTYPES)}")
+        target[...] = reader.get_tensor(name)
+        missing.discard(name)
+    if missing:
+        raise UserError(f"{folder}: {len(missing)} of {len(slots)} tensors are missing, such as {min(missing)}")
+    return params
+
+
+def _check_same_model(folder: Path, config: ModelConfig) -> None:
+    for name, theirs in config_from_folder(folder).items():
+        ours = getattr(config, name)
+        if name == "rope_scaling" and ours is not None:
+            ours = {field: getattr(ours, field) for field in _ROPE_SCALING_FIELDS}
+        if ours != theirs:
+            raise UserError(
+                f"{folder} is another model: its {name} is {theirs}, and model.{name}={ours}; "
+                f"set model.{name} to its value, or name another folder"
+            )
+
+
+def _tensors(folder: Path) -> Iterator[tuple[Path, str, Any]]:
+    """Yields (file, tensor name, the open reader of the file) of every tensor of a folder."""
+    if (folder / _INDEX_FILE).exists():
+        weight_map = _read_json(folder / _INDEX_FILE).get("weight_map") or {}
+        files = sorted(set(weight_map.values()))
+    else:
+        files = [_WEIGHTS_FILE]
+    for name in files:
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"{path} is missing: copy the whole folder, its weights as safetensors")
+    for name in files:
+        path = folder / name
+        try:
+            with safe_open(path, framework="np") as reader:
+                for tensor in reader.keys():  # noqa: SIM118, a reader is no dict
+                    yield path, tensor, reader
+        except SafetensorError as error:
+            raise UserError(f"{path} is not a whole safetensors file ({error}): copy it again") from None
+
+
+def save_folder(
+    folder: str | os.PathLike[str],
+    params: Params,
+    config: ModelConfig,
+    tokenizer: str | None = None,
+    *,
+    max_position_embeddings: int,
+    bos_id: int | None = None,
+    eos_id: int | None = None,
+) -> None:
+    """Writes what `transformers` loads as a LlamaForCausalLM: config, weights and, where there is one, the tokenizer.
+
+    The folder appears whole or not at all. The weights keep their dtype.
+
+    Args:
+      folder: where to; it must not exist yet, or be empty.
+      params: the parameter dict, numpy or jax arrays.
+      config: the model.
+      tokenizer: a tokenizer's folder or its name on the hub, for `transformers.AutoTokenizer`. None: writes none.
+      max_position_embeddings: the longest sequence, in tokens, that the model is meant for.
+      bos_id, eos_id: the ids that begin and end a text, for the configs.
+    """
+    folder = Path(folder)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} already holds something: name a new folder")
+    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    unfinished.mkdir(parents=True)
+    try:
+        ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
+        _write_json(unfinished / _CONFIG_FILE, _their_config(config, max_position_embeddings) | ids)
+        _write_json(unfinished / "generation_config.json", {"_from_model_config": True} | ids)
+        _write_safetensors(unfinished / _WEIGHTS_FILE, params, config)
+        if tokenizer is not None:
+            _save_tokenizer(tokenizer, unfinished)
+        unfinished.replace(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _their_config(config: ModelConfig, max_position_embeddings: int) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    their_scaling = None
+    if scaling is not None:
+        their_scaling = {"rope_type": "llama3"} | {name: getattr(scaling, name) for name in _ROPE_SCALING_FIELDS}
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **{name: getattr(config, ours) for ours, name in _CONFIG_NAMES.items()},
+        "head_dim": config.hidden_size // config.num_heads,
+        "max_position_embeddings": max_position_embeddings,
+        # Both names of transformers 5 and, for whoever reads older folders, those before it.
+        "rope_parameters": {"rope_theta": config.rope_theta} | (their_scaling or {"rope_type": "default"}),
+        "rope_theta": config.rope_theta,
+        "rope_scaling": their_scaling,
+        "dtype": config.param_dtype,
+        "torch_dtype": config.param_dtype,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "initializer_range": 0.02,
+        "pad_token_id": None,
+    }
+
+
+def _write_safetensors(path: Path, params: Params, config: ModelConfig) -> None:
+    """Writes tensor after tensor; `safetensors` itself would have them all in memory, transposed, at once."""
+    dtype = np.dtype(config.param_dtype)
+    dtype_name = next(theirs for theirs, ours in _DTYPES.items() if ours == config.param_dtype)
+    slots = dict(sorted(_slots(config).items()))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    shapes = param_shapes(config)
+    end = 0
+    for name, slot in slots.items():
+        shape = slot.shape(shapes)
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": dtype_name, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for slot in slots.values():
+            file.write(slot.of(params).astype(dtype, copy=False).tobytes())
+
+
+def _save_tokenizer(name: str, folder: Path) -> None:
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would regret that there is no PyTorch
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(name, token=os.environ.get("HF_TOKEN")).save_pretrained(folder)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: name a folder in Hugging Face's format") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): copy it again") from None
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
