@@ -14,7 +14,7 @@ supported() {
 find_python() {
     if [ -n "${PYTHON:-}" ]; then
         command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON is not there: give an interpreter of Python 3.11 to 3.13"
-        supported "$PYTHON" || fail "PYTHON=$PYTHON is $("$PYTHON" --version 2>&1): Python 3.11 to 3.13 is needed"
+        supported "$PYTHON" || fail "PYTHON=$PYTHON is $("$PYTHON" --version 2>&1 | head -n 1): Python 3.11 to 3.13 is needed"
         echo "$PYTHON"
         return
     fi
