@@ -30,8 +30,12 @@ find_python() {
 }
 
 make_venv() {
-    local base="$1"
+    local base="$1" of_base of_venv
     if [ -x "$venv/bin/python" ] && supported "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        of_base=$("$base" --version) of_venv=$("$venv/bin/python" --version)
+        if [ -n "${PYTHON:-}" ] && [ "$of_base" != "$of_venv" ]; then
+            fail "PYTHON=$PYTHON is $of_base and $venv holds $of_venv: give another folder as VENV=DIR, or remove $venv"
+        fi
         return
     fi
     if [ -e "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ]; then
