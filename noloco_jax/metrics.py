@@ -45,7 +45,7 @@ class MetricWriter:
       resume_step: the step that the run goes on from. Lines of later steps, which it will write again, and a torn last
         line are dropped. None for a new run: metrics of an earlier one are moved to metrics.jsonl.old.
       tensorboard: whether to write WORKDIR/tensorboard as well.
-      wandb_project: the W&B project to log to, or None. A resumed run goes on in its W&B run, which keeps the steps it has.
+      wandb_project: the W&B project to log to, or None. A resumed run goes on in its W&B run, which keeps what it has.
       enabled: False makes every method do nothing, for the processes that do not report.
       run_config: what W&B shows as the run's configuration.
     """
