@@ -19,8 +19,8 @@ def get_config():
     config.method = "noloco"
     config.num_replicas = 4
     config.num_steps = 500
-    config.eval_every = 100
-    config.eval_batches = 8
+    config.eval_every = 125
+    config.eval_batches = 32
     config.checkpoint_every = 100
     config.sample_prompt = "def "
     config.sample_tokens = 200
