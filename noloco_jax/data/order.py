@@ -16,7 +16,8 @@ def shuffled(count: int, *key: int) -> np.ndarray:
     Built from a bit generator's raw output, which numpy promises never to change, as it does not of `permutation`:
     a saved position means the same under every version.
     """
-    order = np.argsort(np.random.PCG64(np.random.SeedSequence(key)).random_raw(count), kind="stable")
+    seed = np.random.SeedSequence((len(key), *key))  # which by itself takes (1,) and (1, 0) for the same
+    order = np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")
     order.setflags(write=False)  # callers share it
     return order
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 _ROWS_AT_ONCE = 128
+_BYTES_AT_ONCE = 1 << 20  # of a column; without, pyarrow holds whole row groups
 
 
 def find_parquet_files(path: str, field: str) -> list[str]:
@@ -38,7 +39,7 @@ def _open(path: str) -> "pq.ParquetFile":
     import pyarrow.parquet as pq
 
     try:
-        return pq.ParquetFile(path)
+        return pq.ParquetFile(path, pre_buffer=False, buffer_size=_BYTES_AT_ONCE)
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} is no readable Parquet file ({reason}): fetch it again") from None
