@@ -111,6 +111,14 @@ class Checkpointer:
         self._manager.wait_until_finished()
         self._manager.close()
 
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error, saves of several processes cannot be waited for: the others may never come to theirs.
+        if kind is None or jax.process_count() == 1:
+            self.close()
+
     def _compare(self, saved: dict[str, Any], mine: dict[str, Any]) -> None:
         for name, value in mine.items():
             if saved.get(name) != value:

@@ -1,55 +1,75 @@
 """Trains a Llama: `python -m noloco_jax.train --config=configs/quickstart.py --workdir=DIR`."""
 
-import signal
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
 
 from noloco_jax.checkpoint import Checkpointer
 from noloco_jax.config import TrainConfig, save_config, to_dict
 from noloco_jax.config_flags import parse_args
 from noloco_jax.console import Progress, banner, make_console
-from noloco_jax.data import check_data, check_vocabulary, load_tokenizer, train_stream, validation_batches
+from noloco_jax.data import Tokenizer, check_data, check_vocabulary, load_tokenizer, train_stream, validation_batches
 from noloco_jax.errors import UserError, main_with_errors
 from noloco_jax.evaluate import evaluate
 from noloco_jax.metrics import MetricWriter, Throughput, read_metrics
 from noloco_jax.outer.pairing import Round, groups_of_rounds
+from noloco_jax.parallel.ahead import compile_ahead
 from noloco_jax.parallel.devices import use_cpu_cores
+from noloco_jax.parallel.distributed import define_flags, find_place, joined
 from noloco_jax.parallel.feed import Feed, local_replicas
 from noloco_jax.parallel.mesh import make_mesh
 from noloco_jax.parallel.optimizers import learning_rates, run_pairing
-from noloco_jax.parallel.programs import StepMetrics, TrainState, build_programs
+from noloco_jax.parallel.programs import Programs, StepMetrics, TrainState, build_programs
+from noloco_jax.stopping import Stop
 from noloco_jax.summary import banner_rows, bytes_sent, sample_text, show_results
-
-RESTART = 75  # EX_TEMPFAIL: stopped by SIGTERM with everything saved; the same command goes on
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and trains; returns the exit status."""
     config, flags = parse_args(argv, __doc__ or "", _define_flags, prog="python -m noloco_jax.train")
-    use_cpu_cores(config)
-    return train(config, Path(flags.workdir), dry_run=flags.dry_run, wandb_project=flags.wandb)
+    place = find_place(flags, os.environ)
+    with joined(place, to_dict(config), flags.start_timeout):
+        use_cpu_cores(config, 1 if place is None else place.num_processes)
+        return train(config, Path(flags.workdir), dry_run=flags.dry_run, wandb_project=flags.wandb)
 
 
 def _define_flags(parser) -> None:
     parser.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints, metrics and curves go")
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the banner and stop")
     parser.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project as well")
+    define_flags(parser)
 
 
-def train(config: TrainConfig, workdir: Path, *, dry_run: bool = False, wandb_project: str | None = None) -> int:
+def train(
+    config: TrainConfig,
+    workdir: Path,
+    *,
+    dry_run: bool = False,
+    wandb_project: str | None = None,
+    before_step: Callable[[int], None] | None = None,
+) -> int:
     """Trains until `num_steps`, from the workdir's newest checkpoint if it has one; returns the exit status.
+
+    Of several processes, each calls this; the first one prints and draws, all write metrics of their own replicas.
+
+    Args:
+      config: the run.
+      workdir: its folder, the same one for all processes.
+      dry_run: stop after the banner.
+      wandb_project: also log there.
+      before_step: called with the number of every step before it is dispatched.
 
     Raises:
       UserError: if the configuration does not fit the devices, the data or what the workdir holds.
     """
     console = make_console()
+    console.quiet = jax.process_index() > 0
     check_data(config.data)
     tokenizer = load_tokenizer(config.data.tokenizer)
     check_vocabulary(tokenizer, config.model.vocab_size)
@@ -58,67 +78,87 @@ def train(config: TrainConfig, workdir: Path, *, dry_run: bool = False, wandb_pr
     if dry_run:
         return 0
 
-    checkpoints = Checkpointer(workdir, config)
-    start = checkpoints.latest_step()
-    if start is not None and start >= config.num_steps:
-        evaluations = [line for line in read_metrics(workdir) if line["kind"] == "eval"]
-        show_results(console, workdir, evaluations[-1], sample=None)
-        console.print(f"the run is complete ({start} steps): raise num_steps to go on, or start afresh with another "
-                      f"--workdir (or delete {workdir})")  # fmt: skip
-        return 0
+    with Stop() as stop, Checkpointer(workdir, config) as checkpoints:
+        start = checkpoints.latest_step()
+        if start is not None and start >= config.num_steps:
+            _show_complete(console, workdir, start)
+            return 0
+        validation = list(validation_batches(config.data, tokenizer, num_batches=config.eval_batches))
+        feed = _make_feed(config, tokenizer, programs)
 
-    validation = list(validation_batches(config.data, tokenizer, num_batches=config.eval_batches))
-    feed = Feed(
-        {
-            replica: train_stream(
-                config.data, tokenizer, replica=replica, num_replicas=config.num_replicas, seed=config.seed
-            )
-            for replica in local_replicas(programs.batch)
-        },
-        programs.batch,
-    )
-    if start is None:
-        state = programs.init(jax.random.key(config.seed))
-    else:
-        state, positions = checkpoints.restore(start, programs.state)
-        feed.set_state(positions)
-        console.print(f"going on from the checkpoint of step {start}")
-    save_config(config, workdir)
-    writer = MetricWriter(workdir, resume_step=start, wandb_project=wandb_project, run_config=to_dict(config))
-    loop = Loop(config, programs, feed, validation, checkpoints, writer, start or 0)
-    with Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console) as progress:
-        state, finished = loop.run(state, progress)
-    checkpoints.close()
-    writer.close()
+        started = time.perf_counter()
+        programs = compile_ahead(programs)
+        console.print(f"compiled in {time.perf_counter() - started:.1f} s")
+        if start is None:
+            state = programs.init(jax.random.key(config.seed))
+        else:
+            state, positions = checkpoints.restore(start, programs.state)
+            feed.set_state(positions)
+            console.print(f"going on from the checkpoint of step {start}")
+        save_config(config, workdir)
+        writer = MetricWriter(
+            workdir,
+            resume_step=start,
+            wandb_project=wandb_project,
+            run_config=to_dict(config),
+        )
+        loop = Loop(config, programs, feed, validation, checkpoints, writer, stop, start or 0)
+        with Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console) as progress:
+            state, finished = loop.run(state, progress, before_step)
+        writer.close()
+
     if not finished:
-        console.print("stopped by SIGTERM: everything is saved, the same command goes on")
-        return RESTART
+        console.print(f"{stop.reason}: everything is saved, the same command goes on")
+        return stop.exit_status
     merged = jax.tree.map(lambda x: x[0], programs.merge(state.params))
     sample = sample_text(config, tokenizer, merged) if config.sample_tokens else None
     show_results(console, workdir, loop.evaluation, sample)
     return 0
 
 
+def _make_feed(config: TrainConfig, tokenizer: Tokenizer, programs: Programs) -> Feed:
+    streams = {
+        replica: train_stream(
+            config.data, tokenizer, replica=replica, num_replicas=config.num_replicas, seed=config.seed
+        )
+        for replica in local_replicas(programs.batch)
+    }
+    return Feed(streams, programs.batch)
+
+
+def _show_complete(console: Console, workdir: Path, steps: int) -> None:
+    evaluations = [line for line in read_metrics(workdir) if line["kind"] == "eval"]
+    show_results(console, workdir, evaluations[-1], sample=None)
+    console.print(
+        f"the run is complete ({steps} steps): raise num_steps to go on, or start afresh with another --workdir "
+        f"(or delete {workdir})"
+    )
+
+
 class Loop:
     """The training loop. Everything that it needs is made before; it only trains."""
 
-    def __init__(self, config, programs, feed, validation, checkpoints, writer, start: int):
+    def __init__(self, config, programs, feed, validation, checkpoints, writer, stop, start: int):
         self._config, self._programs, self._feed = config, programs, feed
         self._validation, self._checkpoints, self._writer = validation, checkpoints, writer
-        self._start = start
+        self._stop, self._start = stop, start
         self._lr = learning_rates(config)
         self._groups = _groups(config)
         self._tokens = config.num_replicas * config.data.batch_size * config.data.sequence_length
         self._throughput = Throughput()
         self.evaluation: dict[str, Any] = {}
 
-    def run(self, state: TrainState, progress: Progress) -> tuple[TrainState, bool]:
-        """Trains to the last step; returns the state, and whether it got there before a SIGTERM."""
-        config, programs, stop = self._config, self._programs, StopSignal()
+    def run(
+        self, state: TrainState, progress: Progress, before_step: Callable[[int], None] | None = None
+    ) -> tuple[TrainState, bool]:
+        """Trains to the last step; returns the state, and whether it got there before it was told to stop."""
+        config, programs = self._config, self._programs
         params, inner, outer = state
         unread: tuple[int, StepMetrics, dict[str, Any]] | None = None
         for step in range(self._start + 1, config.num_steps + 1):
-            params, inner, metrics = programs.inner_step(params, inner, next(self._feed))
+            if before_step is not None:
+                before_step(step)
+            params, inner, metrics = programs.inner_step(params, inner, next(self._feed), np.int32(step))
             if unread is not None:
                 # One step late, so that the device has the next step to do while the host writes.
                 self._log(*unread, progress)
@@ -126,12 +166,12 @@ class Loop:
             if programs.outer_step is not None and step % config.outer.sync_every == 0:
                 jax.block_until_ready(params)
                 started = time.perf_counter()
-                params, outer = jax.block_until_ready(programs.outer_step(params, outer, jnp.int32(step)))
+                params, outer = jax.block_until_ready(programs.outer_step(params, outer, np.int32(step)))
                 extra = {"outer_step_seconds": time.perf_counter() - started, "bytes_sent": bytes_sent(config)}
             unread = (step, metrics, extra)
 
             last = step == config.num_steps
-            stopping = stop.received
+            stopping = self._stop.at(step)
             evaluating = last or step % config.eval_every == 0
             saving = last or stopping or step % config.checkpoint_every == 0
             if evaluating or saving:
@@ -168,17 +208,6 @@ class Loop:
         if extra:
             round_ = step // self._config.outer.sync_every - 1
             progress.outer(step, round_, self._groups[round_], extra["outer_step_seconds"])
-
-
-class StopSignal:
-    """Remembers a SIGTERM, so that the loop can stop between two steps."""
-
-    def __init__(self):
-        self.received = False
-        signal.signal(signal.SIGTERM, self._receive)
-
-    def _receive(self, signum: int, frame: FrameType | None) -> None:
-        self.received = True
 
 
 def _groups(config: TrainConfig) -> list[Round]:
