@@ -3,6 +3,7 @@
 Shapes: R rows of a batch that pyarrow reads, N tokens of one row.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,14 @@ def _target_column(path: str, schema: "pa.Schema") -> str:
     )
 
 
+@functools.cache
+def _layout(path: str, modified: int, size: int) -> tuple[str, tuple[int, ...]]:
+    """(column beside `input_ids`, rows of each row group); read once for all replicas of a process."""
+    with _open(path) as opened:
+        target = _target_column(path, opened.schema_arrow)
+        return target, tuple(opened.metadata.row_group(g).num_rows for g in range(opened.num_row_groups))
+
+
 class ParquetSource:
     """Every row is a document of tokens and the labels beside them, whatever its length.
 
@@ -95,9 +104,9 @@ class ParquetSource:
         self._sequence_length, self._vocab_size = sequence_length, vocab_size
         self._targets, units, rows = [], [], 0
         for number, file in enumerate(self._files):
-            with _open(file) as opened:
-                self._targets.append(_target_column(file, opened.schema_arrow))
-                groups = [opened.metadata.row_group(g).num_rows for g in range(opened.num_row_groups)]
+            stat = Path(file).stat()
+            target, groups = _layout(file, stat.st_mtime_ns, stat.st_size)
+            self._targets.append(target)
             begin, held = 0, 0
             for g, size in enumerate(groups):
                 held += size
