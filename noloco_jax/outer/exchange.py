@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from noloco_jax.outer.pairing import Pairing
-from noloco_jax.outer.routes import Routes, lower
+from noloco_jax.outer.routes import NOWHERE, Pattern, Routes, lower
 
 AxisName = str | tuple[str, str]
 PyTree = Any
@@ -112,6 +112,19 @@ def _lookup(table: np.ndarray, index: jax.Array, axis_name: AxisName) -> jax.Arr
     return jnp.asarray(table)[index, replica]
 
 
+def permute_blocks(tree: PyTree, routes: Routes, index: jax.Array, device_axis: str | tuple[str, ...]) -> PyTree:
+    """Every slot of every device receives from its source under entry `index` of the routes.
+
+    Args:
+      tree: arrays (L, ...), the slots of this device in front.
+      routes: where they go. What a device without destination holds is not sent; who has no source receives zeros.
+      index: int32 scalar, the same on all devices.
+      device_axis: the mesh axis, or the axes in the order in which devices are numbered.
+    """
+    received, positions_L = _deliver(tree, routes, index, device_axis)
+    return jax.tree.map(lambda x: x[positions_L], received) if routes.num_slots > 1 else received
+
+
 def _permute(tree: PyTree, routes: Routes, index: jax.Array, axis_name: AxisName) -> PyTree:
     """Every replica receives the tree of its source under entry `index` of the routes."""
     if isinstance(axis_name, str):
@@ -120,17 +133,23 @@ def _permute(tree: PyTree, routes: Routes, index: jax.Array, axis_name: AxisName
     if routes.num_slots == 1:
         return _send(tree, routes, index, device_axis)
     # The block of a device's replicas as one array: under vmap an all_gather is only the unbatched view.
-    block = lax.all_gather(tree, slot_axis)
-    device = lax.axis_index(device_axis) if routes.num_devices > 1 else 0
-    if routes.num_devices > 1:
-        outgoing = jnp.asarray(routes.send)[index, device]
-        block = jax.tree.map(lambda x: x[outgoing], block)
-        block = _send(block, routes, index, device_axis)
-    incoming = jnp.asarray(routes.receive)[index, device, lax.axis_index(slot_axis)]
-    return jax.tree.map(lambda x: x[incoming], block)
+    received, positions_L = _deliver(lax.all_gather(tree, slot_axis), routes, index, device_axis)
+    position = positions_L[lax.axis_index(slot_axis)]
+    return jax.tree.map(lambda x: x[position], received)
 
 
-def _send(tree: PyTree, routes: Routes, index: jax.Array, device_axis: str) -> PyTree:
+def _deliver(block: PyTree, routes: Routes, index: jax.Array, device_axis) -> tuple[PyTree, jax.Array]:
+    """What arrives at this device, and at which position each of its slots finds its own (L,)."""
+    if routes.num_devices == 1:
+        return block, jnp.asarray(routes.receive)[index, 0]
+    device = lax.axis_index(device_axis)
+    if routes.num_slots > 1:
+        outgoing_L = jnp.asarray(routes.send)[index, device]
+        block = jax.tree.map(lambda x: x[outgoing_L], block)
+    return _send(block, routes, index, device_axis), jnp.asarray(routes.receive)[index, device]
+
+
+def _send(tree: PyTree, routes: Routes, index: jax.Array, device_axis: str | tuple[str, ...]) -> PyTree:
     """Sends blocks between devices along the pattern of entry `index`."""
     branches: Sequence[Callable[[PyTree], PyTree]] = [
         lambda t, pattern=pattern: jax.tree.map(lambda x: _send_array(x, pattern, routes.num_slots, device_axis), t)
@@ -141,13 +160,14 @@ def _send(tree: PyTree, routes: Routes, index: jax.Array, device_axis: str) -> P
     return lax.switch(jnp.asarray(routes.pattern_of)[index], branches, tree)
 
 
-def _send_array(x: jax.Array, pattern, num_slots: int, device_axis: str) -> jax.Array:
+def _send_array(x: jax.Array, pattern: Pattern, num_slots: int, device_axis: str | tuple[str, ...]) -> jax.Array:
     """`x` is one replica's array if a device holds one, else the block (slots, ...) in the order of `Routes.send`."""
     parts, start = [], 0
     for destinations, count in pattern:
         part = x if count == num_slots else lax.slice_in_dim(x, start, start + count)
         start += count
         if any(source != destination for source, destination in enumerate(destinations)):
-            part = lax.ppermute(part, device_axis, list(enumerate(destinations)))
+            pairs = [(source, destination) for source, destination in enumerate(destinations) if destination != NOWHERE]
+            part = lax.ppermute(part, device_axis, pairs)
         parts.append(part)
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

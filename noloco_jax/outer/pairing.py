@@ -130,8 +130,8 @@ def consensus_limit(momentum: float, num_replicas: int, group_size: int = 2) -> 
 
         γ = 2 (1 − α²) / (1 + α − 2αp),
 
-    which for pairs is 2(1 − α²)/(1 − α/(N − 1)). The paper's Eq. 74 is not that bound. A pool that is a sample of the
-    partitions has E[P] only near p I, and a limit up to a few per cent lower.
+    which for pairs is 2(1 − α²)/(1 − α/(N − 1)) if N is even, 2(1 − α²) if odd. The paper's Eq. 74 is not that bound. A
+    pool that is a sample of the partitions has E[P] only near p I, and a limit up to a few per cent lower.
 
     Args:
       momentum: outer momentum α in [0, 1).

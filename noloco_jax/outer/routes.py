@@ -4,8 +4,9 @@ import functools
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
+# Destination of a device that sends nothing.
+NOWHERE = -1
 # One exchange between devices: (destination of every device, number of replicas that each sends), one after another.
 Pattern = tuple[tuple[tuple[int, ...], int], ...]
 
@@ -65,6 +66,8 @@ def _lower(sources: tuple[tuple[int, ...], ...], num_devices: int, num_slots: in
 
 
 def _lower_one(sources: tuple[int, ...], num_devices: int, num_slots: int) -> tuple[Pattern, np.ndarray, np.ndarray]:
+    from scipy.optimize import linear_sum_assignment  # not above: it takes longer than the rest of the package
+
     waiting: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (device, device) -> [(slot, slot)] still to be sent
     counts = np.zeros((num_devices, num_devices), int)
     for replica, source in enumerate(sources):

@@ -44,12 +44,17 @@ def outer_transform(
         )
 
     def update_fn(
-        updates: PyTree, state: OuterState, params: PyTree | None = None, *, sync: bool | None = None, **extra_args: Any
+        updates: PyTree,
+        state: Any,  # an OuterState; Optax's own type admits any tree
+        params: PyTree | None = None,
+        *,
+        sync: bool | None = None,
+        **extra_args: Any,
     ) -> tuple[PyTree, OuterState]:
         del extra_args
         if params is None:
             raise ValueError("the outer update needs the parameters: call update(updates, state, params)")
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         if sync is False:
             return updates, state._replace(count=count)
         now = unbatched(count, axis_name)
