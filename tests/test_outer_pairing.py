@@ -1,0 +1,187 @@
+"""Pools and draws: who meets whom, how often, and how strongly consensus may pull."""
+
+import itertools
+import warnings
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import noloco_jax as nj
+from noloco_jax.outer.pairing import consensus_limit, groups_of_rounds
+
+
+def pairs_of(round_):
+    return [frozenset(pair) for group in round_ for pair in itertools.combinations(group, 2)]
+
+
+@pytest.mark.parametrize("n", range(2, 17))
+def test_every_pair_meets_exactly_once_in_a_pool_of_pairs(n):
+    pool = nj.RandomPairing(n).pool
+    assert len(pool) == (n - 1 if n % 2 == 0 else n)
+    meetings = Counter(pair for round_ in pool for pair in pairs_of(round_))
+    assert meetings == Counter(map(frozenset, itertools.combinations(range(n), 2)))
+
+
+@pytest.mark.parametrize("n", range(2, 17))
+def test_each_replica_of_an_odd_number_is_alone_once_and_of_an_even_one_never(n):
+    alone = Counter(group[0] for round_ in nj.RandomPairing(n).pool for group in round_ if len(group) == 1)
+    assert alone == Counter(range(n) if n % 2 else ())
+
+
+@pytest.mark.parametrize(
+    ("n", "group_size"), [(1, 2), (2, 2), (5, 5), (6, 3), (7, 3), (10, 4), (9, 2), (12, 2), (80, 2)]
+)
+def test_every_round_is_a_partition_into_full_groups_and_a_remainder(n, group_size):
+    pool = nj.RandomPairing(n, group_size).pool
+    full, rest = divmod(n, group_size)
+    for round_ in pool:
+        assert sorted(i for group in round_ for i in group) == list(range(n))
+        assert sorted(map(len, round_)) == sorted([group_size] * full + [rest] * (rest > 0))
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+def test_aligned_blocks_of_a_power_of_two_replicas_meet_as_wholes(n):
+    for round_ in nj.RandomPairing(n).pool:
+        partner = {i: j for pair in round_ for i, j in (pair, pair[::-1])}
+        for size in (2**k for k in range(n.bit_length() - 1)):
+            for start in range(0, n, size):
+                met = {partner[i] // size for i in range(start, start + size)}
+                assert len(met) == 1
+
+
+def test_a_tournament_of_more_rounds_than_the_cap_is_sampled():
+    assert len(nj.RandomPairing(64).pool) == 63
+    for pool, cap in ((nj.RandomPairing(66).pool, 64), (nj.RandomPairing(8, max_pool=5).pool, 5)):
+        assert len(set(pool)) == len(pool) == cap
+
+
+def test_draws_are_uniform_over_the_pool_and_independent_of_the_draw_before():
+    pairing = nj.RandomPairing(8, seed=3)
+    size, rounds = len(pairing.pool), 7 * 7 * 400
+    draws = np.asarray(jax.jit(jax.vmap(pairing.pool_index))(jnp.arange(rounds)))
+
+    def chi_square(values, cells):
+        observed = np.bincount(values, minlength=cells)
+        return np.sum((observed - len(values) / cells) ** 2) / (len(values) / cells)
+
+    assert chi_square(draws, size) < 22.46  # the 0.999 quantiles at 6 and at 48 degrees of freedom
+    assert chi_square(draws[:-1] * size + draws[1:], size**2) < 84.04
+
+
+def test_a_draw_is_the_same_on_the_host_and_in_a_compiled_program_and_under_x64():
+    pairing = nj.RandomPairing(6, seed=11)
+    host = groups_of_rounds(pairing, 20)
+    compiled = jax.jit(pairing.pool_index)
+    assert [pairing.pool[int(compiled(r))] for r in range(20)] == host
+    assert compiled(0).dtype == jnp.int32
+    with jax.enable_x64(True):
+        assert groups_of_rounds(pairing, 20) == host
+
+
+def test_two_pairings_of_one_seed_agree_and_of_different_seeds_differ():
+    first, again, other = (groups_of_rounds(nj.RandomPairing(6, seed=s), 20) for s in (0, 0, 1))
+    assert first == again != other
+    assert nj.RandomPairing(8, 3).pool == nj.RandomPairing(8, 3).pool != nj.RandomPairing(8, 3, seed=1).pool
+
+
+def test_explicit_rounds_come_in_turn_and_start_over():
+    pairing = nj.ExplicitPairing([[[0, 1], [2]], [[0], [1, 2]]])
+    a, b = pairing.pool
+    assert groups_of_rounds(pairing, 5) == [a, b, a, b, a]
+
+
+def partitions(members, sizes):
+    """All partitions of `members` into groups of these sizes."""
+    if not members:
+        yield ()
+        return
+    first, *others = members
+    for size in set(sizes):
+        left = list(sizes)
+        left.remove(size)
+        for rest in itertools.combinations(others, size - 1):
+            for tail in partitions([i for i in others if i not in rest], left):
+                yield ((first, *rest), *tail)
+
+
+def growth_of_second_moments(pool, n, alpha, gamma):
+    """Spectral radius of E[A ⊗ A] on the deviations from the mean, A the step δ ← αδ − γPφ, φ ← φ + δ of each entry."""
+    deviations = np.linalg.svd(np.eye(n) - 1 / n)[0][:, : n - 1]
+    expected = np.zeros(2 * [(2 * (n - 1)) ** 2])
+    for round_ in pool:
+        away = np.eye(n)
+        for group in round_:
+            away[np.ix_(group, group)] -= 1 / len(group)
+        pull = gamma * deviations.T @ away @ deviations
+        keep = np.eye(n - 1)
+        step = np.block([[keep - pull, alpha * keep], [-pull, alpha * keep]])
+        expected += np.kron(step, step) / len(pool)
+    return np.abs(np.linalg.eigvals(expected)).max()
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize(("n", "group_size"), [(2, 2), (4, 2), (5, 2), (6, 2), (6, 3), (5, 3), (4, 3), (4, 4)])
+def test_second_moments_grow_exactly_beyond_the_consensus_limit(n, group_size, alpha):
+    full, rest = divmod(n, group_size)
+    if group_size == 2:
+        pool = nj.RandomPairing(n).pool
+    else:
+        pool = list(partitions(range(n), [group_size] * full + [rest] * (rest > 0)))
+    limit = consensus_limit(alpha, n, group_size)
+    for factor in (0.01, 0.3, 0.7, 0.9999):
+        assert growth_of_second_moments(pool, n, alpha, factor * limit) < 1
+    assert growth_of_second_moments(pool, n, alpha, 1.0001 * limit) > 1
+
+
+@pytest.mark.parametrize(("n", "group_size"), [(6, 3), (7, 3)])
+def test_a_sampled_pool_is_stable_up_to_a_few_per_cent_below_the_limit(n, group_size):
+    limit = consensus_limit(0.9, n, group_size)
+    assert growth_of_second_moments(nj.RandomPairing(n, group_size).pool, n, 0.9, 0.95 * limit) < 1
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("n", [2, 5, 8])
+def test_the_limit_for_pairs_is_the_printed_formula(n, alpha):
+    share = 1 / (n - 1) if n % 2 == 0 else 0  # for odd n, one replica a round meets nobody, and p is 1/2
+    assert consensus_limit(alpha, n) == pytest.approx(2 * (1 - alpha**2) / (1 - alpha * share))
+
+
+def test_noloco_warns_of_a_consensus_outside_the_stable_interval_and_of_none_inside():
+    pairing = nj.RandomPairing(8)
+    limit = consensus_limit(0.5, 8)
+    for gamma in (0.0, -0.1, 1.001 * limit, float("nan")):
+        with pytest.warns(UserWarning, match="^consensus .* do not stay together$") as caught:
+            nj.noloco(pairing, outer_momentum=0.5, consensus=gamma)
+        assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for gamma in (0.01, 0.999 * limit, None):
+            nj.noloco(pairing, outer_momentum=0.5, consensus=gamma)
+        nj.noloco(nj.RandomPairing(1), consensus=5.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nj.RandomPairing(0), "num_replicas is 0"),
+        (lambda: nj.RandomPairing(4, 1), "group_size is 1 with num_replicas 4: choose from 2 to 4"),
+        (lambda: nj.RandomPairing(4, 5), "group_size is 5 with num_replicas 4: choose from 2 to 4"),
+        (lambda: nj.RandomPairing(4, max_pool=0), "max_pool is 0"),
+        (lambda: nj.ExplicitPairing([]), "rounds is empty"),
+        (lambda: nj.ExplicitPairing([[[0, 1], [1, 2]]]), r"round 0 holds replicas \[0, 1, 1, 2\]: each of 0..3"),
+        (lambda: nj.ExplicitPairing([[[0, 1], [2]], [[0, 1]]]), r"round 1 holds replicas \[0, 1\]: each of 0..2"),
+        (lambda: nj.ExplicitPairing([[[0, 1], []]]), "round 0"),
+        (lambda: nj.ExplicitPairing([[[1, 2]]]), r"round 0 holds replicas \[1, 2\]: each of 0..1"),
+        (lambda: nj.noloco(nj.RandomPairing(4), outer_momentum=1.0), r"outer_momentum is 1.0: it must be in \[0, 1\)"),
+        (lambda: nj.noloco(nj.RandomPairing(4), outer_momentum=-0.1), "outer_momentum is -0.1"),
+        (lambda: nj.noloco(nj.RandomPairing(4), sync_every=0), "sync_every is 0: it must be at least 1"),
+        (lambda: nj.diloco(outer_momentum=1.5), "outer_momentum is 1.5"),
+        (lambda: nj.diloco(sync_every=-1), "sync_every is -1"),
+    ],
+)
+def test_a_number_out_of_its_range_is_an_error_that_names_it(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
