@@ -188,7 +188,11 @@ def test_a_plain_optax_loop_runs_in_shard_map_with_checked_varying_types_as_unde
         params = jax.tree.map(lambda x: x[0], params)
         start: Any = (params, tx.init(params))
         batches = (x[:, 0], y[:, 0])
-        (params, state), _ = jax.lax.scan(lambda carry, b: (train_step(*carry, b[0], b[1])[:2], None), start, batches)
+
+        def body(carry, xy):
+            return train_step(carry[0], carry[1], xy[0], xy[1])[:2], None
+
+        (params, state), _ = jax.lax.scan(body, start, batches)
         return jax.tree.map(lambda x: x[None], params), state[-1].count
 
     specs = {"in_specs": (P("replica"), P(None, "replica"), P(None, "replica")), "out_specs": (P("replica"), P())}

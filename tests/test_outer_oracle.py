@@ -34,17 +34,13 @@ def outer_rounds(tx: optax.GradientTransformationExtraArgs, layout: Layout, num_
 NOLOCO_CASES = [
     (0.5, 0.7, None, 2, 2),
     (0.0, 1.0, 1.0, 2, 4),
-    (0.9, 0.3, 0.1, 2, 6),
-    (0.5, 0.7, 0.2, 2, 5),  # odd: one replica alone
+    (0.9, 0.7, 0.2, 2, 5),  # odd: one replica alone
     (0.3, 0.5, 1.1, 3, 7),  # groups of 3, 3, 1
-    (0.5, 0.7, 0.4, 3, 8),  # groups of 3, 3, 2
     (0.2, 0.0, 0.9, 5, 5),  # one group of all
     (0.5, 0.7, 0.4, 2, 1),  # one replica, alone
-    (0.5, 0.7, 0.3, 2, (5, 1)),
     (0.3, 0.5, 1.1, 3, (7, 1)),
     (0.5, 0.7, 0.3, 4, (2, 3)),  # groups of 4, 2
     (0.9, 0.2, 0.1, 2, (3, 3)),  # odd, and several to a device
-    (0.5, 0.7, 0.3, 2, (1, 4)),
 ]
 
 
@@ -67,8 +63,7 @@ def test_groups_of_every_size_in_one_round_average_each_over_its_own():
         assert_trees_close(after, noloco_step(*before, groups=pairing.pool[r], alpha=0.5, beta=0.7, gamma=0.3))
 
 
-@pytest.mark.parametrize("layout", [3, (4, 1), (2, 2)])
-@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize(("nesterov", "layout"), [(False, 3), (True, 3), (True, (4, 1)), (True, (2, 2))])
 def test_diloco_is_a_momentum_step_along_the_mean_outer_gradient(nesterov, layout):
     n = layout if isinstance(layout, int) else layout[0] * layout[1]
     tx = nj.diloco(0.6, 0.8, nesterov, sync_every=1, axis_name=axis_of(layout))
