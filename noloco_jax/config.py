@@ -45,7 +45,8 @@ class ModelConfig:
     tie_embeddings: bool = False
     dtype: str = "float32"  # of the computation
     param_dtype: str = "float32"  # of the weights that the optimizer steps
-    remat: str = "none"  # what the backward pass computes again: nothing, "full" blocks, all but the matmuls ("dots")
+    # What the backward pass computes again: nothing, all but the matmuls ("dots"), "full" layers, a pipeline "stage".
+    remat: str = "none"
 
 
 @dataclass(frozen=True)

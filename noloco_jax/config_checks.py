@@ -15,7 +15,7 @@ CHOICES = {
     "method": ("noloco", "diloco", "ddp", "local"),
     "model.dtype": ("float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
-    "model.remat": ("none", "full", "dots"),
+    "model.remat": ("none", "full", "dots", "stage"),
     "outer.state_dtype": ("float32", "bfloat16"),
     "data.kind": ("c4", "parquet", "text"),
     "mesh.routing": ("random", "fixed"),
@@ -129,6 +129,8 @@ def _validate_mesh(config: "TrainConfig") -> None:
     if mesh.replica != -1:
         _need_multiple("num_replicas", config.num_replicas, "mesh.replica", mesh.replica)
     if mesh.stage == 1:
+        if config.model.remat == "stage":
+            raise UserError("model.remat='stage' computes pipeline stages again and mesh.stage=1: use 'full' or 'dots'")
         return
     _need_multiple("model.num_layers", config.model.num_layers, "mesh.stage", mesh.stage)
     if config.model.tie_embeddings:

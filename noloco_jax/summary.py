@@ -12,7 +12,8 @@ from rich.console import Console
 from noloco_jax.config import TrainConfig
 from noloco_jax.console import results_table
 from noloco_jax.data import Tokenizer
-from noloco_jax.model.llama import num_params, param_shapes
+from noloco_jax.model.decode import generate
+from noloco_jax.model.llama import num_params
 from noloco_jax.parallel.programs import Programs
 from noloco_jax.plots import plot_curves
 
@@ -59,7 +60,9 @@ def _method(config: TrainConfig) -> str:
         )
     if config.method == "diloco":
         kind = "Nesterov" if outer.nesterov else "heavy ball"
-        return f"diloco: all average every {outer.sync_every} steps ({kind}, alpha {outer.momentum:g}, beta {outer.lr:g})"
+        return (
+            f"diloco: all average every {outer.sync_every} steps ({kind}, alpha {outer.momentum:g}, beta {outer.lr:g})"
+        )
     return {"ddp": "ddp: gradients averaged every step", "local": "local: replicas never meet"}[config.method]
 
 
@@ -87,7 +90,8 @@ def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
     state = on_one_device(programs.state) + on_one_device(programs.state.params)
     model, data, shape = config.model, config.data, programs.mesh.shape
     width = {"float32": 4, "bfloat16": 2}[model.dtype]
-    kept = {"none": 10 * model.hidden_size + 4 * model.intermediate_size, "dots": 6 * model.hidden_size, "full": 0}
+    everything = 10 * model.hidden_size + 4 * model.intermediate_size
+    kept = {"none": everything, "dots": 6 * model.hidden_size, "full": 0, "stage": 0}
     kept_a_token = model.num_layers * (kept[model.remat] + model.hidden_size) * width
     logits = 4 * min(data.batch_size * data.sequence_length * model.vocab_size, 2**26)
     tokens = data.batch_size // config.num_microbatches * data.sequence_length
@@ -102,8 +106,6 @@ def sample_text(config: TrainConfig, tokenizer: Tokenizer, params: PyTree) -> st
       tokenizer: of the run.
       params: of one model, no replica axis.
     """
-    from noloco_jax.model.decode import generate
-
     prompt = list(tokenizer.encode(config.sample_prompt))
     if config.data.add_bos and tokenizer.bos_id is not None:
         prompt = [tokenizer.bos_id, *prompt]

@@ -1,6 +1,6 @@
 """One replica's gradient of its batch, when the replica is not cut into pipeline stages.
 
-Axes: M micro-batches, B sequences, T positions.
+Axes: L replicas, M micro-batches, B sequences, T positions.
 """
 
 from typing import Any
@@ -16,6 +16,17 @@ PyTree = Any
 Batch = dict[str, jax.Array]
 
 
+def split(x_LBT: jax.Array, num_microbatches: int) -> jax.Array:
+    """(..., M·B, T) -> (M, ..., B, T)."""
+    *lead, batch, length = x_LBT.shape
+    return jnp.moveaxis(x_LBT.reshape(*lead, num_microbatches, batch // num_microbatches, length), -3, 0)
+
+
+def token_share(batch: Batch) -> jax.Array:
+    """What one label is of the mean over a replica's batch: float32, one over their number, (...,) of (..., B, T)."""
+    return 1.0 / jnp.maximum(jnp.sum(batch["labels"] != IGNORED_LABEL, axis=(-2, -1), dtype=jnp.float32), 1.0)
+
+
 def nll_sum(model: ModelConfig, params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Returns the summed negative log-likelihood of a batch's labels and their number."""
     return token_nll(final_hidden(model, params, batch["input_ids"]), head_kernel(params), batch["labels"])
@@ -28,19 +39,19 @@ def replica_gradient(
 
     Micro-batches are run one after another, for less memory: the result is that of the whole batch.
     """
-    num_tokens = jnp.maximum(jnp.sum(batch["labels"] != IGNORED_LABEL, dtype=jnp.float32), 1.0)
+    share = token_share(batch)
 
-    def share(params: PyTree, part: Batch) -> jax.Array:
-        return nll_sum(model, params, part)[0] / num_tokens
+    def part_of_mean(params: PyTree, part: Batch) -> jax.Array:
+        return nll_sum(model, params, part)[0] * share
 
     if num_microbatches == 1:
-        loss, gradient = jax.value_and_grad(share)(params, batch)
+        loss, gradient = jax.value_and_grad(part_of_mean)(params, batch)
         return gradient, loss
 
     def add(total: tuple[PyTree, jax.Array], part: Batch) -> tuple[tuple[PyTree, jax.Array], None]:
-        loss, gradient = jax.value_and_grad(share)(params, part)
+        loss, gradient = jax.value_and_grad(part_of_mean)(params, part)
         return jax.tree.map(jnp.add, total, (gradient, loss)), None
 
-    parts_MBT = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, x.shape[-1]), batch)
+    parts_MBT = jax.tree.map(lambda x: split(x, num_microbatches), batch)
     start = (jax.tree.map(jnp.zeros_like, params), jnp.zeros([], jnp.float32))
     return jax.lax.scan(add, start, parts_MBT)[0]

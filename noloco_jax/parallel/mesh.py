@@ -20,6 +20,8 @@ def mesh_shape(config: TrainConfig, num_devices: int) -> dict[str, int]:
       UserError: if the mesh does not fit the devices, the batch or the model.
     """
     shape = {axis: getattr(config.mesh, axis) for axis in AXES}
+    if num_devices == 1:
+        shape["stage"] = 1  # one device runs the stages one after another
     fixed = int(np.prod([size for size in shape.values() if size != -1]))
     if fixed > num_devices:
         sizes = ", ".join(f"mesh.{axis}={size}" for axis, size in shape.items() if size != -1)

@@ -1,8 +1,8 @@
 """The compiled programs of a run: initialise, inner step, outer step, evaluate, merge, spread.
 
-Arrays carry all N replicas on a leading axis, which lies on the mesh axis `replica`: L = N / (devices along it) replicas
-are the slots of one device. Programs are written for one slot, `vmap`ped over a device's slots and `shard_map`ped over
-devices; `fsdp` and `tensor` inside a replica are left to the partitioner.
+Arrays carry all N replicas on a leading axis, which lies on the mesh axis `replica`: L = N / (devices along it)
+replicas are the slots of one device. Programs are `shard_map`ped over the devices, and `vmap`ped or mapped over a
+device's slots; `fsdp` and `tensor` inside a replica are left to the partitioner.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,10 @@ from noloco_jax.model.llama import init_params
 from noloco_jax.outer.exchange import all_mean
 from noloco_jax.outer.transform import OuterState
 from noloco_jax.parallel import sharding
-from noloco_jax.parallel.gradients import Batch, nll_sum, replica_gradient
+from noloco_jax.parallel.gradients import Batch
+from noloco_jax.parallel.losses import Losses, build_losses
 from noloco_jax.parallel.optimizers import REPLICAS, inner_optimizer, outer_optimizer
+from noloco_jax.parallel.stages import cut, uncut
 
 PyTree = Any
 SLOT = REPLICAS[1]
@@ -60,7 +62,7 @@ class Programs:
       batch: the same for a batch, `input_ids` and `labels` int32 (N, B, T).
       init: key -> TrainState, the same weights in every replica.
       adopt: parameters of one replica (no replica axis) -> TrainState.
-      inner_step: (params, inner, batch) -> (params, inner, StepMetrics).
+      inner_step: (params, inner, batch, step) -> (params, inner, StepMetrics); step 1, 2, ... is the one to take.
       outer_step: (params, outer, step) -> (params, outer) after inner step `step`; None for methods without.
       evaluate: (params, batch) -> summed loss (N,) and number of tokens (N,).
       merge: params -> params, all replicas the plain mean.
@@ -82,7 +84,8 @@ class Programs:
 def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
     """The programs of a run on a mesh. Nothing is compiled yet."""
     inner, outer = inner_optimizer(config), outer_optimizer(config)
-    adopt = partial(_adopt, config, inner, outer)
+    losses = build_losses(config, mesh)
+    adopt = partial(_adopt, config, mesh.shape["stage"], inner, outer)
     shapes = jax.eval_shape(lambda: adopt(init_params(config.model, jax.random.key(0))))
 
     param_specs = sharding.param_specs(shapes.params, mesh)
@@ -110,8 +113,8 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
 
     per_replica = sharding.REPLICA_SPEC
     inner_step = compiled(
-        partial(_inner_step, config, inner),
-        in_specs=(specs.params, specs.inner, sharding.BATCH_SPEC),
+        partial(_inner_step, config, losses, inner),
+        in_specs=(specs.params, specs.inner, sharding.BATCH_SPEC, P()),
         out_specs=(specs.params, specs.inner, per_replica),
         out_shardings=(on_mesh.params, on_mesh.inner, replica_sharding),
         donate=(0, 1),
@@ -126,7 +129,7 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
             donate=(0, 1),
         )
     evaluate = compiled(
-        partial(_evaluate, config),
+        losses.evaluate,
         in_specs=(specs.params, sharding.BATCH_SPEC),
         out_specs=(per_replica, per_replica),
         out_shardings=(one_value, one_value),
@@ -147,15 +150,17 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
     )
 
 
-def _adopt(config: TrainConfig, inner, outer, replica_params: PyTree) -> TrainState:
+def _adopt(config: TrainConfig, num_stages: int, inner, outer, replica_params: PyTree) -> TrainState:
     params = jax.tree.map(lambda x: jnp.broadcast_to(x, (config.num_replicas, *x.shape)), replica_params)
+    params = cut(params, num_stages)
     outer_state = None if outer is None else jax.vmap(outer.init, out_axes=OUTER_AXES)(params)
     return TrainState(params, jax.vmap(inner.init)(params), outer_state)
 
 
-def _inner_step(config: TrainConfig, inner, params: PyTree, inner_state: PyTree, batch: Batch):
-    gradient_of = partial(replica_gradient, config.model, config.num_microbatches)
-    gradients, loss = jax.lax.map(lambda slot: gradient_of(*slot), (params, batch))
+def _inner_step(
+    config: TrainConfig, losses: Losses, inner, params: PyTree, inner_state: PyTree, batch: Batch, step: jax.Array
+):
+    gradients, loss = losses.gradient(params, batch, step)
 
     def update(params: PyTree, inner_state: PyTree, gradient: PyTree):
         if config.method == "ddp":
@@ -182,10 +187,6 @@ def _outer_step(outer, params: PyTree, state: OuterState, step: jax.Array):
     return vmapped(params, state)
 
 
-def _evaluate(config: TrainConfig, params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    return jax.lax.map(lambda slot: nll_sum(config.model, *slot), (params, batch))
-
-
 def _merge(params: PyTree) -> PyTree:
     def mean(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(jnp.mean(x, axis=0, dtype=jnp.float32).astype(x.dtype), x.shape)
@@ -194,6 +195,9 @@ def _merge(params: PyTree) -> PyTree:
 
 
 def _spread(params: PyTree) -> jax.Array:
-    squares = [jnp.sum(jnp.square(x.astype(jnp.float32) - jnp.mean(x, 0, jnp.float32))) for x in jax.tree.leaves(params)]
+    params = uncut(params)
+    squares = [
+        jnp.sum(jnp.square(x.astype(jnp.float32) - jnp.mean(x, 0, jnp.float32))) for x in jax.tree.leaves(params)
+    ]
     numel_n = sum(x.size for x in jax.tree.leaves(params))
     return jnp.sqrt(sum(squares) / numel_n)

@@ -28,6 +28,8 @@ PARAMETER_SPECS = {
     "blocks/down": P("stage", "tensor", "fsdp"),
     "norm": P(None),
     "head": P("fsdp", "tensor"),
+    "stage_vocab": P("stage", "tensor", "fsdp"),
+    "stage_norm": P("stage", None),
 }
 BATCH_SPEC = P("replica", "fsdp")  # (replica, sequence, position)
 REPLICA_SPEC = P("replica")  # one value a replica
