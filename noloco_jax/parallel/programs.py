@@ -27,6 +27,8 @@ from noloco_jax.parallel.optimizers import REPLICAS, inner_optimizer, outer_opti
 from noloco_jax.parallel.stages import cut, uncut
 
 PyTree = Any
+# Of programs that run once: making them fast takes longer than running them.
+RUN_ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 SLOT = REPLICAS[1]
 OUTER_AXES = OuterState(count=None, slow=0, momentum=0)  # the counter is the same on all replicas
 
@@ -140,8 +142,10 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
         mesh=mesh,
         state=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, on_mesh),
         batch={"input_ids": batch, "labels": batch},
-        init=jax.jit(lambda key: adopt(init_params(config.model, key)), out_shardings=on_mesh),
-        adopt=jax.jit(adopt, out_shardings=on_mesh),
+        init=jax.jit(
+            lambda key: adopt(init_params(config.model, key)), out_shardings=on_mesh, compiler_options=RUN_ONCE
+        ),
+        adopt=jax.jit(adopt, out_shardings=on_mesh, compiler_options=RUN_ONCE),
         inner_step=inner_step,
         outer_step=outer_step,
         evaluate=evaluate,
