@@ -46,7 +46,12 @@ def test_routes_bring_every_replica_its_source_and_send_nothing_that_can_stay(d,
     routes = lower(sources, d, slots)
     for entry, row in enumerate(sources):
         np.testing.assert_array_equal(follow(routes, entry), row)
-        assert sent(routes, entry) == np.sum(row // slots != np.arange(d * slots) // slots)
+        stays = row // slots == np.arange(d * slots) // slots
+        assert sent(routes, entry) == np.sum(~stays)
+        # No device is busy for longer than the one with the most to send.
+        pattern = routes.patterns[routes.pattern_of[entry]]
+        busy = sum(count for destinations, count in pattern if destinations != tuple(range(d)))
+        assert busy == np.sum(~stays.reshape(d, slots), axis=1).max()
 
 
 @pytest.mark.parametrize(("d", "slots"), [(1, 8), (2, 4), (4, 2), (8, 1), (2, 8), (4, 4)])
