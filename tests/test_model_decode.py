@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_makers import random_params
 
 from noloco_jax.config import ModelConfig, RopeScaling
 from noloco_jax.model import huggingface, llama
@@ -24,9 +25,8 @@ PROMPTS_BP = np.array([[3, 14, 15, 9], [26, 5, 35, 8]], np.int32)
 
 @pytest.fixture(scope="module")
 def params():
-    # Ten times the initial scale: logits far enough apart that rounding cannot change which is the largest.
-    initial = jax.jit(functools.partial(llama.init_params, CONFIG))(jax.random.key(0))
-    return jax.tree.map(lambda leaf: 10 * leaf if leaf.ndim > 2 else leaf, initial)
+    # A large scale: logits far enough apart that rounding cannot change which is the largest.
+    return random_params(CONFIG, scale=0.3)
 
 
 def greedy_without_cache(config, params, prompt_BP, count):

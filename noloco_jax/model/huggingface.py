@@ -3,6 +3,7 @@
 One tensor at a time passes between the files and the stacked parameters, so that no second copy of them is held.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -11,7 +12,6 @@ import os
 import shutil
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,12 @@ from safetensors import SafetensorError, safe_open
 
 from noloco_jax.config import ModelConfig
 from noloco_jax.errors import UserError
+from noloco_jax.model.huggingface_config import CONFIG_FILE, config_from_folder, read_json, their_config
 from noloco_jax.model.llama import Params, param_shapes
 
+__all__ = ["check_new_folder", "config_from_folder", "load_params", "save_folder"]
+
 # Ours -> theirs. Their kernels are stored [out, in], ours [in, out].
-_CONFIG_NAMES = {
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "vocab_size": "vocab_size",
-    "norm_eps": "rms_norm_eps",
-    "tie_embeddings": "tie_word_embeddings",
-}
 _LAYER_NAMES = {
     "attention_norm": "input_layernorm",
     "q": "self_attn.q_proj",
@@ -45,17 +38,13 @@ _LAYER_NAMES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-# What their LlamaConfig takes for an entry that a config.json leaves out; num_key_value_heads: num_attention_heads.
-_THEIR_DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
-_ROPE_SCALING_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
-_CONFIG_FILE = "config.json"
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Slot:
     """Where one of their tensors lives in the parameter dict."""
 
@@ -91,61 +80,6 @@ def _slots(config: ModelConfig) -> dict[str, _Slot]:
     return slots
 
 
-def config_from_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads a folder's config.json into `ModelConfig` fields; dtype, param_dtype and remat are a run's own choice.
-
-    The rotary settings may stand under `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
-    Raises `UserError` where there is no config.json, or it describes another architecture than `model.llama` has.
-    """
-    path = Path(folder) / _CONFIG_FILE
-    theirs = _read_json(path)
-    _check_architecture(path, theirs)
-    fields = {}
-    for ours, name in _CONFIG_NAMES.items():
-        if name in theirs and theirs[name] is not None:
-            fields[ours] = theirs[name]
-        elif name == "num_key_value_heads":
-            fields[ours] = theirs["num_attention_heads"]
-        elif name in _THEIR_DEFAULTS:
-            fields[ours] = _THEIR_DEFAULTS[name]
-        else:
-            raise UserError(f"{path} has no {name}: it is no Llama's, name another folder")
-    head_dim = fields["hidden_size"] // fields["num_heads"]
-    if theirs.get("head_dim") not in (None, head_dim):
-        raise UserError(
-            f"{path}: head_dim={theirs['head_dim']} is not hidden_size / num_attention_heads = {head_dim}: "
-            "such a model cannot be imported"
-        )
-    return fields | _rope_fields(path, theirs)
-
-
-def _check_architecture(path: Path, theirs: dict[str, Any]) -> None:
-    if theirs.get("model_type") != "llama":
-        raise UserError(f"{path}: model_type={theirs.get('model_type')!r} is not 'llama': only a Llama can be imported")
-    for name, supported in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
-        if theirs.get(name, supported) != supported:
-            raise UserError(f"{path}: {name}={theirs[name]!r} is not {supported!r}: such a model cannot be imported")
-
-
-def _rope_fields(path: Path, theirs: dict[str, Any]) -> dict[str, Any]:
-    # Where both styles are there, transformers 5 follows `rope_scaling`.
-    rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
-    theta = rope.get("rope_theta") or theirs.get("rope_theta") or _THEIR_DEFAULTS["rope_theta"]
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "default":
-        return {"rope_theta": float(theta), "rope_scaling": None}
-    if kind != "llama3":
-        raise UserError(
-            f"{path}: rope_type={kind!r} is neither 'default' nor 'llama3': such a model cannot be imported"
-        )
-    missing = [name for name in _ROPE_SCALING_FIELDS if name not in rope]
-    if missing:
-        raise UserError(f"{path}: rope_type='llama3' without {', '.join(missing)}: add what the model was trained with")
-    scaling = {name: float(rope[name]) for name in _ROPE_SCALING_FIELDS}
-    scaling["original_max_position_embeddings"] = int(rope["original_max_position_embeddings"])
-    return {"rope_theta": float(theta), "rope_scaling": scaling}
-
-
 def load_params(folder: str | os.PathLike[str], config: ModelConfig) -> Params:
     """Reads the weights of a folder, in one file or sharded with an index, float32, bfloat16 or float16.
 
@@ -167,7 +101,7 @@ def load_params(folder: str | os.PathLike[str], config: ModelConfig) -> Params:
         view = reader.get_slice(name)
         if tuple(view.get_shape()) != target.shape:
             raise UserError(
-                f"{path}: the tensor {name} has shape {tuple(view.get_shape())}, and its {_CONFIG_FILE} makes it "
+                f"{path}: the tensor {name} has shape {tuple(view.get_shape())}, and its {CONFIG_FILE} makes it "
                 f"{target.shape}: the folder mixes two models"
             )
         dtype = view.get_dtype()
@@ -181,10 +115,9 @@ def load_params(folder: str | os.PathLike[str], config: ModelConfig) -> Params:
 
 
 def _check_same_model(folder: Path, config: ModelConfig) -> None:
+    mine = dataclasses.asdict(config)
     for name, theirs in config_from_folder(folder).items():
-        ours = getattr(config, name)
-        if name == "rope_scaling" and ours is not None:
-            ours = {field: getattr(ours, field) for field in _ROPE_SCALING_FIELDS}
+        ours = mine[name]
         if ours != theirs:
             raise UserError(
                 f"{folder} is another model: its {name} is {theirs}, and model.{name}={ours}; "
@@ -195,7 +128,7 @@ def _check_same_model(folder: Path, config: ModelConfig) -> None:
 def _tensors(folder: Path) -> Iterator[tuple[Path, str, Any]]:
     """Yields (file, tensor name, the open reader of the file) of every tensor of a folder."""
     if (folder / _INDEX_FILE).exists():
-        weight_map = _read_json(folder / _INDEX_FILE).get("weight_map") or {}
+        weight_map = read_json(folder / _INDEX_FILE).get("weight_map") or {}
         files = sorted(set(weight_map.values()))
     else:
         files = [_WEIGHTS_FILE]
@@ -211,6 +144,13 @@ def _tensors(folder: Path) -> Iterator[tuple[Path, str, Any]]:
                     yield path, tensor, reader
         except SafetensorError as error:
             raise UserError(f"{path} is not a whole safetensors file ({error}): copy it again") from None
+
+
+def check_new_folder(folder: str | os.PathLike[str]) -> None:
+    """Raises `UserError` where writing `folder` would overwrite something."""
+    path = Path(folder)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UserError(f"{path} already holds something: name a new folder")
 
 
 def save_folder(
@@ -235,14 +175,13 @@ def save_folder(
       max_position_embeddings: the longest sequence, in tokens, that the model is meant for.
       bos_id, eos_id: the ids that begin and end a text, for the configs.
     """
+    check_new_folder(folder)
     folder = Path(folder)
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} already holds something: name a new folder")
     unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     unfinished.mkdir(parents=True)
     try:
         ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
-        _write_json(unfinished / _CONFIG_FILE, _their_config(config, max_position_embeddings) | ids)
+        _write_json(unfinished / CONFIG_FILE, their_config(config, max_position_embeddings) | ids)
         _write_json(unfinished / "generation_config.json", {"_from_model_config": True} | ids)
         _write_safetensors(unfinished / _WEIGHTS_FILE, params, config)
         if tokenizer is not None:
@@ -250,31 +189,6 @@ def save_folder(
         unfinished.replace(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _their_config(config: ModelConfig, max_position_embeddings: int) -> dict[str, Any]:
-    scaling = config.rope_scaling
-    their_scaling = None
-    if scaling is not None:
-        their_scaling = {"rope_type": "llama3"} | {name: getattr(scaling, name) for name in _ROPE_SCALING_FIELDS}
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **{name: getattr(config, ours) for ours, name in _CONFIG_NAMES.items()},
-        "head_dim": config.hidden_size // config.num_heads,
-        "max_position_embeddings": max_position_embeddings,
-        # Both names of transformers 5 and, for whoever reads older folders, those before it.
-        "rope_parameters": {"rope_theta": config.rope_theta} | (their_scaling or {"rope_type": "default"}),
-        "rope_theta": config.rope_theta,
-        "rope_scaling": their_scaling,
-        "dtype": config.param_dtype,
-        "torch_dtype": config.param_dtype,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "initializer_range": 0.02,
-        "pad_token_id": None,
-    }
 
 
 def _write_safetensors(path: Path, params: Params, config: ModelConfig) -> None:
@@ -302,15 +216,6 @@ def _save_tokenizer(name: str, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     AutoTokenizer.from_pretrained(name, token=os.environ.get("HF_TOKEN")).save_pretrained(folder)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing: name a folder in Hugging Face's format") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): copy it again") from None
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -1,0 +1,117 @@
+"""Continues a text with a trained model, greedily or by sampling.
+
+python -m noloco_jax.generate --workdir=DIR --prompt="def "                         # the mean of a run's replicas
+python -m noloco_jax.generate --model=FOLDER --prompt="Once" --temperature=0.8      # a Hugging Face Llama folder
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from noloco_jax.checkpoint import load_for_export
+from noloco_jax.config import ModelConfig, from_dict, load_saved
+from noloco_jax.config_flags import make_parser
+from noloco_jax.data import Tokenizer, check_vocabulary, load_tokenizer
+from noloco_jax.errors import UserError, main_with_errors
+from noloco_jax.model.decode import generate
+from noloco_jax.model.huggingface import config_from_folder, load_params
+from noloco_jax.model.llama import Params
+
+
+class _Loaded(NamedTuple):
+    config: ModelConfig
+    params: Params
+    tokenizer: Tokenizer
+    prompt_ids: list[int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the prompt and what follows it."""
+    args = _parser().parse_args(argv)
+    _check(args)
+    loaded = _from_folder(args) if args.model else _from_workdir(args)
+    ids_BS = generate(
+        loaded.config,
+        loaded.params,
+        np.asarray([loaded.prompt_ids], np.int32),
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        key=jax.random.key(args.seed),
+        eos_id=loaded.tokenizer.eos_id,
+    )
+    print(loaded.tokenizer.decode(np.asarray(ids_BS)[0]))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser(__doc__ or "", prog="python -m noloco_jax.generate")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", type=Path, help="a Hugging Face folder of a Llama, weights as safetensors")
+    source.add_argument("--workdir", type=Path, help="a run's folder, with a checkpoint in it")
+    parser.add_argument("--replica", type=int, help="of the run, counted from 0; without it, the mean of all replicas")
+    parser.add_argument("--tokenizer", help='for --model without one: a tokenizer\'s name or folder, or "byte"')
+    parser.add_argument("--prompt", default="", help="the text to continue (default: none, from the beginning of text)")
+    parser.add_argument("--max_new_tokens", type=int, default=200, help="tokens to write (default %(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 takes the likeliest token, above draws (default %(default)s)"
+    )
+    parser.add_argument("--top_k", type=int, help="draw among this many likeliest tokens (default: all)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws (default %(default)s)")
+    return parser
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises `UserError` for values that no model could make sense of."""
+    if args.max_new_tokens < 1:
+        raise UserError(f"--max_new_tokens={args.max_new_tokens} is below 1: raise it")
+    if not (args.temperature >= 0 and math.isfinite(args.temperature)):
+        raise UserError(f"--temperature={args.temperature} is not 0 or above: give 0 for greedy, or around 1")
+    if args.top_k is not None and args.top_k < 1:
+        raise UserError(f"--top_k={args.top_k} is below 1: raise it, or leave it out")
+    if not 0 <= args.seed < 2**32:
+        raise UserError(f"--seed={args.seed} is not between 0 and 2**32 - 1: change it")
+    if args.model and args.replica is not None:
+        raise UserError(f"--replica={args.replica} is of a run: give --workdir instead of --model, or leave it out")
+    if args.workdir and args.tokenizer is not None:
+        raise UserError(f"--tokenizer={args.tokenizer} is for --model: a run in --workdir brings its own, leave it out")
+
+
+def _from_folder(args: argparse.Namespace) -> _Loaded:
+    folder: Path = args.model
+    config = from_dict({"model": config_from_folder(folder)}).model
+    if args.tokenizer is None and not any(folder.glob("tokenizer*")):
+        raise UserError(f'{folder} has no tokenizer: give --tokenizer, a name or folder, or "byte"')
+    tokenizer = load_tokenizer(str(folder.absolute()) if args.tokenizer is None else args.tokenizer)
+    prompt_ids = _prompt_ids(args, config, tokenizer, add_bos=True)
+    return _Loaded(config, load_params(folder, config), tokenizer, prompt_ids)
+
+
+def _from_workdir(args: argparse.Namespace) -> _Loaded:
+    run = load_saved(args.workdir)
+    tokenizer = load_tokenizer(run.data.tokenizer)
+    prompt_ids = _prompt_ids(args, run.model, tokenizer, add_bos=run.data.add_bos)
+    return _Loaded(run.model, load_for_export(args.workdir, args.replica)[1], tokenizer, prompt_ids)
+
+
+def _prompt_ids(args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer, *, add_bos: bool) -> list[int]:
+    """The prompt as the model saw texts in training, before any weights are read."""
+    check_vocabulary(tokenizer, config.vocab_size)
+    if args.top_k is not None and args.top_k > config.vocab_size:
+        raise UserError(f"--top_k={args.top_k} is more than the vocabulary of {config.vocab_size}: lower it")
+    begin = [tokenizer.bos_id] if add_bos and tokenizer.bos_id is not None else []
+    ids = [*begin, *(int(i) for i in tokenizer.encode(args.prompt))]
+    if not ids:
+        raise UserError(
+            f"--prompt={args.prompt!r} is no token, and {tokenizer.name!r} no BOS to start from: give a prompt"
+        )
+    return ids
+
+
+if __name__ == "__main__":
+    main_with_errors(main)
