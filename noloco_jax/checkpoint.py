@@ -3,33 +3,53 @@
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from noloco_jax.config import TrainConfig, load_saved, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.model.llama import param_shapes
+from noloco_jax.parallel.distributed import gather
 from noloco_jax.parallel.programs import TrainState
+from noloco_jax.parallel.stages import cut, uncut
 
 PyTree = Any
+_ITEMS = ("state", "data", "run")
+
+
+class Layout(NamedTuple):
+    """The axes of a saved state that depend on the run: replicas, and pipeline stages that its arrays are cut into."""
+
+    num_replicas: int
+    num_stages: int
+
+    @classmethod
+    def of(cls, state: TrainState) -> "Layout":
+        """The layout of a state, arrays or shapes."""
+        params = state.params
+        stages = params["stage_norm"].shape[1] if "stage_norm" in params else 1
+        return cls(jax.tree.leaves(params)[0].shape[0], stages)
 
 
 class Checkpointer:
     """Saves and restores the runs of one workdir, under WORKDIR/checkpoints.
 
     A checkpoint is written beside the others and renamed when it is whole, so that a killed run leaves only whole ones.
+    Several processes each write their part of the arrays.
 
     Args:
-      workdir: the run's folder.
-      config: the run. A checkpoint of another model, method or number of replicas is refused.
+      workdir: the run's folder, the same for all processes.
+      config: the run. A checkpoint of another model or method is refused, one of another number of replicas unless
+        the configuration says what is to become of them.
       read_only: never write or delete.
     """
 
     def __init__(self, workdir: str | Path, config: TrainConfig, *, read_only: bool = False):
-        logging.getLogger("absl").setLevel(logging.WARNING)  # orbax narrates every save
+        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every save
         self._folder = Path(workdir).absolute() / "checkpoints"
         self._config = config
         if not read_only:
@@ -41,19 +61,46 @@ class Checkpointer:
             read_only=read_only,
             create=not read_only,
         )
-        self._manager = ocp.CheckpointManager(self._folder, options=options, item_names=("state", "data", "run"))
+        self._manager = ocp.CheckpointManager(self._folder, options=options, item_names=_ITEMS)
 
     def latest_step(self) -> int | None:
-        """The step of the newest whole checkpoint, or None; an error if it is not this run's.
+        """The step of the newest checkpoint, or None; an error if it is damaged or not this run's.
 
         Raises:
           UserError: if the checkpoint is of another model, method, optimizer state or number of replicas.
         """
         step = self._manager.latest_step()
-        if step is not None:
-            saved = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
-            self._compare(saved, _identity(self._config))
+        if step is None:
+            return None
+        saved, mine = self._run(step), _identity(self._config)
+        for name, value in mine.items():
+            if saved.get(name) != value:
+                raise UserError(
+                    f"{self._folder} holds a checkpoint with {name}={saved.get(name)!r}, the config has {value!r}: "
+                    "give the config of that run, or another --workdir"
+                )
         return step
+
+    def layout(self, step: int) -> Layout:
+        """The layout of the state saved at `step`."""
+        run = self._run(step)
+        return Layout(run["num_replicas"], run["num_stages"])
+
+    def _run(self, step: int) -> dict[str, Any]:
+        missing = [name for name in _ITEMS if not (self._folder / str(step) / name / "commit_success.txt").exists()]
+        if missing:
+            raise self._damaged(step, f"no complete {' or '.join(missing)}")
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        except ValueError as error:
+            raise self._damaged(step, error) from error
+
+    def _damaged(self, step: int, reason: object) -> UserError:
+        reason = (str(reason).strip().splitlines() or [type(reason).__name__])[0][:200]
+        return UserError(
+            f"the checkpoint {self._folder / str(step)} is not whole ({reason}): delete that folder to go on from the "
+            "one before it, or restore it"
+        )
 
     def save(self, step: int, state: TrainState, data: dict[int, dict]) -> None:
         """Starts to save the state after inner step `step`; the arrays may be donated as soon as this returns.
@@ -61,40 +108,46 @@ class Checkpointer:
         Args:
           step: inner steps taken.
           state: arrays on their devices.
-          data: replica -> where its data stream stands.
+          data: replica -> where its data stream stands, for the replicas of this process.
         """
         if step in self._manager.all_steps():
             return
+        positions = {str(replica): position for part in gather(data) for replica, position in part.items()}
         self._manager.save(
             step,
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(state._asdict()),
-                data=ocp.args.JsonSave({str(replica): position for replica, position in data.items()}),
-                run=ocp.args.JsonSave(_identity(self._config)),
+                data=ocp.args.JsonSave(positions),
+                run=ocp.args.JsonSave(_identity(self._config) | Layout.of(state)._asdict()),
             ),
         )
 
-    def restore(self, step: int, like: TrainState) -> tuple[TrainState, dict[int, dict]]:
-        """Returns the state at `step` and each replica's data position.
+    def restore(self, step: int, like: TrainState) -> tuple[TrainState, list[dict]]:
+        """Returns the state at `step` and the data position of every replica, in their order.
 
         Args:
           step: a step that was saved.
-          like: shapes, dtypes and shardings; the mesh may be another than the one that saved.
+          like: shapes of the saved layout, dtypes and shardings; the mesh may be another than the one that saved.
         """
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(state=ocp.args.StandardRestore(like._asdict()), data=ocp.args.JsonRestore()),
-        )
+        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(like._asdict()), data=ocp.args.JsonRestore())
+        try:
+            restored = self._manager.restore(step, args=arguments)
+        except Exception as error:  # of many kinds: a file that is gone, cut short or does not decode
+            raise self._damaged(step, error) from error
         data = {int(replica): position for replica, position in restored["data"].items()}
-        return TrainState(**restored["state"]), data
+        return TrainState(**restored["state"]), [data[replica] for replica in range(len(data))]
 
     def restore_params(self, step: int) -> PyTree:
         """The fast weights alone at `step`, all replicas in front, on this process's first device."""
         device = SingleDeviceSharding(jax.local_devices()[0])
-        n = self._config.num_replicas
-        like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((n, *x.shape), x.dtype, sharding=device), param_shapes(self._config.model)
-        )
+        layout = self.layout(step)
+
+        def saved(params: PyTree) -> PyTree:
+            stacked = jax.tree.map(lambda x: jnp.zeros((layout.num_replicas, *x.shape), x.dtype), params)
+            return cut(stacked, layout.num_stages)
+
+        shapes = jax.eval_shape(saved, param_shapes(self._config.model))
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
         with ocp.PyTreeCheckpointer() as reader:
             restored = reader.restore(
                 self._folder / str(step) / "state",
@@ -104,7 +157,7 @@ class Checkpointer:
                     partial_restore=True,
                 ),
             )
-        return restored["params"]
+        return uncut(restored["params"])
 
     def close(self) -> None:
         """Waits until what was saved is on disk."""
@@ -119,14 +172,6 @@ class Checkpointer:
         if kind is None or jax.process_count() == 1:
             self.close()
 
-    def _compare(self, saved: dict[str, Any], mine: dict[str, Any]) -> None:
-        for name, value in mine.items():
-            if saved.get(name) != value:
-                raise UserError(
-                    f"{self._folder} holds a checkpoint with {name}={saved.get(name)!r}, the config has {value!r}: "
-                    "give the config of that run, or another --workdir"
-                )
-
 
 def _identity(config: TrainConfig) -> dict[str, Any]:
     """What has to be equal for a checkpoint to fit, by the names of the configuration."""
@@ -135,7 +180,6 @@ def _identity(config: TrainConfig) -> dict[str, Any]:
         del model[name]
     return {
         "method": config.method,
-        "num_replicas": config.num_replicas,
         **model,
         "outer.state_dtype": to_dict(config)["outer"]["state_dtype"],
         "inner.weight_decay": config.inner.weight_decay,
@@ -156,12 +200,13 @@ def load_for_export(workdir: str | Path, replica: int | None = None) -> tuple[Tr
       UserError: if there is no checkpoint, or no such replica.
     """
     config = load_saved(workdir)
-    if replica is not None and not 0 <= replica < config.num_replicas:
-        raise UserError(f"replica {replica} does not exist: the run has 0 to {config.num_replicas - 1}")
     checkpointer = Checkpointer(workdir, config, read_only=True)
     step = checkpointer.latest_step()
     if step is None:
         raise UserError(f"{workdir} holds no checkpoint: train first, or give another folder")
+    num_replicas = checkpointer.layout(step).num_replicas
+    if replica is not None and not 0 <= replica < num_replicas:
+        raise UserError(f"replica {replica} does not exist: the run has 0 to {num_replicas - 1}")
     params = checkpointer.restore_params(step)
     checkpointer.close()
     if replica is not None:

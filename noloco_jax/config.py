@@ -118,6 +118,8 @@ class TrainConfig:
     log_every: int = 10
     checkpoint_every: int = 500
     keep_checkpoints: int = 2
+    # What becomes of a checkpoint's replicas if num_replicas has changed: fewer "merge" or "keep" some, more "copy".
+    elastic: str = ""
     init_from: str = ""  # a Hugging Face folder to start from; "": random weights
     sample_prompt: str = ""  # what the merged model continues at the end of a run
     sample_tokens: int = 0  # 0: no sample

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 CHOICES = {
     "method": ("noloco", "diloco", "ddp", "local"),
+    "elastic": ("", "merge", "keep", "copy"),
     "model.dtype": ("float32", "bfloat16"),
     "model.param_dtype": ("float32", "bfloat16"),
     "model.remat": ("none", "full", "dots", "stage"),

@@ -48,6 +48,7 @@ class MetricWriter:
       wandb_project: the W&B project to log to, or None. A resumed run goes on in its W&B run, which keeps what it has.
       enabled: False makes every method do nothing, for the processes that do not report.
       run_config: what W&B shows as the run's configuration.
+      process: of a run of several, the number of this one; those after the first write metrics.PROCESS.jsonl.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class MetricWriter:
         wandb_project: str | None = None,
         enabled: bool = True,
         run_config: Mapping[str, Any] | None = None,
+        process: int = 0,
     ):
         self._file = self._tensorboard = self._wandb = None
         if not enabled:
@@ -66,10 +68,10 @@ class MetricWriter:
         wandb = _import_wandb() if wandb_project else None
         folder = Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / METRICS_FILE
+        path = folder / (METRICS_FILE if process == 0 else f"metrics.{process}.jsonl")
         if path.exists():
             if resume_step is None:
-                path.replace(path.with_name(METRICS_FILE + ".old"))
+                path.replace(path.with_name(path.name + ".old"))
             else:
                 _drop_after(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
@@ -132,7 +134,7 @@ def _wandb_id(folder: Path, fresh: bool) -> str:
 def _drop_after(path: Path, step: int) -> None:
     """Rewrites a metrics file without the lines of later steps, whole or not at all."""
     kept = [line for line, entry in _entries(path) if entry["step"] <= step]
-    unfinished = path.with_name(f"{METRICS_FILE}.{os.getpid()}.tmp")
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     unfinished.write_text("".join(kept), encoding="utf-8")
     unfinished.replace(path)
 

@@ -1,7 +1,7 @@
 """How a run is told to stop: by SIGTERM, or by Ctrl-C, between two steps and with everything saved."""
 
 import signal
-from types import FrameType, TracebackType
+from types import FrameType
 
 import jax
 from jax.experimental import multihost_utils
@@ -33,7 +33,7 @@ class Stop:
                 self._former[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
 

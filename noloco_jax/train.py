@@ -8,8 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
+from noloco_jax import elastic
 from noloco_jax.checkpoint import Checkpointer
 from noloco_jax.config import TrainConfig, save_config, to_dict
 from noloco_jax.config_flags import parse_args
@@ -26,6 +29,7 @@ from noloco_jax.parallel.feed import Feed, local_replicas
 from noloco_jax.parallel.mesh import make_mesh
 from noloco_jax.parallel.optimizers import learning_rates, run_pairing
 from noloco_jax.parallel.programs import Programs, StepMetrics, TrainState, build_programs
+from noloco_jax.parallel.stages import uncut
 from noloco_jax.stopping import Stop
 from noloco_jax.summary import banner_rows, bytes_sent, sample_text, show_results
 
@@ -80,8 +84,11 @@ def train(
 
     with Stop() as stop, Checkpointer(workdir, config) as checkpoints:
         start = checkpoints.latest_step()
+        if start is not None:
+            elastic.check_elastic(config, checkpoints.layout(start))
         if start is not None and start >= config.num_steps:
-            _show_complete(console, workdir, start)
+            if jax.process_index() == 0:
+                _show_complete(console, workdir, start)
             return 0
         validation = list(validation_batches(config.data, tokenizer, num_batches=config.eval_batches))
         feed = _make_feed(config, tokenizer, programs)
@@ -92,15 +99,19 @@ def train(
         if start is None:
             state = programs.init(jax.random.key(config.seed))
         else:
-            state, positions = checkpoints.restore(start, programs.state)
-            feed.set_state(positions)
-            console.print(f"going on from the checkpoint of step {start}")
-        save_config(config, workdir)
+            state, positions, changed = elastic.restore(checkpoints, start, config, programs)
+            feed.set_state(dict(enumerate(positions)))
+            console.print(f"going on from the checkpoint of step {start}" + (f"; {changed}" if changed else ""))
+        process = jax.process_index()
+        if process == 0:
+            save_config(config, workdir)
         writer = MetricWriter(
             workdir,
             resume_step=start,
-            wandb_project=wandb_project,
+            tensorboard=process == 0,
+            wandb_project=wandb_project if process == 0 else None,
             run_config=to_dict(config),
+            process=process,
         )
         loop = Loop(config, programs, feed, validation, checkpoints, writer, stop, start or 0)
         with Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console) as progress:
@@ -110,10 +121,18 @@ def train(
     if not finished:
         console.print(f"{stop.reason}: everything is saved, the same command goes on")
         return stop.exit_status
-    merged = jax.tree.map(lambda x: x[0], programs.merge(state.params))
-    sample = sample_text(config, tokenizer, merged) if config.sample_tokens else None
-    show_results(console, workdir, loop.evaluation, sample)
+    sample = _sample(config, tokenizer, programs, state) if config.sample_tokens else None
+    if process == 0:
+        show_results(console, workdir, loop.evaluation, sample)
     return 0
+
+
+def _sample(config: TrainConfig, tokenizer: Tokenizer, programs: Programs, state: TrainState) -> str | None:
+    """What the merged model writes, on the first process; the others only bring their parts of it."""
+    everywhere = NamedSharding(programs.mesh, P())
+    first = jax.jit(lambda params: jax.tree.map(lambda x: x[0], uncut(params)), out_shardings=everywhere)
+    merged = jax.tree.map(lambda x: x.addressable_data(0), first(programs.merge(state.params)))
+    return sample_text(config, tokenizer, merged) if jax.process_index() == 0 else None
 
 
 def _make_feed(config: TrainConfig, tokenizer: Tokenizer, programs: Programs) -> Feed:
@@ -179,7 +198,8 @@ class Loop:
                 unread = None
             if evaluating:
                 self.evaluation = evaluate(programs, params, self._validation)
-                self._writer.write(step, "eval", **self.evaluation)
+                if jax.process_index() == 0:
+                    self._writer.write(step, "eval", **self.evaluation)
                 progress.evaluation(step, self.evaluation)
             if saving:
                 self._checkpoints.save(step, TrainState(params, inner, outer), self._feed.get_state())
@@ -201,9 +221,7 @@ class Loop:
             )
         if extra or step % self._config.log_every == 0:
             grad_norm = float(np.mean([np.asarray(shard.data) for shard in metrics.grad_norm.addressable_shards]))
-            self._writer.write(
-                step, "train", loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_second=speed, **extra
-            )
+            self._writer.write(step, "train", loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_second=speed, **extra)
         progress.update(step, loss, lr, speed)
         if extra:
             round_ = step // self._config.outer.sync_every - 1

@@ -1,6 +1,8 @@
 """Compiles a run's programs before its first step, so that no step's time holds a compilation."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +10,20 @@ import jax.numpy as jnp
 from noloco_jax.parallel.programs import Programs
 
 
-def compile_ahead(programs: Programs) -> Programs:
+def compile_ahead(programs: Programs, options: Mapping[str, Any] | None = None) -> Programs:
     """The same programs, all but `init` and `adopt` compiled for the shapes and shardings of the run.
 
     Their scalar arguments are to be given as numpy values: a compiled program takes no array from another device.
+
+    Args:
+      programs: what `build_programs` made.
+      options: XLA's, by name.
     """
     params, inner, outer = programs.state
     step = jax.ShapeDtypeStruct((), jnp.int32)
 
     def compiled(program, *arguments):
-        return None if program is None else program.lower(*arguments).compile()
+        return program and program.lower(*arguments).compile(options and dict(options))
 
     return dataclasses.replace(
         programs,

@@ -1,9 +1,4 @@
-"""Several processes: who they are, that they belong together, and how they start and end as one.
-
-Before JAX's own service is started, the processes call the roll over a plain socket on the same address: a process that
-does not come, or comes with other versions or another configuration, is then named within a bounded time, where JAX
-alone would abort without a name.
-"""
+"""Several processes of one run: where this one stands, how they start and end as one, and how they gather values."""
 
 import contextlib
 import importlib.metadata
@@ -12,7 +7,6 @@ import os
 import re
 import socket
 import sys
-import time
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
@@ -20,11 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from noloco_jax.errors import UserError
+from noloco_jax.parallel.rollcall import Card, call_the_roll
 
-_COMPARED = ("noloco-jax", "jax", "jaxlib")
-_RETRY_SECONDS = 0.2
+PyTree = Any
+
+_COMPARED = ("jax", "jaxlib", "flax", "optax")
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
         yield
         return
     try:
-        call_the_roll(place, _card(place, config), timeout)
+        call_the_roll(place.coordinator, place.num_processes, _card(place, config), timeout)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(
             place.coordinator,
@@ -170,10 +168,23 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
         os._exit(2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
-def _card(place: Place, config: Mapping[str, Any]) -> dict[str, Any]:
+def gather(value: PyTree) -> list[PyTree]:
+    """What every process gave, in their order: small values for JSON. All processes have to call it, and wait."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(len(text)))
+    # Rounded up, so that texts of almost the same length do not each compile a program.
+    padded = np.zeros(-(-int(sizes.max()) // 4096) * 4096, np.uint8)
+    padded[: len(text)] = text
+    texts = multihost_utils.process_allgather(padded)
+    return [json.loads(bytes(row[:size])) for row, size in zip(np.asarray(texts), sizes, strict=True)]
+
+
+def _card(place: Place, config: Mapping[str, Any]) -> Card:
     versions = {name: importlib.metadata.version(name) for name in _COMPARED}
     same = {"--num_processes": place.num_processes, **versions, **_flat(config, "config.")}
-    return {"process_id": place.process_id, "host": socket.gethostname(), "same": same}
+    return Card(place.process_id, socket.gethostname(), same)
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
@@ -181,102 +192,3 @@ def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     for name, value in values.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return flat
-
-
-def call_the_roll(place: Place, card: Mapping[str, Any], timeout: float) -> None:
-    """Returns once every process has shown its card to process 0 and all are alike.
-
-    Args:
-      place: this process's.
-      card: {"process_id", "host", "same": {name: value that all have to share}}.
-      timeout: seconds, from now, within which all have to come.
-
-    Raises:
-      UserError: on every process that came, if one did not, or differs; it names process and host.
-    """
-    deadline = time.monotonic() + timeout
-    host, _, port = place.coordinator.rpartition(":")
-    if place.process_id:
-        error = _answer((host.strip("[]"), int(port)), card, place, deadline, timeout)
-    else:
-        error = _gather(int(port), card, place, deadline, timeout)
-    if error:
-        raise UserError(error)
-
-
-def _answer(address: tuple[str, int], card: Mapping[str, Any], place: Place, deadline: float, timeout: float) -> str:
-    reason: Exception | None = None
-    while (left := deadline - time.monotonic()) > 0:
-        try:
-            with socket.create_connection(address, timeout=left) as connection:
-                # Process 0 may find out at its own deadline, a little after ours, that somebody is missing.
-                connection.settimeout(left + 10)
-                connection.sendall(json.dumps(card).encode() + b"\n")
-                line = connection.makefile("rb").readline()
-                return json.loads(line)
-        except (OSError, ValueError) as error:  # not there yet, or another program's port
-            reason = error
-            time.sleep(_RETRY_SECONDS)
-    return (
-        f"process 0 of {place.num_processes} did not answer at {place.coordinator} within {timeout:g} s ({reason}): "
-        "start it, or correct --coordinator"
-    )
-
-
-def _gather(port: int, card: Mapping[str, Any], place: Place, deadline: float, timeout: float) -> str:
-    """Collects the others' cards and tells all of them the verdict, which is empty if nothing is wrong."""
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    try:
-        listener = socket.create_server(("", port), family=family, dualstack_ipv6=dual)
-    except OSError as error:
-        return f"--coordinator={place.coordinator}: process 0 cannot listen there ({error.strerror}): give a free port"
-    cards, connections, verdict = {0: card}, [], ""
-    with listener, contextlib.ExitStack() as stack:
-        while not verdict and len(cards) < place.num_processes:
-            listener.settimeout(max(deadline - time.monotonic(), 1e-3))
-            try:
-                connection = stack.enter_context(listener.accept()[0])
-                connection.settimeout(10)
-                other = json.loads(connection.makefile("rb").readline())
-                number = other["process_id"]
-            except TimeoutError:
-                verdict = _missing(cards, place, timeout)
-                break
-            except (OSError, ValueError, TypeError, KeyError):
-                continue  # a port scan, or a process that went away: it will come again, or be missing
-            connections.append(connection)
-            verdict = _difference(card, other)
-            if number in cards:
-                hosts = f"on {cards[number]['host']} and on {other['host']}"
-                verdict = f"two processes, {hosts}, have --process_id={number}: number them from 0"
-            cards[number] = other
-        for connection in connections:
-            with contextlib.suppress(OSError):
-                connection.sendall(json.dumps(verdict).encode() + b"\n")
-        for connection in connections:
-            # The other side closes first, so that no half-closed connection holds the port that JAX listens on next.
-            with contextlib.suppress(OSError):
-                connection.recv(1)
-    return verdict
-
-
-def _missing(cards: Mapping[int, Any], place: Place, timeout: float) -> str:
-    absent = [str(i) for i in range(place.num_processes) if i not in cards]
-    names = ", ".join(absent[:16]) + (" and more" if len(absent) > 16 else "")
-    there = ", ".join(f"{i} on {cards[i]['host']}" for i in sorted(cards)[:16])
-    return (
-        f"process {names} of {place.num_processes} did not come within {timeout:g} s (there are {there}): start what is "
-        "missing, or raise --start_timeout"
-    )
-
-
-def _difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    for name in {**mine["same"], **other["same"]}:
-        here, there = mine["same"].get(name, "nothing"), other["same"].get(name, "nothing")
-        if here != there:
-            return (
-                f"process {other['process_id']} on {other['host']} has {name}={there!r}, process 0 on {mine['host']} has "
-                f"{here!r}: make them the same"
-            )
-    return ""

@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# Runs N processes of one command on this machine, as one run:
+#
+#     bash launch/local.sh 4 python -m noloco_jax.train --config=configs/quickstart.py --workdir=runs/four
+#
+# Every line of output begins with the number of its process. One that fails ends all, with its exit status. Exit status
+# 75 of all (stopped by SIGTERM, everything saved) starts them again. Ctrl-C, or a SIGTERM to this script, lets them save
+# and stop; a second Ctrl-C ends all at once. Each process takes a GPU of its own where there are enough of them.
+# PORT=12345 sets the port on which process 0 listens.
+set -uo pipefail
+
+if ! [[ "${1:-}" =~ ^[1-9][0-9]*$ ]] || [ $# -lt 2 ]; then
+    echo "error: usage: bash launch/local.sh N COMMAND [ARGUMENT...], with N processes" >&2
+    exit 2
+fi
+n=$1
+shift
+export JAX_COORDINATOR_ADDRESS="127.0.0.1:${PORT:-$((61440 + $$ % 4096))}" JAX_NUM_PROCESSES=$n
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c .)
+
+stopping="" pids=()
+
+start_all() {
+    local i
+    pids=()
+    for ((i = 0; i < n; i++)); do
+        if ((n > 1 && gpus >= n)); then export JAX_LOCAL_DEVICE_IDS=$i; fi
+        JAX_PROCESS_ID=$i "$@" > >(awk -v p="[$i] " '{ print p $0; fflush() }') 2>&1 </dev/null &
+        pids+=($!)
+    done
+}
+
+signal_all() { if ((${#pids[@]})); then kill "-$1" "${pids[@]}" 2>/dev/null; fi; }
+
+on_interrupt() {
+    if [ -n "$stopping" ]; then signal_all KILL; else signal_all TERM; fi
+    stopping=130
+}
+
+on_terminate() {
+    stopping=${stopping:-75}
+    signal_all TERM
+}
+
+trap on_interrupt INT
+trap on_terminate TERM
+
+# Waits for all; leaves the first exit status that is no success in $status.
+wait_for_all() {
+    local i code
+    status=0
+    while ((${#pids[@]})); do
+        for i in "${!pids[@]}"; do
+            if kill -0 "${pids[i]}" 2>/dev/null; then continue; fi
+            wait "${pids[i]}" 2>/dev/null
+            code=$?
+            unset "pids[i]"
+            if ((code == 0 || status != 0)); then continue; fi
+            status=$code
+            if ((code != 75)) && [ -z "$stopping" ]; then
+                echo "[launcher] process $i exited with $code: ending the others" >&2
+                signal_all KILL
+            fi
+        done
+        sleep 0.1
+    done
+}
+
+while true; do
+    start_all "$@"
+    wait_for_all
+    if ((status != 75)) || [ -n "$stopping" ]; then break; fi
+    echo "[launcher] stopped with everything saved: starting all $n again" >&2
+done
+if [ "$stopping" = 130 ]; then exit 130; fi
+exit "$status"

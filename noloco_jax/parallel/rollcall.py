@@ -1,0 +1,141 @@
+"""The roll call of a run's processes: all are there, with the same versions and the same configuration.
+
+It is called over a plain socket, on the address on which JAX's own service listens afterwards: a process that does not
+come, or differs, is then named within a bounded time, where JAX alone would abort without a name.
+"""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from noloco_jax.errors import UserError
+
+_RETRY_SECONDS = 0.2
+_ANSWER_SECONDS = 10.0  # for a message between two processes that are there
+_MANY = 16  # processes that a message still names one by one
+
+
+class Card(NamedTuple):
+    """What a process shows.
+
+    Attributes:
+      process_id: its number.
+      host: the machine it runs on.
+      same: name -> value (as JSON has it) that all processes have to share.
+    """
+
+    process_id: int
+    host: str
+    same: Mapping[str, Any]
+
+
+def call_the_roll(coordinator: str, num_processes: int, card: Card, timeout: float) -> None:
+    """Returns once every process has shown its card to process 0 and all are alike.
+
+    Args:
+      coordinator: HOST:PORT at which process 0 listens.
+      num_processes: of the run.
+      card: this process's.
+      timeout: seconds, from now, within which all have to come.
+
+    Raises:
+      UserError: on every process that came, if one did not, or differs; it names process and host.
+    """
+    host, _, port = coordinator.rpartition(":")
+    card = card._replace(same=json.loads(json.dumps(card.same)))  # as the others will see it
+    if card.process_id == 0:
+        error = _gather(int(port), num_processes, card, timeout)
+    else:
+        error = _answer(host.strip("[]"), int(port), card, timeout)
+    if error:
+        raise UserError(error)
+
+
+def _answer(host: str, port: int, card: Card, timeout: float) -> str:
+    """Shows the card to process 0, as soon as it listens, and returns its verdict."""
+    reason: Exception | None = None
+    deadline = time.monotonic() + timeout
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((host, port), timeout=left) as connection:
+                # Process 0 may have started just now, and wait for somebody else all its time.
+                connection.settimeout(timeout + _ANSWER_SECONDS)
+                connection.sendall(json.dumps(card).encode() + b"\n")
+                return json.loads(connection.makefile("rb").readline())
+        except (OSError, ValueError) as error:  # not there yet, or another program's port
+            reason = error
+            time.sleep(_RETRY_SECONDS)
+    return (
+        f"process 0 did not answer at {host}:{port} within {timeout:g} s ({reason}): start it, or correct --coordinator"
+    )
+
+
+def _gather(port: int, num_processes: int, mine: Card, timeout: float) -> str:
+    """Collects the others' cards and tells all of them the verdict, which is empty if nothing is wrong."""
+    dual = socket.has_dualstack_ipv6()
+    try:
+        listener = socket.create_server(
+            ("", port),
+            family=socket.AF_INET6 if dual else socket.AF_INET,
+            backlog=num_processes,
+            dualstack_ipv6=dual,
+        )
+    except OSError as error:
+        return f"process 0 on {mine.host} cannot listen on port {port} ({error.strerror}): give a free one"
+    deadline = time.monotonic() + timeout
+    cards, connections, verdict = {0: mine}, [], ""
+    with listener, contextlib.ExitStack() as stack:
+        while not verdict and len(cards) < num_processes:
+            listener.settimeout(max(deadline - time.monotonic(), 1e-3))
+            try:
+                connection = stack.enter_context(listener.accept()[0])
+            except TimeoutError:
+                verdict = _missing(cards, num_processes, timeout)
+                break
+            try:
+                connection.settimeout(_ANSWER_SECONDS)
+                other = Card(*json.loads(connection.makefile("rb").readline()))
+                verdict = _difference(mine, other) or _twice(cards, other)
+            except (OSError, ValueError, TypeError, AttributeError):
+                continue  # no process of ours, or one that went away: it will come again, or be missing
+            connections.append(connection)
+            cards[other.process_id] = other
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.sendall(json.dumps(verdict).encode() + b"\n")
+        for connection in connections:
+            # The other side closes first, so that no half-closed connection holds the port that JAX listens on next.
+            with contextlib.suppress(OSError):
+                connection.recv(1)
+    return verdict
+
+
+def _missing(cards: Mapping[int, Card], num_processes: int, timeout: float) -> str:
+    absent = [str(i) for i in range(num_processes) if i not in cards]
+    names = ", ".join(absent[:_MANY]) + (" and more" if len(absent) > _MANY else "")
+    there = ", ".join(f"{i} on {cards[i].host}" for i in sorted(cards)[:_MANY])
+    return (
+        f"process {names} of {num_processes} did not come within {timeout:g} s (there are {there}): start what is "
+        "missing, or raise --start_timeout"
+    )
+
+
+def _difference(mine: Card, other: Card) -> str:
+    for name in {**mine.same, **other.same}:
+        here, there = (repr(card.same[name]) if name in card.same else "no value" for card in (mine, other))
+        if here != there:
+            return (
+                f"process {other.process_id} on {other.host} has {name}={there}, process 0 on {mine.host} has {here}: "
+                "make them the same"
+            )
+    return ""
+
+
+def _twice(cards: Mapping[int, Card], other: Card) -> str:
+    if other.process_id not in cards:
+        return ""
+    hosts = f"on {cards[other.process_id].host} and on {other.host}"
+    return f"two processes, {hosts}, have --process_id={other.process_id}: number them from 0"
