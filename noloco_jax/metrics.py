@@ -68,7 +68,7 @@ class MetricWriter:
         wandb = _import_wandb() if wandb_project else None
         folder = Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / (METRICS_FILE if process == 0 else f"metrics.{process}.jsonl")
+        path = folder / _file_name(process)
         if path.exists():
             if resume_step is None:
                 path.replace(path.with_name(path.name + ".old"))
@@ -155,9 +155,13 @@ def _entries(path: Path) -> list[tuple[str, dict[str, Any]]]:
     return entries
 
 
-def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """What a run has written so far, a dict {"step", "kind", ...} a line, in the order of writing."""
-    path = Path(workdir) / METRICS_FILE
+def _file_name(process: int) -> str:
+    return METRICS_FILE if process == 0 else f"metrics.{process}.jsonl"
+
+
+def read_metrics(workdir: str | os.PathLike[str], process: int = 0) -> list[dict[str, Any]]:
+    """What a process of a run has written so far, a dict {"step", "kind", ...} a line, in the order of writing."""
+    path = Path(workdir) / _file_name(process)
     if not path.exists():
         raise UserError(f"{path} is not there: give the --workdir of a run that was started")
     return [entry for _, entry in _entries(path)]

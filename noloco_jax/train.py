@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
@@ -113,6 +114,7 @@ def train(
             run_config=to_dict(config),
             process=process,
         )
+        multihost_utils.sync_global_devices("start")  # all clocks start together
         loop = Loop(config, programs, feed, validation, checkpoints, writer, stop, start or 0)
         with Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console) as progress:
             state, finished = loop.run(state, progress, before_step)
@@ -162,7 +164,7 @@ class Loop:
         self._validation, self._checkpoints, self._writer = validation, checkpoints, writer
         self._stop, self._start = stop, start
         self._lr = learning_rates(config)
-        self._groups = _groups(config)
+        self._groups = groups_of_run(config)
         self._tokens = config.num_replicas * config.data.batch_size * config.data.sequence_length
         self._throughput = Throughput()
         self.evaluation: dict[str, Any] = {}
@@ -228,7 +230,7 @@ class Loop:
             progress.outer(step, round_, self._groups[round_], extra["outer_step_seconds"])
 
 
-def _groups(config: TrainConfig) -> list[Round]:
+def groups_of_run(config: TrainConfig) -> list[Round]:
     """Who averages with whom in every round of the run."""
     num_rounds = config.num_steps // config.outer.sync_every
     if config.method == "noloco":

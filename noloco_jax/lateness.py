@@ -1,0 +1,181 @@
+"""Shows who waits when a process is late, over real processes on this machine: with NoLoCo its partners, else all.
+
+    python -m noloco_jax.lateness --config=configs/quickstart.py --workdir=DIR --processes=8 --late=3:30:5
+
+runs the configuration with each method, one process a replica, process 3 sleeping 5 seconds before step 30. Of every
+outer step it prints how long each process was in it; processes that earlier meetings link to the late one are marked.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from noloco_jax.config import TrainConfig, to_dict
+from noloco_jax.config_flags import parse_args
+from noloco_jax.console import make_console
+from noloco_jax.errors import UserError, main_with_errors
+from noloco_jax.metrics import read_metrics
+from noloco_jax.outer.pairing import Round
+from noloco_jax.parallel.distributed import define_flags, find_place, joined
+from noloco_jax.train import groups_of_run, train
+
+
+@dataclass(frozen=True)
+class Late:
+    """A process that sleeps before a step."""
+
+    process: int
+    step: int
+    seconds: float
+
+
+def linked(rounds: Sequence[Round], late: Sequence[Late], sync_every: int) -> list[set[int]]:
+    """For every round, the replicas that can have to wait: those that meetings link to a late one, and it itself.
+
+    Args:
+      rounds: who averages with whom.
+      late: one process a replica.
+      sync_every: inner steps between rounds; round r follows step (r + 1) * sync_every.
+    """
+    reached: set[int] = set()
+    history = []
+    for number, groups in enumerate(rounds):
+        reached |= {x.process for x in late if number * sync_every < x.step <= (number + 1) * sync_every}
+        reached = reached.union(*(group for group in groups if reached.intersection(group)))
+        history.append(set(reached))
+    return history
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the processes, or, as one of them, trains with the delays."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    config, flags = parse_args(arguments, __doc__ or "", _define_flags, prog="python -m noloco_jax.lateness")
+    late = [_parse(text) for text in flags.late]
+    if flags.worker:
+        return _work(config, Path(flags.workdir), flags, late)
+    if flags.processes != config.num_replicas:
+        raise UserError(
+            f"--processes={flags.processes} and num_replicas={config.num_replicas}: give one process a replica"
+        )
+    for x in late:
+        if not (0 <= x.process < flags.processes and 0 < x.step <= config.num_steps):
+            raise UserError(f"--late={x.process}:{x.step}:{x.seconds:g} is of no process or step: see --processes")
+    console = make_console()
+    results = {}
+    for method in flags.methods.split(","):
+        folder = Path(flags.workdir) / method
+        rest = [argument for argument in arguments if not argument.startswith("--workdir")]
+        _launch([*rest, f"--workdir={folder}", f"--config.method={method}", "--worker"], flags.processes, folder)
+        results[method] = measured(folder, replace(config, method=method), late)
+        _print(console, method, results[method])
+    path = Path(flags.workdir) / "lateness.json"
+    path.write_text(json.dumps(results, indent=1))
+    console.print(f"the figures: {path}")
+    return 0
+
+
+def _define_flags(parser) -> None:
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="where the runs go, a folder for each method")
+    parser.add_argument("--processes", type=int, required=True, metavar="N", help="processes, one a replica")
+    parser.add_argument("--late", action="append", default=[], metavar="PROCESS:STEP:SECONDS", help="may be repeated")
+    parser.add_argument("--methods", default="noloco,diloco", help="comma-separated")
+    parser.add_argument("--worker", action="store_true", help="be one of the processes")
+    define_flags(parser)
+
+
+def _parse(text: str) -> Late:
+    try:
+        process, step, seconds = text.split(":")
+        return Late(int(process), int(step), float(seconds))
+    except ValueError:
+        raise UserError(f"--late={text} is not PROCESS:STEP:SECONDS, such as 3:30:5") from None
+
+
+def _work(config: TrainConfig, workdir: Path, flags: Any, late: Sequence[Late]) -> int:
+    place = find_place(flags, os.environ)
+    process = 0 if place is None else place.process_id
+
+    def sleep(step: int) -> None:
+        for x in late:
+            if (x.process, x.step) == (process, step):
+                time.sleep(x.seconds)
+
+    with joined(place, to_dict(config), flags.start_timeout):
+        return train(config, workdir, before_step=sleep)
+
+
+def _launch(arguments: Sequence[str], number: int, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    port = 61440 + os.getpid() % 4096
+    shared = os.environ | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(number)}
+    running = []
+    try:
+        for process in range(number):
+            with (folder / f"log.{process}.txt").open("w") as log:
+                running.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "noloco_jax.lateness", *arguments],
+                        env=shared | {"JAX_PROCESS_ID": str(process)},
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        while any(process.poll() is None for process in running):
+            failed = [i for i, process in enumerate(running) if process.poll()]
+            if failed:
+                log = folder / f"log.{failed[0]}.txt"
+                last = (log.read_text().strip().splitlines() or ["no word"])[-1]
+                raise UserError(
+                    f"process {failed[0]} ended with status {running[failed[0]].returncode}: {last} ({log})"
+                )
+            time.sleep(0.1)
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+def measured(folder: Path, config: TrainConfig, late: Sequence[Late]) -> list[dict[str, Any]]:
+    """Of every round: its step and groups, the processes that can wait, and the seconds that each spent in it."""
+    rounds, sync_every = groups_of_run(config), config.outer.sync_every
+    waited = [
+        {line["step"]: line["outer_step_seconds"] for line in read_metrics(folder, process) if "bytes_sent" in line}
+        for process in range(config.num_replicas)
+    ]
+    can_wait = linked(rounds, late, sync_every)
+    return [
+        {
+            "step": (r + 1) * sync_every,
+            "groups": groups,
+            "can_wait": sorted(can_wait[r]),
+            "seconds": [seconds[(r + 1) * sync_every] for seconds in waited],
+        }
+        for r, groups in enumerate(rounds)
+    ]
+
+
+def _print(console: Console, method: str, rows: Sequence[dict[str, Any]]) -> None:
+    title = f"{method}: seconds in each outer step (* linked to a late process)"
+    table = Table("after step", title=title, title_justify="left")
+    for process in range(len(rows[0]["seconds"])):
+        table.add_column(f"process {process}", justify="right")
+    for row in rows:
+        cells = [f"{s:.2f}" + ("*" if i in row["can_wait"] else " ") for i, s in enumerate(row["seconds"])]
+        table.add_row(str(row["step"]), *cells)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main_with_errors(main)

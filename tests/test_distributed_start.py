@@ -1,0 +1,166 @@
+"""Where a process stands by its flags or environment, and the roll call of a run's processes."""
+
+import socket
+import threading
+import time
+from argparse import ArgumentParser
+
+import pytest
+from processes import free_port
+
+from noloco_jax.errors import UserError
+from noloco_jax.parallel.distributed import Place, define_flags, find_place
+from noloco_jax.parallel.rollcall import Card, call_the_roll
+
+
+def place(arguments: str = "", **environment: str) -> Place | None:
+    parser = ArgumentParser()
+    define_flags(parser)
+    return find_place(parser.parse_args(arguments.split()), environment)
+
+
+def test_a_process_alone_is_not_distributed():
+    assert place() is None
+    assert place("--num_processes=1") is None
+    assert place(SLURM_JOB_ID="7", SLURM_STEP_NODELIST="a", SLURM_NTASKS="1", SLURM_PROCID="0") is None
+    assert place(OMPI_COMM_WORLD_SIZE="1", OMPI_COMM_WORLD_RANK="0") is None
+
+
+def test_flags_say_where_a_process_stands():
+    assert place("--coordinator=host:1 --num_processes=4 --process_id=3") == Place("host:1", 4, 3)
+
+
+def test_flags_go_before_the_environment():
+    variables = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    assert place(**variables) == Place("a:1", 2, 1)
+    assert place("--coordinator=b:2", **variables) == Place("b:2", 2, 1)
+
+
+def test_a_pod_of_an_indexed_job_takes_its_index():
+    variables = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JOB_COMPLETION_INDEX": "1"}
+    assert place(**variables) == Place("a:1", 2, 1)
+
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("node1", "node1"), ("a,b", "a"), ("gpu[007-009,12],b", "gpu007"), ("gpu[3,5]", "gpu3")],
+)
+def test_slurm_tasks_meet_on_the_first_node_of_the_step(nodes, first):
+    found = place(**SLURM, SLURM_STEP_NODELIST=nodes, SLURM_STEP_NUM_NODES="4")
+    assert found is not None
+    host, _, port = found.coordinator.partition(":")
+    assert (host, found.num_processes, found.process_id) == (first, 4, 2)
+    assert 61440 <= int(port) < 65536
+
+
+def test_tasks_that_share_a_node_take_a_gpu_each():
+    crowded = SLURM | {"SLURM_STEP_NODELIST": "a[1-2]", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "1"}
+    found = [place(**crowded), place(**crowded, CUDA_VISIBLE_DEVICES="0,1"), place(**crowded, CUDA_VISIBLE_DEVICES="3")]
+    assert [p and p.local_devices for p in found] == [(1,), (1,), None]
+
+
+def test_open_mpi_ranks_meet_at_the_launcher():
+    uri = "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"
+    found = place(OMPI_COMM_WORLD_SIZE="2", OMPI_COMM_WORLD_RANK="1", OMPI_MCA_orte_hnp_uri=uri)
+    assert found is not None
+    assert (found.coordinator.partition(":")[0], found.num_processes, found.process_id) == ("10.96.0.1", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--num_processes=4", "--num_processes=4 without --coordinator and --process_id"),
+        ("--coordinator=a:1 --num_processes=4 --process_id=4", "--process_id=4 is not between 0 and --num_processes=4"),
+        ("--coordinator=a --num_processes=4 --process_id=0", "--coordinator=a is not HOST:PORT"),
+    ],
+)
+def test_an_incomplete_place_is_refused(arguments, message):
+    with pytest.raises(UserError, match=message):
+        place(arguments)
+
+
+def roll_call(cards: list[Card], timeout: float, expected: int | None = None) -> list[str | None]:
+    """What each process, given by its card, is told: None if all is well."""
+    coordinator = f"127.0.0.1:{free_port()}"
+    verdicts: list[str | None] = [None] * len(cards)
+
+    def answer(position: int, card: Card) -> None:
+        try:
+            call_the_roll(coordinator, expected or len(cards), card, timeout)
+        except UserError as error:
+            verdicts[position] = str(error)
+
+    threads = [threading.Thread(target=answer, args=item) for item in enumerate(cards)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return verdicts
+
+
+def cards(number: int, **same) -> list[Card]:
+    return [Card(i, f"host{i}", {"jax": "0.10.2", "config.seed": 0, **same}) for i in range(number)]
+
+
+def test_processes_that_are_alike_pass():
+    assert roll_call(cards(5), timeout=20) == [None] * 5
+
+
+def test_a_missing_process_is_named_to_all_that_came():
+    start = time.monotonic()
+    verdicts = roll_call([cards(4)[0], cards(4)[2]], timeout=1, expected=4)
+    assert time.monotonic() - start < 15
+    for verdict in verdicts:
+        assert verdict is not None
+        assert "process 1, 3 of 4 did not come within 1 s (there are 0 on host0, 2 on host2)" in verdict
+
+
+def test_a_missing_coordinator_is_named():
+    [verdict] = roll_call([cards(2)[1]], timeout=0.5, expected=2)
+    assert verdict is not None
+    assert "process 0 did not answer at 127.0.0.1:" in verdict
+
+
+@pytest.mark.parametrize(("name", "value"), [("jax", "0.12.0"), ("config.seed", 1), ("config.new", 5)])
+def test_a_process_that_differs_is_named_to_all(name, value):
+    three = cards(3)
+    three[2] = three[2]._replace(same={**three[2].same, name: value})
+    verdicts = roll_call(three, timeout=5)
+    assert verdicts[0] is not None
+    assert f"process 2 on host2 has {name}={value!r}, process 0 on host0 has" in verdicts[0]
+    assert verdicts[2] == verdicts[0]
+
+
+def test_two_processes_with_one_number_are_named():
+    verdicts = roll_call([*cards(2), cards(2)[1]._replace(host="other")], timeout=2, expected=3)
+    assert any(v is not None and "two processes" in v and "--process_id=1" in v for v in verdicts)
+
+
+def test_a_port_in_use_is_named():
+    refused = pytest.raises(UserError, match="process 0 on host0 cannot listen on port")
+    with socket.create_server(("", 0)) as taken, refused:
+        call_the_roll(f"127.0.0.1:{taken.getsockname()[1]}", 2, cards(2)[0], 1)
+
+
+def test_a_stranger_at_the_port_is_ignored():
+    coordinator = f"127.0.0.1:{free_port()}"
+    first = threading.Thread(target=call_the_roll, args=(coordinator, 2, cards(2)[0], 20))
+    first.start()
+    while True:
+        try:
+            with socket.create_connection(("127.0.0.1", int(coordinator.rpartition(":")[2])), timeout=5) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+    call_the_roll(coordinator, 2, cards(2)[1], 20)
+    first.join()
