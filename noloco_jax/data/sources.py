@@ -23,7 +23,7 @@ def _no_encoder(texts: Sequence[str]) -> list[np.ndarray]:
 def open_source(
     config: "DataConfig", tokenizer: Tokenizer | None, *, validation: bool, seed: int, vocab_size: int | None
 ) -> Source:
-    """The training or the validation documents of `config`; the latter in the order of the files.
+    """The training or the validation documents of `config`; the latter in an order that no seed changes.
 
     `tokenizer` may be None where nothing will be tokenized. Raises `UserError` for what is missing or of another form.
     """
@@ -40,7 +40,15 @@ def open_source(
         split = "validation" if validation else "train"
         return C4Source(path, field=field, split=split, seed=seed, shuffle_buffer=shuffle_buffer, encode=encode)
     if config.kind == "text":
-        return TextSource(path, field=field, split=held_out, seed=seed, shuffle_buffer=shuffle_buffer, encode=encode)
+        return TextSource(
+            path,
+            field=field,
+            split=held_out,
+            seed=seed,
+            shuffle_buffer=config.shuffle_buffer,  # validation too: the first file in order stands for no other
+            sequence_length=config.sequence_length,
+            encode=encode,
+        )
     if config.kind == "parquet":
         return ParquetSource(
             path,

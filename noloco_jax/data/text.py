@@ -11,7 +11,7 @@ from noloco_jax.errors import UserError
 
 SUFFIXES = (".md", ".py", ".rst", ".txt")
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
-PIECE_BYTES = 64 * 1024
+_LEAST_PIECE = 1024
 _LINE_BYTES = 4096  # how far to look for a line's end to cut at
 
 
@@ -39,16 +39,21 @@ def find_text_files(path: str, field: str) -> list[tuple[str, int]]:
     return sized
 
 
-class TextSource:
-    """A document is a file, or a piece of about 64 KiB of a longer one, cut at a line's end.
+def piece_bytes(sequence_length: int) -> int:
+    """The length of a document, about: a few sequences, whatever the tokenizer."""
+    return max(_LEAST_PIECE, 8 * sequence_length)
 
-    Read as UTF-8, what is not replaced by U+FFFD. Shuffled globally, anew in every epoch; `shuffle_buffer` 1 keeps
+
+class TextSource:
+    """A document is a file, or a piece of a longer one, cut at a line's end.
+
+    Batches are consecutive tokens, so pieces are short (`piece_bytes`): shuffled, they make batches of many files. Read as UTF-8, what is not replaced by U+FFFD. Shuffled globally, anew in every epoch; `shuffle_buffer` 1 keeps
     the sorted order. `split` "rest" or "held_out" divides the documents by `Selection`: whole files where there are
     several, else the pieces.
     """
 
     columns = 1
-    chunk = 8
+    chunk = 32
 
     def __init__(
         self,
@@ -58,11 +63,13 @@ class TextSource:
         split: str,
         seed: int,
         shuffle_buffer: int,
+        sequence_length: int,
         encode: Callable[[Sequence[str]], list[np.ndarray]],
     ):
+        self._piece = piece_bytes(sequence_length)
         self._files, self._field, self._path = find_text_files(path, field), field, path
         self._seed, self._shuffle, self._encode = seed, shuffle_buffer > 1, encode
-        pieces = np.array([-(-size // PIECE_BYTES) for _, size in self._files])
+        pieces = np.array([-(-size // self._piece) for _, size in self._files])
         if split != "all" and pieces.sum() < 2:
             raise UserError(
                 f"{field}={path!r} is one short file: give data.validation_path, or at least two files, "
@@ -80,6 +87,7 @@ class TextSource:
             "files": len(self._files),
             "bytes": sum(size for _, size in self._files),
             "documents": len(self._documents),
+            "piece_bytes": self._piece,
         }
 
     def check_replicas(self, num_replicas: int) -> None:
@@ -102,7 +110,7 @@ class TextSource:
         path, size = self._files[file]
         try:
             with open(path, "rb") as opened:
-                start, stop = (_cut(opened, (number + k) * PIECE_BYTES, size) for k in (0, 1))
+                start, stop = (_cut(opened, (number + k) * self._piece, size) for k in (0, 1))
                 opened.seek(start)
                 return opened.read(stop - start).decode("utf-8", "replace")
         except OSError as error:
