@@ -25,7 +25,7 @@ start_all() {
     pids=()
     for ((i = 0; i < n; i++)); do
         if ((n > 1 && gpus >= n)); then export JAX_LOCAL_DEVICE_IDS=$i; fi
-        JAX_PROCESS_ID=$i "$@" > >(awk -v p="[$i] " '{ print p $0; fflush() }') 2>&1 </dev/null &
+        JAX_PROCESS_ID=$i "$@" > >(sed -u "s/^/[$i] /") 2>&1 </dev/null &
         pids+=($!)
     done
 }

@@ -167,10 +167,10 @@ def measured(folder: Path, config: TrainConfig, late: Sequence[Late]) -> list[di
 
 
 def _print(console: Console, method: str, rows: Sequence[dict[str, Any]]) -> None:
-    title = f"{method}: seconds in each outer step (* linked to a late process)"
-    table = Table("after step", title=title, title_justify="left")
+    title = f"{method}: seconds that each process was in an outer step (* linked to a late one)"
+    table = Table("step", title=title, title_justify="left")
     for process in range(len(rows[0]["seconds"])):
-        table.add_column(f"process {process}", justify="right")
+        table.add_column(str(process), justify="right")
     for row in rows:
         cells = [f"{s:.2f}" + ("*" if i in row["can_wait"] else " ") for i, s in enumerate(row["seconds"])]
         table.add_row(str(row["step"]), *cells)

@@ -1,0 +1,103 @@
+"""What a user can get wrong between a config, a workdir and data: one line, exit status 2, nothing written over."""
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import processes
+import pytest
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    return processes.write_config(tmp_path_factory.mktemp("errors"))
+
+
+@pytest.fixture(scope="module")
+def trained(config) -> Path:
+    """A run that stopped at step 8, with room for more."""
+    workdir = config.parent / "trained"
+    [(status, output)] = processes.run(config, workdir, "--config.num_steps=8")
+    assert status == 0, output
+    return workdir
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refusal(config: Path, workdir: Path, *arguments: str) -> str:
+    """The one line of an error; everything that was saved is still as it was."""
+    before = contents(workdir)
+    [(status, output)] = processes.run(config, workdir, *arguments)
+    assert status == 2, output
+    assert contents(workdir) == before
+    *_, last = output.strip().splitlines()
+    assert last.startswith("error: ")
+    assert "Traceback" not in output
+    return last
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config.model.num_layers=3"], "model.num_layers=2, the config has 3: give the config of that run"),
+        (["--config.method=diloco"], "method='noloco', the config has 'diloco'"),
+        (["--config.num_replicas=2"], "give --config.elastic=merge or --config.elastic=keep to make 2 of the 4"),
+        (["--config.num_replicas=8", "--config.elastic=keep"], "give --config.elastic=copy to make 8 of the 4"),
+    ],
+)
+def test_the_checkpoint_of_another_run_is_refused(config, trained, arguments, message):
+    assert message in refusal(config, trained, "--config.num_steps=24", *arguments)
+
+
+@pytest.mark.parametrize("item", ["state", "data", "run"])
+def test_a_checkpoint_that_lacks_a_part_is_refused(config, trained, tmp_path, item):
+    workdir = tmp_path / "torn"
+    shutil.copytree(trained, workdir)
+    shutil.rmtree(workdir / "checkpoints/8" / item)
+    line = refusal(config, workdir, "--config.num_steps=24")
+    assert f"checkpoints/8 is not whole (no complete {item}): delete that folder" in line
+
+
+def test_a_checkpoint_half_written_is_not_taken_for_a_whole_one(config, trained, tmp_path):
+    workdir = tmp_path / "half"
+    shutil.copytree(trained, workdir)
+    (workdir / "checkpoints/8").rename(workdir / "checkpoints/8.orbax-checkpoint-tmp")
+    [(status, output)] = processes.run(config, workdir, "--config.num_steps=8")
+    assert status == 0, output
+    assert "going on from the checkpoint of step 4" in output
+
+
+def test_weights_that_cannot_be_read_are_refused(config, trained, tmp_path):
+    workdir = tmp_path / "damaged"
+    shutil.copytree(trained, workdir)
+    for path in (workdir / "checkpoints/8/state").rglob("*"):
+        if path.is_file() and path.parent.name == "d":
+            path.write_bytes(path.read_bytes()[:100])
+    assert "checkpoints/8 is not whole (" in refusal(config, workdir, "--config.num_steps=24")
+
+
+def test_a_file_cut_short_in_the_middle_of_a_run_keeps_what_was_saved(config, tmp_path):
+    folder, workdir = tmp_path / "c4", tmp_path / "cut"
+    folder.mkdir()
+    text = Path(processes.ROOT / "noloco_jax/data/lanes.py").read_text()
+    lines = [json.dumps({"text": text[start : start + 400]}) + "\n" for start in range(0, 8000, 100)]
+    (folder / "c4-validation.00000-of-00001.json.gz").write_bytes(gzip.compress("".join(lines[:4]).encode()))
+    for number in range(4):
+        whole = gzip.compress("".join(lines[number::4]).encode(), compresslevel=1)
+        (folder / f"c4-train.{number:05}-of-00004.json.gz").write_bytes(
+            whole[: len(whole) * 3 // 4 if number == 2 else None]
+        )
+    arguments = ["--config.data.kind=c4", f"--config.data.path={folder}", "--config.data.validation_path="]
+    [(status, output)] = processes.run(
+        config, workdir, *arguments, "--config.num_steps=400", "--config.checkpoint_every=2"
+    )
+    assert status == 2, output
+    *_, last = output.strip().splitlines()
+    assert last.startswith("error: ")
+    assert "c4-train.00002-of-00004.json.gz" in last
+    saved = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
+    assert saved
+    assert processes.weights(workdir)
