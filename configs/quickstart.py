@@ -18,35 +18,37 @@ def get_config():
     config = ConfigDict()
     config.method = "noloco"
     config.num_replicas = 4
-    config.num_steps = 500
-    config.eval_every = 125
-    config.eval_batches = 32
-    config.checkpoint_every = 100
+    config.num_steps = 1200
+    config.log_every = 25
+    config.eval_every = 200
+    config.eval_batches = 64
+    config.checkpoint_every = 400
     config.sample_prompt = "def "
     config.sample_tokens = 200
 
     config.model = ConfigDict()
     config.model.hidden_size = 128
     config.model.intermediate_size = 512
-    config.model.num_layers = 4
+    config.model.num_layers = 2
     config.model.num_heads = 4
     config.model.num_kv_heads = 4
     config.model.vocab_size = 259  # 256 bytes, BOS, EOS and padding
 
     config.inner = ConfigDict()
-    config.inner.lr = 2e-3
-    config.inner.min_lr = config.inner.get_oneway_ref("lr") / 10
-    config.inner.warmup_steps = 20
+    config.inner.lr = 4e-3
+    config.inner.min_lr = config.inner.get_oneway_ref("lr") / 20
+    config.inner.warmup_steps = 40
+    config.inner.b2 = 0.98  # a short memory, for a short run
 
     config.outer = ConfigDict()
     config.outer.lr = 0.7
     config.outer.momentum = 0.5
-    config.outer.sync_every = 25
+    config.outer.sync_every = 10
 
     config.data = ConfigDict()
     config.data.kind = "text"
     config.data.path = sysconfig.get_path("stdlib")
     config.data.tokenizer = "byte"
-    config.data.sequence_length = 256
-    config.data.batch_size = 4
+    config.data.sequence_length = 128
+    config.data.batch_size = 2
     return config

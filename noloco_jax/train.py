@@ -22,6 +22,7 @@ from noloco_jax.data import Tokenizer, check_data, check_vocabulary, load_tokeni
 from noloco_jax.errors import UserError, main_with_errors
 from noloco_jax.evaluate import evaluate
 from noloco_jax.metrics import MetricWriter, Throughput, read_metrics
+from noloco_jax.model.huggingface import load_params
 from noloco_jax.outer.pairing import Round, groups_of_rounds
 from noloco_jax.parallel.ahead import compile_ahead
 from noloco_jax.parallel.devices import use_cpu_cores
@@ -75,9 +76,8 @@ def train(
     """
     console = make_console()
     console.quiet = jax.process_index() > 0
-    check_data(config.data)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    check_vocabulary(tokenizer, config.model.vocab_size)
+    check_data(config.data, num_replicas=config.num_replicas, vocab_size=config.model.vocab_size)
+    tokenizer = _load_tokenizer(config)
     programs = build_programs(config, make_mesh(config, jax.devices()))
     banner(banner_rows(config, programs), console)
     if dry_run:
@@ -91,13 +91,18 @@ def train(
             if jax.process_index() == 0:
                 _show_complete(console, workdir, start)
             return 0
-        validation = list(validation_batches(config.data, tokenizer, num_batches=config.eval_batches))
+        validation = validation_batches(
+            config.data, tokenizer, num_batches=config.eval_batches, vocab_size=config.model.vocab_size
+        )
         feed = _make_feed(config, tokenizer, programs)
+        given = load_params(config.init_from, config.model) if config.init_from and start is None else None
 
         started = time.perf_counter()
         programs = compile_ahead(programs)
         console.print(f"compiled in {time.perf_counter() - started:.1f} s")
-        if start is None:
+        if given is not None:
+            state = programs.adopt(given)
+        elif start is None:
             state = programs.init(jax.random.key(config.seed))
         else:
             state, positions, changed = elastic.restore(checkpoints, start, config, programs)
@@ -129,18 +134,34 @@ def train(
     return 0
 
 
-def _sample(config: TrainConfig, tokenizer: Tokenizer, programs: Programs, state: TrainState) -> str | None:
+def _load_tokenizer(config: TrainConfig) -> Tokenizer | None:
+    """The run's tokenizer; none where the data are tokens already and no text is to be written."""
+    if config.data.kind == "parquet" and not config.sample_tokens:
+        return None
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    check_vocabulary(tokenizer, config.model.vocab_size)
+    return tokenizer
+
+
+def _sample(config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs, state: TrainState) -> str | None:
     """What the merged model writes, on the first process; the others only bring their parts of it."""
+    if tokenizer is None:
+        return None
     everywhere = NamedSharding(programs.mesh, P())
     first = jax.jit(lambda params: jax.tree.map(lambda x: x[0], uncut(params)), out_shardings=everywhere)
     merged = jax.tree.map(lambda x: x.addressable_data(0), first(programs.merge(state.params)))
     return sample_text(config, tokenizer, merged) if jax.process_index() == 0 else None
 
 
-def _make_feed(config: TrainConfig, tokenizer: Tokenizer, programs: Programs) -> Feed:
+def _make_feed(config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs) -> Feed:
     streams = {
         replica: train_stream(
-            config.data, tokenizer, replica=replica, num_replicas=config.num_replicas, seed=config.seed
+            config.data,
+            tokenizer,
+            replica=replica,
+            num_replicas=config.num_replicas,
+            seed=config.seed,
+            vocab_size=config.model.vocab_size,
         )
         for replica in local_replicas(programs.batch)
     }

@@ -47,8 +47,9 @@ def piece_bytes(sequence_length: int) -> int:
 class TextSource:
     """A document is a file, or a piece of a longer one, cut at a line's end.
 
-    Batches are consecutive tokens, so pieces are short (`piece_bytes`): shuffled, they make batches of many files. Read as UTF-8, what is not replaced by U+FFFD. Shuffled globally, anew in every epoch; `shuffle_buffer` 1 keeps
-    the sorted order. `split` "rest" or "held_out" divides the documents by `Selection`: whole files where there are
+    Batches are consecutive tokens, so pieces are short (`piece_bytes`): shuffled, they make batches of many files.
+    Read as UTF-8, what is not replaced by U+FFFD. Shuffled globally, anew in every epoch; `shuffle_buffer` 1 keeps the
+    sorted order. `split` "rest" or "held_out" divides the documents by `Selection`: whole files where there are
     several, else the pieces.
     """
 
