@@ -24,7 +24,7 @@ CONFIG = TrainConfig(
 
 
 def changed(num_replicas: int = 4, elastic: str = "", **mesh: int) -> TrainConfig:
-    sizes = MeshConfig(**{"replica": 1, **mesh})
+    sizes = dataclasses.replace(CONFIG.mesh, **mesh)
     return dataclasses.replace(CONFIG, num_replicas=num_replicas, elastic=elastic, mesh=sizes)
 
 

@@ -59,6 +59,7 @@ def batches(num_steps):
 def trajectory(config, num_devices, num_steps=4):
     """Losses (steps, N) and gradient norms of a run with an outer step after every second step, weights, evaluation."""
     programs = build_programs(config, make_mesh(config, jax.devices()[:num_devices]))
+    assert programs.outer_step is not None
     params, inner, outer = programs.init(jax.random.key(0))
     losses, norms = [], []
     for step, batch in enumerate(batches(num_steps), start=1):

@@ -23,7 +23,7 @@ class OuterState(NamedTuple):
       momentum: δ, the outer momentum, of the parameters' shapes.
     """
 
-    count: jax.Array
+    count: Any
     slow: PyTree
     momentum: PyTree
 

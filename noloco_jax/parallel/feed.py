@@ -1,7 +1,7 @@
 """Batches of this process's replicas, as global arrays on the mesh."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -25,7 +25,8 @@ def local_replicas(batch: Batch) -> list[int]:
     """
     spec = batch["input_ids"]
     held = set()
-    for index in spec.sharding.addressable_devices_indices_map(spec.shape).values():
+    indices: Any = spec.sharding.addressable_devices_indices_map(spec.shape).values()
+    for index in indices:
         held.update(range(*index[0].indices(spec.shape[0])))
     return sorted(held)
 
@@ -38,7 +39,7 @@ def global_batch(parts: Mapping[int, Mapping[str, np.ndarray]], batch: Batch) ->
       batch: the global shapes and shardings.
     """
 
-    def piece(name: str, index: tuple[slice, ...]) -> np.ndarray:
+    def piece(name: str, index: Any) -> np.ndarray:
         replicas = range(*index[0].indices(batch[name].shape[0]))
         return np.stack([parts[i][name][index[1:]] for i in replicas])
 

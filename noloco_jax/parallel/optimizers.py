@@ -1,5 +1,7 @@
 """The optimizers of a run, from its configuration."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,7 +38,7 @@ def inner_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Adam (with decoupled weight decay, if any) on gradients that are clipped already."""
     inner = config.inner
     schedule = learning_rate(inner, config.num_steps)
-    adam = {"b1": inner.b1, "b2": inner.b2, "eps": inner.eps}
+    adam: dict[str, Any] = {"b1": inner.b1, "b2": inner.b2, "eps": inner.eps}
     if inner.weight_decay:
         return optax.adamw(schedule, weight_decay=inner.weight_decay, **adam)
     return optax.adam(schedule, **adam)

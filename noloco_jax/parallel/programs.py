@@ -73,7 +73,7 @@ class Programs:
 
     mesh: Mesh
     state: TrainState
-    batch: Batch
+    batch: PyTree
     init: Callable[..., TrainState]
     adopt: Callable[..., TrainState]
     inner_step: Callable[..., Any]
