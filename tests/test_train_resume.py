@@ -8,6 +8,8 @@ import numpy as np
 import processes
 import pytest
 
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
