@@ -331,6 +331,7 @@ def report_of(
     only: tuple[str, ...] = INNER + OUTER,
     group_size: int = 2,
     num_layers: int = 1,
+    batch_size: int = 4,
     **mesh: int,
 ) -> inspect.Report:
     config = from_dict(
@@ -340,7 +341,7 @@ def report_of(
             "num_microbatches": 2 if "stage" in mesh else 1,
             "model": MODEL | {"num_layers": num_layers},
             "outer": {"group_size": group_size},
-            "data": {"batch_size": 4, "sequence_length": 8},
+            "data": {"batch_size": batch_size, "sequence_length": 8},
             "mesh": {"replica": -1} | mesh,
         }
     )
@@ -387,6 +388,26 @@ def test_fsdp_inside_replicas_crosses_no_replica_and_sends_shards():
     assert across(report, "outer_step") == {"collective-permute": {("replica",)}}
     assert axes_of(report, "outer_step") == {"replica"}
     assert sent(report, "outer_step")[1] == report.parameter_bytes < 0.6 * 4 * numel(1)
+
+
+def test_fsdp_reduces_and_gathers_weights_and_not_activations():
+    def weights(batch_size: int) -> tuple[int, int]:
+        traffic = report_of("local", 2, num_devices=4, only=INNER, batch_size=batch_size, fsdp=2).traffic["inner_step"]
+        counted = {"all-reduce", "all-gather", "reduce-scatter"}
+        return traffic.extent(lambda c: c.bytes * (c.kind in counted and not c.operands[0].startswith("s32")))
+
+    assert weights(4) == weights(8)
+
+
+def test_fsdp_and_tensor_together_stay_inside_replicas():
+    report = report_of("noloco", 2, fsdp=2, tensor=2)
+    assert axes_of(report, "inner_step") == {"fsdp", "tensor"}
+    assert across(report, "outer_step") == {"collective-permute": {("replica",)}}
+    assert inspect.broken_promises(report) == []
+
+
+def test_ddp_of_a_single_sharded_replica_is_fsdp():
+    assert axes_of(report_of("ddp", 1, num_devices=4, fsdp=4), "inner_step") == {"fsdp"}
 
 
 def test_replicas_that_share_a_device_meet_there_and_send_at_most_whole_blocks():

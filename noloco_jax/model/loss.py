@@ -1,6 +1,6 @@
 """Next-token loss that never holds the whole batch's logits.
 
-Axes: B batch, T positions, C positions of a chunk, D hidden width, V vocabulary.
+Axes: B batch, P parts of it on other devices, T positions, C positions of a chunk, D hidden width, V vocabulary.
 """
 
 import functools
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from noloco_jax.config import ModelConfig
+from noloco_jax.model.layout import lay, num_parts
 from noloco_jax.model.llama import Params, final_hidden, head_kernel
 
 # Labels of this value are out of the loss.
@@ -44,6 +45,7 @@ def token_nll(
         h_BTD = jnp.pad(h_BTD, ((0, 0), (0, padding), (0, 0)))
         labels_BT = jnp.pad(labels_BT, ((0, 0), (0, padding)), constant_values=IGNORED_LABEL)
     num_tokens = jnp.sum(labels_BT != IGNORED_LABEL, dtype=jnp.float32)
+    h_BTD = lay(h_BTD, "fsdp", None, None)
     return _nll_sum(chunk, h_BTD, kernel_DV, labels_BT), num_tokens
 
 
@@ -73,7 +75,7 @@ def _chunk_nll(h_BCD: jax.Array, kernel_DV: jax.Array, labels_BC: jax.Array) -> 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _nll_sum(chunk: int, h_BTD: jax.Array, kernel_DV: jax.Array, labels_BT: jax.Array) -> jax.Array:
     """The summed loss, `chunk` positions at a time; `chunk` divides T."""
-    kernel_DV = kernel_DV.astype(h_BTD.dtype)
+    kernel_DV = lay(kernel_DV.astype(h_BTD.dtype), None, "tensor")
 
     def body(nll_sum: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
         h_BCD, labels_BC = _chunk(h_BTD, start, chunk), _chunk(labels_BT, start, chunk)
@@ -85,21 +87,25 @@ def _nll_sum(chunk: int, h_BTD: jax.Array, kernel_DV: jax.Array, labels_BT: jax.
 def _nll_sum_forward(chunk, h_BTD, kernel_DV, labels_BT):
     """Computes the loss and, while a chunk's logits are there, its gradients for a unit cotangent."""
     dtype = h_BTD.dtype
-    kernel_cast_DV = kernel_DV.astype(dtype)
+    kernel_cast_DV = lay(kernel_DV.astype(dtype), None, "tensor")
+    parts = num_parts("fsdp", h_BTD.shape[0])
 
     def body(carry, start):
-        nll_sum, d_h_BTD, d_kernel_DV = carry
+        nll_sum, d_h_BTD, d_kernel_PDV = carry
         h_BCD, labels_BC = _chunk(h_BTD, start, chunk), _chunk(labels_BT, start, chunk)
         chunk_sum, d_logits_BCV = _chunk_nll(h_BCD, kernel_cast_DV, labels_BC)
         d_h_BCD = jnp.einsum("bcv,dv->bcd", d_logits_BCV, kernel_cast_DV)
         d_h_BTD = jax.lax.dynamic_update_slice_in_dim(d_h_BTD, d_h_BCD, start, axis=1)
         # Summed over chunks in float32, whatever the compute dtype.
-        d_kernel_DV += jnp.einsum("bcd,bcv->dv", h_BCD, d_logits_BCV, preferred_element_type=jnp.float32)
-        return (nll_sum + chunk_sum, d_h_BTD, d_kernel_DV), None
+        h_PBCD, d_logits_PBCV = (x.reshape(parts, -1, *x.shape[1:]) for x in (h_BCD, d_logits_BCV))
+        d_kernel_PDV += jnp.einsum("pbcd,pbcv->pdv", h_PBCD, d_logits_PBCV, preferred_element_type=jnp.float32)
+        return (nll_sum + chunk_sum, d_h_BTD, lay(d_kernel_PDV, "fsdp", None, "tensor")), None
 
-    start = (_zero(h_BTD), jnp.zeros_like(h_BTD), jnp.zeros_like(kernel_DV, jnp.float32))
-    (nll_sum, d_h_BTD, d_kernel_DV), _ = jax.lax.scan(body, start, jnp.arange(0, h_BTD.shape[1], chunk))
-    return nll_sum, (d_h_BTD, d_kernel_DV.astype(kernel_DV.dtype))
+    # A sum for every part of the batch that lies on other devices: summed over them once, not for every chunk.
+    nothing_PDV = jnp.broadcast_to(jnp.zeros_like(kernel_DV, jnp.float32), (parts, *kernel_DV.shape))
+    start = (_zero(h_BTD), jnp.zeros_like(h_BTD), lay(nothing_PDV, "fsdp", None, "tensor"))
+    (nll_sum, d_h_BTD, d_kernel_PDV), _ = jax.lax.scan(body, start, jnp.arange(0, h_BTD.shape[1], chunk))
+    return nll_sum, (d_h_BTD, d_kernel_PDV.sum(axis=0).astype(kernel_DV.dtype))
 
 
 def _nll_sum_backward(chunk, gradients, cotangent):

@@ -22,7 +22,8 @@ PyTree = Any
 def all_mean(tree: PyTree, axis_name: AxisName) -> PyTree:
     """The mean over all replicas: an all-reduce. What NoLoCo avoids; DiLoCo's outer step, and every step of ddp."""
     for name in reversed(_names(axis_name)):
-        tree = lax.pmean(tree, name)
+        if lax.axis_size(name) > 1:  # over one device XLA's partitioner refuses it beside axes that are left to it
+            tree = lax.pmean(tree, name)
     return tree
 
 

@@ -201,7 +201,8 @@ def _merge(params: PyTree) -> PyTree:
 def _spread(params: PyTree) -> jax.Array:
     params = uncut(params)
     squares = [
-        jnp.sum(jnp.square(x.astype(jnp.float32) - jnp.mean(x, 0, jnp.float32))) for x in jax.tree.leaves(params)
+        jnp.sum(jnp.square(x.astype(jnp.float32) - jnp.mean(x, 0, jnp.float32, keepdims=True)))
+        for x in jax.tree.leaves(params)
     ]
     numel_n = sum(x.size for x in jax.tree.leaves(params))
     return jnp.sqrt(sum(squares) / numel_n)
