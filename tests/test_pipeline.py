@@ -82,7 +82,8 @@ LAYOUTS = {
     "two stages on one device": (run_config(2, "fixed"), 1),
     "4 replicas x 2 stages": (run_config(2, "fixed"), 8),
     "two replicas a device": (run_config(4, "fixed", 4, replica=2), 8),
-    "1 replica x 2 stages x fsdp 2 x tensor 2": (run_config(2, "fixed", replica=1, fsdp=2, tensor=2), 8),
+    "2 replicas x 2 stages x fsdp 2": (run_config(2, "fixed", replica=2, fsdp=2), 8),
+    "2 replicas x 2 stages x tensor 2": (run_config(2, "fixed", replica=2, tensor=2), 8),
 }
 
 
@@ -192,6 +193,7 @@ def test_cutting_into_stages_and_back_changes_nothing(num_stages):
         ({"num_microbatches": 3}, ["data.batch_size=4", "num_microbatches=3"]),
         ({"num_stages": 1, "remat": "stage"}, ["model.remat", "mesh.stage=1"]),
         ({"fsdp": 4, "num_microbatches": 2}, ["micro-batches of 2", "mesh.fsdp=4"]),
+        ({"fsdp": 2, "tensor": 2}, ["mesh.stage=2", "mesh.fsdp=2", "mesh.tensor=2"]),
     ],
 )
 def test_stages_that_do_not_fit_are_an_error_that_names_both_numbers(changes, words):
