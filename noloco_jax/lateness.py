@@ -70,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for x in late:
         if not (0 <= x.process < flags.processes and 0 < x.step <= config.num_steps):
             raise UserError(f"--late={x.process}:{x.step}:{x.seconds:g} is of no process or step: see --processes")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without ending the processes
     console = make_console()
     results = {}
     for method in flags.methods.split(","):
