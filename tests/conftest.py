@@ -3,6 +3,8 @@
 import os
 import sys
 
+import pytest
+
 assert "jax" not in sys.modules, "jax read its environment before the tests could set it"
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -15,3 +17,19 @@ XLA_FLAGS = (
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS]).strip()
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a cache would hide what a test compiles
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the tests with eight processes as well: minutes")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: only with --slow")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--slow"):
+        return
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="eight processes, minutes on few cores: run with --slow"))

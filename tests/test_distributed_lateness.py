@@ -37,6 +37,7 @@ def rows(tmp_path_factory) -> dict[str, list[dict]]:
     return json.loads((folder / "runs/lateness.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_with_noloco_only_those_linked_to_the_late_process_wait(rows):
     _, before, during, after = rows["noloco"]  # in the first round, processes also wait for those that started later
@@ -50,6 +51,7 @@ def test_with_noloco_only_those_linked_to_the_late_process_wait(rows):
     assert len(after["can_wait"]) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_with_diloco_all_wait_for_the_late_process(rows):
     _, _, during, _ = rows["diloco"]
