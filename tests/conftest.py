@@ -1,6 +1,7 @@
 """Every test sees eight CPU devices and strict broadcasting; set in the environment so that child processes do too."""
 
 import os
+import signal
 import sys
 
 import pytest
@@ -17,6 +18,9 @@ XLA_FLAGS = (
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS]).strip()
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a cache would hide what a test compiles
+
+# Started in the background a shell lets a process ignore Ctrl-C, and its children would too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser):
