@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what the tests need and runs all of them: style, types, tests. Further arguments go to pytest.
-# Another interpreter and environment: PYTHON=python3.12 VENV=/tmp/venv312 bash launch/test.sh
+# Another interpreter and environment: PYTHON=python3.12 VENV=.venv312 bash launch/test.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/install.sh
