@@ -21,6 +21,7 @@ from flax import nnx
 
 from noloco_jax.config import ModelConfig
 from noloco_jax.model.attention import causal_attention
+from noloco_jax.model.dense import dense
 from noloco_jax.model.layout import lay
 from noloco_jax.model.rope import inverse_frequencies, rotate, rotation
 
@@ -66,7 +67,7 @@ class Block(nnx.Module):
         x_BTD = rms_norm(h_BTD, self.attention_norm[...], self.config.norm_eps)
 
         def heads(kernel: nnx.Param, count: int) -> jax.Array:
-            return (x_BTD @ kernel[...].astype(x_BTD.dtype)).reshape(*x_BTD.shape[:-1], count, -1)
+            return dense(x_BTD, kernel[...].astype(x_BTD.dtype)).reshape(*x_BTD.shape[:-1], count, -1)
 
         q_BTHK = rotate(heads(self.q, self.config.num_heads), rotation_1T1J)
         k_BTGK = rotate(heads(self.k, self.config.num_kv_heads), rotation_1T1J)
@@ -75,10 +76,16 @@ class Block(nnx.Module):
     def finish(self, h_BTD: jax.Array, mixed_BTHK: jax.Array) -> jax.Array:
         """The layer from the attention's result on."""
         dtype = h_BTD.dtype
-        h_BTD = h_BTD + mixed_BTHK.reshape(*h_BTD.shape[:-1], -1) @ self.o[...].astype(dtype)
+        h_BTD = h_BTD + dense(mixed_BTHK.reshape(*h_BTD.shape[:-1], -1), self.o[...].astype(dtype))
         x_BTD = rms_norm(h_BTD, self.mlp_norm[...], self.config.norm_eps)
-        gate_BTF = jax.nn.silu(x_BTD @ self.gate[...].astype(dtype))
-        return h_BTD + (gate_BTF * (x_BTD @ self.up[...].astype(dtype))) @ self.down[...].astype(dtype)
+        gate_BTF, up_BTF = (dense(x_BTD, kernel[...].astype(dtype)) for kernel in (self.gate, self.up))
+        return h_BTD + dense(_gated(gate_BTF, up_BTF), self.down[...].astype(dtype))
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _gated(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+    """SwiGLU's product; the backward pass computes it again rather than keep four arrays of this size."""
+    return jax.nn.silu(gate_BTF) * up_BTF
 
 
 class Llama(nnx.Module):
@@ -143,7 +150,7 @@ def layer_rotation(config: ModelConfig, positions_T: jax.Array) -> tuple[jax.Arr
     return rotation(inverse_frequencies(head_dim, config.rope_theta, config.rope_scaling), positions_T)
 
 
-def run_layers(config: ModelConfig, blocks_params: Params, h_BTD: jax.Array, *, unroll: int = 1) -> jax.Array:
+def run_layers(config: ModelConfig, blocks_params: Params, h_BTD: jax.Array) -> jax.Array:
     """Applies the stacked layers in turn, at positions 0 to T-1.
 
     Args:
@@ -151,8 +158,8 @@ def run_layers(config: ModelConfig, blocks_params: Params, h_BTD: jax.Array, *, 
         input ("full"), or everything but the results of its weight matrices ("dots").
       blocks_params: `params["blocks"]`, or a contiguous part of it along the leading axis (a pipeline stage).
       h_BTD: the residual stream.
-      unroll: layers a loop iteration.
     """
+    unroll = _layers_an_iteration(jax.tree.leaves(blocks_params)[0].shape[0])
     rotation_1T1J = layer_rotation(config, jnp.arange(h_BTD.shape[1]))
     graphdef = block_graphdef(config)
 
@@ -168,14 +175,19 @@ def run_layers(config: ModelConfig, blocks_params: Params, h_BTD: jax.Array, *, 
     return jax.lax.scan(layer, h_BTD, cast_kernels(config, blocks_params), unroll=unroll)[0]
 
 
+def _layers_an_iteration(num_layers: int) -> int:
+    """All layers where they are few and on the CPU, which spends a tenth of a step on stacking what a loop keeps."""
+    return num_layers if num_layers <= 8 and jax.default_backend() == "cpu" else 1
+
+
 def cast_kernels(config: ModelConfig, blocks_params: Params) -> Params:
     """Casts the kernels once, ahead of the loop: cast inside it, a copy of each would be kept for the backward pass."""
     return {name: leaf if "norm" in name else leaf.astype(config.dtype) for name, leaf in blocks_params.items()}
 
 
-def final_hidden(config: ModelConfig, params: Params, ids_BT: jax.Array, *, unroll: int = 1) -> jax.Array:
+def final_hidden(config: ModelConfig, params: Params, ids_BT: jax.Array) -> jax.Array:
     """The hidden states after the last norm: what the head multiplies."""
-    h_BTD = run_layers(config, params["blocks"], embed(config, params, ids_BT), unroll=unroll)
+    h_BTD = run_layers(config, params["blocks"], embed(config, params, ids_BT))
     return rms_norm(h_BTD, params["norm"], config.norm_eps)
 
 
