@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +38,11 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="eight processes, minutes on few cores: run with --slow"))
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    """The file of a small run's configuration, in a folder that a test file's runs share."""
+    import processes  # imports jax
+
+    return processes.write_config(tmp_path_factory.mktemp("runs"))

@@ -31,8 +31,8 @@ class CountingTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Any) -> str:
-        raise NotImplementedError
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return f"{ids[0]} {len(ids)}"
 
 
 def documents(count: int, seed: int = 0) -> list[tuple[int, int]]:

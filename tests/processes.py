@@ -115,6 +115,14 @@ def run(config: Path, workdir: Path, *arguments: str, number: int = 1) -> list[t
     return finish(start(config, workdir, *arguments, number=number))
 
 
+def trained(config: Path, name: str, *arguments: str, number: int = 1, extra: Mapping[str, str] | None = None) -> Path:
+    """The workdir, beside the configuration, of a run that comes to its end."""
+    workdir = config.parent / name
+    results = finish(start(config, workdir, *arguments, number=number, extra=extra))
+    assert [status for status, _ in results] == [0] * number, results
+    return workdir
+
+
 def wait_until(
     condition: Callable[[], bool], processes: Sequence[subprocess.Popen[str]], patience: float = 200
 ) -> bool:

@@ -11,17 +11,9 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
-    return processes.write_config(tmp_path_factory.mktemp("distributed"))
-
-
-@pytest.fixture(scope="module")
 def alone(config) -> Path:
     """The run in one process, all replicas on one device."""
-    workdir = config.parent / "alone"
-    [(status, output)] = processes.run(config, workdir, "--config.mesh.replica=1")
-    assert status == 0, output
-    return workdir
+    return processes.trained(config, "alone", "--config.mesh.replica=1")
 
 
 def assert_same_training(workdir: Path, other: Path) -> None:

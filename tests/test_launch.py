@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import kubernetes_validate
 import processes
 import pytest
 import yaml
@@ -139,9 +140,15 @@ def kubernetes() -> tuple[dict, dict]:
 
 
 def test_the_kubernetes_file_fits_its_schema():
-    validator = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     for document in kubernetes():
-        validator.validate(document, "1.31", strict=True)
+        kubernetes_validate.validate(document, "1.31", strict=True)
+
+
+def test_a_kubernetes_file_with_a_misspelt_field_does_not():
+    job = kubernetes()[1]
+    job["spec"]["completion"] = job["spec"].pop("completions")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, "1.31", strict=True)
 
 
 def test_the_pods_of_the_job_find_the_first_of_them():

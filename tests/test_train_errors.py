@@ -12,17 +12,9 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
-    return processes.write_config(tmp_path_factory.mktemp("errors"))
-
-
-@pytest.fixture(scope="module")
 def trained(config) -> Path:
     """A run that stopped at step 8, with room for more."""
-    workdir = config.parent / "trained"
-    [(status, output)] = processes.run(config, workdir, "--config.num_steps=8")
-    assert status == 0, output
-    return workdir
+    return processes.trained(config, "trained", "--config.num_steps=8")
 
 
 def contents(folder: Path) -> dict[str, bytes]:

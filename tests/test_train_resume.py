@@ -12,16 +12,8 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
-    return processes.write_config(tmp_path_factory.mktemp("resume"))
-
-
-@pytest.fixture(scope="module")
 def uninterrupted(config) -> Path:
-    workdir = config.parent / "uninterrupted"
-    [(status, output)] = processes.run(config, workdir)
-    assert status == 0, output
-    return workdir
+    return processes.trained(config, "uninterrupted")
 
 
 def assert_same_run(workdir: Path, other: Path) -> None:
