@@ -11,6 +11,7 @@ from data_makers import CountingTokenizer, open_streams, write_c4
 from noloco_jax.config import DataConfig
 from noloco_jax.data import ByteTokenizer, check_data, validation_batches
 from noloco_jax.data.c4 import C4Source, parse
+from noloco_jax.data.order import Wanted
 from noloco_jax.data.text import TextSource, find_text_files, piece_bytes
 from noloco_jax.data.tokenizers import DocumentEncoder
 
@@ -22,9 +23,7 @@ LENGTH = 1024  # of the sequences, which the length of a piece follows
 
 def read_texts(path, split="all"):
     """The documents of a folder, in order."""
-    source = TextSource(
-        str(path), field="data.path", split=split, seed=0, shuffle_buffer=1, sequence_length=LENGTH, encode=ENCODE
-    )
+    source = TextSource(Wanted(str(path), "data.path", split, seed=0, shuffle_buffer=1), LENGTH, ENCODE)
     lane = source.lane(0, 0, 1, ())
     documents = [lane.get(k) for k in range(int(source.summary["documents"]))]
     return [BYTE.decode(array[0]) for array in source.load([k for k in documents if k is not None])]
@@ -89,7 +88,7 @@ def test_the_standard_library_trains_and_validates_on_different_files():
 def test_blank_lines_in_a_shard_are_no_documents(tmp_path):
     (shard,) = write_c4(tmp_path, [["0 3", "3 4"]])
     shard.write_bytes(gzip.compress(gzip.decompress(shard.read_bytes()).replace(b"\n", b"\n\n \n")))
-    source = C4Source(str(tmp_path), field="data.path", split="train", seed=0, shuffle_buffer=1, encode=ENCODE)
+    source = C4Source(Wanted(str(tmp_path), "data.path", "train", seed=0, shuffle_buffer=1), ENCODE)
     lane = source.lane(0, 0, 1, ())
     lines = [lane.get(position) for position in range(3)]
     assert [line and parse(line) for line in lines] == ["0 3", "3 4", None]

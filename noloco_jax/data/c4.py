@@ -3,13 +3,13 @@
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from noloco_jax.data.order import WindowLane, shuffled
+from noloco_jax.data.order import Encode, Wanted, WindowLane, shuffled
 from noloco_jax.errors import UserError
 
 
@@ -85,18 +85,9 @@ class C4Source:
     columns = 1
     chunk = 32
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        field: str,
-        split: str,
-        seed: int,
-        shuffle_buffer: int,
-        encode: Callable[[Sequence[str]], list[np.ndarray]],
-    ):
-        self._shards, self._field, self._path = find_shards(path, field, split), field, path
-        self._seed, self._shuffle_buffer, self._encode = seed, shuffle_buffer, encode
+    def __init__(self, wanted: Wanted, encode: Encode):
+        self._wanted, self._encode = wanted, encode
+        self._shards = find_shards(wanted.path, wanted.field, wanted.split)
         self.summary: dict[str, int | str] = {
             "kind": "c4",
             "files": len(self._shards),
@@ -114,7 +105,7 @@ class C4Source:
             while lines.place[2] < wanted:
                 if lines.next() is None:
                     raise UserError(
-                        f"num_replicas={num_replicas}, but {self._field}={self._path!r} holds {lines.place[2]} "
+                        f"num_replicas={num_replicas}, but {self._wanted.name} holds {lines.place[2]} "
                         "documents: use fewer replicas or more shards"
                     )
         finally:
@@ -123,14 +114,15 @@ class C4Source:
     def lane(self, epoch: int, lane: int, lanes: int, anchor: tuple[int, ...]) -> "C4Lane":
         by_shard = len(self._shards) >= lanes
         shards = self._shards[lane::lanes] if by_shard else self._shards
-        if self._shuffle_buffer > 1:
+        seed, size = self._wanted.seed, self._wanted.shuffle_buffer
+        if size > 1:
             key = (epoch, lane, lanes) if by_shard else (epoch,)  # who deals documents must read in one order
-            shards = [shards[k] for k in shuffled(len(shards), self._seed, *key)]
+            shards = [shards[k] for k in shuffled(len(shards), seed, *key)]
         return C4Lane(
             shards,
             own=(0, 1) if by_shard else (lane, lanes),
-            size=self._shuffle_buffer,
-            key=(self._seed, epoch, lane, lanes),
+            size=size,
+            key=(seed, epoch, lane, lanes),
             anchor=anchor,
         )
 

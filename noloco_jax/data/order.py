@@ -1,12 +1,38 @@
-"""The order of documents: seeded shuffles, shuffle windows, and which documents are held out for validation."""
+"""Which documents of a data set are wanted, and their order: seeded shuffles, shuffle windows, what is held out."""
 
 import functools
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 HELD_OUT_EVERY = 50
+
+Encode = Callable[[Sequence[str]], list[np.ndarray]]  # texts -> int32 (1, n) each
+
+
+class Wanted(NamedTuple):
+    """What a source is to read.
+
+    Attributes:
+      path: a folder or a file.
+      field: the field of the configuration that names it.
+      split: which of its documents: of a C4 folder the shards called so, of others as `Selection` says.
+      seed: of the shuffles.
+      shuffle_buffer: documents that are shuffled together; 1 keeps the files' order.
+    """
+
+    path: str
+    field: str
+    split: str
+    seed: int
+    shuffle_buffer: int
+
+    @property
+    def name(self) -> str:
+        """How errors call it."""
+        return f"{self.field}={self.path!r}"
 
 
 @functools.lru_cache(maxsize=16)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from noloco_jax.data.order import Selection, WindowLane, shuffled
+from noloco_jax.data.order import Selection, Wanted, WindowLane, shuffled
 from noloco_jax.data.packing import IGNORED
 from noloco_jax.errors import UserError
 
@@ -88,20 +88,9 @@ class ParquetSource:
     columns = 2
     chunk = 16
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        field: str,
-        split: str,
-        seed: int,
-        shuffle_buffer: int,
-        sequence_length: int,
-        vocab_size: int | None,
-    ):
-        self._files, self._field, self._path = find_parquet_files(path, field), field, path
-        self._seed, self._shuffle_buffer = seed, shuffle_buffer
-        self._sequence_length, self._vocab_size = sequence_length, vocab_size
+    def __init__(self, wanted: Wanted, sequence_length: int, vocab_size: int | None):
+        self._wanted, self._sequence_length, self._vocab_size = wanted, sequence_length, vocab_size
+        self._files = find_parquet_files(wanted.path, wanted.field)
         self._targets, units, rows = [], [], 0
         for number, file in enumerate(self._files):
             stat = Path(file).stat()
@@ -110,16 +99,16 @@ class ParquetSource:
             begin, held = 0, 0
             for g, size in enumerate(groups):
                 held += size
-                if held >= shuffle_buffer or g == len(groups) - 1:
+                if held >= wanted.shuffle_buffer or g == len(groups) - 1:
                     units.append((number, begin, g + 1, rows, held))
                     begin, rows, held = g + 1, rows + held, 0
-        if rows < (1 if split == "all" else 2):
+        if rows < (1 if wanted.split == "all" else 2):
             raise UserError(
-                f"{field}={path!r} holds {rows} rows: give data.validation_path or more rows"
+                f"{wanted.name} holds {rows} rows: give data.validation_path or more rows"
                 if rows
-                else f"{field}={path!r} holds Parquet files without a row"
+                else f"{wanted.name} holds Parquet files without a row"
             )
-        self._selection = Selection(rows, split)
+        self._selection = Selection(rows, wanted.split)
         self._units = np.array(units)  # file, first row group, behind the last, first row, rows
         first, count = self._units[:, 3], self._units[:, 4]
         self._selected = self._selection.before(first + count) - self._selection.before(first)
@@ -135,16 +124,16 @@ class ParquetSource:
         """Also reads a first row, so that ids outside the model's vocabulary may be found at once."""
         if self._total < num_replicas:
             raise UserError(
-                f"num_replicas={num_replicas}, but {self._field}={self._path!r} holds {self._total} training rows: "
+                f"num_replicas={num_replicas}, but {self._wanted.name} holds {self._total} training rows: "
                 "use fewer replicas or more rows"
             )
         next(self.rows(np.arange(len(self._units)), 0))
 
     def lane(self, epoch: int, lane: int, lanes: int, anchor: tuple[int, ...]) -> "ParquetLane":
-        count = len(self._units)
-        order = shuffled(count, self._seed, epoch) if self._shuffle_buffer > 1 else np.arange(count)
+        count, seed, size = len(self._units), self._wanted.seed, self._wanted.shuffle_buffer
+        order = shuffled(count, seed, epoch) if size > 1 else np.arange(count)
         begin, end = lane * self._total // lanes, (lane + 1) * self._total // lanes
-        return ParquetLane(self, order, begin, end, self._shuffle_buffer, (self._seed, epoch, lane, lanes))
+        return ParquetLane(self, order, begin, end, size, (seed, epoch, lane, lanes))
 
     def load(self, documents: Sequence[np.ndarray]) -> list[np.ndarray]:
         return list(documents)

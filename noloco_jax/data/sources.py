@@ -1,12 +1,13 @@
 """The data set that a configuration names."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from noloco_jax.data.c4 import C4Source
 from noloco_jax.data.lanes import Source
+from noloco_jax.data.order import Encode, Wanted
 from noloco_jax.data.parquet import ParquetSource
 from noloco_jax.data.text import TextSource
 from noloco_jax.data.tokenizers import DocumentEncoder, Tokenizer
@@ -31,34 +32,19 @@ def open_source(
         raise UserError('data.path is "": name the folder or file with the training data')
     apart = bool(config.validation_path) and validation
     path, field = (config.validation_path, "data.validation_path") if apart else (config.path, "data.path")
-    held_out = "all" if config.validation_path else "held_out" if validation else "rest"
+    split = "all" if config.validation_path else "held_out" if validation else "rest"
     seed, shuffle_buffer = (0, 1) if validation else (seed, config.shuffle_buffer)
-    encode: Callable[[Sequence[str]], list[np.ndarray]] = _no_encoder
+    wanted = Wanted(path, field, split, seed, shuffle_buffer)
+    encode: Encode = _no_encoder
     if tokenizer is not None:
         encode = DocumentEncoder(tokenizer, add_bos=config.add_bos, add_eos=config.add_eos)
     if config.kind == "c4":
-        split = "validation" if validation else "train"
-        return C4Source(path, field=field, split=split, seed=seed, shuffle_buffer=shuffle_buffer, encode=encode)
+        return C4Source(wanted._replace(split="validation" if validation else "train"), encode)
     if config.kind == "text":
-        return TextSource(
-            path,
-            field=field,
-            split=held_out,
-            seed=seed,
-            shuffle_buffer=config.shuffle_buffer,  # validation too: the first file in order stands for no other
-            sequence_length=config.sequence_length,
-            encode=encode,
-        )
+        # Validation too is shuffled: the first file in order stands for no other.
+        return TextSource(wanted._replace(shuffle_buffer=config.shuffle_buffer), config.sequence_length, encode)
     if config.kind == "parquet":
-        return ParquetSource(
-            path,
-            field=field,
-            split=held_out,
-            seed=seed,
-            shuffle_buffer=shuffle_buffer,
-            sequence_length=config.sequence_length,
-            vocab_size=vocab_size,
-        )
+        return ParquetSource(wanted, config.sequence_length, vocab_size)
     raise UserError(f'data.kind={config.kind!r}: the kinds are "c4", "parquet" and "text"')
 
 

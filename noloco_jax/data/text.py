@@ -1,12 +1,12 @@
 """Text files as documents."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from noloco_jax.data.order import Selection, shuffled
+from noloco_jax.data.order import Encode, Selection, Wanted, shuffled
 from noloco_jax.errors import UserError
 
 SUFFIXES = (".md", ".py", ".rst", ".txt")
@@ -56,32 +56,22 @@ class TextSource:
     columns = 1
     chunk = 32
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        field: str,
-        split: str,
-        seed: int,
-        shuffle_buffer: int,
-        sequence_length: int,
-        encode: Callable[[Sequence[str]], list[np.ndarray]],
-    ):
+    def __init__(self, wanted: Wanted, sequence_length: int, encode: Encode):
+        self._wanted, self._encode = wanted, encode
         self._piece = piece_bytes(sequence_length)
-        self._files, self._field, self._path = find_text_files(path, field), field, path
-        self._seed, self._shuffle, self._encode = seed, shuffle_buffer > 1, encode
+        self._files = find_text_files(wanted.path, wanted.field)
         pieces = np.array([-(-size // self._piece) for _, size in self._files])
-        if split != "all" and pieces.sum() < 2:
+        if wanted.split != "all" and pieces.sum() < 2:
             raise UserError(
-                f"{field}={path!r} is one short file: give data.validation_path, or at least two files, "
+                f"{wanted.name} is one short file: give data.validation_path, or at least two files, "
                 "for one to be held out for validation"
             )
         files = np.repeat(np.arange(len(pieces)), pieces)
         numbers = np.arange(len(files)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         if len(pieces) > 1:
-            chosen = Selection(len(pieces), split).mask(0, len(pieces))[files]
+            chosen = Selection(len(pieces), wanted.split).mask(0, len(pieces))[files]
         else:
-            chosen = Selection(len(numbers), split).mask(0, len(numbers))
+            chosen = Selection(len(numbers), wanted.split).mask(0, len(numbers))
         self._documents = np.stack([files, numbers], axis=1)[chosen]
         self.summary: dict[str, int | str] = {
             "kind": "text",
@@ -94,13 +84,13 @@ class TextSource:
     def check_replicas(self, num_replicas: int) -> None:
         if len(self._documents) < num_replicas:
             raise UserError(
-                f"num_replicas={num_replicas}, but {self._field}={self._path!r} holds {len(self._documents)} training "
+                f"num_replicas={num_replicas}, but {self._wanted.name} holds {len(self._documents)} training "
                 "documents: use fewer replicas or more text"
             )
 
     def lane(self, epoch: int, lane: int, lanes: int, anchor: tuple[int, ...]) -> "TextLane":
         count = len(self._documents)
-        order = shuffled(count, self._seed, epoch) if self._shuffle else np.arange(count)
+        order = shuffled(count, self._wanted.seed, epoch) if self._wanted.shuffle_buffer > 1 else np.arange(count)
         return TextLane(order[lane::lanes])
 
     def load(self, documents: Sequence[int]) -> list[np.ndarray]:
