@@ -10,7 +10,8 @@ Runs go one after another, each in DIR/METHOD[-FIELD=VALUE]-seedK, a workdir of 
 command again goes on where it was stopped; with more methods, seeds or values it adds them. What is finished stands in
 DIR/comparison.md, .csv and .png after every run. Once a run is finished, its checkpoints are no longer needed.
 
-Choose eval_every so that evaluations do not all fall on outer steps: diloco's replicas are equal right after them.
+Replicas drift apart between outer steps, and diloco's are equal right after them. With eval_every an odd multiple of
+outer.sync_every, noloco is always evaluated right after an outer step and diloco every other time half-way.
 """
 
 import fcntl

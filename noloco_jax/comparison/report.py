@@ -42,11 +42,11 @@ def markdown(rows: Sequence[Row], vary: str | None, command: str, picture: str |
     lines += [_line(_cells(row, vary)) for row in rows]
     lines += [
         "",
-        "Mean ± standard deviation over seeds. *perplexity*: at the last evaluation, exp of the token loss averaged over",
-        "the replicas; *merged*: of the mean of the replicas' weights; *gap*: above ddp's of the same seed; *spread*:",
-        "between replicas' weights at the last evaluation, – where they are equal but for rounding; *sent*: bytes in the",
-        "whole run, an all-reduce counted as a ring; *spread and learning rate*: Pearson's correlation over the",
-        f"evaluations after the warmup ({PAPER}).",
+        "Mean ± standard deviation over seeds. *perplexity*: at the last evaluation, exp of the token loss averaged",
+        "over the replicas; *merged*: of the mean of the replicas' weights; *gap*: above ddp's of the same seed;",
+        "*spread*: between replicas' weights at the last evaluation, – where they are equal but for rounding; *sent*:",
+        "bytes in the whole run, an all-reduce counted as a ring; *spread and learning rate*: Pearson's correlation",
+        f"over the evaluations after the warmup ({PAPER}).",
     ]
     synchronous = [row for row in rows if row.method == "diloco" and _only_evaluated_in_step(row.runs[0])]
     if synchronous:
