@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +50,12 @@ def write_config(folder: Path) -> Path:
     return path
 
 
-def environment(config: Path) -> dict[str, str]:
-    """Of the processes of a run: one CPU device each, and programs kept beside the configuration."""
+def environment(config: Path, devices: int = 1) -> dict[str, str]:
+    """Of the processes of a run: so many CPU devices each, and programs kept beside the configuration."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "SLURM_"))}
     return inherited | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=1",
+        "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}",
         "JAX_COMPILATION_CACHE_DIR": str(config.parent / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": str(ROOT),
@@ -68,16 +68,16 @@ def command(config: Path, workdir: Path, *arguments: str) -> list[str]:
 
 
 def start(
-    config: Path, workdir: Path, *arguments: str, number: int = 1, extra: Mapping[str, str] | None = None
+    config: Path, workdir: Path, *arguments: str, number: int = 1, devices: int = 1
 ) -> list[subprocess.Popen[str]]:
-    """Starts the processes of a run."""
+    """Starts the processes of a run, with so many devices each."""
     place = {}
     if number > 1:
         place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(number)}
     return [
         subprocess.Popen(
             command(config, workdir, *arguments),
-            env=environment(config) | place | {"JAX_PROCESS_ID": str(process)} | dict(extra or {}),
+            env=environment(config, devices) | place | {"JAX_PROCESS_ID": str(process)},
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -115,10 +115,10 @@ def run(config: Path, workdir: Path, *arguments: str, number: int = 1) -> list[t
     return finish(start(config, workdir, *arguments, number=number))
 
 
-def trained(config: Path, name: str, *arguments: str, number: int = 1, extra: Mapping[str, str] | None = None) -> Path:
+def trained(config: Path, name: str, *arguments: str, number: int = 1, devices: int = 1) -> Path:
     """The workdir, beside the configuration, of a run that comes to its end."""
     workdir = config.parent / name
-    results = finish(start(config, workdir, *arguments, number=number, extra=extra))
+    results = finish(start(config, workdir, *arguments, number=number, devices=devices))
     assert [status for status, _ in results] == [0] * number, results
     return workdir
 
@@ -157,6 +157,26 @@ def weights(workdir: Path) -> dict[str, np.ndarray]:
     params = checkpoints.restore_params(step)
     checkpoints.close()
     return {jax.tree_util.keystr(path): np.array(x) for path, x in jax.tree.leaves_with_path(params)}
+
+
+def losses(workdir: Path, number: int = 1) -> np.ndarray:
+    """The mean loss of every step, of a run of so many processes, each with as many replicas as any other."""
+    files = ["metrics.jsonl", *(f"metrics.{process}.jsonl" for process in range(1, number))]
+    entries = [metrics(workdir, name) for name in files]
+    return np.mean([[line["loss"] for line in lines if line["kind"] == "train"] for lines in entries], axis=0)
+
+
+def assert_same_training(workdir: Path, other: Path) -> None:
+    """Weights and evaluations to float32 rounding."""
+    mine, theirs = weights(workdir), weights(other)
+    for name in theirs:
+        np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-4, atol=2e-5, err_msg=name)
+    mine, theirs = ([line for line in metrics(folder) if line["kind"] == "eval"] for folder in (workdir, other))
+    assert [line["step"] for line in mine] == [line["step"] for line in theirs]
+    for line, expected in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(line["perplexity_replicas"], expected["perplexity_replicas"], rtol=1e-5)
+        np.testing.assert_allclose(line["perplexity_merged"], expected["perplexity_merged"], rtol=1e-5)
+        np.testing.assert_allclose(line["replica_spread"], expected["replica_spread"], rtol=1e-3)
 
 
 def free_port() -> int:

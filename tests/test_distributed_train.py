@@ -16,33 +16,14 @@ def alone(config) -> Path:
     return processes.trained(config, "alone", "--config.mesh.replica=1")
 
 
-def assert_same_training(workdir: Path, other: Path) -> None:
-    """Weights and evaluations to float32 rounding; the losses of metrics.jsonl are those of one process's replicas."""
-    mine, theirs = processes.weights(workdir), processes.weights(other)
-    for name in theirs:
-        np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-4, atol=2e-5, err_msg=name)
-    mine, theirs = (
-        [line for line in processes.metrics(folder) if line["kind"] == "eval"] for folder in (workdir, other)
-    )
-    assert [line["step"] for line in mine] == [line["step"] for line in theirs]
-    for line, expected in zip(mine, theirs, strict=True):
-        np.testing.assert_allclose(line["perplexity_replicas"], expected["perplexity_replicas"], rtol=1e-5)
-        np.testing.assert_allclose(line["perplexity_merged"], expected["perplexity_merged"], rtol=1e-5)
-        np.testing.assert_allclose(line["replica_spread"], expected["replica_spread"], rtol=1e-3)
-
-
 def test_replicas_over_processes_train_as_in_one(config, alone):
     workdir = config.parent / "two"
     results = processes.run(config, workdir, number=2)
     assert [status for status, _ in results] == [0, 0], results
-    assert_same_training(workdir, alone)
+    processes.assert_same_training(workdir, alone)
     assert "validation" in results[0][1]
     assert "loss" not in results[1][1]  # only the first process reports
-
-    losses = [processes.metrics(workdir, name) for name in ("metrics.jsonl", "metrics.1.jsonl")]
-    together = [[line["loss"] for line in lines if line["kind"] == "train"] for lines in losses]
-    expected = [line["loss"] for line in processes.metrics(alone) if line["kind"] == "train"]
-    np.testing.assert_allclose(np.mean(together, axis=0), expected, rtol=1e-5)
+    np.testing.assert_allclose(processes.losses(workdir, 2), processes.losses(alone), rtol=1e-5)
 
 
 def test_a_run_goes_on_with_other_processes_and_meshes(config, alone):
@@ -63,7 +44,7 @@ def test_a_run_goes_on_with_other_processes_and_meshes(config, alone):
     [(status, output)] = processes.run(config, workdir)
     assert status == 0, output
     assert f"going on from the checkpoint of step {step}" in output
-    assert_same_training(workdir, alone)
+    processes.assert_same_training(workdir, alone)
 
 
 def test_after_a_sigkill_of_any_process_all_continue_bitwise(config):

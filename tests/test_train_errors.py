@@ -1,12 +1,11 @@
 """What a user can get wrong between a config, a workdir and data: one line, exit status 2, nothing written over."""
 
-import gzip
-import json
 import shutil
 from pathlib import Path
 
 import processes
 import pytest
+from data_makers import write_c4
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -71,23 +70,36 @@ def test_weights_that_cannot_be_read_are_refused(config, trained, tmp_path):
     assert "checkpoints/8 is not whole (" in refusal(config, workdir, "--config.num_steps=24")
 
 
+def cut_short(folder: Path, shard: int) -> tuple[str, list[str]]:
+    """The name of a C4 shard that breaks off, and arguments of a run whose replica of that number comes to its end."""
+    text = (processes.ROOT / "noloco_jax/data/lanes.py").read_text()
+    texts = [f"{start} {text[start % 7000 :][:60]}" for start in range(480)]
+    path = write_c4(folder, [texts[number::4] for number in range(4)])[shard]
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 4])
+    write_c4(folder, [texts[:4]], "validation")
+    fields = {"num_steps": 600, "eval_every": 600, "checkpoint_every": 20, "data.validation_path": ""}
+    fields |= {"data.kind": "c4", "data.path": folder}
+    return path.name, [f"--config.{name}={value}" for name, value in fields.items()]
+
+
 def test_a_file_cut_short_in_the_middle_of_a_run_keeps_what_was_saved(config, tmp_path):
-    folder, workdir = tmp_path / "c4", tmp_path / "cut"
-    folder.mkdir()
-    text = Path(processes.ROOT / "noloco_jax/data/lanes.py").read_text()
-    lines = [json.dumps({"text": f"{start} {text[start % 7000 :][:60]}"}) + "\n" for start in range(1600)]
-    (folder / "c4-validation.00000-of-00001.json.gz").write_bytes(gzip.compress("".join(lines[:4]).encode()))
-    for number in range(4):
-        whole = gzip.compress("".join(lines[number::4]).encode(), compresslevel=1)
-        cut = len(whole) * 3 // 4 if number == 2 else len(whole)
-        (folder / f"c4-train.{number:05}-of-00004.json.gz").write_bytes(whole[:cut])
-    arguments = ["--config.data.kind=c4", f"--config.data.path={folder}", "--config.data.validation_path="]
-    longer = ["--config.num_steps=600", "--config.eval_every=600", "--config.checkpoint_every=20"]
-    [(status, output)] = processes.run(config, workdir, *arguments, *longer)
+    name, arguments = cut_short(tmp_path / "c4", 2)
+    [(status, output)] = processes.run(config, tmp_path, *arguments)
     assert status == 2, output
     *_, last = output.strip().splitlines()
     assert last.startswith("error: ")
-    assert "c4-train.00002-of-00004.json.gz" in last
-    saved = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
-    assert saved
-    assert processes.weights(workdir)
+    assert name in last
+    assert processes.weights(tmp_path)
+
+
+@pytest.mark.parametrize(("shard", "reader"), [(1, 0), (2, 1)])
+def test_a_file_cut_short_that_one_process_reads_ends_all_with_its_name(config, tmp_path, shard, reader):
+    name, arguments = cut_short(tmp_path / "c4", shard)
+    run = processes.start(config, tmp_path, *arguments, number=2)
+    assert processes.wait_until(processes.reached(tmp_path, 20), run)
+    results = processes.finish(run, patience=120)
+    assert [status for status, _ in results] == [2, 2], results
+    for _, output in results:
+        [line] = [line for line in output.splitlines() if line.startswith("error: ")]
+        assert name in line and f"process {reader} on" in line
+    assert processes.weights(tmp_path)

@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from noloco_jax.errors import UserError
+from noloco_jax.parallel.alarm import Alarm
 from noloco_jax.parallel.rollcall import Card, call_the_roll
 
 PyTree = Any
@@ -131,8 +132,9 @@ def _one_gpu(environment: Mapping[str, str], local_rank: int | None, crowded: bo
 def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> Iterator[None]:
     """Runs its body as one of the run's processes: all are there and agree, `jax.distributed` is up.
 
-    An error in one process ends it at once, without JAX's farewell, for which it would wait while the others wait for
-    it; their next exchange with it then fails. Does nothing for a process that is alone.
+    A `UserError` in one process ends all of them, see `alarm`. Any other error ends it at once, without JAX's farewell,
+    for which it would wait while the others wait for it; their next exchange with it then fails. Does nothing for a
+    process that is alone.
 
     Args:
       place: this process's; None: it is alone.
@@ -142,6 +144,7 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
     if place is None:
         yield
         return
+    alarm = None
     try:
         call_the_roll(place.coordinator, place.num_processes, _card(place, config), timeout)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -154,14 +157,21 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
             initialization_timeout=60,
             shutdown_timeout_seconds=60,
         )
+        alarm = Alarm(place.process_id)
         yield
+        alarm.stop()
         jax.distributed.shutdown()
     except SystemExit:
         raise
     except BaseException as error:
+        if alarm is not None:
+            alarm.silence()
         sys.stdout.flush()
         if isinstance(error, UserError):
-            print(f"error: {error} (process {place.process_id} on {socket.gethostname()})", file=sys.stderr)
+            line = f"{error} (process {place.process_id} on {socket.gethostname()})"
+            if alarm is not None:
+                alarm.ring(line)
+            print(f"error: {line}", file=sys.stderr)
         elif not isinstance(error, KeyboardInterrupt):
             traceback.print_exc()
         sys.stderr.flush()
