@@ -34,7 +34,7 @@ def spirals(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarr
     turn = np.sqrt(rng.uniform(0.02, 1, shape))
     angle = 3 * np.pi * turn + np.pi * arm
     points = turn[..., None] * np.stack([np.cos(angle), np.sin(angle)], axis=-1)
-    return np.float32(2 * points + 0.1 * rng.normal(size=points.shape)), arm
+    return (2 * points + 0.1 * rng.normal(size=points.shape)).astype(np.float32), arm
 
 
 def train(inner: str, steps: int = 300, width: int = 32, seed: int = 0):

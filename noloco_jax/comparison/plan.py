@@ -158,7 +158,7 @@ def _run(
 ) -> Run:
     flags = [*overrides, *_flags({"seed": seed, **varied})]
     if method == "diloco":
-        sync_every = load_config(file, flags).outer.sync_every * DILOCO_SYNC
+        sync_every = from_dict(load_config(file, flags)).outer.sync_every * DILOCO_SYNC
         flags += _flags(DILOCO | {"outer.sync_every": sync_every})
         flags += _flags({field: value for field, value in varied.items() if field in DILOCO})
     flags += _flags({"method": method, **own})
