@@ -18,6 +18,7 @@ CHOICES = {
     "model.param_dtype": ("float32", "bfloat16"),
     "model.remat": ("none", "full", "dots", "stage"),
     "outer.state_dtype": ("float32", "bfloat16"),
+    "outer.wire_dtype": ("float32", "bfloat16"),
     "data.kind": ("c4", "parquet", "text"),
     "mesh.routing": ("random", "fixed"),
 }
@@ -117,6 +118,13 @@ def _validate_run(config: "TrainConfig") -> None:
         raise UserError(
             f"outer.group_size={outer.group_size} is not between 2 and num_replicas={replicas}: change one of them"
         )
+    if config.method != "noloco" and outer.wire_dtype != "float32":
+        raise UserError(
+            f"outer.wire_dtype={outer.wire_dtype!r} rounds noloco's messages and method={config.method!r}: "
+            "leave it at 'float32'"
+        )
+    if config.method not in ("noloco", "diloco") and outer.offload:
+        raise UserError(f"outer.offload=True and method={config.method!r} has no outer state: leave it out")
     _need_multiple("data.batch_size", config.data.batch_size, "num_microbatches", config.num_microbatches)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
@@ -68,9 +69,10 @@ def _method(config: TrainConfig) -> str:
 
 def bytes_sent(config: TrainConfig) -> int:
     """Bytes that a replica sends at an outer step (for ddp: at every step), an all-reduce counted as a ring."""
-    size = 4 * num_params(config.model)[0]
-    ring = 2 * size * (config.num_replicas - 1) // config.num_replicas
-    return {"noloco": size * (config.outer.group_size - 1), "diloco": ring, "ddp": ring, "local": 0}[config.method]
+    numel = num_params(config.model)[0]
+    ring = 2 * 4 * numel * (config.num_replicas - 1) // config.num_replicas
+    message = numel * jnp.dtype(config.outer.wire_dtype).itemsize
+    return {"noloco": message * (config.outer.group_size - 1), "diloco": ring, "ddp": ring, "local": 0}[config.method]
 
 
 def _messages(config: TrainConfig) -> str:
@@ -87,7 +89,8 @@ def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
         leaves = jax.tree.leaves(tree)
         return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in leaves)
 
-    state = on_one_device(programs.state) + on_one_device(programs.state.params)
+    state = programs.state._replace(outer=None) if config.outer.offload else programs.state
+    held = on_one_device(state) + on_one_device(programs.state.params)
     model, data, shape = config.model, config.data, programs.mesh.shape
     width = {"float32": 4, "bfloat16": 2}[model.dtype]
     everything = 10 * model.hidden_size + 4 * model.intermediate_size
@@ -95,7 +98,7 @@ def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
     kept_a_token = model.num_layers * (kept[model.remat] + model.hidden_size) * width
     logits = 4 * min(data.batch_size * data.sequence_length * model.vocab_size, 2**26)
     tokens = data.batch_size // config.num_microbatches * data.sequence_length
-    return state, (tokens * kept_a_token // shape["stage"] + logits) // shape["fsdp"] // shape["tensor"]
+    return held, (tokens * kept_a_token // shape["stage"] + logits) // shape["fsdp"] // shape["tensor"]
 
 
 def sample_text(config: TrainConfig, tokenizer: Tokenizer, params: PyTree) -> str:

@@ -29,6 +29,7 @@ from noloco_jax.parallel.devices import use_cpu_cores
 from noloco_jax.parallel.distributed import define_flags, find_place, joined
 from noloco_jax.parallel.feed import Feed, local_replicas
 from noloco_jax.parallel.mesh import make_mesh
+from noloco_jax.parallel.offload import offload, park
 from noloco_jax.parallel.optimizers import learning_rates, run_pairing
 from noloco_jax.parallel.programs import Programs, StepMetrics, TrainState, build_programs
 from noloco_jax.parallel.stages import uncut
@@ -99,6 +100,8 @@ def train(
 
         started = time.perf_counter()
         programs = compile_ahead(programs)
+        if config.outer.offload:
+            programs = offload(programs)
         console.print(f"compiled in {time.perf_counter() - started:.1f} s")
         if given is not None:
             state = programs.adopt(given)
@@ -108,6 +111,8 @@ def train(
             state, positions, changed = elastic.restore(checkpoints, start, config, programs)
             feed.set_state(dict(enumerate(positions)))
             console.print(f"going on from the checkpoint of step {start}" + (f"; {changed}" if changed else ""))
+        if config.outer.offload:
+            state = park(programs, state)
         process = jax.process_index()
         if process == 0:
             save_config(config, workdir)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from noloco_jax.outer.pairing import Pairing
 from noloco_jax.outer.routes import NOWHERE, Pattern, Routes, lower
@@ -37,18 +38,26 @@ def unbatched(x: jax.Array, axis_name: AxisName) -> jax.Array:
     return lax.pmax(x, vmap_axes) if vmap_axes else x
 
 
-def group_mean(tree: PyTree, pairing: Pairing, index: jax.Array, axis_name: AxisName) -> PyTree:
+def group_mean(
+    tree: PyTree,
+    pairing: Pairing,
+    index: jax.Array,
+    axis_name: AxisName,
+    wire_dtype: jax.typing.DTypeLike | None = None,
+) -> PyTree:
     """The mean of every replica's tree over its group in entry `index` of the pairing's pool.
 
     One message of the tree's size goes to each other member of the group, over `lax.ppermute`; which one is decided at
     run time, by a `lax.switch` over the pool. `index` must be the same on every replica and not batched by `vmap`
-    (`unbatched` sees to it), which would run every branch.
+    (`unbatched` sees to it), which would run every branch. The message is one array, unless the partitioner shards the
+    tree over further mesh axes: then it is one an array of the tree.
 
     Args:
-      tree: arrays of the replica, any shapes.
+      tree: arrays of the replica, any shapes, of one dtype.
       pairing: the pool. Its number of replicas must be that of the axes.
       index: int32 scalar.
       axis_name: where the replicas live.
+      wire_dtype: what the others' values are rounded to on their way, a replica's own are not. None: not at all.
 
     Raises:
       ValueError: if the axes hold another number of replicas than the pairing.
@@ -61,18 +70,32 @@ def group_mean(tree: PyTree, pairing: Pairing, index: jax.Array, axis_name: Axis
         )
     sizes, sources = _partners(pairing)
     group_size = sizes.max()
+    message, restore = _one_message(tree, wire_dtype) if num_devices > 1 else (_cast(tree, wire_dtype), None)
     total = tree
     for k in range(1, group_size):
-        received = _permute(tree, lower(sources[:, k - 1], num_devices, num_slots), index, axis_name)
+        received = _permute(message, lower(sources[:, k - 1], num_devices, num_slots), index, axis_name)
+        received = received if restore is None else restore(received)
         if (sizes > k).all():
-            total = jax.tree.map(jnp.add, total, received)
+            total = jax.tree.map(lambda t, r: t + r.astype(t.dtype), total, received)
         else:
             live = _lookup(sizes > k, index, axis_name)
-            total = jax.tree.map(lambda t, r, live=live: jnp.where(live, t + r, t), total, received)
+            total = jax.tree.map(lambda t, r, live=live: jnp.where(live, t + r.astype(t.dtype), t), total, received)
     if (sizes == group_size).all():
         return jax.tree.map(lambda t: t / group_size, total)
     size = _lookup(sizes, index, axis_name)
     return jax.tree.map(lambda t: t / size.astype(t.dtype), total)
+
+
+def _cast(tree: PyTree, dtype: jax.typing.DTypeLike | None) -> PyTree:
+    return tree if dtype is None else jax.tree.map(lambda x: x.astype(dtype), tree)
+
+
+def _one_message(tree: PyTree, dtype: jax.typing.DTypeLike | None) -> tuple[PyTree, Callable[[PyTree], PyTree] | None]:
+    """What to send, and how to undo that: one vector, where laying all arrays end to end moves nothing."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if any(mesh.shape[name] > 1 for name in mesh.axis_names if name not in mesh.manual_axes):
+        return _cast(tree, dtype), None
+    return ravel_pytree(_cast(tree, dtype))
 
 
 def _names(axis_name: AxisName) -> tuple[str, ...]:

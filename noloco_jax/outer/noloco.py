@@ -22,6 +22,7 @@ def noloco(
     sync_every: int = 50,
     axis_name: AxisName = "replica",
     state_dtype: jax.typing.DTypeLike = jnp.float32,
+    wire_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Every `sync_every` inner steps, a momentum step towards and along with a random group of replicas.
 
@@ -52,6 +53,7 @@ def noloco(
       sync_every: inner steps between outer steps.
       axis_name: name of the axis of replicas, or (mesh axis, vmap axis).
       state_dtype: dtype in which slow weights and momentum are kept; they are computed in float32.
+      wire_dtype: dtype of the messages; None: float32. bfloat16 halves them, and rounds what a partner contributes.
 
     Returns:
       A transform whose state is an `OuterState`.
@@ -73,7 +75,7 @@ def noloco(
 
     def outer_step(round: jax.Array, theta: PyTree, slow: PyTree, momentum: PyTree) -> tuple[PyTree, PyTree]:
         message = jax.tree.map(lambda th, phi: outer_lr * (th - phi) + gamma * phi, theta, slow)
-        mean = group_mean(message, pairing, pairing.pool_index(round), axis_name)
+        mean = group_mean(message, pairing, pairing.pool_index(round), axis_name, wire_dtype)
         momentum = jax.tree.map(lambda d, x, phi: outer_momentum * d + (x - gamma * phi), momentum, mean, slow)
         return jax.tree.map(jnp.add, slow, momentum), momentum
 
