@@ -58,7 +58,7 @@ def train(inner: str, steps: int = 300, width: int = 32, seed: int = 0):
     for _ in range(steps):
         params, state = step(params, state, *spirals(rng, REPLICAS, 64))
         weights = np.concatenate([np.reshape(p, (REPLICAS, -1)) for p in jax.tree.leaves(params)], axis=1)
-        spreads.append(float(weights.std(axis=0).mean()))
+        spreads.append(float(np.sqrt(weights.var(axis=0).mean())))
 
     x, y = spirals(rng, 2000)
     accuracy = jax.jit(lambda params: (nnx.merge(graph, params)(x).argmax(-1) == y).mean())
