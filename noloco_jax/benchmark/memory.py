@@ -55,5 +55,5 @@ def compiled_peak(memory: dict[str, dict[str, int]]) -> int:
 
 def measured_peak(devices: list) -> int | None:
     """The most bytes that the fullest of the devices has held; None where they do not count them, such as the CPU."""
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
-    return None if None in peaks else max(peaks)
+    stats = [device.memory_stats() for device in devices]
+    return max(entry["peak_bytes_in_use"] for entry in stats) if all(stats) else None

@@ -6,7 +6,6 @@ Axes: D devices, K the side of square matrices.
 import contextlib
 import functools
 import time
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ def matrix_side(backend: str) -> int:
     return 2048 if backend == "cpu" else 8192
 
 
-def matrix_rate(devices: Sequence[jax.Device], dtype: str) -> float:
+def matrix_rate(devices: list, dtype: str) -> float:
     """FLOP/s that square matrix products of random numbers reach on all the devices at once: the best of a second.
 
     Args:

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from noloco_jax.benchmark.measure import Result
 from noloco_jax.benchmark.variants import Variant
 
-Result = Mapping[str, Any]
 Column = tuple[str, Callable[[Result], str]]
 AMPLE = 3  # the data pipeline alone is to be this many times as fast as the trainer
 
