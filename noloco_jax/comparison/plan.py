@@ -24,12 +24,20 @@ _OUTER = tuple(path for path in known_fields() if path.startswith("outer."))
 _UNUSED = {
     "ddp": _OUTER,
     "local": _OUTER,
-    "diloco": ("outer.consensus", "outer.group_size"),
+    "diloco": ("outer.consensus", "outer.group_size", "outer.wire_dtype"),
     "noloco": ("outer.nesterov",),
 }
 
 # Fields that change no figure: a comparison may go on with others.
-_FREE = ("log_every", "checkpoint_every", "keep_checkpoints", "data.num_workers", "sample_prompt", "sample_tokens")
+_FREE = (
+    "log_every",
+    "checkpoint_every",
+    "keep_checkpoints",
+    "data.num_workers",
+    "outer.offload",
+    "sample_prompt",
+    "sample_tokens",
+)
 
 
 @dataclass(frozen=True)
