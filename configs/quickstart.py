@@ -18,11 +18,11 @@ def get_config():
     config = ConfigDict()
     config.method = "noloco"
     config.num_replicas = 4
-    config.num_steps = 1200
-    config.log_every = 25
-    config.eval_every = 200
+    config.num_steps = 2400
+    config.log_every = 50
+    config.eval_every = 400
     config.eval_batches = 64
-    config.checkpoint_every = 400
+    config.checkpoint_every = 800
     config.sample_prompt = "def "
     config.sample_tokens = 200
 
@@ -35,9 +35,9 @@ def get_config():
     config.model.vocab_size = 259  # 256 bytes, BOS, EOS and padding
 
     config.inner = ConfigDict()
-    config.inner.lr = 4e-3
+    config.inner.lr = 2e-3
     config.inner.min_lr = config.inner.get_oneway_ref("lr") / 20
-    config.inner.warmup_steps = 40
+    config.inner.warmup_steps = 100
     config.inner.b2 = 0.98  # a short memory, for a short run
 
     config.outer = ConfigDict()

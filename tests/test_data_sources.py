@@ -12,18 +12,18 @@ from noloco_jax.config import DataConfig
 from noloco_jax.data import ByteTokenizer, check_data, validation_batches
 from noloco_jax.data.c4 import C4Source, parse
 from noloco_jax.data.order import Wanted
-from noloco_jax.data.text import TextSource, find_text_files, piece_bytes
+from noloco_jax.data.text import TextSource, find_text_files
 from noloco_jax.data.tokenizers import DocumentEncoder
 
 BYTE = ByteTokenizer()
 ENCODE = DocumentEncoder(BYTE, add_bos=False, add_eos=False)
 
-LENGTH = 1024  # of the sequences, which the length of a piece follows
+PIECE = 8192  # bytes
 
 
 def read_texts(path, split="all"):
     """The documents of a folder, in order."""
-    source = TextSource(Wanted(str(path), "data.path", split, seed=0, shuffle_buffer=1), LENGTH, ENCODE)
+    source = TextSource(Wanted(str(path), "data.path", split, seed=0, shuffle_buffer=1), PIECE, ENCODE)
     lane = source.lane(0, 0, 1, ())
     documents = [lane.get(k) for k in range(int(source.summary["documents"]))]
     return [BYTE.decode(array[0]) for array in source.load([k for k in documents if k is not None])]
@@ -51,7 +51,7 @@ def test_pieces_of_a_long_file_are_whole_lines_and_together_the_file(tmp_path):
     text = "".join("é" * int(n) + "\n" for n in rng.integers(0, 150, 3000))
     (tmp_path / "long.txt").write_text(text)
     pieces = read_texts(tmp_path)
-    assert len(pieces) == -(-len(text.encode()) // piece_bytes(LENGTH)) > 3
+    assert len(pieces) == -(-len(text.encode()) // PIECE) > 3
     assert "".join(pieces) == text
     assert all(piece.endswith("\n") for piece in pieces)
 
@@ -71,7 +71,7 @@ def test_bytes_that_are_not_utf8_are_replaced(tmp_path):
 
 def test_held_out_text_files_are_whole_files(tmp_path):
     for k in range(5):
-        (tmp_path / f"{k}.txt").write_text(f"{k}\n" * (piece_bytes(LENGTH) if k % 2 else 1))
+        (tmp_path / f"{k}.txt").write_text(f"{k}\n" * (PIECE if k % 2 else 1))
     read = {split: "".join(read_texts(tmp_path, split)) for split in ("held_out", "rest")}
     assert set(read["held_out"]) == set("2\n")
     assert set(read["rest"]) == set("0134\n")

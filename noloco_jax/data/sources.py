@@ -9,12 +9,15 @@ from noloco_jax.data.c4 import C4Source
 from noloco_jax.data.lanes import Source
 from noloco_jax.data.order import Encode, Wanted
 from noloco_jax.data.parquet import ParquetSource
-from noloco_jax.data.text import TextSource
+from noloco_jax.data.text import TextSource, piece_bytes
 from noloco_jax.data.tokenizers import DocumentEncoder, Tokenizer
 from noloco_jax.errors import UserError
 
 if TYPE_CHECKING:
     from noloco_jax.config import DataConfig
+
+
+_TOKEN_BYTES = 4  # of a token of text, about, for any vocabulary
 
 
 def _no_encoder(texts: Sequence[str]) -> list[np.ndarray]:
@@ -42,7 +45,8 @@ def open_source(
         return C4Source(wanted._replace(split="validation" if validation else "train"), encode)
     if config.kind == "text":
         # Validation too is shuffled: the first file in order stands for no other.
-        return TextSource(wanted._replace(shuffle_buffer=config.shuffle_buffer), config.sequence_length, encode)
+        piece = piece_bytes(config.sequence_length, 1 if config.tokenizer == "byte" else _TOKEN_BYTES)
+        return TextSource(wanted._replace(shuffle_buffer=config.shuffle_buffer), piece, encode)
     if config.kind == "parquet":
         return ParquetSource(wanted, config.sequence_length, vocab_size)
     raise UserError(f'data.kind={config.kind!r}: the kinds are "c4", "parquet" and "text"')

@@ -11,7 +11,7 @@ from noloco_jax.errors import UserError
 
 SUFFIXES = (".md", ".py", ".rst", ".txt")
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
-_LEAST_PIECE = 1024
+_LEAST_PIECE = 256
 _LINE_BYTES = 4096  # how far to look for a line's end to cut at
 
 
@@ -39,9 +39,9 @@ def find_text_files(path: str, field: str) -> list[tuple[str, int]]:
     return sized
 
 
-def piece_bytes(sequence_length: int) -> int:
-    """The length of a document, about: a few sequences, whatever the tokenizer."""
-    return max(_LEAST_PIECE, 8 * sequence_length)
+def piece_bytes(sequence_length: int, token_bytes: int) -> int:
+    """The length of a document, about: two sequences of tokens of so many bytes."""
+    return max(_LEAST_PIECE, 2 * token_bytes * sequence_length)
 
 
 class TextSource:
@@ -56,9 +56,8 @@ class TextSource:
     columns = 1
     chunk = 32
 
-    def __init__(self, wanted: Wanted, sequence_length: int, encode: Encode):
-        self._wanted, self._encode = wanted, encode
-        self._piece = piece_bytes(sequence_length)
+    def __init__(self, wanted: Wanted, piece: int, encode: Encode):
+        self._wanted, self._piece, self._encode = wanted, piece, encode
         self._files = find_text_files(wanted.path, wanted.field)
         pieces = np.array([-(-size // self._piece) for _, size in self._files])
         if wanted.split != "all" and pieces.sum() < 2:
