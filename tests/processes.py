@@ -115,11 +115,16 @@ def run(config: Path, workdir: Path, *arguments: str, number: int = 1) -> list[t
     return finish(start(config, workdir, *arguments, number=number))
 
 
+def report(results: Sequence[tuple[int, str]]) -> str:
+    """What processes said, for a failing assertion; pytest would cut a list short."""
+    return "\n".join(f"exit status {status}:\n{output}" for status, output in results)
+
+
 def trained(config: Path, name: str, *arguments: str, number: int = 1, devices: int = 1) -> Path:
     """The workdir, beside the configuration, of a run that comes to its end."""
     workdir = config.parent / name
     results = finish(start(config, workdir, *arguments, number=number, devices=devices))
-    assert [status for status, _ in results] == [0] * number, results
+    assert [status for status, _ in results] == [0] * number, report(results)
     return workdir
 
 

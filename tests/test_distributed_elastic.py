@@ -52,6 +52,6 @@ def test_the_restored_replicas_train_on(config, four, alone):
     workdir = config.parent / "onward"
     shutil.copytree(four, workdir)
     results = processes.run(config, workdir, *FEWER, number=2)
-    assert [status for status, _ in results] == [0, 0], results
+    assert [status for status, _ in results] == [0, 0], processes.report(results)
     assert "elastic='keep': 4 replicas become 2, replicas 0 to 1 stay" in results[0][1]
     assert np.all(processes.losses(workdir, 2)[9:] < processes.losses(alone)[9:])

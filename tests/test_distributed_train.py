@@ -19,7 +19,7 @@ def alone(config) -> Path:
 def test_replicas_over_processes_train_as_in_one(config, alone):
     workdir = config.parent / "two"
     results = processes.run(config, workdir, number=2)
-    assert [status for status, _ in results] == [0, 0], results
+    assert [status for status, _ in results] == [0, 0], processes.report(results)
     processes.assert_same_training(workdir, alone)
     assert "validation" in results[0][1]
     assert "loss" not in results[1][1]  # only the first process reports
@@ -36,7 +36,7 @@ def test_a_run_goes_on_with_other_processes_and_meshes(config, alone):
         processes.wait_until(processes.reached(workdir, step + 3), run)
         run[victim].send_signal(signal.SIGTERM)
         results = processes.finish(run)
-        assert [status for status, _ in results] == [75] * number, results
+        assert [status for status, _ in results] == [75] * number, processes.report(results)
         assert "everything is saved" in results[0][1]
         saved = [int(path.name) for path in (workdir / "checkpoints").iterdir()]
         assert max(saved) >= step + 3
@@ -51,7 +51,7 @@ def test_after_a_sigkill_of_any_process_all_continue_bitwise(config):
     """The process that dies takes the others along within a bounded time; started again, they go on."""
     whole, broken = config.parent / "whole", config.parent / "broken"
     results = processes.run(config, whole, number=2)
-    assert [status for status, _ in results] == [0, 0], results
+    assert [status for status, _ in results] == [0, 0], processes.report(results)
     for victim, step in ((1, 6), (0, 13)):
         run = processes.start(config, broken, number=2)
         processes.wait_until(processes.reached(broken, step), run)
@@ -59,7 +59,7 @@ def test_after_a_sigkill_of_any_process_all_continue_bitwise(config):
         results = processes.finish(run)
         assert all(status != 0 for status, _ in results)
     results = processes.run(config, broken, number=2)
-    assert [status for status, _ in results] == [0, 0], results
+    assert [status for status, _ in results] == [0, 0], processes.report(results)
     for name in ("metrics.jsonl", "metrics.1.jsonl"):
         assert processes.metrics(broken, name) == processes.metrics(whole, name)
     mine, theirs = processes.weights(broken), processes.weights(whole)
@@ -72,7 +72,7 @@ def test_a_process_with_another_config_is_named_by_all(config):
     first = processes.start(config, workdir, *place, "--process_id=0")
     second = processes.start(config, workdir, *place, "--process_id=1", "--config.seed=5")
     results = processes.finish([*first, *second])
-    assert [status for status, _ in results] == [2, 2], results
+    assert [status for status, _ in results] == [2, 2], processes.report(results)
     for _, output in results:
         assert "has config.seed=5, process 0 on" in output
 

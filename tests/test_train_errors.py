@@ -98,7 +98,7 @@ def test_a_file_cut_short_that_one_process_reads_ends_all_with_its_name(config, 
     run = processes.start(config, tmp_path, *arguments, number=2)
     assert processes.wait_until(processes.reached(tmp_path, 20), run)
     results = processes.finish(run, patience=120)
-    assert [status for status, _ in results] == [2, 2], results
+    assert [status for status, _ in results] == [2, 2], processes.report(results)
     for _, output in results:
         [line] = [line for line in output.splitlines() if line.startswith("error: ")]
         assert name in line and f"process {reader} on" in line
