@@ -25,7 +25,7 @@ def given(name: str) -> list[str]:
 
 
 def test_there_is_a_file_for_each_of_the_papers_runs():
-    assert {*PAPER, "quickstart", "c4_tiny"} == set(RUNS)
+    assert {*PAPER, "quickstart", "c4_bytes", "c4_tiny"} == set(RUNS)
 
 
 @pytest.mark.parametrize("name", RUNS)
