@@ -159,25 +159,29 @@ def run_layers(config: ModelConfig, blocks_params: Params, h_BTD: jax.Array) -> 
       blocks_params: `params["blocks"]`, or a contiguous part of it along the leading axis (a pipeline stage).
       h_BTD: the residual stream.
     """
-    unroll = _layers_an_iteration(jax.tree.leaves(blocks_params)[0].shape[0])
+    unroll = _layers_an_iteration(config, jax.tree.leaves(blocks_params)[0].shape[0])
     rotation_1T1J = layer_rotation(config, jnp.arange(h_BTD.shape[1]))
     graphdef = block_graphdef(config)
 
     def layer(h_BTD: jax.Array, layer_params: Params) -> tuple[jax.Array, None]:
         return lay(nnx.merge(graphdef, layer_params)(h_BTD, rotation_1T1J), "fsdp", None, None), None
 
-    # Unrolling leaves both passes of a layer in one computation, where common subexpressions would be merged back.
+    # A loop keeps the two passes of a layer apart, so that nothing merges what is computed again with the first time.
     if config.remat == "full":
-        layer = jax.checkpoint(layer, prevent_cse=unroll > 1)
+        layer = jax.checkpoint(layer, prevent_cse=False)
     elif config.remat == "dots":
         policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        layer = jax.checkpoint(layer, prevent_cse=unroll > 1, policy=policy)
+        layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
     return jax.lax.scan(layer, h_BTD, cast_kernels(config, blocks_params), unroll=unroll)[0]
 
 
-def _layers_an_iteration(num_layers: int) -> int:
-    """All layers where they are few and on the CPU, which spends a tenth of a step on stacking what a loop keeps."""
-    return num_layers if num_layers <= 8 and jax.default_backend() == "cpu" else 1
+def _layers_an_iteration(config: ModelConfig, num_layers: int) -> int:
+    """All layers where they are few and on the CPU, which spends a tenth of a step on stacking what a loop keeps.
+
+    Not where they are computed again: out of a loop XLA's CPU compiler undoes that.
+    """
+    few = num_layers <= 8 and jax.default_backend() == "cpu"
+    return num_layers if few and config.remat == "none" else 1
 
 
 def cast_kernels(config: ModelConfig, blocks_params: Params) -> Params:
