@@ -70,11 +70,10 @@ def group_mean(
         )
     sizes, sources = _partners(pairing)
     group_size = sizes.max()
-    message, restore = _one_message(tree, wire_dtype) if num_devices > 1 else (_cast(tree, wire_dtype), None)
+    message, restore = _pack(tree, wire_dtype, num_devices)
     total = tree
     for k in range(1, group_size):
-        received = _permute(message, lower(sources[:, k - 1], num_devices, num_slots), index, axis_name)
-        received = received if restore is None else restore(received)
+        received = restore(_permute(message, lower(sources[:, k - 1], num_devices, num_slots), index, axis_name))
         if (sizes > k).all():
             total = jax.tree.map(lambda t, r: t + r.astype(t.dtype), total, received)
         else:
@@ -86,16 +85,15 @@ def group_mean(
     return jax.tree.map(lambda t: t / size.astype(t.dtype), total)
 
 
-def _cast(tree: PyTree, dtype: jax.typing.DTypeLike | None) -> PyTree:
-    return tree if dtype is None else jax.tree.map(lambda x: x.astype(dtype), tree)
-
-
-def _one_message(tree: PyTree, dtype: jax.typing.DTypeLike | None) -> tuple[PyTree, Callable[[PyTree], PyTree] | None]:
-    """What to send, and how to undo that: one vector, where laying all arrays end to end moves nothing."""
+def _pack(
+    tree: PyTree, wire_dtype: jax.typing.DTypeLike | None, num_devices: int
+) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """What to send, and how to undo that: one vector, where something is sent and laying arrays end to end is free."""
+    if wire_dtype is not None:
+        tree = jax.tree.map(lambda x: x.astype(wire_dtype), tree)
     mesh = jax.sharding.get_abstract_mesh()
-    if any(mesh.shape[name] > 1 for name in mesh.axis_names if name not in mesh.manual_axes):
-        return _cast(tree, dtype), None
-    return ravel_pytree(_cast(tree, dtype))
+    sharded = any(mesh.shape[name] > 1 for name in mesh.axis_names if name not in mesh.manual_axes)
+    return (tree, lambda received: received) if sharded or num_devices == 1 else ravel_pytree(tree)
 
 
 def _names(axis_name: AxisName) -> tuple[str, ...]:
