@@ -26,7 +26,7 @@ from noloco_jax.console import make_console
 from noloco_jax.errors import UserError, main_with_errors
 from noloco_jax.parallel.ahead import compile_ahead
 from noloco_jax.parallel.collectives import Collective, Traffic, read_hlo
-from noloco_jax.parallel.devices import use_cpu_cores
+from noloco_jax.parallel.cpu import use_cpu_cores
 from noloco_jax.parallel.mesh import make_mesh
 from noloco_jax.parallel.optimizers import run_pairing
 from noloco_jax.parallel.programs import build_programs

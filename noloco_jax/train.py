@@ -25,7 +25,7 @@ from noloco_jax.metrics import MetricWriter, Throughput, read_metrics
 from noloco_jax.model.huggingface import load_params
 from noloco_jax.outer.pairing import Round, groups_of_rounds
 from noloco_jax.parallel.ahead import compile_ahead
-from noloco_jax.parallel.devices import use_cpu_cores
+from noloco_jax.parallel.cpu import keep_freed_memory, use_cpu_cores
 from noloco_jax.parallel.distributed import define_flags, find_place, joined
 from noloco_jax.parallel.feed import Feed, local_replicas
 from noloco_jax.parallel.mesh import make_mesh
@@ -40,6 +40,7 @@ from noloco_jax.summary import banner_rows, bytes_sent, sample_text, show_result
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and trains; returns the exit status."""
     config, flags = parse_args(argv, __doc__ or "", _define_flags, prog="python -m noloco_jax.train")
+    keep_freed_memory()
     place = find_place(flags, os.environ)
     with joined(place, to_dict(config), flags.start_timeout):
         use_cpu_cores(config, 1 if place is None else place.num_processes)

@@ -25,7 +25,9 @@ def _backward(saved: tuple[jax.Array, jax.Array], d_y_BTO: jax.Array) -> tuple[j
     if x_BTI.shape[-1] <= d_y_BTO.shape[-1]:
         d_kernel_IO = jnp.einsum("bti,bto->io", x_BTI, d_y_BTO)
     else:
-        d_kernel_IO = jnp.einsum("bto,bti->oi", d_y_BTO, x_BTI).T
+        # Behind a barrier, or XLA moves the last transposition to the wide operand again.
+        d_kernel_OI = jnp.einsum("bto,bti->oi", d_y_BTO, x_BTI)
+        d_kernel_IO = jax.lax.optimization_barrier(d_kernel_OI).T
     return jnp.einsum("bto,io->bti", d_y_BTO, kernel_IO), d_kernel_IO
 
 

@@ -1,11 +1,33 @@
-"""How many CPU devices a process makes of its cores. To be settled before JAX starts."""
+"""What a process makes of its CPU: devices of its cores, and how it keeps memory. To be settled before JAX starts."""
 
+import ctypes
 import os
+import platform
+from pathlib import Path
 
 import jax
 
 from noloco_jax.config import TrainConfig
 from noloco_jax.parallel.mesh import AXES
+
+# Parameters of glibc's mallopt, from its malloc.h.
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
+
+
+def keep_freed_memory() -> None:
+    """Where the CPU trains, keeps memory that was freed for the next step.
+
+    XLA allocates the temporaries of every step anew, and glibc hands blocks of that size back to the kernel, which
+    clears each page again: a tenth of a step. Has no effect with a GPU, without glibc, or on threads that allocated
+    before: to be called first.
+    """
+    platforms = jax.config.jax_platforms
+    on_cpu = platforms.startswith("cpu") if platforms else not Path("/dev/nvidiactl").exists()
+    if on_cpu and platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_ARENA_MAX, 1)  # only the first arena holds blocks of any size
+        libc.mallopt(_MMAP_MAX, 0)
+        libc.mallopt(_TRIM_THRESHOLD, -1)
 
 
 def use_cpu_cores(config: TrainConfig, num_processes: int = 1) -> None:
