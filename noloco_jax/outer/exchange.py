@@ -75,10 +75,10 @@ def group_mean(
     for k in range(1, group_size):
         received = restore(_permute(message, lower(sources[:, k - 1], num_devices, num_slots), index, axis_name))
         if (sizes > k).all():
-            total = jax.tree.map(lambda t, r: t + r.astype(t.dtype), total, received)
+            total = jax.tree.map(jnp.add, total, received)
         else:
             live = _lookup(sizes > k, index, axis_name)
-            total = jax.tree.map(lambda t, r, live=live: jnp.where(live, t + r.astype(t.dtype), t), total, received)
+            total = jax.tree.map(lambda t, r, live=live: jnp.where(live, t + r, t), total, received)
     if (sizes == group_size).all():
         return jax.tree.map(lambda t: t / group_size, total)
     size = _lookup(sizes, index, axis_name)
@@ -89,11 +89,18 @@ def _pack(
     tree: PyTree, wire_dtype: jax.typing.DTypeLike | None, num_devices: int
 ) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
     """What to send, and how to undo that: one vector, where something is sent and laying arrays end to end is free."""
-    if wire_dtype is not None:
-        tree = jax.tree.map(lambda x: x.astype(wire_dtype), tree)
     mesh = jax.sharding.get_abstract_mesh()
     sharded = any(mesh.shape[name] > 1 for name in mesh.axis_names if name not in mesh.manual_axes)
-    return (tree, lambda received: received) if sharded or num_devices == 1 else ravel_pytree(tree)
+    message, restore = (tree, lambda received: received) if sharded or num_devices == 1 else ravel_pytree(tree)
+    if wire_dtype is None:
+        return message, restore
+    # As bits: a backend that has no messages of this type, like the CPU, would widen them to float32.
+    bits = jnp.dtype(f"uint{8 * jnp.dtype(wire_dtype).itemsize}")
+    message = jax.tree.map(lambda x: lax.bitcast_convert_type(x.astype(wire_dtype), bits), message)
+    dtype = jax.tree.leaves(tree)[0].dtype
+    return message, lambda received: restore(
+        jax.tree.map(lambda x: lax.bitcast_convert_type(x, wire_dtype).astype(dtype), received)
+    )
 
 
 def _names(axis_name: AxisName) -> tuple[str, ...]:

@@ -169,8 +169,10 @@ def _inner_step(
     def update(params: PyTree, inner_state: PyTree, gradient: PyTree):
         if config.method == "ddp":
             gradient = all_mean(gradient, REPLICAS)
-        # A replica spans its stages, and so does its gradient's norm.
-        norm = jnp.sqrt(jax.lax.psum(optax.tree.norm(gradient, squared=True), "stage"))
+        square = optax.tree.norm(gradient, squared=True)
+        if jax.lax.axis_size("stage") > 1:  # a replica spans its stages, and so does its gradient's norm
+            square = jax.lax.psum(square, "stage")
+        norm = jnp.sqrt(square)
         gradient = optax.tree.scale(jnp.minimum(1.0, config.inner.clip_norm / jnp.maximum(norm, 1e-30)), gradient)
         updates, inner_state = inner.update(gradient, inner_state, params)
         return optax.apply_updates(params, updates), inner_state, norm
