@@ -21,7 +21,7 @@ def keep_freed_memory() -> None:
     clears each page again: a tenth of a step. Has no effect with a GPU, without glibc, or on threads that allocated
     before: to be called first.
     """
-    platforms = jax.config.jax_platforms
+    platforms = os.environ.get("JAX_PLATFORMS", "")
     on_cpu = platforms.startswith("cpu") if platforms else not Path("/dev/nvidiactl").exists()
     if on_cpu and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
