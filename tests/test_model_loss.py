@@ -57,6 +57,19 @@ def test_sum_count_and_gradients_are_the_softmaxs_for_every_chunk(inputs, chunk_
     np.testing.assert_allclose(d_kernel_DV, 3 * expected_d_kernel_DV, atol=2e-5)
 
 
+@pytest.mark.parametrize("vocab_multiple", [V, 8, 64])
+def test_columns_of_zeros_behind_the_vocabulary_change_nothing(inputs, vocab_multiple):
+    def padded(h_BTD, kernel_DV, labels_BT):
+        return token_nll(h_BTD, kernel_DV, labels_BT, chunk_tokens=9, vocab_multiple=vocab_multiple)[0]
+
+    value, (d_h_BTD, d_kernel_DV) = jax.value_and_grad(padded, argnums=(0, 1))(*as_float32(inputs))
+    expected_sum, _, expected_d_h_BTD, expected_d_kernel_DV = oracle(*inputs)
+    np.testing.assert_allclose(padded(*as_float32(inputs)), expected_sum, rtol=1e-6)
+    np.testing.assert_allclose(value, expected_sum, rtol=1e-6)
+    np.testing.assert_allclose(d_h_BTD, expected_d_h_BTD, atol=1e-5)
+    np.testing.assert_allclose(d_kernel_DV, expected_d_kernel_DV, atol=2e-5)
+
+
 def test_the_value_without_a_gradient_is_the_same(inputs):
     nll_sum, num_tokens = jax.jit(functools.partial(token_nll, chunk_tokens=7))(*as_float32(inputs))
     np.testing.assert_allclose(nll_sum, oracle(*inputs)[0], rtol=1e-6)

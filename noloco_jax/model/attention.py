@@ -3,8 +3,12 @@
 Axes: B batch, T queries, S keys, H heads, G key-value heads, R = H/G queries a key-value head, K head width.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+
+from noloco_jax.model.layout import on_parts
 
 # Queries a block of the CPU's attention: a block skips the keys after its last query.
 _CPU_BLOCK = 128
@@ -25,8 +29,10 @@ def causal_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) ->
         and head_dim % 8 == 0
         and head_dim <= 128
     )
-    implementation = "cudnn" if flash else "xla"
-    return jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, implementation=implementation)
+    if flash:
+        attention = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+        return on_parts(attention, ("fsdp", None, "tensor", None), q_BTHK, k_BTGK, v_BTGK)
+    return jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, implementation="xla")
 
 
 def _cpu_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) -> jax.Array:
@@ -46,7 +52,7 @@ def _cpu_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) -> j
             preferred_element_type=jnp.float32,
         )
         seen_TS = jnp.arange(stop)[None] <= jnp.arange(start, stop)[:, None]
-        scores_BGRTS = jnp.where(seen_TS[None, None, None], scores_BGRTS, -jnp.inf)
+        scores_BGRTS += jnp.where(seen_TS, 0.0, -jnp.inf)[None, None, None]  # added: a sum has no mask to derive
         highest = jax.lax.stop_gradient(scores_BGRTS.max(axis=-1, keepdims=True))
         weights_BGRTS = jnp.exp(scores_BGRTS - highest)
         mixed_BGRTK = jnp.einsum(

@@ -1,5 +1,7 @@
 """Where activations and weights lie on the devices of a replica, told to the partitioner where it would guess badly."""
 
+from collections.abc import Callable, Sequence
+
 import jax
 from jax.sharding import PartitionSpec as P
 
@@ -10,18 +12,36 @@ def lay(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
     Only axes that the surrounding mesh leaves to the partitioner are used, as far as they divide their dimension;
     without any, as outside a mesh, this is `x`.
     """
+    return jax.lax.with_sharding_constraint(x, _fitting(x.shape, axes)) if _axis_sizes() else x
+
+
+def on_parts(fn: Callable[..., jax.Array], axes: Sequence[str | None], *arrays: jax.Array) -> jax.Array:
+    """`fn(*arrays)` with every device at work on its own part of the arrays and of the result, which lie alike.
+
+    For what the partitioner cannot cut: cuDNN's attention beside axes that the programs are written over by hand.
+    `axes` as in `lay`; one that does not divide every array is left out.
+    """
+    auto_axes = jax.sharding.get_abstract_mesh().auto_axes
+    if not auto_axes:
+        return fn(*arrays)
+    fits = [_fitting(x.shape, axes) for x in arrays]
+    spec = P(*(names[0] if len(set(names)) == 1 else None for names in zip(*fits, strict=True)))
+    mapped = jax.shard_map(fn, in_specs=spec, out_specs=spec, axis_names=set(auto_axes), check_vma=False)
+    return mapped(*arrays)
+
+
+def _fitting(shape: Sequence[int], axes: Sequence[str | tuple[str, ...] | None]) -> P:
+    """The part of `axes` that divides a shape."""
     sizes = _axis_sizes()
-    if not sizes:
-        return x
     spec = []
-    for dim, names in zip(x.shape, axes, strict=True):
+    for dim, names in zip(shape, axes, strict=True):
         used, parts = [], 1
         for name in (names,) if isinstance(names, str) else names or ():
             if name in sizes and dim % (parts * sizes[name]) == 0:
                 used.append(name)
                 parts *= sizes[name]
         spec.append(tuple(used) or None)
-    return jax.lax.with_sharding_constraint(x, P(*spec))
+    return P(*spec)
 
 
 def num_parts(axis: str, dim: int) -> int:

@@ -30,8 +30,12 @@ Params = dict[str, Any]
 _KERNEL_INIT = nnx.initializers.normal(0.02)
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def rms_norm(x_BTD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
-    """Divides by the root mean square over D and scales, in float32; returns the dtype of `x_BTD`."""
+    """Divides by the root mean square over D and scales, in float32; returns the dtype of `x_BTD`.
+
+    The backward pass computes it again from `x_BTD`, rather than keep float32 copies of bfloat16 activations.
+    """
     x32_BTD = x_BTD.astype(jnp.float32)
     scale_BT1 = jax.lax.rsqrt(jnp.mean(jnp.square(x32_BTD), axis=-1, keepdims=True) + eps)
     return (x32_BTD * scale_BT1 * weight_D[None, None].astype(jnp.float32)).astype(x_BTD.dtype)
@@ -180,7 +184,7 @@ def _layers_an_iteration(config: ModelConfig, num_layers: int) -> int:
 
     Not where they are computed again: out of a loop XLA's CPU compiler undoes that.
     """
-    few = num_layers <= 8 and jax.default_backend() == "cpu"
+    few = num_layers <= 16
     return num_layers if few and config.remat == "none" else 1
 
 

@@ -15,12 +15,22 @@ from noloco_jax.model.llama import Params, final_hidden, head_kernel
 
 # Labels of this value are out of the loss.
 IGNORED_LABEL = -100
-# Float32 logits held at once when the caller does not say: 256 MiB.
-_LOGITS_AT_ONCE = 2**26
+# Float32 logits held at once when the caller does not say: 256 MiB on the CPU, and 2 GiB elsewhere. There each chunk
+# reads and writes the kernel's float32 gradient, which takes as long as the products of some 400 tokens.
+_LOGITS_AT_ONCE = {"cpu": 2**26}
+_LOGITS_AT_ONCE_ELSEWHERE = 2**29
+# A GPU's 16-bit products want rows of a multiple of 64 words, on each of up to 8 devices that share the vocabulary:
+# else XLA copies kernel and logits into such rows for every chunk.
+_GPU_VOCAB_MULTIPLE = 512
 
 
 def token_nll(
-    h_BTD: jax.Array, kernel_DV: jax.Array, labels_BT: jax.Array, *, chunk_tokens: int | None = None
+    h_BTD: jax.Array,
+    kernel_DV: jax.Array,
+    labels_BT: jax.Array,
+    *,
+    chunk_tokens: int | None = None,
+    vocab_multiple: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the summed negative log-likelihood of the labels, and how many there are, both float32 scalars.
 
@@ -32,11 +42,16 @@ def token_nll(
       kernel_DV: the output matrix.
       labels_BT: the token that each position should predict; -100 is out of the loss.
       chunk_tokens: tokens whose logits are held at once (at least one position of the whole batch). None: as many as
-        make 2**26 logits.
+        make 2**26 logits on the CPU, 2**29 elsewhere.
+      vocab_multiple: the kernel is cast with columns of zeros behind it until V is a multiple of this; their logits are
+        left out of the softmax. None: 512 for 16-bit products on a GPU, else 1.
     """
     batch, length = labels_BT.shape
+    backend = jax.default_backend()
     if chunk_tokens is None:
-        chunk_tokens = _LOGITS_AT_ONCE // kernel_DV.shape[1]
+        chunk_tokens = _LOGITS_AT_ONCE.get(backend, _LOGITS_AT_ONCE_ELSEWHERE) // kernel_DV.shape[1]
+    if vocab_multiple is None:
+        vocab_multiple = _GPU_VOCAB_MULTIPLE if backend == "gpu" and h_BTD.dtype.itemsize == 2 else 1
     # Chunks are cut along T, so that a batch that is sharded over devices stays so.
     num_chunks = min(length, math.ceil(batch * length / max(chunk_tokens, batch)))
     chunk = math.ceil(length / num_chunks)
@@ -46,7 +61,7 @@ def token_nll(
         labels_BT = jnp.pad(labels_BT, ((0, 0), (0, padding)), constant_values=IGNORED_LABEL)
     num_tokens = jnp.sum(labels_BT != IGNORED_LABEL, dtype=jnp.float32)
     h_BTD = lay(h_BTD, "fsdp", None, None)
-    return _nll_sum(chunk, h_BTD, kernel_DV, labels_BT), num_tokens
+    return _nll_sum(chunk, vocab_multiple, h_BTD, kernel_DV, labels_BT), num_tokens
 
 
 def loss(config: ModelConfig, params: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -59,11 +74,22 @@ def loss(config: ModelConfig, params: Params, batch: dict[str, jax.Array]) -> tu
     return nll_sum / jnp.maximum(num_tokens, 1.0), num_tokens
 
 
-def _chunk_nll(h_BCD: jax.Array, kernel_DV: jax.Array, labels_BC: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _cast(kernel_DV: jax.Array, dtype: jax.typing.DTypeLike, vocab_multiple: int) -> jax.Array:
+    """The kernel as it is multiplied: in the compute dtype, with columns of zeros up to a multiple."""
+    padding = -kernel_DV.shape[1] % vocab_multiple
+    return lay(jnp.pad(kernel_DV.astype(dtype), ((0, 0), (0, padding))), None, "tensor")
+
+
+def _chunk_nll(
+    h_BCD: jax.Array, kernel_DV: jax.Array, labels_BC: jax.Array, vocab_size: int
+) -> tuple[jax.Array, jax.Array]:
     """Returns a chunk's summed loss, and the gradient of that with respect to its logits in the compute dtype."""
     logits_BCV = jnp.matmul(h_BCD, kernel_DV, preferred_element_type=jnp.float32)
+    token_V = jnp.arange(kernel_DV.shape[1])
+    if kernel_DV.shape[1] > vocab_size:
+        logits_BCV = jnp.where((token_V < vocab_size)[None, None], logits_BCV, -jnp.inf)
     # Compared rather than gathered: a gather along a vocabulary that is sharded over devices would collect it first.
-    is_label_BCV = labels_BC[..., None] == jnp.arange(kernel_DV.shape[1])[None, None]
+    is_label_BCV = labels_BC[..., None] == token_V[None, None]
     valid_BC = labels_BC != IGNORED_LABEL
     log_normaliser_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
     label_logit_BC = jnp.sum(jnp.where(is_label_BCV, logits_BCV, 0.0), axis=-1)
@@ -72,28 +98,31 @@ def _chunk_nll(h_BCD: jax.Array, kernel_DV: jax.Array, labels_BC: jax.Array) -> 
     return nll_sum, (d_logits_BCV * valid_BC[..., None]).astype(h_BCD.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _nll_sum(chunk: int, h_BTD: jax.Array, kernel_DV: jax.Array, labels_BT: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _nll_sum(
+    chunk: int, vocab_multiple: int, h_BTD: jax.Array, kernel_DV: jax.Array, labels_BT: jax.Array
+) -> jax.Array:
     """The summed loss, `chunk` positions at a time; `chunk` divides T."""
-    kernel_DV = lay(kernel_DV.astype(h_BTD.dtype), None, "tensor")
+    vocab_size = kernel_DV.shape[1]
+    kernel_DV = _cast(kernel_DV, h_BTD.dtype, vocab_multiple)
 
     def body(nll_sum: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
         h_BCD, labels_BC = _chunk(h_BTD, start, chunk), _chunk(labels_BT, start, chunk)
-        return nll_sum + _chunk_nll(h_BCD, kernel_DV, labels_BC)[0], None
+        return nll_sum + _chunk_nll(h_BCD, kernel_DV, labels_BC, vocab_size)[0], None
 
     return jax.lax.scan(body, _zero(h_BTD), jnp.arange(0, h_BTD.shape[1], chunk))[0]
 
 
-def _nll_sum_forward(chunk, h_BTD, kernel_DV, labels_BT):
+def _nll_sum_forward(chunk, vocab_multiple, h_BTD, kernel_DV, labels_BT):
     """Computes the loss and, while a chunk's logits are there, its gradients for a unit cotangent."""
-    dtype = h_BTD.dtype
-    kernel_cast_DV = lay(kernel_DV.astype(dtype), None, "tensor")
+    vocab_size = kernel_DV.shape[1]
+    kernel_cast_DV = _cast(kernel_DV, h_BTD.dtype, vocab_multiple)
     parts = num_parts("fsdp", h_BTD.shape[0])
 
     def body(carry, start):
         nll_sum, d_h_BTD, d_kernel_PDV = carry
         h_BCD, labels_BC = _chunk(h_BTD, start, chunk), _chunk(labels_BT, start, chunk)
-        chunk_sum, d_logits_BCV = _chunk_nll(h_BCD, kernel_cast_DV, labels_BC)
+        chunk_sum, d_logits_BCV = _chunk_nll(h_BCD, kernel_cast_DV, labels_BC, vocab_size)
         d_h_BCD = jnp.einsum("bcv,dv->bcd", d_logits_BCV, kernel_cast_DV)
         d_h_BTD = jax.lax.dynamic_update_slice_in_dim(d_h_BTD, d_h_BCD, start, axis=1)
         # Summed over chunks in float32, whatever the compute dtype.
@@ -102,13 +131,13 @@ def _nll_sum_forward(chunk, h_BTD, kernel_DV, labels_BT):
         return (nll_sum + chunk_sum, d_h_BTD, lay(d_kernel_PDV, "fsdp", None, "tensor")), None
 
     # A sum for every part of the batch that lies on other devices: summed over them once, not for every chunk.
-    nothing_PDV = jnp.broadcast_to(jnp.zeros_like(kernel_DV, jnp.float32), (parts, *kernel_DV.shape))
+    nothing_PDV = jnp.broadcast_to(jnp.zeros_like(kernel_cast_DV, jnp.float32), (parts, *kernel_cast_DV.shape))
     start = (_zero(h_BTD), jnp.zeros_like(h_BTD), lay(nothing_PDV, "fsdp", None, "tensor"))
     (nll_sum, d_h_BTD, d_kernel_PDV), _ = jax.lax.scan(body, start, jnp.arange(0, h_BTD.shape[1], chunk))
-    return nll_sum, (d_h_BTD, d_kernel_PDV.sum(axis=0).astype(kernel_DV.dtype))
+    return nll_sum, (d_h_BTD, d_kernel_PDV.sum(axis=0)[:, :vocab_size].astype(kernel_DV.dtype))
 
 
-def _nll_sum_backward(chunk, gradients, cotangent):
+def _nll_sum_backward(chunk, vocab_multiple, gradients, cotangent):
     d_h_BTD, d_kernel_DV = gradients
     return (cotangent * d_h_BTD).astype(d_h_BTD.dtype), (cotangent * d_kernel_DV).astype(d_kernel_DV.dtype), None
 

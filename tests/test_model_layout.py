@@ -1,0 +1,58 @@
+"""What is computed on parts of a replica's devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from noloco_jax.model.layout import on_parts
+
+AXES = ("fsdp", None, "tensor", None)
+
+
+def mixed(q_BTHK, k_BTGK):
+    """Like attention, each head by itself and each sequence by itself."""
+    groups = q_BTHK.shape[2] // k_BTGK.shape[2]
+    return q_BTHK * jnp.cumsum(jnp.repeat(k_BTGK, groups, axis=2), axis=1)
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "part"),
+    [(4, 2, (2, 5, 2, 3)), (4, 1, (2, 5, 4, 3)), (3, 2, (3, 5, 2, 3))],
+    ids=["cut both ways", "heads cannot be cut", "batch cannot be cut"],
+)
+def test_every_device_works_on_its_part_and_the_whole_is_the_same(batch, kv_heads, part):
+    rng = np.random.default_rng(0)
+    q_NBTHK = jnp.asarray(rng.normal(size=(2, batch, 5, 4, 3)), jnp.float32)
+    k_NBTGK = jnp.asarray(rng.normal(size=(2, batch, 5, kv_heads, 3)), jnp.float32)
+    seen = []
+
+    def noted(q_BTHK, k_BTGK):
+        seen.append(q_BTHK.shape)
+        return mixed(q_BTHK, k_BTGK)
+
+    def of_replica(q_1BTHK, k_1BTGK):
+        return jnp.sin(on_parts(noted, AXES, q_1BTHK[0], k_1BTGK[0]))[None]
+
+    mesh = jax.make_mesh((2, 2, 2), ("replica", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    sharded = jax.shard_map(
+        of_replica, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"), axis_names={"replica"}, check_vma=False
+    )
+    expected = jax.vmap(lambda q, k: jnp.sin(mixed(q, k)))
+    np.testing.assert_allclose(jax.jit(sharded)(q_NBTHK, k_NBTGK), expected(q_NBTHK, k_NBTGK), rtol=1e-5, atol=1e-6)
+    assert set(seen) == {part}
+
+    def gradients(fn):
+        return jax.jit(jax.grad(lambda q, k: fn(q, k).sum(), argnums=(0, 1)))(q_NBTHK, k_NBTGK)
+
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, gradients(sharded), gradients(expected))
+
+
+def test_without_a_mesh_it_is_the_function_itself():
+    q_BTHK, k_BTGK = jnp.ones((1, 2, 2, 3)), jnp.ones((1, 2, 1, 3))
+    np.testing.assert_array_equal(on_parts(mixed, AXES, q_BTHK, k_BTGK), mixed(q_BTHK, k_BTGK))
