@@ -44,10 +44,14 @@ def _fitting(shape: Sequence[int], axes: Sequence[str | tuple[str, ...] | None])
     return P(*spec)
 
 
+def num_devices(axis: str) -> int:
+    """Devices along an axis that is left to the partitioner; 1 without it."""
+    return _axis_sizes().get(axis, 1)
+
+
 def num_parts(axis: str, dim: int) -> int:
     """The parts that `lay` makes of a dimension over one axis."""
-    size = _axis_sizes().get(axis, 1)
-    return size if dim % size == 0 else 1
+    return num_devices(axis) if dim % num_devices(axis) == 0 else 1
 
 
 def _axis_sizes() -> dict[str, int]:

@@ -10,18 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.model.layout import lay, num_parts
+from noloco_jax.model.layout import lay, num_devices, num_parts
 from noloco_jax.model.llama import Params, final_hidden, head_kernel
 
 # Labels of this value are out of the loss.
 IGNORED_LABEL = -100
 # Float32 logits held at once when the caller does not say: 256 MiB on the CPU, and 2 GiB elsewhere. There each chunk
 # reads and writes the kernel's float32 gradient, which takes as long as the products of some 400 tokens.
-_LOGITS_AT_ONCE = {"cpu": 2**26}
-_LOGITS_AT_ONCE_ELSEWHERE = 2**29
-# A GPU's 16-bit products want rows of a multiple of 64 words, on each of up to 8 devices that share the vocabulary:
-# else XLA copies kernel and logits into such rows for every chunk.
-_GPU_VOCAB_MULTIPLE = 512
+_CPU_LOGITS_AT_ONCE = 2**26
+_LOGITS_AT_ONCE = 2**29
+# XLA wants rows of such a multiple for 16-bit products on a GPU, or copies kernel and logits into them for every chunk.
+_GPU_VOCAB_MULTIPLE = 64
 
 
 def token_nll(
@@ -44,14 +43,15 @@ def token_nll(
       chunk_tokens: tokens whose logits are held at once (at least one position of the whole batch). None: as many as
         make 2**26 logits on the CPU, 2**29 elsewhere.
       vocab_multiple: the kernel is cast with columns of zeros behind it until V is a multiple of this; their logits are
-        left out of the softmax. None: 512 for 16-bit products on a GPU, else 1.
+        left out of the softmax. None: 64 a `tensor` device for 16-bit products on a GPU, else 1.
     """
     batch, length = labels_BT.shape
     backend = jax.default_backend()
     if chunk_tokens is None:
-        chunk_tokens = _LOGITS_AT_ONCE.get(backend, _LOGITS_AT_ONCE_ELSEWHERE) // kernel_DV.shape[1]
+        chunk_tokens = (_CPU_LOGITS_AT_ONCE if backend == "cpu" else _LOGITS_AT_ONCE) // kernel_DV.shape[1]
     if vocab_multiple is None:
-        vocab_multiple = _GPU_VOCAB_MULTIPLE if backend == "gpu" and h_BTD.dtype.itemsize == 2 else 1
+        on_tensor_cores = backend == "gpu" and h_BTD.dtype.itemsize == 2
+        vocab_multiple = _GPU_VOCAB_MULTIPLE * num_devices("tensor") if on_tensor_cores else 1
     # Chunks are cut along T, so that a batch that is sharded over devices stays so.
     num_chunks = min(length, math.ceil(batch * length / max(chunk_tokens, batch)))
     chunk = math.ceil(length / num_chunks)
