@@ -180,7 +180,7 @@ def run_layers(config: ModelConfig, blocks_params: Params, h_BTD: jax.Array) -> 
 
 
 def _layers_an_iteration(config: ModelConfig, num_layers: int) -> int:
-    """All layers where they are few: a loop stacks what it keeps, a tenth of a step on the CPU, a seventh on a GPU.
+    """All layers where they are few: a loop stacks what it keeps, a tenth of a step on the CPU, much traffic on a GPU.
 
     Not where they are computed again: out of a loop XLA's CPU compiler undoes that.
     """
