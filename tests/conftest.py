@@ -46,3 +46,11 @@ def config(tmp_path_factory) -> Path:
     import processes  # imports jax
 
     return processes.write_config(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture
+def config_file(tmp_path) -> str:
+    """The file of a comparison's configuration."""
+    import comparisons  # imports jax
+
+    return comparisons.write_config(tmp_path)
