@@ -4,7 +4,6 @@ import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,15 +18,6 @@ np.ones(2**25)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 _KEEP = "from noloco_jax.parallel.cpu import keep_freed_memory; keep_freed_memory()"
-# Takes 256 MiB, and prints how much of the heap lies in huge pages, in KiB.
-_HUGE_PAGES = """
-{first}
-block = b"1" * 2**28  # NumPy asks for huge pages itself
-smaps = open("/proc/self/smaps").read()
-heap = smaps[smaps.index("[heap]"):]
-print(sum(int(line.split()[1]) for line in heap.splitlines() if line.startswith("AnonHugePages")))
-"""
-_HUGE_PAGE_POLICY = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def printed(program, **environment):
@@ -42,17 +32,6 @@ def printed(program, **environment):
 def test_memory_once_freed_is_used_again_without_the_kernel():
     kept, handed_back = (printed(_PAGES_FETCHED_AGAIN.format(first=first)) for first in (_KEEP, ""))
     assert kept < 100 < handed_back
-
-
-@pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc"
-    or not _HUGE_PAGE_POLICY.exists()
-    or "[madvise]" not in _HUGE_PAGE_POLICY.read_text(),
-    reason="a kernel that gives huge pages always or never takes no advice",
-)
-def test_large_arrays_lie_in_huge_pages_where_the_kernel_takes_advice():
-    advised, left_alone = (printed(_HUGE_PAGES.format(first=first)) for first in (_KEEP, ""))
-    assert left_alone == 0 < advised
 
 
 def test_where_gpus_may_train_freed_memory_is_left_to_the_allocator():

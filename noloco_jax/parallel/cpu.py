@@ -1,7 +1,6 @@
 """What a process makes of its CPU: devices of its cores, and how it keeps memory. To be settled before JAX starts."""
 
 import ctypes
-import mmap
 import os
 import platform
 from pathlib import Path
@@ -29,24 +28,6 @@ def keep_freed_memory() -> None:
         libc.mallopt(_ARENA_MAX, 1)  # only the first arena holds blocks of any size
         libc.mallopt(_MMAP_MAX, 0)
         libc.mallopt(_TRIM_THRESHOLD, -1)
-        _grow_heap_in_huge_pages(libc)
-
-
-def _grow_heap_in_huge_pages(libc: ctypes.CDLL) -> None:
-    """Reserves addresses for half of the machine's memory, and has the kernel back them with huge pages where it does
-    so on advice: fewer page faults, and fewer misses when addresses are translated. Takes no memory until it is used.
-    """
-    libc.malloc.restype = ctypes.c_void_p
-    libc.malloc.argtypes = [ctypes.c_size_t]
-    libc.free.argtypes = [ctypes.c_void_p]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    page = mmap.PAGESIZE
-    size = os.sysconf("SC_PHYS_PAGES") * page // 2
-    block = libc.malloc(size)
-    if block is not None:
-        first_page = -(-block // page) * page
-        libc.madvise(first_page, (block + size) // page * page - first_page, mmap.MADV_HUGEPAGE)
-        libc.free(block)  # the addresses stay the heap's, as it is never trimmed
 
 
 def use_cpu_cores(config: TrainConfig, num_processes: int = 1) -> None:
