@@ -151,7 +151,7 @@ def permute_blocks(tree: PyTree, routes: Routes, index: jax.Array, device_axis: 
       device_axis: the mesh axis, or the axes in the order in which devices are numbered.
     """
     received, positions_L = _deliver(tree, routes, index, device_axis)
-    return jax.tree.map(lambda x: x[positions_L], received) if routes.num_slots > 1 else received
+    return _rows(received, positions_L) if routes.num_slots > 1 else received
 
 
 def _permute(tree: PyTree, routes: Routes, index: jax.Array, axis_name: AxisName) -> PyTree:
@@ -163,8 +163,7 @@ def _permute(tree: PyTree, routes: Routes, index: jax.Array, axis_name: AxisName
         return _send(tree, routes, index, device_axis)
     # The block of a device's replicas as one array: under vmap an all_gather is only the unbatched view.
     received, positions_L = _deliver(lax.all_gather(tree, slot_axis), routes, index, device_axis)
-    position = positions_L[lax.axis_index(slot_axis)]
-    return jax.tree.map(lambda x: x[position], received)
+    return _rows(received, positions_L[lax.axis_index(slot_axis)])
 
 
 def _deliver(block: PyTree, routes: Routes, index: jax.Array, device_axis) -> tuple[PyTree, jax.Array]:
@@ -174,8 +173,13 @@ def _deliver(block: PyTree, routes: Routes, index: jax.Array, device_axis) -> tu
     device = lax.axis_index(device_axis)
     if routes.num_slots > 1:
         outgoing_L = jnp.asarray(routes.send)[index, device]
-        block = jax.tree.map(lambda x: x[outgoing_L], block)
+        block = _rows(block, outgoing_L)
     return _send(block, routes, index, device_axis), jnp.asarray(routes.receive)[index, device]
+
+
+def _rows(tree: PyTree, index: jax.Array) -> PyTree:
+    """Of every array the given rows. `x[index]` would want 64 bits for a vector of all parameters of a large model."""
+    return jax.tree.map(lambda x: jnp.take(x, index, axis=0, mode="clip"), tree)
 
 
 def _send(tree: PyTree, routes: Routes, index: jax.Array, device_axis: str | tuple[str, ...]) -> PyTree:

@@ -206,5 +206,5 @@ def _spread(params: PyTree) -> jax.Array:
         jnp.sum(jnp.square(x.astype(jnp.float32) - jnp.mean(x, 0, jnp.float32, keepdims=True)))
         for x in jax.tree.leaves(params)
     ]
-    numel_n = sum(x.size for x in jax.tree.leaves(params))
+    numel_n = float(sum(x.size for x in jax.tree.leaves(params)))  # more than an int32 holds
     return jnp.sqrt(sum(squares) / numel_n)
