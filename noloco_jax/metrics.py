@@ -162,9 +162,10 @@ def _file_name(process: int) -> str:
 def read_metrics(workdir: str | os.PathLike[str], process: int = 0) -> list[dict[str, Any]]:
     """What a process of a run has written so far, a dict {"step", "kind", ...} a line, in the order of writing."""
     path = Path(workdir) / _file_name(process)
-    if not path.exists():
-        raise UserError(f"{path} is not there: give the --workdir of a run that was started")
-    return [entry for _, entry in _entries(path)]
+    try:
+        return [entry for _, entry in _entries(path)]
+    except FileNotFoundError:
+        raise UserError(f"{path} is not there: give the --workdir of a run that was started") from None
 
 
 class Throughput:

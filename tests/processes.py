@@ -131,13 +131,17 @@ def trained(config: Path, name: str, *arguments: str, number: int = 1, devices: 
 def wait_until(
     condition: Callable[[], bool], processes: Sequence[subprocess.Popen[str]], patience: float = 200
 ) -> bool:
-    """Waits for a condition; False if a process ended before it came true."""
+    """Waits for a condition; False if a process ended without it. None outlives a failure."""
     deadline = time.monotonic() + patience
-    while not condition():
-        if any(process.poll() is not None for process in processes):
-            return False
-        assert time.monotonic() < deadline, "nothing happened"
-        time.sleep(0.002)
+    try:
+        while not condition():
+            if any(process.poll() is not None for process in processes):
+                return condition()
+            assert time.monotonic() < deadline, "nothing happened"
+            time.sleep(0.002)
+    except BaseException:
+        kill(processes)
+        raise
     return True
 
 
@@ -147,9 +151,11 @@ def reached(workdir: Path, step: int) -> Callable[[], bool]:
 
 
 def metrics(workdir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """What a run has written, timings aside."""
-    path = workdir / name
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    """What a run has written, timings aside; a run that starts anew takes its file away for a moment."""
+    try:
+        lines = (workdir / name).read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        lines = []
     entries = [json.loads(line) for line in lines if line.endswith("\n")]
     return [{name: value for name, value in entry.items() if name not in TIMINGS} for entry in entries]
 
