@@ -5,8 +5,8 @@
 #
 # Every line of output begins with the number of its process. One that fails ends all, with its exit status. Exit status
 # 75 of all (stopped by SIGTERM, everything saved) starts them again. Ctrl-C, or a SIGTERM to this script, lets them save
-# and stop; a second Ctrl-C ends all at once. Each process takes a GPU of its own where there are enough of them.
-# PORT=12345 sets the port on which process 0 listens.
+# and stop; a second Ctrl-C ends all at once. Where there are GPUs, each of several processes takes one of its own; with
+# fewer GPUs than processes, set JAX_PLATFORMS=cpu. PORT=12345 sets the port on which process 0 listens.
 set -uo pipefail
 
 if ! [[ "${1:-}" =~ ^[1-9][0-9]*$ ]] || [ $# -lt 2 ]; then
@@ -17,6 +17,14 @@ n=$1
 shift
 export JAX_COORDINATOR_ADDRESS="127.0.0.1:${PORT:-$((61440 + $$ % 4096))}" JAX_NUM_PROCESSES=$n
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c .)
+if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+    visible=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]') # -1 is none
+    if ((visible < gpus)); then gpus=$visible; fi
+fi
+if ((0 < gpus && gpus < n)) && [[ "${JAX_PLATFORMS:-}" != cpu* ]]; then
+    echo "error: $n processes want a GPU each and there are $gpus: start $gpus or fewer, or set JAX_PLATFORMS=cpu" >&2
+    exit 2
+fi
 
 stopping="" pids=()
 

@@ -4,9 +4,11 @@
 
 runs the configuration with each method, one process a replica, process 3 sleeping 5 seconds before step 30. Of every
 outer step it prints how long each process was in it; processes that earlier meetings link to the late one are marked.
+The processes compute on the CPU; set JAX_PLATFORMS=cuda on a machine with as many GPUs, and each takes one of its own.
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,7 +22,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from noloco_jax.config import TrainConfig, to_dict
+from noloco_jax.config import CONFIG_FILE, TrainConfig, to_dict
+from noloco_jax.config_checks import validate
 from noloco_jax.config_flags import parse_args
 from noloco_jax.console import make_console
 from noloco_jax.errors import UserError, main_with_errors
@@ -28,6 +31,8 @@ from noloco_jax.metrics import read_metrics
 from noloco_jax.outer.pairing import Round
 from noloco_jax.parallel.distributed import define_flags, find_place, joined
 from noloco_jax.train import groups_of_run, train
+
+_METHODS = ("noloco", "diloco")  # those that have outer steps
 
 
 @dataclass(frozen=True)
@@ -63,20 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     late = [_parse(text) for text in flags.late]
     if flags.worker:
         return _work(config, Path(flags.workdir), flags, late)
-    if flags.processes != config.num_replicas:
-        raise UserError(
-            f"--processes={flags.processes} and num_replicas={config.num_replicas}: give one process a replica"
-        )
-    for x in late:
-        if not (0 <= x.process < flags.processes and 0 < x.step <= config.num_steps):
-            raise UserError(f"--late={x.process}:{x.step}:{x.seconds:g} is of no process or step: see --processes")
+    _check(config, flags, late)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without ending the processes
     console = make_console()
     results = {}
     for method in flags.methods.split(","):
         folder = Path(flags.workdir) / method
-        rest = [argument for argument in arguments if not argument.startswith("--workdir")]
-        _launch([*rest, f"--workdir={folder}", f"--config.method={method}", "--worker"], flags.processes, folder)
+        own = [f"--workdir={folder}", f"--config.method={method}", "--worker"]  # the last of a flag counts
+        _launch([*arguments, *own], flags.processes, folder)
         results[method] = measured(folder, replace(config, method=method), late)
         _print(console, method, results[method])
     path = Path(flags.workdir) / "lateness.json"
@@ -89,17 +88,45 @@ def _define_flags(parser) -> None:
     parser.add_argument("--workdir", required=True, metavar="DIR", help="where the runs go, a folder for each method")
     parser.add_argument("--processes", type=int, required=True, metavar="N", help="processes, one a replica")
     parser.add_argument("--late", action="append", default=[], metavar="PROCESS:STEP:SECONDS", help="may be repeated")
-    parser.add_argument("--methods", default="noloco,diloco", help="comma-separated")
+    parser.add_argument("--methods", default=",".join(_METHODS), help="comma-separated (default %(default)s)")
     parser.add_argument("--worker", action="store_true", help="be one of the processes")
     define_flags(parser)
+
+
+def _check(config: TrainConfig, flags: Any, late: Sequence[Late]) -> None:
+    """Raises `UserError` for what would show only once the processes have trained."""
+    if flags.processes != config.num_replicas:
+        raise UserError(
+            f"--processes={flags.processes} and num_replicas={config.num_replicas}: give one process a replica"
+        )
+    for x in late:
+        if not (0 <= x.process < flags.processes and 0 < x.step <= config.num_steps):
+            raise UserError(f"--late={x.process}:{x.step}:{x.seconds:g} is of no process or step: see --processes")
+    if config.outer.sync_every > config.num_steps:
+        raise UserError(
+            f"outer.sync_every={config.outer.sync_every} is more than num_steps={config.num_steps}, "
+            "which leaves no outer step: lower it, or raise num_steps"
+        )
+    for method in flags.methods.split(","):
+        if method not in _METHODS:
+            raise UserError(
+                f"--methods={flags.methods}: {method!r} has no outer steps, choose from {','.join(_METHODS)}"
+            )
+        validate(replace(config, method=method))
+        folder = Path(flags.workdir) / method
+        if (folder / CONFIG_FILE).exists():
+            raise UserError(f"{folder} holds a run already: give another --workdir, or delete that folder")
 
 
 def _parse(text: str) -> Late:
     try:
         process, step, seconds = text.split(":")
-        return Late(int(process), int(step), float(seconds))
+        late = Late(int(process), int(step), float(seconds))
     except ValueError:
         raise UserError(f"--late={text} is not PROCESS:STEP:SECONDS, such as 3:30:5") from None
+    if not 0 <= late.seconds < math.inf:
+        raise UserError(f"--late={text}: {seconds} is no time to be late by, give seconds from 0")
+    return late
 
 
 def _work(config: TrainConfig, workdir: Path, flags: Any, late: Sequence[Late]) -> int:
@@ -118,7 +145,11 @@ def _work(config: TrainConfig, workdir: Path, flags: Any, late: Sequence[Late]) 
 def _launch(arguments: Sequence[str], number: int, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     port = 61440 + os.getpid() % 4096
-    shared = os.environ | {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(number)}
+    shared = os.environ | {
+        "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS") or "cpu",
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+        "JAX_NUM_PROCESSES": str(number),
+    }
     running = []
     try:
         for process in range(number):
@@ -126,13 +157,15 @@ def _launch(arguments: Sequence[str], number: int, folder: Path) -> None:
                 running.append(
                     subprocess.Popen(
                         [sys.executable, "-m", "noloco_jax.lateness", *arguments],
-                        env=shared | {"JAX_PROCESS_ID": str(process)},
+                        env=shared | {"JAX_PROCESS_ID": str(process), "JAX_LOCAL_DEVICE_IDS": str(process)},
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
                     )
                 )
-        while any(process.poll() is None for process in running):
+        unfinished = True
+        while unfinished:
+            unfinished = any(process.poll() is None for process in running)
             failed = [i for i, process in enumerate(running) if process.poll()]
             if failed:
                 log = folder / f"log.{failed[0]}.txt"

@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out, seed, chosen = args.pop("out"), args.pop("seed"), args.pop("only")
     setting = Setting(**args)
     setting.check()
+    if seed < 0:
+        raise UserError(f"--seed={seed} is below 0: raise it")
     chosen = _sections(chosen)
     if out:
         _claim(out, [REPORT, *(name for section in chosen for name in _PICTURES[section])])

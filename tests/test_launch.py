@@ -46,6 +46,60 @@ def test_local_processes_know_their_place():
     assert sorted(lines) == ["[0] 127.0.0.1:12345 2 0", "[1] 127.0.0.1:12345 2 1"]
 
 
+def with_gpus(folder: Path, number: int) -> dict[str, str]:
+    """The variables of a machine with so many GPUs, as far as local.sh looks, on which JAX may use them."""
+    tool = folder / "nvidia-smi"
+    lines = "".join(f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{i}e-1)\\n" for i in range(number))
+    tool.write_text(f"""#!/bin/sh\n[ "$*" = --list-gpus ] && printf '{lines}'\n""")
+    tool.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "JAX_PLATFORMS": ""}
+
+
+PRINT_GPUS = "print(os.environ.get('JAX_LOCAL_DEVICE_IDS', 'all'))"
+
+
+def test_local_processes_take_a_gpu_each(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    status, lines = result(local(3, PRINT_GPUS, **with_gpus(tmp_path, 3)))
+    assert (status, sorted(lines)) == (0, ["[0] 0", "[1] 1", "[2] 2"])
+
+
+def test_one_local_process_takes_all_gpus(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert result(local(1, PRINT_GPUS, **with_gpus(tmp_path, 2))) == (0, ["[0] all"])
+
+
+def test_more_local_processes_than_gpus_are_refused_before_any_starts(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    status, [line] = result(local(3, PRINT_GPUS, **with_gpus(tmp_path, 2)))
+    assert status == 2
+    assert line.startswith("error: 3 processes want a GPU each and there are 2: ")
+    assert "JAX_PLATFORMS=cpu" in line
+
+
+def test_more_local_processes_than_gpus_run_on_the_cpu(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    status, lines = result(local(2, PRINT_GPUS, **with_gpus(tmp_path, 1) | {"JAX_PLATFORMS": "cpu"}))
+    assert (status, sorted(lines)) == (0, ["[0] all", "[1] all"])
+
+
+@pytest.mark.parametrize("visible", ["2,3", "GPU-2e-1,GPU-3e-1"])
+def test_local_processes_share_out_the_visible_gpus_alone(visible, tmp_path):
+    """JAX counts from the first visible one."""
+    variables = with_gpus(tmp_path, 4) | {"CUDA_VISIBLE_DEVICES": visible}
+    status, lines = result(local(2, PRINT_GPUS, **variables))
+    assert (status, sorted(lines)) == (0, ["[0] 0", "[1] 1"])
+    status, [line] = result(local(3, PRINT_GPUS, **variables))
+    assert status == 2
+    assert "3 processes want a GPU each and there are 2: " in line
+
+
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_local_processes_start_where_no_gpu_is_visible(visible, tmp_path):
+    status, lines = result(local(2, PRINT_GPUS, **with_gpus(tmp_path, 1), CUDA_VISIBLE_DEVICES=visible))
+    assert (status, sorted(lines)) == (0, ["[0] all", "[1] all"])
+
+
 def test_one_failing_local_process_ends_all_with_its_status():
     start = time.monotonic()
     status, lines = result(local(3, "sys.exit(7) if i == 1 else time.sleep(50)"))

@@ -63,6 +63,7 @@ def test_the_report_and_every_picture_are_written_and_never_overwritten(tmp_path
         (["--bytes-per-param=nan"], "--bytes-per-param=nan"),
         (["--step-spread=-1"], "--step-spread=-1.0"),
         (["--all-reduce=star"], "--all-reduce=star: choose one of"),
+        (["--seed=-1"], "--seed=-1 is below 0"),
         (["--only=cost,magic"], "no section 'magic'"),
         (["--replica=4"], "unrecognized arguments: --replica=4"),
         (["--replicas=1000000", "--step-spread=1"], "--replicas=1000000 times --sync-every=50"),
