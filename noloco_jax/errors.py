@@ -7,12 +7,20 @@ from collections.abc import Callable
 class UserError(Exception):
     """Wrong input: the message is one line that names the thing and says what to do."""
 
+    exit_status = 2
+
+
+class StartError(UserError):
+    """A run's processes did not come together: the input may be right, and the same command do once they all come."""
+
+    exit_status = 1
+
 
 def main_with_errors(main: Callable[[], int | None]) -> None:
-    """Runs a command's `main` and exits with its status; a `UserError` prints one line to stderr and exits with 2."""
+    """Runs a command's `main` and exits with its status, or with a `UserError`'s, after one line of it to stderr."""
     try:
         status = main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        status = 2
+        status = error.exit_status
     sys.exit(status or 0)

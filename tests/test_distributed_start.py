@@ -1,14 +1,18 @@
 """Where a process stands by its flags or environment, and the roll call of a run's processes."""
 
+import contextlib
+import json
 import socket
 import threading
 import time
 from argparse import ArgumentParser
+from collections.abc import Callable
 
 import pytest
 from processes import free_port
 
-from noloco_jax.errors import UserError
+from noloco_jax.errors import StartError, UserError, main_with_errors
+from noloco_jax.parallel import rollcall
 from noloco_jax.parallel.distributed import Place, define_flags, find_place
 from noloco_jax.parallel.rollcall import Card, call_the_roll
 
@@ -88,23 +92,35 @@ def test_an_incomplete_place_is_refused(arguments, message):
         place(arguments)
 
 
-def roll_call(cards: list[Card], timeout: float, expected: int | None = None) -> list[str | None]:
-    """What each process, given by its card, is told: None if all is well."""
-    coordinator = f"127.0.0.1:{free_port()}"
-    verdicts: list[str | None] = [None] * len(cards)
+def roll_call(
+    cards: list[Card], timeout: float, expected: int | None = None, visit: Callable[[int], None] = lambda port: None
+) -> list[UserError | None]:
+    """What each process, given by its card, is told: None if all is well. `visit` comes to the first one's port."""
+    port = free_port()
+    verdicts: list[UserError | None] = [None] * len(cards)
 
     def answer(position: int, card: Card) -> None:
         try:
-            call_the_roll(coordinator, expected or len(cards), card, timeout)
+            call_the_roll(f"127.0.0.1:{port}", expected or len(cards), card, timeout)
         except UserError as error:
-            verdicts[position] = str(error)
+            verdicts[position] = error
 
     threads = [threading.Thread(target=answer, args=item) for item in enumerate(cards)]
-    for thread in threads:
+    threads[0].start()
+    visit(port)
+    for thread in threads[1:]:
         thread.start()
     for thread in threads:
         thread.join()
     return verdicts
+
+
+def connect(port: int) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=5)
+        except ConnectionRefusedError:
+            time.sleep(0.01)
 
 
 def cards(number: int, **same) -> list[Card]:
@@ -120,14 +136,12 @@ def test_a_missing_process_is_named_to_all_that_came():
     verdicts = roll_call([cards(4)[0], cards(4)[2]], timeout=1, expected=4)
     assert time.monotonic() - start < 15
     for verdict in verdicts:
-        assert verdict is not None
-        assert "process 1, 3 of 4 did not come within 1 s (there are 0 on host0, 2 on host2)" in verdict
+        assert "process 1, 3 of 4 did not come within 1 s (there are 0 on host0, 2 on host2)" in str(verdict)
 
 
 def test_a_missing_coordinator_is_named():
     [verdict] = roll_call([cards(2)[1]], timeout=0.5, expected=2)
-    assert verdict is not None
-    assert "process 0 did not answer at 127.0.0.1:" in verdict
+    assert "process 0 did not answer at 127.0.0.1:" in str(verdict)
 
 
 @pytest.mark.parametrize(("name", "value"), [("jax", "0.12.0"), ("config.seed", 1), ("config.new", 5)])
@@ -135,32 +149,68 @@ def test_a_process_that_differs_is_named_to_all(name, value):
     three = cards(3)
     three[2] = three[2]._replace(same={**three[2].same, name: value})
     verdicts = roll_call(three, timeout=5)
-    assert verdicts[0] is not None
-    assert f"process 2 on host2 has {name}={value!r}, process 0 on host0 has" in verdicts[0]
-    assert verdicts[2] == verdicts[0]
+    assert f"process 2 on host2 has {name}={value!r}, process 0 on host0 has" in str(verdicts[0])
+    assert str(verdicts[2]) == str(verdicts[0])
 
 
-def test_two_processes_with_one_number_are_named():
-    verdicts = roll_call([*cards(2), cards(2)[1]._replace(host="other")], timeout=2, expected=3)
-    assert any(v is not None and "two processes" in v and "--process_id=1" in v for v in verdicts)
+def test_two_processes_with_one_number_are_named_to_all():
+    verdicts = roll_call([*cards(2), cards(2)[1]._replace(host="other")], timeout=5, expected=3)
+    for verdict in verdicts:
+        assert "two processes, on " in str(verdict)
+        assert "have --process_id=1" in str(verdict)
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "silent"])
+def test_a_process_takes_the_place_of_one_that_is_gone(ended, monkeypatch):
+    """It came and ended, or its machine is lost: then the connection stays, and nobody answers."""
+    monkeypatch.setattr(rollcall, "_ANSWER_SECONDS", 1.0)
+    connections = contextlib.ExitStack()
+
+    def come_and_go(port: int) -> None:
+        connection = connections.enter_context(connect(port))
+        connection.sendall(json.dumps(cards(3)[1]).encode() + b"\n")
+        if ended:
+            connection.close()
+
+    with connections:
+        verdicts = roll_call([cards(3)[0], cards(3)[1]._replace(host="new")], 3, expected=3, visit=come_and_go)
+    for verdict in verdicts:
+        assert "process 2 of 3 did not come within 3 s (there are 0 on host0, 1 on new)" in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("came", "status"),
+    [
+        ([cards(3)[0], cards(3)[2]], 1),
+        ([cards(3)[1]], 1),
+        ([cards(3)[0], cards(3, jax="0.12.0")[1]], 2),
+        ([*cards(2), cards(2)[1]], 2),
+    ],
+    ids=["one missing", "no coordinator", "one different", "one twice"],
+)
+def test_only_a_mistake_has_the_status_with_which_launchers_give_up(came, status):
+    assert [verdict and verdict.exit_status for verdict in roll_call(came, 2, expected=3)] == [status] * len(came)
+
+
+def test_a_command_exits_with_the_status_of_its_error(capsys):
+    def main() -> int:
+        raise StartError("process 1 did not come")
+
+    with pytest.raises(SystemExit) as exit:
+        main_with_errors(main)
+    assert exit.value.code == StartError.exit_status == 1
+    assert capsys.readouterr().err == "error: process 1 did not come\n"
 
 
 def test_a_port_in_use_is_named():
-    refused = pytest.raises(UserError, match="process 0 on host0 cannot listen on port")
+    refused = pytest.raises(StartError, match="process 0 on host0 cannot listen on port")
     with socket.create_server(("", 0)) as taken, refused:
         call_the_roll(f"127.0.0.1:{taken.getsockname()[1]}", 2, cards(2)[0], 1)
 
 
 def test_a_stranger_at_the_port_is_ignored():
-    coordinator = f"127.0.0.1:{free_port()}"
-    first = threading.Thread(target=call_the_roll, args=(coordinator, 2, cards(2)[0], 20))
-    first.start()
-    while True:
-        try:
-            with socket.create_connection(("127.0.0.1", int(coordinator.rpartition(":")[2])), timeout=5) as stranger:
-                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            break
-        except ConnectionRefusedError:
-            time.sleep(0.01)
-    call_the_roll(coordinator, 2, cards(2)[1], 20)
-    first.join()
+    def stranger(port: int) -> None:
+        with connect(port) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+
+    assert roll_call(cards(2), 20, visit=stranger) == [None] * 2

@@ -9,16 +9,19 @@ import pytest
 
 pytestmark = pytest.mark.timeout(900)
 
+# Processes agree to stop within a second or two of a SIGTERM, in which a fast machine takes many steps.
+LONG = "--config.num_steps=60"
+
 
 @pytest.fixture(scope="module")
 def alone(config) -> Path:
     """The run in one process, all replicas on one device."""
-    return processes.trained(config, "alone", "--config.mesh.replica=1")
+    return processes.trained(config, "alone", "--config.mesh.replica=1", LONG)
 
 
 def test_replicas_over_processes_train_as_in_one(config, alone):
     workdir = config.parent / "two"
-    results = processes.run(config, workdir, number=2)
+    results = processes.run(config, workdir, LONG, number=2)
     assert [status for status, _ in results] == [0, 0], processes.report(results)
     processes.assert_same_training(workdir, alone)
     assert "validation" in results[0][1]
@@ -32,7 +35,7 @@ def test_a_run_goes_on_with_other_processes_and_meshes(config, alone):
     sharded = ("--config.mesh.replica=2", "--config.mesh.fsdp=2")
     step = 0
     for number, arguments, victim in ((4, sharded, 3), (2, (), 1)):
-        run = processes.start(config, workdir, *arguments, number=number)
+        run = processes.start(config, workdir, LONG, *arguments, number=number)
         processes.wait_until(processes.reached(workdir, step + 3), run)
         run[victim].send_signal(signal.SIGTERM)
         results = processes.finish(run)
@@ -41,7 +44,7 @@ def test_a_run_goes_on_with_other_processes_and_meshes(config, alone):
         saved = [int(path.name) for path in (workdir / "checkpoints").iterdir()]
         assert max(saved) >= step + 3
         step = max(saved)
-    [(status, output)] = processes.run(config, workdir)
+    [(status, output)] = processes.run(config, workdir, LONG)
     assert status == 0, output
     assert f"going on from the checkpoint of step {step}" in output
     processes.assert_same_training(workdir, alone)
@@ -80,5 +83,5 @@ def test_a_process_with_another_config_is_named_by_all(config):
 def test_a_missing_process_is_named_within_the_given_time(config):
     place = (f"--coordinator=127.0.0.1:{processes.free_port()}", "--num_processes=2", "--process_id=0")
     [(status, output)] = processes.run(config, config.parent / "lonely", *place, "--start_timeout=2")
-    assert status == 2
+    assert status == 1
     assert "error: process 1 of 2 did not come within 2 s" in output

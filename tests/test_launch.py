@@ -1,5 +1,6 @@
 """The launchers: several processes on this machine, Slurm, Kubernetes, and the XLA flags that they set."""
 
+import math
 import os
 import re
 import signal
@@ -12,6 +13,10 @@ import kubernetes_validate
 import processes
 import pytest
 import yaml
+
+from noloco_jax.config import from_dict
+from noloco_jax.config_flags import load_config
+from noloco_jax.parallel.mesh import mesh_shape
 
 LAUNCH = processes.ROOT / "launch"
 
@@ -228,6 +233,21 @@ def test_kubernetes_and_slurm_start_again_what_was_preempted():
     assert actions == {2: "FailJob", 75: "Ignore"}
     script = (LAUNCH / "slurm.sbatch").read_text()
     assert re.search(r'-eq 75 \]; then\n.*\n +scontrol requeue "\$SLURM_JOB_ID"', script)
+
+
+def test_the_examples_leave_no_gpu_idle():
+    job = kubernetes()[1]["spec"]
+    [container] = job["template"]["spec"]["containers"]
+    gpus = job["completions"] * container["resources"]["limits"]["nvidia.com/gpu"]
+    commands = [(" ".join(container["command"]), gpus)]
+    script = (LAUNCH / "slurm.sbatch").read_text().replace("\\\n#", "")
+    for nodes, gpus, arguments in re.findall(r"--nodes=(\d+) .*--gpus-per-node=(\d+) (.*)", script):
+        commands.append((arguments, int(nodes) * int(gpus)))
+    assert len(commands) == 3
+    for command, gpus in commands:
+        [path] = re.findall(r"--config=(\S+)", command)
+        config = from_dict(load_config(str(processes.ROOT / path), re.findall(r"--config\.\S+", command)))
+        assert math.prod(mesh_shape(config, gpus).values()) == gpus
 
 
 def test_launchers_name_files_that_are_there():

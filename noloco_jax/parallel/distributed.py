@@ -167,7 +167,9 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
         if alarm is not None:
             alarm.silence()
         sys.stdout.flush()
+        status = 130 if isinstance(error, KeyboardInterrupt) else 1
         if isinstance(error, UserError):
+            status = error.exit_status
             line = f"{error} (process {place.process_id} on {socket.gethostname()})"
             if alarm is not None:
                 alarm.ring(line)
@@ -175,7 +177,7 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
         elif not isinstance(error, KeyboardInterrupt):
             traceback.print_exc()
         sys.stderr.flush()
-        os._exit(2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1)
+        os._exit(status)
 
 
 def gather(value: PyTree) -> list[PyTree]:

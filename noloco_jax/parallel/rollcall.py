@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from noloco_jax.errors import UserError
+from noloco_jax.errors import StartError, UserError
 
 _RETRY_SECONDS = 0.2
 _ANSWER_SECONDS = 10.0  # for a message between two processes that are there
@@ -32,6 +32,18 @@ class Card(NamedTuple):
     same: Mapping[str, Any]
 
 
+class Verdict(NamedTuple):
+    """What process 0 tells all that came.
+
+    Attributes:
+      error: what is wrong; empty if nothing is.
+      apart: whether it is only that they did not come together, so that starting them again may do.
+    """
+
+    error: str = ""
+    apart: bool = False
+
+
 def call_the_roll(coordinator: str, num_processes: int, card: Card, timeout: float) -> None:
     """Returns once every process has shown its card to process 0 and all are alike.
 
@@ -42,39 +54,44 @@ def call_the_roll(coordinator: str, num_processes: int, card: Card, timeout: flo
       timeout: seconds, from now, within which all have to come.
 
     Raises:
-      UserError: on every process that came, if one did not, or differs; it names process and host.
+      StartError: on every process that came, if one did not; it names process and hosts.
+      UserError: on every process that came, if one differs, or is there twice; it names process and host.
     """
     host, _, port = coordinator.rpartition(":")
     card = card._replace(same=json.loads(json.dumps(card.same)))  # as the others will see it
     if card.process_id == 0:
-        error = _gather(int(port), num_processes, card, timeout)
+        verdict = _gather(int(port), num_processes, card, timeout)
     else:
-        error = _answer(host.strip("[]"), int(port), card, timeout)
-    if error:
-        raise UserError(error)
+        verdict = _answer(host.strip("[]"), int(port), card, timeout)
+    if verdict.error:
+        raise (StartError if verdict.apart else UserError)(verdict.error)
 
 
-def _answer(host: str, port: int, card: Card, timeout: float) -> str:
+def _answer(host: str, port: int, card: Card, timeout: float) -> Verdict:
     """Shows the card to process 0, as soon as it listens, and returns its verdict."""
     reason: Exception | None = None
     deadline = time.monotonic() + timeout
     while (left := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection((host, port), timeout=left) as connection:
+            with (
+                socket.create_connection((host, port), timeout=left) as connection,
+                connection.makefile("rb") as lines,
+            ):
                 # Process 0 may have started just now, and wait for somebody else all its time.
                 connection.settimeout(timeout + _ANSWER_SECONDS)
                 connection.sendall(json.dumps(card).encode() + b"\n")
-                return json.loads(connection.makefile("rb").readline())
-        except (OSError, ValueError) as error:  # not there yet, or another program's port
+                while (line := lines.readline()) == b"\n":  # see _waits
+                    connection.sendall(line)
+                return Verdict(*json.loads(line))
+        except (OSError, ValueError, TypeError) as error:  # not there yet, or another program's port
             reason = error
             time.sleep(_RETRY_SECONDS)
-    return (
-        f"process 0 did not answer at {host}:{port} within {timeout:g} s ({reason}): start it, or correct --coordinator"
-    )
+    absent = f"process 0 did not answer at {host}:{port} within {timeout:g} s ({reason})"
+    return Verdict(f"{absent}: start it, or correct --coordinator", apart=True)
 
 
-def _gather(port: int, num_processes: int, mine: Card, timeout: float) -> str:
-    """Collects the others' cards and tells all of them the verdict, which is empty if nothing is wrong."""
+def _gather(port: int, num_processes: int, mine: Card, timeout: float) -> Verdict:
+    """Collects the others' cards and tells all of them the verdict."""
     dual = socket.has_dualstack_ipv6()
     try:
         listener = socket.create_server(
@@ -84,25 +101,30 @@ def _gather(port: int, num_processes: int, mine: Card, timeout: float) -> str:
             dualstack_ipv6=dual,
         )
     except OSError as error:
-        return f"process 0 on {mine.host} cannot listen on port {port} ({error.strerror}): give a free one"
+        busy = f"process 0 on {mine.host} cannot listen on port {port} ({error.strerror})"
+        return Verdict(f"{busy}: give a free one", apart=True)
     deadline = time.monotonic() + timeout
-    cards, connections, verdict = {0: mine}, [], ""
+    cards, waiting, connections, verdict = {0: mine}, {}, [], Verdict()
     with listener, contextlib.ExitStack() as stack:
-        while not verdict and len(cards) < num_processes:
+        while not verdict.error and len(cards) < num_processes:
             listener.settimeout(max(deadline - time.monotonic(), 1e-3))
             try:
                 connection = stack.enter_context(listener.accept()[0])
             except TimeoutError:
-                verdict = _missing(cards, num_processes, timeout)
+                verdict = Verdict(_missing(cards, num_processes, timeout), apart=True)
                 break
             try:
                 connection.settimeout(_ANSWER_SECONDS)
                 other = Card(*json.loads(connection.makefile("rb").readline()))
-                verdict = _difference(mine, other) or _twice(cards, other)
+                former = waiting.get(other.process_id)
+                if former is not None and not _waits(former):  # an evicted pod, say, and this is its replacement
+                    former.close()
+                    cards.pop(other.process_id, None)
+                verdict = Verdict(_difference(mine, other) or _twice(cards, other))
             except (OSError, ValueError, TypeError, AttributeError):
                 continue  # no process of ours, or one that went away: it will come again, or be missing
             connections.append(connection)
-            cards[other.process_id] = other
+            cards[other.process_id], waiting[other.process_id] = other, connection
         for connection in connections:
             with contextlib.suppress(OSError):
                 connection.sendall(json.dumps(verdict).encode() + b"\n")
@@ -111,6 +133,14 @@ def _gather(port: int, num_processes: int, mine: Card, timeout: float) -> str:
             with contextlib.suppress(OSError):
                 connection.recv(1)
     return verdict
+
+
+def _waits(connection: socket.socket) -> bool:
+    """Whether a process that has shown its card is still there: it sends back an empty line."""
+    with contextlib.suppress(OSError):
+        connection.sendall(b"\n")
+        return connection.recv(1) == b"\n"
+    return False
 
 
 def _missing(cards: Mapping[int, Card], num_processes: int, timeout: float) -> str:
