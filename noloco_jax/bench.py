@@ -36,6 +36,7 @@ from noloco_jax.config_flags import parse_args, split_overrides
 from noloco_jax.console import make_console
 from noloco_jax.errors import UserError, main_with_errors
 from noloco_jax.parallel.cpu import keep_freed_memory, use_cpu_cores
+from noloco_jax.parallel.gpu import use_gpu_memory
 
 _FAILED, _REFUSED = 1, 2
 
@@ -109,6 +110,7 @@ def _check(flags: argparse.Namespace) -> None:
 def _work(config: TrainConfig, flags: argparse.Namespace) -> int:
     """Measures in this process; the result, or why there is none, goes to the file that was asked for."""
     keep_freed_memory()
+    use_gpu_memory()
     use_cpu_cores(config)
     options = Options(flags.steps, flags.data_seconds, flags.compile_only, flags.profile)
     try:

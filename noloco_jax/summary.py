@@ -13,6 +13,7 @@ from rich.console import Console
 from noloco_jax.config import TrainConfig
 from noloco_jax.console import results_table
 from noloco_jax.data import Tokenizer
+from noloco_jax.errors import UserError
 from noloco_jax.model.decode import generate
 from noloco_jax.model.llama import num_params
 from noloco_jax.parallel.programs import Programs
@@ -27,10 +28,11 @@ def banner_rows(config: TrainConfig, programs: Programs) -> list[tuple[str, obje
     tokens = config.num_replicas * config.data.batch_size * config.data.sequence_length
     state, activations = memory_estimate(config, programs)
     versions = " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax", "optax"))
-    device = programs.mesh.devices.flat[0]
+    device, size = programs.mesh.devices.flat[0], programs.mesh.size
+    devices = f"{size}" if size == jax.device_count() else f"{size} of {jax.device_count()}"
     return [
         ("versions", f"Python {platform.python_version()}, {versions}"),
-        ("devices", f"{programs.mesh.size} x {device.device_kind}, {jax.process_count()} process(es)"),
+        ("devices", f"{devices} x {device.device_kind}, {jax.process_count()} process(es)"),
         ("mode", _mode(config, programs)),
         ("method", _method(config)),
         ("parameters", f"{_si(total)} a replica, {_si(without_embeddings)} without embedding and head"),
@@ -101,6 +103,23 @@ def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
     return held, (tokens * kept_a_token // shape["stage"] + logits) // shape["fsdp"] // shape["tensor"]
 
 
+def sample_prompt(config: TrainConfig, tokenizer: Tokenizer) -> list[int]:
+    """The tokens that the sample of the end begins with.
+
+    Raises:
+      UserError: if there are none.
+    """
+    prompt = [int(i) for i in tokenizer.encode(config.sample_prompt)]
+    if config.data.add_bos and tokenizer.bos_id is not None:
+        prompt = [tokenizer.bos_id, *prompt]
+    if not prompt:
+        raise UserError(
+            f"sample_tokens={config.sample_tokens} and sample_prompt={config.sample_prompt!r} is no token, and no BOS "
+            "precedes it: give a prompt, or sample_tokens=0"
+        )
+    return prompt
+
+
 def sample_text(config: TrainConfig, tokenizer: Tokenizer, params: PyTree) -> str:
     """What a model writes after the config's prompt.
 
@@ -109,13 +128,10 @@ def sample_text(config: TrainConfig, tokenizer: Tokenizer, params: PyTree) -> st
       tokenizer: of the run.
       params: of one model, no replica axis.
     """
-    prompt = list(tokenizer.encode(config.sample_prompt))
-    if config.data.add_bos and tokenizer.bos_id is not None:
-        prompt = [tokenizer.bos_id, *prompt]
     ids = generate(
         config.model,
         params,
-        np.asarray([prompt], np.int32),
+        np.asarray([sample_prompt(config, tokenizer)], np.int32),
         max_new_tokens=config.sample_tokens,
         temperature=0.7,
         key=jax.random.key(config.seed),

@@ -28,19 +28,21 @@ from noloco_jax.parallel.ahead import compile_ahead
 from noloco_jax.parallel.cpu import keep_freed_memory, use_cpu_cores
 from noloco_jax.parallel.distributed import define_flags, find_place, joined
 from noloco_jax.parallel.feed import Feed, local_replicas
+from noloco_jax.parallel.gpu import use_gpu_memory
 from noloco_jax.parallel.mesh import make_mesh
 from noloco_jax.parallel.offload import offload, park
 from noloco_jax.parallel.optimizers import learning_rates, run_pairing
 from noloco_jax.parallel.programs import Programs, StepMetrics, TrainState, build_programs
 from noloco_jax.parallel.stages import uncut
 from noloco_jax.stopping import Stop
-from noloco_jax.summary import banner_rows, bytes_sent, sample_text, show_results
+from noloco_jax.summary import banner_rows, bytes_sent, sample_prompt, sample_text, show_results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and trains; returns the exit status."""
     config, flags = parse_args(argv, __doc__ or "", _define_flags, prog="python -m noloco_jax.train")
     keep_freed_memory()
+    use_gpu_memory()
     place = find_place(flags, os.environ)
     with joined(place, to_dict(config), flags.start_timeout):
         use_cpu_cores(config, 1 if place is None else place.num_processes)
@@ -69,7 +71,7 @@ def train(
     Args:
       config: the run.
       workdir: its folder, the same one for all processes.
-      dry_run: stop after the banner.
+      dry_run: check everything, and stop before anything is compiled or written.
       wandb_project: also log there.
       before_step: called with the number of every step before it is dispatched.
 
@@ -82,14 +84,11 @@ def train(
     tokenizer = _load_tokenizer(config)
     programs = build_programs(config, make_mesh(config, jax.devices()))
     banner(banner_rows(config, programs), console)
-    if dry_run:
-        return 0
-
-    with Stop() as stop, Checkpointer(workdir, config) as checkpoints:
+    with Stop() as stop, Checkpointer(workdir, config, read_only=dry_run) as checkpoints:
         start = checkpoints.latest_step()
         if start is not None:
             elastic.check_elastic(config, checkpoints.layout(start))
-        if start is not None and start >= config.num_steps:
+        if start is not None and start >= config.num_steps and not dry_run:
             if jax.process_index() == 0:
                 _show_complete(console, workdir, start)
             return 0
@@ -98,11 +97,11 @@ def train(
         )
         feed = _make_feed(config, tokenizer, programs)
         given = load_params(config.init_from, config.model) if config.init_from and start is None else None
+        if dry_run:
+            return 0
 
         started = time.perf_counter()
         programs = compile_ahead(programs)
-        if config.outer.offload:
-            programs = offload(programs)
         console.print(f"compiled in {time.perf_counter() - started:.1f} s")
         if given is not None:
             state = programs.adopt(given)
@@ -113,6 +112,7 @@ def train(
             feed.set_state(dict(enumerate(positions)))
             console.print(f"going on from the checkpoint of step {start}" + (f"; {changed}" if changed else ""))
         if config.outer.offload:
+            programs = offload(programs)
             state = park(programs, state)
         process = jax.process_index()
         if process == 0:
@@ -146,6 +146,8 @@ def _load_tokenizer(config: TrainConfig) -> Tokenizer | None:
         return None
     tokenizer = load_tokenizer(config.data.tokenizer)
     check_vocabulary(tokenizer, config.model.vocab_size)
+    if config.sample_tokens:
+        sample_prompt(config, tokenizer)
     return tokenizer
 
 
@@ -176,7 +178,8 @@ def _make_feed(config: TrainConfig, tokenizer: Tokenizer | None, programs: Progr
 
 def _show_complete(console: Console, workdir: Path, steps: int) -> None:
     evaluations = [line for line in read_metrics(workdir) if line["kind"] == "eval"]
-    show_results(console, workdir, evaluations[-1], sample=None)
+    if evaluations:  # num_steps may have been lowered to before the first
+        show_results(console, workdir, evaluations[-1], sample=None)
     console.print(
         f"the run is complete ({steps} steps): raise num_steps to go on, or start afresh with another --workdir "
         f"(or delete {workdir})"

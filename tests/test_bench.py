@@ -96,6 +96,26 @@ def test_memory_is_the_programs_and_the_state_beside_them(result):
     assert inner["arguments"] >= replicas * 12 * PARAMETERS + batch
 
 
+def test_an_offloaded_outer_state_is_not_beside_the_inner_step(result):
+    held = measure(small(outer=SMALL["outer"] | {"offload": True}), replace(QUICK, compile_only=True))
+    programs, on_device = held["program_memory_bytes"], result["program_memory_bytes"]
+    assert programs == on_device | {"inner_step": on_device["inner_step"] | {"beside": 0}}
+
+
+def test_an_offloaded_outer_state_is_timed_from_the_host(monkeypatch):
+    config = small(outer=SMALL["outer"] | {"offload": True})
+    kinds = []
+    transfer = jax.device_put
+
+    def recorded(x, *arguments, **options):
+        kinds.extend(leaf.sharding.memory_kind for leaf in jax.tree.leaves(x) if isinstance(leaf, jax.Array))
+        return transfer(x, *arguments, **options)
+
+    monkeypatch.setattr(jax, "device_put", recorded)
+    measure(config, QUICK)
+    assert "pinned_host" in kinds
+
+
 def test_methods_without_outer_steps_have_no_figures_of_them(ddp_result):
     assert ddp_result["outer_step_seconds"] is None and ddp_result["outer_share"] is None
     assert ddp_result["pairings"] is None
@@ -125,6 +145,22 @@ def test_compiling_only_allocates_nothing_and_counts_the_pairings(monkeypatch):
     assert result["pairings"] == 7
     assert result["peak_memory_bytes"] > 0
     assert "step_seconds" not in result
+
+
+def test_no_outer_step_is_timed_in_which_partners_meet_for_the_first_time():
+    taken: list[int] = []
+
+    class Runner:
+        def inner(self):
+            return None
+
+        def outer(self, round):
+            taken.append(round)
+            return len(taken)
+
+    timed = [taken[int(number) - 1] for number in timing.outer_times(Runner())]  # pyright: ignore[reportArgumentType]
+    assert len(set(timed)) == len(timed) == 5
+    assert set(timed) <= set(taken[: -len(timed)])
 
 
 def test_a_step_is_timed_from_end_to_end_with_one_dispatched_ahead(monkeypatch):

@@ -43,6 +43,32 @@ def test_the_checkpoint_of_another_run_is_refused(config, trained, arguments, me
     assert message in refusal(config, trained, "--config.num_steps=24", *arguments)
 
 
+def test_a_dry_run_refuses_the_checkpoint_of_another_run(config, trained):
+    line = refusal(config, trained, "--dry_run", "--config.model.num_layers=3")
+    assert "model.num_layers=2, the config has 3: give the config of that run" in line
+
+
+def test_a_dry_run_writes_nothing(config, tmp_path):
+    [(status, output)] = processes.run(config, tmp_path / "workdir", "--dry_run")
+    assert status == 0, output
+    assert not (tmp_path / "workdir").exists()
+
+
+def test_a_sample_that_would_begin_with_no_token_is_refused(config, tmp_path):
+    line = refusal(config, tmp_path, "--config.sample_tokens=5", "--config.data.add_bos=False")
+    assert "sample_prompt='' is no token" in line
+
+
+def test_a_run_that_is_to_end_before_its_first_evaluation_is_complete(config, trained, tmp_path):
+    workdir = tmp_path / "stopped"
+    shutil.copytree(trained, workdir)
+    lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (workdir / "metrics.jsonl").write_text("".join(line for line in lines if '"kind": "eval"' not in line))
+    [(status, output)] = processes.run(config, workdir, "--config.num_steps=6")
+    assert status == 0, output
+    assert "the run is complete (8 steps)" in output
+
+
 @pytest.mark.parametrize("item", ["state", "data", "run"])
 def test_a_checkpoint_that_lacks_a_part_is_refused(config, trained, tmp_path, item):
     workdir = tmp_path / "torn"

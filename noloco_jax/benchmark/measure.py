@@ -16,6 +16,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.metrics import mfu, model_flops_per_token
 from noloco_jax.parallel.ahead import compile_ahead
 from noloco_jax.parallel.mesh import make_mesh
+from noloco_jax.parallel.offload import offload
 from noloco_jax.parallel.optimizers import run_pairing
 from noloco_jax.parallel.programs import Programs, build_programs
 from noloco_jax.summary import bytes_sent
@@ -53,7 +54,8 @@ def measure(config: TrainConfig, options: Options) -> Result:
     jax.config.update("jax_enable_compilation_cache", False)
     devices = jax.devices()
     programs, compile_seconds = _compile(build_programs(config, make_mesh(config, devices)))
-    memory = program_memory(programs)
+    at_rest = offload(programs) if config.outer.offload else programs
+    memory = program_memory(programs, at_rest.state)
     result: Result = {
         "python": platform.python_version(),
         "jax": jax.__version__,
@@ -66,7 +68,7 @@ def measure(config: TrainConfig, options: Options) -> Result:
         "peak_memory_bytes": compiled_peak(memory),
         "peak_memory_from": "the compiled programs",
     }
-    return result if options.compile_only else result | _run(config, programs, options)
+    return result if options.compile_only else result | _run(config, at_rest, options)
 
 
 def _compile(programs: Programs) -> tuple[Programs, dict[str, float]]:

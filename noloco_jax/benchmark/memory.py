@@ -5,12 +5,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from noloco_jax.parallel.programs import Programs
+from noloco_jax.parallel.programs import Programs, TrainState
 
 PyTree = Any
 
 
-def program_memory(programs: Programs) -> dict[str, dict[str, int]]:
+def program_memory(programs: Programs, state: TrainState) -> dict[str, dict[str, int]]:
     """Bytes on one device while the inner or the outer program runs, from what the compiler says of the two.
 
     `total` is arguments + outputs − aliased (an argument that is donated becomes an output in its place) + temporaries;
@@ -18,8 +18,9 @@ def program_memory(programs: Programs) -> dict[str, dict[str, int]]:
 
     Args:
       programs: compiled.
+      state: shapes and shardings of the state as it lies between steps.
     """
-    beside = {"inner_step": programs.state.outer, "outer_step": programs.state.inner}
+    beside = {"inner_step": state.outer, "outer_step": state.inner}
     return {
         name: _analysis(program) | {"beside": _on_device(beside[name])}
         for name in beside

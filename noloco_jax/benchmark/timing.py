@@ -11,6 +11,7 @@ import numpy as np
 
 from noloco_jax.config import TrainConfig
 from noloco_jax.parallel.feed import Feed, local_replicas
+from noloco_jax.parallel.offload import park
 from noloco_jax.parallel.programs import Programs
 
 _WARMUP = 3
@@ -51,7 +52,7 @@ class Runner:
     def __init__(self, config: TrainConfig, programs: Programs):
         self._config, self._programs = config, programs
         self._feed = Feed({i: RandomStream(config, i) for i in local_replicas(programs.batch)}, programs.batch)
-        self._params, self._inner, self._outer = programs.init(jax.random.key(config.seed))
+        self._params, self._inner, self._outer = park(programs, programs.init(jax.random.key(config.seed)))
         self._steps = 0
 
     def inner(self) -> Any:
@@ -91,12 +92,15 @@ def _one_ahead(runner: Runner, steps: int) -> Iterator[Any]:
 
 
 def outer_times(runner: Runner) -> list[float]:
-    """Seconds of some outer steps, each after an inner step and of another round."""
+    """Seconds of some outer steps, each after an inner step and of another round.
+
+    Every round is taken once before it is timed: partners that meet for the first time have to connect.
+    """
     seconds = []
-    for round in range(1 + _OUTER_STEPS):
+    for round in (*range(_OUTER_STEPS), *range(_OUTER_STEPS)):
         runner.inner()
         seconds.append(runner.outer(round))
-    return seconds[1:]
+    return seconds[_OUTER_STEPS:]
 
 
 def trace(runner: Runner, folder: Path, *, with_outer: bool) -> Path:

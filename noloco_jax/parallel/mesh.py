@@ -64,9 +64,22 @@ def _check(config: TrainConfig, shape: dict[str, int]) -> None:
 
 
 def make_mesh(config: TrainConfig, devices: list) -> Mesh:
-    """The run's mesh over the first devices it needs; see `mesh_shape`."""
+    """The run's mesh over the first devices it needs; see `mesh_shape`.
+
+    Raises:
+      UserError: if it does not fit, or leaves a process without a device.
+    """
     shape = mesh_shape(config, len(devices))
-    return mesh_of(shape, devices)
+    mesh = mesh_of(shape, devices)
+    idle = {device.process_index for device in devices} - {device.process_index for device in mesh.devices.flat}
+    if idle:
+        sizes = ", ".join(f"mesh.{axis}={size}" for axis, size in shape.items())
+        raise UserError(
+            f"num_replicas={config.num_replicas} with {sizes} takes {mesh.size} of {len(devices)} devices, and leaves "
+            f"{len(idle)} of the processes (such as {min(idle)}) without any: raise mesh.fsdp, choose num_replicas so "
+            "that they share out all devices, or start fewer processes"
+        )
+    return mesh
 
 
 def mesh_of(shape: dict[str, int] | MeshConfig, devices: list) -> Mesh:

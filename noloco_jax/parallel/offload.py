@@ -13,27 +13,30 @@ PyTree = Any
 def offload(programs: Programs) -> Programs:
     """The same programs, whose outer step takes its state from pinned host memory and leaves it there.
 
-    An inner step then has no more on its device than plain Adam. Apply it to compiled programs (`compile_ahead`), and
-    `park` the first state.
+    `state` then says so too. An inner step has no more on its device than plain Adam. The outer step deletes what it
+    has read, as if donated. Apply it to compiled programs (`compile_ahead`), and `park` the first state.
     """
     outer_step, on_device = programs.outer_step, _shardings(programs)
     assert outer_step is not None
+    on_host = jax.tree.map(lambda sharding: sharding.with_memory_kind("pinned_host"), on_device)
 
-    def fetched(params: PyTree, outer: PyTree, step: Any) -> tuple[PyTree, PyTree]:
-        params, outer = outer_step(params, jax.device_put(outer, on_device), step)
-        return params, _to_host(outer, on_device)
+    def from_host(params: PyTree, outer: PyTree, step: Any) -> tuple[PyTree, PyTree]:
+        fetched = jax.device_put(outer, on_device)
+        for x in jax.tree.leaves(outer):
+            x.delete()  # before its successor is written; device_put donates nothing to another kind of memory
+        params, outer = outer_step(params, fetched, step)
+        return params, jax.device_put(outer, on_host)
 
-    return dataclasses.replace(programs, outer_step=fetched)
+    resting = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), programs.state.outer, on_host
+    )
+    return dataclasses.replace(programs, outer_step=from_host, state=programs.state._replace(outer=resting))
 
 
 def park(programs: Programs, state: TrainState) -> TrainState:
-    """The state with its outer part in pinned host memory, as the programs of `offload` leave it."""
-    return state._replace(outer=_to_host(state.outer, _shardings(programs)))
+    """The state with its outer part where the programs leave it: on its devices or, after `offload`, on the host."""
+    return state._replace(outer=jax.device_put(state.outer, _shardings(programs)))
 
 
 def _shardings(programs: Programs) -> PyTree:
     return jax.tree.map(lambda x: x.sharding, programs.state.outer)
-
-
-def _to_host(outer: PyTree, on_device: PyTree) -> PyTree:
-    return jax.device_put(outer, jax.tree.map(lambda s: s.with_memory_kind("pinned_host"), on_device))
