@@ -9,6 +9,9 @@ The data is two folders of parquet files with Llama 3 tokens: `input_ids` beside
 shares the same global batch out among other replicas. The paper's FSDP is `:ddp`, or, with one copy sharded over 8
 devices, `:ddp,replicas=1 --config.mesh.fsdp=8`.
 
+On GPUs of 80 GB, one a replica, add `--config.outer.offload=True` (56 GiB in an inner step, by XLA's account of the
+compiled program; another 16 GiB without, which may just fit), or share out a replica with `--config.mesh.fsdp`.
+
 This file quotes no figure of the paper's for Reddit. On C4 it measured perplexities of 18.8 (FSDP), 21.8 (DiLoCo) and
 21.1 (NoLoCo) at this size, with 8 replicas of 2 pipeline stages (Table 2).
 """
