@@ -1,14 +1,15 @@
 """Checkpoints of a run: everything that it needs to continue as if it had never stopped."""
 
 import dataclasses
+import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import SingleDeviceSharding
 
 from noloco_jax.config import TrainConfig, load_saved, to_dict
 from noloco_jax.errors import UserError
@@ -137,27 +138,35 @@ class Checkpointer:
         data = {int(replica): position for replica, position in restored["data"].items()}
         return TrainState(**restored["state"]), [data[replica] for replica in range(len(data))]
 
-    def restore_params(self, step: int) -> PyTree:
-        """The fast weights alone at `step`, all replicas in front, on this process's first device."""
-        device = SingleDeviceSharding(jax.local_devices()[0])
-        layout = self.layout(step)
+    def restore_params(self, step: int, keep: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> PyTree:
+        """The fast weights alone at `step`, as numpy arrays with the replicas in front.
+
+        Args:
+          step: a step that was saved.
+          keep: array of all replicas -> what to keep of it, again with replicas in front. Applied before the next array
+            is read: whoever keeps one model never holds all.
+        """
+        num_stages = self.layout(step).num_stages
 
         def saved(params: PyTree) -> PyTree:
-            stacked = jax.tree.map(lambda x: jnp.zeros((layout.num_replicas, *x.shape), x.dtype), params)
-            return cut(stacked, layout.num_stages)
+            return cut(jax.tree.map(lambda x: x[None], params), num_stages)
 
-        shapes = jax.eval_shape(saved, param_shapes(self._config.model))
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
+        names = {"params": jax.eval_shape(saved, param_shapes(self._config.model))}
         with ocp.PyTreeCheckpointer() as reader:
-            restored = reader.restore(
-                self._folder / str(step) / "state",
-                args=ocp.args.PyTreeRestore(
-                    {"params": like},
-                    restore_args={"params": ocp.checkpoint_utils.construct_restore_args(like)},
+
+            def read(path: tuple[Any, ...], _: Any) -> np.ndarray:
+                arguments = ocp.args.PyTreeRestore(
+                    _nested(path, 0),
+                    restore_args=_nested(path, ocp.RestoreArgs(restore_type=np.ndarray)),
                     partial_restore=True,
-                ),
-            )
-        return uncut(restored["params"])
+                )
+                try:
+                    (array,) = jax.tree.leaves(reader.restore(self._folder / str(step) / "state", args=arguments))
+                except Exception as error:  # of many kinds, as in `restore`
+                    raise self._damaged(step, error) from error
+                return keep(array)
+
+            return uncut(jax.tree.map_with_path(read, names)["params"])
 
     def close(self) -> None:
         """Waits until what was saved is on disk."""
@@ -171,6 +180,11 @@ class Checkpointer:
         # After an error, saves of several processes cannot be waited for: the others may never come to theirs.
         if kind is None or jax.process_count() == 1:
             self.close()
+
+
+def _nested(path: tuple[Any, ...], leaf: Any) -> PyTree:
+    """The dicts along a path of jax, with nothing else in them."""
+    return functools.reduce(lambda inner, key: {key.key: inner}, reversed(path), leaf)
 
 
 def _identity(config: TrainConfig) -> dict[str, Any]:
@@ -194,7 +208,8 @@ def load_for_export(workdir: str | Path, replica: int | None = None) -> tuple[Tr
       replica: which replica; None: the merged model, the plain mean of all.
 
     Returns:
-      The run's configuration, and parameters without a replica axis.
+      The run's configuration, and parameters without a replica axis, as numpy arrays: put them on the devices that
+      they belong on. One array of all replicas is read at a time, which orbax may hold twice while it decodes it.
 
     Raises:
       UserError: if there is no checkpoint, or no such replica.
@@ -207,8 +222,12 @@ def load_for_export(workdir: str | Path, replica: int | None = None) -> tuple[Tr
     num_replicas = checkpointer.layout(step).num_replicas
     if replica is not None and not 0 <= replica < num_replicas:
         raise UserError(f"replica {replica} does not exist: the run has 0 to {num_replicas - 1}")
-    params = checkpointer.restore_params(step)
+
+    def one(x: np.ndarray) -> np.ndarray:
+        if replica is not None:
+            return x[[replica]]  # a copy: a slice would hold on to the others
+        return x.mean(axis=0, dtype=np.float32, keepdims=True).astype(x.dtype, copy=False)
+
+    params = checkpointer.restore_params(step, one)
     checkpointer.close()
-    if replica is not None:
-        return config, jax.tree.map(lambda x: x[replica], params)
-    return config, jax.tree.map(lambda x: x.mean(axis=0, dtype="float32").astype(x.dtype), params)
+    return config, jax.tree.map(lambda x: x[0], params)

@@ -3,12 +3,15 @@
     python -m noloco_jax.export --workdir=DIR --out=DIR2                 # the merged model: the mean of all replicas
     python -m noloco_jax.export --workdir=DIR --out=DIR2 --replica=2     # one replica
 
-The newest checkpoint of the run is taken, with the run's tokenizer where that is a Hugging Face one.
+The newest checkpoint of the run is taken, with the run's tokenizer where that is a Hugging Face one. No accelerator is
+used, so that a run may be training on them.
 """
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+
+import jax
 
 from noloco_jax.checkpoint import load_for_export
 from noloco_jax.config import load_saved
@@ -24,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     check_new_folder(args.out)
     tokenizer = load_tokenizer(load_saved(args.workdir).data.tokenizer)
+    jax.config.update("jax_platforms", "cpu")  # accelerators may be a training's
     config, params = load_for_export(args.workdir, args.replica)
     save_folder(
         args.out,

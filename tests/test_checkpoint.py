@@ -1,6 +1,7 @@
 """Checkpoints hold a state and give it back, on any mesh and for any number of replicas."""
 
 import dataclasses
+import weakref
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, 
 from noloco_jax.errors import UserError
 from noloco_jax.parallel.mesh import make_mesh
 from noloco_jax.parallel.programs import Programs, TrainState, build_programs
+from noloco_jax.parallel.stages import cut
 
 CONFIG = TrainConfig(
     num_replicas=4,
@@ -173,3 +175,35 @@ def test_only_the_newest_checkpoints_stay(tmp_path):
         for step in (1, 2, 3):
             checkpoints.save(step, state, positions(4))
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
+
+
+def test_the_weights_alone_are_those_of_the_state_on_the_host(tmp_path):
+    state = saved(tmp_path, changed(replica=2, fsdp=2))
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        params = checkpoints.restore_params(3)
+    assert all(type(x) is np.ndarray for x in jax.tree.leaves(params))
+    jax.tree.map(np.testing.assert_array_equal, params, state.params)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_the_weights_alone_are_the_models_whatever_its_stages(tmp_path, num_stages):
+    state = random_state(programs_of(CONFIG).state)
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        checkpoints.save(3, state._replace(params=cut(state.params, num_stages)), positions(4))
+    with Checkpointer(tmp_path, CONFIG, read_only=True) as checkpoints:
+        params = checkpoints.restore_params(3)
+    jax.tree.map(np.testing.assert_array_equal, params, state.params)
+
+
+def test_what_is_not_kept_of_an_array_is_gone_before_the_next_is_read(tmp_path):
+    saved(tmp_path, CONFIG)
+    read = []
+
+    def keep(x: np.ndarray) -> np.ndarray:
+        assert [earlier() for earlier in read] == [None] * len(read)
+        read.append(weakref.ref(x))
+        return x[[1]]
+
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        params = checkpoints.restore_params(3, keep)
+    assert len(read) == len(jax.tree.leaves(params)) > 1

@@ -10,6 +10,7 @@ from data_makers import write_rows
 
 from noloco_jax.config import DataConfig
 from noloco_jax.data import train_stream, validation_batches
+from noloco_jax.errors import UserError
 
 
 def all_of_validation(config, folder):
@@ -49,6 +50,21 @@ def test_stored_labels_come_as_they_are(tmp_path, row_group_size):
     found = all_of_validation(config_for(8), tmp_path)
     np.testing.assert_array_equal(found[0], rows)
     np.testing.assert_array_equal(found[1], labels)
+
+
+def test_stored_labels_of_minus_100_are_out_of_the_loss(tmp_path):
+    labels = np.where(random_rows(4, 8) % 2, -100, random_rows(4, 8))
+    write_rows(tmp_path / "0.parquet", {"input_ids": list(random_rows(4, 8)), "label": list(labels)})
+    np.testing.assert_array_equal(all_of_validation(config_for(8), tmp_path)[1], labels)
+
+
+@pytest.mark.parametrize("label", [-1, -99, -101])
+def test_other_negative_labels_are_refused(tmp_path, label):
+    labels = random_rows(4, 8)
+    labels[2, 5] = label
+    write_rows(tmp_path / "0.parquet", {"input_ids": list(random_rows(4, 8)), "label": list(labels)})
+    with pytest.raises(UserError, match=rf"0\.parquet: label holds {label}, .*: write -100"):
+        all_of_validation(config_for(8), tmp_path)
 
 
 def test_masked_rows_keep_padding_out_of_the_loss(tmp_path):

@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 from model_makers import make_run
 
 from noloco_jax import export
+from noloco_jax.checkpoint import load_for_export
 from noloco_jax.config import DataConfig, ModelConfig, TrainConfig, from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.model.huggingface import config_from_folder, load_params
@@ -53,6 +57,29 @@ def test_a_chosen_replica_is_exported_bit_for_bit(run, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, exported(tmp_path / "out"), replicas[1])
 
 
+@pytest.mark.parametrize("replica", [None, 1])
+def test_a_loaded_model_holds_on_to_no_other_replica(run, replica):
+    for leaf in jax.tree.leaves(load_for_export(run[0], replica)[1]):
+        assert (leaf if leaf.base is None else leaf.base).nbytes == leaf.nbytes
+
+
+def test_weights_that_cannot_be_read_are_refused(run, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run[0], damaged)
+    for path in damaged.glob("checkpoints/*/state/**/d/*"):
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"checkpoints/\d+ is not whole \("):
+        load_for_export(damaged)
+
+
+def test_no_accelerator_is_touched(run, tmp_path):
+    command = [sys.executable, "-m", "noloco_jax.export", f"--workdir={run[0]}", f"--out={tmp_path / 'out'}"]
+    # What jax does not know it refuses as soon as it looks for devices.
+    environment = os.environ | {"JAX_PLATFORMS": "no_such_platform"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_byte_model_is_exported_without_tokenizer_and_says_so(run, tmp_path, capsys):
     export.main([f"--workdir={run[0]}", f"--out={tmp_path / 'out'}"])
     assert "no tokenizer files" in capsys.readouterr().out
@@ -74,6 +101,17 @@ def test_transformers_finds_model_config_and_tokenizer_of_a_run(tmp_path):
     assert (config.vocab_size, config.max_position_embeddings) == (4096, 128)
     assert (config.bos_token_id, config.eos_token_id) == (given.bos_token_id, given.eos_token_id)
     assert tokenizer("A day at sea.")["input_ids"] == given("A day at sea.")["input_ids"]
+
+
+@pytest.mark.skipif(not TOKENIZER.is_dir(), reason="the tokenizer of ../shared is not here")
+def test_a_tokenizer_in_the_home_folder_is_exported(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(TOKENIZER.parent))
+    model = dataclasses.replace(CONFIG.model, vocab_size=4096)
+    data = dataclasses.replace(CONFIG.data, tokenizer=f"~/{TOKENIZER.name}")
+    make_run(tmp_path / "run", dataclasses.replace(CONFIG, model=model, data=data))
+    export.main([f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"])
+    written, given = (json.loads((folder / "tokenizer.json").read_text()) for folder in (tmp_path / "out", TOKENIZER))
+    assert written["model"]["vocab"] == given["model"]["vocab"]
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,12 @@ def test_the_saved_tokenizer_is_the_given_one(tmp_path):
     assert saved(text)["input_ids"] == given(text)["input_ids"]
 
 
+def test_a_tokenizer_that_is_not_there_is_found_before_the_weights_are_written(tmp_path):
+    no_weights = {}  # a KeyError where they are to be written
+    with pytest.raises(OSError):
+        save_folder(tmp_path / "m", no_weights, CONFIG, str(tmp_path / "nowhere"), max_position_embeddings=64)
+
+
 def test_shards_with_an_index_load_like_one_file(folder):
     expected = load_params(folder, CONFIG)
     tensors = sorted(load_file(folder / "model.safetensors").items())

@@ -60,6 +60,20 @@ def test_a_prompt_of_one_token_and_one_new_token_work(params):
     np.testing.assert_array_equal(ids_BS, greedy_without_cache(CONFIG, params, PROMPTS_BP[:, :1], 1))
 
 
+def test_prompts_go_past_cudnn(params, monkeypatch):
+    used = []
+
+    def attention(*args, implementation, **kwargs):
+        used.append(implementation)
+        return plain(*args, implementation=implementation, **kwargs)
+
+    plain = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    generate(dataclasses.replace(CONFIG, dtype="bfloat16"), params, PROMPTS_BP, max_new_tokens=2)
+    assert used == ["xla", "xla"]  # of the prompt, of the tokens after it
+
+
 def test_after_the_end_of_text_a_prompt_repeats_it_and_the_others_go_on(params):
     free_BS = np.asarray(generate(CONFIG, params, PROMPTS_BP, max_new_tokens=12))
     eos_id = int(free_BS[0, 6])

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -201,6 +202,26 @@ def test_attention_is_the_softmax_over_earlier_positions(length, kv_heads):
     expected_BTHK = np.einsum("bhts,bshk->bthk", weights_BHTS, v_BTHK)
     actual_BTHK = causal_attention(*(jnp.asarray(x, jnp.float32) for x in (q_BTHK, k_BTGK, v_BTGK)))
     np.testing.assert_allclose(actual_BTHK, expected_BTHK, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "used"),
+    [
+        ({"compute_capability": "7.0"}, "xla"),
+        ({"compute_capability": "7.5"}, "xla"),
+        ({"compute_capability": "8.0"}, "cudnn"),
+        ({"compute_capability": "12.0"}, "cudnn"),
+        ({"compute_capability": "gfx90a"}, "xla"),
+        ({}, "cudnn"),
+    ],
+    ids=["V100", "T4", "A100", "RTX 5090", "MI250", "compiled without one"],
+)
+def test_16_bit_attention_is_cudnns_from_ampere_on(monkeypatch, gpu, used):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(**gpu)])
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *_, implementation, **__: implementation)
+    x_BTHK = jnp.zeros((1, 4, 2, 8), jnp.bfloat16)
+    assert causal_attention(x_BTHK, x_BTHK, x_BTHK) == used
 
 
 def test_rotation_turns_pair_j_at_position_t_by_t_times_its_frequency():

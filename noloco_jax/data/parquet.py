@@ -221,6 +221,12 @@ class ParquetSource:
         smallest, largest = int(ids_N.min()), int(max(ids_N.max(), labels_N.max()))
         if smallest < 0:
             raise UserError(f"{path}: input_ids holds {smallest}; token ids are not negative")
+        negative = labels_N[(labels_N < 0) & (labels_N != IGNORED)]
+        if len(negative):
+            raise UserError(
+                f"{path}: label holds {int(negative[0])}, which is neither a token id nor {IGNORED}, the label that is "
+                f"out of the loss: write {IGNORED} where nothing is to be predicted"
+            )
         if self._vocab_size is not None and largest >= self._vocab_size:
             raise UserError(
                 f"{path} holds token id {largest}, but model.vocab_size={self._vocab_size}: "

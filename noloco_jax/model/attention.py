@@ -14,17 +14,20 @@ from noloco_jax.model.layout import on_parts
 _CPU_BLOCK = 128
 
 
-def causal_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) -> jax.Array:
+def causal_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, *, allow_flash: bool = True) -> jax.Array:
     """Softmax attention of every position over itself and those before it, softmax in float32; returns (B, T, H, K).
 
-    On a GPU `jax.nn.dot_product_attention`, through cuDNN's flash attention where that applies (16-bit floats, heads no
-    wider than 128 in steps of 8). On the CPU its XLA form takes about twice as long as `_cpu_attention`.
+    On a GPU `jax.nn.dot_product_attention`, through cuDNN's flash attention where that applies (`allow_flash`, a GPU of
+    compute capability 8.0 or more, 16-bit floats, heads no wider than 128 in steps of 8). On the CPU its XLA form takes
+    about twice as long as `_cpu_attention`.
     """
     if jax.default_backend() == "cpu":
         return _cpu_attention(q_BTHK, k_BTGK, v_BTGK)
     head_dim = q_BTHK.shape[-1]
     flash = (
-        jax.default_backend() == "gpu"
+        allow_flash
+        and jax.default_backend() == "gpu"
+        and _ampere_or_later()
         and q_BTHK.dtype in (jnp.bfloat16, jnp.float16)
         and head_dim % 8 == 0
         and head_dim <= 128
@@ -33,6 +36,12 @@ def causal_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) ->
         attention = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
         return on_parts(attention, ("fsdp", None, "tensor", None), q_BTHK, k_BTGK, v_BTGK)
     return jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, implementation="xla")
+
+
+def _ampere_or_later() -> bool:
+    """Whether the GPU is. AMD's have names for a compute capability; without any, a GPU is only compiled for."""
+    major = getattr(jax.local_devices()[0], "compute_capability", "8.0").partition(".")[0]
+    return major.isdecimal() and int(major) >= 8
 
 
 def _cpu_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) -> jax.Array:

@@ -183,9 +183,9 @@ def save_folder(
         ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
         _write_json(unfinished / CONFIG_FILE, their_config(config, max_position_embeddings) | ids)
         _write_json(unfinished / "generation_config.json", {"_from_model_config": True} | ids)
-        _write_safetensors(unfinished / _WEIGHTS_FILE, params, config)
-        if tokenizer is not None:
+        if tokenizer is not None:  # ahead of the weights: it may not be there, and they are large
             _save_tokenizer(tokenizer, unfinished)
+        _write_safetensors(unfinished / _WEIGHTS_FILE, params, config)
         unfinished.replace(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -215,7 +215,9 @@ def _save_tokenizer(name: str, folder: Path) -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would regret that there is no PyTorch
     from transformers import AutoTokenizer
 
-    AutoTokenizer.from_pretrained(name, token=os.environ.get("HF_TOKEN")).save_pretrained(folder)
+    given = Path(name).expanduser()
+    loaded = AutoTokenizer.from_pretrained(str(given) if given.is_dir() else name, token=os.environ.get("HF_TOKEN"))
+    loaded.save_pretrained(folder)
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
