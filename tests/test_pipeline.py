@@ -178,6 +178,20 @@ def test_evaluation_takes_fixed_routes():
         assert tokens_N[i] == live_BT.sum()
 
 
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_the_heads_gradient_is_not_kept_for_every_microbatch(num_devices):
+    def temporaries(num_microbatches: int) -> int:
+        config = run_config(2, num_microbatches=num_microbatches, remat="stage")
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=16384))
+        programs = build_programs(config, make_mesh(config, jax.devices()[:num_devices]))
+        step = jax.ShapeDtypeStruct((), jnp.int32)
+        lowered = programs.inner_step.lower(programs.state.params, programs.state.inner, programs.batch, step)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    gradient = 4 * 16384 * run_config(2).model.hidden_size * (N if num_devices == 1 else 1)
+    assert temporaries(4) < temporaries(1) + gradient
+
+
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_cutting_into_stages_and_back_changes_nothing(num_stages):
     params = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), init_params(run_config(1, "fixed").model, jax.random.key(1)))

@@ -27,6 +27,7 @@ def token_nll(
     h_BTD: jax.Array,
     kernel_DV: jax.Array,
     labels_BT: jax.Array,
+    weight_B: jax.Array | None = None,
     *,
     chunk_tokens: int | None = None,
     vocab_multiple: int | None = None,
@@ -40,6 +41,7 @@ def token_nll(
       h_BTD: hidden states after the last norm.
       kernel_DV: the output matrix.
       labels_BT: the token that each position should predict; -100 is out of the loss.
+      weight_B: float32, what a sequence's likelihoods count in the sum; it takes no gradient. None: one.
       chunk_tokens: tokens whose logits are held at once (at least one position of the whole batch). None: as many as
         make 2**26 logits on the CPU, 2**29 elsewhere.
       vocab_multiple: the kernel is cast with columns of zeros behind it until V is a multiple of this; their logits are
@@ -61,7 +63,7 @@ def token_nll(
         labels_BT = jnp.pad(labels_BT, ((0, 0), (0, padding)), constant_values=IGNORED_LABEL)
     num_tokens = jnp.sum(labels_BT != IGNORED_LABEL, dtype=jnp.float32)
     h_BTD = lay(h_BTD, "fsdp", None, None)
-    return _nll_sum(chunk, vocab_multiple, h_BTD, kernel_DV, labels_BT), num_tokens
+    return _nll_sum(chunk, vocab_multiple, h_BTD, kernel_DV, labels_BT, weight_B), num_tokens
 
 
 def loss(config: ModelConfig, params: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -81,9 +83,9 @@ def _cast(kernel_DV: jax.Array, dtype: jax.typing.DTypeLike, vocab_multiple: int
 
 
 def _chunk_nll(
-    h_BCD: jax.Array, kernel_DV: jax.Array, labels_BC: jax.Array, vocab_size: int
+    h_BCD: jax.Array, kernel_DV: jax.Array, labels_BC: jax.Array, weight_B: jax.Array | None, vocab_size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns a chunk's summed loss, and the gradient of that with respect to its logits in the compute dtype."""
+    """Returns a chunk's weighted loss, and the gradient of that with respect to its logits in the compute dtype."""
     logits_BCV = jnp.matmul(h_BCD, kernel_DV, preferred_element_type=jnp.float32)
     token_V = jnp.arange(kernel_DV.shape[1])
     if kernel_DV.shape[1] > vocab_size:
@@ -91,29 +93,35 @@ def _chunk_nll(
     # Compared rather than gathered: a gather along a vocabulary that is sharded over devices would collect it first.
     is_label_BCV = labels_BC[..., None] == token_V[None, None]
     valid_BC = labels_BC != IGNORED_LABEL
+    weight_BC = valid_BC if weight_B is None else valid_BC * weight_B[:, None]
     log_normaliser_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
     label_logit_BC = jnp.sum(jnp.where(is_label_BCV, logits_BCV, 0.0), axis=-1)
-    nll_sum = jnp.sum(jnp.where(valid_BC, log_normaliser_BC - label_logit_BC, 0.0))
+    nll_sum = jnp.sum(jnp.where(valid_BC, weight_BC * (log_normaliser_BC - label_logit_BC), 0.0))
     d_logits_BCV = jnp.exp(logits_BCV - log_normaliser_BC[..., None]) - is_label_BCV
-    return nll_sum, (d_logits_BCV * valid_BC[..., None]).astype(h_BCD.dtype)
+    return nll_sum, (d_logits_BCV * weight_BC[..., None]).astype(h_BCD.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _nll_sum(
-    chunk: int, vocab_multiple: int, h_BTD: jax.Array, kernel_DV: jax.Array, labels_BT: jax.Array
+    chunk: int,
+    vocab_multiple: int,
+    h_BTD: jax.Array,
+    kernel_DV: jax.Array,
+    labels_BT: jax.Array,
+    weight_B: jax.Array | None,
 ) -> jax.Array:
-    """The summed loss, `chunk` positions at a time; `chunk` divides T."""
+    """The weighted loss, `chunk` positions at a time; `chunk` divides T."""
     vocab_size = kernel_DV.shape[1]
     kernel_DV = _cast(kernel_DV, h_BTD.dtype, vocab_multiple)
 
     def body(nll_sum: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
         h_BCD, labels_BC = _chunk(h_BTD, start, chunk), _chunk(labels_BT, start, chunk)
-        return nll_sum + _chunk_nll(h_BCD, kernel_DV, labels_BC, vocab_size)[0], None
+        return nll_sum + _chunk_nll(h_BCD, kernel_DV, labels_BC, weight_B, vocab_size)[0], None
 
     return jax.lax.scan(body, _zero(h_BTD), jnp.arange(0, h_BTD.shape[1], chunk))[0]
 
 
-def _nll_sum_forward(chunk, vocab_multiple, h_BTD, kernel_DV, labels_BT):
+def _nll_sum_forward(chunk, vocab_multiple, h_BTD, kernel_DV, labels_BT, weight_B):
     """Computes the loss and, while a chunk's logits are there, its gradients for a unit cotangent."""
     vocab_size = kernel_DV.shape[1]
     kernel_cast_DV = _cast(kernel_DV, h_BTD.dtype, vocab_multiple)
@@ -122,7 +130,7 @@ def _nll_sum_forward(chunk, vocab_multiple, h_BTD, kernel_DV, labels_BT):
     def body(carry, start):
         nll_sum, d_h_BTD, d_kernel_PDV = carry
         h_BCD, labels_BC = _chunk(h_BTD, start, chunk), _chunk(labels_BT, start, chunk)
-        chunk_sum, d_logits_BCV = _chunk_nll(h_BCD, kernel_cast_DV, labels_BC, vocab_size)
+        chunk_sum, d_logits_BCV = _chunk_nll(h_BCD, kernel_cast_DV, labels_BC, weight_B, vocab_size)
         d_h_BCD = jnp.einsum("bcv,dv->bcd", d_logits_BCV, kernel_cast_DV)
         d_h_BTD = jax.lax.dynamic_update_slice_in_dim(d_h_BTD, d_h_BCD, start, axis=1)
         # Summed over chunks in float32, whatever the compute dtype.
@@ -139,7 +147,7 @@ def _nll_sum_forward(chunk, vocab_multiple, h_BTD, kernel_DV, labels_BT):
 
 def _nll_sum_backward(chunk, vocab_multiple, gradients, cotangent):
     d_h_BTD, d_kernel_DV = gradients
-    return (cotangent * d_h_BTD).astype(d_h_BTD.dtype), (cotangent * d_kernel_DV).astype(d_kernel_DV.dtype), None
+    return (cotangent * d_h_BTD).astype(d_h_BTD.dtype), (cotangent * d_kernel_DV).astype(d_kernel_DV.dtype), None, None
 
 
 _nll_sum.defvjp(_nll_sum_forward, _nll_sum_backward)

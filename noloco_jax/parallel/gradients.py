@@ -22,6 +22,20 @@ def split(x_LBT: jax.Array, num_microbatches: int) -> jax.Array:
     return jnp.moveaxis(x_LBT.reshape(*lead, num_microbatches, batch // num_microbatches, length), -3, 0)
 
 
+def joined(h_MLBTD: jax.Array, labels_MLBT: jax.Array, weight_ML: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Micro-batches as one batch of every replica: (L, B·M, T, D), (L, B·M, T), and a weight a sequence (L, B·M).
+
+    The sequences of a micro-batch stay the major axis, over which `fsdp` shards them.
+    """
+    num_microbatches, replicas, batch = labels_MLBT.shape[:3]
+
+    def join(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 0, 2).reshape(replicas, batch * num_microbatches, *x.shape[3:])
+
+    weight_MLB = jnp.broadcast_to(weight_ML[..., None], labels_MLBT.shape[:3])
+    return join(h_MLBTD), join(labels_MLBT), join(weight_MLB)
+
+
 def token_share(batch: Batch) -> jax.Array:
     """What one label is of the mean over a replica's batch: float32, one over their number, (...,) of (..., B, T)."""
     return 1.0 / jnp.maximum(jnp.sum(batch["labels"] != IGNORED_LABEL, axis=(-2, -1), dtype=jnp.float32), 1.0)

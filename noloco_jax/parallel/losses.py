@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from noloco_jax.config import TrainConfig
 from noloco_jax.parallel import pipeline, virtual_pipeline
-from noloco_jax.parallel.gradients import Batch, nll_sum, replica_gradient
+from noloco_jax.parallel.gradients import Batch, nll_sum, replica_gradient, token_share
 from noloco_jax.parallel.routing import draw_routes, route_pool
 
 PyTree = Any
@@ -53,7 +53,7 @@ def _routed_gradient(config: TrainConfig, routed_nll, params: PyTree, batch: Bat
     routes = draw_routes(len(pool), _num_ticks(config), config.seed, step)
 
     def objective(params: PyTree):
-        weighted_L, _, _ = routed_nll(pool, params, batch, routes)
+        weighted_L, _ = routed_nll(pool, params, batch, token_share(batch), routes)
         return jnp.sum(weighted_L), weighted_L
 
     gradients, loss_L = jax.grad(objective, has_aux=True)(params)
@@ -62,8 +62,9 @@ def _routed_gradient(config: TrainConfig, routed_nll, params: PyTree, batch: Bat
 
 def _routed_evaluate(config: TrainConfig, routed_nll, params: PyTree, batch: Batch):
     pool = route_pool(config.num_replicas, config.mesh.stage, config.seed, "fixed")
-    _, nll_L, tokens_L = routed_nll(pool, params, batch, jnp.zeros(_num_ticks(config), jnp.int32))
-    return jax.lax.psum((nll_L, tokens_L), "stage")
+    one_L = jnp.ones_like(token_share(batch))
+    sums = routed_nll(pool, params, batch, one_L, jnp.zeros(_num_ticks(config), jnp.int32))
+    return jax.lax.psum(sums, "stage")
 
 
 def _num_ticks(config: TrainConfig) -> int:

@@ -19,7 +19,7 @@ from noloco_jax.model.llama import embed, rms_norm, run_layers
 from noloco_jax.model.loss import token_nll
 from noloco_jax.outer.exchange import permute_blocks
 from noloco_jax.outer.routes import NOWHERE, Routes, lower
-from noloco_jax.parallel.gradients import Batch, split, token_share
+from noloco_jax.parallel.gradients import Batch, joined, split
 
 PyTree = Any
 DEVICES = ("replica", "stage")  # in the order in which the routes number devices
@@ -53,8 +53,14 @@ def device_routes(pool: np.ndarray, num_devices: int, num_slots: int) -> Routes:
 
 
 def routed_nll(
-    model: ModelConfig, num_microbatches: int, pool: np.ndarray, params: PyTree, batch: Batch, routes: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    model: ModelConfig,
+    num_microbatches: int,
+    pool: np.ndarray,
+    params: PyTree,
+    batch: Batch,
+    weight_L: jax.Array,
+    routes: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """Runs this device's part of the schedule. For use inside `shard_map` over `replica` and `stage`.
 
     Args:
@@ -63,12 +69,12 @@ def routed_nll(
       pool: (pool, S - 1, N), see `routing.route_pool`.
       params: this stage's part of the `stages.cut` parameters, the L replicas of the device in front.
       batch: (L, M·B, T), of the device's replicas, on each of their stages.
+      weight_L: float32, what the loss of a label in each of these batches counts.
       routes: int32 (M + S - 1,), the pool entry of each tick.
 
     Returns:
-      float32 (L,), on the last stage of the replicas that scored them, zero on the other stages: each micro-batch's
-      summed loss weighted by one over the number of labels in the batch that it comes from; the plain summed loss; and
-      the number of labels.
+      float32 (L,), on the last stage of the replicas that scored them, zero on the other stages: the summed loss,
+      weighted as the batches that it comes from; and the number of labels.
     """
     stage, last = lax.axis_index("stage"), lax.axis_size("stage") - 1
     messages = device_routes(pool, lax.axis_size("replica"), batch["labels"].shape[0])
@@ -78,39 +84,35 @@ def routed_nll(
     def enter(ids_LBT: jax.Array) -> jax.Array:
         return lax.map(lambda slot: embed(model, {"embed": slot[0]}, slot[1]), (vocab_LVD, ids_LBT))
 
-    def score(h_LBTD: jax.Array, labels_LBT: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def one(slot):
-            vocab_VD, norm_D, h_BTD, labels_BT = slot
-            return token_nll(rms_norm(h_BTD, norm_D, model.norm_eps), vocab_VD.T, labels_BT)
+    def score(through: PyTree) -> tuple[jax.Array, jax.Array]:
+        """All micro-batches as one: the head's gradient is as large as the head, and would be kept for each."""
 
-        return lax.map(one, (vocab_LVD, norm_LD, h_LBTD, labels_LBT))
+        def one(slot):
+            vocab_VD, norm_D, h_BTD, labels_BT, weight_B = slot
+            return token_nll(rms_norm(h_BTD, norm_D, model.norm_eps), vocab_VD.T, labels_BT, weight_B)
+
+        return lax.map(one, (vocab_LVD, norm_LD, *joined(*through)))
 
     def run(h_LBTD: jax.Array) -> jax.Array:
         return lax.map(lambda slot: run_layers(model, *slot), (params["blocks"], h_LBTD))
 
     if model.remat == "stage":
-        run, score = jax.checkpoint(run, prevent_cse=False), jax.checkpoint(score, prevent_cse=False)
+        run = jax.checkpoint(run, prevent_cse=False)
 
-    def tick(carry, step):
-        arrived, totals = carry
+    def tick(arrived, step):
         t, route = step
         ids_LBT, own_labels_LBT = (
             lax.dynamic_index_in_dim(parts_MLBT[name], jnp.minimum(t, num_microbatches - 1), keepdims=False)
             for name in ("input_ids", "labels")
         )
         # Real branches: no stage spends time on another's part, whose matrices are the largest there are.
-        h_LBTD, labels_LBT, share_L = lax.cond(
-            stage == 0, lambda: (enter(ids_LBT), own_labels_LBT, own_share_L), lambda: arrived
-        )
-        h_LBTD = run(h_LBTD)
-        live = (stage == last) & (t >= last)
-        nll_L, tokens_L = lax.cond(live, score, lambda *_: (zero_L, zero_L), h_LBTD, labels_LBT)
-        totals = jax.tree.map(jnp.add, totals, (nll_L * share_L, nll_L, tokens_L))
-        return (permute_blocks((h_LBTD, labels_LBT, share_L), messages, route, DEVICES), totals), None
+        h_LBTD, *which = lax.cond(stage == 0, lambda: (enter(ids_LBT), own_labels_LBT, weight_L), lambda: arrived)
+        made = (run(h_LBTD), *which)
+        return permute_blocks(made, messages, route, DEVICES), made
 
-    own_share_L = token_share(batch)
-    zero_L = jnp.zeros_like(own_share_L)
+    zero_L = jnp.zeros_like(weight_L)
     labels_LBT = parts_MLBT["labels"][0]
     nothing = (jnp.zeros((*labels_LBT.shape, model.hidden_size), model.dtype), jnp.zeros_like(labels_LBT), zero_L)
-    ticks = (jnp.arange(routes.shape[0]), routes)
-    return lax.scan(tick, (nothing, (zero_L, zero_L, zero_L)), ticks)[0][1]
+    _, made = lax.scan(tick, nothing, (jnp.arange(routes.shape[0]), routes))
+    through = jax.tree.map(lambda x: x[last:], made)
+    return lax.cond(stage == last, score, lambda _: (zero_L, zero_L), through)

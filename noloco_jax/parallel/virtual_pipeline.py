@@ -12,14 +12,21 @@ import numpy as np
 from noloco_jax.config import ModelConfig
 from noloco_jax.model.llama import embed, head_kernel, rms_norm, run_layers
 from noloco_jax.model.loss import token_nll
-from noloco_jax.parallel.gradients import Batch, split, token_share
+from noloco_jax.parallel.gradients import Batch, joined, split
 
 PyTree = Any
 
 
 def routed_nll(
-    model: ModelConfig, num_stages: int, num_microbatches: int, pool: np.ndarray, params: PyTree, batch: Batch, routes
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    model: ModelConfig,
+    num_stages: int,
+    num_microbatches: int,
+    pool: np.ndarray,
+    params: PyTree,
+    batch: Batch,
+    weight_N: jax.Array,
+    routes: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """Pushes every micro-batch through the stages of the replicas that it is routed to.
 
     Args:
@@ -29,11 +36,12 @@ def routed_nll(
       pool: (pool, S - 1, N), see `routing.route_pool`.
       params: the model's, uncut, the N replicas in front.
       batch: (N, M·B, T).
+      weight_N: float32, what the loss of a label in each of these batches counts.
       routes: int32 (M + S - 1,), the pool entry of each tick.
 
     Returns:
-      By the replica whose last stage scored them, float32 (N,): each micro-batch's summed loss weighted by one over the
-      number of labels in the batch that it comes from; the plain summed loss; and the number of labels.
+      By the replica whose last stage scored them, float32 (N,): the summed loss, weighted as the batches that it comes
+      from; and the number of labels.
     """
     sources = jnp.asarray(np.argsort(pool, axis=-1))  # from whom a replica receives, where the pool says to whom
     layers_a_stage = model.num_layers // num_stages
@@ -44,29 +52,24 @@ def routed_nll(
     if model.remat == "stage":
         run = jax.checkpoint(run)
 
-    def microbatch(totals, part):
-        m, parts_NBT, share_N = part
+    def microbatch(_, part):
+        m, parts_NBT = part
         h_NBTD = jax.lax.map(lambda slot: embed(model, *slot), (params, parts_NBT["input_ids"]))
-        labels_NBT = parts_NBT["labels"]
+        labels_NBT, routed_N = parts_NBT["labels"], weight_N
         for stage in range(num_stages):
             chosen = slice(stage * layers_a_stage, (stage + 1) * layers_a_stage)
             blocks = jax.tree.map(lambda x, chosen=chosen: x[:, chosen], params["blocks"])
             h_NBTD = jax.lax.map(run, (blocks, h_NBTD))
             if stage < num_stages - 1:
                 source_N = sources[routes[m + stage], stage]
-                h_NBTD, labels_NBT, share_N = h_NBTD[source_N], labels_NBT[source_N], share_N[source_N]
+                h_NBTD, labels_NBT, routed_N = h_NBTD[source_N], labels_NBT[source_N], routed_N[source_N]
+        return None, (h_NBTD, labels_NBT, routed_N)
 
-        def score(slot):
-            replica, h_BTD, labels_BT = slot
-            return token_nll(rms_norm(h_BTD, replica["norm"], model.norm_eps), head_kernel(replica), labels_BT)
+    def score(slot):
+        replica, h_BTD, labels_BT, weight_B = slot
+        return token_nll(rms_norm(h_BTD, replica["norm"], model.norm_eps), head_kernel(replica), labels_BT, weight_B)
 
-        ends = {name: params[name] for name in ("embed", "norm", "head") if name in params}
-        nll_N, tokens_N = jax.lax.map(score, (ends, h_NBTD, labels_NBT))
-        return jax.tree.map(jnp.add, totals, (nll_N * share_N, nll_N, tokens_N)), None
-
-    share_N = token_share(batch)
-    zero_N = jnp.zeros_like(share_N)
     parts_MNBT = jax.tree.map(lambda x: split(x, num_microbatches), batch)
-    shares_MN = jnp.broadcast_to(share_N, (num_microbatches, *share_N.shape))
-    steps = (jnp.arange(num_microbatches), parts_MNBT, shares_MN)
-    return jax.lax.scan(microbatch, (zero_N, zero_N, zero_N), steps)[0]
+    _, through = jax.lax.scan(microbatch, None, (jnp.arange(num_microbatches), parts_MNBT))
+    ends = {name: params[name] for name in ("embed", "norm", "head") if name in params}
+    return jax.lax.map(score, (ends, *joined(*through)))
