@@ -1,9 +1,10 @@
 """Checkpoints of a run: everything that it needs to continue as if it had never stopped."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from noloco_jax.config import TrainConfig, load_saved, to_dict
-from noloco_jax.errors import UserError
+from noloco_jax.errors import StartError, UserError
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.parallel.distributed import gather
 from noloco_jax.parallel.programs import TrainState
@@ -20,6 +21,7 @@ from noloco_jax.parallel.stages import cut, uncut
 
 PyTree = Any
 _ITEMS = ("state", "data", "run")
+_SAVE_SECONDS = 24 * 3600  # orbax gives up after 20 minutes, in which slow storage takes some 50 GB
 
 
 class Layout(NamedTuple):
@@ -58,6 +60,7 @@ class Checkpointer:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=None if read_only else config.keep_checkpoints,
             enable_async_checkpointing=not read_only,
+            async_options=ocp.AsyncOptions(timeout_secs=_SAVE_SECONDS),
             cleanup_tmp_directories=not read_only,
             read_only=read_only,
             create=not read_only,
@@ -67,10 +70,19 @@ class Checkpointer:
     def latest_step(self) -> int | None:
         """The step of the newest checkpoint, or None; an error if it is damaged or not this run's.
 
+        Of several processes, each has to ask.
+
         Raises:
           UserError: if the checkpoint is of another model, method, optimizer state or number of replicas.
+          StartError: if the file system shows the processes different ones.
         """
         step = self._manager.latest_step()
+        seen = gather(step)
+        if len(set(seen)) > 1:
+            raise StartError(
+                f"the processes see different newest checkpoints in {self._folder} (steps "
+                f"{', '.join(sorted({str(step) for step in seen}))}): start again once all see the same"
+            )
         if step is None:
             return None
         saved, mine = self._run(step), _identity(self._config)
@@ -94,6 +106,18 @@ class Checkpointer:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
         except ValueError as error:
+            raise self._damaged(step, error) from error
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Tells what goes wrong in its body as damage of the checkpoint, unless machine or storage are at fault."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise self._damaged(step, error) from error
+        except (OSError, MemoryError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:  # of many kinds: what is cut short or does not decode
             raise self._damaged(step, error) from error
 
     def _damaged(self, step: int, reason: object) -> UserError:
@@ -131,10 +155,8 @@ class Checkpointer:
           like: shapes of the saved layout, dtypes and shardings; the mesh may be another than the one that saved.
         """
         arguments = ocp.args.Composite(state=ocp.args.StandardRestore(like._asdict()), data=ocp.args.JsonRestore())
-        try:
+        with self._reading(step):
             restored = self._manager.restore(step, args=arguments)
-        except Exception as error:  # of many kinds: a file that is gone, cut short or does not decode
-            raise self._damaged(step, error) from error
         data = {int(replica): position for replica, position in restored["data"].items()}
         return TrainState(**restored["state"]), [data[replica] for replica in range(len(data))]
 
@@ -160,10 +182,8 @@ class Checkpointer:
                     restore_args=_nested(path, ocp.RestoreArgs(restore_type=np.ndarray)),
                     partial_restore=True,
                 )
-                try:
+                with self._reading(step):
                     (array,) = jax.tree.leaves(reader.restore(self._folder / str(step) / "state", args=arguments))
-                except Exception as error:  # of many kinds, as in `restore`
-                    raise self._damaged(step, error) from error
                 return keep(array)
 
             return uncut(jax.tree.map_with_path(read, names)["params"])

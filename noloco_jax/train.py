@@ -86,6 +86,7 @@ def train(
     banner(banner_rows(config, programs), console)
     with Stop() as stop, Checkpointer(workdir, config, read_only=dry_run) as checkpoints:
         start = checkpoints.latest_step()
+        stop.at(start or 0)  # from here on a SIGTERM means the next step, whichever that is
         if start is not None:
             elastic.check_elastic(config, checkpoints.layout(start))
         if start is not None and start >= config.num_steps and not dry_run:
@@ -104,7 +105,7 @@ def train(
         programs = compile_ahead(programs)
         console.print(f"compiled in {time.perf_counter() - started:.1f} s")
         if given is not None:
-            state = programs.adopt(given)
+            state, given = programs.adopt(given), None  # not kept by the host for the whole run
         elif start is None:
             state = programs.init(jax.random.key(config.seed))
         else:

@@ -1,6 +1,7 @@
 """Checkpoints hold a state and give it back, on any mesh and for any number of replicas."""
 
 import dataclasses
+import errno
 import weakref
 from pathlib import Path
 
@@ -8,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 
-from noloco_jax import elastic
+from noloco_jax import checkpoint, elastic
 from noloco_jax.checkpoint import Checkpointer, Layout
 from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, TrainConfig
-from noloco_jax.errors import UserError
+from noloco_jax.errors import StartError, UserError
 from noloco_jax.parallel.mesh import make_mesh
 from noloco_jax.parallel.programs import Programs, TrainState, build_programs
 from noloco_jax.parallel.stages import cut
@@ -175,6 +176,27 @@ def test_only_the_newest_checkpoints_stay(tmp_path):
         for step in (1, 2, 3):
             checkpoints.save(step, state, positions(4))
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
+
+
+def test_processes_that_see_other_checkpoints_do_not_start(tmp_path, monkeypatch):
+    saved(tmp_path, CONFIG)
+    monkeypatch.setattr(checkpoint, "gather", lambda step: [step, 2])
+    with Checkpointer(tmp_path, CONFIG) as checkpoints, pytest.raises(StartError, match=r"\(steps 2, 3\)"):
+        checkpoints.latest_step()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ESTALE, "stale file handle")])
+def test_a_checkpoint_is_not_called_damaged_for_want_of_memory_or_storage(tmp_path, monkeypatch, error):
+    saved(tmp_path, CONFIG)
+
+    def fail(*_, **__):
+        raise error
+
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        monkeypatch.setattr(checkpoints._manager, "restore", fail)
+        with pytest.raises(type(error)) as raised:
+            checkpoints.restore(3, programs_of(CONFIG).state)
+    assert raised.value is error
 
 
 def test_the_weights_alone_are_those_of_the_state_on_the_host(tmp_path):

@@ -1,6 +1,7 @@
 """Where a process stands by its flags or environment, and the roll call of a run's processes."""
 
 import contextlib
+import errno
 import json
 import socket
 import threading
@@ -190,6 +191,15 @@ def test_a_process_takes_the_place_of_one_that_is_gone(ended, monkeypatch):
 )
 def test_only_a_mistake_has_the_status_with_which_launchers_give_up(came, status):
     assert [verdict and verdict.exit_status for verdict in roll_call(came, 2, expected=3)] == [status] * len(came)
+
+
+def test_too_few_open_files_are_named_to_those_that_came(monkeypatch):
+    def accept(listener):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    with pytest.raises(StartError, match=r"cannot take more than 0 processes \(Too many open files\).*ulimit -n"):
+        call_the_roll(f"127.0.0.1:{free_port()}", 2, cards(2)[0], 5)
 
 
 def test_a_command_exits_with_the_status_of_its_error(capsys):

@@ -20,6 +20,14 @@ def test_every_replica_of_the_next_stage_is_equally_likely(num_replicas):
     assert (counts == len(pool) // num_replicas).all()
 
 
+def test_of_many_replicas_each_sends_to_64_others_equally_often():
+    pool = route_pool(100, 3, seed=5, routing="random")
+    assert len(pool) == 64
+    for boundary in (0, 1):
+        assert (np.sort(pool[:, boundary], axis=-1) == np.arange(100)).all()
+        assert all(len(set(pool[:, boundary, replica])) == 64 for replica in range(100))
+
+
 def test_every_route_is_a_permutation_of_the_replicas():
     pool = route_pool(6, 4, seed=1, routing="random")
     assert (np.sort(pool, axis=-1) == np.arange(6)).all()

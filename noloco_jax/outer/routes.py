@@ -83,6 +83,8 @@ def _lower_one(sources: tuple[int, ...], num_devices: int, num_slots: int) -> tu
     while start < num_slots:
         if counts.diagonal().all():  # what stays on its device needs no message
             destinations = np.arange(num_devices)
+        elif num_slots == 1:  # one message a device: the counts are a permutation already
+            destinations = counts.argmax(axis=1)
         else:
             _, destinations = linear_sum_assignment(np.where(counts > 0, -counts, num_devices * num_slots))
         count = int(counts[np.arange(num_devices), destinations].min())

@@ -155,7 +155,7 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
             local_device_ids=place.local_devices,
             cluster_detection_method="deactivate",
             initialization_timeout=60,
-            shutdown_timeout_seconds=60,
+            shutdown_timeout_seconds=1800,  # the first process draws, samples and uploads while the others wait
         )
         alarm = Alarm(place.process_id)
         yield

@@ -113,6 +113,10 @@ def _gather(port: int, num_processes: int, mine: Card, timeout: float) -> Verdic
             except TimeoutError:
                 verdict = Verdict(_missing(cards, num_processes, timeout), apart=True)
                 break
+            except OSError as error:
+                full = f"process 0 on {mine.host} cannot take more than {len(connections)} processes ({error.strerror})"
+                verdict = Verdict(f"{full}: raise its limit of open files, ulimit -n", apart=True)
+                break
             try:
                 connection.settimeout(_ANSWER_SECONDS)
                 other = Card(*json.loads(connection.makefile("rb").readline()))

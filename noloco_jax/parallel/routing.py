@@ -5,13 +5,16 @@ import numpy as np
 
 # Fewer replicas than this get several Latin squares, for more variety.
 _LEAST_ROUTES = 8
+# Each is a branch of the compiled program.
+_MOST_ROUTES = 64
 
 
 def route_pool(num_replicas: int, num_stages: int, seed: int, routing: str) -> np.ndarray:
     """The routes that are compiled: int32 (pool, S - 1, N), entry [p, s, i] is where replica i's stage s sends.
 
     Random: the rows of Latin squares with shuffled rows, columns and symbols, other ones at every boundary, so that a
-    uniform draw makes every replica of the next stage exactly equally likely. Fixed: everyone to itself.
+    uniform draw makes every replica of the next stage exactly equally likely. Of more than 64 replicas, 64 rows: each
+    replica then sends to 64 of the others, equally often. Fixed: everyone to itself.
     """
     if routing == "fixed" or num_replicas == 1:
         return np.tile(np.arange(num_replicas, dtype=np.int32), (1, num_stages - 1, 1))
@@ -21,7 +24,7 @@ def route_pool(num_replicas: int, num_stages: int, seed: int, routing: str) -> n
         squares = []
         for _ in range(num_stages - 1):
             rows, columns, symbols = (rng.permutation(num_replicas) for _ in range(3))
-            squares.append(symbols[(rows[:, None] + columns[None, :]) % num_replicas])
+            squares.append(symbols[(rows[:_MOST_ROUTES, None] + columns[None, :]) % num_replicas])
         pool.append(np.stack(squares, axis=1))
     return np.concatenate(pool).astype(np.int32)
 
