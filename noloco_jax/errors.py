@@ -21,6 +21,7 @@ def main_with_errors(main: Callable[[], int | None]) -> None:
     try:
         status = main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"error: {error}\n")  # at once: a library's threads may be writing too
+        sys.stderr.flush()
         status = error.exit_status
     sys.exit(status or 0)
