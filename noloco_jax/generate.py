@@ -13,14 +13,14 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from noloco_jax.checkpoint import load_for_export
-from noloco_jax.config import ModelConfig, from_dict, load_saved
-from noloco_jax.config_flags import make_parser
+from noloco_jax.config.fields import ModelConfig, from_dict, load_saved
+from noloco_jax.config.flags import make_parser
 from noloco_jax.data import Tokenizer, check_vocabulary, load_tokenizer
 from noloco_jax.errors import UserError, main_with_errors
 from noloco_jax.model.decode import generate
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.model.llama import Params
+from noloco_jax.run.checkpoint import load_for_export
 
 
 class _Loaded(NamedTuple):

@@ -22,14 +22,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from noloco_jax.config import CONFIG_FILE, TrainConfig, to_dict
-from noloco_jax.config_checks import validate
-from noloco_jax.config_flags import parse_args
-from noloco_jax.console import make_console
+from noloco_jax.cluster.join import define_flags, find_place, joined
+from noloco_jax.config.checks import validate
+from noloco_jax.config.fields import CONFIG_FILE, TrainConfig, to_dict
+from noloco_jax.config.flags import parse_args
 from noloco_jax.errors import UserError, main_with_errors
-from noloco_jax.metrics import read_metrics
 from noloco_jax.outer.pairing import Round
-from noloco_jax.parallel.distributed import define_flags, find_place, joined
+from noloco_jax.run.console import make_console
+from noloco_jax.run.metrics import read_metrics
 from noloco_jax.train import groups_of_run, train
 
 _METHODS = ("noloco", "diloco")  # those that have outer steps

@@ -13,29 +13,29 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from noloco_jax import elastic
-from noloco_jax.checkpoint import Checkpointer
-from noloco_jax.config import TrainConfig, save_config, to_dict
-from noloco_jax.config_flags import parse_args
-from noloco_jax.console import Progress, banner, make_console
+from noloco_jax.cluster.cpu import keep_freed_memory, use_cpu_cores
+from noloco_jax.cluster.gpu import use_gpu_memory
+from noloco_jax.cluster.join import define_flags, find_place, joined
+from noloco_jax.cluster.stop import Stop
+from noloco_jax.config.fields import TrainConfig, save_config, to_dict
+from noloco_jax.config.flags import parse_args
 from noloco_jax.data import Tokenizer, check_data, check_vocabulary, load_tokenizer, train_stream, validation_batches
 from noloco_jax.errors import UserError, main_with_errors
-from noloco_jax.evaluate import evaluate
-from noloco_jax.metrics import MetricWriter, Throughput, read_metrics
 from noloco_jax.model.huggingface import load_params
 from noloco_jax.outer.pairing import Round, groups_of_rounds
-from noloco_jax.parallel.ahead import compile_ahead
-from noloco_jax.parallel.cpu import keep_freed_memory, use_cpu_cores
-from noloco_jax.parallel.distributed import define_flags, find_place, joined
-from noloco_jax.parallel.feed import Feed, local_replicas
-from noloco_jax.parallel.gpu import use_gpu_memory
-from noloco_jax.parallel.mesh import make_mesh
-from noloco_jax.parallel.offload import offload, park
-from noloco_jax.parallel.optimizers import learning_rates, run_pairing
-from noloco_jax.parallel.programs import Programs, StepMetrics, TrainState, build_programs
-from noloco_jax.parallel.stages import uncut
-from noloco_jax.stopping import Stop
-from noloco_jax.summary import banner_rows, bytes_sent, sample_prompt, sample_text, show_results
+from noloco_jax.run import elastic
+from noloco_jax.run.banner import banner_rows, bytes_sent, sample_prompt, sample_text, show_results
+from noloco_jax.run.checkpoint import Checkpointer
+from noloco_jax.run.console import Progress, banner, make_console
+from noloco_jax.run.evaluate import evaluate
+from noloco_jax.run.metrics import MetricWriter, Throughput, read_metrics
+from noloco_jax.spmd.batches import Feed, local_replicas
+from noloco_jax.spmd.compile import compile_ahead
+from noloco_jax.spmd.inner import learning_rates, run_pairing
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.offload import offload, park
+from noloco_jax.spmd.programs import Programs, StepMetrics, TrainState, build_programs
+from noloco_jax.spmd.stages import uncut
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
     """The file of a small run's configuration, in a folder that a test file's runs share."""
-    import processes  # imports jax
+    from support import processes  # imports jax
 
     return processes.write_config(tmp_path_factory.mktemp("runs"))
 
@@ -51,6 +51,6 @@ def config(tmp_path_factory) -> Path:
 @pytest.fixture
 def config_file(tmp_path) -> str:
     """The file of a comparison's configuration."""
-    import comparisons  # imports jax
+    from support import comparisons  # imports jax
 
     return comparisons.write_config(tmp_path)

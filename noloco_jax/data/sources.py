@@ -14,7 +14,7 @@ from noloco_jax.data.tokenizers import DocumentEncoder, Tokenizer
 from noloco_jax.errors import UserError
 
 if TYPE_CHECKING:
-    from noloco_jax.config import DataConfig
+    from noloco_jax.config.fields import DataConfig
 
 
 _TOKEN_BYTES = 4  # of a token of text, about, for any vocabulary

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike
 
-from noloco_jax.config import ModelConfig
+from noloco_jax.config.fields import ModelConfig
 from noloco_jax.model.attention import causal_attention
 from noloco_jax.model.llama import (
     Params,

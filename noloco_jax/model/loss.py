@@ -9,7 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from noloco_jax.config import ModelConfig
+from noloco_jax.config.fields import ModelConfig
 from noloco_jax.model.layout import lay, num_devices, num_parts
 from noloco_jax.model.llama import Params, final_hidden, head_kernel
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from noloco_jax.outer.exchange import AxisName, all_mean
+from noloco_jax.exchange.group import AxisName, all_mean
 from noloco_jax.outer.transform import outer_transform
 
 PyTree = Any

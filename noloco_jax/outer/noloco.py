@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from noloco_jax.outer.exchange import AxisName, group_mean
+from noloco_jax.exchange.group import AxisName, group_mean
 from noloco_jax.outer.pairing import Pairing, consensus_limit
 from noloco_jax.outer.transform import outer_transform
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from noloco_jax.outer.exchange import AxisName, unbatched
+from noloco_jax.exchange.group import AxisName, unbatched
 
 PyTree = Any
 # (round, θ, φ, δ) -> (φ, δ), all trees float32

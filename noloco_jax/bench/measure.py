@@ -1,0 +1,126 @@
+"""Measures one configuration on the devices of this process."""
+
+import dataclasses
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from noloco_jax.bench.memory import compiled_peak, measured_peak, program_memory
+from noloco_jax.bench.rates import data_rate, matrix_rate, matrix_side
+from noloco_jax.bench.timing import Runner, inner_times, outer_times, spread, trace
+from noloco_jax.config.fields import TrainConfig
+from noloco_jax.errors import UserError
+from noloco_jax.run.banner import bytes_sent
+from noloco_jax.run.metrics import mfu, model_flops_per_token
+from noloco_jax.spmd.compile import compile_ahead
+from noloco_jax.spmd.inner import run_pairing
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.offload import offload
+from noloco_jax.spmd.programs import Programs, build_programs
+
+Result = dict[str, Any]
+_OTHERS = {"evaluate": None, "merge": None, "spread": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to measure.
+
+    Attributes:
+      steps: inner steps to time.
+      data_seconds: how long to drain the data pipeline; 0: not at all.
+      compile_only: only compile; allocate and run nothing.
+      profile: folder of a trace, or None.
+    """
+
+    steps: int
+    data_seconds: float
+    compile_only: bool
+    profile: Path | None
+
+
+def measure(config: TrainConfig, options: Options) -> Result:
+    """Measures a run's programs; plain values, by names that hold their unit.
+
+    Compilations are timed without a cache. Figures that do not apply are None: those of outer steps for methods without
+    them, those of the data where they are not there (`data_missing` says why), all that has to run for `compile_only`.
+
+    Raises:
+      UserError: if the run does not fit the devices.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    devices = jax.devices()
+    programs, compile_seconds = _compile(build_programs(config, make_mesh(config, devices)))
+    at_rest = offload(programs) if config.outer.offload else programs
+    memory = program_memory(programs, at_rest.state)
+    result: Result = {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "device": devices[0].device_kind,
+        "mesh": dict(programs.mesh.shape),
+        "compile_seconds": compile_seconds,
+        "pairings": len(run_pairing(config).pool) if config.method == "noloco" else None,
+        "bytes_sent": bytes_sent(config),
+        "program_memory_bytes": memory,
+        "peak_memory_bytes": compiled_peak(memory),
+        "peak_memory_from": "the compiled programs",
+    }
+    return result if options.compile_only else result | _run(config, at_rest, options)
+
+
+def _compile(programs: Programs) -> tuple[Programs, dict[str, float]]:
+    """The inner and the outer program compiled, as the trainer does, and the seconds of each."""
+    seconds, compiled = {}, {}
+    for name, other in (("inner_step", "outer_step"), ("outer_step", "inner_step")):
+        left_out: dict[str, Any] = {**_OTHERS, other: None}
+        started = time.perf_counter()
+        compiled[name] = getattr(compile_ahead(dataclasses.replace(programs, **left_out)), name)
+        if compiled[name] is not None:
+            seconds[name] = time.perf_counter() - started
+    return dataclasses.replace(programs, **compiled), seconds
+
+
+def _run(config: TrainConfig, programs: Programs, options: Options) -> Result:
+    result: Result = {"data_tokens_per_second": None, "data_missing": ""}
+    if options.data_seconds:
+        try:
+            result["data_tokens_per_second"] = data_rate(config, options.data_seconds)
+        except UserError as error:
+            result["data_missing"] = str(error)
+    result |= _steps(config, programs, options)  # its arrays are gone when the matrices come
+
+    tokens = config.num_replicas * config.data.batch_size * config.data.sequence_length
+    tokens_per_second = tokens / result["step_seconds"]["median"]
+    flops_per_token = model_flops_per_token(config)
+    devices = programs.mesh.devices.flatten().tolist()
+    rate = matrix_rate(devices, config.model.dtype)
+    return result | {
+        "tokens_per_second": tokens_per_second,
+        "model_flops_per_token": flops_per_token,
+        "model_flops_per_second": tokens_per_second * flops_per_token,
+        "matrix_flops_per_second": rate,
+        "matrix_side": matrix_side(devices[0].platform),
+        "mfu": mfu(tokens_per_second, flops_per_token, rate),
+    }
+
+
+def _steps(config: TrainConfig, programs: Programs, options: Options) -> Result:
+    runner = Runner(config, programs)
+    inner = spread(inner_times(runner, options.steps))
+    result: Result = {"step_seconds": inner, "outer_step_seconds": None, "outer_share": None, "profile": None}
+    devices = programs.mesh.devices.flatten().tolist()
+    peak_of_inner_steps = measured_peak(devices)
+    if programs.outer_step is not None:
+        outer = spread(outer_times(runner))
+        result["outer_step_seconds"] = outer
+        result["outer_share"] = outer["median"] / (outer["median"] + config.outer.sync_every * inner["median"])
+    peak = measured_peak(devices)
+    if peak is not None:
+        result |= {"peak_memory_bytes": peak, "peak_memory_from": "the devices' allocators"}
+        result["peak_memory_bytes_before_outer_steps"] = peak_of_inner_steps
+    if options.profile is not None:
+        result["profile"] = str(trace(runner, options.profile, with_outer=programs.outer_step is not None))
+    return result

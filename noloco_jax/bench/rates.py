@@ -1,0 +1,102 @@
+"""Rates to hold a trainer's against: the devices' matrix products, and the data pipeline alone.
+
+Axes: D devices, K the side of square matrices.
+"""
+
+import contextlib
+import functools
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from noloco_jax.config.fields import TrainConfig
+from noloco_jax.data import check_data, check_vocabulary, load_tokenizer, train_stream
+
+_PRODUCTS = 4  # one after another in a program, so that its start does not count
+_MATRIX_SECONDS = 1.0
+_FIRST_ROUNDS = 8  # of batches, which may have been made ahead
+
+
+def matrix_side(backend: str) -> int:
+    """The side of the matrices of `matrix_rate`: large enough for the backend's full rate."""
+    return 2048 if backend == "cpu" else 8192
+
+
+def matrix_rate(devices: list, dtype: str) -> float:
+    """FLOP/s that square matrix products of random numbers reach on all the devices at once: the best of a second.
+
+    Args:
+      devices: each multiplies matrices of its own.
+      dtype: of the matrices; products have the precision that JAX gives them by default.
+    """
+    side = matrix_side(devices[0].platform)
+    mesh = Mesh(np.asarray(devices), ("device",), axis_types=(AxisType.Auto,))
+    sharded = NamedSharding(mesh, P("device"))
+
+    @functools.partial(jax.jit, out_shardings=sharded)
+    def random(key: jax.Array) -> jax.Array:
+        return jax.random.normal(key, (len(devices), side, side), dtype) * jnp.asarray(side**-0.5, dtype)
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("device"), out_specs=P("device"))
+    def products(x_1KK: jax.Array) -> jax.Array:
+        x_KK = x_1KK[0]
+        for _ in range(_PRODUCTS):
+            x_KK = x_KK @ x_1KK[0]
+        return x_KK[None]
+
+    x_DKK = random(jax.random.key(0))
+    jax.block_until_ready(products(x_DKK))
+    best, begun = float("inf"), time.perf_counter()
+    while best == float("inf") or time.perf_counter() - begun < _MATRIX_SECONDS:
+        started = time.perf_counter()
+        jax.block_until_ready(products(x_DKK))
+        best = min(best, time.perf_counter() - started)
+    return len(devices) * _PRODUCTS * 2 * side**3 / best
+
+
+def data_rate(config: TrainConfig, seconds: float) -> float:
+    """Tokens/s of the run's own data pipeline, all replicas' streams taken in turn with no training beside them.
+
+    Raises:
+      UserError: if the data or the tokenizer are not there.
+    """
+    data, vocab_size = config.data, config.model.vocab_size
+    check_data(data, num_replicas=config.num_replicas, vocab_size=vocab_size)
+    tokenizer = None
+    if data.kind != "parquet":
+        tokenizer = load_tokenizer(data.tokenizer)
+        check_vocabulary(tokenizer, vocab_size)
+    with contextlib.ExitStack() as stack:
+        streams = [
+            stack.enter_context(
+                contextlib.closing(
+                    train_stream(
+                        data,
+                        tokenizer,
+                        replica=replica,
+                        num_replicas=config.num_replicas,
+                        seed=config.seed,
+                        vocab_size=vocab_size,
+                    )
+                )
+            )
+            for replica in range(config.num_replicas)
+        ]
+
+        def drain(most_rounds: float) -> tuple[int, float]:
+            """Rounds taken from all streams, and the seconds that took."""
+            rounds, started = 0, time.perf_counter()
+            while rounds < most_rounds and (rounds == 0 or time.perf_counter() - started < seconds):
+                for stream in streams:
+                    next(stream)
+                rounds += 1
+            return rounds, time.perf_counter() - started
+
+        drain(_FIRST_ROUNDS)
+        rounds, took = drain(float("inf"))
+    return rounds * config.num_replicas * data.batch_size * data.sequence_length / took

@@ -1,0 +1,180 @@
+"""The table of what was measured, and what there is to say about it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from noloco_jax.bench.measure import Result
+from noloco_jax.bench.variants import Variant
+
+Column = tuple[str, Callable[[Result], str]]
+AMPLE = 3  # the data pipeline alone is to be this many times as fast as the trainer
+
+_SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_BINARY = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes"))
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+
+
+def _scaled(value: float, scales: Sequence[tuple[float, str]]) -> str:
+    """Three digits and the largest unit that leaves a number of one or more."""
+    scale, unit = next((entry for entry in scales if value >= 0.9995 * entry[0]), scales[-1])
+    number = value / scale
+    return f"{number:.0f} {unit}".rstrip() if number >= 99.95 else f"{number:.3g} {unit}".rstrip()
+
+
+def _seconds(value: float) -> str:
+    return _scaled(value, _SECONDS)
+
+
+def _bytes(value: float) -> str:
+    return _scaled(value, _BINARY)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _or_dash(show: Callable[[Any], str], *names: str) -> Callable[[Result], str]:
+    """The figure by that path of names in a result, or a dash where it does not apply."""
+
+    def cell(result: Result) -> str:
+        value: Any = result
+        for name in names:
+            value = value.get(name) if value is not None else None
+        return "-" if value is None else show(value)
+
+    return cell
+
+
+def _quartiles(spread: Mapping[str, float]) -> str:
+    return f"{_seconds(spread['lower_quartile'])} - {_seconds(spread['upper_quartile'])}"
+
+
+_SPEED: list[Column] = [
+    ("step", _or_dash(_seconds, "step_seconds", "median")),
+    ("quartiles", _or_dash(_quartiles, "step_seconds")),
+    ("tokens/s", _or_dash(lambda x: _scaled(x, _SI), "tokens_per_second")),
+    ("FLOP/s", _or_dash(lambda x: _scaled(x, _SI), "model_flops_per_second")),
+    ("MFU", _or_dash(_percent, "mfu")),
+    ("data\ntokens/s", _or_dash(lambda x: _scaled(x, _SI), "data_tokens_per_second")),
+]
+_OUTER: list[Column] = [
+    ("outer\nstep", _or_dash(_seconds, "outer_step_seconds", "median")),
+    ("share\nof run", _or_dash(_percent, "outer_share")),
+    ("sent", _or_dash(_bytes, "bytes_sent")),
+]
+_COMPILED: list[Column] = [
+    ("memory", _or_dash(_bytes, "peak_memory_bytes")),
+    ("compile\ninner", _or_dash(_seconds, "compile_seconds", "inner_step")),
+    ("compile\nouter", _or_dash(_seconds, "compile_seconds", "outer_step")),
+]
+_PAIRINGS: Column = ("pairings", _or_dash(str, "pairings"))
+
+Row = tuple[Variant, Result]
+
+
+def show(rows: Sequence[Row], title: str, *, compile_only: bool, console: Console) -> None:
+    """Prints the table, in two parts where the terminal is too narrow, and the notes below it.
+
+    Args:
+      rows: the variants with their results; a result of an `error` alone is one that failed.
+      title: what was measured.
+      compile_only: as the results were made.
+      console: where to print; aligned plain lines where that is no terminal.
+    """
+    measured = [(variant, result) for variant, result in rows if "error" not in result]
+    if measured:
+        parts = [[_PAIRINGS, *_COMPILED]] if compile_only else [_SPEED, [*_OUTER, *_COMPILED]]
+        whole = _table(measured, title, [column for part in parts for column in part], console)
+        needed = Measurement.get(console, console.options.update(width=10_000), whole).maximum
+        if not console.is_terminal:
+            console.width = max(console.width, needed)
+        if needed <= console.width:
+            console.print(whole)
+        else:
+            for part in parts:
+                console.print(_table(measured, title, part, console))
+        for line in _notes(measured, compile_only):
+            console.print(line)
+    for variant, result in rows:
+        if "error" in result:
+            console.print(f"failed: {variant.label}: {result['error']}", style="bold red")
+
+
+def _table(rows: Sequence[Row], title: str, columns: Sequence[Column], console: Console) -> Table:
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE if console.is_terminal else None,
+    )
+    fields = list(rows[0][0].varied)
+    leaves = [field.rpartition(".")[2] for field in fields]
+    for field, leaf in zip(fields, leaves, strict=True):
+        table.add_column(leaf if leaves.count(leaf) == 1 else field, no_wrap=True)
+    for heading, _ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for variant, result in rows:
+        table.add_row(*variant.varied.values(), *(cell(result) for _, cell in columns))
+    return table
+
+
+def _notes(rows: Sequence[Row], compile_only: bool) -> list[str]:
+    first = rows[0][1]
+    lines = [] if compile_only else [_step_note(rows), _flops_note(rows), *_data_notes(rows)]
+    if any(result["bytes_sent"] for _, result in rows) and not compile_only:
+        ddp = any(variant.config.method == "ddp" for variant, _ in rows)
+        lines.append("sent: bytes that a replica sends in an outer step" + (", with ddp in every step" if ddp else ""))
+    memory = f"memory: the most on one device, by {first['peak_memory_from']}"
+    if "peak_memory_bytes_before_outer_steps" not in first:
+        memory += ": arguments + temporaries + outputs - aliased, and the state that lies beside"
+    lines.append(memory)
+    notes = {f"{variant.label}: {variant.note}" for variant, _ in rows if variant.note}
+    profiles = [result["profile"] for _, result in rows if result.get("profile")]
+    return [*lines, *sorted(notes), *(line for path in profiles for line in _profile_note(path))]
+
+
+def _step_note(rows: Sequence[Row]) -> str:
+    every = sorted({variant.config.outer.sync_every for variant, result in rows if result["outer_step_seconds"]})
+    text = "step: median of the inner steps, one dispatched ahead, random tokens; tokens/s: of these steps"
+    if every:
+        text += f"; share of run: of the outer steps, one every {' or '.join(map(str, every))} inner steps"
+    return text
+
+
+def _flops_note(rows: Sequence[Row]) -> str:
+    rates = [result["matrix_flops_per_second"] for _, result in rows]
+    side, dtypes = rows[0][1]["matrix_side"], sorted({variant.config.model.dtype for variant, _ in rows})
+    least, most = (f"{_scaled(rate, _SI)}FLOP/s" for rate in (min(rates), max(rates)))
+    return (
+        "FLOP/s: of the model, 3 x the forward pass's: 2 a weight of every matrix product (the head is in, the "
+        "embedding out) and causal attention counted once, 2 x T x heads x head size a token and layer\n"
+        f"MFU: FLOP/s over the {least if least == most else f'{least} to {most}'} that products of "
+        f"{side} x {side} {' or '.join(dtypes)} matrices reached in the same run, on all devices of the mesh at once"
+    )
+
+
+def _data_notes(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for variant, result in rows:
+        data, trainer = result["data_tokens_per_second"], result["tokens_per_second"]
+        if data is not None and data < AMPLE * trainer:
+            lines.append(
+                f"warning: {variant.label}: the data pipeline alone makes {_scaled(data, _SI)} tokens/s, less than "
+                f"{AMPLE} times the trainer's {_scaled(trainer, _SI)}: raise data.num_workers="
+                f"{variant.config.data.num_workers}"
+            )
+    missing = sorted({result["data_missing"] for _, result in rows if result["data_missing"]})
+    return [*lines, *(f"data not measured: {reason}" for reason in missing)]
+
+
+def _profile_note(path: str) -> list[str]:
+    folder = path.rpartition("/plugins/")[0]
+    return [
+        f"profile: open {path} at https://ui.perfetto.dev,",
+        f"  or `tensorboard --logdir={folder}` with the package xprof installed",
+    ]

@@ -1,0 +1,122 @@
+"""Times inner and outer steps, dispatched as the trainer dispatches them, and traces a few."""
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from noloco_jax.config.fields import TrainConfig
+from noloco_jax.spmd.batches import Feed, local_replicas
+from noloco_jax.spmd.offload import park
+from noloco_jax.spmd.programs import Programs
+
+_WARMUP = 3
+_OUTER_STEPS = 5
+_TRACED_STEPS = 3
+_DIFFERENT_BATCHES = 4
+
+
+class RandomStream:
+    """Batches of random tokens in place of a replica's documents: a few different ones, in turn."""
+
+    def __init__(self, config: TrainConfig, replica: int):
+        rng = np.random.default_rng([config.seed, replica])
+        shape = (config.data.batch_size, config.data.sequence_length)
+        self._batches = itertools.cycle(
+            {name: rng.integers(0, config.model.vocab_size, shape, np.int32) for name in ("input_ids", "labels")}
+            for _ in range(_DIFFERENT_BATCHES)
+        )
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        return next(self._batches)
+
+    def get_state(self) -> dict:
+        return {}
+
+    def set_state(self, state: dict) -> None:
+        raise NotImplementedError("random batches have no position")
+
+
+class Runner:
+    """A run's state on its devices, taken on by inner and outer steps.
+
+    Args:
+      config: the run.
+      programs: its programs, compiled.
+    """
+
+    def __init__(self, config: TrainConfig, programs: Programs):
+        self._config, self._programs = config, programs
+        self._feed = Feed({i: RandomStream(config, i) for i in local_replicas(programs.batch)}, programs.batch)
+        self._params, self._inner, self._outer = park(programs, programs.init(jax.random.key(config.seed)))
+        self._steps = 0
+
+    def inner(self) -> Any:
+        """Dispatches an inner step; its metrics, which are ready when it is done."""
+        self._steps += 1
+        self._params, self._inner, metrics = self._programs.inner_step(
+            self._params, self._inner, next(self._feed), np.int32(self._steps)
+        )
+        return metrics
+
+    def outer(self, round: int) -> float:
+        """Takes outer step `round` (0, 1, ...), with nothing else in flight; the seconds it took."""
+        assert self._programs.outer_step is not None
+        step = np.int32((round + 1) * self._config.outer.sync_every)
+        jax.block_until_ready(self._params)
+        started = time.perf_counter()
+        self._params, self._outer = jax.block_until_ready(self._programs.outer_step(self._params, self._outer, step))
+        return time.perf_counter() - started
+
+
+def inner_times(runner: Runner, steps: int) -> list[float]:
+    """Seconds from the end of each inner step to the end of the next, one always dispatched ahead, as in training."""
+    ends = []
+    for metrics in _one_ahead(runner, _WARMUP + steps):
+        jax.block_until_ready(metrics)
+        ends.append(time.perf_counter())
+    return np.diff(ends)[-steps:].tolist()
+
+
+def _one_ahead(runner: Runner, steps: int) -> Iterator[Any]:
+    """The metrics of every step, when the next one has been dispatched."""
+    metrics = runner.inner()
+    for _ in range(steps):
+        following = runner.inner()
+        yield metrics
+        metrics = following
+
+
+def outer_times(runner: Runner) -> list[float]:
+    """Seconds of some outer steps, each after an inner step and of another round.
+
+    Every round is taken once before it is timed: partners that meet for the first time have to connect.
+    """
+    seconds = []
+    for round in (*range(_OUTER_STEPS), *range(_OUTER_STEPS)):
+        runner.inner()
+        seconds.append(runner.outer(round))
+    return seconds[_OUTER_STEPS:]
+
+
+def trace(runner: Runner, folder: Path, *, with_outer: bool) -> Path:
+    """Writes a profile of a few inner steps and one outer step; returns the file for Perfetto."""
+    with jax.profiler.trace(folder, create_perfetto_trace=True):
+        for number in range(_TRACED_STEPS):
+            with jax.profiler.StepTraceAnnotation("inner_step", step_num=number):
+                metrics = runner.inner()
+        jax.block_until_ready(metrics)
+        if with_outer:
+            with jax.profiler.StepTraceAnnotation("outer_step", step_num=_TRACED_STEPS):
+                runner.outer(0)
+    return max(folder.glob("plugins/profile/*/perfetto_trace.json.gz"), key=lambda path: path.stat().st_mtime)
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    lower, median, upper = np.percentile(seconds, [25, 50, 75]).tolist()
+    return {"median": median, "lower_quartile": lower, "upper_quartile": upper}

@@ -1,0 +1,1 @@
+"""The configuration of a run: fields, checks, and the command line."""

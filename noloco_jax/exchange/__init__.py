@@ -1,0 +1,1 @@
+"""How the messages of an outer step cross one SPMD program."""

@@ -1,0 +1,1 @@
+"""What a run's compiled programs communicate."""

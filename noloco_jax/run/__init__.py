@@ -1,0 +1,1 @@
+"""What a run keeps, measures and says: checkpoints, evaluation, metrics, banner, curves."""

@@ -1,0 +1,253 @@
+"""Checkpoints of a run: everything that it needs to continue as if it had never stopped."""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from noloco_jax.cluster.join import gather
+from noloco_jax.config.fields import TrainConfig, load_saved, to_dict
+from noloco_jax.errors import StartError, UserError
+from noloco_jax.model.llama import param_shapes
+from noloco_jax.spmd.programs import TrainState
+from noloco_jax.spmd.stages import cut, uncut
+
+PyTree = Any
+_ITEMS = ("state", "data", "run")
+_SAVE_SECONDS = 24 * 3600  # orbax gives up after 20 minutes, in which slow storage takes some 50 GB
+
+
+class Layout(NamedTuple):
+    """The axes of a saved state that depend on the run: replicas, and pipeline stages that its arrays are cut into."""
+
+    num_replicas: int
+    num_stages: int
+
+    @classmethod
+    def of(cls, state: TrainState) -> "Layout":
+        """The layout of a state, arrays or shapes."""
+        params = state.params
+        stages = params["stage_norm"].shape[1] if "stage_norm" in params else 1
+        return cls(jax.tree.leaves(params)[0].shape[0], stages)
+
+
+class Checkpointer:
+    """Saves and restores the runs of one workdir, under WORKDIR/checkpoints.
+
+    A checkpoint is written beside the others and renamed when it is whole, so that a killed run leaves only whole ones.
+    Several processes each write their part of the arrays.
+
+    Args:
+      workdir: the run's folder, the same for all processes.
+      config: the run. A checkpoint of another model or method is refused, one of another number of replicas unless
+        the configuration says what is to become of them.
+      read_only: never write or delete.
+    """
+
+    def __init__(self, workdir: str | Path, config: TrainConfig, *, read_only: bool = False):
+        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every save
+        self._folder = Path(workdir).absolute() / "checkpoints"
+        self._config = config
+        if not read_only:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=None if read_only else config.keep_checkpoints,
+            enable_async_checkpointing=not read_only,
+            async_options=ocp.AsyncOptions(timeout_secs=_SAVE_SECONDS),
+            cleanup_tmp_directories=not read_only,
+            read_only=read_only,
+            create=not read_only,
+        )
+        self._manager = ocp.CheckpointManager(self._folder, options=options, item_names=_ITEMS)
+
+    def latest_step(self) -> int | None:
+        """The step of the newest checkpoint, or None; an error if it is damaged or not this run's.
+
+        Of several processes, each has to ask.
+
+        Raises:
+          UserError: if the checkpoint is of another model, method, optimizer state or number of replicas.
+          StartError: if the file system shows the processes different ones.
+        """
+        step = self._manager.latest_step()
+        seen = gather(step)
+        if len(set(seen)) > 1:
+            raise StartError(
+                f"the processes see different newest checkpoints in {self._folder} (steps "
+                f"{', '.join(sorted({str(step) for step in seen}))}): start again once all see the same"
+            )
+        if step is None:
+            return None
+        saved, mine = self._run(step), _identity(self._config)
+        for name, value in mine.items():
+            if saved.get(name) != value:
+                raise UserError(
+                    f"{self._folder} holds a checkpoint with {name}={saved.get(name)!r}, the config has {value!r}: "
+                    "give the config of that run, or another --workdir"
+                )
+        return step
+
+    def layout(self, step: int) -> Layout:
+        """The layout of the state saved at `step`."""
+        run = self._run(step)
+        return Layout(run["num_replicas"], run["num_stages"])
+
+    def _run(self, step: int) -> dict[str, Any]:
+        missing = [name for name in _ITEMS if not (self._folder / str(step) / name / "commit_success.txt").exists()]
+        if missing:
+            raise self._damaged(step, f"no complete {' or '.join(missing)}")
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+        except ValueError as error:
+            raise self._damaged(step, error) from error
+
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """Tells what goes wrong in its body as damage of the checkpoint, unless machine or storage are at fault."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise self._damaged(step, error) from error
+        except (OSError, MemoryError, jax.errors.JaxRuntimeError):
+            raise
+        except Exception as error:  # of many kinds: what is cut short or does not decode
+            raise self._damaged(step, error) from error
+
+    def _damaged(self, step: int, reason: object) -> UserError:
+        reason = (str(reason).strip().splitlines() or [type(reason).__name__])[0][:200]
+        return UserError(
+            f"the checkpoint {self._folder / str(step)} is not whole ({reason}): delete that folder to go on from the "
+            "one before it, or restore it"
+        )
+
+    def save(self, step: int, state: TrainState, data: dict[int, dict]) -> None:
+        """Starts to save the state after inner step `step`; the arrays may be donated as soon as this returns.
+
+        Args:
+          step: inner steps taken.
+          state: arrays on their devices.
+          data: replica -> where its data stream stands, for the replicas of this process.
+        """
+        if step in self._manager.all_steps():
+            return
+        positions = {str(replica): position for part in gather(data) for replica, position in part.items()}
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state._asdict()),
+                data=ocp.args.JsonSave(positions),
+                run=ocp.args.JsonSave(_identity(self._config) | Layout.of(state)._asdict()),
+            ),
+        )
+
+    def restore(self, step: int, like: TrainState) -> tuple[TrainState, list[dict]]:
+        """Returns the state at `step` and the data position of every replica, in their order.
+
+        Args:
+          step: a step that was saved.
+          like: shapes of the saved layout, dtypes and shardings; the mesh may be another than the one that saved.
+        """
+        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(like._asdict()), data=ocp.args.JsonRestore())
+        with self._reading(step):
+            restored = self._manager.restore(step, args=arguments)
+        data = {int(replica): position for replica, position in restored["data"].items()}
+        return TrainState(**restored["state"]), [data[replica] for replica in range(len(data))]
+
+    def restore_params(self, step: int, keep: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> PyTree:
+        """The fast weights alone at `step`, as numpy arrays with the replicas in front.
+
+        Args:
+          step: a step that was saved.
+          keep: array of all replicas -> what to keep of it, again with replicas in front. Applied before the next array
+            is read: whoever keeps one model never holds all.
+        """
+        num_stages = self.layout(step).num_stages
+
+        def saved(params: PyTree) -> PyTree:
+            return cut(jax.tree.map(lambda x: x[None], params), num_stages)
+
+        names = {"params": jax.eval_shape(saved, param_shapes(self._config.model))}
+        with ocp.PyTreeCheckpointer() as reader:
+
+            def read(path: tuple[Any, ...], _: Any) -> np.ndarray:
+                arguments = ocp.args.PyTreeRestore(
+                    _nested(path, 0),
+                    restore_args=_nested(path, ocp.RestoreArgs(restore_type=np.ndarray)),
+                    partial_restore=True,
+                )
+                with self._reading(step):
+                    (array,) = jax.tree.leaves(reader.restore(self._folder / str(step) / "state", args=arguments))
+                return keep(array)
+
+            return uncut(jax.tree.map_with_path(read, names)["params"])
+
+    def close(self) -> None:
+        """Waits until what was saved is on disk."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error, saves of several processes cannot be waited for: the others may never come to theirs.
+        if kind is None or jax.process_count() == 1:
+            self.close()
+
+
+def _nested(path: tuple[Any, ...], leaf: Any) -> PyTree:
+    """The dicts along a path of jax, with nothing else in them."""
+    return functools.reduce(lambda inner, key: {key.key: inner}, reversed(path), leaf)
+
+
+def _identity(config: TrainConfig) -> dict[str, Any]:
+    """What has to be equal for a checkpoint to fit, by the names of the configuration."""
+    model = {f"model.{name}": value for name, value in dataclasses.asdict(config.model).items()}
+    for name in ("model.dtype", "model.remat"):  # how it is computed, not what it is
+        del model[name]
+    return {
+        "method": config.method,
+        **model,
+        "outer.state_dtype": to_dict(config)["outer"]["state_dtype"],
+        "inner.weight_decay": config.inner.weight_decay,
+    }
+
+
+def load_for_export(workdir: str | Path, replica: int | None = None) -> tuple[TrainConfig, PyTree]:
+    """The configuration and the weights of one model of a run's newest checkpoint.
+
+    Args:
+      workdir: the run's folder.
+      replica: which replica; None: the merged model, the plain mean of all.
+
+    Returns:
+      The run's configuration, and parameters without a replica axis, as numpy arrays: put them on the devices that
+      they belong on. One array of all replicas is read at a time, which orbax may hold twice while it decodes it.
+
+    Raises:
+      UserError: if there is no checkpoint, or no such replica.
+    """
+    config = load_saved(workdir)
+    checkpointer = Checkpointer(workdir, config, read_only=True)
+    step = checkpointer.latest_step()
+    if step is None:
+        raise UserError(f"{workdir} holds no checkpoint: train first, or give another folder")
+    num_replicas = checkpointer.layout(step).num_replicas
+    if replica is not None and not 0 <= replica < num_replicas:
+        raise UserError(f"replica {replica} does not exist: the run has 0 to {num_replicas - 1}")
+
+    def one(x: np.ndarray) -> np.ndarray:
+        if replica is not None:
+            return x[[replica]]  # a copy: a slice would hold on to the others
+        return x.mean(axis=0, dtype=np.float32, keepdims=True).astype(x.dtype, copy=False)
+
+    params = checkpointer.restore_params(step, one)
+    checkpointer.close()
+    return config, jax.tree.map(lambda x: x[0], params)

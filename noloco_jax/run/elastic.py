@@ -1,0 +1,125 @@
+"""Goes on from a checkpoint of another layout: fewer or more replicas, another number of pipeline stages."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from noloco_jax.config.fields import TrainConfig
+from noloco_jax.data import redistribute
+from noloco_jax.errors import UserError
+from noloco_jax.outer.transform import OuterState
+from noloco_jax.run.checkpoint import Checkpointer, Layout
+from noloco_jax.spmd.programs import Programs, TrainState
+from noloco_jax.spmd.stages import cut, map_params, uncut
+
+PyTree = Any
+
+
+def check_elastic(config: TrainConfig, saved: Layout) -> None:
+    """Whether `config.elastic` says how to make the run's replicas of those of a checkpoint.
+
+    Raises:
+      UserError: if their numbers differ and it does not.
+    """
+    before, after = saved.num_replicas, config.num_replicas
+    fitting = {"merge", "keep"} if after < before else {"copy"}
+    if before == after or config.elastic in fitting:
+        return
+    remedy = " or ".join(f"--config.elastic={choice}" for choice in sorted(fitting, reverse=True))
+    raise UserError(
+        f"the checkpoint has num_replicas={before}, the config has {after} and elastic={config.elastic!r}: give "
+        f"{remedy} to make {after} of the {before}, or --config.num_replicas={before}, or another --workdir"
+    )
+
+
+def restore(
+    checkpoints: Checkpointer, step: int, config: TrainConfig, programs: Programs
+) -> tuple[TrainState, list[dict], str]:
+    """The state at `step` on this run's mesh, every replica's data position, and a line that says what was changed.
+
+    Of fewer replicas, replica j of M is the mean ("merge") of the replicas i with i mod M = j, in weights, slow weights
+    and all optimizer state, or ("keep") replica j itself; of more, replica j of M is a copy of replica j mod N. The
+    data positions are dealt out anew, as `data.redistribute` says.
+
+    Raises:
+      UserError: see `check_elastic`.
+    """
+    saved, mine = checkpoints.layout(step), Layout.of(programs.state)
+    check_elastic(config, saved)
+    if saved == mine:
+        return *checkpoints.restore(step, programs.state), ""
+    state, positions = checkpoints.restore(step, _saved_shapes(programs, saved))
+    shardings = jax.tree.map(lambda x: x.sharding, programs.state)
+    convert = jax.jit(lambda state: _relay(state, saved, mine, config.elastic), out_shardings=shardings)
+    state = convert(state)
+    if saved.num_replicas == mine.num_replicas:
+        return state, positions, f"cut into {mine.num_stages} pipeline stages, before {saved.num_stages}"
+    return state, redistribute(positions, mine.num_replicas), _report(saved.num_replicas, mine.num_replicas, config)
+
+
+def _report(before: int, after: int, config: TrainConfig) -> str:
+    made = {
+        "merge": f"replica j of {after} is the mean of those with number j modulo {after}",
+        "keep": f"replicas 0 to {after - 1} stay",
+        "copy": f"replica j of {after} is a copy of replica j modulo {before}",
+    }[config.elastic]
+    return (
+        f"elastic={config.elastic!r}: {before} replicas become {after}, {made}; what is left of their data is dealt "
+        "anew, nothing skipped or repeated"
+    )
+
+
+def _saved_shapes(programs: Programs, saved: Layout) -> TrainState:
+    """Shapes of the saved layout, spread over all devices of the run's mesh as evenly as they divide."""
+
+    def shapes(state: TrainState) -> TrainState:
+        whole = map_params(lambda params: cut(uncut(params), saved.num_stages), state)
+        return _map_replicas(lambda x: jnp.zeros((saved.num_replicas, *x.shape[1:]), x.dtype), whole)
+
+    mesh = programs.mesh
+    together = int(np.gcd(mesh.shape["replica"], saved.num_replicas))
+    inside = mesh.size // mesh.shape["replica"]
+    devices = mesh.devices.reshape(-1, together, inside)
+    spread = Mesh(devices, ("copy", "replica", "inside"), axis_types=(AxisType.Auto,) * 3)
+
+    def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec: list[str | None] = [None] * len(x.shape)
+        if x.shape:
+            spec[0] = "replica"
+        fitting = [dim for dim in range(1, len(x.shape)) if x.shape[dim] % inside == 0]
+        if fitting:
+            spec[max(fitting, key=lambda dim: x.shape[dim])] = "inside"
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(spread, P(*spec)))
+
+    return jax.tree.map(placed, jax.eval_shape(shapes, programs.state))
+
+
+def _relay(state: TrainState, saved: Layout, mine: Layout, elastic: str) -> TrainState:
+    before, after = saved.num_replicas, mine.num_replicas
+
+    def rows(x: jax.Array) -> jax.Array:
+        if after > before:
+            return x[np.arange(after) % before]
+        if elastic == "keep" or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x[:after]
+        means = [jnp.mean(x[j::after], axis=0, dtype=jnp.float32) for j in range(after)]
+        return jnp.stack(means).astype(x.dtype)
+
+    if before != after:
+        state = _map_replicas(rows, state)
+    if saved.num_stages == mine.num_stages:
+        return state
+    return map_params(lambda params: cut(uncut(params), mine.num_stages), state)
+
+
+def _map_replicas(transform, state: TrainState) -> TrainState:
+    """Applies `transform` to every array that has the replicas in front."""
+    params, inner, outer = state
+    if isinstance(outer, OuterState):
+        slow, momentum = jax.tree.map(transform, (outer.slow, outer.momentum))
+        outer = outer._replace(slow=slow, momentum=momentum)
+    return TrainState(jax.tree.map(transform, params), jax.tree.map(transform, inner), outer)

@@ -1,0 +1,55 @@
+"""Validation: perplexity of every replica and of the merged model, and the replica spread."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from noloco_jax.model.loss import IGNORED_LABEL
+from noloco_jax.spmd.batches import global_batch
+from noloco_jax.spmd.programs import Programs
+
+PyTree = Any
+HostBatch = dict[str, np.ndarray]
+
+
+def evaluate(programs: Programs, params: PyTree, batches: Sequence[HostBatch]) -> dict[str, Any]:
+    """Evaluates all replicas and their mean on the same sequences. Blocks, and crosses replicas.
+
+    Args:
+      programs: the run's programs.
+      params: fast weights, the replicas in front.
+      batches: `input_ids` and `labels` (B, T), the same on every process.
+
+    Returns:
+      `perplexity`: exp of the token loss averaged over the replicas; `perplexity_replicas`: each replica's;
+      `perplexity_merged`: that of the plain mean of their weights; `replica_spread`: sqrt(Σ|mean − θ_i|²/(numel · N)).
+    """
+    num_replicas = programs.batch["input_ids"].shape[0]
+    replica_losses = _losses(programs, params, [[batch] * num_replicas for batch in batches])
+    losses = replica_losses[0] / replica_losses[1]
+    # The merged model is the same on every replica, so each evaluates other batches.
+    nothing = {"input_ids": batches[0]["input_ids"], "labels": np.full_like(batches[0]["labels"], IGNORED_LABEL)}
+    rounds = [batches[start : start + num_replicas] for start in range(0, len(batches), num_replicas)]
+    rounds = [[*part, *[nothing] * (num_replicas - len(part))] for part in rounds]
+    merged_sum, merged_tokens = _losses(programs, programs.merge(params), rounds).sum(axis=1)
+    return {
+        "perplexity": float(np.exp(losses.mean())),
+        "perplexity_replicas": np.exp(losses).tolist(),
+        "perplexity_merged": float(np.exp(merged_sum / merged_tokens)),
+        "replica_spread": float(programs.spread(params)),
+    }
+
+
+def _losses(programs: Programs, params: PyTree, rounds: Sequence[Sequence[HostBatch]]) -> np.ndarray:
+    """Summed loss and number of tokens of every replica over its batches: float64 (2, N)."""
+    total = np.zeros((2, len(rounds[0])))
+    waiting = None
+    for part in rounds:
+        result = programs.evaluate(params, global_batch(dict(enumerate(part)), programs.batch))
+        # Two at a time: CPU devices share their threads, and many programs that wait for each other take them all.
+        if waiting is not None:
+            total += np.asarray(jax.device_get(waiting), np.float64)
+        waiting = result
+    return total + np.asarray(jax.device_get(waiting), np.float64)

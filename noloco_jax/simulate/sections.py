@@ -1,0 +1,269 @@
+"""The sections of `python -m noloco_jax.simulate`: each computes its figures, draws its pictures, returns Markdown."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from noloco_jax.config.fields import OuterConfig
+from noloco_jax.formatting import format_bandwidth, format_bytes, format_percent, format_seconds
+from noloco_jax.outer.pairing import consensus_limit
+from noloco_jax.simulate import blocking, cost, latency, quadratic, theory
+
+
+def cost_section(setting: cost.Setting, seed: int, out: Path | None) -> str:
+    """What each method costs on the user's links; picture cost.png."""
+    rows = []
+    for c in cost.costs(setting, seed):
+        lost = c.seconds_per_step + c.waiting_per_step
+        rows.append(
+            [
+                c.method,
+                f"{c.every} step{'s' if c.every > 1 else ''}",
+                format_bytes(c.bytes_per_sync),
+                format_bytes(c.bytes_per_step),
+                format_seconds(c.seconds_per_sync),
+                format_seconds(c.seconds_per_step),
+                *([format_seconds(c.waiting_per_step)] if setting.step_spread else []),
+                format_percent(lost / setting.step_time),
+                format_percent(c.compute_share),
+            ]
+        )
+    header = ["method", "every", "sent each time", "sent a step", "link time each time", "link time a step"]
+    header += ["waiting a step"] if setting.step_spread else []
+    header += ["added to a step", "time computing"]
+    if out:
+        from noloco_jax.simulate import pictures as plots
+
+        plots.costs(setting, out / "cost.png")
+    spread = (
+        f"Steps take log-normal times, standard deviation {setting.step_spread:g} of the mean; FSDP, DDP and DiLoCo "
+        "wait for the slowest of all, NoLoCo for its group."
+        if setting.step_spread
+        else "Every step takes the same time; `--step-spread` adds the waiting for stragglers, NoLoCo's larger gain."
+    )
+    return "\n".join(
+        [
+            "## What communication costs a step",
+            "",
+            f"{setting.params / 1e6:,.6g} million parameters, {setting.replicas} replicas, "
+            f"{format_bandwidth(setting.bandwidth)} each way, {format_seconds(setting.latency)} latency, "
+            f"{format_seconds(setting.step_time)} of computing a step. Bytes are those that one replica sends.",
+            "",
+            _table(header, rows),
+            "",
+            "Assumptions:",
+            f"- A message of V bytes takes latency + 8V / bandwidth; {setting.bytes_per_param:g} bytes a parameter; "
+            "nothing overlaps with computing; all links are alike and full duplex.",
+            f"- NoLoCo: every {setting.sync_every} steps, one message of V bytes to each other member of its group of "
+            f"{setting.group_size}.",
+            f"- DiLoCo: every {setting.sync_every} steps, and DDP every step, one all-reduce ({setting.all_reduce}): "
+            f"{_ALL_REDUCE_FORMULAS[setting.all_reduce]}.",
+            "- FSDP: every step, two all-gathers of the weights and a reduce-scatter of the gradients, 3(N−1)/N · V, "
+            "one collective of each for the whole model.",
+            f"- {spread}",
+        ]
+    )
+
+
+_ALL_REDUCE_FORMULAS = {
+    "halving": "2⌈log₂ N⌉ latency + 2(N−1)/N · V/bandwidth",
+    "ring": "2(N−1) latency + 2(N−1)/N · V/bandwidth",
+    "tree": "2⌈log₂ N⌉ (latency + V/bandwidth)",
+}
+
+
+def latency_section(seed: int, out: Path | None) -> str:
+    """Tree all-reduce against a pair's exchange; picture latency.png."""
+    spreads, levels, runs = (0.0, 0.5, 1.0, 2.0), 10, 4000
+    sizes = [2**k for k in range(1, levels + 1)]
+    ratios = {s: latency.tree_over_pair(s, levels, runs, seed) for s in spreads}
+    shown = (1, 3, 5, 7, 9)
+    rows = []
+    for s, ratio in ratios.items():
+        slowest = latency.expected_max_of_two(-(latency.log_sigma(s) ** 2) / 2, latency.log_sigma(s))
+        rows.append([f"{s:g}", f"{slowest:.3f}", *(f"{ratio[k]:.1f}" for k in shown)])
+    rows.append(["log₂ n", "", *(f"{k + 1:.1f}" for k in shown)])
+    if out:
+        from noloco_jax.simulate import pictures as plots
+
+        plots.latency(sizes, ratios, out / "latency.png")
+    return "\n".join(
+        [
+            "## Latency: a tree all-reduce against a pair's exchange",
+            "",
+            "Message times are log-normal. Time of an all-reduce over n replicas over that of a pair's exchange:",
+            "",
+            _table(["std/mean of a message", "E max of two / mean", *(f"n = {sizes[k]}" for k in shown)], rows),
+            "",
+            "Assumptions: each of the 2 log₂ n levels waits for the slower of two messages, "
+            "E max = (1 + erf(σ/2)) exp(μ + σ²/2), and for the subtrees below it; a pair has one such level each way. "
+            f"The paper's 2 t log₂ n leaves the subtrees' lateness out. {runs} simulated trees.",
+        ]
+    )
+
+
+def blocking_section(seed: int, out: Path | None) -> str:
+    """Run time of DiLoCo over NoLoCo's; picture blocking.png."""
+    mu, variance, rounds = 1.0, 0.5, 100
+    runs, steps = {16: 64, 64: 16, 256: 4, 1024: 4, 4096: 1}, (100, 50, 25, 10, 5)
+    sizes = list(runs)
+    ratios = {
+        k: [blocking.idle_time_ratio(n, k, rounds, runs[n], mu, math.sqrt(variance), seed) for n in sizes]
+        for k in steps
+    }
+    rows = [[str(k), *(f"{r:.2f}" for r in ratio)] for k, ratio in ratios.items()]
+    if out:
+        from noloco_jax.simulate import pictures as plots
+
+        title = f"Waiting for all against waiting for a partner ({rounds} outer steps)"
+        plots.blocking(sizes, ratios, title, out / "blocking.png")
+    return "\n".join(
+        [
+            "## Blocking: waiting for all against waiting for a partner",
+            "",
+            "Total run time of DiLoCo over NoLoCo's, by inner steps between outer steps and replicas N:",
+            "",
+            _table(["inner steps", *(f"N = {n}" for n in sizes)], rows),
+            "",
+            f"Assumptions: an inner step takes a log-normal time, μ = {mu:g}, σ² = {variance:g}, on every replica "
+            f"independently; messages are free; {rounds} outer steps; a run ends when its last replica does. "
+            "DiLoCo: every round takes its slowest replica's time. NoLoCo: a replica waits for its partner only.",
+        ]
+    )
+
+
+def theory_section(seed: int, out: Path | None) -> str:
+    """The theorem on the quadratic loss and the stable consensus strengths; pictures quadratic.png, stability.png."""
+    return "\n\n".join([_quadratic_part(seed, out), _stability_part(out)])
+
+
+# The defaults of a training run, the consensus strength being the learning rate.
+_OUTER = theory.Outer(OuterConfig.momentum, OuterConfig.lr, OuterConfig.lr, OuterConfig.group_size)
+
+
+def _loss(inner_lr: float) -> theory.Quadratic:
+    return theory.Quadratic(curvatures=(0.5, 1.0, 2.0), noise=1.0, inner_lr=inner_lr, inner_steps=10)
+
+
+def _quadratic_part(seed: int, out: Path | None) -> str:
+    replicas, runs = 64, 16
+    small_W = np.geomspace(1e-5, 1e-3, 5)
+    spread_WR = np.stack([_settled(lr, replicas, runs, [seed, i]) for i, lr in enumerate(small_W)])
+    slope, error = quadratic.log_log_slope(small_W, spread_WR)
+    rows = []
+    for lr, simulated_R in zip(small_W, spread_WR, strict=True):
+        spread, mean = theory.stationary_variances(_loss(lr), _OUTER, replicas)
+        estimate, e = _estimate(simulated_R)
+        rows.append([f"{lr:.3g}", f"{spread:.3e}", f"{estimate:.3e} ± {e:.0e}", f"{mean:.3e}"])
+
+    start_D, num_rounds = np.ones(3), 240
+    large_W = np.array([0.003, 0.01, 0.03])
+    traces = [
+        quadratic.simulate(_loss(lr), _OUTER, replicas, num_rounds, runs, start_D, [seed, 10 + i])
+        for i, lr in enumerate(large_W)
+    ]
+    exact_W = [theory.mean_trajectory(_loss(lr), _OUTER, start_D, num_rounds) for lr in large_W]
+    means = []
+    for lr, trace, exact_TD in zip(large_W, traces, exact_W, strict=True):
+        estimate, e = _estimate(trace.mean_TRD[-1, :, 0])
+        means.append([f"{lr:g}", f"{exact_TD[-1, 0]:.4f}", f"{estimate:.4f} ± {e:.4f}"])
+    if out:
+        from noloco_jax.simulate import pictures as plots
+
+        trajectories = {
+            float(lr): (exact_TD[:, 0], np.append(start_D[0], trace.mean_TRD[:, :, 0].mean(axis=1)))
+            for lr, trace, exact_TD in zip(large_W, traces, exact_W, strict=True)
+        }
+        line_W = np.geomspace(small_W[0], large_W[-1], 40)
+        exact_W2 = np.array([theory.stationary_variances(_loss(lr), _OUTER, replicas) for lr in line_W])
+        settled = slice(num_rounds // 2, None)
+        of_mean = [_estimate((trace.mean_TRD[settled] ** 2).sum(-1).mean(0)) for trace in traces[1:]]
+        over_replicas = [_estimate(y_R) for y_R in spread_WR]
+        over_replicas += [_estimate(trace.spread_TR[settled].mean(0)) for trace in traces]
+        plots.quadratic(
+            trajectories,
+            line_W,
+            {"over replicas": exact_W2[:, 0], "of their mean": exact_W2[:, 1]},
+            {
+                "over replicas": (np.append(small_W, large_W), *np.array(over_replicas).T),
+                "of their mean": (large_W[1:], *np.array(of_mean).T),
+            },
+            out / "quadratic.png",
+        )
+    return "\n".join(
+        [
+            "## The theorem on a quadratic loss",
+            "",
+            f"SGD on ½ (θ − c)ᵀ A (θ − c), A with eigenvalues {', '.join(f'{a:g}' for a in _loss(1).curvatures)}, "
+            f"a fresh c ~ N(0, I) a step, {_loss(1).inner_steps} inner steps; NoLoCo with α = {_OUTER.momentum:g}, "
+            f"β = {_OUTER.lr:g}, γ = {_OUTER.consensus:g} in random pairs of {replicas} replicas; {runs} runs. "
+            f"From 1, the mean of φ goes to the optimum 0; after {num_rounds} outer steps, in the flattest direction:",
+            "",
+            _table(["inner learning rate ω", "exact", "simulated"], means),
+            "",
+            "Variance of φ where it settles:",
+            "",
+            _table(["ω", "over replicas, exact", "over replicas, simulated", "of the replicas' mean, exact"], rows),
+            "",
+            f"Log-log slope of the variance over replicas, simulated: {slope:.3f} ± {error:.3f} (the theorem: 2). "
+            "The replicas' mean keeps SGD's own noise about the optimum, which goes as ω/N: at a small ω or on few "
+            "replicas that, not ω², is most of a single replica's variance.",
+        ]
+    )
+
+
+def _settled(inner_lr: float, replicas: int, runs: int, seed: list[int]) -> np.ndarray:
+    """(R,) variances over replicas, averaged over 100 outer steps after 50 to forget the start."""
+    trace = quadratic.simulate(_loss(inner_lr), _OUTER, replicas, 150, runs, np.zeros(3), seed)
+    return trace.spread_TR[50:].mean(axis=0)
+
+
+def _estimate(x_R: np.ndarray) -> tuple[float, float]:
+    """Mean over independent runs and its standard error."""
+    return float(x_R.mean()), float(x_R.std(ddof=1) / math.sqrt(len(x_R)))
+
+
+def _stability_part(out: Path | None) -> str:
+    replicas, momenta, strengths = 16, (0.0, 0.3, 0.5, 0.7, 0.9), (2, 4, 16, 1024)
+    rows = []
+    for alpha in momenta:
+        limits = [theory.stable_consensus_interval(alpha, n)[1] for n in strengths]
+        rows.append(
+            [f"{alpha:g}", *(f"{found:.4f}" for found in limits), f"{consensus_limit(alpha, strengths[-1]):.4f}"]
+        )
+    if out:
+        from noloco_jax.simulate import pictures as plots
+
+        marks = {rf"default, $\gamma$ = $\beta$ = {_OUTER.lr:g}": (_OUTER.momentum, _OUTER.consensus)}
+        plots.stability(replicas, lambda a, n: consensus_limit(a, n), 3.0, marks, out / "stability.png")
+    return "\n".join(
+        [
+            "## Which consensus strengths keep replicas together",
+            "",
+            "Largest γ for which pairs without gradients come together in mean square, from the spectral radius of the "
+            "second-moment operator, and from the closed form γ < 2(1 − α²)/(1 − α/(N − 1)):",
+            "",
+            _table(
+                ["momentum α", *(f"N = {n}" for n in strengths), f"closed form, N = {strengths[-1]}"],
+                rows,
+            ),
+            "",
+            "The paper's Eq. 74 is not this bound: at α = 0.9 it admits only γ that diverge.",
+        ]
+    )
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns line up in a terminal too; all but the first are right-aligned."""
+    widths = [max(len(cells[i]) for cells in (header, *rows)) for i in range(len(header))]
+    sides = "<" + ">" * (len(header) - 1)
+    lines = [
+        " | ".join(f"{cell:{side}{width}}" for cell, side, width in zip(cells, sides, widths, strict=True))
+        for cells in (header, *rows)
+    ]
+    rule = " | ".join(
+        "-" * width if side == "<" else "-" * (width - 1) + ":" for side, width in zip(sides, widths, strict=True)
+    )
+    return "\n".join(f"| {line} |" for line in (lines[0], rule, *lines[1:]))

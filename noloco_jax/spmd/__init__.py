@@ -1,0 +1,1 @@
+"""One program over many devices: mesh, shardings, state, the compiled programs and what they compute."""

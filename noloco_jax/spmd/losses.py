@@ -1,0 +1,71 @@
+"""How the replicas of a device compute losses and gradients: whole models, or stages routed between replicas."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from noloco_jax.config.fields import TrainConfig
+from noloco_jax.spmd import pipeline, virtual_pipeline
+from noloco_jax.spmd.gradients import Batch, nll_sum, replica_gradient, token_share
+from noloco_jax.spmd.routing import draw_routes, route_pool
+
+PyTree = Any
+
+
+class Losses(NamedTuple):
+    """Functions of the L replicas of a device, for use inside `shard_map` over `replica` and `stage`.
+
+    Attributes:
+      gradient: (params, batch, step) -> (gradients, mean loss (L,)) of the training step `step`.
+      evaluate: (params, batch) -> (summed loss (L,), number of labels (L,)), every replica through its own stages.
+    """
+
+    gradient: Callable[[PyTree, Batch, jax.Array], tuple[PyTree, jax.Array]]
+    evaluate: Callable[[PyTree, Batch], tuple[jax.Array, jax.Array]]
+
+
+def build_losses(config: TrainConfig, mesh: Mesh) -> Losses:
+    """The functions for a run on a mesh; stages without devices of their own run one after another."""
+    if config.mesh.stage == 1:
+        return Losses(partial(_whole_gradient, config), partial(_whole_evaluate, config))
+    routed_nll = partial(pipeline.routed_nll, config.model, config.num_microbatches)
+    if mesh.shape["stage"] == 1:
+        routed_nll = partial(virtual_pipeline.routed_nll, config.model, config.mesh.stage, config.num_microbatches)
+    return Losses(partial(_routed_gradient, config, routed_nll), partial(_routed_evaluate, config, routed_nll))
+
+
+def _whole_gradient(config: TrainConfig, params: PyTree, batch: Batch, step: jax.Array):
+    del step
+    gradient_of = partial(replica_gradient, config.model, config.num_microbatches)
+    return jax.lax.map(lambda slot: gradient_of(*slot), (params, batch))
+
+
+def _whole_evaluate(config: TrainConfig, params: PyTree, batch: Batch):
+    return jax.lax.map(lambda slot: nll_sum(config.model, *slot), (params, batch))
+
+
+def _routed_gradient(config: TrainConfig, routed_nll, params: PyTree, batch: Batch, step: jax.Array):
+    pool = route_pool(config.num_replicas, config.mesh.stage, config.seed, config.mesh.routing)
+    routes = draw_routes(len(pool), _num_ticks(config), config.seed, step)
+
+    def objective(params: PyTree):
+        weighted_L, _ = routed_nll(pool, params, batch, token_share(batch), routes)
+        return jnp.sum(weighted_L), weighted_L
+
+    gradients, loss_L = jax.grad(objective, has_aux=True)(params)
+    return gradients, jax.lax.psum(loss_L, "stage")  # zero but on the last stage
+
+
+def _routed_evaluate(config: TrainConfig, routed_nll, params: PyTree, batch: Batch):
+    pool = route_pool(config.num_replicas, config.mesh.stage, config.seed, "fixed")
+    one_L = jnp.ones_like(token_share(batch))
+    sums = routed_nll(pool, params, batch, one_L, jnp.zeros(_num_ticks(config), jnp.int32))
+    return jax.lax.psum(sums, "stage")
+
+
+def _num_ticks(config: TrainConfig) -> int:
+    return config.num_microbatches + config.mesh.stage - 1

@@ -1,0 +1,89 @@
+"""The mesh of devices that a run spans, and whether the run fits it."""
+
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from noloco_jax.config.fields import MeshConfig, TrainConfig
+from noloco_jax.errors import UserError
+
+AXES = ("replica", "stage", "fsdp", "tensor")
+
+
+def mesh_shape(config: TrainConfig, num_devices: int) -> dict[str, int]:
+    """Devices along every axis, with -1 resolved: all that is left, for `replica` as far as it divides the replicas.
+
+    Args:
+      config: the run.
+      num_devices: devices of all processes.
+
+    Raises:
+      UserError: if the mesh does not fit the devices, the batch or the model.
+    """
+    shape = {axis: getattr(config.mesh, axis) for axis in AXES}
+    if num_devices == 1:
+        shape["stage"] = 1  # one device runs the stages one after another
+    fixed = int(np.prod([size for size in shape.values() if size != -1]))
+    if fixed > num_devices:
+        sizes = ", ".join(f"mesh.{axis}={size}" for axis, size in shape.items() if size != -1)
+        raise UserError(f"{sizes} need {fixed} devices, there are {num_devices}: shrink the mesh or add devices")
+    left = num_devices // fixed
+    for axis, size in shape.items():
+        if size == -1 and axis == "replica":
+            shape[axis] = max(d for d in range(1, left + 1) if config.num_replicas % d == 0)
+        elif size == -1:
+            shape[axis] = left
+    _check(config, shape)
+    return shape
+
+
+def _check(config: TrainConfig, shape: dict[str, int]) -> None:
+    model, data = config.model, config.data
+    multiples = [
+        ("data.batch_size", data.batch_size, ("fsdp",)),
+        ("model.hidden_size", model.hidden_size, ("fsdp",)),
+        ("model.num_heads", model.num_heads, ("tensor",)),
+        ("model.num_kv_heads", model.num_kv_heads, ("tensor",)),
+        ("model.intermediate_size", model.intermediate_size, ("tensor",)),
+    ]
+    for name, size, axes in multiples:
+        by = int(np.prod([shape[axis] for axis in axes]))
+        if size % by:
+            raise UserError(f"{name}={size} is not a multiple of mesh.{axes[0]}={by}: change one of them")
+    if min(shape["stage"], shape["fsdp"], shape["tensor"]) > 1:
+        # The partitioner would put messages between all devices into a branch that only one stage's devices take.
+        raise UserError(
+            f"mesh.stage={shape['stage']} with both mesh.fsdp={shape['fsdp']} and mesh.tensor={shape['tensor']} does "
+            "not work: set one of the latter two to 1"
+        )
+    microbatch = data.batch_size // config.num_microbatches
+    if microbatch % shape["fsdp"]:
+        raise UserError(
+            f"micro-batches of {microbatch} sequences (data.batch_size={data.batch_size} over "
+            f"num_microbatches={config.num_microbatches}) are not a multiple of mesh.fsdp={shape['fsdp']}: change one"
+        )
+
+
+def make_mesh(config: TrainConfig, devices: list) -> Mesh:
+    """The run's mesh over the first devices it needs; see `mesh_shape`.
+
+    Raises:
+      UserError: if it does not fit, or leaves a process without a device.
+    """
+    shape = mesh_shape(config, len(devices))
+    mesh = mesh_of(shape, devices)
+    idle = {device.process_index for device in devices} - {device.process_index for device in mesh.devices.flat}
+    if idle:
+        sizes = ", ".join(f"mesh.{axis}={size}" for axis, size in shape.items())
+        raise UserError(
+            f"num_replicas={config.num_replicas} with {sizes} takes {mesh.size} of {len(devices)} devices, and leaves "
+            f"{len(idle)} of the processes (such as {min(idle)}) without any: raise mesh.fsdp, choose num_replicas so "
+            "that they share out all devices, or start fewer processes"
+        )
+    return mesh
+
+
+def mesh_of(shape: dict[str, int] | MeshConfig, devices: list) -> Mesh:
+    """A mesh of resolved sizes over the first devices; the devices of one replica are neighbours."""
+    sizes = [shape[axis] if isinstance(shape, dict) else getattr(shape, axis) for axis in AXES]
+    used = np.asarray(devices[: int(np.prod(sizes))]).reshape(sizes)
+    return Mesh(used, AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -1,0 +1,210 @@
+"""The compiled programs of a run: initialise, inner step, outer step, evaluate, merge, spread.
+
+Arrays carry all N replicas on a leading axis, which lies on the mesh axis `replica`: L = N / (devices along it)
+replicas are the slots of one device. Programs are `shard_map`ped over the devices, and `vmap`ped or mapped over a
+device's slots; `fsdp` and `tensor` inside a replica are left to the partitioner.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from noloco_jax.config.fields import TrainConfig
+from noloco_jax.exchange.group import all_mean
+from noloco_jax.model.llama import init_params
+from noloco_jax.outer.transform import OuterState
+from noloco_jax.spmd import sharding
+from noloco_jax.spmd.gradients import Batch
+from noloco_jax.spmd.inner import REPLICAS, inner_optimizer, outer_optimizer
+from noloco_jax.spmd.losses import Losses, build_losses
+from noloco_jax.spmd.stages import cut, uncut
+
+PyTree = Any
+# Of programs that run once: making them fast takes longer than running them.
+RUN_ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+SLOT = REPLICAS[1]
+OUTER_AXES = OuterState(count=None, slow=0, momentum=0)  # the counter is the same on all replicas
+
+
+class TrainState(NamedTuple):
+    """Everything a run trains, each array with the N replicas in front.
+
+    Attributes:
+      params: θ, the fast weights.
+      inner: the inner optimizer's state.
+      outer: the outer optimizer's `OuterState`, or None.
+    """
+
+    params: PyTree
+    inner: PyTree
+    outer: OuterState | None
+
+
+class StepMetrics(NamedTuple):
+    """Of one inner step, float32 (N,): each replica's own."""
+
+    loss: jax.Array
+    grad_norm: jax.Array
+
+
+@dataclass(frozen=True)
+class Programs:
+    """A run's programs. They are compiled at their first call; arguments named `state` parts are donated.
+
+    Attributes:
+      mesh: the devices.
+      state: shapes, dtypes and shardings of the `TrainState`.
+      batch: the same for a batch, `input_ids` and `labels` int32 (N, B, T).
+      init: key -> TrainState, the same weights in every replica.
+      adopt: parameters of one replica (no replica axis) -> TrainState.
+      inner_step: (params, inner, batch, step) -> (params, inner, StepMetrics); step 1, 2, ... is the one to take.
+      outer_step: (params, outer, step) -> (params, outer) after inner step `step`; None for methods without.
+      evaluate: (params, batch) -> summed loss (N,) and number of tokens (N,).
+      merge: params -> params, all replicas the plain mean.
+      spread: params -> sqrt(Σ |mean − θ_i|² / (numel · N)), the replica spread.
+    """
+
+    mesh: Mesh
+    state: TrainState
+    batch: PyTree
+    init: Callable[..., TrainState]
+    adopt: Callable[..., TrainState]
+    inner_step: Callable[..., Any]
+    outer_step: Callable[..., Any] | None
+    evaluate: Callable[..., Any]
+    merge: Callable[..., PyTree]
+    spread: Callable[..., jax.Array]
+
+
+def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
+    """The programs of a run on a mesh. Nothing is compiled yet."""
+    inner, outer = inner_optimizer(config), outer_optimizer(config)
+    losses = build_losses(config, mesh)
+    adopt = partial(_adopt, config, mesh.shape["stage"], inner, outer)
+    shapes = jax.eval_shape(lambda: adopt(init_params(config.model, jax.random.key(0))))
+
+    param_specs = sharding.param_specs(shapes.params, mesh)
+    specs = TrainState(
+        params=param_specs,
+        inner=sharding.inner_specs(inner, shapes.params, param_specs),
+        outer=None if outer is None else sharding.outer_specs(param_specs),
+    )
+    on_mesh = sharding.shardings(mesh, specs)
+    batch_sharding = NamedSharding(mesh, sharding.BATCH_SPEC)
+    replica_sharding = NamedSharding(mesh, sharding.REPLICA_SPEC)
+    one_value = NamedSharding(mesh, P())
+
+    def compiled(body, in_specs, out_specs, out_shardings, donate=()):
+        """A program written for the slots of one device, over the whole mesh."""
+        mapped = jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=sharding.manual(in_specs),
+            out_specs=sharding.manual(out_specs),
+            axis_names=set(sharding.MANUAL_AXES),
+            check_vma=False,
+        )
+        return jax.jit(mapped, out_shardings=out_shardings, donate_argnums=donate)
+
+    per_replica = sharding.REPLICA_SPEC
+    inner_step = compiled(
+        partial(_inner_step, config, losses, inner),
+        in_specs=(specs.params, specs.inner, sharding.BATCH_SPEC, P()),
+        out_specs=(specs.params, specs.inner, per_replica),
+        out_shardings=(on_mesh.params, on_mesh.inner, replica_sharding),
+        donate=(0, 1),
+    )
+    outer_step = None
+    if outer is not None:
+        outer_step = compiled(
+            partial(_outer_step, outer),
+            in_specs=(specs.params, specs.outer, P()),
+            out_specs=(specs.params, specs.outer),
+            out_shardings=(on_mesh.params, on_mesh.outer),
+            donate=(0, 1),
+        )
+    evaluate = compiled(
+        losses.evaluate,
+        in_specs=(specs.params, sharding.BATCH_SPEC),
+        out_specs=(per_replica, per_replica),
+        out_shardings=(one_value, one_value),
+    )
+    batch_shape = (config.num_replicas, config.data.batch_size, config.data.sequence_length)
+    batch = jax.ShapeDtypeStruct(batch_shape, jnp.int32, sharding=batch_sharding)
+    return Programs(
+        mesh=mesh,
+        state=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, on_mesh),
+        batch={"input_ids": batch, "labels": batch},
+        init=jax.jit(
+            lambda key: adopt(init_params(config.model, key)), out_shardings=on_mesh, compiler_options=RUN_ONCE
+        ),
+        adopt=jax.jit(adopt, out_shardings=on_mesh, compiler_options=RUN_ONCE),
+        inner_step=inner_step,
+        outer_step=outer_step,
+        evaluate=evaluate,
+        merge=jax.jit(_merge, out_shardings=on_mesh.params),
+        spread=jax.jit(_spread, out_shardings=one_value),
+    )
+
+
+def _adopt(config: TrainConfig, num_stages: int, inner, outer, replica_params: PyTree) -> TrainState:
+    params = jax.tree.map(lambda x: jnp.broadcast_to(x, (config.num_replicas, *x.shape)), replica_params)
+    params = cut(params, num_stages)
+    outer_state = None if outer is None else jax.vmap(outer.init, out_axes=OUTER_AXES)(params)
+    return TrainState(params, jax.vmap(inner.init)(params), outer_state)
+
+
+def _inner_step(
+    config: TrainConfig, losses: Losses, inner, params: PyTree, inner_state: PyTree, batch: Batch, step: jax.Array
+):
+    gradients, loss = losses.gradient(params, batch, step)
+
+    def update(params: PyTree, inner_state: PyTree, gradient: PyTree):
+        if config.method == "ddp":
+            gradient = all_mean(gradient, REPLICAS)
+        square = optax.tree.norm(gradient, squared=True)
+        if jax.lax.axis_size("stage") > 1:  # a replica spans its stages, and so does its gradient's norm
+            square = jax.lax.psum(square, "stage")
+        norm = jnp.sqrt(square)
+        gradient = optax.tree.scale(jnp.minimum(1.0, config.inner.clip_norm / jnp.maximum(norm, 1e-30)), gradient)
+        updates, inner_state = inner.update(gradient, inner_state, params)
+        return optax.apply_updates(params, updates), inner_state, norm
+
+    params, inner_state, norm = jax.vmap(update, axis_name=SLOT)(params, inner_state, gradients)
+    return params, inner_state, StepMetrics(loss, norm)
+
+
+def _outer_step(outer, params: PyTree, state: OuterState, step: jax.Array):
+    def update(params: PyTree, state: OuterState):
+        # The inner program has made the update already, and counted: here it is zero, and lands on the slow weights.
+        state = state._replace(count=step - 1)
+        _, state = outer.update(optax.tree.zeros_like(params), state, params, sync=True)
+        # A copy: parameters and slow weights are both donated, so they must not be one buffer.
+        return jax.tree.map(lambda phi, p: jnp.array(phi, p.dtype, copy=True), state.slow, params), state
+
+    vmapped = jax.vmap(update, in_axes=(0, OUTER_AXES), out_axes=(0, OUTER_AXES), axis_name=SLOT)
+    return vmapped(params, state)
+
+
+def _merge(params: PyTree) -> PyTree:
+    def mean(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(jnp.mean(x, axis=0, dtype=jnp.float32).astype(x.dtype), x.shape)
+
+    return jax.tree.map(mean, params)
+
+
+def _spread(params: PyTree) -> jax.Array:
+    params = uncut(params)
+    squares = [
+        jnp.sum(jnp.square(x.astype(jnp.float32) - jnp.mean(x, 0, jnp.float32, keepdims=True)))
+        for x in jax.tree.leaves(params)
+    ]
+    numel_n = float(sum(x.size for x in jax.tree.leaves(params)))  # more than an int32 holds
+    return jnp.sqrt(sum(squares) / numel_n)

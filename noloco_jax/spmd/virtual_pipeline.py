@@ -1,0 +1,75 @@
+"""The pipeline with random routing on one device: no schedule, no messages. The readable twin of `pipeline`.
+
+Axes: N replicas, M micro-batches, B sequences of one, T positions, D hidden width.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from noloco_jax.config.fields import ModelConfig
+from noloco_jax.model.llama import embed, head_kernel, rms_norm, run_layers
+from noloco_jax.model.loss import token_nll
+from noloco_jax.spmd.gradients import Batch, joined, split
+
+PyTree = Any
+
+
+def routed_nll(
+    model: ModelConfig,
+    num_stages: int,
+    num_microbatches: int,
+    pool: np.ndarray,
+    params: PyTree,
+    batch: Batch,
+    weight_N: jax.Array,
+    routes: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Pushes every micro-batch through the stages of the replicas that it is routed to.
+
+    Args:
+      model: the model.
+      num_stages: S.
+      num_microbatches: M.
+      pool: (pool, S - 1, N), see `routing.route_pool`.
+      params: the model's, uncut, the N replicas in front.
+      batch: (N, M·B, T).
+      weight_N: float32, what the loss of a label in each of these batches counts.
+      routes: int32 (M + S - 1,), the pool entry of each tick.
+
+    Returns:
+      By the replica whose last stage scored them, float32 (N,): the summed loss, weighted as the batches that it comes
+      from; and the number of labels.
+    """
+    sources = jnp.asarray(np.argsort(pool, axis=-1))  # from whom a replica receives, where the pool says to whom
+    layers_a_stage = model.num_layers // num_stages
+
+    def run(blocks_and_h: tuple[PyTree, jax.Array]) -> jax.Array:
+        return run_layers(model, *blocks_and_h)
+
+    if model.remat == "stage":
+        run = jax.checkpoint(run)
+
+    def microbatch(_, part):
+        m, parts_NBT = part
+        h_NBTD = jax.lax.map(lambda slot: embed(model, *slot), (params, parts_NBT["input_ids"]))
+        labels_NBT, routed_N = parts_NBT["labels"], weight_N
+        for stage in range(num_stages):
+            chosen = slice(stage * layers_a_stage, (stage + 1) * layers_a_stage)
+            blocks = jax.tree.map(lambda x, chosen=chosen: x[:, chosen], params["blocks"])
+            h_NBTD = jax.lax.map(run, (blocks, h_NBTD))
+            if stage < num_stages - 1:
+                source_N = sources[routes[m + stage], stage]
+                h_NBTD, labels_NBT, routed_N = h_NBTD[source_N], labels_NBT[source_N], routed_N[source_N]
+        return None, (h_NBTD, labels_NBT, routed_N)
+
+    def score(slot):
+        replica, h_BTD, labels_BT, weight_B = slot
+        return token_nll(rms_norm(h_BTD, replica["norm"], model.norm_eps), head_kernel(replica), labels_BT, weight_B)
+
+    parts_MNBT = jax.tree.map(lambda x: split(x, num_microbatches), batch)
+    _, through = jax.lax.scan(microbatch, None, (jnp.arange(num_microbatches), parts_MNBT))
+    ends = {name: params[name] for name in ("embed", "norm", "head") if name in params}
+    return jax.lax.map(score, (ends, *joined(*through)))

@@ -1,0 +1,258 @@
+"""The launchers: several processes on this machine, Slurm, Kubernetes, and the XLA flags that they set."""
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from noloco_jax.config.fields import from_dict
+from noloco_jax.config.flags import load_config
+from noloco_jax.spmd.mesh import mesh_shape
+from support import processes
+from support.paths import ROOT
+
+LAUNCH = ROOT / "launch"
+
+
+def local(number: int, code: str, **variables: str) -> subprocess.Popen[str]:
+    """Starts local.sh with processes that run a few lines of Python; `i` is the process."""
+    code = f"import os, signal, sys, time; i = int(os.environ['JAX_PROCESS_ID']); {code}"
+    return subprocess.Popen(
+        ["bash", str(LAUNCH / "local.sh"), str(number), sys.executable, "-u", "-c", code],
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def result(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
+    [(status, output)] = processes.finish([process], patience=60)
+    return status, output.splitlines()
+
+
+def test_every_line_of_local_processes_names_its_process():
+    status, lines = result(local(3, "print('first'); print('second')"))
+    assert status == 0
+    assert sorted(lines) == sorted(f"[{i}] {word}" for i in range(3) for word in ("first", "second"))
+
+
+def test_local_processes_know_their_place():
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    status, lines = result(local(2, f"print(*(os.environ[n] for n in {names}))", PORT="12345"))
+    assert status == 0
+    assert sorted(lines) == ["[0] 127.0.0.1:12345 2 0", "[1] 127.0.0.1:12345 2 1"]
+
+
+def with_gpus(folder: Path, number: int) -> dict[str, str]:
+    """The variables of a machine with so many GPUs, as far as local.sh looks, on which JAX may use them."""
+    tool = folder / "nvidia-smi"
+    lines = "".join(f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{i}e-1)\\n" for i in range(number))
+    tool.write_text(f"""#!/bin/sh\n[ "$*" = --list-gpus ] && printf '{lines}'\n""")
+    tool.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "JAX_PLATFORMS": ""}
+
+
+PRINT_GPUS = "print(os.environ.get('JAX_LOCAL_DEVICE_IDS', 'all'))"
+
+
+def test_local_processes_take_a_gpu_each(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    status, lines = result(local(3, PRINT_GPUS, **with_gpus(tmp_path, 3)))
+    assert (status, sorted(lines)) == (0, ["[0] 0", "[1] 1", "[2] 2"])
+
+
+def test_one_local_process_takes_all_gpus(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert result(local(1, PRINT_GPUS, **with_gpus(tmp_path, 2))) == (0, ["[0] all"])
+
+
+def test_more_local_processes_than_gpus_are_refused_before_any_starts(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    status, [line] = result(local(3, PRINT_GPUS, **with_gpus(tmp_path, 2)))
+    assert status == 2
+    assert line.startswith("error: 3 processes want a GPU each and there are 2: ")
+    assert "JAX_PLATFORMS=cpu" in line
+
+
+def test_more_local_processes_than_gpus_run_on_the_cpu(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    status, lines = result(local(2, PRINT_GPUS, **with_gpus(tmp_path, 1) | {"JAX_PLATFORMS": "cpu"}))
+    assert (status, sorted(lines)) == (0, ["[0] all", "[1] all"])
+
+
+@pytest.mark.parametrize("visible", ["2,3", "GPU-2e-1,GPU-3e-1"])
+def test_local_processes_share_out_the_visible_gpus_alone(visible, tmp_path):
+    """JAX counts from the first visible one."""
+    variables = with_gpus(tmp_path, 4) | {"CUDA_VISIBLE_DEVICES": visible}
+    status, lines = result(local(2, PRINT_GPUS, **variables))
+    assert (status, sorted(lines)) == (0, ["[0] 0", "[1] 1"])
+    status, [line] = result(local(3, PRINT_GPUS, **variables))
+    assert status == 2
+    assert "3 processes want a GPU each and there are 2: " in line
+
+
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_local_processes_start_where_no_gpu_is_visible(visible, tmp_path):
+    status, lines = result(local(2, PRINT_GPUS, **with_gpus(tmp_path, 1), CUDA_VISIBLE_DEVICES=visible))
+    assert (status, sorted(lines)) == (0, ["[0] all", "[1] all"])
+
+
+def test_one_failing_local_process_ends_all_with_its_status():
+    start = time.monotonic()
+    status, lines = result(local(3, "sys.exit(7) if i == 1 else time.sleep(50)"))
+    assert time.monotonic() - start < 30
+    assert status == 7
+    assert any("process 1 exited with 7" in line for line in lines)
+
+
+def test_a_killed_local_process_ends_all():
+    status, _ = result(local(2, "os.kill(os.getpid(), signal.SIGKILL) if i == 0 else time.sleep(50)"))
+    assert status == 137
+
+
+def test_local_processes_that_ask_for_it_are_started_again(tmp_path):
+    mark = f"p = {str(tmp_path)!r} + f'/{{i}}'; again = os.path.exists(p); open(p, 'w').close()"
+    status, lines = result(local(2, f"{mark}; print(again); sys.exit(0 if again else 75)"))
+    assert status == 0
+    assert sorted(line for line in lines if line.startswith("[0]")) == ["[0] False", "[0] True"]
+
+
+def pause_until(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    while line not in process.stdout.readline():
+        pass
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_to_the_local_launcher_lets_its_processes_save(number, expected):
+    """Each saves at SIGTERM and exits with 75, as the trainer does."""
+    code = "signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(75))); print('ready'); time.sleep(50)"
+    launcher = local(1, code)
+    pause_until(launcher, "ready")
+    launcher.send_signal(number)
+    status, lines = result(launcher)
+    assert status == expected
+    assert lines == ["[0] saved"]
+
+
+def test_a_second_interrupt_ends_local_processes_at_once():
+    launcher = local(1, "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(50)")
+    pause_until(launcher, "ready")
+    start = time.monotonic()
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    launcher.send_signal(signal.SIGINT)
+    assert result(launcher)[0] == 130
+    assert time.monotonic() - start < 30
+
+
+def test_local_refuses_a_call_without_a_number():
+    called = subprocess.run(["bash", LAUNCH / "local.sh", "python"], capture_output=True, text=True)
+    assert called.returncode == 2
+    assert "usage: bash launch/local.sh N COMMAND" in called.stderr
+
+
+@pytest.mark.parametrize("path", sorted([*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch"]), ids=lambda path: path.name)
+def test_a_launcher_is_shell_that_parses(path):
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+def xla_flags(**variables: str) -> str:
+    called = subprocess.run(
+        ["bash", "-c", f'source "{LAUNCH}/xla_flags.sh"; echo "$XLA_FLAGS"'],
+        env={"PATH": os.environ["PATH"]} | variables,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return called.stdout.strip()
+
+
+def test_jaxlib_accepts_every_xla_flag():
+    """An unknown one would abort the process."""
+    environment = os.environ | {"XLA_FLAGS": xla_flags(), "JAX_PLATFORMS": "cpu"}
+    called = subprocess.run(
+        [sys.executable, "-c", "import jax; jax.devices()"], env=environment, capture_output=True, text=True
+    )
+    assert called.returncode == 0, called.stderr
+
+
+def test_xla_flags_that_are_set_stay():
+    mine = "--xla_gpu_enable_latency_hiding_scheduler=false"
+    flags = xla_flags(XLA_FLAGS=mine).split()
+    assert flags[0] == mine
+    assert len([flag for flag in flags if flag.startswith("--xla_gpu_enable_latency_hiding_scheduler=")]) == 1
+    assert len(flags) == len(xla_flags().split())
+
+
+def kubernetes() -> tuple[dict, dict]:
+    service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    return service, job
+
+
+def test_the_kubernetes_file_fits_its_schema():
+    for document in kubernetes():
+        kubernetes_validate.validate(document, "1.31", strict=True)
+
+
+def test_a_kubernetes_file_with_a_misspelt_field_does_not():
+    job = kubernetes()[1]
+    job["spec"]["completion"] = job["spec"].pop("completions")
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, "1.31", strict=True)
+
+
+def test_the_pods_of_the_job_find_the_first_of_them():
+    service, job = kubernetes()
+    pod = job["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    name, subdomain = job["metadata"]["name"], pod["subdomain"]
+    assert service["metadata"]["name"] == subdomain
+    assert service["spec"]["selector"] == {"job-name": name}
+    assert service["spec"]["clusterIP"] == "None"
+    port = service["spec"]["ports"][0]["port"]
+    assert variables["JAX_COORDINATOR_ADDRESS"] == f"{name}-0.{subdomain}:{port}"
+    assert int(variables["JAX_NUM_PROCESSES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert variables["XLA_FLAGS"].split() == xla_flags().split()
+
+
+def test_kubernetes_and_slurm_start_again_what_was_preempted():
+    rules = kubernetes()[1]["spec"]["podFailurePolicy"]["rules"]
+    actions = {
+        code: rule["action"] for rule in rules if "onExitCodes" in rule for code in rule["onExitCodes"]["values"]
+    }
+    assert actions == {2: "FailJob", 75: "Ignore"}
+    script = (LAUNCH / "slurm.sbatch").read_text()
+    assert re.search(r'-eq 75 \]; then\n.*\n +scontrol requeue "\$SLURM_JOB_ID"', script)
+
+
+def test_the_examples_leave_no_gpu_idle():
+    job = kubernetes()[1]["spec"]
+    [container] = job["template"]["spec"]["containers"]
+    gpus = job["completions"] * container["resources"]["limits"]["nvidia.com/gpu"]
+    commands = [(" ".join(container["command"]), gpus)]
+    script = (LAUNCH / "slurm.sbatch").read_text().replace("\\\n#", "")
+    for nodes, gpus, arguments in re.findall(r"--nodes=(\d+) .*--gpus-per-node=(\d+) (.*)", script):
+        commands.append((arguments, int(nodes) * int(gpus)))
+    assert len(commands) == 3
+    for command, gpus in commands:
+        [path] = re.findall(r"--config=(\S+)", command)
+        config = from_dict(load_config(str(ROOT / path), re.findall(r"--config\.\S+", command)))
+        assert math.prod(mesh_shape(config, gpus).values()) == gpus
+
+
+def test_launchers_name_files_that_are_there():
+    texts = [path.read_text() for path in LAUNCH.iterdir() if path.suffix != ".md"]
+    named = {name for text in texts for name in re.findall(r"\b(?:launch|configs)/[\w.]+\.(?:sh|py|sbatch|yaml)", text)}
+    assert named
+    assert [name for name in sorted(named) if not Path(ROOT, name).exists()] == []

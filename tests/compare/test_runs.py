@@ -1,0 +1,128 @@
+"""The runs of a comparison as they train: those that fail, are at work elsewhere, or are stopped and go on."""
+
+import csv
+import fcntl
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from noloco_jax.cluster.stop import RESTART
+from noloco_jax.compare import __main__ as compare
+from noloco_jax.config.fields import to_dict
+from noloco_jax.errors import UserError
+from support import processes
+from support.comparisons import arguments, plan_of
+from support.paths import ROOT
+
+# In the trainer's place.
+STAND_IN = """
+import json, sys, time
+from pathlib import Path
+
+workdir = Path([a for a in sys.argv if a.startswith("--workdir=")][0].removeprefix("--workdir="))
+method, plan = workdir.name.split("-")[0], json.loads(sys.argv[1])
+if plan["fails"].get(method) == "start":
+    sys.exit("error: no such thing")
+workdir.mkdir(exist_ok=True)
+(workdir / "config.json").write_text(json.dumps(plan["configs"][workdir.name]))
+for step in (4, 40):
+    line = {"step": step, "kind": "eval", "perplexity": 5.0, "perplexity_replicas": [5.0], "perplexity_merged": 5.0,
+            "replica_spread": 1e-3}
+    with (workdir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\\n")
+    if plan["fails"].get(method) == "later":
+        sys.exit("error: the loss is nan")
+"""
+
+
+@pytest.fixture
+def stand_in(config_file, tmp_path, monkeypatch):
+    """Makes the comparison call a stand-in; `stand_in[method]` is when it fails, "start" or "later"."""
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+    configs = {run.name: to_dict(run.config) for run in plan_of(config_file)}
+    fails: dict[str, str] = {}
+    real = compare.Comparison._arguments
+
+    def stand_in_arguments(self, run):
+        assert real(self, run)[:2] == ["-m", "noloco_jax.train"]
+        return [str(script), json.dumps({"fails": fails, "configs": configs}), *real(self, run)[2:]]
+
+    monkeypatch.setattr(compare.Comparison, "_arguments", stand_in_arguments)
+    return fails
+
+
+def test_a_run_that_breaks_off_leaves_the_others_and_is_tried_again(config_file, tmp_path, stand_in, capsys):
+    stand_in["diloco"] = "later"
+    out = tmp_path / "out"
+    assert compare.main(arguments(config_file, out, "--methods=ddp,diloco,noloco")) == 1
+    output = capsys.readouterr().out
+    assert "diloco-seed7: broke off with status 1: the loss is nan" in output
+    assert "Not finished: diloco-seed7." in (out / "comparison.md").read_text()
+    stand_in.clear()
+    before = (out / "ddp-seed7/metrics.jsonl").read_text()
+    assert compare.main(arguments(config_file, out, "--methods=ddp,diloco,noloco")) == 0
+    assert (out / "ddp-seed7/metrics.jsonl").read_text() == before
+    assert "Not finished" not in (out / "comparison.md").read_text()
+
+
+def test_a_run_that_does_not_start_ends_the_comparison(config_file, tmp_path, stand_in):
+    stand_in["diloco"] = "start"
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match=r"diloco-seed7 did not start .*: no such thing"):
+        compare.main(arguments(config_file, out))
+    assert "| ddp |" in (out / "comparison.md").read_text()
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_a_run_that_another_process_trains_is_not_trained_twice(config_file, tmp_path):
+    out = tmp_path / "out"
+    (out / "ddp-seed7").mkdir(parents=True)
+    with (out / "ddp-seed7" / compare.LOG_FILE).open("a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="ddp-seed7 is being trained by another process"):
+            compare.main(arguments(config_file, out))
+
+
+@pytest.mark.timeout(900)
+def test_a_comparison_that_is_stopped_goes_on_to_its_table(tmp_path):
+    config = processes.write_config(tmp_path)
+    out = tmp_path / "out"
+    flags = ["--methods=ddp,noloco", "--config.num_steps=12", "--config.eval_every=4"]
+    command = [sys.executable, "-m", "noloco_jax.compare", *arguments(str(config), out, *flags)]
+
+    def start() -> list[subprocess.Popen[str]]:
+        return [
+            subprocess.Popen(
+                command,
+                env=processes.environment(config),
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        ]
+
+    running = start()
+    processes.wait_until(processes.reached(out / "ddp-seed0", 1), running)
+    running[0].send_signal(signal.SIGTERM)
+    [(status, output)] = processes.finish(running)
+    assert status == RESTART, output
+    assert output.endswith("stopped: the same command goes on\n")
+    finished_in_time = processes.reached(out / "ddp-seed0", 12)()
+    [(status, output)] = processes.finish(start())
+    assert status == 0, output
+    log = (out / "ddp-seed0" / compare.LOG_FILE).read_text()
+    assert ("going on from the checkpoint" in log) != finished_in_time
+    assert "[2/2] noloco-seed0: perplexity" in output
+    rows = {row["method"]: row for row in csv.DictReader((out / "comparison.csv").read_text().splitlines())}
+    assert float(rows["ddp"]["gap_percent_mean"]) == 0
+    assert float(rows["noloco"]["replica_spread_mean"]) > 0
+    last = [line for line in processes.metrics(out / "noloco-seed0") if line["kind"] == "eval"][-1]
+    assert float(rows["noloco"]["perplexity_mean"]) == pytest.approx(last["perplexity"])
+    sent = sum(line.get("bytes_sent", 0) for line in processes.metrics(out / "noloco-seed0"))
+    assert float(rows["noloco"]["bytes_sent_mean"]) == sent
+    assert (out / "comparison.png").exists()

@@ -1,0 +1,126 @@
+"""The files in configs/: they load, they stand alone, and they hold the paper's numbers."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from noloco_jax.config.fields import TrainConfig, from_dict
+from noloco_jax.config.flags import load_config
+from noloco_jax.errors import UserError
+from support.paths import CONFIGS
+
+RUNS = sorted(path.stem for path in CONFIGS.glob("*.py") if path.stem != "paper")
+PAPER = sorted(f"{data}_{size}" for data in ("c4", "reddit") for size in ("125m", "1b", "7b"))
+
+
+def load(name: str, argument: str = "", *overrides: str) -> TrainConfig:
+    suffix = f":{argument}" if argument else ""
+    return from_dict(load_config(f"{CONFIGS / name}.py{suffix}", overrides))
+
+
+def given(name: str) -> list[str]:
+    """What the user has to give on the command line."""
+    return ["--config.data.tokenizer=byte"] if name == "c4_tiny" else []
+
+
+def test_there_is_a_file_for_each_of_the_papers_runs():
+    assert {*PAPER, "quickstart", "c4_bytes", "c4_tiny"} == set(RUNS)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_file_is_a_consistent_configuration(name):
+    assert load(name, "", *given(name)).method == "noloco"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_file_loads_from_any_working_directory(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    load(name, "", *given(name))
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.py")), ids=lambda path: path.stem)
+def test_a_file_imports_only_ml_collections_and_the_standard_library(path):
+    tree = ast.parse(path.read_text())
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported <= {"ml_collections", "pathlib", "runpy", "sysconfig"}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_docstring_gives_the_command_that_runs_its_file(name):
+    docstring = ast.get_docstring(ast.parse((CONFIGS / f"{name}.py").read_text())) or ""
+    assert f"python -m noloco_jax.train --config=configs/{name}.py --workdir=runs/{name}" in docstring
+
+
+# hidden, layers, heads, FFN, lr, tokens in a step
+TABLE = {
+    "125m": (768, 12, 12, 3072, 6e-4, 2**19),
+    "1b": (2048, 24, 32, 8192, 2e-4, 2**20),
+    "7b": (4096, 32, 32, 16384, 1.2e-4, 2**21),
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_papers_models_have_the_papers_numbers(name):
+    config = load(name)
+    hidden, layers, heads, ffn, lr, tokens = TABLE[name.rpartition("_")[2]]
+    model, inner, outer, data = config.model, config.inner, config.outer, config.data
+    assert (model.hidden_size, model.num_layers, model.num_heads, model.intermediate_size) == (
+        hidden,
+        layers,
+        heads,
+        ffn,
+    )
+    assert (model.num_kv_heads, model.vocab_size, model.dtype, model.param_dtype) == (
+        heads,
+        128_002,
+        "bfloat16",
+        "float32",
+    )
+    assert (inner.lr, inner.warmup_steps, inner.clip_norm, inner.weight_decay) == (lr, 1000, 1.0, 0.0)
+    assert inner.min_lr == pytest.approx(lr / 10)
+    assert (outer.momentum, outer.lr, outer.sync_every, outer.group_size) == (0.5, 0.7, 50, 2)
+    assert (config.num_steps, data.sequence_length) == (25_000, 1024)
+    assert config.num_replicas * data.batch_size * data.sequence_length == tokens
+
+
+def test_diloco_takes_the_papers_outer_step():
+    outer = load("c4_125m", "diloco").outer
+    assert (outer.momentum, outer.lr, outer.sync_every, outer.nesterov) == (0.3, 0.7, 100, False)
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco", "ddp", "local"])
+@pytest.mark.parametrize("name", ["c4_1b", "c4_tiny"])
+def test_the_argument_chooses_the_method(name, method):
+    assert load(name, method, *given(name)).method == method
+
+
+@pytest.mark.parametrize("argument", ["noloco,replicas=16", "noloco,replicas=4,stages=2", "ddp,replicas=1"])
+def test_the_global_batch_does_not_depend_on_the_replicas(argument):
+    config = load("c4_125m", argument)
+    assert config.num_replicas * config.data.batch_size == 512
+
+
+def test_the_replicas_flag_shares_out_the_global_batch_as_the_argument_does():
+    assert load("c4_1b", "", "--config.num_replicas=32") == load("c4_1b", "noloco,replicas=32")
+
+
+def test_the_argument_cuts_a_replica_into_stages():
+    assert load("c4_7b", "noloco,stages=4").mesh.stage == 4
+
+
+@pytest.mark.parametrize("argument", ["nolocco", "noloco,replica=4", "noloco,replicas=x", "noloco,stages"])
+def test_an_argument_that_means_nothing_is_refused(argument):
+    with pytest.raises(UserError, match=r"c4_1b\.py"):
+        load("c4_1b", argument)
+
+
+def test_the_quickstart_has_about_a_million_weights_and_reads_the_standard_library():
+    config = load("quickstart")
+    model = config.model
+    layer = 4 * model.hidden_size**2 + 3 * model.hidden_size * model.intermediate_size
+    assert 5e5 < model.num_layers * layer + 2 * model.vocab_size * model.hidden_size < 2e6
+    assert (Path(config.data.path) / "sysconfig").with_suffix(".py").exists() or (
+        Path(config.data.path) / "sysconfig" / "__init__.py"
+    ).exists()

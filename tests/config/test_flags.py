@@ -1,0 +1,192 @@
+"""The command line: files, their arguments, and a flag for every field."""
+
+import argparse
+from typing import Any
+
+import pytest
+
+from noloco_jax.config.fields import TrainConfig, from_dict, known_fields, to_dict
+from noloco_jax.config.flags import load_config, make_parser, parse_args, split_overrides
+from noloco_jax.errors import UserError
+
+FILE = """
+from ml_collections import ConfigDict
+
+def get_config(method="noloco"):
+    config = ConfigDict({"method": method, "num_replicas": 8, "inner": {"lr": 1e-3, "clip_norm": 2}})
+    config.inner.min_lr = config.inner.get_oneway_ref("lr") / 10
+    config.data = ConfigDict({"batch_size": 64 // config.get_oneway_ref("num_replicas")})
+    return config
+"""
+ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "some.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def loaded(file: str, *overrides: str) -> TrainConfig:
+    return from_dict(load_config(file, overrides))
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(UserError) as raised:
+        parse_args(arguments, "A tool.", lambda parser: parser.add_argument("--workdir"))
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def test_a_file_is_completed_by_the_defaults(file):
+    config = loaded(file)
+    assert (config.num_replicas, config.inner.clip_norm) == (8, 2.0)
+    assert config.outer == TrainConfig().outer
+
+
+def test_a_file_takes_an_argument_after_a_colon(file):
+    assert loaded(file + ":diloco").method == "diloco"
+
+
+def test_flags_win_over_the_file(file):
+    assert loaded(file, "--config.num_replicas=2", "--config.method=local").num_replicas == 2
+
+
+def test_references_between_fields_follow_the_flags(file):
+    config = loaded(file, "--config.inner.lr=0.5", "--config.num_replicas=16")
+    assert (config.inner.min_lr, config.data.batch_size) == (0.05, 4)
+
+
+@pytest.mark.parametrize("path", known_fields())
+def test_every_field_can_be_set_whether_the_file_lists_it_or_not(file, path):
+    kind = known_fields()[path].type
+    text = {int: "7", float: "0.25", bool: "true", str: "text"}[kind]
+    value: Any = load_config(file, [f"--config.{path}={text}"])
+    for name in path.split("."):
+        value = value[name]
+    assert value == {int: 7, float: 0.25, bool: True, str: "text"}[kind]
+
+
+def test_fields_that_are_none_can_be_set(file):
+    overrides = [f"--config.model.rope_scaling.{name}={index + 1}" for index, name in enumerate(ROPE)]
+    config = loaded(file, *overrides, "--config.outer.consensus=1")
+    assert config.outer.consensus == 1.0
+    assert config.model.rope_scaling is not None and config.model.rope_scaling.high_freq_factor == 3.0
+
+
+def test_an_int_in_a_file_does_not_make_a_float_field_an_int(file):
+    assert loaded(file, "--config.inner.clip_norm=0.5").inner.clip_norm == 0.5
+
+
+def test_booleans_take_no_value_or_a_no_in_front(file):
+    assert loaded(file, "--config.model.tie_embeddings").model.tie_embeddings
+    assert not loaded(file, "--noconfig.data.add_bos").data.add_bos
+
+
+def test_the_last_of_two_flags_for_a_field_counts(file):
+    assert loaded(file, "--config.seed=1", "--config.seed=2").seed == 2
+
+
+def test_a_value_may_follow_its_flag_and_look_like_a_flag():
+    overrides, rest = split_overrides(["--workdir", "a", "--config.sample_prompt", "--x y", "-config.mesh.replica=-1"])
+    assert overrides == ["--config.sample_prompt=--x y", "-config.mesh.replica=-1"]
+    assert rest == ["--workdir", "a"]
+
+
+def test_a_file_from_a_saved_configuration_gives_it_back(tmp_path):
+    config = from_dict(
+        {
+            "outer": {"consensus": 0.5},
+            "model": {
+                "rope_scaling": dict.fromkeys(ROPE[:2], 1.0)
+                | {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+            },
+        }
+    )
+    (tmp_path / "a.py").write_text(f"def get_config():\n    return {to_dict(config)!r}\n")
+    assert loaded(str(tmp_path / "a.py")) == config
+
+
+def test_a_tool_adds_its_own_flags(file):
+    config, namespace = parse_args(
+        ["--config", file, "--config.num_replicas", "4", "--steps=3"],
+        "A tool.",
+        lambda parser: parser.add_argument("--steps", type=int),
+    )
+    assert (config.num_replicas, namespace.steps, namespace.config) == (4, 3, file)
+
+
+def test_help_lists_every_field_with_its_default(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        parse_args(["--help"], "A tool.")
+    shown = capsys.readouterr().out
+    assert stopped.value.code == 0 and shown.count("A tool.") == 1
+    assert all(f"\n  {path} " in shown for path in known_fields())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--config.outer.sync_evry=3"], "did you mean 'outer.sync_every'"),
+        (["--config.num_steps=1.5"], "--config.num_steps=1.5: expected int"),
+        (["--config.inner.lr=fast"], "--config.inner.lr=fast: expected float"),
+        (["--config.outer.nesterov=maybe"], "--config.outer.nesterov=maybe: expected bool"),
+        (["--config.num_steps"], "--config.num_steps has no value"),
+        (["--config.outer={}"], "--config.outer is a group"),
+        (["--config.model.rope_scaling.factor=8"], "model.rope_scaling.low_freq_factor is missing"),
+        (["--config.model.num_heads=3"], "model.num_heads=3"),
+        (["--workdr=x"], "unknown argument '--workdr=x': did you mean '--workdir'"),
+        (["--work=x"], "unknown argument '--work=x'"),
+        (["stray"], "unknown argument 'stray'"),
+        (["--workdir"], "--workdir"),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name(file, arguments, named):
+    assert named in refusal("--config", file, *arguments)
+
+
+def test_without_a_config_the_flag_is_asked_for():
+    assert "--config" in refusal()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (None, "does not exist"),
+        ("def get_config():\n    return {}['lr']\n", "line 2: KeyError"),
+        ("def get_config(:\n", "SyntaxError"),
+        ("", "get_config"),
+        ("def get_config():\n    return 3\n", "returned a int"),
+        ("def get_config():\n    return {'num_stepz': 3}\n", "'num_stepz': did you mean 'num_steps'"),
+        ("def get_config():\n    return {'num_steps': 'a'}\n", "num_steps: expected int"),
+        ("def get_config():\n    return {'outer': 3}\n", "outer: expected a group"),
+    ],
+)
+def test_a_config_file_that_fails_is_named(tmp_path, text, named):
+    path = tmp_path / "broken.py"
+    if text is not None:
+        path.write_text(text)
+    message = refusal(f"--config={path}")
+    assert named in message and ("broken.py" in message or "field" in message)
+
+
+def test_a_missing_file_is_answered_with_the_nearest_name(file):
+    assert f"did you mean {file}?" in refusal("--config=" + file.replace("some", "soem"))
+
+
+def test_an_argument_to_a_file_that_takes_none_is_refused(tmp_path):
+    (tmp_path / "a.py").write_text("def get_config():\n    return {}\n")
+    assert "takes no argument, got 'diloco'" in refusal(f"--config={tmp_path / 'a.py'}:diloco")
+
+
+def test_an_int_that_other_fields_refer_to_must_be_written_as_a_float(tmp_path):
+    (tmp_path / "a.py").write_text(FILE.replace('"lr": 1e-3', '"lr": 1'))
+    assert "inner.lr" in refusal(f"--config={tmp_path / 'a.py'}") and "1.0" in refusal(f"--config={tmp_path / 'a.py'}")
+
+
+def test_a_tool_without_a_config_has_the_same_errors():
+    parser = make_parser("A tool.")
+    assert isinstance(parser, argparse.ArgumentParser)
+    with pytest.raises(UserError, match="unknown argument '--x'"):
+        parser.parse_args(["--x"])

@@ -1,0 +1,128 @@
+"""Dealing the data out anew: after any change of the number of replicas, each token is read once an epoch."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from noloco_jax.data import redistribute
+from noloco_jax.errors import UserError
+from support.data_makers import documents, open_streams, read_through, standing_before, write_counting
+
+KINDS = ["c4", "parquet", "text"]
+
+
+def finish(config, states, epoch):
+    """The ids that are left of the epochs up to `epoch`."""
+    config = replace(config, sequence_length=1, batch_size=1)
+    streams = restored(config, [standing_before(config, state) for state in states])
+    return [token for stream in streams for token in read_through(stream, epoch)]
+
+
+def restored(config, states):
+    streams = open_streams(config, len(states))
+    for stream, state in zip(streams, json.loads(json.dumps(states)), strict=True):
+        stream.set_state(state)
+    return streams
+
+
+def run_chain(config, numbers, rng, batches):
+    """(states after training on `numbers` of replicas in turn, ids delivered); replicas go on at uneven paces."""
+    delivered = []
+    streams = open_streams(config, numbers[0])
+    for following in [*numbers[1:], None]:
+        for stream in streams:
+            for _ in range(rng.integers(0, batches)):
+                delivered += next(stream)["input_ids"].ravel().tolist()
+        states = [stream.get_state() for stream in streams]
+        if following is not None:
+            states = redistribute(states, following)
+            streams = restored(config, states)
+    return states, delivered
+
+
+@pytest.mark.parametrize("numbers", [(4, 2), (2, 4), (4, 2, 4), (3, 5, 2), (1, 4, 1, 3), (2, 2)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_token_is_skipped_or_repeated_in_the_epoch(tmp_path, kind, numbers):
+    config, count = write_counting(kind, tmp_path / "data", 150)
+    rng = np.random.default_rng(len(numbers))
+    states, delivered = run_chain(config, numbers, rng, batches=8)
+    delivered += finish(config, states, 0)
+    assert Counter(delivered) == dict.fromkeys(range(count), 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replicas_in_different_epochs_complete_every_epoch_that_one_has_begun(tmp_path, kind):
+    config, count = write_counting(kind, tmp_path / "data", 13)
+    states, delivered = run_chain(config, (3, 2, 3), np.random.default_rng(1), batches=22)
+    last = max(state["epoch"] for state in states)
+    assert last >= 2
+    delivered += finish(config, states, last)
+    assert Counter(delivered) == dict.fromkeys(range(count), last + 1)
+
+
+def test_later_epochs_are_dealt_as_in_a_fresh_run(tmp_path):
+    config, _ = write_counting("text", tmp_path / "data", 23)
+    one_by_one = replace(config, sequence_length=1, batch_size=1)
+    states, _ = run_chain(config, (4, 2), np.random.default_rng(0), batches=4)
+    for changed, fresh in zip(restored(one_by_one, states), open_streams(one_by_one, 2), strict=True):
+        read_through(changed, 0)
+        read_through(fresh, 0)
+        assert read_through(changed, 1) == read_through(fresh, 1)
+
+
+def test_merged_lanes_take_turns_after_the_documents_begun(tmp_path):
+    config, _ = write_counting("text", tmp_path / "data", 16)
+    config = replace(config, shuffle_buffer=1, sequence_length=1, batch_size=1)
+    streams, spans = open_streams(config, 4), documents(16)
+    taken = {0: spans[0][1] + 1, 2: spans[2][1] - 1}  # replica 0 is in its second document, replica 2 in its first
+    for replica, count in taken.items():
+        for _ in range(count):
+            next(streams[replica])
+    merged, _ = restored(config, redistribute([stream.get_state() for stream in streams], 2))
+    begun = [*range(spans[4][0] + 1, sum(spans[4])), spans[2][0] + spans[2][1] - 1]
+    turns = [token for k in (8, 6, 12, 10, 14) for token in range(spans[k][0], sum(spans[k]))]
+    assert read_through(merged, 0) == begun + turns
+
+
+def test_a_split_lane_gives_every_count_th_document_and_its_rest_to_the_first(tmp_path):
+    config, _ = write_counting("text", tmp_path / "data", 10)
+    config = replace(config, shuffle_buffer=1, sequence_length=1, batch_size=1)
+    (stream,), spans = open_streams(config, 1), documents(10)
+    next(stream)
+    shares = [read_through(s, 0) for s in restored(config, redistribute([stream.get_state()], 3))]
+    tokens = [list(range(first, first + count)) for first, count in spans]
+    expected = [[token for document in tokens[1 + k :: 3] for token in document] for k in range(3)]
+    expected[0] = tokens[0][1:] + expected[0]
+    assert shares == expected
+
+
+def test_a_redistributed_stream_resumes_bitwise(tmp_path):
+    config, _ = write_counting("c4", tmp_path / "data", 61)
+    states, _ = run_chain(config, (4, 2), np.random.default_rng(3), batches=5)
+    whole = restored(config, states)[1]
+    for _ in range(12):
+        saved = whole.get_state()
+        expected = next(whole)
+        again = restored(config, [states[0], saved])[1]
+        np.testing.assert_array_equal(next(again)["input_ids"], expected["input_ids"])
+
+
+def test_states_stay_small(tmp_path):
+    config, _ = write_counting("c4", tmp_path / "data", 200)
+    states, _ = run_chain(config, (64, 2), np.random.default_rng(3), batches=2)
+    assert max(len(json.dumps(state)) for state in states) < 4000
+
+
+def test_states_of_several_checkpoints_are_refused(tmp_path):
+    config, _ = write_counting("text", tmp_path / "data", 23)
+    states = [stream.get_state() for stream in open_streams(config, 3)]
+    with pytest.raises(UserError, match="position 1 of 2 is that of replica 1 of 3"):
+        redistribute([states[0] | {"num_replicas": 2}, states[1]], 1)
+    with pytest.raises(UserError, match="at least one"):
+        redistribute(states, 0)
+    other = states[2] | {"source": states[2]["source"] | {"files": 99}}
+    with pytest.raises(UserError, match="replicas 0 and 2 are of different data sets"):
+        redistribute([*states[:2], other], 1)

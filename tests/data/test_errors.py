@@ -1,0 +1,210 @@
+"""Bad data: one line that names the thing and the remedy, from the check beforehand or from the running stream."""
+
+import gzip
+import json
+import re
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from noloco_jax.config.fields import DataConfig
+from noloco_jax.data import check_data, load_tokenizer, train_stream, validation_batches
+from noloco_jax.errors import UserError
+from support.data_makers import open_streams, write_c4, write_counting, write_rows, write_texts
+
+BYTE = load_tokenizer("byte")
+FINE = {"input_ids": [[1, 2]] * 8, "label": [[2, 3]] * 8}
+
+
+def assert_refused(config, pattern, **checked):
+    """By the check beforehand, in one line, which is returned."""
+    with pytest.raises(UserError, match=pattern) as caught:
+        check_data(config, **checked)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def read_until_refused(config, pattern, batches=2000):
+    (stream,) = open_streams(config, 1, BYTE)
+    with pytest.raises(UserError, match=pattern):
+        for _ in range(batches):
+            next(stream)
+    with pytest.raises(UserError, match=pattern):  # and again, never an end of data
+        next(stream)
+
+
+@pytest.mark.parametrize("kind", ["c4", "parquet", "text"])
+def test_a_missing_folder(tmp_path, kind):
+    config = DataConfig(kind=kind, path=str(tmp_path / "nowhere"))
+    message = assert_refused(config, r"data.path='.*nowhere'.*there is no such")
+    with pytest.raises(UserError, match=re.escape(message)):
+        train_stream(config, BYTE, replica=0, num_replicas=1, seed=0)
+
+
+@pytest.mark.parametrize("kind", ["c4", "parquet", "text"])
+def test_no_path_at_all(kind):
+    assert_refused(DataConfig(kind=kind), 'data.path is ""')
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern"),
+    [("c4", r"c4-train\.\*\.json\.gz"), ("parquet", r"\*\.parquet"), ("text", r"\*\.md, \*\.py, \*\.rst, \*\.txt")],
+)
+def test_an_empty_folder_names_the_pattern_looked_for(tmp_path, kind, pattern):
+    (tmp_path / "unrelated.bin").write_bytes(b"1")
+    assert_refused(DataConfig(kind=kind, path=str(tmp_path)), pattern)
+
+
+@pytest.mark.parametrize("kind", ["c4", "parquet", "text"])
+def test_missing_validation(tmp_path, kind):
+    config, _ = write_counting(kind, tmp_path / "data", 9)
+    (tmp_path / "empty").mkdir()
+    for folder in ("nowhere", "empty"):
+        broken = replace(config, validation_path=str(tmp_path / folder))
+        assert_refused(broken, rf"data.validation_path='.*{folder}'")
+        with pytest.raises(UserError, match=r"data.validation_path='"):
+            validation_batches(broken, BYTE, num_batches=1)
+
+
+def test_c4_without_validation_shards(tmp_path):
+    write_c4(tmp_path, [["text"]])
+    assert_refused(DataConfig(kind="c4", path=str(tmp_path)), r"data.path=.* no file c4-validation\.\*\.json\.gz")
+
+
+def test_a_shard_truncated_in_the_middle_is_named_when_it_is_met(tmp_path):
+    import random
+
+    letters = random.Random(0)
+    texts = ["".join(letters.choices("abcdefghijklmnop", k=400)) for _ in range(200)]
+    whole, cut = write_c4(tmp_path, [texts[:100], texts[100:]])
+    cut.write_bytes(cut.read_bytes()[:-8000])
+    config = DataConfig(kind="c4", path=str(tmp_path), sequence_length=100, batch_size=4, shuffle_buffer=10)
+    (stream,) = open_streams(config, 1, BYTE)
+    next(stream)
+    read_until_refused(config, rf"{re.escape(str(cut))} .*truncated")
+    assert whole.exists()
+
+
+def test_a_truncated_shard_is_named_across_worker_processes(tmp_path):
+    (cut,) = write_c4(tmp_path, [[f"some text {k}" for k in range(2000)]])
+    cut.write_bytes(cut.read_bytes()[:-3000])
+    config = DataConfig(kind="c4", path=str(tmp_path), sequence_length=10, batch_size=4, num_workers=1)
+    (stream,) = open_streams(config, 1, BYTE)
+    with pytest.raises(UserError, match=rf"{re.escape(str(cut))} .*truncated"):
+        next(stream)
+    stream.close()
+
+
+def test_a_shard_that_is_no_gzip_file(tmp_path):
+    (tmp_path / "c4-train.0.json.gz").write_text("plain")
+    assert_refused(DataConfig(kind="c4", path=str(tmp_path)), r"c4-train.0.json.gz cannot be read")
+
+
+@pytest.mark.parametrize("line", ["{broken", '{"txt": "a"}', '["text"]', '{"text": 3}'])
+def test_a_line_that_is_no_document_is_named(tmp_path, line):
+    good = json.dumps({"text": "abc"})
+    path = tmp_path / "c4-train.0.json.gz"
+    path.write_bytes(gzip.compress("\n".join([good] * 40 + [line] + [good] * 9).encode()))
+    config = DataConfig(kind="c4", path=str(tmp_path), sequence_length=5, batch_size=1)
+    read_until_refused(config, rf"{re.escape(str(path))}, line 41 is not a JSON object")
+    path.write_bytes(gzip.compress(line.encode()))
+    assert_refused(config, "line 1 is not a JSON object")
+
+
+def test_a_parquet_file_with_neither_schema_names_its_columns(tmp_path):
+    write_rows(tmp_path / "0.parquet", FINE)
+    write_rows(tmp_path / "1.parquet", {"tokens": [[1]], "input_ids": [[1]]})
+    config = DataConfig(kind="parquet", path=str(tmp_path))
+    assert_refused(config, r"1\.parquet has the columns tokens, input_ids: expected input_ids and label")
+
+
+def test_a_parquet_column_that_is_no_list(tmp_path):
+    pq.write_table(pa.table({"input_ids": [1, 2], "label": [1, 2]}), tmp_path / "0.parquet")
+    assert_refused(DataConfig(kind="parquet", path=str(tmp_path)), "'input_ids' is int64; it must be a list")
+
+
+def test_a_parquet_file_that_is_none(tmp_path):
+    (tmp_path / "0.parquet").write_text("text")
+    assert_refused(DataConfig(kind="parquet", path=str(tmp_path)), r"0\.parquet is no readable Parquet file")
+
+
+def test_a_parquet_file_damaged_inside(tmp_path):
+    rows = [[(k * 7919) % 1000 for k in range(j, j + 50)] for j in range(400)]
+    path = tmp_path / "0.parquet"
+    write_rows(path, {"input_ids": rows, "label": rows}, row_group_size=100)
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 3000] = bytes(3000)
+    path.write_bytes(content)
+    config = DataConfig(kind="parquet", path=str(tmp_path), sequence_length=50, batch_size=4, shuffle_buffer=1)
+    read_until_refused(config, r"0\.parquet is damaged behind row group")
+
+
+def test_rows_of_unequal_columns(tmp_path):
+    write_rows(tmp_path / "0.parquet", {"input_ids": [[1, 2]] * 4, "label": [[2, 3]] * 3 + [[2]]})
+    assert_refused(DataConfig(kind="parquet", path=str(tmp_path)), "a row has 2 input_ids and 1 values in label")
+
+
+def test_token_ids_outside_the_models_vocabulary(tmp_path):
+    write_rows(tmp_path / "0.parquet", {"input_ids": [[1, 2]] * 4, "label": [[2, 500]] * 4})
+    config = DataConfig(kind="parquet", path=str(tmp_path), validation_path=str(tmp_path), sequence_length=2)
+    check_data(config, vocab_size=501)
+    assert_refused(config, "token id 500, but model.vocab_size=300: .* at least 501", vocab_size=300)
+    with pytest.raises(UserError, match=r"model\.vocab_size=300"):
+        validation_batches(config, None, num_batches=1, vocab_size=300)
+
+
+def test_negative_token_ids(tmp_path):
+    write_rows(tmp_path / "0.parquet", {"input_ids": [[1, -1]] * 4, "label": [[2, 5]] * 4})
+    assert_refused(DataConfig(kind="parquet", path=str(tmp_path)), "input_ids holds -1")
+
+
+@pytest.mark.parametrize("kind", ["c4", "parquet", "text"])
+def test_more_replicas_than_documents(tmp_path, kind):
+    config, _ = write_counting(kind, tmp_path / "data", 6)
+    check_data(config, num_replicas=6)
+    assert_refused(config, "num_replicas=7, but .* holds 6 ", num_replicas=7)
+    with pytest.raises(UserError, match="use fewer replicas"):
+        open_streams(config, 7)
+
+
+def test_a_replica_whose_shards_are_empty(tmp_path):
+    write_c4(tmp_path, [["0 5", "5 5"], []])
+    config = DataConfig(kind="c4", path=str(tmp_path), sequence_length=2, batch_size=1, add_bos=False, add_eos=False)
+    _, second = open_streams(config, 2)
+    with pytest.raises(UserError, match="replica 1 of 2 gets no document"):
+        next(second)
+
+
+def test_documents_without_a_token(tmp_path):
+    write_rows(tmp_path / "0.parquet", {"input_ids": [[0, 0]] * 8, "attention_mask": [[0, 0]] * 8})
+    config = DataConfig(kind="parquet", path=str(tmp_path), sequence_length=2, batch_size=1)
+    read_until_refused(config, "hold no token")
+    with pytest.raises(UserError, match="hold no token to predict"):
+        validation_batches(config, None, num_batches=1)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "text"])
+def test_too_little_to_hold_a_part_out(tmp_path, kind):
+    if kind == "text":
+        write_texts(tmp_path, ["one short file"])
+    else:
+        write_rows(tmp_path / "0.parquet", {"input_ids": [[1, 2]], "label": [[2, 3]]})
+    assert_refused(DataConfig(kind=kind, path=str(tmp_path)), "give data.validation_path")
+
+
+def test_a_file_that_vanishes_during_a_run(tmp_path):
+    config, _ = write_counting("text", tmp_path / "data", 60)
+    (stream,) = open_streams(config, 1)
+    for file in (tmp_path / "data").iterdir():
+        file.unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        next(stream)
+
+
+def test_a_replica_that_does_not_exist(tmp_path):
+    config, _ = write_counting("text", tmp_path / "data", 60)
+    with pytest.raises(UserError, match="replica 2 of 2"):
+        train_stream(config, BYTE, replica=2, num_replicas=2, seed=0)

@@ -1,0 +1,142 @@
+"""Parquet rows as sequences, against loops over the rows."""
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from noloco_jax.config.fields import DataConfig
+from noloco_jax.data import train_stream, validation_batches
+from noloco_jax.errors import UserError
+from support.data_makers import write_rows
+
+
+def all_of_validation(config, folder):
+    """(input ids, labels), the sequences of a folder's rows in the files' order."""
+    config = replace(config, path=str(folder), validation_path=str(folder))
+    batches = validation_batches(config, None, num_batches=1000)
+    return [np.concatenate([batch[name] for batch in batches]) for name in ("input_ids", "labels")]
+
+
+def config_for(length):
+    return DataConfig(kind="parquet", sequence_length=length, batch_size=1)
+
+
+def random_rows(count, length, seed=0):
+    return np.random.default_rng(seed).integers(1, 1000, (count, length), dtype=np.int32)
+
+
+def masked_rows():
+    """Rows of 12 with padding 0 behind, in front, everywhere and nowhere, and their attention masks."""
+    rows = random_rows(4, 12)
+    mask = np.ones_like(rows)
+    mask[1, 7:] = 0
+    mask[2, :] = 0
+    mask[3, :3] = 0
+    return rows * mask, mask
+
+
+def labels_by_hand(row, mask):
+    return [row[t + 1] if t < 11 and mask[t] and mask[t + 1] else -100 for t in range(12)]
+
+
+@pytest.mark.parametrize("row_group_size", [1, 3, 50])
+def test_stored_labels_come_as_they_are(tmp_path, row_group_size):
+    rows = random_rows(20, 8)
+    labels = rows + 1000
+    write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "label": list(labels)}, row_group_size)
+    found = all_of_validation(config_for(8), tmp_path)
+    np.testing.assert_array_equal(found[0], rows)
+    np.testing.assert_array_equal(found[1], labels)
+
+
+def test_stored_labels_of_minus_100_are_out_of_the_loss(tmp_path):
+    labels = np.where(random_rows(4, 8) % 2, -100, random_rows(4, 8))
+    write_rows(tmp_path / "0.parquet", {"input_ids": list(random_rows(4, 8)), "label": list(labels)})
+    np.testing.assert_array_equal(all_of_validation(config_for(8), tmp_path)[1], labels)
+
+
+@pytest.mark.parametrize("label", [-1, -99, -101])
+def test_other_negative_labels_are_refused(tmp_path, label):
+    labels = random_rows(4, 8)
+    labels[2, 5] = label
+    write_rows(tmp_path / "0.parquet", {"input_ids": list(random_rows(4, 8)), "label": list(labels)})
+    with pytest.raises(UserError, match=rf"0\.parquet: label holds {label}, .*: write -100"):
+        all_of_validation(config_for(8), tmp_path)
+
+
+def test_masked_rows_keep_padding_out_of_the_loss(tmp_path):
+    rows, mask = masked_rows()
+    write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "attention_mask": list(mask)})
+    inputs, labels = all_of_validation(config_for(12), tmp_path)
+    kept = [0, 1, 3]  # the row of padding alone is left out
+    np.testing.assert_array_equal(inputs, rows[kept])
+    np.testing.assert_array_equal(labels, [labels_by_hand(rows[k], mask[k]) for k in kept])
+
+
+def test_longer_rows_are_split_and_padding_alone_is_left_out(tmp_path):
+    rows, mask = masked_rows()
+    write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "attention_mask": list(mask)})
+    inputs, labels = all_of_validation(config_for(4), tmp_path)
+    kept = [(0, 0), (0, 4), (0, 8), (1, 0), (1, 4), (3, 0), (3, 4), (3, 8)]  # row 1 ends at token 7
+    np.testing.assert_array_equal(inputs, [rows[k, t : t + 4] for k, t in kept])
+    np.testing.assert_array_equal(labels, [labels_by_hand(rows[k], mask[k])[t : t + 4] for k, t in kept])
+
+
+def test_shorter_rows_of_any_length_are_packed_with_their_labels(tmp_path):
+    lengths = [3, 0, 11, 5, 1, 9]
+    rows = [np.arange(n) + 100 * k for k, n in enumerate(lengths)]
+    write_rows(tmp_path / "0.parquet", {"input_ids": rows, "label": [row + 1 for row in rows]})
+    inputs, labels = all_of_validation(config_for(7), tmp_path)
+    tokens = np.concatenate(rows)
+    np.testing.assert_array_equal(inputs.ravel()[: len(tokens)], tokens)
+    np.testing.assert_array_equal(labels.ravel()[: len(tokens)], tokens + 1)
+    assert (labels.ravel()[len(tokens) :] == -100).all()
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        (pa.list_(pa.int64()), pa.large_list(pa.bool_())),
+        (pa.list_(pa.uint16(), 12), pa.list_(pa.int8(), 12)),
+        (pa.large_list(pa.uint32()), pa.list_(pa.int64())),
+    ],
+    ids=str,
+)
+def test_integers_and_lists_of_every_width_are_read(tmp_path, kinds):
+    rows, mask = masked_rows()
+    ids, attended = (pa.array(value.tolist()).cast(kind) for value, kind in zip((rows, mask == 1), kinds, strict=True))
+    pq.write_table(pa.table({"input_ids": ids, "attention_mask": attended}), tmp_path / "0.parquet")
+    inputs, labels = all_of_validation(config_for(12), tmp_path)
+    np.testing.assert_array_equal(inputs, rows[[0, 1, 3]])
+    np.testing.assert_array_equal(labels, [labels_by_hand(rows[k], mask[k]) for k in (0, 1, 3)])
+
+
+@pytest.mark.parametrize("row_group_size", [1, 7, 1000])
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_an_epoch_holds_every_row_once_whatever_the_row_groups(tmp_path, row_group_size, num_replicas):
+    for number in range(3):
+        rows = np.arange(100 * number, 100 * number + 90)[:, None].repeat(5, axis=1)
+        write_rows(tmp_path / f"{number}.parquet", {"input_ids": list(rows), "label": list(rows)}, row_group_size)
+    config = replace(config_for(5), path=str(tmp_path), validation_path=str(tmp_path), shuffle_buffer=8)
+    found = []
+    for replica in range(num_replicas):
+        stream = train_stream(config, None, replica=replica, num_replicas=num_replicas, seed=0)
+        found += [int(next(stream)["input_ids"][0, 0]) for _ in range(270 // num_replicas)]
+    assert found != sorted(found)
+    assert sorted(found) == [100 * number + k for number in range(3) for k in range(90)]
+
+
+def test_memory_holds_windows_and_not_row_groups(tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 2**31, 4_000_000, dtype=np.int32)  # too random to be compressed
+    column = pa.FixedSizeListArray.from_arrays(tokens, 64)
+    pq.write_table(pa.table({"input_ids": column, "label": column}), tmp_path / "0.parquet", row_group_size=10**6)
+    del column
+    config = replace(config_for(64), path=str(tmp_path), validation_path=str(tmp_path), shuffle_buffer=10)
+    before = pa.total_allocated_bytes()
+    stream = train_stream(config, None, replica=0, num_replicas=1, seed=0)
+    for _ in range(50):
+        next(stream)
+    assert pa.total_allocated_bytes() - before < 2 * tokens.nbytes / 4

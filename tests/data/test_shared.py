@@ -1,0 +1,125 @@
+"""The real C4 and Reddit files, against plain loops over them."""
+
+import gzip
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from noloco_jax.config.fields import DataConfig
+from noloco_jax.data import check_data, load_tokenizer, train_stream, validation_batches
+from support.paths import SHARED
+
+DATA = SHARED / "data"
+pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
+
+C4 = DataConfig(
+    kind="c4",
+    path=str(DATA / "c4" / "en"),
+    tokenizer=str(DATA / "tokenizers" / "c4_bpe_4096"),
+    sequence_length=128,
+    batch_size=4,
+)
+
+
+def c4_texts(name):
+    with gzip.open(DATA / "c4" / "en" / name, "rt", encoding="utf-8") as lines:
+        return [json.loads(line)["text"] for line in lines]
+
+
+def reddit(schema, **fields):
+    folder = DATA / "reddit" / schema
+    return DataConfig(
+        kind="parquet", path=str(folder / "train"), validation_path=str(folder / "dev"), batch_size=4, **fields
+    )
+
+
+def reddit_rows(schema, split):
+    tables = [pq.read_table(path) for path in sorted((DATA / "reddit" / schema / split).glob("*.parquet"))]
+    return [np.concatenate([np.array(table[k].to_pylist()) for table in tables]) for k in (0, 1)]
+
+
+def test_an_unshuffled_replica_reads_its_c4_shards_token_by_token():
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(C4.tokenizer)
+    documents = (
+        [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        for text in c4_texts("c4-train.00001-of-00004.json.gz")
+    )
+    tokens = np.array(list(itertools.islice(itertools.chain.from_iterable(documents), 20 * 512 + 1)))
+    stream = train_stream(
+        replace(C4, shuffle_buffer=1), load_tokenizer(C4.tokenizer), replica=1, num_replicas=4, seed=0
+    )
+    for k in range(20):
+        batch = next(stream)
+        np.testing.assert_array_equal(batch["input_ids"].ravel(), tokens[512 * k : 512 * (k + 1)])
+        np.testing.assert_array_equal(batch["labels"].ravel(), tokens[512 * k + 1 : 512 * (k + 1) + 1])
+
+
+@pytest.mark.parametrize("num_replicas", [2, 7])
+def test_replicas_share_the_c4_documents_out(num_replicas):
+    texts = sorted(text for k in range(4) for text in c4_texts(f"c4-train.0000{k}-of-00004.json.gz"))
+    tokenizer = load_tokenizer("byte")
+    found = []
+    for replica in range(num_replicas):
+        config = replace(C4, sequence_length=4096, batch_size=1)
+        stream = train_stream(config, tokenizer, replica=replica, num_replicas=num_replicas, seed=1)
+        tokens = []
+        while stream.get_state()["epoch"] == 0:
+            tokens.append(next(stream)["input_ids"].ravel())
+        tokens = np.concatenate(tokens)
+        pieces = np.split(tokens, np.flatnonzero(tokens == tokenizer.bos_id)[1:])
+        share = 1500 if num_replicas == 2 else len(range(replica, 3000, 7))
+        found += [tokenizer.decode(piece) for piece in pieces[:share]]
+    assert sorted(found) == texts
+
+
+def test_a_c4_stream_resumes_in_the_middle_of_the_real_shards():
+    tokenizer = load_tokenizer(C4.tokenizer)
+    stream, again = (train_stream(C4, tokenizer, replica=0, num_replicas=2, seed=3) for _ in range(2))
+    for _ in range(700):
+        next(stream)
+    again.set_state(json.loads(json.dumps(stream.get_state())))
+    for _ in range(20):
+        np.testing.assert_array_equal(next(stream)["input_ids"], next(again)["input_ids"])
+
+
+def test_c4_validation_is_the_validation_shard():
+    tokenizer = load_tokenizer("byte")
+    batches = validation_batches(replace(C4, sequence_length=4096), tokenizer, num_batches=10_000)
+    tokens = np.concatenate([batch["input_ids"].ravel() for batch in batches])
+    scored = np.concatenate([batch["labels"].ravel() for batch in batches]) != -100
+    assert tokenizer.decode(tokens[scored]) == "".join(c4_texts("c4-validation.00000-of-00001.json.gz"))
+
+
+@pytest.mark.parametrize("schema", ["hdee_schema", "readme_schema"])
+def test_an_epoch_of_reddit_holds_every_row_with_its_labels(schema):
+    config = reddit(schema, sequence_length=1024)
+    check_data(config, num_replicas=3, vocab_size=128_002)
+    inputs, other = reddit_rows(schema, "train")
+    if schema == "readme_schema":
+        assert other.all()
+        other = np.pad(inputs[:, 1:], ((0, 0), (0, 1)), constant_values=-100)
+    expected = sorted(map(tuple, np.concatenate([inputs, other], axis=1).tolist()))
+    found = []
+    for replica in range(3):
+        stream = train_stream(config, None, replica=replica, num_replicas=3, seed=0)
+        for _ in range(62):  # 744 rows / 3 replicas / 4 sequences
+            batch = next(stream)
+            found += np.concatenate([batch["input_ids"], batch["labels"]], axis=1).tolist()
+    assert sorted(map(tuple, found)) == expected
+
+
+@pytest.mark.parametrize("schema", ["hdee_schema", "readme_schema"])
+def test_reddit_validation_splits_the_stored_rows(schema):
+    inputs, other = reddit_rows(schema, "dev")
+    batches = validation_batches(reddit(schema, sequence_length=256), None, num_batches=1000)
+    found = np.concatenate([batch["input_ids"] for batch in batches])
+    np.testing.assert_array_equal(found, inputs.reshape(-1, 256))
+    if schema == "hdee_schema":
+        labels = np.concatenate([batch["labels"] for batch in batches])
+        np.testing.assert_array_equal(labels, other.reshape(-1, 256))

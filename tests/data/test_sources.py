@@ -1,0 +1,114 @@
+"""Finding and reading text files and C4 shards."""
+
+import gzip
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from noloco_jax.config.fields import DataConfig
+from noloco_jax.data import ByteTokenizer, check_data, validation_batches
+from noloco_jax.data.c4 import C4Source, parse
+from noloco_jax.data.order import Wanted
+from noloco_jax.data.text import TextSource, find_text_files
+from noloco_jax.data.tokenizers import DocumentEncoder
+from support.data_makers import CountingTokenizer, open_streams, write_c4
+
+BYTE = ByteTokenizer()
+ENCODE = DocumentEncoder(BYTE, add_bos=False, add_eos=False)
+
+PIECE = 8192  # bytes
+
+
+def read_texts(path, split="all"):
+    """The documents of a folder, in order."""
+    source = TextSource(Wanted(str(path), "data.path", split, seed=0, shuffle_buffer=1), PIECE, ENCODE)
+    lane = source.lane(0, 0, 1, ())
+    documents = [lane.get(k) for k in range(int(source.summary["documents"]))]
+    return [BYTE.decode(array[0]) for array in source.load([k for k in documents if k is not None])]
+
+
+def test_text_files_are_found_by_suffix_below_folders_that_count(tmp_path):
+    for name in ["b.py", "a.txt", "deep/er/c.md", "deep/d.rst", "deep/e.c", "empty.py"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("" if "empty" in name else "text")
+    for folder in ["site-packages", "deep/dist-packages", "__pycache__", ".git"]:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "no.py").write_text("no")
+    (tmp_path / ".hidden.py").write_text("no")
+    found = [Path(path).relative_to(tmp_path).as_posix() for path, _ in find_text_files(str(tmp_path), "data.path")]
+    assert found == ["a.txt", "b.py", "deep/d.rst", "deep/er/c.md"]
+
+
+def test_a_file_named_outright_may_have_any_suffix(tmp_path):
+    (tmp_path / "book").write_text("text")
+    assert find_text_files(str(tmp_path / "book"), "data.path") == [(str(tmp_path / "book"), 4)]
+
+
+def test_pieces_of_a_long_file_are_whole_lines_and_together_the_file(tmp_path):
+    rng = np.random.default_rng(0)
+    text = "".join("é" * int(n) + "\n" for n in rng.integers(0, 150, 3000))
+    (tmp_path / "long.txt").write_text(text)
+    pieces = read_texts(tmp_path)
+    assert len(pieces) == -(-len(text.encode()) // PIECE) > 3
+    assert "".join(pieces) == text
+    assert all(piece.endswith("\n") for piece in pieces)
+
+
+def test_pieces_of_a_file_without_lines_are_whole_characters(tmp_path):
+    text = "x" + "€🙂" * 30_000
+    (tmp_path / "line.txt").write_text(text)
+    pieces = read_texts(tmp_path)
+    assert len(pieces) > 2
+    assert "".join(pieces) == text
+
+
+def test_bytes_that_are_not_utf8_are_replaced(tmp_path):
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9!")
+    assert read_texts(tmp_path) == ["caf\ufffd!"]
+
+
+def test_held_out_text_files_are_whole_files(tmp_path):
+    for k in range(5):
+        (tmp_path / f"{k}.txt").write_text(f"{k}\n" * (PIECE if k % 2 else 1))
+    read = {split: "".join(read_texts(tmp_path, split)) for split in ("held_out", "rest")}
+    assert set(read["held_out"]) == set("2\n")
+    assert set(read["rest"]) == set("0134\n")
+
+
+def test_the_standard_library_trains_and_validates_on_different_files():
+    config = DataConfig(kind="text", path=sysconfig.get_paths()["stdlib"])
+    check_data(config, num_replicas=4)
+    batches = validation_batches(config, BYTE, num_batches=16)
+    assert len(batches) == 16
+    assert all(batch["input_ids"].shape == (8, 256) and (batch["labels"] >= 0).all() for batch in batches)
+
+
+def test_blank_lines_in_a_shard_are_no_documents(tmp_path):
+    (shard,) = write_c4(tmp_path, [["0 3", "3 4"]])
+    shard.write_bytes(gzip.compress(gzip.decompress(shard.read_bytes()).replace(b"\n", b"\n\n \n")))
+    source = C4Source(Wanted(str(tmp_path), "data.path", "train", seed=0, shuffle_buffer=1), ENCODE)
+    lane = source.lane(0, 0, 1, ())
+    lines = [lane.get(position) for position in range(3)]
+    assert [line and parse(line) for line in lines] == ["0 3", "3 4", None]
+    lane.close()
+
+
+def test_validation_shards_are_found_in_the_training_folder_or_apart(tmp_path):
+    write_c4(tmp_path / "data", [["0 3"]])
+    write_c4(tmp_path / "data", [["10 9"]], "validation")
+    write_c4(tmp_path / "apart", [["20 9"]], "validation")
+    config = DataConfig(kind="c4", path=str(tmp_path / "data"), add_bos=False, add_eos=False, sequence_length=8)
+    config = replace(config, batch_size=1)
+    for path, first in (("", 10), (str(tmp_path / "apart"), 20)):
+        (batch,) = validation_batches(replace(config, validation_path=path), CountingTokenizer(), num_batches=3)
+        assert batch["input_ids"].tolist() == [list(range(first, first + 8))]
+    check_data(config)
+
+
+def test_text_that_yields_no_token_is_skipped(tmp_path):
+    write_c4(tmp_path, [["", "ab", "", "c"]])
+    config = DataConfig(kind="c4", path=str(tmp_path), sequence_length=7, batch_size=1, shuffle_buffer=1)
+    (stream,) = open_streams(config, 1, BYTE)
+    assert next(stream)["input_ids"].tolist() == [[256, 97, 98, 257, 256, 99, 257]]

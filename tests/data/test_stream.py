@@ -1,0 +1,237 @@
+"""Streams: what each replica reads, and that a saved position means the same batches."""
+
+import itertools
+import json
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from noloco_jax.data import load_tokenizer, train_stream, validation_batches
+from noloco_jax.errors import UserError
+from support.data_makers import (
+    CountingTokenizer,
+    documents,
+    open_streams,
+    read_through,
+    write_c4,
+    write_counting,
+    write_texts,
+)
+
+KINDS = ["c4", "parquet", "text"]
+
+
+def take(stream, count):
+    return [next(stream) for _ in range(count)]
+
+
+def assert_same(left, right):
+    assert len(left) == len(right)
+    for one, other in zip(left, right, strict=True):
+        np.testing.assert_array_equal(one["input_ids"], other["input_ids"])
+        np.testing.assert_array_equal(one["labels"], other["labels"])
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3, 4, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_epoch_holds_every_token_once_over_all_replicas(tmp_path, kind, num_replicas):
+    config, count = write_counting(kind, tmp_path / "data", 23)
+    streams = open_streams(replace(config, sequence_length=1, batch_size=1), num_replicas)
+    for epoch in range(3):
+        seen = Counter(token for stream in streams for token in read_through(stream, epoch))
+        assert seen == dict.fromkeys(range(count), 1), f"epoch {epoch}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_epochs_and_seeds_differ_in_order(tmp_path, kind):
+    config, _ = write_counting(kind, tmp_path / "data", 23)
+    config = replace(config, sequence_length=1, batch_size=1)
+    orders = set()
+    for seed in (0, 1):
+        (stream,) = open_streams(config, 1, seed=seed)
+        orders |= {tuple(read_through(stream, epoch)) for epoch in range(2)}
+    assert len(orders) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_continues_from_its_state_bitwise(tmp_path, kind):
+    config, _ = write_counting(kind, tmp_path / "data", 23)
+    whole, saved = train_stream(config, CountingTokenizer(), replica=1, num_replicas=2, seed=5), []
+    batches = []
+    for _ in range(40):  # some epochs
+        saved.append(json.dumps(whole.get_state()))
+        batches.append(next(whole))
+    again = train_stream(config, CountingTokenizer(), replica=1, num_replicas=2, seed=5)
+    for start in (0, 39, 7, 1, 20, 13):
+        again.set_state(json.loads(saved[start]))
+        assert json.dumps(again.get_state()) == saved[start]
+        assert_same(take(again, min(6, 40 - start)), batches[start : start + 6])
+    assert max(map(len, saved)) < 400
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_batch_shape_goes_on_at_the_same_token(tmp_path, kind):
+    config, _ = write_counting(kind, tmp_path / "data", 60)
+    (old,) = open_streams(config, 1)
+    (new,) = open_streams(replace(config, batch_size=1, sequence_length=4), 1)
+    take(old, 3)
+    new.set_state(old.get_state())
+    assert next(new)["input_ids"].ravel().tolist() == next(old)["input_ids"].ravel()[:4].tolist()
+
+
+def test_labels_are_the_next_tokens_of_the_stream(tmp_path):
+    config, _ = write_counting("text", tmp_path / "data", 60)
+    (stream,) = open_streams(replace(config, add_bos=True, add_eos=True), 1)
+    batches = take(stream, 30)
+    inputs = np.concatenate([batch["input_ids"].ravel() for batch in batches])
+    labels = np.concatenate([batch["labels"].ravel() for batch in batches])
+    np.testing.assert_array_equal(labels[:-1], inputs[1:])
+
+
+def test_documents_stand_between_bos_and_eos(tmp_path):
+    config, _ = write_counting("text", tmp_path / "data", 12)
+    config = replace(config, add_bos=True, add_eos=True, shuffle_buffer=1, sequence_length=8)
+    (stream,) = open_streams(config, 1)
+    expected = [[900_000, *range(first, first + count), 900_001] for first, count in documents(12)]
+    tokens = list(itertools.chain(*expected, *expected))
+    found = np.concatenate([batch["input_ids"].ravel() for batch in take(stream, 7)]).tolist()
+    assert found == tokens[: len(found)]
+
+
+def test_without_shuffling_shards_are_dealt_in_sorted_order(tmp_path):
+    write_c4(tmp_path, [[f"{100 * shard + 10 * k} 10" for k in range(3)] for shard in range(5)])
+    config, _ = write_counting("c4", tmp_path / "unused", 3)
+    config = replace(config, path=str(tmp_path), shuffle_buffer=1, batch_size=1, sequence_length=1)
+    for replica, stream in enumerate(open_streams(config, 2)):
+        expected = [100 * shard + token for shard in range(replica, 5, 2) for token in range(30)]
+        assert read_through(stream, 0) == expected
+
+
+def test_without_shuffling_few_shards_are_dealt_by_document(tmp_path):
+    config, _ = write_counting("c4", tmp_path / "data", 23, files=3)
+    config = replace(config, shuffle_buffer=1, batch_size=1, sequence_length=1)
+    spans = documents(23)
+    for replica, stream in enumerate(open_streams(config, 4)):
+        expected = [token for first, count in spans[replica::4] for token in range(first, first + count)]
+        assert read_through(stream, 0) == expected
+
+
+def test_a_window_shuffle_stays_within_its_window(tmp_path):
+    config, _ = write_counting("c4", tmp_path / "data", 20, files=1)
+    config = replace(config, shuffle_buffer=5, batch_size=1, sequence_length=1)
+    (stream,) = open_streams(config, 1)
+    found = read_through(stream, 0)
+    spans = documents(20)
+    for start in range(0, 20, 5):
+        first, last = spans[start][0], sum(spans[start + 4])
+        assert sorted(found[first:last]) == list(range(first, last)) != found[first:last]
+
+
+def test_worker_processes_make_the_same_batches_from_a_saved_position_on(tmp_path):
+    config, _ = write_counting("c4", tmp_path / "data", 150)
+    (alone,) = open_streams(config, 1)
+    (helped,) = open_streams(replace(config, num_workers=2), 1)
+    take(alone, 11)
+    helped.set_state(alone.get_state())
+    assert_same(take(helped, 200), take(alone, 200))
+    assert helped.get_state() == alone.get_state()
+    helped.close()
+
+
+def test_the_state_is_that_of_the_batches_delivered(tmp_path):
+    config, _ = write_counting("text", tmp_path / "data", 60)
+    (stream,) = open_streams(config, 1)
+    first = stream.get_state()
+    next(stream)
+    second = stream.get_state()
+    stream.set_state(first)
+    next(stream)
+    assert stream.get_state() == second != first
+
+
+def test_a_closed_stream_gives_nothing(tmp_path):
+    config, _ = write_counting("text", tmp_path / "data", 60)
+    (stream,) = open_streams(config, 1)
+    next(stream)
+    stream.close()
+    stream.close()
+    with pytest.raises(ValueError, match="closed"):
+        next(stream)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_of_other_data_is_refused(tmp_path, kind):
+    config, _ = write_counting(kind, tmp_path / "data", 23)
+    larger, _ = write_counting(kind, tmp_path / "larger", 29)
+    (stream,), (other,) = open_streams(config, 1), open_streams(larger, 1)
+    with pytest.raises(UserError, match="restore the former data"):
+        other.set_state(stream.get_state())
+    with pytest.raises(UserError, match="shuffle_buffer 4, this run's has 7"):
+        open_streams(replace(config, shuffle_buffer=7), 1)[0].set_state(stream.get_state())
+
+
+def test_a_state_of_another_replica_is_refused(tmp_path):
+    config, _ = write_counting("text", tmp_path / "data", 23)
+    one, two = open_streams(config, 2)
+    with pytest.raises(UserError, match="replica 0 was given to replica 1"):
+        two.set_state(one.get_state())
+    with pytest.raises(UserError, match=r"num_replicas=3.*of 2 replicas"):
+        open_streams(config, 3)[0].set_state(one.get_state())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_validation_is_the_same_at_every_call_and_repeats_nothing(tmp_path, kind):
+    config, _ = write_counting(kind, tmp_path / "data", 20)
+    spans = documents(20)
+    target, field = tmp_path / "held", "validation_path"
+    if kind == "c4":
+        write_c4(target, [[f"{first} {count}" for first, count in spans]], "validation")
+        config = replace(config, **{field: str(target)})
+    else:
+        other, _ = write_counting(kind, target, 20)
+        config = replace(config, **{field: other.path})
+    total = sum(spans[-1])
+    batches = validation_batches(config, CountingTokenizer(), num_batches=1000)
+    assert_same(batches, validation_batches(config, CountingTokenizer(), num_batches=1000))
+    scored = np.concatenate([b["input_ids"][b["labels"] != -100] for b in batches])
+    if kind == "text":  # shuffled
+        labels = np.concatenate([b["labels"][b["labels"] != -100] for b in batches])
+        assert sorted([*scored, labels[-1]]) == list(range(total))  # the last token of all has no label
+        assert (labels[:-1] == scored[1:]).all()
+    else:
+        assert scored.tolist() == list(range(total - (kind != "parquet")))
+        for batch in batches:
+            assert ((batch["labels"] == batch["input_ids"] + 1) | (batch["labels"] == -100)).all()
+    assert_same(validation_batches(config, CountingTokenizer(), num_batches=2), batches[:2])
+
+
+@pytest.mark.parametrize("kind", ["parquet", "text"])
+def test_held_out_documents_are_never_trained_on(tmp_path, kind):
+    config, total = write_counting(kind, tmp_path / "data", 120)
+    config = replace(config, validation_path="", batch_size=1, sequence_length=1)
+    batches = validation_batches(config, CountingTokenizer(), num_batches=1000)
+    held_out = {int(token) for batch in batches for token in (batch["input_ids"][0, 0], batch["labels"][0, 0])}
+    trained = [token for stream in open_streams(config, 3) for token in read_through(stream, 0)]
+    if kind == "parquet":
+        held_out -= {first for first, _ in documents(120)}  # the stored label of a row's last token
+    assert held_out
+    assert not held_out & set(trained)
+    assert len(set(trained)) == len(trained)
+    assert 0.95 * total < len(trained) < total
+
+
+def test_a_single_long_file_is_split_into_pieces_of_which_some_are_held_out(tmp_path):
+    lines = [f"line {k} of a long file\n" for k in range(9000)]
+    write_texts(tmp_path, ["".join(lines)])
+    config, _ = write_counting("text", tmp_path / "unused", 3)
+    config = replace(config, path=str(tmp_path / "00000.txt"), validation_path="", batch_size=1, sequence_length=1000)
+    tokenizer = load_tokenizer("byte")
+    batches = validation_batches(config, tokenizer, num_batches=1000)
+    held_out = tokenizer.decode(np.concatenate([b["input_ids"].ravel()[b["labels"].ravel() != -100] for b in batches]))
+    (stream,) = open_streams(config, 1, tokenizer)
+    trained = "".join(tokenizer.decode(batch["input_ids"].ravel()) for batch in take(stream, 130))
+    assert 0.01 < len(held_out) / len("".join(lines)) < 0.05
+    assert set(held_out.split("\n")[:-1]) <= {line[:-1] for line in lines}
+    assert not set(held_out.split("\n")) & set(trained.split("\n")) - {""}

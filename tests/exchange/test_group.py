@@ -1,0 +1,155 @@
+"""What the exchange sends, where: routes by brute force, messages in the compiled programs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import noloco_jax as nj
+from noloco_jax.exchange.group import group_mean
+from noloco_jax.exchange.routes import lower
+from support.layouts import axis_of, compiled, messages, other_collectives, over_replicas, state_at_start
+from support.oracle import group_mean as oracle_mean
+
+SIZE = 6  # elements of the one array that replicas send
+
+
+def follow(routes, entry):
+    """The replica whose block every replica ends with, sending as `Routes` say."""
+    d, slots = routes.num_devices, routes.num_slots
+    outgoing = np.take_along_axis(np.arange(d * slots).reshape(d, slots), routes.send[entry], axis=1)
+    arrived = np.full((d, slots), -1)
+    start = 0
+    for destinations, count in routes.patterns[routes.pattern_of[entry]]:
+        assert sorted(destinations) == list(range(d))
+        arrived[list(destinations), start : start + count] = outgoing[:, start : start + count]
+        start += count
+    assert start == slots
+    return np.take_along_axis(arrived, routes.receive[entry], axis=1).ravel()
+
+
+def sent(routes, entry):
+    """Blocks of a replica that cross devices."""
+    pattern = routes.patterns[routes.pattern_of[entry]]
+    return sum(count * sum(d != to for d, to in enumerate(destinations)) for destinations, count in pattern)
+
+
+SHAPES = [(d, slots) for d in range(1, 9) for slots in (1, 2, 3, 4, 8)]
+
+
+@pytest.mark.parametrize(("d", "slots"), SHAPES)
+def test_routes_bring_every_replica_its_source_and_send_nothing_that_can_stay(d, slots):
+    rng = np.random.default_rng([d, slots])
+    sources = np.stack([rng.permutation(d * slots) for _ in range(12)])
+    routes = lower(sources, d, slots)
+    for entry, row in enumerate(sources):
+        np.testing.assert_array_equal(follow(routes, entry), row)
+        stays = row // slots == np.arange(d * slots) // slots
+        assert sent(routes, entry) == np.sum(~stays)
+        # No device is busy for longer than the one with the most to send.
+        pattern = routes.patterns[routes.pattern_of[entry]]
+        busy = sum(count for destinations, count in pattern if destinations != tuple(range(d)))
+        assert busy == np.sum(~stays.reshape(d, slots), axis=1).max()
+
+
+@pytest.mark.parametrize(("d", "slots"), [(1, 8), (2, 4), (4, 2), (8, 1), (2, 8), (4, 4)])
+def test_pairs_of_a_power_of_two_replicas_take_at_most_one_message_a_device_and_round(d, slots):
+    n = d * slots
+    sources = np.array([[partner(round_)[i] for i in range(n)] for round_ in nj.RandomPairing(n).pool])
+    routes = lower(sources, d, slots)
+    assert all(len(pattern) == 1 for pattern in routes.patterns)
+    assert len(routes.patterns) == d - 1 + (slots > 1)
+    within = [sent(routes, entry) == 0 for entry in range(n - 1)]
+    assert sum(within) == slots - 1
+
+
+def partner(round_):
+    return {i: j for pair in round_ for i, j in (pair, pair[::-1])}
+
+
+def expected_messages(pairing, d, slots):
+    """Sizes of the messages that a pool of groups of equal size compiles to, by `lower`: each distinct pattern once."""
+    result = []
+    for k in range(1, len(pairing.pool[0][0])):
+        sources = [[0] * pairing.num_replicas for _ in pairing.pool]
+        for row, round_ in zip(sources, pairing.pool, strict=True):
+            for group in round_:
+                for position, replica in enumerate(group):
+                    row[replica] = group[(position + k) % len(group)]
+        for pattern in lower(np.array(sources), d, slots).patterns:
+            result += [SIZE * count for to, count in pattern if to != tuple(range(d))]
+    return sorted(result)
+
+
+def compiled_outer_step(tx, d, slots):
+    n = d * slots
+    params = np.zeros((n, SIZE), np.float32)
+    state = state_at_start(n, params, params)
+    # A jit within, as a user may have it, must not hide the mesh from the transform.
+    return compiled(over_replicas(jax.jit(tx.update), (d, slots)), params, state, params)
+
+
+@pytest.mark.parametrize(
+    ("d", "slots", "pairing", "number"),
+    [
+        (8, 1, nj.RandomPairing(8), 7),
+        (4, 2, nj.RandomPairing(8), 3),
+        (2, 4, nj.RandomPairing(8), 1),
+        (1, 8, nj.RandomPairing(8), 0),
+        (2, 3, nj.RandomPairing(6, 3, max_pool=3), None),
+        (2, 2, nj.ExplicitPairing([[[0, 1], [2, 3]]]), 0),
+    ],
+)
+def test_the_outer_program_sends_by_collective_permute_alone_and_exactly_what_the_routes_say(d, slots, pairing, number):
+    tx = nj.noloco(pairing, sync_every=2, axis_name=axis_of((d, slots)))
+    hlo = compiled_outer_step(tx, d, slots)
+    assert not other_collectives(hlo)
+    assert sorted(messages(hlo)) == expected_messages(pairing, d, slots)
+    if number is not None:
+        assert messages(hlo) == [SIZE * slots] * number  # a device's whole block, once
+
+
+@pytest.mark.parametrize(("d", "slots"), [(4, 1), (2, 2)])
+def test_diloco_sends_by_all_reduce_alone(d, slots):
+    tx = nj.diloco(sync_every=2, axis_name=axis_of((d, slots)))
+    hlo = compiled_outer_step(tx, d, slots)
+    assert other_collectives(hlo) == {"all-reduce"}
+    assert not messages(hlo)
+
+
+def test_a_static_inner_step_sends_nothing():
+    tx = nj.noloco(nj.RandomPairing(4), sync_every=2)
+    params = np.zeros((4, SIZE), np.float32)
+    state = state_at_start(4, params, params)
+    update = over_replicas(lambda *args: tx.update(*args, sync=False), (4, 1))
+    hlo = compiled(update, params, state, params)
+    assert not messages(hlo)
+    assert not other_collectives(hlo)
+
+
+def test_the_group_mean_is_bitwise_the_same_wherever_the_replicas_live():
+    pairing = nj.ExplicitPairing(nj.RandomPairing(8, 3, max_pool=2).pool)
+    x = np.random.default_rng(0).normal(size=(8, SIZE)).astype(np.float32)
+
+    def both_entries(axis_name, x):
+        return [group_mean(x, pairing, jnp.int32(entry), axis_name) for entry in range(2)]
+
+    means = []
+    for layout in (8, (8, 1), (4, 2), (2, 4), (1, 8)):
+        fn = over_replicas(functools.partial(both_entries, axis_of(layout)), layout)
+        means.append(jax.device_get(jax.jit(fn)(x)))
+    for mean in means:
+        np.testing.assert_array_equal(mean, means[0])
+    for mean, round_ in zip(means[0], pairing.pool, strict=True):
+        np.testing.assert_allclose(mean, oracle_mean(x, round_), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", [4, (2, 2)])
+def test_a_pairing_of_another_number_of_replicas_is_an_error_that_names_both(layout):
+    tx = nj.noloco(nj.RandomPairing(6), sync_every=1, axis_name=axis_of(layout))
+    params = np.zeros((4, SIZE), np.float32)
+    state = state_at_start(4, params, params)
+    with pytest.raises(ValueError, match=r"the pairing is of 6 replicas, axis .* holds 4: make the two equal"):
+        jax.eval_shape(over_replicas(tx.update, layout), params, state, params)

@@ -1,0 +1,155 @@
+"""What every method promises of its communication, on every kind of mesh."""
+
+import jax
+import pytest
+
+from noloco_jax.config.fields import from_dict
+from noloco_jax.inspect import __main__ as inspect
+from noloco_jax.spmd.hlo import Collective, Traffic
+from support.traffic import MODEL, numel
+
+INNER, OUTER = ("inner_step",), ("outer_step",)
+
+
+def report_of(
+    method: str,
+    num_replicas: int,
+    num_devices: int = 8,
+    only: tuple[str, ...] = INNER + OUTER,
+    group_size: int = 2,
+    num_layers: int = 1,
+    batch_size: int = 4,
+    **mesh: int,
+) -> inspect.Report:
+    config = from_dict(
+        {
+            "method": method,
+            "num_replicas": num_replicas,
+            "num_microbatches": 2 if "stage" in mesh else 1,
+            "model": MODEL | {"num_layers": num_layers},
+            "outer": {"group_size": group_size},
+            "data": {"batch_size": batch_size, "sequence_length": 8},
+            "mesh": {"replica": -1} | mesh,
+        }
+    )
+    return inspect.inspect_run(config, jax.devices()[:num_devices], only)
+
+
+def across(report: inspect.Report, program: str) -> dict[str, set[tuple[str, ...]]]:
+    """Kind -> axes, of what crosses replicas."""
+    kinds: dict[str, set[tuple[str, ...]]] = {}
+    for collective in report.traffic[program].collectives():
+        if "replica" in collective.axes:
+            kinds.setdefault(collective.kind, set()).add(collective.axes)
+    return kinds
+
+
+def axes_of(report: inspect.Report, program: str) -> set[str]:
+    return {axis for collective in report.traffic[program].collectives() for axis in collective.axes}
+
+
+def sent(report: inspect.Report, program: str) -> tuple[int, int]:
+    """The least and the most bytes that a device sends to other replicas."""
+    return report.traffic[program].extent(lambda c: c.bytes * ("replica" in c.axes))
+
+
+def test_noloco_sends_one_message_of_the_parameters_size_to_one_partner():
+    report = report_of("noloco", 8, only=inspect.PROGRAMS)
+    assert axes_of(report, "inner_step") == set()
+    assert across(report, "outer_step") == {"collective-permute": {("replica",)}}
+    assert axes_of(report, "outer_step") == {"replica"}
+    assert report.parameter_bytes == 4 * numel(1) and report.num_pairings == 7
+    assert sent(report, "outer_step") == (4 * numel(1), 4 * numel(1))
+    outer = report.traffic["outer_step"]
+    assert {outer.num_branches(collective) for collective in outer.collectives()} == {7}
+    assert inspect.broken_promises(report) == []
+    inner_line, outer_line, evaluation_line = inspect.verdict(report)
+    assert inner_line == "inner step: nothing crosses replica"
+    assert "a replica sends 13.2 KiB to its partner (its parameters are 13.2 KiB)" in outer_line
+    assert evaluation_line.endswith("every replica waits for all others")
+
+
+def test_fsdp_inside_replicas_crosses_no_replica_and_sends_shards():
+    report = report_of("noloco", 4, fsdp=2)
+    assert axes_of(report, "inner_step") == {"fsdp"}
+    assert across(report, "outer_step") == {"collective-permute": {("replica",)}}
+    assert axes_of(report, "outer_step") == {"replica"}
+    assert sent(report, "outer_step")[1] == report.parameter_bytes < 0.6 * 4 * numel(1)
+
+
+def test_fsdp_reduces_and_gathers_weights_and_not_activations():
+    def weights(batch_size: int) -> tuple[int, int]:
+        traffic = report_of("local", 2, num_devices=4, only=INNER, batch_size=batch_size, fsdp=2).traffic["inner_step"]
+        counted = {"all-reduce", "all-gather", "reduce-scatter"}
+        return traffic.extent(lambda c: c.bytes * (c.kind in counted and not c.operands[0].startswith("s32")))
+
+    assert weights(4) == weights(8)
+
+
+def test_fsdp_and_tensor_together_stay_inside_replicas():
+    report = report_of("noloco", 2, fsdp=2, tensor=2)
+    assert axes_of(report, "inner_step") == {"fsdp", "tensor"}
+    assert across(report, "outer_step") == {"collective-permute": {("replica",)}}
+    assert inspect.broken_promises(report) == []
+
+
+def test_ddp_of_a_single_sharded_replica_is_fsdp():
+    assert axes_of(report_of("ddp", 1, num_devices=4, fsdp=4), "inner_step") == {"fsdp"}
+
+
+def test_replicas_that_share_a_device_meet_there_and_send_at_most_whole_blocks():
+    report = report_of("noloco", 8, num_devices=4)
+    assert axes_of(report, "inner_step") == set()
+    assert across(report, "outer_step") == {"collective-permute": {("replica",)}}
+    assert sent(report, "outer_step") == (0, 2 * 4 * numel(1))
+    assert inspect.broken_promises(report) == []
+
+
+def test_a_group_of_three_sends_two_messages():
+    report = report_of("noloco", 3, num_devices=3, group_size=3, only=OUTER)
+    assert sent(report, "outer_step") == (2 * 4 * numel(1), 2 * 4 * numel(1))
+
+
+def test_stages_send_to_the_next_stage_of_other_replicas_and_nothing_else():
+    report = report_of("noloco", 2, num_devices=4, num_layers=2, stage=2)
+    assert across(report, "inner_step") == {"collective-permute": {("replica", "stage")}}
+    assert across(report, "outer_step") == {"collective-permute": {("replica",)}}
+    assert inspect.broken_promises(report) == []
+
+
+def test_diloco_reduces_over_all_replicas_in_outer_steps():
+    report = report_of("diloco", 4, num_devices=4, only=OUTER)
+    assert across(report, "outer_step") == {"all-reduce": {("replica",)}}
+    assert sent(report, "outer_step") == (4 * numel(1), 4 * numel(1))
+
+
+def test_ddp_reduces_over_all_replicas_in_every_step():
+    report = report_of("ddp", 4, num_devices=4)
+    assert across(report, "inner_step") == {"all-reduce": {("replica",)}}
+    assert sent(report, "inner_step") == (4 * numel(1), 4 * numel(1))
+    assert "outer_step" not in report.traffic and inspect.broken_promises(report) == []
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco"])
+def test_replicas_on_one_device_send_nothing(method):
+    assert axes_of(report_of(method, 4, num_devices=1, only=OUTER), "outer_step") == set()
+
+
+@pytest.mark.parametrize(
+    ("method", "program", "collective"),
+    [
+        ("local", "inner_step", Collective("all-reduce", ("replica",), 4, ("f32[]",))),
+        ("noloco", "inner_step", Collective("all-gather", ("replica", "fsdp"), 4, ("f32[1]",))),
+        ("noloco", "inner_step", Collective("collective-permute", ("replica",), 4, ("f32[1]",))),
+        ("diloco", "inner_step", Collective("all-reduce", ("replica",), 4, ("f32[]",))),
+        ("noloco", "outer_step", Collective("all-reduce", ("replica",), 4, ("f32[]",))),
+        ("noloco", "outer_step", Collective("collective-permute", ("replica",), 101, ("u8[101]",))),
+    ],
+)
+def test_a_broken_promise_is_named(method, program, collective):
+    traffic = {name: Traffic() for name in inspect.PROGRAMS}
+    traffic[program].always[collective] += 1
+    config = from_dict({"method": method, "num_replicas": 4, "outer": {"group_size": 2}})
+    report = inspect.Report(config, {"replica": 4, "stage": 1, "fsdp": 2, "tensor": 1}, 100, 3, traffic)
+    assert len(inspect.broken_promises(report)) == 1
+    assert any(line.startswith("BROKEN PROMISE: ") for line in inspect.verdict(report))

@@ -1,0 +1,123 @@
+"""Generation with a key-value cache against the plain forward pass, run again from the start for every token."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from noloco_jax.config.fields import ModelConfig, RopeScaling
+from noloco_jax.model import huggingface, llama
+from noloco_jax.model.decode import generate
+from support.model_makers import random_params
+from support.paths import SHARED
+
+STORIES = SHARED / "data" / "checkpoints" / "stories260K"
+
+CONFIG = ModelConfig(
+    hidden_size=32, intermediate_size=64, num_layers=3, num_heads=4, num_kv_heads=2, vocab_size=61, tie_embeddings=True
+)
+PROMPTS_BP = np.array([[3, 14, 15, 9], [26, 5, 35, 8]], np.int32)
+
+
+@pytest.fixture(scope="module")
+def params():
+    # A large scale: logits far enough apart that rounding cannot change which is the largest.
+    return random_params(CONFIG, scale=0.3)
+
+
+def greedy_without_cache(config, params, prompt_BP, count):
+    forward = jax.jit(functools.partial(llama.logits, config))
+    # Positions yet to come are zeros, which those before them cannot see.
+    ids_BS = np.pad(prompt_BP, ((0, 0), (0, count)))
+    for position in range(prompt_BP.shape[1], ids_BS.shape[1]):
+        ids_BS[:, position] = np.argmax(forward(params, ids_BS)[:, position - 1], axis=-1)
+    return ids_BS
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"tie_embeddings": False},
+        {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 8)},
+    ],
+    ids=["tied", "untied", "llama3_rope"],
+)
+def test_cached_greedy_decoding_is_the_argmax_of_the_plain_forward_pass(params, change):
+    config = dataclasses.replace(CONFIG, **change)
+    if not config.tie_embeddings:
+        params = params | {"head": jax.random.normal(jax.random.key(1), (32, 61))}
+    ids_BS = generate(config, params, PROMPTS_BP, max_new_tokens=12)
+    np.testing.assert_array_equal(ids_BS, greedy_without_cache(config, params, PROMPTS_BP, 12))
+
+
+def test_a_prompt_of_one_token_and_one_new_token_work(params):
+    ids_BS = generate(CONFIG, params, PROMPTS_BP[:, :1], max_new_tokens=1)
+    np.testing.assert_array_equal(ids_BS, greedy_without_cache(CONFIG, params, PROMPTS_BP[:, :1], 1))
+
+
+def test_prompts_go_past_cudnn(params, monkeypatch):
+    used = []
+
+    def attention(*args, implementation, **kwargs):
+        used.append(implementation)
+        return plain(*args, implementation=implementation, **kwargs)
+
+    plain = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    generate(dataclasses.replace(CONFIG, dtype="bfloat16"), params, PROMPTS_BP, max_new_tokens=2)
+    assert used == ["xla", "xla"]  # of the prompt, of the tokens after it
+
+
+def test_after_the_end_of_text_a_prompt_repeats_it_and_the_others_go_on(params):
+    free_BS = np.asarray(generate(CONFIG, params, PROMPTS_BP, max_new_tokens=12))
+    eos_id = int(free_BS[0, 6])
+    first_B = [4 + list(row[4:]).index(eos_id) if eos_id in row[4:] else len(row) for row in free_BS]
+    ended_BS = generate(CONFIG, params, PROMPTS_BP, max_new_tokens=12, eos_id=eos_id)
+    for free_S, ended_S, first in zip(free_BS, ended_BS, first_B, strict=True):
+        np.testing.assert_array_equal(ended_S[:first], free_S[:first])
+        np.testing.assert_array_equal(ended_S[first:], eos_id)
+
+
+def test_sampling_among_the_likeliest_alone_is_greedy(params):
+    sampled_BS = generate(
+        CONFIG, params, PROMPTS_BP, max_new_tokens=12, temperature=1.0, top_k=1, key=jax.random.key(3)
+    )
+    np.testing.assert_array_equal(sampled_BS, generate(CONFIG, params, PROMPTS_BP, max_new_tokens=12))
+
+
+def test_sampling_draws_from_the_tempered_softmax_of_the_top_k(params):
+    draws = 4000
+    prompts_BP = np.tile(PROMPTS_BP[:1], (draws, 1))
+    ids_BS = generate(CONFIG, params, prompts_BP, max_new_tokens=1, temperature=2.0, top_k=5, key=jax.random.key(7))
+    logits_V = np.asarray(llama.logits(CONFIG, params, jnp.asarray(PROMPTS_BP[:1])))[0, -1].astype(np.float64)
+    logits_V[logits_V < np.sort(logits_V)[-5]] = -np.inf
+    expected_V = np.exp((logits_V - logits_V.max()) / 2.0)
+    expected_V /= expected_V.sum()
+    counts_V = np.bincount(np.asarray(ids_BS)[:, -1], minlength=CONFIG.vocab_size)
+    deviation_V = np.sqrt(draws * expected_V * (1 - expected_V))
+    assert np.all(np.abs(counts_V - draws * expected_V) <= 4.5 * deviation_V)
+
+
+def test_sampling_is_a_function_of_its_key(params):
+    def sample(seed):
+        return np.asarray(
+            generate(CONFIG, params, PROMPTS_BP, max_new_tokens=8, temperature=3.0, key=jax.random.key(seed))
+        )
+
+    np.testing.assert_array_equal(sample(0), sample(0))
+    assert np.any(sample(0) != sample(1))
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="the checkpoint of ../shared is not here")
+def test_a_trained_grouped_query_llama_tells_its_golden_story():
+    config = ModelConfig(**huggingface.config_from_folder(STORIES))
+    params = jax.tree.map(jnp.asarray, huggingface.load_params(STORIES, config))
+    golden = json.loads((STORIES / "greedy_golden.json").read_text())["greedy_ids"]
+    ids_BS = generate(config, params, np.array([golden[:1]]), max_new_tokens=len(golden) - 1)
+    assert np.asarray(ids_BS)[0].tolist() == golden

@@ -1,0 +1,273 @@
+"""Hugging Face folders in and out: every stored form gives the same weights, and bad folders one line each."""
+
+import functools
+import json
+import os
+import shutil
+import tracemalloc
+import warnings
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from noloco_jax.config.fields import ModelConfig, RopeScaling, from_dict
+from noloco_jax.errors import UserError
+from noloco_jax.model.huggingface import config_from_folder, load_params, save_folder
+from support.model_makers import random_params
+from support.paths import SHARED
+
+GOLDEN = SHARED / "golden" / "llama"
+STORIES = SHARED / "data" / "checkpoints" / "stories260K"
+TOKENIZER = SHARED / "data" / "tokenizers" / "c4_bpe_4096"
+needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden files of ../shared are not here")
+needs_stories = pytest.mark.skipif(not STORIES.is_dir(), reason="the checkpoint of ../shared is not here")
+needs_tokenizer = pytest.mark.skipif(not TOKENIZER.is_dir(), reason="the tokenizer of ../shared is not here")
+
+CONFIG = ModelConfig(
+    hidden_size=16, intermediate_size=24, num_layers=3, num_heads=4, num_kv_heads=2, vocab_size=31, rope_theta=5e5
+)
+LLAMA3 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+
+
+def assert_bitwise_equal(actual, expected):
+    def check(a, b):
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert a.tobytes() == b.tobytes()
+
+    jax.tree.map(check, actual, expected)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_folder(tmp_path / "model", random_params(CONFIG), CONFIG, max_position_embeddings=64, bos_id=1, eos_id=2)
+    return tmp_path / "model"
+
+
+def change_config(folder, **entries):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+def change_weights(folder, change):
+    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_was_saved_loads_bit_for_bit(tmp_path, tied, dtype):
+    config = ModelConfig(**{**vars(CONFIG), "tie_embeddings": tied, "param_dtype": dtype, "rope_scaling": LLAMA3})
+    params = random_params(config)
+    save_folder(tmp_path / "model", jax.tree.map(jax.numpy.asarray, params), config, max_position_embeddings=64)
+    assert from_dict({"model": config_from_folder(tmp_path / "model") | {"param_dtype": dtype}}).model == config
+    assert_bitwise_equal(load_params(tmp_path / "model", config), params)
+
+
+@needs_stories
+def test_a_trained_checkpoint_goes_in_and_out_bit_for_bit(tmp_path):
+    config = from_dict({"model": config_from_folder(STORIES)}).model
+    params = load_params(STORIES, config)
+    save_folder(tmp_path / "out", params, config, max_position_embeddings=512, bos_id=1, eos_id=2)
+    theirs, ours = load_file(STORIES / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    assert_bitwise_equal(ours, theirs)
+    assert config_from_folder(tmp_path / "out") == config_from_folder(STORIES)
+    assert_bitwise_equal(load_params(tmp_path / "out", config), params)
+
+
+@needs_golden
+@pytest.mark.parametrize("case", ["kv4", "kv4_tied"])
+def test_saved_tensors_have_transformers_names_shapes_and_metadata(tmp_path, case):
+    config = from_dict({"model": config_from_folder(GOLDEN / case)}).model
+    save_folder(tmp_path / "out", random_params(config), config, max_position_embeddings=512)
+
+    def described(path):
+        with safe_open(path, framework="np") as reader:
+            slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118, a reader is no dict
+            shapes = {name: (view.get_shape(), view.get_dtype()) for name, view in slices.items()}
+            return shapes, reader.metadata()
+
+    assert described(tmp_path / "out" / "model.safetensors") == described(GOLDEN / case / "model.safetensors")
+
+
+@pytest.mark.parametrize("scaling", [None, LLAMA3], ids=["plain", "llama3"])
+def test_transformers_reads_the_saved_config_as_meant(tmp_path, scaling):
+    config = ModelConfig(**{**vars(CONFIG), "rope_scaling": scaling})
+    save_folder(tmp_path / "m", random_params(config), config, max_position_embeddings=64, bos_id=3, eos_id=4)
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers' own imports
+        from transformers import AutoConfig, GenerationConfig
+    theirs = AutoConfig.from_pretrained(tmp_path / "m")
+    assert type(theirs).__name__ == "LlamaConfig" and theirs.architectures == ["LlamaForCausalLM"]
+    assert (theirs.hidden_size, theirs.intermediate_size, theirs.num_hidden_layers) == (16, 24, 3)
+    assert (theirs.num_attention_heads, theirs.num_key_value_heads, theirs.head_dim) == (4, 2, 4)
+    assert (theirs.vocab_size, theirs.max_position_embeddings, theirs.tie_word_embeddings) == (31, 64, False)
+    assert (theirs.rms_norm_eps, theirs.hidden_act, str(theirs.dtype)) == (1e-5, "silu", "float32")
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (3, 4)
+    rope = {"rope_theta": 5e5, "rope_type": "default"}
+    if scaling is not None:
+        rope |= {"rope_type": "llama3"} | vars(scaling)
+    assert theirs.rope_parameters == rope
+    assert GenerationConfig.from_pretrained(tmp_path / "m").eos_token_id == 4
+
+
+@needs_tokenizer
+def test_the_saved_tokenizer_is_the_given_one(tmp_path):
+    save_folder(tmp_path / "m", random_params(CONFIG), CONFIG, str(TOKENIZER), max_position_embeddings=64)
+    from transformers import AutoTokenizer
+
+    text = "Once upon a time, 1234 möhren."
+    saved, given = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "m", TOKENIZER))
+    assert saved(text)["input_ids"] == given(text)["input_ids"]
+
+
+def test_a_tokenizer_that_is_not_there_is_found_before_the_weights_are_written(tmp_path):
+    no_weights = {}  # a KeyError where they are to be written
+    with pytest.raises(OSError):
+        save_folder(tmp_path / "m", no_weights, CONFIG, str(tmp_path / "nowhere"), max_position_embeddings=64)
+
+
+def test_shards_with_an_index_load_like_one_file(folder):
+    expected = load_params(folder, CONFIG)
+    tensors = sorted(load_file(folder / "model.safetensors").items())
+    (folder / "model.safetensors").unlink()
+    weight_map = {}
+    for number, part in enumerate([tensors[:7], tensors[7:20], tensors[20:]], start=1):
+        name = f"model-{number:05}-of-00003.safetensors"
+        save_file(dict(part), folder / name, metadata={"format": "pt"})
+        weight_map |= {tensor: name for tensor, _ in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    assert_bitwise_equal(load_params(folder, CONFIG), expected)
+
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model-00002-of-00003\.safetensors is missing"):
+        load_params(folder, CONFIG)
+
+
+@pytest.mark.parametrize("stored", [ml_dtypes.bfloat16, np.float16], ids=["bfloat16", "float16"])
+def test_half_precision_weights_load_as_the_same_numbers(folder, stored):
+    expected = jax.tree.map(lambda leaf: leaf.astype(stored).astype(np.float32), random_params(CONFIG))
+    change_weights(folder, lambda tensors: {name: tensor.astype(stored) for name, tensor in tensors.items()})
+    assert_bitwise_equal(load_params(folder, CONFIG), expected)
+
+
+def test_a_tied_head_and_old_rotary_buffers_beside_the_weights_are_passed_over(tmp_path):
+    config = ModelConfig(**{**vars(CONFIG), "tie_embeddings": True})
+    params = random_params(config)
+    save_folder(tmp_path / "m", params, config, max_position_embeddings=64)
+    extra = {
+        "lm_head.weight": params["embed"],
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32),
+    }
+    change_weights(tmp_path / "m", lambda tensors: tensors | extra)
+    assert_bitwise_equal(load_params(tmp_path / "m", config), params)
+
+
+def test_rope_settings_are_read_under_old_and_new_names(folder):
+    stored = json.loads((folder / "config.json").read_text())
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    bare = {name: value for name, value in stored.items() if not name.startswith("rope")}
+    forms = {
+        "new": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}},
+        "old": {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}},
+        "oldest": {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}},
+    }
+    for form in forms.values():
+        (folder / "config.json").write_text(json.dumps(bare | form))
+        fields = config_from_folder(folder)
+        assert fields["rope_theta"] == 5e5 and fields["rope_scaling"] == scaling
+    (folder / "config.json").write_text(json.dumps(bare))
+    fields = config_from_folder(folder)
+    assert fields["rope_theta"] == 10000.0 and fields["rope_scaling"] is None
+
+
+def test_neither_loading_nor_saving_holds_a_second_copy(tmp_path):
+    config = ModelConfig(hidden_size=128, intermediate_size=512, num_layers=16, vocab_size=500)
+    params = random_params(config)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+    def peak(action):
+        tracemalloc.start()
+        try:
+            action()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    save = functools.partial(save_folder, tmp_path / "m", params, config, max_position_embeddings=64)
+    assert peak(save) < 0.1 * size
+    assert peak(lambda: load_params(tmp_path / "m", config)) < 1.1 * size
+
+
+def test_nothing_is_written_over_and_nothing_half_written_is_left(folder, tmp_path):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(UserError, match="already holds something"):
+        save_folder(folder, random_params(CONFIG), CONFIG, max_position_embeddings=64)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    broken = random_params(CONFIG)
+    del broken["blocks"]["down"]
+    with pytest.raises(KeyError):
+        save_folder(tmp_path / "new", broken, CONFIG, max_position_embeddings=64)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type='gpt2' is not 'llama'"),
+        ({"attention_bias": True}, "attention_bias=True is not False"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not 'silu'"),
+        ({"head_dim": 8}, "head_dim=8 is not hidden_size / num_attention_heads = 4"),
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn' is neither 'default' nor 'llama3'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "without low_freq_factor, high_freq_factor"),
+        ({"hidden_size": 32, "head_dim": 8}, "its hidden_size is 32, and model.hidden_size=16"),
+        ({"num_key_value_heads": 4}, "its num_kv_heads is 4, and model.num_kv_heads=2"),
+        ({"rope_parameters": None, "rope_theta": 1e4}, "its rope_theta is 10000.0, and model.rope_theta=500000.0"),
+    ],
+)
+def test_another_architecture_or_model_is_refused_by_name_and_numbers(folder, entries, message):
+    change_config(folder, **entries)
+    with pytest.raises(UserError, match=message):
+        load_params(folder, CONFIG)
+
+
+def test_incomplete_or_foreign_weights_are_refused_by_name(folder):
+    whole = load_file(folder / "model.safetensors")
+    path = folder / "model.safetensors"
+
+    def refusal(tensors):
+        save_file(tensors, path)
+        with pytest.raises(UserError) as caught:
+            load_params(folder, CONFIG)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    norm, query = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
+    assert "1 of 30 tensors are missing, such as model.norm.weight" in refusal(
+        {name: tensor for name, tensor in whole.items() if name != norm}
+    )
+    assert f"{query} has shape (16, 8), and its config.json makes it (16, 16)" in refusal(
+        whole | {query: np.ones((16, 8), np.float32)}
+    )
+    assert "the tensor extra is none of a Llama with 3 layers" in refusal(whole | {"extra": np.ones(1, np.float32)})
+    assert f"the tensor {norm} is I32: convert it" in refusal(whole | {norm: np.ones(16, np.int32)})
+
+
+def test_missing_and_broken_files_are_refused_by_name(folder, tmp_path):
+    with pytest.raises(UserError, match=r"nowhere/config\.json is missing"):
+        config_from_folder(tmp_path / "nowhere")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(UserError, match=r"model\.safetensors is not a whole safetensors file"):
+        load_params(folder, CONFIG)
+    path.unlink()
+    with pytest.raises(UserError, match=r"model\.safetensors is missing"):
+        load_params(folder, CONFIG)
+    shutil.copy(__file__, folder / "config.json")
+    with pytest.raises(UserError, match=r"config\.json is not JSON"):
+        load_params(folder, CONFIG)

@@ -1,0 +1,254 @@
+"""The Llama's parameters, its independence of how it is run, and rotary embedding against numpy in float64."""
+
+import dataclasses
+import functools
+import math
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from noloco_jax.config.fields import ModelConfig, RopeScaling
+from noloco_jax.model import llama
+from noloco_jax.model.attention import causal_attention
+from noloco_jax.model.loss import loss
+from noloco_jax.model.rope import inverse_frequencies, rotate, rotation
+from support.model_makers import random_params
+
+CONFIG = ModelConfig(
+    hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2, vocab_size=61, norm_eps=1e-6
+)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.tree.map(jnp.asarray, random_params(CONFIG, scale=0.1))
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """The initial parameters of a seed."""
+    init = jax.jit(functools.partial(llama.init_params, CONFIG))
+    return lambda seed: init(jax.random.key(seed))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    rng = np.random.default_rng(0)
+    return {name: jnp.asarray(rng.integers(0, 61, (2, 10)), jnp.int32) for name in ("input_ids", "labels")}
+
+
+def gradient(config):
+    return lambda params, batch: jax.grad(functools.partial(loss, config), has_aux=True)(params, batch)[0]
+
+
+@pytest.fixture(scope="module")
+def expected_gradient(params, batch):
+    return jax.jit(gradient(CONFIG))(params, batch)
+
+
+def assert_close(actual, expected, atol=1e-7):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=atol, rtol=1e-4), actual, expected)
+
+
+def test_parameters_are_one_plain_dict_with_layers_stacked(drawn):
+    shapes = {
+        "embed": (61, 32),
+        "blocks": {
+            "attention_norm": (4, 32),
+            "q": (4, 32, 32),
+            "k": (4, 32, 16),
+            "v": (4, 32, 16),
+            "o": (4, 32, 32),
+            "mlp_norm": (4, 32),
+            "gate": (4, 32, 48),
+            "up": (4, 32, 48),
+            "down": (4, 48, 32),
+        },
+        "norm": (32,),
+        "head": (32, 61),
+    }
+    assert jax.tree.map(lambda leaf: leaf.shape, drawn(0)) == shapes
+    assert type(drawn(0)) is dict and type(drawn(0)["blocks"]) is dict
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(drawn(0)))
+    described = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), llama.param_shapes(CONFIG))
+    assert described == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), drawn(0))
+
+
+def test_a_tied_model_has_no_head_and_uses_the_embedding(params):
+    tied = dataclasses.replace(CONFIG, tie_embeddings=True)
+    assert "head" not in llama.param_shapes(tied)
+    np.testing.assert_array_equal(llama.head_kernel({"embed": params["embed"]}), np.asarray(params["embed"]).T)
+
+
+def test_initial_kernels_are_independent_normal_draws_of_deviation_002_and_norms_are_one(drawn):
+    params = drawn(0)
+    kernels = {name: leaf for name, leaf in params["blocks"].items() if "norm" not in name}
+    kernels |= {"embed": params["embed"], "head": params["head"]}
+    for kernel in kernels.values():
+        deviation = 0.02 / math.sqrt(kernel.size)  # of the mean of as many draws
+        assert abs(np.mean(kernel)) < 4 * deviation and abs(np.std(kernel) - 0.02) < 4 * deviation
+    for norm in (params["norm"], params["blocks"]["attention_norm"], params["blocks"]["mlp_norm"]):
+        np.testing.assert_array_equal(norm, 1.0)
+    # The first layer's against the next layer's, and against another kernel of the same shape.
+    draws = [np.ravel(kernel) for kernel in (kernels["q"][0], kernels["q"][1], kernels["o"][0])]
+    assert np.max(np.abs(np.corrcoef(draws) - np.eye(3))) < 4 / math.sqrt(32 * 32)
+
+
+def test_parameters_are_a_function_of_the_key_alone(drawn):
+    jax.tree.map(np.testing.assert_array_equal, drawn(0), drawn(0))
+    assert np.any(np.asarray(drawn(0)["embed"]) != np.asarray(drawn(1)["embed"]))
+
+
+def test_parameter_counts_leave_out_embedding_and_head_alone(params):
+    total, without_embeddings = llama.num_params(CONFIG)
+    assert total == sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert without_embeddings == total - 2 * 61 * 32
+
+
+def test_the_nnx_module_computes_the_functions_logits(params, batch):
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: llama.Llama(CONFIG, rngs=nnx.Rngs(0))))
+    model = nnx.merge(graphdef, params)
+    actual = nnx.jit(lambda model, ids_BT: model(ids_BT))(model, batch["input_ids"])
+    expected = jax.jit(functools.partial(llama.logits, CONFIG))(params, batch["input_ids"])
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_no_position_sees_a_later_token(params, batch):
+    logits = functools.partial(llama.logits, CONFIG, params)
+    changed_BT = batch["input_ids"].at[:, 6].set(0)
+    before, after = logits(batch["input_ids"]), logits(changed_BT)
+    np.testing.assert_array_equal(before[:, :6], after[:, :6])
+    assert np.all(np.any(np.asarray(before[:, 6:]) != np.asarray(after[:, 6:]), axis=-1))
+
+
+def test_stages_of_layers_compose_to_the_whole_stack(params, batch):
+    h_BTD = llama.embed(CONFIG, params, batch["input_ids"])
+    whole = llama.run_layers(CONFIG, params["blocks"], h_BTD)
+    for start, stop in ((0, 1), (1, 3), (3, 4)):
+        stage = jax.tree.map(lambda leaf, at=slice(start, stop): leaf[at], params["blocks"])
+        h_BTD = llama.run_layers(CONFIG, stage, h_BTD)
+    np.testing.assert_allclose(h_BTD, whole, atol=1e-6)
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_recomputation_changes_no_gradient(params, batch, expected_gradient, remat):
+    config = dataclasses.replace(CONFIG, remat=remat)
+
+    def mean_nll(params):
+        h_BTD = llama.embed(config, params, batch["input_ids"])
+        h_BTD = llama.run_layers(config, params["blocks"], h_BTD)
+        h_BTD = llama.rms_norm(h_BTD, params["norm"], config.norm_eps)
+        log_probs_BTV = jax.nn.log_softmax(h_BTD @ llama.head_kernel(params))
+        return -jnp.mean(jnp.take_along_axis(log_probs_BTV, batch["labels"][..., None], axis=-1))
+
+    assert_close(jax.jit(jax.grad(mean_nll))(params), expected_gradient)
+
+
+def test_full_recomputation_keeps_less_for_the_backward_pass(params):
+    ids_BT = jnp.zeros((4, 64), jnp.int32)
+
+    def kept(remat):
+        config = dataclasses.replace(CONFIG, remat=remat)
+        gradient = jax.jit(jax.grad(lambda params: llama.final_hidden(config, params, ids_BT).sum()))
+        analysis = gradient.lower(params).compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
+
+    assert kept("full") < kept("dots") < kept("none")
+
+
+def test_gradients_are_the_same_under_vmap_map_and_shard_map(params, batch, expected_gradient):
+    stack = functools.partial(jax.tree.map, lambda leaf: jnp.stack([leaf, leaf]))
+    one = gradient(CONFIG)
+    pair = (stack(params), stack(batch))
+    mesh = jax.make_mesh((2, 2, 2), ("replica", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+    def of_slot(*args):
+        return jax.tree.map(lambda leaf: leaf[None], one(*jax.tree.map(lambda leaf: leaf[0], args)))
+
+    sharded = jax.shard_map(
+        of_slot, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"), axis_names=frozenset({"replica"})
+    )
+    expected = stack(expected_gradient)
+    assert_close(jax.jit(jax.vmap(one))(*pair), expected)
+    assert_close(jax.jit(lambda *args: jax.lax.map(lambda pair: one(*pair), args))(*pair), expected)
+    assert_close(jax.jit(sharded)(*pair), expected)
+
+
+def test_bfloat16_computes_near_float32_and_keeps_float32_masters(params, batch, expected_gradient):
+    config = dataclasses.replace(CONFIG, dtype="bfloat16")
+    assert llama.final_hidden(config, params, batch["input_ids"]).dtype == jnp.bfloat16
+    grads = jax.jit(gradient(config))(params, batch)
+    for actual, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_gradient), strict=True):
+        assert actual.dtype == jnp.float32
+        cosine = np.vdot(actual, expected) / (np.linalg.norm(actual) * np.linalg.norm(expected))
+        assert cosine > 0.999
+
+
+@pytest.mark.parametrize(("length", "kv_heads"), [(7, 4), (128, 2), (130, 1), (300, 2)])
+def test_attention_is_the_softmax_over_earlier_positions(length, kv_heads):
+    rng = np.random.default_rng(0)
+    q_BTHK, k_BTGK, v_BTGK = (rng.standard_normal((2, length, heads, 8)) for heads in (4, kv_heads, kv_heads))
+    k_BTHK, v_BTHK = (np.repeat(x, 4 // kv_heads, axis=2) for x in (k_BTGK, v_BTGK))
+    scores_BHTS = np.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK) / math.sqrt(8)
+    weights_BHTS = np.exp(scores_BHTS) * np.tril(np.ones((length, length)))
+    weights_BHTS /= weights_BHTS.sum(axis=-1, keepdims=True)
+    expected_BTHK = np.einsum("bhts,bshk->bthk", weights_BHTS, v_BTHK)
+    actual_BTHK = causal_attention(*(jnp.asarray(x, jnp.float32) for x in (q_BTHK, k_BTGK, v_BTGK)))
+    np.testing.assert_allclose(actual_BTHK, expected_BTHK, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "used"),
+    [
+        ({"compute_capability": "7.0"}, "xla"),
+        ({"compute_capability": "7.5"}, "xla"),
+        ({"compute_capability": "8.0"}, "cudnn"),
+        ({"compute_capability": "12.0"}, "cudnn"),
+        ({"compute_capability": "gfx90a"}, "xla"),
+        ({}, "cudnn"),
+    ],
+    ids=["V100", "T4", "A100", "RTX 5090", "MI250", "compiled without one"],
+)
+def test_16_bit_attention_is_cudnns_from_ampere_on(monkeypatch, gpu, used):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(**gpu)])
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *_, implementation, **__: implementation)
+    x_BTHK = jnp.zeros((1, 4, 2, 8), jnp.bfloat16)
+    assert causal_attention(x_BTHK, x_BTHK, x_BTHK) == used
+
+
+def test_rotation_turns_pair_j_at_position_t_by_t_times_its_frequency():
+    x_BTHK = np.random.default_rng(0).standard_normal((2, 50, 3, 8))
+    inverse_J = 500.0 ** (-np.arange(4) / 4)
+    # A pair (x_j, x_{j+4}) as one complex number, turned.
+    turned = (x_BTHK[..., :4] + 1j * x_BTHK[..., 4:]) * np.exp(1j * np.arange(50)[:, None, None] * inverse_J)
+    rotation_1T1J = rotation(inverse_frequencies(8, 500.0), jnp.arange(50))
+    actual = rotate(jnp.asarray(x_BTHK, jnp.float32), rotation_1T1J)
+    np.testing.assert_allclose(actual, np.concatenate([turned.real, turned.imag], axis=-1), atol=2e-5)
+
+
+@pytest.mark.parametrize(("head_dim", "factor"), [(128, 8.0), (64, 32.0)])
+def test_llama3_scaling_slows_long_wavelengths_and_blends_between(head_dim, factor):
+    original, low, high = 8192, 1.0, 4.0
+    expected = []
+    for j in range(head_dim // 2):
+        frequency = 500000.0 ** (-2 * j / head_dim)
+        wavelength = 2 * math.pi / frequency
+        if wavelength > original / low:
+            frequency = frequency / factor
+        elif wavelength >= original / high:
+            smooth = (original / wavelength - low) / (high - low)
+            frequency = (1 - smooth) * frequency / factor + smooth * frequency
+        expected.append(frequency)
+    actual_J = inverse_frequencies(head_dim, 500000.0, RopeScaling(factor, low, high, original))
+    assert actual_J.dtype == np.float32
+    np.testing.assert_allclose(actual_J, expected, rtol=5e-6)
+    unscaled_J = inverse_frequencies(head_dim, 500000.0)
+    assert np.any(actual_J == unscaled_J) and np.any(actual_J == unscaled_J / np.float32(factor))

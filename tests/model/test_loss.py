@@ -1,0 +1,110 @@
+"""The loss against a plain softmax in numpy, however it is cut into chunks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from noloco_jax.config.fields import ModelConfig
+from noloco_jax.model.loss import IGNORED_LABEL, loss, token_nll
+from support.model_makers import random_params
+
+B, T, D, V = 3, 10, 16, 37
+
+
+@pytest.fixture
+def inputs():
+    rng = np.random.default_rng(0)
+    h_BTD, kernel_DV = rng.standard_normal((B, T, D)), 0.5 * rng.standard_normal((D, V))
+    labels_BT = rng.integers(0, V, (B, T))
+    labels_BT[0, :4] = labels_BT[2, 9] = IGNORED_LABEL
+    return h_BTD, kernel_DV, labels_BT
+
+
+def oracle(h_BTD, kernel_DV, labels_BT):
+    """The sum, its number of terms, and its gradients, in float64."""
+    logits_BTV = h_BTD @ kernel_DV
+    probabilities_BTV = np.exp(logits_BTV) / np.exp(logits_BTV).sum(axis=-1, keepdims=True)
+    valid_BT = labels_BT >= 0
+    one_hot_BTV = np.eye(V)[np.maximum(labels_BT, 0)]
+    nll_BT = -np.log((probabilities_BTV * one_hot_BTV).sum(axis=-1))
+    d_logits_BTV = (probabilities_BTV - one_hot_BTV) * valid_BT[..., None]
+    d_h_BTD = d_logits_BTV @ kernel_DV.T
+    d_kernel_DV = np.einsum("btd,btv->dv", h_BTD, d_logits_BTV)
+    return (nll_BT * valid_BT).sum(), valid_BT.sum(), d_h_BTD, d_kernel_DV
+
+
+def as_float32(inputs):
+    h_BTD, kernel_DV, labels_BT = inputs
+    return jnp.asarray(h_BTD, jnp.float32), jnp.asarray(kernel_DV, jnp.float32), jnp.asarray(labels_BT, jnp.int32)
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 1, 6, 9, 12, 10**6])
+def test_sum_count_and_gradients_are_the_softmaxs_for_every_chunk(inputs, chunk_tokens):
+    def scaled(h_BTD, kernel_DV, labels_BT):
+        nll_sum, num_tokens = token_nll(h_BTD, kernel_DV, labels_BT, chunk_tokens=chunk_tokens)
+        return 3.0 * nll_sum, (nll_sum, num_tokens)
+
+    value_and_grad = jax.jit(jax.value_and_grad(scaled, argnums=(0, 1), has_aux=True))
+    (_, (nll_sum, num_tokens)), (d_h_BTD, d_kernel_DV) = value_and_grad(*as_float32(inputs))
+    expected_sum, expected_tokens, expected_d_h_BTD, expected_d_kernel_DV = oracle(*inputs)
+    assert nll_sum.dtype == num_tokens.dtype == jnp.float32
+    assert num_tokens == expected_tokens
+    np.testing.assert_allclose(nll_sum, expected_sum, rtol=1e-6)
+    np.testing.assert_allclose(d_h_BTD, 3 * expected_d_h_BTD, atol=1e-5)
+    np.testing.assert_allclose(d_kernel_DV, 3 * expected_d_kernel_DV, atol=2e-5)
+
+
+@pytest.mark.parametrize("vocab_multiple", [V, 8, 64])
+def test_columns_of_zeros_behind_the_vocabulary_change_nothing(inputs, vocab_multiple):
+    def padded(h_BTD, kernel_DV, labels_BT):
+        return token_nll(h_BTD, kernel_DV, labels_BT, chunk_tokens=9, vocab_multiple=vocab_multiple)[0]
+
+    value, (d_h_BTD, d_kernel_DV) = jax.value_and_grad(padded, argnums=(0, 1))(*as_float32(inputs))
+    expected_sum, _, expected_d_h_BTD, expected_d_kernel_DV = oracle(*inputs)
+    np.testing.assert_allclose(padded(*as_float32(inputs)), expected_sum, rtol=1e-6)
+    np.testing.assert_allclose(value, expected_sum, rtol=1e-6)
+    np.testing.assert_allclose(d_h_BTD, expected_d_h_BTD, atol=1e-5)
+    np.testing.assert_allclose(d_kernel_DV, expected_d_kernel_DV, atol=2e-5)
+
+
+def test_the_value_without_a_gradient_is_the_same(inputs):
+    nll_sum, num_tokens = jax.jit(functools.partial(token_nll, chunk_tokens=7))(*as_float32(inputs))
+    np.testing.assert_allclose(nll_sum, oracle(*inputs)[0], rtol=1e-6)
+    assert num_tokens == oracle(*inputs)[1]
+
+
+@pytest.mark.parametrize("differentiated", [False, True], ids=["value", "gradient"])
+def test_no_array_is_larger_than_a_chunks_logits(inputs, differentiated):
+    def nll_sum(h_BTD, kernel_DV, labels_BT):
+        return token_nll(h_BTD, kernel_DV, labels_BT, chunk_tokens=6)[0]
+
+    fn = jax.grad(nll_sum, argnums=(0, 1)) if differentiated else nll_sum
+    text = str(jax.make_jaxpr(fn)(*as_float32(inputs)))
+    assert f"[{B},2,{V}]" in text and f"[{B},{T},{V}]" not in text
+
+
+def test_kernel_gradients_of_a_bfloat16_computation_are_summed_over_chunks_in_float32():
+    # 512 chunks that each add the same small amount to a growing sum: in bfloat16 it would stop growing at 256 of them.
+    h_BTD = jnp.ones((1, 512, 1), jnp.bfloat16)
+    labels_BT = jnp.zeros((1, 512), jnp.int32)
+    grad = jax.grad(lambda kernel_DV: token_nll(h_BTD, kernel_DV, labels_BT, chunk_tokens=1)[0])
+    np.testing.assert_allclose(grad(jnp.zeros((1, 2), jnp.float32)), [[-256.0, 256.0]], rtol=1e-6)
+
+
+def test_large_logits_do_not_overflow():
+    h_BTD = jnp.full((1, 2, 1), 1e4, jnp.float32)
+    nll_sum, _ = token_nll(h_BTD, jnp.array([[1.0, -1.0]]), jnp.array([[0, 1]]))
+    np.testing.assert_allclose(nll_sum, 2e4)
+
+
+def test_a_batch_without_labels_has_loss_and_gradient_zero():
+    config = ModelConfig(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=2, vocab_size=9)
+    params = random_params(config)
+    batch = {"input_ids": jnp.zeros((1, 4), jnp.int32), "labels": jnp.full((1, 4), IGNORED_LABEL)}
+    value_and_grad = jax.jit(jax.value_and_grad(functools.partial(loss, config), has_aux=True))
+    (value, num_tokens), grads = value_and_grad(params, batch)
+    assert value == 0 and num_tokens == 0
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, 0.0), grads)

@@ -1,0 +1,28 @@
+"""Pipeline stages over two real processes, random routing: the same training as in one process on one device."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support import processes
+
+pytestmark = pytest.mark.timeout(900)
+
+STAGES = (
+    *("--config.num_replicas=2", "--config.mesh.stage=2", "--config.mesh.routing=random"),
+    *("--config.num_microbatches=2", "--config.num_steps=12"),
+)
+
+
+@pytest.fixture(scope="module")
+def alone(config) -> Path:
+    return processes.trained(config, "alone", *STAGES, "--config.mesh.replica=1")
+
+
+@pytest.mark.parametrize(("replicas", "devices"), [(1, 1), (2, 2)], ids=["one-stage-each", "one-replica-each"])
+def test_stages_over_processes_train_as_in_one(config, alone, replicas, devices):
+    arguments = (*STAGES, f"--config.mesh.replica={replicas}")
+    workdir = processes.trained(config, f"{replicas}x2", *arguments, number=2, devices=devices)
+    np.testing.assert_allclose(processes.losses(workdir, 2), processes.losses(alone), rtol=1e-5)
+    processes.assert_same_training(workdir, alone)

@@ -1,0 +1,88 @@
+"""Runs over several real processes: the same training as in one, whatever becomes of the processes on the way."""
+
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support import processes
+
+pytestmark = pytest.mark.timeout(900)
+
+# Processes agree to stop within a second or two of a SIGTERM, in which a fast machine takes many steps.
+LONG = "--config.num_steps=60"
+
+
+@pytest.fixture(scope="module")
+def alone(config) -> Path:
+    """The run in one process, all replicas on one device."""
+    return processes.trained(config, "alone", "--config.mesh.replica=1", LONG)
+
+
+def test_replicas_over_processes_train_as_in_one(config, alone):
+    workdir = config.parent / "two"
+    results = processes.run(config, workdir, LONG, number=2)
+    assert [status for status, _ in results] == [0, 0], processes.report(results)
+    processes.assert_same_training(workdir, alone)
+    assert "validation" in results[0][1]
+    assert "loss" not in results[1][1]  # only the first process reports
+    np.testing.assert_allclose(processes.losses(workdir, 2), processes.losses(alone), rtol=1e-5)
+
+
+def test_a_run_goes_on_with_other_processes_and_meshes(config, alone):
+    """Four processes, two to a replica; two processes, two replicas to each; one process. Stopped by SIGTERM to one."""
+    workdir = config.parent / "moved"
+    sharded = ("--config.mesh.replica=2", "--config.mesh.fsdp=2")
+    step = 0
+    for number, arguments, victim in ((4, sharded, 3), (2, (), 1)):
+        run = processes.start(config, workdir, LONG, *arguments, number=number)
+        processes.wait_until(processes.reached(workdir, step + 3), run)
+        run[victim].send_signal(signal.SIGTERM)
+        results = processes.finish(run)
+        assert [status for status, _ in results] == [75] * number, processes.report(results)
+        assert "everything is saved" in results[0][1]
+        saved = [int(path.name) for path in (workdir / "checkpoints").iterdir()]
+        assert max(saved) >= step + 3
+        step = max(saved)
+    [(status, output)] = processes.run(config, workdir, LONG)
+    assert status == 0, output
+    assert f"going on from the checkpoint of step {step}" in output
+    processes.assert_same_training(workdir, alone)
+
+
+def test_after_a_sigkill_of_any_process_all_continue_bitwise(config):
+    """The process that dies takes the others along within a bounded time; started again, they go on."""
+    whole, broken = config.parent / "whole", config.parent / "broken"
+    results = processes.run(config, whole, number=2)
+    assert [status for status, _ in results] == [0, 0], processes.report(results)
+    for victim, step in ((1, 6), (0, 13)):
+        run = processes.start(config, broken, number=2)
+        processes.wait_until(processes.reached(broken, step), run)
+        run[victim].send_signal(signal.SIGKILL)
+        results = processes.finish(run)
+        assert all(status != 0 for status, _ in results)
+    results = processes.run(config, broken, number=2)
+    assert [status for status, _ in results] == [0, 0], processes.report(results)
+    for name in ("metrics.jsonl", "metrics.1.jsonl"):
+        assert processes.metrics(broken, name) == processes.metrics(whole, name)
+    mine, theirs = processes.weights(broken), processes.weights(whole)
+    for name in theirs:
+        np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
+
+
+def test_a_process_with_another_config_is_named_by_all(config):
+    workdir, place = config.parent / "odd", (f"--coordinator=127.0.0.1:{processes.free_port()}", "--num_processes=2")
+    first = processes.start(config, workdir, *place, "--process_id=0")
+    second = processes.start(config, workdir, *place, "--process_id=1", "--config.seed=5")
+    results = processes.finish([*first, *second])
+    assert [status for status, _ in results] == [2, 2], processes.report(results)
+    for _, output in results:
+        assert "has config.seed=5, process 0 on" in output
+
+
+def test_a_missing_process_is_named_within_the_given_time(config):
+    place = (f"--coordinator=127.0.0.1:{processes.free_port()}", "--num_processes=2", "--process_id=0")
+    [(status, output)] = processes.run(config, config.parent / "lonely", *place, "--start_timeout=2")
+    assert status == 1
+    assert "error: process 1 of 2 did not come within 2 s" in output

@@ -1,0 +1,231 @@
+"""Checkpoints hold a state and give it back, on any mesh and for any number of replicas."""
+
+import dataclasses
+import errno
+import weakref
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from noloco_jax.config.fields import DataConfig, InnerConfig, MeshConfig, ModelConfig, TrainConfig
+from noloco_jax.errors import StartError, UserError
+from noloco_jax.run import checkpoint, elastic
+from noloco_jax.run.checkpoint import Checkpointer, Layout
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import Programs, TrainState, build_programs
+from noloco_jax.spmd.stages import cut
+
+CONFIG = TrainConfig(
+    num_replicas=4,
+    model=ModelConfig(hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=2, vocab_size=32),
+    inner=InnerConfig(warmup_steps=1),
+    data=DataConfig(sequence_length=8, batch_size=2),
+    mesh=MeshConfig(replica=1),
+)
+
+
+def changed(num_replicas: int = 4, elastic: str = "", **mesh: int) -> TrainConfig:
+    sizes = dataclasses.replace(CONFIG.mesh, **mesh)
+    return dataclasses.replace(CONFIG, num_replicas=num_replicas, elastic=elastic, mesh=sizes)
+
+
+def programs_of(config: TrainConfig) -> Programs:
+    sizes = [config.mesh.replica, config.mesh.stage, config.mesh.fsdp, config.mesh.tensor]
+    return build_programs(config, make_mesh(config, jax.devices()[: int(np.prod(sizes))]))
+
+
+def random_state(like: TrainState) -> TrainState:
+    rng = np.random.default_rng(0)
+
+    def draw(x: jax.ShapeDtypeStruct) -> jax.Array:
+        values = rng.normal(size=x.shape) if np.issubdtype(x.dtype, np.floating) else np.full(x.shape, 7)
+        return jax.device_put(values.astype(x.dtype), x.sharding)
+
+    return jax.tree.map(draw, like)
+
+
+def position(replica: int, num_replicas: int) -> dict:
+    """A data position as a stream gives it."""
+    part = [0, replica, num_replicas, 10 + replica, 1, 3, []]
+    return {"replica": replica, "num_replicas": num_replicas, "source": {"files": 4}, "epoch": 0, "parts": [part]}
+
+
+def positions(num_replicas: int) -> dict[int, dict]:
+    return {replica: position(replica, num_replicas) for replica in range(num_replicas)}
+
+
+def saved(workdir: Path, config: TrainConfig) -> TrainState:
+    """A state saved at step 3."""
+    state = random_state(programs_of(config).state)
+    with Checkpointer(workdir, config) as checkpoints:
+        checkpoints.save(3, state, positions(config.num_replicas))
+    return state
+
+
+def restored(workdir: Path, config: TrainConfig) -> tuple[TrainState, list[dict], str]:
+    programs = programs_of(config)
+    with Checkpointer(workdir, config) as checkpoints:
+        assert checkpoints.latest_step() == 3
+        state, data, changed = elastic.restore(checkpoints, 3, config, programs)
+    jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail("elsewhere"), state, programs.state)
+    return state, data, changed
+
+
+def assert_equal(state: TrainState, expected: TrainState) -> None:
+    jax.tree.map(np.testing.assert_array_equal, state, expected)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (changed(), changed(replica=4)),
+        (changed(replica=4, fsdp=2), changed(replica=2)),
+        (changed(replica=2, tensor=2), changed(replica=1, fsdp=2)),
+        (changed(replica=4), changed()),
+    ],
+    ids=["virtual-mesh", "sharded-slots", "tensor-fsdp", "mesh-virtual"],
+)
+def test_a_state_comes_back_on_another_mesh(tmp_path, before, after):
+    state = saved(tmp_path, before)
+    back, data, changed = restored(tmp_path, after)
+    assert_equal(back, state)
+    assert data == [position(replica, 4) for replica in range(4)]
+    assert changed == ""
+
+
+def test_arrays_may_be_donated_while_they_are_saved(tmp_path):
+    large = ModelConfig(
+        hidden_size=256, intermediate_size=512, num_layers=2, num_heads=2, num_kv_heads=2, vocab_size=32
+    )
+    config = dataclasses.replace(CONFIG, model=large)
+    state = random_state(programs_of(config).state)
+    expected = jax.tree.map(np.array, state)
+    overwrite = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    with Checkpointer(tmp_path, config) as checkpoints:
+        checkpoints.save(3, state, positions(4))
+        for _ in range(5):
+            state = overwrite(state)
+        jax.block_until_ready(state)
+    assert_equal(restored(tmp_path, config)[0], expected)
+
+
+def members(before: int, after: int, replica: int, choice: str) -> list[int]:
+    """The former replicas of which a replica is made."""
+    if choice == "copy":
+        return [replica % before]
+    return [replica] if choice == "keep" else list(range(replica, before, after))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (changed(4, replica=4), changed(2, "merge", replica=2)),
+        (changed(4), changed(3, "merge", replica=3)),
+        (changed(4, replica=2, fsdp=2), changed(2, "keep")),
+        (changed(4), changed(8, "copy", replica=8)),
+        (changed(2, replica=2), changed(4, "copy", replica=2, fsdp=2)),
+    ],
+    ids=["merge", "merge-uneven", "keep", "copy", "copy-sharded"],
+)
+def test_another_number_of_replicas_is_made_as_the_config_says(tmp_path, before, after):
+    state = saved(tmp_path, before)
+    back, data, changed = restored(tmp_path, after)
+    n, m = before.num_replicas, after.num_replicas
+
+    def expected(x: jax.Array) -> np.ndarray:
+        rows = np.asarray(x)
+        if rows.ndim == 0:
+            return rows
+        return np.stack([rows[members(n, m, j, after.elastic)].mean(axis=0, dtype=np.float64) for j in range(m)])
+
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, expected(y), rtol=1e-6, atol=1e-7), back, state)
+    assert [(entry["replica"], entry["num_replicas"]) for entry in data] == [(j, m) for j in range(m)]
+    assert f"elastic='{after.elastic}': {n} replicas become {m}" in changed
+
+
+@pytest.mark.parametrize(("num_replicas", "choice"), [(2, ""), (2, "copy"), (8, ""), (8, "merge"), (8, "keep")])
+def test_another_number_of_replicas_needs_a_fitting_choice(num_replicas, choice):
+    with pytest.raises(
+        UserError, match=f"num_replicas=4, the config has {num_replicas} and elastic={choice!r}: give --"
+    ):
+        elastic.check_elastic(changed(num_replicas, choice), Layout(4, 1))
+
+
+def test_the_same_number_of_replicas_needs_no_choice():
+    for choice in ("", "merge", "keep", "copy"):
+        elastic.check_elastic(changed(4, choice), Layout(4, 1))
+
+
+@pytest.mark.parametrize("item", ["state", "data", "run"])
+def test_a_checkpoint_without_all_its_parts_is_no_checkpoint(tmp_path, item):
+    saved(tmp_path, CONFIG)
+    (tmp_path / "checkpoints/3" / item / "commit_success.txt").unlink()
+    with (
+        Checkpointer(tmp_path, CONFIG) as checkpoints,
+        pytest.raises(UserError, match=f"no complete {item}.*: delete that folder"),
+    ):
+        checkpoints.latest_step()
+
+
+def test_only_the_newest_checkpoints_stay(tmp_path):
+    config = dataclasses.replace(CONFIG, keep_checkpoints=2)
+    state = random_state(programs_of(config).state)
+    with Checkpointer(tmp_path, config) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, state, positions(4))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
+
+
+def test_processes_that_see_other_checkpoints_do_not_start(tmp_path, monkeypatch):
+    saved(tmp_path, CONFIG)
+    monkeypatch.setattr(checkpoint, "gather", lambda step: [step, 2])
+    with Checkpointer(tmp_path, CONFIG) as checkpoints, pytest.raises(StartError, match=r"\(steps 2, 3\)"):
+        checkpoints.latest_step()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ESTALE, "stale file handle")])
+def test_a_checkpoint_is_not_called_damaged_for_want_of_memory_or_storage(tmp_path, monkeypatch, error):
+    saved(tmp_path, CONFIG)
+
+    def fail(*_, **__):
+        raise error
+
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        monkeypatch.setattr(checkpoints._manager, "restore", fail)
+        with pytest.raises(type(error)) as raised:
+            checkpoints.restore(3, programs_of(CONFIG).state)
+    assert raised.value is error
+
+
+def test_the_weights_alone_are_those_of_the_state_on_the_host(tmp_path):
+    state = saved(tmp_path, changed(replica=2, fsdp=2))
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        params = checkpoints.restore_params(3)
+    assert all(type(x) is np.ndarray for x in jax.tree.leaves(params))
+    jax.tree.map(np.testing.assert_array_equal, params, state.params)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_the_weights_alone_are_the_models_whatever_its_stages(tmp_path, num_stages):
+    state = random_state(programs_of(CONFIG).state)
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        checkpoints.save(3, state._replace(params=cut(state.params, num_stages)), positions(4))
+    with Checkpointer(tmp_path, CONFIG, read_only=True) as checkpoints:
+        params = checkpoints.restore_params(3)
+    jax.tree.map(np.testing.assert_array_equal, params, state.params)
+
+
+def test_what_is_not_kept_of_an_array_is_gone_before_the_next_is_read(tmp_path):
+    saved(tmp_path, CONFIG)
+    read = []
+
+    def keep(x: np.ndarray) -> np.ndarray:
+        assert [earlier() for earlier in read] == [None] * len(read)
+        read.append(weakref.ref(x))
+        return x[[1]]
+
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        params = checkpoints.restore_params(3, keep)
+    assert len(read) == len(jax.tree.leaves(params)) > 1

@@ -1,0 +1,90 @@
+"""The picture of a run."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from noloco_jax.errors import UserError
+from noloco_jax.run.curves import plot_curves, running_mean
+from noloco_jax.run.metrics import MetricWriter
+from support.paths import ROOT
+
+
+def run(workdir: Path, steps: int, replicas: int = 4, bad: float = 1.0, spread: float = 1e-3) -> Path:
+    writer = MetricWriter(workdir, resume_step=None, tensorboard=False)
+    for step in range(1, steps + 1):
+        outer = {"outer_step_seconds": 0.01} if step % 4 == 0 else {}
+        writer.write(step, "train", loss=bad * (1 + 1 / step), lr=1e-3, **outer)
+        if step % 5 == 0:
+            perplexities = [bad * (5.0 + index) for index in range(replicas)]
+            writer.write(
+                step,
+                "eval",
+                perplexity=float(np.mean(perplexities)),
+                perplexity_replicas=perplexities,
+                perplexity_merged=4.5,
+                replica_spread=spread,
+            )
+    writer.close()
+    return workdir
+
+
+def is_picture(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"steps": 20},
+        {"steps": 1},
+        {"steps": 5, "replicas": 1},
+        {"steps": 120, "replicas": 16},
+        {"steps": 20, "bad": float("nan")},
+        {"steps": 20, "spread": 0.0},
+    ],
+    ids=str,
+)
+def test_any_run_gives_a_picture(tmp_path, figures):
+    path = plot_curves(run(tmp_path, **figures))
+    assert path == tmp_path / "curves.png" and is_picture(path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
+
+
+def test_a_run_that_went_on_with_fewer_replicas_gives_a_picture(tmp_path):
+    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
+    for step, replicas in ((1, [5.0] * 8), (2, [4.5] * 4)):
+        writer.write(
+            step, "eval", perplexity=5.0, perplexity_replicas=replicas, perplexity_merged=4.0, replica_spread=1e-3
+        )
+    writer.close()
+    assert is_picture(plot_curves(tmp_path))
+
+
+@pytest.mark.parametrize("text", [None, "", '{"step": 1, "kind": "other"}\n'])
+def test_a_run_with_nothing_to_draw_is_an_error(tmp_path, text):
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(UserError):
+        plot_curves(tmp_path)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 9])
+def test_the_running_mean_is_that_of_the_values_around_each(window):
+    values = np.array([1.0, 4.0, np.nan, 2.0, 8.0, 3.0, np.nan])
+    before, after = window // 2, (window - 1) // 2
+    around = [values[max(0, i - before) : i + after + 1] for i in range(len(values))]
+    expected = [np.mean(part[~np.isnan(part)]) if not np.isnan(part).all() else np.nan for part in around]
+    np.testing.assert_allclose(running_mean(values, window), np.array(expected), rtol=1e-12)
+
+
+def test_the_running_mean_of_nothing_finite_is_nan():
+    assert np.isnan(running_mean(np.full(3, np.nan), 3)).all()
+
+
+def test_drawing_is_what_imports_matplotlib():
+    program = "import sys, noloco_jax.run.curves; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0

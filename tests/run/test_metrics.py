@@ -1,0 +1,241 @@
+"""metrics.jsonl and its companions, the speed meter, and the FLOP count."""
+
+import importlib
+import json
+import struct
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from noloco_jax.config.fields import TrainConfig, from_dict
+from noloco_jax.errors import UserError
+from noloco_jax.run.metrics import MetricWriter, Throughput, mfu, model_flops_per_token, read_metrics
+
+
+def write(workdir: Path, steps: range, resume_step: int | None) -> None:
+    writer = MetricWriter(workdir, resume_step=resume_step, tensorboard=False)
+    for step in steps:
+        writer.write(step, "train", loss=1.0 / step)
+    writer.close()
+
+
+def tensorboard(workdir: Path) -> list[tuple[int, str, float]]:
+    """(step, tag, value) of the event files, read by their framing: length, checksum, record, checksum."""
+    event_pb2: Any = importlib.import_module("tensorboardX.proto.event_pb2")
+    found = []
+    for path in sorted((workdir / "tensorboard").iterdir()):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            event = event_pb2.Event.FromString(data[12 : 12 + length])
+            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+            data = data[16 + length :]
+    return found
+
+
+def test_a_line_is_a_json_object_with_step_and_kind_and_is_there_at_once(tmp_path):
+    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
+    writer.write(3, "train", loss=np.float32(1.5), lr=6e-4)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3, "kind": "train", "loss": 1.5, "lr": 0.0006}\n'
+    writer.close()
+
+
+def test_what_was_written_is_read_back(tmp_path):
+    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
+    writer.write(5, "eval", perplexity_replicas=np.array([1.5, 2.5], np.float32), groups=[[0, 2], [1, 3]])
+    writer.close()
+    assert read_metrics(tmp_path) == [
+        {"step": 5, "kind": "eval", "perplexity_replicas": [1.5, 2.5], "groups": [[0, 2], [1, 3]]}
+    ]
+
+
+def test_a_float32_keeps_every_bit(tmp_path):
+    value = np.float32(1) / np.float32(3)
+    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
+    writer.write(1, "train", loss=value)
+    writer.close()
+    assert np.float32(read_metrics(tmp_path)[0]["loss"]) == value
+
+
+def test_what_json_cannot_say_becomes_null(tmp_path):
+    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
+    writer.write(1, "train", loss=float("nan"), perplexity_replicas=[1.0, float("inf")])
+    writer.close()
+    assert read_metrics(tmp_path) == [{"step": 1, "kind": "train", "loss": None, "perplexity_replicas": [1.0, None]}]
+
+
+def test_a_resumed_run_drops_the_steps_that_it_will_write_again(tmp_path):
+    write(tmp_path, range(1, 8), None)
+    write(tmp_path, range(5, 7), 4)
+    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "ki', '{"step": 3, "kind": "train"}', "\ufffd"])
+def test_a_torn_last_line_is_not_read_and_goes_when_the_run_resumes(tmp_path, torn):
+    write(tmp_path, range(1, 3), None)
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_text()
+    path.write_text(whole + torn)
+    assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2]
+    write(tmp_path, range(0), 100)
+    assert path.read_text() == whole
+
+
+def test_a_torn_letter_is_a_torn_line(tmp_path):
+    write(tmp_path, range(1, 3), None)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write('{"step": 3, "text": "é'.encode()[:-1])
+    assert len(read_metrics(tmp_path)) == 2
+
+
+def test_a_new_run_keeps_an_old_ones_metrics_aside(tmp_path):
+    write(tmp_path, range(1, 4), None)
+    write(tmp_path, range(1, 2), None)
+    assert len(read_metrics(tmp_path)) == 1
+    assert len((tmp_path / "metrics.jsonl.old").read_text().splitlines()) == 3
+
+
+def test_nothing_else_is_left_in_the_folder(tmp_path):
+    write(tmp_path, range(1, 4), None)
+    write(tmp_path, range(3, 4), 2)
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_process_that_does_not_report_writes_nothing(tmp_path):
+    writer = MetricWriter(tmp_path / "run", resume_step=None, wandb_project="none", enabled=False)
+    writer.write(1, "train", loss=1.0)
+    writer.close()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("line", ["not json\n", "3\n", '{"kind": "train"}\n'])
+def test_a_broken_line_in_the_middle_is_named(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "kind": "train"}\n' + line + '{"step": 2, "kind": "train"}\n')
+    with pytest.raises(UserError, match=r"metrics\.jsonl line 2"):
+        read_metrics(tmp_path)
+
+
+def test_reading_where_no_run_was_is_an_error(tmp_path):
+    with pytest.raises(UserError, match=r"metrics\.jsonl"):
+        read_metrics(tmp_path)
+
+
+def test_tensorboard_gets_the_same_numbers_and_a_number_for_each_of_a_list(tmp_path):
+    writer = MetricWriter(tmp_path, resume_step=None)
+    writer.write(7, "eval", perplexity=2.0, perplexity_replicas=[1.5, 2.5], groups=[[0, 1]], note="text")
+    writer.close()
+    assert tensorboard(tmp_path) == [
+        (7, "eval/perplexity", 2.0),
+        (7, "eval/perplexity_replicas/0", 1.5),
+        (7, "eval/perplexity_replicas/1", 2.5),
+    ]
+
+
+class FakeWandb(types.ModuleType):
+    def __init__(self):
+        super().__init__("wandb")
+        self.runs: list[dict] = []
+        self.logged: list[tuple[int, dict]] = []
+
+    def init(self, **kwargs):
+        self.runs.append(kwargs)
+        return types.SimpleNamespace(log=lambda values, step: self.logged.append((step, values)), finish=lambda: None)
+
+
+def test_wandb_gets_the_same_numbers_and_goes_on_in_its_run(tmp_path, monkeypatch):
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for resume_step in (None, 4, None):
+        writer = MetricWriter(
+            tmp_path, resume_step=resume_step, tensorboard=False, wandb_project="p", run_config={"seed": 1}
+        )
+        writer.write(5, "train", loss=1.5)
+        writer.close()
+    first, resumed, fresh = wandb.runs
+    assert wandb.logged == [(5, {"train/loss": 1.5})] * 3
+    assert (first["project"], first["config"], resumed["resume"]) == ("p", {"seed": 1}, "allow")
+    assert first["id"] == resumed["id"] != fresh["id"]
+
+
+def test_wandb_that_is_missing_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="pip install wandb"):
+        MetricWriter(tmp_path / "run", resume_step=None, wandb_project="p")
+    assert not (tmp_path / "run").exists()
+
+
+def test_wandb_is_not_imported_unless_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    MetricWriter(tmp_path, resume_step=None, tensorboard=False).close()
+
+
+def test_throughput_is_the_windows_tokens_over_its_seconds():
+    now = [0.0]
+    meter = Throughput(window=2, clock=lambda: now[0])
+    assert meter.tokens_per_second == 0.0
+    for seconds in (10.0, 1.0, 3.0):  # the first falls out of the window
+        now[0] += seconds
+        meter.step(100)
+    assert meter.tokens_per_second == 200 / 4.0
+
+
+def test_throughput_leaves_out_what_happened_before_a_reset():
+    now = [0.0]
+    meter = Throughput(clock=lambda: now[0])
+    meter.step(100)
+    now[0] = 50.0
+    meter.reset()
+    now[0] = 52.0
+    meter.step(100)
+    assert meter.tokens_per_second == 50.0
+
+
+def matmul_flops(config: TrainConfig) -> float:
+    """The same count, product by product over one sequence, m x k by k x n being 2mkn, causal scores half."""
+    model, length = config.model, config.data.sequence_length
+    width = model.hidden_size // model.num_heads
+    products = []
+    for _ in range(model.num_layers):
+        products += [
+            (length, model.hidden_size, heads * width) for heads in (model.num_heads, *[model.num_kv_heads] * 2)
+        ]
+        products += [(length, model.num_heads * width, model.hidden_size)]
+        products += [(length, model.hidden_size, model.intermediate_size)] * 2
+        products += [(length, model.intermediate_size, model.hidden_size)]
+        products += [(length, width, length / 2), (length, length / 2, width)] * model.num_heads
+    products += [(length, model.hidden_size, model.vocab_size)]
+    return 3 * sum(2 * m * k * n for m, k, n in products) / length
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_flops_are_those_of_the_models_matrix_products(kv_heads):
+    config = from_dict(
+        {
+            "model": {"num_kv_heads": kv_heads, "num_layers": 3, "intermediate_size": 768, "vocab_size": 1000},
+            "data": {"sequence_length": 128},
+        }
+    )
+    assert model_flops_per_token(config) == pytest.approx(matmul_flops(config), rel=1e-12)
+
+
+def test_a_tied_head_costs_what_an_untied_one_does():
+    tied = from_dict({"model": {"tie_embeddings": True}})
+    assert model_flops_per_token(tied) == model_flops_per_token(TrainConfig())
+
+
+def test_mfu_is_the_part_of_the_peak():
+    assert mfu(tokens_per_second=1e3, flops_per_token=2e9, peak_flops_per_second=4e12) == 0.5
+
+
+def test_every_line_is_strict_json(tmp_path):
+    write(tmp_path, range(1, 3), None)
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse)

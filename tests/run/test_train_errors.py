@@ -1,0 +1,139 @@
+"""What a user can get wrong between a config, a workdir and data: one line, exit status 2, nothing written over."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from support import processes
+from support.data_makers import write_c4
+from support.paths import ROOT
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def trained(config) -> Path:
+    """A run that stopped at step 8, with room for more."""
+    return processes.trained(config, "trained", "--config.num_steps=8")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def error_lines(output: str) -> list[str]:
+    """Lines of an error; a thread of orbax that is cut off may leave the beginning of its own before one."""
+    return re.findall(r"(?:^|\s)(error: .*)", output, re.MULTILINE)
+
+
+def refusal(config: Path, workdir: Path, *arguments: str) -> str:
+    """The one line of an error; everything that was saved is still as it was."""
+    before = contents(workdir)
+    [(status, output)] = processes.run(config, workdir, *arguments)
+    assert status == 2, output
+    assert contents(workdir) == before
+    [line] = error_lines(output)
+    return line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config.model.num_layers=3"], "model.num_layers=2, the config has 3: give the config of that run"),
+        (["--config.method=diloco"], "method='noloco', the config has 'diloco'"),
+        (["--config.num_replicas=2"], "give --config.elastic=merge or --config.elastic=keep to make 2 of the 4"),
+        (["--config.num_replicas=8", "--config.elastic=keep"], "give --config.elastic=copy to make 8 of the 4"),
+    ],
+)
+def test_the_checkpoint_of_another_run_is_refused(config, trained, arguments, message):
+    assert message in refusal(config, trained, "--config.num_steps=24", *arguments)
+
+
+def test_a_dry_run_refuses_the_checkpoint_of_another_run(config, trained):
+    line = refusal(config, trained, "--dry_run", "--config.model.num_layers=3")
+    assert "model.num_layers=2, the config has 3: give the config of that run" in line
+
+
+def test_a_dry_run_writes_nothing(config, tmp_path):
+    [(status, output)] = processes.run(config, tmp_path / "workdir", "--dry_run")
+    assert status == 0, output
+    assert not (tmp_path / "workdir").exists()
+
+
+def test_a_sample_that_would_begin_with_no_token_is_refused(config, tmp_path):
+    line = refusal(config, tmp_path, "--config.sample_tokens=5", "--config.data.add_bos=False")
+    assert "sample_prompt='' is no token" in line
+
+
+def test_a_run_that_is_to_end_before_its_first_evaluation_is_complete(config, trained, tmp_path):
+    workdir = tmp_path / "stopped"
+    shutil.copytree(trained, workdir)
+    lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (workdir / "metrics.jsonl").write_text("".join(line for line in lines if '"kind": "eval"' not in line))
+    [(status, output)] = processes.run(config, workdir, "--config.num_steps=6")
+    assert status == 0, output
+    assert "the run is complete (8 steps)" in output
+
+
+@pytest.mark.parametrize("item", ["state", "data", "run"])
+def test_a_checkpoint_that_lacks_a_part_is_refused(config, trained, tmp_path, item):
+    workdir = tmp_path / "torn"
+    shutil.copytree(trained, workdir)
+    shutil.rmtree(workdir / "checkpoints/8" / item)
+    line = refusal(config, workdir, "--config.num_steps=24")
+    assert f"checkpoints/8 is not whole (no complete {item}): delete that folder" in line
+
+
+def test_a_checkpoint_half_written_is_not_taken_for_a_whole_one(config, trained, tmp_path):
+    workdir = tmp_path / "half"
+    shutil.copytree(trained, workdir)
+    (workdir / "checkpoints/8").rename(workdir / "checkpoints/8.orbax-checkpoint-tmp")
+    [(status, output)] = processes.run(config, workdir, "--config.num_steps=8")
+    assert status == 0, output
+    assert "going on from the checkpoint of step 4" in output
+
+
+def test_weights_that_cannot_be_read_are_refused(config, trained, tmp_path):
+    workdir = tmp_path / "damaged"
+    shutil.copytree(trained, workdir)
+    for path in (workdir / "checkpoints/8/state").rglob("*"):
+        if path.is_file() and path.parent.name == "d":
+            path.write_bytes(path.read_bytes()[:100])
+    assert "checkpoints/8 is not whole (" in refusal(config, workdir, "--config.num_steps=24")
+
+
+def cut_short(folder: Path, shard: int) -> tuple[str, list[str]]:
+    """The name of a C4 shard that breaks off, and arguments of a run whose replica of that number comes to its end."""
+    text = (ROOT / "noloco_jax/data/lanes.py").read_text()
+    texts = [f"{start} {text[start % 7000 :][:60]}" for start in range(480)]
+    path = write_c4(folder, [texts[number::4] for number in range(4)])[shard]
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 4])
+    write_c4(folder, [texts[:4]], "validation")
+    fields = {"num_steps": 600, "eval_every": 600, "checkpoint_every": 20, "data.validation_path": ""}
+    fields |= {"data.kind": "c4", "data.path": folder}
+    return path.name, [f"--config.{name}={value}" for name, value in fields.items()]
+
+
+def test_a_file_cut_short_in_the_middle_of_a_run_keeps_what_was_saved(config, tmp_path):
+    name, arguments = cut_short(tmp_path / "c4", 2)
+    [(status, output)] = processes.run(config, tmp_path, *arguments)
+    assert status == 2, output
+    *_, last = output.strip().splitlines()
+    assert last.startswith("error: ")
+    assert name in last
+    assert processes.weights(tmp_path)
+
+
+@pytest.mark.parametrize(("shard", "reader"), [(1, 0), (2, 1)])
+def test_a_file_cut_short_that_one_process_reads_ends_all_with_its_name(config, tmp_path, shard, reader):
+    name, arguments = cut_short(tmp_path / "c4", shard)
+    run = processes.start(config, tmp_path, *arguments, number=2)
+    assert processes.wait_until(processes.reached(tmp_path, 20), run)
+    results = processes.finish(run, patience=120)
+    assert [status for status, _ in results] == [2, 2], processes.report(results)
+    for _, output in results:
+        [line] = error_lines(output)
+        assert name in line and f"process {reader} on" in line
+    assert processes.weights(tmp_path)

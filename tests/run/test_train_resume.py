@@ -1,0 +1,77 @@
+"""A run that is interrupted continues as if it had not been: real processes, killed and terminated."""
+
+import random
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support import processes
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(config) -> Path:
+    return processes.trained(config, "uninterrupted")
+
+
+def assert_same_run(workdir: Path, other: Path) -> None:
+    assert processes.metrics(workdir) == processes.metrics(other)
+    mine, theirs = processes.weights(workdir), processes.weights(other)
+    for name in theirs:
+        np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
+
+
+def test_a_run_killed_at_any_moment_continues_bitwise(config, uninterrupted):
+    workdir = config.parent / "killed"
+    rng = random.Random(0)
+    for step in (3, 9, 14, 20):
+        run = processes.start(config, workdir)
+        processes.wait_until(processes.reached(workdir, step + rng.randrange(4)), run)
+        processes.kill(run)
+    [(status, output)] = processes.run(config, workdir)
+    assert status == 0, output
+    assert_same_run(workdir, uninterrupted)
+
+
+def test_a_run_killed_while_it_saves_continues_bitwise(config, uninterrupted):
+    workdir = config.parent / "killed_saving"
+
+    def saving() -> bool:
+        return any("tmp" in path.name for path in (workdir / "checkpoints").glob("*"))
+
+    interrupted = 0
+    for _ in range(3):
+        run = processes.start(config, workdir)
+        processes.wait_until(lambda: not saving(), run)  # what the last one left is cleaned up first
+        interrupted += processes.wait_until(saving, run)
+        processes.kill(run)
+    assert interrupted
+    [(status, output)] = processes.run(config, workdir)
+    assert status == 0, output
+    assert_same_run(workdir, uninterrupted)
+
+
+def test_sigterm_saves_and_asks_for_a_restart(config, uninterrupted):
+    workdir = config.parent / "terminated"
+    run = processes.start(config, workdir)
+    processes.wait_until(processes.reached(workdir, 6), run)
+    run[0].send_signal(signal.SIGTERM)
+    [(status, output)] = processes.finish(run)
+    assert status == 75, output
+    assert "everything is saved" in output
+    saved = max(int(path.name) for path in (workdir / "checkpoints").iterdir())
+    assert saved >= 6
+
+    [(status, output)] = processes.run(config, workdir)
+    assert status == 0, output
+    assert f"going on from the checkpoint of step {saved}" in output
+    assert_same_run(workdir, uninterrupted)
+
+
+def test_a_complete_run_says_so(config, uninterrupted):
+    [(status, output)] = processes.run(config, uninterrupted)
+    assert status == 0, output
+    assert "the run is complete (24 steps)" in output

@@ -1,0 +1,105 @@
+"""The command line of the simulations: what it prints and writes, and how it refuses bad input."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from noloco_jax.errors import UserError
+from noloco_jax.formatting import (
+    format_bandwidth,
+    format_bytes,
+    format_percent,
+    format_seconds,
+    parse_bandwidth,
+    parse_count,
+    parse_seconds,
+)
+from noloco_jax.simulate import __main__ as simulate
+
+
+def test_costs_on_the_users_links_answer_in_a_table(capsys):
+    argv = "--only=cost --params=1B --bandwidth=1Gbit --latency=0 --step-time=1s --replicas=8 --sync-every=10"
+    simulate.main([*argv.split(), "--bytes-per-param=2"])
+    rows = {
+        cells[0]: cells
+        for cells in ([c.strip() for c in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines())
+        if cells
+    }
+    # 2 GB of weights take 16 s on 1 Gbit/s; every 10 steps that is 1.6 s a step.
+    assert rows["NoLoCo"][1:] == ["10 steps", "2 GB", "200 MB", "16 s", "1.6 s", "160 %", "38.5 %"]
+    # An all-reduce over 8 sends 2 · 7/8 of them, FSDP's three collectives 3 · 7/8.
+    assert rows["DiLoCo"][2:6] == ["3.5 GB", "350 MB", "28 s", "2.8 s"]
+    assert rows["DDP"][2:6] == ["3.5 GB", "3.5 GB", "28 s", "28 s"]
+    assert rows["FSDP"][2:6] == ["5.25 GB", "5.25 GB", "42 s", "42 s"]
+
+
+def test_the_report_and_every_picture_are_written_and_never_overwritten(tmp_path):
+    out = tmp_path / "new" / "folder"
+    assert simulate.main(["--only=theory,cost", f"--out={out}"]) == 0
+    names = {"simulate.md", "cost.png", "quadratic.png", "stability.png"}
+    assert {p.name for p in out.iterdir()} == names
+    assert all(p.stat().st_size > 500 for p in out.iterdir())
+    assert set(re.findall(r"!\[\w+\]\((.+?)\)", (out / "simulate.md").read_text())) == names - {"simulate.md"}
+    before = {p: p.stat().st_mtime_ns for p in out.iterdir()}
+    with pytest.raises(UserError, match="already holds"):
+        simulate.main(["--only=cost", f"--out={out}"])
+    assert {p: p.stat().st_mtime_ns for p in out.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--bandwidth=100M"], "--bandwidth=100M: say whether bits or bytes"),
+        (["--latency=40mm"], "unknown unit 'mm'"),
+        (["--params=12X"], "unknown suffix 'X'"),
+        (["--params=lots"], "write a number such as"),
+        (["--step-time=0"], "greater than zero"),
+        (["--replicas=1"], "--replicas=1: one replica sends nothing"),
+        (["--replicas=few"], "invalid int value: 'few'"),
+        (["--replicas=4", "--group-size=8"], "--group-size=8 does not fit --replicas=4"),
+        (["--sync-every=0"], "--sync-every=0: must be greater than zero"),
+        (["--bytes-per-param=nan"], "--bytes-per-param=nan"),
+        (["--step-spread=-1"], "--step-spread=-1.0"),
+        (["--all-reduce=star"], "--all-reduce=star: choose one of"),
+        (["--seed=-1"], "--seed=-1 is below 0"),
+        (["--only=cost,magic"], "no section 'magic'"),
+        (["--replica=4"], "unrecognized arguments: --replica=4"),
+        (["--replicas=1000000", "--step-spread=1"], "--replicas=1000000 times --sync-every=50"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line_that_names_it(argv, message, tmp_path):
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        simulate.main([*argv, f"--out={tmp_path / 'out'}"])
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_exits_with_two_and_one_line_on_bad_input():
+    done = subprocess.run(
+        [sys.executable, "-m", "noloco_jax.simulate", "--bandwidth=5"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: --bandwidth=5: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_units_are_read_as_people_write_them():
+    assert [parse_count(s, "x") for s in ("125M", "1.3B", "6.8e9", "2k")] == [125e6, 1.3e9, 6.8e9, 2000]
+    assert [parse_seconds(s, "x") for s in ("40ms", "1.2s", "2min", "0.5", "3 us")] == [0.04, 1.2, 120, 0.5, 3e-6]
+    assert [parse_bandwidth(s, "x") for s in ("1Gbit", "100Mbit/s", "10Gbps", "25GB/s", "1Tb")] == [
+        1e9,
+        1e8,
+        1e10,
+        2e11,
+        1e12,
+    ]
+
+
+def test_figures_are_printed_with_three_digits_and_a_prefix():
+    assert [format_bytes(x) for x in (5e8, 1.25e10, 999.9e6, 12)] == ["500 MB", "12.5 GB", "1 GB", "12 B"]
+    assert [format_seconds(x) for x in (0.04, 0.0808, 15, 7200, 0)] == ["40 ms", "80.8 ms", "15 s", "2 h", "0 s"]
+    assert format_bandwidth(2.5e9) == "2.5 Gbit/s"
+    assert [format_percent(x) for x in (0.0786, 11.73)] == ["7.86 %", "1173 %"]

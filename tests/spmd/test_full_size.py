@@ -1,0 +1,35 @@
+"""The programs of the paper's configurations at their full size: shapes alone, nothing is compiled or allocated."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from noloco_jax.config.fields import from_dict
+from noloco_jax.config.flags import load_config
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import build_programs
+from support.paths import CONFIGS
+
+
+def shapes(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("size", ["125m", "1b", "7b"])
+def test_every_program_takes_a_state_whose_sizes_no_32_bits_hold(size, num_devices):
+    config = from_dict(load_config(str(CONFIGS / f"c4_{size}.py"), []))
+    programs = build_programs(config, make_mesh(config, jax.devices()[:num_devices]))
+    params, inner, outer = programs.state
+    assert sum(x.size for x in jax.tree.leaves(params)) > 2**30
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    assert programs.outer_step is not None
+
+    assert shapes(jax.eval_shape(programs.init, jax.eval_shape(jax.random.key, 0))) == shapes(programs.state)
+    trained = jax.eval_shape(programs.inner_step, params, inner, programs.batch, step)
+    assert shapes(trained[:2]) == shapes((params, inner))
+    assert shapes(jax.eval_shape(programs.outer_step, params, outer, step)) == shapes((params, outer))
+    assert shapes(jax.eval_shape(programs.merge, params)) == shapes(params)
+    assert jax.eval_shape(programs.spread, params).shape == ()
+    loss, number = jax.eval_shape(programs.evaluate, params, programs.batch)
+    assert loss.shape == number.shape == (config.num_replicas,)

@@ -1,0 +1,103 @@
+"""One configuration trains alike wherever its replicas lie: slots of one device, devices, slots of several, sharded."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from noloco_jax.config.fields import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
+from noloco_jax.spmd.batches import global_batch
+from noloco_jax.spmd.compile import compile_ahead
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import build_programs
+
+NUM_STEPS, SYNC_EVERY = 6, 2
+VIRTUAL = MeshConfig(replica=1)
+# Quick to compile; and eight devices on few, busy cores may keep each other waiting.
+OPTIONS = {"xla_backend_optimization_level": 0, "xla_cpu_collective_call_terminate_timeout_seconds": 600}
+CONFIG = TrainConfig(
+    num_replicas=8,
+    num_steps=NUM_STEPS,
+    model=ModelConfig(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=64),
+    # Adam's eps bounds what it makes of a rounding error in a gradient that is almost zero: lr / eps times as much.
+    inner=InnerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=1, eps=1e-4),
+    outer=OuterConfig(sync_every=SYNC_EVERY),
+    data=DataConfig(sequence_length=16, batch_size=2),
+)
+
+
+class Run(NamedTuple):
+    losses: np.ndarray  # (steps, N)
+    grad_norms: np.ndarray  # (steps, N)
+    params: list[dict]  # after every step and the outer step that may follow it
+    perplexities: np.ndarray  # summed loss and labels of every replica, (2, N)
+
+
+def batches() -> Iterator[dict[str, np.ndarray]]:
+    """Different sequences for every replica and step."""
+    data, rng = CONFIG.data, np.random.default_rng(0)
+    while True:
+        shape = (CONFIG.num_replicas, data.batch_size, data.sequence_length + 1)
+        tokens = rng.integers(0, CONFIG.model.vocab_size, shape, dtype=np.int32)
+        yield {"input_ids": tokens[..., :-1], "labels": tokens[..., 1:]}
+
+
+def train(method: str, mesh: MeshConfig) -> Run:
+    config = dataclasses.replace(CONFIG, method=method, mesh=mesh)
+    sizes = [size for size in dataclasses.asdict(mesh).values() if isinstance(size, int)]
+    devices = jax.devices()[: int(np.prod(sizes))]
+    with jax.numpy_rank_promotion("allow"):
+        programs = compile_ahead(build_programs(config, make_mesh(config, devices)), OPTIONS)
+    params, inner, outer = programs.init(jax.random.key(config.seed))
+    losses, grad_norms, history = [], [], []
+    stream = batches()
+    for step in range(1, NUM_STEPS + 1):
+        batch = global_batch(dict(enumerate(_rows(next(stream)))), programs.batch)
+        params, inner, metrics = programs.inner_step(params, inner, batch, np.int32(step))
+        if programs.outer_step is not None and step % SYNC_EVERY == 0:
+            params, outer = programs.outer_step(params, outer, np.int32(step))
+        losses.append(metrics.loss)
+        grad_norms.append(metrics.grad_norm)
+        history.append(jax.tree.map(np.array, params))
+    held_out = global_batch(dict(enumerate(_rows(next(stream)))), programs.batch)
+    evaluation = jax.device_get(programs.evaluate(params, held_out))
+    return Run(np.stack(losses), np.stack(grad_norms), history, np.stack(evaluation))
+
+
+def _rows(batch: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    return [{name: x[i] for name, x in batch.items()} for i in range(CONFIG.num_replicas)]
+
+
+@pytest.fixture(scope="module")
+def virtual() -> dict[str, Run]:
+    return {}
+
+
+LAYOUTS = [
+    ("noloco", MeshConfig(replica=8)),
+    ("noloco", MeshConfig(replica=4)),
+    ("noloco", MeshConfig(replica=4, fsdp=2)),
+    ("noloco", MeshConfig(replica=4, tensor=2)),
+    ("diloco", MeshConfig(replica=4, fsdp=2)),
+    ("ddp", MeshConfig(replica=4, fsdp=2)),
+    ("local", MeshConfig(replica=4)),
+]
+
+
+@pytest.mark.parametrize(("method", "mesh"), LAYOUTS, ids=lambda x: x if isinstance(x, str) else _name(x))
+def test_a_layout_agrees_with_virtual_replicas_step_by_step(virtual, method, mesh):
+    if method not in virtual:
+        virtual[method] = train(method, VIRTUAL)
+    expected, actual = virtual[method], train(method, mesh)
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=2e-6)
+    np.testing.assert_allclose(actual.grad_norms, expected.grad_norms, rtol=1e-5)
+    for mine, theirs in zip(actual.params, expected.params, strict=True):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6), mine, theirs)
+    np.testing.assert_allclose(actual.perplexities, expected.perplexities, rtol=1e-6)
+
+
+def _name(mesh: MeshConfig) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in dataclasses.asdict(mesh).items() if size not in (1, "random"))

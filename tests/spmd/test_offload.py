@@ -1,0 +1,53 @@
+"""Slow weights and outer momentum in host memory: the same run, and nothing of them on the device in between."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from noloco_jax.config.fields import DataConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
+from noloco_jax.spmd.compile import compile_ahead
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.offload import offload, park
+from noloco_jax.spmd.programs import build_programs
+from support import processes
+
+CONFIG = TrainConfig(
+    method="noloco",
+    num_replicas=4,
+    model=ModelConfig(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=2, vocab_size=32),
+    outer=OuterConfig(offload=True),
+    data=DataConfig(sequence_length=8, batch_size=2),
+    mesh=MeshConfig(replica=2),
+)
+
+
+def test_the_outer_state_is_in_host_memory_between_outer_steps():
+    programs = offload(compile_ahead(build_programs(CONFIG, make_mesh(CONFIG, jax.devices()[:2]))))
+    params, _, outer = park(programs, programs.init(jax.random.key(0)))
+    for step in (50, 100):
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(outer)} == {"pinned_host"}
+        assert programs.outer_step is not None
+        read = outer
+        params, outer = programs.outer_step(params, read, np.int32(step))
+        assert all(x.is_deleted() for x in jax.tree.leaves(read))  # or the host would hold it twice
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(params)} == {jax.devices()[0].default_memory().kind}
+
+
+@pytest.mark.timeout(900)
+def test_an_offloaded_run_that_is_continued_is_bitwise_the_run_on_the_device(config):
+    on_device = processes.trained(config, "on_device")
+    workdir = processes.trained(config, "offloaded", "--config.outer.offload=True", "--config.num_steps=24")
+    assert processes.metrics(workdir) == processes.metrics(on_device)
+    mine, theirs = processes.weights(workdir), processes.weights(on_device)
+    for name in theirs:
+        np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
+
+
+def test_a_method_without_outer_state_has_none_to_offload():
+    from noloco_jax.config.checks import validate
+    from noloco_jax.errors import UserError
+
+    with pytest.raises(UserError, match=r"outer\.offload=True and method='local' has no outer state"):
+        validate(dataclasses.replace(CONFIG, method="local"))

@@ -1,0 +1,230 @@
+"""Pipeline stages with routing between replicas, on one device and on eight."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from noloco_jax.config.fields import from_dict
+from noloco_jax.errors import UserError
+from noloco_jax.model.llama import embed, head_kernel, init_params, logits, rms_norm, run_layers
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import build_programs
+from noloco_jax.spmd.routing import draw_routes, route_pool
+from noloco_jax.spmd.stages import cut, map_params, uncut
+
+N, B, T, V = 4, 4, 8, 32
+
+
+def run_config(num_stages=2, routing="random", num_microbatches=2, remat="none", **mesh):
+    return from_dict(
+        {
+            "num_replicas": N,
+            "num_microbatches": num_microbatches,
+            "num_steps": 20,
+            "model": {
+                "vocab_size": V,
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "num_layers": 4,
+                "num_heads": 2,
+                "num_kv_heads": 2,
+                "remat": remat,
+            },
+            "mesh": {"stage": num_stages, "routing": routing, **mesh},
+            "inner": {"warmup_steps": 0, "lr": 1e-2, "eps": 1e-3},  # well above rounding, which Adam would blow up
+            "outer": {"sync_every": 2},
+            "data": {"batch_size": B, "sequence_length": T},
+        }
+    )
+
+
+@functools.cache
+def batches(num_steps):
+    rng = np.random.default_rng(0)
+    made = []
+    for _ in range(num_steps):
+        ids_NBT = rng.integers(0, V, (N, B, T + 1), dtype=np.int32)
+        labels_NBT = ids_NBT[..., 1:].copy()
+        labels_NBT[0, 1, 3:] = -100  # replicas with other numbers of labels
+        labels_NBT[2, :, 6:] = -100
+        made.append({"input_ids": ids_NBT[..., :-1].copy(), "labels": labels_NBT})
+    return made
+
+
+@functools.cache
+def trajectory(config, num_devices, num_steps=4):
+    """Losses (steps, N) and gradient norms of a run with an outer step after every second step, weights, evaluation."""
+    programs = build_programs(config, make_mesh(config, jax.devices()[:num_devices]))
+    assert programs.outer_step is not None
+    params, inner, outer = programs.init(jax.random.key(0))
+    losses, norms = [], []
+    for step, batch in enumerate(batches(num_steps), start=1):
+        batch = {name: jax.device_put(x, programs.batch[name].sharding) for name, x in batch.items()}
+        params, inner, metrics = programs.inner_step(params, inner, batch, jnp.int32(step))
+        losses.append(np.asarray(metrics.loss))
+        norms.append(np.asarray(metrics.grad_norm))
+        if step % 2 == 0:
+            params, outer = programs.outer_step(params, outer, jnp.int32(step))
+    evaluation = jax.tree.map(np.asarray, programs.evaluate(params, batch))
+    return np.array(losses), np.array(norms), jax.tree.map(np.asarray, uncut(params)), evaluation
+
+
+def assert_same_run(one, other):
+    for mine, theirs in zip(one, other, strict=True):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5), mine, theirs)
+
+
+LAYOUTS = {
+    "two stages on one device": (run_config(2, "fixed"), 1),
+    "4 replicas x 2 stages": (run_config(2, "fixed"), 8),
+    "two replicas a device": (run_config(4, "fixed", 4, replica=2), 8),
+    "2 replicas x 2 stages x fsdp 2": (run_config(2, "fixed", replica=2, fsdp=2), 8),
+    "2 replicas x 2 stages x tensor 2": (run_config(2, "fixed", replica=2, tensor=2), 8),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fixed_routing_equals_the_model_that_is_not_cut(layout):
+    assert_same_run(trajectory(*LAYOUTS[layout]), trajectory(run_config(1, "fixed", 1), 1))
+
+
+def pick(tree, *index):
+    return jax.tree.map(lambda x: x[index], tree)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.value_and_grad, argnums=1)
+def push(model, route, batch, weight):
+    """The weighted loss of one micro-batch through the parameters of the replicas on its route."""
+    h_BTD = embed(model, route, batch["input_ids"])
+    for blocks in route["blocks"]:
+        h_BTD = run_layers(model, blocks, h_BTD)
+    log_p_BTV = jax.nn.log_softmax(rms_norm(h_BTD, route["norm"], model.norm_eps) @ head_kernel(route))
+    nll_BT = -jnp.take_along_axis(log_p_BTV, jnp.maximum(batch["labels"], 0)[..., None], axis=-1)[..., 0]
+    return weight * jnp.sum(nll_BT * (batch["labels"] != -100))
+
+
+def oracle(config, params, batch, step):
+    """Each replica's loss and gradient norm, micro-batches pushed one by one through the replicas on their route."""
+    num_stages, model = config.mesh.stage, config.model
+    pool = route_pool(N, num_stages, config.seed, config.mesh.routing)
+    routes = draw_routes(len(pool), config.num_microbatches + num_stages - 1, config.seed, step)
+    rows, layers = B // config.num_microbatches, model.num_layers // num_stages
+    gradients = jax.tree.map(lambda x: np.zeros((N, *x.shape)), params)
+    losses = np.zeros(N)
+    for source in range(N):
+        weight = 1 / (batch["labels"][source] != -100).sum()
+        for m in range(config.num_microbatches):
+            replicas = [source]
+            for stage in range(num_stages - 1):
+                replicas.append(int(pool[routes[m + stage], stage, replicas[-1]]))
+            stages = [slice(stage * layers, (stage + 1) * layers) for stage in range(num_stages)]
+            # Every replica starts from the same weights: which one it is shows in where the gradient goes.
+            route = params | {"blocks": [pick(params["blocks"], chosen) for chosen in stages]}
+            loss, gradient = push(model, route, pick(batch, source, slice(m * rows, (m + 1) * rows)), weight)
+            losses[replicas[-1]] += loss
+            gradients["embed"][replicas[0]] += gradient["embed"]
+            for name in ("norm", "head"):
+                gradients[name][replicas[-1]] += gradient[name]
+            for name, total in gradients["blocks"].items():
+                for replica, chosen, part in zip(replicas, stages, gradient["blocks"], strict=True):
+                    total[replica, chosen] += part[name]
+    squares = [np.square(g.reshape(N, -1)).sum(axis=1) for g in jax.tree.leaves(gradients)]
+    return losses, np.sqrt(sum(squares))
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 2), (4, 4)])
+def test_random_routing_equals_the_one_by_one_oracle(num_stages, num_microbatches):
+    config = run_config(num_stages, "random", num_microbatches)
+    losses, norms, _, _ = trajectory(config, 1)
+    params = init_params(config.model, jax.random.key(0))
+    expected_losses, expected_norms = oracle(config, params, batches(4)[0], jnp.int32(1))
+    np.testing.assert_allclose(losses[0], expected_losses, rtol=1e-5)
+    np.testing.assert_allclose(norms[0], expected_norms, rtol=1e-5)
+
+
+RANDOM_LAYOUTS = {
+    "4 replicas x 2 stages": (run_config(2), 8, run_config(2)),
+    "two replicas a device": (run_config(2, replica=2), 4, run_config(2)),
+    "a stage computed again": (run_config(2, replica=1, remat="stage"), 2, run_config(2)),
+    "2 replicas x 4 stages": (run_config(4, num_microbatches=4, replica=2), 8, run_config(4, num_microbatches=4)),
+}
+
+
+@pytest.mark.parametrize("layout", RANDOM_LAYOUTS)
+def test_random_routing_does_not_depend_on_the_devices(layout):
+    config, num_devices, virtual = RANDOM_LAYOUTS[layout]
+    assert_same_run(trajectory(config, num_devices), trajectory(virtual, 1))
+
+
+def test_random_routing_is_not_fixed_routing():
+    random, fixed = trajectory(run_config(2), 1), trajectory(run_config(2, "fixed"), 1)
+    assert np.abs(random[0][1:] - fixed[0][1:]).max() > 1e-3
+
+
+def test_evaluation_takes_fixed_routes():
+    config = run_config(2)
+    _, _, params, (nll_N, tokens_N) = trajectory(config, 8)
+    batch = batches(4)[-1]
+    for i in range(N):
+        log_p_BTV = jax.nn.log_softmax(logits(config.model, pick(params, i), batch["input_ids"][i]))
+        nll_BT = -jnp.take_along_axis(log_p_BTV, np.maximum(batch["labels"][i], 0)[..., None], axis=-1)[..., 0]
+        live_BT = batch["labels"][i] != -100
+        np.testing.assert_allclose(nll_N[i], jnp.sum(nll_BT * live_BT), rtol=1e-4)
+        assert tokens_N[i] == live_BT.sum()
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_the_heads_gradient_is_not_kept_for_every_microbatch(num_devices):
+    def temporaries(num_microbatches: int) -> int:
+        config = run_config(2, num_microbatches=num_microbatches, remat="stage")
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=16384))
+        programs = build_programs(config, make_mesh(config, jax.devices()[:num_devices]))
+        step = jax.ShapeDtypeStruct((), jnp.int32)
+        lowered = programs.inner_step.lower(programs.state.params, programs.state.inner, programs.batch, step)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    gradient = 4 * 16384 * run_config(2).model.hidden_size * (N if num_devices == 1 else 1)
+    assert temporaries(4) < temporaries(1) + gradient
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_cutting_into_stages_and_back_changes_nothing(num_stages):
+    params = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), init_params(run_config(1, "fixed").model, jax.random.key(1)))
+    state = {"moments": (params, 3), "weights": params}
+    back = map_params(uncut, map_params(lambda p: cut(p, num_stages), state))
+    jax.tree.map(np.testing.assert_array_equal, back, state)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_stages": 3}, ["model.num_layers=4", "mesh.stage=3"]),
+        ({"num_microbatches": 3}, ["data.batch_size=4", "num_microbatches=3"]),
+        ({"num_stages": 1, "remat": "stage"}, ["model.remat", "mesh.stage=1"]),
+        ({"fsdp": 4, "num_microbatches": 2}, ["micro-batches of 2", "mesh.fsdp=4"]),
+        ({"fsdp": 2, "tensor": 2}, ["mesh.stage=2", "mesh.fsdp=2", "mesh.tensor=2"]),
+    ],
+)
+def test_stages_that_do_not_fit_are_an_error_that_names_both_numbers(changes, words):
+    with pytest.raises(UserError) as error:
+        make_mesh(run_config(**changes), jax.devices())
+    assert all(word in str(error.value) for word in words)
+
+
+def test_tied_embeddings_with_stages_are_an_error():
+    config = run_config(2)
+    values = dataclasses.asdict(config)
+    values["model"]["tie_embeddings"] = True
+    with pytest.raises(UserError, match="tie_embeddings"):
+        from_dict(values)
+
+
+def test_random_routing_of_one_replica_is_an_error():
+    values = dataclasses.asdict(run_config(2)) | {"num_replicas": 1, "method": "local"}
+    with pytest.raises(UserError, match="routing"):
+        from_dict(values)

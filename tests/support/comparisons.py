@@ -1,0 +1,84 @@
+"""Comparisons of small runs, and what the runs leave, for the tests of `compare`."""
+
+from pathlib import Path
+
+from noloco_jax.compare.plan import Run, make_plan, parse_settings, parse_vary
+from noloco_jax.config.fields import save_config
+from noloco_jax.run.metrics import MetricWriter
+from noloco_jax.spmd.inner import learning_rates
+
+METHODS = ["ddp", "diloco", "noloco", "local"]
+CONFIG = """
+from ml_collections import ConfigDict
+
+
+def get_config(method="noloco"):
+    config = ConfigDict({{
+        "method": method, "num_steps": 40, "eval_every": 4, "num_replicas": 4, "seed": 7,
+        "model": {{"hidden_size": 8, "intermediate_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1}},
+        "inner": {{"lr": 1e-2, "warmup_steps": 8}},
+        "outer": {{"sync_every": 4, "lr": 0.6, "momentum": 0.4}},
+        "data": {{"path": {data!r}, "sequence_length": 16, "batch_size": 2}},
+    }})
+    config.inner.min_lr = config.inner.get_oneway_ref("lr") / 10
+    return config
+"""
+# embedding and head, norms, attention (q, k, v, o), the MLP's three
+NUM_PARAMS = 2 * 259 * 8 + (2 * 2 + 1) * 8 + 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8) + 2 * 3 * 8 * 16
+
+
+def write_config(folder: Path) -> str:
+    """Writes a small configuration and its data into a folder; returns its file."""
+    (folder / "data").mkdir()
+    for number in range(100):
+        (folder / "data" / f"{number:03}.txt").write_text("a few words " * 9)
+    path = folder / "config.py"
+    path.write_text(CONFIG.format(data=str(folder / "data")))
+    return str(path)
+
+
+def plan_of(config_file: str, *overrides: str, methods=METHODS, seeds=1, vary=None, settings=()) -> list[Run]:
+    return make_plan(
+        config_file,
+        overrides,
+        methods,
+        seeds,
+        parse_vary(vary) if vary else None,
+        parse_settings(settings, methods),
+    )
+
+
+def only(runs: list[Run], method: str) -> Run:
+    (run,) = (run for run in runs if run.method == method)
+    return run
+
+
+def train(run: Run, workdir: Path, perplexity: float, merged: float = 5.0, spread=lambda lr: 0.1 * lr, steps=None):
+    """What a run of the trainer leaves: its last evaluation has the perplexities, the others more."""
+    save_config(run.config, workdir / run.name)
+    writer = MetricWriter(workdir / run.name, resume_step=None, tensorboard=False)
+    lr = learning_rates(run.config)
+    for step in range(4, (steps or run.config.num_steps) + 1, 4):
+        excess = (run.config.num_steps - step) / 4
+        writer.write(
+            step,
+            "eval",
+            perplexity=perplexity + excess,
+            perplexity_replicas=[perplexity + excess] * run.config.num_replicas,
+            perplexity_merged=merged + excess,
+            replica_spread=float(spread(lr[step - 1])),
+        )
+    writer.close()
+
+
+def arguments(config_file: str, workdir: Path, *others: str) -> list[str]:
+    return [f"--config={config_file}", f"--workdir={workdir}", *others]
+
+
+def finished(config_file: str, workdir: Path, **settings) -> list[Run]:
+    """Plans runs and writes what each leaves at its end."""
+    runs = plan_of(config_file, **settings)
+    for number, run in enumerate(runs):
+        equal = run.method == "ddp"
+        train(run, workdir, 5.0 + number, spread=lambda lr, equal=equal: 1e-10 if equal else 0.1 * lr)
+    return runs

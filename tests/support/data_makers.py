@@ -1,0 +1,126 @@
+"""Small data sets for the data tests, and ways to read streams to the end of an epoch."""
+
+import gzip
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from noloco_jax.config.fields import DataConfig
+from noloco_jax.data import Stream, train_stream
+from noloco_jax.data.lanes import Cursor, Walker
+from noloco_jax.data.sources import open_source
+
+
+class CountingTokenizer:
+    """The text "17 3" becomes the ids 17, 18, 19: every token of a test's data set can be an id of its own."""
+
+    name = "counting"
+    vocab_size = 1_000_000
+    bos_id: int | None = 900_000
+    eos_id: int | None = 900_001
+
+    def encode(self, text: str) -> np.ndarray:
+        first, count = map(int, text.split())
+        return np.arange(first, first + count, dtype=np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return f"{ids[0]} {len(ids)}"
+
+
+def documents(count: int, seed: int = 0) -> list[tuple[int, int]]:
+    """(first id, tokens) of documents of 1 to 12 tokens, which together hold the ids 0, 1, 2, ..."""
+    lengths = np.random.default_rng(seed).integers(1, 13, count)
+    return list(zip((np.cumsum(lengths) - lengths).tolist(), lengths.tolist(), strict=True))
+
+
+def write_c4(folder: Path, shards: Iterable[Iterable[str]], split: str = "train") -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for number, texts in enumerate(shards):
+        paths.append(folder / f"c4-{split}.{number:05d}-of-99999.json.gz")
+        lines = [json.dumps({"text": text, "timestamp": "now", "url": "there"}) + "\n" for text in texts]
+        paths[-1].write_bytes(gzip.compress("".join(lines).encode()))
+    return paths
+
+
+def write_texts(folder: Path, texts: Iterable[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, text in enumerate(texts):
+        (folder / f"{number:05d}.txt").write_text(text)
+
+
+def write_rows(path: Path, columns: Mapping[str, Iterable[Any]], row_group_size: int = 2) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table(
+        {name: pa.array([list(row) for row in rows], pa.list_(pa.int32())) for name, rows in columns.items()}
+    )
+    pq.write_table(table, path, row_group_size=row_group_size)
+
+
+def write_counting(kind: str, folder: Path, count: int, files: int = 3) -> tuple[DataConfig, int]:
+    """A data set of one kind in which every token is an id of its own: (its config, number of tokens to train on).
+
+    Labels of Parquet rows are the id plus one.
+    """
+    spans = documents(count)
+    texts = [f"{first} {length}" for first, length in spans]
+    shares = [list(range(k * count // files, (k + 1) * count // files)) for k in range(files)]
+    if kind == "c4":
+        write_c4(folder, [[texts[k] for k in share] for share in shares])
+        write_c4(folder, [["5 5"]], "validation")
+    elif kind == "text":
+        write_texts(folder, texts)
+    else:
+        for number, share in enumerate(shares):
+            rows = [range(spans[k][0], sum(spans[k])) for k in share]
+            labels = [[token + 1 for token in row] for row in rows]
+            write_rows(folder / f"{number}.parquet", {"input_ids": list(rows), "label": labels})
+    apart = folder.parent / f"{folder.name}-validation"
+    if kind == "text":
+        write_texts(apart, ["5 5"])
+    elif kind == "parquet":
+        write_rows(apart / "0.parquet", {"input_ids": [[5, 6]], "label": [[6, 7]]})
+    config = DataConfig(
+        kind=kind,
+        path=str(folder),
+        validation_path="" if kind == "c4" else str(apart),
+        add_bos=False,
+        add_eos=False,
+        sequence_length=3,
+        batch_size=2,
+        shuffle_buffer=4,
+    )
+    return config, sum(spans[-1])
+
+
+def open_streams(config: DataConfig, num_replicas: int, tokenizer: Any = None, seed: int = 0) -> list[Stream]:
+    tokenizer = CountingTokenizer() if tokenizer is None else tokenizer
+    return [
+        train_stream(config, tokenizer, replica=replica, num_replicas=num_replicas, seed=seed)
+        for replica in range(num_replicas)
+    ]
+
+
+def standing_before(config: DataConfig, state: dict[str, Any]) -> dict[str, Any]:
+    """`state` with its first part at a document that exists; parts may have come to their end when they were dealt."""
+    source = open_source(config, CountingTokenizer(), validation=False, seed=0, vocab_size=None)
+    walker = Walker(source, state["replica"], state["num_replicas"], Cursor.from_json(state))
+    cursor, _ = walker.next()
+    walker.close()
+    return state | cursor.to_json()
+
+
+def read_through(stream: Stream, epoch: int) -> list[int]:
+    """The input ids up to the end of an epoch, of a stream with one token a batch: its state tells the very end."""
+    ids = []
+    while stream.get_state()["parts"][0][0] <= epoch:
+        ids.append(int(next(stream)["input_ids"][0, 0]))
+    return ids

@@ -1,0 +1,90 @@
+"""The three places where replicas can live, for tests: slots of one device, devices, or slots of several devices."""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from noloco_jax.exchange.group import AxisName
+from noloco_jax.outer.transform import OuterState
+
+PyTree = Any
+Layout = int | tuple[int, int]  # N slots of one device, or (devices D, slots L of each)
+
+
+def axis_of(layout: Layout) -> AxisName:
+    """The `axis_name` of the layout: a vmap axis, a mesh axis, or the pair."""
+    return "replica" if isinstance(layout, int) or layout[1] == 1 else ("replica", "slot")
+
+
+def mesh_of(num_devices: int) -> jax.sharding.Mesh:
+    return jax.make_mesh((num_devices,), ("replica",), (AxisType.Auto,), devices=jax.devices()[:num_devices])
+
+
+def over_replicas(fn: Callable[..., PyTree], layout: Layout) -> Callable[..., PyTree]:
+    """`fn` of one replica as a function of stacked trees, replicas leading."""
+    if isinstance(layout, int):
+        return jax.vmap(fn, axis_name="replica", axis_size=layout)
+    num_devices, num_slots = layout
+    if num_slots > 1:
+        block, check_vma = jax.vmap(fn, axis_name="slot", axis_size=num_slots), False
+    else:
+
+        def block(*trees: PyTree) -> PyTree:
+            result = fn(*jax.tree.map(lambda x: x[0], trees))
+            return jax.tree.map(lambda x: x[None], result)
+
+        check_vma = True
+    specs = {"in_specs": P("replica"), "out_specs": P("replica"), "check_vma": check_vma}
+    return jax.shard_map(block, mesh=mesh_of(num_devices), **specs)
+
+
+def random_tree(seed: int, num_replicas: int) -> dict[str, np.ndarray]:
+    """A small model's float32 arrays, with a scalar among them."""
+    rng = np.random.default_rng(seed)
+    shapes = {"matrix": (3, 4), "scalar": ()}
+    return {name: rng.normal(size=(num_replicas, *shape)).astype(np.float32) for name, shape in shapes.items()}
+
+
+def state_at_start(num_replicas: int, slow: PyTree, momentum: PyTree) -> Any:
+    """An `OuterState` of stacked numpy arrays before the first inner step."""
+    count: Any = np.zeros(num_replicas, np.int32)
+    return OuterState(count, slow, momentum)
+
+
+def assert_trees_close(actual: PyTree, expected: PyTree, rtol: float = 1e-6, atol: float = 1e-6) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), actual, expected)
+
+
+def unconditional(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """The equations that a program runs whatever its predicates say: into its calls, not into its conditionals."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if eqn.primitive.name != "cond":
+            for inner in core.jaxprs_in_params(eqn.params):
+                yield from unconditional(inner)
+
+
+def compiled(fn: Callable[..., PyTree], *args: PyTree) -> str:
+    """The compiled program of `fn`, as text."""
+    text = jax.jit(fn).lower(*args).compile().as_text()
+    assert text
+    return text
+
+
+def messages(hlo: str) -> list[int]:
+    """Elements of every collective-permute of a compiled program, each counted once."""
+    shapes = re.findall(r"= \(?f32\[([\d,]*)\][^=]* collective-permute(?:-start)?\(", hlo)
+    return [math.prod(int(d) for d in dims.split(",") if d) for dims in shapes]
+
+
+def other_collectives(hlo: str) -> set[str]:
+    """The collectives, other than collective-permute, of a compiled program."""
+    names = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-broadcast|ragged-all-to-all"
+    return set(re.findall(rf"\b({names})(?:-start)?\(", hlo))

@@ -1,0 +1,31 @@
+"""Parameters and runs for tests, made without compiling anything."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from noloco_jax.config.fields import ModelConfig, TrainConfig, save_config
+from noloco_jax.model import llama
+from noloco_jax.run.checkpoint import Checkpointer
+from noloco_jax.spmd.programs import TrainState
+
+
+def random_params(config: ModelConfig, scale: float = 1.0) -> llama.Params:
+    """Numpy parameters, normal with deviation `scale`."""
+    shapes = llama.param_shapes(config)
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: (scale * rng.standard_normal(x.shape, np.float32)).astype(x.dtype), shapes)
+
+
+def make_run(workdir: Path, config: TrainConfig) -> list[llama.Params]:
+    """Writes a run of one checkpoint, as the trainer does; returns each replica's parameters."""
+    replicas = [jax.tree.map(lambda leaf, by=by: leaf * by, random_params(config.model)) for by in (1, 3, -2, 6)]
+    replicas = replicas[: config.num_replicas]
+    save_config(config, workdir)
+    checkpointer = Checkpointer(workdir, config)
+    params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *replicas)
+    checkpointer.save(7, TrainState(params=params, inner={"count": jnp.zeros(len(replicas))}, outer=None), {0: {}})
+    checkpointer.close()
+    return replicas

@@ -1,0 +1,195 @@
+"""Runs of the trainer in real processes, for tests: small, on the CPU, and quick to compile a second time."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from noloco_jax.config.fields import load_saved
+from noloco_jax.run.checkpoint import Checkpointer
+from support.paths import ROOT
+
+PATIENCE = 600  # seconds: cores may be few and busy
+TIMINGS = ("tokens_per_second", "outer_step_seconds")
+
+CONFIG = """
+from ml_collections import ConfigDict
+
+
+def get_config():
+    return ConfigDict({{
+        "num_replicas": 4, "num_steps": 24, "eval_every": 12, "eval_batches": 2, "log_every": 1, "checkpoint_every": 4,
+        "model": {{"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}},
+        "inner": {{"lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 2, "eps": 1e-4}},
+        "outer": {{"sync_every": 4}},
+        "data": {{"kind": "text", "path": {data!r}, "validation_path": {held_out!r}, "sequence_length": 32,
+                  "batch_size": 2, "shuffle_buffer": 16}},
+    }})
+"""
+
+
+def write_config(folder: Path) -> Path:
+    """A configuration of a small run, on a few files of this project's own text."""
+    lines = (ROOT / "noloco_jax/data/lanes.py").read_text().splitlines(keepends=True)
+    (folder / "data").mkdir(parents=True)
+    (folder / "held_out").mkdir()
+    for number in range(16):
+        (folder / "data" / f"{number:02}.txt").write_text("".join(lines[8 * number : 8 * number + 40]))
+    (folder / "held_out/text.txt").write_text("".join(lines[150:]))
+    path = folder / "config.py"
+    path.write_text(CONFIG.format(data=str(folder / "data"), held_out=str(folder / "held_out")))
+    return path
+
+
+def environment(config: Path, devices: int = 1) -> dict[str, str]:
+    """Of the processes of a run: so many CPU devices each, and programs kept beside the configuration."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "SLURM_"))}
+    return inherited | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}",
+        "JAX_COMPILATION_CACHE_DIR": str(config.parent / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def command(config: Path, workdir: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "noloco_jax.train", f"--config={config}", f"--workdir={workdir}", *arguments]
+
+
+def start(
+    config: Path, workdir: Path, *arguments: str, number: int = 1, devices: int = 1
+) -> list[subprocess.Popen[str]]:
+    """Starts the processes of a run, with so many devices each."""
+    place = {}
+    if number > 1:
+        place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(number)}
+    return [
+        subprocess.Popen(
+            command(config, workdir, *arguments),
+            env=environment(config, devices) | place | {"JAX_PROCESS_ID": str(process)},
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for process in range(number)
+    ]
+
+
+def finish(processes: Sequence[subprocess.Popen[str]], patience: float = PATIENCE) -> list[tuple[int, str]]:
+    """(exit status, output) of every process; none outlives this call."""
+    deadline = time.monotonic() + patience
+    results = []
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=max(deadline - time.monotonic(), 1))
+            results.append((process.returncode, output))
+    finally:
+        kill(processes)
+    return results
+
+
+def kill(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+    for process in processes:
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def run(config: Path, workdir: Path, *arguments: str, number: int = 1) -> list[tuple[int, str]]:
+    return finish(start(config, workdir, *arguments, number=number))
+
+
+def report(results: Sequence[tuple[int, str]]) -> str:
+    """What processes said, for a failing assertion; pytest would cut a list short."""
+    return "\n".join(f"exit status {status}:\n{output}" for status, output in results)
+
+
+def trained(config: Path, name: str, *arguments: str, number: int = 1, devices: int = 1) -> Path:
+    """The workdir, beside the configuration, of a run that comes to its end."""
+    workdir = config.parent / name
+    results = finish(start(config, workdir, *arguments, number=number, devices=devices))
+    assert [status for status, _ in results] == [0] * number, report(results)
+    return workdir
+
+
+def wait_until(
+    condition: Callable[[], bool], processes: Sequence[subprocess.Popen[str]], patience: float = 200
+) -> bool:
+    """Waits for a condition; False if a process ended without it. None outlives a failure."""
+    deadline = time.monotonic() + patience
+    try:
+        while not condition():
+            if any(process.poll() is not None for process in processes):
+                return condition()
+            assert time.monotonic() < deadline, "nothing happened"
+            time.sleep(0.002)
+    except BaseException:
+        kill(processes)
+        raise
+    return True
+
+
+def reached(workdir: Path, step: int) -> Callable[[], bool]:
+    """Whether the run has written metrics of a step."""
+    return lambda: any(line["step"] >= step for line in metrics(workdir))
+
+
+def metrics(workdir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """What a run has written, timings aside; a run that starts anew takes its file away for a moment."""
+    try:
+        lines = (workdir / name).read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        lines = []
+    entries = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [{name: value for name, value in entry.items() if name not in TIMINGS} for entry in entries]
+
+
+def weights(workdir: Path) -> dict[str, np.ndarray]:
+    """The fast weights of all replicas in the newest checkpoint."""
+    checkpoints = Checkpointer(workdir, load_saved(workdir), read_only=True)
+    step = checkpoints.latest_step()
+    assert step is not None
+    params = checkpoints.restore_params(step)
+    checkpoints.close()
+    return {jax.tree_util.keystr(path): np.array(x) for path, x in jax.tree.leaves_with_path(params)}
+
+
+def losses(workdir: Path, number: int = 1) -> np.ndarray:
+    """The mean loss of every step, of a run of so many processes, each with as many replicas as any other."""
+    files = ["metrics.jsonl", *(f"metrics.{process}.jsonl" for process in range(1, number))]
+    entries = [metrics(workdir, name) for name in files]
+    return np.mean([[line["loss"] for line in lines if line["kind"] == "train"] for lines in entries], axis=0)
+
+
+def assert_same_training(workdir: Path, other: Path) -> None:
+    """Weights and evaluations to float32 rounding."""
+    mine, theirs = weights(workdir), weights(other)
+    for name in theirs:
+        np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-4, atol=2e-5, err_msg=name)
+    mine, theirs = ([line for line in metrics(folder) if line["kind"] == "eval"] for folder in (workdir, other))
+    assert [line["step"] for line in mine] == [line["step"] for line in theirs]
+    for line, expected in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(line["perplexity_replicas"], expected["perplexity_replicas"], rtol=1e-5)
+        np.testing.assert_allclose(line["perplexity_merged"], expected["perplexity_merged"], rtol=1e-5)
+        np.testing.assert_allclose(line["replica_spread"], expected["replica_spread"], rtol=1e-3)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

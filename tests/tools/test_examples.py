@@ -1,0 +1,79 @@
+"""The examples learn, and their replicas agree closer after an outer step than before it."""
+
+import functools
+import re
+import runpy
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+
+import numpy as np
+import pytest
+
+from support.paths import ROOT
+
+SCRIPT = ROOT / "examples/mlp.py"
+STEPS, LEAST = 160, 0.9
+
+
+@functools.cache
+def example():
+    spec = spec_from_file_location("example_mlp", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def trained(inner):
+    return example().train(inner, steps=STEPS)
+
+
+inners = pytest.mark.parametrize("inner", ["adam", "muon"])
+
+
+def test_the_spirals_are_beyond_a_linear_classifier():
+    x, arm = example().spirals(np.random.default_rng(0), 4000)
+    x = np.column_stack([x, np.ones(len(x))])
+    weights, *_ = np.linalg.lstsq(x, 2 * arm - 1, rcond=None)
+    assert 0.4 < np.mean((x @ weights > 0) == arm) < 0.7
+
+
+@inners
+def test_every_replica_and_the_merged_model_beat_the_linear_classifier(inner):
+    replicas, merged, _ = trained(inner)
+    assert replicas.shape == (4,)
+    assert replicas.min() > LEAST and merged > LEAST
+
+
+@inners
+def test_replicas_differ_before_an_outer_step_and_agree_closer_after(inner):
+    *_, spreads = trained(inner)
+    every = example().SYNC_EVERY
+    before, after = np.array(spreads[every - 2 :: every]), np.array(spreads[every - 1 :: every])
+    assert len(before) == len(after) == STEPS // every
+    assert (before > 1e-6).all()
+    assert (after < before).all()
+    assert np.mean(after / before) < 0.85
+
+
+def test_muon_steps_the_matrices():
+    """Its steps are orthogonal where gradients are not: singular values of very different size come out alike."""
+    params = {"kernel": np.ones((3, 4), np.float32), "bias": np.ones(4, np.float32)}
+    grads = {
+        "kernel": np.eye(3, 4, dtype=np.float32) * np.array([4, 2, 1, 1], np.float32),
+        "bias": np.ones(4, np.float32),
+    }
+    muon = example().INNER["muon"]()
+    updates = muon.update(grads, muon.init(params), params)[0]
+    values = np.linalg.svd(np.asarray(updates["kernel"]), compute_uv=False)
+    assert values.min() > 0.5 * values.max()
+
+
+def test_the_example_runs_as_a_script(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--inner=adam"])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    output = capsys.readouterr().out
+    assert re.search(r"accuracy of each replica:( \d\.\d{3}){4}\n", output)
+    assert re.search(r"accuracy of the merged model: \d\.\d{3}\n", output)
+    assert re.search(r"spread before and after the last outer step: \S+ \S+\n", output)

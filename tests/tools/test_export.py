@@ -1,0 +1,138 @@
+"""`python -m noloco_jax.export` on a run's newest checkpoint."""
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from noloco_jax import export
+from noloco_jax.config.fields import DataConfig, ModelConfig, TrainConfig, from_dict
+from noloco_jax.errors import UserError
+from noloco_jax.model.huggingface import config_from_folder, load_params
+from noloco_jax.run.checkpoint import load_for_export
+from support.model_makers import make_run
+from support.paths import SHARED
+
+TOKENIZER = SHARED / "data" / "tokenizers" / "c4_bpe_4096"
+
+CONFIG = TrainConfig(
+    num_replicas=3,
+    model=ModelConfig(hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2),
+    data=DataConfig(sequence_length=128),
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("run")
+    return workdir, make_run(workdir, CONFIG)
+
+
+def exported(folder):
+    config = from_dict({"model": config_from_folder(folder)}).model
+    assert config == CONFIG.model
+    return load_params(folder, config)
+
+
+def test_the_merged_model_is_the_mean_of_the_replicas(run, tmp_path, capsys):
+    workdir, replicas = run
+    for number, flags in enumerate([[], ["--merged"]]):
+        assert export.main([f"--workdir={workdir}", f"--out={tmp_path / str(number)}", *flags]) == 0
+        mean = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *replicas)
+        assert_close = functools.partial(np.testing.assert_allclose, atol=1e-6)
+        jax.tree.map(assert_close, exported(tmp_path / str(number)), mean)
+        assert "the mean of all replicas" in capsys.readouterr().out
+
+
+def test_a_chosen_replica_is_exported_bit_for_bit(run, tmp_path):
+    workdir, replicas = run
+    export.main([f"--workdir={workdir}", f"--out={tmp_path / 'out'}", "--replica=1"])
+    jax.tree.map(np.testing.assert_array_equal, exported(tmp_path / "out"), replicas[1])
+
+
+@pytest.mark.parametrize("replica", [None, 1])
+def test_a_loaded_model_holds_on_to_no_other_replica(run, replica):
+    for leaf in jax.tree.leaves(load_for_export(run[0], replica)[1]):
+        assert (leaf if leaf.base is None else leaf.base).nbytes == leaf.nbytes
+
+
+def test_weights_that_cannot_be_read_are_refused(run, tmp_path):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(run[0], damaged)
+    for path in damaged.glob("checkpoints/*/state/**/d/*"):
+        path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"checkpoints/\d+ is not whole \("):
+        load_for_export(damaged)
+
+
+def test_no_accelerator_is_touched(run, tmp_path):
+    command = [sys.executable, "-m", "noloco_jax.export", f"--workdir={run[0]}", f"--out={tmp_path / 'out'}"]
+    # What jax does not know it refuses as soon as it looks for devices.
+    environment = os.environ | {"JAX_PLATFORMS": "no_such_platform"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_byte_model_is_exported_without_tokenizer_and_says_so(run, tmp_path, capsys):
+    export.main([f"--workdir={run[0]}", f"--out={tmp_path / 'out'}"])
+    assert "no tokenizer files" in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors"}
+
+
+@pytest.mark.skipif(not TOKENIZER.is_dir(), reason="the tokenizer of ../shared is not here")
+def test_transformers_finds_model_config_and_tokenizer_of_a_run(tmp_path):
+    model = dataclasses.replace(CONFIG.model, vocab_size=4096)
+    data = dataclasses.replace(CONFIG.data, tokenizer=str(TOKENIZER))
+    make_run(tmp_path / "run", dataclasses.replace(CONFIG, model=model, data=data))
+    export.main([f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"])
+    from transformers import AutoConfig, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    given = AutoTokenizer.from_pretrained(TOKENIZER)
+    assert (config.vocab_size, config.max_position_embeddings) == (4096, 128)
+    assert (config.bos_token_id, config.eos_token_id) == (given.bos_token_id, given.eos_token_id)
+    assert tokenizer("A day at sea.")["input_ids"] == given("A day at sea.")["input_ids"]
+
+
+@pytest.mark.skipif(not TOKENIZER.is_dir(), reason="the tokenizer of ../shared is not here")
+def test_a_tokenizer_in_the_home_folder_is_exported(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(TOKENIZER.parent))
+    model = dataclasses.replace(CONFIG.model, vocab_size=4096)
+    data = dataclasses.replace(CONFIG.data, tokenizer=f"~/{TOKENIZER.name}")
+    make_run(tmp_path / "run", dataclasses.replace(CONFIG, model=model, data=data))
+    export.main([f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"])
+    written, given = (json.loads((folder / "tokenizer.json").read_text()) for folder in (tmp_path / "out", TOKENIZER))
+    assert written["model"]["vocab"] == given["model"]["vocab"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--replica=3"], "replica 3 does not exist: the run has 0 to 2"),
+        (["--replica=1", "--merged"], "not allowed with argument"),
+        (["--workdir=nowhere"], r"nowhere/config\.json is not there"),
+        (["--out=tests"], "tests already holds something"),
+        (["--replicas=1"], "did you mean '--replica'"),
+    ],
+)
+def test_wrong_flags_are_refused_in_one_line(run, tmp_path, flags, message):
+    with pytest.raises(UserError, match=message) as caught:
+        export.main([f"--workdir={run[0]}", f"--out={tmp_path / 'out'}", *flags])
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_exits_with_2_and_one_line_of_error(tmp_path):
+    command = [sys.executable, "-m", "noloco_jax.export", f"--workdir={tmp_path}", f"--out={tmp_path / 'out'}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

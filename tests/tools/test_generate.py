@@ -1,0 +1,126 @@
+"""`python -m noloco_jax.generate` from a run and from a Hugging Face folder."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from noloco_jax import generate
+from noloco_jax.config.fields import DataConfig, ModelConfig, TrainConfig
+from noloco_jax.data import ByteTokenizer
+from noloco_jax.errors import UserError
+from noloco_jax.model import decode
+from noloco_jax.model.huggingface import save_folder
+from support.model_makers import make_run, random_params
+from support.paths import SHARED
+
+TOKENIZER = SHARED / "data" / "tokenizers" / "c4_bpe_4096"
+
+CONFIG = TrainConfig(
+    num_replicas=2,
+    model=ModelConfig(hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2),
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("run")
+    return workdir, make_run(workdir, CONFIG)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("folder") / "model"
+    save_folder(folder, random_params(CONFIG.model), CONFIG.model, max_position_embeddings=64)
+    return folder
+
+
+def printed(capsys, *flags):
+    assert generate.main(list(flags)) == 0
+    return capsys.readouterr().out.removesuffix("\n")
+
+
+def continuation(params, text, **kwargs):
+    prompt_BP = np.array([[256, *text.encode()]])
+    ids_BS = decode.generate(CONFIG.model, params, prompt_BP, max_new_tokens=9, eos_id=257, **kwargs)
+    return ByteTokenizer().decode(np.asarray(ids_BS)[0])
+
+
+def test_a_replica_of_a_run_continues_the_prompt(run, capsys):
+    workdir, replicas = run
+    for replica, params in enumerate(replicas):
+        text = printed(capsys, f"--workdir={workdir}", f"--replica={replica}", "--prompt=def f", "--max_new_tokens=9")
+        assert text == continuation(params, "def f") and text.startswith("def f")
+
+
+def test_without_a_replica_the_mean_of_all_continues_the_prompt(run, capsys):
+    workdir, replicas = run
+    mean = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *replicas)
+    text = printed(capsys, f"--workdir={workdir}", "--prompt=def f", "--max_new_tokens=9")
+    assert text == continuation(mean, "def f")
+
+
+def test_a_folder_continues_the_prompt_and_the_seed_decides_the_draws(folder, capsys):
+    flags = [f"--model={folder}", "--tokenizer=byte", "--prompt=x", "--max_new_tokens=9"]
+    assert printed(capsys, *flags) == continuation(random_params(CONFIG.model), "x")
+    drawn = [printed(capsys, *flags, "--temperature=5", "--top_k=40", f"--seed={seed}") for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.skipif(not TOKENIZER.is_dir(), reason="the tokenizer of ../shared is not here")
+def test_a_folder_is_read_with_its_own_tokenizer(tmp_path, capsys):
+    model = dataclasses.replace(CONFIG.model, vocab_size=4096)
+    save_folder(tmp_path / "m", random_params(model), model, str(TOKENIZER), max_position_embeddings=64)
+    text = printed(capsys, f"--model={tmp_path / 'm'}", "--prompt=Once upon a time", "--max_new_tokens=3")
+    assert text.startswith("Once upon a time")
+
+
+def test_an_empty_prompt_starts_from_the_beginning_of_text(folder, capsys):
+    text = printed(capsys, f"--model={folder}", "--tokenizer=byte", "--max_new_tokens=9")
+    assert text == continuation(random_params(CONFIG.model), "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max_new_tokens=0"], "--max_new_tokens=0 is below 1"),
+        (["--temperature=-1"], r"--temperature=-1\.0 is not 0 or above"),
+        (["--temperature=nan"], "--temperature=nan is not 0 or above"),
+        (["--top_k=0"], "--top_k=0 is below 1"),
+        (["--top_k=260"], "--top_k=260 is more than the vocabulary of 259"),
+        (["--seed=-1"], "--seed=-1 is not between 0 and"),
+        (["--replica=0"], "--replica=0 is of a run"),
+        (["--workdir=x"], "not allowed with argument"),
+    ],
+)
+def test_wrong_flags_are_refused_in_one_line(folder, flags, message):
+    with pytest.raises(UserError, match=message) as caught:
+        generate.main([f"--model={folder}", "--tokenizer=byte", *flags])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_tokenizer_asks_for_one(folder):
+    with pytest.raises(UserError, match="has no tokenizer: give --tokenizer"):
+        generate.main([f"--model={folder}"])
+
+
+def test_a_model_smaller_than_the_tokenizer_is_refused(tmp_path):
+    model = dataclasses.replace(CONFIG.model, vocab_size=100)
+    save_folder(tmp_path / "m", random_params(model), model, max_position_embeddings=64)
+    with pytest.raises(UserError, match=r"vocab_size=100 is smaller than the 259 ids"):
+        generate.main([f"--model={tmp_path / 'm'}", "--tokenizer=byte"])
+
+
+def test_a_run_refuses_another_tokenizer_and_a_missing_replica(run):
+    with pytest.raises(UserError, match="--tokenizer=byte is for --model"):
+        generate.main([f"--workdir={run[0]}", "--tokenizer=byte"])
+    with pytest.raises(UserError, match="replica 2 does not exist: the run has 0 to 1"):
+        generate.main([f"--workdir={run[0]}", "--replica=2"])
+
+
+def test_a_run_without_beginning_of_text_needs_a_prompt(tmp_path):
+    config = dataclasses.replace(CONFIG, data=DataConfig(add_bos=False))
+    make_run(tmp_path, config)
+    with pytest.raises(UserError, match="--prompt='' is no token"):
+        generate.main([f"--workdir={tmp_path}"])
