@@ -3,8 +3,7 @@
 The outer optimizers work in any Optax loop; importing them pulls in jax and optax only.
 """
 
-from noloco_jax.outer.diloco import diloco
-from noloco_jax.outer.noloco import noloco
 from noloco_jax.outer.pairing import ExplicitPairing, RandomPairing
+from noloco_jax.transforms import diloco, noloco
 
 __all__ = ["ExplicitPairing", "RandomPairing", "diloco", "noloco"]

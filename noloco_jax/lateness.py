@@ -27,10 +27,11 @@ from noloco_jax.config.checks import validate
 from noloco_jax.config.fields import CONFIG_FILE, TrainConfig, to_dict
 from noloco_jax.config.flags import parse_args
 from noloco_jax.errors import UserError, main_with_errors
+from noloco_jax.methods import method_of
 from noloco_jax.outer.pairing import Round
 from noloco_jax.run.console import make_console
 from noloco_jax.run.metrics import read_metrics
-from noloco_jax.train import groups_of_run, train
+from noloco_jax.train import train
 
 _METHODS = ("noloco", "diloco")  # those that have outer steps
 
@@ -183,7 +184,8 @@ def _launch(arguments: Sequence[str], number: int, folder: Path) -> None:
 
 def measured(folder: Path, config: TrainConfig, late: Sequence[Late]) -> list[dict[str, Any]]:
     """Of every round: its step and groups, the processes that can wait, and the seconds that each spent in it."""
-    rounds, sync_every = groups_of_run(config), config.outer.sync_every
+    method, sync_every = method_of(config), config.outer.sync_every
+    rounds = [method.groups(config, round) for round in range(config.num_steps // sync_every)]
     waited = [
         {line["step"]: line["outer_step_seconds"] for line in read_metrics(folder, process) if "bytes_sent" in line}
         for process in range(config.num_replicas)

@@ -21,8 +21,8 @@ from noloco_jax.config.fields import TrainConfig, save_config, to_dict
 from noloco_jax.config.flags import parse_args
 from noloco_jax.data import Tokenizer, check_data, check_vocabulary, load_tokenizer, train_stream, validation_batches
 from noloco_jax.errors import UserError, main_with_errors
+from noloco_jax.methods import method_of
 from noloco_jax.model.huggingface import load_params
-from noloco_jax.outer.pairing import Round, groups_of_rounds
 from noloco_jax.run import elastic
 from noloco_jax.run.banner import banner_rows, bytes_sent, sample_prompt, sample_text, show_results
 from noloco_jax.run.checkpoint import Checkpointer
@@ -30,10 +30,9 @@ from noloco_jax.run.console import Progress, banner, make_console
 from noloco_jax.run.evaluate import evaluate
 from noloco_jax.run.metrics import MetricWriter, Throughput, read_metrics
 from noloco_jax.spmd.batches import Feed, local_replicas
-from noloco_jax.spmd.compile import compile_ahead
-from noloco_jax.spmd.inner import learning_rates, run_pairing
+from noloco_jax.spmd.compile import compile_programs
+from noloco_jax.spmd.inner import learning_rates
 from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.offload import offload, park
 from noloco_jax.spmd.programs import Programs, StepMetrics, TrainState, build_programs
 from noloco_jax.spmd.stages import uncut
 
@@ -102,19 +101,16 @@ def train(
             return 0
 
         started = time.perf_counter()
-        programs = compile_ahead(programs)
+        programs = compile_programs(config, programs.mesh)
         console.print(f"compiled in {time.perf_counter() - started:.1f} s")
         if given is not None:
-            state, given = programs.adopt(given), None  # not kept by the host for the whole run
+            state, given = programs.from_params(given), None  # not kept by the host for the whole run
         elif start is None:
             state = programs.init(jax.random.key(config.seed))
         else:
             state, positions, changed = elastic.restore(checkpoints, start, config, programs)
             feed.set_state(dict(enumerate(positions)))
             console.print(f"going on from the checkpoint of step {start}" + (f"; {changed}" if changed else ""))
-        if config.outer.offload:
-            programs = offload(programs)
-            state = park(programs, state)
         process = jax.process_index()
         if process == 0:
             save_config(config, workdir)
@@ -195,7 +191,7 @@ class Loop:
         self._validation, self._checkpoints, self._writer = validation, checkpoints, writer
         self._stop, self._start = stop, start
         self._lr = learning_rates(config)
-        self._groups = groups_of_run(config)
+        self._method = method_of(config)
         self._tokens = config.num_replicas * config.data.batch_size * config.data.sequence_length
         self._throughput = Throughput()
         self.evaluation: dict[str, Any] = {}
@@ -206,6 +202,7 @@ class Loop:
         """Trains to the last step; returns the state, and whether it got there before it was told to stop."""
         config, programs = self._config, self._programs
         params, inner, outer = state
+        round = int(outer.round) if outer is not None else 0
         unread: tuple[int, StepMetrics, dict[str, Any]] | None = None
         for step in range(self._start + 1, config.num_steps + 1):
             if before_step is not None:
@@ -215,11 +212,16 @@ class Loop:
                 # One step late, so that the device has the next step to do while the host writes.
                 self._log(*unread, progress)
             extra: dict[str, Any] = {}
-            if programs.outer_step is not None and step % config.outer.sync_every == 0:
+            if programs.outer_step is not None and self._method.is_outer_step(config, step):
                 jax.block_until_ready(params)
                 started = time.perf_counter()
-                params, outer = jax.block_until_ready(programs.outer_step(params, outer, np.int32(step)))
-                extra = {"outer_step_seconds": time.perf_counter() - started, "bytes_sent": bytes_sent(config)}
+                params, outer = jax.block_until_ready(programs.outer_step(params, outer))
+                extra = {
+                    "outer_step_seconds": time.perf_counter() - started,
+                    "bytes_sent": bytes_sent(config),
+                    "round": round,
+                }
+                round += 1
             unread = (step, metrics, extra)
 
             last = step == config.num_steps
@@ -257,16 +259,8 @@ class Loop:
             self._writer.write(step, "train", loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_second=speed, **extra)
         progress.update(step, loss, lr, speed)
         if extra:
-            round_ = step // self._config.outer.sync_every - 1
-            progress.outer(step, round_, self._groups[round_], extra["outer_step_seconds"])
-
-
-def groups_of_run(config: TrainConfig) -> list[Round]:
-    """Who averages with whom in every round of the run."""
-    num_rounds = config.num_steps // config.outer.sync_every
-    if config.method == "noloco":
-        return groups_of_rounds(run_pairing(config), num_rounds)
-    return [(tuple(range(config.num_replicas)),)] * num_rounds
+            groups = self._method.groups(self._config, extra["round"])
+            progress.outer(step, extra["round"], groups, extra["outer_step_seconds"])
 
 
 if __name__ == "__main__":

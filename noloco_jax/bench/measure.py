@@ -2,7 +2,6 @@
 
 import dataclasses
 import platform
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,14 @@ from noloco_jax.bench.rates import data_rate, matrix_rate, matrix_side
 from noloco_jax.bench.timing import Runner, inner_times, outer_times, spread, trace
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.errors import UserError
+from noloco_jax.methods import method_of
 from noloco_jax.run.banner import bytes_sent
 from noloco_jax.run.metrics import mfu, model_flops_per_token
-from noloco_jax.spmd.compile import compile_ahead
-from noloco_jax.spmd.inner import run_pairing
+from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.offload import offload
-from noloco_jax.spmd.programs import Programs, build_programs
+from noloco_jax.spmd.programs import Programs
 
 Result = dict[str, Any]
-_OTHERS = {"evaluate": None, "merge": None, "spread": None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,34 +50,22 @@ def measure(config: TrainConfig, options: Options) -> Result:
     """
     jax.config.update("jax_enable_compilation_cache", False)
     devices = jax.devices()
-    programs, compile_seconds = _compile(build_programs(config, make_mesh(config, devices)))
-    at_rest = offload(programs) if config.outer.offload else programs
-    memory = program_memory(programs, at_rest.state)
+    programs = compile_programs(config, make_mesh(config, devices), only=("inner_step", "outer_step"))
+    memory = program_memory(programs)
+    pairing = method_of(config).pairing
     result: Result = {
         "python": platform.python_version(),
         "jax": jax.__version__,
         "device": devices[0].device_kind,
         "mesh": dict(programs.mesh.shape),
-        "compile_seconds": compile_seconds,
-        "pairings": len(run_pairing(config).pool) if config.method == "noloco" else None,
+        "compile_seconds": programs.compile_seconds,
+        "pairings": len(pairing(config).pool) if pairing else None,
         "bytes_sent": bytes_sent(config),
         "program_memory_bytes": memory,
         "peak_memory_bytes": compiled_peak(memory),
         "peak_memory_from": "the compiled programs",
     }
-    return result if options.compile_only else result | _run(config, at_rest, options)
-
-
-def _compile(programs: Programs) -> tuple[Programs, dict[str, float]]:
-    """The inner and the outer program compiled, as the trainer does, and the seconds of each."""
-    seconds, compiled = {}, {}
-    for name, other in (("inner_step", "outer_step"), ("outer_step", "inner_step")):
-        left_out: dict[str, Any] = {**_OTHERS, other: None}
-        started = time.perf_counter()
-        compiled[name] = getattr(compile_ahead(dataclasses.replace(programs, **left_out)), name)
-        if compiled[name] is not None:
-            seconds[name] = time.perf_counter() - started
-    return dataclasses.replace(programs, **compiled), seconds
+    return result if options.compile_only else result | _run(config, programs, options)
 
 
 def _run(config: TrainConfig, programs: Programs, options: Options) -> Result:

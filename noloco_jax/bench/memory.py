@@ -5,26 +5,25 @@ from typing import Any
 import jax
 import numpy as np
 
-from noloco_jax.spmd.programs import Programs, TrainState
+from noloco_jax.spmd.programs import Programs
 
 PyTree = Any
 
 
-def program_memory(programs: Programs, state: TrainState) -> dict[str, dict[str, int]]:
+def program_memory(programs: Programs) -> dict[str, dict[str, int]]:
     """Bytes on one device while the inner or the outer program runs, from what the compiler says of the two.
 
     `total` is arguments + outputs − aliased (an argument that is donated becomes an output in its place) + temporaries;
     `beside` is the part of the training state that lies on the device and that the program does not touch.
 
     Args:
-      programs: compiled.
-      state: shapes and shardings of the state as it lies between steps.
+      programs: with both compiled.
     """
-    beside = {"inner_step": state.outer, "outer_step": state.inner}
+    beside = {"inner_step": programs.resting.outer, "outer_step": programs.resting.inner}
     return {
-        name: _analysis(program) | {"beside": _on_device(beside[name])}
-        for name in beside
-        if (program := getattr(programs, name)) is not None
+        name: _analysis(programs.compiled[name]) | {"beside": _on_device(state)}
+        for name, state in beside.items()
+        if name in programs.compiled
     }
 
 

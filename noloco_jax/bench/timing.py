@@ -11,7 +11,6 @@ import numpy as np
 
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.spmd.batches import Feed, local_replicas
-from noloco_jax.spmd.offload import park
 from noloco_jax.spmd.programs import Programs
 
 _WARMUP = 3
@@ -50,9 +49,9 @@ class Runner:
     """
 
     def __init__(self, config: TrainConfig, programs: Programs):
-        self._config, self._programs = config, programs
+        self._programs = programs
         self._feed = Feed({i: RandomStream(config, i) for i in local_replicas(programs.batch)}, programs.batch)
-        self._params, self._inner, self._outer = park(programs, programs.init(jax.random.key(config.seed)))
+        self._params, self._inner, self._outer = programs.init(jax.random.key(config.seed))
         self._steps = 0
 
     def inner(self) -> Any:
@@ -65,11 +64,11 @@ class Runner:
 
     def outer(self, round: int) -> float:
         """Takes outer step `round` (0, 1, ...), with nothing else in flight; the seconds it took."""
-        assert self._programs.outer_step is not None
-        step = np.int32((round + 1) * self._config.outer.sync_every)
+        assert self._programs.outer_step is not None and self._outer is not None
+        self._outer = self._outer._replace(round=jax.device_put(np.int32(round), self._outer.round.sharding))
         jax.block_until_ready(self._params)
         started = time.perf_counter()
-        self._params, self._outer = jax.block_until_ready(self._programs.outer_step(self._params, self._outer, step))
+        self._params, self._outer = jax.block_until_ready(self._programs.outer_step(self._params, self._outer))
         return time.perf_counter() - started
 
 

@@ -32,7 +32,7 @@ _OUTER = tuple(path for path in known_fields() if path.startswith("outer."))
 _UNUSED = {
     "ddp": _OUTER,
     "local": _OUTER,
-    "diloco": ("outer.consensus", "outer.group_size", "outer.wire_dtype"),
+    "diloco": ("outer.consensus", "outer.group_size", "outer.wire", "outer.order"),
     "noloco": ("outer.nesterov",),
 }
 

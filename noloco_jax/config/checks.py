@@ -18,7 +18,8 @@ CHOICES = {
     "model.param_dtype": ("float32", "bfloat16"),
     "model.remat": ("none", "full", "dots", "stage"),
     "outer.state_dtype": ("float32", "bfloat16"),
-    "outer.wire_dtype": ("float32", "bfloat16"),
+    "outer.wire": ("float32", "bfloat16"),
+    "outer.order": ("passes", "independent"),
     "data.kind": ("c4", "parquet", "text"),
     "mesh.routing": ("random", "fixed"),
 }
@@ -118,10 +119,9 @@ def _validate_run(config: "TrainConfig") -> None:
         raise UserError(
             f"outer.group_size={outer.group_size} is not between 2 and num_replicas={replicas}: change one of them"
         )
-    if config.method != "noloco" and outer.wire_dtype != "float32":
+    if config.method != "noloco" and outer.wire != "float32":
         raise UserError(
-            f"outer.wire_dtype={outer.wire_dtype!r} rounds noloco's messages and method={config.method!r}: "
-            "leave it at 'float32'"
+            f"outer.wire={outer.wire!r} rounds noloco's messages and method={config.method!r}: leave it at 'float32'"
         )
     if config.method not in ("noloco", "diloco") and outer.offload:
         raise UserError(f"outer.offload=True and method={config.method!r} has no outer state: leave it out")

@@ -74,7 +74,8 @@ class OuterConfig:
     group_size: int = 2  # noloco only
     nesterov: bool = False  # diloco only
     state_dtype: str = "float32"  # of slow weights and outer momentum
-    wire_dtype: str = "float32"  # of the messages; noloco only
+    wire: str = "float32"  # of the messages; noloco only
+    order: str = "passes"  # of the pairings: shuffled passes, or "independent" draws; noloco only
     offload: bool = False  # slow weights and momentum stay in host memory between outer steps
 
 

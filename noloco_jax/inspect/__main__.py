@@ -24,16 +24,14 @@ from noloco_jax.cluster.cpu import use_cpu_cores
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.flags import parse_args
 from noloco_jax.errors import UserError, main_with_errors
+from noloco_jax.methods import method_of
 from noloco_jax.run.console import make_console
-from noloco_jax.spmd.compile import compile_ahead
+from noloco_jax.spmd.compile import PROGRAMS, compile_programs
 from noloco_jax.spmd.hlo import Collective, Traffic, read_hlo
-from noloco_jax.spmd.inner import run_pairing
 from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import build_programs
 
 _FILE_WIDTH = 120  # of the table where there is no terminal to fit
 EVALUATION = ("evaluate", "merge", "spread")  # the programs that an evaluation runs
-PROGRAMS = ("inner_step", "outer_step", *EVALUATION)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,20 +58,19 @@ class Report:
         return self.config.num_replicas // self.mesh_shape["replica"]
 
 
-def inspect_run(config: TrainConfig, devices: list, only: Collection[str] | None = None) -> Report:
+def inspect_run(config: TrainConfig, devices: list, only: Collection[str] = PROGRAMS) -> Report:
     """Compiles a run's programs, each once, and reads their collectives.
 
     Args:
       config: the run.
       devices: to compile for; nothing is put on them.
-      only: which of `PROGRAMS` to compile; None: all.
+      only: which of `PROGRAMS` to compile.
 
     Raises:
       UserError: if the run does not fit the devices.
     """
-    programs = build_programs(config, make_mesh(config, devices))
-    left_out = {name: None for name in PROGRAMS if only is not None and name not in only}
-    compiled = compile_ahead(dataclasses.replace(programs, **left_out), _options())
+    programs = compile_programs(config, make_mesh(config, devices), only=only, options=_options())
+    pairing = method_of(config).pairing
     mesh_shape = dict(programs.mesh.shape)
     params = jax.tree.leaves(programs.state.params)
     numel = sum(int(np.prod(x.sharding.shard_shape(x.shape))) for x in params)
@@ -81,12 +78,8 @@ def inspect_run(config: TrainConfig, devices: list, only: Collection[str] | None
         config=config,
         mesh_shape=mesh_shape,
         parameter_bytes=4 * numel * mesh_shape["replica"] // config.num_replicas,
-        num_pairings=len(run_pairing(config).pool) if config.method == "noloco" else 0,
-        traffic={
-            name: read_hlo(program.as_text(), mesh_shape)
-            for name in PROGRAMS
-            if (program := getattr(compiled, name)) is not None
-        },
+        num_pairings=len(pairing(config).pool) if pairing else 0,
+        traffic={name: read_hlo(program.as_text() or "", mesh_shape) for name, program in programs.compiled.items()},
     )
 
 

@@ -1,5 +1,6 @@
 """Goes on from a checkpoint of another layout: fewer or more replicas, another number of pipeline stages."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.data import redistribute
 from noloco_jax.errors import UserError
-from noloco_jax.outer.transform import OuterState
 from noloco_jax.run.checkpoint import Checkpointer, Layout
 from noloco_jax.spmd.programs import Programs, TrainState
 from noloco_jax.spmd.stages import cut, map_params, uncut
@@ -39,7 +39,7 @@ def check_elastic(config: TrainConfig, saved: Layout) -> None:
 def restore(
     checkpoints: Checkpointer, step: int, config: TrainConfig, programs: Programs
 ) -> tuple[TrainState, list[dict], str]:
-    """The state at `step` on this run's mesh, every replica's data position, and a line that says what was changed.
+    """The state at `step` at rest on this run's mesh, every replica's data position, and a line on what was changed.
 
     Of fewer replicas, replica j of M is the mean ("merge") of the replicas i with i mod M = j, in weights, slow weights
     and all optimizer state, or ("keep") replica j itself; of more, replica j of M is a copy of replica j mod N. The
@@ -51,11 +51,12 @@ def restore(
     saved, mine = checkpoints.layout(step), Layout.of(programs.state)
     check_elastic(config, saved)
     if saved == mine:
-        return *checkpoints.restore(step, programs.state), ""
+        state, positions = checkpoints.restore(step, programs.state)
+        return programs.at_rest(state), positions, ""
     state, positions = checkpoints.restore(step, _saved_shapes(programs, saved))
     shardings = jax.tree.map(lambda x: x.sharding, programs.state)
     convert = jax.jit(lambda state: _relay(state, saved, mine, config.elastic), out_shardings=shardings)
-    state = convert(state)
+    state = programs.at_rest(convert(state))
     if saved.num_replicas == mine.num_replicas:
         return state, positions, f"cut into {mine.num_stages} pipeline stages, before {saved.num_stages}"
     return state, redistribute(positions, mine.num_replicas), _report(saved.num_replicas, mine.num_replicas, config)
@@ -116,10 +117,6 @@ def _relay(state: TrainState, saved: Layout, mine: Layout, elastic: str) -> Trai
     return map_params(lambda params: cut(uncut(params), mine.num_stages), state)
 
 
-def _map_replicas(transform, state: TrainState) -> TrainState:
-    """Applies `transform` to every array that has the replicas in front."""
-    params, inner, outer = state
-    if isinstance(outer, OuterState):
-        slow, momentum = jax.tree.map(transform, (outer.slow, outer.momentum))
-        outer = outer._replace(slow=slow, momentum=momentum)
-    return TrainState(jax.tree.map(transform, params), jax.tree.map(transform, inner), outer)
+def _map_replicas(transform: Callable[[jax.Array], jax.Array], state: TrainState) -> TrainState:
+    """Applies `transform` to every array that has the replicas in front: scalars are common to all."""
+    return jax.tree.map(lambda x: transform(x) if x.ndim else x, state)

@@ -1,35 +1,53 @@
-"""Compiles a run's programs before its first step, so that no step's time holds a compilation."""
+"""A run's programs, compiled before its first step so that no step's time holds a compilation."""
 
 import dataclasses
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from noloco_jax.spmd.programs import Programs
+from noloco_jax.config.fields import TrainConfig
+from noloco_jax.spmd.offload import offloaded
+from noloco_jax.spmd.programs import Programs, build_programs
+
+PROGRAMS = ("inner_step", "outer_step", "evaluate", "merge", "spread")
 
 
-def compile_ahead(programs: Programs, options: Mapping[str, Any] | None = None) -> Programs:
-    """The same programs, all but `init` and `adopt` compiled for the shapes and shardings of the run.
+def compile_programs(
+    config: TrainConfig,
+    mesh: Mesh,
+    *,
+    only: Collection[str] = PROGRAMS,
+    options: Mapping[str, Any] | None = None,
+) -> Programs:
+    """Builds a run's programs, compiles them for its shapes and shardings, and offloads its outer state if it says so.
 
-    Their scalar arguments are to be given as numpy values: a compiled program takes no array from another device.
+    Scalar arguments of compiled programs are to be given as numpy values: they take no array from another device.
 
     Args:
-      programs: what `build_programs` made.
+      config: the run.
+      mesh: its devices.
+      only: which of `PROGRAMS` to compile; the others are compiled at their first call.
       options: XLA's, by name.
     """
+    programs = build_programs(config, mesh)
     params, inner, outer = programs.state
-    step = jax.ShapeDtypeStruct((), jnp.int32)
-
-    def compiled(program, *arguments):
-        return program and program.lower(*arguments).compile(options and dict(options))
-
-    return dataclasses.replace(
-        programs,
-        inner_step=compiled(programs.inner_step, params, inner, programs.batch, step),
-        outer_step=compiled(programs.outer_step, params, outer, step),
-        evaluate=compiled(programs.evaluate, params, programs.batch),
-        merge=compiled(programs.merge, params),
-        spread=compiled(programs.spread, params),
-    )
+    arguments = {
+        "inner_step": (params, inner, programs.batch, jax.ShapeDtypeStruct((), jnp.int32)),
+        "outer_step": (params, outer),
+        "evaluate": (params, programs.batch),
+        "merge": (params,),
+        "spread": (params,),
+    }
+    compiled, seconds = {}, {}
+    for name in only:
+        program = getattr(programs, name)
+        if program is not None:
+            started = time.perf_counter()
+            compiled[name] = program.lower(*arguments[name]).compile(options and dict(options))
+            seconds[name] = time.perf_counter() - started
+    programs = dataclasses.replace(programs, **compiled, compiled=compiled, compile_seconds=seconds)
+    return offloaded(programs) if config.outer.offload else programs

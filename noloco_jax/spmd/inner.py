@@ -1,4 +1,4 @@
-"""The optimizers of a run, from its configuration."""
+"""The inner optimizer of a run and its learning rate, from the configuration."""
 
 from typing import Any
 
@@ -8,12 +8,6 @@ import numpy as np
 import optax
 
 from noloco_jax.config.fields import InnerConfig, TrainConfig
-from noloco_jax.outer.diloco import diloco
-from noloco_jax.outer.noloco import noloco
-from noloco_jax.outer.pairing import RandomPairing
-
-# Where replicas live in the trainer's programs: devices, and the replicas of one device.
-REPLICAS = ("replica", "slot")
 
 
 def learning_rate(inner: InnerConfig, num_steps: int) -> optax.Schedule:
@@ -35,41 +29,10 @@ def learning_rates(config: TrainConfig) -> np.ndarray:
 
 
 def inner_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Adam (with decoupled weight decay, if any) on gradients that are clipped already."""
+    """Adam (with decoupled weight decay, if any) on float32 gradients that are clipped already."""
     inner = config.inner
     schedule = learning_rate(inner, config.num_steps)
     adam: dict[str, Any] = {"b1": inner.b1, "b2": inner.b2, "eps": inner.eps}
     if inner.weight_decay:
         return optax.adamw(schedule, weight_decay=inner.weight_decay, **adam)
     return optax.adam(schedule, **adam)
-
-
-def run_pairing(config: TrainConfig) -> RandomPairing:
-    """Who averages with whom in a noloco run: a function of its seed alone, whatever devices it runs on."""
-    return RandomPairing(config.num_replicas, config.outer.group_size, config.seed)
-
-
-def outer_optimizer(config: TrainConfig) -> optax.GradientTransformationExtraArgs | None:
-    """The outer optimizer, or None for the methods that have no outer step."""
-    outer = config.outer
-    if config.method == "noloco":
-        return noloco(
-            run_pairing(config),
-            outer_lr=outer.lr,
-            outer_momentum=outer.momentum,
-            consensus=outer.consensus,
-            sync_every=outer.sync_every,
-            axis_name=REPLICAS,
-            state_dtype=outer.state_dtype,
-            wire_dtype=None if outer.wire_dtype == "float32" else outer.wire_dtype,
-        )
-    if config.method == "diloco":
-        return diloco(
-            outer_lr=outer.lr,
-            outer_momentum=outer.momentum,
-            nesterov=outer.nesterov,
-            sync_every=outer.sync_every,
-            axis_name=REPLICAS,
-            state_dtype=outer.state_dtype,
-        )
-    return None

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from noloco_jax.config.fields import ModelConfig
-from noloco_jax.exchange.group import permute_blocks
+from noloco_jax.exchange.permute import permute_blocks
 from noloco_jax.exchange.routes import NOWHERE, Routes, lower
 from noloco_jax.model.llama import embed, rms_norm, run_layers
 from noloco_jax.model.loss import token_nll

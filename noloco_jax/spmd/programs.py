@@ -5,8 +5,8 @@ replicas are the slots of one device. Programs are `shard_map`ped over the devic
 device's slots; `fsdp` and `tensor` inside a replica are left to the partitioner.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,20 +17,23 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config.fields import TrainConfig
-from noloco_jax.exchange.group import all_mean
+from noloco_jax.exchange.groups import all_mean
+from noloco_jax.methods import method_of
 from noloco_jax.model.llama import init_params
-from noloco_jax.outer.transform import OuterState
+from noloco_jax.outer.rule import OuterState, computed
+from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.spmd import sharding
 from noloco_jax.spmd.gradients import Batch
-from noloco_jax.spmd.inner import REPLICAS, inner_optimizer, outer_optimizer
+from noloco_jax.spmd.inner import inner_optimizer
 from noloco_jax.spmd.losses import Losses, build_losses
 from noloco_jax.spmd.stages import cut, uncut
 
 PyTree = Any
 # Of programs that run once: making them fast takes longer than running them.
 RUN_ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+# Where replicas live inside the programs: on devices, and as the slots of one device.
+REPLICAS = ("replica", "slot")
 SLOT = REPLICAS[1]
-OUTER_AXES = OuterState(count=None, slow=0, momentum=0)  # the counter is the same on all replicas
 
 
 class TrainState(NamedTuple):
@@ -56,45 +59,56 @@ class StepMetrics(NamedTuple):
 
 @dataclass(frozen=True)
 class Programs:
-    """A run's programs. They are compiled at their first call; arguments named `state` parts are donated.
+    """A run's programs. Parts of the state that a program takes are donated.
 
     Attributes:
       mesh: the devices.
-      state: shapes, dtypes and shardings of the `TrainState`.
+      state: shapes, dtypes and shardings of the `TrainState` as programs take it.
+      resting: the same as it lies between steps, with the outer state in host memory where it is offloaded.
       batch: the same for a batch, `input_ids` and `labels` int32 (N, B, T).
-      init: key -> TrainState, the same weights in every replica.
-      adopt: parameters of one replica (no replica axis) -> TrainState.
+      init: key -> TrainState at rest, the same weights in every replica.
+      from_params: parameters of one replica (no replica axis) -> TrainState at rest.
       inner_step: (params, inner, batch, step) -> (params, inner, StepMetrics); step 1, 2, ... is the one to take.
-      outer_step: (params, outer, step) -> (params, outer) after inner step `step`; None for methods without.
+      outer_step: (params, outer at rest) -> (params, outer at rest); None for methods without.
       evaluate: (params, batch) -> summed loss (N,) and number of tokens (N,).
       merge: params -> params, all replicas the plain mean.
       spread: params -> sqrt(Σ |mean − θ_i|² / (numel · N)), the replica spread.
+      compiled: of the programs that are compiled already, what the compiler made of them.
+      compile_seconds: how long that took.
     """
 
     mesh: Mesh
     state: TrainState
+    resting: TrainState
     batch: PyTree
     init: Callable[..., TrainState]
-    adopt: Callable[..., TrainState]
+    from_params: Callable[..., TrainState]
     inner_step: Callable[..., Any]
     outer_step: Callable[..., Any] | None
     evaluate: Callable[..., Any]
     merge: Callable[..., PyTree]
     spread: Callable[..., jax.Array]
+    compiled: Mapping[str, jax.stages.Compiled] = field(default_factory=dict)
+    compile_seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def at_rest(self, state: TrainState) -> TrainState:
+        """A state with its outer part where it lies between steps."""
+        return state._replace(outer=jax.device_put(state.outer, shardings_of(self.resting.outer)))
 
 
 def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
-    """The programs of a run on a mesh. Nothing is compiled yet."""
-    inner, outer = inner_optimizer(config), outer_optimizer(config)
+    """The programs of a run on a mesh; they are compiled at their first call."""
+    inner, make_outer = inner_optimizer(config), method_of(config).outer_optimizer
+    outer = None if make_outer is None else make_outer(config, REPLICAS)
     losses = build_losses(config, mesh)
-    adopt = partial(_adopt, config, mesh.shape["stage"], inner, outer)
-    shapes = jax.eval_shape(lambda: adopt(init_params(config.model, jax.random.key(0))))
+    from_params = partial(_from_params, config, mesh.shape["stage"], inner, outer)
+    shapes = jax.eval_shape(lambda: from_params(init_params(config.model, jax.random.key(0))))
 
     param_specs = sharding.param_specs(shapes.params, mesh)
     specs = TrainState(
         params=param_specs,
         inner=sharding.inner_specs(inner, shapes.params, param_specs),
-        outer=None if outer is None else sharding.outer_specs(param_specs),
+        outer=None if outer is None else sharding.outer_specs(outer, shapes.outer, param_specs),
     )
     on_mesh = sharding.shardings(mesh, specs)
     batch_sharding = NamedSharding(mesh, sharding.BATCH_SPEC)
@@ -125,7 +139,7 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
     if outer is not None:
         outer_step = compiled(
             partial(_outer_step, outer),
-            in_specs=(specs.params, specs.outer, P()),
+            in_specs=(specs.params, specs.outer),
             out_specs=(specs.params, specs.outer),
             out_shardings=(on_mesh.params, on_mesh.outer),
             donate=(0, 1),
@@ -138,14 +152,16 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
     )
     batch_shape = (config.num_replicas, config.data.batch_size, config.data.sequence_length)
     batch = jax.ShapeDtypeStruct(batch_shape, jnp.int32, sharding=batch_sharding)
+    state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, on_mesh)
     return Programs(
         mesh=mesh,
-        state=jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, on_mesh),
+        state=state,
+        resting=state,
         batch={"input_ids": batch, "labels": batch},
         init=jax.jit(
-            lambda key: adopt(init_params(config.model, key)), out_shardings=on_mesh, compiler_options=RUN_ONCE
+            lambda key: from_params(init_params(config.model, key)), out_shardings=on_mesh, compiler_options=RUN_ONCE
         ),
-        adopt=jax.jit(adopt, out_shardings=on_mesh, compiler_options=RUN_ONCE),
+        from_params=jax.jit(from_params, out_shardings=on_mesh, compiler_options=RUN_ONCE),
         inner_step=inner_step,
         outer_step=outer_step,
         evaluate=evaluate,
@@ -154,11 +170,25 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
     )
 
 
-def _adopt(config: TrainConfig, num_stages: int, inner, outer, replica_params: PyTree) -> TrainState:
+def shardings_of(shapes: PyTree) -> PyTree:
+    """The shardings of shapes."""
+    return jax.tree.map(lambda x: x.sharding, shapes)
+
+
+def _outer_axes(outer: OuterOptimizer) -> OuterState:
+    """Where replicas lie in the outer state, for `vmap`: in front of what has the parameters' shapes, nowhere else."""
+    state = jax.eval_shape(outer.init, jnp.zeros([]))  # one parameter stands for all: a prefix of every state
+    axes: Any = optax.tree.map_params(outer, lambda _: 0, state, transform_non_params=lambda _: None)
+    return axes
+
+
+def _from_params(
+    config: TrainConfig, num_stages: int, inner, outer: OuterOptimizer | None, replica_params: PyTree
+) -> TrainState:
     params = jax.tree.map(lambda x: jnp.broadcast_to(x, (config.num_replicas, *x.shape)), replica_params)
     params = cut(params, num_stages)
-    outer_state = None if outer is None else jax.vmap(outer.init, out_axes=OUTER_AXES)(params)
-    return TrainState(params, jax.vmap(inner.init)(params), outer_state)
+    outer_state: Any = None if outer is None else jax.vmap(outer.init, out_axes=_outer_axes(outer))(params)
+    return TrainState(params, jax.vmap(inner.init)(computed(params)), outer_state)
 
 
 def _inner_step(
@@ -167,30 +197,24 @@ def _inner_step(
     gradients, loss = losses.gradient(params, batch, step)
 
     def update(params: PyTree, inner_state: PyTree, gradient: PyTree):
-        if config.method == "ddp":
+        gradient = computed(gradient)  # moments and norm are float32 whatever the parameters are
+        if method_of(config).averages_gradients:
             gradient = all_mean(gradient, REPLICAS)
         square = optax.tree.norm(gradient, squared=True)
         if jax.lax.axis_size("stage") > 1:  # a replica spans its stages, and so does its gradient's norm
             square = jax.lax.psum(square, "stage")
         norm = jnp.sqrt(square)
         gradient = optax.tree.scale(jnp.minimum(1.0, config.inner.clip_norm / jnp.maximum(norm, 1e-30)), gradient)
-        updates, inner_state = inner.update(gradient, inner_state, params)
+        updates, inner_state = inner.update(gradient, inner_state, computed(params))
         return optax.apply_updates(params, updates), inner_state, norm
 
     params, inner_state, norm = jax.vmap(update, axis_name=SLOT)(params, inner_state, gradients)
     return params, inner_state, StepMetrics(loss, norm)
 
 
-def _outer_step(outer, params: PyTree, state: OuterState, step: jax.Array):
-    def update(params: PyTree, state: OuterState):
-        # The inner program has made the update already, and counted: here it is zero, and lands on the slow weights.
-        state = state._replace(count=step - 1)
-        _, state = outer.update(optax.tree.zeros_like(params), state, params, sync=True)
-        # A copy: parameters and slow weights are both donated, so they must not be one buffer.
-        return jax.tree.map(lambda phi, p: jnp.array(phi, p.dtype, copy=True), state.slow, params), state
-
-    vmapped = jax.vmap(update, in_axes=(0, OUTER_AXES), out_axes=(0, OUTER_AXES), axis_name=SLOT)
-    return vmapped(params, state)
+def _outer_step(outer: OuterOptimizer, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
+    axes = _outer_axes(outer)
+    return jax.vmap(outer.step, in_axes=(0, axes), out_axes=(0, axes), axis_name=SLOT)(params, state)
 
 
 def _merge(params: PyTree) -> PyTree:

@@ -3,6 +3,8 @@
 import jax
 import numpy as np
 
+from noloco_jax import draws
+
 # Fewer replicas than this get several Latin squares, for more variety.
 _LEAST_ROUTES = 8
 # Each is a branch of the compiled program.
@@ -35,5 +37,4 @@ def draw_routes(pool_size: int, num_ticks: int, seed: int, step: jax.Array) -> j
     Micro-batch m crosses boundary s at tick m + s, along `pool[entry[m + s], s]`: every micro-batch and boundary has a
     draw of its own.
     """
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), step)  # 1: apart from the pairing's draws
-    return jax.random.randint(key, (num_ticks,), 0, pool_size, np.int32)
+    return draws.below(pool_size, seed, draws.ROUTES, step, np.arange(num_ticks))

@@ -7,7 +7,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from noloco_jax.outer.transform import OuterState
+from noloco_jax.outer.rule import OuterState
+from noloco_jax.outer.transform import OuterOptimizer
 
 PyTree = Any
 
@@ -59,9 +60,10 @@ def inner_specs(inner: optax.GradientTransformation, params: PyTree, specs: PyTr
     )
 
 
-def outer_specs(specs: PyTree) -> OuterState:
-    """Specs of an outer optimizer's state."""
-    return OuterState(count=P(), slow=specs, momentum=specs)
+def outer_specs(outer: OuterOptimizer, state: OuterState, specs: PyTree) -> OuterState:
+    """Specs of an outer optimizer's state: what has a parameter's shape lies where the parameter does."""
+    placed: Any = optax.tree.map_params(outer, lambda _, spec: spec, state, specs, transform_non_params=lambda _: P())
+    return placed
 
 
 def manual(specs: PyTree) -> PyTree:

@@ -1,6 +1,8 @@
 """What the exchange sends, where: routes by brute force, messages in the compiled programs."""
 
 import functools
+import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +10,19 @@ import numpy as np
 import pytest
 
 import noloco_jax as nj
-from noloco_jax.exchange.group import group_mean
+from noloco_jax.exchange.buckets import packed
+from noloco_jax.exchange.groups import group_mean
 from noloco_jax.exchange.routes import lower
-from support.layouts import axis_of, compiled, messages, other_collectives, over_replicas, state_at_start
+from noloco_jax.exchange.wire import WIRES
+from support.layouts import (
+    assert_trees_close,
+    axis_of,
+    compiled,
+    messages,
+    other_collectives,
+    over_replicas,
+    state_at_start,
+)
 from support.oracle import group_mean as oracle_mean
 
 SIZE = 6  # elements of the one array that replicas send
@@ -98,8 +110,7 @@ def compiled_outer_step(tx, d, slots):
         (4, 2, nj.RandomPairing(8), 3),
         (2, 4, nj.RandomPairing(8), 1),
         (1, 8, nj.RandomPairing(8), 0),
-        (2, 3, nj.RandomPairing(6, 3, max_pool=3), None),
-        (2, 2, nj.ExplicitPairing([[[0, 1], [2, 3]]]), 0),
+        (4, 1, nj.ExplicitPairing([[[0, 1], [2, 3]], [[0, 2], [1, 3]]]), 2),
     ],
 )
 def test_the_outer_program_sends_by_collective_permute_alone_and_exactly_what_the_routes_say(d, slots, pairing, number):
@@ -107,8 +118,7 @@ def test_the_outer_program_sends_by_collective_permute_alone_and_exactly_what_th
     hlo = compiled_outer_step(tx, d, slots)
     assert not other_collectives(hlo)
     assert sorted(messages(hlo)) == expected_messages(pairing, d, slots)
-    if number is not None:
-        assert messages(hlo) == [SIZE * slots] * number  # a device's whole block, once
+    assert messages(hlo) == [SIZE * slots] * number  # a device's whole block, once
 
 
 @pytest.mark.parametrize(("d", "slots"), [(4, 1), (2, 2)])
@@ -117,6 +127,51 @@ def test_diloco_sends_by_all_reduce_alone(d, slots):
     hlo = compiled_outer_step(tx, d, slots)
     assert other_collectives(hlo) == {"all-reduce"}
     assert not messages(hlo)
+
+
+@pytest.mark.parametrize("n", [3, 4, 6])
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_a_member_of_a_group_sends_what_a_ring_would(n, wire):
+    """2 (n − 1) messages of an n-th: half of them in the wire's code, half float32, as the mean has to be exact."""
+    size, pairing = 60, nj.ExplicitPairing([[list(range(n))]])
+    mean = functools.partial(group_mean, axis_name="replica", wire=WIRES[wire], pairing=pairing, index=jnp.int32(0))
+    hlo = compiled(over_replicas(mean, (n, 1)), np.zeros((n, size), np.float32))
+    assert not other_collectives(hlo)
+    operands = Counter(re.findall(r"= (\w+)\[(?:1,)?(\d+)\]\S* collective-permute\(", hlo))
+    code = {"float32": "f32", "bfloat16": "u16"}[wire]
+    assert operands == Counter([(code, str(size // n))] * (n - 1)) + Counter([("f32", str(size // n))] * (n - 1))
+
+
+SOME_GROUPS = [
+    [[0, 1, 2], [3, 4, 5], [6, 7]],
+    [[0, 1, 2, 3], [4, 5, 6, 7]],
+    [[0, 7], [1, 2, 3, 4, 5, 6]],
+]
+
+
+@pytest.mark.parametrize("groups", SOME_GROUPS)
+@pytest.mark.parametrize("layout", [8, (8, 1), (2, 4)])
+def test_members_of_a_group_receive_bitwise_the_same_mean(groups, layout):
+    """Of groups of one size, where a member adds up a share for all, and of several sizes, where each adds up all."""
+    x = np.random.default_rng(0).normal(size=(8, 7)).astype(np.float32)
+    pairing = nj.ExplicitPairing([groups])
+    mean = functools.partial(group_mean, pairing=pairing, index=jnp.int32(0), axis_name=axis_of(layout))
+    means = np.asarray(jax.jit(over_replicas(mean, layout))(x))
+    for group in groups:
+        np.testing.assert_array_equal(means[group], np.broadcast_to(means[group[0]], (len(group), 7)))
+    np.testing.assert_allclose(means, oracle_mean(x, groups), rtol=1e-6, atol=1e-6)
+
+
+def test_large_arrays_travel_by_themselves_and_small_ones_together():
+    rng = np.random.default_rng(0)
+    sizes = {"a": (3,), "b": (40,), "c": (2, 2), "d": (5,), "e": (9,)}
+    tree: dict = {name: rng.normal(size=shape).astype(np.float32) for name, shape in sizes.items()}
+    tree["f"] = rng.normal(size=4).astype(np.float16)  # of another dtype
+    tree = jax.tree.map(jnp.asarray, tree)
+    buckets, unpack = packed(tree, bucket_bytes=4 * 12)
+    assert sorted(bucket.size for bucket in buckets) == [4, 9, 12, 40]  # f; e; a, c, d; b
+    assert any(bucket is tree["b"] for bucket in buckets)
+    assert_trees_close(unpack(buckets), tree, rtol=0, atol=0)
 
 
 def test_a_static_inner_step_sends_nothing():

@@ -42,8 +42,8 @@ def assert_reproduces(golden: Golden, tx: optax.GradientTransformationExtraArgs,
         updates, state = jax.device_get(update(golden.tree(f"delta_{k}"), state, params))
         params = jax.tree.map(np.add, params, updates)
         assert_trees_close(params, golden.tree(f"theta_out_{k}"))
-        assert_trees_close(state.slow, golden.tree(f"phi_out_{k}"))
-        assert_trees_close(state.momentum, golden.tree(f"mom_out_{k}"))
+        assert_trees_close(state.rule.slow, golden.tree(f"phi_out_{k}"))
+        assert_trees_close(state.rule.momentum, golden.tree(f"mom_out_{k}"))
         assert replica_spread(params) == pytest.approx(golden.arrays[f"weight_std_out_{k}"], abs=1e-6)
 
 

@@ -14,7 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import noloco_jax as nj
-from noloco_jax.outer.transform import OuterState
+from noloco_jax.outer.momentum import Momentum
+from noloco_jax.outer.rule import OuterState
 from support.layouts import assert_trees_close, axis_of, compiled, mesh_of, over_replicas, random_tree, unconditional
 from support.paths import ROOT
 
@@ -69,7 +70,7 @@ def test_updates_pass_unchanged_but_on_every_sync_every_th_step(make):
 def test_an_outer_step_lands_on_the_slow_weights_to_one_rounding(make):
     before = random_tree(0, N)
     for step, _, _, params, state in trajectory(make):
-        for name, slow in state.slow.items() if step % 3 == 0 else ():
+        for name, slow in state.rule.slow.items() if step % 3 == 0 else ():
             # φ − p rounds, and so does p + (φ − p).
             bound = np.spacing(np.maximum(np.abs(slow), np.abs(slow - before[name])))
             assert (np.abs(params[name] - slow) <= bound).all()
@@ -89,10 +90,10 @@ def test_a_bfloat16_state_keeps_its_dtype_and_stays_near_float32(make):
     near = {"rtol": 0.03, "atol": 0.03}  # a bfloat16 holds 8 bits, of values up to about 4
     rounded = trajectory(make, static=True, state_dtype=jnp.bfloat16)
     for (*_, params, state), (*_, rounded_params, rounded_state) in zip(trajectory(make), rounded, strict=True):
-        outer = (rounded_state.slow, rounded_state.momentum)
+        outer = (rounded_state.rule.slow, rounded_state.rule.momentum)
         assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(outer))
         assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(rounded_params))
-        assert_trees_close(jax.tree.map(np.float32, outer), (state.slow, state.momentum), **near)
+        assert_trees_close(jax.tree.map(np.float32, outer), (state.rule.slow, state.rule.momentum), **near)
         assert_trees_close(rounded_params, params, **near)
 
 
@@ -100,7 +101,7 @@ def test_a_bfloat16_state_keeps_its_dtype_and_stays_near_float32(make):
 def test_bfloat16_parameters_keep_their_dtype_beside_float32_slow_weights(make):
     for _, _, updates, params, state in trajectory(make, dtype=jnp.bfloat16):
         assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves((updates, params)))
-        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves((state.slow, state.momentum)))
+        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves((state.rule.slow, state.rule.momentum)))
 
 
 @both
@@ -109,7 +110,7 @@ def test_an_outer_step_is_a_conditional_under_vmap(make, layout, counter_axis):
     """All that happens at a step without outer step is counting: nothing of floats, nothing sent."""
     tx = make(3, axis_of(layout))
     params = random_tree(0, N)
-    state_axes = OuterState(count=counter_axis, slow=0, momentum=0)
+    state_axes = OuterState(count=counter_axis, round=counter_axis, rule=Momentum(slow=0, momentum=0))
     state = jax.vmap(tx.init, out_axes=state_axes)(params)
     if layout == N:
         update = jax.vmap(tx.update, in_axes=(0, state_axes, 0), out_axes=(0, state_axes), axis_name="replica")

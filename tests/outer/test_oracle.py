@@ -25,8 +25,8 @@ def outer_rounds(tx: optax.GradientTransformationExtraArgs, layout: Layout, num_
         updates, after = jax.device_get(update(inner, state, params))
         theta = jax.tree.map(np.add, params, inner)
         for name in theta:
-            before = theta[name], state.slow[name], state.momentum[name]
-            yield r, before, (after.slow[name], after.momentum[name])
+            before = theta[name], state.rule.slow[name], state.rule.momentum[name]
+            yield r, before, (after.rule.slow[name], after.rule.momentum[name])
         params, state = jax.tree.map(np.add, params, updates), after
 
 
@@ -87,4 +87,4 @@ def test_nesterov_diloco_is_optax_sgd_on_the_averaged_outer_gradient():
         step, trace = sgd.update(-inner.mean(axis=0), trace)
         phi = phi + np.asarray(step)
         t = np.asarray(optax.tree_utils.tree_get(trace, "trace"))
-        assert_trees_close((state.slow, state.momentum), (np.tile(phi, (3, 1)), np.tile(-beta * t, (3, 1))))
+        assert_trees_close((state.rule.slow, state.rule.momentum), (np.tile(phi, (3, 1)), np.tile(-beta * t, (3, 1))))

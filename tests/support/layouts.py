@@ -11,8 +11,9 @@ from jax.extend import core
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from noloco_jax.exchange.group import AxisName
-from noloco_jax.outer.transform import OuterState
+from noloco_jax.exchange.axes import AxisName
+from noloco_jax.outer.momentum import Momentum
+from noloco_jax.outer.rule import OuterState
 
 PyTree = Any
 Layout = int | tuple[int, int]  # N slots of one device, or (devices D, slots L of each)
@@ -54,8 +55,8 @@ def random_tree(seed: int, num_replicas: int) -> dict[str, np.ndarray]:
 
 def state_at_start(num_replicas: int, slow: PyTree, momentum: PyTree) -> Any:
     """An `OuterState` of stacked numpy arrays before the first inner step."""
-    count: Any = np.zeros(num_replicas, np.int32)
-    return OuterState(count, slow, momentum)
+    zeros: Any = np.zeros(num_replicas, np.int32)
+    return OuterState(zeros, zeros, Momentum(slow, momentum))
 
 
 def assert_trees_close(actual: PyTree, expected: PyTree, rtol: float = 1e-6, atol: float = 1e-6) -> None:

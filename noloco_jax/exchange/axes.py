@@ -1,0 +1,79 @@
+"""Where replicas live: axes of a mesh, an axis of `vmap`, or several replicas on each device of mesh axes."""
+
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+PyTree = Any
+AxisName = str | tuple[str, ...]
+
+
+class ReplicaAxes(NamedTuple):
+    """The axes of replicas as far as they are bound here. Replica i = device · L + slot, with L slots a device.
+
+    Attributes:
+      device: mesh axes, in the order in which their devices are numbered; empty under `vmap` alone.
+      slot: the `vmap` axis, or None.
+    """
+
+    device: tuple[str, ...]
+    slot: str | None
+
+    @classmethod
+    def bound(cls, axis_name: AxisName) -> "ReplicaAxes":
+        """The axes of that name: mesh axes first, then at most one `vmap` axis.
+
+        Raises:
+          ValueError: if they come in another order.
+          NameError: if an axis is not bound (JAX's own).
+        """
+        names = names_of(axis_name)
+        for name in names:
+            lax.axis_size(name)
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        device = tuple(name for name in names if name in manual)
+        slots = tuple(name for name in names if name not in manual)
+        if len(slots) > 1 or names != device + slots:
+            raise ValueError(
+                f"axis_name={axis_name!r}: replicas live on axes of a mesh and then on at most one vmap axis, and here "
+                f"{', '.join(map(repr, slots))} are of vmap"
+            )
+        return cls(device, slots[0] if slots else None)
+
+    @property
+    def num_devices(self) -> int:
+        return lax.axis_size(self.device) if self.device else 1
+
+    @property
+    def num_slots(self) -> int:
+        return lax.axis_size(self.slot) if self.slot else 1
+
+    def replica(self) -> jax.Array | int:
+        """This replica's number."""
+        device = lax.axis_index(self.device) if self.device else 0
+        return device * self.num_slots + (lax.axis_index(self.slot) if self.slot else 0)
+
+
+def names_of(axis_name: AxisName) -> tuple[str, ...]:
+    """The name or names as a tuple."""
+    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+
+def warn_if_sharded(tree: PyTree, axes: ReplicaAxes) -> None:
+    """Warns, once it is compiled, if the replicas of a `vmap` alone turn out to lie on several devices."""
+    if axes.device or axes.slot is None:
+        return
+
+    def look(sharding: Any) -> None:
+        if len(sharding.device_set) > 1 and not sharding.is_fully_replicated:
+            warnings.warn(
+                f"the replicas of vmap axis {axes.slot!r} lie on {len(sharding.device_set)} devices, where every "
+                "outer step gathers all weights on all of them: run the step in jax.shard_map over a mesh axis of "
+                f"replicas (for several a device with this vmap inside, axis_name=(MESH_AXIS, {axes.slot!r}))",
+                stacklevel=2,
+            )
+
+    for leaf in jax.tree.leaves(tree)[:1]:
+        jax.debug.inspect_array_sharding(leaf, callback=look)

@@ -1,0 +1,168 @@
+"""Averages over groups of replicas.
+
+Each of a pair sends its whole message. In groups of n > 2 equal sizes a member owns a share of the message: all send it
+their part of that share, and it sends back the mean. That costs what a ring costs, 2 (n − 1)/n messages, in two rounds
+of messages instead of 2 (n − 1), and all members receive the same bits.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from noloco_jax.exchange.axes import AxisName, ReplicaAxes, names_of, warn_if_sharded
+from noloco_jax.exchange.buckets import packed
+from noloco_jax.exchange.permute import permute
+from noloco_jax.exchange.routes import lower
+from noloco_jax.exchange.wire import Float32, Wire
+from noloco_jax.outer.pairing import Pairing, largest_group
+
+PyTree = Any
+
+
+def all_mean(tree: PyTree, axis_name: AxisName) -> PyTree:
+    """The mean over all replicas: an all-reduce. What NoLoCo avoids; DiLoCo's outer step, and every step of ddp."""
+    for name in reversed(names_of(axis_name)):
+        if lax.axis_size(name) > 1:  # over one device XLA's partitioner refuses it beside axes that are left to it
+            tree = lax.pmean(tree, name)
+    return tree
+
+
+def group_mean(
+    tree: PyTree, pairing: Pairing, index: jax.Array, axis_name: AxisName, wire: Wire | None = None
+) -> PyTree:
+    """The mean of every replica's tree over its group in entry `index` of the pairing's pool.
+
+    Messages go over `lax.ppermute`; to whom is decided at run time, by a `lax.switch` over the pool. Through a wire
+    that rounds, a replica receives x + mean(Q(x)) − Q(x), with its own value rounded too in the difference: replicas
+    with equal values keep them, the differences of a pair are exactly opposite, and what is too small for the wire is
+    kept.
+
+    Args:
+      tree: arrays of the replica, any shapes.
+      pairing: the pool. Its number of replicas must be that of the axes.
+      index: int32 scalar, equal on every replica and not batched by `vmap` (`counters.shared` sees to it), which would
+        run every branch.
+      axis_name: where the replicas live.
+      wire: the code in which values travel; None: as they are.
+
+    Raises:
+      ValueError: if the axes hold another number of replicas than the pairing.
+    """
+    axes = ReplicaAxes.bound(axis_name)
+    if axes.num_devices * axes.num_slots != pairing.num_replicas:
+        raise ValueError(
+            f"the pairing is of {pairing.num_replicas} replicas, axis {axis_name!r} holds "
+            f"{axes.num_devices * axes.num_slots}: make the two equal"
+        )
+    if pairing.num_replicas == 1 or largest_group(pairing) == 1:
+        return tree
+    warn_if_sharded(tree, axes)
+    meeting = _Meeting(pairing, index, axes, wire or Float32())
+    if axes.num_devices == 1 or _is_sharded():  # nothing is sent, or packing would exchange data inside a replica
+        return jax.tree.map(meeting.mean, tree)
+    buckets, unpack = packed(tree)
+    return unpack([meeting.mean(bucket) for bucket in buckets])
+
+
+def _is_sharded() -> bool:
+    """Whether the partitioner shards the arrays of a replica over further mesh axes."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(mesh.shape[name] > 1 for name in mesh.axis_names if name not in mesh.manual_axes)
+
+
+class _Meeting:
+    """One round of a pairing: who is in this replica's group, and how arrays of the group are averaged."""
+
+    def __init__(self, pairing: Pairing, index: jax.Array, axes: ReplicaAxes, wire: Wire):
+        self._index, self._axes, self._wire = index, axes, wire
+        sizes, positions, sources = _tables(pairing)
+        self._n = int(sizes.max())
+        self._equal_sizes = bool((sizes == self._n).all())
+        self._routes = [lower(sources[:, k], axes.num_devices, axes.num_slots) for k in range(self._n - 1)]
+        replica = axes.replica()
+        self._size = jnp.asarray(sizes)[index, replica]
+        self._position = jnp.asarray(positions)[index, replica]
+
+    def mean(self, x: jax.Array) -> jax.Array:
+        """The group's mean of an array, as this replica is to see it."""
+        if self._n == 2:
+            mean = self._mean_of_pair(x)
+            return mean if self._equal_sizes else jnp.where(self._size == 2, mean, x)
+        if self._equal_sizes and (shares := _shares(x, self._n)) is not None:
+            return self._mean_by_shares(x, *shares)
+        return self._mean_of_all(x)
+
+    def _from(self, k: int, tree: PyTree) -> PyTree:
+        """What the member k places further on in the group sends."""
+        return permute(tree, self._routes[k - 1], self._index, self._axes)
+
+    def _mean_of_pair(self, x: jax.Array) -> jax.Array:
+        code = self._wire.encode(x)
+        other = self._wire.decode(self._from(1, code), x)
+        if self._wire.exact:
+            return (x + other) / 2
+        return x + (other - self._wire.decode(code, x)) / 2
+
+    def _mean_by_shares(self, x: jax.Array, shares: jax.Array, whole: Any) -> jax.Array:
+        """`shares` has the n members' shares in front, `whole` puts such an array together again."""
+        n, wire, own = self._n, self._wire, self._position
+
+        def share(member: jax.Array) -> jax.Array:
+            return lax.dynamic_index_in_dim(shares, member % n, keepdims=False)
+
+        total = wire.decode(wire.encode(share(own)), share(own))
+        for k in range(1, n):  # the member to whom we are k places further on gets its own share of us
+            total += wire.decode(self._from(k, wire.encode(share(own - k))), total)
+        mean = total / n
+        means = jnp.stack([mean, *(self._from(k, mean) for k in range(1, n))])  # of members own, own + 1, ...
+        mean = whole(jnp.take(means, (jnp.arange(n) - own) % n, axis=0))
+        return mean if wire.exact else x + (mean - wire.decode(wire.encode(x), x))
+
+    def _mean_of_all(self, x: jax.Array) -> jax.Array:
+        """Everyone sends everything to everyone: for groups of unequal sizes, and for arrays that have no n shares."""
+        wire, code = self._wire, self._wire.encode(x)
+        values = [wire.decode(code, x), *(wire.decode(self._from(k, code), x) for k in range(1, self._n))]
+        by_place = jnp.stack(values)  # of members own, own + 1, ...; beyond the group's size it is no member
+        by_member = jnp.take(by_place, (jnp.arange(self._n) - self._position) % self._size, axis=0)
+        is_member = (jnp.arange(self._n) < self._size).reshape(-1, *[1] * x.ndim)
+        total = jnp.sum(jnp.where(is_member, by_member, 0), axis=0)  # in the same order on all members
+        mean = total / self._size.astype(x.dtype)
+        return mean if wire.exact else x + (mean - values[0])
+
+
+def _shares(x: jax.Array, n: int) -> tuple[jax.Array, Any] | None:
+    """`x` as n equal shares in front, and how to put them together; None if an array must stay whole and does not
+    divide.
+
+    An array whose dimensions the partitioner may shard is cut along the first one that n divides, a vector anywhere.
+    """
+    if not _is_sharded():
+        padding = -x.size % n
+        flat = jnp.pad(jnp.ravel(x), (0, padding))
+        return flat.reshape(n, -1), lambda shares: shares.reshape(-1)[: x.size].reshape(x.shape)
+    for dim, size in enumerate(x.shape):
+        if size % n == 0:
+            cut = x.reshape(*x.shape[:dim], n, size // n, *x.shape[dim + 1 :])
+            return jnp.moveaxis(cut, dim, 0), lambda shares, dim=dim: jnp.moveaxis(shares, 0, dim).reshape(x.shape)
+    return None
+
+
+def _tables(pairing: Pairing) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of every pool entry and replica: its group's size, its place there, and who is k = 1, 2, ... places further on.
+
+    int32 (pool, N), (pool, N) and (pool, k, N). In groups smaller than k the source is the replica itself.
+    """
+    pool, n = pairing.pool, pairing.num_replicas
+    sizes, positions = np.zeros((2, len(pool), n), np.int32)
+    sources = np.tile(np.arange(n, dtype=np.int32), (len(pool), max(largest_group(pairing) - 1, 1), 1))
+    for p, round_ in enumerate(pool):
+        for group in round_:
+            sizes[p, list(group)] = len(group)
+            positions[p, list(group)] = range(len(group))
+            for k in range(1, len(group)):
+                for position, replica in enumerate(group):
+                    sources[p, k - 1, replica] = group[(position + k) % len(group)]
+    return sizes, positions, sources

@@ -1,0 +1,82 @@
+"""Moves replicas' arrays along a permutation of a pool that is chosen at run time."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from noloco_jax.exchange.axes import ReplicaAxes
+from noloco_jax.exchange.routes import NOWHERE, Pattern, Routes
+
+PyTree = Any
+
+
+def permute(tree: PyTree, routes: Routes, index: jax.Array, axes: ReplicaAxes) -> PyTree:
+    """Every replica receives the tree of its source under entry `index` of the routes.
+
+    Args:
+      tree: arrays of one replica.
+      routes: the pool of permutations, lowered to these axes.
+      index: int32 scalar, equal on all replicas and not batched by `vmap`.
+      axes: where the replicas live.
+    """
+    if axes.slot is None or routes.num_slots == 1:
+        return _send(tree, routes, index, axes.device)
+    # The block of a device's replicas as one array: under vmap an all_gather is only the unbatched view.
+    received, positions_L = _deliver(lax.all_gather(tree, axes.slot), routes, index, axes.device)
+    return _rows(received, positions_L[lax.axis_index(axes.slot)])
+
+
+def permute_blocks(tree: PyTree, routes: Routes, index: jax.Array, device_axes: tuple[str, ...]) -> PyTree:
+    """Every slot of every device receives from its source under entry `index` of the routes.
+
+    Args:
+      tree: arrays (L, ...), the slots of this device in front.
+      routes: where they go. What a device without destination holds is not sent; who has no source receives zeros.
+      index: int32 scalar, the same on all devices.
+      device_axes: the mesh axes in the order in which devices are numbered.
+    """
+    received, positions_L = _deliver(tree, routes, index, device_axes)
+    return _rows(received, positions_L) if routes.num_slots > 1 else received
+
+
+def _deliver(block: PyTree, routes: Routes, index: jax.Array, device_axes: tuple[str, ...]) -> tuple[PyTree, jax.Array]:
+    """What arrives at this device, and at which position each of its slots finds its own (L,)."""
+    if routes.num_devices == 1:
+        return block, jnp.asarray(routes.receive)[index, 0]
+    device = lax.axis_index(device_axes)
+    if routes.num_slots > 1:
+        outgoing_L = jnp.asarray(routes.send)[index, device]
+        block = _rows(block, outgoing_L)
+    return _send(block, routes, index, device_axes), jnp.asarray(routes.receive)[index, device]
+
+
+def _rows(tree: PyTree, index: jax.Array) -> PyTree:
+    """Of every array the given rows. `x[index]` would want 64 bits for a vector of all parameters of a large model."""
+    return jax.tree.map(lambda x: jnp.take(x, index, axis=0, mode="clip"), tree)
+
+
+def _send(tree: PyTree, routes: Routes, index: jax.Array, device_axes: tuple[str, ...]) -> PyTree:
+    """Sends blocks between devices along the pattern of entry `index`."""
+    branches: Sequence[Callable[[PyTree], PyTree]] = [
+        lambda t, pattern=pattern: jax.tree.map(lambda x: _send_array(x, pattern, routes.num_slots, device_axes), t)
+        for pattern in routes.patterns
+    ]
+    if len(branches) == 1:
+        return branches[0](tree)
+    return lax.switch(jnp.asarray(routes.pattern_of)[index], branches, tree)
+
+
+def _send_array(x: jax.Array, pattern: Pattern, num_slots: int, device_axes: tuple[str, ...]) -> jax.Array:
+    """`x` is one replica's array if a device holds one, else the block (slots, ...) in the order of `Routes.send`."""
+    parts, start = [], 0
+    for destinations, count in pattern:
+        part = x if count == num_slots else lax.slice_in_dim(x, start, start + count)
+        start += count
+        if any(source != destination for source, destination in enumerate(destinations)):
+            pairs = [(source, destination) for source, destination in enumerate(destinations) if destination != NOWHERE]
+            part = lax.ppermute(part, device_axes, pairs)
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

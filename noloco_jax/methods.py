@@ -1,0 +1,175 @@
+"""The methods of training, a row each. A new one is a row here, a rule in `outer`, and a line in the tests' table."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from noloco_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from noloco_jax.config.fields import TrainConfig
+    from noloco_jax.outer.pairing import RandomPairing, Round
+    from noloco_jax.outer.transform import OuterOptimizer
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Method:
+    """What tells a method of training from the others.
+
+    Attributes:
+      name: `config.method`.
+      describe: config -> a line for people.
+      check: config -> None; raises `UserError` where the configuration does not make sense for the method.
+      outer_optimizer: (config, axis_name) -> the outer optimizer; None for methods without outer steps.
+      pairing: config -> who meets whom; None where all do, or nobody.
+      averages_gradients: whether gradients are averaged over all replicas at every step.
+      outer_collectives: the kinds of collectives by which an outer step crosses replicas.
+      unused: fields of the configuration that change nothing; "outer." stands for all that begin so.
+      comparison: fields that `compare` sets where the configuration is noloco's, the paper's baselines.
+      sync_factor: inner steps between its outer steps, for every one of noloco's in a comparison.
+    """
+
+    name: str
+    describe: Callable[["TrainConfig"], str]
+    check: Callable[["TrainConfig"], None] = lambda config: None
+    outer_optimizer: "Callable[[TrainConfig, Any], OuterOptimizer] | None" = None
+    pairing: "Callable[[TrainConfig], RandomPairing] | None" = None
+    averages_gradients: bool = False
+    outer_collectives: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    comparison: tuple[tuple[str, float], ...] = ()
+    sync_factor: int = 1
+
+    @property
+    def has_outer_steps(self) -> bool:
+        return self.outer_optimizer is not None
+
+    def is_outer_step(self, config: "TrainConfig", step: int) -> bool:
+        """Whether an outer step follows inner step `step` (1, 2, ...)."""
+        return self.has_outer_steps and step % config.outer.sync_every == 0
+
+    def groups(self, config: "TrainConfig", round: int) -> "Round":
+        """The groups that meet in outer step `round` (0, 1, ...)."""
+        if self.pairing is None:
+            return (tuple(range(config.num_replicas)),)
+        pairing = self.pairing(config)
+        return pairing.pool[int(pairing.pool_index(round))]
+
+    def is_unused(self, field: str) -> bool:
+        """Whether a field of the configuration, by its dotted path, changes nothing for this method."""
+        return field.startswith(self.unused)
+
+
+def _noloco(config: "TrainConfig", axis_name: Any) -> "OuterOptimizer":
+    from noloco_jax.transforms import noloco  # here, as the configuration reads this table without jax
+
+    outer = config.outer
+    return noloco(
+        _pairing(config),
+        outer_lr=outer.lr,
+        outer_momentum=outer.momentum,
+        consensus=outer.consensus,
+        sync_every=outer.sync_every,
+        axis_name=axis_name,
+        state_dtype=outer.state_dtype,
+        wire=outer.wire,
+    )
+
+
+def _pairing(config: "TrainConfig") -> "RandomPairing":
+    """A function of the configuration alone, whatever devices the run is on."""
+    from noloco_jax.outer.pairing import RandomPairing
+
+    return RandomPairing(config.num_replicas, config.outer.group_size, config.seed, config.outer.order)
+
+
+def _describe_noloco(config: "TrainConfig") -> str:
+    outer = config.outer
+    gamma = outer.lr if outer.consensus is None else outer.consensus
+    return (
+        f"noloco: groups of {outer.group_size} average every {outer.sync_every} steps "
+        f"(alpha {outer.momentum:g}, beta {outer.lr:g}, gamma {gamma:g})"
+    )
+
+
+def _check_noloco(config: "TrainConfig") -> None:
+    replicas, group_size = config.num_replicas, config.outer.group_size
+    if replicas < 2:
+        raise UserError(f"method='noloco' averages pairs and num_replicas={replicas}: use 2 or more, or method='local'")
+    if not 2 <= group_size <= replicas:
+        raise UserError(f"outer.group_size={group_size} is not between 2 and num_replicas={replicas}: change one")
+
+
+def _diloco(config: "TrainConfig", axis_name: Any) -> "OuterOptimizer":
+    from noloco_jax.transforms import diloco
+
+    outer = config.outer
+    return diloco(
+        outer_lr=outer.lr,
+        outer_momentum=outer.momentum,
+        nesterov=outer.nesterov,
+        sync_every=outer.sync_every,
+        axis_name=axis_name,
+        state_dtype=outer.state_dtype,
+    )
+
+
+def _describe_diloco(config: "TrainConfig") -> str:
+    outer = config.outer
+    kind = "Nesterov" if outer.nesterov else "heavy ball"
+    return f"diloco: all average every {outer.sync_every} steps ({kind}, alpha {outer.momentum:g}, beta {outer.lr:g})"
+
+
+def _check_wire(config: "TrainConfig") -> None:
+    if config.outer.wire != "float32":
+        raise UserError(
+            f"outer.wire={config.outer.wire!r} rounds noloco's messages and method={config.method!r}: "
+            "leave it at 'float32'"
+        )
+
+
+def _check_no_outer_steps(config: "TrainConfig") -> None:
+    _check_wire(config)
+    if config.outer.offload:
+        raise UserError(f"outer.offload=True and method={config.method!r} has no outer state: leave it out")
+
+
+METHODS: dict[str, Method] = {
+    row.name: row
+    for row in (
+        Method(
+            "noloco",
+            _describe_noloco,
+            _check_noloco,
+            _noloco,
+            _pairing,
+            outer_collectives=("collective-permute",),
+            unused=("outer.nesterov",),
+        ),
+        Method(
+            "diloco",
+            _describe_diloco,
+            _check_wire,
+            _diloco,
+            outer_collectives=("all-reduce",),
+            unused=("outer.consensus", "outer.group_size", "outer.order", "outer.wire"),
+            comparison=(("outer.lr", 0.7), ("outer.momentum", 0.3)),
+            sync_factor=2,
+        ),
+        Method(
+            "ddp",
+            lambda config: "ddp: gradients averaged every step",
+            _check_no_outer_steps,
+            averages_gradients=True,
+            unused=("outer.",),
+        ),
+        Method("local", lambda config: "local: replicas never meet", _check_no_outer_steps, unused=("outer.",)),
+    )
+}
+
+
+def method_of(config: "TrainConfig") -> Method:
+    """The row of a configuration's method."""
+    return METHODS[config.method]

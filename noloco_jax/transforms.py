@@ -1,0 +1,181 @@
+"""The outer optimizers as users chain them: a rule, and the exchange that brings it the mean of its group."""
+
+import math
+import warnings
+from typing import Any
+
+import jax
+import jax.core
+
+from noloco_jax.exchange.axes import AxisName, names_of
+from noloco_jax.exchange.groups import all_mean, group_mean
+from noloco_jax.exchange.wire import wire_of
+from noloco_jax.outer.diloco import DiLoCo
+from noloco_jax.outer.momentum import check_state_dtype
+from noloco_jax.outer.noloco import NoLoCo
+from noloco_jax.outer.pairing import Pairing, components, consensus_limit, largest_group
+from noloco_jax.outer.rule import Number
+from noloco_jax.outer.transform import OuterOptimizer, outer_optimizer
+
+PyTree = Any
+
+
+def noloco(
+    pairing: Pairing,
+    outer_lr: Number = 0.7,
+    outer_momentum: Number = 0.5,
+    consensus: Number | None = None,
+    sync_every: int = 50,
+    axis_name: AxisName = "replica",
+    state_dtype: jax.typing.DTypeLike = "float32",
+    wire: str = "float32",
+) -> OuterOptimizer:
+    """Every `sync_every` inner steps, a momentum step towards and along with a random group of replicas.
+
+    With θ the fast weights, φ the slow ones, δ the outer momentum, and the mean over the replica's group:
+
+        Δ = θ − φ                                            (Eq. 1)
+        δ ← α δ + β mean(Δ) + γ (mean(φ) − φ)                (Eq. 2, with the sign of Eq. 32 and the authors' code)
+        φ ← φ + δ;  θ ← φ                                    (Eq. 3)
+
+    Since β mean(Δ) + γ mean(φ) = mean(βΔ + γφ), a replica sends one tensor of the parameters' size.
+
+    There are two ways to use it. Both must run where `axis_name` is bound: inside `jax.shard_map` over a mesh axis,
+    inside `jax.vmap(axis_name=...)`, or inside the latter within the former with both axes as a tuple (JAX then needs
+    `check_vma=False`, as for any collective over such a `vmap`).
+
+    `step(params, state) -> (params, state)` is one outer step, to be compiled as a program of its own and called after
+    every `sync_every` inner steps, which know nothing of it. This is the form for devices: on GPUs all devices of one
+    process meet before a program that holds a collective, so that an inner step should hold none.
+
+    `update(updates, state, params, *, sync=None)` is the transform. It must come last in an `optax.chain`, so that it
+    sees the update that the inner optimizer would make, and returns updates that land on φ after an outer step, and
+    its input otherwise. `sync=None` decides by the state's counter with `lax.cond`, so that steps in between cost
+    nothing, under `vmap` too; `True` and `False` are static, for callers that compile a program with and one without
+    the outer step.
+
+    Both count their outer steps in the state, which decides who meets whom: the first is round 0. All replicas must
+    take the same steps; what skips steps by one replica's gradient belongs around the inner optimizer alone.
+
+    Args:
+      pairing: who averages with whom: `RandomPairing`, `ExplicitPairing`.
+      outer_lr: β, outer learning rate, at least 0; a number or a schedule of the round.
+      outer_momentum: α, in [0, 1); likewise.
+      consensus: γ, the pull towards the group's mean; likewise. None: equal to `outer_lr`, as in the authors' code. A
+        number outside the interval in which pure consensus is mean-square stable (`consensus_limit`) gives a warning.
+      sync_every: inner steps between outer steps, for `sync=None`.
+      axis_name: name of the axis of replicas; or a tuple of mesh axes, a `vmap` axis, or both in this order.
+      state_dtype: dtype in which slow weights and momentum are kept, float32 or bfloat16 (rounded at random, so that
+        small steps are not lost); they are computed in float32. Parameters of float64 or complex numbers keep their
+        precision.
+      wire: "float32", or "bfloat16" for messages of half the bytes: partners then come together by the difference of
+        their rounded messages, so that equal replicas stay equal and what is too small for bfloat16 is kept.
+
+    Returns:
+      A transform whose state is an `OuterState`.
+
+    Raises:
+      ValueError: if a number is out of its range, or a name unknown.
+    """
+    gamma = outer_lr if consensus is None else consensus
+    _check_number("outer_lr", outer_lr)
+    _check_number("consensus", gamma)
+    _check_momentum(outer_momentum)
+    _check_sync_every(sync_every)
+    _warn_if_apart(pairing, outer_momentum, gamma)
+    code = wire_of(wire)
+
+    def exchange(message: PyTree, round: Any) -> PyTree:
+        return group_mean(message, pairing, pairing.pool_index(round), axis_name, code)
+
+    rule = NoLoCo(outer_lr, outer_momentum, gamma, check_state_dtype(state_dtype))
+    return outer_optimizer(rule, exchange, sync_every, names_of(axis_name))
+
+
+def diloco(
+    outer_lr: Number = 0.7,
+    outer_momentum: Number = 0.9,
+    nesterov: bool = True,
+    sync_every: int = 100,
+    axis_name: AxisName = "replica",
+    state_dtype: jax.typing.DTypeLike = "float32",
+) -> OuterOptimizer:
+    """Every `sync_every` inner steps, a momentum step along the outer gradient averaged over all replicas.
+
+        Δ = θ − φ
+        δ ← α δ + β mean(Δ)
+        φ ← φ + δ            heavy ball: the baseline of the NoLoCo paper (α 0.3, β 0.7, 100 inner steps)
+        φ ← φ + α δ + β mean(Δ)    Nesterov: the DiLoCo paper (arXiv 2311.08105; α 0.9, β 0.7)
+        θ ← φ
+
+    Used as `noloco` is, with the same `step` and `update`.
+
+    Args:
+      outer_lr: β, outer learning rate, at least 0; a number or a schedule of the round.
+      outer_momentum: α, in [0, 1); likewise.
+      nesterov: true Nesterov momentum, instead of heavy ball.
+      sync_every: inner steps between outer steps, for `sync=None`.
+      axis_name: name of the axis of replicas; or a tuple of mesh axes, a `vmap` axis, or both in this order.
+      state_dtype: as for `noloco`.
+
+    Returns:
+      A transform whose state is an `OuterState`.
+
+    Raises:
+      ValueError: if a number is out of its range.
+    """
+    _check_number("outer_lr", outer_lr)
+    _check_momentum(outer_momentum)
+    _check_sync_every(sync_every)
+
+    def exchange(message: PyTree, round: Any) -> PyTree:
+        del round
+        return all_mean(message, axis_name)
+
+    rule = DiLoCo(outer_lr, outer_momentum, nesterov, check_state_dtype(state_dtype))
+    return outer_optimizer(rule, exchange, sync_every, names_of(axis_name))
+
+
+def _known(value: Any) -> float | None:
+    """The value of a number that is known now: no schedule, and not traced."""
+    return None if callable(value) or isinstance(value, jax.core.Tracer) else float(value)
+
+
+def _check_number(name: str, value: Number) -> None:
+    known = _known(value)
+    if known is not None and not (math.isfinite(known) and known >= 0):
+        raise ValueError(f"{name} is {value}: it must be finite and at least 0")
+
+
+def _check_momentum(value: Number) -> None:
+    known = _known(value)
+    if known is not None and not 0 <= known < 1:
+        raise ValueError(f"outer_momentum is {value}: it must be in [0, 1)")
+
+
+def _check_sync_every(value: Any) -> None:
+    known = _known(value)
+    if known is not None and known < 1:
+        raise ValueError(f"sync_every is {value}: it must be at least 1")
+
+
+def _warn_if_apart(pairing: Pairing, outer_momentum: Number, gamma: Number) -> None:
+    """Warns of settings under which the replicas' weights do not stay together."""
+    if pairing.num_replicas == 1:
+        return
+    alpha, known = _known(outer_momentum), _known(gamma)
+    if alpha is not None and known is not None:
+        limit = consensus_limit(alpha, pairing.num_replicas, largest_group(pairing))
+        if not 0 < known < limit:
+            warnings.warn(
+                f"consensus {known:g} is outside (0, {limit:.3g}): with outer_momentum {alpha:g} and "
+                f"{pairing.num_replicas} replicas, their weights do not stay together",
+                stacklevel=3,
+            )
+    apart = components(pairing)
+    if len(apart) > 1:
+        warnings.warn(
+            f"the pairing never mixes all replicas: {' and '.join(map(str, apart[:4]))} meet in none of its rounds, "
+            "and their weights do not stay together",
+            stacklevel=3,
+        )

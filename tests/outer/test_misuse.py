@@ -1,0 +1,204 @@
+"""Unusual but legitimate code of an outside user: it does the right thing, or says what is wrong."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import noloco_jax as nj
+from support.layouts import assert_trees_close, compiled, mesh_of, other_collectives, random_tree
+
+N = 4
+
+
+def noloco(**settings: Any) -> Any:
+    return nj.noloco(nj.RandomPairing(N), **{"sync_every": 1} | settings)
+
+
+def vmapped(tx: Any, **arguments: Any) -> Any:
+    return jax.jit(jax.vmap(lambda *args: tx.update(*args, **arguments), axis_name="replica"))
+
+
+def test_a_numpy_boolean_is_as_good_as_pythons_for_sync():
+    tx, params = noloco(), random_tree(0, N)
+    state = jax.vmap(tx.init)(params)
+    updates = random_tree(1, N)
+    for numpys, pythons in ((np.False_, False), (np.True_, True)):
+        steps = (vmapped(tx, sync=sync)(updates, state, params) for sync in (numpys, pythons))
+        assert_trees_close(*steps)
+    passed, _ = vmapped(tx, sync=np.False_)(updates, state, params)
+    assert_trees_close(passed, updates, atol=0, rtol=0)
+
+
+def test_a_traced_sync_is_an_error_that_names_the_ways():
+    tx, params = noloco(), random_tree(0, N)
+    step = jax.vmap(lambda sync: tx.update(params, tx.init(params), params, sync=sync), axis_name="replica")
+    with pytest.raises(TypeError, match="sync is traced: give True or False, for two programs, or None"):
+        jax.eval_shape(step, jnp.ones(N, bool))
+
+
+@pytest.mark.parametrize("sync", [None, False, True])
+def test_parameters_that_shard_map_takes_for_equal_everywhere_are_an_error(sync):
+    """With in_specs=P(), jax.grad sums their gradients over the replicas: an all-reduce at every step."""
+    tx = noloco()
+    params = {"w": np.ones(3, np.float32)}
+
+    def train_step(params, state, x):
+        state, x = jax.tree.map(lambda x: x[0], (state, x))
+        grads = jax.grad(lambda p: jnp.sum(p["w"] * x))(params)
+        updates, state = tx.update(grads, state, params, sync=sync)
+        return jax.tree.map(lambda x: x[None], (optax.apply_updates(params, updates), state))
+
+    specs = (P(), P("replica"), P("replica"))
+    step = jax.shard_map(train_step, mesh=mesh_of(N), in_specs=specs, out_specs=P("replica"))
+    state = jax.vmap(tx.init)(jax.tree.map(lambda x: np.stack([x] * N), params))
+    with pytest.raises(ValueError, match=r"\['w'\] is the same on all devices of axis 'replica'.*in_specs=P"):
+        jax.eval_shape(step, params, state, np.ones((N, 3), np.float32))
+
+
+def test_virtual_replicas_that_lie_on_several_devices_warn_and_name_the_way():
+    outer = noloco()
+    everywhere = NamedSharding(mesh_of(N), P("replica"))
+    params = jax.tree.map(jnp.asarray, random_tree(0, N))
+    state = jax.vmap(outer.init)(params)
+    step = jax.jit(jax.vmap(outer.step, axis_name="replica"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step.lower(params, state).compile()
+    apart = jax.device_put((params, state), everywhere)
+    with pytest.warns(UserWarning, match="lie on 4 devices, where every outer step gathers all weights.*shard_map"):
+        hlo = step.lower(*apart).compile().as_text() or ""
+    assert "all-gather" in other_collectives(hlo)  # what the warning is about
+
+
+@pytest.mark.parametrize("axis_name", [("replica",), ("host", "gpu"), ("gpu", "slot")])
+def test_replicas_may_live_on_several_mesh_axes_or_on_a_tuple_of_one(axis_name):
+    outer = noloco(axis_name=axis_name)
+    params = random_tree(0, N)
+    state = jax.vmap(noloco().init)(params)._replace(rule=jax.vmap(noloco().init)(random_tree(1, N)).rule)
+    expected = jax.jit(jax.vmap(noloco().step, axis_name="replica"))(params, state)
+
+    if axis_name == ("replica",):
+        actual = jax.jit(jax.vmap(outer.step, axis_name="replica"))(params, state)
+    else:
+        shape = {"host": 2, "gpu": 2} if "host" in axis_name else {"gpu": 2}
+        mesh = jax.make_mesh(
+            tuple(shape.values()),
+            tuple(shape),
+            (jax.sharding.AxisType.Auto,) * len(shape),
+            devices=jax.devices()[: 2 ** len(shape)],
+        )
+
+        def block(params, state):
+            if "slot" in axis_name:
+                return jax.vmap(outer.step, axis_name="slot")(params, state)
+            params, state = jax.tree.map(lambda x: x[0], (params, state))
+            return jax.tree.map(lambda x: x[None], outer.step(params, state))
+
+        specs = P(tuple(shape))
+        mapped = jax.shard_map(block, mesh=mesh, in_specs=specs, out_specs=specs, check_vma="slot" not in axis_name)
+        actual = jax.jit(mapped)(params, state)
+    assert_trees_close(actual, expected)
+
+
+def test_a_vmap_axis_before_a_mesh_axis_is_an_error_that_says_the_order():
+    outer = noloco(axis_name=("slot", "replica"))
+    specs = {"in_specs": P("replica"), "out_specs": P("replica"), "check_vma": False}
+    block = jax.shard_map(jax.vmap(outer.step, axis_name="slot"), mesh=mesh_of(2), **specs)
+    params = random_tree(0, N)
+    with pytest.raises(ValueError, match="on axes of a mesh and then on at most one vmap axis, and here 'slot'"):
+        jax.eval_shape(block, params, jax.vmap(noloco().init)(params))
+
+
+def test_hyperparameters_may_be_injected():
+    plain, params = noloco(outer_lr=0.3, consensus=0.2), random_tree(0, N)
+    injected = optax.inject_hyperparams(nj.noloco)(
+        nj.RandomPairing(N), outer_lr=optax.linear_schedule(0.3, 0.1, 10), consensus=0.2, sync_every=1
+    )
+    updates = random_tree(1, N)
+    expected, _ = vmapped(plain)(updates, jax.vmap(plain.init)(params), params)
+    actual, state = vmapped(injected)(updates, jax.vmap(injected.init)(params), params)
+    assert_trees_close(actual, expected)
+    np.testing.assert_allclose(state.hyperparams["outer_lr"], 0.3, rtol=1e-6)
+
+
+WRAPPERS = {
+    "MultiSteps": (
+        lambda tx: optax.MultiSteps(optax.chain(optax.sgd(0.1), tx), 2).gradient_transformation(),
+        "optax.MultiSteps would exchange at every micro-step.*outer.step",
+    ),
+    "apply_if_finite": (
+        lambda tx: optax.apply_if_finite(optax.chain(optax.sgd(0.1), tx), 3),
+        "would leave the others waiting for its message.*around the inner optimizer alone",
+    ),
+    "skipping by the norm": (
+        lambda tx: optax.conditionally_transform(tx, lambda step, *_: step > 0),
+        "would leave the others waiting",
+    ),
+    "first in a chain": (
+        lambda tx: optax.chain(tx, optax.sgd(0.1)),
+        "not the last of its optax.chain.*move it to the end",
+    ),
+    "last in a chain that is not": (
+        lambda tx: optax.chain(optax.chain(optax.sgd(0.1), tx), optax.scale(2.0)),
+        "not the last of its optax.chain",
+    ),
+    "first of named ones": (lambda tx: optax.named_chain(("outer", tx), ("inner", optax.sgd(0.1))), "not the last"),
+}
+
+
+@pytest.mark.parametrize(("wrap", "message"), WRAPPERS.values(), ids=WRAPPERS)
+def test_a_place_in_which_outer_steps_go_wrong_is_an_error(wrap, message):
+    tx, params = wrap(noloco()), random_tree(0, N)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(vmapped(tx), params, jax.eval_shape(jax.vmap(tx.init), params), params)
+
+
+def test_accumulation_and_skipping_around_the_inner_optimizer_alone_are_welcome():
+    accumulated = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
+    tx = optax.chain(optax.apply_if_finite(accumulated, 3), optax.chain(optax.identity(), noloco(sync_every=4)))
+    params = random_tree(0, N)
+    state = jax.vmap(tx.init)(params)
+    for step in range(4):
+        gradients = random_tree(step, N)
+        if step == 0:
+            gradients["scalar"][1] = np.nan  # one replica skips a step: the outer counter is not its
+        updates, state = vmapped(tx)(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_array_equal(state[1][1].round, 1)
+
+
+def test_integers_are_an_error_that_names_the_leaf():
+    tx, params = noloco(), {"w": np.ones((N, 2), np.float32), "steps": np.zeros(N, np.int32)}
+    with pytest.raises(TypeError, match=r"\['steps'\] is of int32 and has no mean over replicas.*optax.masked"):
+        jax.eval_shape(jax.vmap(tx.step, axis_name="replica"), params, jax.eval_shape(jax.vmap(tx.init), params))
+
+
+def test_a_pairing_that_never_mixes_all_replicas_warns_and_names_who_stays_apart():
+    with pytest.warns(UserWarning, match=r"never mixes all replicas: \[0, 1\] and \[2, 3\] meet in none"):
+        nj.noloco(nj.ExplicitPairing([[[0, 1], [2, 3]], [[0], [1], [3, 2]]]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nj.noloco(nj.ExplicitPairing([[[0, 1], [2, 3]], [[0], [1, 2], [3]]]))
+
+
+def test_seeds_may_be_batched_around_the_replicas():
+    """The counters of all seeds are one, so that outer steps stay conditional."""
+    tx = noloco(sync_every=2)
+    seeds = [random_tree(seed, N) for seed in range(3)]
+    stacked = jax.tree.map(lambda *x: np.stack(x), *seeds)
+    update = jax.vmap(jax.vmap(tx.update, axis_name="replica"))
+    state = jax.vmap(jax.vmap(tx.init))(stacked)
+    assert " conditional(" in compiled(update, stacked, state, stacked)
+    updates, state = jax.jit(update)(stacked, state, stacked)
+    updates, _ = jax.jit(update)(updates, state, stacked)
+    for seed, tree in enumerate(seeds):
+        own, own_state = vmapped(tx)(tree, jax.vmap(tx.init)(tree), tree)
+        own, _ = vmapped(tx)(own, own_state, tree)
+        assert_trees_close(jax.tree.map(lambda x, seed=seed: x[seed], updates), own)

@@ -1,0 +1,192 @@
+"""What every rule promises, wherever its replicas live: rows of `support.rules` times rows of `LAYOUTS`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from noloco_jax.outer.momentum import Momentum
+from noloco_jax.outer.rule import OuterState, alone, outer_step
+from support.layouts import assert_trees_close, axis_of, over_replicas, random_tree
+from support.rules import RULES, groups_of
+
+LAYOUTS = {"virtual": 8, "devices": (8, 1), "several a device": (4, 2)}
+
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+
+
+def start(num_replicas: int, **dtypes: Any) -> OuterState:
+    """A state in the middle of a run: replicas with slow weights and momenta of their own."""
+    zeros = np.zeros(num_replicas, np.int32)
+    return OuterState(zeros, zeros, Momentum(random_tree(1, num_replicas), random_tree(2, num_replicas)))
+
+
+@every_rule
+@every_layout
+def test_outer_steps_are_those_of_the_equations_round_by_round(rule, layout):
+    """`step`, which counts rounds by itself, against numpy, with the groups that the pairing draws for each round."""
+    outer = rule.make(8, axis_of(layout))
+    step = jax.jit(over_replicas(outer.step, layout))
+    state = start(8)
+    for round in range(4):
+        theta = random_tree(10 + round, 8)
+        before = state
+        params, state = jax.device_get(step(theta, state))
+        np.testing.assert_array_equal(state.round, round + 1)
+        for name in theta:
+            expected = rule.step(theta[name], before.rule.slow[name], before.rule.momentum[name], groups_of(8, round))
+            assert_trees_close((state.rule.slow[name], state.rule.momentum[name]), expected)
+            np.testing.assert_array_equal(params[name], state.rule.slow[name])
+
+
+@every_rule
+def test_the_transform_takes_the_same_outer_steps_by_counter_and_on_demand(rule):
+    """Rounds go on by one at every outer step, on schedule or off: `sync=True` walks through the pairings."""
+    outer, every_third = rule.make(8, "replica"), rule.make(8, "replica", sync_every=3)
+    step, demanded, counted = (
+        jax.jit(jax.vmap(fn, axis_name="replica"))
+        for fn in (outer.step, lambda *args: every_third.update(*args, sync=True), every_third.update)
+    )
+    zeros = jax.tree.map(np.zeros_like, random_tree(0, 8))
+    states = [start(8)] * 3
+    for round in range(4):
+        theta = random_tree(10 + round, 8)
+        params, states[0] = step(theta, states[0])
+        updates, states[1] = demanded(zeros, states[1], theta)
+        for passing in range(3):
+            landing, states[2] = counted(zeros, states[2], theta)
+            assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(landing)) == (passing < 2)
+        for other, state in ((updates, states[1]), (landing, states[2])):
+            assert_trees_close(jax.tree.map(np.add, theta, other), params)
+            assert_trees_close(state.rule, states[0].rule)
+            np.testing.assert_array_equal(state.round, round + 1)
+    np.testing.assert_array_equal(states[2].count, 12)
+
+
+@every_rule
+def test_a_correction_after_the_solo_step_is_the_step_with_the_mean(rule):
+    """c = mean − own message, right after the solo step or added to weights that have moved on since."""
+    outer = rule.make(8, "replica")
+    state, theta = start(8), random_tree(3, 8)
+
+    def both(params: Any, state: OuterState) -> Any:
+        drawn = outer.step(params, state)
+        message = outer.rule.message(state.rule, params, state.round)
+        solo, after_solo = outer_step(outer.rule, alone, params, state)
+        mean = jax.tree.map(lambda m: jax.lax.pmean(m, "replica"), message)
+        correction = jax.tree.map(jnp.subtract, mean, message)
+        moved = jax.tree.map(lambda x: x + 1, solo)
+        together = outer.rule.receive(state.rule, mean, state.round)
+        return drawn, together, outer.rule.correct(after_solo.rule, moved, correction, state.round)
+
+    _, (params, rule_state), (late, late_state) = jax.jit(jax.vmap(both, axis_name="replica"))(theta, state)
+    assert_trees_close(jax.tree.map(lambda x: x - 1, late), params, atol=3e-6)
+    assert_trees_close(late_state, rule_state, atol=3e-6)
+
+
+@every_rule
+@every_layout
+def test_members_of_a_group_end_bitwise_equal_where_the_rule_says_so(rule, layout):
+    outer = rule.make(8, axis_of(layout))
+    same = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), start(8).rule)  # as after any round of the rule
+    params, state = jax.jit(over_replicas(outer.step, layout))(random_tree(3, 8), start(8)._replace(rule=same))
+    for x in jax.tree.leaves((params, state.rule)):
+        if rule.bitwise:
+            np.testing.assert_array_equal(np.asarray(x), np.broadcast_to(x[:1], x.shape))
+
+
+@every_rule
+@pytest.mark.parametrize("settings", [{}, {"state_dtype": "bfloat16"}], ids=["float32", "bfloat16 state"])
+def test_equal_replicas_stay_bitwise_equal(rule, settings):
+    outer = rule.make(8, "replica", **settings)
+    theta = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), random_tree(3, 8))
+    params = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), random_tree(4, 8))
+    step = jax.jit(jax.vmap(outer.step, axis_name="replica"))
+    state = jax.vmap(outer.init)(params)
+    for _ in range(3):
+        theta, state = step(theta, state)
+        for x in jax.tree.leaves((theta, state.rule)):
+            np.testing.assert_array_equal(np.asarray(x), np.broadcast_to(x[:1], x.shape))
+
+
+def drift(outer: Any, form: str, rounds: int = 40, by: float = 1e-3) -> float:
+    """How far a weight of 1.0 moves that inner steps push by the same amount in every round: the mean over many."""
+    size, n = 2048, 2
+    params = {"w": jnp.ones((n, size))}
+    state = jax.vmap(outer.init)(params)
+
+    def push(params, state):
+        if form == "step":
+            return outer.step(jax.tree.map(lambda x: x + by, params), state)
+        updates, state = outer.update(jax.tree.map(lambda x: jnp.full_like(x, by), params), state, params)
+        return jax.tree.map(jnp.add, params, updates), state
+
+    push = jax.jit(jax.vmap(push, axis_name="replica"))
+    for _ in range(rounds):
+        params, state = push(params, state)
+    return float(params["w"].mean()) - 1
+
+
+@every_rule
+@pytest.mark.parametrize("form", ["step", "update"])
+def test_weights_do_not_freeze_under_a_bfloat16_state_whichever_form_takes_the_step(rule, form):
+    """A bfloat16 near one has steps of 1/128: rounded to the nearest, pushes of 1/1000 would never move it."""
+    exact = drift(rule.make(2, "replica"), form)
+    rounded = drift(rule.make(2, "replica", state_dtype="bfloat16"), form)
+    assert exact == pytest.approx(0.056, abs=0.02)
+    assert rounded == pytest.approx(exact, rel=0.05)
+
+
+def test_a_drift_that_bfloat16_does_not_hold_comes_through_a_bfloat16_wire():
+    """Messages hold γφ, near one: rounding them, rather than their difference, froze weights."""
+    noloco = RULES["noloco"]
+    coded = drift(noloco.make(2, "replica", wire="bfloat16"), "step", rounds=200)
+    assert coded == pytest.approx(drift(noloco.make(2, "replica"), "step", rounds=200), rel=1e-4)
+    assert coded > 0.2
+
+
+@every_rule
+def test_leaves_of_float64_and_complex_numbers_keep_their_precision(rule):
+    with jax.enable_x64(True):
+        tree = {
+            "double": 1 + 1e-12 * np.arange(8.0)[:, None],
+            "complex": np.arange(8.0)[:, None] * (1 + 2j),
+        }
+        outer = rule.make(8, "replica")
+        state = jax.vmap(outer.init)(jax.tree.map(jnp.asarray, tree))
+        theta = jax.tree.map(lambda x: jnp.asarray(x) + x[:1], tree)
+        params, state = jax.jit(jax.vmap(outer.step, axis_name="replica"))(theta, state)
+        for name, x in tree.items():
+            assert params[name].dtype == state.rule.slow[name].dtype == x.dtype
+            parts = (np.real, np.imag) if np.iscomplexobj(x) else (np.real,)
+            for part in parts:
+                phi, _ = rule.step(part(np.asarray(theta[name])), part(x), 0 * part(x), groups_of(8, 0))
+                np.testing.assert_allclose(part(np.asarray(params[name])), phi, rtol=1e-14, atol=1e-14)
+
+
+@every_rule
+def test_a_learning_rate_and_a_momentum_may_be_schedules_of_the_round(rule):
+    """A schedule that gives the table's numbers in round 1 alone."""
+    import noloco_jax as nj
+    from support.rules import ALPHA, BETA, GAMMA
+
+    def only_then(value):
+        return lambda round: jnp.where(round == 1, value, 0.125)
+
+    scheduled = {
+        "noloco": lambda: nj.noloco(nj.RandomPairing(8, seed=5), only_then(BETA), only_then(ALPHA), only_then(GAMMA)),
+        "diloco": lambda: nj.diloco(only_then(BETA), only_then(ALPHA), nesterov=False),
+        "nesterov": lambda: nj.diloco(only_then(BETA), only_then(ALPHA), nesterov=True),
+    }
+    name = next(name for name, row in RULES.items() if row is rule)
+    state = start(8)._replace(round=np.ones(8, np.int32))
+    theta = random_tree(3, 8)
+    expected = jax.jit(jax.vmap(rule.make(8, "replica").step, axis_name="replica"))(theta, state)
+    actual = jax.jit(jax.vmap(scheduled[name]().step, axis_name="replica"))(theta, state)
+    assert_trees_close(actual, expected)
+    apart = start(8)
+    other = jax.jit(jax.vmap(scheduled[name]().step, axis_name="replica"))(theta, apart)
+    assert not np.allclose(other[0]["matrix"], expected[0]["matrix"])
