@@ -73,7 +73,7 @@ def bytes_sent(config: TrainConfig) -> int:
     """Bytes that a replica sends at an outer step (for ddp: at every step), an all-reduce counted as a ring."""
     numel = num_params(config.model)[0]
     ring = 2 * 4 * numel * (config.num_replicas - 1) // config.num_replicas
-    message = numel * jnp.dtype(config.outer.wire_dtype).itemsize
+    message = numel * jnp.dtype(config.outer.wire).itemsize
     return {"noloco": message * (config.outer.group_size - 1), "diloco": ring, "ddp": ring, "local": 0}[config.method]
 
 

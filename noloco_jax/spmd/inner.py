@@ -61,7 +61,7 @@ def outer_optimizer(config: TrainConfig) -> optax.GradientTransformationExtraArg
             sync_every=outer.sync_every,
             axis_name=REPLICAS,
             state_dtype=outer.state_dtype,
-            wire_dtype=None if outer.wire_dtype == "float32" else outer.wire_dtype,
+            wire_dtype=None if outer.wire == "float32" else outer.wire,
         )
     if config.method == "diloco":
         return diloco(

@@ -73,7 +73,7 @@ def test_runs_that_are_there_are_not_measured_again(finished, config):
         ("--processes=3", "--processes=3 and num_replicas=2"),
         ("--late=1:3:5", "--late=1:3:5 is of no process or step"),
         ("--late=1:2:nan", "--late=1:2:nan: nan is no time to be late by"),
-        ("--methods=noloco,diloco --config.outer.wire_dtype=bfloat16", "noloco's messages and method='diloco'"),
+        ("--methods=noloco,diloco --config.outer.wire=bfloat16", "noloco's messages and method='diloco'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(flags, message, config, tmp_path):
