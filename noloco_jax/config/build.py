@@ -33,7 +33,15 @@ def from_dict(values: ConfigDict | Mapping[str, Any]) -> TrainConfig:
 
 def unchecked(values: ConfigDict | Mapping[str, Any]) -> TrainConfig:
     """`from_dict` with no check but that of types, for a caller that changes a field and then calls `validate`."""
-    return _build(TrainConfig, values.to_dict() if isinstance(values, ConfigDict) else values, "")
+    return _build(TrainConfig, _resolved(values) if isinstance(values, ConfigDict) else values, "")
+
+
+def _resolved(values: ConfigDict) -> dict[str, Any]:
+    """Plain values in place of references between fields."""
+    try:
+        return values.to_dict()
+    except Exception as error:  # of the user's own arithmetic
+        raise UserError(f"config fields that refer to others have no value: {type(error).__name__}: {error}") from error
 
 
 def _build(cls: type, values: Any, prefix: str) -> Any:

@@ -15,15 +15,15 @@ def validate(config: TrainConfig) -> None:
     fields = leaf_fields(TrainConfig)
     for path, value in flatten(dataclasses.asdict(config)).items():
         if value is not None:
-            _check_alone(path, fields[path], value)
+            check_field(path, fields[path], value)
     _check_model(config.model)
     _check_run(config)
     _check_method(config)
     _check_mesh(config)
 
 
-def _check_alone(path: str, field: FieldInfo, value: Any) -> None:
-    """What a field has to satisfy whatever the others are; all of it stands at the field."""
+def check_field(path: str, field: FieldInfo, value: Any) -> None:
+    """Raises `UserError` for a value that the field at `path` does not take, whatever the others are."""
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{path}={value} is not a finite number: give one")
     if value in field.allowed:

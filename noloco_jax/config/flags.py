@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from ml_collections import ConfigDict
 
 from noloco_jax.config.build import find_field, from_dict, known_fields
+from noloco_jax.config.checks import check_field
 from noloco_jax.config.config_file import read_config_file
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.schema import FieldInfo
@@ -79,9 +80,11 @@ def _parse_value(path: str, field: FieldInfo, text: str) -> Any:
     if text == "None" and field.optional:
         return None
     try:
-        return _BOOLS[text.lower()] if field.type is bool else field.type(text)
+        value = _BOOLS[text.lower()] if field.type is bool else field.type(text)
     except (KeyError, ValueError):
         raise UserError(f"--config.{path}={text}: expected {field.type_name}") from None
+    check_field(path, field, value)  # before other fields are computed from it
+    return value
 
 
 class _Parser(argparse.ArgumentParser):

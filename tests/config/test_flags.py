@@ -75,8 +75,9 @@ def test_every_field_can_be_set_whether_the_file_lists_it_or_not(file):
     texts = {int: "7", float: "0.25", bool: "true", str: "text"}
     values = {int: 7, float: 0.25, bool: True, str: "text"}
     for path, field in known_fields().items():
-        config = load_config(file, [f"--config.{path}={texts[field.type]}"])
-        assert flatten(config.to_dict())[path] == values[field.type], path
+        word = field.allowed.choices[-1:]
+        text, value = (word * 2) or (texts[field.type], values[field.type])
+        assert flatten(load_config(file, [f"--config.{path}={text}"]).to_dict())[path] == value, path
 
 
 def test_fields_that_are_none_can_be_set(file):
@@ -187,6 +188,8 @@ def test_a_wrong_argument_is_refused_by_name(file):
         "--config.outer.consensus=none": "--config.outer.consensus=none: expected float or None",
         "--config.num_steps=None": "--config.num_steps=None: expected int",
         "--config.outer.nesterov=maybe": "--config.outer.nesterov=maybe: expected bool",
+        "--config.num_replicas=0": "num_replicas=0 is not allowed: give 1 or more",  # the file divides by it
+        "--config.method=nolocco": "method='nolocco' is unknown: did you mean 'noloco'?",
         "--config.num_steps": "--config.num_steps has no value",
         "--noconfig.num_steps": "give --config.num_steps=VALUE",
         "--noconfig.data.add_bos=1": "give --config.data.add_bos=VALUE",
@@ -222,6 +225,14 @@ def test_a_config_file_that_fails_is_named(tmp_path):
         message = refusal(f"--config={path}")
         assert named in message and ("broken.py" in message or "field" in message), text
     assert "outer: expected a group of fields, got 3" in refusal(f"--config={path}", "--config.outer.lr=1")
+
+
+def test_a_reference_without_a_value_is_refused(tmp_path):
+    path = tmp_path / "a.py"
+    divided = "    config.seed = 1\n    config.eval_every = 64 // config.get_oneway_ref('seed')\n    return"
+    path.write_text(FILE.replace("    return", divided))
+    message = refusal(f"--config={path}", "--config.seed=0")
+    assert "refer to others" in message and "ZeroDivisionError" in message
 
 
 def test_a_json_file_that_fails_is_named(tmp_path):
