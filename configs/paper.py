@@ -30,6 +30,8 @@ def outer_config(method: str) -> ConfigDict:
     if method in OUTER:
         config.lr, config.momentum, config.sync_every = OUTER[method]
         config.group_size = 2
+    if method == "noloco":
+        config.order = "independent"  # a pairing a round, whatever was drawn before
     return config
 
 

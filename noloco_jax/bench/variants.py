@@ -2,10 +2,9 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from noloco_jax.config.fields import TrainConfig, from_dict, known_fields, unknown_field
-from noloco_jax.config.flags import load_config
+from noloco_jax.config import TrainConfig, known_fields, load_config, unchecked, unknown_field, validate
 from noloco_jax.errors import UserError
 
 
@@ -65,10 +64,11 @@ def _parse(text: str) -> tuple[str, list[str]]:
 
 def _variant(file: str, overrides: Sequence[str], varied: dict[str, str]) -> Variant:
     chosen = (*overrides, *(f"--config.{field}={value}" for field, value in varied.items()))
-    values = load_config(file, chosen)
+    config = unchecked(load_config(file, chosen))
     note = ""
-    if values.method == "noloco" and values.num_replicas == 1:
-        values.method = "local"
+    if config.method == "noloco" and config.num_replicas == 1:
+        config = replace(config, method="local")
         chosen = (*chosen, "--config.method=local")
         note = "one replica has none to average with: measured as method=local"
-    return Variant(varied, chosen, from_dict(values), note)
+    validate(config)
+    return Variant(varied, chosen, config, note)

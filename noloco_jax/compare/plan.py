@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from noloco_jax.config.checks import CHOICES
 from noloco_jax.config.fields import (
     CONFIG_FILE,
     TrainConfig,
@@ -20,7 +19,7 @@ from noloco_jax.config.fields import (
 from noloco_jax.config.flags import load_config
 from noloco_jax.errors import UserError
 
-METHODS = CHOICES["method"]
+METHODS = known_fields()["method"].allowed.choices
 
 # What DiLoCo has instead of NoLoCo's settings (the paper's baseline, Section 4): alpha and beta, and how many times as
 # many inner steps between its outer steps.
@@ -32,7 +31,7 @@ _OUTER = tuple(path for path in known_fields() if path.startswith("outer."))
 _UNUSED = {
     "ddp": _OUTER,
     "local": _OUTER,
-    "diloco": ("outer.consensus", "outer.group_size", "outer.wire", "outer.order"),
+    "diloco": ("outer.consensus", "outer.group_size", "outer.order", "outer.wire"),
     "noloco": ("outer.nesterov",),
 }
 

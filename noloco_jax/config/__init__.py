@@ -1,1 +1,48 @@
-"""The configuration of a run: fields, checks, and the command line."""
+"""The configuration of a run: fields with their ranges and meanings, checks, and the command line."""
+
+from noloco_jax.config.build import (
+    CONFIG_FILE,
+    from_dict,
+    known_fields,
+    load_saved,
+    save_config,
+    to_dict,
+    unchecked,
+    unknown_field,
+)
+from noloco_jax.config.checks import validate
+from noloco_jax.config.fields import (
+    DataConfig,
+    InnerConfig,
+    MeshConfig,
+    ModelConfig,
+    OuterConfig,
+    RopeScaling,
+    TrainConfig,
+)
+from noloco_jax.config.flags import load_config, make_parser, parse_args, split_overrides
+from noloco_jax.config.schema import flatten
+
+__all__ = [
+    "CONFIG_FILE",
+    "DataConfig",
+    "InnerConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OuterConfig",
+    "RopeScaling",
+    "TrainConfig",
+    "flatten",
+    "from_dict",
+    "known_fields",
+    "load_config",
+    "load_saved",
+    "make_parser",
+    "parse_args",
+    "save_config",
+    "split_overrides",
+    "to_dict",
+    "unchecked",
+    "unknown_field",
+    "validate",
+]

@@ -1,270 +1,207 @@
-"""A run's configuration: frozen dataclasses, the only place that holds a default.
+"""A run's configuration: frozen dataclasses, each field with its default, its meaning and the values that it takes.
 
-`from_dict` turns a ConfigDict or a mapping into a checked `TrainConfig` once, at the boundary. Names and meanings are
-part of the public interface: `--config.outer.sync_every=25` sets `TrainConfig.outer.sync_every`.
+Names and meanings are part of the public interface: `--config.outer.sync_every=25` sets `TrainConfig.outer.sync_every`.
 """
 
-import dataclasses
-import difflib
-import json
-import os
-import types
-import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import MISSING, dataclass
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from noloco_jax.config.checks import validate
-from noloco_jax.errors import UserError
+from noloco_jax.config.schema import setting
+from noloco_jax.methods import METHODS
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """Llama 3's scaling of the rotary frequencies; the names are those of a Hugging Face config.json."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    factor: float = setting(MISSING, "Divisor of the low frequencies.", above=0)
+    low_freq_factor: float = setting(
+        MISSING, "Turns in the original context under which a frequency is divided by the whole factor.", above=0
+    )
+    high_freq_factor: float = setting(
+        MISSING, "Turns in the original context above which a frequency is left alone.", above=0
+    )
+    original_max_position_embeddings: int = setting(
+        MISSING, "Tokens of the context that the frequencies were made for.", minimum=1
+    )
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    hidden_size: int = 256
-    intermediate_size: int = 1024
-    num_layers: int = 4
-    num_heads: int = 4
-    num_kv_heads: int = 4
-    vocab_size: int = 259  # the byte tokenizer's
-    rope_theta: float = 10000.0
+    """The Llama that every replica trains."""
+
+    hidden_size: int = setting(256, "Width of the residual stream.", minimum=1)
+    intermediate_size: int = setting(1024, "Width of the feed-forward layers.", minimum=1)
+    num_layers: int = setting(4, "Transformer layers.", minimum=1)
+    num_heads: int = setting(4, "Attention heads of a layer.", minimum=1)
+    num_kv_heads: int = setting(4, "Heads of keys and values of a layer, which the attention heads share.", minimum=1)
+    vocab_size: int = setting(259, "Token ids that the model knows; the byte tokenizer has 259.", minimum=1)
+    rope_theta: float = setting(10000.0, "Base of the rotary frequencies.", above=0)
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = 1e-5
-    tie_embeddings: bool = False
-    dtype: str = "float32"  # of the computation
-    param_dtype: str = "float32"  # of the weights that the optimizer steps
-    # What the backward pass computes again: nothing, all but the matmuls ("dots"), "full" layers, a pipeline "stage".
-    remat: str = "none"
+    norm_eps: float = setting(1e-5, "Number added to the mean square in RMSNorm.", above=0)
+    tie_embeddings: bool = setting(False, "Whether the output layer is the token embedding's matrix.")
+    dtype: str = setting("float32", "Type of the computation.", choices=("float32", "bfloat16"))
+    param_dtype: str = setting(
+        "float32", "Type of the weights that the inner optimizer steps.", choices=("float32", "bfloat16")
+    )
+    remat: str = setting(
+        "none",
+        "What the backward pass computes again: nothing, full layers, all but matrix products (dots), or whole "
+        "pipeline stages.",
+        choices=("none", "full", "dots", "stage"),
+    )
 
 
 @dataclass(frozen=True)
 class InnerConfig:
-    """Adam inside a replica, after `warmup_steps` of linear warmup on a cosine from `lr` to `min_lr`."""
+    """Adam inside a replica: linear warmup of the learning rate, then a cosine from `lr` to `min_lr`."""
 
-    lr: float = 6e-4
-    min_lr: float = 6e-5
-    warmup_steps: int = 20
-    clip_norm: float = 1.0
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    lr: float = setting(6e-4, "Learning rate after the warmup.", above=0)
+    min_lr: float = setting(6e-5, "Learning rate at the end of the run.", minimum=0)
+    warmup_steps: int = setting(20, "Inner steps over which the learning rate rises linearly to lr.", minimum=0)
+    clip_norm: float = setting(
+        1.0, "Largest norm of a replica's gradient over all its weights; a longer one is scaled down to it.", above=0
+    )
+    b1: float = setting(0.9, "Adam's decay of the mean of gradients, per step.", minimum=0, below=1)
+    b2: float = setting(0.999, "Adam's decay of the mean of squared gradients, per step.", minimum=0, below=1)
+    eps: float = setting(1e-8, "Number added to the root of Adam's second moment.", above=0)
+    weight_decay: float = setting(
+        0.0, "Share of a weight that a step takes off it, times the learning rate (AdamW); 0: plain Adam.", minimum=0
+    )
 
 
 @dataclass(frozen=True)
 class OuterConfig:
     """The step between replicas; `noloco` and `diloco` take it every `sync_every` inner steps."""
 
-    lr: float = 0.7  # the paper's beta
-    momentum: float = 0.5  # alpha
-    consensus: float | None = None  # gamma; None: the same as lr. noloco only
-    sync_every: int = 50
-    group_size: int = 2  # noloco only
-    nesterov: bool = False  # diloco only
-    state_dtype: str = "float32"  # of slow weights and outer momentum
-    wire: str = "float32"  # of the messages; noloco only
-    order: str = "passes"  # of the pairings: shuffled passes, or "independent" draws; noloco only
-    offload: bool = False  # slow weights and momentum stay in host memory between outer steps
+    lr: float = setting(0.7, "Outer learning rate, the paper's beta.", above=0)
+    momentum: float = setting(0.5, "Outer momentum, the paper's alpha.", minimum=0, below=1)
+    consensus: float | None = setting(
+        None, "Pull towards the group's mean, the paper's gamma; None: equal to outer.lr (noloco only).", minimum=0
+    )
+    sync_every: int = setting(50, "Inner steps between two outer steps.", minimum=1)
+    group_size: int = setting(2, "Replicas that average with one another in an outer step (noloco only).", minimum=1)
+    order: str = setting(
+        "passes",
+        "How pairings are drawn: in shuffled passes over the pool of pairings, or one by one independently, as in the "
+        "paper (noloco only).",
+        choices=("passes", "independent"),
+    )
+    nesterov: bool = setting(
+        False, "Whether the outer momentum is Nesterov's, as in DiLoCo's own paper; False: heavy ball (diloco only)."
+    )
+    wire: str = setting(
+        "float32", "Form in which messages between replicas travel (noloco only).", choices=("float32", "bfloat16")
+    )
+    state_dtype: str = setting(
+        "float32", "Type in which slow weights and outer momentum are kept.", choices=("float32", "bfloat16")
+    )
+    offload: bool = setting(False, "Whether slow weights and outer momentum stay in host memory between outer steps.")
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    kind: str = "text"
-    path: str = ""
-    validation_path: str = ""  # "": found beside or held out of `path`, as the kind has it
-    tokenizer: str = "byte"  # or a transformers tokenizer's name or folder
-    add_bos: bool = True
-    add_eos: bool = True
-    sequence_length: int = 256
-    batch_size: int = 8  # sequences per replica per step
-    num_workers: int = 0
-    shuffle_buffer: int = 1000  # documents
+    """Which documents a run reads, and how they become batches."""
+
+    kind: str = setting(
+        "text",
+        "What data.path holds: C4's gzipped JSON lines, Parquet files of token ids, or text files.",
+        choices=("c4", "parquet", "text"),
+    )
+    path: str = setting("", "File or folder of the training documents.")
+    validation_path: str = setting(
+        "", "File or folder of the validation documents; empty: those found beside data.path or held out of it."
+    )
+    tokenizer: str = setting(
+        "byte", "'byte' (a token per byte), or the name or folder of a transformers tokenizer.", nonempty=True
+    )
+    add_bos: bool = setting(True, "Whether a document begins with the tokenizer's BOS token.")
+    add_eos: bool = setting(True, "Whether a document ends with the tokenizer's EOS token.")
+    sequence_length: int = setting(256, "Tokens of a sequence.", minimum=1)
+    batch_size: int = setting(8, "Sequences that a replica trains on in an inner step.", minimum=1)
+    num_workers: int = setting(
+        0, "Processes that read and tokenize for each replica; 0: a thread of the run's own process does.", minimum=0
+    )
+    shuffle_buffer: int = setting(1000, "Documents that are shuffled together; 1 keeps the files' order.", minimum=1)
 
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Devices along each axis; -1: what the others leave."""
+    """Devices along each axis of the mesh, and how micro-batches pass through it."""
 
-    replica: int = -1
-    stage: int = 1
-    fsdp: int = 1
-    tensor: int = 1
-    routing: str = "random"  # of micro-batches between the stages of different replicas
+    replica: int = setting(
+        -1, "Devices among which the replicas are shared out; -1: what the other axes leave.", minimum=1, besides=-1
+    )
+    stage: int = setting(1, "Pipeline stages that a replica's layers are cut into.", minimum=1)
+    fsdp: int = setting(
+        1,
+        "Devices that shard a replica's weights and share out its batch; -1: what the other axes leave.",
+        minimum=1,
+        besides=-1,
+    )
+    tensor: int = setting(
+        1,
+        "Devices that split every layer's matrix products; -1: what the other axes leave.",
+        minimum=1,
+        besides=-1,
+    )
+    routing: str = setting(
+        "random",
+        "Which replica's next stage a micro-batch enters: a random one's, or always that of its own replica.",
+        choices=("random", "fixed"),
+    )
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    method: str = "noloco"
-    num_replicas: int = 4
-    num_steps: int = 1000  # inner steps
-    seed: int = 0
-    num_microbatches: int = 1
-    model: ModelConfig = field(default_factory=ModelConfig)
-    inner: InnerConfig = field(default_factory=InnerConfig)
-    outer: OuterConfig = field(default_factory=OuterConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    eval_every: int = 500
-    eval_batches: int = 16
-    log_every: int = 10
-    checkpoint_every: int = 500
-    keep_checkpoints: int = 2
-    # What becomes of a checkpoint's replicas if num_replicas has changed: fewer "merge" or "keep" some, more "copy".
-    elastic: str = ""
-    init_from: str = ""  # a Hugging Face folder to start from; "": random weights
-    sample_prompt: str = ""  # what the merged model continues at the end of a run
-    sample_tokens: int = 0  # 0: no sample
+    """All of a run."""
+
+    method: str = setting(
+        "noloco",
+        "How replicas average: in small groups, all together, gradients at every step, or never.",
+        choices=tuple(METHODS),
+    )
+    num_replicas: int = setting(4, "Replicas of the model that train.", minimum=1)
+    num_steps: int = setting(1000, "Inner steps of the run.", minimum=1)
+    seed: int = setting(0, "Number that initial weights, data order and pairings are drawn from.", minimum=0)
+    num_microbatches: int = setting(1, "Parts of a replica's batch that are computed one after another.", minimum=1)
+    model: ModelConfig = ModelConfig()
+    inner: InnerConfig = InnerConfig()
+    outer: OuterConfig = OuterConfig()
+    data: DataConfig = DataConfig()
+    mesh: MeshConfig = MeshConfig()
+    eval_every: int = setting(500, "Inner steps between two evaluations; there is one at the end too.", minimum=1)
+    eval_batches: int = setting(16, "Validation batches of an evaluation.", minimum=1)
+    log_every: int = setting(10, "Inner steps between two lines of training metrics.", minimum=1)
+    checkpoint_every: int = setting(500, "Inner steps between two checkpoints; there is one at the end too.", minimum=1)
+    keep_checkpoints: int = setting(2, "Newest checkpoints that are kept.", minimum=1)
+    elastic: str = setting(
+        "",
+        "What becomes of a checkpoint's replicas where num_replicas has changed: fewer merge several into one or keep "
+        "some, more copy theirs; empty: the run is refused.",
+        choices=("", "merge", "keep", "copy"),
+    )
+    init_from: str = setting("", "Hugging Face folder whose weights the run starts from; empty: random weights.")
+    sample_prompt: str = setting("", "Text that the merged model continues at the end of the run.")
+    sample_tokens: int = setting(0, "Tokens of that continuation; 0: none is made.", minimum=0)
 
 
-@dataclass(frozen=True)
-class FieldInfo:
-    """A leaf of the configuration: its type, and whether None is a value of it."""
-
-    type: type
-    optional: bool
-
-
-def _unwrap(annotation: Any) -> tuple[type, bool]:
-    if isinstance(annotation, types.UnionType):
-        (inner,) = (arg for arg in typing.get_args(annotation) if arg is not types.NoneType)
-        return inner, True
-    return annotation, False
+# Moved to `build` and `schema`; this stays until every room imports them from `noloco_jax.config`.
+_MOVED = (
+    "flatten",
+    "from_dict",
+    "known_fields",
+    "load_saved",
+    "save_config",
+    "to_dict",
+    "unknown_field",
+    "CONFIG_FILE",
+)
 
 
-def field_types(cls: type) -> dict[str, tuple[type, bool]]:
-    """Field name -> (type without None, whether None is allowed), of one of the dataclasses."""
-    return {name: _unwrap(annotation) for name, annotation in typing.get_type_hints(cls).items()}
+def __getattr__(name: str) -> Any:
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from noloco_jax import config
 
-
-def known_fields(cls: type = TrainConfig, prefix: str = "") -> dict[str, FieldInfo]:
-    """Every leaf field by its dotted path."""
-    leaves = {}
-    for name, (kind, optional) in field_types(cls).items():
-        if dataclasses.is_dataclass(kind):
-            leaves |= known_fields(kind, f"{prefix}{name}.")
-        else:
-            leaves[prefix + name] = FieldInfo(kind, optional)
-    return leaves
-
-
-def _similarity(left: str, right: str) -> float:
-    return difflib.SequenceMatcher(a=left, b=right).ratio()
-
-
-def unknown_field(path: str) -> UserError:
-    """The error for a field that does not exist, with the names that may have been meant."""
-    known = dict.fromkeys(known_fields())
-    known |= dict.fromkeys(name.rpartition(".")[0] for name in known if "." in name)  # the groups themselves
-    section, _, leaf = path.rpartition(".")
-    scores = {}
-    for name in known:
-        its_section, _, its_leaf = name.rpartition(".")
-        if _similarity(leaf, its_leaf) >= 0.65:
-            scores[name] = _similarity(leaf, its_leaf) + 0.3 * _similarity(section, its_section)
-    if scores:
-        near = [name for name, score in scores.items() if score == max(scores.values())]
-        return UserError(f"unknown config field {path!r}: did you mean {' or '.join(map(repr, near))}?")
-    siblings = [name for name in known if name.rpartition(".")[0] == section]
-    siblings = siblings or [name for name in known if "." not in name]
-    return UserError(f"unknown config field {path!r}: the fields there are {', '.join(siblings)}")
-
-
-def checked_value(path: str, kind: type, optional: bool, value: Any) -> Any:
-    """`value` as the field at `path` holds it: an int becomes a float where one is due; anything else must match."""
-    if value is None and optional:
-        return None
-    if kind is float and type(value) is int:
-        return float(value)
-    if type(value) is not kind:
-        raise UserError(
-            f"config field {path}: expected {kind.__name__}{' or None' if optional else ''}, "
-            f"got {value!r} ({type(value).__name__})"
-        )
-    return value
-
-
-def _build(cls: type, values: Any, prefix: str) -> Any:
-    if not isinstance(values, Mapping):
-        raise UserError(f"config field {prefix[:-1]}: expected a group of fields, got {values!r}")
-    fields = field_types(cls)
-    built = {}
-    for name, value in values.items():
-        path = f"{prefix}{name}"
-        if name not in fields:
-            raise unknown_field(path)
-        kind, optional = fields[name]
-        if not dataclasses.is_dataclass(kind):
-            built[name] = checked_value(path, kind, optional, value)
-        elif optional and isinstance(value, Mapping | None):
-            given = {key: entry for key, entry in (value or {}).items() if entry is not None}
-            built[name] = _build(kind, given, path + ".") if given else None
-        else:
-            built[name] = _build(kind, value, path + ".")
-    for entry in dataclasses.fields(cls):
-        required = entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING
-        if required and entry.name not in built:
-            raise UserError(f"config field {prefix}{entry.name} is missing: the other {prefix}* fields need it")
-    return cls(**built)
-
-
-def from_dict(values: ConfigDict | Mapping[str, Any]) -> TrainConfig:
-    """The checked configuration; fields that `values` leaves out take the dataclasses' defaults.
-
-    Raises `UserError` for an unknown field, a value of another type, or fields that contradict each other.
-    """
-    config = _build(TrainConfig, values.to_dict() if isinstance(values, ConfigDict) else values, "")
-    validate(config)
-    return config
-
-
-def to_dict(config: TrainConfig) -> dict[str, Any]:
-    """Nested plain values that JSON can hold and `from_dict` reads back."""
-    return dataclasses.asdict(config)
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested groups as one dict by dotted path: {"outer": {"lr": 0.7}} becomes {"outer.lr": 0.7}."""
-    flat = {}
-    for name, value in values.items():
-        flat |= flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return flat
-
-
-CONFIG_FILE = "config.json"
-
-
-def save_config(config: TrainConfig, workdir: str | os.PathLike[str]) -> Path:
-    """Writes the resolved configuration to WORKDIR/config.json, whole or not at all, and returns its path."""
-    path = Path(workdir) / CONFIG_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(to_dict(config), indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(path)
-    return path
-
-
-def load_saved(workdir: str | os.PathLike[str]) -> TrainConfig:
-    """The configuration that a run in `workdir` was started with."""
-    path = Path(workdir) / CONFIG_FILE
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is not there: give the --workdir of a run that was started") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): restore it, or start afresh in another --workdir") from None
-    try:
-        return from_dict(values)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+    return getattr(config, name)

@@ -1,23 +1,27 @@
 """Configuration: what is accepted, what is refused, and how the refusal reads."""
 
+import ast
 import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from ml_collections import ConfigDict
 
-import noloco_jax.config.fields
-from noloco_jax.config.fields import (
+import noloco_jax.config
+from noloco_jax.config import (
     RopeScaling,
     TrainConfig,
+    flatten,
     from_dict,
     known_fields,
     load_saved,
     save_config,
     to_dict,
+    unchecked,
     validate,
 )
 from noloco_jax.errors import UserError
@@ -26,18 +30,29 @@ ROPE = {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_
 
 
 def refusal(values: dict) -> str:
-    with pytest.raises(UserError) as raised:
+    try:
         from_dict(values)
-    message = str(raised.value)
-    assert "\n" not in message
-    return message
+    except UserError as error:
+        assert "\n" not in str(error)
+        return str(error)
+    raise AssertionError(f"{values} is accepted")
 
 
 def nested(path: str, value: object) -> dict:
+    """A configuration's mapping that sets one field, and what that field cannot be without."""
+    if path.startswith("model.rope_scaling."):
+        return {"model": {"rope_scaling": ROPE | {path.rpartition(".")[2]: value}}}
     for name in reversed(path.split(".")):
         value = {name: value}
     assert isinstance(value, dict)
     return value
+
+
+def assert_each_is_refused(cases: Sequence[tuple[dict, Sequence[str]]]) -> None:
+    for values, named in cases:
+        message = refusal(values)
+        for part in named:
+            assert part in message, (values, message)
 
 
 def test_nothing_given_is_the_defaults():
@@ -51,6 +66,16 @@ def test_the_defaults_are_consistent():
 def test_configurations_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         TrainConfig().num_steps = 1  # type: ignore[misc]
+
+
+def test_every_field_has_a_meaning_of_one_sentence_or_two_halves():
+    for path, field in known_fields().items():
+        assert field.meaning.endswith(".") and ". " not in field.meaning and len(field.meaning) > 12, path
+
+
+def test_known_fields_are_those_of_a_complete_configuration():
+    complete = from_dict({"model": {"rope_scaling": ROPE}})
+    assert list(known_fields()) == list(flatten(to_dict(complete)))
 
 
 def test_a_configuration_survives_json():
@@ -72,100 +97,123 @@ def test_a_rope_scaling_of_nones_is_none():
     assert from_dict({"model": {"rope_scaling": dict.fromkeys(ROPE)}}).model.rope_scaling is None
 
 
-@pytest.mark.parametrize(
-    ("values", "named"),
-    [
-        ({"outer": {"sync_evry": 3}}, "'outer.sync_evry': did you mean 'outer.sync_every'"),
-        ({"sync_every": 3}, "did you mean 'outer.sync_every'"),
-        ({"outr": {"lr": 1.0}}, "'outr': did you mean 'outer'"),
-        ({"lr": 3}, "did you mean 'inner.lr' or 'outer.lr'"),
-        ({"model": {"rope_scaling": {"factr": 3}}}, "did you mean 'model.rope_scaling.factor'"),
-        ({"mesh": {"qqqq": 3}}, "the fields there are mesh.replica, mesh.stage, mesh.fsdp, mesh.tensor, mesh.routing"),
-    ],
-)
-def test_an_unknown_field_is_refused_with_the_nearest_name(values, named):
-    message = refusal(values)
-    assert message.startswith("unknown config field") and named in message
+def test_an_unchecked_configuration_has_its_types_checked_alone():
+    config = unchecked({"num_replicas": 1, "outer": {"lr": 1}})
+    assert (config.method, config.num_replicas, type(config.outer.lr)) == ("noloco", 1, float)
+    with pytest.raises(UserError, match="expected int"):
+        unchecked({"num_replicas": "1"})
 
 
-@pytest.mark.parametrize(
-    ("values", "named"),
-    [
-        ({"num_steps": 1.5}, "num_steps: expected int, got 1.5 (float)"),
-        ({"num_steps": True}, "num_steps: expected int, got True (bool)"),
-        ({"num_steps": None}, "num_steps: expected int, got None"),
-        ({"data": {"path": 3}}, "data.path: expected str, got 3 (int)"),
-        ({"outer": {"nesterov": 1}}, "outer.nesterov: expected bool"),
-        ({"outer": {"consensus": "a"}}, "outer.consensus: expected float or None"),
-        ({"outer": 3}, "outer: expected a group of fields, got 3"),
-        ({"outer": None}, "outer: expected a group of fields"),
-        ({"model": {"rope_scaling": {"factor": 8.0}}}, "model.rope_scaling.low_freq_factor is missing"),
-    ],
-)
-def test_a_value_of_another_type_is_refused_by_field(values, named):
-    assert named in refusal(values)
+def test_an_unknown_field_is_refused_with_the_nearest_name():
+    siblings = "the fields there are mesh.replica, mesh.stage, mesh.fsdp, mesh.tensor, mesh.routing"
+    assert_each_is_refused(
+        [
+            ({"outer": {"sync_evry": 3}}, ["unknown config field 'outer.sync_evry': did you mean 'outer.sync_every'"]),
+            ({"sync_every": 3}, ["unknown config field 'sync_every'", "did you mean 'outer.sync_every'"]),
+            ({"outr": {"lr": 1.0}}, ["unknown config field 'outr': did you mean 'outer'"]),
+            ({"lr": 3}, ["unknown config field 'lr'", "did you mean 'inner.lr' or 'outer.lr'"]),
+            ({"model": {"rope_scaling": {"factr": 3}}}, ["did you mean 'model.rope_scaling.factor'"]),
+            ({"mesh": {"qqqq": 3}}, ["unknown config field 'mesh.qqqq'", siblings]),
+        ]
+    )
 
 
-@pytest.mark.parametrize(
-    ("values", "named"),
-    [
-        ({"model": {"num_heads": 3}}, ["model.hidden_size=256", "model.num_heads=3"]),
-        ({"model": {"num_heads": 8, "num_kv_heads": 3}}, ["model.num_heads=8", "model.num_kv_heads=3"]),
-        ({"model": {"hidden_size": 12, "num_heads": 4}}, ["model.hidden_size=12", "model.num_heads=4", "even"]),
-        ({"model": {"rope_scaling": ROPE | {"low_freq_factor": 4.0}}}, ["low_freq_factor=4.0", "high_freq_factor=4.0"]),
-        ({"num_steps": 10, "inner": {"warmup_steps": 11}}, ["inner.warmup_steps=11", "num_steps=10"]),
-        ({"inner": {"lr": 1e-4, "min_lr": 2e-4}}, ["inner.min_lr=0.0002", "inner.lr=0.0001"]),
-        ({"num_replicas": 4, "outer": {"group_size": 5}}, ["outer.group_size=5", "num_replicas=4"]),
-        ({"outer": {"group_size": 1}}, ["outer.group_size=1", "2"]),
-        ({"num_replicas": 1}, ["noloco", "num_replicas=1", "local"]),
-        ({"num_microbatches": 3}, ["data.batch_size=8", "num_microbatches=3"]),
-        ({"mesh": {"replica": 3}}, ["num_replicas=4", "mesh.replica=3"]),
-        ({"mesh": {"fsdp": -1}}, ["mesh.replica", "mesh.fsdp", "-1"]),
-        ({"mesh": {"replica": 1, "stage": -1}}, ["mesh.stage=-1"]),
-        ({"mesh": {"tensor": 0}}, ["mesh.tensor=0"]),
-        ({"mesh": {"stage": 3}}, ["model.num_layers=4", "mesh.stage=3"]),
-        ({"mesh": {"stage": 2}, "model": {"tie_embeddings": True}}, ["model.tie_embeddings=True", "mesh.stage=2"]),
-        ({"method": "local", "num_replicas": 1, "mesh": {"stage": 2}}, ["mesh.routing='random'", "num_replicas=1"]),
-        ({"data": {"tokenizer": ""}}, ["data.tokenizer", "byte"]),
-    ],
-)
-def test_fields_that_contradict_each_other_are_refused_with_both_values(values, named):
-    message = refusal(values)
-    for part in named:
-        assert part in message
+def test_a_value_of_another_type_is_refused_by_field():
+    assert_each_is_refused(
+        [
+            ({"num_steps": 1.5}, ["num_steps: expected int, got 1.5 (float)"]),
+            ({"num_steps": True}, ["num_steps: expected int, got True (bool)"]),
+            ({"num_steps": None}, ["num_steps: expected int, got None"]),
+            ({"data": {"path": 3}}, ["data.path: expected str, got 3 (int)"]),
+            ({"outer": {"nesterov": 1}}, ["outer.nesterov: expected bool"]),
+            ({"outer": {"consensus": "a"}}, ["outer.consensus: expected float or None"]),
+            ({"outer": 3}, ["outer: expected a group of fields, got 3"]),
+            ({"outer": None}, ["outer: expected a group of fields"]),
+            ({"model": {"rope_scaling": {"factor": 8.0}}}, ["model.rope_scaling.low_freq_factor is missing"]),
+        ]
+    )
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("method", "nolocco"),
-        ("data.kind", "txt"),
-        ("model.dtype", "bfloat"),
-        ("model.remat", "ful"),
-        ("outer.state_dtype", "f32"),
-        ("mesh.routing", "randm"),
-    ],
-)
-def test_a_word_outside_its_choices_is_refused_by_name(path, value):
-    message = refusal(nested(path, value))
-    assert f"{path}={value!r}" in message and ("did you mean" in message or "choose one of" in message)
+def test_fields_that_contradict_each_other_are_refused_with_both_values():
+    assert_each_is_refused(
+        [
+            ({"model": {"num_heads": 3}}, ["model.hidden_size=256", "model.num_heads=3"]),
+            ({"model": {"num_heads": 8, "num_kv_heads": 3}}, ["model.num_heads=8", "model.num_kv_heads=3"]),
+            ({"model": {"hidden_size": 12, "num_heads": 4}}, ["model.hidden_size=12", "model.num_heads=4", "even"]),
+            (nested("model.rope_scaling.low_freq_factor", 4.0), ["low_freq_factor=4.0", "high_freq_factor=4.0"]),
+            ({"num_steps": 10, "inner": {"warmup_steps": 11}}, ["inner.warmup_steps=11", "num_steps=10"]),
+            ({"inner": {"lr": 1e-4, "min_lr": 2e-4}}, ["inner.min_lr=0.0002", "inner.lr=0.0001"]),
+            ({"num_replicas": 4, "outer": {"group_size": 5}}, ["outer.group_size=5", "num_replicas=4"]),
+            ({"outer": {"group_size": 1}}, ["outer.group_size=1", "2"]),
+            ({"num_replicas": 1}, ["noloco", "num_replicas=1", "local"]),
+            ({"method": "diloco", "outer": {"wire": "bfloat16"}}, ["outer.wire='bfloat16'", "method='diloco'"]),
+            ({"method": "local", "outer": {"offload": True}}, ["outer.offload=True", "method='local'"]),
+            ({"num_microbatches": 3}, ["data.batch_size=8", "num_microbatches=3"]),
+            ({"mesh": {"replica": 3}}, ["num_replicas=4", "mesh.replica=3"]),
+            ({"mesh": {"fsdp": -1}}, ["mesh.replica", "mesh.fsdp", "-1"]),
+            ({"mesh": {"stage": 3}}, ["model.num_layers=4", "mesh.stage=3"]),
+            ({"mesh": {"stage": 2}, "model": {"tie_embeddings": True}}, ["model.tie_embeddings=True", "mesh.stage=2"]),
+            ({"model": {"remat": "stage"}}, ["model.remat='stage'", "mesh.stage=1"]),
+            ({"method": "local", "num_replicas": 1, "mesh": {"stage": 2}}, ["mesh.routing='random'", "num_replicas=1"]),
+        ]
+    )
 
 
-@pytest.mark.parametrize("path", [path for path, field in known_fields().items() if field.type in (int, float)])
-def test_no_number_may_be_below_minus_one_or_infinite(path):
-    def values(number: float) -> dict:
-        if "rope_scaling" in path:
-            return {"model": {"rope_scaling": ROPE | {path.rpartition(".")[2]: number}}}
-        return nested(path, number)
+def test_every_field_refuses_what_is_outside_its_choices_or_range_by_name():
+    outside = {
+        path: [
+            *(["qqqq", allowed.choices[0][:-1] + "q"] if allowed.choices else []),
+            *([field.type(allowed.minimum - 1), field.type(-2)] if allowed.minimum is not None else []),
+            *([field.type(allowed.above), field.type(-2)] if allowed.above is not None else []),
+            *([field.type(allowed.below)] if allowed.below is not None else []),
+            *([0] if allowed.besides is not None else []),
+            *([""] if allowed.nonempty else []),
+            *([float("inf"), float("nan")] if field.type is float else []),
+        ]
+        for path, field in known_fields().items()
+        for allowed in [field.allowed]
+    }
+    for path, values in outside.items():
+        assert values or known_fields()[path].type in (str, bool), f"{path} is a number without a range"
+        for value in values:
+            message = refusal(nested(path, value))
+            assert f"{path}={value!r}" in message, message
 
-    assert f"{path}=-2" in refusal(values(-2))
-    if known_fields()[path].type is float:
-        assert f"{path}=inf" in refusal(values(float("inf")))
+
+def test_the_edges_of_ranges_are_where_they_were_meant():
+    accepted = {"inner.b1": 0.0, "outer.momentum": 0.0, "outer.consensus": 0.0, "inner.min_lr": 0.0, "seed": 0}
+    for path, value in (accepted | {"mesh.replica": -1, "sample_tokens": 0, "inner.lr": 1e-4}).items():
+        from_dict({"inner": {"min_lr": 0.0}} | nested(path, value))
+    refused = {"inner.lr": 0.0, "outer.lr": 0.0, "inner.b2": 1.0, "outer.momentum": 1.0, "mesh.stage": -1}
+    for path, value in (refused | {"num_steps": 0, "num_replicas": 0, "data.tokenizer": "", "mesh.tensor": 0}).items():
+        assert f"{path}={value!r}" in refusal(nested(path, value))
 
 
-@pytest.mark.parametrize("values", [{"method": method, "num_replicas": 1} for method in ("diloco", "ddp", "local")])
-def test_one_replica_trains_with_every_method_that_needs_no_partner(values):
-    assert from_dict(values).num_replicas == 1
+def test_the_fields_with_choices_are_the_words_that_the_program_tells_apart():
+    words = {"method", "elastic", "model.dtype", "model.param_dtype", "model.remat", "outer.order", "outer.wire"}
+    words |= {"outer.state_dtype", "data.kind", "mesh.routing"}
+    assert {path for path, field in known_fields().items() if field.allowed.choices} == words
+
+
+def test_a_refused_value_is_answered_with_what_to_give():
+    assert_each_is_refused(
+        [
+            (nested("method", "nolocco"), ["method='nolocco' is unknown: did you mean 'noloco'?"]),
+            (nested("data.kind", "zzz"), ["give one of c4, parquet, text"]),
+            (nested("elastic", "zzz"), ["give one of '', merge, keep, copy"]),
+            (nested("num_steps", 0), ["num_steps=0 is not allowed: give 1 or more"]),
+            (nested("inner.lr", 0.0), ["give more than 0"]),
+            (nested("inner.b1", 1.0), ["give 0 or more and less than 1"]),
+            (nested("mesh.fsdp", 0), ["give 1 or more, or -1"]),
+            (nested("data.tokenizer", ""), ["data.tokenizer='' is not allowed: give a text that is not empty"]),
+            (nested("inner.lr", float("inf")), ["inner.lr=inf is not a finite number"]),
+        ]
+    )
+
+
+def test_one_replica_trains_with_every_method_that_needs_no_partner():
+    for method in ("diloco", "ddp", "local"):
+        assert from_dict({"method": method, "num_replicas": 1}).num_replicas == 1
 
 
 def test_stages_with_fixed_routing_need_no_second_replica():
@@ -180,19 +228,30 @@ def test_a_saved_configuration_is_loaded_again(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["config.json"]
 
 
-@pytest.mark.parametrize("text", [None, "{", '{"num_stepz": 3}'])
-def test_a_missing_or_broken_saved_configuration_is_named(tmp_path, text):
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UserError, match=r"config\.json"):
-        load_saved(tmp_path)
+def test_a_missing_or_broken_saved_configuration_is_named(tmp_path):
+    for text in (None, "{", '{"num_stepz": 3}', "3"):
+        if text is not None:
+            (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UserError, match=r"config\.json"):
+            load_saved(tmp_path)
 
 
 def test_reading_a_configuration_imports_no_jax():
-    package = Path(noloco_jax.config.__file__).parent
+    package = Path(noloco_jax.config.__file__).parent.parent
     program = (
         "import sys, types; package = sys.modules['noloco_jax'] = types.ModuleType('noloco_jax'); "
-        f"package.__path__ = [{str(package)!r}]; import noloco_jax.config.flags; "  # without the package's own imports
-        "sys.exit(any(name.split('.')[0] in ('jax', 'flax', 'optax') for name in sys.modules))"
+        f"package.__path__ = [{str(package)!r}]; import noloco_jax.config; "  # without the package's own imports
+        "sys.exit(any(name.split('.')[0] in ('jax', 'flax', 'optax', 'numpy') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_the_modules_import_one_another_in_one_direction():
+    order = ["schema", "fields", "checks", "build", "config_file", "flags", "__init__"]
+    folder = Path(noloco_jax.config.__file__).parent
+    assert {path.stem for path in folder.glob("*.py")} == set(order)
+    for position, name in enumerate(order):
+        for line in ast.parse((folder / f"{name}.py").read_text()).body:  # not within functions
+            assert not isinstance(line, ast.If), f"{name} imports under a condition"
+            if isinstance(line, ast.ImportFrom) and str(line.module).startswith("noloco_jax.config."):
+                assert str(line.module).rpartition(".")[2] in order[:position], f"{name} imports {line.module}"

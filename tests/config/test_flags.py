@@ -1,12 +1,24 @@
 """The command line: files, their arguments, and a flag for every field."""
 
 import argparse
-from typing import Any
+import contextlib
+import io
+import json
 
 import pytest
 
-from noloco_jax.config.fields import TrainConfig, from_dict, known_fields, to_dict
-from noloco_jax.config.flags import load_config, make_parser, parse_args, split_overrides
+from noloco_jax.config import (
+    TrainConfig,
+    flatten,
+    from_dict,
+    known_fields,
+    load_config,
+    make_parser,
+    parse_args,
+    save_config,
+    split_overrides,
+    to_dict,
+)
 from noloco_jax.errors import UserError
 
 FILE = """
@@ -19,6 +31,7 @@ def get_config(method="noloco"):
     return config
 """
 ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+HIGHER_ROPE = [f"--config.model.rope_scaling.{name}={number}" for number, name in enumerate(ROPE[1:], start=1)]
 
 
 @pytest.fixture
@@ -58,14 +71,13 @@ def test_references_between_fields_follow_the_flags(file):
     assert (config.inner.min_lr, config.data.batch_size) == (0.05, 4)
 
 
-@pytest.mark.parametrize("path", known_fields())
-def test_every_field_can_be_set_whether_the_file_lists_it_or_not(file, path):
-    kind = known_fields()[path].type
-    text = {int: "7", float: "0.25", bool: "true", str: "text"}[kind]
-    value: Any = load_config(file, [f"--config.{path}={text}"])
-    for name in path.split("."):
-        value = value[name]
-    assert value == {int: 7, float: 0.25, bool: True, str: "text"}[kind]
+def test_every_field_can_be_set_whether_the_file_lists_it_or_not(file):
+    texts = {int: "7", float: "0.25", bool: "true", str: "text"}
+    values = {int: 7, float: 0.25, bool: True, str: "text"}
+    for path, field in known_fields().items():
+        word = field.allowed.choices[-1:]
+        text, value = (word * 2) or (texts[field.type], values[field.type])
+        assert flatten(load_config(file, [f"--config.{path}={text}"]).to_dict())[path] == value, path
 
 
 def test_fields_that_are_none_can_be_set(file):
@@ -75,6 +87,17 @@ def test_fields_that_are_none_can_be_set(file):
     assert config.model.rope_scaling is not None and config.model.rope_scaling.high_freq_factor == 3.0
 
 
+def test_every_field_that_may_be_none_can_be_made_none(tmp_path):
+    rope = dict.fromkeys(ROPE[:2], 1.0) | {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    saved = save_config(from_dict({"outer": {"consensus": 0.5}, "model": {"rope_scaling": rope}}), tmp_path)
+    optional = [path for path, field in known_fields().items() if field.optional]
+    assert "outer.consensus" in optional
+    for path in optional:
+        assert flatten(to_dict(loaded(str(saved), f"--config.{path}=None")))[path] is None
+    assert loaded(str(saved), "--config.model.rope_scaling=None").model.rope_scaling is None
+    assert loaded(str(saved), "--config.sample_prompt=None").sample_prompt == "None"
+
+
 def test_an_int_in_a_file_does_not_make_a_float_field_an_int(file):
     assert loaded(file, "--config.inner.clip_norm=0.5").inner.clip_norm == 0.5
 
@@ -82,6 +105,8 @@ def test_an_int_in_a_file_does_not_make_a_float_field_an_int(file):
 def test_booleans_take_no_value_or_a_no_in_front(file):
     assert loaded(file, "--config.model.tie_embeddings").model.tie_embeddings
     assert not loaded(file, "--noconfig.data.add_bos").data.add_bos
+    assert loaded(file, "--config.data.add_bos=True").data.add_bos
+    assert not loaded(file, "--config.data.add_bos=false").data.add_bos
 
 
 def test_the_last_of_two_flags_for_a_field_counts(file):
@@ -95,17 +120,25 @@ def test_a_value_may_follow_its_flag_and_look_like_a_flag():
 
 
 def test_a_file_from_a_saved_configuration_gives_it_back(tmp_path):
-    config = from_dict(
-        {
-            "outer": {"consensus": 0.5},
-            "model": {
-                "rope_scaling": dict.fromkeys(ROPE[:2], 1.0)
-                | {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-            },
-        }
-    )
-    (tmp_path / "a.py").write_text(f"def get_config():\n    return {to_dict(config)!r}\n")
-    assert loaded(str(tmp_path / "a.py")) == config
+    rope = dict.fromkeys(ROPE[:2], 1.0) | {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    for config in (TrainConfig(), from_dict({"outer": {"consensus": 0.5}, "model": {"rope_scaling": rope}})):
+        (tmp_path / "a.py").write_text(f"def get_config():\n    return {to_dict(config)!r}\n")
+        assert loaded(str(tmp_path / "a.py")) == config
+
+
+def test_a_run_is_repeated_from_its_own_record(file, tmp_path):
+    config, _ = parse_args(["--config", file, "--config.inner.lr=0.5", "--config.num_replicas=2"], "A tool.")
+    record = save_config(config, tmp_path / "run")
+    assert parse_args([f"--config={record}"], "A tool.")[0] == config
+    changed = loaded(str(record), "--config.outer.sync_every=3", "--config.model.rope_scaling.factor=2", *HIGHER_ROPE)
+    assert (changed.inner, changed.outer.sync_every) == (config.inner, 3)
+    assert changed.model.rope_scaling is not None and changed.model.rope_scaling.factor == 2.0
+
+
+def test_a_locked_file_is_overridden_too(tmp_path):
+    (tmp_path / "a.py").write_text(FILE.replace("    return config", "    config.lock()\n    return config"))
+    config = loaded(str(tmp_path / "a.py"), "--config.outer.lr=0.5", "--config.inner.b1=0.5", "--config.seed=3")
+    assert (config.outer.lr, config.inner.b1, config.seed) == (0.5, 0.5, 3)
 
 
 def test_a_tool_adds_its_own_flags(file):
@@ -117,58 +150,104 @@ def test_a_tool_adds_its_own_flags(file):
     assert (config.num_replicas, namespace.steps, namespace.config) == (4, 3, file)
 
 
-def test_help_lists_every_field_with_its_default(capsys):
-    with pytest.raises(SystemExit) as stopped:
+@pytest.fixture(scope="module")
+def shown():
+    """What `--help` prints."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), pytest.raises(SystemExit) as stopped:
         parse_args(["--help"], "A tool.")
-    shown = capsys.readouterr().out
-    assert stopped.value.code == 0 and shown.count("A tool.") == 1
-    assert all(f"\n  {path} " in shown for path in known_fields())
+    assert stopped.value.code == 0
+    return output.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--config.outer.sync_evry=3"], "did you mean 'outer.sync_every'"),
-        (["--config.num_steps=1.5"], "--config.num_steps=1.5: expected int"),
-        (["--config.inner.lr=fast"], "--config.inner.lr=fast: expected float"),
-        (["--config.outer.nesterov=maybe"], "--config.outer.nesterov=maybe: expected bool"),
-        (["--config.num_steps"], "--config.num_steps has no value"),
-        (["--config.outer={}"], "--config.outer is a group"),
-        (["--config.model.rope_scaling.factor=8"], "model.rope_scaling.low_freq_factor is missing"),
-        (["--config.model.num_heads=3"], "model.num_heads=3"),
-        (["--workdr=x"], "unknown argument '--workdr=x': did you mean '--workdir'"),
-        (["--work=x"], "unknown argument '--work=x'"),
-        (["stray"], "unknown argument 'stray'"),
-        (["--workdir"], "--workdir"),
-    ],
-)
-def test_a_wrong_argument_is_refused_by_name(file, arguments, named):
-    assert named in refusal("--config", file, *arguments)
+def test_help_lists_every_field_with_its_meaning(shown):
+    assert shown.count("A tool.") == 1
+    words = " ".join(shown.split())
+    for path, field in known_fields().items():
+        assert f"\n  {path} " in shown and field.meaning in words, path
+
+
+def test_help_shows_type_values_and_default_of_a_field(shown):
+    for line in (
+        "  method  str, one of noloco, diloco, ddp, local (default 'noloco')",
+        "  inner.b1  float, 0 or more and less than 1 (default 0.9)",
+        "  outer.consensus  float or None, 0 or more (default None)",
+        "  mesh.fsdp  int, 1 or more, or -1 (default 1)",
+        "  data.add_bos  bool (default True)",
+        "  model.rope_scaling.factor  float, more than 0",
+    ):
+        assert f"\n{line}\n" in shown
+
+
+def test_a_wrong_argument_is_refused_by_name(file):
+    for argument, named in {
+        "--config.outer.sync_evry=3": "did you mean 'outer.sync_every'",
+        "--config.num_steps.x=3": "unknown config field 'num_steps.x'",
+        "--config.num_steps=1.5": "--config.num_steps=1.5: expected int",
+        "--config.inner.lr=fast": "--config.inner.lr=fast: expected float",
+        "--config.outer.consensus=none": "--config.outer.consensus=none: expected float or None",
+        "--config.num_steps=None": "--config.num_steps=None: expected int",
+        "--config.outer.nesterov=maybe": "--config.outer.nesterov=maybe: expected bool",
+        "--config.num_replicas=0": "num_replicas=0 is not allowed: give 1 or more",  # the file divides by it
+        "--config.method=nolocco": "method='nolocco' is unknown: did you mean 'noloco'?",
+        "--config.num_steps": "--config.num_steps has no value",
+        "--noconfig.num_steps": "give --config.num_steps=VALUE",
+        "--noconfig.data.add_bos=1": "give --config.data.add_bos=VALUE",
+        "--config.outer={}": "--config.outer is a group",
+        "--config.outer=None": "--config.outer is a group",
+        "--config.model.rope_scaling.factor=8": "model.rope_scaling.low_freq_factor is missing",
+        "--config.model.num_heads=3": "model.num_heads=3",
+        "--workdr=x": "unknown argument '--workdr=x': did you mean '--workdir'",
+        "--work=x": "unknown argument '--work=x'",
+        "stray": "unknown argument 'stray'",
+        "--workdir": "--workdir",
+    }.items():
+        assert named in refusal("--config", file, argument), argument
 
 
 def test_without_a_config_the_flag_is_asked_for():
     assert "--config" in refusal()
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        (None, "does not exist"),
-        ("def get_config():\n    return {}['lr']\n", "line 2: KeyError"),
-        ("def get_config(:\n", "SyntaxError"),
-        ("", "get_config"),
-        ("def get_config():\n    return 3\n", "returned a int"),
-        ("def get_config():\n    return {'num_stepz': 3}\n", "'num_stepz': did you mean 'num_steps'"),
-        ("def get_config():\n    return {'num_steps': 'a'}\n", "num_steps: expected int"),
-        ("def get_config():\n    return {'outer': 3}\n", "outer: expected a group"),
-    ],
-)
-def test_a_config_file_that_fails_is_named(tmp_path, text, named):
+def test_a_config_file_that_fails_is_named(tmp_path):
     path = tmp_path / "broken.py"
-    if text is not None:
+    assert "broken.py does not exist" in refusal(f"--config={path}")
+    for text, named in {
+        "def get_config():\n    return {}['lr']\n": "line 2: KeyError",
+        "def get_config(:\n": "SyntaxError",
+        "": "get_config",
+        "def get_config():\n    return 3\n": "a int",
+        "def get_config():\n    return {'num_stepz': 3}\n": "'num_stepz': did you mean 'num_steps'",
+        "def get_config():\n    return {'num_steps': 'a'}\n": "num_steps: expected int",
+        "def get_config():\n    return {'outer': 3}\n": "outer: expected a group",
+    }.items():
         path.write_text(text)
-    message = refusal(f"--config={path}")
-    assert named in message and ("broken.py" in message or "field" in message)
+        message = refusal(f"--config={path}")
+        assert named in message and ("broken.py" in message or "field" in message), text
+    assert "outer: expected a group of fields, got 3" in refusal(f"--config={path}", "--config.outer.lr=1")
+
+
+def test_a_reference_without_a_value_is_refused(tmp_path):
+    path = tmp_path / "a.py"
+    divided = "    config.seed = 1\n    config.eval_every = 64 // config.get_oneway_ref('seed')\n    return"
+    path.write_text(FILE.replace("    return", divided))
+    message = refusal(f"--config={path}", "--config.seed=0")
+    assert "refer to others" in message and "ZeroDivisionError" in message
+
+
+def test_a_json_file_that_fails_is_named(tmp_path):
+    path = tmp_path / "broken.json"
+    for text, named in {
+        "{": "broken.json: JSONDecodeError",
+        "[]": "broken.json: it gives a list",
+        '{"num_stepz": 3}': "'num_stepz': did you mean 'num_steps'",
+        '{"outer.lr": 3}': "broken.json",
+    }.items():
+        path.write_text(text)
+        assert named in refusal(f"--config={path}"), text
+    assert "takes no argument, got 'diloco'" in refusal(f"--config={path}:diloco")
+    (tmp_path / "config.toml").write_text(json.dumps({}))
+    assert "neither .py nor .json" in refusal(f"--config={tmp_path / 'config.toml'}")
 
 
 def test_a_missing_file_is_answered_with_the_nearest_name(file):
@@ -180,9 +259,19 @@ def test_an_argument_to_a_file_that_takes_none_is_refused(tmp_path):
     assert "takes no argument, got 'diloco'" in refusal(f"--config={tmp_path / 'a.py'}:diloco")
 
 
-def test_an_int_that_other_fields_refer_to_must_be_written_as_a_float(tmp_path):
-    (tmp_path / "a.py").write_text(FILE.replace('"lr": 1e-3', '"lr": 1'))
-    assert "inner.lr" in refusal(f"--config={tmp_path / 'a.py'}") and "1.0" in refusal(f"--config={tmp_path / 'a.py'}")
+def test_an_int_that_other_fields_refer_to_is_a_float_where_one_is_due(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text(FILE.replace('"lr": 1e-3', '"lr": 1'))
+    assert (loaded(str(path)).inner.lr, loaded(str(path)).inner.min_lr) == (1.0, 0.1)
+    changed = loaded(str(path), "--config.inner.lr=0.5").inner
+    assert (changed.lr, changed.min_lr) == (0.5, 0.05)
+
+
+def test_fields_that_share_a_reference_change_together(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text(FILE.replace("    return", "    config.eval_every = config.get_ref('num_replicas')\n    return"))
+    assert loaded(str(path), "--config.num_replicas=16").eval_every == 16
+    assert loaded(str(path), "--config.eval_every=4").num_replicas == 4
 
 
 def test_a_tool_without_a_config_has_the_same_errors():

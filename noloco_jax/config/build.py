@@ -1,0 +1,148 @@
+"""From a ConfigDict or a mapping to the checked dataclasses, once, at the boundary; and to a run's record and back."""
+
+import dataclasses
+import difflib
+import functools
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from noloco_jax.config.checks import validate
+from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config.schema import FieldInfo, fields_of, leaf_fields
+from noloco_jax.errors import UserError
+from noloco_jax.files import write_whole
+
+CONFIG_FILE = "config.json"
+
+
+def from_dict(values: ConfigDict | Mapping[str, Any]) -> TrainConfig:
+    """The checked configuration; fields that `values` leaves out take the dataclasses' defaults.
+
+    Raises `UserError` for an unknown field, a value of another type, or fields that contradict each other.
+    """
+    config = unchecked(values)
+    validate(config)
+    return config
+
+
+def unchecked(values: ConfigDict | Mapping[str, Any]) -> TrainConfig:
+    """`from_dict` with no check but that of types, for a caller that changes a field and then calls `validate`."""
+    return _build(TrainConfig, _resolved(values) if isinstance(values, ConfigDict) else values, "")
+
+
+def _resolved(values: ConfigDict) -> dict[str, Any]:
+    """Plain values in place of references between fields."""
+    try:
+        return values.to_dict()
+    except Exception as error:  # of the user's own arithmetic
+        raise UserError(f"config fields that refer to others have no value: {type(error).__name__}: {error}") from error
+
+
+def _build(cls: type, values: Any, prefix: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise UserError(f"config field {prefix[:-1]}: expected a group of fields, got {values!r}")
+    fields = fields_of(cls)
+    built = {}
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if name not in fields:
+            raise unknown_field(path)
+        field = fields[name]
+        built[name] = _group(path, field, value) if field.is_group else _typed(path, field, value)
+    for name, field in fields.items():
+        if field.default is dataclasses.MISSING and name not in built:
+            raise UserError(f"config field {prefix}{name} is missing: the other {prefix}* fields need it")
+    return cls(**built)
+
+
+def _group(path: str, field: FieldInfo, values: Any) -> Any:
+    """The dataclass of a group; one that may be None is None also where all its fields are."""
+    if field.optional and isinstance(values, Mapping | None):
+        values = {name: value for name, value in (values or {}).items() if value is not None}
+        if not values:
+            return None
+    return _build(field.type, values, path + ".")
+
+
+def _typed(path: str, field: FieldInfo, value: Any) -> Any:
+    """`value` as the field holds it: an int becomes a float where one is due; anything else must match."""
+    if value is None and field.optional:
+        return None
+    if field.type is float and type(value) is int:
+        return float(value)
+    if type(value) is not field.type:
+        raise UserError(f"config field {path}: expected {field.type_name}, got {value!r} ({type(value).__name__})")
+    return value
+
+
+@functools.cache
+def known_fields() -> Mapping[str, FieldInfo]:
+    """Every field of a `TrainConfig` by its dotted path."""
+    return MappingProxyType(leaf_fields(TrainConfig))
+
+
+def find_field(path: str) -> FieldInfo:
+    """The field or group of fields at a dotted path; raises `unknown_field`'s error where there is none."""
+    field = FieldInfo(TrainConfig, optional=False, default=dataclasses.MISSING)
+    for name in path.split("."):
+        inside = fields_of(field.type) if field.is_group else {}
+        if name not in inside:
+            raise unknown_field(path)
+        field = inside[name]
+    return field
+
+
+def unknown_field(path: str) -> UserError:
+    """The error for a field that does not exist, with the names that may have been meant."""
+    known = dict.fromkeys(known_fields())
+    known |= dict.fromkeys(name.rpartition(".")[0] for name in known if "." in name)  # the groups themselves
+    group, _, leaf = path.rpartition(".")
+    scores = {}
+    for name in known:
+        its_group, _, its_leaf = name.rpartition(".")
+        if _similarity(leaf, its_leaf) >= 0.65:
+            scores[name] = _similarity(leaf, its_leaf) + 0.3 * _similarity(group, its_group)
+    if scores:
+        near = [name for name, score in scores.items() if score == max(scores.values())]
+        return UserError(f"unknown config field {path!r}: did you mean {' or '.join(map(repr, near))}?")
+    siblings = [name for name in known if name.rpartition(".")[0] == group]
+    siblings = siblings or [name for name in known if "." not in name]
+    return UserError(f"unknown config field {path!r}: the fields there are {', '.join(siblings)}")
+
+
+def _similarity(left: str, right: str) -> float:
+    return difflib.SequenceMatcher(a=left, b=right).ratio()
+
+
+def to_dict(config: TrainConfig) -> dict[str, Any]:
+    """Nested plain values that JSON can hold and `from_dict` reads back."""
+    return dataclasses.asdict(config)
+
+
+def save_config(config: TrainConfig, workdir: str | os.PathLike[str]) -> Path:
+    """Writes the resolved configuration to WORKDIR/config.json, whole or not at all, and returns its path."""
+    return write_whole(Path(workdir) / CONFIG_FILE, json.dumps(to_dict(config), indent=2) + "\n")
+
+
+def load_saved(workdir: str | os.PathLike[str]) -> TrainConfig:
+    """The configuration that a run in `workdir` was started with.
+
+    Raises `UserError` where the folder holds none, or a broken one.
+    """
+    path = Path(workdir) / CONFIG_FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is not there: give the --workdir of a run that was started") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): restore it, or start afresh in another --workdir") from None
+    try:
+        return from_dict(values)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None

@@ -1,0 +1,68 @@
+"""Reads a config file: Python with a `get_config()`, or the JSON record of a run."""
+
+import difflib
+import importlib.util
+import inspect
+import json
+import traceback
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict, FrozenConfigDict
+
+from noloco_jax.errors import UserError
+
+
+def read_config_file(file: str) -> ConfigDict:
+    """What a file sets, with its references between fields.
+
+    `file` is the path of a .py file, or `path:argument` for a `get_config(argument)`, or the path of a .json file such
+    as a run's config.json. Raises `UserError`, with the line, where it cannot be read.
+    """
+    path, _, argument = file.partition(":")
+    if not Path(path).is_file():
+        others = [str(other) for pattern in ("*.py", "*.json") for other in Path(path).parent.glob(pattern)]
+        near = difflib.get_close_matches(path, others, n=1)
+        raise UserError(
+            f"config file {path} does not exist: {f'did you mean {near[0]}?' if near else 'check --config'}"
+        )
+    try:
+        values = _read_json(path, argument) if Path(path).suffix == ".json" else _run_python(path, argument)
+        if isinstance(values, FrozenConfigDict):
+            values = values.as_configdict()
+        elif isinstance(values, dict):
+            values = ConfigDict(values)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"config file {path}{_where(path, error)}: {type(error).__name__}: {error}") from error
+    if not isinstance(values, ConfigDict):
+        raise UserError(f"config file {path}: it gives a {type(values).__name__}, not a ConfigDict of fields")
+    return values
+
+
+def _read_json(path: str, argument: str) -> Any:
+    _check_argument(path, argument, takes_one=False)
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def _run_python(path: str, argument: str) -> Any:
+    spec = importlib.util.spec_from_file_location("noloco_config_file", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"config file {path} is neither .py nor .json: --config takes one of them")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    get_config = module.get_config
+    _check_argument(path, argument, takes_one=bool(inspect.signature(get_config).parameters))
+    return get_config(argument) if argument else get_config()
+
+
+def _check_argument(path: str, argument: str, takes_one: bool) -> None:
+    if argument and not takes_one:
+        raise UserError(f"config file {path} takes no argument, got {argument!r}: leave ':{argument}' out")
+
+
+def _where(path: str, error: Exception) -> str:
+    """The last line of the file itself that led to the error."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(path)]
+    return f" line {lines[-1]}" if lines else ""
