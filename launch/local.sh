@@ -7,6 +7,9 @@
 # 75 of all (stopped by SIGTERM, everything saved) starts them again. Ctrl-C, or a SIGTERM to this script, lets them save
 # and stop; a second Ctrl-C ends all at once. Where there are GPUs, each of several processes takes one of its own; with
 # fewer GPUs than processes, set JAX_PLATFORMS=cpu. PORT=12345 sets the port on which process 0 listens.
+#
+# N processes on each of M machines are one run if every machine starts this script with NODES=M, its own number NODE=I
+# from 0 (in a Kubernetes Indexed Job: the pod's index), and JAX_COORDINATOR_ADDRESS=HOST:PORT, a free port of machine 0.
 set -uo pipefail
 
 if ! [[ "${1:-}" =~ ^[1-9][0-9]*$ ]] || [ $# -lt 2 ]; then
@@ -15,8 +18,23 @@ if ! [[ "${1:-}" =~ ^[1-9][0-9]*$ ]] || [ $# -lt 2 ]; then
 fi
 n=$1
 shift
-export JAX_COORDINATOR_ADDRESS="127.0.0.1:${PORT:-$((61440 + $$ % 4096))}" JAX_NUM_PROCESSES=$n
-gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c .)
+nodes=${NODES:-1} node=0
+if ((nodes > 1)); then
+    node=${NODE:-${JOB_COMPLETION_INDEX:-}}
+    if ! [[ "$node" =~ ^[0-9]+$ ]] || ((node >= nodes)) || [ -z "${JAX_COORDINATOR_ADDRESS:-}" ]; then
+        echo "error: NODES=$nodes with NODE=$node and JAX_COORDINATOR_ADDRESS=${JAX_COORDINATOR_ADDRESS:-}:" \
+            "give every machine a NODE from 0 to $((nodes - 1)), and HOST:PORT of machine 0" >&2
+        exit 2
+    fi
+else
+    JAX_COORDINATOR_ADDRESS="127.0.0.1:${PORT:-$((61440 + $$ % 4096))}"
+fi
+export JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES=$((n * nodes))
+if command -v nvidia-smi >/dev/null; then
+    gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c .)
+else
+    gpus=$(compgen -G "/dev/nvidia[0-9]*" | grep -c .) # a container may have the devices without the tool
+fi
 if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
     visible=$(tr , '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[^-]') # -1 is none
     if ((visible < gpus)); then gpus=$visible; fi
@@ -29,11 +47,12 @@ fi
 stopping="" pids=()
 
 start_all() {
-    local i
+    local i id
     pids=()
     for ((i = 0; i < n; i++)); do
         if ((n > 1 && gpus >= n)); then export JAX_LOCAL_DEVICE_IDS=$i; fi
-        JAX_PROCESS_ID=$i "$@" > >(sed -u "s/^/[$i] /") 2>&1 </dev/null &
+        id=$((node * n + i))
+        JAX_PROCESS_ID=$id "$@" > >(sed -u "s/^/[$id] /") 2>&1 </dev/null &
         pids+=($!)
     done
 }
@@ -66,7 +85,7 @@ wait_for_all() {
             if ((code == 0 || status != 0)); then continue; fi
             status=$code
             if ((code != 75)) && [ -z "$stopping" ]; then
-                echo "[launcher] process $i exited with $code: ending the others" >&2
+                echo "[launcher] process $((node * n + i)) exited with $code: ending the others" >&2
                 signal_all KILL
             fi
         done

@@ -22,7 +22,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from noloco_jax.cluster.join import define_flags, find_place, joined
+from noloco_jax.cluster.join import joined
+from noloco_jax.cluster.place import define_flags, find_place
 from noloco_jax.config.checks import validate
 from noloco_jax.config.fields import CONFIG_FILE, TrainConfig, to_dict
 from noloco_jax.config.flags import parse_args

@@ -8,14 +8,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from noloco_jax.cluster.cpu import keep_freed_memory, use_cpu_cores
-from noloco_jax.cluster.gpu import use_gpu_memory
-from noloco_jax.cluster.join import define_flags, find_place, joined
+from noloco_jax.cluster.host import keep_freed_memory, use_cpu_cores, use_gpu_memory
+from noloco_jax.cluster.join import joined
+from noloco_jax.cluster.place import define_flags, find_place
+from noloco_jax.cluster.processes import run_processes
 from noloco_jax.cluster.stop import Stop
 from noloco_jax.config.fields import TrainConfig, save_config, to_dict
 from noloco_jax.config.flags import parse_args
@@ -83,7 +83,8 @@ def train(
     tokenizer = _load_tokenizer(config)
     programs = build_programs(config, make_mesh(config, jax.devices()))
     banner(banner_rows(config, programs), console)
-    with Stop() as stop, Checkpointer(workdir, config, read_only=dry_run) as checkpoints:
+    processes = run_processes()
+    with Stop(processes) as stop, Checkpointer(workdir, config, processes, read_only=dry_run) as checkpoints:
         start = checkpoints.latest_step()
         stop.at(start or 0)  # from here on a SIGTERM means the next step, whichever that is
         if start is not None:
@@ -122,7 +123,7 @@ def train(
             run_config=to_dict(config),
             process=process,
         )
-        multihost_utils.sync_global_devices("start")  # all clocks start together
+        processes.barrier("start")  # all clocks start together
         loop = Loop(config, programs, feed, validation, checkpoints, writer, stop, start or 0)
         with Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console) as progress:
             state, finished = loop.run(state, progress, before_step)

@@ -31,8 +31,7 @@ import jax
 from noloco_jax.bench.measure import Options, Result, measure
 from noloco_jax.bench.report import Row, show
 from noloco_jax.bench.variants import Variant, make_variants
-from noloco_jax.cluster.cpu import keep_freed_memory, use_cpu_cores
-from noloco_jax.cluster.gpu import use_gpu_memory
+from noloco_jax.cluster.host import keep_freed_memory, use_cpu_cores, use_gpu_memory
 from noloco_jax.config.fields import TrainConfig, to_dict
 from noloco_jax.config.flags import parse_args, split_overrides
 from noloco_jax.errors import UserError, main_with_errors

@@ -1,7 +1,7 @@
 """The roll call of a run's processes: all are there, with the same versions and the same configuration.
 
-It is called over a plain socket, on the address on which JAX's own service listens afterwards: a process that does not
-come, or differs, is then named within a bounded time, where JAX alone would abort without a name.
+It uses a plain socket, on the address on which JAX's own service listens afterwards. A process that does not come, or
+differs, is then named within a bounded time, where JAX alone would abort without a name.
 """
 
 import contextlib
@@ -15,21 +15,21 @@ from noloco_jax.errors import StartError, UserError
 
 _RETRY_SECONDS = 0.2
 _ANSWER_SECONDS = 10.0  # for a message between two processes that are there
-_MANY = 16  # processes that a message still names one by one
+_MAX_NAMED = 16  # processes that a message names one by one
 
 
-class Card(NamedTuple):
-    """What a process shows.
+class ProcessInfo(NamedTuple):
+    """What a process tells process 0 of itself.
 
     Attributes:
       process_id: its number.
       host: the machine it runs on.
-      same: name -> value (as JSON has it) that all processes have to share.
+      must_match: name -> value (as JSON has it) that all processes have to share.
     """
 
     process_id: int
     host: str
-    same: Mapping[str, Any]
+    must_match: Mapping[str, Any]
 
 
 class Verdict(NamedTuple):
@@ -37,20 +37,20 @@ class Verdict(NamedTuple):
 
     Attributes:
       error: what is wrong; empty if nothing is.
-      apart: whether it is only that they did not come together, so that starting them again may do.
+      retry: whether they only did not come together, so that starting them again may help.
     """
 
     error: str = ""
-    apart: bool = False
+    retry: bool = False
 
 
-def call_the_roll(coordinator: str, num_processes: int, card: Card, timeout: float) -> None:
-    """Returns once every process has shown its card to process 0 and all are alike.
+def call_the_roll(coordinator: str, num_processes: int, info: ProcessInfo, timeout: float) -> None:
+    """Returns once every process has reported to process 0 and all match.
 
     Args:
       coordinator: HOST:PORT at which process 0 listens.
       num_processes: of the run.
-      card: this process's.
+      info: of this process.
       timeout: seconds, from now, within which all have to come.
 
     Raises:
@@ -58,17 +58,17 @@ def call_the_roll(coordinator: str, num_processes: int, card: Card, timeout: flo
       UserError: on every process that came, if one differs, or is there twice; it names process and host.
     """
     host, _, port = coordinator.rpartition(":")
-    card = card._replace(same=json.loads(json.dumps(card.same)))  # as the others will see it
-    if card.process_id == 0:
-        verdict = _gather(int(port), num_processes, card, timeout)
+    info = info._replace(must_match=json.loads(json.dumps(info.must_match)))  # as the others will see it
+    if info.process_id == 0:
+        verdict = _collect(int(port), num_processes, info, timeout)
     else:
-        verdict = _answer(host.strip("[]"), int(port), card, timeout)
+        verdict = _report(host.strip("[]"), int(port), info, timeout)
     if verdict.error:
-        raise (StartError if verdict.apart else UserError)(verdict.error)
+        raise (StartError if verdict.retry else UserError)(verdict.error)
 
 
-def _answer(host: str, port: int, card: Card, timeout: float) -> Verdict:
-    """Shows the card to process 0, as soon as it listens, and returns its verdict."""
+def _report(host: str, port: int, info: ProcessInfo, timeout: float) -> Verdict:
+    """Reports to process 0, as soon as it listens, and returns its verdict."""
     reason: Exception | None = None
     deadline = time.monotonic() + timeout
     while (left := deadline - time.monotonic()) > 0:
@@ -79,19 +79,19 @@ def _answer(host: str, port: int, card: Card, timeout: float) -> Verdict:
             ):
                 # Process 0 may have started just now, and wait for somebody else all its time.
                 connection.settimeout(timeout + _ANSWER_SECONDS)
-                connection.sendall(json.dumps(card).encode() + b"\n")
-                while (line := lines.readline()) == b"\n":  # see _waits
+                connection.sendall(json.dumps(info).encode() + b"\n")
+                while (line := lines.readline()) == b"\n":  # see _still_there
                     connection.sendall(line)
                 return Verdict(*json.loads(line))
         except (OSError, ValueError, TypeError) as error:  # not there yet, or another program's port
             reason = error
             time.sleep(_RETRY_SECONDS)
     absent = f"process 0 did not answer at {host}:{port} within {timeout:g} s ({reason})"
-    return Verdict(f"{absent}: start it, or correct --coordinator", apart=True)
+    return Verdict(f"{absent}: start it, or correct --coordinator", retry=True)
 
 
-def _gather(port: int, num_processes: int, mine: Card, timeout: float) -> Verdict:
-    """Collects the others' cards and tells all of them the verdict."""
+def _collect(port: int, num_processes: int, mine: ProcessInfo, timeout: float) -> Verdict:
+    """Collects the others' reports and tells all of them the verdict."""
     dual = socket.has_dualstack_ipv6()
     try:
         listener = socket.create_server(
@@ -102,33 +102,33 @@ def _gather(port: int, num_processes: int, mine: Card, timeout: float) -> Verdic
         )
     except OSError as error:
         busy = f"process 0 on {mine.host} cannot listen on port {port} ({error.strerror})"
-        return Verdict(f"{busy}: give a free one", apart=True)
+        return Verdict(f"{busy}: give a free one", retry=True)
     deadline = time.monotonic() + timeout
-    cards, waiting, connections, verdict = {0: mine}, {}, [], Verdict()
+    infos, waiting, connections, verdict = {0: mine}, {}, [], Verdict()
     with listener, contextlib.ExitStack() as stack:
-        while not verdict.error and len(cards) < num_processes:
+        while not verdict.error and len(infos) < num_processes:
             listener.settimeout(max(deadline - time.monotonic(), 1e-3))
             try:
                 connection = stack.enter_context(listener.accept()[0])
             except TimeoutError:
-                verdict = Verdict(_missing(cards, num_processes, timeout), apart=True)
+                verdict = Verdict(_missing(infos, num_processes, timeout), retry=True)
                 break
             except OSError as error:
                 full = f"process 0 on {mine.host} cannot take more than {len(connections)} processes ({error.strerror})"
-                verdict = Verdict(f"{full}: raise its limit of open files, ulimit -n", apart=True)
+                verdict = Verdict(f"{full}: raise its limit of open files, ulimit -n", retry=True)
                 break
             try:
                 connection.settimeout(_ANSWER_SECONDS)
-                other = Card(*json.loads(connection.makefile("rb").readline()))
+                other = ProcessInfo(*json.loads(connection.makefile("rb").readline()))
                 former = waiting.get(other.process_id)
-                if former is not None and not _waits(former):  # an evicted pod, say, and this is its replacement
+                if former is not None and not _still_there(former):  # an evicted pod, say, and this is its replacement
                     former.close()
-                    cards.pop(other.process_id, None)
-                verdict = Verdict(_difference(mine, other) or _twice(cards, other))
+                    infos.pop(other.process_id, None)
+                verdict = Verdict(_difference(mine, other) or _duplicate(infos, other))
             except (OSError, ValueError, TypeError, AttributeError):
                 continue  # no process of ours, or one that went away: it will come again, or be missing
             connections.append(connection)
-            cards[other.process_id], waiting[other.process_id] = other, connection
+            infos[other.process_id], waiting[other.process_id] = other, connection
         for connection in connections:
             with contextlib.suppress(OSError):
                 connection.sendall(json.dumps(verdict).encode() + b"\n")
@@ -139,27 +139,27 @@ def _gather(port: int, num_processes: int, mine: Card, timeout: float) -> Verdic
     return verdict
 
 
-def _waits(connection: socket.socket) -> bool:
-    """Whether a process that has shown its card is still there: it sends back an empty line."""
+def _still_there(connection: socket.socket) -> bool:
+    """Whether a process that has reported still waits: then it sends an empty line back."""
     with contextlib.suppress(OSError):
         connection.sendall(b"\n")
         return connection.recv(1) == b"\n"
     return False
 
 
-def _missing(cards: Mapping[int, Card], num_processes: int, timeout: float) -> str:
-    absent = [str(i) for i in range(num_processes) if i not in cards]
-    names = ", ".join(absent[:_MANY]) + (" and more" if len(absent) > _MANY else "")
-    there = ", ".join(f"{i} on {cards[i].host}" for i in sorted(cards)[:_MANY])
+def _missing(infos: Mapping[int, ProcessInfo], num_processes: int, timeout: float) -> str:
+    absent = [str(i) for i in range(num_processes) if i not in infos]
+    names = ", ".join(absent[:_MAX_NAMED]) + (" and more" if len(absent) > _MAX_NAMED else "")
+    there = ", ".join(f"{i} on {infos[i].host}" for i in sorted(infos)[:_MAX_NAMED])
     return (
         f"process {names} of {num_processes} did not come within {timeout:g} s (there are {there}): start what is "
         "missing, or raise --start_timeout"
     )
 
 
-def _difference(mine: Card, other: Card) -> str:
-    for name in {**mine.same, **other.same}:
-        here, there = (repr(card.same[name]) if name in card.same else "no value" for card in (mine, other))
+def _difference(mine: ProcessInfo, other: ProcessInfo) -> str:
+    for name in {**mine.must_match, **other.must_match}:
+        here, there = (repr(info.must_match[name]) if name in info.must_match else "no value" for info in (mine, other))
         if here != there:
             return (
                 f"process {other.process_id} on {other.host} has {name}={there}, process 0 on {mine.host} has {here}: "
@@ -168,8 +168,8 @@ def _difference(mine: Card, other: Card) -> str:
     return ""
 
 
-def _twice(cards: Mapping[int, Card], other: Card) -> str:
-    if other.process_id not in cards:
+def _duplicate(infos: Mapping[int, ProcessInfo], other: ProcessInfo) -> str:
+    if other.process_id not in infos:
         return ""
-    hosts = f"on {cards[other.process_id].host} and on {other.host}"
+    hosts = f"on {infos[other.process_id].host} and on {other.host}"
     return f"two processes, {hosts}, have --process_id={other.process_id}: number them from 0"

@@ -3,8 +3,7 @@
 import signal
 from types import FrameType
 
-import jax
-from jax.experimental import multihost_utils
+from noloco_jax.cluster.processes import Processes
 
 RESTART = 75  # EX_TEMPFAIL: stopped by SIGTERM with everything saved; the same command goes on
 INTERRUPTED = 130  # what shells report of Ctrl-C
@@ -14,21 +13,24 @@ class Stop:
     """Catches SIGTERM and SIGINT while it is open, so that a loop can save and stop between two steps.
 
     A second Ctrl-C ends the process at once; further SIGTERMs change nothing, for a save may be under way. Of several
-    processes, a SIGTERM to any makes all stop after the same step: they agree on it through JAX's coordination
-    service, without waiting for one another. Ctrl-C there ends a process as it always does.
+    processes, a SIGTERM to any makes all stop after the same step: JAX's coordination service catches it and spreads
+    the word, so nothing is caught here, and Ctrl-C ends a process as it always does.
+
+    Args:
+      processes: those that stop together.
 
     Attributes:
       reason: what the run says when it has stopped.
       exit_status: what it then exits with.
     """
 
-    def __init__(self) -> None:
-        self._alone = jax.process_count() == 1
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
         self._received: int | None = None
         self._former: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> "Stop":
-        if self._alone:
+        if self._processes.alone:
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._former[number] = signal.signal(number, self._receive)
         return self
@@ -44,9 +46,7 @@ class Stop:
 
     def at(self, step: int) -> bool:
         """Whether to stop after `step`. To be asked after every step, by every process."""
-        if self._alone:
-            return self._received is not None
-        return multihost_utils.reached_preemption_sync_point(step)
+        return self._processes.agree_to_stop(step, self._received is not None)
 
     @property
     def reason(self) -> str:

@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from noloco_jax.cluster.cpu import use_cpu_cores
+from noloco_jax.cluster.host import use_cpu_cores
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.flags import parse_args
 from noloco_jax.errors import UserError, main_with_errors

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from noloco_jax.cluster.join import gather
+from noloco_jax.cluster.processes import Processes, run_processes
 from noloco_jax.config.fields import TrainConfig, load_saved, to_dict
 from noloco_jax.errors import StartError, UserError
 from noloco_jax.model.llama import param_shapes
@@ -48,13 +48,22 @@ class Checkpointer:
       workdir: the run's folder, the same for all processes.
       config: the run. A checkpoint of another model or method is refused, one of another number of replicas unless
         the configuration says what is to become of them.
+      processes: those that save together; None: all that JAX knows of.
       read_only: never write or delete.
     """
 
-    def __init__(self, workdir: str | Path, config: TrainConfig, *, read_only: bool = False):
+    def __init__(
+        self,
+        workdir: str | Path,
+        config: TrainConfig,
+        processes: Processes | None = None,
+        *,
+        read_only: bool = False,
+    ):
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every save
         self._folder = Path(workdir).absolute() / "checkpoints"
         self._config = config
+        self._processes = processes or run_processes()
         if not read_only:
             self._folder.mkdir(parents=True, exist_ok=True)
         options = ocp.CheckpointManagerOptions(
@@ -77,7 +86,7 @@ class Checkpointer:
           StartError: if the file system shows the processes different ones.
         """
         step = self._manager.latest_step()
-        seen = gather(step)
+        seen = self._processes.gather(step)
         if len(set(seen)) > 1:
             raise StartError(
                 f"the processes see different newest checkpoints in {self._folder} (steps "
@@ -137,7 +146,9 @@ class Checkpointer:
         """
         if step in self._manager.all_steps():
             return
-        positions = {str(replica): position for part in gather(data) for replica, position in part.items()}
+        positions = {
+            str(replica): position for part in self._processes.gather(data) for replica, position in part.items()
+        }
         self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -198,7 +209,7 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error, saves of several processes cannot be waited for: the others may never come to theirs.
-        if kind is None or jax.process_count() == 1:
+        if kind is None or self._processes.alone:
             self.close()
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import kubernetes_validate
 import pytest
@@ -45,11 +46,38 @@ def test_every_line_of_local_processes_names_its_process():
     assert sorted(lines) == sorted(f"[{i}] {word}" for i in range(3) for word in ("first", "second"))
 
 
+PLACE = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+PRINT_PLACE = f"print(*(os.environ[name] for name in {PLACE}))"
+
+
 def test_local_processes_know_their_place():
-    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-    status, lines = result(local(2, f"print(*(os.environ[n] for n in {names}))", PORT="12345"))
+    status, lines = result(local(2, PRINT_PLACE, PORT="12345"))
     assert status == 0
     assert sorted(lines) == ["[0] 127.0.0.1:12345 2 0", "[1] 127.0.0.1:12345 2 1"]
+
+
+@pytest.mark.parametrize("variable", ["NODE", "JOB_COMPLETION_INDEX"])
+def test_processes_of_several_machines_are_numbered_through(variable):
+    machine = {"NODES": "3", variable: "2", "JAX_COORDINATOR_ADDRESS": "first:12345"}
+    status, lines = result(local(2, PRINT_PLACE, **machine))
+    assert status == 0
+    assert sorted(lines) == ["[4] first:12345 6 4", "[5] first:12345 6 5"]
+
+
+def test_the_index_of_a_pod_alone_makes_no_further_machines():
+    status, lines = result(local(1, PRINT_PLACE, PORT="12345", JOB_COMPLETION_INDEX="3"))
+    assert (status, lines) == (0, ["[0] 127.0.0.1:12345 1 0"])
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"JAX_COORDINATOR_ADDRESS": "a:1"}, {"NODE": "1"}, {"NODE": "2", "JAX_COORDINATOR_ADDRESS": "a:1"}],
+    ids=["no number", "no address", "beyond the last"],
+)
+def test_a_machine_of_several_needs_its_number_and_the_first_ones_address(variables):
+    status, [line] = result(local(1, PRINT_PLACE, NODES="2", **variables))
+    assert status == 2
+    assert line.startswith("error: NODES=2 with NODE=") and "a NODE from 0 to 1, and HOST:PORT" in line
 
 
 def with_gpus(folder: Path, number: int) -> dict[str, str]:
@@ -222,7 +250,7 @@ def test_the_pods_of_the_job_find_the_first_of_them():
     assert service["spec"]["clusterIP"] == "None"
     port = service["spec"]["ports"][0]["port"]
     assert variables["JAX_COORDINATOR_ADDRESS"] == f"{name}-0.{subdomain}:{port}"
-    assert int(variables["JAX_NUM_PROCESSES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert int(variables["NODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
     assert variables["XLA_FLAGS"].split() == xla_flags().split()
 
 
@@ -236,19 +264,39 @@ def test_kubernetes_and_slurm_start_again_what_was_preempted():
     assert re.search(r'-eq 75 \]; then\n.*\n +scontrol requeue "\$SLURM_JOB_ID"', script)
 
 
-def test_the_examples_leave_no_gpu_idle():
+class Example(NamedTuple):
+    """What a launch file asks for: machines, processes and GPUs of each, and the trainer's arguments."""
+
+    nodes: int
+    processes: int
+    gpus: int
+    command: str
+
+
+def slurm_example() -> Example:
+    script = (LAUNCH / "slurm.sbatch").read_text().replace("\\\n#", "")
+    options = r"--nodes=(\d+) --ntasks-per-node=(\d+) --gpus-per-node=(\d+) (.*)"
+    [(nodes, tasks, gpus, command)] = re.findall(options, script)
+    return Example(int(nodes), int(tasks), int(gpus), command)
+
+
+def kubernetes_example() -> Example:
     job = kubernetes()[1]["spec"]
     [container] = job["template"]["spec"]["containers"]
-    gpus = job["completions"] * container["resources"]["limits"]["nvidia.com/gpu"]
-    commands = [(" ".join(container["command"]), gpus)]
-    script = (LAUNCH / "slurm.sbatch").read_text().replace("\\\n#", "")
-    for nodes, gpus, arguments in re.findall(r"--nodes=(\d+) .*--gpus-per-node=(\d+) (.*)", script):
-        commands.append((arguments, int(nodes) * int(gpus)))
-    assert len(commands) == 3
-    for command, gpus in commands:
-        [path] = re.findall(r"--config=(\S+)", command)
-        config = from_dict(load_config(str(ROOT / path), re.findall(r"--config\.\S+", command)))
-        assert math.prod(mesh_shape(config, gpus).values()) == gpus
+    shell, script, number, *command = container["command"]
+    assert (shell, script) == ("bash", "launch/local.sh")
+    return Example(
+        job["completions"], int(number), container["resources"]["limits"]["nvidia.com/gpu"], " ".join(command)
+    )
+
+
+@pytest.mark.parametrize("example", [slurm_example, kubernetes_example])
+def test_the_examples_start_a_process_a_gpu_and_leave_none_idle(example):
+    nodes, processes_each, gpus, command = example()
+    assert processes_each == gpus
+    [path] = re.findall(r"--config=(\S+)", command)
+    config = from_dict(load_config(str(ROOT / path), re.findall(r"--config\.\S+", command)))
+    assert math.prod(mesh_shape(config, nodes * gpus).values()) == nodes * gpus
 
 
 def test_launchers_name_files_that_are_there():

@@ -9,9 +9,10 @@ import jax
 import numpy as np
 import pytest
 
+from noloco_jax.cluster.processes import OneProcess
 from noloco_jax.config.fields import DataConfig, InnerConfig, MeshConfig, ModelConfig, TrainConfig
 from noloco_jax.errors import StartError, UserError
-from noloco_jax.run import checkpoint, elastic
+from noloco_jax.run import elastic
 from noloco_jax.run.checkpoint import Checkpointer, Layout
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
@@ -180,8 +181,9 @@ def test_only_the_newest_checkpoints_stay(tmp_path):
 
 def test_processes_that_see_other_checkpoints_do_not_start(tmp_path, monkeypatch):
     saved(tmp_path, CONFIG)
-    monkeypatch.setattr(checkpoint, "gather", lambda step: [step, 2])
-    with Checkpointer(tmp_path, CONFIG) as checkpoints, pytest.raises(StartError, match=r"\(steps 2, 3\)"):
+    processes = OneProcess()
+    monkeypatch.setattr(processes, "gather", lambda step: [step, 2])
+    with Checkpointer(tmp_path, CONFIG, processes) as checkpoints, pytest.raises(StartError, match=r"\(steps 2, 3\)"):
         checkpoints.latest_step()
 
 

@@ -1,0 +1,78 @@
+"""The points at which all processes of a run wait for one another, with a form for a process that is alone."""
+
+import json
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+PyTree = Any
+
+
+class Processes(Protocol):
+    """The processes of a run, as one of them sees them. Every one has to make the same calls in the same order.
+
+    Attributes:
+      alone: whether there is only this process.
+    """
+
+    alone: bool
+
+    def gather(self, value: PyTree) -> list[PyTree]:
+        """Returns every process's value, by process number; `value` is small and made of what JSON can hold."""
+        ...
+
+    def barrier(self, name: str) -> None:
+        """Returns once every process has come here; all give the same `name`."""
+        ...
+
+    def agree_to_stop(self, step: int, received: bool) -> bool:
+        """Whether all processes stop after `step`. To be called after every step; no process waits for another.
+
+        Args:
+          step: the number of the step that this process has dispatched.
+          received: whether this process was told to stop. Of several processes, JAX itself sees a SIGTERM to any.
+        """
+        ...
+
+
+class OneProcess:
+    """A process that waits for nobody."""
+
+    alone = True
+
+    def gather(self, value: PyTree) -> list[PyTree]:
+        return [value]
+
+    def barrier(self, name: str) -> None:
+        pass
+
+    def agree_to_stop(self, step: int, received: bool) -> bool:
+        return received
+
+
+class DistributedProcesses:
+    """Several processes that `jax.distributed` connects."""
+
+    alone = False
+
+    def gather(self, value: PyTree) -> list[PyTree]:
+        text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        sizes = multihost_utils.process_allgather(np.int32(len(text)))
+        # Rounded up, so that texts of almost the same length do not each compile a program.
+        padded = np.zeros(-(-int(sizes.max()) // 4096) * 4096, np.uint8)
+        padded[: len(text)] = text
+        texts = multihost_utils.process_allgather(padded)
+        return [json.loads(bytes(row[:size])) for row, size in zip(np.asarray(texts), sizes, strict=True)]
+
+    def barrier(self, name: str) -> None:
+        multihost_utils.sync_global_devices(name)
+
+    def agree_to_stop(self, step: int, received: bool) -> bool:
+        return multihost_utils.reached_preemption_sync_point(step)
+
+
+def run_processes() -> Processes:
+    """The processes that JAX knows of: those of `jax.distributed`, or this one alone."""
+    return OneProcess() if jax.process_count() == 1 else DistributedProcesses()

@@ -1,0 +1,88 @@
+"""Where processes wait for one another: one alone in this process, several in real ones."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from noloco_jax.cluster.processes import OneProcess, run_processes
+from support import processes
+from support.paths import ROOT
+
+
+def test_a_process_alone_waits_for_nobody():
+    alone = run_processes()
+    assert isinstance(alone, OneProcess) and alone.alone
+    assert alone.gather({"step": 3}) == [{"step": 3}]
+    alone.barrier("start")
+    assert [alone.agree_to_stop(1, received) for received in (False, True)] == [False, True]
+
+
+# Every process gathers values of unlike sizes, the second comes to the barrier late, and the first is sent a SIGTERM.
+SEVERAL = """
+import json, os, signal, time
+from argparse import Namespace
+from noloco_jax.cluster.join import joined
+from noloco_jax.cluster.place import find_place
+from noloco_jax.cluster.processes import run_processes
+
+place = find_place(Namespace(coordinator=None, num_processes=None, process_id=None), os.environ)
+with joined(place, {}, 60):
+    processes = run_processes()
+    gathered = processes.gather({"process": place.process_id, "text": "x" * 5000 * place.process_id})
+    processes.barrier("before")
+    if place.process_id == 1:
+        time.sleep(1)
+    started = time.time()
+    processes.barrier("late")
+    waited = time.time() - started
+    processes.agree_to_stop(0, False)
+    if place.process_id == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    step = 1
+    while not processes.agree_to_stop(step, False):
+        time.sleep(0.02 * (1 + place.process_id))  # unlike speeds
+        step += 1
+    result = {"alone": processes.alone, "gathered": gathered, "waited": waited, "stopped_at": step}
+    print("RESULT", json.dumps(result))
+"""
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict]:
+    address = f"127.0.0.1:{processes.free_port()}"
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "SLURM_"))}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", SEVERAL],
+            env=inherited
+            | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+            | {"JAX_PROCESS_ID": str(number), "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    finished = processes.finish(started, patience=200)
+    assert [status for status, _ in finished] == [0, 0], processes.report(finished)
+    lines = [line for _, output in finished for line in output.splitlines() if line.startswith("RESULT ")]
+    return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+
+
+def test_every_process_gathers_what_all_gave_in_their_order(results):
+    expected = [{"process": 0, "text": ""}, {"process": 1, "text": "x" * 5000}]
+    assert [result["gathered"] for result in results] == [expected] * 2
+    assert [result["alone"] for result in results] == [False] * 2
+
+
+def test_at_a_barrier_the_early_wait_for_the_late(results):
+    assert results[0]["waited"] > 0.7  # of the second that the other slept
+
+
+def test_after_a_sigterm_to_one_all_stop_at_the_same_step(results):
+    first, second = (result["stopped_at"] for result in results)
+    assert first == second

@@ -1,0 +1,58 @@
+"""How a run is told to stop: signals to this process alone, and what several agree on."""
+
+import signal
+
+import pytest
+
+from noloco_jax.cluster.processes import OneProcess, Processes
+from noloco_jax.cluster.stop import Stop
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "reason"),
+    [(signal.SIGTERM, 75, "stopped by SIGTERM"), (signal.SIGINT, 130, "stopped by Ctrl-C")],
+)
+def test_a_signal_stops_a_process_after_its_step(number, status, reason):
+    with Stop(OneProcess()) as stop:
+        assert not stop.at(1)
+        signal.raise_signal(number)
+        assert stop.at(2)
+    assert (stop.exit_status, stop.reason) == (status, reason)
+
+
+def test_a_second_ctrl_c_ends_a_process_at_once():
+    with Stop(OneProcess()):
+        signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+
+
+def test_a_second_sigterm_does_not_cut_off_a_save():
+    with Stop(OneProcess()) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.at(1)
+
+
+def test_signals_are_the_callers_again_afterwards():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with Stop(OneProcess()):
+        signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+class Agreed(OneProcess):
+    """Several processes that have agreed to stop after step 3."""
+
+    alone = False
+
+    def agree_to_stop(self, step: int, received: bool) -> bool:
+        return step == 3
+
+
+def test_several_processes_stop_when_they_agree_and_leave_signals_to_jax():
+    processes: Processes = Agreed()
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with Stop(processes) as stop:
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+        assert [stop.at(step) for step in (2, 3)] == [False, True]
+    assert (stop.exit_status, stop.reason) == (75, "stopped by SIGTERM")
