@@ -1,15 +1,14 @@
 """From files to batches: sources, tokenizers, packing, and one checkpointable stream a replica."""
 
-from noloco_jax.data.lanes import redistribute
-from noloco_jax.data.packing import IGNORED, Batch
-from noloco_jax.data.sources import check_data
+from noloco_jax.data.from_config import check_data
+from noloco_jax.data.packing import HostBatch
+from noloco_jax.data.positions import redistribute
 from noloco_jax.data.stream import Stream, train_stream, validation_batches
 from noloco_jax.data.tokenizers import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
 
 __all__ = [
-    "IGNORED",
-    "Batch",
     "ByteTokenizer",
+    "HostBatch",
     "Stream",
     "Tokenizer",
     "check_data",

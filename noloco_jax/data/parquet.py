@@ -1,25 +1,23 @@
-"""Tokenized rows in Parquet files.
-
-Shapes: R rows of a batch that pyarrow reads, N tokens of one row.
-"""
+"""Tokenized rows in Parquet files."""
 
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from noloco_jax.data.order import Selection, Wanted, WindowLane, shuffled
-from noloco_jax.data.packing import IGNORED
+from noloco_jax.data.parquet_rows import RowConverter, label_column
+from noloco_jax.data.shuffle import WindowShuffledShard, seeded_permutation
+from noloco_jax.data.source import SourceOptions
+from noloco_jax.data.splits import HoldOut
 from noloco_jax.errors import UserError
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-_ROWS_AT_ONCE = 128
-_BYTES_AT_ONCE = 1 << 20  # of a column; without, pyarrow holds whole row groups
+_ROWS_PER_BATCH = 128
+_COLUMN_BUFFER_BYTES = 1 << 20  # without it pyarrow holds whole row groups in memory
 
 
 def find_parquet_files(path: str, field: str) -> list[str]:
@@ -40,36 +38,51 @@ def _open(path: str) -> "pq.ParquetFile":
     import pyarrow.parquet as pq
 
     try:
-        return pq.ParquetFile(path, pre_buffer=False, buffer_size=_BYTES_AT_ONCE)
+        return pq.ParquetFile(path, pre_buffer=False, buffer_size=_COLUMN_BUFFER_BYTES)
     except (pa.ArrowException, OSError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path} is no readable Parquet file ({reason}): fetch it again") from None
 
 
-def _target_column(path: str, schema: "pa.Schema") -> str:
-    """The column beside `input_ids`: `label` or `attention_mask`."""
-    import pyarrow.types as types
+class FileFooter(NamedTuple):
+    """What a file's footer says: its label column, and the number of rows of each row group."""
 
-    for name in ("label", "attention_mask"):
-        if {"input_ids", name} <= set(schema.names):
-            for column in ("input_ids", name):
-                kind = schema.field(column).type
-                listed = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-                if not (listed and (types.is_integer(kind.value_type) or types.is_boolean(kind.value_type))):
-                    raise UserError(f"{path}: column {column!r} is {kind}; it must be a list of integers")
-            return name
-    raise UserError(
-        f"{path} has the columns {', '.join(schema.names)}: expected input_ids and label (the ids that follow), "
-        "or input_ids and attention_mask"
-    )
+    label_column: str
+    group_rows: tuple[int, ...]
 
 
 @functools.cache
-def _layout(path: str, modified: int, size: int) -> tuple[str, tuple[int, ...]]:
-    """(column beside `input_ids`, rows of each row group); read once for all replicas of a process."""
+def _read_footer(path: str, modified: int, size: int) -> FileFooter:
+    """The footer of a file, read once for all replicas of a process."""
     with _open(path) as opened:
-        target = _target_column(path, opened.schema_arrow)
-        return target, tuple(opened.metadata.row_group(g).num_rows for g in range(opened.num_row_groups))
+        groups = range(opened.num_row_groups)
+        return FileFooter(
+            label_column(path, opened.schema_arrow), tuple(opened.metadata.row_group(g).num_rows for g in groups)
+        )
+
+
+class RowBlock(NamedTuple):
+    """Consecutive row groups of a file, from `first_group` to before `end_group`."""
+
+    file: int
+    first_group: int
+    end_group: int
+    first_row: int  # counted over all files
+    num_rows: int
+
+
+def _blocks(footers: Sequence[FileFooter], min_rows: int) -> list[RowBlock]:
+    """Divides the files into blocks of at least `min_rows` rows, fewer at a file's end."""
+    blocks = []
+    first_row = 0
+    for file, footer in enumerate(footers):
+        first_group, num_rows = 0, 0
+        for group, size in enumerate(footer.group_rows):
+            num_rows += size
+            if num_rows >= min_rows or group == len(footer.group_rows) - 1:
+                blocks.append(RowBlock(file, first_group, group + 1, first_row, num_rows))
+                first_group, first_row, num_rows = group + 1, first_row + num_rows, 0
+    return blocks
 
 
 class ParquetSource:
@@ -80,189 +93,139 @@ class ParquetSource:
     `attention_mask` the label is the next token of the row, where both are attended to; padding and the last token of
     a row are out of the loss, and sequences of padding alone at a row's end are left out.
 
-    Lane i of N is the i-th N-th of the rows, in the epoch's order of *units*: consecutive row groups of together at
-    least `shuffle_buffer` rows (a single one where it is larger), shuffled anew in every epoch, never a unit at once in
-    memory. Rows are shuffled within windows of `shuffle_buffer`; 1 keeps the files' order.
+    Shard i of N is the i-th N-th of the rows in the epoch's order of blocks: consecutive row groups of together at
+    least `shuffle_buffer` rows (a single group where it is larger), which are shuffled anew in every epoch. A block is
+    never as a whole in memory. Rows are shuffled within windows of `shuffle_buffer`; 1 keeps the order of the files.
     """
 
-    columns = 2
-    chunk = 16
+    num_columns = 2
+    chunk_size = 16
 
-    def __init__(self, wanted: Wanted, sequence_length: int, vocab_size: int | None):
-        self._wanted, self._sequence_length, self._vocab_size = wanted, sequence_length, vocab_size
-        self._files = find_parquet_files(wanted.path, wanted.field)
-        self._targets, units, rows = [], [], 0
-        for number, file in enumerate(self._files):
+    def __init__(self, options: SourceOptions, sequence_length: int, vocab_size: int | None):
+        self._options = options
+        files = find_parquet_files(options.path, options.field)
+        footers = []
+        for file in files:
             stat = Path(file).stat()
-            target, groups = _layout(file, stat.st_mtime_ns, stat.st_size)
-            self._targets.append(target)
-            begin, held = 0, 0
-            for g, size in enumerate(groups):
-                held += size
-                if held >= wanted.shuffle_buffer or g == len(groups) - 1:
-                    units.append((number, begin, g + 1, rows, held))
-                    begin, rows, held = g + 1, rows + held, 0
-        if rows < (1 if wanted.split == "all" else 2):
+            footers.append(_read_footer(file, stat.st_mtime_ns, stat.st_size))
+        self._converters = [
+            RowConverter(file, footer.label_column, sequence_length, vocab_size)
+            for file, footer in zip(files, footers, strict=True)
+        ]
+        self._blocks = _blocks(footers, options.shuffle_buffer)
+        rows = sum(block.num_rows for block in self._blocks)
+        if rows < (1 if options.split == "all" else 2):
             raise UserError(
-                f"{wanted.name} holds {rows} rows: give data.validation_path or more rows"
+                f"{options.name} holds {rows} rows: give data.validation_path or more rows"
                 if rows
-                else f"{wanted.name} holds Parquet files without a row"
+                else f"{options.name} holds Parquet files without a row"
             )
-        self._selection = Selection(rows, wanted.split)
-        self._units = np.array(units)  # file, first row group, behind the last, first row, rows
-        first, count = self._units[:, 3], self._units[:, 4]
-        self._selected = self._selection.before(first + count) - self._selection.before(first)
-        self._total = int(self._selected.sum())
-        self.summary: dict[str, int | str] = {
+        self._hold_out = HoldOut(rows, options.split)
+        # Rows of each block that belong to the split.
+        self._split_rows = np.array([self._count_split(block.first_row, block.num_rows) for block in self._blocks])
+        self._total = int(self._split_rows.sum())
+        self.fingerprint: dict[str, int | str] = {
             "kind": "parquet",
-            "files": len(self._files),
+            "files": len(files),
             "rows": rows,
             "documents": self._total,
         }
+
+    def _count_split(self, first_row: int, num_rows: int) -> int:
+        return self._hold_out.count_before(first_row + num_rows) - self._hold_out.count_before(first_row)
 
     def check_replicas(self, num_replicas: int) -> None:
         """Also reads a first row, so that ids outside the model's vocabulary may be found at once."""
         if self._total < num_replicas:
             raise UserError(
-                f"num_replicas={num_replicas}, but {self._wanted.name} holds {self._total} training rows: "
+                f"num_replicas={num_replicas}, but {self._options.name} holds {self._total} training rows: "
                 "use fewer replicas or more rows"
             )
-        next(self.rows(np.arange(len(self._units)), 0))
+        next(self.rows(np.arange(len(self._blocks)), 0))
 
-    def lane(self, epoch: int, lane: int, lanes: int, anchor: tuple[int, ...]) -> "ParquetLane":
-        count, seed, size = len(self._units), self._wanted.seed, self._wanted.shuffle_buffer
-        order = shuffled(count, seed, epoch) if size > 1 else np.arange(count)
-        begin, end = lane * self._total // lanes, (lane + 1) * self._total // lanes
-        return ParquetLane(self, order, begin, end, size, (seed, epoch, lane, lanes))
+    def open_shard(self, epoch: int, shard: int, num_shards: int, seek_hint: tuple[int, ...]) -> "ParquetEpochShard":
+        count, seed, window_size = len(self._blocks), self._options.seed, self._options.shuffle_buffer
+        order = seeded_permutation(count, seed, epoch) if window_size > 1 else np.arange(count)
+        start, stop = (k * self._total // num_shards for k in (shard, shard + 1))
+        return ParquetEpochShard(self, order, start, stop, window_size, (seed, epoch, shard, num_shards))
 
-    def load(self, documents: Sequence[np.ndarray]) -> list[np.ndarray]:
-        return list(documents)
+    def load(self, records: Sequence[np.ndarray]) -> list[np.ndarray]:
+        return list(records)
 
     def rows(self, order: np.ndarray, start: int) -> Iterator[np.ndarray]:
-        """The split's rows, int32 (2, N) each, of the units in `order`, from number `start` on."""
-        behind = np.cumsum(self._selected[order])
-        at = int(np.searchsorted(behind, start, side="right"))
-        skip = start - int(behind[at] - self._selected[order[at]])
-        for unit in order[at:]:
-            yield from self._unit_rows(unit, skip)
+        """The split's rows of the blocks in `order`, from row number `start` of these on: int32 (2, n) each."""
+        ends = np.cumsum(self._split_rows[order])
+        first = int(np.searchsorted(ends, start, side="right"))
+        skip = start - int(ends[first] - self._split_rows[order[first]])
+        for block in order[first:]:
+            yield from self._block_rows(self._blocks[block], skip)
             skip = 0
 
-    def _unit_rows(self, unit: int, skip: int) -> Iterator[np.ndarray]:
-        """The split's rows of a unit from number `skip` on, a few at a time."""
+    def _block_rows(self, block: RowBlock, skip: int) -> Iterator[np.ndarray]:
+        """The split's rows of a block from number `skip` on; a few at a time are in memory."""
         import pyarrow as pa
 
-        file, begin, end, row, _ = self._units[unit].tolist()
-        path, target = self._files[file], self._targets[file]
-        before = self._selection.before
+        converter, group, row = self._converters[block.file], block.first_group, block.first_row
+        path = converter.path
         with _open(path) as opened:
-            while skip:  # row groups that hold none of the rows wanted are not read
-                size = opened.metadata.row_group(begin).num_rows
-                inside = before(row + size) - before(row)
+            while skip:  # row groups before the first row wanted are not read
+                size = opened.metadata.row_group(group).num_rows
+                inside = self._count_split(row, size)
                 if inside > skip:
                     break
-                begin, row, skip = begin + 1, row + size, skip - inside
+                group, row, skip = group + 1, row + size, skip - inside
             batches = opened.iter_batches(
-                _ROWS_AT_ONCE, row_groups=range(begin, end), columns=["input_ids", target], use_threads=False
+                _ROWS_PER_BATCH,
+                row_groups=range(group, block.end_group),
+                columns=["input_ids", converter.column],
+                use_threads=False,
             )
             while True:
                 try:
                     batch = next(batches, None)
                 except (pa.ArrowException, OSError) as error:
                     reason = " ".join(str(error).split())
-                    raise UserError(f"{path} is damaged behind row group {begin} ({reason}): fetch it again") from None
+                    raise UserError(f"{path} is damaged after row group {group} ({reason}): fetch it again") from None
                 if batch is None:
                     return
-                mask = self._selection.mask(row, row + batch.num_rows)
+                mask = self._hold_out.mask(row, row + batch.num_rows)
                 row += batch.num_rows
-                rows = self._split(path, target, batch)
+                rows = converter.rows(batch)
                 for k in np.flatnonzero(mask).tolist():
                     if skip:
                         skip -= 1
                     else:
                         yield rows[k]
 
-    def _split(self, path: str, target: str, batch: "pa.RecordBatch") -> list[np.ndarray]:
-        ids_N, lengths_R = _flat(batch.column("input_ids"))
-        other_N, other_lengths_R = _flat(batch.column(target))
-        if not np.array_equal(lengths_R, other_lengths_R):
-            k = int(np.flatnonzero(lengths_R != other_lengths_R)[0])
-            raise UserError(
-                f"{path}: a row has {lengths_R[k]} input_ids and {other_lengths_R[k]} values in {target}: "
-                "write the file again with as many of one as of the other"
-            )
-        ends_R = np.cumsum(lengths_R)
-        starts_R = ends_R - lengths_R
-        keep_R = lengths_R
-        if target == "label":
-            labels_N = other_N
-        else:
-            real_N = other_N != 0
-            labels_N = np.full_like(ids_N, IGNORED)
-            scored_N = real_N[:-1] & real_N[1:]
-            scored_N[ends_R[(ends_R > 0) & (ends_R < len(ids_N))] - 1] = False  # what follows is another row
-            labels_N[:-1][scored_N] = ids_N[1:][scored_N]
-            keep_R = self._without_padding(real_N, starts_R, lengths_R)
-        self._check_ids(path, ids_N, labels_N)
-        rows_2N = np.stack([ids_N, labels_N])
-        return [rows_2N[:, start : start + keep] for start, keep in zip(starts_R, keep_R, strict=True)]
 
-    def _without_padding(self, real_N: np.ndarray, starts_R: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
-        """Lengths of the rows up to the end of the sequence that holds their last real token."""
-        last_N = np.where(real_N, np.arange(1, len(real_N) + 1), 0)
-        used_R = np.zeros_like(lengths_R)
-        some_R = lengths_R > 0
-        used_R[some_R] = np.maximum.reduceat(last_N, starts_R[some_R]) if some_R.any() else 0
-        used_R = np.maximum(0, used_R - starts_R)
-        return np.minimum(lengths_R, -(-used_R // self._sequence_length) * self._sequence_length)
+class ParquetEpochShard(WindowShuffledShard):
+    """Rows `start` to `stop` - 1 of a source's rows in an order of blocks."""
 
-    def _check_ids(self, path: str, ids_N: np.ndarray, labels_N: np.ndarray) -> None:
-        if not len(ids_N):
-            return
-        smallest, largest = int(ids_N.min()), int(max(ids_N.max(), labels_N.max()))
-        if smallest < 0:
-            raise UserError(f"{path}: input_ids holds {smallest}; token ids are not negative")
-        negative = labels_N[(labels_N < 0) & (labels_N != IGNORED)]
-        if len(negative):
-            raise UserError(
-                f"{path}: label holds {int(negative[0])}, which is neither a token id nor {IGNORED}, the label that is "
-                f"out of the loss: write {IGNORED} where nothing is to be predicted"
-            )
-        if self._vocab_size is not None and largest >= self._vocab_size:
-            raise UserError(
-                f"{path} holds token id {largest}, but model.vocab_size={self._vocab_size}: "
-                f"set model.vocab_size to at least {largest + 1}"
-            )
+    seek_hint: tuple[int, ...] = ()
 
-
-def _flat(column: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(values of all rows as int32, length of each row) of a list column; a missing list is an empty one."""
-    import pyarrow.compute as pc
-
-    values = column.flatten().to_numpy(zero_copy_only=False).astype(np.int32, copy=False)
-    lengths = pc.call_function("list_value_length", [column]).fill_null(0)
-    return values, lengths.to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-class ParquetLane(WindowLane):
-    """Rows `begin` to `end` of a source's rows in an order of units."""
-
-    anchor: tuple[int, ...] = ()
-
-    def __init__(self, source: ParquetSource, order: np.ndarray, begin: int, end: int, size: int, key: tuple[int, ...]):
-        super().__init__(size, key)
-        self._source, self._order, self._begin, self._end = source, order, begin, end
+    def __init__(
+        self,
+        source: ParquetSource,
+        order: np.ndarray,
+        start: int,
+        stop: int,
+        window_size: int,
+        key: tuple[int, ...],
+    ):
+        super().__init__(window_size, key)
+        self._source, self._order, self._start, self._stop = source, order, start, stop
         self._rows: Iterator[np.ndarray] = iter(())
-        self._row = -1  # which one comes next
+        self._next_row = -1  # number of the row that `_rows` yields next
 
     def read_window(self, window: int) -> list[np.ndarray]:
-        start = min(self._begin + window * self._size, self._end)
-        stop = min(start + self._size, self._end)
+        start = min(self._start + window * self._window_size, self._stop)
+        stop = min(start + self._window_size, self._stop)
         if start == stop:
             return []
-        if start != self._row:
+        if start != self._next_row:
             self.close()
             self._rows = self._source.rows(self._order, start)
-        self._row = stop
+        self._next_row = stop
         return [next(self._rows) for _ in range(start, stop)]
 
     def close(self) -> None:

@@ -6,9 +6,9 @@ Shapes: B sequences of T tokens.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from noloco_jax.data.lanes import first_cursor
-from noloco_jax.data.packing import Batch, Packer
-from noloco_jax.data.sources import open_source
+from noloco_jax.data.from_config import open_source
+from noloco_jax.data.packing import HostBatch, Packer
+from noloco_jax.data.positions import start_position
 from noloco_jax.data.tokenizers import Tokenizer
 from noloco_jax.errors import UserError
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from noloco_jax.config.fields import DataConfig
 
 
-class Stream(Iterator[Batch]):
+class Stream(Iterator[HostBatch]):
     """A replica's endless batches, each {"input_ids", "labels"}: int32 (B, T).
 
-    The state is that of the batches delivered, whatever was made ahead: small, and plain enough for JSON. A stream of
-    the same configuration that is set to it yields bitwise the batches that this one would.
+    The state is the position after the batches delivered, whatever has been prefetched. It is small and can be written
+    as JSON. A stream of the same configuration that is set to it yields bitwise the batches that this one would.
     """
 
-    def __init__(self, iterator: "grain.DatasetIterator[Batch]", identity: dict[str, Any]):
-        self._open_iterator: grain.DatasetIterator[Batch] | None = iterator
+    def __init__(self, iterator: "grain.DatasetIterator[HostBatch]", identity: dict[str, Any]):
+        self._open_iterator: grain.DatasetIterator[HostBatch] | None = iterator
         self._identity = identity
 
     @property
-    def _iterator(self) -> "grain.DatasetIterator[Batch]":
+    def _iterator(self) -> "grain.DatasetIterator[HostBatch]":
         if self._open_iterator is None:
             raise ValueError("the stream is closed")
         return self._open_iterator
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> HostBatch:
         return next(self._iterator)
 
     def get_state(self) -> dict[str, Any]:
@@ -57,16 +57,16 @@ class Stream(Iterator[Batch]):
                 "give each replica its own"
             )
         saved, mine = state["source"], self._identity["source"]
-        for name in {**mine, **saved}:
+        for name in mine | saved:
             if saved.get(name) != mine.get(name):
                 raise UserError(
                     f"the saved data position is of data with {name} {saved.get(name)!r}, this run's has "
                     f"{mine.get(name)!r}: restore the former data and configuration, or start afresh"
                 )
-        self._iterator.set_state({name: state[name] for name in ("epoch", "parts")})
+        self._iterator.set_state(state)
 
     def close(self) -> None:
-        """Ends the thread and the worker processes; the stream gives nothing any more."""
+        """Ends the thread and the worker processes. The stream yields nothing afterwards."""
         if self._open_iterator is not None:
             self._open_iterator.close()
             self._open_iterator = None
@@ -82,23 +82,24 @@ def train_stream(
     batch_size: int | None = None,
     vocab_size: int | None = None,
 ) -> Stream:
-    """Replica `replica` of `num_replicas`' stream: epoch after epoch of its share of the training documents.
+    """The training batches of replica `replica` of `num_replicas`: epoch after epoch of its share of the documents.
 
-    A function of its arguments alone. In every epoch each document goes to exactly one replica, in an order drawn
-    from `seed` and the epoch; replicas with unequal shares begin the next epoch each in its own time.
+    The batches are a function of the arguments alone. In every epoch each document goes to exactly one replica, in an
+    order drawn from `seed` and the epoch. Replicas with unequal shares begin the next epoch at different steps.
 
     Args:
-      tokenizer: None only for kind "parquet", whose rows are tokens already.
-      batch_size: sequences a batch; `config.batch_size` if None.
-      vocab_size: the model's, to which the ids in Parquet files are held; unchecked if None.
+      tokenizer: may be None for kind "parquet", whose rows are tokens already.
+      batch_size: sequences per batch; `config.batch_size` if None.
+      vocab_size: the model's, which the ids in Parquet files must fit; unchecked if None.
 
-    `config.num_workers` 0 makes batches ahead in a thread; otherwise as many processes read and tokenize for this
+    With `config.num_workers` 0 a thread prefetches the batches; otherwise as many processes read and tokenize for this
     stream. The batches are the same.
 
-    Raises `UserError` for data that are missing or of another form, and for a replica that would get no document; the
+    Raises `UserError` for data that are missing or of another form, and for a replica that would get no document. The
     stream itself raises it where it meets a damaged file.
     """
-    from noloco_jax.data.pipeline import Replica, batches, closed_at_exit  # Grain takes a second to import
+    # Grain takes a second to import.
+    from noloco_jax.data.prefetch import ReplicaDocuments, closed_at_exit, prefetched_batches
 
     source = open_source(config, tokenizer, validation=False, seed=seed, vocab_size=vocab_size)
     if not 0 <= replica < num_replicas:
@@ -107,14 +108,14 @@ def train_stream(
     identity = {
         "replica": replica,
         "num_replicas": num_replicas,
-        "source": source.summary | {"seed": seed, "shuffle_buffer": config.shuffle_buffer},
+        "source": source.fingerprint | {"seed": seed, "shuffle_buffer": config.shuffle_buffer},
     }
-    iterator = batches(
-        Replica(source, replica, num_replicas),
+    iterator = prefetched_batches(
+        ReplicaDocuments(source, replica, num_replicas),
         config.batch_size if batch_size is None else batch_size,
         config.sequence_length,
         config.num_workers,
-        first_cursor(replica, num_replicas),
+        start_position(replica, num_replicas),
     )
     stream = Stream(iterator, identity)
     closed_at_exit.add(stream)
@@ -128,33 +129,33 @@ def validation_batches(
     num_batches: int,
     batch_size: int | None = None,
     vocab_size: int | None = None,
-) -> list[Batch]:
-    """The first `num_batches` batches of the validation documents in the files' order, the same at every call.
+) -> list[HostBatch]:
+    """The first `num_batches` batches of the validation documents in an order that no seed changes.
 
-    Fewer where the documents hold fewer: none is repeated, and the last one is filled up with labels -100.
+    There are fewer where the documents hold fewer: none is repeated, and the last one is filled up with ignored labels.
     Arguments and errors are those of `train_stream`; documents without a label to score are an error too.
     """
     source = open_source(config, tokenizer, validation=True, seed=0, vocab_size=vocab_size)
-    packer = Packer(source.columns, config.batch_size if batch_size is None else batch_size, config.sequence_length)
-    cursor = first_cursor(0, 1)
-    lane = source.lane(0, 0, 1, ())
-    made: list[Batch] = []
-    position = 0
+    packer = Packer(source.num_columns, config.batch_size if batch_size is None else batch_size, config.sequence_length)
+    position = start_position(0, 1)  # nobody asks where these batches end
+    shard = source.open_shard(0, 0, 1, ())
+    batches: list[HostBatch] = []
+    start = 0
     try:
-        while len(made) < num_batches:
-            documents = [lane.get(position + k) for k in range(source.chunk)]
-            for document in source.load([document for document in documents if document is not None]):
-                packer.add(document, cursor)
-            while packer.full and len(made) < num_batches:
-                made.append(packer.pop())
-            position += source.chunk
-            if documents[-1] is None:
-                rest = packer.pop_rest() if len(made) < num_batches else None
-                made += [] if rest is None else [rest]
+        while len(batches) < num_batches:
+            records = [shard.get(start + k) for k in range(source.chunk_size)]
+            for document in source.load([record for record in records if record is not None]):
+                packer.add(document, position)
+            while packer.full and len(batches) < num_batches:
+                batches.append(packer.pop())
+            start += source.chunk_size
+            if records[-1] is None:
+                rest = packer.pop_rest() if len(batches) < num_batches else None
+                batches += [] if rest is None else [rest]
                 break
     finally:
-        lane.close()
-    if num_batches and not made:
+        shard.close()
+    if num_batches and not batches:
         path = config.validation_path or config.path
         raise UserError(f"the validation documents of {path!r} hold no token to predict: give data.validation_path")
-    return made
+    return batches

@@ -1,24 +1,27 @@
-"""Text files as documents."""
+"""Text files as documents: whole ones, and pieces of long ones."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from noloco_jax.data.order import Encode, Selection, Wanted, shuffled
+from noloco_jax.data.shuffle import seeded_permutation
+from noloco_jax.data.source import EncodeTexts, SourceOptions
+from noloco_jax.data.splits import HoldOut
 from noloco_jax.errors import UserError
 
 SUFFIXES = (".md", ".py", ".rst", ".txt")
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
-_LEAST_PIECE = 256
-_LINE_BYTES = 4096  # how far to look for a line's end to cut at
+_MIN_PIECE_BYTES = 256
+_MAX_LINE_BYTES = 4096  # a piece ends within a longer line
 
 
 def find_text_files(path: str, field: str) -> list[tuple[str, int]]:
     """(path, bytes) of every text file below a folder in sorted order, or of the one file that `path` is.
 
-    Folders of installed packages, caches and hidden ones are left out, and so are empty files.
+    Empty files, and folders that are hidden, hold caches or hold installed packages, are left out.
     """
     root = Path(path).expanduser()
     if root.is_file():
@@ -40,39 +43,38 @@ def find_text_files(path: str, field: str) -> list[tuple[str, int]]:
 
 
 def piece_bytes(sequence_length: int, token_bytes: int) -> int:
-    """The length of a document, about: two sequences of tokens of so many bytes."""
-    return max(_LEAST_PIECE, 2 * token_bytes * sequence_length)
+    """The length of a piece: two sequences, of tokens of about `token_bytes` bytes each."""
+    return max(_MIN_PIECE_BYTES, 2 * token_bytes * sequence_length)
 
 
 class TextSource:
-    """A document is a file, or a piece of a longer one, cut at a line's end.
+    """A document is a file, or a piece of a longer file that ends at the end of a line.
 
     Batches are consecutive tokens, so pieces are short (`piece_bytes`): shuffled, they make batches of many files.
-    Read as UTF-8, what is not replaced by U+FFFD. Shuffled globally, anew in every epoch; `shuffle_buffer` 1 keeps the
-    sorted order. `split` "rest" or "held_out" divides the documents by `Selection`: whole files where there are
-    several, else the pieces.
+    Files are read as UTF-8; bytes that are not UTF-8 become U+FFFD. The documents are shuffled globally, anew in every
+    epoch; `shuffle_buffer` 1 keeps the sorted order. A split holds whole files where there are several, else pieces.
     """
 
-    columns = 1
-    chunk = 32
+    num_columns = 1
+    chunk_size = 32
 
-    def __init__(self, wanted: Wanted, piece: int, encode: Encode):
-        self._wanted, self._piece, self._encode = wanted, piece, encode
-        self._files = find_text_files(wanted.path, wanted.field)
+    def __init__(self, options: SourceOptions, piece: int, encode: EncodeTexts):
+        self._options, self._piece, self._encode = options, piece, encode
+        self._files = find_text_files(options.path, options.field)
         pieces = np.array([-(-size // self._piece) for _, size in self._files])
-        if wanted.split != "all" and pieces.sum() < 2:
+        if options.split != "all" and pieces.sum() < 2:
             raise UserError(
-                f"{wanted.name} is one short file: give data.validation_path, or at least two files, "
+                f"{options.name} is one short file: give data.validation_path, or at least two files, "
                 "for one to be held out for validation"
             )
         files = np.repeat(np.arange(len(pieces)), pieces)
         numbers = np.arange(len(files)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         if len(pieces) > 1:
-            chosen = Selection(len(pieces), wanted.split).mask(0, len(pieces))[files]
+            chosen = HoldOut(len(pieces), options.split).mask(0, len(pieces))[files]
         else:
-            chosen = Selection(len(numbers), wanted.split).mask(0, len(numbers))
+            chosen = HoldOut(len(numbers), options.split).mask(0, len(numbers))
         self._documents = np.stack([files, numbers], axis=1)[chosen]
-        self.summary: dict[str, int | str] = {
+        self.fingerprint: dict[str, int | str] = {
             "kind": "text",
             "files": len(self._files),
             "bytes": sum(size for _, size in self._files),
@@ -83,55 +85,56 @@ class TextSource:
     def check_replicas(self, num_replicas: int) -> None:
         if len(self._documents) < num_replicas:
             raise UserError(
-                f"num_replicas={num_replicas}, but {self._wanted.name} holds {len(self._documents)} training "
+                f"num_replicas={num_replicas}, but {self._options.name} holds {len(self._documents)} training "
                 "documents: use fewer replicas or more text"
             )
 
-    def lane(self, epoch: int, lane: int, lanes: int, anchor: tuple[int, ...]) -> "TextLane":
-        count = len(self._documents)
-        order = shuffled(count, self._wanted.seed, epoch) if self._wanted.shuffle_buffer > 1 else np.arange(count)
-        return TextLane(order[lane::lanes])
+    def open_shard(self, epoch: int, shard: int, num_shards: int, seek_hint: tuple[int, ...]) -> "TextEpochShard":
+        order = np.arange(len(self._documents))
+        if self._options.shuffle_buffer > 1:
+            order = seeded_permutation(len(self._documents), self._options.seed, epoch)
+        return TextEpochShard(order[shard::num_shards])
 
-    def load(self, documents: Sequence[int]) -> list[np.ndarray]:
-        return self._encode([self._read(document) for document in documents])
+    def load(self, records: Sequence[int]) -> list[np.ndarray]:
+        return self._encode([self._read(document) for document in records])
 
     def _read(self, document: int) -> str:
         file, number = self._documents[document].tolist()
         path, size = self._files[file]
         try:
             with open(path, "rb") as opened:
-                start, stop = (_cut(opened, (number + k) * self._piece, size) for k in (0, 1))
+                start, stop = (_piece_border(opened, (number + k) * self._piece, size) for k in (0, 1))
                 opened.seek(start)
                 return opened.read(stop - start).decode("utf-8", "replace")
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}): restore it, or start afresh") from None
 
 
-def _cut(opened, offset: int, size: int) -> int:
-    """Where to cut near `offset`: behind the next end of a line, or of a character where a line is very long."""
+def _piece_border(opened: BinaryIO, offset: int, size: int) -> int:
+    """The first end of a line at or after `offset`, or of a character where the line is very long."""
     if offset <= 0 or offset >= size:
         return max(0, min(offset, size))
     opened.seek(offset - 1)
-    ahead = opened.read(_LINE_BYTES)
-    line_end = ahead.find(b"\n")
+    following = opened.read(_MAX_LINE_BYTES)
+    line_end = following.find(b"\n")
     if line_end >= 0:
         return min(size, offset + line_end)
-    inside = 1
-    while inside < min(4, len(ahead)) and ahead[inside] & 0xC0 == 0x80:
-        inside += 1
-    return min(size, offset + inside - 1)
+    end = 1
+    while end < min(4, len(following)) and following[end] & 0xC0 == 0x80:  # inside a character
+        end += 1
+    return min(size, offset + end - 1)
 
 
-class TextLane:
-    """Documents in the order given; any of them can be had at once."""
+class TextEpochShard:
+    """Documents in the order given."""
 
-    anchor: tuple[int, ...] = ()
+    seek_hint: tuple[int, ...] = ()
 
     def __init__(self, documents: np.ndarray):
         self._documents = documents
 
-    def get(self, position: int) -> int | None:
-        return int(self._documents[position]) if position < len(self._documents) else None
+    def get(self, document: int) -> int | None:
+        return int(self._documents[document]) if document < len(self._documents) else None
 
     def close(self) -> None:
         pass

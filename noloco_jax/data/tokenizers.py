@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, or any tokenizer that `transformers` can load."""
+"""Tokenizers: the bytes of the text, or any fast tokenizer that `transformers` can load."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from noloco_jax.errors import UserError
 class Tokenizer(Protocol):
     """What the data pipeline and text generation need of a tokenizer.
 
-    `vocab_size` is one more than the largest id that `encode` or a BOS/EOS can give: the least vocabulary of a model.
+    `vocab_size` is one more than the largest id that `encode` can return or that BOS or EOS has: the smallest
+    vocabulary that a model may have.
     """
 
     name: str
@@ -22,7 +23,7 @@ class Tokenizer(Protocol):
     eos_id: int | None
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids as int32 (n,), no special token among them."""
+        """Ids of the text without special tokens: int32 (n,)."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -30,7 +31,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `ids`; special tokens leave nothing."""
+        """The text of `ids`, without special tokens."""
         ...
 
 
@@ -54,10 +55,10 @@ class ByteTokenizer:
 
 
 class FastTokenizer:
-    """A Hugging Face `tokenizers.Tokenizer` with the ids that `transformers` knows for it.
+    """A Hugging Face `tokenizers.Tokenizer` with the BOS and EOS ids that `transformers` has for it.
 
-    Special tokens written out in a document are read as ordinary text: only the data pipeline sets document borders,
-    and no id outside `vocab_size` can come from a text (Llama 3 reserves 254 such ids).
+    Special tokens that are written out in a document are encoded as ordinary text: only the data pipeline marks where
+    documents begin and end, and no id outside `vocab_size` can come from a text (Llama 3 reserves 254 such ids).
     """
 
     def __init__(self, name: str, backend: Any, vocab_size: int, bos_id: int | None, eos_id: int | None):
@@ -72,7 +73,7 @@ class FastTokenizer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._configure()  # pickling keeps none of it
+        self._configure()  # pickling loses these settings
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]
@@ -93,7 +94,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer `name`: "byte", a folder, or a name on the Hugging Face hub.
 
     A gated one is fetched with the token in the environment variable HF_TOKEN.
-    Raises `UserError` where it cannot be had.
+    Raises `UserError` if it cannot be loaded.
     """
     if name == "byte":
         return ByteTokenizer()
@@ -103,14 +104,14 @@ def load_tokenizer(name: str) -> Tokenizer:
             f"data.tokenizer={name!r}: there is no such folder; give one with a tokenizer.json, "
             'a name on the Hugging Face hub, or "byte"'
         )
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would regret that there is no PyTorch
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences its warning that PyTorch is missing
     from transformers import AutoTokenizer
 
     try:
         loaded = AutoTokenizer.from_pretrained(
             str(folder) if folder.is_dir() else name, token=os.environ.get("HF_TOKEN"), use_fast=True
         )
-    except Exception as error:  # transformers raises whatever its many backends do
+    except Exception as error:  # the many backends of transformers raise all kinds
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"data.tokenizer={name!r} cannot be loaded ({type(error).__name__}: {reason}): set HF_TOKEN if its licence "
@@ -138,9 +139,9 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
 
 
 class DocumentEncoder:
-    """Texts to what a training stream holds of them: int32 (1, n) arrays of [BOS] ids [EOS].
+    """Encodes documents for a training stream: BOS if `add_bos`, the text's ids, EOS if `add_eos`; int32 (1, n) each.
 
-    An empty text gives no token at all. Raises `UserError` for a BOS or EOS that the tokenizer does not have.
+    An empty text becomes no token at all. Raises `UserError` for a BOS or EOS that the tokenizer does not have.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, add_bos: bool, add_eos: bool):

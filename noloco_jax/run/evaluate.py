@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from noloco_jax.model.loss import IGNORED_LABEL
+from noloco_jax.data import HostBatch
+from noloco_jax.labels import IGNORED_LABEL
 from noloco_jax.spmd.batches import global_batch
 from noloco_jax.spmd.programs import Programs
 
 PyTree = Any
-HostBatch = dict[str, np.ndarray]
 
 
 def evaluate(programs: Programs, params: PyTree, batches: Sequence[HostBatch]) -> dict[str, Any]:

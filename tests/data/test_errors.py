@@ -68,12 +68,12 @@ def test_missing_validation(tmp_path, kind):
             validation_batches(broken, BYTE, num_batches=1)
 
 
-def test_c4_without_validation_shards(tmp_path):
+def test_c4_without_validation_files(tmp_path):
     write_c4(tmp_path, [["text"]])
     assert_refused(DataConfig(kind="c4", path=str(tmp_path)), r"data.path=.* no file c4-validation\.\*\.json\.gz")
 
 
-def test_a_shard_truncated_in_the_middle_is_named_when_it_is_met(tmp_path):
+def test_a_file_truncated_in_the_middle_is_named_when_it_is_read(tmp_path):
     import random
 
     letters = random.Random(0)
@@ -87,7 +87,7 @@ def test_a_shard_truncated_in_the_middle_is_named_when_it_is_met(tmp_path):
     assert whole.exists()
 
 
-def test_a_truncated_shard_is_named_across_worker_processes(tmp_path):
+def test_a_truncated_file_is_named_across_worker_processes(tmp_path):
     (cut,) = write_c4(tmp_path, [[f"some text {k}" for k in range(2000)]])
     cut.write_bytes(cut.read_bytes()[:-3000])
     config = DataConfig(kind="c4", path=str(tmp_path), sequence_length=10, batch_size=4, num_workers=1)
@@ -97,20 +97,20 @@ def test_a_truncated_shard_is_named_across_worker_processes(tmp_path):
     stream.close()
 
 
-def test_a_shard_that_is_no_gzip_file(tmp_path):
+def test_a_c4_file_that_is_no_gzip_file(tmp_path):
     (tmp_path / "c4-train.0.json.gz").write_text("plain")
     assert_refused(DataConfig(kind="c4", path=str(tmp_path)), r"c4-train.0.json.gz cannot be read")
 
 
-@pytest.mark.parametrize("line", ["{broken", '{"txt": "a"}', '["text"]', '{"text": 3}'])
-def test_a_line_that_is_no_document_is_named(tmp_path, line):
+def test_a_line_that_is_no_document_is_named(tmp_path):
     good = json.dumps({"text": "abc"})
     path = tmp_path / "c4-train.0.json.gz"
-    path.write_bytes(gzip.compress("\n".join([good] * 40 + [line] + [good] * 9).encode()))
-    config = DataConfig(kind="c4", path=str(tmp_path), sequence_length=5, batch_size=1)
-    read_until_refused(config, rf"{re.escape(str(path))}, line 41 is not a JSON object")
-    path.write_bytes(gzip.compress(line.encode()))
-    assert_refused(config, "line 1 is not a JSON object")
+    for line in ("{broken", '{"txt": "a"}', '["text"]', '{"text": 3}'):
+        path.write_bytes(gzip.compress("\n".join([good] * 40 + [line] + [good] * 9).encode()))
+        config = DataConfig(kind="c4", path=str(tmp_path), sequence_length=5, batch_size=1)
+        read_until_refused(config, rf"{re.escape(str(path))}, line 41 is not a JSON object")
+        path.write_bytes(gzip.compress(line.encode()))
+        assert_refused(config, "line 1 is not a JSON object")
 
 
 def test_a_parquet_file_with_neither_schema_names_its_columns(tmp_path):
@@ -139,7 +139,7 @@ def test_a_parquet_file_damaged_inside(tmp_path):
     content[middle : middle + 3000] = bytes(3000)
     path.write_bytes(content)
     config = DataConfig(kind="parquet", path=str(tmp_path), sequence_length=50, batch_size=4, shuffle_buffer=1)
-    read_until_refused(config, r"0\.parquet is damaged behind row group")
+    read_until_refused(config, r"0\.parquet is damaged after row group")
 
 
 def test_rows_of_unequal_columns(tmp_path):
@@ -170,7 +170,7 @@ def test_more_replicas_than_documents(tmp_path, kind):
         open_streams(config, 7)
 
 
-def test_a_replica_whose_shards_are_empty(tmp_path):
+def test_a_replica_whose_files_are_empty(tmp_path):
     write_c4(tmp_path, [["0 5", "5 5"], []])
     config = DataConfig(kind="c4", path=str(tmp_path), sequence_length=2, batch_size=1, add_bos=False, add_eos=False)
     _, second = open_streams(config, 2)

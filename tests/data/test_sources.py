@@ -9,8 +9,8 @@ import numpy as np
 
 from noloco_jax.config.fields import DataConfig
 from noloco_jax.data import ByteTokenizer, check_data, validation_batches
-from noloco_jax.data.c4 import C4Source, parse
-from noloco_jax.data.order import Wanted
+from noloco_jax.data.c4 import C4Source
+from noloco_jax.data.source import SourceOptions
 from noloco_jax.data.text import TextSource, find_text_files
 from noloco_jax.data.tokenizers import DocumentEncoder
 from support.data_makers import CountingTokenizer, open_streams, write_c4
@@ -23,10 +23,10 @@ PIECE = 8192  # bytes
 
 def read_texts(path, split="all"):
     """The documents of a folder, in order."""
-    source = TextSource(Wanted(str(path), "data.path", split, seed=0, shuffle_buffer=1), PIECE, ENCODE)
-    lane = source.lane(0, 0, 1, ())
-    documents = [lane.get(k) for k in range(int(source.summary["documents"]))]
-    return [BYTE.decode(array[0]) for array in source.load([k for k in documents if k is not None])]
+    source = TextSource(SourceOptions(str(path), "data.path", split, seed=0, shuffle_buffer=1), PIECE, ENCODE)
+    shard = source.open_shard(0, 0, 1, ())
+    records = [shard.get(k) for k in range(int(source.fingerprint["documents"]))]
+    return [BYTE.decode(array[0]) for array in source.load([k for k in records if k is not None])]
 
 
 def test_text_files_are_found_by_suffix_below_folders_that_count(tmp_path):
@@ -85,23 +85,23 @@ def test_the_standard_library_trains_and_validates_on_different_files():
     assert all(batch["input_ids"].shape == (8, 256) and (batch["labels"] >= 0).all() for batch in batches)
 
 
-def test_blank_lines_in_a_shard_are_no_documents(tmp_path):
+def test_blank_lines_are_no_documents(tmp_path):
     (shard,) = write_c4(tmp_path, [["0 3", "3 4"]])
     shard.write_bytes(gzip.compress(gzip.decompress(shard.read_bytes()).replace(b"\n", b"\n\n \n")))
-    source = C4Source(Wanted(str(tmp_path), "data.path", "train", seed=0, shuffle_buffer=1), ENCODE)
-    lane = source.lane(0, 0, 1, ())
-    lines = [lane.get(position) for position in range(3)]
-    assert [line and parse(line) for line in lines] == ["0 3", "3 4", None]
-    lane.close()
+    source = C4Source(SourceOptions(str(tmp_path), "data.path", "train", seed=0, shuffle_buffer=1), ENCODE)
+    documents = source.open_shard(0, 0, 1, ())
+    lines = [documents.get(k) for k in range(3)]
+    assert [line and line.text() for line in lines] == ["0 3", "3 4", None]
+    documents.close()
 
 
-def test_validation_shards_are_found_in_the_training_folder_or_apart(tmp_path):
+def test_c4_validation_files_are_found_in_the_training_folder_or_another(tmp_path):
     write_c4(tmp_path / "data", [["0 3"]])
     write_c4(tmp_path / "data", [["10 9"]], "validation")
-    write_c4(tmp_path / "apart", [["20 9"]], "validation")
+    write_c4(tmp_path / "other", [["20 9"]], "validation")
     config = DataConfig(kind="c4", path=str(tmp_path / "data"), add_bos=False, add_eos=False, sequence_length=8)
     config = replace(config, batch_size=1)
-    for path, first in (("", 10), (str(tmp_path / "apart"), 20)):
+    for path, first in (("", 10), (str(tmp_path / "other"), 20)):
         (batch,) = validation_batches(replace(config, validation_path=path), CountingTokenizer(), num_batches=3)
         assert batch["input_ids"].tolist() == [list(range(first, first + 8))]
     check_data(config)

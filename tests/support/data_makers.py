@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 
 from noloco_jax.config.fields import DataConfig
 from noloco_jax.data import Stream, train_stream
-from noloco_jax.data.lanes import Cursor, Walker
-from noloco_jax.data.sources import open_source
+from noloco_jax.data.from_config import open_source
+from noloco_jax.data.positions import DataPosition
+from noloco_jax.data.reader import DocumentReader
 
 
 class CountingTokenizer:
@@ -83,15 +84,15 @@ def write_counting(kind: str, folder: Path, count: int, files: int = 3) -> tuple
             rows = [range(spans[k][0], sum(spans[k])) for k in share]
             labels = [[token + 1 for token in row] for row in rows]
             write_rows(folder / f"{number}.parquet", {"input_ids": list(rows), "label": labels})
-    apart = folder.parent / f"{folder.name}-validation"
+    validation = folder.parent / f"{folder.name}-validation"
     if kind == "text":
-        write_texts(apart, ["5 5"])
+        write_texts(validation, ["5 5"])
     elif kind == "parquet":
-        write_rows(apart / "0.parquet", {"input_ids": [[5, 6]], "label": [[6, 7]]})
+        write_rows(validation / "0.parquet", {"input_ids": [[5, 6]], "label": [[6, 7]]})
     config = DataConfig(
         kind=kind,
         path=str(folder),
-        validation_path="" if kind == "c4" else str(apart),
+        validation_path="" if kind == "c4" else str(validation),
         add_bos=False,
         add_eos=False,
         sequence_length=3,
@@ -109,18 +110,18 @@ def open_streams(config: DataConfig, num_replicas: int, tokenizer: Any = None, s
     ]
 
 
-def standing_before(config: DataConfig, state: dict[str, Any]) -> dict[str, Any]:
-    """`state` with its first part at a document that exists; parts may have come to their end when they were dealt."""
+def before_next_document(config: DataConfig, state: dict[str, Any]) -> dict[str, Any]:
+    """`state` without the shards in front that hold no further document; a redistributed state may have some."""
     source = open_source(config, CountingTokenizer(), validation=False, seed=0, vocab_size=None)
-    walker = Walker(source, state["replica"], state["num_replicas"], Cursor.from_json(state))
-    cursor, _ = walker.next()
-    walker.close()
-    return state | cursor.to_json()
+    reader = DocumentReader(source, state["replica"], state["num_replicas"], DataPosition.from_json(state))
+    position, _ = reader.next()
+    reader.close()
+    return state | position.to_json()
 
 
 def read_through(stream: Stream, epoch: int) -> list[int]:
-    """The input ids up to the end of an epoch, of a stream with one token a batch: its state tells the very end."""
+    """The input ids up to the end of an epoch; batches must hold one token, for the state to show the exact end."""
     ids = []
-    while stream.get_state()["parts"][0][0] <= epoch:
+    while DataPosition.from_json(stream.get_state()).shards[0].epoch <= epoch:
         ids.append(int(next(stream)["input_ids"][0, 0]))
     return ids

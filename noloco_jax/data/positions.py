@@ -1,0 +1,154 @@
+"""Where a replica stands in the data, and how positions are divided anew when the number of replicas changes.
+
+Replica i reads shard i of epoch 0, then shard i of epoch 1, and so on. After a change of the number of replicas it
+first reads what is left of the shards of the old division (`redistribute`).
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from noloco_jax.errors import UserError
+
+
+class ShardPosition(NamedTuple):
+    """What is left to read of one shard of one epoch: documents `document`, `document + stride`, ... of it.
+
+    Attributes:
+      epoch, shard, num_shards: the shard.
+      document: number of the next document in the shard.
+      stride: distance to the document after it; 0 stands for this document alone.
+      token: number of tokens of the next document that have been read.
+      seek_hint: `EpochShard.seek_hint` at that document; empty if not known.
+    """
+
+    epoch: int
+    shard: int
+    num_shards: int
+    document: int
+    stride: int
+    token: int
+    seek_hint: tuple[int, ...]
+
+    def next_document(self) -> "ShardPosition":
+        return self._replace(document=self.document + self.stride, token=0)
+
+
+class DataPosition(NamedTuple):
+    """Where a replica stands.
+
+    Attributes:
+      epoch: the latest epoch that it has begun; later ones it reads as its own shard from the start.
+      shards: what it still has to read of this and earlier epochs; the next document is the first one's.
+    """
+
+    epoch: int
+    shards: tuple[ShardPosition, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "shards": [[*shard[:-1], list(shard.seek_hint)] for shard in self.shards]}
+
+    @classmethod
+    def from_json(cls, state: dict[str, Any]) -> "DataPosition":
+        shards = (ShardPosition._make([*shard[:-1], tuple(shard[-1])]) for shard in state["shards"])
+        return cls(state["epoch"], tuple(shards))
+
+
+def shard_start(epoch: int, shard: int, num_shards: int) -> ShardPosition:
+    """The beginning of a shard of an epoch."""
+    return ShardPosition(epoch, shard, num_shards, document=0, stride=1, token=0, seek_hint=())
+
+
+def start_position(replica: int, num_replicas: int) -> DataPosition:
+    """The beginning of epoch 0."""
+    return DataPosition(0, (shard_start(0, replica, num_replicas),))
+
+
+def after_document(shards: tuple[ShardPosition, ...]) -> tuple[ShardPosition, ...]:
+    """What is left to read after the next document.
+
+    Single documents come first. Shards of one epoch take turns, a document each, and all of them come before those of
+    a later epoch.
+    """
+    first, rest = shards[0], shards[1:]
+    if not first.stride:
+        return rest
+    turn = next((k for k, shard in enumerate(rest) if shard.stride and shard.epoch > first.epoch), len(rest))
+    return (*rest[:turn], first.next_document(), *rest[turn:])
+
+
+def redistribute(states: Sequence[dict[str, Any]], num_replicas: int) -> list[dict[str, Any]]:
+    """Divides the data positions of N replicas anew among M = `num_replicas`.
+
+    `states[i]` is `Stream.get_state()` of replica i of N, all of them from one checkpoint. The j-th result is for
+    `set_state` of a stream of replica j of M over the same data.
+
+    M < N: replica j takes over from the replicas i with i % M == j: first the rest of the documents that they had
+    begun, one after another, then the rest of their shards in turns. M > N: what is left of replica i goes to the
+    replicas j with j % N == i. The k-th of these c replicas takes documents k, k + c, k + 2c, ... of what is left of
+    each shard; the first one also takes the rest of the document that replica i had begun.
+
+    Guarantee: let E be the latest epoch that any replica has begun. Each token of the epochs up to E that was not an
+    input before is an input of exactly one replica afterwards, once; none is skipped and none is repeated. From epoch
+    E + 1 on, documents are divided among M replicas as in a new run. Until then replicas may have different amounts
+    left to read. Sequences begin at other tokens than before. Where one document's rest is followed by another
+    document, the label is the next token of the new stream, as between any two documents. The result can be
+    redistributed again.
+
+    Raises `UserError` for states that do not belong together.
+    """
+    _check_one_checkpoint(states)
+    if num_replicas < 1:
+        raise UserError(f"num_replicas={num_replicas}: data positions are for at least one replica")
+    if num_replicas == len(states):
+        return [dict(state) for state in states]
+    last_epoch = max(state["epoch"] for state in states)
+    remainders = [_remainder(state, last_epoch) for state in states]
+    divided: list[tuple[ShardPosition, ...]] = []
+    for replica in range(num_replicas):
+        if num_replicas < len(states):
+            taken_over = remainders[replica::num_replicas]
+            begun = [shard for its_begun, _ in taken_over for shard in its_begun]
+            shards = [shard for _, its_shards in taken_over for shard in its_shards]
+        else:
+            former = replica % len(states)
+            k, count = replica // len(states), len(range(former, num_replicas, len(states)))
+            begun, shards = remainders[former]
+            begun = [] if k else begun
+            shards = [
+                shard._replace(document=shard.document + k * shard.stride, stride=count * shard.stride)
+                for shard in shards
+            ]
+        divided.append((*begun, *sorted(shards, key=lambda shard: shard.epoch)))
+    return [
+        {"replica": j, "num_replicas": num_replicas, "source": states[0]["source"]}
+        | DataPosition(last_epoch, shards).to_json()
+        for j, shards in enumerate(divided)
+    ]
+
+
+def _check_one_checkpoint(states: Sequence[dict[str, Any]]) -> None:
+    count = len(states)
+    for replica, state in enumerate(states):
+        if (state["num_replicas"], state["replica"]) != (count, replica):
+            raise UserError(
+                f"data position {replica} of {count} is that of replica {state['replica']} of "
+                f"{state['num_replicas']}: give all positions of one checkpoint, in the order of the replicas"
+            )
+        if state["source"] != states[0]["source"]:
+            raise UserError(
+                f"the data positions of replicas 0 and {replica} are of different data sets, {states[0]['source']} "
+                f"and {state['source']}: give positions of one checkpoint"
+            )
+
+
+def _remainder(state: dict[str, Any], last_epoch: int) -> tuple[list[ShardPosition], list[ShardPosition]]:
+    """What a replica has left to read up to `last_epoch`: (documents that it has begun, shards)."""
+    position = DataPosition.from_json(state)
+    shards = position.shards
+    begun = [shard for shard in shards if not shard.stride]
+    if not begun and shards and shards[0].token:
+        begun = [shards[0]._replace(stride=0)]
+        shards = after_document(shards)
+    later_epochs = range(position.epoch + 1, last_epoch + 1)
+    own = [shard_start(epoch, state["replica"], state["num_replicas"]) for epoch in later_epochs]
+    return begun, [shard for shard in shards if shard.stride] + own

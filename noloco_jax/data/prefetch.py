@@ -1,0 +1,210 @@
+"""Batches prefetched with Grain: documents are loaded in worker processes or a thread, and packed ahead of time.
+
+A saved position knows nothing of workers and prefetching: every chunk of documents carries the positions before each
+of them, so a pipeline with any number of workers can continue where another one stopped.
+"""
+
+import atexit
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypedDict
+
+import grain
+import numpy as np
+from absl import flags
+from grain.experimental import ThreadPrefetchIterDataset
+
+from noloco_jax.data.packing import HostBatch, Packer
+from noloco_jax.data.positions import DataPosition
+from noloco_jax.data.reader import DocumentReader
+from noloco_jax.data.source import Source
+from noloco_jax.errors import UserError
+
+_PREFETCHED_BATCHES = 4
+_PREFETCHED_CHUNKS = 2  # per worker process
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+closed_at_exit: weakref.WeakSet[_Closable] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Ends threads and worker processes while Grain can still do so; at the interpreter's end it cannot."""
+    for closable in list(closed_at_exit):
+        closable.close()
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The positions before each of some documents. A class, because Grain would treat a plain list as a pytree."""
+
+    positions: Sequence[DataPosition]
+
+
+class Chunk(TypedDict):
+    """Some consecutive documents: one array, which Grain can pass between processes in shared memory."""
+
+    tokens: np.ndarray  # int32 (C, N), one document after another
+    ends: np.ndarray  # int64 (documents,), where each of them ends
+    positions: Positions
+
+
+@dataclass(frozen=True)
+class ReplicaDocuments:
+    """The documents that a pipeline reads: those of one replica."""
+
+    source: Source
+    replica: int
+    num_replicas: int
+
+
+class _ChunkIterator(grain.DatasetIterator[Chunk]):
+    """Chunks `begin`, `begin + step`, ... from a position on."""
+
+    def __init__(self, documents: ReplicaDocuments, position: DataPosition, begin: int, step: int):
+        super().__init__()
+        self._source = documents.source
+        self._reader = DocumentReader(documents.source, documents.replica, documents.num_replicas, position)
+        self._skip, self._step = begin, step
+
+    def __next__(self) -> Chunk:
+        while True:
+            positions, records = zip(*(self._reader.next() for _ in range(self._source.chunk_size)), strict=True)
+            if self._skip == 0:
+                self._skip = self._step - 1
+                arrays = self._source.load(records)
+                ends = np.cumsum([array.shape[1] for array in arrays])
+                return {"tokens": np.concatenate(arrays, axis=1), "ends": ends, "positions": Positions(positions)}
+            self._skip -= 1
+
+    def get_state(self) -> dict[str, Any]:
+        return {}  # the chunks carry their positions
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError("make a new data set from a chunk's positions")
+
+    def close(self) -> None:
+        super().close()
+        self._reader.close()
+
+
+class ChunkDataset(grain.IterDataset[Chunk]):
+    """A replica's documents from a position on, in chunks that Grain's worker processes may divide among themselves."""
+
+    def __init__(self, documents: ReplicaDocuments, position: DataPosition):
+        super().__init__()
+        self._documents, self._position = documents, position
+        self._begin, self._step = 0, 1
+
+    def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
+        """Tells a worker, by Grain's protocol, to make every `sl.step`-th chunk from the `sl.start`-th on."""
+        self._begin, self._step = sl.start, sl.step
+
+    def __iter__(self) -> grain.DatasetIterator[Chunk]:
+        return _ChunkIterator(self._documents, self._position, self._begin, self._step)
+
+
+def _init_worker(index: int, count: int) -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+
+
+class _BatchIterator(grain.DatasetIterator[HostBatch]):
+    """A replica's endless batches from a position on; the state is the position after those delivered, as JSON."""
+
+    def __init__(
+        self,
+        documents: ReplicaDocuments,
+        batch_size: int,
+        sequence_length: int,
+        num_workers: int,
+        position: DataPosition,
+    ):
+        super().__init__()
+        self._documents, self._num_workers = documents, num_workers
+        self._shape = (documents.source.num_columns, batch_size, sequence_length)
+        self._position = position
+        self._packer = Packer(*self._shape)
+        self._chunks: grain.DatasetIterator[Chunk] | None = None
+
+    def _open_chunks(self) -> grain.DatasetIterator[Chunk]:
+        chunks = ChunkDataset(self._documents, self._position)
+        if self._num_workers:
+            if not flags.FLAGS.is_parsed():
+                flags.FLAGS.mark_as_parsed()  # Grain reads flags of its own; a command line need not have parsed them
+            options = grain.MultiprocessingOptions(self._num_workers, per_worker_buffer_size=_PREFETCHED_CHUNKS)
+            chunks = chunks.mp_prefetch(options, worker_init_fn=_init_worker)
+        return iter(chunks)
+
+    def __next__(self) -> HostBatch:
+        if self._chunks is None:
+            self._chunks = self._open_chunks()
+        empty_since = None  # the epoch of the first of consecutive documents without a token
+        try:
+            while not self._packer.full:
+                chunk = next(self._chunks)
+                tokens = np.array(chunk["tokens"])  # frees the shared memory
+                documents = np.split(tokens, chunk["ends"][:-1], axis=1)
+                for document, position in zip(documents, chunk["positions"].positions, strict=True):
+                    self._packer.add(document, position)
+                    if document.shape[1]:
+                        empty_since = None
+                    elif empty_since is None:
+                        empty_since = position.epoch
+                    elif position.epoch > empty_since + 1:
+                        raise UserError(
+                            f"the documents of replica {self._documents.replica} of {self._documents.num_replicas} "
+                            "hold no token: data.path has nothing but empty documents or padding"
+                        )
+        except BaseException:
+            self._reset(self._position)  # so that the next call meets the same error again
+            raise
+        batch = self._packer.pop()
+        self._position = self._packer.position
+        return batch
+
+    def _reset(self, position: DataPosition) -> None:
+        if self._chunks is not None:
+            self._chunks.close()
+        self._chunks, self._packer, self._position = None, Packer(*self._shape), position
+
+    def get_state(self) -> dict[str, Any]:
+        return self._position.to_json()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._reset(DataPosition.from_json(state))
+
+    def close(self) -> None:
+        super().close()
+        self._reset(self._position)
+
+
+class BatchDataset(grain.IterDataset[HostBatch]):
+    """A replica's endless batches, for Grain to iterate over."""
+
+    def __init__(
+        self,
+        documents: ReplicaDocuments,
+        batch_size: int,
+        sequence_length: int,
+        num_workers: int,
+        position: DataPosition,
+    ):
+        super().__init__()
+        self._arguments = (documents, batch_size, sequence_length, num_workers, position)
+
+    def __iter__(self) -> grain.DatasetIterator[HostBatch]:
+        return _BatchIterator(*self._arguments)
+
+
+def prefetched_batches(
+    documents: ReplicaDocuments, batch_size: int, sequence_length: int, num_workers: int, position: DataPosition
+) -> grain.DatasetIterator[HostBatch]:
+    """Batches that a thread makes ahead of time; the iterator's state is that of the batches delivered."""
+    dataset = BatchDataset(documents, batch_size, sequence_length, num_workers, position)
+    return iter(ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=_PREFETCHED_BATCHES))

@@ -1,0 +1,77 @@
+"""What a data set offers to whoever reads it, whatever the format of its files.
+
+The documents of an epoch are divided into as many *shards* as there are replicas, one each. A source gives the
+documents of a shard an order that is a function of (epoch, shard, number of shards) and the run's seed alone, so a
+position in it is a few integers.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+EncodeTexts = Callable[[Sequence[str]], list[np.ndarray]]  # texts -> int32 (1, n) of each
+
+
+class EpochShard(Protocol):
+    """One replica's documents of one epoch, open for reading."""
+
+    @property
+    def seek_hint(self) -> tuple[int, ...]:
+        """Integers with which `Source.open_shard` finds the document last read without reading all before it."""
+        ...
+
+    def get(self, document: int) -> Any | None:
+        """The record of document number `document`, for `Source.load`; None beyond the end."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Source(Protocol):
+    """A data set.
+
+    Attributes:
+      num_columns: 1 for plain token streams, 2 where labels are stored beside the input ids.
+      chunk_size: number of documents that are worth loading together.
+      fingerprint: facts about the files that must not change under a saved position.
+    """
+
+    num_columns: int
+    chunk_size: int
+    fingerprint: dict[str, int | str]
+
+    def check_replicas(self, num_replicas: int) -> None:
+        """Raises `UserError` where some replica would get no document."""
+        ...
+
+    def open_shard(self, epoch: int, shard: int, num_shards: int, seek_hint: tuple[int, ...]) -> EpochShard:
+        """Shard `shard` of `num_shards` of an epoch. An empty `seek_hint` stands for the shard's beginning."""
+        ...
+
+    def load(self, records: Sequence[Any]) -> list[np.ndarray]:
+        """Tokens of each record that `EpochShard.get` gave: int32 (num_columns, n)."""
+        ...
+
+
+class SourceOptions(NamedTuple):
+    """What a source reads, and in which order.
+
+    Attributes:
+      path: a folder or a file.
+      field: the field of the configuration that holds `path`.
+      split: "train" or "validation" of a C4 folder; "all", "rest" or "held_out" of other kinds, see `splits.HoldOut`.
+      seed: seed of the shuffles.
+      shuffle_buffer: number of documents that are shuffled together; 1 keeps the order of the files.
+    """
+
+    path: str
+    field: str
+    split: str
+    seed: int
+    shuffle_buffer: int
+
+    @property
+    def name(self) -> str:
+        """The data set's name in error messages, for example data.path='/data'."""
+        return f"{self.field}={self.path!r}"
