@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from noloco_jax.model.layout import on_parts
+from noloco_jax.model.placement import map_shards
 
 # Queries a block of the CPU's attention: a block skips the keys after its last query.
 _CPU_BLOCK = 128
@@ -34,7 +34,7 @@ def causal_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, *,
     )
     if flash:
         attention = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-        return on_parts(attention, ("fsdp", None, "tensor", None), q_BTHK, k_BTGK, v_BTGK)
+        return map_shards(attention, ("fsdp", None, "tensor", None), q_BTHK, k_BTGK, v_BTGK)
     return jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, implementation="xla")
 
 

@@ -22,7 +22,7 @@ from flax import nnx
 from noloco_jax.config.fields import ModelConfig
 from noloco_jax.model.attention import causal_attention
 from noloco_jax.model.dense import dense
-from noloco_jax.model.layout import lay
+from noloco_jax.model.placement import constrain
 from noloco_jax.model.rope import inverse_frequencies, rotate, rotation
 
 Params = dict[str, Any]
@@ -136,10 +136,10 @@ def num_params(config: ModelConfig) -> tuple[int, int]:
 def embed(config: ModelConfig, params: Params, ids_BT: jax.Array) -> jax.Array:
     """Looks up token embeddings: (B, T, D) in the compute dtype."""
     # The table is not moved: a device looks up its columns for the whole batch, then columns are exchanged for rows.
-    table_VD, ids_BT = lay(params["embed"], None, ("tensor", "fsdp")), lay(ids_BT, None, None)
+    table_VD, ids_BT = constrain(params["embed"], None, ("tensor", "fsdp")), constrain(ids_BT, None, None)
     h_BTD = jnp.take(table_VD, ids_BT, axis=0, mode="clip").astype(config.dtype)
-    h_BTD = lay(lay(h_BTD, None, None, ("tensor", "fsdp")), "fsdp", None, "tensor")
-    return lay(h_BTD, "fsdp", None, None)
+    h_BTD = constrain(constrain(h_BTD, None, None, ("tensor", "fsdp")), "fsdp", None, "tensor")
+    return constrain(h_BTD, "fsdp", None, None)
 
 
 @functools.cache
@@ -168,7 +168,7 @@ def run_layers(config: ModelConfig, blocks_params: Params, h_BTD: jax.Array) -> 
     graphdef = block_graphdef(config)
 
     def layer(h_BTD: jax.Array, layer_params: Params) -> tuple[jax.Array, None]:
-        return lay(nnx.merge(graphdef, layer_params)(h_BTD, rotation_1T1J), "fsdp", None, None), None
+        return constrain(nnx.merge(graphdef, layer_params)(h_BTD, rotation_1T1J), "fsdp", None, None), None
 
     # A loop keeps the two passes of a layer apart, so that nothing merges what is computed again with the first time.
     if config.remat == "full":
