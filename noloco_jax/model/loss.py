@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from noloco_jax.config.fields import ModelConfig
-from noloco_jax.model.llama import Params, final_hidden, head_kernel
+from noloco_jax.model.llama import Llama, Params
 from noloco_jax.model.placement import constrain, num_devices, num_parts
 
 # Labels of this value are out of the loss.
@@ -71,8 +71,8 @@ def loss(config: ModelConfig, params: Params, batch: dict[str, jax.Array]) -> tu
 
     `batch` holds `input_ids` and `labels`, both (B, T), the labels already shifted by one.
     """
-    h_BTD = final_hidden(config, params, batch["input_ids"])
-    nll_sum, num_tokens = token_nll(h_BTD, head_kernel(params), batch["labels"])
+    model = Llama.from_params(config, params)
+    nll_sum, num_tokens = token_nll(model.hidden(batch["input_ids"]), model.head_kernel(), batch["labels"])
     return nll_sum / jnp.maximum(num_tokens, 1.0), num_tokens
 
 
