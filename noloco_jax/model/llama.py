@@ -13,6 +13,7 @@ K head width.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -106,18 +107,11 @@ class Llama(nnx.Module):
             h_BTD = nnx.merge(graphdef, params)(h_BTD, rotation_1T1J, cache)
             return (constrain(h_BTD, "fsdp", None, None), cache), None
 
-        # prevent_cse=False: the loop itself keeps XLA from merging the second computation of a layer with the first.
-        if config.remat == "full":
-            layer = jax.checkpoint(layer, prevent_cse=False)
-        elif config.remat == "dots":
-            policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-            layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
-        # The cache is carried whole: as an output of the loop, all of it would be copied for every token.
-        unroll = 1
-        if cache is None:  # with one there is no backward pass to unroll for
-            unroll = _layers_per_iteration(config, num_layers=jax.tree.leaves(params)[0].shape[0])
-        (h_BTD, filled), _ = jax.lax.scan(layer, (h_BTD, cache), params, unroll=unroll)
-        if cache is not None:
+        # Generation has no backward pass to unroll for. The cache is carried whole: as an output of the loop, all of it
+        # would be copied for every token.
+        unroll = cache is None and _unrolled(config, num_layers=jax.tree.leaves(params)[0].shape[0])
+        (h_BTD, filled), _ = jax.lax.scan(_recomputed(config, layer), (h_BTD, cache), params, unroll=unroll)
+        if cache is not None and filled is not None:
             cache.finish_pass(filled, h_BTD.shape[1])
         return h_BTD
 
@@ -139,13 +133,24 @@ class Llama(nnx.Module):
         return rotation(inverse_frequencies(head_dim, config.rope_theta, config.rope_scaling), positions_T)
 
 
-def _layers_per_iteration(config: ModelConfig, num_layers: int) -> int:
-    """All layers where they are few, and one where they are many or computed again in the backward pass.
+def _recomputed(config: ModelConfig, layer: Callable) -> Callable:
+    """The layer with what `config.remat` says about its backward pass."""
+    # prevent_cse=False: the loop itself keeps XLA from merging the second computation of a layer with the first.
+    if config.remat == "full":
+        return jax.checkpoint(layer, prevent_cse=False)
+    if config.remat == "dots":
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        return jax.checkpoint(layer, prevent_cse=False, policy=policy)
+    return layer
+
+
+def _unrolled(config: ModelConfig, num_layers: int) -> bool:
+    """Whether layers are unrolled in training: where they are few, and nothing is computed again.
 
     A loop stacks what the backward pass needs, which takes a tenth of a step on the CPU and much traffic on a GPU. But
     without a loop XLA's CPU compiler merges what is computed again with the first computation.
     """
-    return num_layers if num_layers <= _MAX_UNROLLED_LAYERS and config.remat == "none" else 1
+    return num_layers <= _MAX_UNROLLED_LAYERS and config.remat == "none"
 
 
 @functools.cache
