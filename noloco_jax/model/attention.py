@@ -8,16 +8,16 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from noloco_jax.model.layout import on_parts
+from noloco_jax.model.placement import map_shards
 
-# Queries a block of the CPU's attention: a block skips the keys after its last query.
+# Queries of one block of the CPU's attention: a block leaves out the keys after its last query.
 _CPU_BLOCK = 128
 
 
-def causal_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, *, allow_flash: bool = True) -> jax.Array:
+def causal_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) -> jax.Array:
     """Softmax attention of every position over itself and those before it, softmax in float32; returns (B, T, H, K).
 
-    On a GPU `jax.nn.dot_product_attention`, through cuDNN's flash attention where that applies (`allow_flash`, a GPU of
+    On a GPU this is `jax.nn.dot_product_attention`, through cuDNN's flash attention where that applies (a GPU of
     compute capability 8.0 or more, 16-bit floats, heads no wider than 128 in steps of 8). On the CPU its XLA form takes
     about twice as long as `_cpu_attention`.
     """
@@ -25,8 +25,7 @@ def causal_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, *,
         return _cpu_attention(q_BTHK, k_BTGK, v_BTGK)
     head_dim = q_BTHK.shape[-1]
     flash = (
-        allow_flash
-        and jax.default_backend() == "gpu"
+        jax.default_backend() == "gpu"
         and _ampere_or_later()
         and q_BTHK.dtype in (jnp.bfloat16, jnp.float16)
         and head_dim % 8 == 0
@@ -34,18 +33,36 @@ def causal_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, *,
     )
     if flash:
         attention = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-        return on_parts(attention, ("fsdp", None, "tensor", None), q_BTHK, k_BTGK, v_BTGK)
+        return map_shards(attention, ("fsdp", None, "tensor", None), q_BTHK, k_BTGK, v_BTGK)
     return jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, implementation="xla")
 
 
+def attention_from(start: jax.Array, q_BTHK: jax.Array, keys_BSGK: jax.Array, values_BSGK: jax.Array) -> jax.Array:
+    """Softmax attention of the positions `start` to `start` + T - 1 over positions 0 up to themselves; (B, T, H, K).
+
+    Keys and values after a position are masked, whatever they hold. cuDNN is not used: it may refuse a length, and
+    without a gradient it gains little.
+    """
+    positions_T = start + jnp.arange(q_BTHK.shape[1])
+    seen_TS = jnp.arange(keys_BSGK.shape[1])[None] <= positions_T[:, None]
+    return jax.nn.dot_product_attention(q_BTHK, keys_BSGK, values_BSGK, mask=seen_TS[None, None], implementation="xla")
+
+
 def _ampere_or_later() -> bool:
-    """Whether the GPU is. AMD's have names for a compute capability; without any, a GPU is only compiled for."""
+    """Whether the GPU is an NVIDIA Ampere or newer.
+
+    AMD's compute capabilities are names. A device without the attribute is one that is only compiled for: it counts as
+    new.
+    """
     major = getattr(jax.local_devices()[0], "compute_capability", "8.0").partition(".")[0]
     return major.isdecimal() and int(major) >= 8
 
 
 def _cpu_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) -> jax.Array:
-    """Plain attention, heads ahead of positions so that each is a matrix product, normalised after the last of them."""
+    """Attention in blocks of queries, with heads ahead of positions, so that each step is a plain matrix product.
+
+    The softmax is normalised last, where its array is smallest.
+    """
     batch, length, heads, head_dim = q_BTHK.shape
     kv_heads = k_BTGK.shape[2]
     q_BGRTK = q_BTHK.reshape(batch, length, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
@@ -61,7 +78,7 @@ def _cpu_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) -> j
             preferred_element_type=jnp.float32,
         )
         seen_TS = jnp.arange(stop)[None] <= jnp.arange(start, stop)[:, None]
-        scores_BGRTS += jnp.where(seen_TS, 0.0, -jnp.inf)[None, None, None]  # added: a sum has no mask to derive
+        scores_BGRTS += jnp.where(seen_TS, 0.0, -jnp.inf)[None, None, None]  # an added mask needs no derivative
         highest = jax.lax.stop_gradient(scores_BGRTS.max(axis=-1, keepdims=True))
         weights_BGRTS = jnp.exp(scores_BGRTS - highest)
         mixed_BGRTK = jnp.einsum(

@@ -46,14 +46,14 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """Where one of their tensors lives in the parameter dict."""
+    """The place of one of their tensors in the parameter dict."""
 
     path: tuple[str, ...]
     layer: int | None  # index into the stack
     transposed: bool
 
     def of(self, params: Params) -> np.ndarray:
-        """The tensor, laid out as theirs: a view, where the parameters are numpy arrays."""
+        """The tensor in their layout; it is a view where the parameters are numpy arrays."""
         leaf = self._leaf(params)
         array = np.asarray(leaf if self.layer is None else leaf[self.layer])
         return array.T if self.transposed else array
@@ -96,7 +96,9 @@ def load_params(folder: str | os.PathLike[str], config: ModelConfig) -> Params:
         if name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight"):
             continue
         if name not in slots:
-            raise UserError(f"{path}: the tensor {name} is none of a Llama with {config.num_layers} layers")
+            raise UserError(
+                f"{path}: the tensor {name} is not one of a Llama with {config.num_layers} layers: name another folder"
+            )
         target = slots[name].of(params)
         view = reader.get_slice(name)
         if tuple(view.get_shape()) != target.shape:
@@ -192,7 +194,7 @@ def save_folder(
 
 
 def _write_safetensors(path: Path, params: Params, config: ModelConfig) -> None:
-    """Writes tensor after tensor; `safetensors` itself would have them all in memory, transposed, at once."""
+    """Writes one tensor after another; `safetensors.numpy.save_file` needs transposed copies of all of them at once."""
     dtype = np.dtype(config.param_dtype)
     dtype_name = next(theirs for theirs, ours in _DTYPES.items() if ours == config.param_dtype)
     slots = dict(sorted(_slots(config).items()))

@@ -45,7 +45,7 @@ def config_from_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
         elif name in _THEIR_DEFAULTS:
             fields[ours] = _THEIR_DEFAULTS[name]
         else:
-            raise UserError(f"{path} has no {name}: it is no Llama's, name another folder")
+            raise UserError(f"{path} has no {name}: it does not describe a Llama, name another folder")
     head_dim = fields["hidden_size"] // fields["num_heads"]
     if theirs.get("head_dim") not in (None, head_dim):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Llama in Flax NNX, and the pure functions over its parameters that the trainer transforms.
+"""Llama as a Flax NNX module: by itself in a loop of one's own, and merged from a parameter dict in the trainer.
 
 The parameters are one plain nested dict of arrays, the layers stacked on a leading axis:
 
@@ -13,6 +13,7 @@ K head width.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,84 +21,27 @@ import jax.numpy as jnp
 from flax import nnx
 
 from noloco_jax.config.fields import ModelConfig
-from noloco_jax.model.attention import causal_attention
-from noloco_jax.model.dense import dense
-from noloco_jax.model.layout import lay
-from noloco_jax.model.rope import inverse_frequencies, rotate, rotation
+from noloco_jax.model.block import KERNEL_INIT, Block, rms_norm
+from noloco_jax.model.cache import Cache
+from noloco_jax.model.placement import constrain
+from noloco_jax.model.rope import inverse_frequencies, rotation
 
 Params = dict[str, Any]
 
-_KERNEL_INIT = nnx.initializers.normal(0.02)
-
-
-@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def rms_norm(x_BTD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
-    """Divides by the root mean square over D and scales, in float32; returns the dtype of `x_BTD`.
-
-    The backward pass computes it again from `x_BTD`, rather than keep float32 copies of bfloat16 activations.
-    """
-    x32_BTD = x_BTD.astype(jnp.float32)
-    scale_BT1 = jax.lax.rsqrt(jnp.mean(jnp.square(x32_BTD), axis=-1, keepdims=True) + eps)
-    return (x32_BTD * scale_BT1 * weight_D[None, None].astype(jnp.float32)).astype(x_BTD.dtype)
-
-
-class Block(nnx.Module):
-    """One decoder layer: attention, then a gated feed-forward network, each on a normalised copy and added back."""
-
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        def kernel(*shape: int) -> nnx.Param:
-            return nnx.Param(_KERNEL_INIT(rngs.params(), shape, config.param_dtype))
-
-        width, ffn = config.hidden_size, config.intermediate_size
-        head_dim = width // config.num_heads
-        self.config = config
-        self.attention_norm = nnx.Param(jnp.ones(width, config.param_dtype))
-        self.q = kernel(width, config.num_heads * head_dim)
-        self.k = kernel(width, config.num_kv_heads * head_dim)
-        self.v = kernel(width, config.num_kv_heads * head_dim)
-        self.o = kernel(config.num_heads * head_dim, width)
-        self.mlp_norm = nnx.Param(jnp.ones(width, config.param_dtype))
-        self.gate = kernel(width, ffn)
-        self.up = kernel(width, ffn)
-        self.down = kernel(ffn, width)
-
-    def __call__(self, h_BTD: jax.Array, rotation_1T1J: tuple[jax.Array, jax.Array]) -> jax.Array:
-        return self.finish(h_BTD, causal_attention(*self.queries_keys_values(h_BTD, rotation_1T1J)))
-
-    def queries_keys_values(
-        self, h_BTD: jax.Array, rotation_1T1J: tuple[jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns rotated queries (B, T, H, K), rotated keys and values (B, T, G, K)."""
-        x_BTD = rms_norm(h_BTD, self.attention_norm[...], self.config.norm_eps)
-
-        def heads(kernel: nnx.Param, count: int) -> jax.Array:
-            return dense(x_BTD, kernel[...].astype(x_BTD.dtype)).reshape(*x_BTD.shape[:-1], count, -1)
-
-        q_BTHK = rotate(heads(self.q, self.config.num_heads), rotation_1T1J)
-        k_BTGK = rotate(heads(self.k, self.config.num_kv_heads), rotation_1T1J)
-        return q_BTHK, k_BTGK, heads(self.v, self.config.num_kv_heads)
-
-    def finish(self, h_BTD: jax.Array, mixed_BTHK: jax.Array) -> jax.Array:
-        """The layer from the attention's result on."""
-        dtype = h_BTD.dtype
-        h_BTD = h_BTD + dense(mixed_BTHK.reshape(*h_BTD.shape[:-1], -1), self.o[...].astype(dtype))
-        x_BTD = rms_norm(h_BTD, self.mlp_norm[...], self.config.norm_eps)
-        gate_BTF, up_BTF = (dense(x_BTD, kernel[...].astype(dtype)) for kernel in (self.gate, self.up))
-        return h_BTD + dense(_gated(gate_BTF, up_BTF), self.down[...].astype(dtype))
-
-
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def _gated(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
-    """SwiGLU's product; the backward pass computes it again rather than keep four arrays of this size."""
-    return jax.nn.silu(gate_BTF) * up_BTF
+_MAX_UNROLLED_LAYERS = 16
 
 
 class Llama(nnx.Module):
-    """The whole model; `nnx.to_pure_dict(nnx.state(model))` is the parameter dict of the functions below."""
+    """A decoder-only transformer: `model(ids_BT)` are the next-token logits (B, T, V).
+
+    Args:
+      config: sizes, dtypes and what the backward pass computes again.
+      rngs: its `params` stream draws the weights: kernels and embedding normal(0.02), norm weights one.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         def kernel(*shape: int) -> nnx.Param:
-            return nnx.Param(_KERNEL_INIT(rngs.params(), shape, config.param_dtype))
+            return nnx.Param(KERNEL_INIT(rngs.params(), shape, config.param_dtype))
 
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap(in_axes=0, out_axes=0)
@@ -111,19 +55,119 @@ class Llama(nnx.Module):
         if not config.tie_embeddings:
             self.head = kernel(config.hidden_size, config.vocab_size)
 
-    def __call__(self, ids_BT: jax.Array) -> jax.Array:
-        return logits(self.config, nnx.to_pure_dict(nnx.state(self, nnx.Param)), ids_BT)
+    @classmethod
+    def from_params(cls, config: ModelConfig, params: Params) -> "Llama":
+        """The module over a parameter dict, or over a part of one, as a pipeline stage holds it.
+
+        What is missing of "embed", "blocks", "norm" and "head" stays a shape without values, and methods that need it
+        fail; "blocks" may hold fewer layers than `config.num_layers`.
+        """
+        graphdef, shapes = _abstract(config)
+        return nnx.merge(graphdef, shapes | params)
+
+    def to_params(self) -> Params:
+        """The parameter dict of the module."""
+        return nnx.to_pure_dict(nnx.state(self, nnx.Param))
+
+    def __call__(self, ids_BT: jax.Array, cache: Cache | None = None) -> jax.Array:
+        """Next-token logits (B, T, V), float32, of token ids (B, T); `cache` as of `run_blocks`."""
+        return self.logits(self.hidden(ids_BT, cache))
+
+    def hidden(self, ids_BT: jax.Array, cache: Cache | None = None) -> jax.Array:
+        """The hidden states after the last norm (B, T, D), which the head multiplies."""
+        return self.final_norm(self.run_blocks(self.embed_tokens(ids_BT), cache))
+
+    def embed_tokens(self, ids_BT: jax.Array) -> jax.Array:
+        """Looks up token embeddings: (B, T, D) in the compute dtype."""
+        # The table stays: a device looks up its columns for the whole batch, then columns are exchanged for rows.
+        table_VD, ids_BT = constrain(self.embed[...], None, ("tensor", "fsdp")), constrain(ids_BT, None, None)
+        h_BTD = jnp.take(table_VD, ids_BT, axis=0, mode="clip").astype(self.config.dtype)
+        h_BTD = constrain(constrain(h_BTD, None, None, ("tensor", "fsdp")), "fsdp", None, "tensor")
+        return constrain(h_BTD, "fsdp", None, None)
+
+    def run_blocks(self, h_BTD: jax.Array, cache: Cache | None = None) -> jax.Array:
+        """Applies the stacked layers in turn to the residual stream (B, T, D).
+
+        `config.remat` says what the backward pass computes again: nothing ("none"), everything but a layer's input
+        ("full"), or everything but the results of its weight matrices ("dots").
+
+        Args:
+          h_BTD: the residual stream.
+          cache: the T positions follow those in the cache, and are added to it. None: they are positions 0 to T - 1.
+        """
+        config = self.config
+        graphdef, state = nnx.split(self.blocks)
+        # Cast ahead of the loop: inside it, a copy of each kernel would be kept for the backward pass.
+        params = cast_kernels(nnx.to_pure_dict(state), config.dtype)
+        first = 0 if cache is None else cache.length
+        rotation_1T1J = self._rotation(first + jnp.arange(h_BTD.shape[1]))
+
+        def layer(carry: tuple[jax.Array, Cache | None], params: Params) -> tuple[Any, None]:
+            h_BTD, cache = carry
+            h_BTD = nnx.merge(graphdef, params)(h_BTD, rotation_1T1J, cache)
+            return (constrain(h_BTD, "fsdp", None, None), cache), None
+
+        # Generation has no backward pass to unroll for. The cache is carried whole: as an output of the loop, all of it
+        # would be copied for every token.
+        unroll = cache is None and _unrolled(config, num_layers=jax.tree.leaves(params)[0].shape[0])
+        (h_BTD, filled), _ = jax.lax.scan(_recomputed(config, layer), (h_BTD, cache), params, unroll=unroll)
+        if cache is not None and filled is not None:
+            cache.finish_pass(filled, h_BTD.shape[1])
+        return h_BTD
+
+    def final_norm(self, h_BTD: jax.Array) -> jax.Array:
+        """Normalises the residual stream after the last layer."""
+        return rms_norm(h_BTD, self.norm[...], self.config.norm_eps)
+
+    def head_kernel(self) -> jax.Array:
+        """The output matrix (D, V): the embedding's transpose when they are tied."""
+        return self.embed[...].T if self.config.tie_embeddings else self.head[...]
+
+    def logits(self, h_BTD: jax.Array) -> jax.Array:
+        """Next-token logits (B, T, V), float32, of the hidden states after the last norm."""
+        return jnp.matmul(h_BTD, self.head_kernel().astype(h_BTD.dtype), preferred_element_type=jnp.float32)
+
+    def _rotation(self, positions_T: jax.Array) -> tuple[jax.Array, jax.Array]:
+        config = self.config
+        head_dim = config.hidden_size // config.num_heads
+        return rotation(inverse_frequencies(head_dim, config.rope_theta, config.rope_scaling), positions_T)
+
+
+def _recomputed(config: ModelConfig, layer: Callable) -> Callable:
+    """The layer with what `config.remat` says about its backward pass."""
+    # prevent_cse=False: the loop itself keeps XLA from merging the second computation of a layer with the first.
+    if config.remat == "full":
+        return jax.checkpoint(layer, prevent_cse=False)
+    if config.remat == "dots":
+        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        return jax.checkpoint(layer, prevent_cse=False, policy=policy)
+    return layer
+
+
+def _unrolled(config: ModelConfig, num_layers: int) -> bool:
+    """Whether layers are unrolled in training: where they are few, and nothing is computed again.
+
+    A loop stacks what the backward pass needs, which takes a tenth of a step on the CPU and much traffic on a GPU. But
+    without a loop XLA's CPU compiler merges what is computed again with the first computation.
+    """
+    return num_layers <= _MAX_UNROLLED_LAYERS and config.remat == "none"
+
+
+@functools.cache
+def _abstract(config: ModelConfig) -> tuple[nnx.GraphDef[Llama], Params]:
+    """The module without its parameters, and their shapes."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(params=0))))
+    return graphdef, nnx.to_pure_dict(state)
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
-    """Draws the parameters from a typed PRNG key: kernels and embedding normal(0.02), norm weights one."""
-    model = Llama(config, rngs=nnx.Rngs(params=key))
-    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    """Draws the parameter dict of a new `Llama` from a typed PRNG key."""
+    return Llama(config, rngs=nnx.Rngs(params=key)).to_params()
 
 
 def param_shapes(config: ModelConfig) -> Params:
     """The parameter dict as `jax.ShapeDtypeStruct`s."""
-    return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    return jax.tree.map(lambda shape: shape, _abstract(config)[1])  # a copy: the original is cached
 
 
 def num_params(config: ModelConfig) -> tuple[int, int]:
@@ -133,77 +177,6 @@ def num_params(config: ModelConfig) -> tuple[int, int]:
     return sum(sizes.values()), sizes["blocks"] + sizes["norm"]
 
 
-def embed(config: ModelConfig, params: Params, ids_BT: jax.Array) -> jax.Array:
-    """Looks up token embeddings: (B, T, D) in the compute dtype."""
-    # The table is not moved: a device looks up its columns for the whole batch, then columns are exchanged for rows.
-    table_VD, ids_BT = lay(params["embed"], None, ("tensor", "fsdp")), lay(ids_BT, None, None)
-    h_BTD = jnp.take(table_VD, ids_BT, axis=0, mode="clip").astype(config.dtype)
-    h_BTD = lay(lay(h_BTD, None, None, ("tensor", "fsdp")), "fsdp", None, "tensor")
-    return lay(h_BTD, "fsdp", None, None)
-
-
-@functools.cache
-def block_graphdef(config: ModelConfig) -> nnx.GraphDef[Block]:
-    """The static half of a layer: `nnx.merge(block_graphdef(config), params_of_one_layer)` is a `Block`."""
-    return nnx.graphdef(nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))))
-
-
-def layer_rotation(config: ModelConfig, positions_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rotary cosines and sines that every layer shares, for these positions."""
-    head_dim = config.hidden_size // config.num_heads
-    return rotation(inverse_frequencies(head_dim, config.rope_theta, config.rope_scaling), positions_T)
-
-
-def run_layers(config: ModelConfig, blocks_params: Params, h_BTD: jax.Array) -> jax.Array:
-    """Applies the stacked layers in turn, at positions 0 to T-1.
-
-    Args:
-      config: the model; `remat` says what the backward pass recomputes: nothing ("none"), everything but a layer's
-        input ("full"), or everything but the results of its weight matrices ("dots").
-      blocks_params: `params["blocks"]`, or a contiguous part of it along the leading axis (a pipeline stage).
-      h_BTD: the residual stream.
-    """
-    unroll = _layers_an_iteration(config, jax.tree.leaves(blocks_params)[0].shape[0])
-    rotation_1T1J = layer_rotation(config, jnp.arange(h_BTD.shape[1]))
-    graphdef = block_graphdef(config)
-
-    def layer(h_BTD: jax.Array, layer_params: Params) -> tuple[jax.Array, None]:
-        return lay(nnx.merge(graphdef, layer_params)(h_BTD, rotation_1T1J), "fsdp", None, None), None
-
-    # A loop keeps the two passes of a layer apart, so that nothing merges what is computed again with the first time.
-    if config.remat == "full":
-        layer = jax.checkpoint(layer, prevent_cse=False)
-    elif config.remat == "dots":
-        policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        layer = jax.checkpoint(layer, prevent_cse=False, policy=policy)
-    return jax.lax.scan(layer, h_BTD, cast_kernels(config, blocks_params), unroll=unroll)[0]
-
-
-def _layers_an_iteration(config: ModelConfig, num_layers: int) -> int:
-    """All layers where they are few: a loop stacks what it keeps, a tenth of a step on the CPU, much traffic on a GPU.
-
-    Not where they are computed again: out of a loop XLA's CPU compiler undoes that.
-    """
-    return num_layers if num_layers <= 16 and config.remat == "none" else 1
-
-
-def cast_kernels(config: ModelConfig, blocks_params: Params) -> Params:
-    """Casts the kernels once, ahead of the loop: cast inside it, a copy of each would be kept for the backward pass."""
-    return {name: leaf if "norm" in name else leaf.astype(config.dtype) for name, leaf in blocks_params.items()}
-
-
-def final_hidden(config: ModelConfig, params: Params, ids_BT: jax.Array) -> jax.Array:
-    """The hidden states after the last norm: what the head multiplies."""
-    h_BTD = run_layers(config, params["blocks"], embed(config, params, ids_BT))
-    return rms_norm(h_BTD, params["norm"], config.norm_eps)
-
-
-def head_kernel(params: Params) -> jax.Array:
-    """The output matrix (D, V): the embedding's transpose when they are tied."""
-    return params["head"] if "head" in params else params["embed"].T
-
-
-def logits(config: ModelConfig, params: Params, ids_BT: jax.Array) -> jax.Array:
-    """Next-token logits (B, T, V) in float32."""
-    h_BTD = final_hidden(config, params, ids_BT)
-    return jnp.matmul(h_BTD, head_kernel(params).astype(h_BTD.dtype), preferred_element_type=jnp.float32)
+def cast_kernels(params: Params, dtype: jax.typing.DTypeLike) -> Params:
+    """Casts all parameters but the norms' weights: of the whole dict, or of a part of it."""
+    return jax.tree.map_with_path(lambda path, leaf: leaf if "norm" in path[-1].key else leaf.astype(dtype), params)

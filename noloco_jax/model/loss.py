@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from noloco_jax.config.fields import ModelConfig
-from noloco_jax.model.layout import lay, num_devices, num_parts
-from noloco_jax.model.llama import Params, final_hidden, head_kernel
+from noloco_jax.model.llama import Llama, Params
+from noloco_jax.model.placement import constrain, num_devices, num_parts
 
 # Labels of this value are out of the loss.
 IGNORED_LABEL = -100
@@ -62,7 +62,7 @@ def token_nll(
         h_BTD = jnp.pad(h_BTD, ((0, 0), (0, padding), (0, 0)))
         labels_BT = jnp.pad(labels_BT, ((0, 0), (0, padding)), constant_values=IGNORED_LABEL)
     num_tokens = jnp.sum(labels_BT != IGNORED_LABEL, dtype=jnp.float32)
-    h_BTD = lay(h_BTD, "fsdp", None, None)
+    h_BTD = constrain(h_BTD, "fsdp", None, None)
     return _nll_sum(chunk, vocab_multiple, h_BTD, kernel_DV, labels_BT, weight_B), num_tokens
 
 
@@ -71,15 +71,15 @@ def loss(config: ModelConfig, params: Params, batch: dict[str, jax.Array]) -> tu
 
     `batch` holds `input_ids` and `labels`, both (B, T), the labels already shifted by one.
     """
-    h_BTD = final_hidden(config, params, batch["input_ids"])
-    nll_sum, num_tokens = token_nll(h_BTD, head_kernel(params), batch["labels"])
+    model = Llama.from_params(config, params)
+    nll_sum, num_tokens = token_nll(model.hidden(batch["input_ids"]), model.head_kernel(), batch["labels"])
     return nll_sum / jnp.maximum(num_tokens, 1.0), num_tokens
 
 
 def _cast(kernel_DV: jax.Array, dtype: jax.typing.DTypeLike, vocab_multiple: int) -> jax.Array:
     """The kernel as it is multiplied: in the compute dtype, with columns of zeros up to a multiple."""
     padding = -kernel_DV.shape[1] % vocab_multiple
-    return lay(jnp.pad(kernel_DV.astype(dtype), ((0, 0), (0, padding))), None, "tensor")
+    return constrain(jnp.pad(kernel_DV.astype(dtype), ((0, 0), (0, padding))), None, "tensor")
 
 
 def _chunk_nll(
@@ -136,11 +136,11 @@ def _nll_sum_forward(chunk, vocab_multiple, h_BTD, kernel_DV, labels_BT, weight_
         # Summed over chunks in float32, whatever the compute dtype.
         h_PBCD, d_logits_PBCV = (x.reshape(parts, -1, *x.shape[1:]) for x in (h_BCD, d_logits_BCV))
         d_kernel_PDV += jnp.einsum("pbcd,pbcv->pdv", h_PBCD, d_logits_PBCV, preferred_element_type=jnp.float32)
-        return (nll_sum + chunk_sum, d_h_BTD, lay(d_kernel_PDV, "fsdp", None, "tensor")), None
+        return (nll_sum + chunk_sum, d_h_BTD, constrain(d_kernel_PDV, "fsdp", None, "tensor")), None
 
     # A sum for every part of the batch that lies on other devices: summed over them once, not for every chunk.
     nothing_PDV = jnp.broadcast_to(jnp.zeros_like(kernel_cast_DV, jnp.float32), (parts, *kernel_cast_DV.shape))
-    start = (_zero(h_BTD), jnp.zeros_like(h_BTD), lay(nothing_PDV, "fsdp", None, "tensor"))
+    start = (_zero(h_BTD), jnp.zeros_like(h_BTD), constrain(nothing_PDV, "fsdp", None, "tensor"))
     (nll_sum, d_h_BTD, d_kernel_PDV), _ = jax.lax.scan(body, start, jnp.arange(0, h_BTD.shape[1], chunk))
     return nll_sum, (d_h_BTD, d_kernel_PDV.sum(axis=0)[:, :vocab_size].astype(kernel_DV.dtype))
 

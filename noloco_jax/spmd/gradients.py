@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from noloco_jax.config.fields import ModelConfig
-from noloco_jax.model.llama import final_hidden, head_kernel
-from noloco_jax.model.loss import IGNORED_LABEL, token_nll
+from noloco_jax.labels import IGNORED_LABEL
+from noloco_jax.model.llama import Llama
+from noloco_jax.model.loss import token_nll
 
 PyTree = Any
 Batch = dict[str, jax.Array]
@@ -37,35 +38,42 @@ def joined(h_MLBTD: jax.Array, labels_MLBT: jax.Array, weight_ML: jax.Array) -> 
 
 
 def token_share(batch: Batch) -> jax.Array:
-    """What one label is of the mean over a replica's batch: float32, one over their number, (...,) of (..., B, T)."""
+    """Weight of one label in its replica's mean loss: one over the number of labels.
+
+    Args:
+      batch: `labels` (..., B, T), each entry of the leading axes a replica's batch.
+
+    Returns float32 (...,); 1 where a batch has no label.
+    """
     return 1.0 / jnp.maximum(jnp.sum(batch["labels"] != IGNORED_LABEL, axis=(-2, -1), dtype=jnp.float32), 1.0)
 
 
-def nll_sum(model: ModelConfig, params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def nll_sum(config: ModelConfig, params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Returns the summed negative log-likelihood of a batch's labels and their number."""
-    return token_nll(final_hidden(model, params, batch["input_ids"]), head_kernel(params), batch["labels"])
+    model = Llama.from_params(config, params)
+    return token_nll(model.hidden(batch["input_ids"]), model.head_kernel(), batch["labels"])
 
 
 def replica_gradient(
-    model: ModelConfig, num_microbatches: int, params: PyTree, batch: Batch
+    config: ModelConfig, num_microbatches: int, params: PyTree, batch: Batch
 ) -> tuple[PyTree, jax.Array]:
-    """Returns the gradient of the mean loss over a replica's batch, and that loss.
+    """Returns the gradient of the mean loss over a replica's batch, and that loss, both in float32.
 
-    Micro-batches are run one after another, for less memory: the result is that of the whole batch.
+    Micro-batches are run one after another, which takes less memory and gives the result of the whole batch. Their
+    gradients are summed in float32, whatever the dtype of the parameters.
     """
     share = token_share(batch)
 
-    def part_of_mean(params: PyTree, part: Batch) -> jax.Array:
-        return nll_sum(model, params, part)[0] * share
+    def gradient_of(part: Batch) -> tuple[PyTree, jax.Array]:
+        loss, gradient = jax.value_and_grad(lambda params: nll_sum(config, params, part)[0] * share)(params)
+        return jax.tree.map(lambda x: x.astype(jnp.float32), gradient), loss
 
     if num_microbatches == 1:
-        loss, gradient = jax.value_and_grad(part_of_mean)(params, batch)
-        return gradient, loss
+        return gradient_of(batch)
 
     def add(total: tuple[PyTree, jax.Array], part: Batch) -> tuple[tuple[PyTree, jax.Array], None]:
-        loss, gradient = jax.value_and_grad(part_of_mean)(params, part)
-        return jax.tree.map(jnp.add, total, (gradient, loss)), None
+        return jax.tree.map(jnp.add, total, gradient_of(part)), None
 
     parts_MBT = jax.tree.map(lambda x: split(x, num_microbatches), batch)
-    start = (jax.tree.map(jnp.zeros_like, params), jnp.zeros([], jnp.float32))
-    return jax.lax.scan(add, start, parts_MBT)[0]
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), params)
+    return jax.lax.scan(add, (zeros, jnp.zeros([], jnp.float32)), parts_MBT)[0]

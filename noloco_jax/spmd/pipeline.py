@@ -17,7 +17,7 @@ from jax import lax
 from noloco_jax.config.fields import ModelConfig
 from noloco_jax.exchange.permute import permute_blocks
 from noloco_jax.exchange.routes import NOWHERE, Routes, lower
-from noloco_jax.model.llama import embed, rms_norm, run_layers
+from noloco_jax.model.llama import Llama
 from noloco_jax.model.loss import token_nll
 from noloco_jax.spmd.gradients import Batch, joined, split
 
@@ -82,19 +82,28 @@ def routed_nll(
     parts_MLBT = jax.tree.map(lambda x: split(x, num_microbatches), batch)
 
     def enter(ids_LBT: jax.Array) -> jax.Array:
-        return lax.map(lambda slot: embed(model, {"embed": slot[0]}, slot[1]), (vocab_LVD, ids_LBT))
+        def one(slot):
+            vocab_VD, ids_BT = slot
+            return Llama.from_params(model, {"embed": vocab_VD}).embed_tokens(ids_BT)
+
+        return lax.map(one, (vocab_LVD, ids_LBT))
 
     def score(through: PyTree) -> tuple[jax.Array, jax.Array]:
         """All micro-batches as one: the head's gradient is as large as the head, and would be kept for each."""
 
         def one(slot):
             vocab_VD, norm_D, h_BTD, labels_BT, weight_B = slot
-            return token_nll(rms_norm(h_BTD, norm_D, model.norm_eps), vocab_VD.T, labels_BT, weight_B)
+            end = Llama.from_params(model, {"norm": norm_D, "head": vocab_VD.T})
+            return token_nll(end.final_norm(h_BTD), end.head_kernel(), labels_BT, weight_B)
 
         return lax.map(one, (vocab_LVD, norm_LD, *joined(*through)))
 
     def run(h_LBTD: jax.Array) -> jax.Array:
-        return lax.map(lambda slot: run_layers(model, *slot), (params["blocks"], h_LBTD))
+        def one(slot):
+            blocks, h_BTD = slot
+            return Llama.from_params(model, {"blocks": blocks}).run_blocks(h_BTD)
+
+        return lax.map(one, (params["blocks"], h_LBTD))
 
     if model.remat == "stage":
         run = jax.checkpoint(run, prevent_cse=False)

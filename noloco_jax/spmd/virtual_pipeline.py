@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from noloco_jax.config.fields import ModelConfig
-from noloco_jax.model.llama import embed, head_kernel, rms_norm, run_layers
+from noloco_jax.model.llama import Llama
 from noloco_jax.model.loss import token_nll
 from noloco_jax.spmd.gradients import Batch, joined, split
 
@@ -47,14 +47,19 @@ def routed_nll(
     layers_a_stage = model.num_layers // num_stages
 
     def run(blocks_and_h: tuple[PyTree, jax.Array]) -> jax.Array:
-        return run_layers(model, *blocks_and_h)
+        blocks, h_BTD = blocks_and_h
+        return Llama.from_params(model, {"blocks": blocks}).run_blocks(h_BTD)
 
     if model.remat == "stage":
         run = jax.checkpoint(run)
 
+    def enter(slot):
+        replica, ids_BT = slot
+        return Llama.from_params(model, replica).embed_tokens(ids_BT)
+
     def microbatch(_, part):
         m, parts_NBT = part
-        h_NBTD = jax.lax.map(lambda slot: embed(model, *slot), (params, parts_NBT["input_ids"]))
+        h_NBTD = jax.lax.map(enter, (params, parts_NBT["input_ids"]))
         labels_NBT, routed_N = parts_NBT["labels"], weight_N
         for stage in range(num_stages):
             chosen = slice(stage * layers_a_stage, (stage + 1) * layers_a_stage)
@@ -67,7 +72,8 @@ def routed_nll(
 
     def score(slot):
         replica, h_BTD, labels_BT, weight_B = slot
-        return token_nll(rms_norm(h_BTD, replica["norm"], model.norm_eps), head_kernel(replica), labels_BT, weight_B)
+        end = Llama.from_params(model, replica)
+        return token_nll(end.final_norm(h_BTD), end.head_kernel(), labels_BT, weight_B)
 
     parts_MNBT = jax.tree.map(lambda x: split(x, num_microbatches), batch)
     _, through = jax.lax.scan(microbatch, None, (jnp.arange(num_microbatches), parts_MNBT))

@@ -1,7 +1,6 @@
 """Generation with a key-value cache against the plain forward pass, run again from the start for every token."""
 
 import dataclasses
-import functools
 import json
 
 import jax
@@ -10,8 +9,10 @@ import numpy as np
 import pytest
 
 from noloco_jax.config.fields import ModelConfig, RopeScaling
-from noloco_jax.model import huggingface, llama
+from noloco_jax.model import huggingface
+from noloco_jax.model.cache import Cache
 from noloco_jax.model.decode import generate
+from noloco_jax.model.llama import Llama
 from support.model_makers import random_params
 from support.paths import SHARED
 
@@ -30,7 +31,7 @@ def params():
 
 
 def greedy_without_cache(config, params, prompt_BP, count):
-    forward = jax.jit(functools.partial(llama.logits, config))
+    forward = jax.jit(lambda params, ids_BS: Llama.from_params(config, params)(ids_BS))
     # Positions yet to come are zeros, which those before them cannot see.
     ids_BS = np.pad(prompt_BP, ((0, 0), (0, count)))
     for position in range(prompt_BP.shape[1], ids_BS.shape[1]):
@@ -53,6 +54,32 @@ def test_cached_greedy_decoding_is_the_argmax_of_the_plain_forward_pass(params, 
         params = params | {"head": jax.random.normal(jax.random.key(1), (32, 61))}
     ids_BS = generate(config, params, PROMPTS_BP, max_new_tokens=12)
     np.testing.assert_array_equal(ids_BS, greedy_without_cache(config, params, PROMPTS_BP, 12))
+
+
+def test_hidden_states_in_pieces_through_a_cache_are_those_of_the_whole(params):
+    rng = np.random.default_rng(1)
+    ids_BT = jnp.asarray(rng.integers(0, CONFIG.vocab_size, (2, 9)), jnp.int32)
+
+    @jax.jit
+    def both_ways(params):
+        model, cache = Llama.from_params(CONFIG, params), Cache.empty(CONFIG, batch_size=2, max_length=12)
+        pieces = [model.hidden(ids_BT[:, start:stop], cache) for start, stop in ((0, 4), (4, 5), (5, 9))]
+        return jnp.concatenate(pieces, axis=1), model.hidden(ids_BT), cache.length
+
+    in_pieces_BTD, whole_BTD, length = both_ways(params)
+    assert length == 9
+    np.testing.assert_allclose(in_pieces_BTD, whole_BTD, atol=1e-5)
+
+
+def test_what_a_cache_holds_beyond_its_length_is_not_seen(params):
+    @jax.jit
+    def hidden(params, rest):
+        cache = Cache.empty(CONFIG, batch_size=2, max_length=8)
+        cache.keys_LBSGK += rest
+        cache.values_LBSGK -= rest
+        return Llama.from_params(CONFIG, params).hidden(jnp.asarray(PROMPTS_BP), cache)
+
+    np.testing.assert_array_equal(hidden(params, 3.0), hidden(params, 0.0))
 
 
 def test_a_prompt_of_one_token_and_one_new_token_work(params):
@@ -95,7 +122,7 @@ def test_sampling_draws_from_the_tempered_softmax_of_the_top_k(params):
     draws = 4000
     prompts_BP = np.tile(PROMPTS_BP[:1], (draws, 1))
     ids_BS = generate(CONFIG, params, prompts_BP, max_new_tokens=1, temperature=2.0, top_k=5, key=jax.random.key(7))
-    logits_V = np.asarray(llama.logits(CONFIG, params, jnp.asarray(PROMPTS_BP[:1])))[0, -1].astype(np.float64)
+    logits_V = np.asarray(Llama.from_params(CONFIG, params)(jnp.asarray(PROMPTS_BP[:1])))[0, -1].astype(np.float64)
     logits_V[logits_V < np.sort(logits_V)[-5]] = -np.inf
     expected_V = np.exp((logits_V - logits_V.max()) / 2.0)
     expected_V /= expected_V.sum()

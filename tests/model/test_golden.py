@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from noloco_jax.config.fields import ModelConfig
-from noloco_jax.model import huggingface, llama
+from noloco_jax.model import huggingface
+from noloco_jax.model.llama import Llama, Params
 from noloco_jax.model.loss import loss
 from noloco_jax.model.rope import inverse_frequencies
 from support.paths import SHARED
@@ -25,9 +26,13 @@ pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden files of
 @dataclasses.dataclass
 class Case:
     config: ModelConfig
-    params: llama.Params
+    params: Params
     io: dict[str, np.ndarray]
     folder: Path
+
+    @property
+    def model(self):
+        return Llama.from_params(self.config, self.params)
 
     @property
     def batch(self):
@@ -77,19 +82,21 @@ def test_imported_parameters_are_the_stored_tensors(case):
 
 
 def test_logits_are_transformers(case):
-    logits_BTV = jax.jit(functools.partial(llama.logits, case.config))(case.params, case.batch["input_ids"])
+    logits_BTV = jax.jit(lambda params, ids_BT: Llama.from_params(case.config, params)(ids_BT))(
+        case.params, case.batch["input_ids"]
+    )
     assert logits_BTV.dtype == jnp.float32
     np.testing.assert_allclose(logits_BTV, case.io["logits"], atol=1e-5, rtol=0)
 
 
 def test_hidden_states_are_transformers(case):
-    h_BTD = llama.embed(case.config, case.params, case.batch["input_ids"])
+    h_BTD = case.model.embed_tokens(case.batch["input_ids"])
     np.testing.assert_array_equal(h_BTD, case.io["hidden_0"])
     first = jax.tree.map(lambda leaf: leaf[:1], case.params["blocks"])
-    h_BTD = llama.run_layers(case.config, first, h_BTD)
+    h_BTD = Llama.from_params(case.config, {"blocks": first}).run_blocks(h_BTD)
     np.testing.assert_allclose(h_BTD, case.io["hidden_1"], atol=1e-5, rtol=0)
     # transformers' last hidden state is taken after the final norm.
-    h_BTD = llama.final_hidden(case.config, case.params, case.batch["input_ids"])
+    h_BTD = case.model.hidden(case.batch["input_ids"])
     np.testing.assert_allclose(h_BTD, case.io["hidden_2"], atol=1e-5, rtol=0)
 
 

@@ -254,7 +254,7 @@ def test_incomplete_or_foreign_weights_are_refused_by_name(folder):
     assert f"{query} has shape (16, 8), and its config.json makes it (16, 16)" in refusal(
         whole | {query: np.ones((16, 8), np.float32)}
     )
-    assert "the tensor extra is none of a Llama with 3 layers" in refusal(whole | {"extra": np.ones(1, np.float32)})
+    assert "the tensor extra is not one of a Llama with 3 layers" in refusal(whole | {"extra": np.ones(1, np.float32)})
     assert f"the tensor {norm} is I32: convert it" in refusal(whole | {norm: np.ones(16, np.int32)})
 
 

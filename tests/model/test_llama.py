@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config.fields import ModelConfig, RopeScaling
-from noloco_jax.model import llama
 from noloco_jax.model.attention import causal_attention
+from noloco_jax.model.llama import Llama, init_params, num_params, param_shapes
 from noloco_jax.model.loss import loss
 from noloco_jax.model.rope import inverse_frequencies, rotate, rotation
 from support.model_makers import random_params
@@ -33,7 +32,7 @@ def params():
 @pytest.fixture(scope="module")
 def drawn():
     """The initial parameters of a seed."""
-    init = jax.jit(functools.partial(llama.init_params, CONFIG))
+    init = jax.jit(functools.partial(init_params, CONFIG))
     return lambda seed: init(jax.random.key(seed))
 
 
@@ -76,14 +75,15 @@ def test_parameters_are_one_plain_dict_with_layers_stacked(drawn):
     assert jax.tree.map(lambda leaf: leaf.shape, drawn(0)) == shapes
     assert type(drawn(0)) is dict and type(drawn(0)["blocks"]) is dict
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(drawn(0)))
-    described = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), llama.param_shapes(CONFIG))
+    described = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), param_shapes(CONFIG))
     assert described == jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), drawn(0))
 
 
 def test_a_tied_model_has_no_head_and_uses_the_embedding(params):
     tied = dataclasses.replace(CONFIG, tie_embeddings=True)
-    assert "head" not in llama.param_shapes(tied)
-    np.testing.assert_array_equal(llama.head_kernel({"embed": params["embed"]}), np.asarray(params["embed"]).T)
+    assert "head" not in param_shapes(tied)
+    model = Llama.from_params(tied, {"embed": params["embed"]})
+    np.testing.assert_array_equal(model.head_kernel(), np.asarray(params["embed"]).T)
 
 
 def test_initial_kernels_are_independent_normal_draws_of_deviation_002_and_norms_are_one(drawn):
@@ -106,21 +106,24 @@ def test_parameters_are_a_function_of_the_key_alone(drawn):
 
 
 def test_parameter_counts_leave_out_embedding_and_head_alone(params):
-    total, without_embeddings = llama.num_params(CONFIG)
+    total, without_embeddings = num_params(CONFIG)
     assert total == sum(leaf.size for leaf in jax.tree.leaves(params))
     assert without_embeddings == total - 2 * 61 * 32
 
 
-def test_the_nnx_module_computes_the_functions_logits(params, batch):
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: llama.Llama(CONFIG, rngs=nnx.Rngs(0))))
-    model = nnx.merge(graphdef, params)
-    actual = nnx.jit(lambda model, ids_BT: model(ids_BT))(model, batch["input_ids"])
-    expected = jax.jit(functools.partial(llama.logits, CONFIG))(params, batch["input_ids"])
-    np.testing.assert_array_equal(actual, expected)
+def test_the_module_gives_back_the_parameters_it_was_merged_from(params):
+    jax.tree.map(np.testing.assert_array_equal, Llama.from_params(CONFIG, params).to_params(), params)
+
+
+@pytest.mark.parametrize("missing", ["embed", "blocks", "norm", "head"])
+def test_a_module_over_a_part_of_the_parameters_cannot_compute_what_needs_the_rest(params, batch, missing):
+    model = Llama.from_params(CONFIG, {name: part for name, part in params.items() if name != missing})
+    with pytest.raises((TypeError, AttributeError), match="ShapeDtypeStruct"):
+        model(batch["input_ids"])
 
 
 def test_no_position_sees_a_later_token(params, batch):
-    logits = functools.partial(llama.logits, CONFIG, params)
+    logits = Llama.from_params(CONFIG, params)
     changed_BT = batch["input_ids"].at[:, 6].set(0)
     before, after = logits(batch["input_ids"]), logits(changed_BT)
     np.testing.assert_array_equal(before[:, :6], after[:, :6])
@@ -128,11 +131,12 @@ def test_no_position_sees_a_later_token(params, batch):
 
 
 def test_stages_of_layers_compose_to_the_whole_stack(params, batch):
-    h_BTD = llama.embed(CONFIG, params, batch["input_ids"])
-    whole = llama.run_layers(CONFIG, params["blocks"], h_BTD)
+    model = Llama.from_params(CONFIG, params)
+    h_BTD = model.embed_tokens(batch["input_ids"])
+    whole = model.run_blocks(h_BTD)
     for start, stop in ((0, 1), (1, 3), (3, 4)):
         stage = jax.tree.map(lambda leaf, at=slice(start, stop): leaf[at], params["blocks"])
-        h_BTD = llama.run_layers(CONFIG, stage, h_BTD)
+        h_BTD = Llama.from_params(CONFIG, {"blocks": stage}).run_blocks(h_BTD)
     np.testing.assert_allclose(h_BTD, whole, atol=1e-6)
 
 
@@ -141,10 +145,8 @@ def test_recomputation_changes_no_gradient(params, batch, expected_gradient, rem
     config = dataclasses.replace(CONFIG, remat=remat)
 
     def mean_nll(params):
-        h_BTD = llama.embed(config, params, batch["input_ids"])
-        h_BTD = llama.run_layers(config, params["blocks"], h_BTD)
-        h_BTD = llama.rms_norm(h_BTD, params["norm"], config.norm_eps)
-        log_probs_BTV = jax.nn.log_softmax(h_BTD @ llama.head_kernel(params))
+        h_BTD = Llama.from_params(config, params).hidden(batch["input_ids"])
+        log_probs_BTV = jax.nn.log_softmax(h_BTD @ params["head"])
         return -jnp.mean(jnp.take_along_axis(log_probs_BTV, batch["labels"][..., None], axis=-1))
 
     assert_close(jax.jit(jax.grad(mean_nll))(params), expected_gradient)
@@ -155,7 +157,7 @@ def test_full_recomputation_keeps_less_for_the_backward_pass(params):
 
     def kept(remat):
         config = dataclasses.replace(CONFIG, remat=remat)
-        gradient = jax.jit(jax.grad(lambda params: llama.final_hidden(config, params, ids_BT).sum()))
+        gradient = jax.jit(jax.grad(lambda params: Llama.from_params(config, params).hidden(ids_BT).sum()))
         analysis = gradient.lower(params).compile().memory_analysis()
         assert analysis is not None
         return analysis.temp_size_in_bytes
@@ -183,7 +185,7 @@ def test_gradients_are_the_same_under_vmap_map_and_shard_map(params, batch, expe
 
 def test_bfloat16_computes_near_float32_and_keeps_float32_masters(params, batch, expected_gradient):
     config = dataclasses.replace(CONFIG, dtype="bfloat16")
-    assert llama.final_hidden(config, params, batch["input_ids"]).dtype == jnp.bfloat16
+    assert Llama.from_params(config, params).hidden(batch["input_ids"]).dtype == jnp.bfloat16
     grads = jax.jit(gradient(config))(params, batch)
     for actual, expected in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_gradient), strict=True):
         assert actual.dtype == jnp.float32

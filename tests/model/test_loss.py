@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from noloco_jax.config.fields import ModelConfig
-from noloco_jax.model.loss import IGNORED_LABEL, loss, token_nll
+from noloco_jax.labels import IGNORED_LABEL
+from noloco_jax.model.loss import loss, token_nll
 from support.model_makers import random_params
 
 B, T, D, V = 3, 10, 16, 37

@@ -10,7 +10,7 @@ import pytest
 
 from noloco_jax.config.fields import from_dict
 from noloco_jax.errors import UserError
-from noloco_jax.model.llama import embed, head_kernel, init_params, logits, rms_norm, run_layers
+from noloco_jax.model.llama import Llama, init_params
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
 from noloco_jax.spmd.routing import draw_routes, route_pool
@@ -100,10 +100,11 @@ def pick(tree, *index):
 @functools.partial(jax.value_and_grad, argnums=1)
 def push(model, route, batch, weight):
     """The weighted loss of one micro-batch through the parameters of the replicas on its route."""
-    h_BTD = embed(model, route, batch["input_ids"])
+    ends = Llama.from_params(model, {name: route[name] for name in ("embed", "norm", "head")})
+    h_BTD = ends.embed_tokens(batch["input_ids"])
     for blocks in route["blocks"]:
-        h_BTD = run_layers(model, blocks, h_BTD)
-    log_p_BTV = jax.nn.log_softmax(rms_norm(h_BTD, route["norm"], model.norm_eps) @ head_kernel(route))
+        h_BTD = Llama.from_params(model, {"blocks": blocks}).run_blocks(h_BTD)
+    log_p_BTV = jax.nn.log_softmax(ends.final_norm(h_BTD) @ route["head"])
     nll_BT = -jnp.take_along_axis(log_p_BTV, jnp.maximum(batch["labels"], 0)[..., None], axis=-1)[..., 0]
     return weight * jnp.sum(nll_BT * (batch["labels"] != -100))
 
@@ -171,7 +172,7 @@ def test_evaluation_takes_fixed_routes():
     _, _, params, (nll_N, tokens_N) = trajectory(config, 8)
     batch = batches(4)[-1]
     for i in range(N):
-        log_p_BTV = jax.nn.log_softmax(logits(config.model, pick(params, i), batch["input_ids"][i]))
+        log_p_BTV = jax.nn.log_softmax(Llama.from_params(config.model, pick(params, i))(batch["input_ids"][i]))
         nll_BT = -jnp.take_along_axis(log_p_BTV, np.maximum(batch["labels"][i], 0)[..., None], axis=-1)[..., 0]
         live_BT = batch["labels"][i] != -100
         np.testing.assert_allclose(nll_N[i], jnp.sum(nll_BT * live_BT), rtol=1e-4)

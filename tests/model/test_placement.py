@@ -1,4 +1,4 @@
-"""What is computed on parts of a replica's devices."""
+"""Functions that are mapped over the shards of a replica's arrays."""
 
 import functools
 
@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from noloco_jax.model.layout import on_parts
+from noloco_jax.model.placement import map_shards
 
 AXES = ("fsdp", None, "tensor", None)
 
@@ -36,7 +36,7 @@ def test_every_device_works_on_its_part_and_the_whole_is_the_same(batch, kv_head
         return mixed(q_BTHK, k_BTGK)
 
     def of_replica(q_1BTHK, k_1BTGK):
-        return jnp.sin(on_parts(noted, AXES, q_1BTHK[0], k_1BTGK[0]))[None]
+        return jnp.sin(map_shards(noted, AXES, q_1BTHK[0], k_1BTGK[0]))[None]
 
     mesh = jax.make_mesh((2, 2, 2), ("replica", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     sharded = jax.shard_map(
@@ -55,4 +55,4 @@ def test_every_device_works_on_its_part_and_the_whole_is_the_same(batch, kv_head
 
 def test_without_a_mesh_it_is_the_function_itself():
     q_BTHK, k_BTGK = jnp.ones((1, 2, 2, 3)), jnp.ones((1, 2, 1, 3))
-    np.testing.assert_array_equal(on_parts(mixed, AXES, q_BTHK, k_BTGK), mixed(q_BTHK, k_BTGK))
+    np.testing.assert_array_equal(map_shards(mixed, AXES, q_BTHK, k_BTGK), mixed(q_BTHK, k_BTGK))

@@ -1,0 +1,95 @@
+"""One decoder layer of a Llama.
+
+Axes: B batch, T positions, D hidden width, F feed-forward width, H heads, G key-value heads, K head width, J = K/2.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from noloco_jax.config.fields import ModelConfig
+from noloco_jax.model.attention import causal_attention
+from noloco_jax.model.cache import Cache
+from noloco_jax.model.dense import dense
+from noloco_jax.model.rope import rotate
+
+KERNEL_INIT = nnx.initializers.normal(0.02)
+
+
+class Block(nnx.Module):
+    """Attention, then a gated feed-forward network, each on a normalised copy of its input and added to it.
+
+    The weights of both are fields of the block, so that the parameter dict of a layer is flat.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        def kernel(*shape: int) -> nnx.Param:
+            return nnx.Param(KERNEL_INIT(rngs.params(), shape, config.param_dtype))
+
+        width, ffn = config.hidden_size, config.intermediate_size
+        head_dim = width // config.num_heads
+        self.config = config
+        self.attention_norm = nnx.Param(jnp.ones(width, config.param_dtype))
+        self.q = kernel(width, config.num_heads * head_dim)
+        self.k = kernel(width, config.num_kv_heads * head_dim)
+        self.v = kernel(width, config.num_kv_heads * head_dim)
+        self.o = kernel(config.num_heads * head_dim, width)
+        self.mlp_norm = nnx.Param(jnp.ones(width, config.param_dtype))
+        self.gate = kernel(width, ffn)
+        self.up = kernel(width, ffn)
+        self.down = kernel(ffn, width)
+
+    def __call__(
+        self, h_BTD: jax.Array, rotation_1T1J: tuple[jax.Array, jax.Array], cache: Cache | None = None
+    ) -> jax.Array:
+        """Applies the layer to the residual stream (B, T, D).
+
+        Args:
+          h_BTD: the residual stream.
+          rotation_1T1J: cosines and sines of the positions, see `rope.rotation`.
+          cache: keys and values of the positions before these. None: these are the first, and all there are.
+        """
+        eps = self.config.norm_eps
+        h_BTD = h_BTD + self.attention(rms_norm(h_BTD, self.attention_norm[...], eps), rotation_1T1J, cache)
+        return h_BTD + self.mlp(rms_norm(h_BTD, self.mlp_norm[...], eps))
+
+    def attention(
+        self, x_BTD: jax.Array, rotation_1T1J: tuple[jax.Array, jax.Array], cache: Cache | None = None
+    ) -> jax.Array:
+        """Causal grouped-query attention with rotary positions; arguments as of the layer."""
+
+        def heads(kernel: nnx.Param, count: int) -> jax.Array:
+            return _project(x_BTD, kernel).reshape(*x_BTD.shape[:-1], count, -1)
+
+        q_BTHK = rotate(heads(self.q, self.config.num_heads), rotation_1T1J)
+        k_BTGK = rotate(heads(self.k, self.config.num_kv_heads), rotation_1T1J)
+        v_BTGK = heads(self.v, self.config.num_kv_heads)
+        attend = causal_attention if cache is None else cache.attend
+        return _project(attend(q_BTHK, k_BTGK, v_BTGK).reshape(*x_BTD.shape[:-1], -1), self.o)
+
+    def mlp(self, x_BTD: jax.Array) -> jax.Array:
+        """SwiGLU: down(silu(gate(x)) * up(x))."""
+        return _project(swiglu(_project(x_BTD, self.gate), _project(x_BTD, self.up)), self.down)
+
+
+def _project(x_BTI: jax.Array, kernel_IO: nnx.Param) -> jax.Array:
+    return dense(x_BTI, kernel_IO[...].astype(x_BTI.dtype))
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def rms_norm(x_BTD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
+    """Divides by the root mean square over D and scales, in float32; returns the dtype of `x_BTD`.
+
+    The backward pass computes it again from `x_BTD`, rather than keep float32 copies of bfloat16 activations.
+    """
+    x32_BTD = x_BTD.astype(jnp.float32)
+    scale_BT1 = jax.lax.rsqrt(jnp.mean(jnp.square(x32_BTD), axis=-1, keepdims=True) + eps)
+    return (x32_BTD * scale_BT1 * weight_D[None, None].astype(jnp.float32)).astype(x_BTD.dtype)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def swiglu(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+    """silu(gate) * up; the backward pass computes it again rather than keep four arrays of this size."""
+    return jax.nn.silu(gate_BTF) * up_BTF

@@ -1,0 +1,41 @@
+"""The Llama as a module in a loop of one's own: the README's example, and its gradient beside the trainer's."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from noloco_jax.config.fields import ModelConfig
+from noloco_jax.model.llama import Llama
+from noloco_jax.model.loss import loss
+from support.model_makers import random_params
+from support.paths import ROOT
+
+
+def test_the_readme_example_trains_the_module():
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    (example,) = (block for block in blocks if "nnx.Optimizer(" in block)
+    names: dict = {}
+    exec(compile(example, "README.md", "exec"), names)
+    losses = names["losses"]
+    assert abs(losses[0] - math.log(names["model"].config.vocab_size)) < 0.1  # of a model that knows nothing yet
+    assert losses[-1] < losses[0] / 2
+
+
+def test_the_modules_gradient_is_the_parameter_dicts():
+    config = ModelConfig(hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, vocab_size=31)
+    params = jax.tree.map(jnp.asarray, random_params(config, scale=0.1))
+    ids_BT = jnp.asarray(np.random.default_rng(0).integers(0, 31, (2, 9)), jnp.int32)
+
+    def mean_nll(model):
+        return optax.softmax_cross_entropy_with_integer_labels(model(ids_BT[:, :-1]), ids_BT[:, 1:]).mean()
+
+    of_module = nnx.to_pure_dict(nnx.grad(mean_nll)(Llama.from_params(config, params)))
+    batch = {"input_ids": ids_BT[:, :-1], "labels": ids_BT[:, 1:]}
+    of_dict, _ = jax.grad(functools.partial(loss, config), has_aux=True)(params, batch)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), of_module, of_dict)

@@ -1,0 +1,52 @@
+"""One replica's gradient, whatever micro-batches and parameters' dtype."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from noloco_jax.config.fields import ModelConfig
+from noloco_jax.labels import IGNORED_LABEL
+from noloco_jax.model.loss import loss
+from noloco_jax.spmd.gradients import replica_gradient, token_share
+from support.model_makers import random_params
+
+CONFIG = ModelConfig(hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2, num_kv_heads=2, vocab_size=11)
+
+
+@functools.cache
+def batch():
+    rng = np.random.default_rng(0)
+    labels_BT = rng.integers(0, 11, (4, 5))
+    labels_BT[0, 1:] = labels_BT[3, :2] = IGNORED_LABEL  # micro-batches with other numbers of labels
+    return {"input_ids": jnp.asarray(rng.integers(0, 11, (4, 5)), jnp.int32), "labels": jnp.asarray(labels_BT)}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 4])
+def test_gradient_and_loss_are_the_whole_batchs_however_it_is_cut(num_microbatches):
+    params = jax.tree.map(jnp.asarray, random_params(CONFIG, scale=0.3))
+    (expected_loss, _), expected = jax.value_and_grad(functools.partial(loss, CONFIG), has_aux=True)(params, batch())
+    gradient, value = replica_gradient(CONFIG, num_microbatches, params, batch())
+    np.testing.assert_allclose(value, expected_loss, rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), gradient, expected)
+
+
+def test_a_labels_weight_is_one_over_their_number():
+    assert token_share(batch()) == pytest.approx(1 / (4 * 5 - 4 - 2))
+    assert token_share({"labels": jnp.full((2, 3), IGNORED_LABEL)}) == 1
+
+
+def test_micro_batches_of_bfloat16_parameters_are_summed_in_float32():
+    # Equal micro-batches: of 1024 in bfloat16, the sum would stop growing at a quarter of them.
+    config = dataclasses.replace(CONFIG, param_dtype="bfloat16")
+    params = jax.tree.map(jnp.asarray, random_params(config, scale=0.3))
+    one = jax.tree.map(lambda x: x[1:2], batch())
+    equal = jax.tree.map(lambda x: jnp.tile(x, (1024, 1)), one)
+    expected, _ = replica_gradient(config, 1, params, one)
+    gradient, _ = jax.jit(replica_gradient, static_argnums=(0, 1))(config, 1024, params, equal)
+    for actual, its_expected in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        assert actual.dtype == its_expected.dtype == jnp.float32
+        np.testing.assert_allclose(actual, its_expected, rtol=0.02, atol=1e-3 * np.abs(its_expected).max())
