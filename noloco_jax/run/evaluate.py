@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from noloco_jax.model.loss import IGNORED_LABEL
+from noloco_jax.labels import IGNORED_LABEL
 from noloco_jax.spmd.batches import global_batch
 from noloco_jax.spmd.programs import Programs
 

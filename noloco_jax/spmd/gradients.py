@@ -9,35 +9,31 @@ import jax
 import jax.numpy as jnp
 
 from noloco_jax.config.fields import ModelConfig
+from noloco_jax.labels import IGNORED_LABEL
 from noloco_jax.model.llama import final_hidden, head_kernel
-from noloco_jax.model.loss import IGNORED_LABEL, token_nll
+from noloco_jax.model.loss import token_nll
 
 PyTree = Any
 Batch = dict[str, jax.Array]
 
 
-def split(x_LBT: jax.Array, num_microbatches: int) -> jax.Array:
+def split_microbatches(x_LBT: jax.Array, num_microbatches: int) -> jax.Array:
     """(..., M·B, T) -> (M, ..., B, T)."""
     *lead, batch, length = x_LBT.shape
     return jnp.moveaxis(x_LBT.reshape(*lead, num_microbatches, batch // num_microbatches, length), -3, 0)
 
 
-def joined(h_MLBTD: jax.Array, labels_MLBT: jax.Array, weight_ML: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Micro-batches as one batch of every replica: (L, B·M, T, D), (L, B·M, T), and a weight a sequence (L, B·M).
+def merge_microbatches(x_MLB: jax.Array) -> jax.Array:
+    """(M, L, B, ...) -> (L, B·M, ...): one batch of every replica.
 
     The sequences of a micro-batch stay the major axis, over which `fsdp` shards them.
     """
-    num_microbatches, replicas, batch = labels_MLBT.shape[:3]
-
-    def join(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x, 0, 2).reshape(replicas, batch * num_microbatches, *x.shape[3:])
-
-    weight_MLB = jnp.broadcast_to(weight_ML[..., None], labels_MLBT.shape[:3])
-    return join(h_MLBTD), join(labels_MLBT), join(weight_MLB)
+    num_microbatches, replicas, batch = x_MLB.shape[:3]
+    return jnp.moveaxis(x_MLB, 0, 2).reshape(replicas, batch * num_microbatches, *x_MLB.shape[3:])
 
 
 def token_share(batch: Batch) -> jax.Array:
-    """What one label is of the mean over a replica's batch: float32, one over their number, (...,) of (..., B, T)."""
+    """Weight of one label in its replica's mean loss, one over their number: float32 (...,), of labels (..., B, T)."""
     return 1.0 / jnp.maximum(jnp.sum(batch["labels"] != IGNORED_LABEL, axis=(-2, -1), dtype=jnp.float32), 1.0)
 
 
@@ -66,6 +62,6 @@ def replica_gradient(
         loss, gradient = jax.value_and_grad(part_of_mean)(params, part)
         return jax.tree.map(jnp.add, total, (gradient, loss)), None
 
-    parts_MBT = jax.tree.map(lambda x: split(x, num_microbatches), batch)
+    parts_MBT = jax.tree.map(lambda x: split_microbatches(x, num_microbatches), batch)
     start = (jax.tree.map(jnp.zeros_like, params), jnp.zeros([], jnp.float32))
     return jax.lax.scan(add, start, parts_MBT)[0]

@@ -24,7 +24,7 @@ from noloco_jax.spmd import sharding
 from noloco_jax.spmd.gradients import Batch
 from noloco_jax.spmd.inner import REPLICAS, inner_optimizer, outer_optimizer
 from noloco_jax.spmd.losses import Losses, build_losses
-from noloco_jax.spmd.stages import cut, uncut
+from noloco_jax.spmd.stages import padded_vocab_size, replica_square_norm, resize_vocabulary
 
 PyTree = Any
 # Of programs that run once: making them fast takes longer than running them.
@@ -150,13 +150,13 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
         outer_step=outer_step,
         evaluate=evaluate,
         merge=jax.jit(_merge, out_shardings=on_mesh.params),
-        spread=jax.jit(_spread, out_shardings=one_value),
+        spread=jax.jit(partial(_spread, config.model.vocab_size), out_shardings=one_value),
     )
 
 
 def _adopt(config: TrainConfig, num_stages: int, inner, outer, replica_params: PyTree) -> TrainState:
     params = jax.tree.map(lambda x: jnp.broadcast_to(x, (config.num_replicas, *x.shape)), replica_params)
-    params = cut(params, num_stages)
+    params = resize_vocabulary(params, padded_vocab_size(config.model.vocab_size, num_stages))
     outer_state = None if outer is None else jax.vmap(outer.init, out_axes=OUTER_AXES)(params)
     return TrainState(params, jax.vmap(inner.init)(params), outer_state)
 
@@ -169,10 +169,7 @@ def _inner_step(
     def update(params: PyTree, inner_state: PyTree, gradient: PyTree):
         if config.method == "ddp":
             gradient = all_mean(gradient, REPLICAS)
-        square = optax.tree.norm(gradient, squared=True)
-        if jax.lax.axis_size("stage") > 1:  # a replica spans its stages, and so does its gradient's norm
-            square = jax.lax.psum(square, "stage")
-        norm = jnp.sqrt(square)
+        norm = jnp.sqrt(replica_square_norm(gradient))
         gradient = optax.tree.scale(jnp.minimum(1.0, config.inner.clip_norm / jnp.maximum(norm, 1e-30)), gradient)
         updates, inner_state = inner.update(gradient, inner_state, params)
         return optax.apply_updates(params, updates), inner_state, norm
@@ -200,8 +197,8 @@ def _merge(params: PyTree) -> PyTree:
     return jax.tree.map(mean, params)
 
 
-def _spread(params: PyTree) -> jax.Array:
-    params = uncut(params)
+def _spread(vocab_size: int, params: PyTree) -> jax.Array:
+    params = resize_vocabulary(params, vocab_size)
     squares = [
         jnp.sum(jnp.square(x.astype(jnp.float32) - jnp.mean(x, 0, jnp.float32, keepdims=True)))
         for x in jax.tree.leaves(params)
