@@ -87,7 +87,7 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
     """The programs of a run on a mesh. Nothing is compiled yet."""
     inner, outer = inner_optimizer(config), outer_optimizer(config)
     losses = build_losses(config, mesh)
-    adopt = partial(_adopt, config, mesh.shape["stage"], inner, outer)
+    adopt = partial(_adopt, config, padded_vocab_size(config.model.vocab_size, mesh.shape), inner, outer)
     shapes = jax.eval_shape(lambda: adopt(init_params(config.model, jax.random.key(0))))
 
     param_specs = sharding.param_specs(shapes.params, mesh)
@@ -154,9 +154,9 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
     )
 
 
-def _adopt(config: TrainConfig, num_stages: int, inner, outer, replica_params: PyTree) -> TrainState:
+def _adopt(config: TrainConfig, vocab_size: int, inner, outer, replica_params: PyTree) -> TrainState:
     params = jax.tree.map(lambda x: jnp.broadcast_to(x, (config.num_replicas, *x.shape)), replica_params)
-    params = resize_vocabulary(params, padded_vocab_size(config.model.vocab_size, num_stages))
+    params = resize_vocabulary(params, vocab_size)
     outer_state = None if outer is None else jax.vmap(outer.init, out_axes=OUTER_AXES)(params)
     return TrainState(params, jax.vmap(inner.init)(params), outer_state)
 

@@ -1,10 +1,11 @@
 """What all pipeline stages of a replica share: the vocabulary, in as many parts, and the last norm, whole on each.
 
-Vocabulary parallelism (arXiv 2411.05288): V' is V rounded up to a multiple of the S stages, and every stage holds V'/S
-rows of the embedding and V'/S columns of the head. The tokens from V on are padding, and stay zero: no position looks
-them up, and no softmax counts them. The norm's weight is small: every stage holds a copy.
+Vocabulary parallelism (arXiv 2411.05288): of V' tokens, V rounded up to a multiple of the S stages, every stage holds
+V'/S rows of the embedding and V'/S columns of the head. The tokens from V on are padding, and stay zero: no position
+looks them up, and no softmax counts them. The norm's weight is small: every stage holds a copy.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,9 +17,15 @@ _VOCABULARY_AXIS = {"embed": -2, "head": -1}
 _ON_EVERY_STAGE = "norm"
 
 
-def padded_vocab_size(vocab_size: int, num_stages: int) -> int:
-    """V': the tokens of the tables that `num_stages` stages hold equal parts of."""
-    return -(-vocab_size // num_stages) * num_stages
+def padded_vocab_size(vocab_size: int, mesh_shape: Mapping[str, int]) -> int:
+    """V': the tokens that the tables of a run have, for the devices along every axis of its mesh.
+
+    Of several stages it is a multiple of the `tensor` devices as well, which share a stage's part.
+    """
+    if mesh_shape["stage"] == 1:
+        return vocab_size
+    num_parts = mesh_shape["stage"] * mesh_shape["tensor"]
+    return -(-vocab_size // num_parts) * num_parts
 
 
 def resize_vocabulary(tree: PyTree, vocab_size: int) -> PyTree:

@@ -91,7 +91,6 @@ LAYOUTS = {
     "two replicas a device": (run_config(4, "fixed", 4, replica=2), 8),
     "2 replicas x 2 stages x fsdp 2": (run_config(2, "fixed", replica=2, fsdp=2), 8),
     "2 replicas x 2 stages x tensor 2": (run_config(2, "fixed", replica=2, tensor=2), 8),
-    "four replicas on 2 stages x fsdp 2 x tensor 2": (run_config(2, "fixed", replica=1, fsdp=2, tensor=2), 8),
 }
 
 
@@ -160,6 +159,11 @@ RANDOM_LAYOUTS = {
     "two replicas a device": (run_config(2, replica=2), 4, run_config(2)),
     "a stage computed again": (run_config(2, replica=1, remat="stage"), 2, run_config(2)),
     "2 replicas x 4 stages": (run_config(4, num_microbatches=4, replica=2), 8, run_config(4, num_microbatches=4)),
+    "2 stages x fsdp 2 x tensor 2 and an odd vocabulary": (
+        run_config(2, vocab_size=29, replica=1, fsdp=2, tensor=2),
+        8,
+        run_config(2, vocab_size=29),
+    ),
     "4 stages that do not divide the vocabulary": (
         run_config(4, vocab_size=29, replica=1),
         4,
@@ -236,6 +240,15 @@ def test_padding_of_the_vocabulary_stays_zero():
         padding = x[..., 29:] if x.shape[-1] == 32 else x[:, 29:]
         assert padding.shape[-1] == 3 or padding.shape[1] == 3
         assert not np.asarray(padding).any()
+
+
+def test_the_replica_spread_is_the_models_without_padding():
+    config, num_devices, _ = RANDOM_LAYOUTS["4 stages that do not divide the vocabulary"]
+    params = trajectory(config, num_devices)[2]
+    padded = train(config, num_devices)[2].params
+    spread = build_programs(config, make_mesh(config, jax.devices()[:num_devices])).spread(padded)
+    squares, numel = np.sum([[np.square(x - x.mean(0)).sum(), x.size] for x in jax.tree.leaves(params)], axis=0)
+    np.testing.assert_allclose(spread, np.sqrt(squares / numel), rtol=1e-5)
 
 
 def test_the_stages_copies_of_the_last_norm_stay_bitwise_equal():
