@@ -34,7 +34,7 @@ from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.inner import learning_rates
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, StepMetrics, TrainState, build_programs
-from noloco_jax.spmd.stages import uncut
+from noloco_jax.spmd.stages import resize_vocabulary
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +88,7 @@ def train(
         start = checkpoints.latest_step()
         stop.at(start or 0)  # from here on a SIGTERM means the next step, whichever that is
         if start is not None:
-            elastic.check_elastic(config, checkpoints.layout(start))
+            elastic.check_elastic(config, checkpoints.saved_shape(start))
         if start is not None and start >= config.num_steps and not dry_run:
             if jax.process_index() == 0:
                 _show_complete(console, workdir, start)
@@ -154,7 +154,10 @@ def _sample(config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs
     if tokenizer is None:
         return None
     everywhere = NamedSharding(programs.mesh, P())
-    first = jax.jit(lambda params: jax.tree.map(lambda x: x[0], uncut(params)), out_shardings=everywhere)
+    first = jax.jit(
+        lambda params: resize_vocabulary(jax.tree.map(lambda x: x[0], params), config.model.vocab_size),
+        out_shardings=everywhere,
+    )
     merged = jax.tree.map(lambda x: x.addressable_data(0), first(programs.merge(state.params)))
     return sample_text(config, tokenizer, merged) if jax.process_index() == 0 else None
 

@@ -17,25 +17,28 @@ from noloco_jax.config.fields import TrainConfig, load_saved, to_dict
 from noloco_jax.errors import StartError, UserError
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.spmd.programs import TrainState
-from noloco_jax.spmd.stages import cut, uncut
+from noloco_jax.spmd.stages import resize_vocabulary
 
 PyTree = Any
 _ITEMS = ("state", "data", "run")
 _SAVE_SECONDS = 24 * 3600  # orbax gives up after 20 minutes, in which slow storage takes some 50 GB
 
 
-class Layout(NamedTuple):
-    """The axes of a saved state that depend on the run: replicas, and pipeline stages that its arrays are cut into."""
+class SavedShape(NamedTuple):
+    """The sizes of a saved state's arrays that are the run's and not the model's.
+
+    Attributes:
+      num_replicas: the leading axis of all arrays.
+      padded_vocab_size: tokens of embedding and head, with those that `stages.padded_vocab_size` adds.
+    """
 
     num_replicas: int
-    num_stages: int
+    padded_vocab_size: int
 
     @classmethod
-    def of(cls, state: TrainState) -> "Layout":
-        """The layout of a state, arrays or shapes."""
-        params = state.params
-        stages = params["stage_norm"].shape[1] if "stage_norm" in params else 1
-        return cls(jax.tree.leaves(params)[0].shape[0], stages)
+    def of(cls, state: TrainState) -> "SavedShape":
+        """The sizes of a state, arrays or shapes."""
+        return cls(*state.params["embed"].shape[:2])
 
 
 class Checkpointer:
@@ -103,10 +106,10 @@ class Checkpointer:
                 )
         return step
 
-    def layout(self, step: int) -> Layout:
-        """The layout of the state saved at `step`."""
+    def saved_shape(self, step: int) -> SavedShape:
+        """The sizes of the state saved at `step`."""
         run = self._run(step)
-        return Layout(run["num_replicas"], run["num_stages"])
+        return SavedShape(*(run[name] for name in SavedShape._fields))
 
     def _run(self, step: int) -> dict[str, Any]:
         missing = [name for name in _ITEMS if not (self._folder / str(step) / name / "commit_success.txt").exists()]
@@ -154,7 +157,7 @@ class Checkpointer:
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(state._asdict()),
                 data=ocp.args.JsonSave(positions),
-                run=ocp.args.JsonSave(_identity(self._config) | Layout.of(state)._asdict()),
+                run=ocp.args.JsonSave(_identity(self._config) | SavedShape.of(state)._asdict()),
             ),
         )
 
@@ -163,7 +166,7 @@ class Checkpointer:
 
         Args:
           step: a step that was saved.
-          like: shapes of the saved layout, dtypes and shardings; the mesh may be another than the one that saved.
+          like: shapes as they were saved, dtypes and shardings; the mesh may be another than the one that saved.
         """
         arguments = ocp.args.Composite(state=ocp.args.StandardRestore(like._asdict()), data=ocp.args.JsonRestore())
         with self._reading(step):
@@ -179,12 +182,6 @@ class Checkpointer:
           keep: array of all replicas -> what to keep of it, again with replicas in front. Applied before the next array
             is read: whoever keeps one model never holds all.
         """
-        num_stages = self.layout(step).num_stages
-
-        def saved(params: PyTree) -> PyTree:
-            return cut(jax.tree.map(lambda x: x[None], params), num_stages)
-
-        names = {"params": jax.eval_shape(saved, param_shapes(self._config.model))}
         with ocp.PyTreeCheckpointer() as reader:
 
             def read(path: tuple[Any, ...], _: Any) -> np.ndarray:
@@ -197,7 +194,8 @@ class Checkpointer:
                     (array,) = jax.tree.leaves(reader.restore(self._folder / str(step) / "state", args=arguments))
                 return keep(array)
 
-            return uncut(jax.tree.map_with_path(read, names)["params"])
+            params = jax.tree.map_with_path(read, {"params": param_shapes(self._config.model)})["params"]
+        return resize_vocabulary(params, self._config.model.vocab_size)
 
     def close(self) -> None:
         """Waits until what was saved is on disk."""
@@ -250,7 +248,7 @@ def load_for_export(workdir: str | Path, replica: int | None = None) -> tuple[Tr
     step = checkpointer.latest_step()
     if step is None:
         raise UserError(f"{workdir} holds no checkpoint: train first, or give another folder")
-    num_replicas = checkpointer.layout(step).num_replicas
+    num_replicas = checkpointer.saved_shape(step).num_replicas
     if replica is not None and not 0 <= replica < num_replicas:
         raise UserError(f"replica {replica} does not exist: the run has 0 to {num_replicas - 1}")
 

@@ -1,4 +1,4 @@
-"""Goes on from a checkpoint of another layout: fewer or more replicas, another number of pipeline stages."""
+"""Goes on from a checkpoint of fewer or more replicas, or of pipeline stages that pad the vocabulary otherwise."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +12,14 @@ from jax.sharding import PartitionSpec as P
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.data import redistribute
 from noloco_jax.errors import UserError
-from noloco_jax.run.checkpoint import Checkpointer, Layout
+from noloco_jax.run.checkpoint import Checkpointer, SavedShape
 from noloco_jax.spmd.programs import Programs, TrainState
-from noloco_jax.spmd.stages import cut, map_params, uncut
+from noloco_jax.spmd.stages import resize_vocabulary
 
 PyTree = Any
 
 
-def check_elastic(config: TrainConfig, saved: Layout) -> None:
+def check_elastic(config: TrainConfig, saved: SavedShape) -> None:
     """Whether `config.elastic` says how to make the run's replicas of those of a checkpoint.
 
     Raises:
@@ -48,7 +48,7 @@ def restore(
     Raises:
       UserError: see `check_elastic`.
     """
-    saved, mine = checkpoints.layout(step), Layout.of(programs.state)
+    saved, mine = checkpoints.saved_shape(step), SavedShape.of(programs.state)
     check_elastic(config, saved)
     if saved == mine:
         state, positions = checkpoints.restore(step, programs.state)
@@ -58,7 +58,8 @@ def restore(
     convert = jax.jit(lambda state: _relay(state, saved, mine, config.elastic), out_shardings=shardings)
     state = programs.at_rest(convert(state))
     if saved.num_replicas == mine.num_replicas:
-        return state, positions, f"cut into {mine.num_stages} pipeline stages, before {saved.num_stages}"
+        sizes = f"{mine.padded_vocab_size} tokens, before {saved.padded_vocab_size}"
+        return state, positions, f"embedding and head are padded to {sizes}"
     return state, redistribute(positions, mine.num_replicas), _report(saved.num_replicas, mine.num_replicas, config)
 
 
@@ -74,12 +75,12 @@ def _report(before: int, after: int, config: TrainConfig) -> str:
     )
 
 
-def _saved_shapes(programs: Programs, saved: Layout) -> TrainState:
-    """Shapes of the saved layout, spread over all devices of the run's mesh as evenly as they divide."""
+def _saved_shapes(programs: Programs, saved: SavedShape) -> TrainState:
+    """Shapes as they were saved, spread over all devices of the run's mesh as evenly as they divide."""
 
     def shapes(state: TrainState) -> TrainState:
-        whole = map_params(lambda params: cut(uncut(params), saved.num_stages), state)
-        return _map_replicas(lambda x: jnp.zeros((saved.num_replicas, *x.shape[1:]), x.dtype), whole)
+        resized = resize_vocabulary(state, saved.padded_vocab_size)
+        return _map_replicas(lambda x: jnp.zeros((saved.num_replicas, *x.shape[1:]), x.dtype), resized)
 
     mesh = programs.mesh
     together = int(np.gcd(mesh.shape["replica"], saved.num_replicas))
@@ -99,7 +100,7 @@ def _saved_shapes(programs: Programs, saved: Layout) -> TrainState:
     return jax.tree.map(placed, jax.eval_shape(shapes, programs.state))
 
 
-def _relay(state: TrainState, saved: Layout, mine: Layout, elastic: str) -> TrainState:
+def _relay(state: TrainState, saved: SavedShape, mine: SavedShape, elastic: str) -> TrainState:
     before, after = saved.num_replicas, mine.num_replicas
 
     def rows(x: jax.Array) -> jax.Array:
@@ -112,9 +113,7 @@ def _relay(state: TrainState, saved: Layout, mine: Layout, elastic: str) -> Trai
 
     if before != after:
         state = _map_replicas(rows, state)
-    if saved.num_stages == mine.num_stages:
-        return state
-    return map_params(lambda params: cut(uncut(params), mine.num_stages), state)
+    return resize_vocabulary(state, mine.padded_vocab_size)
 
 
 def _map_replicas(transform: Callable[[jax.Array], jax.Array], state: TrainState) -> TrainState:

@@ -17,24 +17,19 @@ PyTree = Any
 Batch = dict[str, jax.Array]
 
 
-def split(x_LBT: jax.Array, num_microbatches: int) -> jax.Array:
+def split_microbatches(x_LBT: jax.Array, num_microbatches: int) -> jax.Array:
     """(..., M·B, T) -> (M, ..., B, T)."""
     *lead, batch, length = x_LBT.shape
     return jnp.moveaxis(x_LBT.reshape(*lead, num_microbatches, batch // num_microbatches, length), -3, 0)
 
 
-def joined(h_MLBTD: jax.Array, labels_MLBT: jax.Array, weight_ML: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Micro-batches as one batch of every replica: (L, B·M, T, D), (L, B·M, T), and a weight a sequence (L, B·M).
+def merge_microbatches(x_MLB: jax.Array) -> jax.Array:
+    """(M, L, B, ...) -> (L, B·M, ...): one batch of every replica.
 
     The sequences of a micro-batch stay the major axis, over which `fsdp` shards them.
     """
-    num_microbatches, replicas, batch = labels_MLBT.shape[:3]
-
-    def join(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x, 0, 2).reshape(replicas, batch * num_microbatches, *x.shape[3:])
-
-    weight_MLB = jnp.broadcast_to(weight_ML[..., None], labels_MLBT.shape[:3])
-    return join(h_MLBTD), join(labels_MLBT), join(weight_MLB)
+    num_microbatches, replicas, batch = x_MLB.shape[:3]
+    return jnp.moveaxis(x_MLB, 0, 2).reshape(replicas, batch * num_microbatches, *x_MLB.shape[3:])
 
 
 def token_share(batch: Batch) -> jax.Array:
@@ -74,6 +69,6 @@ def replica_gradient(
     def add(total: tuple[PyTree, jax.Array], part: Batch) -> tuple[tuple[PyTree, jax.Array], None]:
         return jax.tree.map(jnp.add, total, gradient_of(part)), None
 
-    parts_MBT = jax.tree.map(lambda x: split(x, num_microbatches), batch)
+    parts_MBT = jax.tree.map(lambda x: split_microbatches(x, num_microbatches), batch)
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), params)
     return jax.lax.scan(add, (zeros, jnp.zeros([], jnp.float32)), parts_MBT)[0]

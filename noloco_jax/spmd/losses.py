@@ -12,6 +12,7 @@ from noloco_jax.config.fields import TrainConfig
 from noloco_jax.spmd import pipeline, virtual_pipeline
 from noloco_jax.spmd.gradients import Batch, nll_sum, replica_gradient, token_share
 from noloco_jax.spmd.routing import draw_routes, route_pool
+from noloco_jax.spmd.stages import sum_copies
 
 PyTree = Any
 
@@ -54,17 +55,17 @@ def _routed_gradient(config: TrainConfig, routed_nll, params: PyTree, batch: Bat
 
     def objective(params: PyTree):
         weighted_L, _ = routed_nll(pool, params, batch, token_share(batch), routes)
-        return jnp.sum(weighted_L), weighted_L
+        # Differentiated is the sum over devices, and every stage returns its replica's loss.
+        return jnp.sum(weighted_L) / jax.lax.axis_size("stage"), weighted_L
 
     gradients, loss_L = jax.grad(objective, has_aux=True)(params)
-    return gradients, jax.lax.psum(loss_L, "stage")  # zero but on the last stage
+    return sum_copies(gradients), loss_L
 
 
 def _routed_evaluate(config: TrainConfig, routed_nll, params: PyTree, batch: Batch):
     pool = route_pool(config.num_replicas, config.mesh.stage, config.seed, "fixed")
     one_L = jnp.ones_like(token_share(batch))
-    sums = routed_nll(pool, params, batch, one_L, jnp.zeros(_num_ticks(config), jnp.int32))
-    return jax.lax.psum(sums, "stage")
+    return routed_nll(pool, params, batch, one_L, jnp.zeros(_num_ticks(config), jnp.int32))
 
 
 def _num_ticks(config: TrainConfig) -> int:

@@ -49,12 +49,6 @@ def _check(config: TrainConfig, shape: dict[str, int]) -> None:
         by = int(np.prod([shape[axis] for axis in axes]))
         if size % by:
             raise UserError(f"{name}={size} is not a multiple of mesh.{axes[0]}={by}: change one of them")
-    if min(shape["stage"], shape["fsdp"], shape["tensor"]) > 1:
-        # The partitioner would put messages between all devices into a branch that only one stage's devices take.
-        raise UserError(
-            f"mesh.stage={shape['stage']} with both mesh.fsdp={shape['fsdp']} and mesh.tensor={shape['tensor']} does "
-            "not work: set one of the latter two to 1"
-        )
     microbatch = data.batch_size // config.num_microbatches
     if microbatch % shape["fsdp"]:
         raise UserError(

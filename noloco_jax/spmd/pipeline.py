@@ -4,7 +4,11 @@ One program runs on all devices (arXiv 2506.10911, Section 3). At tick t, stage 
 stages send what they made to the next stage of the replica that the tick's route names; after M + S - 1 ticks all M
 micro-batches are through: a bubble of (S - 1)/(M + S - 1). The gradient retraces the routes by itself.
 
-Axes: L replicas of a device, M micro-batches, B sequences of one, T positions, D hidden width, V vocabulary.
+Every stage holds one part of its replica's vocabulary (`stages`). Before the ticks all stages look up their own tokens
+of all micro-batches, and the sum over the stages is what the first one works on. After the ticks the hidden states of
+the last stage go to all stages of its replica, each of which computes the logits of its own tokens.
+
+Axes: L replicas of a device, M micro-batches, B sequences of one, T positions, D hidden width, V tokens of one stage.
 """
 
 from typing import Any
@@ -19,7 +23,8 @@ from noloco_jax.exchange.permute import permute_blocks
 from noloco_jax.exchange.routes import NOWHERE, Routes, lower
 from noloco_jax.model.llama import Llama
 from noloco_jax.model.loss import token_nll
-from noloco_jax.spmd.gradients import Batch, joined, split
+from noloco_jax.spmd.gradients import Batch, merge_microbatches, split_microbatches
+from noloco_jax.spmd.stages import sum_over_stages
 
 PyTree = Any
 DEVICES = ("replica", "stage")  # in the order in which the routes number devices
@@ -67,36 +72,26 @@ def routed_nll(
       model: the model.
       num_microbatches: M.
       pool: (pool, S - 1, N), see `routing.route_pool`.
-      params: this stage's part of the `stages.cut` parameters, the L replicas of the device in front.
+      params: this stage's part of the parameters, the vocabulary padded to a multiple of S; the device's L replicas in
+        front.
       batch: (L, M·B, T), of the device's replicas, on each of their stages.
       weight_L: float32, what the loss of a label in each of these batches counts.
       routes: int32 (M + S - 1,), the pool entry of each tick.
 
     Returns:
-      float32 (L,), on the last stage of the replicas that scored them, zero on the other stages: the summed loss,
+      By the replica whose last stage made the hidden states, on all of its stages, float32 (L,): the summed loss,
       weighted as the batches that it comes from; and the number of labels.
     """
-    stage, last = lax.axis_index("stage"), lax.axis_size("stage") - 1
+    stage, num_stages = lax.axis_index("stage"), lax.axis_size("stage")
     messages = device_routes(pool, lax.axis_size("replica"), batch["labels"].shape[0])
-    vocab_LVD, norm_LD = params["stage_vocab"][:, 0], params["stage_norm"][:, 0]
-    parts_MLBT = jax.tree.map(lambda x: split(x, num_microbatches), batch)
+    vocabulary = {name: params[name] for name in ("embed", "head") if name in params}
 
-    def enter(ids_LBT: jax.Array) -> jax.Array:
-        def one(slot):
-            vocab_VD, ids_BT = slot
-            return Llama.from_params(model, {"embed": vocab_VD}).embed_tokens(ids_BT)
-
-        return lax.map(one, (vocab_LVD, ids_LBT))
-
-    def score(through: PyTree) -> tuple[jax.Array, jax.Array]:
-        """All micro-batches as one: the head's gradient is as large as the head, and would be kept for each."""
-
-        def one(slot):
-            vocab_VD, norm_D, h_BTD, labels_BT, weight_B = slot
-            end = Llama.from_params(model, {"norm": norm_D, "head": vocab_VD.T})
-            return token_nll(end.final_norm(h_BTD), end.head_kernel(), labels_BT, weight_B)
-
-        return lax.map(one, (vocab_LVD, norm_LD, *joined(*through)))
+    def look_up(slot: tuple[PyTree, jax.Array]) -> jax.Array:
+        """The embeddings of this stage's tokens, and zeros for all others."""
+        part, ids_BT = slot
+        num_own = part["embed"].shape[0]
+        own_BT = ids_BT // num_own == stage
+        return jnp.where(own_BT[..., None], Llama.from_params(model, part).embed_tokens(ids_BT % num_own), 0)
 
     def run(h_LBTD: jax.Array) -> jax.Array:
         def one(slot):
@@ -108,20 +103,40 @@ def routed_nll(
     if model.remat == "stage":
         run = jax.checkpoint(run, prevent_cse=False)
 
-    def tick(arrived, step):
-        t, route = step
-        ids_LBT, own_labels_LBT = (
-            lax.dynamic_index_in_dim(parts_MLBT[name], jnp.minimum(t, num_microbatches - 1), keepdims=False)
-            for name in ("input_ids", "labels")
-        )
-        # Real branches: no stage spends time on another's part, whose matrices are the largest there are.
-        h_LBTD, *which = lax.cond(stage == 0, lambda: (enter(ids_LBT), own_labels_LBT, weight_L), lambda: arrived)
+    def tick(arrived: PyTree, step: tuple[jax.Array, PyTree]):
+        route, entering = step
+        h_LBTD, *which = jax.tree.map(lambda new, old: jnp.where(stage == 0, new, old), entering, arrived)
         made = (run(h_LBTD), *which)
         return permute_blocks(made, messages, route, DEVICES), made
 
-    zero_L = jnp.zeros_like(weight_L)
-    labels_LBT = parts_MLBT["labels"][0]
-    nothing = (jnp.zeros((*labels_LBT.shape, model.hidden_size), model.dtype), jnp.zeros_like(labels_LBT), zero_L)
-    _, made = lax.scan(tick, nothing, (jnp.arange(routes.shape[0]), routes))
-    through = jax.tree.map(lambda x: x[last:], made)
-    return lax.cond(stage == last, score, lambda _: (zero_L, zero_L), through)
+    def score(slot):
+        part, h_BTD, labels_BT, weight_B = slot
+        kernel_DV = Llama.from_params(model, part).head_kernel()
+        return token_nll(h_BTD, kernel_DV, labels_BT, weight_B, vocab_size=model.vocab_size, axis_name="stage")
+
+    ids_MLBT, labels_MLBT = (split_microbatches(batch[name], num_microbatches) for name in ("input_ids", "labels"))
+    h_MLBTD = sum_over_stages(jax.vmap(lambda ids_LBT: lax.map(look_up, (vocabulary, ids_LBT)))(ids_MLBT))
+    weight_ML = jnp.broadcast_to(weight_L, (num_microbatches, *weight_L.shape))
+    entering = jax.tree.map(lambda x: _append_zeros(x, num_stages - 1), (h_MLBTD, labels_MLBT, weight_ML))
+    nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), entering)
+    _, made = lax.scan(tick, nothing, (routes, entering))
+
+    # All micro-batches as one: the head's gradient is as large as the head, and would be kept for each.
+    h_MLBTD, labels_MLBT, weight_ML = jax.tree.map(lambda x: x[num_stages - 1 :], made)
+    weight_MLB = jnp.broadcast_to(weight_ML[..., None], labels_MLBT.shape[:3])
+    h_LBTD, labels_LBT, weight_LB = map(merge_microbatches, (h_MLBTD, labels_MLBT, weight_MLB))
+    h_LBTD = jax.vmap(lambda h_BTD, norm_D: Llama.from_params(model, {"norm": norm_D}).final_norm(h_BTD))(
+        h_LBTD, params["norm"]
+    )
+    through = _from_last_stage((h_LBTD, labels_LBT, weight_LB))
+    return lax.map(score, (vocabulary, *through))
+
+
+def _append_zeros(x: jax.Array, number: int) -> jax.Array:
+    return jnp.concatenate([x, jnp.zeros_like(x, shape=(number, *x.shape[1:]))])
+
+
+def _from_last_stage(tree: PyTree) -> PyTree:
+    """What the last stage holds, on every stage of its replica."""
+    is_last = lax.axis_index("stage") == lax.axis_size("stage") - 1
+    return sum_over_stages(jax.tree.map(lambda x: jnp.where(is_last, x, jnp.zeros_like(x)), tree))

@@ -26,7 +26,7 @@ from noloco_jax.spmd import sharding
 from noloco_jax.spmd.gradients import Batch
 from noloco_jax.spmd.inner import inner_optimizer
 from noloco_jax.spmd.losses import Losses, build_losses
-from noloco_jax.spmd.stages import cut, uncut
+from noloco_jax.spmd.stages import padded_vocab_size, replica_square_norm, resize_vocabulary
 
 PyTree = Any
 # Of programs that run once: making them fast takes longer than running them.
@@ -101,7 +101,8 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
     inner, make_outer = inner_optimizer(config), method_of(config).outer_optimizer
     outer = None if make_outer is None else make_outer(config, REPLICAS)
     losses = build_losses(config, mesh)
-    from_params = partial(_from_params, config, mesh.shape["stage"], inner, outer)
+    vocab_size = padded_vocab_size(config.model.vocab_size, mesh.shape)
+    from_params = partial(_from_params, config, vocab_size, inner, outer)
     shapes = jax.eval_shape(lambda: from_params(init_params(config.model, jax.random.key(0))))
 
     param_specs = sharding.param_specs(shapes.params, mesh)
@@ -166,7 +167,7 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
         outer_step=outer_step,
         evaluate=evaluate,
         merge=jax.jit(_merge, out_shardings=on_mesh.params),
-        spread=jax.jit(_spread, out_shardings=one_value),
+        spread=jax.jit(partial(_spread, config.model.vocab_size), out_shardings=one_value),
     )
 
 
@@ -183,10 +184,10 @@ def _outer_axes(outer: OuterOptimizer) -> OuterState:
 
 
 def _from_params(
-    config: TrainConfig, num_stages: int, inner, outer: OuterOptimizer | None, replica_params: PyTree
+    config: TrainConfig, vocab_size: int, inner, outer: OuterOptimizer | None, replica_params: PyTree
 ) -> TrainState:
     params = jax.tree.map(lambda x: jnp.broadcast_to(x, (config.num_replicas, *x.shape)), replica_params)
-    params = cut(params, num_stages)
+    params = resize_vocabulary(params, vocab_size)
     outer_state: Any = None if outer is None else jax.vmap(outer.init, out_axes=_outer_axes(outer))(params)
     return TrainState(params, jax.vmap(inner.init)(computed(params)), outer_state)
 
@@ -200,10 +201,7 @@ def _inner_step(
         gradient = computed(gradient)  # moments and norm are float32 whatever the parameters are
         if method_of(config).averages_gradients:
             gradient = all_mean(gradient, REPLICAS)
-        square = optax.tree.norm(gradient, squared=True)
-        if jax.lax.axis_size("stage") > 1:  # a replica spans its stages, and so does its gradient's norm
-            square = jax.lax.psum(square, "stage")
-        norm = jnp.sqrt(square)
+        norm = jnp.sqrt(replica_square_norm(gradient))
         gradient = optax.tree.scale(jnp.minimum(1.0, config.inner.clip_norm / jnp.maximum(norm, 1e-30)), gradient)
         updates, inner_state = inner.update(gradient, inner_state, computed(params))
         return optax.apply_updates(params, updates), inner_state, norm
@@ -224,8 +222,8 @@ def _merge(params: PyTree) -> PyTree:
     return jax.tree.map(mean, params)
 
 
-def _spread(params: PyTree) -> jax.Array:
-    params = uncut(params)
+def _spread(vocab_size: int, params: PyTree) -> jax.Array:
+    params = resize_vocabulary(params, vocab_size)
     squares = [
         jnp.sum(jnp.square(x.astype(jnp.float32) - jnp.mean(x, 0, jnp.float32, keepdims=True)))
         for x in jax.tree.leaves(params)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -15,9 +16,10 @@ PyTree = Any
 # The axes over which the programs are written by hand; `fsdp` and `tensor` are left to the partitioner.
 MANUAL_AXES = ("replica", "stage")
 
-# Dimensions of one replica's parameter; stacked layers lie on the stages. All have the replicas in front.
+# Dimensions of one replica's parameter; stacked layers and the vocabulary lie on the stages. All have the replicas in
+# front.
 PARAMETER_SPECS = {
-    "embed": P("tensor", "fsdp"),
+    "embed": P(("stage", "tensor"), "fsdp"),
     "blocks/attention_norm": P("stage", None),
     "blocks/q": P("stage", "fsdp", "tensor"),
     "blocks/k": P("stage", "fsdp", "tensor"),
@@ -28,9 +30,7 @@ PARAMETER_SPECS = {
     "blocks/up": P("stage", "fsdp", "tensor"),
     "blocks/down": P("stage", "tensor", "fsdp"),
     "norm": P(None),
-    "head": P("fsdp", "tensor"),
-    "stage_vocab": P("stage", "tensor", "fsdp"),
-    "stage_norm": P("stage", None),
+    "head": P("fsdp", ("stage", "tensor")),
 }
 BATCH_SPEC = P("replica", "fsdp")  # (replica, sequence, position)
 REPLICA_SPEC = P("replica")  # one value a replica
@@ -40,13 +40,18 @@ def param_specs(params: PyTree, mesh: Mesh) -> PyTree:
     """Specs of parameters with a leading replica axis. An axis that does not divide its dimension is left out."""
 
     def spec(path: tuple, leaf: jax.Array) -> P:
-        name = "/".join(key.key for key in path)
-        axes = ("replica", *PARAMETER_SPECS[name])
-        sizes = [1 if axis is None else mesh.shape[axis] for axis in axes]
-        fits = [dim % size == 0 for dim, size in zip(leaf.shape, sizes, strict=True)]
-        return P(*(axis if fit else None for axis, fit in zip(axes, fits, strict=True)))
+        axes = ("replica", *PARAMETER_SPECS["/".join(key.key for key in path)])
+        return P(*(_fitting(dim, names, mesh) for dim, names in zip(leaf.shape, axes, strict=True)))
 
     return jax.tree.map_with_path(spec, params)
+
+
+def _fitting(dim: int, names: str | tuple[str, ...] | None, mesh: Mesh) -> str | tuple[str, ...] | None:
+    """The first of a dimension's axes, as many as divide it together."""
+    if not isinstance(names, tuple):
+        return names if names is None or dim % mesh.shape[names] == 0 else None
+    sizes = np.cumprod([mesh.shape[name] for name in names])
+    return names[: int(np.sum(dim % sizes == 0))] or None
 
 
 def inner_specs(inner: optax.GradientTransformation, params: PyTree, specs: PyTree) -> PyTree:
@@ -68,7 +73,12 @@ def outer_specs(outer: OuterOptimizer, state: OuterState, specs: PyTree) -> Oute
 
 def manual(specs: PyTree) -> PyTree:
     """The part of the specs that `shard_map` is told: the manual axes."""
-    return jax.tree.map(lambda spec: P(*(axis if axis in MANUAL_AXES else None for axis in spec)), specs)
+
+    def part(names: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
+        names = (names,) if isinstance(names, str) else names or ()
+        return tuple(name for name in names if name in MANUAL_AXES) or None
+
+    return jax.tree.map(lambda spec: P(*map(part, spec)), specs)
 
 
 def shardings(mesh: Mesh, specs: PyTree) -> PyTree:

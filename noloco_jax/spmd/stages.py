@@ -1,54 +1,80 @@
-"""The parameters of a model that is cut into pipeline stages.
+"""What all pipeline stages of a replica share: the vocabulary, in as many parts, and the last norm, whole on each.
 
-Shards of an array are equally large, so every stage has one slot of the vocabulary's size and one norm: the embedding
-on the first stage, the head (transposed) and the last norm on the last. On the stages between them the slots stay zero:
-for S stages that is (S - 2) V D weights a replica that are kept, and sent by outer steps, for nothing.
+Vocabulary parallelism (arXiv 2411.05288): of V' tokens, V rounded up to a multiple of the S stages, every stage holds
+V'/S rows of the embedding and V'/S columns of the head. The tokens from V on are padding, and stay zero: no position
+looks them up, and no softmax counts them. The norm's weight is small: every stage holds a copy.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 PyTree = Any
+_VOCABULARY_AXIS = {"embed": -2, "head": -1}
+_ON_EVERY_STAGE = "norm"
 
 
-def cut(params: PyTree, num_stages: int) -> PyTree:
-    """Parameters for `num_stages` stages: `blocks` as they are, `stage_vocab` (N, S, V, D) and `stage_norm` (N, S, D).
+def padded_vocab_size(vocab_size: int, mesh_shape: Mapping[str, int]) -> int:
+    """V': the tokens that the tables of a run have, for the devices along every axis of its mesh.
+
+    Of several stages it is a multiple of the `tensor` devices as well, which share a stage's part.
+    """
+    if mesh_shape["stage"] == 1:
+        return vocab_size
+    num_parts = mesh_shape["stage"] * mesh_shape["tensor"]
+    return -(-vocab_size // num_parts) * num_parts
+
+
+def resize_vocabulary(tree: PyTree, vocab_size: int) -> PyTree:
+    """Every embedding and head in a tree, padded with zeros or cut to `vocab_size` tokens; the rest as it is.
 
     Args:
-      params: the model's, untied, with the N replicas in front.
-      num_stages: S; 1 leaves them alone.
+      tree: parameters, or a state that holds dicts like them: moments, slow weights. Any leading axes.
+      vocab_size: what to make of the tables' vocabulary; only padding may be cut.
     """
-    if num_stages == 1:
-        return params
-    head_NVD = params["head"].swapaxes(1, 2)
-    nothing = [jnp.zeros_like(head_NVD)] * (num_stages - 2)
-    no_norm = [jnp.zeros_like(params["norm"])] * (num_stages - 1)
-    return {
-        "blocks": params["blocks"],
-        "stage_vocab": jnp.stack([params["embed"], *nothing, head_NVD], axis=1),
-        "stage_norm": jnp.stack([*no_norm, params["norm"]], axis=1),
-    }
+
+    def resized(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        axis = _VOCABULARY_AXIS.get(getattr(path[-1], "key", ""))
+        if axis is None or x.shape[axis] == vocab_size:
+            return x
+        if x.shape[axis] > vocab_size:
+            return x[..., :vocab_size] if axis == -1 else x[..., :vocab_size, :]
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, vocab_size - x.shape[axis])
+        return jnp.pad(x, widths)
+
+    return jax.tree.map_with_path(resized, tree)
 
 
-def uncut(params: PyTree) -> PyTree:
-    """The model's parameters, of those of any number of stages."""
-    if "stage_vocab" not in params:
-        return params
-    return {
-        "embed": params["stage_vocab"][:, 0],
-        "blocks": params["blocks"],
-        "norm": params["stage_norm"][:, -1],
-        "head": params["stage_vocab"][:, -1].swapaxes(1, 2),
-    }
+def sum_over_stages(tree: PyTree) -> PyTree:
+    """The sum of every stage's tree, on all stages. For use inside `shard_map` over `stage`."""
+    if jax.lax.axis_size("stage") == 1:  # XLA's partitioner refuses it beside axes that are left to it
+        return tree
+
+    def total(x: jax.Array) -> jax.Array:
+        # XLA's CPU compiler aborts on sums of bfloat16 here ("Invalid binary instruction opcode copy").
+        widened = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else x
+        return jax.lax.psum(widened, "stage").astype(x.dtype)
+
+    return jax.tree.map(total, tree)
 
 
-def map_params(transform: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
-    """Applies `transform` to every parameter dict in a state: the parameters, the moments, the slow weights."""
+def sum_copies(gradient: PyTree) -> PyTree:
+    """The gradient of what every stage holds a copy of, summed over the stages; of the rest, this stage's part.
 
-    def is_params(node: Any) -> bool:
-        return isinstance(node, dict) and "blocks" in node
+    For use inside `shard_map` over `stage`. All stages get the same sum, so that their copies stay equal.
+    """
+    return gradient | {_ON_EVERY_STAGE: sum_over_stages(gradient[_ON_EVERY_STAGE])}
 
-    return jax.tree.map(lambda node: transform(node) if is_params(node) else node, tree, is_leaf=is_params)
+
+def replica_square_norm(gradient: PyTree) -> jax.Array:
+    """The squared norm of a replica's gradient, whose parts its stages hold; what all hold a copy of counts once.
+
+    For use inside `shard_map` over `stage`, on what `sum_copies` returns.
+    """
+    part = {name: x for name, x in gradient.items() if name != _ON_EVERY_STAGE}
+    square = sum_over_stages(optax.tree.norm(part, squared=True))
+    return square + optax.tree.norm(gradient[_ON_EVERY_STAGE], squared=True)

@@ -12,7 +12,7 @@ import numpy as np
 from noloco_jax.config.fields import ModelConfig
 from noloco_jax.model.llama import Llama
 from noloco_jax.model.loss import token_nll
-from noloco_jax.spmd.gradients import Batch, joined, split
+from noloco_jax.spmd.gradients import Batch, merge_microbatches, split_microbatches
 
 PyTree = Any
 
@@ -34,7 +34,7 @@ def routed_nll(
       num_stages: S.
       num_microbatches: M.
       pool: (pool, S - 1, N), see `routing.route_pool`.
-      params: the model's, uncut, the N replicas in front.
+      params: the model's, the N replicas in front.
       batch: (N, M·B, T).
       weight_N: float32, what the loss of a label in each of these batches counts.
       routes: int32 (M + S - 1,), the pool entry of each tick.
@@ -75,7 +75,8 @@ def routed_nll(
         end = Llama.from_params(model, replica)
         return token_nll(end.final_norm(h_BTD), end.head_kernel(), labels_BT, weight_B)
 
-    parts_MNBT = jax.tree.map(lambda x: split(x, num_microbatches), batch)
-    _, through = jax.lax.scan(microbatch, None, (jnp.arange(num_microbatches), parts_MNBT))
+    parts_MNBT = jax.tree.map(lambda x: split_microbatches(x, num_microbatches), batch)
+    _, (h_MNBTD, labels_MNBT, weight_MN) = jax.lax.scan(microbatch, None, (jnp.arange(num_microbatches), parts_MNBT))
+    weight_MNB = jnp.broadcast_to(weight_MN[..., None], labels_MNBT.shape[:3])
     ends = {name: params[name] for name in ("embed", "norm", "head") if name in params}
-    return jax.lax.map(score, (ends, *joined(*through)))
+    return jax.lax.map(score, (ends, *map(merge_microbatches, (h_MNBTD, labels_MNBT, weight_MNB))))

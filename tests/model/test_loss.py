@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config.fields import ModelConfig
 from noloco_jax.labels import IGNORED_LABEL
@@ -69,6 +71,49 @@ def test_columns_of_zeros_behind_the_vocabulary_change_nothing(inputs, vocab_mul
     np.testing.assert_allclose(value, expected_sum, rtol=1e-6)
     np.testing.assert_allclose(d_h_BTD, expected_d_h_BTD, atol=1e-5)
     np.testing.assert_allclose(d_kernel_DV, expected_d_kernel_DV, atol=2e-5)
+
+
+@pytest.mark.parametrize(("num_shards", "vocab_multiple"), [(2, 1), (4, 1), (4, 8)])
+def test_a_kernel_whose_columns_are_sharded_has_the_loss_and_the_gradients_of_the_whole(
+    inputs, num_shards, vocab_multiple
+):
+    """With the weights of `weight_B`, in chunks, and columns behind the vocabulary that belong to no token."""
+    h_BTD, kernel_DV, labels_BT = as_float32(inputs)
+    padding = -V % num_shards
+    padded_DV = jnp.pad(kernel_DV, ((0, 0), (0, padding)), constant_values=9.0)  # seen if they are not left out
+
+    def of_shard(h_BTD, kernel_DV, labels_BT):
+        def objective(h_BTD, kernel_DV):
+            sums = token_nll(
+                h_BTD,
+                kernel_DV,
+                labels_BT,
+                jnp.full(B, 3.0),
+                chunk_tokens=9,
+                vocab_multiple=vocab_multiple,
+                vocab_size=V,
+                axis_name="shard",
+            )
+            return sums[0] / num_shards, jnp.stack(sums)  # the gradient is that of the sum over shards
+
+        (d_h_BTD, d_kernel_DV), sums = jax.grad(objective, argnums=(0, 1), has_aux=True)(h_BTD, kernel_DV)
+        return sums[None], jax.lax.psum(d_h_BTD, "shard"), d_kernel_DV
+
+    mesh = jax.make_mesh((num_shards,), ("shard",), (AxisType.Auto,), devices=jax.devices()[:num_shards])
+    sharded = jax.shard_map(
+        of_shard,
+        mesh=mesh,
+        in_specs=(P(), P(None, "shard"), P()),
+        out_specs=(P("shard"), P(), P(None, "shard")),
+        check_vma=False,
+    )
+    sums, d_h_BTD, d_kernel_DV = jax.jit(sharded)(h_BTD, padded_DV, labels_BT)
+    expected_sum, expected_tokens, expected_d_h_BTD, expected_d_kernel_DV = oracle(*inputs)
+    np.testing.assert_allclose(sums[:, 0], np.full(num_shards, 3 * expected_sum), rtol=1e-6)
+    np.testing.assert_array_equal(sums[:, 1], np.full(num_shards, expected_tokens))
+    np.testing.assert_allclose(d_h_BTD, 3 * expected_d_h_BTD, atol=1e-5)
+    np.testing.assert_allclose(d_kernel_DV[:, :V], 3 * expected_d_kernel_DV, atol=2e-5)
+    np.testing.assert_array_equal(d_kernel_DV[:, V:], 0.0)
 
 
 def test_the_value_without_a_gradient_is_the_same(inputs):

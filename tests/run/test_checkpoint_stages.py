@@ -14,29 +14,31 @@ from noloco_jax.run import elastic
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
-from noloco_jax.spmd.stages import map_params, uncut
+from noloco_jax.spmd.stages import resize_vocabulary
 
-N, B, T, V = 2, 2, 8, 32
+N, B, T = 2, 2, 8
 SAVED, LAST = 2, 4
 CONFIG = TrainConfig(
     num_replicas=N,
     num_steps=LAST,
     num_microbatches=2,
-    model=ModelConfig(hidden_size=16, intermediate_size=32, num_layers=4, num_heads=2, num_kv_heads=2, vocab_size=V),
+    model=ModelConfig(hidden_size=16, intermediate_size=32, num_layers=4, num_heads=2, num_kv_heads=2),
     inner=InnerConfig(lr=1e-2, warmup_steps=0, eps=1e-3),
     outer=OuterConfig(sync_every=2),
     data=DataConfig(sequence_length=T, batch_size=B),
 )
 
 
-def config_of(num_stages: int) -> TrainConfig:
-    """Fixed routes, on which every cut is the same model."""
-    return dataclasses.replace(CONFIG, mesh=MeshConfig(replica=N, stage=num_stages, routing="fixed"))
+def config_of(num_stages: int, vocab_size: int) -> TrainConfig:
+    """Fixed routes, on which any number of stages is the same model."""
+    model = dataclasses.replace(CONFIG.model, vocab_size=vocab_size)
+    mesh = MeshConfig(replica=N, stage=num_stages, routing="fixed")
+    return dataclasses.replace(CONFIG, model=model, mesh=mesh)
 
 
 @functools.cache
-def programs_of(num_stages: int) -> Programs:
-    return build_programs(config_of(num_stages), make_mesh(config_of(num_stages), jax.devices()[: N * num_stages]))
+def programs_of(config: TrainConfig) -> Programs:
+    return build_programs(config, make_mesh(config, jax.devices()[: N * config.mesh.stage]))
 
 
 def train(programs: Programs, state: TrainState, first: int, last: int) -> tuple[TrainState, np.ndarray]:
@@ -45,7 +47,7 @@ def train(programs: Programs, state: TrainState, first: int, last: int) -> tuple
     params, inner, outer = state
     losses = []
     for step in range(first, last + 1):
-        tokens_NBT = np.random.default_rng(step).integers(0, V, (N, B, T + 1), dtype=np.int32)
+        tokens_NBT = np.random.default_rng(step).integers(0, 29, (N, B, T + 1), dtype=np.int32)
         batch = {"input_ids": tokens_NBT[..., :-1], "labels": tokens_NBT[..., 1:]}
         batch = {name: jax.device_put(x, programs.batch[name].sharding) for name, x in batch.items()}
         params, inner, metrics = programs.inner_step(params, inner, batch, np.int32(step))
@@ -55,31 +57,45 @@ def train(programs: Programs, state: TrainState, first: int, last: int) -> tuple
     return TrainState(params, inner, outer), np.stack(losses)
 
 
-def whole(state: TrainState) -> Any:
-    """Weights, moments and slow weights without stages, on the host."""
-    return jax.tree.map(np.asarray, map_params(uncut, state))
+def whole(state: TrainState, vocab_size: int) -> Any:
+    """Weights, moments and slow weights without padding, on the host."""
+    return jax.tree.map(np.asarray, resize_vocabulary(state, vocab_size))
 
 
-def interrupted(num_stages: int, workdir: Path) -> tuple[Any, TrainState, np.ndarray]:
+def interrupted(config: TrainConfig, workdir: Path) -> tuple[TrainState, TrainState, np.ndarray]:
     """The state that a run saves after its second step, its state at the end, and the losses in between."""
-    programs = programs_of(num_stages)
+    programs = programs_of(config)
     state, _ = train(programs, programs.init(jax.random.key(0)), 1, SAVED)
-    with Checkpointer(workdir, config_of(num_stages)) as checkpoints:
+    with Checkpointer(workdir, config) as checkpoints:
         checkpoints.save(SAVED, state, {replica: {} for replica in range(N)})
-    before = whole(state)
+    before = jax.tree.map(np.array, state)
     return before, *train(programs, state, SAVED + 1, LAST)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2)])
-def test_a_checkpoint_of_other_stages_is_the_same_state_and_trains_on_alike(tmp_path, before, after):
-    saved, end, losses = interrupted(before, tmp_path)
-    programs = programs_of(after)
-    with Checkpointer(tmp_path, config_of(after)) as checkpoints:
-        state, _, changed = elastic.restore(checkpoints, SAVED, config_of(after), programs)
+@pytest.mark.parametrize(
+    ("before", "after", "vocab_size", "words"),
+    [
+        (2, 1, 32, ""),
+        (1, 2, 32, ""),
+        (4, 2, 32, ""),
+        (4, 2, 30, "embedding and head are padded to 30 tokens, before 32"),
+        (1, 4, 29, "embedding and head are padded to 32 tokens, before 29"),
+    ],
+)
+def test_a_checkpoint_of_other_stages_is_the_same_state_and_trains_on_alike(tmp_path, before, after, vocab_size, words):
+    saved, end, losses = interrupted(config_of(before, vocab_size), tmp_path)
+    config = config_of(after, vocab_size)
+    programs = programs_of(config)
+    with Checkpointer(tmp_path, config) as checkpoints:
+        state, _, changed = elastic.restore(checkpoints, SAVED, config, programs)
     jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail("elsewhere"), state, programs.state)
-    jax.tree.map(np.testing.assert_array_equal, whole(state), saved)
-    assert changed == f"cut into {after} pipeline stages, before {before}"
+    jax.tree.map(np.testing.assert_array_equal, whole(state, vocab_size), whole(saved, vocab_size))
+    assert changed == words
 
     mine, my_losses = train(programs, state, SAVED + 1, LAST)
     np.testing.assert_allclose(my_losses, losses, rtol=1e-5)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5), whole(mine), whole(end))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5),
+        whole(mine, vocab_size),
+        whole(end, vocab_size),
+    )

@@ -12,21 +12,21 @@ from noloco_jax.config.fields import from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.model.llama import Llama, init_params
 from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import build_programs
+from noloco_jax.spmd.programs import TrainState, build_programs
 from noloco_jax.spmd.routing import draw_routes, route_pool
-from noloco_jax.spmd.stages import cut, map_params, uncut
+from noloco_jax.spmd.stages import resize_vocabulary
 
 N, B, T, V = 4, 4, 8, 32
 
 
-def run_config(num_stages=2, routing="random", num_microbatches=2, remat="none", **mesh):
+def run_config(num_stages=2, routing="random", num_microbatches=2, remat="none", vocab_size=V, **mesh):
     return from_dict(
         {
             "num_replicas": N,
             "num_microbatches": num_microbatches,
             "num_steps": 20,
             "model": {
-                "vocab_size": V,
+                "vocab_size": vocab_size,
                 "hidden_size": 16,
                 "intermediate_size": 32,
                 "num_layers": 4,
@@ -43,11 +43,11 @@ def run_config(num_stages=2, routing="random", num_microbatches=2, remat="none",
 
 
 @functools.cache
-def batches(num_steps):
+def batches(num_steps, vocab_size=V):
     rng = np.random.default_rng(0)
     made = []
     for _ in range(num_steps):
-        ids_NBT = rng.integers(0, V, (N, B, T + 1), dtype=np.int32)
+        ids_NBT = rng.integers(0, vocab_size, (N, B, T + 1), dtype=np.int32)
         labels_NBT = ids_NBT[..., 1:].copy()
         labels_NBT[0, 1, 3:] = -100  # replicas with other numbers of labels
         labels_NBT[2, :, 6:] = -100
@@ -56,13 +56,13 @@ def batches(num_steps):
 
 
 @functools.cache
-def trajectory(config, num_devices, num_steps=4):
-    """Losses (steps, N) and gradient norms of a run with an outer step after every second step, weights, evaluation."""
+def train(config, num_devices, num_steps=4):
+    """Losses (steps, N) and gradient norms of a run with an outer step after every second step, state, evaluation."""
     programs = build_programs(config, make_mesh(config, jax.devices()[:num_devices]))
     assert programs.outer_step is not None
     params, inner, outer = programs.init(jax.random.key(0))
     losses, norms = [], []
-    for step, batch in enumerate(batches(num_steps), start=1):
+    for step, batch in enumerate(batches(num_steps, config.model.vocab_size), start=1):
         batch = {name: jax.device_put(x, programs.batch[name].sharding) for name, x in batch.items()}
         params, inner, metrics = programs.inner_step(params, inner, batch, jnp.int32(step))
         losses.append(np.asarray(metrics.loss))
@@ -70,7 +70,14 @@ def trajectory(config, num_devices, num_steps=4):
         if step % 2 == 0:
             params, outer = programs.outer_step(params, outer, jnp.int32(step))
     evaluation = jax.tree.map(np.asarray, programs.evaluate(params, batch))
-    return np.array(losses), np.array(norms), jax.tree.map(np.asarray, uncut(params)), evaluation
+    return np.array(losses), np.array(norms), TrainState(params, inner, outer), evaluation
+
+
+def trajectory(config, num_devices):
+    """What `train` returns, of the state the model's weights."""
+    losses, norms, state, evaluation = train(config, num_devices)
+    params = jax.tree.map(np.asarray, resize_vocabulary(state.params, config.model.vocab_size))
+    return losses, norms, params, evaluation
 
 
 def assert_same_run(one, other):
@@ -153,6 +160,16 @@ RANDOM_LAYOUTS = {
     "two replicas a device": (run_config(2, replica=2), 4, run_config(2)),
     "a stage computed again": (run_config(2, replica=1, remat="stage"), 2, run_config(2)),
     "2 replicas x 4 stages": (run_config(4, num_microbatches=4, replica=2), 8, run_config(4, num_microbatches=4)),
+    "2 stages x fsdp 2 x tensor 2 and an odd vocabulary": (
+        run_config(2, vocab_size=29, replica=1, fsdp=2, tensor=2),
+        8,
+        run_config(2, vocab_size=29),
+    ),
+    "4 stages that do not divide the vocabulary": (
+        run_config(4, vocab_size=29, replica=1),
+        4,
+        run_config(4, vocab_size=29),
+    ),
 }
 
 
@@ -193,12 +210,58 @@ def test_the_heads_gradient_is_not_kept_for_every_microbatch(num_devices):
     assert temporaries(4) < temporaries(1) + gradient
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_cutting_into_stages_and_back_changes_nothing(num_stages):
-    params = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), init_params(run_config(1, "fixed").model, jax.random.key(1)))
-    state = {"moments": (params, 3), "weights": params}
-    back = map_params(uncut, map_params(lambda p: cut(p, num_stages), state))
-    jax.tree.map(np.testing.assert_array_equal, back, state)
+def parts_of(x):
+    """What the devices of the first replica hold of an array: from the first stage to the last."""
+    return [np.asarray(shard.data)[0] for shard in x.addressable_shards if shard.index[0].start in (0, None)]
+
+
+@pytest.mark.parametrize(("vocab_size", "padded"), [(32, 32), (29, 32)])
+def test_every_stage_holds_an_equal_part_of_the_vocabulary_and_none_holds_zeros_for_another(vocab_size, padded):
+    config = run_config(4, vocab_size=vocab_size, replica=2)
+    model = init_params(config.model, jax.random.key(0))
+    state = build_programs(config, make_mesh(config, jax.devices())).adopt(model)
+    for name, axis in (("embed", 0), ("head", 1)):
+        parts = parts_of(state.params[name])
+        assert [part.shape[axis] for part in parts] == [padded // 4] * 4
+        assert all(part.any() for part in parts)
+        whole = np.concatenate(parts, axis)
+        np.testing.assert_array_equal(whole.take(range(vocab_size), axis), model[name])
+        assert not whole.take(range(vocab_size, padded), axis).any()
+    assert jax.tree.map(lambda x: x.size, state.params) == jax.tree.map(
+        lambda x: N * x.size // vocab_size * padded if vocab_size in x.shape else N * x.size, model
+    )
+
+
+def test_padding_of_the_vocabulary_stays_zero():
+    config, num_devices, _ = RANDOM_LAYOUTS["4 stages that do not divide the vocabulary"]
+    _, _, state, _ = train(config, num_devices)
+    tables = [x for path, x in jax.tree.leaves_with_path(state) if getattr(path[-1], "key", "") in ("embed", "head")]
+    assert len(tables) == 2 * 5  # weights, two moments, slow weights, outer momentum
+    for x in tables:
+        padding = x[..., 29:] if x.shape[-1] == 32 else x[:, 29:]
+        assert padding.shape[-1] == 3 or padding.shape[1] == 3
+        assert not np.asarray(padding).any()
+
+
+def test_the_replica_spread_is_the_models_without_padding():
+    config, num_devices, _ = RANDOM_LAYOUTS["4 stages that do not divide the vocabulary"]
+    params = trajectory(config, num_devices)[2]
+    padded = train(config, num_devices)[2].params
+    spread = build_programs(config, make_mesh(config, jax.devices()[:num_devices])).spread(padded)
+    squares, numel = np.sum([[np.square(x - x.mean(0)).sum(), x.size] for x in jax.tree.leaves(params)], axis=0)
+    np.testing.assert_allclose(spread, np.sqrt(squares / numel), rtol=1e-5)
+
+
+def test_the_stages_copies_of_the_last_norm_stay_bitwise_equal():
+    config, num_devices, _ = RANDOM_LAYOUTS["2 replicas x 4 stages"]
+    _, _, state, _ = train(config, num_devices)
+    norms = [x for path, x in jax.tree.leaves_with_path(state) if getattr(path[-1], "key", "") == "norm"]
+    assert len(norms) == 5  # weights, two moments, slow weights, outer momentum
+    for x in norms:
+        first, *others = parts_of(x)
+        assert len(others) == 3 and (first != first[0]).any()
+        for other in others:
+            np.testing.assert_array_equal(other, first)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +271,6 @@ def test_cutting_into_stages_and_back_changes_nothing(num_stages):
         ({"num_microbatches": 3}, ["data.batch_size=4", "num_microbatches=3"]),
         ({"num_stages": 1, "remat": "stage"}, ["model.remat", "mesh.stage=1"]),
         ({"fsdp": 4, "num_microbatches": 2}, ["micro-batches of 2", "mesh.fsdp=4"]),
-        ({"fsdp": 2, "tensor": 2}, ["mesh.stage=2", "mesh.fsdp=2", "mesh.tensor=2"]),
     ],
 )
 def test_stages_that_do_not_fit_are_an_error_that_names_both_numbers(changes, words):
