@@ -24,11 +24,14 @@ from noloco_jax.errors import UserError, main_with_errors
 from noloco_jax.model.huggingface import load_params
 from noloco_jax.outer.pairing import Round, groups_of_rounds
 from noloco_jax.run import elastic
-from noloco_jax.run.banner import banner_rows, bytes_sent, sample_prompt, sample_text, show_results
+from noloco_jax.run.banner import banner_rows, show_results
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress, banner, make_console
 from noloco_jax.run.evaluate import evaluate
-from noloco_jax.run.metrics import MetricWriter, Throughput, read_metrics
+from noloco_jax.run.messages import bytes_sent
+from noloco_jax.run.metrics import MetricWriter, read_metrics
+from noloco_jax.run.sample import sample_prompt, sample_text
+from noloco_jax.run.throughput import Throughput
 from noloco_jax.spmd.batches import Feed, local_replicas
 from noloco_jax.spmd.compile import compile_ahead
 from noloco_jax.spmd.inner import learning_rates, run_pairing

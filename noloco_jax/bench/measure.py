@@ -10,19 +10,19 @@ import jax
 
 from noloco_jax.bench.memory import compiled_peak, measured_peak, program_memory
 from noloco_jax.bench.rates import data_rate, matrix_rate, matrix_side
-from noloco_jax.bench.timing import Runner, inner_times, outer_times, spread, trace
+from noloco_jax.bench.timing import TimedRun, inner_times, outer_times, quartiles, trace
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.errors import UserError
-from noloco_jax.run.banner import bytes_sent
-from noloco_jax.run.metrics import mfu, model_flops_per_token
+from noloco_jax.run.flops import mfu, model_flops_per_token
+from noloco_jax.run.messages import bytes_sent, num_pairings
 from noloco_jax.spmd.compile import compile_ahead
-from noloco_jax.spmd.inner import run_pairing
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.offload import offload
 from noloco_jax.spmd.programs import Programs, build_programs
 
 Result = dict[str, Any]
-_OTHERS = {"evaluate": None, "merge": None, "spread": None}
+# The programs that are not measured.
+_UNMEASURED: dict[str, Any] = {"evaluate": None, "merge": None, "spread": None}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ def measure(config: TrainConfig, options: Options) -> Result:
         "device": devices[0].device_kind,
         "mesh": dict(programs.mesh.shape),
         "compile_seconds": compile_seconds,
-        "pairings": len(run_pairing(config).pool) if config.method == "noloco" else None,
+        "pairings": num_pairings(config) or None,
         "bytes_sent": bytes_sent(config),
         "program_memory_bytes": memory,
         "peak_memory_bytes": compiled_peak(memory),
@@ -75,7 +75,7 @@ def _compile(programs: Programs) -> tuple[Programs, dict[str, float]]:
     """The inner and the outer program compiled, as the trainer does, and the seconds of each."""
     seconds, compiled = {}, {}
     for name, other in (("inner_step", "outer_step"), ("outer_step", "inner_step")):
-        left_out: dict[str, Any] = {**_OTHERS, other: None}
+        left_out: dict[str, Any] = {**_UNMEASURED, other: None}
         started = time.perf_counter()
         compiled[name] = getattr(compile_ahead(dataclasses.replace(programs, **left_out)), name)
         if compiled[name] is not None:
@@ -108,13 +108,13 @@ def _run(config: TrainConfig, programs: Programs, options: Options) -> Result:
 
 
 def _steps(config: TrainConfig, programs: Programs, options: Options) -> Result:
-    runner = Runner(config, programs)
-    inner = spread(inner_times(runner, options.steps))
+    run = TimedRun(config, programs)
+    inner = quartiles(inner_times(run, options.steps))
     result: Result = {"step_seconds": inner, "outer_step_seconds": None, "outer_share": None, "profile": None}
     devices = programs.mesh.devices.flatten().tolist()
     peak_of_inner_steps = measured_peak(devices)
     if programs.outer_step is not None:
-        outer = spread(outer_times(runner))
+        outer = quartiles(outer_times(run))
         result["outer_step_seconds"] = outer
         result["outer_share"] = outer["median"] / (outer["median"] + config.outer.sync_every * inner["median"])
     peak = measured_peak(devices)
@@ -122,5 +122,5 @@ def _steps(config: TrainConfig, programs: Programs, options: Options) -> Result:
         result |= {"peak_memory_bytes": peak, "peak_memory_from": "the devices' allocators"}
         result["peak_memory_bytes_before_outer_steps"] = peak_of_inner_steps
     if options.profile is not None:
-        result["profile"] = str(trace(runner, options.profile, with_outer=programs.outer_step is not None))
+        result["profile"] = str(trace(run, options.profile, with_outer=programs.outer_step is not None))
     return result

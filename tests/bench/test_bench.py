@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from noloco_jax.bench import __main__ as bench
+from noloco_jax.bench import command as bench
 from noloco_jax.bench import rates, report, timing
 from noloco_jax.bench.measure import Options, measure
 from noloco_jax.bench.variants import Variant, make_variants
@@ -141,7 +141,7 @@ def test_compiling_only_allocates_nothing_and_counts_the_pairings(monkeypatch):
     def forbidden(*_):
         raise AssertionError("nothing is to run")
 
-    monkeypatch.setattr(timing.Runner, "__init__", forbidden)
+    monkeypatch.setattr(timing.TimedRun, "__init__", forbidden)
     result = measure(small(num_replicas=8), Options(1, 1.0, compile_only=True, profile=None))
     assert result["pairings"] == 7
     assert result["peak_memory_bytes"] > 0
@@ -180,7 +180,7 @@ def test_a_step_is_timed_from_end_to_end_with_one_dispatched_ahead(monkeypatch):
 
 
 def test_spread_is_the_median_and_the_quartiles():
-    assert timing.spread([5.0, 1.0, 2.0, 4.0, 3.0]) == {"median": 3.0, "lower_quartile": 2.0, "upper_quartile": 4.0}
+    assert timing.quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == {"median": 3.0, "lower_quartile": 2.0, "upper_quartile": 4.0}
 
 
 def test_random_batches_stay_within_the_vocabulary_and_differ_between_replicas():
@@ -220,7 +220,7 @@ def shown(rows, width: int | None = None) -> str:
     return re.sub(r"\x1b\[[\d;]*m", "", file.getvalue())
 
 
-def rows_of(result: dict, **changes) -> list[report.Row]:
+def rows_of(result: dict, **changes) -> list[report.VariantResult]:
     variant = Variant({"num_replicas": "4"}, (), small(), "")
     return [(variant, result | changes)]
 

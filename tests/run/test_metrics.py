@@ -13,7 +13,9 @@ import pytest
 
 from noloco_jax.config.fields import TrainConfig, from_dict
 from noloco_jax.errors import UserError
-from noloco_jax.run.metrics import MetricWriter, Throughput, mfu, model_flops_per_token, read_metrics
+from noloco_jax.run.flops import mfu, model_flops_per_token
+from noloco_jax.run.metrics import MetricWriter, read_metrics
+from noloco_jax.run.throughput import Throughput
 
 
 def write(workdir: Path, steps: range, resume_step: int | None) -> None:

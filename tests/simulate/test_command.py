@@ -16,7 +16,7 @@ from noloco_jax.formatting import (
     parse_count,
     parse_seconds,
 )
-from noloco_jax.simulate import __main__ as simulate
+from noloco_jax.simulate import command as simulate
 
 
 def test_costs_on_the_users_links_answer_in_a_table(capsys):
