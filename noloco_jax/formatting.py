@@ -47,9 +47,9 @@ def format_tokens_per_second(value: float) -> str:
     return f"{format_count(value)} tokens/s"
 
 
-def format_flops(value: float) -> str:
-    """Floating point operations a second, with a decimal prefix: `19.5 TFLOP/s`."""
-    return _prefixed(value, "FLOP/s")
+def format_si(value: float, unit: str = "") -> str:
+    """Any figure with a decimal prefix before its unit: `19.5 TFLOP/s`, or `19.5 T` where a heading has the unit."""
+    return _prefixed(value, unit).rstrip()
 
 
 def format_bytes(value: float) -> str:

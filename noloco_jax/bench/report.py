@@ -13,10 +13,10 @@ from noloco_jax.bench.variants import Variant
 from noloco_jax.formatting import (
     format_bytes,
     format_count,
-    format_flops,
     format_memory,
     format_percent,
     format_seconds,
+    format_si,
     format_tokens_per_second,
 )
 from noloco_jax.run.messages import SENDS_EVERY
@@ -45,7 +45,7 @@ _SPEED: list[Column] = [
     ("step", _or_dash(format_seconds, "step_seconds", "median")),
     ("quartiles", _or_dash(_quartiles, "step_seconds")),
     ("tokens/s", _or_dash(format_count, "tokens_per_second")),
-    ("FLOP/s", _or_dash(format_flops, "model_flops_per_second")),
+    ("FLOP/s", _or_dash(format_si, "model_flops_per_second")),
     ("MFU", _or_dash(format_percent, "mfu")),
     ("data\ntokens/s", _or_dash(format_count, "data_tokens_per_second")),
 ]
@@ -138,7 +138,7 @@ def _step_note(rows: Sequence[VariantResult]) -> str:
 def _flops_note(rows: Sequence[VariantResult]) -> str:
     rates = [result["matrix_flops_per_second"] for _, result in rows]
     side, dtypes = rows[0][1]["matrix_side"], sorted({variant.config.model.dtype for variant, _ in rows})
-    least, most = (format_flops(rate) for rate in (min(rates), max(rates)))
+    least, most = (format_si(rate, "FLOP/s") for rate in (min(rates), max(rates)))
     return (
         "FLOP/s: of the model, 3 x the forward pass's: 2 a weight of every matrix product (the head is in, the "
         "embedding out) and causal attention counted once, 2 x T x heads x head size a token and layer\n"

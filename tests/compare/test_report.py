@@ -8,8 +8,7 @@ import pytest
 
 from noloco_jax.compare import report, results
 from noloco_jax.compare.chart import draw
-from noloco_jax.run.messages import total_bytes_sent
-from support.comparisons import NUM_PARAMS, finished, only, plan_of, train
+from support.comparisons import finished, only, plan_of, train
 
 
 def test_gaps_are_between_runs_of_the_same_seed_and_value(config_file, tmp_path):
@@ -34,13 +33,6 @@ def test_a_ddp_run_that_the_field_does_not_matter_to_serves_all_values(config_fi
         train(run, tmp_path, perplexity={None: 10.0, "2": 11.0, "4": 12.0}[run.value])
     rows = results.make_rows(runs, tmp_path)
     assert [(row.value, round(row.figures["gap_percent"][0], 6)) for row in rows] == [(None, 0), ("2", 10), ("4", 20)]
-
-
-def test_bytes_sent_are_of_messages_of_the_parameters_size(config_file):
-    runs = plan_of(config_file)
-    sent = {run.method: total_bytes_sent(run.config) for run in runs}
-    size = 4 * NUM_PARAMS
-    assert sent == {"ddp": 40 * size * 3 // 2, "diloco": 5 * size * 3 // 2, "noloco": 10 * size, "local": 0}
 
 
 def test_correlation_is_pearsons_after_the_warmup(config_file, tmp_path):

@@ -89,33 +89,26 @@ def test_a_run_that_another_process_trains_is_not_trained_twice(config_file, tmp
 
 
 @pytest.mark.timeout(900)
-def test_a_comparison_that_is_stopped_goes_on_to_its_table(tmp_path):
+def test_a_comparison_that_is_stopped_goes_on_to_its_table(tmp_path, monkeypatch, capsys):
     config = processes.write_config(tmp_path)
     out = tmp_path / "out"
-    flags = ["--methods=ddp,noloco", "--config.num_steps=12", "--config.eval_every=4"]
-    command = [sys.executable, "-m", "noloco_jax.compare", *arguments(str(config), out, *flags)]
-
-    def start() -> list[subprocess.Popen[str]]:
-        return [
-            subprocess.Popen(
-                command,
-                env=processes.environment(config),
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        ]
-
-    running = start()
-    processes.wait_until(processes.reached(out / "ddp-seed0", 1), running)
-    running[0].send_signal(signal.SIGTERM)
-    [(status, output)] = processes.finish(running)
+    flags = arguments(str(config), out, "--methods=ddp,noloco", "--config.num_steps=12", "--config.eval_every=4")
+    processes.set_environment(config, monkeypatch)
+    running = subprocess.Popen(
+        [sys.executable, "-m", "noloco_jax.compare", *flags],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    processes.wait_until(processes.reached(out / "ddp-seed0", 1), [running])
+    running.send_signal(signal.SIGTERM)
+    [(status, output)] = processes.finish([running])
     assert status == RESTART, output
     assert output.endswith("stopped: the same command goes on\n")
     finished_in_time = processes.reached(out / "ddp-seed0", 12)()
-    [(status, output)] = processes.finish(start())
-    assert status == 0, output
+    assert compare.main(flags) == 0
+    output = capsys.readouterr().out
     log = (out / "ddp-seed0" / LOG_FILE).read_text()
     assert ("going on from the checkpoint" in log) != finished_in_time
     assert "[2/2] noloco-seed0: perplexity" in output

@@ -1,4 +1,4 @@
-"""What every method promises of its communication, on every kind of mesh."""
+"""What every method communicates on every kind of mesh, and what it promises of that."""
 
 import jax
 import pytest
@@ -66,7 +66,7 @@ def test_noloco_sends_one_message_of_the_parameters_size_to_one_partner():
     assert broken_promises(report) == []
     inner_line, outer_line, evaluation_line = verdict(report)
     assert inner_line == "inner step: nothing crosses replica"
-    assert "a replica sends 13.2 KiB to its partner (its parameters are 13.2 KiB)" in outer_line
+    assert "a replica sends 13.5 kB to its partner (its parameters are 13.5 kB)" in outer_line
     assert evaluation_line.endswith("every replica waits for all others")
 
 
