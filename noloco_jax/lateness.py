@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         own = [f"--workdir={folder}", f"--config.method={method}", "--worker"]  # the last of a flag counts
         _launch([*arguments, *own], flags.processes, folder)
         results[method] = measured(folder, replace(config, method=method), late)
-        _print(console, method, results[method])
+        _show(console, method, results[method])
     path = write_whole(Path(flags.workdir) / "lateness.json", json.dumps(results, indent=1))
     console.print(f"the figures: {path}")
     return 0
@@ -203,7 +203,7 @@ def measured(folder: Path, config: TrainConfig, late: Sequence[Late]) -> list[di
     ]
 
 
-def _print(console: Console, method: str, rows: Sequence[dict[str, Any]]) -> None:
+def _show(console: Console, method: str, rows: Sequence[dict[str, Any]]) -> None:
     title = f"{method}: seconds that each process was in an outer step (* linked to a late one)"
     table = Table("step", title=title, title_justify="left")
     for process in range(len(rows[0]["seconds"])):

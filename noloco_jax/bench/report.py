@@ -22,7 +22,7 @@ from noloco_jax.formatting import (
 from noloco_jax.run.messages import SENDS_EVERY
 
 Column = tuple[str, Callable[[Result], str]]
-AMPLE = 3  # the data pipeline alone is to be this many times as fast as the trainer
+_DATA_MARGIN = 3  # the data pipeline alone should be this many times as fast as the trainer
 
 
 def _or_dash(show: Callable[[Any], str], *names: str) -> Callable[[Result], str]:
@@ -41,7 +41,7 @@ def _quartiles(times: Mapping[str, float]) -> str:
     return f"{format_seconds(times['lower_quartile'])} - {format_seconds(times['upper_quartile'])}"
 
 
-_SPEED: list[Column] = [
+_SPEED_COLUMNS: list[Column] = [
     ("step", _or_dash(format_seconds, "step_seconds", "median")),
     ("quartiles", _or_dash(_quartiles, "step_seconds")),
     ("tokens/s", _or_dash(format_count, "tokens_per_second")),
@@ -49,17 +49,17 @@ _SPEED: list[Column] = [
     ("MFU", _or_dash(format_percent, "mfu")),
     ("data\ntokens/s", _or_dash(format_count, "data_tokens_per_second")),
 ]
-_OUTER: list[Column] = [
+_OUTER_COLUMNS: list[Column] = [
     ("outer\nstep", _or_dash(format_seconds, "outer_step_seconds", "median")),
     ("share\nof run", _or_dash(format_percent, "outer_share")),
     ("sent", _or_dash(format_bytes, "bytes_sent")),
 ]
-_COMPILED: list[Column] = [
+_COMPILED_COLUMNS: list[Column] = [
     ("memory", _or_dash(format_memory, "peak_memory_bytes")),
     ("compile\ninner", _or_dash(format_seconds, "compile_seconds", "inner_step")),
     ("compile\nouter", _or_dash(format_seconds, "compile_seconds", "outer_step")),
 ]
-_PAIRINGS: Column = ("pairings", _or_dash(str, "pairings"))
+_PAIRINGS_COLUMN: Column = ("pairings", _or_dash(str, "pairings"))
 
 VariantResult = tuple[Variant, Result]
 
@@ -75,7 +75,11 @@ def show(rows: Sequence[VariantResult], title: str, *, compile_only: bool, conso
     """
     measured = [(variant, result) for variant, result in rows if "error" not in result]
     if measured:
-        parts = [[_PAIRINGS, *_COMPILED]] if compile_only else [_SPEED, [*_OUTER, *_COMPILED]]
+        parts = (
+            [[_PAIRINGS_COLUMN, *_COMPILED_COLUMNS]]
+            if compile_only
+            else [_SPEED_COLUMNS, [*_OUTER_COLUMNS, *_COMPILED_COLUMNS]]
+        )
         whole = _table(measured, title, [column for part in parts for column in part], console)
         needed = Measurement.get(console, console.options.update(width=10_000), whole).maximum
         if not console.is_terminal:
@@ -151,10 +155,10 @@ def _data_notes(rows: Sequence[VariantResult]) -> list[str]:
     lines = []
     for variant, result in rows:
         data, trainer = result["data_tokens_per_second"], result["tokens_per_second"]
-        if data is not None and data < AMPLE * trainer:
+        if data is not None and data < _DATA_MARGIN * trainer:
             lines.append(
                 f"warning: {variant.label}: the data pipeline alone makes {format_tokens_per_second(data)}, less than "
-                f"{AMPLE} times the trainer's {format_count(trainer)}: raise data.num_workers="
+                f"{_DATA_MARGIN} times the trainer's {format_count(trainer)}: raise data.num_workers="
                 f"{variant.config.data.num_workers}"
             )
     missing = sorted({result["data_missing"] for _, result in rows if result["data_missing"]})

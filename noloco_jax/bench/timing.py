@@ -14,8 +14,8 @@ from noloco_jax.spmd.batches import Feed, local_replicas
 from noloco_jax.spmd.offload import park
 from noloco_jax.spmd.programs import Programs
 
-_WARMUP = 3
-_OUTER_STEPS = 5
+_WARMUP = 3  # inner steps before the first that is timed
+_OUTER_STEPS = 5  # that are timed
 _TRACED_STEPS = 3
 _DIFFERENT_BATCHES = 4
 

@@ -13,7 +13,7 @@ from noloco_jax.run.messages import num_outer_steps
 
 # Methods whose replicas are equal right after an outer step.
 _EQUAL_AFTER_OUTER_STEP = ("diloco",)
-PAPER = "the paper finds 0.91 to 0.97"
+PAPERS_CORRELATION = "the paper finds 0.91 to 0.97"
 
 # Of each column: its title, the figure in it, and how a number is written.
 _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
@@ -49,7 +49,7 @@ def markdown(rows: Sequence[Row], vary: str | None, command: str, picture: str |
         "over the replicas; *merged*: of the mean of the replicas' weights; *gap*: above ddp's of the same seed;",
         "*spread*: between replicas' weights at the last evaluation, – where they are equal but for rounding; *sent*:",
         "bytes in the whole run, an all-reduce counted as a ring; *spread and learning rate*: Pearson's correlation",
-        f"over the evaluations after the warmup ({PAPER}).",
+        f"over the evaluations after the warmup ({PAPERS_CORRELATION}).",
     ]
     for method in dict.fromkeys(row.method for row in rows if _evaluated_when_equal(row.runs[0])):
         lines += ["", f"{method}'s replicas were evaluated right after outer steps alone, when they are equal."]

@@ -191,7 +191,7 @@ class Comparison:
         write_whole(self._workdir / "comparison.csv", report.table_csv(rows, self._vary))
         if show:
             self._console.print("\n" + "\n".join(line for line in page.splitlines() if line.startswith("|")))
-            self._console.print(f"\ncorrelation of replica spread and learning rate ({report.PAPER}):")
+            self._console.print(f"\ncorrelation of replica spread and learning rate ({report.PAPERS_CORRELATION}):")
             for line in report.correlations(rows, self._vary):
                 self._console.print(f"  {line}")
             self._console.print(f"\nwritten: {self._workdir / 'comparison.md'}, .csv and .png")
