@@ -1,6 +1,7 @@
-"""Numbers as people write them (`125M`, `1Gbit`, `40ms`), read and printed."""
+"""Numbers as people write them (`125M`, `1Gbit`, `40ms`), read and printed: the one place of number formats."""
 
 import re
+from collections.abc import Sequence
 
 from noloco_jax.errors import UserError
 
@@ -36,21 +37,46 @@ def parse_bandwidth(text: str, name: str) -> float:
     return _positive(number * _SCALES[scale] * _BITS[kind], name, text)
 
 
+def format_count(value: float) -> str:
+    """A count with three digits: `125M`, `12.3k`."""
+    return _scaled(value, _COUNT)
+
+
+def format_tokens_per_second(value: float) -> str:
+    """A training speed: `12.3k tokens/s`."""
+    return f"{format_count(value)} tokens/s"
+
+
+def format_si(value: float, unit: str = "") -> str:
+    """Any figure with a decimal prefix before its unit: `19.5 TFLOP/s`, or `19.5 T` where a heading has the unit."""
+    return _prefixed(value, unit).rstrip()
+
+
 def format_bytes(value: float) -> str:
-    """Bytes with a decimal prefix and three digits: `500 MB`."""
-    return _prefixed(value, "B", ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")))
+    """Bytes of a message or of a file, with a decimal prefix: `500 MB`."""
+    return _prefixed(value, "B")
+
+
+def format_memory(value: float) -> str:
+    """Bytes of a device's or a host's memory, with a binary prefix: `1.5 GiB`."""
+    return _scaled(value, _MEMORY)
 
 
 def format_bandwidth(value: float) -> str:
     """Bits per second with a decimal prefix: `1 Gbit/s`."""
-    return _prefixed(value, "bit/s", ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")))
+    return _prefixed(value, "bit/s")
 
 
 def format_seconds(value: float) -> str:
-    """Seconds, milliseconds or hours, whichever reads well: `40 ms`."""
-    if value >= 3600:
-        return f"{value / 3600:.3g} h"
-    return _prefixed(value, "s", ((1.0, ""), (1e-3, "m"), (1e-6, "u")))
+    """Microseconds, milliseconds, seconds or hours, whichever reads well: `40 ms`."""
+    return _scaled(value, _DURATION) if value else "0 s"
+
+
+def format_clock(seconds: float) -> str:
+    """Minutes and seconds, with hours where there are any: `1:02:03`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def format_percent(share: float) -> str:
@@ -58,11 +84,37 @@ def format_percent(share: float) -> str:
     return f"{_digits(100 * share)} %"
 
 
-def _prefixed(value: float, unit: str, prefixes: tuple[tuple[float, str], ...]) -> str:
-    for scale, prefix in prefixes:
-        if value >= 0.9995 * scale:
-            return f"{_digits(value / scale)} {prefix}{unit}"
-    return f"{_digits(value)} {unit}"
+def format_perplexity(value: float | None) -> str:
+    """Three decimals, or four digits of a huge one: `4.804`. None is shown as infinite, see `or_infinity`."""
+    number = or_infinity(value)
+    return f"{number:.4g}" if number >= 1e5 else f"{number:.3f}"
+
+
+def format_spread(value: float | None) -> str:
+    """A replica spread: `9.60e-05`. None is shown as infinite, see `or_infinity`."""
+    return f"{or_infinity(value):.2e}"
+
+
+def or_infinity(value: float | None) -> float:
+    """A figure that was not finite is None in metrics.jsonl; here it is infinite."""
+    return float("inf") if value is None else float(value)
+
+
+# Sizes of units with what is written behind the number, the largest first.
+_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_COUNT = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_MEMORY = ((2.0**40, " TiB"), (2.0**30, " GiB"), (2.0**20, " MiB"), (2.0**10, " KiB"), (1.0, " B"))
+_DURATION = ((3600.0, " h"), (1.0, " s"), (1e-3, " ms"), (1e-6, " us"))
+
+
+def _prefixed(value: float, unit: str) -> str:
+    return _scaled(value, [(size, f" {prefix}{unit}") for size, prefix in _PREFIXES])
+
+
+def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
+    """Three digits and the largest unit that leaves a number of one or more."""
+    size, unit = next((entry for entry in units if value >= 0.9995 * entry[0]), units[-1])
+    return f"{_digits(value / size)}{unit}"
 
 
 def _digits(value: float) -> str:

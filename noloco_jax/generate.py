@@ -21,6 +21,7 @@ from noloco_jax.model.decode import generate
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.model.llama import Params
 from noloco_jax.run.checkpoint import load_for_export
+from noloco_jax.run.sample import prompt_ids
 
 
 class _Loaded(NamedTuple):
@@ -88,24 +89,23 @@ def _from_folder(args: argparse.Namespace) -> _Loaded:
     if args.tokenizer is None and not any(folder.glob("tokenizer*")):
         raise UserError(f'{folder} has no tokenizer: give --tokenizer, a name or folder, or "byte"')
     tokenizer = load_tokenizer(str(folder.absolute()) if args.tokenizer is None else args.tokenizer)
-    prompt_ids = _prompt_ids(args, config, tokenizer, add_bos=True)
-    return _Loaded(config, load_params(folder, config), tokenizer, prompt_ids)
+    ids = _checked_prompt(args, config, tokenizer, add_bos=True)
+    return _Loaded(config, load_params(folder, config), tokenizer, ids)
 
 
 def _from_workdir(args: argparse.Namespace) -> _Loaded:
     run = load_saved(args.workdir)
     tokenizer = load_tokenizer(run.data.tokenizer)
-    prompt_ids = _prompt_ids(args, run.model, tokenizer, add_bos=run.data.add_bos)
-    return _Loaded(run.model, load_for_export(args.workdir, args.replica)[1], tokenizer, prompt_ids)
+    ids = _checked_prompt(args, run.model, tokenizer, add_bos=run.data.add_bos)
+    return _Loaded(run.model, load_for_export(args.workdir, args.replica)[1], tokenizer, ids)
 
 
-def _prompt_ids(args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer, *, add_bos: bool) -> list[int]:
+def _checked_prompt(args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer, *, add_bos: bool) -> list[int]:
     """The prompt as the model saw texts in training, before any weights are read."""
     check_vocabulary(tokenizer, config.vocab_size)
     if args.top_k is not None and args.top_k > config.vocab_size:
         raise UserError(f"--top_k={args.top_k} is more than the vocabulary of {config.vocab_size}: lower it")
-    begin = [tokenizer.bos_id] if add_bos and tokenizer.bos_id is not None else []
-    ids = [*begin, *(int(i) for i in tokenizer.encode(args.prompt))]
+    ids = prompt_ids(tokenizer, args.prompt, add_bos=add_bos)
     if not ids:
         raise UserError(
             f"--prompt={args.prompt!r} is no token, and {tokenizer.name!r} no BOS to start from: give a prompt"

@@ -7,6 +7,7 @@ outer step it prints how long each process was in it; processes that earlier mee
 The processes compute on the CPU; set JAX_PLATFORMS=cuda on a machine with as many GPUs, and each takes one of its own.
 """
 
+import argparse
 import json
 import math
 import os
@@ -28,13 +29,15 @@ from noloco_jax.config.checks import validate
 from noloco_jax.config.fields import CONFIG_FILE, TrainConfig, to_dict
 from noloco_jax.config.flags import parse_args
 from noloco_jax.errors import UserError, main_with_errors
-from noloco_jax.methods import method_of
+from noloco_jax.files import write_whole
+from noloco_jax.methods import METHODS, method_of
 from noloco_jax.outer.pairing import Round
 from noloco_jax.run.console import make_console
+from noloco_jax.run.loop import Hooks
 from noloco_jax.run.metrics import read_metrics
 from noloco_jax.train import train
 
-_METHODS = ("noloco", "diloco")  # those that have outer steps
+_METHODS = tuple(name for name, method in METHODS.items() if method.has_outer_steps)
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config, flags = parse_args(arguments, __doc__ or "", _define_flags, prog="python -m noloco_jax.lateness")
     late = [_parse(text) for text in flags.late]
     if flags.worker:
-        return _work(config, Path(flags.workdir), flags, late)
+        return _train(config, Path(flags.workdir), flags, late)
     _check(config, flags, late)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without ending the processes
     console = make_console()
@@ -79,14 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         own = [f"--workdir={folder}", f"--config.method={method}", "--worker"]  # the last of a flag counts
         _launch([*arguments, *own], flags.processes, folder)
         results[method] = measured(folder, replace(config, method=method), late)
-        _print(console, method, results[method])
-    path = Path(flags.workdir) / "lateness.json"
-    path.write_text(json.dumps(results, indent=1))
+        _show(console, method, results[method])
+    path = write_whole(Path(flags.workdir) / "lateness.json", json.dumps(results, indent=1))
     console.print(f"the figures: {path}")
     return 0
 
 
-def _define_flags(parser) -> None:
+def _define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workdir", required=True, metavar="DIR", help="where the runs go, a folder for each method")
     parser.add_argument("--processes", type=int, required=True, metavar="N", help="processes, one a replica")
     parser.add_argument("--late", action="append", default=[], metavar="PROCESS:STEP:SECONDS", help="may be repeated")
@@ -95,7 +97,7 @@ def _define_flags(parser) -> None:
     define_flags(parser)
 
 
-def _check(config: TrainConfig, flags: Any, late: Sequence[Late]) -> None:
+def _check(config: TrainConfig, flags: argparse.Namespace, late: Sequence[Late]) -> None:
     """Raises `UserError` for what would show only once the processes have trained."""
     if flags.processes != config.num_replicas:
         raise UserError(
@@ -131,17 +133,22 @@ def _parse(text: str) -> Late:
     return late
 
 
-def _work(config: TrainConfig, workdir: Path, flags: Any, late: Sequence[Late]) -> int:
+def _train(config: TrainConfig, workdir: Path, flags: argparse.Namespace, late: Sequence[Late]) -> int:
+    """Trains as one of the processes, which sleeps before the steps that it is late at."""
     place = find_place(flags, os.environ)
     process = 0 if place is None else place.process_id
-
-    def sleep(step: int) -> None:
-        for x in late:
-            if (x.process, x.step) == (process, step):
-                time.sleep(x.seconds)
-
     with joined(place, to_dict(config), flags.start_timeout):
-        return train(config, workdir, before_step=sleep)
+        return train(config, workdir, hooks=_Sleep([x for x in late if x.process == process]))
+
+
+class _Sleep(Hooks):
+    """Makes a process late."""
+
+    def __init__(self, late: Sequence[Late]):
+        self._late = late
+
+    def before_step(self, step: int) -> None:
+        time.sleep(sum(x.seconds for x in self._late if x.step == step))
 
 
 def _launch(arguments: Sequence[str], number: int, folder: Path) -> None:
@@ -203,7 +210,7 @@ def measured(folder: Path, config: TrainConfig, late: Sequence[Late]) -> list[di
     ]
 
 
-def _print(console: Console, method: str, rows: Sequence[dict[str, Any]]) -> None:
+def _show(console: Console, method: str, rows: Sequence[dict[str, Any]]) -> None:
     title = f"{method}: seconds that each process was in an outer step (* linked to a late one)"
     table = Table("step", title=title, title_justify="left")
     for process in range(len(rows[0]["seconds"])):

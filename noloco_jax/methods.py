@@ -1,7 +1,7 @@
 """The methods of training, a row each. A new one is a row here, a rule in `outer`, and a line in the tests' table."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from noloco_jax.errors import UserError
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from noloco_jax.outer.transform import OuterOptimizer
 
 FLOAT32_BYTES = 4
+WIRE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,13 @@ class Method:
       outer_optimizer: (config, axis_name) -> the outer optimizer; None for methods without outer steps.
       pairing: config -> who meets whom; None where all do, or nobody.
       averages_gradients: whether gradients are averaged over all replicas at every step.
+      bytes_sent: (config, number of parameters) -> bytes that a replica sends at an outer step, or at every step where
+        gradients are averaged; an all-reduce counts as a ring.
       outer_collectives: the kinds of collectives by which an outer step crosses replicas.
       unused: fields of the configuration that change nothing; "outer." stands for all that begin so.
-      comparison: fields that `compare` sets where the configuration is noloco's, the paper's baselines.
-      sync_factor: inner steps between its outer steps, for every one of noloco's in a comparison.
+      baseline: field -> what it has as the paper's baseline (Section 4) where the configuration is noloco's.
+      sync_factor: inner steps between its outer steps as that baseline, for every one of noloco's.
+      equal_after_outer_steps: whether all replicas have equal weights after an outer step.
     """
 
     name: str
@@ -37,10 +41,12 @@ class Method:
     outer_optimizer: "Callable[[TrainConfig, Any], OuterOptimizer] | None" = None
     pairing: "Callable[[TrainConfig], RandomPairing] | None" = None
     averages_gradients: bool = False
+    bytes_sent: Callable[["TrainConfig", int], int] = lambda config, numel: 0
     outer_collectives: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
-    comparison: tuple[tuple[str, float], ...] = ()
+    baseline: Mapping[str, float] = field(default_factory=dict)
     sync_factor: int = 1
+    equal_after_outer_steps: bool = False
 
     @property
     def has_outer_steps(self) -> bool:
@@ -136,6 +142,18 @@ def _check_no_outer_steps(config: "TrainConfig") -> None:
         raise UserError(f"outer.offload=True and method={config.method!r} has no outer state: leave it out")
 
 
+def _ring_bytes(config: "TrainConfig", numel: int) -> int:
+    return 2 * FLOAT32_BYTES * numel * (config.num_replicas - 1) // config.num_replicas
+
+
+def _group_bytes(config: "TrainConfig", numel: int) -> int:
+    """A whole message to the other of a pair; in a larger group shares out and back, or all to all if sizes differ."""
+    n, wire = config.outer.group_size, WIRE_BYTES[config.outer.wire]
+    if n == 2 or config.num_replicas % n:
+        return (n - 1) * wire * numel
+    return (n - 1) * (wire + FLOAT32_BYTES) * numel // n
+
+
 METHODS: dict[str, Method] = {
     row.name: row
     for row in (
@@ -145,6 +163,7 @@ METHODS: dict[str, Method] = {
             _check_noloco,
             _noloco,
             _pairing,
+            bytes_sent=_group_bytes,
             outer_collectives=("collective-permute",),
             unused=("outer.nesterov",),
         ),
@@ -153,16 +172,19 @@ METHODS: dict[str, Method] = {
             _describe_diloco,
             _check_wire,
             _diloco,
+            bytes_sent=_ring_bytes,
             outer_collectives=("all-reduce",),
             unused=("outer.consensus", "outer.group_size", "outer.order", "outer.wire"),
-            comparison=(("outer.lr", 0.7), ("outer.momentum", 0.3)),
+            baseline={"outer.lr": 0.7, "outer.momentum": 0.3},
             sync_factor=2,
+            equal_after_outer_steps=True,
         ),
         Method(
             "ddp",
             lambda config: "ddp: gradients averaged every step",
             _check_no_outer_steps,
             averages_gradients=True,
+            bytes_sent=_ring_bytes,
             unused=("outer.",),
         ),
         Method("local", lambda config: "local: replicas never meet", _check_no_outer_steps, unused=("outer.",)),

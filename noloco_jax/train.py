@@ -2,39 +2,33 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from noloco_jax.cluster.host import keep_freed_memory, use_cpu_cores, use_gpu_memory
 from noloco_jax.cluster.join import joined
 from noloco_jax.cluster.place import define_flags, find_place
-from noloco_jax.cluster.processes import run_processes
+from noloco_jax.cluster.processes import Processes, run_processes
 from noloco_jax.cluster.stop import Stop
-from noloco_jax.config.fields import TrainConfig, save_config, to_dict
-from noloco_jax.config.flags import parse_args
+from noloco_jax.config import TrainConfig, parse_args, save_config, to_dict
 from noloco_jax.data import Tokenizer, check_data, check_vocabulary, load_tokenizer, train_stream, validation_batches
-from noloco_jax.errors import UserError, main_with_errors
-from noloco_jax.methods import method_of
+from noloco_jax.errors import main_with_errors
 from noloco_jax.model.huggingface import load_params
+from noloco_jax.model.llama import Params
 from noloco_jax.run import elastic
-from noloco_jax.run.banner import banner_rows, bytes_sent, sample_prompt, sample_text, show_results
+from noloco_jax.run.banner import banner_rows, show_results
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress, banner, make_console
-from noloco_jax.run.evaluate import evaluate
-from noloco_jax.run.metrics import MetricWriter, Throughput, read_metrics
-from noloco_jax.spmd.batches import Feed, local_replicas
+from noloco_jax.run.loop import Hooks, Run, train_steps
+from noloco_jax.run.metrics import MetricWriter, read_metrics
+from noloco_jax.run.sample import sample_of_run, sample_prompt
+from noloco_jax.spmd.batches import GlobalBatches, local_replicas
 from noloco_jax.spmd.compile import compile_programs
-from noloco_jax.spmd.inner import learning_rates
 from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import Programs, StepMetrics, TrainState, build_programs
-from noloco_jax.spmd.stages import resize_vocabulary
+from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +55,8 @@ def train(
     *,
     dry_run: bool = False,
     wandb_project: str | None = None,
-    before_step: Callable[[int], None] | None = None,
+    hooks: Hooks | None = None,
+    processes: Processes | None = None,
 ) -> int:
     """Trains until `num_steps`, from the workdir's newest checkpoint if it has one; returns the exit status.
 
@@ -72,74 +67,67 @@ def train(
       workdir: its folder, the same one for all processes.
       dry_run: check everything, and stop before anything is compiled or written.
       wandb_project: also log there.
-      before_step: called with the number of every step before it is dispatched.
+      hooks: called in the course of the run.
+      processes: those that train it together; None: those that JAX knows of.
 
     Raises:
       UserError: if the configuration does not fit the devices, the data or what the workdir holds.
     """
-    console = make_console()
-    console.quiet = jax.process_index() > 0
-    check_data(config.data, num_replicas=config.num_replicas, vocab_size=config.model.vocab_size)
-    tokenizer = _load_tokenizer(config)
+    processes = processes or run_processes()
+    console = _console_of_first_process()
+    tokenizer = _check_inputs(config)
     programs = build_programs(config, make_mesh(config, jax.devices()))
     banner(banner_rows(config, programs), console)
-    processes = run_processes()
     with Stop(processes) as stop, Checkpointer(workdir, config, processes, read_only=dry_run) as checkpoints:
-        start = checkpoints.latest_step()
-        stop.at(start or 0)  # from here on a SIGTERM means the next step, whichever that is
-        if start is not None:
-            elastic.check_elastic(config, checkpoints.saved_shape(start))
+        start = _find_start(config, checkpoints, stop)
         if start is not None and start >= config.num_steps and not dry_run:
-            if jax.process_index() == 0:
-                _show_complete(console, workdir, start)
+            _show_complete(console, workdir, start)
             return 0
         validation = validation_batches(
             config.data, tokenizer, num_batches=config.eval_batches, vocab_size=config.model.vocab_size
         )
-        feed = _make_feed(config, tokenizer, programs)
+        batches = _open_batches(config, tokenizer, programs)
         given = load_params(config.init_from, config.model) if config.init_from and start is None else None
         if dry_run:
             return 0
 
-        started = time.perf_counter()
-        programs = compile_programs(config, programs.mesh)
-        console.print(f"compiled in {time.perf_counter() - started:.1f} s")
-        if given is not None:
-            state, given = programs.from_params(given), None  # not kept by the host for the whole run
-        elif start is None:
-            state = programs.init(jax.random.key(config.seed))
+        programs = _compile(config, programs, console)
+        if start is None:
+            state, given = _make_state(config, programs, given), None  # the host does not keep what was given
         else:
-            state, positions, changed = elastic.restore(checkpoints, start, config, programs)
-            feed.set_state(dict(enumerate(positions)))
-            console.print(f"going on from the checkpoint of step {start}" + (f"; {changed}" if changed else ""))
-        process = jax.process_index()
-        if process == 0:
-            save_config(config, workdir)
-        writer = MetricWriter(
-            workdir,
-            resume_step=start,
-            tensorboard=process == 0,
-            wandb_project=wandb_project if process == 0 else None,
-            run_config=to_dict(config),
-            process=process,
-        )
+            state = _restore_state(config, programs, checkpoints, start, batches, console)
+        metrics = _open_metrics(config, workdir, start, wandb_project)
+        progress = Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console)
         processes.barrier("start")  # all clocks start together
-        loop = Loop(config, programs, feed, validation, checkpoints, writer, stop, start or 0)
-        with Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console) as progress:
-            state, finished = loop.run(state, progress, before_step)
-        writer.close()
+        run = Run(
+            config, programs, batches, validation, checkpoints, metrics, progress, stop, processes, hooks or Hooks()
+        )
+        with progress:
+            outcome = train_steps(run, state, start or 0)
+        metrics.close()
 
-    if not finished:
+    if not outcome.finished:
         console.print(f"{stop.reason}: everything is saved, the same command goes on")
         return stop.exit_status
-    sample = _sample(config, tokenizer, programs, state) if config.sample_tokens else None
-    if process == 0:
-        show_results(console, workdir, loop.evaluation, sample)
+    sample = sample_of_run(config, tokenizer, programs, outcome.state.params)
+    if jax.process_index() == 0:
+        show_results(console, workdir, outcome.evaluation, sample)
     return 0
 
 
-def _load_tokenizer(config: TrainConfig) -> Tokenizer | None:
-    """The run's tokenizer; none where the data are tokens already and no text is to be written."""
+def _console_of_first_process() -> Console:
+    """The console, which says nothing on the other processes."""
+    console = make_console()
+    console.quiet = jax.process_index() > 0
+    return console
+
+
+def _check_inputs(config: TrainConfig) -> Tokenizer | None:
+    """Finds what is wrong with data and tokenizer before any time is spent; returns the run's tokenizer.
+
+    There is none where the data are tokens already and no text is to be written.
+    """
+    check_data(config.data, num_replicas=config.num_replicas, vocab_size=config.model.vocab_size)
     if config.data.kind == "parquet" and not config.sample_tokens:
         return None
     tokenizer = load_tokenizer(config.data.tokenizer)
@@ -149,20 +137,30 @@ def _load_tokenizer(config: TrainConfig) -> Tokenizer | None:
     return tokenizer
 
 
-def _sample(config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs, state: TrainState) -> str | None:
-    """What the merged model writes, on the first process; the others only bring their parts of it."""
-    if tokenizer is None:
-        return None
-    everywhere = NamedSharding(programs.mesh, P())
-    first = jax.jit(
-        lambda params: resize_vocabulary(jax.tree.map(lambda x: x[0], params), config.model.vocab_size),
-        out_shardings=everywhere,
+def _find_start(config: TrainConfig, checkpoints: Checkpointer, stop: Stop) -> int | None:
+    """The step of the checkpoint to go on from, which fits the run; None to start anew."""
+    start = checkpoints.latest_step()
+    stop.at(start or 0)  # from here on a SIGTERM means the next step, whichever that is
+    if start is not None:
+        elastic.check_elastic(config, checkpoints.saved_shape(start))
+    return start
+
+
+def _show_complete(console: Console, workdir: Path, steps: int) -> None:
+    """Says that the workdir's run has come to its end, with its results."""
+    if jax.process_index() > 0:
+        return
+    evaluations = [line for line in read_metrics(workdir) if line["kind"] == "eval"]
+    if evaluations:  # num_steps may have been lowered to before the first
+        show_results(console, workdir, evaluations[-1], sample=None)
+    console.print(
+        f"the run is complete ({steps} steps): raise num_steps to go on, or start afresh with another --workdir "
+        f"(or delete {workdir})"
     )
-    merged = jax.tree.map(lambda x: x.addressable_data(0), first(programs.merge(state.params)))
-    return sample_text(config, tokenizer, merged) if jax.process_index() == 0 else None
 
 
-def _make_feed(config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs) -> Feed:
+def _open_batches(config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs) -> GlobalBatches:
+    """The training data of the replicas that this process holds a part of."""
     streams = {
         replica: train_stream(
             config.data,
@@ -174,97 +172,49 @@ def _make_feed(config: TrainConfig, tokenizer: Tokenizer | None, programs: Progr
         )
         for replica in local_replicas(programs.batch)
     }
-    return Feed(streams, programs.batch)
+    return GlobalBatches(streams, programs.batch)
 
 
-def _show_complete(console: Console, workdir: Path, steps: int) -> None:
-    evaluations = [line for line in read_metrics(workdir) if line["kind"] == "eval"]
-    if evaluations:  # num_steps may have been lowered to before the first
-        show_results(console, workdir, evaluations[-1], sample=None)
-    console.print(
-        f"the run is complete ({steps} steps): raise num_steps to go on, or start afresh with another --workdir "
-        f"(or delete {workdir})"
+def _compile(config: TrainConfig, programs: Programs, console: Console) -> Programs:
+    started = time.perf_counter()
+    programs = compile_programs(config, programs.mesh)
+    console.print(f"compiled in {time.perf_counter() - started:.1f} s")
+    return programs
+
+
+def _make_state(config: TrainConfig, programs: Programs, given: Params | None) -> TrainState:
+    """The state of a new run: from given parameters, or from random ones."""
+    return programs.init(jax.random.key(config.seed)) if given is None else programs.from_params(given)
+
+
+def _restore_state(
+    config: TrainConfig,
+    programs: Programs,
+    checkpoints: Checkpointer,
+    start: int,
+    batches: GlobalBatches,
+    console: Console,
+) -> TrainState:
+    """The state of a checkpoint; `batches` go on from where they stood."""
+    state, positions, changed = elastic.restore(checkpoints, start, config, programs)
+    batches.set_state(dict(enumerate(positions)))
+    console.print(f"going on from the checkpoint of step {start}" + (f"; {changed}" if changed else ""))
+    return state
+
+
+def _open_metrics(config: TrainConfig, workdir: Path, start: int | None, wandb_project: str | None) -> MetricWriter:
+    """Where figures go; the first process records the configuration as well."""
+    process = jax.process_index()
+    if process == 0:
+        save_config(config, workdir)
+    return MetricWriter(
+        workdir,
+        resume_step=start,
+        tensorboard=process == 0,
+        wandb_project=wandb_project if process == 0 else None,
+        run_config=to_dict(config),
+        process=process,
     )
-
-
-class Loop:
-    """The training loop. Everything that it needs is made before; it only trains."""
-
-    def __init__(self, config, programs, feed, validation, checkpoints, writer, stop, start: int):
-        self._config, self._programs, self._feed = config, programs, feed
-        self._validation, self._checkpoints, self._writer = validation, checkpoints, writer
-        self._stop, self._start = stop, start
-        self._lr = learning_rates(config)
-        self._method = method_of(config)
-        self._tokens = config.num_replicas * config.data.batch_size * config.data.sequence_length
-        self._throughput = Throughput()
-        self.evaluation: dict[str, Any] = {}
-
-    def run(
-        self, state: TrainState, progress: Progress, before_step: Callable[[int], None] | None = None
-    ) -> tuple[TrainState, bool]:
-        """Trains to the last step; returns the state, and whether it got there before it was told to stop."""
-        config, programs = self._config, self._programs
-        params, inner, outer = state
-        round = int(outer.round) if outer is not None else 0
-        unread: tuple[int, StepMetrics, dict[str, Any]] | None = None
-        for step in range(self._start + 1, config.num_steps + 1):
-            if before_step is not None:
-                before_step(step)
-            params, inner, metrics = programs.inner_step(params, inner, next(self._feed), np.int32(step))
-            if unread is not None:
-                # One step late, so that the device has the next step to do while the host writes.
-                self._log(*unread, progress)
-            extra: dict[str, Any] = {}
-            if programs.outer_step is not None and self._method.is_outer_step(config, step):
-                jax.block_until_ready(params)
-                started = time.perf_counter()
-                params, outer = jax.block_until_ready(programs.outer_step(params, outer))
-                extra = {
-                    "outer_step_seconds": time.perf_counter() - started,
-                    "bytes_sent": bytes_sent(config),
-                    "round": round,
-                }
-                round += 1
-            unread = (step, metrics, extra)
-
-            last = step == config.num_steps
-            stopping = self._stop.at(step)
-            evaluating = last or step % config.eval_every == 0
-            saving = last or stopping or step % config.checkpoint_every == 0
-            if evaluating or saving:
-                self._log(*unread, progress)
-                unread = None
-            if evaluating:
-                self.evaluation = evaluate(programs, params, self._validation)
-                if jax.process_index() == 0:
-                    self._writer.write(step, "eval", **self.evaluation)
-                progress.evaluation(step, self.evaluation)
-            if saving:
-                self._checkpoints.save(step, TrainState(params, inner, outer), self._feed.get_state())
-            if evaluating or saving:
-                self._throughput.reset()
-            if stopping and not last:
-                return TrainState(params, inner, outer), False
-        return TrainState(params, inner, outer), True
-
-    def _log(self, step: int, metrics: StepMetrics, extra: dict[str, Any], progress: Progress) -> None:
-        loss = float(np.mean([np.asarray(shard.data) for shard in metrics.loss.addressable_shards]))
-        self._throughput.step(self._tokens)
-        speed = self._throughput.tokens_per_second
-        lr = float(self._lr[step - 1])
-        if not np.isfinite(loss):
-            raise UserError(
-                f"the loss is {loss} at step {step}: lower inner.lr={self._config.inner.lr:g} or raise "
-                f"inner.warmup_steps={self._config.inner.warmup_steps}, then start from the last checkpoint or afresh"
-            )
-        if extra or step % self._config.log_every == 0:
-            grad_norm = float(np.mean([np.asarray(shard.data) for shard in metrics.grad_norm.addressable_shards]))
-            self._writer.write(step, "train", loss=loss, lr=lr, grad_norm=grad_norm, tokens_per_second=speed, **extra)
-        progress.update(step, loss, lr, speed)
-        if extra:
-            groups = self._method.groups(self._config, extra["round"])
-            progress.outer(step, extra["round"], groups, extra["outer_step_seconds"])
 
 
 if __name__ == "__main__":

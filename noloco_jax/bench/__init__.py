@@ -1,1 +1,1 @@
-"""The parts of `python -m noloco_jax.bench`."""
+"""How fast a configuration trains."""

@@ -9,12 +9,11 @@ import jax
 
 from noloco_jax.bench.memory import compiled_peak, measured_peak, program_memory
 from noloco_jax.bench.rates import data_rate, matrix_rate, matrix_side
-from noloco_jax.bench.timing import Runner, inner_times, outer_times, spread, trace
+from noloco_jax.bench.timing import TimedRun, inner_times, outer_times, quartiles, trace
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.errors import UserError
-from noloco_jax.methods import method_of
-from noloco_jax.run.banner import bytes_sent
-from noloco_jax.run.metrics import mfu, model_flops_per_token
+from noloco_jax.run.flops import mfu, model_flops_per_token
+from noloco_jax.run.messages import bytes_sent, num_pairings
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs
@@ -52,14 +51,13 @@ def measure(config: TrainConfig, options: Options) -> Result:
     devices = jax.devices()
     programs = compile_programs(config, make_mesh(config, devices), only=("inner_step", "outer_step"))
     memory = program_memory(programs)
-    pairing = method_of(config).pairing
     result: Result = {
         "python": platform.python_version(),
         "jax": jax.__version__,
         "device": devices[0].device_kind,
         "mesh": dict(programs.mesh.shape),
         "compile_seconds": programs.compile_seconds,
-        "pairings": len(pairing(config).pool) if pairing else None,
+        "pairings": num_pairings(config) or None,
         "bytes_sent": bytes_sent(config),
         "program_memory_bytes": memory,
         "peak_memory_bytes": compiled_peak(memory),
@@ -93,13 +91,13 @@ def _run(config: TrainConfig, programs: Programs, options: Options) -> Result:
 
 
 def _steps(config: TrainConfig, programs: Programs, options: Options) -> Result:
-    runner = Runner(config, programs)
-    inner = spread(inner_times(runner, options.steps))
+    run = TimedRun(config, programs)
+    inner = quartiles(inner_times(run, options.steps))
     result: Result = {"step_seconds": inner, "outer_step_seconds": None, "outer_share": None, "profile": None}
     devices = programs.mesh.devices.flatten().tolist()
     peak_of_inner_steps = measured_peak(devices)
     if programs.outer_step is not None:
-        outer = spread(outer_times(runner))
+        outer = quartiles(outer_times(run))
         result["outer_step_seconds"] = outer
         result["outer_share"] = outer["median"] / (outer["median"] + config.outer.sync_every * inner["median"])
     peak = measured_peak(devices)
@@ -107,5 +105,5 @@ def _steps(config: TrainConfig, programs: Programs, options: Options) -> Result:
         result |= {"peak_memory_bytes": peak, "peak_memory_from": "the devices' allocators"}
         result["peak_memory_bytes_before_outer_steps"] = peak_of_inner_steps
     if options.profile is not None:
-        result["profile"] = str(trace(runner, options.profile, with_outer=programs.outer_step is not None))
+        result["profile"] = str(trace(run, options.profile, with_outer=programs.outer_step is not None))
     return result

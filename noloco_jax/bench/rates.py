@@ -1,4 +1,4 @@
-"""Rates to hold a trainer's against: the devices' matrix products, and the data pipeline alone.
+"""Rates that a trainer's is compared with: the devices' matrix products, and the data pipeline alone.
 
 Axes: D devices, K the side of square matrices.
 """
@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.data import check_data, check_vocabulary, load_tokenizer, train_stream
 
-_PRODUCTS = 4  # one after another in a program, so that its start does not count
-_MATRIX_SECONDS = 1.0
-_FIRST_ROUNDS = 8  # of batches, which may have been made ahead
+_PRODUCTS = 4  # one after another in a program, so that the time of its start hardly counts
+_MATRIX_SECONDS = 1.0  # how long products are repeated
+_UNTIMED_ROUNDS = 8  # batches of each replica that may have been prepared before the clock starts
 
 
 def matrix_side(backend: str) -> int:
@@ -97,6 +97,6 @@ def data_rate(config: TrainConfig, seconds: float) -> float:
                 rounds += 1
             return rounds, time.perf_counter() - started
 
-        drain(_FIRST_ROUNDS)
+        drain(_UNTIMED_ROUNDS)
         rounds, took = drain(float("inf"))
     return rounds * config.num_replicas * data.batch_size * data.sequence_length / took

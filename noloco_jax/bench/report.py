@@ -10,32 +10,19 @@ from rich.table import Table
 
 from noloco_jax.bench.measure import Result
 from noloco_jax.bench.variants import Variant
+from noloco_jax.formatting import (
+    format_bytes,
+    format_count,
+    format_memory,
+    format_percent,
+    format_seconds,
+    format_si,
+    format_tokens_per_second,
+)
+from noloco_jax.methods import METHODS
 
 Column = tuple[str, Callable[[Result], str]]
-AMPLE = 3  # the data pipeline alone is to be this many times as fast as the trainer
-
-_SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
-_BINARY = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "bytes"))
-_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
-
-
-def _scaled(value: float, scales: Sequence[tuple[float, str]]) -> str:
-    """Three digits and the largest unit that leaves a number of one or more."""
-    scale, unit = next((entry for entry in scales if value >= 0.9995 * entry[0]), scales[-1])
-    number = value / scale
-    return f"{number:.0f} {unit}".rstrip() if number >= 99.95 else f"{number:.3g} {unit}".rstrip()
-
-
-def _seconds(value: float) -> str:
-    return _scaled(value, _SECONDS)
-
-
-def _bytes(value: float) -> str:
-    return _scaled(value, _BINARY)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
+_DATA_MARGIN = 3  # the data pipeline alone should be this many times as fast as the trainer
 
 
 def _or_dash(show: Callable[[Any], str], *names: str) -> Callable[[Result], str]:
@@ -50,34 +37,34 @@ def _or_dash(show: Callable[[Any], str], *names: str) -> Callable[[Result], str]
     return cell
 
 
-def _quartiles(spread: Mapping[str, float]) -> str:
-    return f"{_seconds(spread['lower_quartile'])} - {_seconds(spread['upper_quartile'])}"
+def _quartiles(times: Mapping[str, float]) -> str:
+    return f"{format_seconds(times['lower_quartile'])} - {format_seconds(times['upper_quartile'])}"
 
 
-_SPEED: list[Column] = [
-    ("step", _or_dash(_seconds, "step_seconds", "median")),
+_SPEED_COLUMNS: list[Column] = [
+    ("step", _or_dash(format_seconds, "step_seconds", "median")),
     ("quartiles", _or_dash(_quartiles, "step_seconds")),
-    ("tokens/s", _or_dash(lambda x: _scaled(x, _SI), "tokens_per_second")),
-    ("FLOP/s", _or_dash(lambda x: _scaled(x, _SI), "model_flops_per_second")),
-    ("MFU", _or_dash(_percent, "mfu")),
-    ("data\ntokens/s", _or_dash(lambda x: _scaled(x, _SI), "data_tokens_per_second")),
+    ("tokens/s", _or_dash(format_count, "tokens_per_second")),
+    ("FLOP/s", _or_dash(format_si, "model_flops_per_second")),
+    ("MFU", _or_dash(format_percent, "mfu")),
+    ("data\ntokens/s", _or_dash(format_count, "data_tokens_per_second")),
 ]
-_OUTER: list[Column] = [
-    ("outer\nstep", _or_dash(_seconds, "outer_step_seconds", "median")),
-    ("share\nof run", _or_dash(_percent, "outer_share")),
-    ("sent", _or_dash(_bytes, "bytes_sent")),
+_OUTER_COLUMNS: list[Column] = [
+    ("outer\nstep", _or_dash(format_seconds, "outer_step_seconds", "median")),
+    ("share\nof run", _or_dash(format_percent, "outer_share")),
+    ("sent", _or_dash(format_bytes, "bytes_sent")),
 ]
-_COMPILED: list[Column] = [
-    ("memory", _or_dash(_bytes, "peak_memory_bytes")),
-    ("compile\ninner", _or_dash(_seconds, "compile_seconds", "inner_step")),
-    ("compile\nouter", _or_dash(_seconds, "compile_seconds", "outer_step")),
+_COMPILED_COLUMNS: list[Column] = [
+    ("memory", _or_dash(format_memory, "peak_memory_bytes")),
+    ("compile\ninner", _or_dash(format_seconds, "compile_seconds", "inner_step")),
+    ("compile\nouter", _or_dash(format_seconds, "compile_seconds", "outer_step")),
 ]
-_PAIRINGS: Column = ("pairings", _or_dash(str, "pairings"))
+_PAIRINGS_COLUMN: Column = ("pairings", _or_dash(str, "pairings"))
 
-Row = tuple[Variant, Result]
+VariantResult = tuple[Variant, Result]
 
 
-def show(rows: Sequence[Row], title: str, *, compile_only: bool, console: Console) -> None:
+def show(rows: Sequence[VariantResult], title: str, *, compile_only: bool, console: Console) -> None:
     """Prints the table, in two parts where the terminal is too narrow, and the notes below it.
 
     Args:
@@ -88,7 +75,11 @@ def show(rows: Sequence[Row], title: str, *, compile_only: bool, console: Consol
     """
     measured = [(variant, result) for variant, result in rows if "error" not in result]
     if measured:
-        parts = [[_PAIRINGS, *_COMPILED]] if compile_only else [_SPEED, [*_OUTER, *_COMPILED]]
+        parts = (
+            [[_PAIRINGS_COLUMN, *_COMPILED_COLUMNS]]
+            if compile_only
+            else [_SPEED_COLUMNS, [*_OUTER_COLUMNS, *_COMPILED_COLUMNS]]
+        )
         whole = _table(measured, title, [column for part in parts for column in part], console)
         needed = Measurement.get(console, console.options.update(width=10_000), whole).maximum
         if not console.is_terminal:
@@ -105,7 +96,7 @@ def show(rows: Sequence[Row], title: str, *, compile_only: bool, console: Consol
             console.print(f"failed: {variant.label}: {result['error']}", style="bold red")
 
 
-def _table(rows: Sequence[Row], title: str, columns: Sequence[Column], console: Console) -> Table:
+def _table(rows: Sequence[VariantResult], title: str, columns: Sequence[Column], console: Console) -> Table:
     table = Table(
         title=title,
         title_justify="left",
@@ -123,12 +114,14 @@ def _table(rows: Sequence[Row], title: str, columns: Sequence[Column], console: 
     return table
 
 
-def _notes(rows: Sequence[Row], compile_only: bool) -> list[str]:
+def _notes(rows: Sequence[VariantResult], compile_only: bool) -> list[str]:
     first = rows[0][1]
     lines = [] if compile_only else [_step_note(rows), _flops_note(rows), *_data_notes(rows)]
     if any(result["bytes_sent"] for _, result in rows) and not compile_only:
-        ddp = any(variant.config.method == "ddp" for variant, _ in rows)
-        lines.append("sent: bytes that a replica sends in an outer step" + (", with ddp in every step" if ddp else ""))
+        methods = dict.fromkeys(variant.config.method for variant, _ in rows)
+        often = [method for method in methods if METHODS[method].averages_gradients]
+        exception = f", with {' and '.join(often)} in every step" if often else ""
+        lines.append(f"sent: bytes that a replica sends in an outer step{exception}")
     memory = f"memory: the most on one device, by {first['peak_memory_from']}"
     if "peak_memory_bytes_before_outer_steps" not in first:
         memory += ": arguments + temporaries + outputs - aliased, and the state that lies beside"
@@ -138,7 +131,7 @@ def _notes(rows: Sequence[Row], compile_only: bool) -> list[str]:
     return [*lines, *sorted(notes), *(line for path in profiles for line in _profile_note(path))]
 
 
-def _step_note(rows: Sequence[Row]) -> str:
+def _step_note(rows: Sequence[VariantResult]) -> str:
     every = sorted({variant.config.outer.sync_every for variant, result in rows if result["outer_step_seconds"]})
     text = "step: median of the inner steps, one dispatched ahead, random tokens; tokens/s: of these steps"
     if every:
@@ -146,10 +139,10 @@ def _step_note(rows: Sequence[Row]) -> str:
     return text
 
 
-def _flops_note(rows: Sequence[Row]) -> str:
+def _flops_note(rows: Sequence[VariantResult]) -> str:
     rates = [result["matrix_flops_per_second"] for _, result in rows]
     side, dtypes = rows[0][1]["matrix_side"], sorted({variant.config.model.dtype for variant, _ in rows})
-    least, most = (f"{_scaled(rate, _SI)}FLOP/s" for rate in (min(rates), max(rates)))
+    least, most = (format_si(rate, "FLOP/s") for rate in (min(rates), max(rates)))
     return (
         "FLOP/s: of the model, 3 x the forward pass's: 2 a weight of every matrix product (the head is in, the "
         "embedding out) and causal attention counted once, 2 x T x heads x head size a token and layer\n"
@@ -158,14 +151,14 @@ def _flops_note(rows: Sequence[Row]) -> str:
     )
 
 
-def _data_notes(rows: Sequence[Row]) -> list[str]:
+def _data_notes(rows: Sequence[VariantResult]) -> list[str]:
     lines = []
     for variant, result in rows:
         data, trainer = result["data_tokens_per_second"], result["tokens_per_second"]
-        if data is not None and data < AMPLE * trainer:
+        if data is not None and data < _DATA_MARGIN * trainer:
             lines.append(
-                f"warning: {variant.label}: the data pipeline alone makes {_scaled(data, _SI)} tokens/s, less than "
-                f"{AMPLE} times the trainer's {_scaled(trainer, _SI)}: raise data.num_workers="
+                f"warning: {variant.label}: the data pipeline alone makes {format_tokens_per_second(data)}, less than "
+                f"{_DATA_MARGIN} times the trainer's {format_count(trainer)}: raise data.num_workers="
                 f"{variant.config.data.num_workers}"
             )
     missing = sorted({result["data_missing"] for _, result in rows if result["data_missing"]})

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from noloco_jax.config.fields import TrainConfig
-from noloco_jax.spmd.batches import Feed, local_replicas
+from noloco_jax.spmd.batches import GlobalBatches, local_replicas
 from noloco_jax.spmd.programs import Programs
 
-_WARMUP = 3
-_OUTER_STEPS = 5
+_WARMUP = 3  # inner steps before the first that is timed
+_OUTER_STEPS = 5  # that are timed
 _TRACED_STEPS = 3
 _DIFFERENT_BATCHES = 4
 
@@ -40,7 +40,7 @@ class RandomStream:
         raise NotImplementedError("random batches have no position")
 
 
-class Runner:
+class TimedRun:
     """A run's state on its devices, taken on by inner and outer steps.
 
     Args:
@@ -50,7 +50,9 @@ class Runner:
 
     def __init__(self, config: TrainConfig, programs: Programs):
         self._programs = programs
-        self._feed = Feed({i: RandomStream(config, i) for i in local_replicas(programs.batch)}, programs.batch)
+        self._batches = GlobalBatches(
+            {i: RandomStream(config, i) for i in local_replicas(programs.batch)}, programs.batch
+        )
         self._params, self._inner, self._outer = programs.init(jax.random.key(config.seed))
         self._steps = 0
 
@@ -58,7 +60,7 @@ class Runner:
         """Dispatches an inner step; its metrics, which are ready when it is done."""
         self._steps += 1
         self._params, self._inner, metrics = self._programs.inner_step(
-            self._params, self._inner, next(self._feed), np.int32(self._steps)
+            self._params, self._inner, next(self._batches), np.int32(self._steps)
         )
         return metrics
 
@@ -72,50 +74,50 @@ class Runner:
         return time.perf_counter() - started
 
 
-def inner_times(runner: Runner, steps: int) -> list[float]:
+def inner_times(run: TimedRun, steps: int) -> list[float]:
     """Seconds from the end of each inner step to the end of the next, one always dispatched ahead, as in training."""
     ends = []
-    for metrics in _one_ahead(runner, _WARMUP + steps):
+    for metrics in _one_ahead(run, _WARMUP + steps):
         jax.block_until_ready(metrics)
         ends.append(time.perf_counter())
     return np.diff(ends)[-steps:].tolist()
 
 
-def _one_ahead(runner: Runner, steps: int) -> Iterator[Any]:
+def _one_ahead(run: TimedRun, steps: int) -> Iterator[Any]:
     """The metrics of every step, when the next one has been dispatched."""
-    metrics = runner.inner()
+    metrics = run.inner()
     for _ in range(steps):
-        following = runner.inner()
+        following = run.inner()
         yield metrics
         metrics = following
 
 
-def outer_times(runner: Runner) -> list[float]:
+def outer_times(run: TimedRun) -> list[float]:
     """Seconds of some outer steps, each after an inner step and of another round.
 
     Every round is taken once before it is timed: partners that meet for the first time have to connect.
     """
     seconds = []
     for round in (*range(_OUTER_STEPS), *range(_OUTER_STEPS)):
-        runner.inner()
-        seconds.append(runner.outer(round))
+        run.inner()
+        seconds.append(run.outer(round))
     return seconds[_OUTER_STEPS:]
 
 
-def trace(runner: Runner, folder: Path, *, with_outer: bool) -> Path:
+def trace(run: TimedRun, folder: Path, *, with_outer: bool) -> Path:
     """Writes a profile of a few inner steps and one outer step; returns the file for Perfetto."""
     with jax.profiler.trace(folder, create_perfetto_trace=True):
         for number in range(_TRACED_STEPS):
             with jax.profiler.StepTraceAnnotation("inner_step", step_num=number):
-                metrics = runner.inner()
+                metrics = run.inner()
         jax.block_until_ready(metrics)
         if with_outer:
             with jax.profiler.StepTraceAnnotation("outer_step", step_num=_TRACED_STEPS):
-                runner.outer(0)
+                run.outer(0)
     return max(folder.glob("plugins/profile/*/perfetto_trace.json.gz"), key=lambda path: path.stat().st_mtime)
 
 
-def spread(seconds: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
+def quartiles(seconds: list[float]) -> dict[str, float]:
+    """The median and the quartiles beside it."""
     lower, median, upper = np.percentile(seconds, [25, 50, 75]).tolist()
     return {"median": median, "lower_quartile": lower, "upper_quartile": upper}

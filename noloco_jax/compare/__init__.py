@@ -1,1 +1,1 @@
-"""The parts of `python -m noloco_jax.compare`: which runs, their figures, the table and the picture."""
+"""The same model trained with several methods: which runs, their results, the table and the picture."""

@@ -10,6 +10,7 @@ from typing import Any
 from noloco_jax.config.fields import (
     CONFIG_FILE,
     TrainConfig,
+    flatten,
     from_dict,
     known_fields,
     load_saved,
@@ -18,25 +19,10 @@ from noloco_jax.config.fields import (
 )
 from noloco_jax.config.flags import load_config
 from noloco_jax.errors import UserError
-
-METHODS = known_fields()["method"].allowed.choices
-
-# What DiLoCo has instead of NoLoCo's settings (the paper's baseline, Section 4): alpha and beta, and how many times as
-# many inner steps between its outer steps.
-DILOCO = {"outer.lr": 0.7, "outer.momentum": 0.3}
-DILOCO_SYNC = 2
-
-# Fields that cannot change a run of the method, so that varying them makes no other run.
-_OUTER = tuple(path for path in known_fields() if path.startswith("outer."))
-_UNUSED = {
-    "ddp": _OUTER,
-    "local": _OUTER,
-    "diloco": ("outer.consensus", "outer.group_size", "outer.order", "outer.wire"),
-    "noloco": ("outer.nesterov",),
-}
+from noloco_jax.methods import METHODS
 
 # Fields that change no figure: a comparison may go on with others.
-_FREE = (
+_WITHOUT_EFFECT = (
     "log_every",
     "checkpoint_every",
     "keep_checkpoints",
@@ -157,7 +143,7 @@ def make_plan(
     for seed in range(base.seed, base.seed + num_seeds):
         for method in methods:
             own = dict((settings or {}).get(method, {}))
-            varies = vary is not None and vary.field not in own and vary.field not in _UNUSED[method]
+            varies = vary is not None and vary.field not in own and not METHODS[method].is_unused(vary.field)
             for value in vary.values if vary is not None and varies else (None,):
                 varied = {} if vary is None or value is None else {vary.field: value}
                 runs.append(_run(file, overrides, method, seed, varied, own))
@@ -172,10 +158,11 @@ def _run(
     file: str, overrides: Sequence[str], method: str, seed: int, varied: Mapping[str, str], own: Mapping[str, str]
 ) -> Run:
     flags = [*overrides, *_flags({"seed": seed, **varied})]
-    if method == "diloco":
-        sync_every = from_dict(load_config(file, flags)).outer.sync_every * DILOCO_SYNC
-        flags += _flags(DILOCO | {"outer.sync_every": sync_every})
-        flags += _flags({field: value for field, value in varied.items() if field in DILOCO})
+    row = METHODS[method]
+    if row.sync_factor != 1:
+        sync_every = from_dict(load_config(file, flags)).outer.sync_every
+        flags += _flags({"outer.sync_every": sync_every * row.sync_factor})
+    flags += _flags({field: varied.get(field, value) for field, value in row.baseline.items()})
     flags += _flags({"method": method, **own})
     label = "".join(f"-{field}={value}" for field, value in varied.items())
     name = re.sub(r"[^\w.=+-]", "_", f"{method}{label}-seed{seed}")
@@ -207,15 +194,10 @@ def check_folder(workdir: Path, runs: Sequence[Run]) -> None:
 
 
 def _differences(saved: TrainConfig, planned: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    left, right = _leaves(to_dict(saved)), _leaves(to_dict(planned))
-    return {path: (left.get(path), right.get(path)) for path in left | right if left.get(path) != right.get(path)}
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            leaves |= _leaves(value, f"{prefix}{name}.")
-        elif prefix + name not in _FREE:
-            leaves[prefix + name] = value
-    return leaves
+    """Field -> its two values, of the fields that change what a run comes to."""
+    left, right = flatten(to_dict(saved)), flatten(to_dict(planned))
+    return {
+        path: (left.get(path), right.get(path))
+        for path in left | right
+        if path not in _WITHOUT_EFFECT and left.get(path) != right.get(path)
+    }

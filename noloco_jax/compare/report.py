@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from noloco_jax.compare.figures import Row, mean_and_std, outer_steps
-from noloco_jax.compare.plan import DILOCO_SYNC, Run
-from noloco_jax.formatting import format_bytes
+from noloco_jax.compare.plan import Run
+from noloco_jax.compare.results import Row, mean_and_std
+from noloco_jax.formatting import format_bytes, format_spread
+from noloco_jax.methods import METHODS
+from noloco_jax.run.messages import num_outer_steps
 
-PAPER = "the paper finds 0.91 to 0.97"
+# Methods whose replicas are equal right after an outer step.
+PAPERS_CORRELATION = "the paper finds 0.91 to 0.97"
 
 # Of each column: its title, the figure in it, and how a number is written.
 _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
@@ -18,7 +21,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("gap to ddp (%)", "gap_percent", lambda x: f"{x:+.2f}"),
     ("merged", "perplexity_merged", lambda x: f"{x:.2f}"),
     ("merged's gap (%)", "gap_merged_percent", lambda x: f"{x:+.2f}"),
-    ("spread", "replica_spread", lambda x: f"{x:.2e}"),
+    ("spread", "replica_spread", format_spread),
     ("sent per replica", "bytes_sent", format_bytes),
     ("spread and learning rate", "spread_lr_correlation", lambda x: f"{x:.3f}"),
 )
@@ -46,13 +49,13 @@ def markdown(rows: Sequence[Row], vary: str | None, command: str, picture: str |
         "over the replicas; *merged*: of the mean of the replicas' weights; *gap*: above ddp's of the same seed;",
         "*spread*: between replicas' weights at the last evaluation, – where they are equal but for rounding; *sent*:",
         "bytes in the whole run, an all-reduce counted as a ring; *spread and learning rate*: Pearson's correlation",
-        f"over the evaluations after the warmup ({PAPER}).",
+        f"over the evaluations after the warmup ({PAPERS_CORRELATION}).",
     ]
-    synchronous = [row for row in rows if row.method == "diloco" and _only_evaluated_in_step(row.runs[0])]
-    if synchronous:
-        lines += ["", "diloco's replicas were evaluated right after outer steps alone, when they are equal."]
-    if vary == "outer.sync_every" and any(row.method == "diloco" and row.value for row in rows):
-        lines += ["", f"diloco takes {DILOCO_SYNC} x the {vary} of the table."]
+    for method in dict.fromkeys(row.method for row in rows if _evaluated_when_equal(row.runs[0])):
+        lines += ["", f"{method}'s replicas were evaluated right after outer steps alone, when they are equal."]
+    if vary == "outer.sync_every":
+        for method in dict.fromkeys(row.method for row in rows if METHODS[row.method].sync_factor != 1 and row.value):
+            lines += ["", f"{method} takes {METHODS[method].sync_factor} x the {vary} of the table."]
     if missing:
         lines += ["", f"Not finished: {', '.join(run.name for run in missing)}."]
     if picture:
@@ -71,9 +74,10 @@ def _setting(rows: Sequence[Row], vary: str | None) -> str:
     )
 
 
-def _only_evaluated_in_step(run: Run) -> bool:
-    config = run.config
-    return config.eval_every % config.outer.sync_every == 0 and config.num_steps % config.outer.sync_every == 0
+def _evaluated_when_equal(run: Run) -> bool:
+    """Whether a run's replicas are equal at each of its evaluations, for each follows an outer step."""
+    every, config = run.config.outer.sync_every, run.config
+    return METHODS[run.method].equal_after_outer_steps and config.eval_every % every == config.num_steps % every == 0
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -82,7 +86,7 @@ def _line(cells: Sequence[str]) -> str:
 
 def _cells(row: Row, vary: str | None) -> list[str]:
     value = [row.value or "–"] if vary else []
-    meetings = outer_steps(row.runs[0])
+    meetings = num_outer_steps(row.runs[0].config)
     figures = [_figure(row.figures[name], write) for _, name, write in _COLUMNS]
     return [row.method, *value, str(len(row.runs)), str(meetings) if meetings else "–", *figures]
 
@@ -104,7 +108,7 @@ def table_csv(rows: Sequence[Row], vary: str | None) -> str:
         numbers = [number for _, name, _ in _COLUMNS for number in mean_and_std(row.figures[name])]
         value = [row.value or ""] if vary else []
         cells = [f"{number:.8g}" if np.isfinite(number) else "" for number in numbers]
-        writer.writerow([row.method, *value, len(row.runs), outer_steps(row.runs[0]), *cells])
+        writer.writerow([row.method, *value, len(row.runs), num_outer_steps(row.runs[0].config), *cells])
     return text.getvalue()
 
 

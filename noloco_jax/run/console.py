@@ -11,6 +11,15 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
+from noloco_jax.formatting import (
+    format_clock,
+    format_perplexity,
+    format_seconds,
+    format_spread,
+    format_tokens_per_second,
+    or_infinity,
+)
+
 _MANY = 16  # replicas or groups that are still shown one by one
 
 
@@ -45,44 +54,16 @@ def results_table(values: Mapping[str, Any], console: Console | None = None) -> 
     table.add_column("perplexity", justify="right")
     if len(replicas) <= _MANY:
         for index, perplexity in enumerate(replicas):
-            table.add_row(f"replica {index}", _number(perplexity))
+            table.add_row(f"replica {index}", format_perplexity(perplexity))
     else:
-        table.add_row(f"best of {len(replicas)} replicas", _number(min(replicas, key=_or_infinity)))
-        table.add_row(f"worst of {len(replicas)} replicas", _number(max(replicas, key=_or_infinity)))
+        table.add_row(f"best of {len(replicas)} replicas", format_perplexity(min(replicas, key=or_infinity)))
+        table.add_row(f"worst of {len(replicas)} replicas", format_perplexity(max(replicas, key=or_infinity)))
     table.add_section()
-    table.add_row("mean of the replicas", _number(values["perplexity"]))
-    table.add_row("merged model", _number(values["perplexity_merged"]), style="bold")
+    table.add_row("mean of the replicas", format_perplexity(values["perplexity"]))
+    table.add_row("merged model", format_perplexity(values["perplexity_merged"]), style="bold")
     table.add_section()
-    table.add_row("replica spread", f"{_or_infinity(values['replica_spread']):.2e}")
+    table.add_row("replica spread", format_spread(values["replica_spread"]))
     (console or make_console()).print(table)
-
-
-def _or_infinity(value: float | None) -> float:
-    """A figure that was not finite is None in metrics.jsonl."""
-    return float("inf") if value is None else float(value)
-
-
-def _number(value: float | None) -> str:
-    return f"{_or_infinity(value):.4g}" if _or_infinity(value) >= 1e5 else f"{_or_infinity(value):.3f}"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms"
-    return f"{seconds:.1f} s" if seconds < 60 else _clock(seconds)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _rate(tokens_per_second: float) -> str:
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if tokens_per_second >= size:
-            return f"{tokens_per_second / size:.3g}{unit} tokens/s"
-    return f"{tokens_per_second:.0f} tokens/s"
 
 
 def _groups(groups: Sequence[Sequence[int]]) -> str:
@@ -144,7 +125,7 @@ class Progress:
         """A training step is done: its loss, its learning rate and the present speed."""
         if self._first is None:
             self._first = (step, self._clock())
-        figures = f"loss {loss:.4f}  lr {lr:.2e}  {_rate(tokens_per_second)}  ETA {self._eta(step)}"
+        figures = f"loss {loss:.4f}  lr {lr:.2e}  {format_tokens_per_second(tokens_per_second)}  ETA {self._eta(step)}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, where=self._where(step), figures=figures)
         elif step % self._log_every == 0 or step == self._num_steps:
@@ -152,15 +133,15 @@ class Progress:
 
     def outer(self, step: int, round: int, groups: Sequence[Sequence[int]], seconds: float) -> None:
         """An outer step is done: the round's number from 0, its groups of replicas, and how long it took."""
-        self.note(f"{self._where(step)}  outer step {round + 1}: {_groups(groups)}, {_seconds(seconds)}")
+        self.note(f"{self._where(step)}  outer step {round + 1}: {_groups(groups)}, {format_seconds(seconds)}")
 
     def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
         """An evaluation is done; `values` as for `results_table`."""
-        replicas = sorted(values["perplexity_replicas"], key=_or_infinity)
+        replicas = sorted(values["perplexity_replicas"], key=or_infinity)
         self.note(
-            f"{self._where(step)}  perplexity {_number(values['perplexity'])} "
-            f"(replicas {_number(replicas[0])} to {_number(replicas[-1])}), "
-            f"merged {_number(values['perplexity_merged'])}, spread {_or_infinity(values['replica_spread']):.2e}"
+            f"{self._where(step)}  perplexity {format_perplexity(values['perplexity'])} "
+            f"(replicas {format_perplexity(replicas[0])} to {format_perplexity(replicas[-1])}), "
+            f"merged {format_perplexity(values['perplexity_merged'])}, spread {format_spread(values['replica_spread'])}"
         )
 
     def note(self, text: str) -> None:
@@ -188,4 +169,4 @@ class Progress:
         first, start = self._first
         if step == first:
             return "-:--"
-        return _clock((self._clock() - start) / (step - first) * (self._num_steps - step))
+        return format_clock((self._clock() - start) / (step - first) * (self._num_steps - step))

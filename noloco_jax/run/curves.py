@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from noloco_jax.errors import UserError
+from noloco_jax.files import write_picture
 from noloco_jax.run.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -46,11 +47,7 @@ def plot_curves(workdir: str | os.PathLike[str]) -> Path:
     _draw_spread(spread, evals, outer)
     spread.set_xlabel("inner step")
 
-    path = Path(workdir) / CURVES_FILE
-    unfinished = path.with_name(f"curves.{os.getpid()}.tmp")
-    figure.savefig(unfinished, format="png")
-    unfinished.replace(path)
-    return path
+    return write_picture(Path(workdir) / CURVES_FILE, figure)
 
 
 def _column(entries: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from noloco_jax.data import HostBatch
 from noloco_jax.labels import IGNORED_LABEL
-from noloco_jax.spmd.batches import global_batch
+from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.programs import Programs
 
 PyTree = Any
@@ -47,7 +47,7 @@ def _losses(programs: Programs, params: PyTree, rounds: Sequence[Sequence[HostBa
     total = np.zeros((2, len(rounds[0])))
     waiting = None
     for part in rounds:
-        result = programs.evaluate(params, global_batch(dict(enumerate(part)), programs.batch))
+        result = programs.evaluate(params, place_batch(dict(enumerate(part)), programs.batch))
         # Two at a time: CPU devices share their threads, and many programs that wait for each other take them all.
         if waiting is not None:
             total += np.asarray(jax.device_get(waiting), np.float64)

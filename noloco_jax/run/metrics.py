@@ -1,18 +1,16 @@
-"""A run's figures: written to metrics.jsonl, TensorBoard and W&B, read back, and the speed among them."""
+"""A run's figures: written to metrics.jsonl, TensorBoard and W&B, and read back."""
 
-import collections
 import importlib
 import json
 import math
 import os
-import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from noloco_jax.config.fields import TrainConfig
 from noloco_jax.errors import UserError
+from noloco_jax.files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -133,10 +131,7 @@ def _wandb_id(folder: Path, fresh: bool) -> str:
 
 def _drop_after(path: Path, step: int) -> None:
     """Rewrites a metrics file without the lines of later steps, whole or not at all."""
-    kept = [line for line, entry in _entries(path) if entry["step"] <= step]
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text("".join(kept), encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, "".join(line for line, entry in _entries(path) if entry["step"] <= step))
 
 
 def _entries(path: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -166,52 +161,3 @@ def read_metrics(workdir: str | os.PathLike[str], process: int = 0) -> list[dict
         return [entry for _, entry in _entries(path)]
     except FileNotFoundError:
         raise UserError(f"{path} is not there: give the --workdir of a run that was started") from None
-
-
-class Throughput:
-    """Tokens per second over the last `window` steps.
-
-    `reset()` starts the clock anew, after what is no training step: a compilation, an evaluation, a checkpoint.
-    """
-
-    def __init__(self, window: int = 50, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
-        self._marks: collections.deque[tuple[float, int]] = collections.deque(maxlen=window + 1)
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets the steps so far; the next one is timed from now."""
-        self._marks.clear()
-        self._marks.append((self._clock(), 0))
-
-    def step(self, tokens: int) -> None:
-        """Counts a finished step's tokens."""
-        self._marks.append((self._clock(), self._marks[-1][1] + tokens))
-
-    @property
-    def tokens_per_second(self) -> float:
-        """0 before the first step."""
-        (start, before), (end, after) = self._marks[0], self._marks[-1]
-        return (after - before) / (end - start) if end > start else 0.0
-
-
-def model_flops_per_token(config: TrainConfig) -> float:
-    """Floating point operations that training on one token takes, counted as the model needs them, not as run.
-
-    Forward, per token: 2 per weight of a matrix multiplication (attention's q, k, v and o, the MLP's three, the head;
-    the embedding is a lookup and counts nothing), and causal attention once, with half of the T x T scores:
-    2 products (scores, values) x 2 x T/2 x heads x head size per layer. The backward pass takes twice the forward one,
-    so the sum is three times that. Recomputation (remat) is no use to the model and is not counted.
-    """
-    model, length = config.model, config.data.sequence_length
-    head_size = model.hidden_size // model.num_heads
-    queries, keys = model.num_heads * head_size, model.num_kv_heads * head_size
-    layer = model.hidden_size * (2 * queries + 2 * keys + 3 * model.intermediate_size)
-    weights = model.num_layers * layer + model.hidden_size * model.vocab_size
-    attention = model.num_layers * 2 * length * queries
-    return 3.0 * (2 * weights + attention)
-
-
-def mfu(tokens_per_second: float, flops_per_token: float, peak_flops_per_second: float) -> float:
-    """Model FLOP utilisation: the part, 0 to 1, of the devices' peak rate that the model's own operations fill."""
-    return tokens_per_second * flops_per_token / peak_flops_per_second

@@ -55,7 +55,7 @@ def idle_time_ratio(
 
 
 def waiting_per_step(
-    num_replicas: int, sync_every: int, group_size: int, step_time: float, spread: float, seed: int
+    num_replicas: int, sync_every: int, group_size: int, step_time: float, variation: float, seed: int
 ) -> tuple[float, float]:
     """Seconds a step loses to waiting, DiLoCo's and NoLoCo's, when a step takes `step_time` on average.
 
@@ -64,13 +64,13 @@ def waiting_per_step(
       sync_every: inner steps between outer steps; at 1, DiLoCo's figure is what any all-reduce every step waits.
       group_size: of NoLoCo.
       step_time: mean time of a step, seconds.
-      spread: standard deviation over mean of a step's time.
+      variation: standard deviation over mean of a step's time.
       seed: of the draws.
 
     Returns:
       (DiLoCo's seconds, NoLoCo's).
     """
-    sigma = log_sigma(spread)
+    sigma = log_sigma(variation)
     steps_a_round = num_replicas * sync_every
     num_rounds = int(np.clip(_DRAWS_OF_WAITING // steps_a_round, 20, 100))
     num_runs = int(np.clip(_DRAWS_OF_WAITING // (steps_a_round * num_rounds), 1, 64))

@@ -8,9 +8,9 @@ import math
 import numpy as np
 
 
-def log_sigma(spread: float) -> float:
-    """σ of the log-normal law whose standard deviation is `spread` times its mean: σ² = ln(1 + spread²)."""
-    return math.sqrt(math.log1p(spread**2))
+def log_sigma(variation: float) -> float:
+    """σ of the log-normal law whose standard deviation is `variation` times its mean: σ² = ln(1 + variation²)."""
+    return math.sqrt(math.log1p(variation**2))
 
 
 def expected_max_of_two(mu: float, sigma: float) -> float:
@@ -18,7 +18,7 @@ def expected_max_of_two(mu: float, sigma: float) -> float:
     return (1 + math.erf(sigma / 2)) * math.exp(mu + sigma**2 / 2)
 
 
-def tree_over_pair(spread: float, num_levels: int, num_runs: int, seed: int) -> np.ndarray:
+def tree_over_pair(variation: float, num_levels: int, num_runs: int, seed: int) -> np.ndarray:
     """Expected time of a tree all-reduce over n = 2, 4, ..., 2^num_levels replicas over that of a pair's exchange.
 
     Reduction: at each level two subtrees send their sums to be joined, and the later arrival decides,
@@ -27,7 +27,7 @@ def tree_over_pair(spread: float, num_levels: int, num_runs: int, seed: int) -> 
     log₂ n if every level is counted as E max(t, t'), the paper's 2 t log₂ n; the waits that pile up make it larger.
 
     Args:
-      spread: standard deviation over mean of a message's time.
+      variation: standard deviation over mean of a message's time.
       num_levels: the largest tree has 2^num_levels replicas.
       num_runs: independent trees R that the expectation is taken over.
       seed: of the draws.
@@ -36,7 +36,7 @@ def tree_over_pair(spread: float, num_levels: int, num_runs: int, seed: int) -> 
       (num_levels,) the ratio for each n.
     """
     rng = np.random.default_rng(seed)
-    sigma = log_sigma(spread)
+    sigma = log_sigma(variation)
     mu = -(sigma**2) / 2
     totals = np.zeros(num_levels)
     at_once = min(num_runs, max(1, 2**20 >> num_levels))  # keeps the working set in the cache

@@ -2,14 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from noloco_jax.formatting import format_bandwidth, format_seconds
+from noloco_jax.files import write_picture
+from noloco_jax.formatting import format_bandwidth, format_count, format_seconds
 from noloco_jax.simulate import cost, theory
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _COLORS = {"FSDP": "#7f7f7f", "DDP": "#9467bd", "DiLoCo": "#d95f02", "NoLoCo": "#1b7837"}
 _DASHES = {"FSDP": "-", "DDP": ":", "DiLoCo": "--", "NoLoCo": "-"}
@@ -19,10 +22,10 @@ def latency(sizes: Sequence[int], ratios: Mapping[float, np.ndarray], path: Path
     """Tree all-reduce over pair exchange, against the number of replicas, a line for each std/mean of a message."""
     figure = _figure(6.4)
     axes = figure.subplots()
-    for (spread, ratio), color in zip(ratios.items(), _shades(len(ratios)), strict=True):
+    for (variation, ratio), color in zip(ratios.items(), _shades(len(ratios)), strict=True):
         axes.plot(sizes, ratio, marker="o", markersize=4, color=color)
         axes.annotate(
-            f"std/mean {spread:g}: {ratio[-1]:.1f}",
+            f"std/mean {variation:g}: {ratio[-1]:.1f}",
             (sizes[-1], float(ratio[-1])),
             xytext=(8, 0),
             textcoords="offset points",
@@ -98,7 +101,7 @@ def costs(setting: cost.Setting, path: Path) -> None:
     right.set_title(f"{setting.replicas} replicas")
     right.legend(frameon=False)
     every = f"synchronizing every {setting.sync_every} steps" if setting.sync_every > 1 else "synchronizing every step"
-    figure.suptitle(f"{setting.params / 1e6:,.4g} million parameters, DiLoCo and NoLoCo {every}")
+    figure.suptitle(f"{format_count(setting.params)} parameters, DiLoCo and NoLoCo {every}")
     _save(figure, path)
 
 
@@ -191,21 +194,25 @@ def stability(
     _save(figure, path)
 
 
-def _figure(width: float) -> Figure:
-    return Figure(figsize=(width, 4.6), layout="constrained")
+def _figure(width: float) -> "Figure":
+    from matplotlib.figure import Figure  # here: slow to import
+
+    return Figure(figsize=(width, 4.6), dpi=150, layout="constrained")
 
 
-def _save(figure: Figure, path: Path) -> None:
+def _save(figure: "Figure", path: Path) -> None:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    write_picture(path, figure)
 
 
 def _shades(count: int) -> list:
+    import matplotlib
+
     return [matplotlib.colormaps["viridis"](x) for x in np.linspace(0, 0.8, count)]
 
 
-def _log_2_axis(axes: Axes, sizes: Sequence[int]) -> None:
+def _log_2_axis(axes: "Axes", sizes: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(sizes), [str(n) for n in sizes])
     axes.minorticks_off()

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from noloco_jax.config.fields import OuterConfig
-from noloco_jax.formatting import format_bandwidth, format_bytes, format_percent, format_seconds
+from noloco_jax.formatting import format_bandwidth, format_bytes, format_count, format_percent, format_seconds
 from noloco_jax.outer.pairing import consensus_limit
-from noloco_jax.simulate import blocking, cost, latency, quadratic, theory
+from noloco_jax.simulate import blocking, cost, latency, pictures, quadratic, theory
 
 
 def cost_section(setting: cost.Setting, seed: int, out: Path | None) -> str:
@@ -34,9 +34,7 @@ def cost_section(setting: cost.Setting, seed: int, out: Path | None) -> str:
     header += ["waiting a step"] if setting.step_spread else []
     header += ["added to a step", "time computing"]
     if out:
-        from noloco_jax.simulate import pictures as plots
-
-        plots.costs(setting, out / "cost.png")
+        pictures.costs(setting, out / "cost.png")
     spread = (
         f"Steps take log-normal times, standard deviation {setting.step_spread:g} of the mean; FSDP, DDP and DiLoCo "
         "wait for the slowest of all, NoLoCo for its group."
@@ -47,7 +45,7 @@ def cost_section(setting: cost.Setting, seed: int, out: Path | None) -> str:
         [
             "## What communication costs a step",
             "",
-            f"{setting.params / 1e6:,.6g} million parameters, {setting.replicas} replicas, "
+            f"{format_count(setting.params)} parameters, {setting.replicas} replicas, "
             f"{format_bandwidth(setting.bandwidth)} each way, {format_seconds(setting.latency)} latency, "
             f"{format_seconds(setting.step_time)} of computing a step. Bytes are those that one replica sends.",
             "",
@@ -76,19 +74,18 @@ _ALL_REDUCE_FORMULAS = {
 
 def latency_section(seed: int, out: Path | None) -> str:
     """Tree all-reduce against a pair's exchange; picture latency.png."""
-    spreads, levels, runs = (0.0, 0.5, 1.0, 2.0), 10, 4000
+    variations, levels, runs = (0.0, 0.5, 1.0, 2.0), 10, 4000
     sizes = [2**k for k in range(1, levels + 1)]
-    ratios = {s: latency.tree_over_pair(s, levels, runs, seed) for s in spreads}
+    ratios = {v: latency.tree_over_pair(v, levels, runs, seed) for v in variations}
     shown = (1, 3, 5, 7, 9)
     rows = []
-    for s, ratio in ratios.items():
-        slowest = latency.expected_max_of_two(-(latency.log_sigma(s) ** 2) / 2, latency.log_sigma(s))
-        rows.append([f"{s:g}", f"{slowest:.3f}", *(f"{ratio[k]:.1f}" for k in shown)])
+    for variation, ratio in ratios.items():
+        sigma = latency.log_sigma(variation)
+        slowest = latency.expected_max_of_two(-(sigma**2) / 2, sigma)
+        rows.append([f"{variation:g}", f"{slowest:.3f}", *(f"{ratio[k]:.1f}" for k in shown)])
     rows.append(["log₂ n", "", *(f"{k + 1:.1f}" for k in shown)])
     if out:
-        from noloco_jax.simulate import pictures as plots
-
-        plots.latency(sizes, ratios, out / "latency.png")
+        pictures.latency(sizes, ratios, out / "latency.png")
     return "\n".join(
         [
             "## Latency: a tree all-reduce against a pair's exchange",
@@ -115,10 +112,8 @@ def blocking_section(seed: int, out: Path | None) -> str:
     }
     rows = [[str(k), *(f"{r:.2f}" for r in ratio)] for k, ratio in ratios.items()]
     if out:
-        from noloco_jax.simulate import pictures as plots
-
         title = f"Waiting for all against waiting for a partner ({rounds} outer steps)"
-        plots.blocking(sizes, ratios, title, out / "blocking.png")
+        pictures.blocking(sizes, ratios, title, out / "blocking.png")
     return "\n".join(
         [
             "## Blocking: waiting for all against waiting for a partner",
@@ -170,8 +165,6 @@ def _quadratic_part(seed: int, out: Path | None) -> str:
         estimate, e = _estimate(trace.mean_TRD[-1, :, 0])
         means.append([f"{lr:g}", f"{exact_TD[-1, 0]:.4f}", f"{estimate:.4f} ± {e:.4f}"])
     if out:
-        from noloco_jax.simulate import pictures as plots
-
         trajectories = {
             float(lr): (exact_TD[:, 0], np.append(start_D[0], trace.mean_TRD[:, :, 0].mean(axis=1)))
             for lr, trace, exact_TD in zip(large_W, traces, exact_W, strict=True)
@@ -182,7 +175,7 @@ def _quadratic_part(seed: int, out: Path | None) -> str:
         of_mean = [_estimate((trace.mean_TRD[settled] ** 2).sum(-1).mean(0)) for trace in traces[1:]]
         over_replicas = [_estimate(y_R) for y_R in spread_WR]
         over_replicas += [_estimate(trace.spread_TR[settled].mean(0)) for trace in traces]
-        plots.quadratic(
+        pictures.quadratic(
             trajectories,
             line_W,
             {"over replicas": exact_W2[:, 0], "of their mean": exact_W2[:, 1]},
@@ -234,10 +227,8 @@ def _stability_part(out: Path | None) -> str:
             [f"{alpha:g}", *(f"{found:.4f}" for found in limits), f"{consensus_limit(alpha, strengths[-1]):.4f}"]
         )
     if out:
-        from noloco_jax.simulate import pictures as plots
-
         marks = {rf"default, $\gamma$ = $\beta$ = {_OUTER.lr:g}": (_OUTER.momentum, _OUTER.consensus)}
-        plots.stability(replicas, lambda a, n: consensus_limit(a, n), 3.0, marks, out / "stability.png")
+        pictures.stability(replicas, lambda a, n: consensus_limit(a, n), 3.0, marks, out / "stability.png")
     return "\n".join(
         [
             "## Which consensus strengths keep replicas together",

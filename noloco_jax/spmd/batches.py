@@ -9,7 +9,7 @@ import numpy as np
 from noloco_jax.spmd.gradients import Batch
 
 
-class Stream(Protocol):
+class BatchSource(Protocol):
     """One replica's batches: `input_ids` and `labels` int32 (B, T), and the position after the last one taken."""
 
     def __next__(self) -> dict[str, np.ndarray]: ...
@@ -31,7 +31,7 @@ def local_replicas(batch: Batch) -> list[int]:
     return sorted(held)
 
 
-def global_batch(parts: Mapping[int, Mapping[str, np.ndarray]], batch: Batch) -> Batch:
+def place_batch(parts: Mapping[int, Mapping[str, np.ndarray]], batch: Batch) -> Batch:
     """Puts the replicas' batches on their devices; a replica that spans processes gets its rows from each of them.
 
     Args:
@@ -49,7 +49,7 @@ def global_batch(parts: Mapping[int, Mapping[str, np.ndarray]], batch: Batch) ->
     }
 
 
-class Feed:
+class GlobalBatches:
     """Iterates over global batches, from one stream a replica.
 
     Args:
@@ -57,15 +57,15 @@ class Feed:
       batch: the global shapes and shardings.
     """
 
-    def __init__(self, streams: Mapping[int, Stream], batch: Batch):
+    def __init__(self, streams: Mapping[int, BatchSource], batch: Batch):
         self._streams = streams
         self._batch = batch
 
-    def __iter__(self) -> "Feed":
+    def __iter__(self) -> "GlobalBatches":
         return self
 
     def __next__(self) -> Batch:
-        return global_batch({i: next(stream) for i, stream in self._streams.items()}, self._batch)
+        return place_batch({i: next(stream) for i, stream in self._streams.items()}, self._batch)
 
     def get_state(self) -> dict[int, dict]:
         """Replica -> where its stream stands, after the batches taken so far."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from noloco_jax.compare import __main__ as compare
+from noloco_jax.compare import command as compare
 from noloco_jax.errors import UserError, main_with_errors
 from support.comparisons import METHODS, arguments, only, plan_of, train
 from support.paths import ROOT

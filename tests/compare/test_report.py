@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from noloco_jax.compare import figures, report
-from noloco_jax.compare.picture import draw
-from support.comparisons import NUM_PARAMS, finished, only, plan_of, train
+from noloco_jax.compare import report, results
+from noloco_jax.compare.chart import draw
+from support.comparisons import finished, only, plan_of, train
 
 
 def test_gaps_are_between_runs_of_the_same_seed_and_value(config_file, tmp_path):
@@ -20,7 +20,7 @@ def test_gaps_are_between_runs_of_the_same_seed_and_value(config_file, tmp_path)
         key = run.seed, run.value
         factor = gaps[key] if run.method == "noloco" else 1
         train(run, tmp_path, perplexity=ddp[key] * factor, merged=2 * ddp[key] * factor)
-    rows = {(row.method, row.value): row.figures for row in figures.make_rows(runs, tmp_path)}
+    rows = {(row.method, row.value): row.figures for row in results.make_rows(runs, tmp_path)}
     for name in ("gap_percent", "gap_merged_percent"):
         np.testing.assert_allclose(rows["noloco", "2"][name], [5, 7])
         np.testing.assert_allclose(rows["noloco", "4"][name], [-10, -20])
@@ -31,22 +31,15 @@ def test_a_ddp_run_that_the_field_does_not_matter_to_serves_all_values(config_fi
     runs = plan_of(config_file, methods=["ddp", "noloco"], vary="outer.sync_every=2,4")
     for run in runs:
         train(run, tmp_path, perplexity={None: 10.0, "2": 11.0, "4": 12.0}[run.value])
-    rows = figures.make_rows(runs, tmp_path)
+    rows = results.make_rows(runs, tmp_path)
     assert [(row.value, round(row.figures["gap_percent"][0], 6)) for row in rows] == [(None, 0), ("2", 10), ("4", 20)]
-
-
-def test_bytes_sent_are_of_messages_of_the_parameters_size(config_file):
-    runs = plan_of(config_file)
-    sent = {run.method: figures.total_bytes(run) for run in runs}
-    size = 4 * NUM_PARAMS
-    assert sent == {"ddp": 40 * size * 3 // 2, "diloco": 5 * size * 3 // 2, "noloco": 10 * size, "local": 0}
 
 
 def test_correlation_is_pearsons_after_the_warmup(config_file, tmp_path):
     run = only(plan_of(config_file), "noloco")
     noise = iter(np.random.default_rng(0).uniform(0.1, 0.2, 10))
     train(run, tmp_path, 5.0, spread=lambda lr: lr * next(noise))
-    curve = figures.read_curve(run, tmp_path)
+    curve = results.read_curve(run, tmp_path)
     steps = np.arange(4, 41, 4)
     np.testing.assert_array_equal(curve.steps, steps)
     np.testing.assert_array_equal(curve.tokens, steps * 4 * 2 * 16)
@@ -55,22 +48,22 @@ def test_correlation_is_pearsons_after_the_warmup(config_file, tmp_path):
     np.testing.assert_allclose(curve.lr[2:], lr, rtol=1e-5)
     spread = lr * np.random.default_rng(0).uniform(0.1, 0.2, 10)[2:]
     (x, y) = lr - lr.mean(), spread - spread.mean()
-    assert figures.correlation(curve, 8) == pytest.approx((x * y).sum() / np.sqrt((x**2).sum() * (y**2).sum()))
+    assert results.correlation(curve, 8) == pytest.approx((x * y).sum() / np.sqrt((x**2).sum() * (y**2).sum()))
 
 
 def test_replicas_that_rounding_alone_sets_apart_have_no_spread(config_file, tmp_path):
     run = only(plan_of(config_file), "ddp")
     train(run, tmp_path, 5.0, spread=lambda lr: 1e-9)
-    curve = figures.read_curve(run, tmp_path)
+    curve = results.read_curve(run, tmp_path)
     assert np.isnan(curve.spread).all()
-    assert np.isnan(figures.correlation(curve, 8))
+    assert np.isnan(results.correlation(curve, 8))
 
 
 def test_unfinished_runs_are_left_out_and_named(config_file, tmp_path):
     runs = plan_of(config_file)
     train(runs[0], tmp_path, 5.0)
     train(runs[1], tmp_path, 6.0, steps=36)
-    rows = figures.make_rows(runs, tmp_path)
+    rows = results.make_rows(runs, tmp_path)
     assert [row.method for row in rows] == ["ddp"]
     page = report.markdown(rows, None, "command", None, runs[1:])
     assert "Not finished: diloco-seed7, noloco-seed7, local-seed7." in page
@@ -78,7 +71,7 @@ def test_unfinished_runs_are_left_out_and_named(config_file, tmp_path):
 
 def test_the_table_has_mean_and_spread_over_seeds(config_file, tmp_path):
     runs = finished(config_file, tmp_path, methods=["ddp", "noloco"], seeds=2)  # ddp 5, noloco 6; ddp 7, noloco 8
-    rows = figures.make_rows(runs, tmp_path)
+    rows = results.make_rows(runs, tmp_path)
     table = [line for line in report.markdown(rows, None, "command", "x.png", []).splitlines() if line.startswith("|")]
     gaps = np.array([100 / 5, 100 / 7])
     ddp, noloco = ([cell.strip() for cell in line.strip("|").split("|")] for line in table[2:])
@@ -98,7 +91,7 @@ def test_diloco_that_is_evaluated_after_outer_steps_alone_is_remarked(config_fil
     for every, remarked in ((4, False), (8, True)):
         runs = finished(config_file, tmp_path / str(every), methods=["diloco"])
         runs = [replace(run, config=replace(run.config, eval_every=every)) for run in runs]
-        page = report.markdown(figures.make_rows(runs, tmp_path / str(every)), None, "command", None, [])
+        page = report.markdown(results.make_rows(runs, tmp_path / str(every)), None, "command", None, [])
         assert ("right after outer steps alone" in page) == remarked
 
 
@@ -110,6 +103,6 @@ def test_diloco_that_is_evaluated_after_outer_steps_alone_is_remarked(config_fil
 def test_any_comparison_gives_a_picture(config_file, tmp_path, settings):
     runs = finished(config_file, tmp_path / "out", **settings)
     path = tmp_path / "comparison.png"
-    draw(figures.make_rows(runs, tmp_path / "out"), "a field", path)
+    draw(results.make_rows(runs, tmp_path / "out"), "a field", path)
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
     assert not list(tmp_path.glob("*.tmp"))

@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from noloco_jax.cluster.stop import RESTART
-from noloco_jax.compare import __main__ as compare
+from noloco_jax.compare import command as compare
+from noloco_jax.compare.runner import LOG_FILE, Comparison
 from noloco_jax.config.fields import to_dict
 from noloco_jax.errors import UserError
 from support import processes
@@ -45,13 +46,13 @@ def stand_in(config_file, tmp_path, monkeypatch):
     script.write_text(STAND_IN)
     configs = {run.name: to_dict(run.config) for run in plan_of(config_file)}
     fails: dict[str, str] = {}
-    real = compare.Comparison._arguments
+    real = Comparison._arguments
 
     def stand_in_arguments(self, run):
         assert real(self, run)[:2] == ["-m", "noloco_jax.train"]
         return [str(script), json.dumps({"fails": fails, "configs": configs}), *real(self, run)[2:]]
 
-    monkeypatch.setattr(compare.Comparison, "_arguments", stand_in_arguments)
+    monkeypatch.setattr(Comparison, "_arguments", stand_in_arguments)
     return fails
 
 
@@ -81,41 +82,34 @@ def test_a_run_that_does_not_start_ends_the_comparison(config_file, tmp_path, st
 def test_a_run_that_another_process_trains_is_not_trained_twice(config_file, tmp_path):
     out = tmp_path / "out"
     (out / "ddp-seed7").mkdir(parents=True)
-    with (out / "ddp-seed7" / compare.LOG_FILE).open("a") as log:
+    with (out / "ddp-seed7" / LOG_FILE).open("a") as log:
         fcntl.flock(log, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="ddp-seed7 is being trained by another process"):
             compare.main(arguments(config_file, out))
 
 
 @pytest.mark.timeout(900)
-def test_a_comparison_that_is_stopped_goes_on_to_its_table(tmp_path):
+def test_a_comparison_that_is_stopped_goes_on_to_its_table(tmp_path, monkeypatch, capsys):
     config = processes.write_config(tmp_path)
     out = tmp_path / "out"
-    flags = ["--methods=ddp,noloco", "--config.num_steps=12", "--config.eval_every=4"]
-    command = [sys.executable, "-m", "noloco_jax.compare", *arguments(str(config), out, *flags)]
-
-    def start() -> list[subprocess.Popen[str]]:
-        return [
-            subprocess.Popen(
-                command,
-                env=processes.environment(config),
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        ]
-
-    running = start()
-    processes.wait_until(processes.reached(out / "ddp-seed0", 1), running)
-    running[0].send_signal(signal.SIGTERM)
-    [(status, output)] = processes.finish(running)
+    flags = arguments(str(config), out, "--methods=ddp,noloco", "--config.num_steps=12", "--config.eval_every=4")
+    processes.set_environment(config, monkeypatch)
+    running = subprocess.Popen(
+        [sys.executable, "-m", "noloco_jax.compare", *flags],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    processes.wait_until(processes.reached(out / "ddp-seed0", 1), [running])
+    running.send_signal(signal.SIGTERM)
+    [(status, output)] = processes.finish([running])
     assert status == RESTART, output
     assert output.endswith("stopped: the same command goes on\n")
     finished_in_time = processes.reached(out / "ddp-seed0", 12)()
-    [(status, output)] = processes.finish(start())
-    assert status == 0, output
-    log = (out / "ddp-seed0" / compare.LOG_FILE).read_text()
+    assert compare.main(flags) == 0
+    output = capsys.readouterr().out
+    log = (out / "ddp-seed0" / LOG_FILE).read_text()
     assert ("going on from the checkpoint" in log) != finished_in_time
     assert "[2/2] noloco-seed0: perplexity" in output
     rows = {row["method"]: row for row in csv.DictReader((out / "comparison.csv").read_text().splitlines())}

@@ -1,15 +1,14 @@
 """The command `python -m noloco_jax.inspect`: what it prints, and how it ends."""
 
 import json
-import subprocess
-import sys
 
 import jax
 import pytest
 
-from noloco_jax.inspect import __main__ as inspect
+from noloco_jax.errors import UserError
+from noloco_jax.inspect import command
+from noloco_jax.inspect.report import PROGRAMS, Report
 from noloco_jax.spmd.hlo import Collective, Traffic
-from support.paths import ROOT
 from support.traffic import MODEL, numel
 
 CONFIG = f"""
@@ -27,46 +26,47 @@ def config_file(tmp_path):
     return path
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess:
-    program = [sys.executable, "-m", "noloco_jax.inspect", *arguments]
-    return subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
+@pytest.fixture
+def devices(monkeypatch):
+    """JAX as it is before it has looked for devices: as many as it is told to make, of those that the tests have."""
+    there, updates = jax.devices(), {}
+    monkeypatch.setattr(jax.config, "update", updates.__setitem__)
+    monkeypatch.setattr(jax, "devices", lambda: there[: updates["jax_num_cpu_devices"]])
+    return updates
 
 
-def test_the_command_prints_json_for_the_devices_asked_for(config_file):
-    result = command(f"--config={config_file}", "--devices=3", "--json", "--check")
-    assert result.returncode == 0, result.stderr
-    values = json.loads(result.stdout)
+def test_the_command_prints_json_for_the_devices_asked_for(config_file, devices, capsys):
+    assert command.main([f"--config={config_file}", "--devices=3", "--json", "--check"]) == 0
+    assert devices == {"jax_platforms": "cpu", "jax_num_cpu_devices": 3}
+    values = json.loads(capsys.readouterr().out)
     assert values["mesh"] == {"replica": 3, "stage": 1, "fsdp": 1, "tensor": 1}
-    assert set(values["programs"]) == set(inspect.PROGRAMS)
+    assert set(values["programs"]) == set(PROGRAMS)
     sent = values["programs"]["outer_step"]["bytes_across_replicas"]
     assert sent == {"least": 4 * numel(1), "most": 4 * numel(1)} and values["broken_promises"] == []
     kinds = {collective["kind"] for collective in values["programs"]["outer_step"]["collectives"]}
     assert kinds == {"collective-permute"}
 
 
+@pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [(["--devices=2"], "3 devices"), (["--devices=0"], "--devices=0"), (["--device=2"], "--devices")],
 )
-def test_bad_input_ends_with_status_2_and_one_line(config_file, arguments, named, capsys, monkeypatch):
-    updates = []
-    monkeypatch.setattr(jax.config, "update", lambda *update: updates.append(update))
-    monkeypatch.setattr(jax, "devices", lambda: [object()] * dict(updates)["jax_num_cpu_devices"])
-    with pytest.raises(SystemExit) as exit_:
-        inspect.main_with_errors(lambda: inspect.main([f"--config={config_file}", *arguments]))
-    message = capsys.readouterr().err
-    assert exit_.value.code == 2 and named in message and message.count("\n") == 1
+def test_bad_input_is_refused_in_one_line(config_file, arguments, named):
+    with pytest.raises(UserError, match=named) as caught:
+        command.main([f"--config={config_file}", *arguments])
+    assert "\n" not in str(caught.value)
 
 
 def test_the_check_fails_where_a_promise_is_broken(config_file, capsys, monkeypatch):
-    traffic = {name: Traffic() for name in inspect.PROGRAMS}
+    traffic = {name: Traffic() for name in PROGRAMS}
     traffic["inner_step"].always[Collective("all-reduce", ("replica",), 4, ("f32[]",))] += 1
 
     def report(config, devices):
-        return inspect.Report(config, {"replica": 3, "stage": 1, "fsdp": 1, "tensor": 1}, 100, 3, traffic)
+        return Report(config, {"replica": 3, "stage": 1, "fsdp": 1, "tensor": 1}, 100, 3, traffic)
 
-    monkeypatch.setattr(inspect, "inspect_run", report)
-    monkeypatch.setattr(inspect, "use_cpu_cores", lambda config: None)
-    assert inspect.main([f"--config={config_file}", "--check"]) == 1
+    monkeypatch.setattr(command, "inspect_run", report)
+    monkeypatch.setattr(command, "use_cpu_cores", lambda config: None)
+    assert command.main([f"--config={config_file}", "--check"]) == 1
     assert "BROKEN PROMISE: inner step: all-reduce of f32[] crosses replica" in capsys.readouterr().out
-    assert inspect.main([f"--config={config_file}"]) == 0
+    assert command.main([f"--config={config_file}"]) == 0

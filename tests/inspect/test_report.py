@@ -1,10 +1,11 @@
-"""What every method promises of its communication, on every kind of mesh."""
+"""What every method communicates on every kind of mesh, and what it promises of that."""
 
 import jax
 import pytest
 
 from noloco_jax.config.fields import from_dict
-from noloco_jax.inspect import __main__ as inspect
+from noloco_jax.inspect.promises import broken_promises, verdict
+from noloco_jax.inspect.report import PROGRAMS, Report, inspect_run
 from noloco_jax.spmd.hlo import Collective, Traffic
 from support.traffic import MODEL, numel
 
@@ -20,7 +21,7 @@ def report_of(
     num_layers: int = 1,
     batch_size: int = 4,
     **mesh: int,
-) -> inspect.Report:
+) -> Report:
     config = from_dict(
         {
             "method": method,
@@ -32,10 +33,10 @@ def report_of(
             "mesh": {"replica": -1} | mesh,
         }
     )
-    return inspect.inspect_run(config, jax.devices()[:num_devices], only)
+    return inspect_run(config, jax.devices()[:num_devices], only)
 
 
-def across(report: inspect.Report, program: str) -> dict[str, set[tuple[str, ...]]]:
+def across(report: Report, program: str) -> dict[str, set[tuple[str, ...]]]:
     """Kind -> axes, of what crosses replicas."""
     kinds: dict[str, set[tuple[str, ...]]] = {}
     for collective in report.traffic[program].collectives():
@@ -44,17 +45,17 @@ def across(report: inspect.Report, program: str) -> dict[str, set[tuple[str, ...
     return kinds
 
 
-def axes_of(report: inspect.Report, program: str) -> set[str]:
+def axes_of(report: Report, program: str) -> set[str]:
     return {axis for collective in report.traffic[program].collectives() for axis in collective.axes}
 
 
-def sent(report: inspect.Report, program: str) -> tuple[int, int]:
+def sent(report: Report, program: str) -> tuple[int, int]:
     """The least and the most bytes that a device sends to other replicas."""
     return report.traffic[program].extent(lambda c: c.bytes * ("replica" in c.axes))
 
 
 def test_noloco_sends_one_message_of_the_parameters_size_to_one_partner():
-    report = report_of("noloco", 8, only=inspect.PROGRAMS)
+    report = report_of("noloco", 8, only=PROGRAMS)
     assert axes_of(report, "inner_step") == set()
     assert across(report, "outer_step") == {"collective-permute": {("replica",)}}
     assert axes_of(report, "outer_step") == {"replica"}
@@ -62,10 +63,10 @@ def test_noloco_sends_one_message_of_the_parameters_size_to_one_partner():
     assert sent(report, "outer_step") == (4 * numel(1), 4 * numel(1))
     outer = report.traffic["outer_step"]
     assert {outer.num_branches(collective) for collective in outer.collectives()} == {7}
-    assert inspect.broken_promises(report) == []
-    inner_line, outer_line, evaluation_line = inspect.verdict(report)
+    assert broken_promises(report) == []
+    inner_line, outer_line, evaluation_line = verdict(report)
     assert inner_line == "inner step: nothing crosses replica"
-    assert "a replica sends 13.2 KiB to its partner (its parameters are 13.2 KiB)" in outer_line
+    assert "a replica sends 13.5 kB to its partner (its parameters are 13.5 kB)" in outer_line
     assert evaluation_line.endswith("every replica waits for all others")
 
 
@@ -90,7 +91,7 @@ def test_fsdp_and_tensor_together_stay_inside_replicas():
     report = report_of("noloco", 2, fsdp=2, tensor=2)
     assert axes_of(report, "inner_step") == {"fsdp", "tensor"}
     assert across(report, "outer_step") == {"collective-permute": {("replica",)}}
-    assert inspect.broken_promises(report) == []
+    assert broken_promises(report) == []
 
 
 def test_ddp_of_a_single_sharded_replica_is_fsdp():
@@ -102,7 +103,7 @@ def test_replicas_that_share_a_device_meet_there_and_send_at_most_whole_blocks()
     assert axes_of(report, "inner_step") == set()
     assert across(report, "outer_step") == {"collective-permute": {("replica",)}}
     assert sent(report, "outer_step") == (0, 2 * 4 * numel(1))
-    assert inspect.broken_promises(report) == []
+    assert broken_promises(report) == []
 
 
 def test_a_group_of_three_sends_two_messages():
@@ -114,7 +115,7 @@ def test_stages_send_to_the_next_stage_of_other_replicas_and_nothing_else():
     report = report_of("noloco", 2, num_devices=4, num_layers=2, stage=2)
     assert across(report, "inner_step") == {"collective-permute": {("replica", "stage")}}
     assert across(report, "outer_step") == {"collective-permute": {("replica",)}}
-    assert inspect.broken_promises(report) == []
+    assert broken_promises(report) == []
 
 
 def test_diloco_reduces_over_all_replicas_in_outer_steps():
@@ -127,7 +128,7 @@ def test_ddp_reduces_over_all_replicas_in_every_step():
     report = report_of("ddp", 4, num_devices=4)
     assert across(report, "inner_step") == {"all-reduce": {("replica",)}}
     assert sent(report, "inner_step") == (4 * numel(1), 4 * numel(1))
-    assert "outer_step" not in report.traffic and inspect.broken_promises(report) == []
+    assert "outer_step" not in report.traffic and broken_promises(report) == []
 
 
 @pytest.mark.parametrize("method", ["noloco", "diloco"])
@@ -147,9 +148,9 @@ def test_replicas_on_one_device_send_nothing(method):
     ],
 )
 def test_a_broken_promise_is_named(method, program, collective):
-    traffic = {name: Traffic() for name in inspect.PROGRAMS}
+    traffic = {name: Traffic() for name in PROGRAMS}
     traffic[program].always[collective] += 1
     config = from_dict({"method": method, "num_replicas": 4, "outer": {"group_size": 2}})
-    report = inspect.Report(config, {"replica": 4, "stage": 1, "fsdp": 2, "tensor": 1}, 100, 3, traffic)
-    assert len(inspect.broken_promises(report)) == 1
-    assert any(line.startswith("BROKEN PROMISE: ") for line in inspect.verdict(report))
+    report = Report(config, {"replica": 4, "stage": 1, "fsdp": 2, "tensor": 1}, 100, 3, traffic)
+    assert len(broken_promises(report)) == 1
+    assert any(line.startswith("BROKEN PROMISE: ") for line in verdict(report))

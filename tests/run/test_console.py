@@ -75,8 +75,8 @@ def test_without_a_terminal_no_control_characters_are_written():
     ("groups", "seconds", "text"),
     [
         ([[0, 2], [1, 3]], 0.0123, "outer step 3: 0-2 1-3, 12.3 ms"),
-        ([[0, 2], [1]], 2.0, "outer step 3: 0-2 (1), 2.0 s"),
-        ([list(range(64))], 90.0, "outer step 3: 64 replicas, 1:30"),
+        ([[0, 2], [1]], 2.0, "outer step 3: 0-2 (1), 2 s"),
+        ([list(range(64))], 90.0, "outer step 3: 64 replicas, 90 s"),
         ([[2 * i, 2 * i + 1] for i in range(32)], 0.5, "30-31 and 16 more groups, 500 ms"),
     ],
 )

@@ -1,7 +1,5 @@
 """The picture of a run."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +8,6 @@ import pytest
 from noloco_jax.errors import UserError
 from noloco_jax.run.curves import plot_curves, running_mean
 from noloco_jax.run.metrics import MetricWriter
-from support.paths import ROOT
 
 
 def run(workdir: Path, steps: int, replicas: int = 4, bad: float = 1.0, spread: float = 1e-3) -> Path:
@@ -83,8 +80,3 @@ def test_the_running_mean_is_that_of_the_values_around_each(window):
 
 def test_the_running_mean_of_nothing_finite_is_nan():
     assert np.isnan(running_mean(np.full(3, np.nan), 3)).all()
-
-
-def test_drawing_is_what_imports_matplotlib():
-    program = "import sys, noloco_jax.run.curves; sys.exit('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0

@@ -1,4 +1,4 @@
-"""metrics.jsonl and its companions, the speed meter, and the FLOP count."""
+"""metrics.jsonl and its companions."""
 
 import importlib
 import json
@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from noloco_jax.config.fields import TrainConfig, from_dict
 from noloco_jax.errors import UserError
-from noloco_jax.run.metrics import MetricWriter, Throughput, mfu, model_flops_per_token, read_metrics
+from noloco_jax.run.metrics import MetricWriter, read_metrics
 
 
 def write(workdir: Path, steps: range, resume_step: int | None) -> None:
@@ -171,64 +170,6 @@ def test_wandb_that_is_missing_is_an_error_before_anything_is_written(tmp_path, 
 def test_wandb_is_not_imported_unless_asked_for(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     MetricWriter(tmp_path, resume_step=None, tensorboard=False).close()
-
-
-def test_throughput_is_the_windows_tokens_over_its_seconds():
-    now = [0.0]
-    meter = Throughput(window=2, clock=lambda: now[0])
-    assert meter.tokens_per_second == 0.0
-    for seconds in (10.0, 1.0, 3.0):  # the first falls out of the window
-        now[0] += seconds
-        meter.step(100)
-    assert meter.tokens_per_second == 200 / 4.0
-
-
-def test_throughput_leaves_out_what_happened_before_a_reset():
-    now = [0.0]
-    meter = Throughput(clock=lambda: now[0])
-    meter.step(100)
-    now[0] = 50.0
-    meter.reset()
-    now[0] = 52.0
-    meter.step(100)
-    assert meter.tokens_per_second == 50.0
-
-
-def matmul_flops(config: TrainConfig) -> float:
-    """The same count, product by product over one sequence, m x k by k x n being 2mkn, causal scores half."""
-    model, length = config.model, config.data.sequence_length
-    width = model.hidden_size // model.num_heads
-    products = []
-    for _ in range(model.num_layers):
-        products += [
-            (length, model.hidden_size, heads * width) for heads in (model.num_heads, *[model.num_kv_heads] * 2)
-        ]
-        products += [(length, model.num_heads * width, model.hidden_size)]
-        products += [(length, model.hidden_size, model.intermediate_size)] * 2
-        products += [(length, model.intermediate_size, model.hidden_size)]
-        products += [(length, width, length / 2), (length, length / 2, width)] * model.num_heads
-    products += [(length, model.hidden_size, model.vocab_size)]
-    return 3 * sum(2 * m * k * n for m, k, n in products) / length
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_flops_are_those_of_the_models_matrix_products(kv_heads):
-    config = from_dict(
-        {
-            "model": {"num_kv_heads": kv_heads, "num_layers": 3, "intermediate_size": 768, "vocab_size": 1000},
-            "data": {"sequence_length": 128},
-        }
-    )
-    assert model_flops_per_token(config) == pytest.approx(matmul_flops(config), rel=1e-12)
-
-
-def test_a_tied_head_costs_what_an_untied_one_does():
-    tied = from_dict({"model": {"tie_embeddings": True}})
-    assert model_flops_per_token(tied) == model_flops_per_token(TrainConfig())
-
-
-def test_mfu_is_the_part_of_the_peak():
-    assert mfu(tokens_per_second=1e3, flops_per_token=2e9, peak_flops_per_second=4e12) == 0.5
 
 
 def test_every_line_is_strict_json(tmp_path):

@@ -24,19 +24,19 @@ def test_the_slower_of_two_log_normal_messages_takes_the_closed_form():
     assert abs(times.mean() - expected_max_of_two(1, math.sqrt(0.5))) < 4 * error
 
 
-def test_the_log_normal_has_the_spread_that_was_asked_for():
-    for spread in (0.5, 2.0):
-        variance = log_sigma(spread) ** 2
-        np.testing.assert_allclose(math.sqrt(math.exp(variance) - 1), spread)  # std/mean of a log-normal
+def test_the_log_normal_varies_as_was_asked_for():
+    for variation in (0.5, 2.0):
+        variance = log_sigma(variation) ** 2
+        np.testing.assert_allclose(math.sqrt(math.exp(variance) - 1), variation)  # std/mean of a log-normal
 
 
-@pytest.mark.parametrize(("spread", "ratio"), [(0, 10.0), (0.5, 12.4), (1, 17.1), (2, 31)])
-def test_a_tree_over_1024_replicas_takes_this_many_pairs(spread, ratio):
-    found = tree_over_pair(spread, num_levels=10, num_runs=1500, seed=0)[-1]
+@pytest.mark.parametrize(("variation", "ratio"), [(0, 10.0), (0.5, 12.4), (1, 17.1), (2, 31)])
+def test_a_tree_over_1024_replicas_takes_this_many_pairs(variation, ratio):
+    found = tree_over_pair(variation, num_levels=10, num_runs=1500, seed=0)[-1]
     np.testing.assert_allclose(found, ratio, rtol=TOLERANCE)
 
 
-def test_without_spread_a_tree_takes_the_papers_log_n():
+def test_without_variation_a_tree_takes_the_papers_log_n():
     np.testing.assert_allclose(tree_over_pair(0, num_levels=6, num_runs=1, seed=0), np.arange(1, 7))
 
 
@@ -107,10 +107,10 @@ def test_stragglers_cost_most_where_all_wait_every_step():
 
 def test_every_step_waits_for_the_slowest_of_all():
     """Oracle: the maximum of N log-normal steps, integrated from their distribution function."""
-    n, spread = 8, 0.5
-    sigma = log_sigma(spread)
+    n, variation = 8, 0.5
+    sigma = log_sigma(variation)
     t = np.linspace(1e-6, 40, 400_001)
     cdf = 0.5 * (1 + np.vectorize(math.erf)((np.log(t[::100]) + sigma**2 / 2) / (sigma * math.sqrt(2))))
     expected = np.trapezoid(1 - cdf**n, t[::100])
-    found, _ = waiting_per_step(n, 1, 2, 3.0, spread, seed=0)
+    found, _ = waiting_per_step(n, 1, 2, 3.0, variation, seed=0)
     np.testing.assert_allclose(found, 3 * (expected - 1), rtol=0.03)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.config.fields import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
-from noloco_jax.spmd.batches import global_batch
+from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_ahead
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
@@ -55,14 +55,14 @@ def train(method: str, mesh: MeshConfig) -> Run:
     losses, grad_norms, history = [], [], []
     stream = batches()
     for step in range(1, NUM_STEPS + 1):
-        batch = global_batch(dict(enumerate(_rows(next(stream)))), programs.batch)
+        batch = place_batch(dict(enumerate(_rows(next(stream)))), programs.batch)
         params, inner, metrics = programs.inner_step(params, inner, batch, np.int32(step))
         if programs.outer_step is not None and step % SYNC_EVERY == 0:
             params, outer = programs.outer_step(params, outer, np.int32(step))
         losses.append(metrics.loss)
         grad_norms.append(metrics.grad_norm)
         history.append(jax.tree.map(np.array, params))
-    held_out = global_batch(dict(enumerate(_rows(next(stream)))), programs.batch)
+    held_out = place_batch(dict(enumerate(_rows(next(stream)))), programs.batch)
     evaluation = jax.device_get(programs.evaluate(params, held_out))
     return Run(np.stack(losses), np.stack(grad_norms), history, np.stack(evaluation))
 

@@ -23,8 +23,6 @@ def get_config(method="noloco"):
     config.inner.min_lr = config.inner.get_oneway_ref("lr") / 10
     return config
 """
-# embedding and head, norms, attention (q, k, v, o), the MLP's three
-NUM_PARAMS = 2 * 259 * 8 + (2 * 2 + 1) * 8 + 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8) + 2 * 3 * 8 * 16
 
 
 def write_config(folder: Path) -> str:

@@ -1,7 +1,10 @@
-"""Where things are: the project, its configs, and the folder of real data beside a checkout, which may be missing."""
+"""Where things are: the project, its configs and tools, and the data beside a checkout, which may be missing."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
 SHARED = ROOT.parent / "shared"
+
+# What `python -m noloco_jax.NAME` runs.
+TOOLS = ("train", "bench", "compare", "inspect", "simulate", "lateness", "export", "generate")

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from noloco_jax.config.fields import load_saved
 from noloco_jax.run.checkpoint import Checkpointer
@@ -61,6 +62,15 @@ def environment(config: Path, devices: int = 1) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def set_environment(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives this process `environment`, for processes that what a test calls will start."""
+    wanted = environment(config)
+    for name in os.environ.keys() - wanted.keys():
+        monkeypatch.delenv(name)
+    for name, value in wanted.items():
+        monkeypatch.setenv(name, value)
 
 
 def command(config: Path, workdir: Path, *arguments: str) -> list[str]:

@@ -129,10 +129,3 @@ def test_wrong_flags_are_refused_in_one_line(run, tmp_path, flags, message):
         export.main([f"--workdir={run[0]}", f"--out={tmp_path / 'out'}", *flags])
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_command_exits_with_2_and_one_line_of_error(tmp_path):
-    command = [sys.executable, "-m", "noloco_jax.export", f"--workdir={tmp_path}", f"--out={tmp_path / 'out'}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -1,13 +1,13 @@
 """The picture of a comparison: validation perplexity, and replica spread with the learning rate, against tokens."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from noloco_jax.compare.figures import Curve, Row
+from noloco_jax.compare.results import Curve, Row
+from noloco_jax.files import write_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,9 +56,7 @@ def draw(rows: Sequence[Row], vary: str | None, path: Path) -> None:
     left.spines["right"].set_visible(False)
     rates.spines["top"].set_visible(False)
 
-    unfinished = path.with_name(f"{path.stem}.{os.getpid()}.tmp")
-    figure.savefig(unfinished, format="png")
-    unfinished.replace(path)
+    write_picture(path, figure)
 
 
 def _line(axes: "Axes", curves: Sequence[Curve], name: str, label: str, style: dict) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from noloco_jax.compare.plan import Run
-from noloco_jax.run.banner import bytes_sent
+from noloco_jax.run.messages import total_bytes_sent
 from noloco_jax.run.metrics import METRICS_FILE, read_metrics
 from noloco_jax.spmd.inner import learning_rates
 
@@ -84,17 +84,6 @@ def correlation(curve: Curve, warmup_steps: int) -> float:
     return float(np.corrcoef(spread, lr)[0, 1])
 
 
-def outer_steps(run: Run) -> int:
-    """How often the replicas meet in a run by an outer step."""
-    return run.config.num_steps // run.config.outer.sync_every if run.method in ("noloco", "diloco") else 0
-
-
-def total_bytes(run: Run) -> int:
-    """Bytes that a replica sends in the whole run, an all-reduce counted as a ring."""
-    times = run.config.num_steps if run.method == "ddp" else outer_steps(run)
-    return times * bytes_sent(run.config)
-
-
 @dataclass(frozen=True)
 class Row:
     """A method (and a value of the varied field) over its finished seeds.
@@ -150,7 +139,7 @@ def make_rows(runs: Sequence[Run], workdir: Path) -> list[Row]:
                 _gap(curve.merged, ref.merged) if ref else np.nan for curve, ref in zip(last, references, strict=True)
             ],
             "replica_spread": [curve.spread[-1] for curve in last],
-            "bytes_sent": [total_bytes(run) for run in mine],
+            "bytes_sent": [total_bytes_sent(run.config) for run in mine],
             "spread_lr_correlation": [
                 correlation(curve, run.config.inner.warmup_steps) for run, curve in zip(mine, last, strict=True)
             ],

@@ -1,0 +1,49 @@
+"""Shows what a run communicates: every collective of its compiled programs, what it crosses, and its bytes.
+
+    python -m noloco_jax.inspect --config=configs/quickstart.py --devices=8
+    python -m noloco_jax.inspect --config=configs/c4_125m.py --config.mesh.fsdp=2 --devices=8 --json
+
+Compiles what a training run would, for the same devices or for `--devices` forced CPU devices, without data and without
+allocating any of its arrays. Exit status: 0; 2 for bad input; with --check, 1 if a program crosses replicas where its
+method promises that it does not.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+import jax
+
+from noloco_jax.cluster.host import use_cpu_cores
+from noloco_jax.config.flags import parse_args
+from noloco_jax.errors import UserError
+from noloco_jax.inspect.promises import broken_promises
+from noloco_jax.inspect.report import inspect_run
+from noloco_jax.inspect.table import show, to_json
+from noloco_jax.run.console import make_console
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line and prints the report; returns the exit status."""
+    config, flags = parse_args(argv, __doc__ or "", _define_flags, prog="python -m noloco_jax.inspect")
+    if flags.devices is None:
+        use_cpu_cores(config)
+    elif flags.devices < 1:
+        raise UserError(f"--devices={flags.devices} is no number of devices: give 1 or more")
+    else:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", flags.devices)
+    report = inspect_run(config, jax.devices())
+    if flags.json:
+        json.dump(to_json(report), sys.stdout, indent=1)
+        print()
+    else:
+        show(report, make_console())
+    return 1 if flags.check and broken_promises(report) else 0
+
+
+def _define_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--devices", type=int, metavar="N", help="compile for N forced CPU devices")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a promise of the method is broken")

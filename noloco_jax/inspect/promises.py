@@ -1,0 +1,107 @@
+"""What each method promises of its communication, and whether a run's compiled programs keep it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from noloco_jax.formatting import format_bytes
+from noloco_jax.inspect.report import EVALUATION, Report, bytes_across_replicas, crosses_replicas, operands_text
+from noloco_jax.methods import Method, method_of
+from noloco_jax.spmd.hlo import Collective, Traffic
+
+_MESSAGE = "collective-permute"  # what goes to a partner, who alone has to wait for it
+
+
+def _may_cross(method: Method, program: str, collective: Collective) -> bool:
+    """Whether the method allows a collective of a program to cross replicas.
+
+    In an inner step only where it averages gradients, and for micro-batches on their way to another replica's stage.
+    """
+    if program == "outer_step":
+        return collective.kind in method.outer_collectives
+    return method.averages_gradients or (collective.kind == _MESSAGE and "stage" in collective.axes)
+
+
+def _num_partners(report: Report) -> int | None:
+    """To how many others a replica sends in an outer step; None where all replicas wait for each other."""
+    meets_partners = method_of(report.config).outer_collectives == (_MESSAGE,)
+    return report.config.outer.group_size - 1 if meets_partners else None
+
+
+_TITLES = {"inner_step": "inner step", "outer_step": "outer step"}
+
+
+def broken_promises(report: Report) -> list[str]:
+    """What crosses replicas although the method has it that it does not, a line each."""
+    method = method_of(report.config)
+    broken = [
+        f"{title}: {collective.kind} of {operands_text(collective)} crosses {' and '.join(collective.axes)}"
+        for program, title in _TITLES.items()
+        for collective in (report.traffic[program].collectives() if program in report.traffic else ())
+        if crosses_replicas(collective) and not _may_cross(method, program, collective)
+    ]
+    num_partners = _num_partners(report)
+    if num_partners is not None:
+        _, sent = bytes_across_replicas(report.traffic["outer_step"])
+        due = num_partners * report.slots * report.parameter_bytes
+        if sent > due:
+            broken.append(f"outer step: a device sends {format_bytes(sent)} and its parameters are {format_bytes(due)}")
+    return broken
+
+
+def verdict(report: Report) -> list[str]:
+    """The findings in plain words, a line a program."""
+    lines = [_inner_verdict(report)]
+    if "outer_step" in report.traffic:
+        lines.append(_outer_verdict(report))
+    lines.append(f"evaluation: {_crossing([report.traffic[name] for name in EVALUATION]) or 'nothing crosses replica'}")
+    if report.mesh_shape["replica"] == 1:
+        lines.append(f"the replica axis has one device: all {report.slots} replicas meet in its memory")
+    lines += [f"BROKEN PROMISE: {text}" for text in broken_promises(report)]
+    return lines
+
+
+def _inner_verdict(report: Report) -> str:
+    traffic = report.traffic["inner_step"]
+    text = f"inner step: {_crossing([traffic]) or 'nothing crosses replica'}"
+    inside = _by_axes([traffic], lambda collective: collective.axes and not crosses_replicas(collective))
+    return text + (f"; inside a replica {inside}" if inside else "")
+
+
+def _outer_verdict(report: Report) -> str:
+    traffic, partners = report.traffic["outer_step"], _num_partners(report)
+    crossing = [collective for collective in traffic.collectives() if crosses_replicas(collective)]
+    if partners is None or {collective.kind for collective in crossing} != {_MESSAGE}:
+        return f"outer step: {_crossing([traffic]) or 'nothing crosses replica'}"
+    least, most = (format_bytes(sent / report.slots / partners) for sent in bytes_across_replicas(traffic))
+    _, pieces = traffic.extent(lambda collective: int(crosses_replicas(collective)))
+    text = (
+        f"outer step: collective-permute alone crosses replica: a replica sends {most} to "
+        f"{f'each of its {partners} partners' if partners > 1 else 'its partner'} "
+        f"(its parameters are {format_bytes(report.parameter_bytes)}) in {pieces} pieces; "
+        f"{report.num_pairings} pairings"
+    )
+    return text + (f", the fewest bytes of one {least}" if least != most else "")
+
+
+def _crossing(traffics: Sequence[Traffic]) -> str:
+    """What crosses replicas, or nothing."""
+    text = _by_axes(traffics, crosses_replicas)
+    blocking = any(
+        crosses_replicas(collective) and collective.kind != _MESSAGE
+        for traffic in traffics
+        for collective in traffic.collectives()
+    )
+    return text + (": every replica waits for all others" if blocking else "")
+
+
+def _by_axes(traffics: Sequence[Traffic], chosen: Callable[[Collective], Any]) -> str:
+    """`over fsdp all-gather 2 MB, all-reduce 3 MB and over tensor ...`: bytes of one device in one run."""
+    found = {(c.axes, c.kind) for traffic in traffics for c in traffic.collectives() if chosen(c)}
+    texts: dict[tuple[str, ...], list[str]] = {}
+    for axes, kind in sorted(found):
+        most = sum(
+            traffic.extent(lambda c, axes=axes, kind=kind: c.bytes * ((c.axes, c.kind) == (axes, kind)))[1]
+            for traffic in traffics
+        )
+        texts.setdefault(axes, []).append(f"{kind} {format_bytes(most)}")
+    return " and ".join(f"over {' and '.join(axes)} {', '.join(kinds)}" for axes, kinds in texts.items())

@@ -1,0 +1,84 @@
+"""Compiles a run's programs and reads what they communicate."""
+
+import dataclasses
+from collections.abc import Collection
+
+import jax
+import numpy as np
+
+from noloco_jax.config.fields import TrainConfig
+from noloco_jax.run.messages import num_pairings
+from noloco_jax.spmd.compile import PROGRAMS, compile_programs
+from noloco_jax.spmd.hlo import Collective, Traffic, read_hlo
+from noloco_jax.spmd.mesh import make_mesh
+
+EVALUATION = ("evaluate", "merge", "spread")  # the programs that an evaluation runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a run's programs communicate.
+
+    Attributes:
+      config: the run.
+      mesh_shape: mesh axis -> devices.
+      parameter_bytes: a replica's parameters on one device, in float32 as they are sent.
+      num_pairings: partitions of the replicas that outer steps draw from; 0 for methods without.
+      traffic: program -> its collectives: those of `PROGRAMS` that there are.
+    """
+
+    config: TrainConfig
+    mesh_shape: dict[str, int]
+    parameter_bytes: int
+    num_pairings: int
+    traffic: dict[str, Traffic]
+
+    @property
+    def slots(self) -> int:
+        """Replicas of one device."""
+        return self.config.num_replicas // self.mesh_shape["replica"]
+
+
+def inspect_run(config: TrainConfig, devices: list, only: Collection[str] = PROGRAMS) -> Report:
+    """Compiles a run's programs, each once, and reads their collectives.
+
+    Args:
+      config: the run.
+      devices: to compile for; nothing is put on them.
+      only: which of `PROGRAMS` to compile.
+
+    Raises:
+      UserError: if the run does not fit the devices.
+    """
+    programs = compile_programs(config, make_mesh(config, devices), only=only, options=_options())
+    mesh_shape = dict(programs.mesh.shape)
+    params = jax.tree.leaves(programs.state.params)
+    numel = sum(int(np.prod(x.sharding.shard_shape(x.shape))) for x in params)
+    return Report(
+        config=config,
+        mesh_shape=mesh_shape,
+        parameter_bytes=4 * numel * mesh_shape["replica"] // config.num_replicas,
+        num_pairings=num_pairings(config),
+        traffic={name: read_hlo(program.as_text() or "", mesh_shape) for name, program in programs.compiled.items()},
+    )
+
+
+def _options() -> dict[str, int]:
+    # Collectives are settled before machine code is made, which on the CPU takes longer than all the rest.
+    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+
+
+def crosses_replicas(collective: Collective) -> bool:
+    """Whether data goes from one replica's devices to another's."""
+    return "replica" in collective.axes
+
+
+def bytes_across_replicas(traffic: Traffic) -> tuple[int, int]:
+    """The least and the most bytes that a device puts into collectives that cross replicas."""
+    return traffic.extent(lambda collective: collective.bytes * crosses_replicas(collective))
+
+
+def operands_text(collective: Collective) -> str:
+    """The first of a collective's operands, and how many more there are."""
+    first, *others = collective.operands or ("nothing",)
+    return f"{first} +{len(others)}" if others else first

@@ -1,0 +1,25 @@
+"""The arithmetic that training takes, and how much of the devices' rate it fills."""
+
+from noloco_jax.config.fields import TrainConfig
+
+
+def model_flops_per_token(config: TrainConfig) -> float:
+    """Floating point operations that training on one token takes, counted as the model needs them, not as run.
+
+    Forward, per token: 2 per weight of a matrix multiplication (attention's q, k, v and o, the MLP's three, the head;
+    the embedding is a lookup and counts nothing), and causal attention once, with half of the T x T scores:
+    2 products (scores, values) x 2 x T/2 x heads x head size per layer. The backward pass takes twice the forward one,
+    so the sum is three times that. Recomputation (remat) is no use to the model and is not counted.
+    """
+    model, length = config.model, config.data.sequence_length
+    head_size = model.hidden_size // model.num_heads
+    queries, keys = model.num_heads * head_size, model.num_kv_heads * head_size
+    layer = model.hidden_size * (2 * queries + 2 * keys + 3 * model.intermediate_size)
+    weights = model.num_layers * layer + model.hidden_size * model.vocab_size
+    attention = model.num_layers * 2 * length * queries
+    return 3.0 * (2 * weights + attention)
+
+
+def mfu(tokens_per_second: float, flops_per_token: float, peak_flops_per_second: float) -> float:
+    """Model FLOP utilisation: the part, 0 to 1, of the devices' peak rate that the model's own operations fill."""
+    return tokens_per_second * flops_per_token / peak_flops_per_second

@@ -1,0 +1,199 @@
+"""The training loop: inner steps, outer steps, and what happens between them."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from noloco_jax.cluster.processes import Processes
+from noloco_jax.cluster.stop import Stop
+from noloco_jax.config.fields import TrainConfig
+from noloco_jax.data import HostBatch
+from noloco_jax.errors import UserError
+from noloco_jax.methods import method_of
+from noloco_jax.run.checkpoint import Checkpointer
+from noloco_jax.run.console import Progress
+from noloco_jax.run.evaluate import evaluate
+from noloco_jax.run.messages import bytes_sent
+from noloco_jax.run.metrics import MetricWriter
+from noloco_jax.run.throughput import Throughput
+from noloco_jax.spmd.batches import GlobalBatches
+from noloco_jax.spmd.inner import learning_rates
+from noloco_jax.spmd.programs import Programs, StepMetrics, TrainState
+
+
+class Hooks:
+    """What others do in the course of a run: methods that do nothing, to be overridden."""
+
+    def before_step(self, step: int) -> None:
+        """Called with the number of every inner step, from 1, before it is dispatched."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run, all made and checked before its first step.
+
+    Attributes:
+      config: what to do.
+      programs: compiled.
+      batches: the training data of this process's replicas.
+      validation: batches for evaluations, the same on every process.
+      checkpoints: where the state is saved.
+      metrics: where figures are written.
+      progress: what the console shows.
+      stop: whether the run has been told to stop.
+      processes: those of the run.
+      hooks: called in the course of it.
+    """
+
+    config: TrainConfig
+    programs: Programs
+    batches: GlobalBatches
+    validation: Sequence[HostBatch]
+    checkpoints: Checkpointer
+    metrics: MetricWriter
+    progress: Progress
+    stop: Stop
+    processes: Processes
+    hooks: Hooks
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+      state: after the last step that was taken.
+      evaluation: the last one of this process's time; empty if there was none.
+      finished: whether all steps are taken; False if it was told to stop before.
+    """
+
+    state: TrainState
+    evaluation: dict[str, Any]
+    finished: bool
+
+
+@dataclass(frozen=True)
+class _OuterStep:
+    """An outer step that was taken: its round, and the seconds that this process was in it."""
+
+    round: int
+    seconds: float
+
+
+def train_steps(run: Run, state: TrainState, start: int) -> Outcome:
+    """Trains from step `start` + 1 to the last, or until the run is told to stop."""
+    config = run.config
+    log = _StepLog(run)
+    evaluation: dict[str, Any] = {}
+    round = 0 if state.outer is None else int(state.outer.round)
+    for step in range(start + 1, config.num_steps + 1):
+        run.hooks.before_step(step)
+        state, metrics = _inner_step(run, state, step)
+        log.write_previous()
+        outer_step = None
+        if method_of(config).is_outer_step(config, step):
+            state, outer_step = _outer_step(run, state, round)
+            round += 1
+        log.remember(step, metrics, outer_step)
+
+        is_last, is_stopping = step == config.num_steps, run.stop.at(step)
+        is_evaluating = is_last or step % config.eval_every == 0
+        is_saving = is_last or is_stopping or step % config.checkpoint_every == 0
+        if is_evaluating or is_saving:
+            log.write_previous()
+        if is_evaluating:
+            evaluation = _evaluate(run, state, step)
+        if is_saving:
+            run.checkpoints.save(step, state, run.batches.get_state())
+        if is_evaluating or is_saving:
+            log.restart_clock()
+        if is_stopping and not is_last:
+            return Outcome(state, evaluation, finished=False)
+    return Outcome(state, evaluation, finished=True)
+
+
+def _inner_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, StepMetrics]:
+    params, inner, outer = state
+    params, inner, metrics = run.programs.inner_step(params, inner, next(run.batches), np.int32(step))
+    return TrainState(params, inner, outer), metrics
+
+
+def _outer_step(run: Run, state: TrainState, round: int) -> tuple[TrainState, _OuterStep]:
+    assert run.programs.outer_step is not None
+    params, inner, outer = state
+    jax.block_until_ready(params)
+    started = time.perf_counter()
+    params, outer = jax.block_until_ready(run.programs.outer_step(params, outer))
+    return TrainState(params, inner, outer), _OuterStep(round, time.perf_counter() - started)
+
+
+def _evaluate(run: Run, state: TrainState, step: int) -> dict[str, Any]:
+    evaluation = evaluate(run.programs, state.params, run.validation)
+    if jax.process_index() == 0:
+        run.metrics.write(step, "eval", **evaluation)
+    run.progress.evaluation(step, evaluation)
+    return evaluation
+
+
+class _StepLog:
+    """Writes the figures of steps, each one step late, so that the device has the next to do while the host writes."""
+
+    def __init__(self, run: Run):
+        self._run = run
+        config = run.config
+        self._lr = learning_rates(config)
+        self._tokens = config.num_replicas * config.data.batch_size * config.data.sequence_length
+        self._throughput = Throughput()
+        self._previous: tuple[int, StepMetrics, _OuterStep | None] | None = None
+
+    def remember(self, step: int, metrics: StepMetrics, outer_step: _OuterStep | None) -> None:
+        """Keeps a step that has been dispatched."""
+        self._previous = step, metrics, outer_step
+
+    def restart_clock(self) -> None:
+        """Leaves what is no training out of the speed."""
+        self._throughput.reset()
+
+    def write_previous(self) -> None:
+        """Waits for the step that is remembered, if there is one, and writes and shows its figures.
+
+        Raises:
+          UserError: if its loss is not finite.
+        """
+        if self._previous is None:
+            return
+        (step, metrics, outer_step), self._previous = self._previous, None
+        run, config = self._run, self._run.config
+        loss = _mean_here(metrics.loss)
+        self._throughput.step(self._tokens)
+        speed, lr = self._throughput.tokens_per_second, float(self._lr[step - 1])
+        if not np.isfinite(loss):
+            raise UserError(
+                f"the loss is {loss} at step {step}: lower inner.lr={config.inner.lr:g} or raise "
+                f"inner.warmup_steps={config.inner.warmup_steps}, then start from the last checkpoint or afresh"
+            )
+        if outer_step or step % config.log_every == 0:
+            values = {"loss": loss, "lr": lr, "grad_norm": _mean_here(metrics.grad_norm), "tokens_per_second": speed}
+            run.metrics.write(step, "train", **values, **self._figures_of(outer_step))
+        run.progress.update(step, loss, lr, speed)
+        if outer_step:
+            groups = method_of(config).groups(config, outer_step.round)
+            run.progress.outer(step, outer_step.round, groups, outer_step.seconds)
+
+    def _figures_of(self, outer_step: _OuterStep | None) -> dict[str, Any]:
+        if outer_step is None:
+            return {}
+        return {
+            "outer_step_seconds": outer_step.seconds,
+            "bytes_sent": bytes_sent(self._run.config),
+            "round": outer_step.round,
+        }
+
+
+def _mean_here(values: jax.Array) -> float:
+    """The mean over this process's replicas."""
+    return float(np.mean([np.asarray(shard.data) for shard in values.addressable_shards]))

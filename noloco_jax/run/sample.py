@@ -1,0 +1,78 @@
+"""Prompts as a model saw texts in training, and the sample of text that ends a run."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from noloco_jax.config.fields import TrainConfig
+from noloco_jax.data import Tokenizer
+from noloco_jax.errors import UserError
+from noloco_jax.model.decode import generate
+from noloco_jax.spmd.programs import Programs
+from noloco_jax.spmd.stages import resize_vocabulary
+
+PyTree = Any
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str, *, add_bos: bool) -> list[int]:
+    """The tokens of a prompt, after a beginning-of-text token if `add_bos` and the tokenizer has one; maybe none."""
+    begin = [tokenizer.bos_id] if add_bos and tokenizer.bos_id is not None else []
+    return [*begin, *(int(i) for i in tokenizer.encode(prompt))]
+
+
+def sample_prompt(config: TrainConfig, tokenizer: Tokenizer) -> list[int]:
+    """The tokens that the sample of the end begins with.
+
+    Raises:
+      UserError: if there are none.
+    """
+    prompt = prompt_ids(tokenizer, config.sample_prompt, add_bos=config.data.add_bos)
+    if not prompt:
+        raise UserError(
+            f"sample_tokens={config.sample_tokens} and sample_prompt={config.sample_prompt!r} is no token, and no BOS "
+            "precedes it: give a prompt, or sample_tokens=0"
+        )
+    return prompt
+
+
+def sample_text(config: TrainConfig, tokenizer: Tokenizer, params: PyTree) -> str:
+    """What a model writes after the config's prompt.
+
+    Args:
+      config: `sample_prompt` and `sample_tokens` say what.
+      tokenizer: of the run.
+      params: of one model, no replica axis.
+    """
+    ids = generate(
+        config.model,
+        params,
+        np.asarray([sample_prompt(config, tokenizer)], np.int32),
+        max_new_tokens=config.sample_tokens,
+        temperature=0.7,
+        key=jax.random.key(config.seed),
+        eos_id=tokenizer.eos_id,
+    )
+    return tokenizer.decode([int(i) for i in np.asarray(ids)[0]])
+
+
+def sample_of_run(config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs, params: PyTree) -> str | None:
+    """What the merged model of a run writes, on the first process; the others only bring their parts of it.
+
+    Args:
+      config: the run.
+      tokenizer: its tokenizer; None: no sample.
+      programs: its programs.
+      params: fast weights, the replicas in front.
+    """
+    if tokenizer is None or not config.sample_tokens:
+        return None
+    everywhere = NamedSharding(programs.mesh, P())
+    first = jax.jit(
+        lambda params: resize_vocabulary(jax.tree.map(lambda x: x[0], params), config.model.vocab_size),
+        out_shardings=everywhere,
+    )
+    merged = jax.tree.map(lambda x: x.addressable_data(0), first(programs.merge(params)))
+    return sample_text(config, tokenizer, merged) if jax.process_index() == 0 else None

@@ -1,0 +1,79 @@
+"""The command `python -m noloco_jax.bench`, and the processes of its variants."""
+
+import json
+import re
+import signal
+import subprocess
+
+import pytest
+
+from noloco_jax.bench import command, process
+from noloco_jax.errors import UserError
+from support import processes
+
+
+@pytest.fixture(autouse=True)
+def sigterm():
+    """The command sets how its process ends."""
+    former = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, former)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--vary", "num_replicas"], "--vary num_replicas is not FIELD=VALUE,VALUE"),
+        (["--vary", "num_replicas=2,"], "is not FIELD=VALUE,VALUE"),
+        (["--vary", "num_replica=2"], "unknown config field 'num_replica': did you mean 'num_replicas'?"),
+        (["--vary", "num_replicas=2,x"], "--config.num_replicas=x: expected int"),
+        (["--vary", "method=noloco,nococo"], "method='nococo' is unknown: did you mean 'noloco'?"),
+        (["--vary", "num_replicas=2", "num_replicas=4"], "--vary names num_replicas twice"),
+        (["--steps=0"], "--steps=0 is no number of steps"),
+        (["--data_seconds=-1"], "--data_seconds=-1 is no time"),
+        (["--compile_only", "--profile=there"], "--profile traces steps and --compile_only takes none"),
+        (["--json=missing/b.json"], "there is no folder missing"),
+        (["--step=3"], "unknown argument '--step=3': did you mean '--steps'?"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line_before_anything_is_measured(arguments, message, config_file, monkeypatch):
+    monkeypatch.setattr(process, "measure_apart", lambda *_: pytest.fail("nothing is to be measured"))
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        command.main([f"--config={config_file}", *arguments])
+    assert "\n" not in str(caught.value)
+
+
+def test_figures_that_are_saved_are_not_overwritten(config_file, tmp_path):
+    path = tmp_path / "bench.json"
+    path.write_text("mine")
+    with pytest.raises(UserError, match="is there already"):
+        command.main([f"--config={config_file}", f"--json={path}"])
+    assert path.read_text() == "mine"
+
+
+def test_a_variant_whose_process_is_killed_is_a_failure_and_the_others_go_on(config_file, monkeypatch, capsys):
+    killed = subprocess.CompletedProcess([], -signal.SIGKILL)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
+    assert command.main([f"--config={config_file}", "--vary", "num_replicas=2,4"]) == 1
+    out = capsys.readouterr().out
+    assert "failed: num_replicas=2: its process was ended by SIGKILL" in out and "failed: num_replicas=4" in out
+
+
+def test_a_variant_that_does_not_fit_the_devices_is_refused_and_the_others_go_on(
+    config_file, tmp_path, monkeypatch, capfd
+):
+    path = tmp_path / "bench.json"
+    arguments = [f"--config={config_file}", "--compile_only", f"--json={path}"]
+    with pytest.raises(UserError, match=r"model\.hidden_size=32"):  # 3 heads do not divide the width: refused at once
+        command.main([*arguments, "--vary", "model.num_heads=4,3"])
+    assert not path.exists()
+
+    # How many devices there are, only a variant's process can tell.
+    processes.set_environment(config_file, monkeypatch)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # the variant says how many devices
+    small = ["--config.mesh.fsdp=2", "--config.model.num_layers=1"]
+    assert command.main([*arguments, *small, "--vary", "data.batch_size=3,4"]) == process.REFUSED
+    refused, measured = json.loads(path.read_text())["runs"]
+    assert "data.batch_size=3 is not a multiple of mesh.fsdp=2" in refused["error"]
+    assert measured["config"]["data"]["batch_size"] == 4 and measured["compile_seconds"]["outer_step"] > 0
+    assert "failed: data.batch_size=3" in capfd.readouterr().out

@@ -1,0 +1,102 @@
+"""What the benchmark measures, against independent figures."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from noloco_jax.bench import timing
+from noloco_jax.bench.measure import measure
+from support.benchmarks import QUICK, SMALL, small
+
+# By hand: embedding and head, attention's q, k, v, o, the MLP's three, three norms.
+PARAMETERS = 2 * 259 * 16 + 16 * (16 + 8 + 8 + 16) + 3 * 16 * 32 + 3 * 16
+FLOPS_PER_TOKEN = 3 * (2 * (259 * 16 + 16 * (16 + 8 + 8 + 16) + 3 * 16 * 32) + 2 * 8 * 16)
+
+
+def test_a_measured_run_has_every_figure_and_they_agree(result):
+    step, outer = result["step_seconds"], result["outer_step_seconds"]
+    assert 0 < step["lower_quartile"] <= step["median"] <= step["upper_quartile"]
+    assert 0 < outer["lower_quartile"] <= outer["median"] <= outer["upper_quartile"]
+    assert result["tokens_per_second"] == pytest.approx(4 * 2 * 8 / step["median"])
+    assert result["model_flops_per_token"] == FLOPS_PER_TOKEN
+    assert result["model_flops_per_second"] == pytest.approx(result["tokens_per_second"] * FLOPS_PER_TOKEN)
+    assert result["mfu"] == pytest.approx(result["model_flops_per_second"] / result["matrix_flops_per_second"])
+    assert result["outer_share"] == pytest.approx(outer["median"] / (outer["median"] + 4 * step["median"]))
+    assert result["bytes_sent"] == 4 * PARAMETERS
+    assert result["data_tokens_per_second"] > 0
+    assert result["data_missing"] == ""
+    assert set(result["compile_seconds"]) == {"inner_step", "outer_step"}
+    assert json.loads(json.dumps(result)) == result
+
+
+def test_memory_is_the_programs_and_the_state_beside_them(result):
+    programs = result["program_memory_bytes"]
+    replicas = 2  # of a device
+    inner, outer = programs["inner_step"], programs["outer_step"]
+    # Adam: two moments and two counters a replica; outer: slow weights and momentum a replica, one counter.
+    assert outer["beside"] == replicas * (8 * PARAMETERS + 8)
+    assert inner["beside"] == replicas * 8 * PARAMETERS + 4
+    for program in (inner, outer):
+        held = program["arguments"] + program["temporaries"] + program["outputs"] - program["aliased"]
+        assert program["total"] == held
+    assert result["peak_memory_bytes"] == max(program["total"] + program["beside"] for program in programs.values())
+    batch = 2 * replicas * 2 * 8 * 4
+    assert inner["arguments"] >= replicas * 12 * PARAMETERS + batch
+
+
+def test_methods_without_outer_steps_have_no_figures_of_them(ddp_result):
+    assert ddp_result["outer_step_seconds"] is None and ddp_result["outer_share"] is None
+    assert ddp_result["pairings"] is None
+    assert ddp_result["bytes_sent"] == 2 * 4 * PARAMETERS * 3 // 4
+    assert set(ddp_result["compile_seconds"]) == {"inner_step"}
+
+
+def test_data_that_are_not_there_leave_the_rest_measured(ddp_result):
+    assert ddp_result["data_tokens_per_second"] is None
+    assert "data.path" in ddp_result["data_missing"]
+    assert ddp_result["tokens_per_second"] > 0
+
+
+def test_a_trace_is_written_for_both_viewers(ddp_result):
+    perfetto = Path(ddp_result["profile"])
+    assert perfetto.parent.parent.name == "profile"
+    assert perfetto.stat().st_size > 1000
+    assert len(list(perfetto.parent.glob("*.xplane.pb"))) == 1
+
+
+@pytest.fixture(scope="module")
+def offloaded(fast_matrices) -> tuple[dict, set[str]]:
+    """The result of a run with its outer state in host memory, and the kinds of memory that arrays were put from."""
+    kinds = set()
+    transfer = jax.device_put
+
+    def recorded(x, *arguments, **options):
+        kinds.update(leaf.sharding.memory_kind for leaf in jax.tree.leaves(x) if isinstance(leaf, jax.Array))
+        return transfer(x, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "device_put", recorded)
+        return measure(small(outer=SMALL["outer"] | {"offload": True}), QUICK), kinds
+
+
+def test_an_offloaded_outer_state_is_not_beside_the_inner_step(result, offloaded):
+    programs, on_device = offloaded[0]["program_memory_bytes"], result["program_memory_bytes"]
+    assert programs == on_device | {"inner_step": on_device["inner_step"] | {"beside": 0}}
+
+
+def test_an_offloaded_outer_state_is_timed_from_the_host(offloaded):
+    assert "pinned_host" in offloaded[1]
+
+
+def test_compiling_only_allocates_nothing_and_counts_the_pairings(monkeypatch):
+    def forbidden(*_):
+        raise AssertionError("nothing is to run")
+
+    monkeypatch.setattr(timing.TimedRun, "__init__", forbidden)
+    result = measure(small(), replace(QUICK, compile_only=True))
+    assert result["pairings"] == 3
+    assert result["peak_memory_bytes"] > 0
+    assert "step_seconds" not in result

@@ -1,0 +1,50 @@
+"""How steps are timed, and on what."""
+
+import time
+
+import jax
+import numpy as np
+
+from noloco_jax.bench import timing
+from support.benchmarks import small
+
+
+def test_no_outer_step_is_timed_in_which_partners_meet_for_the_first_time():
+    taken: list[int] = []
+
+    class Run:
+        def inner(self):
+            return None
+
+        def outer(self, round):
+            taken.append(round)
+            return len(taken)
+
+    timed = [taken[int(number) - 1] for number in timing.outer_times(Run())]  # pyright: ignore[reportArgumentType]
+    assert len(set(timed)) == len(timed) == 5
+    assert set(timed) <= set(taken[: -len(timed)])
+
+
+def test_a_step_is_timed_from_end_to_end_with_one_dispatched_ahead(monkeypatch):
+    dispatched, events = iter(range(100)), []
+
+    class Run:
+        def inner(self):
+            events.append(("dispatch", number := next(dispatched)))
+            return number
+
+    monkeypatch.setattr(jax, "block_until_ready", lambda number: events.append(("wait", number)) or time.sleep(0.02))
+    seconds = timing.inner_times(Run(), steps=4)  # pyright: ignore[reportArgumentType]
+    assert len(seconds) == 4
+    assert min(seconds) >= 0.02
+    assert events[:5] == [("dispatch", 0), ("dispatch", 1), ("wait", 0), ("dispatch", 2), ("wait", 1)]
+
+
+def test_quartiles_are_those_beside_the_median():
+    assert timing.quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == {"median": 3.0, "lower_quartile": 2.0, "upper_quartile": 4.0}
+
+
+def test_random_batches_stay_within_the_vocabulary_and_differ_between_replicas():
+    first, other = (next(timing.RandomStream(small(), replica)) for replica in (0, 1))
+    assert all(x.shape == (2, 8) and x.dtype == np.int32 and 0 <= x.min() <= x.max() < 259 for x in first.values())
+    assert (first["input_ids"] != other["input_ids"]).any()

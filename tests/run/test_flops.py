@@ -1,0 +1,43 @@
+"""The FLOP count, against one product by product."""
+
+import pytest
+
+from noloco_jax.config.fields import TrainConfig, from_dict
+from noloco_jax.run.flops import mfu, model_flops_per_token
+
+
+def matmul_flops(config: TrainConfig) -> float:
+    """The same count, product by product over one sequence, m x k by k x n being 2mkn, causal scores half."""
+    model, length = config.model, config.data.sequence_length
+    width = model.hidden_size // model.num_heads
+    products = []
+    for _ in range(model.num_layers):
+        products += [
+            (length, model.hidden_size, heads * width) for heads in (model.num_heads, *[model.num_kv_heads] * 2)
+        ]
+        products += [(length, model.num_heads * width, model.hidden_size)]
+        products += [(length, model.hidden_size, model.intermediate_size)] * 2
+        products += [(length, model.intermediate_size, model.hidden_size)]
+        products += [(length, width, length / 2), (length, length / 2, width)] * model.num_heads
+    products += [(length, model.hidden_size, model.vocab_size)]
+    return 3 * sum(2 * m * k * n for m, k, n in products) / length
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_flops_are_those_of_the_models_matrix_products(kv_heads):
+    config = from_dict(
+        {
+            "model": {"num_kv_heads": kv_heads, "num_layers": 3, "intermediate_size": 768, "vocab_size": 1000},
+            "data": {"sequence_length": 128},
+        }
+    )
+    assert model_flops_per_token(config) == pytest.approx(matmul_flops(config), rel=1e-12)
+
+
+def test_a_tied_head_costs_what_an_untied_one_does():
+    tied = from_dict({"model": {"tie_embeddings": True}})
+    assert model_flops_per_token(tied) == model_flops_per_token(TrainConfig())
+
+
+def test_mfu_is_the_part_of_the_peak():
+    assert mfu(tokens_per_second=1e3, flops_per_token=2e9, peak_flops_per_second=4e12) == 0.5

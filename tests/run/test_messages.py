@@ -1,0 +1,43 @@
+"""What replicas send, against a count by hand."""
+
+import pytest
+
+from noloco_jax.config.fields import TrainConfig, from_dict
+from noloco_jax.run.messages import bytes_sent, num_outer_steps, num_pairings, total_bytes_sent
+
+# Embedding and head, attention's q, k, v, o, the MLP's three, three norms.
+PARAMETERS = 2 * 259 * 16 + 16 * (16 + 8 + 8 + 16) + 3 * 16 * 32 + 3 * 16
+RING = 4 * PARAMETERS * 3 // 2  # all but one of four parts, twice
+
+
+def run(method: str, **outer) -> TrainConfig:
+    return from_dict(
+        {
+            "method": method,
+            "num_replicas": 4,
+            "num_steps": 42,
+            "model": {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1},
+            "outer": {"sync_every": 4} | outer,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "each", "times"),
+    [("noloco", 4 * PARAMETERS, 10), ("diloco", RING, 10), ("ddp", RING, 42), ("local", 0, 0)],
+)
+def test_bytes_sent_are_of_messages_of_the_parameters_size(method, each, times):
+    config = run(method)
+    assert bytes_sent(config) == each
+    assert total_bytes_sent(config) == times * each
+    assert num_outer_steps(config) == (10 if method in ("noloco", "diloco") else 0)
+
+
+def test_a_group_of_four_sends_what_a_ring_does_one_that_leaves_a_rest_all_to_all_and_half_the_width_half_the_bytes():
+    assert bytes_sent(run("noloco", group_size=4)) == RING
+    assert bytes_sent(run("noloco", group_size=3)) == 2 * 4 * PARAMETERS
+    assert bytes_sent(run("noloco", wire="bfloat16")) == 2 * PARAMETERS
+
+
+def test_every_pair_of_four_replicas_meets_in_one_of_three_pairings():
+    assert [num_pairings(run(method)) for method in ("noloco", "diloco", "ddp", "local")] == [3, 0, 0, 0]

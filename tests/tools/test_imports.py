@@ -1,0 +1,65 @@
+"""Who imports whom in the package."""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT, TOOLS
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {name_of(path): path for path in (ROOT / "noloco_jax").rglob("*.py")}
+
+
+def imports(path: Path, *, at_once: bool = False) -> set[str]:
+    """The package's modules that a file imports, or only those that it imports as soon as it is imported itself."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found: set[str] = set()
+    for node in tree.body if at_once else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & FILES.keys()
+
+
+def room(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_no_tool_imports_a_tool(tool):
+    others = {f"noloco_jax.{other}" for other in TOOLS if other != tool}
+    if tool == "lateness":
+        others.remove("noloco_jax.train")  # whose loop it runs, in processes that are late
+    for module, path in FILES.items():
+        if room(module) == f"noloco_jax.{tool}":
+            assert not {room(name) for name in imports(path)} & others, module
+
+
+def test_nothing_but_the_command_line_imports_a_tool():
+    tools = {f"noloco_jax.{tool}" for tool in TOOLS}
+    for module, path in FILES.items():
+        if room(module) not in tools:
+            assert not {room(name) for name in imports(path)} & tools, module
+        assert not any(name.endswith("__main__") for name in imports(path)), module
+
+
+def test_there_is_no_import_circle():
+    order = graphlib.TopologicalSorter(
+        {module: imports(path, at_once=True) - {module} for module, path in FILES.items()}
+    )
+    assert len(list(order.static_order())) == len(FILES)
+
+
+def test_drawing_is_what_imports_matplotlib():
+    modules = "noloco_jax.run.curves, noloco_jax.compare.chart, noloco_jax.simulate.sections"
+    program = f"import sys, {modules}; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
