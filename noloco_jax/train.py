@@ -19,7 +19,15 @@ from noloco_jax.cluster.join import define_flags, find_place, joined
 from noloco_jax.cluster.stop import Stop
 from noloco_jax.config.fields import TrainConfig, save_config, to_dict
 from noloco_jax.config.flags import parse_args
-from noloco_jax.data import Tokenizer, check_data, check_vocabulary, load_tokenizer, train_stream, validation_batches
+from noloco_jax.data import (
+    Tokenizer,
+    check_data,
+    check_vocabulary,
+    load_tokenizer,
+    needs_tokenizer,
+    train_stream,
+    validation_batches,
+)
 from noloco_jax.errors import UserError, main_with_errors
 from noloco_jax.model.huggingface import load_params
 from noloco_jax.outer.pairing import Round, groups_of_rounds
@@ -143,7 +151,7 @@ def train(
 
 def _load_tokenizer(config: TrainConfig) -> Tokenizer | None:
     """The run's tokenizer; none where the data are tokens already and no text is to be written."""
-    if config.data.kind == "parquet" and not config.sample_tokens:
+    if not config.sample_tokens and not needs_tokenizer(config.data):
         return None
     tokenizer = load_tokenizer(config.data.tokenizer)
     check_vocabulary(tokenizer, config.model.vocab_size)

@@ -19,7 +19,8 @@ CHOICES = {
     "model.remat": ("none", "full", "dots", "stage"),
     "outer.state_dtype": ("float32", "bfloat16"),
     "outer.wire_dtype": ("float32", "bfloat16"),
-    "data.kind": ("c4", "parquet", "text"),
+    "data.kind": ("c4", "jsonl", "parquet", "text"),
+    "data.on_bad_shard": ("stop", "skip"),
     "mesh.routing": ("random", "fixed"),
 }
 

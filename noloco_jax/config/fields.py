@@ -90,6 +90,7 @@ class DataConfig:
     batch_size: int = 8  # sequences per replica per step
     num_workers: int = 0
     shuffle_buffer: int = 1000  # documents
+    on_bad_shard: str = "stop"  # or "skip": what to do at a damaged file
 
 
 @dataclass(frozen=True)
