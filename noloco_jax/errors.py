@@ -16,6 +16,12 @@ class StartError(UserError):
     exit_status = 1
 
 
+class TransientError(UserError):
+    """Something outside the run failed and may work again: the input is right, and the same command may succeed."""
+
+    exit_status = 1
+
+
 def main_with_errors(main: Callable[[], int | None]) -> None:
     """Runs a command's `main` and exits with its status, or with a `UserError`'s, after one line of it to stderr."""
     try:

@@ -14,7 +14,15 @@ from noloco_jax.cluster.place import define_flags, find_place
 from noloco_jax.cluster.processes import Processes, run_processes
 from noloco_jax.cluster.stop import Stop
 from noloco_jax.config import TrainConfig, parse_args, save_config, to_dict
-from noloco_jax.data import Tokenizer, check_data, check_vocabulary, load_tokenizer, train_stream, validation_batches
+from noloco_jax.data import (
+    Tokenizer,
+    check_data,
+    check_vocabulary,
+    load_tokenizer,
+    needs_tokenizer,
+    train_stream,
+    validation_batches,
+)
 from noloco_jax.errors import main_with_errors
 from noloco_jax.model.huggingface import load_params
 from noloco_jax.model.llama import Params
@@ -128,7 +136,7 @@ def _check_inputs(config: TrainConfig) -> Tokenizer | None:
     There is none where the data are tokens already and no text is to be written.
     """
     check_data(config.data, num_replicas=config.num_replicas, vocab_size=config.model.vocab_size)
-    if config.data.kind == "parquet" and not config.sample_tokens:
+    if not needs_tokenizer(config.data) and not config.sample_tokens:
         return None
     tokenizer = load_tokenizer(config.data.tokenizer)
     check_vocabulary(tokenizer, config.model.vocab_size)

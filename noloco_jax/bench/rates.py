@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config.fields import TrainConfig
-from noloco_jax.data import check_data, check_vocabulary, load_tokenizer, train_stream
+from noloco_jax.data import check_data, check_vocabulary, load_tokenizer, needs_tokenizer, train_stream
 
 _PRODUCTS = 4  # one after another in a program, so that the time of its start hardly counts
 _MATRIX_SECONDS = 1.0  # how long products are repeated
@@ -68,7 +68,7 @@ def data_rate(config: TrainConfig, seconds: float) -> float:
     data, vocab_size = config.data, config.model.vocab_size
     check_data(data, num_replicas=config.num_replicas, vocab_size=vocab_size)
     tokenizer = None
-    if data.kind != "parquet":
+    if needs_tokenizer(data):
         tokenizer = load_tokenizer(data.tokenizer)
         check_vocabulary(tokenizer, vocab_size)
     with contextlib.ExitStack() as stack:

@@ -105,8 +105,8 @@ class DataConfig:
 
     kind: str = setting(
         "text",
-        "What data.path holds: C4's gzipped JSON lines, Parquet files of token ids, or text files.",
-        choices=("c4", "parquet", "text"),
+        "What data.path holds: C4's gzipped JSON lines, JSON lines under any name, Parquet files, or text files.",
+        choices=("c4", "jsonl", "parquet", "text"),
     )
     path: str = setting("", "File or folder of the training documents.")
     validation_path: str = setting(
@@ -123,6 +123,11 @@ class DataConfig:
         0, "Processes that read and tokenize for each replica; 0: a thread of the run's own process does.", minimum=0
     )
     shuffle_buffer: int = setting(1000, "Documents that are shuffled together; 1 keeps the files' order.", minimum=1)
+    on_bad_shard: str = setting(
+        "stop",
+        "What to do at a file that does not decode: stop, or skip the rest of it with a warning.",
+        choices=("stop", "skip"),
+    )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """From files to batches: sources, tokenizers, packing, and one checkpointable stream a replica."""
 
-from noloco_jax.data.from_config import check_data
+from noloco_jax.data.from_config import check_data, needs_tokenizer
 from noloco_jax.data.packing import HostBatch
 from noloco_jax.data.positions import redistribute
 from noloco_jax.data.stream import Stream, train_stream, validation_batches
@@ -14,6 +14,7 @@ __all__ = [
     "check_data",
     "check_vocabulary",
     "load_tokenizer",
+    "needs_tokenizer",
     "redistribute",
     "train_stream",
     "validation_batches",

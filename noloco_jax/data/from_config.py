@@ -1,13 +1,14 @@
 """Opens and checks the data set that a configuration names."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from noloco_jax.data.c4 import C4Source
-from noloco_jax.data.parquet import ParquetSource
+from noloco_jax.data import json_lines, parquet
 from noloco_jax.data.source import EncodeTexts, Source, SourceOptions
+from noloco_jax.data.splits import split_files
 from noloco_jax.data.text import TextSource, piece_bytes
 from noloco_jax.data.tokenizers import DocumentEncoder, Tokenizer
 from noloco_jax.errors import UserError
@@ -33,24 +34,55 @@ def open_source(
     """
     if not config.path:
         raise UserError('data.path is "": name the folder or file with the training data')
-    path, field = config.path, "data.path"
-    if validation and config.validation_path:
-        path, field = config.validation_path, "data.validation_path"
-    split = "all" if config.validation_path else "held_out" if validation else "rest"
-    seed, shuffle_buffer = (0, 1) if validation else (seed, config.shuffle_buffer)
-    options = SourceOptions(path, field, split, seed, shuffle_buffer)
+    if config.kind != "c4" and config.validation_path and _same_place(config.path, config.validation_path):
+        raise UserError(
+            f"data.validation_path={config.validation_path!r} is data.path: give other data, or leave it empty for a "
+            "part of data.path to be held out"
+        )
+    options = SourceOptions(
+        path=config.path,
+        field="data.path",
+        split="validation" if validation else "train",
+        holds_both_splits=not config.validation_path,
+        exclude=config.validation_path,
+        seed=seed,
+        shuffle_buffer=config.shuffle_buffer,
+        on_bad_shard=config.on_bad_shard,
+    )
+    if validation:
+        options = options._replace(seed=0)
+        if config.kind != "text":  # whose first batches must not come from the first file alone
+            options = options._replace(shuffle_buffer=1)
+        if config.validation_path:
+            options = options._replace(path=config.validation_path, field="data.validation_path", exclude=config.path)
     encode: EncodeTexts = _no_encoder
     if tokenizer is not None:
         encode = DocumentEncoder(tokenizer, add_bos=config.add_bos, add_eos=config.add_eos)
-    if config.kind == "c4":
-        return C4Source(options._replace(split="validation" if validation else "train"), encode)
     if config.kind == "text":
-        # Validation is shuffled too: its first batches must not come from the first file alone.
         piece = piece_bytes(config.sequence_length, 1 if config.tokenizer == "byte" else _BYTES_PER_TOKEN)
-        return TextSource(options._replace(shuffle_buffer=config.shuffle_buffer), piece, encode)
+        return TextSource(options, piece, encode)
+    if config.kind == "c4":
+        return json_lines.JsonLinesSource(options, json_lines.find_c4_files(options), "all", config.kind, encode)
+    if config.kind == "jsonl":
+        files, part = split_files(options, json_lines.SUFFIXES)
+        return json_lines.JsonLinesSource(options, files, part, config.kind, encode)
     if config.kind == "parquet":
-        return ParquetSource(options, config.sequence_length, vocab_size)
-    raise UserError(f'data.kind={config.kind!r}: the kinds are "c4", "parquet" and "text"')
+        files, part = split_files(options, parquet.SUFFIXES)
+        return parquet.ParquetSource(options, files, part, encode, config.sequence_length, vocab_size)
+    raise UserError(f'data.kind={config.kind!r}: the kinds are "c4", "jsonl", "parquet" and "text"')
+
+
+def _same_place(path: str, other: str) -> bool:
+    first, second = (Path(name).expanduser().resolve() for name in (path, other))
+    return first == second
+
+
+def needs_tokenizer(config: "DataConfig") -> bool:
+    """Whether `config` names texts to be tokenized, not tokens. Raises `UserError` as `check_data` does."""
+    if config.kind != "parquet":
+        return True
+    sources = [open_source(config, None, validation=which, seed=0, vocab_size=None) for which in (False, True)]
+    return any(source.num_columns == 1 for source in sources)
 
 
 def check_data(config: "DataConfig", *, num_replicas: int = 1, vocab_size: int | None = None) -> None:

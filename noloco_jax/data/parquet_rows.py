@@ -1,4 +1,4 @@
-"""Rows of a Parquet batch as tokens and labels.
+"""Rows of a Parquet batch as texts, or as tokens and labels.
 
 Shapes: R rows of a batch that pyarrow reads, N tokens of all of these rows.
 """
@@ -14,75 +14,111 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def label_column(path: str, schema: "pa.Schema") -> str:
-    """The column from which the labels of `input_ids` are made: `label` or `attention_mask`."""
-    import pyarrow.types as types
-
-    for name in ("label", "attention_mask"):
-        if {"input_ids", name} <= set(schema.names):
-            for column in ("input_ids", name):
-                kind = schema.field(column).type
-                listed = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-                if not (listed and (types.is_integer(kind.value_type) or types.is_boolean(kind.value_type))):
-                    raise UserError(f"{path}: column {column!r} is {kind}; it must be a list of integers")
-            return name
-    raise UserError(
-        f"{path} has the columns {', '.join(schema.names)}: expected input_ids and label (the ids that follow), "
-        "or input_ids and attention_mask"
-    )
-
-
 class RowConverter(NamedTuple):
     """Converts the batches of one file.
 
     Attributes:
       path: the file.
-      column: its `label_column`.
-      sequence_length: sequences of padding alone, of this many tokens, are left out at the end of a row.
+      columns: the columns of its batches, see `parquet_file.choose_columns`.
+      sequence_length: tokens of a sequence; sequences of padding alone are left out at the end of a row.
       vocab_size: the model's; None leaves the ids unchecked.
     """
 
     path: str
-    column: str
+    columns: tuple[str, ...]
     sequence_length: int
     vocab_size: int | None
 
-    def rows(self, batch: "pa.RecordBatch") -> list[np.ndarray]:
-        """Input ids and labels of each row: int32 (2, n)."""
+    @property
+    def is_text(self) -> bool:
+        return self.columns == ("text",)
+
+    @property
+    def empty_row(self) -> Any:
+        """A row without a token."""
+        return "" if self.is_text else np.zeros((2, 0), np.int32)
+
+    def rows(self, batch: "pa.RecordBatch", first_row: int) -> list[Any]:
+        """The text of each row, or its input ids and labels: int32 (2, n).
+
+        Args:
+          batch: the columns.
+          first_row: number of the batch's first row in the file.
+
+        Raises `UserError`, which names the row, for nulls and for tokens and labels that cannot be trained on.
+        """
+        for name in self.columns:
+            self._check_nulls(name, batch.column(name), first_row)
+        if self.is_text:
+            return batch.column("text").to_pylist()
+        return self._token_rows(batch, first_row)
+
+    def _token_rows(self, batch: "pa.RecordBatch", first_row: int) -> list[np.ndarray]:
         ids_N, lengths_R = _flatten(batch.column("input_ids"))
-        other_N, other_lengths_R = _flatten(batch.column(self.column))
+        other_N, other_lengths_R = _flatten(batch.column(self.columns[1]))
         if not np.array_equal(lengths_R, other_lengths_R):
             k = int(np.flatnonzero(lengths_R != other_lengths_R)[0])
             raise UserError(
-                f"{self.path}: a row has {lengths_R[k]} input_ids and {other_lengths_R[k]} values in {self.column}: "
-                "write the file again with as many of one as of the other"
+                f"{self._row(first_row + k)} has {lengths_R[k]} input_ids and {other_lengths_R[k]} values in "
+                f"{self.columns[1]}: write the file again with as many of one as of the other"
             )
         ends_R = np.cumsum(lengths_R)
         starts_R = ends_R - lengths_R
-        kept_R = lengths_R
-        if self.column == "label":
-            labels_N = other_N
-        else:
-            attended_N = other_N != 0
-            labels_N = np.full_like(ids_N, IGNORED_LABEL)
-            scored_N = attended_N[:-1] & attended_N[1:]
-            scored_N[ends_R[(ends_R > 0) & (ends_R < len(ids_N))] - 1] = False  # the next token is another row's
-            labels_N[:-1][scored_N] = ids_N[1:][scored_N]
-            kept_R = self._lengths_without_padding(attended_N, starts_R, lengths_R)
+        followed_N = np.ones(len(ids_N), bool)  # whether the next token is in the same row
+        followed_N[ends_R[lengths_R > 0] - 1] = False
+        labels_N = self._labels(ids_N, other_N, followed_N)
         self._check_ids(ids_N, labels_N)
+        kept_R = lengths_R
+        if self.columns[1] != "label":
+            used_N = other_N != 0 if self.columns[1] == "attention_mask" else labels_N != IGNORED_LABEL
+            kept_R = self._lengths_in_use(used_N, starts_R, lengths_R)
         rows_2N = np.stack([ids_N, labels_N])
         return [rows_2N[:, start : start + kept] for start, kept in zip(starts_R, kept_R, strict=True)]
 
-    def _lengths_without_padding(
-        self, attended_N: np.ndarray, starts_R: np.ndarray, lengths_R: np.ndarray
-    ) -> np.ndarray:
-        """Length of each row up to the end of the sequence that holds its last token attended to."""
-        last_N = np.where(attended_N, np.arange(1, len(attended_N) + 1), 0)
+    def _labels(self, ids_N: np.ndarray, other_N: np.ndarray, followed_N: np.ndarray) -> np.ndarray:
+        """The label of each token: the token that follows it in its row, or `IGNORED_LABEL`."""
+        next_ids_N = np.roll(ids_N, -1)  # the last one is no row's
+        if self.columns[1] == "attention_mask":
+            attended_N = other_N != 0
+            return np.where(followed_N & attended_N & np.roll(attended_N, -1), next_ids_N, IGNORED_LABEL)
+        # A row's last token has no next id to compare its label with.
+        scored_N = (other_N != IGNORED_LABEL) & followed_N
+        equals_own = bool((other_N == ids_N)[scored_N].all())
+        equals_next = bool((other_N == next_ids_N)[scored_N].all())
+        if self.columns[1] == "label":
+            if equals_own and not equals_next:
+                raise UserError(
+                    f"{self.path}: label equals input_ids, and must hold the ids that follow: name the column labels, "
+                    "or shift it by one"
+                )
+            return other_N
+        if equals_next and not equals_own:
+            raise UserError(
+                f"{self.path}: labels holds the ids that follow, and must equal input_ids: name the column label"
+            )
+        return np.where(followed_N, np.roll(other_N, -1), IGNORED_LABEL)
+
+    def _lengths_in_use(self, used_N: np.ndarray, starts_R: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
+        """Length of each row up to the end of the sequence that holds its last used token."""
+        last_N = np.where(used_N, np.arange(1, len(used_N) + 1), 0)
         used_R = np.zeros_like(lengths_R)
         some_R = lengths_R > 0
         used_R[some_R] = np.maximum.reduceat(last_N, starts_R[some_R]) if some_R.any() else 0
         used_R = np.maximum(0, used_R - starts_R)
         return np.minimum(lengths_R, -(-used_R // self.sequence_length) * self.sequence_length)
+
+    def _row(self, row: int) -> str:
+        return f"{self.path}, row {row} (counted from 0)"
+
+    def _check_nulls(self, name: str, column: Any, first_row: int) -> None:
+        if column.null_count:
+            k = int(np.flatnonzero(np.asarray(column.is_null()))[0])
+            raise UserError(f"{self._row(first_row + k)}: {name} is null: write the file again without the row")
+        if name == "text" or not column.flatten().null_count:
+            return
+        ends_R = np.cumsum(_lengths(column))
+        k = int(np.searchsorted(ends_R, np.flatnonzero(np.asarray(column.flatten().is_null()))[0], side="right"))
+        raise UserError(f"{self._row(first_row + k)}: {name} holds a null: write the file again with integers alone")
 
     def _check_ids(self, ids_N: np.ndarray, labels_N: np.ndarray) -> None:
         if not len(ids_N):
@@ -93,8 +129,9 @@ class RowConverter(NamedTuple):
         negative = labels_N[(labels_N < 0) & (labels_N != IGNORED_LABEL)]
         if len(negative):
             raise UserError(
-                f"{self.path}: label holds {int(negative[0])}, which is neither a token id nor {IGNORED_LABEL}, the "
-                f"label that is out of the loss: write {IGNORED_LABEL} where nothing is to be predicted"
+                f"{self.path}: {self.columns[1]} holds {int(negative[0])}, which is neither a token id nor "
+                f"{IGNORED_LABEL}, the label that is out of the loss: write {IGNORED_LABEL} where nothing is to be "
+                "predicted"
             )
         if self.vocab_size is not None and largest >= self.vocab_size:
             raise UserError(
@@ -103,10 +140,14 @@ class RowConverter(NamedTuple):
             )
 
 
-def _flatten(column: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(values of all rows as int32, length of each row) of a list column; a missing list is an empty one."""
+def _lengths(column: Any) -> np.ndarray:
+    """Length of each row of a list column without nulls: int64 (R,)."""
     import pyarrow.compute as pc
 
+    return pc.call_function("list_value_length", [column]).to_numpy(zero_copy_only=False).astype(np.int64)
+
+
+def _flatten(column: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(values of all rows, int32 (N,); length of each row, int64 (R,)) of a list column without nulls."""
     values = column.flatten().to_numpy(zero_copy_only=False).astype(np.int32, copy=False)
-    lengths = pc.call_function("list_value_length", [column]).fill_null(0)
-    return values, lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+    return values, _lengths(column)

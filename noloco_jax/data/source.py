@@ -60,18 +60,31 @@ class SourceOptions(NamedTuple):
     Attributes:
       path: a folder or a file.
       field: the field of the configuration that holds `path`.
-      split: "train" or "validation" of a C4 folder; "all", "rest" or "held_out" of other kinds, see `splits.HoldOut`.
+      split: "train" or "validation".
+      holds_both_splits: whether `path` has the documents of both splits; otherwise all of them belong to `split`.
+      exclude: the path of the other split's data, or ""; files below it are left out.
       seed: seed of the shuffles.
       shuffle_buffer: number of documents that are shuffled together; 1 keeps the order of the files.
+      on_bad_shard: whether to "stop" at a damaged file or to "skip" it.
     """
 
     path: str
     field: str
     split: str
+    holds_both_splits: bool
+    exclude: str
     seed: int
     shuffle_buffer: int
+    on_bad_shard: str
 
     @property
     def name(self) -> str:
         """The data set's name in error messages, for example data.path='/data'."""
         return f"{self.field}={self.path!r}"
+
+    @property
+    def part(self) -> str:
+        """The part of the documents, see `splits.HoldOut`, that belongs to the split if no file is named after it."""
+        if not self.holds_both_splits:
+            return "all"
+        return "rest" if self.split == "train" else "held_out"

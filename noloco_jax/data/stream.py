@@ -88,7 +88,7 @@ def train_stream(
     order drawn from `seed` and the epoch. Replicas with unequal shares begin the next epoch at different steps.
 
     Args:
-      tokenizer: may be None for kind "parquet", whose rows are tokens already.
+      tokenizer: may be None for data that are tokens already, see `needs_tokenizer`.
       batch_size: sequences per batch; `config.batch_size` if None.
       vocab_size: the model's, which the ids in Parquet files must fit; unchecked if None.
 

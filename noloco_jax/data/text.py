@@ -1,44 +1,30 @@
 """Text files as documents: whole ones, and pieces of long ones."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
+from noloco_jax.data.find_files import find_files
+from noloco_jax.data.read_errors import read_with_retries
 from noloco_jax.data.shuffle import seeded_permutation
 from noloco_jax.data.source import EncodeTexts, SourceOptions
-from noloco_jax.data.splits import HoldOut
+from noloco_jax.data.splits import HELD_OUT_EVERY, HoldOut
 from noloco_jax.errors import UserError
 
 SUFFIXES = (".md", ".py", ".rst", ".txt")
-SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
 _MIN_PIECE_BYTES = 256
 _MAX_LINE_BYTES = 4096  # a piece ends within a longer line
 
 
-def find_text_files(path: str, field: str) -> list[tuple[str, int]]:
-    """(path, bytes) of every text file below a folder in sorted order, or of the one file that `path` is.
-
-    Empty files, and folders that are hidden, hold caches or hold installed packages, are left out.
-    """
-    root = Path(path).expanduser()
-    if root.is_file():
-        found = [root]
-    elif root.is_dir():
-        found = []
-        for folder, folders, files in os.walk(root):
-            folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith(".")]
-            found += [Path(folder, name) for name in files if name.endswith(SUFFIXES) and not name.startswith(".")]
-        found.sort(key=lambda file: file.relative_to(root).as_posix())
-    else:
-        raise UserError(f"{field}={path!r}: there is no such file or folder")
-    sized = [(str(file), file.stat().st_size) for file in found if file.is_file()]
+def find_text_files(options: SourceOptions) -> list[tuple[str, int]]:
+    """(path, bytes) of every text file that is not empty, see `find_files`."""
+    files = [str(file) for file in find_files(options, SUFFIXES)]
+    sized = [(file, read_with_retries(Path(file).stat, file).st_size) for file in files]
     sized = [(file, size) for file, size in sized if size]
     if not sized:
-        patterns = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
-        raise UserError(f"{field}={path!r} holds no text: looked for files {patterns} that are not empty")
+        raise UserError(f"{options.name} holds no text: its files are empty")
     return sized
 
 
@@ -52,7 +38,8 @@ class TextSource:
 
     Batches are consecutive tokens, so pieces are short (`piece_bytes`): shuffled, they make batches of many files.
     Files are read as UTF-8; bytes that are not UTF-8 become U+FFFD. The documents are shuffled globally, anew in every
-    epoch; `shuffle_buffer` 1 keeps the sorted order. A split holds whole files where there are several, else pieces.
+    epoch; `shuffle_buffer` 1 keeps the sorted order. Held out for validation are whole files
+    where there are fifty or more of them, else pieces: a fiftieth of the text in either case.
     """
 
     num_columns = 1
@@ -60,19 +47,19 @@ class TextSource:
 
     def __init__(self, options: SourceOptions, piece: int, encode: EncodeTexts):
         self._options, self._piece, self._encode = options, piece, encode
-        self._files = find_text_files(options.path, options.field)
+        self._files = find_text_files(options)
         pieces = np.array([-(-size // self._piece) for _, size in self._files])
-        if options.split != "all" and pieces.sum() < 2:
+        if options.part != "all" and pieces.sum() < 2:
             raise UserError(
                 f"{options.name} is one short file: give data.validation_path, or at least two files, "
                 "for one to be held out for validation"
             )
         files = np.repeat(np.arange(len(pieces)), pieces)
         numbers = np.arange(len(files)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        if len(pieces) > 1:
-            chosen = HoldOut(len(pieces), options.split).mask(0, len(pieces))[files]
+        if len(pieces) >= HELD_OUT_EVERY:
+            chosen = HoldOut(len(pieces), options.part).mask(0, len(pieces))[files]
         else:
-            chosen = HoldOut(len(numbers), options.split).mask(0, len(numbers))
+            chosen = HoldOut(len(numbers), options.part).mask(0, len(numbers))
         self._documents = np.stack([files, numbers], axis=1)[chosen]
         self.fingerprint: dict[str, int | str] = {
             "kind": "text",
@@ -85,8 +72,8 @@ class TextSource:
     def check_replicas(self, num_replicas: int) -> None:
         if len(self._documents) < num_replicas:
             raise UserError(
-                f"num_replicas={num_replicas}, but {self._options.name} holds {len(self._documents)} training "
-                "documents: use fewer replicas or more text"
+                f"num_replicas={num_replicas}, but {self._options.name} holds {len(self._documents)} "
+                f"{self._options.split} documents: use fewer replicas or more text"
             )
 
     def open_shard(self, epoch: int, shard: int, num_shards: int, seek_hint: tuple[int, ...]) -> "TextEpochShard":
@@ -101,13 +88,14 @@ class TextSource:
     def _read(self, document: int) -> str:
         file, number = self._documents[document].tolist()
         path, size = self._files[file]
-        try:
+
+        def read() -> bytes:
             with open(path, "rb") as opened:
                 start, stop = (_piece_border(opened, (number + k) * self._piece, size) for k in (0, 1))
                 opened.seek(start)
-                return opened.read(stop - start).decode("utf-8", "replace")
-        except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}): restore it, or start afresh") from None
+                return opened.read(stop - start)
+
+        return read_with_retries(read, path).decode("utf-8", "replace")
 
 
 def _piece_border(opened: BinaryIO, offset: int, size: int) -> int:

@@ -11,7 +11,7 @@ from noloco_jax.data import redistribute
 from noloco_jax.errors import UserError
 from support.data_makers import before_next_document, documents, open_streams, read_through, write_counting
 
-KINDS = ["c4", "parquet", "text"]
+KINDS = ["c4", "jsonl", "parquet", "text"]
 
 
 def finish(config, states, epoch):

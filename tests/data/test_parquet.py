@@ -8,15 +8,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from noloco_jax.config.fields import DataConfig
-from noloco_jax.data import train_stream, validation_batches
+from noloco_jax.data import ByteTokenizer, needs_tokenizer, train_stream, validation_batches
 from noloco_jax.errors import UserError
 from support.data_makers import write_rows
 
 
-def all_of_validation(config, folder):
+def all_of_validation(config, folder, tokenizer=None):
     """(input ids, labels), the sequences of a folder's rows in the files' order."""
     config = replace(config, path="elsewhere", validation_path=str(folder))
-    batches = validation_batches(config, None, num_batches=1000)
+    batches = validation_batches(config, tokenizer, num_batches=1000)
     return [np.concatenate([batch[name] for batch in batches]) for name in ("input_ids", "labels")]
 
 
@@ -53,14 +53,14 @@ def test_stored_labels_come_as_they_are(tmp_path):
 
 
 def test_stored_labels_of_minus_100_are_out_of_the_loss(tmp_path):
-    labels = np.where(random_rows(4, 8) % 2, -100, random_rows(4, 8))
+    labels = np.where(random_rows(4, 8) % 2, -100, random_rows(4, 8, seed=1))
     write_rows(tmp_path / "0.parquet", {"input_ids": list(random_rows(4, 8)), "label": list(labels)})
     np.testing.assert_array_equal(all_of_validation(config_for(8), tmp_path)[1], labels)
 
 
 def test_other_negative_labels_are_refused(tmp_path):
     for label in (-1, -99, -101):
-        labels = random_rows(4, 8)
+        labels = random_rows(4, 8, seed=1)
         labels[2, 5] = label
         write_rows(tmp_path / "0.parquet", {"input_ids": list(random_rows(4, 8)), "label": list(labels)})
         with pytest.raises(UserError, match=rf"0\.parquet: label holds {label}, .*: write -100"):
@@ -94,6 +94,93 @@ def test_shorter_rows_of_any_length_are_packed_with_their_labels(tmp_path):
     np.testing.assert_array_equal(inputs.ravel()[: len(tokens)], tokens)
     np.testing.assert_array_equal(labels.ravel()[: len(tokens)], tokens + 1)
     assert (labels.ravel()[len(tokens) :] == -100).all()
+
+
+def test_hugging_face_labels_are_shifted_within_their_row(tmp_path):
+    rows = random_rows(3, 8)
+    stored = rows.copy()
+    stored[0, :3] = -100  # a prompt
+    stored[2, 4:] = -100  # padding
+    write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "labels": list(stored)})
+    expected = [[*row[1:], -100] for row in stored.tolist()]
+    inputs, labels = all_of_validation(config_for(8), tmp_path)
+    np.testing.assert_array_equal(inputs, rows)
+    np.testing.assert_array_equal(labels, expected)
+    inputs, _ = all_of_validation(config_for(4), tmp_path)  # the last sequence of row 2 has no label
+    np.testing.assert_array_equal(inputs, rows.reshape(6, 4)[:5])
+
+
+def test_labels_come_before_an_attention_mask_and_a_label_that_is_no_list(tmp_path):
+    rows = random_rows(4, 8)
+    columns = {"input_ids": rows.tolist(), "attention_mask": np.ones_like(rows).tolist(), "label": [0, 1, 0, 1]}
+    labels = [[*row[1:], -100] for row in rows.tolist()]
+    pq.write_table(pa.table(columns), tmp_path / "0.parquet")
+    np.testing.assert_array_equal(all_of_validation(config_for(8), tmp_path)[1], labels)
+    columns["labels"] = [[-100, *row[1:]] for row in rows.tolist()]
+    columns["labels"][2][7] = -100
+    labels[2][6] = -100
+    pq.write_table(pa.table(columns), tmp_path / "0.parquet")
+    np.testing.assert_array_equal(all_of_validation(config_for(8), tmp_path)[1], labels)
+
+
+def test_a_label_that_equals_the_input_ids_is_refused(tmp_path):
+    rows = random_rows(4, 8)
+    labels = rows.copy()
+    labels[0, :3] = -100
+    write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "label": list(labels)})
+    with pytest.raises(UserError, match=r"0\.parquet: label equals input_ids.*: name the column labels"):
+        all_of_validation(config_for(8), tmp_path)
+
+
+def test_labels_that_are_shifted_already_are_refused(tmp_path):
+    rows = random_rows(4, 8)
+    write_rows(tmp_path / "0.parquet", {"input_ids": list(rows[:, :-1]), "labels": list(rows[:, 1:])})
+    with pytest.raises(UserError, match=r"0\.parquet: labels holds the ids that follow.*: name the column label"):
+        all_of_validation(config_for(7), tmp_path)
+
+
+def test_a_label_of_one_repeated_token_is_no_error(tmp_path):
+    rows = np.full((2, 4), 7)
+    write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "label": list(rows)})
+    np.testing.assert_array_equal(all_of_validation(config_for(4), tmp_path)[1], rows)
+
+
+def test_nulls_are_refused_with_file_and_row(tmp_path):
+    rows: list = random_rows(300, 4).tolist()
+    missing, holed = [*rows], [*rows]
+    missing[210], holed[290] = None, [1, None, 3, 4]
+    ones = [[1, 1, 1, 1]] * 300
+    for columns, pattern in [
+        ({"input_ids": missing, "attention_mask": ones}, "row 210 .*: input_ids is null"),
+        ({"input_ids": rows, "labels": missing}, "row 210 .*: labels is null"),
+        ({"input_ids": holed, "attention_mask": ones}, "row 290 .*: input_ids holds a null"),
+        ({"text": ["a"] * 250 + [None] + ["b"] * 49}, "row 250 .*: text is null"),
+    ]:
+        # The rows of a file are counted, whatever the files before it and the row groups in it.
+        pq.write_table(pa.table({name: values[:30] for name, values in columns.items()}), tmp_path / "0.parquet")
+        pq.write_table(pa.table(columns), tmp_path / "1.parquet", row_group_size=37)
+        with pytest.raises(UserError, match=rf"1\.parquet, {pattern}"):
+            all_of_validation(config_for(4), tmp_path, ByteTokenizer())
+
+
+def test_a_text_column_is_tokenized(tmp_path):
+    texts = ["one", "", "zwei drei", "四"]
+    pq.write_table(pa.table({"url": ["x"] * 4, "text": texts}), tmp_path / "0.parquet", row_group_size=1)
+    inputs, labels = all_of_validation(config_for(64), tmp_path, ByteTokenizer())
+    expected = [token for text in texts if text for token in (256, *text.encode(), 257)]
+    np.testing.assert_array_equal(inputs[0, : len(expected) - 1], expected[:-1])
+    np.testing.assert_array_equal(labels[0, : len(expected) - 1], expected[1:])
+    assert (labels[0, len(expected) - 1 :] == -100).all()
+
+
+def test_text_needs_a_tokenizer_and_tokens_need_none(tmp_path):
+    write_rows(tmp_path / "tokens" / "0.parquet", {"input_ids": [[1, 2]] * 4, "labels": [[1, 2]] * 4})
+    (tmp_path / "text").mkdir()
+    pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "text" / "0.parquet")
+    assert not needs_tokenizer(replace(config_for(2), path=str(tmp_path / "tokens")))
+    assert needs_tokenizer(replace(config_for(2), path=str(tmp_path / "text")))
+    with pytest.raises(UserError, match=r"holds text in .*text/0\.parquet and tokens in .*tokens/0\.parquet"):
+        needs_tokenizer(replace(config_for(2), path=str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -131,9 +218,9 @@ def test_an_epoch_holds_every_row_once_whatever_the_row_groups(tmp_path, row_gro
 
 def test_memory_holds_windows_and_not_row_groups(tmp_path):
     tokens = np.random.default_rng(0).integers(0, 2**31, 4_000_000, dtype=np.int32)  # too random to be compressed
-    column = pa.FixedSizeListArray.from_arrays(tokens, 64)
-    pq.write_table(pa.table({"input_ids": column, "label": column}), tmp_path / "0.parquet", row_group_size=10**6)
-    del column
+    column, shifted = (pa.FixedSizeListArray.from_arrays(np.roll(tokens, -k), 64) for k in (0, 1))
+    pq.write_table(pa.table({"input_ids": column, "label": shifted}), tmp_path / "0.parquet", row_group_size=10**6)
+    del column, shifted
     config = replace(config_for(64), path=str(tmp_path), validation_path="elsewhere", shuffle_buffer=10)
     before = pa.total_allocated_bytes()
     stream = train_stream(config, None, replica=0, num_replicas=1, seed=0)

@@ -9,7 +9,7 @@ import numpy as np
 
 from noloco_jax.config.fields import DataConfig
 from noloco_jax.data import ByteTokenizer, check_data, validation_batches
-from noloco_jax.data.c4 import C4Source
+from noloco_jax.data.json_lines import JsonLinesSource, find_c4_files, parse_text
 from noloco_jax.data.source import SourceOptions
 from noloco_jax.data.text import TextSource, find_text_files
 from noloco_jax.data.tokenizers import DocumentEncoder
@@ -19,11 +19,16 @@ BYTE = ByteTokenizer()
 ENCODE = DocumentEncoder(BYTE, add_bos=False, add_eos=False)
 
 PIECE = 8192  # bytes
+SPLITS = ("validation", "train")
 
 
-def read_texts(path, split="all"):
+def options(path, split="train", both=False):
+    return SourceOptions(str(path), "data.path", split, both, exclude="", seed=0, shuffle_buffer=1, on_bad_shard="stop")
+
+
+def read_texts(path, split="train", both=False):
     """The documents of a folder, in order."""
-    source = TextSource(SourceOptions(str(path), "data.path", split, seed=0, shuffle_buffer=1), PIECE, ENCODE)
+    source = TextSource(options(path, split, both), PIECE, ENCODE)
     shard = source.open_shard(0, 0, 1, ())
     records = [shard.get(k) for k in range(int(source.fingerprint["documents"]))]
     return [BYTE.decode(array[0]) for array in source.load([k for k in records if k is not None])]
@@ -37,13 +42,13 @@ def test_text_files_are_found_by_suffix_below_folders_that_count(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "no.py").write_text("no")
     (tmp_path / ".hidden.py").write_text("no")
-    found = [Path(path).relative_to(tmp_path).as_posix() for path, _ in find_text_files(str(tmp_path), "data.path")]
+    found = [Path(path).relative_to(tmp_path).as_posix() for path, _ in find_text_files(options(tmp_path))]
     assert found == ["a.txt", "b.py", "deep/d.rst", "deep/er/c.md"]
 
 
 def test_a_file_named_outright_may_have_any_suffix(tmp_path):
     (tmp_path / "book").write_text("text")
-    assert find_text_files(str(tmp_path / "book"), "data.path") == [(str(tmp_path / "book"), 4)]
+    assert find_text_files(options(tmp_path / "book")) == [(str(tmp_path / "book"), 4)]
 
 
 def test_pieces_of_a_long_file_are_whole_lines_and_together_the_file(tmp_path):
@@ -69,12 +74,21 @@ def test_bytes_that_are_not_utf8_are_replaced(tmp_path):
     assert read_texts(tmp_path) == ["caf\ufffd!"]
 
 
-def test_held_out_text_files_are_whole_files(tmp_path):
-    for k in range(5):
-        (tmp_path / f"{k}.txt").write_text(f"{k}\n" * (PIECE if k % 2 else 1))
-    read = {split: "".join(read_texts(tmp_path, split)) for split in ("held_out", "rest")}
-    assert set(read["held_out"]) == set("2\n")
-    assert set(read["rest"]) == set("0134\n")
+def test_of_many_text_files_whole_ones_are_held_out(tmp_path):
+    for k in range(60):
+        (tmp_path / f"{k:02}.txt").write_text(f"{k}\n" * (PIECE if k % 2 else 1))
+    validation, train = (set("".join(read_texts(tmp_path, split, both=True)).split()) for split in SPLITS)
+    assert validation == {"25"}
+    assert train == {str(k) for k in range(60)} - validation
+
+
+def test_of_few_text_files_a_fiftieth_of_the_text_is_held_out(tmp_path):
+    lines = [[f"{file} {k:06}\n" for k in range(10 * PIECE if file == 1 else 40)] for file in range(3)]
+    for file, its_lines in enumerate(lines):
+        (tmp_path / f"{file}.txt").write_text("".join(its_lines))
+    validation, train = ("".join(read_texts(tmp_path, split, both=True)).splitlines() for split in SPLITS)
+    assert 0.01 < len(validation) / sum(map(len, lines)) < 0.03
+    assert sorted(validation + train) == [line.strip() for its_lines in lines for line in its_lines]
 
 
 def test_the_standard_library_trains_and_validates_on_different_files():
@@ -88,10 +102,10 @@ def test_the_standard_library_trains_and_validates_on_different_files():
 def test_blank_lines_are_no_documents(tmp_path):
     (shard,) = write_c4(tmp_path, [["0 3", "3 4"]])
     shard.write_bytes(gzip.compress(gzip.decompress(shard.read_bytes()).replace(b"\n", b"\n\n \n")))
-    source = C4Source(SourceOptions(str(tmp_path), "data.path", "train", seed=0, shuffle_buffer=1), ENCODE)
+    source = JsonLinesSource(options(tmp_path), find_c4_files(options(tmp_path)), "all", "c4", ENCODE)
     documents = source.open_shard(0, 0, 1, ())
     lines = [documents.get(k) for k in range(3)]
-    assert [line and line.text() for line in lines] == ["0 3", "3 4", None]
+    assert [line and parse_text(line) for line in lines] == ["0 3", "3 4", None]
     documents.close()
 
 

@@ -20,7 +20,7 @@ from support.data_makers import (
     write_texts,
 )
 
-KINDS = ["c4", "parquet", "text"]
+KINDS = ["c4", "jsonl", "parquet", "text"]
 
 
 def take(stream, count):
@@ -207,7 +207,7 @@ def test_validation_is_the_same_at_every_call_and_repeats_nothing(tmp_path, kind
     assert_same(validation_batches(config, CountingTokenizer(), num_batches=2), batches[:2])
 
 
-@pytest.mark.parametrize("kind", ["parquet", "text"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "text"])
 def test_held_out_documents_are_never_trained_on(tmp_path, kind):
     config, total = write_counting(kind, tmp_path / "data", 120)
     config = replace(config, validation_path="", batch_size=1, sequence_length=1)

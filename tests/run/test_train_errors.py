@@ -106,7 +106,7 @@ def test_weights_that_cannot_be_read_are_refused(config, trained, tmp_path):
 
 def cut_short(folder: Path, shard: int) -> tuple[str, list[str]]:
     """The name of a C4 shard that breaks off, and arguments of a run whose replica of that number comes to its end."""
-    text = (ROOT / "noloco_jax/data/lanes.py").read_text()
+    text = (ROOT / "noloco_jax/data/tokenizers.py").read_text()
     texts = [f"{start} {text[start % 7000 :][:60]}" for start in range(480)]
     path = write_c4(folder, [texts[number::4] for number in range(4)])[shard]
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 4])

@@ -1,6 +1,7 @@
 """Small data sets for the data tests, and ways to read streams to the end of an epoch."""
 
 import gzip
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ class CountingTokenizer:
     eos_id: int | None = 900_001
 
     def encode(self, text: str) -> np.ndarray:
-        first, count = map(int, text.split())
+        first, count = map(int, text.split() or (0, 0))
         return np.arange(first, first + count, dtype=np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -50,6 +51,17 @@ def write_c4(folder: Path, shards: Iterable[Iterable[str]], split: str = "train"
         lines = [json.dumps({"text": text, "timestamp": "now", "url": "there"}) + "\n" for text in texts]
         paths[-1].write_bytes(gzip.compress("".join(lines).encode()))
     return paths
+
+
+def write_json_lines(path: Path, texts: Iterable[str]) -> None:
+    """A file of JSON lines, compressed as its name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = "".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(texts)).encode()
+    if path.suffix == ".gz":
+        content = gzip.compress(content)
+    elif path.suffix == ".zst":
+        content = pa.Codec("zstd").compress(content, asbytes=True)
+    path.write_bytes(content)
 
 
 def write_texts(folder: Path, texts: Iterable[str]) -> None:
@@ -77,6 +89,9 @@ def write_counting(kind: str, folder: Path, count: int, files: int = 3) -> tuple
     if kind == "c4":
         write_c4(folder, [[texts[k] for k in share] for share in shares])
         write_c4(folder, [["5 5"]], "validation")
+    elif kind == "jsonl":
+        for number, (share, suffix) in enumerate(zip(shares, itertools.cycle(["", ".gz", ".zst"]))):
+            write_json_lines(folder / f"part {number}.jsonl{suffix}", [texts[k] for k in share])
     elif kind == "text":
         write_texts(folder, texts)
     else:
@@ -87,6 +102,8 @@ def write_counting(kind: str, folder: Path, count: int, files: int = 3) -> tuple
     validation = folder.parent / f"{folder.name}-validation"
     if kind == "text":
         write_texts(validation, ["5 5"])
+    elif kind == "jsonl":
+        write_json_lines(validation / "0.jsonl", ["5 5"])
     elif kind == "parquet":
         write_rows(validation / "0.parquet", {"input_ids": [[5, 6]], "label": [[6, 7]]})
     config = DataConfig(

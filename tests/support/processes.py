@@ -40,7 +40,7 @@ def get_config():
 
 def write_config(folder: Path) -> Path:
     """A configuration of a small run, on a few files of this project's own text."""
-    lines = (ROOT / "noloco_jax/data/lanes.py").read_text().splitlines(keepends=True)
+    lines = (ROOT / "noloco_jax/data/tokenizers.py").read_text().splitlines(keepends=True)
     (folder / "data").mkdir(parents=True)
     (folder / "held_out").mkdir()
     for number in range(16):

@@ -1,0 +1,186 @@
+"""Documents in files of JSON lines: any such files, and C4 in its public form."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from noloco_jax.data.line_reader import Line, LineReader
+from noloco_jax.data.read_errors import DamagedFileError, read_with_retries, stop_or_skip
+from noloco_jax.data.shuffle import WindowShuffledShard, seeded_permutation
+from noloco_jax.data.source import EncodeTexts, SourceOptions
+from noloco_jax.data.splits import HELD_OUT_EVERY
+from noloco_jax.errors import UserError
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+
+
+def find_c4_files(options: SourceOptions) -> list[str]:
+    """The sorted files `c4-{split}.*.json.gz` of a folder."""
+    folder, pattern = Path(options.path).expanduser(), f"c4-{options.split}.*.json.gz"
+    if not folder.is_dir():
+        raise UserError(f"{options.name}: there is no such folder; give the one that holds {pattern}")
+    files = sorted(str(file) for file in folder.glob(pattern))
+    if not files:
+        raise UserError(f"{options.name} holds no file {pattern}")
+    return files
+
+
+def parse_text(line: Line) -> str:
+    """The document on a line: the "text" of a JSON object. Raises `DamagedFileError` if it has none."""
+    try:
+        text = json.loads(line.content)["text"]
+    except (ValueError, KeyError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise DamagedFileError(
+            f'{line.path}, line {line.number} is not a JSON object with a string "text": fetch the file again'
+        )
+    return text
+
+
+class JsonLinesSource:
+    """A document is the "text" of a line.
+
+    Shard i of N holds the files i, i + N, ... of the sorted list; where there are fewer files than shards, it holds
+    every document of all files whose number is i modulo N. Shuffled, the files of a shard are in a new order in every
+    epoch, and its documents are shuffled within windows of `shuffle_buffer`; 1 keeps the order of the files.
+
+    Held out for validation are the lines whose number plus the number of their file has one certain remainder modulo
+    50, so that reading a line is enough to know it. The remainder is that of the middle one of the first 50 documents.
+    """
+
+    num_columns = 1
+    chunk_size = 32
+
+    def __init__(self, options: SourceOptions, files: Sequence[str], part: str, kind: str, encode: EncodeTexts):
+        self._options, self._files, self._part, self._encode = options, files, part, encode
+        self._file_numbers = {file: number for number, file in enumerate(files)}
+        self._remainder = -1 if part == "all" else self._find_remainder()
+        self.fingerprint: dict[str, int | str] = {
+            "kind": kind,
+            "files": len(self._files),
+            "bytes": sum(read_with_retries(Path(file).stat, file).st_size for file in self._files),
+            "part": part,
+        }
+
+    def _hash(self, line: Line) -> int:
+        return (self._file_numbers[line.path] + line.number) % HELD_OUT_EVERY
+
+    def _find_remainder(self) -> int:
+        lines = LineReader(self._files, on_bad_shard=self._options.on_bad_shard)
+        first = [line for line in (lines.next() for _ in range(HELD_OUT_EVERY)) if line is not None]
+        lines.close()
+        if len(first) < 2:
+            raise UserError(
+                f"{self._options.name} holds {len(first)} documents: give data.validation_path, or at least two, for "
+                "one to be held out for validation"
+            )
+        return self._hash(first[len(first) // 2])
+
+    def _in_part(self, line: Line) -> bool:
+        return self._part == "all" or (self._hash(line) == self._remainder) == (self._part == "held_out")
+
+    def check_replicas(self, num_replicas: int) -> None:
+        """Also reads the first document, so that a folder of something else is found at once."""
+        lines = LineReader(self._files, on_bad_shard=self._options.on_bad_shard)
+        needed = num_replicas if len(self._files) < num_replicas else 1
+        found = 0
+        try:
+            while found < needed:
+                line = lines.next()
+                if line is None:
+                    raise UserError(
+                        f"num_replicas={num_replicas}, but {self._options.name} holds {found} "
+                        f"{self._options.split} documents: use fewer replicas or more data"
+                    )
+                if found == 0:
+                    self._text(line)
+                found += self._in_part(line)
+        finally:
+            lines.close()
+
+    def open_shard(self, epoch: int, shard: int, num_shards: int, seek_hint: tuple[int, ...]) -> "JsonLinesEpochShard":
+        by_file = len(self._files) >= num_shards
+        files = list(self._files[shard::num_shards] if by_file else self._files)
+        seed, window_size = self._options.seed, self._options.shuffle_buffer
+        if window_size > 1:
+            # Replicas that divide the documents of the same files must all read these in one order.
+            key = (epoch, shard, num_shards) if by_file else (epoch,)
+            files = [files[k] for k in seeded_permutation(len(files), seed, *key)]
+        return JsonLinesEpochShard(
+            files,
+            self._in_part,
+            remainder=0 if by_file else shard,
+            modulus=1 if by_file else num_shards,
+            window_size=window_size,
+            key=(seed, epoch, shard, num_shards),
+            seek_hint=seek_hint,
+            on_bad_shard=self._options.on_bad_shard,
+        )
+
+    def load(self, records: Sequence[Line]) -> list[np.ndarray]:
+        return self._encode([self._text(line) for line in records])
+
+    def _text(self, line: Line) -> str:
+        try:
+            return parse_text(line)
+        except DamagedFileError as error:
+            stop_or_skip(error, self._options.on_bad_shard)
+            return ""
+
+
+class JsonLinesEpochShard(WindowShuffledShard):
+    """The documents of some files in a part of them; of these, each whose number is `remainder` modulo `modulus`.
+
+    A seek hint is (window, file, lines read of it, documents of the part before): where this window begins.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        in_part: Callable[[Line], bool],
+        *,
+        remainder: int,
+        modulus: int,
+        window_size: int,
+        key: tuple[int, ...],
+        seek_hint: tuple[int, ...],
+        on_bad_shard: str,
+    ):
+        super().__init__(window_size, key)
+        self._files, self._in_part, self._on_bad_shard = files, in_part, on_bad_shard
+        self._remainder, self._modulus = remainder, modulus
+        self._go_to(seek_hint or (0, 0, 0, 0))
+        self._seek_hint: tuple[int, ...] = ()
+
+    def _go_to(self, seek_hint: tuple[int, ...]) -> None:
+        self._next_window, file, line, self._number = seek_hint
+        self._lines = LineReader(self._files, (file, line), on_bad_shard=self._on_bad_shard)
+
+    @property
+    def seek_hint(self) -> tuple[int, ...]:
+        return self._seek_hint
+
+    def read_window(self, window: int) -> list[Line]:
+        if window < self._next_window:
+            self._lines.close()
+            self._go_to((0, 0, 0, 0))
+        records: list[Line] = []
+        while self._next_window <= window:
+            self._seek_hint = (self._next_window, *self._lines.position, self._number)
+            records = []
+            while len(records) < self._window_size:
+                line = self._lines.next()
+                if line is None:
+                    break
+                if self._in_part(line):
+                    if self._number % self._modulus == self._remainder:
+                        records.append(line)
+                    self._number += 1
+            self._next_window += 1
+        return records
+
+    def close(self) -> None:
+        self._lines.close()

@@ -1,0 +1,214 @@
+"""Transient errors are waited out for a while; damaged files are refused, or skipped with a warning."""
+
+import errno
+import gzip
+import itertools
+import os
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from noloco_jax.config.fields import DataConfig
+from noloco_jax.data import check_data, load_tokenizer, parquet_file, read_errors, validation_batches
+from noloco_jax.data.read_errors import RETRY_DELAYS, read_with_retries
+from noloco_jax.errors import TransientError, UserError
+from support.data_makers import (
+    documents,
+    open_streams,
+    read_through,
+    write_c4,
+    write_counting,
+    write_json_lines,
+    write_rows,
+)
+
+KINDS = ["c4", "jsonl", "parquet", "text"]
+BYTE = load_tokenizer("byte")
+
+
+@pytest.fixture
+def naps(monkeypatch):
+    """The seconds that reads have waited, without waiting."""
+    waited = []
+    monkeypatch.setattr(read_errors, "sleep", waited.append)
+    return waited
+
+
+def failing(times, number):
+    """A read that raises an error of the operating system so many times, then returns "content"."""
+    errors = iter([OSError(number, os.strerror(number))] * times)
+
+    def read():
+        for error in errors:
+            raise error
+        return "content"
+
+    return read
+
+
+def test_a_transient_error_that_passes_is_not_seen(naps):
+    for number in (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOENT):
+        naps.clear()
+        assert read_with_retries(failing(3, number), "file") == "content"
+        assert naps == list(RETRY_DELAYS[:3])
+
+
+def test_a_transient_error_that_stays_ends_with_exit_status_1(naps):
+    with pytest.raises(TransientError, match=r"^file cannot be read \(Stale file handle\), .* 7\.5 seconds") as caught:
+        read_with_retries(failing(100, errno.ESTALE), "file")
+    assert caught.value.exit_status == 1
+    assert naps == list(RETRY_DELAYS)
+
+
+def test_other_errors_of_the_system_are_not_waited_for(naps):
+    with pytest.raises(UserError, match=r"^file cannot be read \(Permission denied\)") as caught:
+        read_with_retries(failing(1, errno.EACCES), "file")
+    assert caught.value.exit_status == 2
+    assert not naps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_comes_back_interrupts_nothing(tmp_path, naps, monkeypatch, kind):
+    config, count = write_counting(kind, tmp_path / "data", 60)
+    config = replace(config, sequence_length=1, batch_size=1)
+    (stream,) = open_streams(config, 1)
+    (tmp_path / "data").rename(tmp_path / "gone")
+    monkeypatch.setattr(read_errors, "sleep", lambda _: (tmp_path / "gone").rename(tmp_path / "data"))
+    assert sorted(read_through(stream, 0)) == list(range(count))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_stays_away_ends_the_run_with_exit_status_1(tmp_path, naps, kind):
+    config, _ = write_counting(kind, tmp_path / "data", 60)
+    (stream,) = open_streams(config, 1)
+    (tmp_path / "data").rename(tmp_path / "gone")
+    with pytest.raises(TransientError, match=r"data/.* cannot be read \(.*\), .* the same command continues"):
+        next(stream)
+    assert naps == list(RETRY_DELAYS)
+
+
+def test_a_read_that_fails_in_the_middle_of_a_file_starts_again_there(tmp_path, naps, monkeypatch):
+    rows = [[k, k + 1] for k in range(1000)]
+    labels = [[k + 1, k + 2] for k in range(1000)]
+    write_rows(tmp_path / "0.parquet", {"input_ids": rows, "label": labels}, row_group_size=1000)
+    write_json_lines(tmp_path / "0.jsonl.gz", [f"{k} 1" for k in range(1000)])
+    opened = parquet_file._open
+
+    def flaky(path):
+        """The file fails once, at its fourth batch."""
+        file = opened(path)
+        iter_batches = file.iter_batches
+
+        def iterate(*args, **kwargs):
+            for k, batch in enumerate(iter_batches(*args, **kwargs)):
+                if k == 3 and not naps:
+                    raise OSError(errno.EIO, "Input/output error")
+                yield batch
+
+        monkeypatch.setattr(file, "iter_batches", iterate, raising=False)
+        return file
+
+    monkeypatch.setattr(parquet_file, "_open", flaky)
+    config = DataConfig(
+        kind="parquet", path="elsewhere", validation_path=str(tmp_path), sequence_length=2, batch_size=1
+    )
+    batches = validation_batches(config, None, num_batches=2000)
+    assert [batch["input_ids"].tolist() for batch in batches] == [[row] for row in rows]
+    assert len(naps) == 1
+
+    reads = itertools.count()
+    readline = gzip.GzipFile.readline
+
+    def flaky_line(self, *args):
+        if next(reads) == 500:
+            readline(self)  # the file has moved on when the error comes
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return readline(self, *args)
+
+    monkeypatch.setattr(gzip.GzipFile, "readline", flaky_line)
+    plain = {"add_bos": False, "add_eos": False, "sequence_length": 1, "batch_size": 1, "shuffle_buffer": 1}
+    config = DataConfig(kind="jsonl", path=str(tmp_path), validation_path="elsewhere", **plain)
+    (stream,) = open_streams(config, 1)
+    assert read_through(stream, 0) == list(range(1000))
+    assert len(naps) == 2
+
+
+def texts_that_do_not_compress(count):
+    rng = np.random.default_rng(0)
+    return ["".join(map(chr, rng.integers(97, 123, 200))) for _ in range(count)]
+
+
+def damaged_set(kind, folder):
+    """(config of a set of two files of 100 documents, of which the second one's end is damaged; that file)."""
+    texts = texts_that_do_not_compress(200)
+    if kind == "c4":
+        _, damaged = write_c4(folder, [texts[:100], texts[100:]])
+        write_c4(folder, [["a text to validate on"]], "validation")
+    elif kind == "jsonl":
+        for number in range(2):
+            write_json_lines(folder / f"{number}.jsonl.zst", texts[100 * number : 100 * number + 100])
+        damaged = folder / "1.jsonl.zst"
+    else:
+        rows = [list(text.encode()) for text in texts]
+        for number in range(2):
+            write_rows(
+                folder / f"{number}.parquet",
+                {"input_ids": rows[100 * number : 100 * number + 100]}
+                | {"labels": rows[100 * number : 100 * number + 100]},
+                10,
+            )
+        damaged = folder / "1.parquet"
+    content = bytearray(damaged.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 200] = bytes(200)
+    damaged.write_bytes(content)
+    config = DataConfig(kind=kind, path=str(folder), sequence_length=50, batch_size=1, shuffle_buffer=1)
+    return replace(config, validation_path="" if kind == "c4" else "elsewhere"), damaged
+
+
+@pytest.mark.parametrize("kind", ["c4", "jsonl", "parquet"])
+def test_a_damaged_file_stops_the_run(tmp_path, kind):
+    config, damaged = damaged_set(kind, tmp_path)
+    (stream,) = open_streams(config, 1, BYTE)
+    with pytest.raises(UserError, match=rf"^{re.escape(str(damaged))} .*damaged.*fetch it again") as caught:
+        for _ in range(2000):
+            next(stream)
+    assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize("kind", ["c4", "jsonl", "parquet"])
+def test_a_damaged_file_is_skipped_where_that_is_asked_for(tmp_path, capfd, kind):
+    config, damaged = damaged_set(kind, tmp_path)
+    (stream,) = open_streams(replace(config, on_bad_shard="skip"), 1, BYTE)
+    found = bytearray()
+    while stream.get_state()["epoch"] < 2:
+        found += bytes(token for token in next(stream)["input_ids"].ravel().tolist() if token < 256)
+    first_file = "".join(texts_that_do_not_compress(200)[:100]).encode()
+    assert found.count(first_file) == 2
+    warnings = [line for line in capfd.readouterr().err.splitlines() if str(damaged) in line]
+    assert len(warnings) == 1  # of two epochs
+    assert re.match("warning: skipped, as data.on_bad_shard='skip' says: .*damaged", warnings[0])
+
+
+def test_a_file_that_is_no_parquet_file_and_a_line_that_is_no_document_are_skipped_alone(tmp_path):
+    write_rows(tmp_path / "rows" / "0.parquet", {"input_ids": [[1, 2]] * 4, "labels": [[1, 2]] * 4})
+    (tmp_path / "rows" / "1.parquet").write_text("nothing of the kind")
+    config = DataConfig(kind="parquet", path=str(tmp_path / "rows"), sequence_length=2, batch_size=1)
+    check_data(replace(config, on_bad_shard="skip"), num_replicas=3)
+    write_json_lines(tmp_path / "lines.jsonl", [f"{first} {count}" for first, count in documents(5)])
+    lines = (tmp_path / "lines.jsonl").read_text().splitlines()
+    (tmp_path / "lines.jsonl").write_text("\n".join(["{broken", *lines]))
+    config = DataConfig(
+        kind="jsonl",
+        path=str(tmp_path / "lines.jsonl"),
+        validation_path="elsewhere",
+        add_bos=False,
+        add_eos=False,
+        sequence_length=1,
+        batch_size=1,
+        on_bad_shard="skip",
+    )
+    (stream,) = open_streams(config, 1)
+    assert sorted(read_through(stream, 0)) == list(range(sum(documents(5)[-1])))
