@@ -13,8 +13,7 @@ from pathlib import Path
 
 import jax
 
-from noloco_jax.config.fields import load_saved
-from noloco_jax.config.flags import make_parser
+from noloco_jax.config import load_saved, make_parser
 from noloco_jax.data import load_tokenizer
 from noloco_jax.errors import main_with_errors
 from noloco_jax.model.huggingface import check_new_folder, save_folder

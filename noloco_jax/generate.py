@@ -13,8 +13,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from noloco_jax.config.fields import ModelConfig, from_dict, load_saved
-from noloco_jax.config.flags import make_parser
+from noloco_jax.config import ModelConfig, from_dict, load_saved, make_parser
 from noloco_jax.data import Tokenizer, check_vocabulary, load_tokenizer
 from noloco_jax.errors import UserError, main_with_errors
 from noloco_jax.model.decode import generate

@@ -25,9 +25,7 @@ from rich.table import Table
 
 from noloco_jax.cluster.join import joined
 from noloco_jax.cluster.place import define_flags, find_place
-from noloco_jax.config.checks import validate
-from noloco_jax.config.fields import CONFIG_FILE, TrainConfig, to_dict
-from noloco_jax.config.flags import parse_args
+from noloco_jax.config import CONFIG_FILE, TrainConfig, parse_args, to_dict, validate
 from noloco_jax.errors import UserError, main_with_errors
 from noloco_jax.files import write_whole
 from noloco_jax.methods import METHODS, method_of

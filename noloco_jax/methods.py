@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from noloco_jax.errors import UserError
 
 if TYPE_CHECKING:
-    from noloco_jax.config.fields import TrainConfig
+    from noloco_jax.config import TrainConfig
     from noloco_jax.outer.pairing import RandomPairing, Round
     from noloco_jax.outer.transform import OuterOptimizer
 

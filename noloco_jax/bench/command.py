@@ -27,8 +27,7 @@ from noloco_jax.bench import process
 from noloco_jax.bench.measure import Options
 from noloco_jax.bench.report import VariantResult, show
 from noloco_jax.bench.variants import make_variants
-from noloco_jax.config.fields import to_dict
-from noloco_jax.config.flags import parse_args, split_overrides
+from noloco_jax.config import parse_args, split_overrides, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
 from noloco_jax.run.console import make_console

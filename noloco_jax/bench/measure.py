@@ -10,7 +10,7 @@ import jax
 from noloco_jax.bench.memory import compiled_peak, measured_peak, program_memory
 from noloco_jax.bench.rates import data_rate, matrix_rate, matrix_side
 from noloco_jax.bench.timing import TimedRun, inner_times, outer_times, quartiles, trace
-from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.run.flops import mfu, model_flops_per_token
 from noloco_jax.run.messages import bytes_sent, num_pairings

@@ -12,7 +12,7 @@ import jax
 from noloco_jax.bench.measure import Options, Result, measure
 from noloco_jax.bench.variants import Variant
 from noloco_jax.cluster.host import keep_freed_memory, use_cpu_cores, use_gpu_memory
-from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
 

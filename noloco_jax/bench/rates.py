@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config import TrainConfig
 from noloco_jax.data import check_data, check_vocabulary, load_tokenizer, needs_tokenizer, train_stream
 
 _PRODUCTS = 4  # one after another in a program, so that the time of its start hardly counts

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config import TrainConfig
 from noloco_jax.spmd.batches import GlobalBatches, local_replicas
 from noloco_jax.spmd.programs import Programs
 

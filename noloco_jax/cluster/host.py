@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-from noloco_jax.config.fields import MeshConfig, TrainConfig
+from noloco_jax.config import MeshConfig, TrainConfig
 from noloco_jax.spmd.mesh import AXES
 
 # Parameters of glibc's mallopt, from its malloc.h.

@@ -15,7 +15,7 @@ from noloco_jax.cluster.error_relay import ErrorRelay
 from noloco_jax.cluster.place import Place
 from noloco_jax.cluster.rollcall import ProcessInfo, call_the_roll
 from noloco_jax.cluster.stop import INTERRUPTED
-from noloco_jax.config.fields import flatten
+from noloco_jax.config import flatten
 from noloco_jax.errors import UserError
 
 _MUST_MATCH = ("jax", "jaxlib", "flax", "optax")  # packages of which all processes need one version

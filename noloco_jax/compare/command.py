@@ -24,7 +24,7 @@ import jax
 
 from noloco_jax.compare.plan import check_folder, make_plan, parse_methods, parse_settings, parse_vary
 from noloco_jax.compare.runner import Comparison
-from noloco_jax.config.flags import make_parser, split_overrides
+from noloco_jax.config import make_parser, split_overrides
 from noloco_jax.data import check_data
 from noloco_jax.run.console import make_console
 

@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from noloco_jax.config.fields import (
+from noloco_jax.config import (
     CONFIG_FILE,
     TrainConfig,
     flatten,
     from_dict,
     known_fields,
+    load_config,
     load_saved,
     to_dict,
     unknown_field,
 )
-from noloco_jax.config.flags import load_config
 from noloco_jax.errors import UserError
 from noloco_jax.methods import METHODS
 

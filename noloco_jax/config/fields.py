@@ -4,7 +4,6 @@ Names and meanings are part of the public interface: `--config.outer.sync_every=
 """
 
 from dataclasses import MISSING, dataclass
-from typing import Any
 
 from noloco_jax.config.schema import setting
 from noloco_jax.methods import METHODS
@@ -189,24 +188,3 @@ class TrainConfig:
     init_from: str = setting("", "Hugging Face folder whose weights the run starts from; empty: random weights.")
     sample_prompt: str = setting("", "Text that the merged model continues at the end of the run.")
     sample_tokens: int = setting(0, "Tokens of that continuation; 0: none is made.", minimum=0)
-
-
-# Moved to `build` and `schema`; this stays until every room imports them from `noloco_jax.config`.
-_MOVED = (
-    "flatten",
-    "from_dict",
-    "known_fields",
-    "load_saved",
-    "save_config",
-    "to_dict",
-    "unknown_field",
-    "CONFIG_FILE",
-)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MOVED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from noloco_jax import config
-
-    return getattr(config, name)

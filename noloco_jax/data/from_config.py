@@ -14,7 +14,7 @@ from noloco_jax.data.tokenizers import DocumentEncoder, Tokenizer
 from noloco_jax.errors import UserError
 
 if TYPE_CHECKING:
-    from noloco_jax.config.fields import DataConfig
+    from noloco_jax.config import DataConfig
 
 
 _BYTES_PER_TOKEN = 4  # of text, about, for any vocabulary of subwords

@@ -15,7 +15,7 @@ from noloco_jax.errors import UserError
 if TYPE_CHECKING:
     import grain
 
-    from noloco_jax.config.fields import DataConfig
+    from noloco_jax.config import DataConfig
 
 
 class Stream(Iterator[HostBatch]):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import jax
 
 from noloco_jax.cluster.host import use_cpu_cores
-from noloco_jax.config.flags import parse_args
+from noloco_jax.config import parse_args
 from noloco_jax.errors import UserError
 from noloco_jax.inspect.promises import broken_promises
 from noloco_jax.inspect.report import inspect_run

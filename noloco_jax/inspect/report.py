@@ -6,7 +6,7 @@ from collections.abc import Collection
 import jax
 import numpy as np
 
-from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config import TrainConfig
 from noloco_jax.run.messages import num_pairings
 from noloco_jax.spmd.compile import PROGRAMS, compile_programs
 from noloco_jax.spmd.hlo import Collective, Traffic, read_hlo

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from noloco_jax.config.fields import ModelConfig
+from noloco_jax.config import ModelConfig
 from noloco_jax.model.attention import causal_attention
 from noloco_jax.model.cache import Cache
 from noloco_jax.model.dense import dense

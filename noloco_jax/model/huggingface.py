@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from noloco_jax.config.fields import ModelConfig
+from noloco_jax.config import ModelConfig
 from noloco_jax.errors import UserError
 from noloco_jax.model.huggingface_config import CONFIG_FILE, config_from_folder, read_json, their_config
 from noloco_jax.model.llama import Params, param_shapes

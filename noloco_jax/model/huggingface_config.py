@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from noloco_jax.config.fields import ModelConfig
+from noloco_jax.config import ModelConfig
 from noloco_jax.errors import UserError
 
 CONFIG_FILE = "config.json"

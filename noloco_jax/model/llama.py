@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from noloco_jax.config.fields import ModelConfig
+from noloco_jax.config import ModelConfig
 from noloco_jax.model.block import KERNEL_INIT, Block, rms_norm
 from noloco_jax.model.cache import Cache
 from noloco_jax.model.placement import constrain

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from noloco_jax.config.fields import ModelConfig
+from noloco_jax.config import ModelConfig
 from noloco_jax.labels import IGNORED_LABEL
 from noloco_jax.model.llama import Llama, Params
 from noloco_jax.model.placement import constrain, num_devices, num_parts

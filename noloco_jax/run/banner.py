@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config import TrainConfig
 from noloco_jax.formatting import format_bytes, format_count, format_memory
 from noloco_jax.methods import method_of
 from noloco_jax.model.llama import num_params

@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from noloco_jax.cluster.processes import Processes, run_processes
-from noloco_jax.config.fields import TrainConfig, load_saved, to_dict
+from noloco_jax.config import TrainConfig, load_saved, to_dict
 from noloco_jax.errors import StartError, UserError
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.spmd.programs import TrainState

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config import TrainConfig
 from noloco_jax.data import redistribute
 from noloco_jax.errors import UserError
 from noloco_jax.run.checkpoint import Checkpointer, SavedShape

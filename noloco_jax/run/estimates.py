@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config import TrainConfig
 from noloco_jax.spmd.programs import Programs
 
 PyTree = Any

@@ -1,6 +1,6 @@
 """The arithmetic that training takes, and how much of the devices' rate it fills."""
 
-from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config import TrainConfig
 
 
 def model_flops_per_token(config: TrainConfig) -> float:

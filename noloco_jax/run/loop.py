@@ -10,7 +10,7 @@ import numpy as np
 
 from noloco_jax.cluster.processes import Processes
 from noloco_jax.cluster.stop import Stop
-from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config import TrainConfig
 from noloco_jax.data import HostBatch
 from noloco_jax.errors import UserError
 from noloco_jax.methods import method_of

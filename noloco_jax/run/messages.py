@@ -1,6 +1,6 @@
 """What the replicas of a run send to each other, as its method has it: how often, how many bytes, in which pairings."""
 
-from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config import TrainConfig
 from noloco_jax.methods import method_of
 from noloco_jax.model.llama import num_params
 

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config import TrainConfig
 from noloco_jax.data import Tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.model.decode import generate

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from noloco_jax.config.flags import make_parser
+from noloco_jax.config import make_parser
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
 from noloco_jax.formatting import (

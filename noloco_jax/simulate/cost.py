@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-from noloco_jax.config.fields import OuterConfig
+from noloco_jax.config import OuterConfig
 from noloco_jax.errors import UserError
 from noloco_jax.simulate.blocking import waiting_per_step
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from noloco_jax.config.fields import OuterConfig
+from noloco_jax.config import OuterConfig
 from noloco_jax.formatting import format_bandwidth, format_bytes, format_count, format_percent, format_seconds
 from noloco_jax.outer.pairing import consensus_limit
 from noloco_jax.simulate import blocking, cost, latency, pictures, quadratic, theory

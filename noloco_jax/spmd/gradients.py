@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from noloco_jax.config.fields import ModelConfig
+from noloco_jax.config import ModelConfig
 from noloco_jax.labels import IGNORED_LABEL
 from noloco_jax.model.llama import Llama
 from noloco_jax.model.loss import token_nll

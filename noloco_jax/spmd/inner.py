@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from noloco_jax.config.fields import InnerConfig, TrainConfig
+from noloco_jax.config import InnerConfig, TrainConfig
 
 
 def learning_rate(inner: InnerConfig, num_steps: int) -> optax.Schedule:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config import TrainConfig
 from noloco_jax.spmd import pipeline, virtual_pipeline
 from noloco_jax.spmd.gradients import Batch, nll_sum, replica_gradient, token_share
 from noloco_jax.spmd.routing import draw_routes, route_pool

@@ -3,7 +3,7 @@
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from noloco_jax.config.fields import MeshConfig, TrainConfig
+from noloco_jax.config import MeshConfig, TrainConfig
 from noloco_jax.errors import UserError
 
 AXES = ("replica", "stage", "fsdp", "tensor")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from noloco_jax.config.fields import ModelConfig
+from noloco_jax.config import ModelConfig
 from noloco_jax.exchange.permute import permute_blocks
 from noloco_jax.exchange.routes import NOWHERE, Routes, lower
 from noloco_jax.model.llama import Llama

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config import TrainConfig
 from noloco_jax.exchange.groups import all_mean
 from noloco_jax.methods import method_of
 from noloco_jax.model.llama import init_params

@@ -9,7 +9,7 @@ import pytest
 from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 from noloco_jax.cluster.host import num_cpu_devices, use_gpu_memory
-from noloco_jax.config.fields import MeshConfig
+from noloco_jax.config import MeshConfig
 
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -71,7 +71,6 @@ import os
 os.sched_getaffinity = lambda pid: range(5)
 import jax
 from noloco_jax.cluster.host import use_cpu_cores
-from noloco_jax.config.fields import TrainConfig
 use_cpu_cores(TrainConfig(num_replicas=6))
 print(jax.local_device_count())
 """

@@ -14,8 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from noloco_jax.config.fields import from_dict
-from noloco_jax.config.flags import load_config
+from noloco_jax.config import from_dict, load_config
 from noloco_jax.spmd.mesh import mesh_shape
 from support import processes
 from support.paths import ROOT

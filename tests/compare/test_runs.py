@@ -12,7 +12,7 @@ import pytest
 from noloco_jax.cluster.stop import RESTART
 from noloco_jax.compare import command as compare
 from noloco_jax.compare.runner import LOG_FILE, Comparison
-from noloco_jax.config.fields import to_dict
+from noloco_jax.config import to_dict
 from noloco_jax.errors import UserError
 from support import processes
 from support.comparisons import arguments, plan_of

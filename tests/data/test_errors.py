@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from noloco_jax.config.fields import DataConfig
+from noloco_jax.config import DataConfig
 from noloco_jax.data import check_data, load_tokenizer, train_stream, validation_batches
 from noloco_jax.errors import UserError
 from support.data_makers import open_streams, write_c4, write_counting, write_json_lines, write_rows, write_texts

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from noloco_jax.config.fields import DataConfig
+from noloco_jax.config import DataConfig
 from noloco_jax.data import ByteTokenizer, check_data, validation_batches
 from noloco_jax.errors import UserError
 from support.data_makers import documents, open_streams, read_through, write_counting, write_json_lines

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from noloco_jax.config.fields import DataConfig
+from noloco_jax.config import DataConfig
 from noloco_jax.data import ByteTokenizer, needs_tokenizer, train_stream, validation_batches
 from noloco_jax.errors import UserError
 from support.data_makers import write_rows

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from noloco_jax.config.fields import DataConfig
+from noloco_jax.config import DataConfig
 from noloco_jax.data import check_data, load_tokenizer, parquet_file, read_errors, validation_batches
 from noloco_jax.data.read_errors import RETRY_DELAYS, read_with_retries
 from noloco_jax.errors import TransientError, UserError

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from noloco_jax.config.fields import DataConfig
+from noloco_jax.config import DataConfig
 from noloco_jax.data import check_data, load_tokenizer, train_stream, validation_batches
 from support.paths import SHARED
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from noloco_jax.config.fields import DataConfig
+from noloco_jax.config import DataConfig
 from noloco_jax.data import ByteTokenizer, check_data, validation_batches
 from noloco_jax.data.json_lines import JsonLinesSource, find_c4_files, parse_text
 from noloco_jax.data.source import SourceOptions

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from noloco_jax.config.fields import from_dict
+from noloco_jax.config import from_dict
 from noloco_jax.inspect.promises import broken_promises, verdict
 from noloco_jax.inspect.report import PROGRAMS, Report, inspect_run
 from noloco_jax.spmd.hlo import Collective, Traffic

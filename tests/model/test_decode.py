@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from noloco_jax.config.fields import ModelConfig, RopeScaling
+from noloco_jax.config import ModelConfig, RopeScaling
 from noloco_jax.model import huggingface
 from noloco_jax.model.cache import Cache
 from noloco_jax.model.decode import generate

@@ -12,7 +12,7 @@ import optax
 import pytest
 from safetensors.numpy import load_file
 
-from noloco_jax.config.fields import ModelConfig
+from noloco_jax.config import ModelConfig
 from noloco_jax.model import huggingface
 from noloco_jax.model.llama import Llama, Params
 from noloco_jax.model.loss import loss

@@ -14,7 +14,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from noloco_jax.config.fields import ModelConfig, RopeScaling, from_dict
+from noloco_jax.config import ModelConfig, RopeScaling, from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.model.huggingface import config_from_folder, load_params, save_folder
 from support.model_makers import random_params

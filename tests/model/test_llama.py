@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from noloco_jax.config.fields import ModelConfig, RopeScaling
+from noloco_jax.config import ModelConfig, RopeScaling
 from noloco_jax.model.attention import causal_attention
 from noloco_jax.model.llama import Llama, init_params, num_params, param_shapes
 from noloco_jax.model.loss import loss

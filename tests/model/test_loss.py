@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from noloco_jax.config.fields import ModelConfig
+from noloco_jax.config import ModelConfig
 from noloco_jax.labels import IGNORED_LABEL
 from noloco_jax.model.loss import loss, token_nll
 from support.model_makers import random_params

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from noloco_jax.config.fields import ModelConfig
+from noloco_jax.config import ModelConfig
 from noloco_jax.model.llama import Llama
 from noloco_jax.model.loss import loss
 from support.model_makers import random_params

@@ -171,7 +171,8 @@ def test_accumulation_and_skipping_around_the_inner_optimizer_alone_are_welcome(
             gradients["scalar"][1] = np.nan  # one replica skips a step: the outer counter is not its
         updates, state = vmapped(tx)(gradients, state, params)
         params = optax.apply_updates(params, updates)
-    np.testing.assert_array_equal(state[1][1].round, 1)
+    outer_state: Any = state
+    np.testing.assert_array_equal(outer_state[1][1].round, 1)
 
 
 def test_integers_are_an_error_that_names_the_leaf():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.cluster.processes import OneProcess
-from noloco_jax.config.fields import DataConfig, InnerConfig, MeshConfig, ModelConfig, TrainConfig
+from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, TrainConfig
 from noloco_jax.errors import StartError, UserError
 from noloco_jax.run import elastic
 from noloco_jax.run.checkpoint import Checkpointer, SavedShape

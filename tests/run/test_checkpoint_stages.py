@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from noloco_jax.config.fields import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
+from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.run import elastic
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.spmd.mesh import make_mesh
@@ -52,7 +52,7 @@ def train(programs: Programs, state: TrainState, first: int, last: int) -> tuple
         batch = {name: jax.device_put(x, programs.batch[name].sharding) for name, x in batch.items()}
         params, inner, metrics = programs.inner_step(params, inner, batch, np.int32(step))
         if step % 2 == 0:
-            params, outer = programs.outer_step(params, outer, np.int32(step))
+            params, outer = programs.outer_step(params, outer)
         losses.append(np.asarray(metrics.loss))
     return TrainState(params, inner, outer), np.stack(losses)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from noloco_jax.config.fields import TrainConfig, from_dict
+from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.run.flops import mfu, model_flops_per_token
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from noloco_jax.config.fields import TrainConfig, from_dict
+from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.run.messages import bytes_sent, num_outer_steps, num_pairings, total_bytes_sent
 
 # Embedding and head, attention's q, k, v, o, the MLP's three, three norms.

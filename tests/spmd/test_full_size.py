@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from noloco_jax.config.fields import from_dict
-from noloco_jax.config.flags import load_config
+from noloco_jax.config import from_dict, load_config
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
 from support.paths import CONFIGS

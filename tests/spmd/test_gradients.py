@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from noloco_jax.config.fields import ModelConfig
+from noloco_jax.config import ModelConfig
 from noloco_jax.labels import IGNORED_LABEL
 from noloco_jax.model.loss import loss
 from noloco_jax.spmd.gradients import replica_gradient, token_share

@@ -8,11 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from noloco_jax.config.fields import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
+from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.spmd.batches import place_batch
-from noloco_jax.spmd.compile import compile_ahead
+from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import build_programs
 
 NUM_STEPS, SYNC_EVERY = 6, 2
 VIRTUAL = MeshConfig(replica=1)
@@ -50,7 +49,7 @@ def train(method: str, mesh: MeshConfig) -> Run:
     sizes = [size for size in dataclasses.asdict(mesh).values() if isinstance(size, int)]
     devices = jax.devices()[: int(np.prod(sizes))]
     with jax.numpy_rank_promotion("allow"):
-        programs = compile_ahead(build_programs(config, make_mesh(config, devices)), OPTIONS)
+        programs = compile_programs(config, make_mesh(config, devices), options=OPTIONS)
     params, inner, outer = programs.init(jax.random.key(config.seed))
     losses, grad_norms, history = [], [], []
     stream = batches()
@@ -58,7 +57,7 @@ def train(method: str, mesh: MeshConfig) -> Run:
         batch = place_batch(dict(enumerate(_rows(next(stream)))), programs.batch)
         params, inner, metrics = programs.inner_step(params, inner, batch, np.int32(step))
         if programs.outer_step is not None and step % SYNC_EVERY == 0:
-            params, outer = programs.outer_step(params, outer, np.int32(step))
+            params, outer = programs.outer_step(params, outer)
         losses.append(metrics.loss)
         grad_norms.append(metrics.grad_norm)
         history.append(jax.tree.map(np.array, params))

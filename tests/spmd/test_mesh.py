@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from noloco_jax.config.fields import from_dict
+from noloco_jax.config import from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.spmd.mesh import make_mesh
 

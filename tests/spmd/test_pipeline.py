@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from noloco_jax.config.fields import from_dict
+from noloco_jax.config import from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.model.llama import Llama, init_params
 from noloco_jax.spmd.mesh import make_mesh
@@ -68,7 +68,7 @@ def train(config, num_devices, num_steps=4):
         losses.append(np.asarray(metrics.loss))
         norms.append(np.asarray(metrics.grad_norm))
         if step % 2 == 0:
-            params, outer = programs.outer_step(params, outer, jnp.int32(step))
+            params, outer = programs.outer_step(params, outer)
     evaluation = jax.tree.map(np.asarray, programs.evaluate(params, batch))
     return np.array(losses), np.array(norms), TrainState(params, inner, outer), evaluation
 
@@ -219,7 +219,7 @@ def parts_of(x):
 def test_every_stage_holds_an_equal_part_of_the_vocabulary_and_none_holds_zeros_for_another(vocab_size, padded):
     config = run_config(4, vocab_size=vocab_size, replica=2)
     model = init_params(config.model, jax.random.key(0))
-    state = build_programs(config, make_mesh(config, jax.devices())).adopt(model)
+    state = build_programs(config, make_mesh(config, jax.devices())).from_params(model)
     for name, axis in (("embed", 0), ("head", 1)):
         parts = parts_of(state.params[name])
         assert [part.shape[axis] for part in parts] == [padded // 4] * 4

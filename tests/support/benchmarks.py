@@ -1,7 +1,7 @@
 """The small runs that the tests of the benchmark measure."""
 
 from noloco_jax.bench.measure import Options
-from noloco_jax.config.fields import TrainConfig, from_dict
+from noloco_jax.config import TrainConfig, from_dict
 
 SMALL = {
     "num_replicas": 4,

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from noloco_jax.compare.plan import Run, make_plan, parse_settings, parse_vary
-from noloco_jax.config.fields import save_config
+from noloco_jax.config import save_config
 from noloco_jax.run.metrics import MetricWriter
 from noloco_jax.spmd.inner import learning_rates
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from noloco_jax.config.fields import DataConfig
+from noloco_jax.config import DataConfig
 from noloco_jax.data import Stream, train_stream
 from noloco_jax.data.from_config import open_source
 from noloco_jax.data.positions import DataPosition

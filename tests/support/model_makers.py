@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from noloco_jax.config.fields import ModelConfig, TrainConfig, save_config
+from noloco_jax.config import ModelConfig, TrainConfig, save_config
 from noloco_jax.model import llama
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.spmd.programs import TrainState

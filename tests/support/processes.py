@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from noloco_jax.config.fields import load_saved
+from noloco_jax.config import load_saved
 from noloco_jax.run.checkpoint import Checkpointer
 from support.paths import ROOT
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from noloco_jax import export
-from noloco_jax.config.fields import DataConfig, ModelConfig, TrainConfig, from_dict
+from noloco_jax.config import DataConfig, ModelConfig, TrainConfig, from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.run.checkpoint import load_for_export

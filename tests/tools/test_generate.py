@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from noloco_jax import generate
-from noloco_jax.config.fields import DataConfig, ModelConfig, TrainConfig
+from noloco_jax.config import DataConfig, ModelConfig, TrainConfig
 from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.model import decode

@@ -1,0 +1,156 @@
+"""What the programs of a run compute, against numpy: outer steps with the groups that are logged, merging, spread."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from noloco_jax import train as trainer
+from noloco_jax.config import from_dict, load_config
+from noloco_jax.run.console import Progress
+from noloco_jax.run.evaluate import evaluate
+from noloco_jax.spmd.batches import place_batch
+from noloco_jax.spmd.compile import compile_programs
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import build_programs
+from support.oracle import diloco_step, noloco_step, replica_spread
+
+RULES = {
+    "noloco": lambda *state, groups: noloco_step(*state, groups=groups, alpha=0.5, beta=0.7, gamma=0.7),
+    "diloco": lambda *state, groups: diloco_step(*state, alpha=0.5, beta=0.7, nesterov=False),
+}
+
+
+@pytest.mark.parametrize("method", RULES)
+def test_a_runs_outer_steps_are_those_of_the_equations_with_the_groups_that_it_logs(
+    method, config, tmp_path, monkeypatch
+):
+    """Taken from within a whole run of the trainer, over devices: what went in and out of every outer step."""
+    steps: list[tuple[Any, Any, Any]] = []
+    logged: list[tuple[int, Any]] = []
+
+    def compile_and_watch(*arguments: Any) -> Any:
+        programs = compile_programs(*arguments)
+        assert programs.outer_step is not None
+        outer_step = programs.outer_step
+
+        def watched(params: Any, outer: Any) -> Any:
+            before = jax.device_get((params, outer.rule.slow, outer.rule.momentum))
+            params, outer = outer_step(params, outer)
+            steps.append((before, jax.device_get(params), jax.device_get(outer.rule)))
+            return params, outer
+
+        return dataclasses.replace(programs, outer_step=watched)
+
+    monkeypatch.setattr(trainer, "compile_programs", compile_and_watch)
+    monkeypatch.setattr(Progress, "outer", lambda self, step, round, groups, seconds: logged.append((round, groups)))
+    run = from_dict(load_config(str(config), [f"--config.method={method}"]))
+    assert trainer.train(run, tmp_path / "run") == 0
+
+    assert [round for round, _ in logged] == list(range(6))
+    assert len(steps) == 6
+    for (before, params, rule), (_, groups) in zip(steps, logged, strict=True):
+        theta, phi, delta = (jax.tree.leaves(tree) for tree in before)
+        after = (jax.tree.leaves(tree) for tree in (params, rule.slow, rule.momentum))
+        for inputs, (new_theta, new_phi, new_delta) in zip(
+            zip(theta, phi, delta, strict=True), zip(*after, strict=True), strict=True
+        ):
+            slow, momentum = RULES[method](*inputs, groups=groups)
+            np.testing.assert_allclose(new_phi, slow, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(new_delta, momentum, rtol=1e-5, atol=1e-6)
+            np.testing.assert_array_equal(new_theta, new_phi)
+    if method == "noloco":
+        assert len({tuple(groups) for _, groups in logged}) > 1
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Any:
+    """Programs of four replicas on two devices, and parameters that differ between the replicas."""
+    config = from_dict(
+        {
+            "num_replicas": 4,
+            "model": {
+                **{"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1},
+                "vocab_size": 32,
+            },
+            "data": {"batch_size": 2, "sequence_length": 8},
+            "mesh": {"replica": 2},
+        }
+    )
+    programs = build_programs(config, make_mesh(config, jax.devices()[:2]))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: rng.normal(size=x.shape, scale=0.3).astype(x.dtype), programs.state.params)
+    return programs, params, jax.device_put(params, jax.tree.map(lambda x: x.sharding, programs.state.params))
+
+
+def test_merging_gives_every_replica_the_plain_mean(replicas):
+    programs, params, placed = replicas
+    merged = jax.device_get(programs.merge(placed))
+    for x, mean in zip(jax.tree.leaves(params), jax.tree.leaves(merged), strict=True):
+        expected = np.broadcast_to(x.astype(np.float64).mean(axis=0), x.shape)
+        np.testing.assert_allclose(mean, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_the_spread_is_the_root_mean_square_distance_from_the_mean(replicas):
+    programs, params, placed = replicas
+    assert float(programs.spread(placed)) == pytest.approx(replica_spread(jax.tree.leaves(params)), rel=1e-6)
+
+
+def test_the_merged_perplexity_is_that_of_the_mean_weights(replicas):
+    """Six batches over four replicas: each evaluates others, and some none. The oracle is each replica's own loss."""
+    programs, params, placed = replicas
+    rng = np.random.default_rng(1)
+    batches = [
+        {name: rng.integers(0, 32, (2, 8), dtype=np.int32) for name in ("input_ids", "labels")} for _ in range(6)
+    ]
+    batches[2]["labels"][0, :5] = -100  # batches weigh by their labels
+    figures = evaluate(programs, placed, batches)
+
+    def mean_loss(weights: Any) -> np.ndarray:
+        """By replica, on all batches, one at a time."""
+        everywhere = [place_batch(dict.fromkeys(range(4), batch), programs.batch) for batch in batches]
+        sums, counts = zip(*(programs.evaluate(weights, batch) for batch in everywhere), strict=True)
+        return np.sum(sums, axis=0, dtype=np.float64) / np.sum(counts, axis=0, dtype=np.float64)
+
+    shardings = jax.tree.map(lambda x: x.sharding, programs.state.params)
+    mean = jax.tree.map(lambda x: np.broadcast_to(x.mean(axis=0), x.shape).astype(x.dtype), params)
+    assert figures["perplexity_merged"] == pytest.approx(
+        np.exp(mean_loss(jax.device_put(mean, shardings))[0]), rel=1e-5
+    )
+    np.testing.assert_allclose(figures["perplexity_replicas"], np.exp(mean_loss(placed)), rtol=1e-5)
+    assert figures["perplexity"] == pytest.approx(np.exp(mean_loss(placed).mean()), rel=1e-5)
+    assert figures["replica_spread"] == pytest.approx(replica_spread(jax.tree.leaves(params)), rel=1e-6)
+
+
+def test_moments_and_gradient_norm_are_float32_whatever_the_parameters_are():
+    """The first step of Adam from bfloat16 parameters, whose gradient is known: g and g², not rounded to 8 bits."""
+    config = from_dict(
+        {
+            "method": "local",
+            "num_replicas": 1,
+            "num_microbatches": 2,
+            "model": {
+                **{"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1},
+                **{"vocab_size": 32, "param_dtype": "bfloat16"},
+            },
+            "inner": {"clip_norm": 1e9},
+            "data": {"batch_size": 2, "sequence_length": 8},
+        }
+    )
+    programs = build_programs(config, make_mesh(config, jax.devices()[:1]))
+    params, inner, _ = programs.init(jax.random.key(0))
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 32, (1, 2, 9), dtype=np.int32)
+    batch = place_batch({0: {"input_ids": tokens[0, :, :-1], "labels": tokens[0, :, 1:]}}, programs.batch)
+    params, inner, metrics = programs.inner_step(params, inner, batch, np.int32(1))
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+    mu, nu = inner[0].mu, inner[0].nu
+    assert {x.dtype for x in jax.tree.leaves((mu, nu))} == {jnp.dtype(jnp.float32)}
+    gradients = [np.asarray(x, np.float64) / (1 - config.inner.b1) for x in jax.tree.leaves(mu)]
+    assert float(metrics.grad_norm[0]) == pytest.approx(np.sqrt(sum((g**2).sum() for g in gradients)), rel=1e-5)
+    for g, second in zip(gradients, jax.tree.leaves(nu), strict=True):
+        np.testing.assert_allclose(second, (1 - config.inner.b2) * g**2, rtol=1e-3, atol=1e-12)
+    assert any(not np.array_equal(g, g.astype(jnp.bfloat16).astype(np.float64)) for g in gradients)
