@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from noloco_jax.data import json_lines, parquet
+from noloco_jax.data.json_lines import SUFFIXES as JSON_LINES_SUFFIXES
+from noloco_jax.data.json_lines import JsonLinesSource, find_c4_files
+from noloco_jax.data.parquet import SUFFIXES as PARQUET_SUFFIXES
+from noloco_jax.data.parquet import ParquetSource
 from noloco_jax.data.source import EncodeTexts, Source, SourceOptions
 from noloco_jax.data.splits import split_files
 from noloco_jax.data.text import TextSource, piece_bytes
@@ -62,13 +65,13 @@ def open_source(
         piece = piece_bytes(config.sequence_length, 1 if config.tokenizer == "byte" else _BYTES_PER_TOKEN)
         return TextSource(options, piece, encode)
     if config.kind == "c4":
-        return json_lines.JsonLinesSource(options, json_lines.find_c4_files(options), "all", config.kind, encode)
+        return JsonLinesSource(options, find_c4_files(options), "all", config.kind, encode)
     if config.kind == "jsonl":
-        files, part = split_files(options, json_lines.SUFFIXES)
-        return json_lines.JsonLinesSource(options, files, part, config.kind, encode)
+        files, part = split_files(options, JSON_LINES_SUFFIXES)
+        return JsonLinesSource(options, files, part, config.kind, encode)
     if config.kind == "parquet":
-        files, part = split_files(options, parquet.SUFFIXES)
-        return parquet.ParquetSource(options, files, part, encode, config.sequence_length, vocab_size)
+        files, part = split_files(options, PARQUET_SUFFIXES)
+        return ParquetSource(options, files, part, encode, config.sequence_length, vocab_size)
     raise UserError(f'data.kind={config.kind!r}: the kinds are "c4", "jsonl", "parquet" and "text"')
 
 

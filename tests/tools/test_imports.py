@@ -63,3 +63,13 @@ def test_drawing_is_what_imports_matplotlib():
     modules = "noloco_jax.run.curves, noloco_jax.compare.chart, noloco_jax.simulate.sections"
     program = f"import sys, {modules}; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+def test_rooms_import_one_way():
+    """Whole rooms, not only modules: the map in noloco_jax/README.md has an order."""
+    rooms: dict[str, set[str]] = {}
+    for module, path in FILES.items():
+        above = rooms.setdefault(room(module), set())
+        above |= {room(name) for name in imports(path, at_once=True)} - {room(module), "noloco_jax"}
+    order = graphlib.TopologicalSorter(rooms)
+    assert len(list(order.static_order())) == len(rooms)
