@@ -16,8 +16,7 @@ PyTree = Any
 # The axes over which the programs are written by hand; `fsdp` and `tensor` are left to the partitioner.
 MANUAL_AXES = ("replica", "stage")
 
-# Dimensions of one replica's parameter; stacked layers and the vocabulary lie on the stages. All have the replicas in
-# front.
+# Dimensions of one replica's parameter, behind the replicas' axis. Stacked layers and the vocabulary lie on the stages.
 PARAMETER_SPECS = {
     "embed": P(("stage", "tensor"), "fsdp"),
     "blocks/attention_norm": P("stage", None),

@@ -111,8 +111,9 @@ def test_a_group_of_three_sends_two_messages():
     assert sent(report, "outer_step") == (2 * 4 * numel(1), 2 * 4 * numel(1))
 
 
-def test_stages_send_to_the_next_stage_of_other_replicas_and_nothing_else():
-    report = report_of("noloco", 2, num_devices=4, num_layers=2, stage=2)
+@pytest.mark.parametrize("inside", [{}, {"fsdp": 2}, {"tensor": 2}], ids=str)
+def test_stages_send_to_the_next_stage_of_other_replicas_and_nothing_else(inside):
+    report = report_of("noloco", 2, num_devices=8 if inside else 4, num_layers=2, stage=2, **inside)
     assert across(report, "inner_step") == {"collective-permute": {("replica", "stage")}}
     assert across(report, "outer_step") == {"collective-permute": {("replica",)}}
     assert broken_promises(report) == []
