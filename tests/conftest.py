@@ -7,15 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from support.xla_flags import QUICK_TO_COMPILE
+
 assert "jax" not in sys.modules, "jax read its environment before the tests could set it"
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Tests compile much and compute little: code of the least optimisation is ready in half the time.
-XLA_FLAGS = (
-    "--xla_force_host_platform_device_count=8",
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-)
+XLA_FLAGS = ["--xla_force_host_platform_device_count=8", *QUICK_TO_COMPILE]
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS]).strip()
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a cache would hide what a test compiles
@@ -24,19 +21,36 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a cache would hide what 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Files and rooms whose tests start runs or compile whole training programs, the longest first and those of several
+# processes apart from one another: workers (`-n`) take files in this order. The tests of all other files are `unit`.
+LONG = (
+    *("processes/test_train", "spmd/test_pipeline", "processes/test_pipeline", "run/test_train_errors"),
+    *("processes/test_elastic", "spmd/test_layouts", "run/test_train_resume", "model/test_llama", "inspect/"),
+    *("processes/test_lateness", "bench/", "compare/test_runs", "model/test_decode", "spmd/test_offload"),
+    "run/test_checkpoint",
+)
+TESTS = Path(__file__).parent
+
+
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests with eight processes as well: minutes")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: only with --slow")
+    config.addinivalue_line("markers", "unit: starts no run and compiles nothing large; conftest.py sets it")
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--slow"):
-        return
+    def place(item) -> int:
+        name = item.path.relative_to(TESTS).as_posix()
+        return next((i for i, prefix in enumerate(LONG) if name.startswith(prefix)), len(LONG))
+
+    items.sort(key=place)
     for item in items:
-        if item.get_closest_marker("slow"):
+        if place(item) == len(LONG):
+            item.add_marker("unit")
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="eight processes, minutes on few cores: run with --slow"))
 
 

@@ -17,10 +17,9 @@ from noloco_jax.model import huggingface
 from noloco_jax.model.llama import Llama, Params
 from noloco_jax.model.loss import loss
 from noloco_jax.model.rope import inverse_frequencies
-from support.paths import SHARED
+from support import paths
 
-GOLDEN = SHARED / "golden" / "llama"
-pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden files of ../shared are not here")
+GOLDEN = paths.GOLDEN / "llama"
 
 
 @dataclasses.dataclass

@@ -18,12 +18,11 @@ from noloco_jax.config import ModelConfig, RopeScaling, from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.model.huggingface import config_from_folder, load_params, save_folder
 from support.model_makers import random_params
-from support.paths import SHARED
+from support.paths import GOLDEN, SHARED
 
-GOLDEN = SHARED / "golden" / "llama"
+LLAMA = GOLDEN / "llama"
 STORIES = SHARED / "data" / "checkpoints" / "stories260K"
 TOKENIZER = SHARED / "data" / "tokenizers" / "c4_bpe_4096"
-needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="the golden files of ../shared are not here")
 needs_stories = pytest.mark.skipif(not STORIES.is_dir(), reason="the checkpoint of ../shared is not here")
 needs_tokenizer = pytest.mark.skipif(not TOKENIZER.is_dir(), reason="the tokenizer of ../shared is not here")
 
@@ -78,10 +77,9 @@ def test_a_trained_checkpoint_goes_in_and_out_bit_for_bit(tmp_path):
     assert_bitwise_equal(load_params(tmp_path / "out", config), params)
 
 
-@needs_golden
 @pytest.mark.parametrize("case", ["kv4", "kv4_tied"])
 def test_saved_tensors_have_transformers_names_shapes_and_metadata(tmp_path, case):
-    config = from_dict({"model": config_from_folder(GOLDEN / case)}).model
+    config = from_dict({"model": config_from_folder(LLAMA / case)}).model
     save_folder(tmp_path / "out", random_params(config), config, max_position_embeddings=512)
 
     def described(path):
@@ -90,7 +88,7 @@ def test_saved_tensors_have_transformers_names_shapes_and_metadata(tmp_path, cas
             shapes = {name: (view.get_shape(), view.get_dtype()) for name, view in slices.items()}
             return shapes, reader.metadata()
 
-    assert described(tmp_path / "out" / "model.safetensors") == described(GOLDEN / case / "model.safetensors")
+    assert described(tmp_path / "out" / "model.safetensors") == described(LLAMA / case / "model.safetensors")
 
 
 @pytest.mark.parametrize("scaling", [None, LLAMA3], ids=["plain", "llama3"])

@@ -6,15 +6,13 @@ import optax
 import pytest
 
 import noloco_jax as nj
+from support import paths
 from support.layouts import Layout, assert_trees_close, axis_of, over_replicas, state_at_start
 from support.oracle import diloco_step, noloco_step, replica_spread
-from support.paths import SHARED
 
-GOLDEN = SHARED / "golden" / "outer"
+GOLDEN = paths.GOLDEN / "outer"
 LAYOUTS = [4, (4, 1), (2, 2)]
 NUM_ROUNDS = 3
-
-pytestmark = pytest.mark.skipif(not GOLDEN.exists(), reason=f"no golden files in {GOLDEN}")
 
 
 class Golden:

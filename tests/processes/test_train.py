@@ -20,14 +20,25 @@ def alone(config) -> Path:
     return processes.trained(config, "alone", "--config.mesh.replica=1", LONG)
 
 
-def test_replicas_over_processes_train_as_in_one(config, alone):
+@pytest.fixture(scope="module")
+def two(config) -> tuple[Path, list[str]]:
+    """The run over two processes, two replicas to each: its workdir, and what each process printed."""
     workdir = config.parent / "two"
     results = processes.run(config, workdir, LONG, number=2)
     assert [status for status, _ in results] == [0, 0], processes.report(results)
+    return workdir, [output for _, output in results]
+
+
+def test_replicas_over_processes_train_as_in_one(alone, two):
+    workdir, _ = two
     processes.assert_same_training(workdir, alone)
-    assert "validation" in results[0][1]
-    assert "loss" not in results[1][1]  # only the first process reports
     np.testing.assert_allclose(processes.losses(workdir, 2), processes.losses(alone), rtol=1e-5)
+
+
+def test_only_the_first_process_reports(two):
+    _, (first, second) = two
+    assert "validation" in first
+    assert "loss" not in second
 
 
 def test_a_run_goes_on_with_other_processes_and_meshes(config, alone):
@@ -51,18 +62,16 @@ def test_a_run_goes_on_with_other_processes_and_meshes(config, alone):
     processes.assert_same_training(workdir, alone)
 
 
-def test_after_a_sigkill_of_any_process_all_continue_bitwise(config):
+def test_after_a_sigkill_of_any_process_all_continue_bitwise(config, two):
     """The process that dies takes the others along within a bounded time; started again, they go on."""
-    whole, broken = config.parent / "whole", config.parent / "broken"
-    results = processes.run(config, whole, number=2)
-    assert [status for status, _ in results] == [0, 0], processes.report(results)
+    whole, broken = two[0], config.parent / "broken"
     for victim, step in ((1, 6), (0, 13)):
-        run = processes.start(config, broken, number=2)
+        run = processes.start(config, broken, LONG, number=2)
         processes.wait_until(processes.reached(broken, step), run)
         run[victim].send_signal(signal.SIGKILL)
         results = processes.finish(run)
         assert all(status != 0 for status, _ in results)
-    results = processes.run(config, broken, number=2)
+    results = processes.run(config, broken, LONG, number=2)
     assert [status for status, _ in results] == [0, 0], processes.report(results)
     for name in ("metrics.jsonl", "metrics.1.jsonl"):
         assert processes.metrics(broken, name) == processes.metrics(whole, name)

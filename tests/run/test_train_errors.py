@@ -1,4 +1,7 @@
-"""What a user can get wrong between a config, a workdir and data: one line, exit status 2, nothing written over."""
+"""What a user can get wrong between a config, a workdir and data: one line, exit status 2, nothing written over.
+
+What is refused before anything is compiled is tried in the tests' own process, all else in a real one.
+"""
 
 import re
 import shutil
@@ -6,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from noloco_jax.config.fields import from_dict
+from noloco_jax.config.flags import load_config
+from noloco_jax.errors import UserError
+from noloco_jax.train import train
 from support import processes
 from support.data_makers import write_c4
-from support.paths import ROOT
+from support.texts import lines_of_words
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -28,13 +35,17 @@ def error_lines(output: str) -> list[str]:
     return re.findall(r"(?:^|\s)(error: .*)", output, re.MULTILINE)
 
 
-def refusal(config: Path, workdir: Path, *arguments: str) -> str:
+def train_here(config: Path, workdir: Path, *overrides: str, dry_run: bool = False) -> int:
+    return train(from_dict(load_config(str(config), overrides)), workdir, dry_run=dry_run)
+
+
+def refusal(config: Path, workdir: Path, *overrides: str, dry_run: bool = False) -> str:
     """The one line of an error; everything that was saved is still as it was."""
     before = contents(workdir)
-    [(status, output)] = processes.run(config, workdir, *arguments)
-    assert status == 2, output
+    with pytest.raises(UserError) as raised:
+        train_here(config, workdir, *overrides, dry_run=dry_run)
     assert contents(workdir) == before
-    [line] = error_lines(output)
+    [line] = str(raised.value).splitlines()
     return line
 
 
@@ -52,7 +63,7 @@ def test_the_checkpoint_of_another_run_is_refused(config, trained, arguments, me
 
 
 def test_a_dry_run_refuses_the_checkpoint_of_another_run(config, trained):
-    line = refusal(config, trained, "--dry_run", "--config.model.num_layers=3")
+    line = refusal(config, trained, "--config.model.num_layers=3", dry_run=True)
     assert "model.num_layers=2, the config has 3: give the config of that run" in line
 
 
@@ -67,14 +78,13 @@ def test_a_sample_that_would_begin_with_no_token_is_refused(config, tmp_path):
     assert "sample_prompt='' is no token" in line
 
 
-def test_a_run_that_is_to_end_before_its_first_evaluation_is_complete(config, trained, tmp_path):
+def test_a_run_that_is_to_end_before_its_first_evaluation_is_complete(config, trained, tmp_path, capsys):
     workdir = tmp_path / "stopped"
     shutil.copytree(trained, workdir)
     lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
     (workdir / "metrics.jsonl").write_text("".join(line for line in lines if '"kind": "eval"' not in line))
-    [(status, output)] = processes.run(config, workdir, "--config.num_steps=6")
-    assert status == 0, output
-    assert "the run is complete (8 steps)" in output
+    assert train_here(config, workdir, "--config.num_steps=6") == 0
+    assert "the run is complete (8 steps)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("item", ["state", "data", "run"])
@@ -101,13 +111,17 @@ def test_weights_that_cannot_be_read_are_refused(config, trained, tmp_path):
     for path in (workdir / "checkpoints/8/state").rglob("*"):
         if path.is_file() and path.parent.name == "d":
             path.write_bytes(path.read_bytes()[:100])
-    assert "checkpoints/8 is not whole (" in refusal(config, workdir, "--config.num_steps=24")
+    before = contents(workdir)
+    [(status, output)] = processes.run(config, workdir, "--config.num_steps=24")
+    assert status == 2, output
+    assert contents(workdir) == before
+    [line] = error_lines(output)
+    assert "checkpoints/8 is not whole (" in line
 
 
 def cut_short(folder: Path, shard: int) -> tuple[str, list[str]]:
     """The name of a C4 shard that breaks off, and arguments of a run whose replica of that number comes to its end."""
-    text = (ROOT / "noloco_jax/data/tokenizers.py").read_text()
-    texts = [f"{start} {text[start % 7000 :][:60]}" for start in range(480)]
+    texts = [f"{number} {line}" for number, line in enumerate(lines_of_words(480))]
     path = write_c4(folder, [texts[number::4] for number in range(4)])[shard]
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 4])
     write_c4(folder, [texts[:4]], "validation")

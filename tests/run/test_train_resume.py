@@ -7,6 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from noloco_jax.config.fields import from_dict
+from noloco_jax.config.flags import load_config
+from noloco_jax.train import train
 from support import processes
 
 pytestmark = pytest.mark.timeout(900)
@@ -24,26 +27,18 @@ def assert_same_run(workdir: Path, other: Path) -> None:
         np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
 
 
-def test_a_run_killed_at_any_moment_continues_bitwise(config, uninterrupted):
+def test_a_run_killed_at_any_moment_even_while_it_saves_continues_bitwise(config, uninterrupted):
     workdir = config.parent / "killed"
     rng = random.Random(0)
-    for step in (3, 9, 14, 20):
-        run = processes.start(config, workdir)
-        processes.wait_until(processes.reached(workdir, step + rng.randrange(4)), run)
-        processes.kill(run)
-    [(status, output)] = processes.run(config, workdir)
-    assert status == 0, output
-    assert_same_run(workdir, uninterrupted)
-
-
-def test_a_run_killed_while_it_saves_continues_bitwise(config, uninterrupted):
-    workdir = config.parent / "killed_saving"
 
     def saving() -> bool:
         return any("tmp" in path.name for path in (workdir / "checkpoints").glob("*"))
 
     interrupted = 0
-    for _ in range(3):
+    for step in (3, 14):
+        run = processes.start(config, workdir)
+        processes.wait_until(processes.reached(workdir, step + rng.randrange(4)), run)
+        processes.kill(run)
         run = processes.start(config, workdir)
         processes.wait_until(lambda: not saving(), run)  # what the last one left is cleaned up first
         interrupted += processes.wait_until(saving, run)
@@ -51,6 +46,17 @@ def test_a_run_killed_while_it_saves_continues_bitwise(config, uninterrupted):
     assert interrupted
     [(status, output)] = processes.run(config, workdir)
     assert status == 0, output
+    assert_same_run(workdir, uninterrupted)
+
+
+def test_an_offloaded_run_that_is_continued_is_bitwise_the_run_on_the_device(config, uninterrupted):
+    workdir, offload = config.parent / "offloaded", "--config.outer.offload=True"
+    run = processes.start(config, workdir, offload)
+    assert processes.wait_until(processes.reached(workdir, 12), run)  # the save of step 4 is over before that of 8
+    processes.kill(run)
+    [(status, output)] = processes.run(config, workdir, offload)
+    assert status == 0, output
+    assert "going on from the checkpoint of step" in output
     assert_same_run(workdir, uninterrupted)
 
 
@@ -71,7 +77,6 @@ def test_sigterm_saves_and_asks_for_a_restart(config, uninterrupted):
     assert_same_run(workdir, uninterrupted)
 
 
-def test_a_complete_run_says_so(config, uninterrupted):
-    [(status, output)] = processes.run(config, uninterrupted)
-    assert status == 0, output
-    assert "the run is complete (24 steps)" in output
+def test_a_complete_run_says_so(config, uninterrupted, capsys):
+    assert train(from_dict(load_config(str(config))), uninterrupted) == 0
+    assert "the run is complete (24 steps)" in capsys.readouterr().out

@@ -1,9 +1,10 @@
-"""Where things are: the project, its configs and tools, and the data beside a checkout, which may be missing."""
+"""Where things are: the project, configs, golden files, tools, and the data beside a checkout, which may be missing."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
+GOLDEN = ROOT / "tests" / "golden"
 SHARED = ROOT.parent / "shared"
 
 # What `python -m noloco_jax.NAME` runs.

@@ -18,6 +18,8 @@ import pytest
 from noloco_jax.config import load_saved
 from noloco_jax.run.checkpoint import Checkpointer
 from support.paths import ROOT
+from support.texts import lines_of_words
+from support.xla_flags import QUICK_TO_COMPILE
 
 PATIENCE = 600  # seconds: cores may be few and busy
 TIMINGS = ("tokens_per_second", "outer_step_seconds")
@@ -39,8 +41,8 @@ def get_config():
 
 
 def write_config(folder: Path) -> Path:
-    """A configuration of a small run, on a few files of this project's own text."""
-    lines = (ROOT / "noloco_jax/data/tokenizers.py").read_text().splitlines(keepends=True)
+    """A configuration of a small run, on a few files of text."""
+    lines = lines_of_words(210)
     (folder / "data").mkdir(parents=True)
     (folder / "held_out").mkdir()
     for number in range(16):
@@ -56,7 +58,7 @@ def environment(config: Path, devices: int = 1) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "SLURM_"))}
     return inherited | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": " ".join([f"--xla_force_host_platform_device_count={devices}", *QUICK_TO_COMPILE]),
         "JAX_COMPILATION_CACHE_DIR": str(config.parent / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": str(ROOT),
