@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from noloco_jax import draws
+from noloco_jax.draws import ROUNDING, uint32s
 from noloco_jax.outer.rule import compute_dtype
 
 PyTree = Any
@@ -70,7 +70,7 @@ def _stochastic_bfloat16(x: jax.Array, round: Any, leaf: int) -> jax.Array:
     position = jnp.zeros(x.shape, jnp.uint32)
     for dim, size in enumerate(x.shape):  # wraps around above 2**32 positions, which does no harm
         position = position * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim)
-    noise = draws.uint32s(0, draws.ROUNDING, round, leaf, position) & np.uint32(0xFFFF)
+    noise = uint32s(0, ROUNDING, round, leaf, position) & np.uint32(0xFFFF)
     bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) & np.uint32(0xFFFF0000)
     truncated = jax.lax.bitcast_convert_type(bits, jnp.float32)
     return jnp.where(jnp.isfinite(x), truncated, x).astype(jnp.bfloat16)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from noloco_jax import draws
+from noloco_jax.draws import PAIRING, POOL, below, permutation
 
 Group = tuple[int, ...]
 Round = tuple[Group, ...]
@@ -99,8 +99,8 @@ class RandomPairing:
         """See `Pairing`. Uniform over the pool; every entry once in each pass, or independent between rounds."""
         size = len(self.pool)
         if self.order == "independent":
-            return draws.below(size, self.seed, draws.PAIRING, round)
-        return draws.permutation(size, self.seed, draws.PAIRING, round // size)[round % size]
+            return below(size, self.seed, PAIRING, round)
+        return permutation(size, self.seed, PAIRING, round // size)[round % size]
 
 
 class ExplicitPairing:
@@ -226,6 +226,6 @@ def _all_partitions(members: Group, group_size: int) -> Iterator[Round]:
 
 def _random_partition(n: int, group_size: int, seed: int, number: int) -> Round:
     """Groups in ascending order, the remainder last, so that equal partitions are equal values."""
-    order = draws.permutation(n, seed, draws.POOL, group_size, number).tolist()
+    order = permutation(n, seed, POOL, group_size, number).tolist()
     groups = [tuple(sorted(order[i : i + group_size])) for i in range(0, n, group_size)]
     return tuple(sorted(groups, key=lambda group: (-len(group), group)))

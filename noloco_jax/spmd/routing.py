@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from noloco_jax import draws
+from noloco_jax.draws import ROUTES, below
 
 # Fewer replicas than this get several Latin squares, for more variety.
 _LEAST_ROUTES = 8
@@ -37,4 +37,4 @@ def draw_routes(pool_size: int, num_ticks: int, seed: int, step: jax.Array) -> j
     Micro-batch m crosses boundary s at tick m + s, along `pool[entry[m + s], s]`: every micro-batch and boundary has a
     draw of its own.
     """
-    return draws.below(pool_size, seed, draws.ROUTES, step, np.arange(num_ticks))
+    return below(pool_size, seed, ROUTES, step, np.arange(num_ticks))

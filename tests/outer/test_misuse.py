@@ -18,7 +18,8 @@ N = 4
 
 
 def noloco(**settings: Any) -> Any:
-    return nj.noloco(nj.RandomPairing(N), **{"sync_every": 1} | settings)
+    every_step: dict[str, Any] = {"sync_every": 1}
+    return nj.noloco(nj.RandomPairing(N), **every_step | settings)
 
 
 def vmapped(tx: Any, **arguments: Any) -> Any:
@@ -138,7 +139,7 @@ WRAPPERS = {
         "would leave the others waiting for its message.*around the inner optimizer alone",
     ),
     "skipping by the norm": (
-        lambda tx: optax.conditionally_transform(tx, lambda step, *_: step > 0),
+        lambda tx: optax.conditionally_transform(tx, lambda step, **_: jnp.asarray(step) > 0),
         "would leave the others waiting",
     ),
     "first in a chain": (

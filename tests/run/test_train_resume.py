@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from noloco_jax.config.fields import from_dict
-from noloco_jax.config.flags import load_config
+from noloco_jax.config import from_dict, load_config
 from noloco_jax.train import train
 from support import processes
 

@@ -109,7 +109,7 @@ def test_the_merged_perplexity_is_that_of_the_mean_weights(replicas):
     batches[2]["labels"][0, :5] = -100  # batches weigh by their labels
     figures = evaluate(programs, placed, batches)
 
-    def mean_loss(weights: Any) -> np.ndarray:
+    def mean_loss(weights: Any) -> Any:
         """By replica, on all batches, one at a time."""
         everywhere = [place_batch(dict.fromkeys(range(4), batch), programs.batch) for batch in batches]
         sums, counts = zip(*(programs.evaluate(weights, batch) for batch in everywhere), strict=True)
