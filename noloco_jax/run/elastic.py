@@ -55,7 +55,7 @@ def restore(
         return programs.at_rest(state), positions, ""
     state, positions = checkpoints.restore(step, _saved_shapes(programs, saved))
     shardings = jax.tree.map(lambda x: x.sharding, programs.state)
-    convert = jax.jit(lambda state: _relay(state, saved, mine, config.elastic), out_shardings=shardings)
+    convert = jax.jit(lambda state: _converted(state, saved, mine, config.elastic), out_shardings=shardings)
     state = programs.at_rest(convert(state))
     if saved.num_replicas == mine.num_replicas:
         sizes = f"{mine.padded_vocab_size} tokens, before {saved.padded_vocab_size}"
@@ -86,7 +86,7 @@ def _saved_shapes(programs: Programs, saved: SavedShape) -> TrainState:
     together = int(np.gcd(mesh.shape["replica"], saved.num_replicas))
     inside = mesh.size // mesh.shape["replica"]
     devices = mesh.devices.reshape(-1, together, inside)
-    spread = Mesh(devices, ("copy", "replica", "inside"), axis_types=(AxisType.Auto,) * 3)
+    everywhere = Mesh(devices, ("copy", "replica", "inside"), axis_types=(AxisType.Auto,) * 3)
 
     def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec: list[str | None] = [None] * len(x.shape)
@@ -95,12 +95,12 @@ def _saved_shapes(programs: Programs, saved: SavedShape) -> TrainState:
         fitting = [dim for dim in range(1, len(x.shape)) if x.shape[dim] % inside == 0]
         if fitting:
             spec[max(fitting, key=lambda dim: x.shape[dim])] = "inside"
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(spread, P(*spec)))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(everywhere, P(*spec)))
 
     return jax.tree.map(placed, jax.eval_shape(shapes, programs.state))
 
 
-def _relay(state: TrainState, saved: SavedShape, mine: SavedShape, elastic: str) -> TrainState:
+def _converted(state: TrainState, saved: SavedShape, mine: SavedShape, elastic: str) -> TrainState:
     before, after = saved.num_replicas, mine.num_replicas
 
     def rows(x: jax.Array) -> jax.Array:

@@ -38,7 +38,7 @@ def test_memory_is_the_programs_and_the_state_beside_them(result):
     inner, outer = programs["inner_step"], programs["outer_step"]
     # Adam: two moments and two counters a replica; outer: slow weights and momentum a replica, one counter.
     assert outer["beside"] == replicas * (8 * PARAMETERS + 8)
-    assert inner["beside"] == replicas * 8 * PARAMETERS + 4
+    assert inner["beside"] == replicas * 8 * PARAMETERS + 2 * 4  # two counters
     for program in (inner, outer):
         held = program["arguments"] + program["temporaries"] + program["outputs"] - program["aliased"]
         assert program["total"] == held

@@ -71,6 +71,7 @@ import os
 os.sched_getaffinity = lambda pid: range(5)
 import jax
 from noloco_jax.cluster.host import use_cpu_cores
+from noloco_jax.config import TrainConfig
 use_cpu_cores(TrainConfig(num_replicas=6))
 print(jax.local_device_count())
 """

@@ -49,8 +49,8 @@ def random_state(like: TrainState) -> TrainState:
 
 def position(replica: int, num_replicas: int) -> dict:
     """A data position as a stream gives it."""
-    part = [0, replica, num_replicas, 10 + replica, 1, 3, []]
-    return {"replica": replica, "num_replicas": num_replicas, "source": {"files": 4}, "epoch": 0, "parts": [part]}
+    shard = [0, replica, num_replicas, 10 + replica, 1, 3, []]
+    return {"replica": replica, "num_replicas": num_replicas, "source": {"files": 4}, "epoch": 0, "shards": [shard]}
 
 
 def positions(num_replicas: int) -> dict[int, dict]:
