@@ -19,7 +19,6 @@ from noloco_jax.config import load_saved
 from noloco_jax.run.checkpoint import Checkpointer
 from support.paths import ROOT
 from support.texts import lines_of_words
-from support.xla_flags import QUICK_TO_COMPILE
 
 PATIENCE = 600  # seconds: cores may be few and busy
 TIMINGS = ("tokens_per_second", "outer_step_seconds")
@@ -58,7 +57,7 @@ def environment(config: Path, devices: int = 1) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "SLURM_"))}
     return inherited | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": " ".join([f"--xla_force_host_platform_device_count={devices}", *QUICK_TO_COMPILE]),
+        "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}",
         "JAX_COMPILATION_CACHE_DIR": str(config.parent / "programs"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": str(ROOT),

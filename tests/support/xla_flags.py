@@ -1,4 +1,7 @@
-"""XLA's flags for tests, which compile much and compute little: code of the least optimisation is ready soonest."""
+"""XLA's flags for the tests' own process, which compiles much and computes little: what is ready soonest.
+
+Processes of runs keep the code generator that a user's run has.
+"""
 
 from importlib.metadata import version
 
