@@ -1,5 +1,6 @@
 """Muon's steps against numpy's, a layer's matrix by itself, wherever the layers lie."""
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import InnerConfig, ModelConfig, TrainConfig
 from noloco_jax.spmd import sharding
@@ -115,6 +117,7 @@ def test_the_first_step_is_that_of_optax_contrib():
         np.testing.assert_allclose(updates["blocks"][name], expected[name], rtol=1e-4, atol=1e-6)
 
 
+@functools.cache
 def updated(config: TrainConfig, mesh: Mesh) -> tuple[PyTree, Traffic]:
     """One update of two replicas on a mesh, and what it communicates."""
     optimizer = inner_optimizer(config)
@@ -139,12 +142,28 @@ def updated(config: TrainConfig, mesh: Mesh) -> tuple[PyTree, Traffic]:
     return jax.device_get(compiled(*arguments)[0]), read_hlo(hlo, dict(mesh.shape))
 
 
+def test_the_state_of_a_part_of_the_parameters_lies_where_they_do():
+    config = run_config()
+    params = jax.tree.map(lambda x: np.stack([x, x]), random_params(config.model))
+    specs = sharding.param_specs(params, mesh(replica=2, fsdp=2, tensor=2))
+    state = sharding.inner_specs(inner_optimizer(config), params, specs)
+    assert optax.tree.get(state, "trace")["blocks"]["down"] == P("replica", "stage", "tensor", "fsdp")
+    for moment in ("mu", "nu"):
+        assert optax.tree.get(state, moment)["embed"] == P("replica", ("stage", "tensor"), "fsdp")
+    assert {spec for path, spec in jax.tree.leaves_with_path(state) if "count" in jax.tree_util.keystr(path)} == {
+        P("replica")
+    }
+
+
 def mesh(**sizes: int) -> Mesh:
     return mesh_of(dict.fromkeys(AXES, 1) | sizes, jax.devices())
 
 
-@pytest.mark.parametrize("num_layers", [2, 3])
-@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}], ids="-".join)
+@pytest.mark.parametrize(
+    ("num_layers", "sizes"),
+    [(4, {"fsdp": 2}), (4, {"tensor": 2}), (3, {"fsdp": 2, "tensor": 2})],
+    ids=["fsdp", "tensor", "both, layers not divided"],
+)
 def test_devices_exchange_whole_matrices_once_and_back(num_layers, sizes):
     config = run_config(num_layers)
     updates, traffic = updated(config, mesh(replica=2, **sizes))
