@@ -12,7 +12,7 @@ from noloco_jax.bench.rates import data_rate, matrix_rate, matrix_side
 from noloco_jax.bench.timing import TimedRun, inner_times, outer_times, quartiles, trace
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
-from noloco_jax.run.flops import mfu, model_flops_per_token
+from noloco_jax.run.flops import mfu, model_flops_per_token, newton_schulz_flops
 from noloco_jax.run.messages import bytes_sent, num_pairings
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
@@ -78,11 +78,13 @@ def _run(config: TrainConfig, programs: Programs, options: Options) -> Result:
     tokens = config.num_replicas * config.data.batch_size * config.data.sequence_length
     tokens_per_second = tokens / result["step_seconds"]["median"]
     flops_per_token = model_flops_per_token(config)
+    muon_flops = config.num_replicas * newton_schulz_flops(config.model) if config.inner.optimizer == "muon" else 0.0
     devices = programs.mesh.devices.flatten().tolist()
     rate = matrix_rate(devices, config.model.dtype)
     return result | {
         "tokens_per_second": tokens_per_second,
         "model_flops_per_token": flops_per_token,
+        "newton_schulz_share": muon_flops / (tokens * flops_per_token),
         "model_flops_per_second": tokens_per_second * flops_per_token,
         "matrix_flops_per_second": rate,
         "matrix_side": matrix_side(devices[0].platform),

@@ -146,9 +146,19 @@ def _flops_note(rows: Sequence[VariantResult]) -> str:
     return (
         "FLOP/s: of the model, 3 x the forward pass's: 2 a weight of every matrix product (the head is in, the "
         "embedding out) and causal attention counted once, 2 x T x heads x head size a token and layer\n"
+        f"{_newton_schulz_note(rows)}"
         f"MFU: FLOP/s over the {least if least == most else f'{least} to {most}'} that products of "
         f"{side} x {side} {' or '.join(dtypes)} matrices reached in the same run, on all devices of the mesh at once"
     )
+
+
+def _newton_schulz_note(rows: Sequence[VariantResult]) -> str:
+    shares = [share for _, result in rows if (share := result["newton_schulz_share"])]
+    if not shares:
+        return ""
+    least, most = map(format_percent, (min(shares), max(shares)))
+    share = least if least == most else f"{least} to {most}"
+    return f"muon: its Newton-Schulz iterations take {share} of the model's operations on top, not counted in FLOP/s\n"
 
 
 def _data_notes(rows: Sequence[VariantResult]) -> list[str]:

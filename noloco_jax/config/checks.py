@@ -67,6 +67,16 @@ def _check_run(config: TrainConfig) -> None:
         )
     if inner.min_lr > inner.lr:
         raise UserError(f"inner.min_lr={inner.min_lr} is above inner.lr={inner.lr}: lower it")
+    if inner.optimizer == "adam" and inner.weight_decay:
+        raise UserError(
+            f"inner.weight_decay={inner.weight_decay} is not for inner.optimizer='adam': give "
+            "--config.inner.optimizer=adamw, or no weight decay"
+        )
+    if inner.optimizer != "muon" and inner.adam_lr is not None:
+        raise UserError(
+            f"inner.adam_lr={inner.adam_lr} is what goes beside muon's rate and inner.optimizer={inner.optimizer!r}: "
+            "give inner.lr alone"
+        )
     _need_multiple("data.batch_size", config.data.batch_size, "num_microbatches", config.num_microbatches)
 
 

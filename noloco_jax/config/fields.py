@@ -53,9 +53,17 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class InnerConfig:
-    """Adam inside a replica: linear warmup of the learning rate, then a cosine from `lr` to `min_lr`."""
+    """Steps inside a replica: linear warmup of the learning rate, then a cosine from `lr` to `min_lr`."""
 
+    optimizer: str = setting(
+        "adam",
+        "What steps the weights: Adam, AdamW, or Muon the layers' matrices and AdamW embedding, head and norms.",
+        choices=("adam", "adamw", "muon"),
+    )
     lr: float = setting(6e-4, "Learning rate after the warmup.", above=0)
+    adam_lr: float | None = setting(
+        None, "Learning rate of what muon leaves to AdamW, on the schedule of lr; None: a tenth of inner.lr.", above=0
+    )
     min_lr: float = setting(6e-5, "Learning rate at the end of the run.", minimum=0)
     warmup_steps: int = setting(20, "Inner steps over which the learning rate rises linearly to lr.", minimum=0)
     clip_norm: float = setting(
@@ -65,7 +73,7 @@ class InnerConfig:
     b2: float = setting(0.999, "Adam's decay of the mean of squared gradients, per step.", minimum=0, below=1)
     eps: float = setting(1e-8, "Number added to the root of Adam's second moment.", above=0)
     weight_decay: float = setting(
-        0.0, "Share of a weight that a step takes off it, times the learning rate (AdamW); 0: plain Adam.", minimum=0
+        0.0, "Share of a weight that a step takes off it, times its learning rate (adamw and muon).", minimum=0
     )
 
 

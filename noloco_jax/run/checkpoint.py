@@ -225,7 +225,7 @@ def _identity(config: TrainConfig) -> dict[str, Any]:
         "method": config.method,
         **model,
         "outer.state_dtype": to_dict(config)["outer"]["state_dtype"],
-        "inner.weight_decay": config.inner.weight_decay,
+        "inner.optimizer": config.inner.optimizer,
     }
 
 

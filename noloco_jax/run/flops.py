@@ -1,6 +1,8 @@
 """The arithmetic that training takes, and how much of the devices' rate it fills."""
 
-from noloco_jax.config import TrainConfig
+from noloco_jax.config import ModelConfig, TrainConfig
+from noloco_jax.model.llama import param_shapes
+from noloco_jax.spmd.muon import NEWTON_SCHULZ_STEPS
 
 
 def model_flops_per_token(config: TrainConfig) -> float:
@@ -18,6 +20,16 @@ def model_flops_per_token(config: TrainConfig) -> float:
     weights = model.num_layers * layer + model.hidden_size * model.vocab_size
     attention = model.num_layers * 2 * length * queries
     return 3.0 * (2 * weights + attention)
+
+
+def newton_schulz_flops(model: ModelConfig) -> float:
+    """Floating point operations by which Muon makes a replica's matrices orthogonal, in a step.
+
+    Of an M x N matrix, M <= N, an iteration takes 2M²N for x xᵀ, 2M³ for its square and 2M²N for what multiplies x.
+    """
+    stacks = (x.shape for x in param_shapes(model)["blocks"].values() if len(x.shape) == 3)
+    products = sum(layers * min(sides) ** 2 * (4 * max(sides) + 2 * min(sides)) for layers, *sides in stacks)
+    return float(NEWTON_SCHULZ_STEPS * products)
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, peak_flops_per_second: float) -> float:

@@ -8,6 +8,11 @@ import numpy as np
 import optax
 
 from noloco_jax.config import InnerConfig, TrainConfig
+from noloco_jax.spmd.muon import muon
+
+PyTree = Any
+# Adam's learning rate beside Muon's, where it is not given: of rates that suit each, 2e-3 and 0.02.
+_ADAM_SHARE = 0.1
 
 
 def learning_rate(inner: InnerConfig, num_steps: int) -> optax.Schedule:
@@ -29,10 +34,33 @@ def learning_rates(config: TrainConfig) -> np.ndarray:
 
 
 def inner_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Adam (with decoupled weight decay, if any) on float32 gradients that are clipped already."""
+    """The optimizer that `inner.optimizer` names, for float32 gradients of one replica that are clipped already."""
     inner = config.inner
     schedule = learning_rate(inner, config.num_steps)
+    if inner.optimizer != "muon":
+        return _adam(inner, schedule)
+    adam_share = _ADAM_SHARE if inner.adam_lr is None else inner.adam_lr / inner.lr
+    return optax.partition(
+        {
+            "muon": muon(schedule, inner.weight_decay),
+            "adam": _adam(inner, lambda step: adam_share * schedule(step)),
+        },
+        _muons_and_adams,
+    )
+
+
+def _adam(inner: InnerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Adam; with weight decay, which is decoupled, it is AdamW."""
     adam: dict[str, Any] = {"b1": inner.b1, "b2": inner.b2, "eps": inner.eps}
-    if inner.weight_decay:
-        return optax.adamw(schedule, weight_decay=inner.weight_decay, **adam)
-    return optax.adam(schedule, **adam)
+    if inner.optimizer == "adam":
+        return optax.adam(schedule, **adam)
+    return optax.adamw(schedule, weight_decay=inner.weight_decay, **adam)
+
+
+def _muons_and_adams(params: PyTree) -> PyTree:
+    """Who steps each parameter: Muon the layers' matrices, Adam embedding, head and norms."""
+
+    def name(path: tuple, x: jax.Array) -> str:
+        return "muon" if path[0].key == "blocks" and x.ndim == 3 else "adam"
+
+    return jax.tree.map_with_path(name, params)

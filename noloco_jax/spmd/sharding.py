@@ -39,10 +39,15 @@ def param_specs(params: PyTree, mesh: Mesh) -> PyTree:
     """Specs of parameters with a leading replica axis. An axis that does not divide its dimension is left out."""
 
     def spec(path: tuple, leaf: jax.Array) -> P:
-        axes = ("replica", *PARAMETER_SPECS["/".join(key.key for key in path)])
+        axes = ("replica", *parameter_spec(path))
         return P(*(_fitting(dim, names, mesh) for dim, names in zip(leaf.shape, axes, strict=True)))
 
     return jax.tree.map_with_path(spec, params)
+
+
+def parameter_spec(path: tuple) -> P:
+    """The row of `PARAMETER_SPECS` of a parameter, by its path in the parameters' tree."""
+    return PARAMETER_SPECS["/".join(key.key for key in path)]
 
 
 def _fitting(dim: int, names: str | tuple[str, ...] | None, mesh: Mesh) -> str | tuple[str, ...] | None:
@@ -54,14 +59,20 @@ def _fitting(dim: int, names: str | tuple[str, ...] | None, mesh: Mesh) -> str |
 
 
 def inner_specs(inner: optax.GradientTransformation, params: PyTree, specs: PyTree) -> PyTree:
-    """Specs of the inner optimizer's state: what has a parameter's shape lies where the parameter does."""
-    return optax.tree.map_params(
-        inner,
-        lambda _, spec: spec,
-        jax.eval_shape(jax.vmap(inner.init), params),
-        specs,
-        transform_non_params=lambda _: REPLICA_SPEC,
-    )
+    """Specs of the inner optimizer's state: what has a parameter's path and shape lies where the parameter does.
+
+    Paths may begin with anything: an optimizer may hold a part of the parameters' tree, or several like it.
+    """
+    of_param = {
+        path: (x.shape, spec)
+        for (path, x), spec in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(specs), strict=True)
+    }
+
+    def spec(path: tuple, leaf: jax.ShapeDtypeStruct) -> P:
+        ends = (of_param.get(path[start:]) for start in range(len(path)))
+        return next((spec for shape, spec in filter(None, ends) if shape == leaf.shape), REPLICA_SPEC)
+
+    return jax.tree.map_with_path(spec, jax.eval_shape(jax.vmap(inner.init), params))
 
 
 def outer_specs(outer: OuterOptimizer, state: OuterState, specs: PyTree) -> OuterState:

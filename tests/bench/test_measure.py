@@ -22,6 +22,7 @@ def test_a_measured_run_has_every_figure_and_they_agree(result):
     assert 0 < outer["lower_quartile"] <= outer["median"] <= outer["upper_quartile"]
     assert result["tokens_per_second"] == pytest.approx(4 * 2 * 8 / step["median"])
     assert result["model_flops_per_token"] == FLOPS_PER_TOKEN
+    assert result["newton_schulz_share"] == 0
     assert result["model_flops_per_second"] == pytest.approx(result["tokens_per_second"] * FLOPS_PER_TOKEN)
     assert result["mfu"] == pytest.approx(result["model_flops_per_second"] / result["matrix_flops_per_second"])
     assert result["outer_share"] == pytest.approx(outer["median"] / (outer["median"] + 4 * step["median"]))

@@ -32,6 +32,11 @@ def test_the_table_is_one_line_a_variant_where_there_is_no_terminal(result):
     assert "embedding out" in text and "causal attention counted once" in text and "2048 x 2048" in text
 
 
+def test_what_muon_adds_to_the_models_operations_is_said_where_there_is_some(result):
+    assert "on top" not in shown(rows_of(result))
+    assert "Newton-Schulz iterations take 12.5 % of the model's" in shown(rows_of(result, newton_schulz_share=0.125))
+
+
 def test_a_narrow_terminal_gets_two_tables_with_nothing_cut(result):
     text = shown(rows_of(result), width=90)
     assert text.count("num_replicas") == 2

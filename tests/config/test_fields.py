@@ -143,6 +143,8 @@ def test_fields_that_contradict_each_other_are_refused_with_both_values():
             (nested("model.rope_scaling.low_freq_factor", 4.0), ["low_freq_factor=4.0", "high_freq_factor=4.0"]),
             ({"num_steps": 10, "inner": {"warmup_steps": 11}}, ["inner.warmup_steps=11", "num_steps=10"]),
             ({"inner": {"lr": 1e-4, "min_lr": 2e-4}}, ["inner.min_lr=0.0002", "inner.lr=0.0001"]),
+            ({"inner": {"weight_decay": 0.1}}, ["inner.weight_decay=0.1", "inner.optimizer='adam'", "optimizer=adamw"]),
+            ({"inner": {"optimizer": "adamw", "adam_lr": 1e-3}}, ["inner.adam_lr=0.001", "inner.optimizer='adamw'"]),
             ({"num_replicas": 4, "outer": {"group_size": 5}}, ["outer.group_size=5", "num_replicas=4"]),
             ({"outer": {"group_size": 1}}, ["outer.group_size=1", "2"]),
             ({"num_replicas": 1}, ["noloco", "num_replicas=1", "local"]),
@@ -191,7 +193,7 @@ def test_the_edges_of_ranges_are_where_they_were_meant():
 
 def test_the_fields_with_choices_are_the_words_that_the_program_tells_apart():
     words = {"method", "elastic", "model.dtype", "model.param_dtype", "model.remat", "outer.order", "outer.wire"}
-    words |= {"outer.state_dtype", "data.kind", "data.on_bad_shard", "mesh.routing"}
+    words |= {"outer.state_dtype", "data.kind", "data.on_bad_shard", "mesh.routing", "inner.optimizer"}
     assert {path for path, field in known_fields().items() if field.allowed.choices} == words
 
 

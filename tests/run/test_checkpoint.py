@@ -32,6 +32,10 @@ def changed(num_replicas: int = 4, elastic: str = "", **mesh: int) -> TrainConfi
     return dataclasses.replace(CONFIG, num_replicas=num_replicas, elastic=elastic, mesh=sizes)
 
 
+def with_muon(config: TrainConfig) -> TrainConfig:
+    return dataclasses.replace(config, inner=dataclasses.replace(config.inner, optimizer="muon"))
+
+
 def programs_of(config: TrainConfig) -> Programs:
     sizes = [config.mesh.replica, config.mesh.stage, config.mesh.fsdp, config.mesh.tensor]
     return build_programs(config, make_mesh(config, jax.devices()[: int(np.prod(sizes))]))
@@ -85,8 +89,9 @@ def assert_equal(state: TrainState, expected: TrainState) -> None:
         (changed(replica=4, fsdp=2), changed(replica=2)),
         (changed(replica=2, tensor=2), changed(replica=1, fsdp=2)),
         (changed(replica=4), changed()),
+        (with_muon(changed(replica=2, tensor=2)), with_muon(changed(replica=1, fsdp=2))),
     ],
-    ids=["virtual-mesh", "sharded-slots", "tensor-fsdp", "mesh-virtual"],
+    ids=["virtual-mesh", "sharded-slots", "tensor-fsdp", "mesh-virtual", "muon"],
 )
 def test_a_state_comes_back_on_another_mesh(tmp_path, before, after):
     state = saved(tmp_path, before)
@@ -127,8 +132,10 @@ def members(before: int, after: int, replica: int, choice: str) -> list[int]:
         (changed(4, replica=2, fsdp=2), changed(2, "keep")),
         (changed(4), changed(8, "copy", replica=8)),
         (changed(2, replica=2), changed(4, "copy", replica=2, fsdp=2)),
+        (with_muon(changed(4, replica=2, fsdp=2)), with_muon(changed(2, "merge", replica=2))),
+        (with_muon(changed(2)), with_muon(changed(4, "copy", replica=2, fsdp=2))),
     ],
-    ids=["merge", "merge-uneven", "keep", "copy", "copy-sharded"],
+    ids=["merge", "merge-uneven", "keep", "copy", "copy-sharded", "merge-muon", "copy-muon"],
 )
 def test_another_number_of_replicas_is_made_as_the_config_says(tmp_path, before, after):
     state = saved(tmp_path, before)
@@ -157,6 +164,14 @@ def test_another_number_of_replicas_needs_a_fitting_choice(num_replicas, choice)
 def test_the_same_number_of_replicas_needs_no_choice():
     for choice in ("", "merge", "keep", "copy"):
         elastic.check_elastic(changed(4, choice), SavedShape(4, CONFIG.model.vocab_size))
+
+
+def test_a_state_of_another_optimizer_is_refused_by_the_field(tmp_path):
+    saved(tmp_path, CONFIG)
+    other = with_muon(CONFIG)
+    with Checkpointer(tmp_path, other) as checkpoints, pytest.raises(UserError) as refused:
+        checkpoints.latest_step()
+    assert "inner.optimizer='adam', the config has 'muon': give the config of that run" in str(refused.value)
 
 
 @pytest.mark.parametrize("item", ["state", "data", "run"])

@@ -72,6 +72,17 @@ def interrupted(config: TrainConfig, workdir: Path) -> tuple[TrainState, TrainSt
     return before, *train(programs, state, SAVED + 1, LAST)
 
 
+def test_muons_state_comes_back_and_trains_on_bitwise(tmp_path):
+    config = dataclasses.replace(config_of(2, 32), inner=dataclasses.replace(CONFIG.inner, optimizer="muon"))
+    _, end, losses = interrupted(config, tmp_path)
+    programs = programs_of(config)
+    with Checkpointer(tmp_path, config) as checkpoints:
+        state, _, _ = elastic.restore(checkpoints, SAVED, config, programs)
+    mine, my_losses = train(programs, state, SAVED + 1, LAST)
+    np.testing.assert_array_equal(my_losses, losses)
+    jax.tree.map(np.testing.assert_array_equal, mine, end)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "vocab_size", "words"),
     [

@@ -1,9 +1,12 @@
 """The FLOP count, against one product by product."""
 
+import jax
 import pytest
 
 from noloco_jax.config import TrainConfig, from_dict
-from noloco_jax.run.flops import mfu, model_flops_per_token
+from noloco_jax.model.llama import param_shapes
+from noloco_jax.run.flops import mfu, model_flops_per_token, newton_schulz_flops
+from noloco_jax.spmd.muon import newton_schulz
 
 
 def matmul_flops(config: TrainConfig) -> float:
@@ -37,6 +40,19 @@ def test_flops_are_those_of_the_models_matrix_products(kv_heads):
 def test_a_tied_head_costs_what_an_untied_one_does():
     tied = from_dict({"model": {"tie_embeddings": True}})
     assert model_flops_per_token(tied) == model_flops_per_token(TrainConfig())
+
+
+def test_newton_schulz_takes_the_products_that_its_program_has():
+    model = from_dict({"model": {"num_kv_heads": 2, "num_layers": 3, "intermediate_size": 96}}).model
+    products = [
+        2 * eqn.outvars[0].aval.size * eqn.invars[0].aval.shape[-1]
+        for stack in param_shapes(model)["blocks"].values()
+        if stack.ndim == 3
+        for eqn in jax.make_jaxpr(newton_schulz)(stack).eqns
+        if eqn.primitive.name == "dot_general"
+    ]
+    assert len(products) == 7 * 5 * 3
+    assert newton_schulz_flops(model) == sum(products)
 
 
 def test_mfu_is_the_part_of_the_peak():

@@ -44,8 +44,9 @@ def batches() -> Iterator[dict[str, np.ndarray]]:
         yield {"input_ids": tokens[..., :-1], "labels": tokens[..., 1:]}
 
 
-def train(method: str, mesh: MeshConfig) -> Run:
-    config = dataclasses.replace(CONFIG, method=method, mesh=mesh)
+def train(method: str, optimizer: str, mesh: MeshConfig) -> Run:
+    inner_config = dataclasses.replace(CONFIG.inner, optimizer=optimizer)
+    config = dataclasses.replace(CONFIG, method=method, inner=inner_config, mesh=mesh)
     sizes = [size for size in dataclasses.asdict(mesh).values() if isinstance(size, int)]
     devices = jax.devices()[: int(np.prod(sizes))]
     with jax.numpy_rank_promotion("allow"):
@@ -71,26 +72,28 @@ def _rows(batch: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
 
 
 @pytest.fixture(scope="module")
-def virtual() -> dict[str, Run]:
+def virtual() -> dict[tuple[str, str], Run]:
     return {}
 
 
 LAYOUTS = [
-    ("noloco", MeshConfig(replica=8)),
-    ("noloco", MeshConfig(replica=4)),
-    ("noloco", MeshConfig(replica=4, fsdp=2)),
-    ("noloco", MeshConfig(replica=4, tensor=2)),
-    ("diloco", MeshConfig(replica=4, fsdp=2)),
-    ("ddp", MeshConfig(replica=4, fsdp=2)),
-    ("local", MeshConfig(replica=4)),
+    ("noloco", "adam", MeshConfig(replica=8)),
+    ("noloco", "adam", MeshConfig(replica=4)),
+    ("noloco", "adam", MeshConfig(replica=4, fsdp=2)),
+    ("noloco", "adam", MeshConfig(replica=4, tensor=2)),
+    ("noloco", "muon", MeshConfig(replica=4)),
+    ("noloco", "muon", MeshConfig(replica=2, fsdp=2, tensor=2)),
+    ("diloco", "adam", MeshConfig(replica=4, fsdp=2)),
+    ("ddp", "adam", MeshConfig(replica=4, fsdp=2)),
+    ("local", "adam", MeshConfig(replica=4)),
 ]
 
 
-@pytest.mark.parametrize(("method", "mesh"), LAYOUTS, ids=lambda x: x if isinstance(x, str) else _name(x))
-def test_a_layout_agrees_with_virtual_replicas_step_by_step(virtual, method, mesh):
-    if method not in virtual:
-        virtual[method] = train(method, VIRTUAL)
-    expected, actual = virtual[method], train(method, mesh)
+@pytest.mark.parametrize(("method", "optimizer", "mesh"), LAYOUTS, ids=lambda x: x if isinstance(x, str) else _name(x))
+def test_a_layout_agrees_with_virtual_replicas_step_by_step(virtual, method, optimizer, mesh):
+    if (method, optimizer) not in virtual:
+        virtual[method, optimizer] = train(method, optimizer, VIRTUAL)
+    expected, actual = virtual[method, optimizer], train(method, optimizer, mesh)
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=2e-6)
     np.testing.assert_allclose(actual.grad_norms, expected.grad_norms, rtol=1e-5)
     for mine, theirs in zip(actual.params, expected.params, strict=True):

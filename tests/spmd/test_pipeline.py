@@ -94,6 +94,14 @@ LAYOUTS = {
 }
 
 
+def test_muon_on_stages_that_are_sharded_equals_the_model_that_is_not_cut():
+    def with_muon(config):
+        return dataclasses.replace(config, inner=dataclasses.replace(config.inner, optimizer="muon"))
+
+    cut, whole = run_config(2, "fixed", replica=2, fsdp=2), run_config(1, "fixed", 1)
+    assert_same_run(trajectory(with_muon(cut), 8), trajectory(with_muon(whole), 1))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fixed_routing_equals_the_model_that_is_not_cut(layout):
     assert_same_run(trajectory(*LAYOUTS[layout]), trajectory(run_config(1, "fixed", 1), 1))

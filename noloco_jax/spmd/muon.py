@@ -1,0 +1,84 @@
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): momentum whose matrices are made orthogonal.
+
+Axes: L stacked layers, I inputs and O outputs of a layer's matrix; M the smaller of the two, N the larger.
+"""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec as P
+
+from noloco_jax.model.placement import constrain, num_devices
+from noloco_jax.spmd.sharding import parameter_spec
+
+# Chosen for their slope at zero: singular values come to lie between 0.7 and 1.2 rather than at 1.
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
+_MOMENTUM = 0.95
+_EPS = 1e-8
+_INSIDE_A_REPLICA = ("fsdp", "tensor")
+
+
+def muon(learning_rate: optax.Schedule, weight_decay: float) -> optax.GradientTransformation:
+    """Nesterov momentum made orthogonal, a layer's matrix at a time, for parameters that are stacks (L, I, O).
+
+    An update is learning rate · sqrt(max(1, O / I)) · U Vᵀ, nearly, of the momentum's singular vectors U, V, as in
+    `optax.contrib.muon`. That one has no place between momentum and iteration from which to move the matrices.
+
+    Args:
+      learning_rate: of the step 0, 1, ...
+      weight_decay: share of a weight that a step takes off it, times the learning rate.
+    """
+    return optax.chain(
+        optax.trace(_MOMENTUM, nesterov=True),
+        optax.stateless(lambda updates, _: jax.tree.map_with_path(_orthogonal_stack, updates)),
+        optax.add_decayed_weights(weight_decay),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def _orthogonal_stack(path: tuple, x_LIO: jax.Array) -> jax.Array:
+    _, fan_in, fan_out = x_LIO.shape
+    return max(1.0, fan_out / fan_in) ** 0.5 * _on_whole_matrices(newton_schulz, x_LIO, parameter_spec(path))
+
+
+def _on_whole_matrices(fn: Callable[[jax.Array], jax.Array], x_LIO: jax.Array, axes: P) -> jax.Array:
+    """`fn` of a stack, computed by devices that share out its matrices rather than cut them.
+
+    An all-to-all over each axis brings the matrices together, and another one cuts them again. Left alone, the
+    partitioner would sum the Gram matrices over devices in every iteration. A stack that the devices do not divide is
+    filled up with zeros.
+
+    Args:
+      fn: maps a stack, matrix by matrix.
+      x_LIO: the stack.
+      axes: the mesh axes that cut its dimensions, before and after.
+    """
+    num_parts, num_layers = math.prod(map(num_devices, _INSIDE_A_REPLICA)), x_LIO.shape[0]
+    if num_parts == 1:
+        return fn(x_LIO)
+    # One axis after the other: from two at once the partitioner would gather the whole stack on every device.
+    moved = [_INSIDE_A_REPLICA[:count] for count in range(len(_INSIDE_A_REPLICA) + 1)]
+    specs = [(layers, *(None if axis in layers else axis for axis in axes[1:])) for layers in moved]
+    x_LIO = jnp.pad(x_LIO, ((0, -num_layers % num_parts), (0, 0), (0, 0)))
+    for spec in specs:
+        x_LIO = constrain(x_LIO, *spec)
+    x_LIO = fn(x_LIO)
+    for spec in reversed(specs):
+        x_LIO = constrain(x_LIO, *spec)
+    return x_LIO[:num_layers]
+
+
+def newton_schulz(x_LIO: jax.Array) -> jax.Array:
+    """Every matrix with its singular values brought near 1, by odd polynomials: x <- a x + b (x xᵀ) x + c (x xᵀ)² x."""
+    wide = x_LIO.shape[-2] <= x_LIO.shape[-1]
+    x_LMN = x_LIO if wide else x_LIO.mT
+    x_LMN = x_LMN / (jnp.linalg.norm(x_LMN, axis=(-2, -1), keepdims=True) + _EPS)
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram_LMM = x_LMN @ x_LMN.mT
+        x_LMN = a * x_LMN + (b * gram_LMM + c * gram_LMM @ gram_LMM) @ x_LMN
+    return x_LMN if wide else x_LMN.mT

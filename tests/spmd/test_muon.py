@@ -1,0 +1,185 @@
+"""Muon's steps against numpy's, a layer's matrix by itself, wherever the layers lie."""
+
+import functools
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from noloco_jax.config import InnerConfig, ModelConfig, TrainConfig
+from noloco_jax.spmd import sharding
+from noloco_jax.spmd.hlo import Traffic, read_hlo
+from noloco_jax.spmd.inner import inner_optimizer, learning_rates
+from noloco_jax.spmd.mesh import AXES, mesh_of
+from support.model_makers import random_params
+
+PyTree = Any
+INNER = InnerConfig(optimizer="muon", lr=0.02, adam_lr=3e-3, min_lr=0.002, warmup_steps=2, b2=0.99, weight_decay=0.1)
+
+
+def run_config(num_layers: int = 2) -> TrainConfig:
+    model = ModelConfig(
+        hidden_size=16, intermediate_size=48, num_layers=num_layers, num_heads=2, num_kv_heads=1, vocab_size=24
+    )
+    return TrainConfig(num_steps=5, model=model, inner=INNER)
+
+
+def gradients_of(config: TrainConfig, num_steps: int) -> list:
+    shapes = random_params(config.model)
+    rng = np.random.default_rng(1)
+    return [jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), shapes) for _ in range(num_steps)]
+
+
+def orthogonal(x_IO: np.ndarray) -> np.ndarray:
+    """Newton-Schulz as Jordan prints it, for a matrix with more columns than rows or its transpose."""
+    if x_IO.shape[0] > x_IO.shape[1]:
+        return orthogonal(x_IO.T).T
+    x_IO = x_IO / np.linalg.norm(x_IO)
+    for _ in range(5):
+        gram = x_IO @ x_IO.T
+        x_IO = 3.4445 * x_IO + (-4.7750 * gram + 2.0315 * gram @ gram) @ x_IO
+    return x_IO
+
+
+def muon_in_numpy(theta: np.ndarray, gradients: list[np.ndarray], rates: np.ndarray) -> np.ndarray:
+    """One matrix after a step for every gradient, float64."""
+    theta, momentum = theta.astype(np.float64), np.zeros(theta.shape)
+    for gradient, rate in zip(gradients, rates, strict=True):
+        momentum = 0.95 * momentum + 0.05 * gradient
+        direction = orthogonal(0.95 * momentum + 0.05 * gradient)
+        scale = np.sqrt(max(1.0, theta.shape[1] / theta.shape[0]))
+        theta = theta - rate * (scale * direction + INNER.weight_decay * theta)
+    return theta
+
+
+def adam_in_numpy(theta: np.ndarray, gradients: list[np.ndarray], rates: np.ndarray) -> np.ndarray:
+    theta, first, second = theta.astype(np.float64), np.zeros(theta.shape), np.zeros(theta.shape)
+    for t, (gradient, rate) in enumerate(zip(gradients, rates, strict=True), start=1):
+        first = INNER.b1 * first + (1 - INNER.b1) * gradient
+        second = INNER.b2 * second + (1 - INNER.b2) * gradient.astype(np.float64) ** 2
+        direction = first / (1 - INNER.b1**t) / (np.sqrt(second / (1 - INNER.b2**t)) + INNER.eps)
+        theta = theta - rate * (direction + INNER.weight_decay * theta)
+    return theta
+
+
+@pytest.fixture(scope="module")
+def three_steps() -> tuple[PyTree, list[PyTree], PyTree, np.ndarray]:
+    """Parameters, three gradients, the parameters that they lead to, and the learning rates."""
+    config = run_config()
+    optimizer, params, gradients = inner_optimizer(config), random_params(config.model), gradients_of(config, 3)
+    state, trained = optimizer.init(params), params
+    for gradient in gradients:
+        updates, state = optimizer.update(gradient, state, trained)
+        trained = optax.apply_updates(trained, updates)
+    return params, gradients, trained, learning_rates(config)[:3]
+
+
+@pytest.mark.parametrize("name", ["q", "k", "gate", "down"])
+def test_every_layers_matrix_is_made_orthogonal_by_itself(three_steps, name):
+    params, gradients, trained, rates = three_steps
+    for layer in range(2):
+        expected = muon_in_numpy(
+            params["blocks"][name][layer], [tree["blocks"][name][layer] for tree in gradients], rates
+        )
+        np.testing.assert_allclose(trained["blocks"][name][layer], expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("path", [("embed",), ("head",), ("norm",), ("blocks", "mlp_norm")])
+def test_adam_steps_the_rest_at_a_rate_of_its_own_on_the_same_schedule(three_steps, path):
+    params, gradients, trained, rates = three_steps
+    for name in path:
+        params, trained, gradients = params[name], trained[name], [tree[name] for tree in gradients]
+    expected = adam_in_numpy(params, gradients, rates * INNER.adam_lr / INNER.lr)
+    np.testing.assert_allclose(trained, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_first_step_is_that_of_optax_contrib():
+    config = run_config()
+    params, [gradient] = random_params(config.model)["blocks"], gradients_of(config, 1)
+    matrices = {name: x for name, x in params.items() if x.ndim == 3}
+    numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    theirs = optax.contrib.muon(
+        float(learning_rates(config)[0]),
+        weight_decay=INNER.weight_decay,
+        muon_weight_dimension_numbers=dict.fromkeys(matrices, numbers),
+    )
+    expected: PyTree
+    updates: PyTree
+    expected, _ = theirs.update({name: gradient["blocks"][name] for name in matrices}, theirs.init(matrices), matrices)
+    mine, whole = inner_optimizer(config), random_params(config.model)
+    updates, _ = mine.update(gradient, mine.init(whole), whole)
+    for name in matrices:
+        np.testing.assert_allclose(updates["blocks"][name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+@functools.cache
+def updated(config: TrainConfig, mesh: Mesh) -> tuple[PyTree, Traffic]:
+    """One update of two replicas on a mesh, and what it communicates."""
+    optimizer = inner_optimizer(config)
+    params = jax.tree.map(lambda x: np.stack([x, -x]), random_params(config.model))
+    gradient = jax.tree.map(lambda x: np.stack([x, 2 * x + 1]), gradients_of(config, 1)[0])
+    specs = sharding.param_specs(params, mesh)
+    state_specs = sharding.inner_specs(optimizer, params, specs)
+    at, state_at = sharding.shardings(mesh, specs), sharding.shardings(mesh, state_specs)
+    update = jax.shard_map(
+        jax.vmap(optimizer.update),
+        mesh=mesh,
+        in_specs=sharding.manual((specs, state_specs, specs)),
+        out_specs=sharding.manual((specs, state_specs)),
+        axis_names=set(sharding.MANUAL_AXES),
+        check_vma=False,
+    )
+    state = jax.device_put(jax.vmap(optimizer.init)(params), state_at)
+    arguments = jax.device_put(gradient, at), state, jax.device_put(params, at)
+    compiled = jax.jit(update, out_shardings=(at, state_at)).lower(*arguments).compile()
+    hlo = compiled.as_text()
+    assert hlo is not None
+    return jax.device_get(compiled(*arguments)[0]), read_hlo(hlo, dict(mesh.shape))
+
+
+def test_the_state_of_a_part_of_the_parameters_lies_where_they_do():
+    config = run_config()
+    params = jax.tree.map(lambda x: np.stack([x, x]), random_params(config.model))
+    specs = sharding.param_specs(params, mesh(replica=2, fsdp=2, tensor=2))
+    state = sharding.inner_specs(inner_optimizer(config), params, specs)
+    assert optax.tree.get(state, "trace")["blocks"]["down"] == P("replica", "stage", "tensor", "fsdp")
+    for moment in ("mu", "nu"):
+        assert optax.tree.get(state, moment)["embed"] == P("replica", ("stage", "tensor"), "fsdp")
+    assert {spec for path, spec in jax.tree.leaves_with_path(state) if "count" in jax.tree_util.keystr(path)} == {
+        P("replica")
+    }
+
+
+def mesh(**sizes: int) -> Mesh:
+    return mesh_of(dict.fromkeys(AXES, 1) | sizes, jax.devices())
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "sizes"),
+    [(4, {"fsdp": 2}), (4, {"tensor": 2}), (3, {"fsdp": 2, "tensor": 2})],
+    ids=["fsdp", "tensor", "both, layers not divided"],
+)
+def test_devices_exchange_whole_matrices_once_and_back(num_layers, sizes):
+    config = run_config(num_layers)
+    updates, traffic = updated(config, mesh(replica=2, **sizes))
+    exchanges = Counter({("all-to-all", (axis,)): 2 * 7 for axis in sizes})  # of seven stacks
+    found = Counter()
+    for collective in traffic.collectives():
+        found[collective.kind, collective.axes] += traffic.times(collective)[1]
+    assert found == exchanges
+    expected, nothing = updated(config, mesh(replica=1))
+    assert not nothing
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), updates, expected)
+
+
+def test_stages_make_their_own_layers_orthogonal_and_say_nothing():
+    config = run_config(4)
+    updates, traffic = updated(config, mesh(replica=2, stage=2))
+    assert not traffic
+    expected, _ = updated(config, mesh(replica=1))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), updates, expected)
