@@ -141,17 +141,20 @@ def _shares(x: jax.Array, n: int, block: int) -> tuple[jax.Array, Any] | None:
     """`x` as n equal shares in front, each of whole blocks, and how to put them together; None if an array must stay
     whole and does not divide.
 
-    An array whose dimensions the partitioner may shard is cut along the first one that n divides, a vector anywhere.
+    An array that the partitioner may shard is cut along a dimension of which n divides every part, and a share takes
+    every n-th of it, so that shares lie where the array does.
     """
-    if num_parts() == 1:
+    parts = num_parts()
+    if parts == 1:
         padding = -x.size % (n * block)
         flat = jnp.pad(jnp.ravel(x), (0, padding))
         return flat.reshape(n, -1), lambda shares: shares.reshape(-1)[: x.size].reshape(x.shape)
-    for dim, size in enumerate(x.shape):
-        if size % n == 0:
-            cut = x.reshape(*x.shape[:dim], n, size // n, *x.shape[dim + 1 :])
-            return jnp.moveaxis(cut, dim, 0), lambda shares, dim=dim: jnp.moveaxis(shares, 0, dim).reshape(x.shape)
-    return None
+    dims = [dim for by in (n * parts, n) for dim, size in enumerate(x.shape) if size % by == 0]
+    if not dims:
+        return None
+    dim = dims[0]
+    cut = x.reshape(*x.shape[:dim], -1, n, *x.shape[dim + 1 :])
+    return jnp.moveaxis(cut, dim + 1, 0), lambda shares: jnp.moveaxis(shares, 0, dim + 1).reshape(x.shape)
 
 
 def _tables(pairing: Pairing) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
