@@ -146,7 +146,10 @@ def _ring_bytes(config: "TrainConfig", sizes: list[int]) -> int:
 
 def _group_bytes(config: "TrainConfig", sizes: list[int]) -> int:
     """A whole message to the other of a pair; in a larger group shares out and back, or all to all: if group sizes
-    differ, and where that is less."""
+    differ, and where that is less.
+
+    Where a replica is sharded, blocks may hold fewer weights than 64, and a message more scales than are counted here.
+    """
     n, wire = config.outer.group_size, config.outer.wire
     if n == 2 or config.num_replicas % n or not goes_by_shares(wire, n):
         return (n - 1) * message_bytes(wire, sizes)

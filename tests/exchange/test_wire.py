@@ -14,6 +14,7 @@ from noloco_jax.exchange.groups import group_mean
 from noloco_jax.exchange.wire import WIRES
 from support.layouts import axis_of, compiled, messages, over_replicas, random_tree, state_at_start
 from support.oracle import group_mean as oracle_mean
+from support.oracle import noloco_step
 from support.wires import BITS, ROUNDED, grid_steps
 
 PAIRS = [[0, 3], [1, 2], [4, 6], [5, 7]]
@@ -92,6 +93,21 @@ def test_replicas_with_equal_values_keep_them_through_a_wire_that_rounds(group_s
     means = meet(tree, wire, nj.RandomPairing(8, group_size, max_pool=4).pool[1])
     for name, x in tree.items():
         np.testing.assert_array_equal(means[name], x)
+
+
+@pytest.mark.parametrize("layout", [8, (8, 1), (2, 4)])
+def test_an_outer_step_through_four_bits_leaves_the_mean_of_the_replicas_where_float32_leaves_it(layout):
+    """The message is computed in the same program: had a sender rounded it otherwise for itself, a step would show."""
+    theta, slow, momentum = ({"w": np.random.default_rng(seed).normal(size=(8, 999))} for seed in range(3))
+    state = state_at_start(8, *jax.tree.map(np.float32, (slow, momentum)))
+    pairing = nj.RandomPairing(8)
+    groups = pairing.pool[int(pairing.pool_index(0))]
+    outer = nj.noloco(pairing, 0.7, 0.5, 0.4, axis_name=axis_of(layout), wire="int4")
+    params, state = jax.jit(over_replicas(outer.step, layout))(jax.tree.map(np.float32, theta), state)
+    expected, _ = noloco_step(theta["w"], slow["w"], momentum["w"], groups=groups, alpha=0.5, beta=0.7, gamma=0.4)
+    received = np.asarray(params["w"], np.float64)
+    assert np.abs(received - expected).max() > 0.1  # four bits are coarse
+    np.testing.assert_allclose(received.mean(axis=0), expected.mean(axis=0), atol=1e-6)
 
 
 @every_rounding_wire
