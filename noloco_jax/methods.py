@@ -5,14 +5,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from noloco_jax.errors import UserError
+from noloco_jax.wires import FLOAT_BYTES, goes_by_shares, message_bytes, share_bytes
 
 if TYPE_CHECKING:
     from noloco_jax.config import TrainConfig
     from noloco_jax.outer.pairing import RandomPairing, Round
     from noloco_jax.outer.transform import OuterOptimizer
-
-FLOAT32_BYTES = 4
-WIRE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -26,8 +24,8 @@ class Method:
       outer_optimizer: (config, axis_name) -> the outer optimizer; None for methods without outer steps.
       pairing: config -> who meets whom; None where all do, or nobody.
       averages_gradients: whether gradients are averaged over all replicas at every step.
-      bytes_sent: (config, number of parameters) -> bytes that a replica sends at an outer step, or at every step where
-        gradients are averaged; an all-reduce counts as a ring.
+      bytes_sent: (config, sizes of the parameters' arrays) -> bytes that a replica sends at an outer step, or at every
+        step where gradients are averaged; an all-reduce counts as a ring.
       outer_collectives: the kinds of collectives by which an outer step crosses replicas.
       unused: fields of the configuration that change nothing; "outer." stands for all that begin so.
       baseline: field -> what it has as the paper's baseline (Section 4) where the configuration is noloco's.
@@ -41,7 +39,7 @@ class Method:
     outer_optimizer: "Callable[[TrainConfig, Any], OuterOptimizer] | None" = None
     pairing: "Callable[[TrainConfig], RandomPairing] | None" = None
     averages_gradients: bool = False
-    bytes_sent: Callable[["TrainConfig", int], int] = lambda config, numel: 0
+    bytes_sent: Callable[["TrainConfig", list[int]], int] = lambda config, sizes: 0
     outer_collectives: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     baseline: Mapping[str, float] = field(default_factory=dict)
@@ -142,16 +140,20 @@ def _check_no_outer_steps(config: "TrainConfig") -> None:
         raise UserError(f"outer.offload=True and method={config.method!r} has no outer state: leave it out")
 
 
-def _ring_bytes(config: "TrainConfig", numel: int) -> int:
-    return 2 * FLOAT32_BYTES * numel * (config.num_replicas - 1) // config.num_replicas
+def _ring_bytes(config: "TrainConfig", sizes: list[int]) -> int:
+    return 2 * FLOAT_BYTES["float32"] * sum(sizes) * (config.num_replicas - 1) // config.num_replicas
 
 
-def _group_bytes(config: "TrainConfig", numel: int) -> int:
-    """A whole message to the other of a pair; in a larger group shares out and back, or all to all if sizes differ."""
-    n, wire = config.outer.group_size, WIRE_BYTES[config.outer.wire]
-    if n == 2 or config.num_replicas % n:
-        return (n - 1) * wire * numel
-    return (n - 1) * (wire + FLOAT32_BYTES) * numel // n
+def _group_bytes(config: "TrainConfig", sizes: list[int]) -> int:
+    """A whole message to the other of a pair; in a larger group shares out and back, or all to all: if group sizes
+    differ, and where that is less.
+
+    Where a replica is sharded, blocks may hold fewer weights than 64, and a message more scales than are counted here.
+    """
+    n, wire = config.outer.group_size, config.outer.wire
+    if n == 2 or config.num_replicas % n or not goes_by_shares(wire, n):
+        return (n - 1) * message_bytes(wire, sizes)
+    return (n - 1) * share_bytes(wire, sizes, n)
 
 
 METHODS: dict[str, Method] = {

@@ -68,8 +68,10 @@ def noloco(
       state_dtype: dtype in which slow weights and momentum are kept, float32 or bfloat16 (rounded at random, so that
         small steps are not lost); they are computed in float32. Parameters of float64 or complex numbers keep their
         precision.
-      wire: "float32", or "bfloat16" for messages of half the bytes: partners then come together by the difference of
-        their rounded messages, so that equal replicas stay equal and what is too small for bfloat16 is kept.
+      wire: "float32"; or "bfloat16", "int8", "int6" or "int4", for messages of 16, 8, 6 or 4 bits a weight (the last
+        three in blocks of 64 weights of an array, with a scale of 2 bytes each). Partners then come together by the
+        difference of their rounded messages, so that equal replicas stay equal, the replicas' mean stays where it is
+        and what is too small for the wire is kept.
 
     Returns:
       A transform whose state is an `OuterState`.

@@ -7,6 +7,7 @@ from dataclasses import MISSING, dataclass
 
 from noloco_jax.config.schema import setting
 from noloco_jax.methods import METHODS
+from noloco_jax.wires import WIRES
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,10 @@ class OuterConfig:
         False, "Whether the outer momentum is Nesterov's, as in DiLoCo's own paper; False: heavy ball (diloco only)."
     )
     wire: str = setting(
-        "float32", "Form in which messages between replicas travel (noloco only).", choices=("float32", "bfloat16")
+        "float32",
+        "Form in which messages between replicas travel; int8, int6 and int4: in blocks of weights with a scale each "
+        "(noloco only).",
+        choices=WIRES,
     )
     state_dtype: str = setting(
         "float32", "Type in which slow weights and outer momentum are kept.", choices=("float32", "bfloat16")

@@ -1,5 +1,6 @@
 """Where replicas live: axes of a mesh, an axis of `vmap`, or several replicas on each device of mesh axes."""
 
+import math
 import warnings
 from typing import Any, NamedTuple
 
@@ -54,6 +55,12 @@ class ReplicaAxes(NamedTuple):
         """This replica's number."""
         device = lax.axis_index(self.device) if self.device else 0
         return device * self.num_slots + (lax.axis_index(self.slot) if self.slot else 0)
+
+
+def num_parts() -> int:
+    """Over how many devices, on mesh axes that are left to it, the partitioner may shard the arrays of a replica."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[name] for name in mesh.axis_names if name not in mesh.manual_axes)
 
 
 def names_of(axis_name: AxisName) -> tuple[str, ...]:

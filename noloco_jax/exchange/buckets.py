@@ -13,12 +13,13 @@ BUCKET_BYTES = 2**27
 
 
 def packed(
-    tree: PyTree, bucket_bytes: int = BUCKET_BYTES
+    tree: PyTree, block: int = 1, bucket_bytes: int = BUCKET_BYTES
 ) -> tuple[list[jax.Array], Callable[[list[jax.Array]], PyTree]]:
     """The tree's arrays in buckets, and what makes a tree like it of buckets like these.
 
     Args:
       tree: arrays of any shapes and dtypes; those of one bucket share a dtype.
+      block: each array in a bucket of several is filled up with zeros to a multiple of so many elements.
       bucket_bytes: how large a bucket of several arrays may be.
     """
     leaves, structure = jax.tree.flatten(tree)
@@ -27,7 +28,7 @@ def packed(
     def pack(members: list[int]) -> jax.Array:
         if len(members) == 1:
             return leaves[members[0]]
-        return jnp.concatenate([jnp.ravel(leaves[i]) for i in members])
+        return jnp.concatenate([jnp.pad(jnp.ravel(leaves[i]), (0, -leaves[i].size % block)) for i in members])
 
     def unpack(buckets: list[jax.Array]) -> PyTree:
         restored: list[Any] = [None] * len(leaves)
@@ -39,7 +40,7 @@ def packed(
             for i in members:
                 part = jax.lax.slice_in_dim(bucket, start, start + leaves[i].size)
                 restored[i] = part.reshape(leaves[i].shape)
-                start += leaves[i].size
+                start += leaves[i].size + -leaves[i].size % block
         return structure.unflatten(restored)
 
     return [pack(members) for members in groups], unpack

@@ -2,9 +2,11 @@
 
 Each of a pair sends its whole message. In groups of n > 2 equal sizes a member owns a share of the message: all send it
 their part of that share, and it sends back the mean. That costs what a ring costs, 2 (n − 1)/n messages, in two rounds
-of messages instead of 2 (n − 1), and all members receive the same bits.
+of messages instead of 2 (n − 1), and all members receive the same bits. The mean travels as float32; where a message's
+code is so short that sending all of it to everyone takes fewer bytes, that is done instead.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -12,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from noloco_jax.exchange.axes import AxisName, ReplicaAxes, names_of, warn_if_sharded
+from noloco_jax.exchange.axes import AxisName, ReplicaAxes, names_of, num_parts, warn_if_sharded
 from noloco_jax.exchange.buckets import packed
 from noloco_jax.exchange.permute import permute
 from noloco_jax.exchange.routes import lower
 from noloco_jax.exchange.wire import Float32, Wire
 from noloco_jax.outer.pairing import Pairing, largest_group
+from noloco_jax.wires import block_of, goes_by_shares
 
 PyTree = Any
 
@@ -60,17 +63,12 @@ def group_mean(
     if pairing.num_replicas == 1 or largest_group(pairing) == 1:
         return tree
     warn_if_sharded(tree, axes)
-    meeting = _Meeting(pairing, index, axes, wire or Float32())
-    if axes.num_devices == 1 or _is_sharded():  # nothing is sent, or packing would exchange data inside a replica
+    wire = wire or Float32()
+    meeting = _Meeting(pairing, index, axes, wire)
+    if axes.num_devices == 1 or num_parts() > 1:  # nothing is sent, or packing would exchange data inside a replica
         return jax.tree.map(meeting.mean, tree)
-    buckets, unpack = packed(tree)
+    buckets, unpack = packed(tree, block_of(wire.name))
     return unpack([meeting.mean(bucket) for bucket in buckets])
-
-
-def _is_sharded() -> bool:
-    """Whether the partitioner shards the arrays of a replica over further mesh axes."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return any(mesh.shape[name] > 1 for name in mesh.axis_names if name not in mesh.manual_axes)
 
 
 class _Meeting:
@@ -91,16 +89,22 @@ class _Meeting:
         if self._n == 2:
             mean = self._mean_of_pair(x)
             return mean if self._equal_sizes else jnp.where(self._size == 2, mean, x)
-        if self._equal_sizes and (shares := _shares(x, self._n)) is not None:
-            return self._mean_by_shares(x, *shares)
+        if self._equal_sizes and goes_by_shares(self._wire.name, self._n):
+            shares = _shares(x, self._n, block_of(self._wire.name))
+            if shares is not None:
+                return self._mean_by_shares(x, *shares)
         return self._mean_of_all(x)
 
     def _from(self, k: int, tree: PyTree) -> PyTree:
         """What the member k places further on in the group sends."""
         return permute(tree, self._routes[k - 1], self._index, self._axes)
 
+    def _encoded(self, x: jax.Array) -> jax.Array:
+        # What is sent is what the sender decodes: behind a barrier, a compiler does not round twice and differently.
+        return x if self._wire.exact else lax.optimization_barrier(self._wire.encode(x))
+
     def _mean_of_pair(self, x: jax.Array) -> jax.Array:
-        code = self._wire.encode(x)
+        code = self._encoded(x)
         other = self._wire.decode(self._from(1, code), x)
         if self._wire.exact:
             return (x + other) / 2
@@ -108,46 +112,49 @@ class _Meeting:
 
     def _mean_by_shares(self, x: jax.Array, shares: jax.Array, whole: Any) -> jax.Array:
         """`shares` has the n members' shares in front, `whole` puts such an array together again."""
-        n, wire, own = self._n, self._wire, self._position
+        n, own, decode = self._n, self._position, self._wire.decode
+        codes = jax.vmap(self._encoded)(shares)
 
-        def share(member: jax.Array) -> jax.Array:
-            return lax.dynamic_index_in_dim(shares, member % n, keepdims=False)
+        def code(member: jax.Array) -> jax.Array:
+            return lax.dynamic_index_in_dim(codes, member % n, keepdims=False)
 
-        total = wire.decode(wire.encode(share(own)), share(own))
+        total = decode(code(own), shares[0])
         for k in range(1, n):  # the member to whom we are k places further on gets its own share of us
-            total += wire.decode(self._from(k, wire.encode(share(own - k))), total)
+            total += decode(self._from(k, code(own - k)), total)
         mean = total / n
         means = jnp.stack([mean, *(self._from(k, mean) for k in range(1, n))])  # of members own, own + 1, ...
         mean = whole(jnp.take(means, (jnp.arange(n) - own) % n, axis=0))
-        return mean if wire.exact else x + (mean - wire.decode(wire.encode(x), x))
+        return mean if self._wire.exact else x + (mean - whole(jax.vmap(decode)(codes, shares)))
 
     def _mean_of_all(self, x: jax.Array) -> jax.Array:
-        """Everyone sends everything to everyone: for groups of unequal sizes, and for arrays that have no n shares."""
-        wire, code = self._wire, self._wire.encode(x)
-        values = [wire.decode(code, x), *(wire.decode(self._from(k, code), x) for k in range(1, self._n))]
-        by_place = jnp.stack(values)  # of members own, own + 1, ...; beyond the group's size it is no member
-        by_member = jnp.take(by_place, (jnp.arange(self._n) - self._position) % self._size, axis=0)
-        is_member = (jnp.arange(self._n) < self._size).reshape(-1, *[1] * x.ndim)
-        total = jnp.sum(jnp.where(is_member, by_member, 0), axis=0)  # in the same order on all members
-        mean = total / self._size.astype(x.dtype)
-        return mean if wire.exact else x + (mean - values[0])
+        """Everyone sends everything to everyone: where that takes fewer bytes, for groups of unequal sizes, and for
+        arrays that have no n shares."""
+        n, decode, code = self._n, self._wire.decode, self._encoded(x)
+        by_place = jnp.stack([code, *(self._from(k, code) for k in range(1, n))])  # of members own, own + 1, ...;
+        by_member = jnp.take(by_place, (jnp.arange(n) - self._position) % self._size, axis=0)  # beyond the size, none
+        values = [jnp.where(member < self._size, decode(by_member[member], x), 0) for member in range(n)]
+        mean = functools.reduce(jnp.add, values) / self._size.astype(x.dtype)  # in the same order on all members
+        return mean if self._wire.exact else x + (mean - decode(code, x))
 
 
-def _shares(x: jax.Array, n: int) -> tuple[jax.Array, Any] | None:
-    """`x` as n equal shares in front, and how to put them together; None if an array must stay whole and does not
-    divide.
+def _shares(x: jax.Array, n: int, block: int) -> tuple[jax.Array, Any] | None:
+    """`x` as n equal shares in front, each of whole blocks, and how to put them together; None if an array must stay
+    whole and does not divide.
 
-    An array whose dimensions the partitioner may shard is cut along the first one that n divides, a vector anywhere.
+    An array that the partitioner may shard is cut along a dimension of which n divides every part, and a share takes
+    every n-th of it, so that shares lie where the array does.
     """
-    if not _is_sharded():
-        padding = -x.size % n
+    parts = num_parts()
+    if parts == 1:
+        padding = -x.size % (n * block)
         flat = jnp.pad(jnp.ravel(x), (0, padding))
         return flat.reshape(n, -1), lambda shares: shares.reshape(-1)[: x.size].reshape(x.shape)
-    for dim, size in enumerate(x.shape):
-        if size % n == 0:
-            cut = x.reshape(*x.shape[:dim], n, size // n, *x.shape[dim + 1 :])
-            return jnp.moveaxis(cut, dim, 0), lambda shares, dim=dim: jnp.moveaxis(shares, 0, dim).reshape(x.shape)
-    return None
+    dims = [dim for by in (n * parts, n) for dim, size in enumerate(x.shape) if size % by == 0]
+    if not dims:
+        return None
+    dim = dims[0]
+    cut = x.reshape(*x.shape[:dim], -1, n, *x.shape[dim + 1 :])
+    return jnp.moveaxis(cut, dim + 1, 0), lambda shares: jnp.moveaxis(shares, 0, dim + 1).reshape(x.shape)
 
 
 def _tables(pairing: Pairing) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

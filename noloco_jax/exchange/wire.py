@@ -1,27 +1,34 @@
 """What a message is while it travels: its own float32, or a code of fewer bits."""
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
-PyTree = Any
+from noloco_jax.exchange.blocks import from_blocks, in_blocks, pack, unpack
+from noloco_jax.wires import BLOCK_BITS, SCALE_BYTES
 
 
 class Wire(Protocol):
     """A code for arrays on their way to another replica.
 
     Attributes:
+      name: of `noloco_jax.wires`, which knows its sizes.
       exact: whether `decode` gives back every value.
     """
 
-    exact: bool
+    @property
+    def name(self) -> str: ...
 
-    def encode(self, x: jax.Array) -> PyTree:
+    @property
+    def exact(self) -> bool: ...
+
+    def encode(self, x: jax.Array) -> jax.Array:
         """What is sent of an array."""
         ...
 
-    def decode(self, code: PyTree, like: jax.Array) -> jax.Array:
+    def decode(self, code: jax.Array, like: jax.Array) -> jax.Array:
         """Q(x): the array that the code stands for, of the shape and dtype of `like`."""
         ...
 
@@ -29,12 +36,13 @@ class Wire(Protocol):
 class Float32:
     """Arrays as they are."""
 
+    name = "float32"
     exact = True
 
-    def encode(self, x: jax.Array) -> PyTree:
+    def encode(self, x: jax.Array) -> jax.Array:
         return x
 
-    def decode(self, code: PyTree, like: jax.Array) -> jax.Array:
+    def decode(self, code: jax.Array, like: jax.Array) -> jax.Array:
         del like
         return code
 
@@ -42,21 +50,70 @@ class Float32:
 class BFloat16:
     """Real numbers rounded to bfloat16, two bytes each."""
 
+    name = "bfloat16"
     exact = False
 
-    def encode(self, x: jax.Array) -> PyTree:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(
-                f"wire='bfloat16' rounds real numbers and the parameters hold {x.dtype}: use wire='float32'"
-            )
+    def encode(self, x: jax.Array) -> jax.Array:
+        _check_real(self.name, x)
         # As bits: a backend that has no messages of this type, like the CPU, would widen them to float32.
         return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
 
-    def decode(self, code: PyTree, like: jax.Array) -> jax.Array:
+    def decode(self, code: jax.Array, like: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type(code, jnp.bfloat16).astype(like.dtype)
 
 
-WIRES: dict[str, Wire] = {"float32": Float32(), "bfloat16": BFloat16()}
+@dataclass(frozen=True)
+class Blocks:
+    """Real numbers as integers k of a few bits, times a scale that a block of them shares: Q(x) = k · scale.
+
+    scale = largest |x| of the block / (2^(bits−1) − 1), rounded to bfloat16, which has float32's range in half its
+    bytes. That rounding moves x / scale by less than half, so that the largest keeps its k; and k · scale, of 8 bits
+    each, is exact in float32, so that both ends of a message hold the same Q(x) however a compiler fuses them.
+
+    A block with a NaN or an infinity arrives as such, all of it; others are not touched. What float32 has no normal
+    number for arrives as zero or as an infinity.
+
+    Attributes:
+      name: "int8", "int6" or "int4".
+    """
+
+    name: str
+    exact = False
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        """uint8 (..., blocks, bytes): of every block its scale, then its numbers, packed to their bits."""
+        _check_real(self.name, x)
+        blocks = in_blocks(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+        largest = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
+        scale = jax.lax.reduce_precision((largest / self._limit).astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+        scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0, scale)
+        rounded = jnp.round(blocks / jnp.where(scale == 0, 1, scale))
+        numbers = (jnp.clip(rounded, -self._limit, self._limit) + self._limit).astype(jnp.uint32)
+        scale_bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) >> 16
+        return jnp.concatenate([pack(scale_bits, 8 * SCALE_BYTES), pack(numbers, self._bits)], axis=-1)
+
+    def decode(self, code: jax.Array, like: jax.Array) -> jax.Array:
+        scale_bits = unpack(code[..., :SCALE_BYTES], 8 * SCALE_BYTES)
+        scale = jax.lax.bitcast_convert_type(scale_bits << 16, jnp.float32)
+        numbers = unpack(code[..., SCALE_BYTES:], self._bits).astype(jnp.float32) - self._limit
+        return from_blocks(numbers * scale, like.shape).astype(like.dtype)
+
+    @property
+    def _bits(self) -> int:
+        return BLOCK_BITS[self.name]
+
+    @property
+    def _limit(self) -> int:
+        """The largest |k|."""
+        return 2 ** (self._bits - 1) - 1
+
+
+def _check_real(name: str, x: jax.Array) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"wire={name!r} rounds real numbers and the parameters hold {x.dtype}: use wire='float32'")
+
+
+WIRES: dict[str, Wire] = {wire.name: wire for wire in (Float32(), BFloat16(), *map(Blocks, BLOCK_BITS))}
 
 
 def wire_of(name: str) -> Wire:

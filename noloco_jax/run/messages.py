@@ -1,13 +1,18 @@
 """What the replicas of a run send to each other, as its method has it: how often, how many bytes, in which pairings."""
 
+import math
+
+import jax
+
 from noloco_jax.config import TrainConfig
 from noloco_jax.methods import method_of
-from noloco_jax.model.llama import num_params
+from noloco_jax.model.llama import param_shapes
 
 
 def bytes_sent(config: TrainConfig) -> int:
     """Bytes that a replica sends at an outer step (for ddp: at every step), an all-reduce counted as a ring."""
-    return method_of(config).bytes_sent(config, num_params(config.model)[0])
+    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config.model))]
+    return method_of(config).bytes_sent(config, sizes)
 
 
 def total_bytes_sent(config: TrainConfig) -> int:

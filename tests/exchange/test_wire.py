@@ -1,5 +1,6 @@
 """The message of a round: one array for all weights, rounded on its way where that was asked for."""
 
+import functools
 import re
 
 import jax
@@ -8,11 +9,43 @@ import numpy as np
 import pytest
 
 import noloco_jax as nj
+from noloco_jax.exchange.blocks import pack, unpack
 from noloco_jax.exchange.groups import group_mean
 from noloco_jax.exchange.wire import WIRES
 from support.layouts import axis_of, compiled, messages, over_replicas, random_tree, state_at_start
+from support.oracle import group_mean as oracle_mean
+from support.oracle import noloco_step
+from support.wires import BITS, ROUNDED, grid_steps
 
 PAIRS = [[0, 3], [1, 2], [4, 6], [5, 7]]
+
+every_rounding_wire = pytest.mark.parametrize("wire", ROUNDED)
+every_block_wire = pytest.mark.parametrize(("wire", "bits"), BITS.items())
+
+
+def meet(tree, wire, groups=PAIRS, layout=8):
+    """What the replicas receive in a round of these groups."""
+    mean = functools.partial(
+        group_mean,
+        pairing=nj.ExplicitPairing([groups]),
+        index=jnp.int32(0),
+        axis_name=axis_of(layout),
+        wire=WIRES[wire],
+    )
+    return jax.device_get(jax.jit(over_replicas(mean, layout))(tree))
+
+
+def sent(wire, x):
+    """Q(x) of one array, as the wire decodes what it encodes."""
+    return np.asarray(WIRES[wire].decode(WIRES[wire].encode(jnp.asarray(x)), jnp.asarray(x)))
+
+
+def heavy_tailed(*shape):
+    """Weights of all sizes: most are tiny, a few are enormous, a stretch of whole blocks is zero."""
+    rng = np.random.default_rng(7)
+    x = (rng.standard_t(1, size=shape) * 10.0 ** rng.integers(-6, 3, size=shape)).astype(np.float32)
+    x[..., 64:200] = 0
+    return x
 
 
 @pytest.mark.parametrize(("d", "slots", "number"), [(8, 1, 7), (4, 2, 3)])
@@ -24,56 +57,132 @@ def test_all_weights_go_in_one_message_a_round(d, slots, number):
     assert messages(hlo) == [size * slots] * number  # one for every pattern that a round may have
 
 
-def to_bfloat16(x):
-    """Rounded to nearest, ties to even, by numpy."""
-    bits = x.view(np.uint32) + 0x7FFF + ((x.view(np.uint32) >> 16) & 1) & 0xFFFF0000
-    return bits.view(np.float32)
-
-
+@every_rounding_wire
 @pytest.mark.parametrize("layout", [8, (8, 1), (2, 4)])
-def test_pairs_come_together_by_the_difference_of_what_bfloat16_leaves_of_both(layout):
-    trees = random_tree(0, 8)
-    pairing = nj.ExplicitPairing([PAIRS])
-
-    def mean(tree):
-        return group_mean(tree, pairing, jnp.int32(0), axis_of(layout), WIRES["bfloat16"])
-
-    means = jax.jit(over_replicas(mean, layout))(trees)
+def test_pairs_come_together_by_exactly_opposite_differences_of_what_the_wire_leaves_of_both(layout, wire):
+    trees = random_tree(0, 8) | {"tails": heavy_tailed(8, 333)}
+    means = meet(trees, wire, layout=layout)
     partner = np.empty(8, int)
     for i, j in PAIRS:
         partner[[i, j]] = j, i
     for name, x in trees.items():
-        rounded = to_bfloat16(x)
+        rounded = np.stack([ROUNDED[wire](one) for one in x]).astype(np.float32)
         correction = (rounded[partner] - rounded) / 2
         np.testing.assert_array_equal(correction + correction[partner], 0)
         np.testing.assert_array_equal(means[name], x + correction)
 
 
+@every_rounding_wire
+@pytest.mark.parametrize("groups", [[[0, 1, 2], [3, 4, 5]], [[0, 5, 2, 4], [1, 3]], [[0, 1, 2, 3, 4, 5]]])
+@pytest.mark.parametrize("layout", [6, (3, 2)])
+def test_larger_groups_come_together_by_the_mean_of_what_the_wire_leaves_of_all(layout, groups, wire):
+    """By shares, and all to all where sizes differ or codes are short; over leaves that fill no whole blocks."""
+    trees = random_tree(0, 6) | {"blocks": np.random.default_rng(1).normal(size=(6, 333)).astype(np.float32)}
+    means = meet(trees, wire, groups, layout)
+    for name, x in trees.items():
+        rounded = np.stack([ROUNDED[wire](one) for one in x]).astype(np.float64)
+        correction = oracle_mean(rounded, groups) - rounded
+        np.testing.assert_allclose(means[name], x + correction, rtol=1e-5, atol=1e-6)
+
+
+@every_rounding_wire
 @pytest.mark.parametrize("group_size", [2, 3, 4])
-def test_replicas_with_equal_values_keep_them_through_a_wire_that_rounds(group_size):
-    tree = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), random_tree(0, 8))
-    pairing = nj.RandomPairing(8, group_size, max_pool=4)
-
-    def mean(tree):
-        return group_mean(tree, pairing, jnp.int32(1), "replica", WIRES["bfloat16"])
-
-    means = jax.jit(jax.vmap(mean, axis_name="replica"))(tree)
+def test_replicas_with_equal_values_keep_them_through_a_wire_that_rounds(group_size, wire):
+    tree = random_tree(0, 8) | {"tails": heavy_tailed(8, 333)}
+    tree = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), tree)
+    means = meet(tree, wire, nj.RandomPairing(8, group_size, max_pool=4).pool[1])
     for name, x in tree.items():
         np.testing.assert_array_equal(means[name], x)
 
 
-def test_complex_numbers_are_an_error_of_a_wire_that_rounds():
-    outer = nj.noloco(nj.RandomPairing(4), wire="bfloat16")
+@pytest.mark.parametrize("layout", [8, (8, 1), (2, 4)])
+def test_an_outer_step_through_four_bits_leaves_the_mean_of_the_replicas_where_float32_leaves_it(layout):
+    """The message is computed in the same program: had a sender rounded it otherwise for itself, a step would show."""
+    theta, slow, momentum = ({"w": np.random.default_rng(seed).normal(size=(8, 999))} for seed in range(3))
+    state = state_at_start(8, *jax.tree.map(np.float32, (slow, momentum)))
+    pairing = nj.RandomPairing(8)
+    groups = pairing.pool[int(pairing.pool_index(0))]
+    outer = nj.noloco(pairing, 0.7, 0.5, 0.4, axis_name=axis_of(layout), wire="int4")
+    params, state = jax.jit(over_replicas(outer.step, layout))(jax.tree.map(np.float32, theta), state)
+    expected, _ = noloco_step(theta["w"], slow["w"], momentum["w"], groups=groups, alpha=0.5, beta=0.7, gamma=0.4)
+    received = np.asarray(params["w"], np.float64)
+    assert np.abs(received - expected).max() > 0.1  # four bits are coarse
+    np.testing.assert_allclose(received.mean(axis=0), expected.mean(axis=0), atol=1e-6)
+
+
+@every_rounding_wire
+def test_a_group_that_is_alone_keeps_its_values_through_a_wire_that_rounds(wire):
+    x = heavy_tailed(3, 333)
+    np.testing.assert_array_equal(meet(x, wire, [[0, 1], [2]], 3)[2], x[2])
+
+
+@every_block_wire
+def test_a_weight_is_sent_to_half_a_grid_step_of_its_block(wire, bits):
+    for scale in (1.0, 100.0, 1e-30):
+        x = heavy_tailed(1000) * np.float32(scale)
+        assert np.all(np.abs(sent(wire, x).astype(np.float64) - x) <= grid_steps(x, bits) / 2)
+
+
+@every_block_wire
+def test_the_largest_weights_of_a_block_are_sent_to_bfloat16s_rounding_and_zeros_as_zeros(wire, bits):
+    x = np.zeros(192, np.float32)
+    x[[3, 70]] = 1.2345, -6.789e-5
+    limit = 2 ** (bits - 1) - 1
+    received = sent(wire, x)
+    assert np.flatnonzero(received).tolist() == [3, 70]
+    np.testing.assert_array_equal(received[[3, 70]], np.sign(x[[3, 70]]) * limit * grid_steps(x, bits)[[3, 70]])
+    np.testing.assert_allclose(received, x, rtol=2**-8)
+
+
+@every_rounding_wire
+@pytest.mark.parametrize("groups", [PAIRS, [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 2], [3, 4, 5], [6, 7]]])
+def test_what_is_not_finite_arrives_so_at_its_group_and_in_its_block_alone(groups, wire):
+    x = np.random.default_rng(0).normal(size=(8, 3 * 64)).astype(np.float32)
+    trees = {"clean": x} | {name: x.copy() for name in ("nan", "inf", "-inf")}
+    for name in ("nan", "inf", "-inf"):
+        trees[name][0, 70] = float(name)
+    means = meet(trees, wire, groups)
+    (group,) = [group for group in groups if 0 in group]
+    block = np.zeros(x.shape, bool)
+    block[group, 64:128] = True
+    for name in ("nan", "inf", "-inf"):
+        assert not np.isfinite(means[name][group, 70]).any()
+        np.testing.assert_array_equal(means[name][~block], means["clean"][~block])
+
+
+@pytest.mark.parametrize("bits", [2, 4, 6, 8, 16])
+def test_packed_numbers_fill_their_bits_and_come_back(bits):
+    numbers = np.random.default_rng(bits).integers(2**bits, size=(5, 64)).astype(np.uint32)
+    packed = pack(jnp.asarray(numbers), bits)
+    assert packed.dtype == jnp.uint8 and packed.shape == (5, 8 * bits)
+    np.testing.assert_array_equal(unpack(packed, bits), numbers)
+
+
+@every_rounding_wire
+def test_complex_numbers_are_an_error_of_a_wire_that_rounds(wire):
+    outer = nj.noloco(nj.RandomPairing(4), wire=wire)
     params = {"w": np.ones((4, 2), np.complex64)}
-    with pytest.raises(TypeError, match="rounds real numbers and the parameters hold complex64: use wire='float32'"):
+    message = f"wire='{wire}' rounds real numbers and the parameters hold complex64: use wire='float32'"
+    with pytest.raises(TypeError, match=message):
         jax.eval_shape(jax.vmap(outer.step, axis_name="replica"), params, jax.eval_shape(jax.vmap(outer.init), params))
 
 
-def test_bfloat16_halves_the_message_on_every_backend():
+@every_rounding_wire
+def test_float64_travels_in_what_the_wire_has_and_keeps_what_that_does_not_hold(wire):
+    with jax.enable_x64(True):
+        x = 1 + 1e-12 * np.arange(8.0)[:, None] * np.ones(70)
+        means = meet(x, wire)
+        assert means.dtype == np.float64
+        np.testing.assert_array_equal(means, x)
+
+
+@pytest.mark.parametrize(("wire", "operand"), [("bfloat16", "u16[13]"), ("int6", "u8[2,50]"), ("int4", "u8[2,34]")])
+def test_all_weights_go_in_one_message_of_the_wires_bits_on_every_backend(wire, operand):
+    """Arrays of 12 and 1 weights: 13 of bfloat16; a block of 64 for each, of 6 or 4 bits and two bytes of scale."""
     params = random_tree(0, 8)
-    tx = nj.noloco(nj.RandomPairing(8), sync_every=1, wire="bfloat16")
+    tx = nj.noloco(nj.RandomPairing(8), sync_every=1, wire=wire)
     update = over_replicas(tx.update, (8, 1))
     sent = compiled(update, params, state_at_start(8, params, params), params)
     operands = re.findall(r"(\w+\[[\d,]*\])\S* collective-permute", sent)
     assert operands
-    assert set(operands) == {"u16[13]"}
+    assert set(operands) == {operand}

@@ -1,12 +1,16 @@
 """What every method communicates on every kind of mesh, and what it promises of that."""
 
+import math
+
 import jax
 import pytest
 
 from noloco_jax.config import from_dict
 from noloco_jax.inspect.promises import broken_promises, verdict
 from noloco_jax.inspect.report import PROGRAMS, Report, inspect_run
+from noloco_jax.run.messages import bytes_sent
 from noloco_jax.spmd.hlo import Collective, Traffic
+from noloco_jax.wires import WIRES
 from support.traffic import MODEL, numel
 
 INNER, OUTER = ("inner_step",), ("outer_step",)
@@ -20,6 +24,7 @@ def report_of(
     group_size: int = 2,
     num_layers: int = 1,
     batch_size: int = 4,
+    wire: str = "float32",
     **mesh: int,
 ) -> Report:
     config = from_dict(
@@ -28,7 +33,7 @@ def report_of(
             "num_replicas": num_replicas,
             "num_microbatches": 2 if "stage" in mesh else 1,
             "model": MODEL | {"num_layers": num_layers},
-            "outer": {"group_size": group_size},
+            "outer": {"group_size": group_size, "wire": wire},
             "data": {"batch_size": batch_size, "sequence_length": 8},
             "mesh": {"replica": -1} | mesh,
         }
@@ -78,6 +83,32 @@ def test_fsdp_inside_replicas_crosses_no_replica_and_sends_shards():
     assert sent(report, "outer_step")[1] == report.parameter_bytes < 0.6 * 4 * numel(1)
 
 
+@pytest.mark.parametrize(
+    ("num_replicas", "group_size", "wire"),
+    [*((4, 2, wire) for wire in WIRES), (4, 4, "float32"), (4, 4, "int8"), (8, 8, "int8")],
+)
+def test_a_replica_sends_the_bytes_that_its_run_reports(num_replicas, group_size, wire):
+    """A whole message, by shares and all to all; a group's share is of the whole bucket."""
+    report = report_of("noloco", num_replicas, num_replicas, OUTER, group_size, wire=wire)
+    assert sent(report, "outer_step") == (bytes_sent(report.config),) * 2
+    assert broken_promises(report) == []
+
+
+@pytest.mark.parametrize(
+    ("mesh", "group_size", "wire"),
+    [
+        ({"fsdp": 2}, 2, "int6"),
+        ({"fsdp": 2}, 4, "float32"),
+        ({"tensor": 2}, 3, "int8"),
+        ({"fsdp": 2, "tensor": 2}, 2, "int4"),
+    ],
+)
+def test_codes_and_shares_of_sharded_arrays_are_made_where_the_shards_lie(mesh, group_size, wire):
+    num_devices = group_size * math.prod(mesh.values())
+    report = report_of("noloco", group_size, num_devices, OUTER, group_size, num_layers=2, wire=wire, **mesh)
+    assert axes_of(report, "outer_step") == {"replica"}
+
+
 def test_fsdp_reduces_and_gathers_weights_and_not_activations():
     def weights(batch_size: int) -> tuple[int, int]:
         traffic = report_of("local", 2, num_devices=4, only=INNER, batch_size=batch_size, fsdp=2).traffic["inner_step"]
@@ -106,10 +137,9 @@ def test_replicas_that_share_a_device_meet_there_and_send_at_most_whole_blocks()
     assert broken_promises(report) == []
 
 
-def test_a_member_of_a_group_of_three_sends_what_a_ring_would():
+def test_a_group_of_three_sends_two_thirds_out_and_two_back():
     report = report_of("noloco", 3, num_devices=3, group_size=3, only=OUTER)
-    share = -(-numel(1) // 3)
-    assert sent(report, "outer_step") == (2 * 2 * 4 * share, 2 * 2 * 4 * share)
+    assert sent(report, "outer_step") == (4 * 4 * math.ceil(numel(1) / 3),) * 2
 
 
 @pytest.mark.parametrize("inside", [{}, {"fsdp": 2}, {"tensor": 2}], ids=str)

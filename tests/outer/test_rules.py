@@ -140,10 +140,11 @@ def test_weights_do_not_freeze_under_a_bfloat16_state_whichever_form_takes_the_s
     assert rounded == pytest.approx(exact, rel=0.05)
 
 
-def test_a_drift_that_bfloat16_does_not_hold_comes_through_a_bfloat16_wire():
+@pytest.mark.parametrize("wire", ["bfloat16", "int4"])
+def test_a_drift_that_a_wire_does_not_hold_comes_through_it(wire):
     """Messages hold γφ, near one: rounding them, rather than their difference, froze weights."""
     noloco = RULES["noloco"]
-    coded = drift(noloco.make(2, "replica", wire="bfloat16"), "step", rounds=200)
+    coded = drift(noloco.make(2, "replica", wire=wire), "step", rounds=200)
     assert coded == pytest.approx(drift(noloco.make(2, "replica"), "step", rounds=200), rel=1e-4)
     assert coded > 0.2
 

@@ -1,5 +1,7 @@
 """What replicas send, against a count by hand."""
 
+import math
+
 import pytest
 
 from noloco_jax.config import TrainConfig, from_dict
@@ -37,6 +39,16 @@ def test_a_group_of_four_sends_what_a_ring_does_one_that_leaves_a_rest_all_to_al
     assert bytes_sent(run("noloco", group_size=4)) == RING
     assert bytes_sent(run("noloco", group_size=3)) == 2 * 4 * PARAMETERS
     assert bytes_sent(run("noloco", wire="bfloat16")) == 2 * PARAMETERS
+
+
+@pytest.mark.parametrize(("wire", "block_bytes"), [("int8", 2 + 64), ("int6", 2 + 48), ("int4", 2 + 32)])
+def test_a_message_in_blocks_counts_scales_and_what_fills_the_last_block_of_every_array(wire, block_bytes):
+    sizes = [259 * 16, 259 * 16, 16 * 16, 16 * 8, 16 * 8, 16 * 16, *[16 * 32] * 3, 16, 16, 16]
+    assert sum(sizes) == PARAMETERS
+    blocks = sum(math.ceil(size / 64) for size in sizes)
+    assert bytes_sent(run("noloco", wire=wire)) == blocks * block_bytes
+    # A group of four sends everything to everyone: codes of all are shorter than a quarter's mean in float32.
+    assert bytes_sent(run("noloco", wire=wire, group_size=4)) == 3 * blocks * block_bytes
 
 
 def test_every_pair_of_four_replicas_meets_in_one_of_three_pairings():

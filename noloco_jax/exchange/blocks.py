@@ -1,0 +1,75 @@
+"""Cuts arrays into blocks of weights, and packs integers of a few bits into bytes."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from noloco_jax.exchange.axes import num_parts
+from noloco_jax.wires import BLOCK
+
+_MULTIPLE = 4  # of weights in a block: four numbers of six bits are whole bytes
+
+
+def in_blocks(x: jax.Array) -> jax.Array:
+    """The array as (..., blocks, weights of a block), filled up with zeros to whole blocks of 64.
+
+    An array that the partitioner may shard is cut along a dimension whose parts hold whole blocks, of fewer weights if
+    it has to be, so that nothing is exchanged inside a replica; one that has no such dimension is cut as if it were
+    whole.
+    """
+    cut = _cut(x.shape)
+    if cut is None:
+        flat = jnp.ravel(x)
+        return jnp.pad(flat, (0, -x.size % BLOCK)).reshape(-1, BLOCK)
+    block, dim = cut
+    moved = jnp.moveaxis(x, dim, -1)
+    return moved.reshape(*moved.shape[:-1], -1, block)
+
+
+def from_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The array of that shape that `in_blocks` cut."""
+    cut = _cut(shape)
+    if cut is None:
+        return jnp.ravel(blocks)[: math.prod(shape)].reshape(shape)
+    return jnp.moveaxis(blocks.reshape(*blocks.shape[:-2], -1), -1, cut[1])
+
+
+def _cut(shape: tuple[int, ...]) -> tuple[int, int] | None:
+    """The weights of a block and the dimension along which they lie; None: along the flattened array."""
+    parts = num_parts()
+    if parts == 1:
+        return None
+    cuts = [
+        (block, dim)
+        for dim, size in enumerate(shape)
+        for block in range(_MULTIPLE, BLOCK + 1, _MULTIPLE)
+        if size % (block * parts) == 0
+    ]
+    return max(cuts, default=None)
+
+
+def pack(numbers: jax.Array, bits: int) -> jax.Array:
+    """Integers of `bits` bits each, uint32 (..., n), as uint8 (..., n · bits / 8).
+
+    A word holds as few numbers as fill whole bytes, from as many runs of the array; its bytes go to runs likewise.
+    """
+    count, size = _word(bits)
+    runs = numbers.reshape(*numbers.shape[:-1], count, -1)
+    word = functools.reduce(jnp.bitwise_or, [runs[..., i, :] << (bits * i) for i in range(count)])
+    return jnp.concatenate([(word >> (8 * j)).astype(jnp.uint8) for j in range(size)], axis=-1)
+
+
+def unpack(packed: jax.Array, bits: int) -> jax.Array:
+    """The uint32 (..., n) that `pack` packed."""
+    count, size = _word(bits)
+    runs = packed.reshape(*packed.shape[:-1], size, -1).astype(jnp.uint32)
+    word = functools.reduce(jnp.bitwise_or, [runs[..., j, :] << (8 * j) for j in range(size)])
+    return jnp.concatenate([(word >> (bits * i)) & (2**bits - 1) for i in range(count)], axis=-1)
+
+
+def _word(bits: int) -> tuple[int, int]:
+    """The fewest numbers that fill whole bytes, and these bytes; at most four, as a word has 32 bits."""
+    size = math.lcm(bits, 8)
+    return size // bits, size // 8

@@ -1,0 +1,42 @@
+"""The forms in which messages travel, by their sizes alone: no jax here, as the configuration reads this table."""
+
+FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
+BLOCK_BITS = {"int8": 8, "int6": 6, "int4": 4}  # of a weight; every block of weights has a scale beside them
+WIRES = (*FLOAT_BYTES, *BLOCK_BITS)
+
+BLOCK = 64  # weights
+SCALE_BYTES = 2
+
+
+def block_of(wire: str) -> int:
+    """Weights that are coded together: an array travels in whole blocks, its last one filled up."""
+    return BLOCK if wire in BLOCK_BITS else 1
+
+
+def block_bytes(wire: str) -> int:
+    """Bytes of a block, with its scale."""
+    return SCALE_BYTES + BLOCK * BLOCK_BITS[wire] // 8 if wire in BLOCK_BITS else FLOAT_BYTES[wire]
+
+
+def goes_by_shares(wire: str, n: int) -> bool:
+    """Whether a group of n > 2 equal sizes sends fewer bytes if every member averages a share and sends float32 means.
+
+    Shares take code and mean of an n-th (n − 1) times, everything to everyone the code of all of it.
+    """
+    code = block_bytes(wire) / block_of(wire)
+    return code + FLOAT_BYTES["float32"] <= n * code
+
+
+def message_bytes(wire: str, sizes: list[int]) -> int:
+    """Bytes of a whole message of arrays of these sizes."""
+    return _num_blocks(wire, sizes) * block_bytes(wire)
+
+
+def share_bytes(wire: str, sizes: list[int], n: int) -> int:
+    """Bytes of a share, an n-th of a message in whole blocks: its code on the way to who averages it, its mean back."""
+    blocks = -(-_num_blocks(wire, sizes) // n)
+    return blocks * (block_bytes(wire) + block_of(wire) * FLOAT_BYTES["float32"])
+
+
+def _num_blocks(wire: str, sizes: list[int]) -> int:
+    return sum(-(-size // block_of(wire)) for size in sizes)

@@ -1,0 +1,36 @@
+"""What a wire leaves of an array, by numpy and float64: the table of the tests over all wires."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+
+def _bfloat16(x: np.ndarray) -> np.ndarray:
+    """float32 rounded to nearest, ties to even."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    return (bits + 0x7FFF + ((bits >> 16) & 1) & 0xFFFF0000).view(np.float32)
+
+
+def grid_steps(x: np.ndarray, bits: int) -> np.ndarray:
+    """The distance of neighbouring values that can be sent, for every weight: blocks are of 64 weights."""
+    blocks = np.pad(x.ravel(), (0, -x.size % 64)).reshape(-1, 64)
+    scale = _bfloat16(np.abs(blocks).max(axis=1) / np.float32(2 ** (bits - 1) - 1))
+    return np.repeat(scale.astype(np.float64), 64)[: x.size].reshape(x.shape)
+
+
+def _in_blocks(bits: int) -> Callable[[np.ndarray], np.ndarray]:
+    def rounded(x: np.ndarray) -> np.ndarray:
+        step = grid_steps(x, bits)
+        return np.where(step == 0, 0, np.round(x / np.where(step == 0, 1, step)) * step)
+
+    return rounded
+
+
+# Name -> Q(x) of one replica's array.
+ROUNDED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "bfloat16": _bfloat16,
+    "int8": _in_blocks(8),
+    "int6": _in_blocks(6),
+    "int4": _in_blocks(4),
+}
+BITS = {"int8": 8, "int6": 6, "int4": 4}  # of those in blocks
