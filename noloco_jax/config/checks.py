@@ -67,6 +67,7 @@ def _check_run(config: TrainConfig) -> None:
         )
     if inner.min_lr > inner.lr:
         raise UserError(f"inner.min_lr={inner.min_lr} is above inner.lr={inner.lr}: lower it")
+    _need_multiple("keep_period", config.keep_period, "checkpoint_every", config.checkpoint_every)
     _need_multiple("data.batch_size", config.data.batch_size, "num_microbatches", config.num_microbatches)
 
 

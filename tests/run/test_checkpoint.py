@@ -49,8 +49,8 @@ def random_state(like: TrainState) -> TrainState:
 
 def position(replica: int, num_replicas: int) -> dict:
     """A data position as a stream gives it."""
-    part = [0, replica, num_replicas, 10 + replica, 1, 3, []]
-    return {"replica": replica, "num_replicas": num_replicas, "source": {"files": 4}, "epoch": 0, "parts": [part]}
+    shard = [0, replica, num_replicas, 10 + replica, 1, 3, []]
+    return {"replica": replica, "num_replicas": num_replicas, "source": {"files": 4}, "epoch": 0, "shards": [shard]}
 
 
 def positions(num_replicas: int) -> dict[int, dict]:
@@ -69,7 +69,8 @@ def restored(workdir: Path, config: TrainConfig) -> tuple[TrainState, list[dict]
     programs = programs_of(config)
     with Checkpointer(workdir, config) as checkpoints:
         assert checkpoints.latest_step() == 3
-        state, data, changed = elastic.restore(checkpoints, 3, config, programs)
+        state, changed = elastic.restore(checkpoints, 3, config, programs)
+        data = elastic.data_positions(checkpoints, 3, config.num_replicas)
     jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail("elsewhere"), state, programs.state)
     return state, data, changed
 

@@ -26,6 +26,8 @@ def make_run(workdir: Path, config: TrainConfig) -> list[llama.Params]:
     save_config(config, workdir)
     checkpointer = Checkpointer(workdir, config)
     params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *replicas)
-    checkpointer.save(7, TrainState(params=params, inner={"count": jnp.zeros(len(replicas))}, outer=None), {0: {}})
+    checkpointer.save(
+        7, TrainState(params=params, inner={"count": jnp.zeros(len(replicas))}, outer=None), {0: {"source": {}}}
+    )
     checkpointer.close()
     return replicas

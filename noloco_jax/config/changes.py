@@ -1,0 +1,31 @@
+"""What differs between the configuration that a run had before and the one that it has now, and what that means."""
+
+from typing import Any, NamedTuple
+
+from noloco_jax.config.build import known_fields, to_dict
+from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config.schema import OnResume, flatten
+from noloco_jax.methods import METHODS
+
+
+class Change(NamedTuple):
+    """A field with two values."""
+
+    field: str
+    before: Any
+    now: Any
+    on_resume: OnResume
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.before!r} before, {self.now!r} now"
+
+
+def changes(before: TrainConfig, now: TrainConfig) -> list[Change]:
+    """Fields with different values in their order, without those that neither configuration's method uses."""
+    left, right = flatten(to_dict(before)), flatten(to_dict(now))
+    rows = [METHODS[config.method] for config in (before, now)]
+    return [
+        Change(path, left.get(path), right.get(path), field.on_resume)
+        for path, field in known_fields().items()
+        if left.get(path) != right.get(path) and not all(row.is_unused(path) for row in rows)
+    ]
