@@ -166,7 +166,7 @@ class DataConfig:
     )
     add_bos: bool = setting(True, "Whether a document begins with the tokenizer's BOS token.", on_resume="must match")
     add_eos: bool = setting(True, "Whether a document ends with the tokenizer's EOS token.", on_resume="must match")
-    sequence_length: int = setting(256, "Tokens of a sequence.", on_resume="must match", minimum=1)
+    sequence_length: int = setting(256, "Tokens of a sequence.", on_resume="may change", minimum=1)
     batch_size: int = setting(
         8, "Sequences that a replica trains on in an inner step.", on_resume="may change", minimum=1
     )

@@ -65,8 +65,9 @@ class TextSource:
             "kind": "text",
             "files": len(self._files),
             "bytes": sum(size for _, size in self._files),
+            "names and sizes": options.digest(self._files),
             "documents": len(self._documents),
-            "piece_bytes": self._piece,
+            "piece_bytes (by data.sequence_length)": self._piece,
         }
 
     def check_replicas(self, num_replicas: int) -> None:
