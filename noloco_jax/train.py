@@ -30,6 +30,7 @@ from noloco_jax.run import elastic
 from noloco_jax.run.banner import banner_rows, show_results
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress, banner, make_console
+from noloco_jax.run.extension import extension_note, rate_change
 from noloco_jax.run.loop import Hooks, Run, train_steps
 from noloco_jax.run.metrics import MetricWriter, read_metrics
 from noloco_jax.run.record import write_start
@@ -108,7 +109,8 @@ def train(
     ):
         start = _find_start(config, checkpoints, stop)
         if start is not None and start >= config.num_steps and not dry_run:
-            _show_complete(console, workdir, start)
+            note = extension_note(checkpoints.saved_config(start), config, start)
+            _show_complete(console, workdir, start, note)
             return 0
         validation = validation_batches(
             config.data, tokenizer, num_batches=config.eval_batches, vocab_size=config.model.vocab_size
@@ -179,16 +181,16 @@ def _find_start(config: TrainConfig, checkpoints: Checkpointer, stop: Stop) -> i
     return start
 
 
-def _show_complete(console: Console, workdir: Path, steps: int) -> None:
-    """Says that the workdir's run has come to its end, with its results."""
+def _show_complete(console: Console, workdir: Path, steps: int, extension: str) -> None:
+    """Says that the workdir's run has come to its end, with its results and how to go on."""
     if jax.process_index() > 0:
         return
     evaluations = [line for line in read_metrics(workdir) if line["kind"] == "eval"]
     if evaluations:  # num_steps may have been lowered to before the first
         show_results(console, workdir, evaluations[-1], sample=None)
     console.print(
-        f"the run is complete ({steps} steps): raise num_steps to go on, or start afresh with another --workdir "
-        f"(or delete {workdir})"
+        f"the run is complete ({steps} steps): {extension}; or start afresh with another --workdir (or delete "
+        f"{workdir})"
     )
 
 
@@ -226,8 +228,10 @@ def _restore_state(
     """The state of a checkpoint; says what is not as it was then."""
     state, resized = elastic.restore(checkpoints, start, config, programs)
     console.print(f"going on from the checkpoint of step {start}" + (f"; {resized}" if resized else ""))
-    for line in [*map(str, checkpoints.changes(start)), *checkpoints.version_changes(start)]:
-        console.print(line)
+    rates = rate_change(checkpoints.saved_config(start), config, start)
+    for line in [*map(str, checkpoints.changes(start)), rates, *checkpoints.version_changes(start)]:
+        if line:
+            console.print(line)
     set_aside = checkpoints.set_aside_after(start)
     if set_aside:
         console.print(f"checkpoints of later steps: {set_aside} moved to checkpoints_set_aside")

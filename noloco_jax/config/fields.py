@@ -72,15 +72,30 @@ class InnerConfig:
     """Adam inside a replica, its learning rate rising linearly in a warmup and then going as `schedule` says."""
 
     lr: float = setting(6e-4, "Learning rate after the warmup.", on_resume="may change", above=0)
-    min_lr: float = setting(6e-5, "Learning rate at the end of the run.", on_resume="may change", minimum=0)
+    min_lr: float = setting(
+        6e-5,
+        "Learning rate at the end of the run, unless the schedule is constant.",
+        on_resume="may change",
+        minimum=0,
+    )
     warmup_steps: int = setting(
         20, "Inner steps over which the learning rate rises linearly to lr.", on_resume="may change", minimum=0
     )
+    schedule: str = setting(
+        "cosine",
+        "How the learning rate goes after the warmup: along a cosine to min_lr, level and then linearly to min_lr "
+        "(wsd), or level.",
+        on_resume="may change",
+        choices=("cosine", "wsd", "constant"),
+    )
+    decay_share: float = setting(
+        0.2, "Share of num_steps over which wsd lowers the learning rate.", on_resume="may change", above=0, below=1
+    )
     clip_norm: float = setting(
         1.0,
-        "Largest norm of a replica's gradient over all its weights; a longer one is scaled down to it.",
+        "Largest norm of a replica's gradient over all its weights, to which a longer one is scaled down; 0: none is.",
         on_resume="may change",
-        above=0,
+        minimum=0,
     )
     b1: float = setting(
         0.9, "Adam's decay of the mean of gradients, per step.", on_resume="may change", minimum=0, below=1
@@ -245,7 +260,10 @@ class TrainConfig:
     data: DataConfig = DataConfig()
     mesh: MeshConfig = MeshConfig()
     eval_every: int = setting(
-        500, "Inner steps between two evaluations; there is one at the end too.", on_resume="may change", minimum=1
+        500,
+        "Inner steps between two evaluations; there is one at the end too, and with 0 no other.",
+        on_resume="may change",
+        minimum=0,
     )
     eval_batches: int = setting(16, "Validation batches of an evaluation.", on_resume="may change", minimum=1)
     log_every: int = setting(10, "Inner steps between two lines of training metrics.", on_resume="free", minimum=1)

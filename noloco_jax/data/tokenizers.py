@@ -1,6 +1,5 @@
 """Tokenizers: the bytes of the text, or any fast tokenizer that `transformers` can load."""
 
-import functools
 import hashlib
 import json
 import os
@@ -80,9 +79,9 @@ class FastTokenizer:
         self.name, self.vocab_size, self.bos_id, self.eos_id = name, vocab_size, bos_id, eos_id
         self._backend = backend
         self._configure()
+        self.fingerprint = self._make_fingerprint()
 
-    @functools.cached_property
-    def fingerprint(self) -> str:
+    def _make_fingerprint(self) -> str:
         """Of the vocabulary, BOS and EOS, and of the ids of a text that shows how it is cut up and normalized.
 
         The tokenizer's file would not do: libraries of other versions write it in other forms.

@@ -141,13 +141,14 @@ def test_fields_that_contradict_each_other_are_refused_with_both_values():
             ({"model": {"num_heads": 8, "num_kv_heads": 3}}, ["model.num_heads=8", "model.num_kv_heads=3"]),
             ({"model": {"hidden_size": 12, "num_heads": 4}}, ["model.hidden_size=12", "model.num_heads=4", "even"]),
             (nested("model.rope_scaling.low_freq_factor", 4.0), ["low_freq_factor=4.0", "high_freq_factor=4.0"]),
-            ({"num_steps": 10, "inner": {"warmup_steps": 11}}, ["inner.warmup_steps=11", "num_steps=10"]),
+            ({"num_steps": 10, "inner": {"warmup_steps": 11}}, ["num_steps=10", "--config.inner.warmup_steps=1"]),
             ({"inner": {"lr": 1e-4, "min_lr": 2e-4}}, ["inner.min_lr=0.0002", "inner.lr=0.0001"]),
             ({"num_replicas": 4, "outer": {"group_size": 5}}, ["outer.group_size=5", "num_replicas=4"]),
             ({"outer": {"group_size": 1}}, ["outer.group_size=1", "2"]),
             ({"num_replicas": 1}, ["noloco", "num_replicas=1", "local"]),
             ({"method": "diloco", "outer": {"wire": "bfloat16"}}, ["outer.wire='bfloat16'", "method='diloco'"]),
             ({"method": "local", "outer": {"offload": True}}, ["outer.offload=True", "method='local'"]),
+            ({"keep_period": 700, "checkpoint_every": 500}, ["keep_period=700", "checkpoint_every=500"]),
             ({"num_microbatches": 3}, ["data.batch_size=8", "num_microbatches=3"]),
             ({"mesh": {"replica": 3}}, ["num_replicas=4", "mesh.replica=3"]),
             ({"mesh": {"fsdp": -1}}, ["mesh.replica", "mesh.fsdp", "-1"]),
@@ -182,6 +183,7 @@ def test_every_field_refuses_what_is_outside_its_choices_or_range_by_name():
 
 def test_the_edges_of_ranges_are_where_they_were_meant():
     accepted = {"inner.b1": 0.0, "outer.momentum": 0.0, "outer.consensus": 0.0, "inner.min_lr": 0.0, "seed": 0}
+    accepted |= {"inner.clip_norm": 0.0, "eval_every": 0, "keep_period": 0}
     for path, value in (accepted | {"mesh.replica": -1, "sample_tokens": 0, "inner.lr": 1e-4}).items():
         from_dict({"inner": {"min_lr": 0.0}} | nested(path, value))
     refused = {"inner.lr": 0.0, "outer.lr": 0.0, "inner.b2": 1.0, "outer.momentum": 1.0, "mesh.stage": -1}
@@ -191,7 +193,7 @@ def test_the_edges_of_ranges_are_where_they_were_meant():
 
 def test_the_fields_with_choices_are_the_words_that_the_program_tells_apart():
     words = {"method", "elastic", "model.dtype", "model.param_dtype", "model.remat", "outer.order", "outer.wire"}
-    words |= {"outer.state_dtype", "data.kind", "data.on_bad_shard", "mesh.routing"}
+    words |= {"outer.state_dtype", "data.kind", "data.on_bad_shard", "mesh.routing", "inner.schedule"}
     assert {path for path, field in known_fields().items() if field.allowed.choices} == words
 
 
