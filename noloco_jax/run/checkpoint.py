@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 
 from noloco_jax.cluster.processes import Processes, run_processes
 from noloco_jax.config import Change, TrainConfig, load_saved
+from noloco_jax.data import Tokenizer
 from noloco_jax.errors import StartError, UserError
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.run import record
@@ -133,6 +134,15 @@ class Checkpointer:
     def saved_config(self, step: int) -> TrainConfig:
         """The configuration of the run that saved `step`, as it was then."""
         return record.saved_config(self._record(step), self._folder / str(step))
+
+    def check_tokenizer(self, step: int, tokenizer: Tokenizer) -> None:
+        """Raises `UserError` where the run trained on the tokens of another tokenizer, whatever its name."""
+        then = self._record(step)["source"].get("tokenizer")  # none where the data were tokens already
+        if then not in (None, tokenizer.fingerprint):
+            raise UserError(
+                f"data.tokenizer={tokenizer.name!r} is not the one that the run in {self._folder.parent} was trained "
+                f"with (fingerprint {then}, now {tokenizer.fingerprint}): restore its files"
+            )
 
     def version_changes(self, step: int) -> list[str]:
         """A line for every package of another version than when `step` was saved."""
@@ -276,25 +286,30 @@ def _move_to_new_name(path: Path, folder: Path) -> None:
     path.rename(next(folder / name for name in names if not (folder / name).exists()))
 
 
-def load_for_export(workdir: str | Path, replica: int | None = None) -> tuple[TrainConfig, PyTree]:
+def load_for_export(
+    workdir: str | Path, replica: int | None = None, tokenizer: Tokenizer | None = None
+) -> tuple[TrainConfig, PyTree]:
     """The configuration and the weights of one model of a run's newest checkpoint.
 
     Args:
       workdir: the run's folder.
       replica: which replica; None: the merged model, the plain mean of all.
+      tokenizer: what the model is to be used with, which has to be the run's; None: unchecked.
 
     Returns:
       The run's configuration, and parameters without a replica axis, as numpy arrays: put them on the devices that
       they belong on. One array of all replicas is read at a time, which orbax may hold twice while it decodes it.
 
     Raises:
-      UserError: if there is no checkpoint, or no such replica.
+      UserError: if there is no checkpoint, or no such replica, or the tokenizer is another.
     """
     config = load_saved(workdir)
     checkpointer = Checkpointer(workdir, config, read_only=True)
     step = checkpointer.latest_step()
     if step is None:
         raise UserError(f"{workdir} holds no checkpoint: train first, or give another folder")
+    if tokenizer is not None:
+        checkpointer.check_tokenizer(step, tokenizer)
     num_replicas = checkpointer.saved_shape(step).num_replicas
     if replica is not None and not 0 <= replica < num_replicas:
         raise UserError(f"replica {replica} does not exist: the run has 0 to {num_replicas - 1}")
