@@ -10,7 +10,7 @@ from noloco_jax.config.build import (
     unchecked,
     unknown_field,
 )
-from noloco_jax.config.changes import Change, changes
+from noloco_jax.config.changes import Change, changes, unused_settings
 from noloco_jax.config.checks import validate
 from noloco_jax.config.fields import (
     DataConfig,
@@ -47,5 +47,6 @@ __all__ = [
     "to_dict",
     "unchecked",
     "unknown_field",
+    "unused_settings",
     "validate",
 ]

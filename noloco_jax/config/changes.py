@@ -1,4 +1,4 @@
-"""What differs between the configuration that a run had before and the one that it has now, and what that means."""
+"""What differs between two configurations of a run, before and now; and what is set in one to no effect."""
 
 from typing import Any, NamedTuple
 
@@ -28,4 +28,14 @@ def changes(before: TrainConfig, now: TrainConfig) -> list[Change]:
         Change(path, left.get(path), right.get(path), field.on_resume)
         for path, field in known_fields().items()
         if left.get(path) != right.get(path) and not all(row.is_unused(path) for row in rows)
+    ]
+
+
+def unused_settings(config: TrainConfig) -> list[str]:
+    """ "FIELD=VALUE" of every field that is not at its default and that the configuration's method does not use."""
+    values, row = flatten(to_dict(config)), METHODS[config.method]
+    return [
+        f"{path}={values.get(path)!r}"
+        for path, field in known_fields().items()
+        if row.is_unused(path) and values.get(path) != field.default
     ]

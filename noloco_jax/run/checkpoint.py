@@ -153,9 +153,9 @@ class Checkpointer:
 
         Each process calls this. Nothing is deleted. A run that is killed meanwhile does the rest when it starts again.
         """
+        if self._from_step is None:
+            return 0  # and `step` is the newest
         later = [other for other in self._manager.all_steps() if other > step]
-        if not later:
-            return 0
         if jax.process_index() == 0:
             for other in later:
                 _move_to_new_name(self._folder / str(other), self._folder.with_name(_SET_ASIDE))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from noloco_jax.config import TrainConfig, changes, from_dict, load_saved
+from noloco_jax.config import TrainConfig, changes, from_dict, load_saved, unused_settings
 from noloco_jax.errors import UserError
 from noloco_jax.run import record
 from noloco_jax.run.record import make_record, permitted_changes, saved_config, version_changes, write_start
@@ -82,3 +82,12 @@ def test_every_start_leaves_a_line_and_the_configuration_of_the_last_can_be_read
 def test_a_checkpoint_of_a_version_without_records_is_refused_in_words(tmp_path):
     with pytest.raises(UserError, match="holds no configuration, as an earlier version"):
         saved_config({"method": "noloco"}, tmp_path)
+
+
+def test_what_is_set_and_not_used_by_the_method_is_named():
+    outer = {"outer": {"sync_every": 5, "nesterov": True, "group_size": 3}}
+    assert unused_settings(from_dict(outer)) == ["outer.nesterov=True"]
+    assert unused_settings(from_dict({"method": "diloco"} | outer)) == ["outer.group_size=3"]
+    settings = ["outer.sync_every=5", "outer.group_size=3", "outer.nesterov=True"]
+    assert unused_settings(from_dict({"method": "ddp"} | outer)) == settings
+    assert unused_settings(CONFIG) == []
