@@ -128,7 +128,7 @@ def train(
         if start is None:
             state, given = _make_state(config, programs, given), None  # the host does not keep what was given
         else:
-            state = _restore_state(config, programs, checkpoints, start, console)
+            state = _restore_state(config, programs, checkpoints, start, from_step, console)
         if jax.process_index() == 0:
             write_start(config, workdir, start or 0, changed)
         metrics = _open_metrics(config, workdir, start, wandb_project)
@@ -223,11 +223,17 @@ def _make_state(config: TrainConfig, programs: Programs, given: Params | None) -
 
 
 def _restore_state(
-    config: TrainConfig, programs: Programs, checkpoints: Checkpointer, start: int, console: Console
+    config: TrainConfig,
+    programs: Programs,
+    checkpoints: Checkpointer,
+    start: int,
+    from_step: int | None,
+    console: Console,
 ) -> TrainState:
     """The state of a checkpoint; says what is not as it was then."""
     state, resized = elastic.restore(checkpoints, start, config, programs)
-    console.print(f"going on from the checkpoint of step {start}" + (f"; {resized}" if resized else ""))
+    since = "" if from_step in (None, start) else f", saved since the run went back to step {from_step}"
+    console.print(f"going on from the checkpoint of step {start}{since}" + (f"; {resized}" if resized else ""))
     rates = rate_change(checkpoints.saved_config(start), config, start)
     for line in [*map(str, checkpoints.changes(start)), rates, *checkpoints.version_changes(start)]:
         if line:
