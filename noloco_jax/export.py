@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_new_folder(args.out)
     tokenizer = load_tokenizer(load_saved(args.workdir).data.tokenizer)
     jax.config.update("jax_platforms", "cpu")  # accelerators may be a training's
-    config, params = load_for_export(args.workdir, args.replica)
+    config, params = load_for_export(args.workdir, args.replica, tokenizer)
     save_folder(
         args.out,
         params,

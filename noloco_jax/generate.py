@@ -96,7 +96,7 @@ def _from_workdir(args: argparse.Namespace) -> _Loaded:
     run = load_saved(args.workdir)
     tokenizer = load_tokenizer(run.data.tokenizer)
     ids = _checked_prompt(args, run.model, tokenizer, add_bos=run.data.add_bos)
-    return _Loaded(run.model, load_for_export(args.workdir, args.replica)[1], tokenizer, ids)
+    return _Loaded(run.model, load_for_export(args.workdir, args.replica, tokenizer)[1], tokenizer, ids)
 
 
 def _checked_prompt(args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer, *, add_bos: bool) -> list[int]:

@@ -13,7 +13,7 @@ from noloco_jax.cluster.join import joined
 from noloco_jax.cluster.place import define_flags, find_place
 from noloco_jax.cluster.processes import Processes, run_processes
 from noloco_jax.cluster.stop import Stop
-from noloco_jax.config import TrainConfig, parse_args, save_config, to_dict
+from noloco_jax.config import Change, TrainConfig, parse_args, to_dict
 from noloco_jax.data import (
     Tokenizer,
     check_data,
@@ -30,8 +30,10 @@ from noloco_jax.run import elastic
 from noloco_jax.run.banner import banner_rows, show_results
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress, banner, make_console
+from noloco_jax.run.extension import extension_note, rate_change
 from noloco_jax.run.loop import Hooks, Run, train_steps
 from noloco_jax.run.metrics import MetricWriter, read_metrics
+from noloco_jax.run.record import write_start
 from noloco_jax.run.sample import sample_of_run, sample_prompt
 from noloco_jax.spmd.batches import GlobalBatches, local_replicas
 from noloco_jax.spmd.compile import compile_programs
@@ -47,11 +49,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     place = find_place(flags, os.environ)
     with joined(place, to_dict(config), flags.start_timeout):
         use_cpu_cores(config, 1 if place is None else place.num_processes)
-        return train(config, Path(flags.workdir), dry_run=flags.dry_run, wandb_project=flags.wandb)
+        return train(
+            config,
+            Path(flags.workdir),
+            from_step=flags.from_step,
+            dry_run=flags.dry_run,
+            wandb_project=flags.wandb,
+        )
 
 
 def _define_flags(parser) -> None:
     parser.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints, metrics and curves go")
+    parser.add_argument(
+        "--from_step",
+        type=int,
+        metavar="N",
+        help="go back to the checkpoint of step N: later ones are moved to DIR/checkpoints_set_aside, and metrics of "
+        "later steps are dropped; given again, the same command goes on from what it has saved since",
+    )
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the banner and stop")
     parser.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project as well")
     define_flags(parser)
@@ -61,6 +76,7 @@ def train(
     config: TrainConfig,
     workdir: Path,
     *,
+    from_step: int | None = None,
     dry_run: bool = False,
     wandb_project: str | None = None,
     hooks: Hooks | None = None,
@@ -73,6 +89,7 @@ def train(
     Args:
       config: the run.
       workdir: its folder, the same one for all processes.
+      from_step: the checkpoint to go back to, see `Checkpointer.start_step`; None: the newest.
       dry_run: check everything, and stop before anything is compiled or written.
       wandb_project: also log there.
       hooks: called in the course of the run.
@@ -86,15 +103,23 @@ def train(
     tokenizer = _check_inputs(config)
     programs = build_programs(config, make_mesh(config, jax.devices()))
     banner(banner_rows(config, programs), console)
-    with Stop(processes) as stop, Checkpointer(workdir, config, processes, read_only=dry_run) as checkpoints:
+    with (
+        Stop(processes) as stop,
+        Checkpointer(workdir, config, processes, from_step=from_step, read_only=dry_run) as checkpoints,
+    ):
         start = _find_start(config, checkpoints, stop)
         if start is not None and start >= config.num_steps and not dry_run:
-            _show_complete(console, workdir, start)
+            note = extension_note(checkpoints.saved_config(start), config, start)
+            _show_complete(console, workdir, start, note)
             return 0
         validation = validation_batches(
             config.data, tokenizer, num_batches=config.eval_batches, vocab_size=config.model.vocab_size
         )
         batches = _open_batches(config, tokenizer, programs)
+        changed: list[Change] = []
+        if start is not None:
+            batches.set_state(dict(enumerate(elastic.data_positions(checkpoints, start, config.num_replicas))))
+            changed = checkpoints.changes(start)
         given = load_params(config.init_from, config.model) if config.init_from and start is None else None
         if dry_run:
             return 0
@@ -103,7 +128,9 @@ def train(
         if start is None:
             state, given = _make_state(config, programs, given), None  # the host does not keep what was given
         else:
-            state = _restore_state(config, programs, checkpoints, start, batches, console)
+            state = _restore_state(config, programs, checkpoints, start, from_step, console)
+        if jax.process_index() == 0:
+            write_start(config, workdir, start or 0, changed)
         metrics = _open_metrics(config, workdir, start, wandb_project)
         progress = Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console)
         processes.barrier("start")  # all clocks start together
@@ -147,23 +174,23 @@ def _check_inputs(config: TrainConfig) -> Tokenizer | None:
 
 def _find_start(config: TrainConfig, checkpoints: Checkpointer, stop: Stop) -> int | None:
     """The step of the checkpoint to go on from, which fits the run; None to start anew."""
-    start = checkpoints.latest_step()
+    start = checkpoints.start_step()
     stop.at(start or 0)  # from here on a SIGTERM means the next step, whichever that is
     if start is not None:
         elastic.check_elastic(config, checkpoints.saved_shape(start))
     return start
 
 
-def _show_complete(console: Console, workdir: Path, steps: int) -> None:
-    """Says that the workdir's run has come to its end, with its results."""
+def _show_complete(console: Console, workdir: Path, steps: int, extension: str) -> None:
+    """Says that the workdir's run has come to its end, with its results and how to go on."""
     if jax.process_index() > 0:
         return
     evaluations = [line for line in read_metrics(workdir) if line["kind"] == "eval"]
     if evaluations:  # num_steps may have been lowered to before the first
         show_results(console, workdir, evaluations[-1], sample=None)
     console.print(
-        f"the run is complete ({steps} steps): raise num_steps to go on, or start afresh with another --workdir "
-        f"(or delete {workdir})"
+        f"the run is complete ({steps} steps): {extension}; or start afresh with another --workdir (or delete "
+        f"{workdir})"
     )
 
 
@@ -200,21 +227,26 @@ def _restore_state(
     programs: Programs,
     checkpoints: Checkpointer,
     start: int,
-    batches: GlobalBatches,
+    from_step: int | None,
     console: Console,
 ) -> TrainState:
-    """The state of a checkpoint; `batches` go on from where they stood."""
-    state, positions, changed = elastic.restore(checkpoints, start, config, programs)
-    batches.set_state(dict(enumerate(positions)))
-    console.print(f"going on from the checkpoint of step {start}" + (f"; {changed}" if changed else ""))
+    """The state of a checkpoint; says what is not as it was then."""
+    state, resized = elastic.restore(checkpoints, start, config, programs)
+    since = "" if from_step in (None, start) else f", saved since the run went back to step {from_step}"
+    console.print(f"going on from the checkpoint of step {start}{since}" + (f"; {resized}" if resized else ""))
+    rates = rate_change(checkpoints.saved_config(start), config, start)
+    for line in [*map(str, checkpoints.changes(start)), rates, *checkpoints.version_changes(start)]:
+        if line:
+            console.print(line)
+    set_aside = checkpoints.set_aside_after(start)
+    if set_aside:
+        console.print(f"checkpoints of later steps: {set_aside} moved to checkpoints_set_aside")
     return state
 
 
 def _open_metrics(config: TrainConfig, workdir: Path, start: int | None, wandb_project: str | None) -> MetricWriter:
-    """Where figures go; the first process records the configuration as well."""
+    """Where figures go."""
     process = jax.process_index()
-    if process == 0:
-        save_config(config, workdir)
     return MetricWriter(
         workdir,
         resume_step=start,

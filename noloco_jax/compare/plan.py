@@ -5,32 +5,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from noloco_jax.config import (
     CONFIG_FILE,
     TrainConfig,
-    flatten,
+    changes,
     from_dict,
     known_fields,
     load_config,
     load_saved,
-    to_dict,
     unknown_field,
 )
 from noloco_jax.errors import UserError
 from noloco_jax.methods import METHODS
-
-# Fields that change no figure: a comparison may go on with others.
-_WITHOUT_EFFECT = (
-    "log_every",
-    "checkpoint_every",
-    "keep_checkpoints",
-    "data.num_workers",
-    "outer.offload",
-    "sample_prompt",
-    "sample_tokens",
-)
 
 
 @dataclass(frozen=True)
@@ -186,18 +173,9 @@ def check_folder(workdir: Path, runs: Sequence[Run]) -> None:
                 f"{workdir} holds another comparison, with {name}: give that one's flags (more methods, seeds and "
                 "values may be added), or another --workdir"
             )
-        for field, (there, here) in _differences(load_saved(path.parent), planned[name]).items():
-            raise UserError(
-                f"{workdir} holds another comparison: {name} has {field}={there!r} and this one {here!r}: "
-                "give the same value, or another --workdir"
-            )
-
-
-def _differences(saved: TrainConfig, planned: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """Field -> its two values, of the fields that change what a run comes to."""
-    left, right = flatten(to_dict(saved)), flatten(to_dict(planned))
-    return {
-        path: (left.get(path), right.get(path))
-        for path in left | right
-        if path not in _WITHOUT_EFFECT and left.get(path) != right.get(path)
-    }
+        for field, there, here, on_resume in changes(load_saved(path.parent), planned[name]):
+            if on_resume != "free":  # what may change in one run would make another of a comparison
+                raise UserError(
+                    f"{workdir} holds another comparison: {name} has {field}={there!r} and this one {here!r}: "
+                    "give the same value, or another --workdir"
+                )

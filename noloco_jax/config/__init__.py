@@ -10,6 +10,7 @@ from noloco_jax.config.build import (
     unchecked,
     unknown_field,
 )
+from noloco_jax.config.changes import Change, changes, unused_settings
 from noloco_jax.config.checks import validate
 from noloco_jax.config.fields import (
     DataConfig,
@@ -25,6 +26,7 @@ from noloco_jax.config.schema import flatten
 
 __all__ = [
     "CONFIG_FILE",
+    "Change",
     "DataConfig",
     "InnerConfig",
     "MeshConfig",
@@ -32,6 +34,7 @@ __all__ = [
     "OuterConfig",
     "RopeScaling",
     "TrainConfig",
+    "changes",
     "flatten",
     "from_dict",
     "known_fields",
@@ -44,5 +47,6 @@ __all__ = [
     "to_dict",
     "unchecked",
     "unknown_field",
+    "unused_settings",
     "validate",
 ]

@@ -63,7 +63,8 @@ def _check_run(config: TrainConfig) -> None:
     inner = config.inner
     if inner.warmup_steps > config.num_steps:
         raise UserError(
-            f"inner.warmup_steps={inner.warmup_steps} is more than num_steps={config.num_steps}: lower the warmup"
+            f"inner.warmup_steps={inner.warmup_steps} is more than num_steps={config.num_steps}: lower the warmup, for "
+            f"example to a tenth of the run by --config.inner.warmup_steps={config.num_steps // 10}"
         )
     if inner.min_lr > inner.lr:
         raise UserError(f"inner.min_lr={inner.min_lr} is above inner.lr={inner.lr}: lower it")
@@ -77,6 +78,7 @@ def _check_run(config: TrainConfig) -> None:
             f"inner.adam_lr={inner.adam_lr} is what goes beside muon's rate and inner.optimizer={inner.optimizer!r}: "
             "give inner.lr alone"
         )
+    _need_multiple("keep_period", config.keep_period, "checkpoint_every", config.checkpoint_every)
     _need_multiple("data.batch_size", config.data.batch_size, "num_microbatches", config.num_microbatches)
 
 

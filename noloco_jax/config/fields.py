@@ -1,5 +1,8 @@
 """A run's configuration: frozen dataclasses, each field with its default, its meaning and the values that it takes.
 
+`on_resume` says of a field whether a run may go on from a checkpoint with another value. Who compares configurations
+reads it through `changes.py`.
+
 Names and meanings are part of the public interface: `--config.outer.sync_every=25` sets `TrainConfig.outer.sync_every`.
 """
 
@@ -14,15 +17,18 @@ from noloco_jax.wires import WIRES
 class RopeScaling:
     """Llama 3's scaling of the rotary frequencies; the names are those of a Hugging Face config.json."""
 
-    factor: float = setting(MISSING, "Divisor of the low frequencies.", above=0)
+    factor: float = setting(MISSING, "Divisor of the low frequencies.", on_resume="must match", above=0)
     low_freq_factor: float = setting(
-        MISSING, "Turns in the original context under which a frequency is divided by the whole factor.", above=0
+        MISSING,
+        "Turns in the original context under which a frequency is divided by the whole factor.",
+        on_resume="must match",
+        above=0,
     )
     high_freq_factor: float = setting(
-        MISSING, "Turns in the original context above which a frequency is left alone.", above=0
+        MISSING, "Turns in the original context above which a frequency is left alone.", on_resume="must match", above=0
     )
     original_max_position_embeddings: int = setting(
-        MISSING, "Tokens of the context that the frequencies were made for.", minimum=1
+        MISSING, "Tokens of the context that the frequencies were made for.", on_resume="must match", minimum=1
     )
 
 
@@ -30,51 +36,92 @@ class RopeScaling:
 class ModelConfig:
     """The Llama that every replica trains."""
 
-    hidden_size: int = setting(256, "Width of the residual stream.", minimum=1)
-    intermediate_size: int = setting(1024, "Width of the feed-forward layers.", minimum=1)
-    num_layers: int = setting(4, "Transformer layers.", minimum=1)
-    num_heads: int = setting(4, "Attention heads of a layer.", minimum=1)
-    num_kv_heads: int = setting(4, "Heads of keys and values of a layer, which the attention heads share.", minimum=1)
-    vocab_size: int = setting(259, "Token ids that the model knows; the byte tokenizer has 259.", minimum=1)
-    rope_theta: float = setting(10000.0, "Base of the rotary frequencies.", above=0)
+    hidden_size: int = setting(256, "Width of the residual stream.", on_resume="must match", minimum=1)
+    intermediate_size: int = setting(1024, "Width of the feed-forward layers.", on_resume="must match", minimum=1)
+    num_layers: int = setting(4, "Transformer layers.", on_resume="must match", minimum=1)
+    num_heads: int = setting(4, "Attention heads of a layer.", on_resume="must match", minimum=1)
+    num_kv_heads: int = setting(
+        4, "Heads of keys and values of a layer, which the attention heads share.", on_resume="must match", minimum=1
+    )
+    vocab_size: int = setting(
+        259, "Token ids that the model knows; the byte tokenizer has 259.", on_resume="must match", minimum=1
+    )
+    rope_theta: float = setting(10000.0, "Base of the rotary frequencies.", on_resume="must match", above=0)
     rope_scaling: RopeScaling | None = None
-    norm_eps: float = setting(1e-5, "Number added to the mean square in RMSNorm.", above=0)
-    tie_embeddings: bool = setting(False, "Whether the output layer is the token embedding's matrix.")
-    dtype: str = setting("float32", "Type of the computation.", choices=("float32", "bfloat16"))
+    norm_eps: float = setting(1e-5, "Number added to the mean square in RMSNorm.", on_resume="must match", above=0)
+    tie_embeddings: bool = setting(
+        False, "Whether the output layer is the token embedding's matrix.", on_resume="must match"
+    )
+    dtype: str = setting("float32", "Type of the computation.", on_resume="may change", choices=("float32", "bfloat16"))
     param_dtype: str = setting(
-        "float32", "Type of the weights that the inner optimizer steps.", choices=("float32", "bfloat16")
+        "float32",
+        "Type of the weights that the inner optimizer steps.",
+        on_resume="must match",
+        choices=("float32", "bfloat16"),
     )
     remat: str = setting(
         "none",
         "What the backward pass computes again: nothing, full layers, all but matrix products (dots), or whole "
         "pipeline stages.",
+        on_resume="may change",
         choices=("none", "full", "dots", "stage"),
     )
 
 
 @dataclass(frozen=True)
 class InnerConfig:
-    """Steps inside a replica: linear warmup of the learning rate, then a cosine from `lr` to `min_lr`."""
+    """Steps inside a replica, the learning rate rising linearly in a warmup and then going as `schedule` says."""
 
     optimizer: str = setting(
         "adam",
         "What steps the weights: Adam, AdamW, or Muon the layers' matrices and AdamW embedding, head and norms.",
+        on_resume="must match",
         choices=("adam", "adamw", "muon"),
     )
-    lr: float = setting(6e-4, "Learning rate after the warmup.", above=0)
+    lr: float = setting(6e-4, "Learning rate after the warmup.", on_resume="may change", above=0)
     adam_lr: float | None = setting(
-        None, "Learning rate of what muon leaves to AdamW, on the schedule of lr; None: a tenth of inner.lr.", above=0
+        None,
+        "Learning rate of what muon leaves to AdamW, on the schedule of lr; None: a tenth of inner.lr.",
+        on_resume="may change",
+        above=0,
     )
-    min_lr: float = setting(6e-5, "Learning rate at the end of the run.", minimum=0)
-    warmup_steps: int = setting(20, "Inner steps over which the learning rate rises linearly to lr.", minimum=0)
+    min_lr: float = setting(
+        6e-5,
+        "Learning rate at the end of the run, unless the schedule is constant.",
+        on_resume="may change",
+        minimum=0,
+    )
+    warmup_steps: int = setting(
+        20, "Inner steps over which the learning rate rises linearly to lr.", on_resume="may change", minimum=0
+    )
+    schedule: str = setting(
+        "cosine",
+        "How the learning rate goes after the warmup: along a cosine to min_lr, level and then linearly to min_lr "
+        "(wsd), or level.",
+        on_resume="may change",
+        choices=("cosine", "wsd", "constant"),
+    )
+    decay_share: float = setting(
+        0.2, "Share of num_steps over which wsd lowers the learning rate.", on_resume="may change", above=0, below=1
+    )
     clip_norm: float = setting(
-        1.0, "Largest norm of a replica's gradient over all its weights; a longer one is scaled down to it.", above=0
+        1.0,
+        "Largest norm of a replica's gradient over all its weights, to which a longer one is scaled down; 0: none is.",
+        on_resume="may change",
+        minimum=0,
     )
-    b1: float = setting(0.9, "Adam's decay of the mean of gradients, per step.", minimum=0, below=1)
-    b2: float = setting(0.999, "Adam's decay of the mean of squared gradients, per step.", minimum=0, below=1)
-    eps: float = setting(1e-8, "Number added to the root of Adam's second moment.", above=0)
+    b1: float = setting(
+        0.9, "Adam's decay of the mean of gradients, per step.", on_resume="may change", minimum=0, below=1
+    )
+    b2: float = setting(
+        0.999, "Adam's decay of the mean of squared gradients, per step.", on_resume="may change", minimum=0, below=1
+    )
+    eps: float = setting(1e-8, "Number added to the root of Adam's second moment.", on_resume="may change", above=0)
     weight_decay: float = setting(
-        0.0, "Share of a weight that a step takes off it, times its learning rate (adamw and muon).", minimum=0
+        0.0,
+        "Share of a weight that a step takes off it, times its learning rate (adamw and muon).",
+        on_resume="may change",
+        minimum=0,
     )
 
 
@@ -82,32 +129,46 @@ class InnerConfig:
 class OuterConfig:
     """The step between replicas; `noloco` and `diloco` take it every `sync_every` inner steps."""
 
-    lr: float = setting(0.7, "Outer learning rate, the paper's beta.", above=0)
-    momentum: float = setting(0.5, "Outer momentum, the paper's alpha.", minimum=0, below=1)
+    lr: float = setting(0.7, "Outer learning rate, the paper's beta.", on_resume="may change", above=0)
+    momentum: float = setting(0.5, "Outer momentum, the paper's alpha.", on_resume="may change", minimum=0, below=1)
     consensus: float | None = setting(
-        None, "Pull towards the group's mean, the paper's gamma; None: equal to outer.lr (noloco only).", minimum=0
+        None,
+        "Pull towards the group's mean, the paper's gamma; None: equal to outer.lr (noloco only).",
+        on_resume="may change",
+        minimum=0,
     )
-    sync_every: int = setting(50, "Inner steps between two outer steps.", minimum=1)
-    group_size: int = setting(2, "Replicas that average with one another in an outer step (noloco only).", minimum=1)
+    sync_every: int = setting(50, "Inner steps between two outer steps.", on_resume="may change", minimum=1)
+    group_size: int = setting(
+        2, "Replicas that average with one another in an outer step (noloco only).", on_resume="may change", minimum=1
+    )
     order: str = setting(
         "passes",
         "How pairings are drawn: in shuffled passes over the pool of pairings, or one by one independently, as in the "
         "paper (noloco only).",
+        on_resume="may change",
         choices=("passes", "independent"),
     )
     nesterov: bool = setting(
-        False, "Whether the outer momentum is Nesterov's, as in DiLoCo's own paper; False: heavy ball (diloco only)."
+        False,
+        "Whether the outer momentum is Nesterov's, as in DiLoCo's own paper; False: heavy ball (diloco only).",
+        on_resume="may change",
     )
     wire: str = setting(
         "float32",
         "Form in which messages between replicas travel; int8, int6 and int4: in blocks of weights with a scale each "
         "(noloco only).",
+        on_resume="may change",
         choices=WIRES,
     )
     state_dtype: str = setting(
-        "float32", "Type in which slow weights and outer momentum are kept.", choices=("float32", "bfloat16")
+        "float32",
+        "Type in which slow weights and outer momentum are kept.",
+        on_resume="must match",
+        choices=("float32", "bfloat16"),
     )
-    offload: bool = setting(False, "Whether slow weights and outer momentum stay in host memory between outer steps.")
+    offload: bool = setting(
+        False, "Whether slow weights and outer momentum stay in host memory between outer steps.", on_resume="free"
+    )
 
 
 @dataclass(frozen=True)
@@ -117,26 +178,40 @@ class DataConfig:
     kind: str = setting(
         "text",
         "What data.path holds: C4's gzipped JSON lines, JSON lines under any name, Parquet files, or text files.",
+        on_resume="must match",
         choices=("c4", "jsonl", "parquet", "text"),
     )
-    path: str = setting("", "File or folder of the training documents.")
+    path: str = setting("", "File or folder of the training documents.", on_resume="may change")
     validation_path: str = setting(
-        "", "File or folder of the validation documents; empty: those found beside data.path or held out of it."
+        "",
+        "File or folder of the validation documents; empty: those found beside data.path or held out of it.",
+        on_resume="may change",
     )
     tokenizer: str = setting(
-        "byte", "'byte' (a token per byte), or the name or folder of a transformers tokenizer.", nonempty=True
+        "byte",
+        "'byte' (a token per byte), or the name or folder of a transformers tokenizer.",
+        on_resume="may change",
+        nonempty=True,
     )
-    add_bos: bool = setting(True, "Whether a document begins with the tokenizer's BOS token.")
-    add_eos: bool = setting(True, "Whether a document ends with the tokenizer's EOS token.")
-    sequence_length: int = setting(256, "Tokens of a sequence.", minimum=1)
-    batch_size: int = setting(8, "Sequences that a replica trains on in an inner step.", minimum=1)
+    add_bos: bool = setting(True, "Whether a document begins with the tokenizer's BOS token.", on_resume="must match")
+    add_eos: bool = setting(True, "Whether a document ends with the tokenizer's EOS token.", on_resume="must match")
+    sequence_length: int = setting(256, "Tokens of a sequence.", on_resume="may change", minimum=1)
+    batch_size: int = setting(
+        8, "Sequences that a replica trains on in an inner step.", on_resume="may change", minimum=1
+    )
     num_workers: int = setting(
-        0, "Processes that read and tokenize for each replica; 0: a thread of the run's own process does.", minimum=0
+        0,
+        "Processes that read and tokenize for each replica; 0: a thread of the run's own process does.",
+        on_resume="free",
+        minimum=0,
     )
-    shuffle_buffer: int = setting(1000, "Documents that are shuffled together; 1 keeps the files' order.", minimum=1)
+    shuffle_buffer: int = setting(
+        1000, "Documents that are shuffled together; 1 keeps the files' order.", on_resume="must match", minimum=1
+    )
     on_bad_shard: str = setting(
         "stop",
         "What to do at a file that does not decode: stop, or skip the rest of it with a warning.",
+        on_resume="may change",
         choices=("stop", "skip"),
     )
 
@@ -146,24 +221,31 @@ class MeshConfig:
     """Devices along each axis of the mesh, and how micro-batches pass through it."""
 
     replica: int = setting(
-        -1, "Devices among which the replicas are shared out; -1: what the other axes leave.", minimum=1, besides=-1
+        -1,
+        "Devices among which the replicas are shared out; -1: what the other axes leave.",
+        on_resume="may change",
+        minimum=1,
+        besides=-1,
     )
-    stage: int = setting(1, "Pipeline stages that a replica's layers are cut into.", minimum=1)
+    stage: int = setting(1, "Pipeline stages that a replica's layers are cut into.", on_resume="may change", minimum=1)
     fsdp: int = setting(
         1,
         "Devices that shard a replica's weights and share out its batch; -1: what the other axes leave.",
+        on_resume="may change",
         minimum=1,
         besides=-1,
     )
     tensor: int = setting(
         1,
         "Devices that split every layer's matrix products; -1: what the other axes leave.",
+        on_resume="may change",
         minimum=1,
         besides=-1,
     )
     routing: str = setting(
         "random",
         "Which replica's next stage a micro-batch enters: a random one's, or always that of its own replica.",
+        on_resume="may change",
         choices=("random", "fixed"),
     )
 
@@ -175,28 +257,46 @@ class TrainConfig:
     method: str = setting(
         "noloco",
         "How replicas average: in small groups, all together, gradients at every step, or never.",
+        on_resume="must match",
         choices=tuple(METHODS),
     )
-    num_replicas: int = setting(4, "Replicas of the model that train.", minimum=1)
-    num_steps: int = setting(1000, "Inner steps of the run.", minimum=1)
-    seed: int = setting(0, "Number that initial weights, data order and pairings are drawn from.", minimum=0)
-    num_microbatches: int = setting(1, "Parts of a replica's batch that are computed one after another.", minimum=1)
+    num_replicas: int = setting(4, "Replicas of the model that train.", on_resume="may change", minimum=1)
+    num_steps: int = setting(1000, "Inner steps of the run.", on_resume="may change", minimum=1)
+    seed: int = setting(
+        0, "Number that initial weights, data order and pairings are drawn from.", on_resume="must match", minimum=0
+    )
+    num_microbatches: int = setting(
+        1, "Parts of a replica's batch that are computed one after another.", on_resume="may change", minimum=1
+    )
     model: ModelConfig = ModelConfig()
     inner: InnerConfig = InnerConfig()
     outer: OuterConfig = OuterConfig()
     data: DataConfig = DataConfig()
     mesh: MeshConfig = MeshConfig()
-    eval_every: int = setting(500, "Inner steps between two evaluations; there is one at the end too.", minimum=1)
-    eval_batches: int = setting(16, "Validation batches of an evaluation.", minimum=1)
-    log_every: int = setting(10, "Inner steps between two lines of training metrics.", minimum=1)
-    checkpoint_every: int = setting(500, "Inner steps between two checkpoints; there is one at the end too.", minimum=1)
-    keep_checkpoints: int = setting(2, "Newest checkpoints that are kept.", minimum=1)
+    eval_every: int = setting(
+        500,
+        "Inner steps between two evaluations; there is one at the end too, and with 0 no other.",
+        on_resume="may change",
+        minimum=0,
+    )
+    eval_batches: int = setting(16, "Validation batches of an evaluation.", on_resume="may change", minimum=1)
+    log_every: int = setting(10, "Inner steps between two lines of training metrics.", on_resume="free", minimum=1)
+    checkpoint_every: int = setting(
+        500, "Inner steps between two checkpoints; there is one at the end too.", on_resume="free", minimum=1
+    )
+    keep_checkpoints: int = setting(2, "Newest checkpoints that are kept.", on_resume="free", minimum=1)
+    keep_period: int = setting(
+        0, "Checkpoints of steps that it divides are kept for good; 0: only the newest.", on_resume="free", minimum=0
+    )
     elastic: str = setting(
         "",
         "What becomes of a checkpoint's replicas where num_replicas has changed: fewer merge several into one or keep "
         "some, more copy theirs; empty: the run is refused.",
+        on_resume="free",
         choices=("", "merge", "keep", "copy"),
     )
-    init_from: str = setting("", "Hugging Face folder whose weights the run starts from; empty: random weights.")
-    sample_prompt: str = setting("", "Text that the merged model continues at the end of the run.")
-    sample_tokens: int = setting(0, "Tokens of that continuation; 0: none is made.", minimum=0)
+    init_from: str = setting(
+        "", "Hugging Face folder whose weights the run starts from; empty: random weights.", on_resume="may change"
+    )
+    sample_prompt: str = setting("", "Text that the merged model continues at the end of the run.", on_resume="free")
+    sample_tokens: int = setting(0, "Tokens of that continuation; 0: none is made.", on_resume="free", minimum=0)

@@ -157,11 +157,12 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _fields_help() -> str:
-    """Every field with its type, the values that it takes, its default and its meaning."""
+    """Every field with its type, the values that it takes, its default, whether it must match, and its meaning."""
     lines = ["config fields, each set by --config.FIELD=VALUE, and their defaults where the file gives no value:"]
     for path, field in known_fields().items():
         values = ", ".join(filter(None, (field.type_name, str(field.allowed))))
         default = "" if field.default is dataclasses.MISSING else f" (default {field.default!r})"
-        lines.append(f"  {path}  {values}{default}")
+        resume = ", must match on resume" if field.on_resume == "must match" else ""
+        lines.append(f"  {path}  {values}{default}{resume}")
         lines.append(textwrap.indent(textwrap.fill(field.meaning, 100), " " * 6))
     return "\n".join(lines)

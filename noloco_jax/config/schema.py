@@ -6,7 +6,10 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+# What a run that goes on from a checkpoint may do with a field: keep its value, take another and say so, or take any.
+OnResume = Literal["must match", "may change", "free"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class FieldInfo:
       default: its value where none is given; `dataclasses.MISSING` where one has to be.
       meaning: one sentence; a group's is its dataclass's docstring.
       allowed: the values that it takes.
+      on_resume: whether a run may go on from a checkpoint with another value; "free" are fields that change no figure.
     """
 
     type: type
@@ -70,6 +74,7 @@ class FieldInfo:
     default: Any
     meaning: str = ""
     allowed: Allowed = Allowed()
+    on_resume: OnResume = "must match"
 
     @property
     def is_group(self) -> bool:
@@ -81,9 +86,10 @@ class FieldInfo:
         return self.type.__name__ + (" or None" if self.optional else "")
 
 
-def setting(default: Any, meaning: str, **allowed: Any) -> Any:
-    """A dataclass field with its meaning, and the values that it takes in the terms of `Allowed`."""
-    return dataclasses.field(default=default, metadata={"meaning": meaning, "allowed": Allowed(**allowed)})
+def setting(default: Any, meaning: str, *, on_resume: OnResume, **allowed: Any) -> Any:
+    """A dataclass field with its meaning, what a resume may do with it, and its values in the terms of `Allowed`."""
+    metadata = {"meaning": meaning, "on_resume": on_resume, "allowed": Allowed(**allowed)}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @functools.cache

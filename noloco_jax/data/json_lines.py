@@ -58,10 +58,12 @@ class JsonLinesSource:
         self._options, self._files, self._part, self._encode = options, files, part, encode
         self._file_numbers = {file: number for number, file in enumerate(files)}
         self._remainder = -1 if part == "all" else self._find_remainder()
+        sizes = [read_with_retries(Path(file).stat, file).st_size for file in self._files]
         self.fingerprint: dict[str, int | str] = {
             "kind": kind,
             "files": len(self._files),
-            "bytes": sum(read_with_retries(Path(file).stat, file).st_size for file in self._files),
+            "bytes": sum(sizes),
+            "names and sizes": options.digest(zip(self._files, sizes, strict=True)),
             "part": part,
         }
 

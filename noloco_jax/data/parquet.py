@@ -103,6 +103,7 @@ class ParquetSource:
             "files": len(footers),
             "rows": rows,
             "documents": self._total,
+            "names and sizes": options.digest(footers.items()),
         }
 
     def _count_part(self, first_row: int, num_rows: int) -> int:

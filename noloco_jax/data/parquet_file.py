@@ -17,10 +17,12 @@ _COLUMN_BUFFER_BYTES = 1 << 20  # without it pyarrow holds whole row groups in m
 
 
 class FileFooter(NamedTuple):
-    """What a file's footer says: the columns to read, and the number of rows of each row group."""
+    """What a file's footer says: the columns to read, the rows and bytes of each row group; and the file's bytes."""
 
     columns: tuple[str, ...]
     group_rows: tuple[int, ...]
+    group_bytes: tuple[int, ...]  # of the values before they were compressed: others have others, as a rule
+    file_bytes: int
 
 
 def read_footer(path: str) -> FileFooter:
@@ -32,9 +34,9 @@ def read_footer(path: str) -> FileFooter:
 @functools.cache  # for all replicas of a process
 def _read_footer(path: str, modified: int, size: int) -> FileFooter:
     with _open(path) as opened:
-        groups = range(opened.num_row_groups)
-        rows = tuple(opened.metadata.row_group(g).num_rows for g in groups)
-        return FileFooter(choose_columns(path, opened.schema_arrow), rows)
+        groups = [opened.metadata.row_group(group) for group in range(opened.num_row_groups)]
+        rows, group_bytes = tuple(g.num_rows for g in groups), tuple(g.total_byte_size for g in groups)
+        return FileFooter(choose_columns(path, opened.schema_arrow), rows, group_bytes, size)
 
 
 def _open(path: str) -> "pq.ParquetFile":

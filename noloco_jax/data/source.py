@@ -5,7 +5,10 @@ documents of a shard an order that is a function of (epoch, shard, number of sha
 position in it is a few integers.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -88,3 +91,13 @@ class SourceOptions(NamedTuple):
         if not self.holds_both_splits:
             return "all"
         return "rest" if self.split == "train" else "held_out"
+
+    def digest(self, files: Iterable[tuple[str, Any]]) -> str:
+        """Tells the files of `path` from others: their names below it, in order, and what is known of each as JSON.
+
+        A folder may be moved, and a single file renamed: what they hold is the same.
+        """
+        found = hashlib.sha256()
+        for file, facts in files:
+            found.update(json.dumps([os.path.relpath(file, os.path.expanduser(self.path)), facts]).encode())
+        return found.hexdigest()[:16]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from noloco_jax.data.from_config import open_source
 from noloco_jax.data.packing import HostBatch, Packer
 from noloco_jax.data.positions import start_position
+from noloco_jax.data.source import Source
 from noloco_jax.data.tokenizers import Tokenizer
 from noloco_jax.errors import UserError
 
@@ -37,6 +38,11 @@ class Stream(Iterator[HostBatch]):
 
     def __next__(self) -> HostBatch:
         return next(self._iterator)
+
+    @property
+    def source(self) -> dict[str, Any]:
+        """What tells its data and their tokens from others; a position is of use with the same alone."""
+        return self._identity["source"]
 
     def get_state(self) -> dict[str, Any]:
         return self._identity | self._iterator.get_state()
@@ -108,7 +114,7 @@ def train_stream(
     identity = {
         "replica": replica,
         "num_replicas": num_replicas,
-        "source": source.fingerprint | {"seed": seed, "shuffle_buffer": config.shuffle_buffer},
+        "source": source.fingerprint | _what_tells_tokens_apart(config, tokenizer, source) | {"seed": seed},
     }
     iterator = prefetched_batches(
         ReplicaDocuments(source, replica, num_replicas),
@@ -120,6 +126,14 @@ def train_stream(
     stream = Stream(iterator, identity)
     closed_at_exit.add(stream)
     return stream
+
+
+def _what_tells_tokens_apart(config: "DataConfig", tokenizer: Tokenizer | None, source: Source) -> dict[str, Any]:
+    """Besides files and seed, what a position depends on: it is an offset into a replica's tokens."""
+    known: dict[str, Any] = {"shuffle_buffer": config.shuffle_buffer}
+    if tokenizer is not None and source.num_columns == 1:
+        known |= {"tokenizer": tokenizer.fingerprint, "add_bos": config.add_bos, "add_eos": config.add_eos}
+    return known
 
 
 def validation_batches(

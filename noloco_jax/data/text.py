@@ -63,10 +63,11 @@ class TextSource:
         self._documents = np.stack([files, numbers], axis=1)[chosen]
         self.fingerprint: dict[str, int | str] = {
             "kind": "text",
+            "piece_bytes (by data.sequence_length)": self._piece,
             "files": len(self._files),
             "bytes": sum(size for _, size in self._files),
+            "names and sizes": options.digest(self._files),
             "documents": len(self._documents),
-            "piece_bytes": self._piece,
         }
 
     def check_replicas(self, num_replicas: int) -> None:

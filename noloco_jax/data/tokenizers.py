@@ -1,5 +1,7 @@
 """Tokenizers: the bytes of the text, or any fast tokenizer that `transformers` can load."""
 
+import hashlib
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from noloco_jax.errors import UserError
+
+# Cases, accents in both forms, digits, spaces, line ends, and scripts without spaces and beyond 16 bits.
+_PROBE = (
+    " The quick  Brown fox's caf\u00e9 cafe\u0301\n\tjumps, 1234567890 3.14!\r\n "
+    "\u65e5\u672c \u0440\u0443 \ufb01\U0001f98a <s> "
+)
 
 
 class Tokenizer(Protocol):
@@ -21,6 +29,11 @@ class Tokenizer(Protocol):
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
+
+    @property
+    def fingerprint(self) -> str:
+        """Tells it from tokenizers that make other ids of a text, whatever their names."""
+        ...
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of the text without special tokens: int32 (n,)."""
@@ -39,6 +52,7 @@ class ByteTokenizer:
     """The 256 bytes of UTF-8, then BOS 256, EOS 257 and padding 258."""
 
     name = "byte"
+    fingerprint = "byte"
     vocab_size = 259
     bos_id: int | None = 256
     eos_id: int | None = 257
@@ -65,6 +79,16 @@ class FastTokenizer:
         self.name, self.vocab_size, self.bos_id, self.eos_id = name, vocab_size, bos_id, eos_id
         self._backend = backend
         self._configure()
+        self.fingerprint = self._make_fingerprint()
+
+    def _make_fingerprint(self) -> str:
+        """Of the vocabulary, BOS and EOS, and of the ids of a text that shows how it is cut up and normalized.
+
+        The tokenizer's file would not do: libraries of other versions write it in other forms.
+        """
+        vocabulary = sorted(self._backend.get_vocab(with_added_tokens=True).items())
+        facts = [vocabulary, self.bos_id, self.eos_id, self.encode(_PROBE).tolist()]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def _configure(self) -> None:
         self._backend.encode_special_tokens = True

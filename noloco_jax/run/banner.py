@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from noloco_jax.config import TrainConfig
+from noloco_jax.config import TrainConfig, unused_settings
 from noloco_jax.formatting import format_bytes, format_count, format_memory
 from noloco_jax.methods import method_of
 from noloco_jax.model.llama import num_params
@@ -25,7 +25,7 @@ def banner_rows(config: TrainConfig, programs: Programs) -> list[tuple[str, obje
         ("versions", _versions()),
         ("devices", _devices(programs)),
         ("mode", _mode(config, programs)),
-        ("method", method_of(config).describe(config)),
+        ("method", "\n".join([method_of(config).describe(config), *_without_effect(config)])),
         ("parameters", _parameters(config)),
         ("batch", _batch(config)),
         ("memory", _memory(config, programs)),
@@ -51,6 +51,12 @@ def _mode(config: TrainConfig, programs: Programs) -> str:
         return f"virtual: {config.num_replicas} replicas on one device"
     axes = " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1)
     return f"mesh {axes}" + (f", {slots} replicas on each" if slots > 1 else "")
+
+
+def _without_effect(config: TrainConfig) -> list[str]:
+    """A line on what is set and changes nothing, if there is such a thing."""
+    settings = unused_settings(config)
+    return [f"without effect: {', '.join(settings)}"] if settings else []
 
 
 def _parameters(config: TrainConfig) -> str:

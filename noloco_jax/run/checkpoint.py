@@ -1,8 +1,8 @@
 """Checkpoints of a run: everything that it needs to continue as if it had never stopped."""
 
 import contextlib
-import dataclasses
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,14 +13,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from noloco_jax.cluster.processes import Processes, run_processes
-from noloco_jax.config import TrainConfig, load_saved, to_dict
+from noloco_jax.config import Change, TrainConfig, load_saved
+from noloco_jax.data import Tokenizer
 from noloco_jax.errors import StartError, UserError
 from noloco_jax.model.llama import param_shapes
+from noloco_jax.run import record
 from noloco_jax.spmd.programs import TrainState
 from noloco_jax.spmd.stages import resize_vocabulary
 
 PyTree = Any
 _ITEMS = ("state", "data", "run")
+_SET_ASIDE = "checkpoints_set_aside"
 _SAVE_SECONDS = 24 * 3600  # orbax gives up after 20 minutes, in which slow storage takes some 50 GB
 
 
@@ -49,9 +52,10 @@ class Checkpointer:
 
     Args:
       workdir: the run's folder, the same for all processes.
-      config: the run. A checkpoint of another model or method is refused, one of another number of replicas unless
-        the configuration says what is to become of them.
+      config: the run. A checkpoint with another value of a field that must match (`config.changes`) is refused, one of
+        another number of replicas unless the configuration says what is to become of them.
       processes: those that save together; None: all that JAX knows of.
+      from_step: the step that the run was told to go back to, which its checkpoints remember.
       read_only: never write or delete.
     """
 
@@ -61,16 +65,19 @@ class Checkpointer:
         config: TrainConfig,
         processes: Processes | None = None,
         *,
+        from_step: int | None = None,
         read_only: bool = False,
     ):
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every save
         self._folder = Path(workdir).absolute() / "checkpoints"
         self._config = config
+        self._from_step = from_step
         self._processes = processes or run_processes()
         if not read_only:
             self._folder.mkdir(parents=True, exist_ok=True)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=None if read_only else config.keep_checkpoints,
+            keep_period=config.keep_period or None,
             enable_async_checkpointing=not read_only,
             async_options=ocp.AsyncOptions(timeout_secs=_SAVE_SECONDS),
             cleanup_tmp_directories=not read_only,
@@ -85,33 +92,83 @@ class Checkpointer:
         Of several processes, each has to ask.
 
         Raises:
-          UserError: if the checkpoint is of another model, method, optimizer state or number of replicas.
+          UserError: if a field that must match has another value than in the run that saved it.
           StartError: if the file system shows the processes different ones.
         """
-        step = self._manager.latest_step()
+        return self._agreed(self._manager.latest_step())
+
+    def start_step(self) -> int | None:
+        """The step of the checkpoint to go on from, or None; errors are those of `latest_step`.
+
+        It is the newest, or that of `from_step`: but once the run has saved checkpoints after going back to that step,
+        the newest of these, so that the same command goes on.
+        """
+        newest, wanted = self._manager.latest_step(), self._from_step
+        if wanted is None or (newest is not None and self._record(newest)["from_step"] == wanted):
+            return self._agreed(newest)
+        steps = sorted(self._manager.all_steps())
+        if wanted not in steps:
+            raise UserError(
+                f"--from_step={wanted}: {self._folder} holds no checkpoint of that step (there are "
+                f"{', '.join(map(str, steps)) or 'none'}): give one that is there, or leave the flag out"
+            )
+        return self._agreed(wanted)
+
+    def _agreed(self, step: int | None) -> int | None:
+        """A step that all processes chose, whose checkpoint fits the run."""
         seen = self._processes.gather(step)
         if len(set(seen)) > 1:
             raise StartError(
                 f"the processes see different newest checkpoints in {self._folder} (steps "
                 f"{', '.join(sorted({str(step) for step in seen}))}): start again once all see the same"
             )
-        if step is None:
-            return None
-        saved, mine = self._run(step), _identity(self._config)
-        for name, value in mine.items():
-            if saved.get(name) != value:
-                raise UserError(
-                    f"{self._folder} holds a checkpoint with {name}={saved.get(name)!r}, the config has {value!r}: "
-                    "give the config of that run, or another --workdir"
-                )
+        if step is not None:
+            self.changes(step)
         return step
+
+    def changes(self, step: int) -> list[Change]:
+        """The fields that have another value than in the run that saved `step`; an error where one must match."""
+        saved = self.saved_config(step)
+        return record.permitted_changes(saved, self._config, self._folder)
+
+    def saved_config(self, step: int) -> TrainConfig:
+        """The configuration of the run that saved `step`, as it was then."""
+        return record.saved_config(self._record(step), self._folder / str(step))
+
+    def check_tokenizer(self, step: int, tokenizer: Tokenizer) -> None:
+        """Raises `UserError` where the run trained on the tokens of another tokenizer, whatever its name."""
+        then = self._record(step)["source"].get("tokenizer")  # none where the data were tokens already
+        if then not in (None, tokenizer.fingerprint):
+            raise UserError(
+                f"data.tokenizer={tokenizer.name!r} is not the one that the run in {self._folder.parent} was trained "
+                f"with (fingerprint {then}, now {tokenizer.fingerprint}): restore its files"
+            )
+
+    def version_changes(self, step: int) -> list[str]:
+        """A line for every package of another version than when `step` was saved."""
+        return record.version_changes(self._record(step))
+
+    def set_aside_after(self, step: int) -> int:
+        """Moves all later checkpoints to checkpoints_set_aside beside their folder; returns how many there were.
+
+        Each process calls this. Nothing is deleted. A run that is killed meanwhile does the rest when it starts again.
+        """
+        if self._from_step is None:
+            return 0  # and `step` is the newest
+        later = [other for other in self._manager.all_steps() if other > step]
+        if jax.process_index() == 0:
+            for other in later:
+                _move_to_new_name(self._folder / str(other), self._folder.with_name(_SET_ASIDE))
+        self._processes.barrier("set aside")
+        self._manager.reload()
+        return len(later)
 
     def saved_shape(self, step: int) -> SavedShape:
         """The sizes of the state saved at `step`."""
-        run = self._run(step)
+        run = self._record(step)
         return SavedShape(*(run[name] for name in SavedShape._fields))
 
-    def _run(self, step: int) -> dict[str, Any]:
+    def _record(self, step: int) -> dict[str, Any]:
         missing = [name for name in _ITEMS if not (self._folder / str(step) / name / "commit_success.txt").exists()]
         if missing:
             raise self._damaged(step, f"no complete {' or '.join(missing)}")
@@ -152,27 +209,33 @@ class Checkpointer:
         positions = {
             str(replica): position for part in self._processes.gather(data) for replica, position in part.items()
         }
+        run = record.make_record(self._config, positions["0"]["source"], self._from_step)
         self._manager.save(
             step,
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(state._asdict()),
                 data=ocp.args.JsonSave(positions),
-                run=ocp.args.JsonSave(_identity(self._config) | SavedShape.of(state)._asdict()),
+                run=ocp.args.JsonSave(run | SavedShape.of(state)._asdict()),
             ),
         )
 
-    def restore(self, step: int, like: TrainState) -> tuple[TrainState, list[dict]]:
-        """Returns the state at `step` and the data position of every replica, in their order.
+    def restore(self, step: int, like: TrainState) -> TrainState:
+        """Returns the state at `step`.
 
         Args:
           step: a step that was saved.
           like: shapes as they were saved, dtypes and shardings; the mesh may be another than the one that saved.
         """
-        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(like._asdict()), data=ocp.args.JsonRestore())
+        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(like._asdict()))
         with self._reading(step):
-            restored = self._manager.restore(step, args=arguments)
+            return TrainState(**self._manager.restore(step, args=arguments)["state"])
+
+    def positions(self, step: int) -> list[dict]:
+        """The data position at `step` of every replica, in their order."""
+        with self._reading(step):
+            restored = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
         data = {int(replica): position for replica, position in restored["data"].items()}
-        return TrainState(**restored["state"]), [data[replica] for replica in range(len(data))]
+        return [data[replica] for replica in range(len(data))]
 
     def restore_params(self, step: int, keep: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> PyTree:
         """The fast weights alone at `step`, as numpy arrays with the replicas in front.
@@ -216,38 +279,37 @@ def _nested(path: tuple[Any, ...], leaf: Any) -> PyTree:
     return functools.reduce(lambda inner, key: {key.key: inner}, reversed(path), leaf)
 
 
-def _identity(config: TrainConfig) -> dict[str, Any]:
-    """What has to be equal for a checkpoint to fit, by the names of the configuration."""
-    model = {f"model.{name}": value for name, value in dataclasses.asdict(config.model).items()}
-    for name in ("model.dtype", "model.remat"):  # how it is computed, not what it is
-        del model[name]
-    return {
-        "method": config.method,
-        **model,
-        "outer.state_dtype": to_dict(config)["outer"]["state_dtype"],
-        "inner.optimizer": config.inner.optimizer,
-    }
+def _move_to_new_name(path: Path, folder: Path) -> None:
+    """Moves `path` into `folder`, under its own name or, where that is taken, with a number behind it."""
+    folder.mkdir(exist_ok=True)
+    names = itertools.chain([path.name], (f"{path.name}.{number}" for number in itertools.count(1)))
+    path.rename(next(folder / name for name in names if not (folder / name).exists()))
 
 
-def load_for_export(workdir: str | Path, replica: int | None = None) -> tuple[TrainConfig, PyTree]:
+def load_for_export(
+    workdir: str | Path, replica: int | None = None, tokenizer: Tokenizer | None = None
+) -> tuple[TrainConfig, PyTree]:
     """The configuration and the weights of one model of a run's newest checkpoint.
 
     Args:
       workdir: the run's folder.
       replica: which replica; None: the merged model, the plain mean of all.
+      tokenizer: what the model is to be used with, which has to be the run's; None: unchecked.
 
     Returns:
       The run's configuration, and parameters without a replica axis, as numpy arrays: put them on the devices that
       they belong on. One array of all replicas is read at a time, which orbax may hold twice while it decodes it.
 
     Raises:
-      UserError: if there is no checkpoint, or no such replica.
+      UserError: if there is no checkpoint, or no such replica, or the tokenizer is another.
     """
     config = load_saved(workdir)
     checkpointer = Checkpointer(workdir, config, read_only=True)
     step = checkpointer.latest_step()
     if step is None:
         raise UserError(f"{workdir} holds no checkpoint: train first, or give another folder")
+    if tokenizer is not None:
+        checkpointer.check_tokenizer(step, tokenizer)
     num_replicas = checkpointer.saved_shape(step).num_replicas
     if replica is not None and not 0 <= replica < num_replicas:
         raise UserError(f"replica {replica} does not exist: the run has 0 to {num_replicas - 1}")

@@ -36,14 +36,19 @@ def check_elastic(config: TrainConfig, saved: SavedShape) -> None:
     )
 
 
-def restore(
-    checkpoints: Checkpointer, step: int, config: TrainConfig, programs: Programs
-) -> tuple[TrainState, list[dict], str]:
-    """The state at `step` at rest on this run's mesh, every replica's data position, and a line on what was changed.
+def data_positions(checkpoints: Checkpointer, step: int, num_replicas: int) -> list[dict]:
+    """The data position at `step` of each of `num_replicas`, dealt out anew where they were others.
+
+    See `data.redistribute`.
+    """
+    return redistribute(checkpoints.positions(step), num_replicas)
+
+
+def restore(checkpoints: Checkpointer, step: int, config: TrainConfig, programs: Programs) -> tuple[TrainState, str]:
+    """The state at `step` at rest on this run's mesh, and a line on what was changed.
 
     Of fewer replicas, replica j of M is the mean ("merge") of the replicas i with i mod M = j, in weights, slow weights
-    and all optimizer state, or ("keep") replica j itself; of more, replica j of M is a copy of replica j mod N. The
-    data positions are dealt out anew, as `data.redistribute` says.
+    and all optimizer state, or ("keep") replica j itself; of more, replica j of M is a copy of replica j mod N.
 
     Raises:
       UserError: see `check_elastic`.
@@ -51,16 +56,15 @@ def restore(
     saved, mine = checkpoints.saved_shape(step), SavedShape.of(programs.state)
     check_elastic(config, saved)
     if saved == mine:
-        state, positions = checkpoints.restore(step, programs.state)
-        return programs.at_rest(state), positions, ""
-    state, positions = checkpoints.restore(step, _saved_shapes(programs, saved))
+        return programs.at_rest(checkpoints.restore(step, programs.state)), ""
+    state = checkpoints.restore(step, _saved_shapes(programs, saved))
     shardings = jax.tree.map(lambda x: x.sharding, programs.state)
     convert = jax.jit(lambda state: _converted(state, saved, mine, config.elastic), out_shardings=shardings)
     state = programs.at_rest(convert(state))
     if saved.num_replicas == mine.num_replicas:
         sizes = f"{mine.padded_vocab_size} tokens, before {saved.padded_vocab_size}"
-        return state, positions, f"embedding and head are padded to {sizes}"
-    return state, redistribute(positions, mine.num_replicas), _report(saved.num_replicas, mine.num_replicas, config)
+        return state, f"embedding and head are padded to {sizes}"
+    return state, _report(saved.num_replicas, mine.num_replicas, config)
 
 
 def _report(before: int, after: int, config: TrainConfig) -> str:

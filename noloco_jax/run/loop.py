@@ -101,7 +101,7 @@ def train_steps(run: Run, state: TrainState, start: int) -> Outcome:
         log.remember(step, metrics, outer_step)
 
         is_last, is_stopping = step == config.num_steps, run.stop.at(step)
-        is_evaluating = is_last or step % config.eval_every == 0
+        is_evaluating = is_last or (config.eval_every > 0 and step % config.eval_every == 0)
         is_saving = is_last or is_stopping or step % config.checkpoint_every == 0
         if is_evaluating or is_saving:
             log.write_previous()

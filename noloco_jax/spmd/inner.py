@@ -16,16 +16,31 @@ _ADAM_SHARE = 0.1
 
 
 def learning_rate(inner: InnerConfig, num_steps: int) -> optax.Schedule:
-    """Linear warmup, then a cosine to `min_lr`: step i = 0, 1, ... of the warmup uses lr · (i + 1) / warmup_steps."""
+    """Linear warmup, then what `inner.schedule` says: step i = 0, 1, ... of the warmup has lr · (i + 1) / warmup_steps.
+
+    "cosine" falls to `min_lr` along half a cosine; "wsd" (warmup, stable, decay) stays at `lr` and falls linearly to
+    `min_lr` in the last `decay_share` of the run's steps; "constant" stays at `lr`.
+    """
+    start = decay_start(inner, num_steps)
 
     def schedule(step: jax.typing.ArrayLike) -> jax.Array:
         step = jnp.asarray(step, jnp.float32)
         warmup = inner.lr * (step + 1) / max(inner.warmup_steps, 1)
-        progress = (step - inner.warmup_steps) / max(num_steps - inner.warmup_steps, 1)
-        cosine = 0.5 * (1 + jnp.cos(jnp.pi * jnp.clip(progress, 0.0, 1.0)))
-        return jnp.where(step < inner.warmup_steps, warmup, inner.min_lr + (inner.lr - inner.min_lr) * cosine)
+        if inner.schedule == "cosine":
+            progress = (step - inner.warmup_steps) / max(num_steps - inner.warmup_steps, 1)
+            high = 0.5 * (1 + jnp.cos(jnp.pi * jnp.clip(progress, 0.0, 1.0)))
+        elif inner.schedule == "wsd":
+            high = 1 - jnp.clip((step - start) / max(num_steps - start, 1), 0.0, 1.0)
+        else:
+            high = jnp.ones_like(step)
+        return jnp.where(step < inner.warmup_steps, warmup, inner.min_lr + (inner.lr - inner.min_lr) * high)
 
     return schedule
+
+
+def decay_start(inner: InnerConfig, num_steps: int) -> int:
+    """The step (0, 1, ...) from which on "wsd" lowers the learning rate."""
+    return max(num_steps - round(inner.decay_share * num_steps), inner.warmup_steps)
 
 
 def learning_rates(config: TrainConfig) -> np.ndarray:

@@ -202,7 +202,8 @@ def _inner_step(
         if method_of(config).averages_gradients:
             gradient = all_mean(gradient, REPLICAS)
         norm = jnp.sqrt(replica_square_norm(gradient))
-        gradient = optax.tree.scale(jnp.minimum(1.0, config.inner.clip_norm / jnp.maximum(norm, 1e-30)), gradient)
+        if config.inner.clip_norm:
+            gradient = optax.tree.scale(jnp.minimum(1.0, config.inner.clip_norm / jnp.maximum(norm, 1e-30)), gradient)
         updates, inner_state = inner.update(gradient, inner_state, computed(params))
         return optax.apply_updates(params, updates), inner_state, norm
 

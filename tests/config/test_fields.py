@@ -141,7 +141,7 @@ def test_fields_that_contradict_each_other_are_refused_with_both_values():
             ({"model": {"num_heads": 8, "num_kv_heads": 3}}, ["model.num_heads=8", "model.num_kv_heads=3"]),
             ({"model": {"hidden_size": 12, "num_heads": 4}}, ["model.hidden_size=12", "model.num_heads=4", "even"]),
             (nested("model.rope_scaling.low_freq_factor", 4.0), ["low_freq_factor=4.0", "high_freq_factor=4.0"]),
-            ({"num_steps": 10, "inner": {"warmup_steps": 11}}, ["inner.warmup_steps=11", "num_steps=10"]),
+            ({"num_steps": 10, "inner": {"warmup_steps": 11}}, ["num_steps=10", "--config.inner.warmup_steps=1"]),
             ({"inner": {"lr": 1e-4, "min_lr": 2e-4}}, ["inner.min_lr=0.0002", "inner.lr=0.0001"]),
             ({"inner": {"weight_decay": 0.1}}, ["inner.weight_decay=0.1", "inner.optimizer='adam'", "optimizer=adamw"]),
             ({"inner": {"optimizer": "adamw", "adam_lr": 1e-3}}, ["inner.adam_lr=0.001", "inner.optimizer='adamw'"]),
@@ -150,6 +150,7 @@ def test_fields_that_contradict_each_other_are_refused_with_both_values():
             ({"num_replicas": 1}, ["noloco", "num_replicas=1", "local"]),
             ({"method": "diloco", "outer": {"wire": "bfloat16"}}, ["outer.wire='bfloat16'", "method='diloco'"]),
             ({"method": "local", "outer": {"offload": True}}, ["outer.offload=True", "method='local'"]),
+            ({"keep_period": 700, "checkpoint_every": 500}, ["keep_period=700", "checkpoint_every=500"]),
             ({"num_microbatches": 3}, ["data.batch_size=8", "num_microbatches=3"]),
             ({"mesh": {"replica": 3}}, ["num_replicas=4", "mesh.replica=3"]),
             ({"mesh": {"fsdp": -1}}, ["mesh.replica", "mesh.fsdp", "-1"]),
@@ -184,6 +185,7 @@ def test_every_field_refuses_what_is_outside_its_choices_or_range_by_name():
 
 def test_the_edges_of_ranges_are_where_they_were_meant():
     accepted = {"inner.b1": 0.0, "outer.momentum": 0.0, "outer.consensus": 0.0, "inner.min_lr": 0.0, "seed": 0}
+    accepted |= {"inner.clip_norm": 0.0, "eval_every": 0, "keep_period": 0}
     for path, value in (accepted | {"mesh.replica": -1, "sample_tokens": 0, "inner.lr": 1e-4}).items():
         from_dict({"inner": {"min_lr": 0.0}} | nested(path, value))
     refused = {"inner.lr": 0.0, "outer.lr": 0.0, "inner.b2": 1.0, "outer.momentum": 1.0, "mesh.stage": -1}
@@ -193,7 +195,8 @@ def test_the_edges_of_ranges_are_where_they_were_meant():
 
 def test_the_fields_with_choices_are_the_words_that_the_program_tells_apart():
     words = {"method", "elastic", "model.dtype", "model.param_dtype", "model.remat", "outer.order", "outer.wire"}
-    words |= {"outer.state_dtype", "data.kind", "data.on_bad_shard", "mesh.routing", "inner.optimizer"}
+    words |= {"outer.state_dtype", "data.kind", "data.on_bad_shard", "mesh.routing"}
+    words |= {"inner.optimizer", "inner.schedule"}
     assert {path for path, field in known_fields().items() if field.allowed.choices} == words
 
 
@@ -249,7 +252,7 @@ def test_reading_a_configuration_imports_no_jax():
 
 
 def test_the_modules_import_one_another_in_one_direction():
-    order = ["schema", "fields", "checks", "build", "config_file", "flags", "__init__"]
+    order = ["schema", "fields", "checks", "build", "changes", "config_file", "flags", "__init__"]
     folder = Path(noloco_jax.config.__file__).parent
     assert {path.stem for path in folder.glob("*.py")} == set(order)
     for position, name in enumerate(order):

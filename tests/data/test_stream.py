@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from noloco_jax.config import DataConfig
 from noloco_jax.data import load_tokenizer, train_stream, validation_batches
 from noloco_jax.errors import UserError
 from support.data_makers import (
@@ -17,6 +18,7 @@ from support.data_makers import (
     read_through,
     write_c4,
     write_counting,
+    write_rows,
     write_texts,
 )
 
@@ -170,6 +172,59 @@ def test_a_state_of_other_data_is_refused(tmp_path, kind):
         other.set_state(stream.get_state())
     with pytest.raises(UserError, match="shuffle_buffer 4, this run's has 7"):
         open_streams(replace(config, shuffle_buffer=7), 1)[0].set_state(stream.get_state())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_of_as_many_other_files_is_refused(tmp_path, kind):
+    config, _ = write_counting(kind, tmp_path / "data", 23)
+    (stream,) = open_streams(config, 1)
+    first = min(file for file in (tmp_path / "data").iterdir() if "train" in file.name or kind != "c4")
+    first.rename(first.with_name(first.name.replace("0", "7", 1)))
+    (other,) = open_streams(config, 1)
+    with pytest.raises(UserError, match="names and sizes"):
+        other.set_state(stream.get_state())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_of_a_folder_goes_on_where_it_was_moved_to(tmp_path, kind):
+    config, _ = write_counting(kind, tmp_path / "data", 23)
+    (stream,) = open_streams(config, 1)
+    take(stream, 3)
+    (tmp_path / "data").rename(tmp_path / "moved")
+    (other,) = open_streams(replace(config, path=str(tmp_path / "moved")), 1)
+    other.set_state(stream.get_state())
+
+
+def test_a_state_of_other_rows_in_files_of_the_same_names_and_counts_is_refused(tmp_path):
+    for length in (3, 4):
+        rows = [list(range(length))] * 6
+        write_rows(tmp_path / f"{length}/0.parquet", {"input_ids": rows, "labels": rows})
+    config = DataConfig(kind="parquet", sequence_length=3, batch_size=1)
+    short, long = (open_streams(replace(config, path=str(tmp_path / folder)), 1)[0] for folder in "34")
+    with pytest.raises(UserError, match="names and sizes"):
+        long.set_state(short.get_state())
+
+
+class OtherTokenizer(CountingTokenizer):
+    fingerprint = "other"
+
+
+def test_a_state_of_other_tokens_of_the_same_text_is_refused(tmp_path):
+    config, _ = write_counting("c4", tmp_path / "data", 23)
+    (stream,) = open_streams(config, 1)
+    for field in ("add_bos", "add_eos"):
+        (other,) = open_streams(replace(config, **{field: True}), 1)
+        with pytest.raises(UserError, match=f"{field} False, this run's has True"):
+            other.set_state(stream.get_state())
+    (other,) = open_streams(config, 1, OtherTokenizer())
+    with pytest.raises(UserError, match="tokenizer 'counting', this run's has 'other'"):
+        other.set_state(stream.get_state())
+
+
+def test_a_state_of_stored_tokens_needs_no_tokenizer(tmp_path):
+    config, _ = write_counting("parquet", tmp_path / "data", 23)
+    (stream,), (other,) = open_streams(config, 1), open_streams(config, 1, OtherTokenizer())
+    other.set_state(stream.get_state())
 
 
 def test_a_state_of_another_replica_is_refused(tmp_path):

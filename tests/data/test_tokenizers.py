@@ -139,3 +139,24 @@ def test_a_vocabulary_too_small_names_both_numbers():
     check_vocabulary(load_tokenizer("byte"), 259)
     with pytest.raises(UserError, match=r"model.vocab_size=200 .* 259 ids .*'byte'"):
         check_vocabulary(load_tokenizer("byte"), 200)
+
+
+def test_a_fingerprint_is_of_what_a_tokenizer_does_not_of_its_name(tmp_path):
+    def fingerprint(name: str, *, bos: str = "<s>", added: str = "x") -> str:
+        (tmp_path / name).mkdir()
+        return load_tokenizer(
+            word_tokenizer(tmp_path / name, special={"bos_token": bos, "eos_token": "</s>"}, added=[added])
+        ).fingerprint
+
+    one = fingerprint("one")
+    assert fingerprint("same") == one
+    assert len({one, fingerprint("other_word", added="y"), fingerprint("other_bos", bos="<b>"), "byte"}) == 4
+
+
+def test_a_fingerprint_is_of_how_texts_are_cut_up(tmp_path):
+    folder = Path(word_tokenizer(tmp_path, special={"bos_token": "<s>", "eos_token": "</s>"}, added=[]))
+    before = load_tokenizer(str(folder)).fingerprint
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["pre_tokenizer"] = {"type": "WhitespaceSplit"}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert load_tokenizer(str(folder)).fingerprint != before

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import json
 import weakref
 from pathlib import Path
 
@@ -73,7 +74,8 @@ def restored(workdir: Path, config: TrainConfig) -> tuple[TrainState, list[dict]
     programs = programs_of(config)
     with Checkpointer(workdir, config) as checkpoints:
         assert checkpoints.latest_step() == 3
-        state, data, changed = elastic.restore(checkpoints, 3, config, programs)
+        state, changed = elastic.restore(checkpoints, 3, config, programs)
+        data = elastic.data_positions(checkpoints, 3, config.num_replicas)
     jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail("elsewhere"), state, programs.state)
     return state, data, changed
 
@@ -192,6 +194,66 @@ def test_only_the_newest_checkpoints_stay(tmp_path):
         for step in (1, 2, 3):
             checkpoints.save(step, state, positions(4))
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
+
+
+def test_checkpoints_of_the_period_stay(tmp_path):
+    config = dataclasses.replace(CONFIG, keep_checkpoints=1, keep_period=2)
+    state = random_state(programs_of(config).state)
+    with Checkpointer(tmp_path, config) as checkpoints:
+        for step in (1, 2, 3, 4, 5):
+            checkpoints.save(step, state, positions(4))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "4", "5"]
+
+
+def save_steps(workdir: Path, *steps: int, from_step: int | None = None) -> None:
+    """Checkpoints of a few small numbers: what is in them does not matter."""
+    state = TrainState({"embed": np.zeros((4, 32, 1))}, {}, None)
+    with Checkpointer(workdir, CONFIG, from_step=from_step) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, state, positions(4))
+
+
+def start_step(workdir: Path, from_step: int | None, config: TrainConfig = CONFIG) -> int | None:
+    with Checkpointer(workdir, config, from_step=from_step, read_only=True) as checkpoints:
+        return checkpoints.start_step()
+
+
+def test_a_run_goes_back_to_a_step_and_the_later_ones_are_moved_not_deleted(tmp_path):
+    save_steps(tmp_path, 4, 8)
+    assert (start_step(tmp_path, None), start_step(tmp_path, 4)) == (8, 4)
+    for names in (["8"], ["8", "8.1"]):
+        with Checkpointer(tmp_path, CONFIG, from_step=4) as checkpoints:
+            assert checkpoints.set_aside_after(4) == 1
+            assert checkpoints.latest_step() == 4
+        assert sorted(path.name for path in (tmp_path / "checkpoints_set_aside").iterdir()) == names
+        save_steps(tmp_path, 8)
+
+
+def test_the_same_command_goes_on_from_what_it_has_saved_since_it_went_back(tmp_path):
+    save_steps(tmp_path, 4, 6, from_step=4)
+    assert (start_step(tmp_path, 4), start_step(tmp_path, None)) == (6, 6)
+    save_steps(tmp_path, 7)  # by a run that was not told to go back
+    with pytest.raises(UserError, match=r"--from_step=5: .* no checkpoint of that step \(there are 6, 7\)"):
+        start_step(tmp_path, 5)
+
+
+def test_a_checkpoint_tells_configuration_data_and_versions_of_its_run(tmp_path):
+    save_steps(tmp_path, 3)
+    with Checkpointer(tmp_path, dataclasses.replace(CONFIG, num_steps=7), read_only=True) as checkpoints:
+        assert checkpoints.saved_config(3) == CONFIG
+        assert [str(change) for change in checkpoints.changes(3)] == ["num_steps: 1000 before, 7 now"]
+        assert checkpoints.version_changes(3) == []
+    record = json.loads((tmp_path / "checkpoints/3/run/metadata").read_text())
+    assert record["source"] == {"files": 4}
+    assert record["versions"]["jax"] == jax.__version__
+
+
+def test_a_must_match_field_is_refused_with_both_values_and_what_to_give(tmp_path):
+    save_steps(tmp_path, 3)
+    data = dataclasses.replace(CONFIG.data, add_bos=False)
+    message = "data.add_bos=True, the config has False: give --config.data.add_bos=True"
+    with pytest.raises(UserError, match=message):
+        start_step(tmp_path, None, dataclasses.replace(CONFIG, data=data))
 
 
 def test_processes_that_see_other_checkpoints_do_not_start(tmp_path, monkeypatch):

@@ -67,7 +67,7 @@ def interrupted(config: TrainConfig, workdir: Path) -> tuple[TrainState, TrainSt
     programs = programs_of(config)
     state, _ = train(programs, programs.init(jax.random.key(0)), 1, SAVED)
     with Checkpointer(workdir, config) as checkpoints:
-        checkpoints.save(SAVED, state, {replica: {} for replica in range(N)})
+        checkpoints.save(SAVED, state, {replica: {"source": {}} for replica in range(N)})
     before = jax.tree.map(np.array, state)
     return before, *train(programs, state, SAVED + 1, LAST)
 
@@ -77,7 +77,7 @@ def test_muons_state_comes_back_and_trains_on_bitwise(tmp_path):
     _, end, losses = interrupted(config, tmp_path)
     programs = programs_of(config)
     with Checkpointer(tmp_path, config) as checkpoints:
-        state, _, _ = elastic.restore(checkpoints, SAVED, config, programs)
+        state, _ = elastic.restore(checkpoints, SAVED, config, programs)
     mine, my_losses = train(programs, state, SAVED + 1, LAST)
     np.testing.assert_array_equal(my_losses, losses)
     jax.tree.map(np.testing.assert_array_equal, mine, end)
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_other_stages_is_the_same_state_and_trains_on_alike(tmp_
     config = config_of(after, vocab_size)
     programs = programs_of(config)
     with Checkpointer(tmp_path, config) as checkpoints:
-        state, _, changed = elastic.restore(checkpoints, SAVED, config, programs)
+        state, changed = elastic.restore(checkpoints, SAVED, config, programs)
     jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail("elsewhere"), state, programs.state)
     jax.tree.map(np.testing.assert_array_equal, whole(state, vocab_size), whole(saved, vocab_size))
     assert changed == words

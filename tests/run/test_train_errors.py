@@ -3,13 +3,17 @@
 What is refused before anything is compiled is tried in the tests' own process, all else in a real one.
 """
 
+import json
 import re
 import shutil
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from noloco_jax import train as trainer
 from noloco_jax.config import from_dict, load_config
+from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.train import train
 from support import processes
@@ -51,8 +55,9 @@ def refusal(config: Path, workdir: Path, *overrides: str, dry_run: bool = False)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config.model.num_layers=3"], "model.num_layers=2, the config has 3: give the config of that run"),
+        (["--config.model.num_layers=3"], "model.num_layers=2, the config has 3: give --config.model.num_layers=2"),
         (["--config.method=diloco"], "method='noloco', the config has 'diloco'"),
+        (["--config.data.add_bos=False"], "data.add_bos=True, the config has False: give --config.data.add_bos=True"),
         (["--config.num_replicas=2"], "give --config.elastic=merge or --config.elastic=keep to make 2 of the 4"),
         (["--config.num_replicas=8", "--config.elastic=keep"], "give --config.elastic=copy to make 8 of the 4"),
     ],
@@ -61,9 +66,50 @@ def test_the_checkpoint_of_another_run_is_refused(config, trained, arguments, me
     assert message in refusal(config, trained, "--config.num_steps=24", *arguments)
 
 
+@pytest.fixture
+def no_compiling(monkeypatch):
+    def fail(*_: object) -> NoReturn:
+        pytest.fail("something is compiled")
+
+    monkeypatch.setattr(trainer, "_compile", fail)
+
+
+def test_another_tokenizer_is_refused_before_anything_is_compiled(config, trained, monkeypatch, no_compiling):
+    monkeypatch.setattr(ByteTokenizer, "fingerprint", "of other tokens")
+    line = refusal(config, trained, "--config.num_steps=24")
+    assert "data with tokenizer 'byte', this run's has 'of other tokens'" in line
+
+
+def test_pieces_of_another_length_are_refused_before_anything_is_compiled(config, trained, no_compiling):
+    line = refusal(config, trained, "--config.num_steps=24", "--config.data.sequence_length=1024")
+    assert "piece_bytes (by data.sequence_length) 256, this run's has 2048" in line
+
+
+def test_a_step_that_was_not_saved_is_refused_with_those_that_were(config, trained):
+    with pytest.raises(UserError, match=r"--from_step=5: .* \(there are 4, 8\)"):
+        train(from_dict(load_config(str(config))), trained, from_step=5)
+
+
+def test_a_run_goes_back_to_a_step_and_says_all_that_is_changed(config, trained, tmp_path):
+    workdir = tmp_path / "back"
+    shutil.copytree(trained, workdir)
+    changes = ["--config.num_steps=12", "--config.outer.sync_every=2", "--config.eval_every=0"]
+    [(status, output)] = processes.run(config, workdir, "--from_step=4", *changes)
+    assert status == 0, output
+    _, _, after = output.partition("going on from the checkpoint of step 4\n")
+    changed = ["num_steps: 8 before, 12 now", "outer.sync_every: 4 before, 2 now", "eval_every: 12 before, 0 now"]
+    assert after.splitlines()[:3] == changed
+    assert after.splitlines()[3].startswith("learning rate of step 5: 0.00")
+    assert sorted(path.name for path in (workdir / "checkpoints_set_aside").iterdir()) == ["8"]
+    lines = [json.loads(line) for line in (workdir / "config.history.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["changed"].get("num_steps")) for line in lines] == [(0, None), (4, [8, 12])]
+    evaluated = [line["step"] for line in processes.metrics(workdir) if line["kind"] == "eval"]
+    assert evaluated == [12]  # at the end alone
+
+
 def test_a_dry_run_refuses_the_checkpoint_of_another_run(config, trained):
     line = refusal(config, trained, "--config.model.num_layers=3", dry_run=True)
-    assert "model.num_layers=2, the config has 3: give the config of that run" in line
+    assert "model.num_layers=2, the config has 3: give --config.model.num_layers=2" in line
 
 
 def test_a_dry_run_writes_nothing(config, tmp_path):

@@ -1,8 +1,11 @@
 """The learning rates of a run, against those that torch's schedulers gave the authors' code."""
 
+from typing import Any
+
 import numpy as np
 
 from noloco_jax.config import InnerConfig, TrainConfig
+from noloco_jax.run.extension import extension_note, rate_change
 from noloco_jax.spmd.inner import learning_rates
 from support.paths import GOLDEN
 
@@ -11,3 +14,41 @@ def test_the_learning_rate_of_every_step_is_the_golden_one():
     config = TrainConfig(num_steps=200, inner=InnerConfig(lr=6e-4, min_lr=6e-5, warmup_steps=20))
     with np.load(GOLDEN / "outer" / "lr.npz") as golden:
         np.testing.assert_allclose(learning_rates(config), golden["cosine"][:200], rtol=1e-6)
+
+
+def rates(schedule: str, num_steps: int, **fields: Any) -> np.ndarray:
+    inner = InnerConfig(lr=1.0, min_lr=0.1, warmup_steps=4, schedule=schedule, **fields)
+    return learning_rates(TrainConfig(num_steps=num_steps, inner=inner))
+
+
+def test_a_constant_schedule_stays_where_the_warmup_ends():
+    np.testing.assert_allclose(rates("constant", 10), [0.25, 0.5, 0.75, *[1.0] * 7], rtol=1e-6)
+
+
+def test_warmup_stable_decay_is_level_and_falls_linearly_at_the_end():
+    expected = [0.25, 0.5, 0.75, *[1.0] * 13, *np.linspace(1.0, 0.1, 5)[:4]]
+    np.testing.assert_allclose(rates("wsd", 20), expected, rtol=1e-6)
+    np.testing.assert_allclose(rates("wsd", 20, decay_share=0.9)[4:], np.linspace(1.0, 0.1, 17)[:16], rtol=1e-6)
+
+
+def test_a_longer_run_with_a_level_schedule_begins_as_the_shorter_one():
+    for schedule, until in (("constant", 20), ("wsd", 16)):
+        np.testing.assert_array_equal(rates(schedule, 20)[:until], rates(schedule, 40)[:until])
+
+
+def config_of(schedule: str, num_steps: int) -> TrainConfig:
+    return TrainConfig(num_steps=num_steps, inner=InnerConfig(lr=6e-4, min_lr=6e-5, warmup_steps=0, schedule=schedule))
+
+
+def test_what_an_extension_does_to_the_learning_rate_is_said():
+    line = rate_change(config_of("cosine", 100), config_of("cosine", 200), 100)
+    assert line.startswith("learning rate of step 101: 6e-05 before, 0.00033 now")
+    assert rate_change(config_of("constant", 100), config_of("constant", 200), 100) == ""
+
+
+def test_a_complete_run_tells_how_the_learning_rate_would_go_on():
+    note = extension_note(config_of("cosine", 100), config_of("cosine", 100), 100)
+    assert "6.01e-05 at the end, is then 0.00033 with num_steps=200" in note
+    note = extension_note(config_of("constant", 100), config_of("constant", 100), 100)
+    assert "0.0006 at the end, is then 0.0006 with num_steps=200" in note
+    assert "checkpoint of step 80 or before" in extension_note(config_of("wsd", 100), config_of("wsd", 100), 100)

@@ -22,6 +22,7 @@ class CountingTokenizer:
     """The text "17 3" becomes the ids 17, 18, 19: every token of a test's data set can be an id of its own."""
 
     name = "counting"
+    fingerprint = "counting"
     vocab_size = 1_000_000
     bos_id: int | None = 900_000
     eos_id: int | None = 900_001

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from noloco_jax.config import ModelConfig, TrainConfig, save_config
+from noloco_jax.data import load_tokenizer
 from noloco_jax.model import llama
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.spmd.programs import TrainState
@@ -26,6 +27,7 @@ def make_run(workdir: Path, config: TrainConfig) -> list[llama.Params]:
     save_config(config, workdir)
     checkpointer = Checkpointer(workdir, config)
     params = jax.tree.map(lambda *leaves: jnp.stack(leaves), *replicas)
-    checkpointer.save(7, TrainState(params=params, inner={"count": jnp.zeros(len(replicas))}, outer=None), {0: {}})
+    state = TrainState(params=params, inner={"count": jnp.zeros(len(replicas))}, outer=None)
+    checkpointer.save(7, state, {0: {"source": {"tokenizer": load_tokenizer(config.data.tokenizer).fingerprint}}})
     checkpointer.close()
     return replicas

@@ -14,6 +14,7 @@ import pytest
 
 from noloco_jax import export
 from noloco_jax.config import DataConfig, ModelConfig, TrainConfig, from_dict
+from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.run.checkpoint import load_for_export
@@ -61,6 +62,12 @@ def test_a_chosen_replica_is_exported_bit_for_bit(run, tmp_path):
 def test_a_loaded_model_holds_on_to_no_other_replica(run, replica):
     for leaf in jax.tree.leaves(load_for_export(run[0], replica)[1]):
         assert (leaf if leaf.base is None else leaf.base).nbytes == leaf.nbytes
+
+
+def test_a_tokenizer_that_is_no_longer_the_runs_is_refused(run, monkeypatch):
+    monkeypatch.setattr(ByteTokenizer, "fingerprint", "other")
+    with pytest.raises(UserError, match=r"trained with \(fingerprint byte, now other\): restore its files"):
+        load_for_export(run[0], tokenizer=ByteTokenizer())
 
 
 def test_weights_that_cannot_be_read_are_refused(run, tmp_path):

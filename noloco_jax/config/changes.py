@@ -1,0 +1,41 @@
+"""What differs between two configurations of a run, before and now; and what is set in one to no effect."""
+
+from typing import Any, NamedTuple
+
+from noloco_jax.config.build import known_fields, to_dict
+from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config.schema import OnResume, flatten
+from noloco_jax.methods import METHODS
+
+
+class Change(NamedTuple):
+    """A field with two values."""
+
+    field: str
+    before: Any
+    now: Any
+    on_resume: OnResume
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.before!r} before, {self.now!r} now"
+
+
+def changes(before: TrainConfig, now: TrainConfig) -> list[Change]:
+    """Fields with different values in their order, without those that neither configuration's method uses."""
+    left, right = flatten(to_dict(before)), flatten(to_dict(now))
+    rows = [METHODS[config.method] for config in (before, now)]
+    return [
+        Change(path, left.get(path), right.get(path), field.on_resume)
+        for path, field in known_fields().items()
+        if left.get(path) != right.get(path) and not all(row.is_unused(path) for row in rows)
+    ]
+
+
+def unused_settings(config: TrainConfig) -> list[str]:
+    """ "FIELD=VALUE" of every field that is not at its default and that the configuration's method does not use."""
+    values, row = flatten(to_dict(config)), METHODS[config.method]
+    return [
+        f"{path}={values.get(path)!r}"
+        for path, field in known_fields().items()
+        if row.is_unused(path) and values.get(path) != field.default
+    ]

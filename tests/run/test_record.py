@@ -1,0 +1,93 @@
+"""What a run may change when it goes on, and the history of its starts."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from noloco_jax.config import TrainConfig, changes, from_dict, load_saved, unused_settings
+from noloco_jax.errors import UserError
+from noloco_jax.run import record
+from noloco_jax.run.record import make_record, permitted_changes, saved_config, version_changes, write_start
+
+CONFIG = TrainConfig()
+OTHER = from_dict(
+    {"num_steps": 77, "log_every": 3, "outer": {"sync_every": 5, "nesterov": True}, "data": {"sequence_length": 128}}
+)
+
+
+def test_what_may_change_is_told_and_what_is_free_or_unused_by_the_method_is_not(tmp_path):
+    lines = [str(change) for change in permitted_changes(CONFIG, OTHER, tmp_path)]
+    assert lines == [
+        "num_steps: 1000 before, 77 now",
+        "outer.sync_every: 50 before, 5 now",
+        "data.sequence_length: 256 before, 128 now",
+    ]
+
+
+def test_a_field_is_compared_where_either_method_uses_it():
+    outer = replace(CONFIG.outer, sync_every=5)
+    ddp, slow_ddp = (replace(CONFIG, method="ddp", outer=each) for each in (CONFIG.outer, outer))
+    assert changes(ddp, slow_ddp) == []
+    assert [change.field for change in changes(CONFIG, slow_ddp)] == ["method", "outer.sync_every"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"method": "diloco"},
+        {"seed": 1},
+        {"model": {"num_layers": 3}},
+        {"inner": {"optimizer": "adamw"}},
+        {"outer": {"state_dtype": "bfloat16"}},
+        {"data": {"add_eos": False}},
+        {"data": {"shuffle_buffer": 7}},
+        {
+            "model": {
+                "rope_scaling": {
+                    **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+                    "original_max_position_embeddings": 8192,
+                }
+            }
+        },
+    ],
+)
+def test_what_must_match_is_refused(values, tmp_path):
+    with pytest.raises(UserError, match="another --workdir"):
+        permitted_changes(CONFIG, from_dict(values), tmp_path)
+
+
+def test_a_record_survives_json_and_gives_the_configuration_back(tmp_path):
+    made = json.loads(json.dumps(make_record(OTHER, {"files": 3}, None)))
+    assert saved_config(made, tmp_path) == OTHER
+    assert version_changes(made) == []
+
+
+def test_another_version_is_told(tmp_path, monkeypatch):
+    made = make_record(CONFIG, {}, None)
+    monkeypatch.setattr(record, "versions", lambda: made["versions"] | {"jax": "9.9"})
+    assert version_changes(made) == [f"jax: version {made['versions']['jax']} before, 9.9 now"]
+
+
+def test_every_start_leaves_a_line_and_the_configuration_of_the_last_can_be_read(tmp_path):
+    write_start(CONFIG, tmp_path, 0, [])
+    write_start(OTHER, tmp_path, 8, changes(CONFIG, OTHER))
+    lines = [json.loads(line) for line in (tmp_path / "config.history.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 8]
+    assert [from_dict(line["config"]) for line in lines] == [CONFIG, OTHER]
+    assert lines[1]["changed"]["num_steps"] == [1000, 77]
+    assert load_saved(tmp_path) == OTHER
+
+
+def test_a_checkpoint_of_a_version_without_records_is_refused_in_words(tmp_path):
+    with pytest.raises(UserError, match="holds no configuration, as an earlier version"):
+        saved_config({"method": "noloco"}, tmp_path)
+
+
+def test_what_is_set_and_not_used_by_the_method_is_named():
+    outer = {"outer": {"sync_every": 5, "nesterov": True, "group_size": 3}}
+    assert unused_settings(from_dict(outer)) == ["outer.nesterov=True"]
+    assert unused_settings(from_dict({"method": "diloco"} | outer)) == ["outer.group_size=3"]
+    settings = ["outer.sync_every=5", "outer.group_size=3", "outer.nesterov=True"]
+    assert unused_settings(from_dict({"method": "ddp"} | outer)) == settings
+    assert unused_settings(CONFIG) == []
