@@ -173,7 +173,7 @@ def test_a_state_of_another_optimizer_is_refused_by_the_field(tmp_path):
     other = with_muon(CONFIG)
     with Checkpointer(tmp_path, other) as checkpoints, pytest.raises(UserError) as refused:
         checkpoints.latest_step()
-    assert "inner.optimizer='adam', the config has 'muon': give the config of that run" in str(refused.value)
+    assert "inner.optimizer='adam', the config has 'muon': give --config.inner.optimizer=adam" in str(refused.value)
 
 
 @pytest.mark.parametrize("item", ["state", "data", "run"])
