@@ -30,8 +30,8 @@ from noloco_jax.run import elastic
 from noloco_jax.run.banner import banner_rows, show_results
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress, banner, make_console
-from noloco_jax.run.loop import Hooks, Run, train_steps
-from noloco_jax.run.metrics import MetricWriter, read_metrics
+from noloco_jax.run.loop import Hooks, Run, is_evaluated, train_steps
+from noloco_jax.run.metrics import METRICS_FILE, MetricWriter, read_metrics
 from noloco_jax.run.sample import sample_of_run, sample_prompt
 from noloco_jax.spmd.batches import GlobalBatches, local_replicas
 from noloco_jax.spmd.compile import compile_programs
@@ -88,7 +88,8 @@ def train(
     banner(banner_rows(config, programs), console)
     with Stop(processes) as stop, Checkpointer(workdir, config, processes, read_only=dry_run) as checkpoints:
         start = _find_start(config, checkpoints, stop)
-        if start is not None and start >= config.num_steps and not dry_run:
+        evaluate_first = start is not None and _lacks_evaluation(config, workdir, start, processes)
+        if start is not None and start >= config.num_steps and not evaluate_first and not dry_run:
             _show_complete(console, workdir, start)
             return 0
         validation = validation_batches(
@@ -104,15 +105,13 @@ def train(
             state, given = _make_state(config, programs, given), None  # the host does not keep what was given
         else:
             state = _restore_state(config, programs, checkpoints, start, batches, console)
-        metrics = _open_metrics(config, workdir, start, wandb_project)
         progress = Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console)
-        processes.barrier("start")  # all clocks start together
-        run = Run(
-            config, programs, batches, validation, checkpoints, metrics, progress, stop, processes, hooks or Hooks()
-        )
-        with progress:
-            outcome = train_steps(run, state, start or 0)
-        metrics.close()
+        with _open_metrics(config, workdir, start, wandb_project) as metrics, progress:
+            processes.barrier("start")  # all clocks start together
+            run = Run(
+                config, programs, batches, validation, checkpoints, metrics, progress, stop, processes, hooks or Hooks()
+            )
+            outcome = train_steps(run, state, start or 0, evaluate_first=evaluate_first)
 
     if not outcome.finished:
         console.print(f"{stop.reason}: everything is saved, the same command goes on")
@@ -152,6 +151,14 @@ def _find_start(config: TrainConfig, checkpoints: Checkpointer, stop: Stop) -> i
     if start is not None:
         elastic.check_elastic(config, checkpoints.saved_shape(start))
     return start
+
+
+def _lacks_evaluation(config: TrainConfig, workdir: Path, start: int, processes: Processes) -> bool:
+    """Whether a run that stopped after step `start` left out its evaluation there; the first process tells all."""
+    lacks = is_evaluated(config, start)
+    if lacks and jax.process_index() == 0 and (workdir / METRICS_FILE).exists():
+        lacks = not any(line["kind"] == "eval" and line["step"] == start for line in read_metrics(workdir))
+    return processes.gather(lacks)[0]
 
 
 def _show_complete(console: Console, workdir: Path, steps: int) -> None:
