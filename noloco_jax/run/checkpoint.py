@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -14,14 +14,16 @@ import orbax.checkpoint as ocp
 
 from noloco_jax.cluster.processes import Processes, run_processes
 from noloco_jax.config import TrainConfig, load_saved, to_dict
-from noloco_jax.errors import StartError, UserError
+from noloco_jax.errors import StartError, TransientError, UserError
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.spmd.programs import TrainState
 from noloco_jax.spmd.stages import resize_vocabulary
 
 PyTree = Any
+T = TypeVar("T")
 _ITEMS = ("state", "data", "run")
 _SAVE_SECONDS = 24 * 3600  # orbax gives up after 20 minutes, in which slow storage takes some 50 GB
+_NEWEST_ATTEMPTS = 5  # to read the newest checkpoint before the run that writes them prunes it
 
 
 class SavedShape(NamedTuple):
@@ -106,6 +108,31 @@ class Checkpointer:
                 )
         return step
 
+    def read_newest(self, read: Callable[[int | None], T]) -> T:
+        """Returns what `read` makes of the newest step, while the run may go on: it prunes older ones.
+
+        Args:
+          read: step -> result; None where there is no checkpoint. Called again where a newer one has appeared by the
+            time that it fails, so that the older may have been deleted under its hands.
+
+        Raises:
+          TransientError: if each attempt came too late.
+          UserError: see `latest_step`, and what `read` raises.
+        """
+        newest = None
+        for _ in range(_NEWEST_ATTEMPTS):
+            newest = self._manager.latest_step()
+            try:
+                return read(self.latest_step())
+            except (UserError, OSError):
+                self._manager.reload()
+                if self._manager.latest_step() == newest:
+                    raise
+        raise TransientError(
+            f"checkpoints in {self._folder} are deleted before they are read, the last of step {newest}: try again "
+            "with faster storage, or have the run keep more of them (keep_checkpoints)"
+        )
+
     def saved_shape(self, step: int) -> SavedShape:
         """The sizes of the state saved at `step`."""
         run = self._run(step)
@@ -133,6 +160,11 @@ class Checkpointer:
             raise self._damaged(step, error) from error
 
     def _damaged(self, step: int, reason: object) -> UserError:
+        if not (self._folder / str(step)).exists():
+            return TransientError(
+                f"the checkpoint {self._folder / str(step)} was deleted while it was read: the same command takes the "
+                "newest that is there"
+            )
         reason = (str(reason).strip().splitlines() or [type(reason).__name__])[0][:200]
         return UserError(
             f"the checkpoint {self._folder / str(step)} is not whole ({reason}): delete that folder to go on from the "
@@ -230,7 +262,7 @@ def _identity(config: TrainConfig) -> dict[str, Any]:
 
 
 def load_for_export(workdir: str | Path, replica: int | None = None) -> tuple[TrainConfig, PyTree]:
-    """The configuration and the weights of one model of a run's newest checkpoint.
+    """The configuration and the weights of one model of a run's newest checkpoint; the run may be training.
 
     Args:
       workdir: the run's folder.
@@ -245,18 +277,20 @@ def load_for_export(workdir: str | Path, replica: int | None = None) -> tuple[Tr
     """
     config = load_saved(workdir)
     checkpointer = Checkpointer(workdir, config, read_only=True)
-    step = checkpointer.latest_step()
-    if step is None:
-        raise UserError(f"{workdir} holds no checkpoint: train first, or give another folder")
-    num_replicas = checkpointer.saved_shape(step).num_replicas
-    if replica is not None and not 0 <= replica < num_replicas:
-        raise UserError(f"replica {replica} does not exist: the run has 0 to {num_replicas - 1}")
+
+    def read(step: int | None) -> PyTree:
+        if step is None:
+            raise UserError(f"{workdir} holds no checkpoint: train first, or give another folder")
+        num_replicas = checkpointer.saved_shape(step).num_replicas
+        if replica is not None and not 0 <= replica < num_replicas:
+            raise UserError(f"replica {replica} does not exist: the run has 0 to {num_replicas - 1}")
+        return checkpointer.restore_params(step, one)
 
     def one(x: np.ndarray) -> np.ndarray:
         if replica is not None:
             return x[[replica]]  # a copy: a slice would hold on to the others
         return x.mean(axis=0, dtype=np.float32, keepdims=True).astype(x.dtype, copy=False)
 
-    params = checkpointer.restore_params(step, one)
+    params = checkpointer.read_newest(read)
     checkpointer.close()
     return config, jax.tree.map(lambda x: x[0], params)
