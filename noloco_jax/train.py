@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
+from noloco_jax import draws
 from noloco_jax.cluster.host import keep_freed_memory, use_cpu_cores, use_gpu_memory
 from noloco_jax.cluster.join import joined
 from noloco_jax.cluster.place import define_flags, find_place
@@ -24,6 +25,7 @@ from noloco_jax.data import (
     validation_batches,
 )
 from noloco_jax.errors import main_with_errors
+from noloco_jax.files import check_writable, folder_of_flag
 from noloco_jax.model.huggingface import load_params
 from noloco_jax.model.llama import Params
 from noloco_jax.run import elastic
@@ -47,11 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     place = find_place(flags, os.environ)
     with joined(place, to_dict(config), flags.start_timeout):
         use_cpu_cores(config, 1 if place is None else place.num_processes)
-        return train(config, Path(flags.workdir), dry_run=flags.dry_run, wandb_project=flags.wandb)
+        return train(config, flags.workdir, dry_run=flags.dry_run, wandb_project=flags.wandb)
 
 
 def _define_flags(parser) -> None:
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints, metrics and curves go")
+    parser.add_argument(
+        "--workdir",
+        required=True,
+        type=folder_of_flag,
+        metavar="DIR",
+        help="where checkpoints, metrics and curves go",
+    )
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the banner and stop")
     parser.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project as well")
     define_flags(parser)
@@ -83,6 +91,8 @@ def train(
     """
     processes = processes or run_processes()
     console = _console_of_first_process()
+    for folder in (workdir, workdir / "checkpoints"):
+        check_writable(folder)
     tokenizer = _check_inputs(config)
     programs = build_programs(config, make_mesh(config, jax.devices()))
     banner(banner_rows(config, programs), console)
@@ -199,7 +209,7 @@ def _compile(config: TrainConfig, programs: Programs, console: Console) -> Progr
 
 def _make_state(config: TrainConfig, programs: Programs, given: Params | None) -> TrainState:
     """The state of a new run: from given parameters, or from random ones."""
-    return programs.init(jax.random.key(config.seed)) if given is None else programs.from_params(given)
+    return programs.init(draws.key(config.seed)) if given is None else programs.from_params(given)
 
 
 def _restore_state(
