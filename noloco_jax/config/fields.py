@@ -165,9 +165,11 @@ class TrainConfig:
         "How replicas average: in small groups, all together, gradients at every step, or never.",
         choices=tuple(METHODS),
     )
-    num_replicas: int = setting(4, "Replicas of the model that train.", minimum=1)
+    num_replicas: int = setting(4, "Replicas of the model that train.", minimum=1, below=2**14)
     num_steps: int = setting(1000, "Inner steps of the run.", minimum=1)
-    seed: int = setting(0, "Number that initial weights, data order and pairings are drawn from.", minimum=0)
+    seed: int = setting(
+        0, "Number that initial weights, data order and pairings are drawn from.", minimum=0, below=2**64
+    )
     num_microbatches: int = setting(1, "Parts of a replica's batch that are computed one after another.", minimum=1)
     model: ModelConfig = ModelConfig()
     inner: InnerConfig = InnerConfig()

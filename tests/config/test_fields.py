@@ -191,7 +191,7 @@ def test_the_edges_of_ranges_are_where_they_were_meant():
 
 def test_the_fields_with_choices_are_the_words_that_the_program_tells_apart():
     words = {"method", "elastic", "model.dtype", "model.param_dtype", "model.remat", "outer.order", "outer.wire"}
-    words |= {"outer.state_dtype", "data.kind", "mesh.routing"}
+    words |= {"outer.state_dtype", "data.kind", "data.on_bad_shard", "mesh.routing"}
     assert {path for path, field in known_fields().items() if field.allowed.choices} == words
 
 
@@ -199,7 +199,7 @@ def test_a_refused_value_is_answered_with_what_to_give():
     assert_each_is_refused(
         [
             (nested("method", "nolocco"), ["method='nolocco' is unknown: did you mean 'noloco'?"]),
-            (nested("data.kind", "zzz"), ["give one of c4, parquet, text"]),
+            (nested("data.kind", "zzz"), ["give one of c4, jsonl, parquet, text"]),
             (nested("elastic", "zzz"), ["give one of '', merge, keep, copy"]),
             (nested("num_steps", 0), ["num_steps=0 is not allowed: give 1 or more"]),
             (nested("inner.lr", 0.0), ["give more than 0"]),
