@@ -19,6 +19,8 @@ def folder_of_flag(text: str) -> Path:
     """
     if re.match(r"\w[\w+.-]*:/", text):
         raise UserError(f"{text} is an address, and only the file system is written and read: mount it, give its path")
+    if not text:
+        raise UserError("an empty text names no folder: give its path")  # as of a shell variable that is not set
     try:
         return Path(text).expanduser()
     except RuntimeError:

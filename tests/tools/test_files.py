@@ -33,6 +33,11 @@ def test_a_write_that_fails_leaves_the_former_file(tmp_path, monkeypatch):
     assert path.read_text() == "former"
 
 
+def test_nothing_is_no_folder():
+    with pytest.raises(UserError, match="names no folder"):
+        folder_of_flag("")
+
+
 @pytest.mark.parametrize("text", ["gs://bucket/run", "s3://bucket/run", "hf+http://there", "gs:/bucket"])
 def test_an_address_is_no_folder(text):
     with pytest.raises(UserError, match="is an address"):
