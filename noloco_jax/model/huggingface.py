@@ -87,7 +87,7 @@ def load_params(folder: str | os.PathLike[str], config: ModelConfig) -> Params:
     Returns the parameter dict in `config.param_dtype` as numpy arrays: put them on the devices that they belong on.
     Raises `UserError` where the folder is not whole, or holds another model than `config`.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     _check_same_model(folder, config)
     params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), param_shapes(config))
     slots = _slots(config)

@@ -43,6 +43,19 @@ class SavedShape(NamedTuple):
         return cls(*state.params["embed"].shape[:2])
 
 
+@contextlib.contextmanager
+def _saving() -> Iterator[None]:
+    """Tells of storage that takes no more, which a save, or a later one or the wait for it, reports."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # the latter is how arrays tell of it
+        reason = " ".join(str(error).split())[-300:]  # which ends with the file and what is wrong with it
+        raise TransientError(
+            f"a checkpoint could not be saved ({reason}): make room, or mend what it says; the same command goes on "
+            "from the last one that is whole"
+        ) from error
+
+
 class Checkpointer:
     """Saves and restores the runs of one workdir, under WORKDIR/checkpoints.
 
@@ -171,6 +184,7 @@ class Checkpointer:
             "one before it, or restore it"
         )
 
+    @_saving()
     def save(self, step: int, state: TrainState, data: dict[int, dict]) -> None:
         """Starts to save the state after inner step `step`; the arrays may be donated as soon as this returns.
 
@@ -178,6 +192,9 @@ class Checkpointer:
           step: inner steps taken.
           state: arrays on their devices.
           data: replica -> where its data stream stands, for the replicas of this process.
+
+        Raises:
+          TransientError: if the storage did not take this checkpoint or the one before, as a full disk does not.
         """
         if step in self._manager.all_steps():
             return
@@ -229,6 +246,7 @@ class Checkpointer:
             params = jax.tree.map_with_path(read, {"params": param_shapes(self._config.model)})["params"]
         return resize_vocabulary(params, self._config.model.vocab_size)
 
+    @_saving()
     def close(self) -> None:
         """Waits until what was saved is on disk."""
         self._manager.wait_until_finished()

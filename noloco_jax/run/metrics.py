@@ -1,5 +1,6 @@
 """A run's figures: written to metrics.jsonl, TensorBoard and W&B, and read back."""
 
+import contextlib
 import importlib
 import json
 import math
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from noloco_jax.errors import UserError
+from noloco_jax.errors import TransientError, UserError
 from noloco_jax.files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
@@ -95,26 +96,36 @@ class MetricWriter:
             )
 
     def write(self, step: int, kind: str, **values: Any) -> None:
-        """Writes the values of a step: numbers, arrays, lists and strings; `kind` is "train" or "eval"."""
+        """Writes the values of a step: numbers, arrays, lists and strings; `kind` is "train" or "eval".
+
+        Raises `TransientError` where that fails, as on a full disk.
+        """
         if self._file is None:
             return
         values = {name: _plain(value) for name, value in values.items()}
-        self._file.write(json.dumps({"step": int(step), "kind": kind, **values}) + "\n")
-        self._file.flush()
         scalars = {}
         for name, value in values.items():
             scalars |= _scalars(f"{kind}/{name}", value)
-        if self._tensorboard is not None:
-            self._tensorboard.write(int(step), scalars)
+        try:
+            self._file.write(json.dumps({"step": int(step), "kind": kind, **values}) + "\n")
+            self._file.flush()
+            if self._tensorboard is not None:
+                self._tensorboard.write(int(step), scalars)
+        except OSError as error:
+            raise TransientError(
+                f"{self._file.name} or its neighbours cannot be written ({error.strerror}): make room, the same "
+                "command goes on from the last checkpoint"
+            ) from None
         if self._wandb is not None:
             self._wandb.log(scalars, step=int(step))
 
     def close(self) -> None:
         """Flushes and closes what is open; further calls of `write` do nothing."""
-        if self._file is not None:
-            self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        with contextlib.suppress(OSError):  # `write` has flushed all, or told why not
+            if self._file is not None:
+                self._file.close()
+            if self._tensorboard is not None:
+                self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
         self._file = self._tensorboard = self._wandb = None

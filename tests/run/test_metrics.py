@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from noloco_jax.errors import UserError
+from noloco_jax.errors import TransientError, UserError
 from noloco_jax.run.metrics import MetricWriter, read_metrics
 
 
@@ -167,6 +167,16 @@ def test_a_resumed_run_tells_tensorboard_which_steps_it_writes_again(tmp_path):
     first, second = events(tmp_path)
     assert [event.step for event in first if event.HasField("session_log")] == []
     assert [(event.step, event.session_log.status) for event in second if event.HasField("session_log")] == [(2, 1)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_worth_another_try_and_named(tmp_path, monkeypatch):
+    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
+    assert writer._file is not None
+    writer._file.close()
+    monkeypatch.setattr(writer, "_file", Path("/dev/full").open("w"))  # noqa: SIM115
+    with writer, pytest.raises(TransientError, match=r"/dev/full .* cannot be written \(No space left on device\)"):
+        writer.write(1, "train", loss=1.0)
 
 
 class FakeWandb(types.ModuleType):
