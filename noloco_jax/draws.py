@@ -41,6 +41,14 @@ def uint32s(seed: int, purpose: int, *indices: Any) -> Any:
         return state
 
 
+def key(seed: int) -> jax.Array:
+    """JAX's key of a seed, any non-negative integer; all of its bits count, where JAX's own takes the lowest 32."""
+    key = jax.random.key(seed & 0xFFFFFFFF)
+    while seed := seed >> 32:
+        key = jax.random.fold_in(key, np.uint32(seed & 0xFFFFFFFF))
+    return key
+
+
 def _mixed(xp: Any, state: Any, word: Any) -> Any:
     x = (state ^ word) + xp.uint32(0x9E3779B9)
     x = (x ^ (x >> xp.uint32(16))) * xp.uint32(0x85EBCA6B)

@@ -1,12 +1,40 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and the folders that a user names for them."""
 
 import io
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from noloco_jax.errors import UserError
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def folder_of_flag(text: str) -> Path:
+    """The folder that a flag names; a shell leaves the ~ of `--flag=~/folder` to us.
+
+    Raises `UserError` for an address such as gs://bucket/folder.
+    """
+    if re.match(r"\w[\w+.-]*:/", text):
+        raise UserError(f"{text} is an address, and only the file system is written and read: mount it, give its path")
+    if not text:
+        raise UserError("an empty text names no folder: give its path")  # as of a shell variable that is not set
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise UserError(f"{text} is in the home folder of nobody here: give its path") from None
+
+
+def check_writable(folder: Path) -> None:
+    """Raises `UserError` where `folder` cannot be written, or not be made. Writes nothing."""
+    absolute = folder.absolute()
+    existing = next(path for path in (absolute, *absolute.parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        raise UserError(f"{folder} cannot be a folder: {existing} is in the way; give another, or move that aside")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"{folder} cannot be written: {existing} is not yours to write; give another folder")
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> Path:

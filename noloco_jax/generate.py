@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
+from noloco_jax import draws
 from noloco_jax.config import ModelConfig, from_dict, load_saved, make_parser
 from noloco_jax.data import Tokenizer, check_vocabulary, load_tokenizer
 from noloco_jax.errors import UserError, main_with_errors
+from noloco_jax.files import folder_of_flag
 from noloco_jax.model.decode import generate
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.model.llama import Params
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
-        key=jax.random.key(args.seed),
+        key=draws.key(args.seed),
         eos_id=loaded.tokenizer.eos_id,
     )
     print(loaded.tokenizer.decode(np.asarray(ids_BS)[0]))
@@ -53,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.generate")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, help="a Hugging Face folder of a Llama, weights as safetensors")
-    source.add_argument("--workdir", type=Path, help="a run's folder, with a checkpoint in it")
+    source.add_argument("--workdir", type=folder_of_flag, help="a run's folder, with a checkpoint in it")
     parser.add_argument("--replica", type=int, help="of the run, counted from 0; without it, the mean of all replicas")
     parser.add_argument("--tokenizer", help='for --model without one: a tokenizer\'s name or folder, or "byte"')
     parser.add_argument("--prompt", default="", help="the text to continue (default: none, from the beginning of text)")
@@ -74,8 +75,8 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--temperature={args.temperature} is not 0 or above: give 0 for greedy, or around 1")
     if args.top_k is not None and args.top_k < 1:
         raise UserError(f"--top_k={args.top_k} is below 1: raise it, or leave it out")
-    if not 0 <= args.seed < 2**32:
-        raise UserError(f"--seed={args.seed} is not between 0 and 2**32 - 1: change it")
+    if args.seed < 0:
+        raise UserError(f"--seed={args.seed} is below 0: raise it")
     if args.model and args.replica is not None:
         raise UserError(f"--replica={args.replica} is of a run: give --workdir instead of --model, or leave it out")
     if args.workdir and args.tokenizer is not None:

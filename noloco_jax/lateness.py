@@ -27,7 +27,7 @@ from noloco_jax.cluster.join import joined
 from noloco_jax.cluster.place import define_flags, find_place
 from noloco_jax.config import CONFIG_FILE, TrainConfig, parse_args, to_dict, validate
 from noloco_jax.errors import UserError, main_with_errors
-from noloco_jax.files import write_whole
+from noloco_jax.files import check_writable, folder_of_flag, write_whole
 from noloco_jax.methods import METHODS, method_of
 from noloco_jax.outer.pairing import Round
 from noloco_jax.run.console import make_console
@@ -70,24 +70,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     config, flags = parse_args(arguments, __doc__ or "", _define_flags, prog="python -m noloco_jax.lateness")
     late = [_parse(text) for text in flags.late]
     if flags.worker:
-        return _train(config, Path(flags.workdir), flags, late)
+        return _train(config, flags.workdir, flags, late)
     _check(config, flags, late)
+    check_writable(flags.workdir)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without ending the processes
     console = make_console()
     results = {}
     for method in flags.methods.split(","):
-        folder = Path(flags.workdir) / method
+        folder = flags.workdir / method
         own = [f"--workdir={folder}", f"--config.method={method}", "--worker"]  # the last of a flag counts
         _launch([*arguments, *own], flags.processes, folder)
         results[method] = measured(folder, replace(config, method=method), late)
         _show(console, method, results[method])
-    path = write_whole(Path(flags.workdir) / "lateness.json", json.dumps(results, indent=1))
+    path = write_whole(flags.workdir / "lateness.json", json.dumps(results, indent=1))
     console.print(f"the figures: {path}")
     return 0
 
 
 def _define_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="where the runs go, a folder for each method")
+    parser.add_argument(
+        "--workdir",
+        required=True,
+        type=folder_of_flag,
+        metavar="DIR",
+        help="where the runs go, a folder for each method",
+    )
     parser.add_argument("--processes", type=int, required=True, metavar="N", help="processes, one a replica")
     parser.add_argument("--late", action="append", default=[], metavar="PROCESS:STEP:SECONDS", help="may be repeated")
     parser.add_argument("--methods", default=",".join(_METHODS), help="comma-separated (default %(default)s)")
@@ -115,7 +122,7 @@ def _check(config: TrainConfig, flags: argparse.Namespace, late: Sequence[Late])
                 f"--methods={flags.methods}: {method!r} has no outer steps, choose from {','.join(_METHODS)}"
             )
         validate(replace(config, method=method))
-        folder = Path(flags.workdir) / method
+        folder = flags.workdir / method
         if (folder / CONFIG_FILE).exists():
             raise UserError(f"{folder} holds a run already: give another --workdir, or delete that folder")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 from rich.console import Console
 
+from noloco_jax import draws
 from noloco_jax.cluster.host import keep_freed_memory, use_cpu_cores, use_gpu_memory
 from noloco_jax.cluster.join import joined
 from noloco_jax.cluster.place import define_flags, find_place
@@ -24,6 +25,7 @@ from noloco_jax.data import (
     validation_batches,
 )
 from noloco_jax.errors import main_with_errors
+from noloco_jax.files import check_writable, folder_of_flag
 from noloco_jax.model.huggingface import load_params
 from noloco_jax.model.llama import Params
 from noloco_jax.run import elastic
@@ -31,8 +33,8 @@ from noloco_jax.run.banner import banner_rows, show_results
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress, banner, make_console
 from noloco_jax.run.extension import extension_note, rate_change
-from noloco_jax.run.loop import Hooks, Run, train_steps
-from noloco_jax.run.metrics import MetricWriter, read_metrics
+from noloco_jax.run.loop import Hooks, Run, is_evaluated, train_steps
+from noloco_jax.run.metrics import METRICS_FILE, MetricWriter, read_metrics
 from noloco_jax.run.record import write_start
 from noloco_jax.run.sample import sample_of_run, sample_prompt
 from noloco_jax.spmd.batches import GlobalBatches, local_replicas
@@ -51,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         use_cpu_cores(config, 1 if place is None else place.num_processes)
         return train(
             config,
-            Path(flags.workdir),
+            flags.workdir,
             from_step=flags.from_step,
             dry_run=flags.dry_run,
             wandb_project=flags.wandb,
@@ -59,7 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _define_flags(parser) -> None:
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints, metrics and curves go")
+    parser.add_argument(
+        "--workdir",
+        required=True,
+        type=folder_of_flag,
+        metavar="DIR",
+        help="where checkpoints, metrics and curves go",
+    )
     parser.add_argument(
         "--from_step",
         type=int,
@@ -100,6 +108,8 @@ def train(
     """
     processes = processes or run_processes()
     console = _console_of_first_process()
+    for folder in (workdir, workdir / "checkpoints"):
+        check_writable(folder)
     tokenizer = _check_inputs(config)
     programs = build_programs(config, make_mesh(config, jax.devices()))
     banner(banner_rows(config, programs), console)
@@ -108,7 +118,8 @@ def train(
         Checkpointer(workdir, config, processes, from_step=from_step, read_only=dry_run) as checkpoints,
     ):
         start = _find_start(config, checkpoints, stop)
-        if start is not None and start >= config.num_steps and not dry_run:
+        evaluate_first = start is not None and _lacks_evaluation(config, workdir, start, processes)
+        if start is not None and start >= config.num_steps and not evaluate_first and not dry_run:
             note = extension_note(checkpoints.saved_config(start), config, start)
             _show_complete(console, workdir, start, note)
             return 0
@@ -131,15 +142,13 @@ def train(
             state = _restore_state(config, programs, checkpoints, start, from_step, console)
         if jax.process_index() == 0:
             write_start(config, workdir, start or 0, changed)
-        metrics = _open_metrics(config, workdir, start, wandb_project)
         progress = Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console)
-        processes.barrier("start")  # all clocks start together
-        run = Run(
-            config, programs, batches, validation, checkpoints, metrics, progress, stop, processes, hooks or Hooks()
-        )
-        with progress:
-            outcome = train_steps(run, state, start or 0)
-        metrics.close()
+        with _open_metrics(config, workdir, start, wandb_project) as metrics, progress:
+            processes.barrier("start")  # all clocks start together
+            run = Run(
+                config, programs, batches, validation, checkpoints, metrics, progress, stop, processes, hooks or Hooks()
+            )
+            outcome = train_steps(run, state, start or 0, evaluate_first=evaluate_first)
 
     if not outcome.finished:
         console.print(f"{stop.reason}: everything is saved, the same command goes on")
@@ -181,6 +190,14 @@ def _find_start(config: TrainConfig, checkpoints: Checkpointer, stop: Stop) -> i
     return start
 
 
+def _lacks_evaluation(config: TrainConfig, workdir: Path, start: int, processes: Processes) -> bool:
+    """Whether a run that stopped after step `start` left out its evaluation there; the first process tells all."""
+    lacks = is_evaluated(config, start)
+    if lacks and jax.process_index() == 0 and (workdir / METRICS_FILE).exists():
+        lacks = not any(line["kind"] == "eval" and line["step"] == start for line in read_metrics(workdir))
+    return processes.gather(lacks)[0]
+
+
 def _show_complete(console: Console, workdir: Path, steps: int, extension: str) -> None:
     """Says that the workdir's run has come to its end, with its results and how to go on."""
     if jax.process_index() > 0:
@@ -219,7 +236,7 @@ def _compile(config: TrainConfig, programs: Programs, console: Console) -> Progr
 
 def _make_state(config: TrainConfig, programs: Programs, given: Params | None) -> TrainState:
     """The state of a new run: from given parameters, or from random ones."""
-    return programs.init(jax.random.key(config.seed)) if given is None else programs.from_params(given)
+    return programs.init(draws.key(config.seed)) if given is None else programs.from_params(given)
 
 
 def _restore_state(

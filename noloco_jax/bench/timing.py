@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from noloco_jax import draws
 from noloco_jax.config import TrainConfig
 from noloco_jax.spmd.batches import GlobalBatches, local_replicas
 from noloco_jax.spmd.programs import Programs
@@ -53,7 +54,7 @@ class TimedRun:
         self._batches = GlobalBatches(
             {i: RandomStream(config, i) for i in local_replicas(programs.batch)}, programs.batch
         )
-        self._params, self._inner, self._outer = programs.init(jax.random.key(config.seed))
+        self._params, self._inner, self._outer = programs.init(draws.key(config.seed))
         self._steps = 0
 
     def inner(self) -> Any:

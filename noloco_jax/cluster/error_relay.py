@@ -1,6 +1,7 @@
 """An error that only one process meets, in a file that only it reads, ends all processes of the run."""
 
 import contextlib
+import json
 import os
 import sys
 import threading
@@ -8,8 +9,6 @@ import time
 from typing import Any
 
 from jax._src import distributed  # the key-value store that processes share has no public name
-
-from noloco_jax.errors import UserError
 
 _ERRORS = "noloco_jax/errors"
 _POLL_SECONDS = 1.0
@@ -43,11 +42,11 @@ class ErrorRelay:
         """Keeps other processes' errors from ending this one. Does not return if one of them does so already."""
         self._ending.acquire()
 
-    def end_all(self, error: str) -> None:
-        """Ends this process and all others with exit status 2, each with `error`; call `ignore_others` before."""
+    def end_all(self, error: str, status: int) -> None:
+        """Ends this process and all others with `error` and exit `status`; call `ignore_others` before."""
         with contextlib.suppress(Exception):  # the service may be gone
-            self._client.key_value_set(f"{_ERRORS}/{self._process_id}", error)
-        self._end(error)
+            self._client.key_value_set(f"{_ERRORS}/{self._process_id}", json.dumps([error, status]))
+        self._end(error, status)
 
     def _listen(self) -> None:
         while not self._closed.wait(_POLL_SECONDS):
@@ -56,13 +55,13 @@ class ErrorRelay:
             except Exception:  # the service is gone, and JAX reports what follows from that
                 return
             if errors and self._ending.acquire(blocking=False):
-                self._end(errors[0][1])
+                self._end(*json.loads(errors[0][1]))
 
-    def _end(self, error: str) -> None:
+    def _end(self, error: str, status: int) -> None:
         sys.stdout.flush()
         print(f"error: {error}", file=sys.stderr, flush=True)
         with contextlib.suppress(Exception):  # a process does not come
             self._client.wait_at_barrier(_ERRORS, _LEAVE_SECONDS * 1000)
         if self._process_id == 0:
             time.sleep(_SERVICE_SECONDS)
-        os._exit(UserError.exit_status)
+        os._exit(status)

@@ -25,9 +25,9 @@ _MUST_MATCH = ("jax", "jaxlib", "flax", "optax")  # packages of which all proces
 def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> Iterator[None]:
     """Runs its body as one of the run's processes: all are there and agree, `jax.distributed` is up.
 
-    A `UserError` in one process ends all of them, see `ErrorRelay`. Any other error ends it at once, without JAX's
-    farewell, in which it would wait for the others while they wait for it; their next exchange with it then fails. Does
-    nothing for a process that is alone.
+    A `UserError` in one process ends all of them with its exit status, see `ErrorRelay`. Any other error ends it at
+    once, without JAX's farewell, in which it would wait for the others while they wait for it; their next exchange with
+    it then fails. Does nothing for a process that is alone.
 
     Args:
       place: this process's; None: it is alone.
@@ -65,7 +65,7 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
             status = error.exit_status
             line = f"{error} (process {place.process_id} on {socket.gethostname()})"
             if relay is not None:
-                relay.end_all(line)
+                relay.end_all(line, status)
             print(f"error: {line}", file=sys.stderr)
         elif not isinstance(error, KeyboardInterrupt):
             traceback.print_exc()

@@ -18,7 +18,6 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 
@@ -26,6 +25,7 @@ from noloco_jax.compare.plan import check_folder, make_plan, parse_methods, pars
 from noloco_jax.compare.runner import Comparison
 from noloco_jax.config import make_parser, split_overrides
 from noloco_jax.data import check_data
+from noloco_jax.files import check_writable, folder_of_flag
 from noloco_jax.run.console import make_console
 
 
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     methods = parse_methods(flags.methods)
     vary = parse_vary(flags.vary) if flags.vary else None
     runs = make_plan(flags.config, overrides, methods, flags.seeds, vary, parse_settings(flags.set, methods))
+    check_writable(flags.workdir)
     check_folder(flags.workdir, runs)
     for data, replicas, vocabulary in {(r.config.data, r.config.num_replicas, r.config.model.vocab_size) for r in runs}:
         check_data(data, num_replicas=replicas, vocab_size=vocabulary)
@@ -61,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", required=True, metavar="FILE[:ARGUMENT]", help="noloco's; --config.FIELD=VALUE too")
     parser.add_argument("--methods", default="ddp,diloco,noloco,local", help="comma-separated (default %(default)s)")
     parser.add_argument("--seeds", type=int, default=1, metavar="K", help="seeds a method: config.seed and K-1 more")
-    parser.add_argument("--workdir", required=True, type=Path, metavar="DIR", help="where runs and results go")
+    parser.add_argument(
+        "--workdir", required=True, type=folder_of_flag, metavar="DIR", help="where runs and results go"
+    )
     parser.add_argument("--vary", metavar="FIELD=A,B,C", help="a field to train with each of several values")
     parser.add_argument("--set", action="append", default=[], metavar="METHOD:FIELD=VALUE", help="may be repeated")
     parser.add_argument("--dry_run", action="store_true", help="check everything, list the runs and stop")

@@ -5,6 +5,7 @@ import difflib
 import functools
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +15,7 @@ from ml_collections import ConfigDict
 
 from noloco_jax.config.checks import validate
 from noloco_jax.config.fields import TrainConfig
-from noloco_jax.config.schema import FieldInfo, fields_of, leaf_fields
+from noloco_jax.config.schema import FieldInfo, fields_of, leaf_fields, shown
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
 
@@ -46,7 +47,7 @@ def _resolved(values: ConfigDict) -> dict[str, Any]:
 
 def _build(cls: type, values: Any, prefix: str) -> Any:
     if not isinstance(values, Mapping):
-        raise UserError(f"config field {prefix[:-1]}: expected a group of fields, got {values!r}")
+        raise UserError(f"config field {prefix[:-1]}: expected a group of fields, got {shown(values)}")
     fields = fields_of(cls)
     built = {}
     for name, value in values.items():
@@ -74,10 +75,11 @@ def _typed(path: str, field: FieldInfo, value: Any) -> Any:
     """`value` as the field holds it: an int becomes a float where one is due; anything else must match."""
     if value is None and field.optional:
         return None
-    if field.type is float and type(value) is int:
+    if field.type is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
     if type(value) is not field.type:
-        raise UserError(f"config field {path}: expected {field.type_name}, got {value!r} ({type(value).__name__})")
+        kind = type(value).__name__
+        raise UserError(f"config field {path}: expected {field.type_name}, got {shown(value)} ({kind})")
     return value
 
 

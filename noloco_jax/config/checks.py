@@ -6,9 +6,11 @@ import math
 from typing import Any
 
 from noloco_jax.config.fields import ModelConfig, TrainConfig
-from noloco_jax.config.schema import FieldInfo, flatten, leaf_fields
+from noloco_jax.config.schema import FieldInfo, flatten, leaf_fields, shown
 from noloco_jax.errors import UserError
 from noloco_jax.methods import METHODS
+
+_LARGEST_INT = 2**31 - 1
 
 
 def validate(config: TrainConfig) -> None:
@@ -27,13 +29,15 @@ def check_field(path: str, field: FieldInfo, value: Any) -> None:
     """Raises `UserError` for a value that the field at `path` does not take, whatever the others are."""
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{path}={value} is not a finite number: give one")
+    if type(value) is int and field.allowed.below is None and value > _LARGEST_INT:
+        raise UserError(f"{path}={shown(value)} is more than {_LARGEST_INT}, up to which programs count: lower it")
     if value in field.allowed:
         return
-    near = difflib.get_close_matches(str(value), field.allowed.choices, n=1)
+    near = difflib.get_close_matches(value, field.allowed.choices, n=1) if isinstance(value, str) else []
     raise UserError(
-        f"{path}={value!r} is unknown: did you mean {near[0]!r}?"
+        f"{path}={shown(value)} is unknown: did you mean {near[0]!r}?"
         if near
-        else f"{path}={value!r} is not allowed: give {field.allowed}"
+        else f"{path}={shown(value)} is not allowed: give {field.allowed}"
     )
 
 

@@ -260,10 +260,14 @@ class TrainConfig:
         on_resume="must match",
         choices=tuple(METHODS),
     )
-    num_replicas: int = setting(4, "Replicas of the model that train.", on_resume="may change", minimum=1)
+    num_replicas: int = setting(4, "Replicas of the model that train.", on_resume="may change", minimum=1, below=2**14)
     num_steps: int = setting(1000, "Inner steps of the run.", on_resume="may change", minimum=1)
     seed: int = setting(
-        0, "Number that initial weights, data order and pairings are drawn from.", on_resume="must match", minimum=0
+        0,
+        "Number that initial weights, data order and pairings are drawn from.",
+        on_resume="must match",
+        minimum=0,
+        below=2**64,
     )
     num_microbatches: int = setting(
         1, "Parts of a replica's batch that are computed one after another.", on_resume="may change", minimum=1

@@ -18,7 +18,7 @@ from noloco_jax.config.build import find_field, from_dict, known_fields
 from noloco_jax.config.checks import check_field
 from noloco_jax.config.config_file import read_config_file
 from noloco_jax.config.fields import TrainConfig
-from noloco_jax.config.schema import FieldInfo
+from noloco_jax.config.schema import FieldInfo, shown
 from noloco_jax.errors import UserError
 
 _OVERRIDE = re.compile(r"--?(?P<no>no)?config\.(?P<path>[^=]+)(=(?P<text>.*))?", re.DOTALL)
@@ -45,7 +45,7 @@ def _assign(config: ConfigDict, path: str, value: Any) -> None:
                 config[group] = ConfigDict()
         inside = config[group]
         if not isinstance(inside, ConfigDict):
-            raise UserError(f"config field {'.'.join(groups[:depth])}: expected a group of fields, got {inside!r}")
+            raise UserError(f"config field {'.'.join(groups[:depth])}: expected a group of fields, got {shown(inside)}")
         config = inside
     with config.unlocked(), config.ignore_type():  # the field's own type counts, not that of the file's value
         config[name] = value
@@ -82,7 +82,9 @@ def _parse_value(path: str, field: FieldInfo, text: str) -> Any:
     try:
         value = _BOOLS[text.lower()] if field.type is bool else field.type(text)
     except (KeyError, ValueError):
-        raise UserError(f"--config.{path}={text}: expected {field.type_name}") from None
+        argument = f"--config.{path}={text}"
+        given = argument if argument.isprintable() and len(argument) < 200 else shown(argument)
+        raise UserError(f"{given}: expected {field.type_name}") from None
     check_field(path, field, value)  # before other fields are computed from it
     return value
 

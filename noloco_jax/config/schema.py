@@ -86,6 +86,15 @@ class FieldInfo:
         return self.type.__name__ + (" or None" if self.optional else "")
 
 
+def shown(value: Any) -> str:
+    """`repr`, in one line and no longer than a message bears."""
+    try:
+        text = " ".join(repr(value).split())
+    except ValueError:  # Python prints no integer of more than 4300 digits
+        text = "a number of thousands of digits"
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
 def setting(default: Any, meaning: str, *, on_resume: OnResume, **allowed: Any) -> Any:
     """A dataclass field with its meaning, what a resume may do with it, and its values in the terms of `Allowed`."""
     metadata = {"meaning": meaning, "on_resume": on_resume, "allowed": Allowed(**allowed)}

@@ -14,7 +14,10 @@ def seeded_permutation(count: int, *key: int) -> np.ndarray:
     It is built from a bit generator's raw output, which numpy promises never to change (it makes no such promise for
     `permutation`), so that a saved position means the same under every version of numpy.
     """
-    seed = np.random.SeedSequence((len(key), *key))  # without the length, (1,) and (1, 0) would be the same seed
+    # An integer is as many 32-bit words as it needs. Without the length, (1,) and (1, 0) would be the same seed, and
+    # without the number of words of each (2**32, 0) and (0, 1); where all have one it is left out.
+    words = tuple(max(-(-int(number).bit_length() // 32), 1) for number in key)
+    seed = np.random.SeedSequence((len(key), *key), spawn_key=words if max(words, default=1) > 1 else ())
     order = np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")
     order.setflags(write=False)  # callers share it
     return order

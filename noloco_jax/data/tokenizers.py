@@ -9,7 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from noloco_jax.errors import UserError
+from noloco_jax.errors import TransientError, UserError
+
+_ANSWER_SECONDS = 3.0  # in which the Hugging Face hub has to answer
 
 # Cases, accents in both forms, digits, spaces, line ends, and scripts without spaces and beyond 16 bits.
 _PROBE = (
@@ -117,8 +119,9 @@ class FastTokenizer:
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer `name`: "byte", a folder, or a name on the Hugging Face hub.
 
-    A gated one is fetched with the token in the environment variable HF_TOKEN.
-    Raises `UserError` if it cannot be loaded.
+    A gated one is fetched with the token in the environment variable HF_TOKEN. Where the hub does not answer, what was
+    fetched before is taken.
+    Raises `UserError` if it cannot be loaded, `TransientError` if that is for want of the hub.
     """
     if name == "byte":
         return ByteTokenizer()
@@ -131,11 +134,20 @@ def load_tokenizer(name: str) -> Tokenizer:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences its warning that PyTorch is missing
     from transformers import AutoTokenizer
 
+    unreachable = "" if folder.is_dir() else _unreachable_hub()
     try:
         loaded = AutoTokenizer.from_pretrained(
-            str(folder) if folder.is_dir() else name, token=os.environ.get("HF_TOKEN"), use_fast=True
+            str(folder) if folder.is_dir() else name,
+            token=os.environ.get("HF_TOKEN"),
+            use_fast=True,
+            local_files_only=bool(unreachable),
         )
     except Exception as error:  # the many backends of transformers raise all kinds
+        if unreachable:
+            raise TransientError(
+                f"data.tokenizer={name!r} was not fetched before and {unreachable}: try again with a network, or give "
+                'a local folder with a tokenizer.json, or "byte"'
+            ) from None
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"data.tokenizer={name!r} cannot be loaded ({type(error).__name__}: {reason}): set HF_TOKEN if its licence "
@@ -151,6 +163,20 @@ def load_tokenizer(name: str) -> Tokenizer:
     ordinary = [index for index, token in loaded.added_tokens_decoder.items() if not token.special]
     largest = max([loaded.vocab_size - 1, *ordinary, *(index for index in (bos_id, eos_id) if index is not None)])
     return FastTokenizer(name, backend, largest + 1, bos_id, eos_id)
+
+
+def _unreachable_hub() -> str:
+    """Why the Hugging Face hub cannot be asked; empty if it answers. Its own client retries for a minute, aloud."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.HF_HUB_OFFLINE:  # its own client says so
+        return ""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_ANSWER_SECONDS)
+    except Exception as error:  # of whichever library it uses
+        return f"{constants.ENDPOINT} does not answer ({' '.join(str(error).split()) or type(error).__name__})"
+    return ""
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from noloco_jax.config import ModelConfig
 from noloco_jax.errors import UserError
+from noloco_jax.files import check_writable
 from noloco_jax.model.huggingface_config import CONFIG_FILE, config_from_folder, read_json, their_config
 from noloco_jax.model.llama import Params, param_shapes
 
@@ -86,7 +87,7 @@ def load_params(folder: str | os.PathLike[str], config: ModelConfig) -> Params:
     Returns the parameter dict in `config.param_dtype` as numpy arrays: put them on the devices that they belong on.
     Raises `UserError` where the folder is not whole, or holds another model than `config`.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     _check_same_model(folder, config)
     params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), param_shapes(config))
     slots = _slots(config)
@@ -153,6 +154,7 @@ def check_new_folder(folder: str | os.PathLike[str]) -> None:
     path = Path(folder)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"{path} already holds something: name a new folder")
+    check_writable(path)
 
 
 def save_folder(

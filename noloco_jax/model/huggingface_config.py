@@ -33,7 +33,7 @@ def config_from_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
     The rotary settings may stand under `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
     Raises `UserError` where there is no config.json, or it describes another architecture than `model.llama` has.
     """
-    path = Path(folder) / CONFIG_FILE
+    path = Path(folder).expanduser() / CONFIG_FILE
     theirs = read_json(path)
     _check_architecture(path, theirs)
     fields = {}

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -15,16 +15,18 @@ import orbax.checkpoint as ocp
 from noloco_jax.cluster.processes import Processes, run_processes
 from noloco_jax.config import Change, TrainConfig, load_saved
 from noloco_jax.data import Tokenizer
-from noloco_jax.errors import StartError, UserError
+from noloco_jax.errors import StartError, TransientError, UserError
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.run import record
 from noloco_jax.spmd.programs import TrainState
 from noloco_jax.spmd.stages import resize_vocabulary
 
 PyTree = Any
+T = TypeVar("T")
 _ITEMS = ("state", "data", "run")
 _SET_ASIDE = "checkpoints_set_aside"
 _SAVE_SECONDS = 24 * 3600  # orbax gives up after 20 minutes, in which slow storage takes some 50 GB
+_NEWEST_ATTEMPTS = 5  # to read the newest checkpoint before the run that writes them prunes it
 
 
 class SavedShape(NamedTuple):
@@ -42,6 +44,19 @@ class SavedShape(NamedTuple):
     def of(cls, state: TrainState) -> "SavedShape":
         """The sizes of a state, arrays or shapes."""
         return cls(*state.params["embed"].shape[:2])
+
+
+@contextlib.contextmanager
+def _saving() -> Iterator[None]:
+    """Tells of storage that takes no more, which a save, or a later one or the wait for it, reports."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # the latter is how arrays tell of it
+        reason = " ".join(str(error).split())[-300:]  # which ends with the file and what is wrong with it
+        raise TransientError(
+            f"a checkpoint could not be saved ({reason}): make room, or mend what it says; the same command goes on "
+            "from the last one that is whole"
+        ) from error
 
 
 class Checkpointer:
@@ -163,6 +178,31 @@ class Checkpointer:
         self._manager.reload()
         return len(later)
 
+    def read_newest(self, read: Callable[[int | None], T]) -> T:
+        """Returns what `read` makes of the newest step, while the run may go on: it prunes older ones.
+
+        Args:
+          read: step -> result; None where there is no checkpoint. Called again where a newer one has appeared by the
+            time that it fails, so that the older may have been deleted under its hands.
+
+        Raises:
+          TransientError: if each attempt came too late.
+          UserError: see `latest_step`, and what `read` raises.
+        """
+        newest = None
+        for _ in range(_NEWEST_ATTEMPTS):
+            newest = self._manager.latest_step()
+            try:
+                return read(self.latest_step())
+            except (UserError, OSError):
+                self._manager.reload()
+                if self._manager.latest_step() == newest:
+                    raise
+        raise TransientError(
+            f"checkpoints in {self._folder} are deleted before they are read, the last of step {newest}: try again "
+            "with faster storage, or have the run keep more of them (keep_checkpoints)"
+        )
+
     def saved_shape(self, step: int) -> SavedShape:
         """The sizes of the state saved at `step`."""
         run = self._record(step)
@@ -190,12 +230,18 @@ class Checkpointer:
             raise self._damaged(step, error) from error
 
     def _damaged(self, step: int, reason: object) -> UserError:
+        if not (self._folder / str(step)).exists():
+            return TransientError(
+                f"the checkpoint {self._folder / str(step)} was deleted while it was read: the same command takes the "
+                "newest that is there"
+            )
         reason = (str(reason).strip().splitlines() or [type(reason).__name__])[0][:200]
         return UserError(
             f"the checkpoint {self._folder / str(step)} is not whole ({reason}): delete that folder to go on from the "
             "one before it, or restore it"
         )
 
+    @_saving()
     def save(self, step: int, state: TrainState, data: dict[int, dict]) -> None:
         """Starts to save the state after inner step `step`; the arrays may be donated as soon as this returns.
 
@@ -203,6 +249,9 @@ class Checkpointer:
           step: inner steps taken.
           state: arrays on their devices.
           data: replica -> where its data stream stands, for the replicas of this process.
+
+        Raises:
+          TransientError: if the storage did not take this checkpoint or the one before, as a full disk does not.
         """
         if step in self._manager.all_steps():
             return
@@ -260,6 +309,7 @@ class Checkpointer:
             params = jax.tree.map_with_path(read, {"params": param_shapes(self._config.model)})["params"]
         return resize_vocabulary(params, self._config.model.vocab_size)
 
+    @_saving()
     def close(self) -> None:
         """Waits until what was saved is on disk."""
         self._manager.wait_until_finished()
@@ -289,7 +339,7 @@ def _move_to_new_name(path: Path, folder: Path) -> None:
 def load_for_export(
     workdir: str | Path, replica: int | None = None, tokenizer: Tokenizer | None = None
 ) -> tuple[TrainConfig, PyTree]:
-    """The configuration and the weights of one model of a run's newest checkpoint.
+    """The configuration and the weights of one model of a run's newest checkpoint; the run may be training.
 
     Args:
       workdir: the run's folder.
@@ -305,20 +355,22 @@ def load_for_export(
     """
     config = load_saved(workdir)
     checkpointer = Checkpointer(workdir, config, read_only=True)
-    step = checkpointer.latest_step()
-    if step is None:
-        raise UserError(f"{workdir} holds no checkpoint: train first, or give another folder")
-    if tokenizer is not None:
-        checkpointer.check_tokenizer(step, tokenizer)
-    num_replicas = checkpointer.saved_shape(step).num_replicas
-    if replica is not None and not 0 <= replica < num_replicas:
-        raise UserError(f"replica {replica} does not exist: the run has 0 to {num_replicas - 1}")
+
+    def read(step: int | None) -> PyTree:
+        if step is None:
+            raise UserError(f"{workdir} holds no checkpoint: train first, or give another folder")
+        if tokenizer is not None:
+            checkpointer.check_tokenizer(step, tokenizer)
+        num_replicas = checkpointer.saved_shape(step).num_replicas
+        if replica is not None and not 0 <= replica < num_replicas:
+            raise UserError(f"replica {replica} does not exist: the run has 0 to {num_replicas - 1}")
+        return checkpointer.restore_params(step, one)
 
     def one(x: np.ndarray) -> np.ndarray:
         if replica is not None:
             return x[[replica]]  # a copy: a slice would hold on to the others
         return x.mean(axis=0, dtype=np.float32, keepdims=True).astype(x.dtype, copy=False)
 
-    params = checkpointer.restore_params(step, one)
+    params = checkpointer.read_newest(read)
     checkpointer.close()
     return config, jax.tree.map(lambda x: x[0], params)

@@ -68,7 +68,7 @@ class Outcome:
     Attributes:
       state: after the last step that was taken.
       evaluation: the last one of this process's time; empty if there was none.
-      finished: whether all steps are taken; False if it was told to stop before.
+      finished: whether all steps are taken and evaluated; False if it was told to stop before.
     """
 
     state: TrainState
@@ -84,11 +84,30 @@ class _OuterStep:
     seconds: float
 
 
-def train_steps(run: Run, state: TrainState, start: int) -> Outcome:
-    """Trains from step `start` + 1 to the last, or until the run is told to stop."""
-    config = run.config
+def is_evaluated(config: TrainConfig, step: int) -> bool:
+    """Whether an evaluation belongs to `step`, of those that the run takes."""
+    every = config.eval_every
+    return step == config.num_steps or (0 < step < config.num_steps and every > 0 and step % every == 0)
+
+
+def train_steps(run: Run, state: TrainState, start: int, *, evaluate_first: bool = False) -> Outcome:
+    """Trains from step `start` + 1 to the last, or until the run is told to stop.
+
+    A run that is told to stop saves and does nothing else, as its time may be short. Its next start makes up for the
+    evaluation that belonged to the step: `evaluate_first`. Otherwise the evaluation precedes the save, so that a run
+    that is killed in between does both again.
+    """
     log = _StepLog(run)
-    evaluation: dict[str, Any] = {}
+    try:
+        return _train_steps(run, state, start, log, evaluate_first)
+    except UserError:
+        log.write_previous()
+        raise
+
+
+def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evaluate_first: bool) -> Outcome:
+    config = run.config
+    evaluation = _evaluate(run, state, start) if evaluate_first else {}
     round = 0 if state.outer is None else int(state.outer.round)
     for step in range(start + 1, config.num_steps + 1):
         run.hooks.before_step(step)
@@ -101,7 +120,7 @@ def train_steps(run: Run, state: TrainState, start: int) -> Outcome:
         log.remember(step, metrics, outer_step)
 
         is_last, is_stopping = step == config.num_steps, run.stop.at(step)
-        is_evaluating = is_last or (config.eval_every > 0 and step % config.eval_every == 0)
+        is_evaluating = is_evaluated(config, step) and not is_stopping
         is_saving = is_last or is_stopping or step % config.checkpoint_every == 0
         if is_evaluating or is_saving:
             log.write_previous()
@@ -111,7 +130,7 @@ def train_steps(run: Run, state: TrainState, start: int) -> Outcome:
             run.checkpoints.save(step, state, run.batches.get_state())
         if is_evaluating or is_saving:
             log.restart_clock()
-        if is_stopping and not is_last:
+        if is_stopping:
             return Outcome(state, evaluation, finished=False)
     return Outcome(state, evaluation, finished=True)
 
@@ -171,14 +190,14 @@ class _StepLog:
         loss = _mean_here(metrics.loss)
         self._throughput.step(self._tokens)
         speed, lr = self._throughput.tokens_per_second, float(self._lr[step - 1])
+        if outer_step or step % config.log_every == 0 or not np.isfinite(loss):
+            values = {"loss": loss, "lr": lr, "grad_norm": _mean_here(metrics.grad_norm), "tokens_per_second": speed}
+            run.metrics.write(step, "train", **values, **self._figures_of(outer_step))
         if not np.isfinite(loss):
             raise UserError(
                 f"the loss is {loss} at step {step}: lower inner.lr={config.inner.lr:g} or raise "
                 f"inner.warmup_steps={config.inner.warmup_steps}, then start from the last checkpoint or afresh"
             )
-        if outer_step or step % config.log_every == 0:
-            values = {"loss": loss, "lr": lr, "grad_norm": _mean_here(metrics.grad_norm), "tokens_per_second": speed}
-            run.metrics.write(step, "train", **values, **self._figures_of(outer_step))
         run.progress.update(step, loss, lr, speed)
         if outer_step:
             groups = method_of(config).groups(config, outer_step.round)

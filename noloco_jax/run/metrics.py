@@ -1,15 +1,17 @@
 """A run's figures: written to metrics.jsonl, TensorBoard and W&B, and read back."""
 
+import contextlib
 import importlib
 import json
 import math
 import os
+import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from noloco_jax.errors import UserError
+from noloco_jax.errors import TransientError, UserError
 from noloco_jax.files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
@@ -38,10 +40,13 @@ def _scalars(name: str, value: Any) -> dict[str, float]:
 class MetricWriter:
     """Writes one JSON object a line to WORKDIR/metrics.jsonl, and the same numbers to TensorBoard and W&B.
 
+    What `write` was given is in the files when it returns, whatever becomes of the process.
+
     Args:
       workdir: the run's folder; made when missing.
       resume_step: the step that the run goes on from. Lines of later steps, which it will write again, and a torn last
-        line are dropped. None for a new run: metrics of an earlier one are moved to metrics.jsonl.old.
+        line are dropped. None for a new run: figures of an earlier one are moved to metrics.jsonl.old and
+        tensorboard.old.
       tensorboard: whether to write WORKDIR/tensorboard as well.
       wandb_project: the W&B project to log to, or None. A resumed run goes on in its W&B run, which keeps what it has.
       enabled: False makes every method do nothing, for the processes that do not report.
@@ -74,10 +79,13 @@ class MetricWriter:
                 _drop_after(path, resume_step)
         self._file = path.open("a", encoding="utf-8")
         if tensorboard:
-            from tensorboardX import SummaryWriter  # here, because it loads protobuf and most tools do without
+            from noloco_jax.run.tensorboard import TensorBoardWriter  # here: it loads protobuf, most tools do without
 
-            purge_step = None if resume_step is None else resume_step + 1
-            self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
+            events = folder / "tensorboard"
+            if resume_step is None and events.exists():
+                shutil.rmtree(folder / "tensorboard.old", ignore_errors=True)
+                events.rename(folder / "tensorboard.old")
+            self._tensorboard = TensorBoardWriter(events, None if resume_step is None else resume_step + 1)
         if wandb is not None:
             self._wandb = wandb.init(
                 project=wandb_project,
@@ -88,30 +96,45 @@ class MetricWriter:
             )
 
     def write(self, step: int, kind: str, **values: Any) -> None:
-        """Writes the values of a step: numbers, arrays, lists and strings; `kind` is "train" or "eval"."""
+        """Writes the values of a step: numbers, arrays, lists and strings; `kind` is "train" or "eval".
+
+        Raises `TransientError` where that fails, as on a full disk.
+        """
         if self._file is None:
             return
         values = {name: _plain(value) for name, value in values.items()}
-        self._file.write(json.dumps({"step": int(step), "kind": kind, **values}) + "\n")
-        self._file.flush()
         scalars = {}
         for name, value in values.items():
             scalars |= _scalars(f"{kind}/{name}", value)
-        if self._tensorboard is not None:
-            for tag, value in scalars.items():
-                self._tensorboard.add_scalar(tag, value, step)
+        try:
+            self._file.write(json.dumps({"step": int(step), "kind": kind, **values}) + "\n")
+            self._file.flush()
+            if self._tensorboard is not None:
+                self._tensorboard.write(int(step), scalars)
+        except OSError as error:
+            raise TransientError(
+                f"{self._file.name} or its neighbours cannot be written ({error.strerror}): make room, the same "
+                "command goes on from the last checkpoint"
+            ) from None
         if self._wandb is not None:
             self._wandb.log(scalars, step=int(step))
 
     def close(self) -> None:
         """Flushes and closes what is open; further calls of `write` do nothing."""
-        if self._file is not None:
-            self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        with contextlib.suppress(OSError):  # `write` has flushed all, or told why not
+            if self._file is not None:
+                self._file.close()
+            if self._tensorboard is not None:
+                self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
         self._file = self._tensorboard = self._wandb = None
+
+    def __enter__(self) -> "MetricWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _import_wandb() -> Any:

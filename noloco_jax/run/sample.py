@@ -7,6 +7,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from noloco_jax import draws
 from noloco_jax.config import TrainConfig
 from noloco_jax.data import Tokenizer
 from noloco_jax.errors import UserError
@@ -52,7 +53,7 @@ def sample_text(config: TrainConfig, tokenizer: Tokenizer, params: PyTree) -> st
         np.asarray([sample_prompt(config, tokenizer)], np.int32),
         max_new_tokens=config.sample_tokens,
         temperature=0.7,
-        key=jax.random.key(config.seed),
+        key=draws.key(config.seed),
         eos_id=tokenizer.eos_id,
     )
     return tokenizer.decode([int(i) for i in np.asarray(ids)[0]])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from noloco_jax.config import make_parser
 from noloco_jax.errors import UserError
-from noloco_jax.files import write_whole
+from noloco_jax.files import check_writable, folder_of_flag, write_whole
 from noloco_jax.formatting import (
     format_bandwidth,
     format_count,
@@ -64,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.simulate")
-    parser.add_argument("--out", type=Path, help="folder for the report and the pictures; nothing there is overwritten")
+    parser.add_argument(
+        "--out", type=folder_of_flag, help="folder for the report and the pictures; nothing there is overwritten"
+    )
     parser.add_argument("--only", help=f"sections to compute, separated by commas: {','.join(_PICTURES)}")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default %(default)s)")
     links = parser.add_argument_group("your model and links")
@@ -114,8 +116,7 @@ def _sections(only: str | None) -> list[str]:
 
 def _claim(out: Path, names: Sequence[str]) -> None:
     """Makes the folder, unless that or writing these files would destroy something."""
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out={out} is a file: name a folder")
+    check_writable(out)
     for name in names:
         if (out / name).exists():
             raise UserError(f"--out={out} already holds {name}: name another folder, or remove that file")

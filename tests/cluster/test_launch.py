@@ -298,6 +298,29 @@ def test_the_examples_start_a_process_a_gpu_and_leave_none_idle(example):
     assert math.prod(mesh_shape(config, nodes * gpus).values()) == nodes * gpus
 
 
+def slurm_grace() -> int:
+    [seconds] = re.findall(r"^#SBATCH --signal=TERM@(\d+)$", (LAUNCH / "slurm.sbatch").read_text(), re.MULTILINE)
+    return int(seconds)
+
+
+def kubernetes_grace() -> int:
+    return kubernetes()[1]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize(
+    ("example", "grace"), [(slurm_example, slurm_grace), (kubernetes_example, kubernetes_grace)], ids=["slurm", "k8s"]
+)
+def test_two_saves_of_the_example_fit_into_its_grace_at_a_gigabyte_a_second(example, grace):
+    [path] = re.findall(r"--config=(\S+)", example().command)
+    config = from_dict(load_config(str(ROOT / path)))
+    model = config.model
+    attention = 2 * model.hidden_size**2 * (model.num_heads + model.num_kv_heads) // model.num_heads
+    layer = attention + 3 * model.hidden_size * model.intermediate_size
+    parameters = model.num_layers * layer + 2 * model.vocab_size * model.hidden_size
+    state = config.num_replicas * parameters * 4 * 5  # weights, Adam's two moments, slow weights and outer momentum
+    assert 2 * state / 1e9 <= grace() <= 4 * state / 1e9
+
+
 def test_launchers_name_files_that_are_there():
     texts = [path.read_text() for path in LAUNCH.iterdir() if path.suffix != ".md"]
     named = {name for text in texts for name in re.findall(r"\b(?:launch|configs)/[\w.]+\.(?:sh|py|sbatch|yaml)", text)}

@@ -1,5 +1,7 @@
 """Shuffles by enumeration."""
 
+import numpy as np
+
 from noloco_jax.data.shuffle import WindowShuffledShard, seeded_permutation
 
 
@@ -42,3 +44,10 @@ def test_a_shard_is_shuffled_within_each_window():
 def test_a_window_of_one_keeps_the_order():
     shard = Numbers(1, (1, 2))
     assert [shard.get(document) for document in range(25)] == list(range(25))
+
+
+def test_every_bit_of_a_seed_counts_and_small_seeds_are_as_they_were():
+    keys = [(0, 1), (2**32, 0), (2**32,), (0, 1, 0), (1, 0), (2**32 + 1, 0), (2**64, 0), (0, 2**32), (2**63 - 1, 0)]
+    assert len({tuple(seeded_permutation(50, *key)) for key in keys}) == len(keys)
+    largest = np.random.PCG64(np.random.SeedSequence((2, 2**32 - 1, 7)))  # as it has always been
+    assert seeded_permutation(50, 2**32 - 1, 7).tolist() == np.argsort(largest.random_raw(50), kind="stable").tolist()

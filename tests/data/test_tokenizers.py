@@ -2,6 +2,8 @@
 
 import json
 import pickle
+import socket
+import time
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 from noloco_jax.data import check_vocabulary, load_tokenizer
 from noloco_jax.data.tokenizers import DocumentEncoder
-from noloco_jax.errors import UserError
+from noloco_jax.errors import TransientError, UserError
 from support.paths import SHARED
 
 TEXTS = ["Plain words, and some more.", "  déjà vu — 漢字 🙂\n\n\tx", "a", "The end\n"]
@@ -133,6 +135,38 @@ def test_an_unknown_name_is_an_error_that_says_what_to_do(monkeypatch):
     with pytest.raises(UserError, match=r"'nobody/nothing' cannot be loaded .*set HF_TOKEN") as caught:
         load_tokenizer("nobody/nothing")
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    """A hub at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+def test_without_a_hub_a_name_takes_one_line_and_a_moment(no_hub, capfd):
+    start = time.monotonic()
+    with pytest.raises(TransientError, match=r"'nobody/nothing' was not fetched before and http.* answer") as caught:
+        load_tokenizer("nobody/nothing")
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+    assert time.monotonic() - start < 30  # it was a minute of retries; an import may be part of this
+
+
+def test_without_a_hub_what_was_fetched_before_is_taken(no_hub, monkeypatch):
+    asked = {}
+
+    def from_pretrained(name, **options):
+        asked.update(options)
+        raise LookupError("enough")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", from_pretrained)
+    with pytest.raises(TransientError):
+        load_tokenizer("somebody/something")
+    assert asked["local_files_only"]
 
 
 def test_a_vocabulary_too_small_names_both_numbers():

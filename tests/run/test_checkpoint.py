@@ -12,7 +12,7 @@ import pytest
 
 from noloco_jax.cluster.processes import OneProcess
 from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, TrainConfig
-from noloco_jax.errors import StartError, UserError
+from noloco_jax.errors import StartError, TransientError, UserError
 from noloco_jax.run import elastic
 from noloco_jax.run.checkpoint import Checkpointer, SavedShape
 from noloco_jax.spmd.mesh import make_mesh
@@ -276,6 +276,31 @@ def test_a_checkpoint_is_not_called_damaged_for_want_of_memory_or_storage(tmp_pa
         with pytest.raises(type(error)) as raised:
             checkpoints.restore(3, programs_of(CONFIG).state)
     assert raised.value is error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        ValueError("RESOURCE_EXHAUSTED:\n No space left on device [28]"),
+    ],
+)
+@pytest.mark.parametrize("method", ["save", "wait_until_finished"])
+def test_a_full_disk_is_worth_another_try_and_not_damage(tmp_path, monkeypatch, method, error):
+    """Whether it is told by a save or, of the last one, by the wait for it."""
+    state = random_state(programs_of(CONFIG).state)
+
+    def fail(*_, **__):
+        raise error
+
+    checkpoints = Checkpointer(tmp_path, CONFIG)
+    monkeypatch.setattr(checkpoints._manager, method, fail)
+    with pytest.raises(TransientError, match=r"not be saved \(.*No space left on device.*: make room") as raised:
+        checkpoints.save(3, state, positions(4))
+        checkpoints.close()
+    assert "\n" not in str(raised.value)
+    monkeypatch.undo()
+    checkpoints.close()
 
 
 def test_the_weights_alone_are_those_of_the_state_on_the_host(tmp_path):

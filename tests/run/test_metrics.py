@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from noloco_jax.errors import UserError
+from noloco_jax.errors import TransientError, UserError
 from noloco_jax.run.metrics import MetricWriter, read_metrics
 
 
@@ -22,18 +22,28 @@ def write(workdir: Path, steps: range, resume_step: int | None) -> None:
     writer.close()
 
 
-def tensorboard(workdir: Path) -> list[tuple[int, str, float]]:
-    """(step, tag, value) of the event files, read by their framing: length, checksum, record, checksum."""
+def events(workdir: Path, name: str = "tensorboard") -> list[list[Any]]:
+    """The events of each file, read by their framing: length, checksum, record, checksum."""
     event_pb2: Any = importlib.import_module("tensorboardX.proto.event_pb2")
-    found = []
-    for path in sorted((workdir / "tensorboard").iterdir()):
-        data = path.read_bytes()
+    files = []
+    for path in sorted((workdir / name).iterdir()):
+        data, found = path.read_bytes(), []
         while data:
             (length,) = struct.unpack("<Q", data[:8])
-            event = event_pb2.Event.FromString(data[12 : 12 + length])
-            found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+            found.append(event_pb2.Event.FromString(data[12 : 12 + length]))
             data = data[16 + length :]
-    return found
+        files.append(found)
+    return files
+
+
+def tensorboard(workdir: Path, name: str = "tensorboard") -> list[tuple[int, str, float]]:
+    """(step, tag, value) of the event files."""
+    return [
+        (event.step, value.tag, value.simple_value)
+        for file in events(workdir, name)
+        for event in file
+        for value in event.summary.value
+    ]
 
 
 def test_a_line_is_a_json_object_with_step_and_kind_and_is_there_at_once(tmp_path):
@@ -132,6 +142,41 @@ def test_tensorboard_gets_the_same_numbers_and_a_number_for_each_of_a_list(tmp_p
         (7, "eval/perplexity_replicas/0", 1.5),
         (7, "eval/perplexity_replicas/1", 2.5),
     ]
+
+
+def test_tensorboard_has_what_was_written_whatever_becomes_of_the_process(tmp_path):
+    writer = MetricWriter(tmp_path, resume_step=None)
+    writer.write(1, "train", loss=1.5)
+    assert tensorboard(tmp_path) == [(1, "train/loss", 1.5)]
+    writer.close()
+
+
+def test_a_new_run_keeps_an_old_ones_events_aside(tmp_path):
+    for loss in (1.0, 2.0, 3.0):
+        with MetricWriter(tmp_path, resume_step=None) as writer:
+            writer.write(1, "train", loss=loss)
+    assert tensorboard(tmp_path) == [(1, "train/loss", 3.0)]
+    assert [value for _, _, value in tensorboard(tmp_path, "tensorboard.old")] == [2.0]
+
+
+def test_a_resumed_run_tells_tensorboard_which_steps_it_writes_again(tmp_path):
+    """TensorBoard forgets the steps from that of a session's start on: of all files, in the order of their names."""
+    for resume_step in (None, 1):
+        with MetricWriter(tmp_path, resume_step=resume_step) as writer:
+            writer.write(2, "train", loss=1.0)
+    first, second = events(tmp_path)
+    assert [event.step for event in first if event.HasField("session_log")] == []
+    assert [(event.step, event.session_log.status) for event in second if event.HasField("session_log")] == [(2, 1)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_worth_another_try_and_named(tmp_path, monkeypatch):
+    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
+    assert writer._file is not None
+    writer._file.close()
+    monkeypatch.setattr(writer, "_file", Path("/dev/full").open("w"))  # noqa: SIM115
+    with writer, pytest.raises(TransientError, match=r"/dev/full .* cannot be written \(No space left on device\)"):
+        writer.write(1, "train", loss=1.0)
 
 
 class FakeWandb(types.ModuleType):

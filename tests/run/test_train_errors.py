@@ -112,6 +112,16 @@ def test_a_dry_run_refuses_the_checkpoint_of_another_run(config, trained):
     assert "model.num_layers=2, the config has 3: give --config.model.num_layers=2" in line
 
 
+@pytest.mark.parametrize("name", ["", "checkpoints"], ids=["the workdir", "its checkpoints"])
+def test_a_file_in_the_place_of_a_folder_is_refused(config, tmp_path, name):
+    workdir = tmp_path / "workdir"
+    if name:
+        workdir.mkdir()
+    (workdir / name).write_text("")
+    for dry_run in (True, False):
+        assert f"{workdir / name} is in the way" in refusal(config, workdir, dry_run=dry_run)
+
+
 def test_a_dry_run_writes_nothing(config, tmp_path):
     [(status, output)] = processes.run(config, tmp_path / "workdir", "--dry_run")
     assert status == 0, output

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import from_dict, load_config
+from noloco_jax.run.loop import Hooks
 from noloco_jax.train import train
 from support import processes
 
@@ -74,6 +75,31 @@ def test_sigterm_saves_and_asks_for_a_restart(config, uninterrupted):
     assert status == 0, output
     assert f"going on from the checkpoint of step {saved}" in output
     assert_same_run(workdir, uninterrupted)
+
+
+class Terminate(Hooks):
+    """Sends this process a SIGTERM in a step."""
+
+    def __init__(self, step: int):
+        self._step = step
+
+    def before_step(self, step: int) -> None:
+        if step == self._step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_run_terminated_at_its_evaluations_makes_up_for_them(config, tmp_path):
+    """The next start evaluates the state that it restores; also after the last step."""
+    run = from_dict(load_config(str(config), ["--config.num_steps=4", "--config.eval_every=2"]))
+    assert train(run, tmp_path, hooks=Terminate(2)) == 75
+    assert [line["step"] for line in processes.metrics(tmp_path) if line["kind"] == "eval"] == []
+    assert train(run, tmp_path, hooks=Terminate(4)) == 75
+    assert [line["step"] for line in processes.metrics(tmp_path) if line["kind"] == "eval"] == [2]
+    assert train(run, tmp_path) == 0
+    assert [(line["kind"], line["step"]) for line in processes.metrics(tmp_path)] == [
+        *(("train", 1), ("train", 2), ("eval", 2)),
+        *(("train", 3), ("train", 4), ("eval", 4)),
+    ]
 
 
 def test_a_complete_run_says_so(config, uninterrupted, capsys):

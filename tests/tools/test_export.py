@@ -10,14 +10,17 @@ import sys
 
 import jax
 import numpy as np
+import orbax.checkpoint
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from noloco_jax import export
 from noloco_jax.config import DataConfig, ModelConfig, TrainConfig, from_dict
 from noloco_jax.data import ByteTokenizer
-from noloco_jax.errors import UserError
+from noloco_jax.errors import TransientError, UserError
 from noloco_jax.model.huggingface import config_from_folder, load_params
-from noloco_jax.run.checkpoint import load_for_export
+from noloco_jax.run.checkpoint import Checkpointer, load_for_export
 from support.model_makers import make_run
 from support.paths import SHARED
 
@@ -79,6 +82,42 @@ def test_weights_that_cannot_be_read_are_refused(run, tmp_path):
         load_for_export(damaged)
 
 
+def prune_at_first_read(run, folder, monkeypatch, part: str) -> list[dict]:
+    """A copy of the run in which the trainer deletes the checkpoint of step 7 as soon as it is read.
+
+    Returns the replicas of the newer one, of step 9.
+    """
+    workdir, replicas = run
+    shutil.copytree(workdir, folder)
+    restore, calls = orbax.checkpoint.PyTreeCheckpointer.restore, []
+
+    def prune_and_restore(*args, **kwargs):
+        if not calls:
+            shutil.copytree(workdir / "checkpoints/7", folder / "checkpoints/9")
+            shutil.rmtree(folder / "checkpoints/7" / part)
+        calls.append(None)
+        return restore(*args, **kwargs)
+
+    monkeypatch.setattr(orbax.checkpoint.PyTreeCheckpointer, "restore", prune_and_restore)
+    return replicas
+
+
+@pytest.mark.parametrize("part", ["", "state"], ids=["gone", "half gone"])
+def test_a_checkpoint_that_the_trainer_prunes_gives_way_to_the_newer(run, tmp_path, monkeypatch, part):
+    replicas = prune_at_first_read(run, tmp_path / "run", monkeypatch, part)
+    jax.tree.map(np.testing.assert_array_equal, load_for_export(tmp_path / "run", 1)[1], replicas[1])
+
+
+def test_a_checkpoint_that_vanished_is_worth_another_try_and_not_damaged(run, tmp_path):
+    shutil.copytree(run[0], tmp_path / "run")
+    checkpoints = Checkpointer(tmp_path / "run", CONFIG, read_only=True)
+    shutil.rmtree(tmp_path / "run/checkpoints/7")
+    for read in (checkpoints.latest_step, lambda: checkpoints.restore_params(7)):
+        with pytest.raises(TransientError, match="was deleted while it was read: the same command takes the newest"):
+            read()
+    checkpoints.close()
+
+
 def test_no_accelerator_is_touched(run, tmp_path):
     command = [sys.executable, "-m", "noloco_jax.export", f"--workdir={run[0]}", f"--out={tmp_path / 'out'}"]
     # What jax does not know it refuses as soon as it looks for devices.
@@ -92,6 +131,25 @@ def test_a_byte_model_is_exported_without_tokenizer_and_says_so(run, tmp_path, c
     assert "no tokenizer files" in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"config.json", "generation_config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [({"input_ids": [[1, 2]], "label": [[2, 3]]}, (None, None)), ({"text": ["a"]}, (256, 257)), (None, (None, None))],
+    ids=["ids", "text", "no longer there"],
+)
+def test_a_run_on_token_ids_of_no_named_tokenizer_is_exported_without_bos_and_eos(columns, expected, tmp_path, capsys):
+    path = tmp_path / "data"
+    if columns is not None:
+        for split in ("train", "validation"):
+            path.mkdir(exist_ok=True)
+            pq.write_table(pa.table(columns), path / f"{split}-0.parquet")
+    data = dataclasses.replace(CONFIG.data, kind="parquet", path=str(path))
+    make_run(tmp_path / "run", dataclasses.replace(CONFIG, data=data))
+    export.main([f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"])
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == expected
+    assert ("the run read token ids" in capsys.readouterr().out) == (expected == (None, None))
 
 
 @pytest.mark.skipif(not TOKENIZER.is_dir(), reason="the tokenizer of ../shared is not here")

@@ -1,10 +1,12 @@
 """Files that are there whole or not at all."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from noloco_jax.files import write_whole
+from noloco_jax.errors import UserError
+from noloco_jax.files import check_writable, folder_of_flag, write_whole
 
 
 def test_text_is_utf_8_and_bytes_are_as_they_are(tmp_path):
@@ -29,3 +31,41 @@ def test_a_write_that_fails_leaves_the_former_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="full"):
         write_whole(path, "later")
     assert path.read_text() == "former"
+
+
+def test_nothing_is_no_folder():
+    with pytest.raises(UserError, match="names no folder"):
+        folder_of_flag("")
+
+
+@pytest.mark.parametrize("text", ["gs://bucket/run", "s3://bucket/run", "hf+http://there", "gs:/bucket"])
+def test_an_address_is_no_folder(text):
+    with pytest.raises(UserError, match="is an address"):
+        folder_of_flag(text)
+
+
+def test_a_folder_may_be_named_from_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert [str(folder_of_flag(text)) for text in ("~/run", "runs/a:b", "/c")] == ["/somewhere/run", "runs/a:b", "/c"]
+    with pytest.raises(UserError, match="home folder of nobody"):
+        folder_of_flag("~nobody_of_this_name/run")
+
+
+def test_a_folder_that_is_there_or_can_be_made_is_writable(tmp_path):
+    for folder in (tmp_path, tmp_path / "new" / "deeper"):
+        check_writable(folder)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "link"])
+def test_a_folder_with_a_file_in_the_way_is_refused(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=f"cannot be a folder: .*/{name.split('/')[0]} is in the way"):
+        check_writable(tmp_path / name)
+
+
+def test_a_folder_without_permission_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root has every permission
+    with pytest.raises(UserError, match=f"{tmp_path} is not yours to write"):
+        check_writable(tmp_path / "run")

@@ -89,7 +89,7 @@ def test_an_empty_prompt_starts_from_the_beginning_of_text(folder, capsys):
         (["--temperature=nan"], "--temperature=nan is not 0 or above"),
         (["--top_k=0"], "--top_k=0 is below 1"),
         (["--top_k=260"], "--top_k=260 is more than the vocabulary of 259"),
-        (["--seed=-1"], "--seed=-1 is not between 0 and"),
+        (["--seed=-1"], "--seed=-1 is below 0"),
         (["--replica=0"], "--replica=0 is of a run"),
         (["--workdir=x"], "not allowed with argument"),
     ],

@@ -1,0 +1,135 @@
+"""The training loop over programs that only count, so that nothing is compiled: what is saved and written, and when."""
+
+import json
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from noloco_jax.cluster.processes import OneProcess
+from noloco_jax.config import TrainConfig, from_dict
+from noloco_jax.errors import UserError
+from noloco_jax.run import loop
+from noloco_jax.run.console import Progress
+from noloco_jax.run.metrics import METRICS_FILE, MetricWriter
+from noloco_jax.spmd.programs import StepMetrics, TrainState
+
+
+class Programs:
+    """Steps whose loss is their number, and not a number at step `nan_at`."""
+
+    def __init__(self, nan_at: int | None):
+        self._nan_at = nan_at
+
+    def inner_step(self, params: Any, inner: Any, batch: Any, step: np.int32) -> Any:
+        loss = jnp.asarray([jnp.nan if step == self._nan_at else float(step)])
+        return params, inner, StepMetrics(loss=loss, grad_norm=loss)
+
+
+class Batches:
+    """Nothing to train on, and an error in the place of batch `damaged_at`."""
+
+    def __init__(self, damaged_at: int | None):
+        self._damaged_at, self._taken = damaged_at, 0
+
+    def __next__(self) -> None:
+        self._taken += 1
+        if self._taken == self._damaged_at:
+            raise UserError("a file is damaged")
+
+    def get_state(self) -> dict[int, dict]:
+        return {}
+
+
+class Recorder:
+    """A run's checkpoints and evaluations, in their order, and whether to stop."""
+
+    def __init__(self, stop_at: int | None):
+        self.done: list[tuple[str, int]] = []
+        self._stop_at = stop_at
+
+    def save(self, step: int, state: Any, data: Any) -> None:
+        self.done.append(("save", step))
+
+    def at(self, step: int) -> bool:
+        return step == self._stop_at
+
+
+CONFIG = from_dict(
+    {"method": "local", "num_replicas": 1, "num_steps": 6, "eval_every": 3, "checkpoint_every": 3, "log_every": 1}
+    | {"inner": {"warmup_steps": 0}}
+)
+
+
+class Result:
+    """What a run of CONFIG did: saves and evaluations, lines of metrics, and how it ended."""
+
+    def __init__(self, workdir, monkeypatch, start=0, evaluate_first=False, stop_at=None, nan_at=None, damaged_at=None):
+        recorder = Recorder(stop_at)
+        with MetricWriter(workdir, resume_step=None, tensorboard=False) as metrics:
+
+            def evaluate(run: Any, state: Any, step: int) -> dict[str, Any]:
+                recorder.done.append(("evaluate", step))
+                return {}
+
+            monkeypatch.setattr(loop, "_evaluate", evaluate)
+            run: Any = {"validation": [], "processes": OneProcess(), "hooks": loop.Hooks(), "metrics": metrics}
+            run |= {"programs": Programs(nan_at), "batches": Batches(damaged_at), "stop": recorder}
+            run |= {"checkpoints": recorder, "progress": Progress(6, console=Console(quiet=True))}
+            self.outcome, self.error = None, None
+            try:
+                state: Any = TrainState(None, None, None)
+                self.outcome = loop.train_steps(
+                    loop.Run(config=CONFIG, **run), state, start, evaluate_first=evaluate_first
+                )
+            except UserError as error:
+                self.error = str(error)
+        self.done = recorder.done
+        self.lines = [json.loads(line) for line in (workdir / METRICS_FILE).read_text().splitlines()]
+
+
+def test_the_evaluation_of_a_step_precedes_its_save(tmp_path, monkeypatch):
+    """A run that is killed in between has the step before it again, with both."""
+    result = Result(tmp_path, monkeypatch)
+    assert result.done == [("evaluate", 3), ("save", 3), ("evaluate", 6), ("save", 6)]
+    assert result.outcome is not None and result.outcome.finished
+
+
+@pytest.mark.parametrize("step", [2, 3, 6])
+def test_a_run_that_is_told_to_stop_saves_and_evaluates_no_more(tmp_path, monkeypatch, step):
+    result = Result(tmp_path, monkeypatch, stop_at=step)
+    assert result.outcome is not None and not result.outcome.finished
+    assert [entry for entry in result.done if entry[1] == step] == [("save", step)]
+    assert [line["step"] for line in result.lines] == list(range(1, step + 1))
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_its_next_start_makes_up_for_the_evaluation(tmp_path, monkeypatch, step):
+    result = Result(tmp_path, monkeypatch, start=step, evaluate_first=True)
+    assert result.done[0] == ("evaluate", step)
+    assert result.outcome is not None and result.outcome.finished
+
+
+@pytest.mark.parametrize(
+    ("step", "config", "expected"),
+    [(3, {}, True), (4, {}, False), (6, {}, True), (9, {}, False), (5, {"num_steps": 5}, True)],
+    ids=["every third", "between", "the last", "beyond", "the last of others"],
+)
+def test_evaluations_belong_to_every_so_manieth_step_and_the_last(step, config, expected):
+    values: dict[str, Any] = {"method": "local", "num_replicas": 1, "num_steps": 6, "eval_every": 3}
+    run: TrainConfig = from_dict(values | {"inner": {"warmup_steps": 0}} | config)
+    assert loop.is_evaluated(run, step) == expected
+
+
+def test_an_error_leaves_the_figures_of_every_step_before_it(tmp_path, monkeypatch):
+    result = Result(tmp_path, monkeypatch, damaged_at=5)
+    assert result.error == "a file is damaged"
+    assert [line["step"] for line in result.lines] == [1, 2, 3, 4]
+
+
+def test_a_loss_that_is_no_number_is_written_too(tmp_path, monkeypatch):
+    result = Result(tmp_path, monkeypatch, nan_at=2)
+    assert result.error is not None and "the loss is nan at step 2" in result.error
+    assert [(line["step"], line["loss"]) for line in result.lines] == [(1, 1.0), (2, None)]

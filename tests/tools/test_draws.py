@@ -1,0 +1,20 @@
+"""Keys of seeds."""
+
+import jax
+import numpy as np
+
+from noloco_jax import draws
+
+
+def bits(seed: int) -> tuple[int, ...]:
+    return tuple(np.asarray(jax.random.key_data(draws.key(seed))).tolist())
+
+
+def test_every_bit_of_a_seed_counts():
+    seeds = [0, 1, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**33, 2**63, 2**64, 2**64 + 2**32, 10**30]
+    assert len({bits(seed) for seed in seeds}) == len(seeds)
+
+
+def test_a_seed_of_32_bits_has_jaxs_own_key():
+    for seed in (0, 1, 2**31 - 1, 2**31, 2**32 - 1):
+        assert bits(seed) == (0, seed) == tuple(np.asarray(jax.random.key_data(jax.random.key(seed))).tolist())
