@@ -68,6 +68,8 @@ def group_mean(
     if axes.num_devices == 1 or num_parts() > 1:  # nothing is sent, or packing would exchange data inside a replica
         return jax.tree.map(meeting.mean, tree)
     buckets, unpack = packed(tree, block_of(wire.name))
+    if meeting.is_of_exact_pairs:  # averaged array by array, so that the packed message is not kept beside its answer
+        return jax.tree.map(meeting.mean_of_two, tree, unpack([meeting.other(bucket) for bucket in buckets]))
     return unpack([meeting.mean(bucket) for bucket in buckets])
 
 
@@ -84,10 +86,26 @@ class _Meeting:
         self._size = jnp.asarray(sizes)[index, replica]
         self._position = jnp.asarray(positions)[index, replica]
 
+    @property
+    def is_of_exact_pairs(self) -> bool:
+        """Whether groups are pairs (or single replicas) whose messages travel as they are."""
+        return self._n == 2 and self._wire.exact
+
+    def other(self, x: jax.Array) -> jax.Array:
+        """The array of the other of a pair."""
+        return self._from(1, x)
+
+    def mean_of_two(self, x: jax.Array, other: jax.Array) -> jax.Array:
+        """The mean of a pair's arrays; of a replica alone its own."""
+        mean = (x + other) / 2
+        return mean if self._equal_sizes else jnp.where(self._size == 2, mean, x)
+
     def mean(self, x: jax.Array) -> jax.Array:
         """The group's mean of an array, as this replica is to see it."""
+        if self.is_of_exact_pairs:
+            return self.mean_of_two(x, self.other(x))
         if self._n == 2:
-            mean = self._mean_of_pair(x)
+            mean = self._mean_of_coded_pair(x)
             return mean if self._equal_sizes else jnp.where(self._size == 2, mean, x)
         if self._equal_sizes and goes_by_shares(self._wire.name, self._n):
             shares = _shares(x, self._n, block_of(self._wire.name))
@@ -103,11 +121,9 @@ class _Meeting:
         # What is sent is what the sender decodes: behind a barrier, a compiler does not round twice and differently.
         return x if self._wire.exact else lax.optimization_barrier(self._wire.encode(x))
 
-    def _mean_of_pair(self, x: jax.Array) -> jax.Array:
+    def _mean_of_coded_pair(self, x: jax.Array) -> jax.Array:
         code = self._encoded(x)
         other = self._wire.decode(self._from(1, code), x)
-        if self._wire.exact:
-            return (x + other) / 2
         return x + (other - self._wire.decode(code, x)) / 2
 
     def _mean_by_shares(self, x: jax.Array, shares: jax.Array, whole: Any) -> jax.Array:
