@@ -1,4 +1,4 @@
-"""NoLoCo in three minutes on two CPU cores: 4 virtual replicas learn to write Python from Python's standard library.
+"""NoLoCo in minutes on two CPU cores: 4 virtual replicas learn to write Python from Python's standard library.
 
     bash launch/quickstart.sh
 
