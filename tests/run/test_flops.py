@@ -1,5 +1,7 @@
 """The FLOP count, against one product by product."""
 
+from typing import Any
+
 import jax
 import pytest
 
@@ -44,11 +46,11 @@ def test_a_tied_head_costs_what_an_untied_one_does():
 
 def test_newton_schulz_takes_the_products_that_its_program_has():
     model = from_dict({"model": {"num_kv_heads": 2, "num_layers": 3, "intermediate_size": 96}}).model
+    stacks = [stack for stack in param_shapes(model)["blocks"].values() if stack.ndim == 3]
+    equations: list[Any] = [eqn for stack in stacks for eqn in jax.make_jaxpr(newton_schulz)(stack).eqns]
     products = [
         2 * eqn.outvars[0].aval.size * eqn.invars[0].aval.shape[-1]
-        for stack in param_shapes(model)["blocks"].values()
-        if stack.ndim == 3
-        for eqn in jax.make_jaxpr(newton_schulz)(stack).eqns
+        for eqn in equations
         if eqn.primitive.name == "dot_general"
     ]
     assert len(products) == 7 * 5 * 3

@@ -154,3 +154,31 @@ def test_moments_and_gradient_norm_are_float32_whatever_the_parameters_are():
     for g, second in zip(gradients, jax.tree.leaves(nu), strict=True):
         np.testing.assert_allclose(second, (1 - config.inner.b2) * g**2, rtol=1e-3, atol=1e-12)
     assert any(not np.array_equal(g, g.astype(jnp.bfloat16).astype(np.float64)) for g in gradients)
+
+
+@pytest.mark.parametrize("method", ["local", "ddp"])
+def test_a_gradient_is_clipped_to_the_norm_and_with_ddp_after_it_is_averaged(method):
+    """Adam's first moments after a step are the clipped gradients; clipped first, their average would be shorter."""
+    config = from_dict(
+        {
+            "method": method,
+            "num_replicas": 2,
+            "model": {
+                **{"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1},
+                "vocab_size": 32,
+            },
+            "inner": {"clip_norm": 1e-3},
+            "data": {"batch_size": 2, "sequence_length": 8},
+        }
+    )
+    programs = build_programs(config, make_mesh(config, jax.devices()[:1]))
+    params, inner, _ = programs.init(jax.random.key(0))
+    tokens = np.random.default_rng(0).integers(0, 32, (2, 2, 9), dtype=np.int32)
+    parts = {i: {"input_ids": tokens[i, :, :-1], "labels": tokens[i, :, 1:]} for i in range(2)}
+    _, inner, metrics = programs.inner_step(params, inner, place_batch(parts, programs.batch), np.int32(1))
+    clipped = [np.asarray(x, np.float64) / (1 - config.inner.b1) for x in jax.tree.leaves(inner[0].mu)]
+    norms = np.sqrt(sum(np.square(g).reshape(2, -1).sum(axis=1) for g in clipped))
+    np.testing.assert_allclose(norms, 1e-3, rtol=1e-5)
+    assert (np.asarray(metrics.grad_norm) > 1e-2).all()  # of the gradient as it was
+    alike = all(np.array_equal(g[0], g[1]) for g in clipped)
+    assert alike == (method == "ddp")
