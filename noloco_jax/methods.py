@@ -8,9 +8,11 @@ from noloco_jax.errors import UserError
 from noloco_jax.wires import FLOAT_BYTES, goes_by_shares, message_bytes, share_bytes
 
 if TYPE_CHECKING:
-    from noloco_jax.config import TrainConfig
     from noloco_jax.outer.pairing import RandomPairing, Round
     from noloco_jax.outer.transform import OuterOptimizer
+
+
+Config = Any  # a `TrainConfig`, which reads this table and so cannot be imported here
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,12 @@ class Method:
     """
 
     name: str
-    describe: Callable[["TrainConfig"], str]
-    check: Callable[["TrainConfig"], None] = lambda config: None
-    outer_optimizer: "Callable[[TrainConfig, Any], OuterOptimizer] | None" = None
-    pairing: "Callable[[TrainConfig], RandomPairing] | None" = None
+    describe: Callable[[Config], str]
+    check: Callable[[Config], None] = lambda config: None
+    outer_optimizer: "Callable[[Config, Any], OuterOptimizer] | None" = None
+    pairing: "Callable[[Config], RandomPairing] | None" = None
     averages_gradients: bool = False
-    bytes_sent: Callable[["TrainConfig", list[int]], int] = lambda config, sizes: 0
+    bytes_sent: Callable[[Config, list[int]], int] = lambda config, sizes: 0
     outer_collectives: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     baseline: Mapping[str, float] = field(default_factory=dict)
@@ -50,11 +52,11 @@ class Method:
     def has_outer_steps(self) -> bool:
         return self.outer_optimizer is not None
 
-    def is_outer_step(self, config: "TrainConfig", step: int) -> bool:
+    def is_outer_step(self, config: Config, step: int) -> bool:
         """Whether an outer step follows inner step `step` (1, 2, ...)."""
         return self.has_outer_steps and step % config.outer.sync_every == 0
 
-    def groups(self, config: "TrainConfig", round: int) -> "Round":
+    def groups(self, config: Config, round: int) -> "Round":
         """The groups that meet in outer step `round` (0, 1, ...)."""
         if self.pairing is None:
             return (tuple(range(config.num_replicas)),)
@@ -66,7 +68,7 @@ class Method:
         return field.startswith(self.unused)
 
 
-def _noloco(config: "TrainConfig", axis_name: Any) -> "OuterOptimizer":
+def _noloco(config: Config, axis_name: Any) -> "OuterOptimizer":
     from noloco_jax.transforms import noloco  # here, as the configuration reads this table without jax
 
     outer = config.outer
@@ -82,14 +84,14 @@ def _noloco(config: "TrainConfig", axis_name: Any) -> "OuterOptimizer":
     )
 
 
-def _pairing(config: "TrainConfig") -> "RandomPairing":
+def _pairing(config: Config) -> "RandomPairing":
     """A function of the configuration alone, whatever devices the run is on."""
     from noloco_jax.outer.pairing import RandomPairing
 
     return RandomPairing(config.num_replicas, config.outer.group_size, config.seed, config.outer.order)
 
 
-def _describe_noloco(config: "TrainConfig") -> str:
+def _describe_noloco(config: Config) -> str:
     outer = config.outer
     gamma = outer.lr if outer.consensus is None else outer.consensus
     return (
@@ -98,7 +100,7 @@ def _describe_noloco(config: "TrainConfig") -> str:
     )
 
 
-def _check_noloco(config: "TrainConfig") -> None:
+def _check_noloco(config: Config) -> None:
     replicas, group_size = config.num_replicas, config.outer.group_size
     if replicas < 2:
         raise UserError(f"method='noloco' averages pairs and num_replicas={replicas}: use 2 or more, or method='local'")
@@ -106,7 +108,7 @@ def _check_noloco(config: "TrainConfig") -> None:
         raise UserError(f"outer.group_size={group_size} is not between 2 and num_replicas={replicas}: change one")
 
 
-def _diloco(config: "TrainConfig", axis_name: Any) -> "OuterOptimizer":
+def _diloco(config: Config, axis_name: Any) -> "OuterOptimizer":
     from noloco_jax.transforms import diloco
 
     outer = config.outer
@@ -120,13 +122,13 @@ def _diloco(config: "TrainConfig", axis_name: Any) -> "OuterOptimizer":
     )
 
 
-def _describe_diloco(config: "TrainConfig") -> str:
+def _describe_diloco(config: Config) -> str:
     outer = config.outer
     kind = "Nesterov" if outer.nesterov else "heavy ball"
     return f"diloco: all average every {outer.sync_every} steps ({kind}, alpha {outer.momentum:g}, beta {outer.lr:g})"
 
 
-def _check_wire(config: "TrainConfig") -> None:
+def _check_wire(config: Config) -> None:
     if config.outer.wire != "float32":
         raise UserError(
             f"outer.wire={config.outer.wire!r} rounds noloco's messages and method={config.method!r}: "
@@ -134,17 +136,17 @@ def _check_wire(config: "TrainConfig") -> None:
         )
 
 
-def _check_no_outer_steps(config: "TrainConfig") -> None:
+def _check_no_outer_steps(config: Config) -> None:
     _check_wire(config)
     if config.outer.offload:
         raise UserError(f"outer.offload=True and method={config.method!r} has no outer state: leave it out")
 
 
-def _ring_bytes(config: "TrainConfig", sizes: list[int]) -> int:
+def _ring_bytes(config: Config, sizes: list[int]) -> int:
     return 2 * FLOAT_BYTES["float32"] * sum(sizes) * (config.num_replicas - 1) // config.num_replicas
 
 
-def _group_bytes(config: "TrainConfig", sizes: list[int]) -> int:
+def _group_bytes(config: Config, sizes: list[int]) -> int:
     """A whole message to the other of a pair; in a larger group shares out and back, or all to all: if group sizes
     differ, and where that is less.
 
@@ -194,6 +196,6 @@ METHODS: dict[str, Method] = {
 }
 
 
-def method_of(config: "TrainConfig") -> Method:
+def method_of(config: Config) -> Method:
     """The row of a configuration's method."""
     return METHODS[config.method]

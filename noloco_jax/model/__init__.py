@@ -1,1 +1,1 @@
-"""The Llama that noloco_jax trains: parameters, forward pass and loss as pure functions, and Hugging Face's format."""
+"""The Llama that noloco_jax trains: an NNX module, its loss, text generation, and Hugging Face's format."""
