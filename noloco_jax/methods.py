@@ -1,5 +1,6 @@
 """The methods of training, a row each. A new one is a row here, a rule in `outer`, and a line in the tests' table."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,7 @@ def _noloco(config: Config, axis_name: Any) -> "OuterOptimizer":
     )
 
 
+@functools.lru_cache(maxsize=8)  # asked for at every outer step, to log who met
 def _pairing(config: Config) -> "RandomPairing":
     """A function of the configuration alone, whatever devices the run is on."""
     from noloco_jax.outer.pairing import RandomPairing
