@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from noloco_jax.errors import UserError
+from noloco_jax.meetings import Meetings, pairing_round
 from noloco_jax.wires import FLOAT_BYTES, goes_by_shares, message_bytes, share_bytes
 
 if TYPE_CHECKING:
+    from noloco_jax.outer.fragments import Fragments
     from noloco_jax.outer.pairing import RandomPairing, Round
     from noloco_jax.outer.transform import OuterOptimizer
 
@@ -24,7 +26,8 @@ class Method:
       name: `config.method`.
       describe: config -> a line for people.
       check: config -> None; raises `UserError` where the configuration does not make sense for the method.
-      outer_optimizer: (config, axis_name) -> the outer optimizer; None for methods without outer steps.
+      outer_optimizer: (config, axis_name, how parameters are cut) -> the outer optimizer; None for methods without
+        outer steps.
       pairing: config -> who meets whom; None where all do, or nobody.
       averages_gradients: whether gradients are averaged over all replicas at every step.
       bytes_sent: (config, sizes of the parameters' arrays) -> bytes that a replica sends at an outer step, or at every
@@ -39,7 +42,7 @@ class Method:
     name: str
     describe: Callable[[Config], str]
     check: Callable[[Config], None] = lambda config: None
-    outer_optimizer: "Callable[[Config, Any], OuterOptimizer] | None" = None
+    outer_optimizer: "Callable[[Config, Any, Fragments], OuterOptimizer] | None" = None
     pairing: "Callable[[Config], RandomPairing] | None" = None
     averages_gradients: bool = False
     bytes_sent: Callable[[Config, list[int]], int] = lambda config, sizes: 0
@@ -53,23 +56,19 @@ class Method:
     def has_outer_steps(self) -> bool:
         return self.outer_optimizer is not None
 
-    def is_outer_step(self, config: Config, step: int) -> bool:
-        """Whether an outer step follows inner step `step` (1, 2, ...)."""
-        return self.has_outer_steps and step % config.outer.sync_every == 0
-
     def groups(self, config: Config, round: int) -> "Round":
         """The groups that meet in outer step `round` (0, 1, ...)."""
         if self.pairing is None:
             return (tuple(range(config.num_replicas)),)
         pairing = self.pairing(config)
-        return pairing.pool[int(pairing.pool_index(round))]
+        return pairing.pool[int(pairing.pool_index(pairing_round(round, config.outer.fragments)))]
 
     def is_unused(self, field: str) -> bool:
         """Whether a field of the configuration, by its dotted path, changes nothing for this method."""
         return field.startswith(self.unused)
 
 
-def _noloco(config: Config, axis_name: Any) -> "OuterOptimizer":
+def _noloco(config: Config, axis_name: Any, fragments: "Fragments") -> "OuterOptimizer":
     from noloco_jax.transforms import noloco  # here, as the configuration reads this table without jax
 
     outer = config.outer
@@ -78,9 +77,11 @@ def _noloco(config: Config, axis_name: Any) -> "OuterOptimizer":
         outer_lr=outer.lr,
         outer_momentum=outer.momentum,
         consensus=outer.consensus,
-        sync_every=outer.sync_every,
+        sync_every=sync_pieces(config),
         axis_name=axis_name,
         state_dtype=outer.state_dtype,
+        fragments=fragments,
+        delay=outer.delay,
         wire=outer.wire,
     )
 
@@ -110,7 +111,7 @@ def _check_noloco(config: Config) -> None:
         raise UserError(f"outer.group_size={group_size} is not between 2 and num_replicas={replicas}: change one")
 
 
-def _diloco(config: Config, axis_name: Any) -> "OuterOptimizer":
+def _diloco(config: Config, axis_name: Any, fragments: "Fragments") -> "OuterOptimizer":
     from noloco_jax.transforms import diloco
 
     outer = config.outer
@@ -118,9 +119,11 @@ def _diloco(config: Config, axis_name: Any) -> "OuterOptimizer":
         outer_lr=outer.lr,
         outer_momentum=outer.momentum,
         nesterov=outer.nesterov,
-        sync_every=outer.sync_every,
+        sync_every=sync_pieces(config),
         axis_name=axis_name,
         state_dtype=outer.state_dtype,
+        fragments=fragments,
+        delay=outer.delay,
     )
 
 
@@ -196,6 +199,21 @@ METHODS: dict[str, Method] = {
         Method("local", lambda config: "local: replicas never meet", _check_no_outer_steps, unused=("outer.",)),
     )
 }
+
+
+def sync_pieces(config: Config) -> tuple[tuple[int, int], ...]:
+    """The inner steps between outer steps, as pieces of a run; see `Meetings`."""
+    outer, last = config.outer, config.num_steps - config.outer.final_steps
+    if outer.final_steps == 0:
+        return ((0, outer.sync_every),)
+    return ((0, outer.sync_every), (last, outer.final_sync_every)) if last > 0 else ((0, outer.final_sync_every),)
+
+
+def meetings_of(config: Config) -> Meetings | None:
+    """When a run takes outer steps; None if its method has none."""
+    if not method_of(config).has_outer_steps:
+        return None
+    return Meetings.every(sync_pieces(config), config.outer.fragments, config.outer.delay)
 
 
 def method_of(config: Config) -> Method:

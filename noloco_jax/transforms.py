@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,11 +11,14 @@ import jax.core
 from noloco_jax.exchange.axes import AxisName, names_of
 from noloco_jax.exchange.groups import all_mean, group_mean
 from noloco_jax.exchange.wire import wire_of
+from noloco_jax.meetings import Meetings
 from noloco_jax.outer.diloco import DiLoCo
+from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.momentum import check_state_dtype
 from noloco_jax.outer.noloco import NoLoCo
 from noloco_jax.outer.pairing import Pairing, components, consensus_limit, largest_group
 from noloco_jax.outer.rule import Number
+from noloco_jax.outer.step import OuterSteps
 from noloco_jax.outer.transform import OuterOptimizer, outer_optimizer
 
 PyTree = Any
@@ -25,10 +29,12 @@ def noloco(
     outer_lr: Number = 0.7,
     outer_momentum: Number = 0.5,
     consensus: Number | None = None,
-    sync_every: int = 50,
+    sync_every: int | Sequence[tuple[int, int]] = 50,
     axis_name: AxisName = "replica",
     state_dtype: jax.typing.DTypeLike = "float32",
     wire: str = "float32",
+    fragments: int | Fragments | None = None,
+    delay: int | None = None,
 ) -> OuterOptimizer:
     """Every `sync_every` inner steps, a momentum step towards and along with a random group of replicas.
 
@@ -63,7 +69,8 @@ def noloco(
       outer_momentum: α, in [0, 1); likewise.
       consensus: γ, the pull towards the group's mean; likewise. None: equal to `outer_lr`, as in the authors' code. A
         number outside the interval in which pure consensus is mean-square stable (`consensus_limit`) gives a warning.
-      sync_every: inner steps between outer steps, for `sync=None`.
+      sync_every: inner steps between outer steps, for `sync=None`; or pieces (first inner step, inner steps between
+        outer steps), as `((0, 50), (20_000, 10))` for closer meetings at the end.
       axis_name: name of the axis of replicas; or a tuple of mesh axes, a `vmap` axis, or both in this order.
       state_dtype: dtype in which slow weights and momentum are kept, float32 or bfloat16 (rounded at random, so that
         small steps are not lost); they are computed in float32. Parameters of float64 or complex numbers keep their
@@ -72,6 +79,11 @@ def noloco(
         three in blocks of 64 weights of an array, with a scale of 2 bytes each). Partners then come together by the
         difference of their rounded messages, so that equal replicas stay equal, the replicas' mean stays where it is
         and what is too small for the wire is kept.
+      fragments: F. An outer step is of one of F equal parts of the parameters, the next one of the next, each with
+        draws of its own; in `sync_every` inner steps there are F of them. A number, or how to cut; None: whole ones.
+      delay: inner steps after which what the others sent enters, at most `sync_every`; until then a replica goes on
+        from its own message. That is what an exchange in the background does. None: at once. With a delay there is
+        `correct(params, state) -> (params, state)` beside `step`, for the oldest correction that has not entered.
 
     Returns:
       A transform whose state is an `OuterState`.
@@ -83,7 +95,8 @@ def noloco(
     _check_number("outer_lr", outer_lr)
     _check_number("consensus", gamma)
     _check_momentum(outer_momentum)
-    _check_sync_every(sync_every)
+    cut = fragments if isinstance(fragments, Fragments) else Fragments(fragments or 1)
+    meetings = Meetings.every(sync_every, cut.count, delay or 0)
     _warn_if_apart(pairing, outer_momentum, gamma)
     code = wire_of(wire)
 
@@ -91,16 +104,18 @@ def noloco(
         return group_mean(message, pairing, pairing.pool_index(round), axis_name, code)
 
     rule = NoLoCo(outer_lr, outer_momentum, gamma, check_state_dtype(state_dtype))
-    return outer_optimizer(rule, exchange, sync_every, names_of(axis_name))
+    return outer_optimizer(OuterSteps(rule, exchange, cut, is_late=bool(delay)), meetings, names_of(axis_name))
 
 
 def diloco(
     outer_lr: Number = 0.7,
     outer_momentum: Number = 0.9,
     nesterov: bool = True,
-    sync_every: int = 100,
+    sync_every: int | Sequence[tuple[int, int]] = 100,
     axis_name: AxisName = "replica",
     state_dtype: jax.typing.DTypeLike = "float32",
+    fragments: int | Fragments | None = None,
+    delay: int | None = None,
 ) -> OuterOptimizer:
     """Every `sync_every` inner steps, a momentum step along the outer gradient averaged over all replicas.
 
@@ -116,9 +131,9 @@ def diloco(
       outer_lr: β, outer learning rate, at least 0; a number or a schedule of the round.
       outer_momentum: α, in [0, 1); likewise.
       nesterov: true Nesterov momentum, instead of heavy ball.
-      sync_every: inner steps between outer steps, for `sync=None`.
+      sync_every: as for `noloco`.
       axis_name: name of the axis of replicas; or a tuple of mesh axes, a `vmap` axis, or both in this order.
-      state_dtype: as for `noloco`.
+      state_dtype, fragments, delay: as for `noloco`; with fragments it is Streaming DiLoCo (arXiv 2501.18512).
 
     Returns:
       A transform whose state is an `OuterState`.
@@ -128,14 +143,15 @@ def diloco(
     """
     _check_number("outer_lr", outer_lr)
     _check_momentum(outer_momentum)
-    _check_sync_every(sync_every)
+    cut = fragments if isinstance(fragments, Fragments) else Fragments(fragments or 1)
+    meetings = Meetings.every(sync_every, cut.count, delay or 0)
 
     def exchange(message: PyTree, round: Any) -> PyTree:
         del round
         return all_mean(message, axis_name)
 
     rule = DiLoCo(outer_lr, outer_momentum, nesterov, check_state_dtype(state_dtype))
-    return outer_optimizer(rule, exchange, sync_every, names_of(axis_name))
+    return outer_optimizer(OuterSteps(rule, exchange, cut, is_late=bool(delay)), meetings, names_of(axis_name))
 
 
 def _known(value: Any) -> float | None:
@@ -153,12 +169,6 @@ def _check_momentum(value: Number) -> None:
     known = _known(value)
     if known is not None and not 0 <= known < 1:
         raise ValueError(f"outer_momentum is {value}: it must be in [0, 1)")
-
-
-def _check_sync_every(value: Any) -> None:
-    known = _known(value)
-    if known is not None and known < 1:
-        raise ValueError(f"sync_every is {value}: it must be at least 1")
 
 
 def _warn_if_apart(pairing: Pairing, outer_momentum: Number, gamma: Number) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from noloco_jax.config.fields import ModelConfig, TrainConfig
 from noloco_jax.config.schema import FieldInfo, flatten, leaf_fields, shown
 from noloco_jax.errors import UserError
-from noloco_jax.methods import METHODS
+from noloco_jax.methods import METHODS, sync_pieces
 
 _LARGEST_INT = 2**31 - 1
 
@@ -22,6 +22,8 @@ def validate(config: TrainConfig) -> None:
     _check_model(config.model)
     _check_run(config)
     METHODS[config.method].check(config)
+    if METHODS[config.method].has_outer_steps:
+        _check_outer(config)
     _check_mesh(config)
 
 
@@ -84,6 +86,22 @@ def _check_run(config: TrainConfig) -> None:
         )
     _need_multiple("keep_period", config.keep_period, "checkpoint_every", config.checkpoint_every)
     _need_multiple("data.batch_size", config.data.batch_size, "num_microbatches", config.num_microbatches)
+
+
+def _check_outer(config: TrainConfig) -> None:
+    outer = config.outer
+    _need_multiple("model.hidden_size", config.model.hidden_size, "outer.fragments", outer.fragments)
+    if config.mesh.fsdp > 1:
+        part = config.model.hidden_size // config.mesh.fsdp
+        _need_multiple("model.hidden_size / mesh.fsdp", part, "outer.fragments", outer.fragments)
+    if outer.final_steps > config.num_steps:
+        raise UserError(f"outer.final_steps={outer.final_steps} is more than num_steps={config.num_steps}: lower it")
+    shortest = min(every for _, every in sync_pieces(config))
+    if outer.delay > shortest:
+        raise UserError(
+            f"outer.delay={outer.delay} is more than the {shortest} inner steps after which a fragment has its next "
+            f"outer step: lower it to {shortest}"
+        )
 
 
 def _check_mesh(config: TrainConfig) -> None:

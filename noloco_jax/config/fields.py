@@ -166,6 +166,26 @@ class OuterConfig:
         on_resume="must match",
         choices=("float32", "bfloat16"),
     )
+    fragments: int = setting(
+        1,
+        "Equal parts of the parameters, each of which has its own outer steps, one in every sync_every inner steps; a "
+        "divisor of model.hidden_size.",
+        on_resume="must match",
+        minimum=1,
+    )
+    delay: int = setting(
+        0,
+        "Inner steps after which what the others sent in an outer step enters, as if it were sent in the background; "
+        "at most sync_every.",
+        on_resume="must match",
+        minimum=0,
+    )
+    final_steps: int = setting(
+        0, "Inner steps at the end of the run in which outer.final_sync_every holds.", on_resume="may change", minimum=0
+    )
+    final_sync_every: int = setting(
+        1, "Inner steps between two outer steps in the last outer.final_steps.", on_resume="may change", minimum=1
+    )
     offload: bool = setting(
         False, "Whether slow weights and outer momentum stay in host memory between outer steps.", on_resume="free"
     )

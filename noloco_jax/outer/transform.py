@@ -8,9 +8,11 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
+from noloco_jax.meetings import Meetings
 from noloco_jax.outer.counters import shared
 from noloco_jax.outer.misuse import check_params, check_surroundings
-from noloco_jax.outer.rule import Exchange, OuterState, Rule, computed, outer_step
+from noloco_jax.outer.rule import OuterState, Rule, computed
+from noloco_jax.outer.step import OuterSteps
 
 PyTree = Any
 
@@ -22,37 +24,50 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
       init: params -> `OuterState`.
       update: see `noloco`.
       step: (params, state) -> (params, state): one outer step, for a program of its own. It counts rounds by itself.
+      correct: likewise, for the oldest correction that has not entered yet; None where there is no delay.
       rule: what a replica does in an outer step.
     """
 
     step: Callable[[PyTree, OuterState], tuple[PyTree, OuterState]]
+    correct: Callable[[PyTree, OuterState], tuple[PyTree, OuterState]] | None
     rule: Rule
 
-    def __new__(cls, init: Any, update: Any, step: Any, rule: Any) -> "OuterOptimizer":
+    def __new__(cls, init: Any, update: Any, step: Any, correct: Any, rule: Any) -> "OuterOptimizer":
         made = super().__new__(cls, init, update)
-        made.step, made.rule = step, rule
+        made.step, made.correct, made.rule = step, correct, rule
         return made
 
 
-def outer_optimizer(rule: Rule, exchange: Exchange, sync_every: Any, axis_names: Sequence[str]) -> OuterOptimizer:
-    """The transform that lets `sync_every` - 1 updates pass and lands the next one on an outer step's result.
+def outer_optimizer(steps: OuterSteps, meetings: Meetings, axis_names: Sequence[str]) -> OuterOptimizer:
+    """The transform that lands an update on an outer step's result where one is due, and lets the others pass.
 
     Args:
-      rule: what a replica does.
-      exchange: how it hears of the others.
-      sync_every: inner steps between outer steps, at least 1.
+      steps: what a replica does.
+      meetings: when, for an update that is not told.
       axis_names: the axes of replicas.
     """
 
     def init_fn(params: PyTree) -> OuterState:
-        return OuterState(jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32), rule.init(params))
+        return OuterState(jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32), steps.init(params))
 
     def step_fn(params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
         check_params(params, axis_names)
-        theta, new = outer_step(rule, exchange, params, state._replace(round=shared(state.round)))
+        number = shared(state.round)
+        part, rule_state = steps.step(params, state._replace(round=number))
+        return placed(params, part, number), state._replace(round=state.round + 1, rule=rule_state)
+
+    def correct_fn(params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
+        check_params(params, axis_names)
+        number = shared(state.rule.entered)
+        part, rule_state = steps.correct(params, state.rule._replace(entered=number))
+        rule_state = rule_state._replace(entered=state.rule.entered + 1)
+        return placed(params, part, number), state._replace(rule=rule_state)
+
+    def placed(params: PyTree, part: PyTree, number: Any) -> PyTree:
+        if steps.fragments.count > 1:
+            return steps.put(params, part, number)
         # A caller may donate parameters and state, so they must not be one buffer.
-        params = jax.tree.map(lambda x, p: jnp.array(x, p.dtype, copy=True), theta, params)
-        return params, new._replace(round=state.round + 1)
+        return jax.tree.map(lambda x, p: jnp.array(x, p.dtype, copy=True), part, params)
 
     def update_fn(
         updates: PyTree,
@@ -67,31 +82,55 @@ def outer_optimizer(rule: Rule, exchange: Exchange, sync_every: Any, axis_names:
             raise ValueError("the outer update needs the parameters: call update(updates, state, params)")
         if isinstance(sync, jax.core.Tracer):
             raise TypeError("sync is traced: give True or False, for two programs, or None to go by the counter")
+        if sync is not None and steps.is_late:
+            raise ValueError("with a delay an update goes by its counter: leave sync out, or call step and correct")
         check_surroundings()
         check_params(params, axis_names)
         state = state._replace(count=jnp.asarray(optax.safe_increment(state.count)))
         if sync is not None and not sync:
             return updates, state
 
-        def skip(updates: PyTree, round: jax.Array, rule_state: PyTree) -> tuple[PyTree, PyTree]:
-            del round
-            return updates, rule_state
+        def landing(updates: PyTree, part: PyTree, number: Any) -> PyTree:
+            before = steps.part(computed(params), number)
+            difference = jax.tree.map(jnp.subtract, part, before)
+            return steps.put(updates, difference, number)
 
         def land(updates: PyTree, round: jax.Array, rule_state: PyTree) -> tuple[PyTree, PyTree]:
             before = state._replace(round=round, rule=rule_state)
-            theta, after = outer_step(rule, exchange, _moved(params, updates), before)
-            landing = jax.tree.map(lambda u, th, p: (th - p).astype(u.dtype), updates, theta, computed(params))
-            return landing, after.rule
+            part, rule_state = steps.step(_moved(params, updates), before)
+            return landing(updates, part, round), rule_state
 
-        operands = updates, shared(state.round), state.rule
+        def land_late(updates: PyTree, number: jax.Array, rule_state: Any) -> tuple[PyTree, PyTree]:
+            part, rule_state = steps.correct(_moved(params, updates), rule_state._replace(entered=number))
+            return landing(updates, part, number), rule_state
+
         if sync is not None:
-            updates, rule_state = land(*operands)
+            updates, rule_state = land(updates, shared(state.round), state.rule)
             return updates, state._replace(round=state.round + 1, rule=rule_state)
-        is_due = shared(state.count) % sync_every == 0
-        updates, rule_state = jax.lax.cond(is_due, land, skip, *operands)
-        return updates, state._replace(round=state.round + is_due, rule=rule_state)
 
-    return OuterOptimizer(init_fn, update_fn, step_fn, rule)
+        count, round, rule_state = shared(state.count), shared(state.round), state.rule
+        if steps.is_late:
+            entered = shared(rule_state.entered)
+            waiting = round - entered - meetings.on_the_way(count)
+            for i in range(meetings.most):
+                updates, rule_state = _if_due(i < waiting, land_late, updates, entered + i, rule_state)
+            rule_state = rule_state._replace(entered=state.rule.entered + jnp.clip(waiting, 0, meetings.most))
+        due = meetings.due(count)
+        for i in range(meetings.most):
+            updates, rule_state = _if_due(i < due, land, updates, round + i, rule_state)
+        return updates, state._replace(round=state.round + due, rule=rule_state)
+
+    return OuterOptimizer(init_fn, update_fn, step_fn, correct_fn if steps.is_late else None, steps.rule)
+
+
+def _if_due(is_due: Any, land: Any, updates: PyTree, number: jax.Array, rule_state: PyTree) -> tuple[PyTree, PyTree]:
+    """What `land` makes of the updates and the rule's state, or the two as they are."""
+
+    def skip(updates: PyTree, number: jax.Array, rule_state: PyTree) -> tuple[PyTree, PyTree]:
+        del number
+        return updates, rule_state
+
+    return jax.lax.cond(is_due, land, skip, updates, number, rule_state)
 
 
 def _moved(params: PyTree, updates: PyTree) -> PyTree:

@@ -131,9 +131,10 @@ class Progress:
         elif step % self._log_every == 0 or step == self._num_steps:
             self.note(f"{self._where(step)}  {figures}")
 
-    def outer(self, step: int, round: int, groups: Sequence[Sequence[int]], seconds: float) -> None:
-        """An outer step is done: the round's number from 0, its groups of replicas, and how long it took."""
-        self.note(f"{self._where(step)}  outer step {round + 1}: {_groups(groups)}, {format_seconds(seconds)}")
+    def outer(self, step: int, count: int, round: int, groups: Sequence[Sequence[int]], seconds: float) -> None:
+        """Outer steps are done: how many, the last one's round from 0 and its groups, and how long they took."""
+        what = f"outer step {round + 1}" if count == 1 else f"outer steps {round + 2 - count} to {round + 1}, the last"
+        self.note(f"{self._where(step)}  {what}: {_groups(groups)}, {format_seconds(seconds)}")
 
     def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
         """An evaluation is done; `values` as for `results_table`."""

@@ -13,7 +13,8 @@ from noloco_jax.cluster.stop import Stop
 from noloco_jax.config import TrainConfig
 from noloco_jax.data import HostBatch
 from noloco_jax.errors import UserError
-from noloco_jax.methods import method_of
+from noloco_jax.meetings import Meetings
+from noloco_jax.methods import meetings_of, method_of
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress
 from noloco_jax.run.evaluate import evaluate
@@ -77,11 +78,21 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _OuterStep:
-    """An outer step that was taken: its round, and the seconds that this process was in it."""
+class _OuterSteps:
+    """Outer steps that were taken: how many, from which round on, and the seconds that this process was in them."""
 
-    round: int
+    first: int
+    count: int
     seconds: float
+
+    @property
+    def last(self) -> int:
+        return self.first + self.count - 1
+
+    def __add__(self, later: "_OuterSteps | None") -> "_OuterSteps":
+        if later is None:
+            return self
+        return _OuterSteps(self.first, self.count + later.count, self.seconds + later.seconds)
 
 
 def is_evaluated(config: TrainConfig, step: int) -> bool:
@@ -108,16 +119,16 @@ def train_steps(run: Run, state: TrainState, start: int, *, evaluate_first: bool
 def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evaluate_first: bool) -> Outcome:
     config = run.config
     evaluation = _evaluate(run, state, start) if evaluate_first else {}
-    round = 0 if state.outer is None else int(state.outer.round)
+    meetings = meetings_of(config)
     for step in range(start + 1, config.num_steps + 1):
         run.hooks.before_step(step)
         state, metrics = _inner_step(run, state, step)
         log.write_previous()
-        outer_step = None
-        if method_of(config).is_outer_step(config, step):
-            state, outer_step = _outer_step(run, state, round)
-            round += 1
-        log.remember(step, metrics, outer_step)
+        outer_steps = None
+        if meetings is not None:
+            state = _correct_steps(run, state, meetings, step)
+            state, outer_steps = _outer_steps(run, state, meetings.due(step))
+        log.remember(step, metrics, outer_steps)
 
         is_last, is_stopping = step == config.num_steps, run.stop.at(step)
         is_evaluating = is_evaluated(config, step) and not is_stopping
@@ -141,13 +152,31 @@ def _inner_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, Ste
     return TrainState(params, inner, outer), metrics
 
 
-def _outer_step(run: Run, state: TrainState, round: int) -> tuple[TrainState, _OuterStep]:
+def _outer_steps(run: Run, state: TrainState, count: int) -> tuple[TrainState, _OuterSteps | None]:
+    """Takes that many outer steps."""
+    if count == 0:
+        return state, None
     assert run.programs.outer_step is not None
     params, inner, outer = state
+    assert outer is not None
+    round = int(outer.round)
     jax.block_until_ready(params)
     started = time.perf_counter()
-    params, outer = jax.block_until_ready(run.programs.outer_step(params, outer))
-    return TrainState(params, inner, outer), _OuterStep(round, time.perf_counter() - started)
+    for _ in range(count):
+        params, outer = run.programs.outer_step(params, outer)
+    jax.block_until_ready((params, outer))
+    return TrainState(params, inner, outer), _OuterSteps(round, count, time.perf_counter() - started)
+
+
+def _correct_steps(run: Run, state: TrainState, meetings: Meetings, step: int) -> TrainState:
+    """Enters the corrections that are due after inner step `step`."""
+    if run.programs.correct_step is None:
+        return state
+    params, inner, outer = state
+    assert outer is not None
+    for _ in range(int(outer.round) - int(outer.rule.entered) - meetings.on_the_way(step)):
+        params, outer = run.programs.correct_step(params, outer)
+    return TrainState(params, inner, outer)
 
 
 def _evaluate(run: Run, state: TrainState, step: int) -> dict[str, Any]:
@@ -167,11 +196,14 @@ class _StepLog:
         self._lr = learning_rates(config)
         self._tokens = config.num_replicas * config.data.batch_size * config.data.sequence_length
         self._throughput = Throughput()
-        self._previous: tuple[int, StepMetrics, _OuterStep | None] | None = None
+        meetings = meetings_of(config)
+        self._tells_every_outer_step = meetings is None or meetings.shortest_gap >= config.log_every
+        self._untold: _OuterSteps | None = None
+        self._previous: tuple[int, StepMetrics, _OuterSteps | None] | None = None
 
-    def remember(self, step: int, metrics: StepMetrics, outer_step: _OuterStep | None) -> None:
+    def remember(self, step: int, metrics: StepMetrics, outer_steps: _OuterSteps | None) -> None:
         """Keeps a step that has been dispatched."""
-        self._previous = step, metrics, outer_step
+        self._previous = step, metrics, outer_steps
 
     def restart_clock(self) -> None:
         """Leaves what is no training out of the speed."""
@@ -185,31 +217,35 @@ class _StepLog:
         """
         if self._previous is None:
             return
-        (step, metrics, outer_step), self._previous = self._previous, None
+        (step, metrics, outer_steps), self._previous = self._previous, None
+        self._untold = outer_steps if self._untold is None else self._untold + outer_steps
         run, config = self._run, self._run.config
         loss = _mean_here(metrics.loss)
         self._throughput.step(self._tokens)
         speed, lr = self._throughput.tokens_per_second, float(self._lr[step - 1])
-        if outer_step or step % config.log_every == 0 or not np.isfinite(loss):
+        is_told = step % config.log_every == 0 or (outer_steps is not None and self._tells_every_outer_step)
+        if is_told or not np.isfinite(loss):
             values = {"loss": loss, "lr": lr, "grad_norm": _mean_here(metrics.grad_norm), "tokens_per_second": speed}
-            run.metrics.write(step, "train", **values, **self._figures_of(outer_step))
+            run.metrics.write(step, "train", **values, **self._figures_of(self._untold))
         if not np.isfinite(loss):
             raise UserError(
                 f"the loss is {loss} at step {step}: lower inner.lr={config.inner.lr:g} or raise "
                 f"inner.warmup_steps={config.inner.warmup_steps}, then start from the last checkpoint or afresh"
             )
         run.progress.update(step, loss, lr, speed)
-        if outer_step:
-            groups = method_of(config).groups(config, outer_step.round)
-            run.progress.outer(step, outer_step.round, groups, outer_step.seconds)
+        if is_told and self._untold:
+            groups = method_of(config).groups(config, self._untold.last)
+            run.progress.outer(step, self._untold.count, self._untold.last, groups, self._untold.seconds)
+            self._untold = None
 
-    def _figures_of(self, outer_step: _OuterStep | None) -> dict[str, Any]:
-        if outer_step is None:
+    def _figures_of(self, outer_steps: _OuterSteps | None) -> dict[str, Any]:
+        """Of the outer steps since the last line that told of them."""
+        if outer_steps is None:
             return {}
         return {
-            "outer_step_seconds": outer_step.seconds,
-            "bytes_sent": bytes_sent(self._run.config),
-            "round": outer_step.round,
+            "outer_step_seconds": outer_steps.seconds,
+            "bytes_sent": outer_steps.count * bytes_sent(self._run.config),
+            "round": outer_steps.last,
         }
 
 

@@ -5,13 +5,14 @@ import math
 import jax
 
 from noloco_jax.config import TrainConfig
-from noloco_jax.methods import method_of
+from noloco_jax.methods import meetings_of, method_of
 from noloco_jax.model.llama import param_shapes
 
 
 def bytes_sent(config: TrainConfig) -> int:
     """Bytes that a replica sends at an outer step (for ddp: at every step), an all-reduce counted as a ring."""
-    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config.model))]
+    fragments = config.outer.fragments if method_of(config).has_outer_steps else 1
+    sizes = [math.prod(leaf.shape) // fragments for leaf in jax.tree.leaves(param_shapes(config.model))]
     return method_of(config).bytes_sent(config, sizes)
 
 
@@ -23,7 +24,8 @@ def total_bytes_sent(config: TrainConfig) -> int:
 
 def num_outer_steps(config: TrainConfig) -> int:
     """Outer steps of the whole run; 0 for methods without."""
-    return config.num_steps // config.outer.sync_every if method_of(config).has_outer_steps else 0
+    meetings = meetings_of(config)
+    return meetings.total(config.num_steps) if meetings else 0
 
 
 def num_pairings(config: TrainConfig) -> int:

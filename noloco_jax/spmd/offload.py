@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -15,22 +16,32 @@ def offloaded(programs: Programs) -> Programs:
     An inner step then has no more on its device than plain Adam. The outer step deletes what it has read, as if
     donated.
     """
-    outer_step, on_device = programs.outer_step, shardings_of(programs.state.outer)
-    assert outer_step is not None
+    on_device = shardings_of(programs.state.outer)
     resting_outer = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("pinned_host")),
         programs.state.outer,
     )
 
-    def from_host(params: PyTree, outer: OuterState) -> tuple[PyTree, OuterState]:
-        fetched = jax.device_put(outer, on_device)
-        for x in jax.tree.leaves(outer):
-            x.delete()  # before its successor is written; device_put donates nothing to another kind of memory
-        params, outer = outer_step(params, fetched)
-        return params, jax.device_put(outer, shardings_of(resting_outer))
+    def from_host(program: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        if program is None:
+            return None
+
+        def run(params: PyTree, outer: OuterState) -> tuple[PyTree, OuterState]:
+            fetched = jax.device_put(outer, on_device)
+            for x in jax.tree.leaves(outer):
+                x.delete()  # before its successor is written; device_put donates nothing to another kind of memory
+            params, outer = program(params, fetched)
+            return params, jax.device_put(outer, shardings_of(resting_outer))
+
+        return run
 
     def at_rest(make: Callable[..., TrainState]) -> Callable[..., TrainState]:
         return lambda *arguments: resting.at_rest(make(*arguments))
 
-    resting = dataclasses.replace(programs, resting=programs.state._replace(outer=resting_outer), outer_step=from_host)
+    resting = dataclasses.replace(
+        programs,
+        resting=programs.state._replace(outer=resting_outer),
+        outer_step=from_host(programs.outer_step),
+        correct_step=from_host(programs.correct_step),
+    )
     return dataclasses.replace(resting, init=at_rest(programs.init), from_params=at_rest(programs.from_params))

@@ -20,6 +20,7 @@ from noloco_jax.config import TrainConfig
 from noloco_jax.exchange.groups import all_mean
 from noloco_jax.methods import method_of
 from noloco_jax.model.llama import init_params
+from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.rule import OuterState, computed
 from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.spmd import sharding
@@ -70,6 +71,7 @@ class Programs:
       from_params: parameters of one replica (no replica axis) -> TrainState at rest.
       inner_step: (params, inner, batch, step) -> (params, inner, StepMetrics); step 1, 2, ... is the one to take.
       outer_step: (params, outer at rest) -> (params, outer at rest); None for methods without.
+      correct_step: likewise, for the oldest correction that has not entered; None where there is no delay.
       evaluate: (params, batch) -> summed loss (N,) and number of tokens (N,).
       merge: params -> params, all replicas the plain mean.
       spread: params -> sqrt(Σ |mean − θ_i|² / (numel · N)), the replica spread.
@@ -85,6 +87,7 @@ class Programs:
     from_params: Callable[..., TrainState]
     inner_step: Callable[..., Any]
     outer_step: Callable[..., Any] | None
+    correct_step: Callable[..., Any] | None
     evaluate: Callable[..., Any]
     merge: Callable[..., PyTree]
     spread: Callable[..., jax.Array]
@@ -99,7 +102,8 @@ class Programs:
 def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
     """The programs of a run on a mesh; they are compiled at their first call."""
     inner, make_outer = inner_optimizer(config), method_of(config).outer_optimizer
-    outer = None if make_outer is None else make_outer(config, REPLICAS)
+    fragments = Fragments(config.outer.fragments, sharding.hidden_dimension)
+    outer = None if make_outer is None else make_outer(config, REPLICAS, fragments)
     losses = build_losses(config, mesh)
     vocab_size = padded_vocab_size(config.model.vocab_size, mesh.shape)
     from_params = partial(_from_params, config, vocab_size, inner, outer)
@@ -136,15 +140,17 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
         out_shardings=(on_mesh.params, on_mesh.inner, replica_sharding),
         donate=(0, 1),
     )
-    outer_step = None
-    if outer is not None:
-        outer_step = compiled(
-            partial(_outer_step, outer),
+
+    def outer_program(step):
+        """A program of the outer optimizer: a step of one, or None if it has none."""
+        return step and compiled(
+            partial(_outer_step, outer, step),
             in_specs=(specs.params, specs.outer),
             out_specs=(specs.params, specs.outer),
             out_shardings=(on_mesh.params, on_mesh.outer),
             donate=(0, 1),
         )
+
     evaluate = compiled(
         losses.evaluate,
         in_specs=(specs.params, sharding.BATCH_SPEC),
@@ -164,7 +170,8 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
         ),
         from_params=jax.jit(from_params, out_shardings=on_mesh, compiler_options=RUN_ONCE),
         inner_step=inner_step,
-        outer_step=outer_step,
+        outer_step=outer_program(outer and outer.step),
+        correct_step=outer_program(outer and outer.correct),
         evaluate=evaluate,
         merge=jax.jit(_merge, out_shardings=on_mesh.params),
         spread=jax.jit(partial(_spread, config.model.vocab_size), out_shardings=one_value),
@@ -211,9 +218,9 @@ def _inner_step(
     return params, inner_state, StepMetrics(loss, norm)
 
 
-def _outer_step(outer: OuterOptimizer, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
+def _outer_step(outer: Any, step, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
     axes = _outer_axes(outer)
-    return jax.vmap(outer.step, in_axes=(0, axes), out_axes=(0, axes), axis_name=SLOT)(params, state)
+    return jax.vmap(step, in_axes=(0, axes), out_axes=(0, axes), axis_name=SLOT)(params, state)
 
 
 def _merge(params: PyTree) -> PyTree:

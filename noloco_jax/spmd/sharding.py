@@ -50,6 +50,17 @@ def parameter_spec(path: tuple) -> P:
     return PARAMETER_SPECS["/".join(key.key for key in path)]
 
 
+def hidden_dimension(path: tuple, shape: tuple[int, ...]) -> int:
+    """The dimension of hidden states, which every parameter has: where `fsdp` shards it, or else the last.
+
+    Args:
+      path: of an array of one replica.
+      shape: its shape.
+    """
+    spec = parameter_spec(path)
+    return spec.index("fsdp") if "fsdp" in spec else len(shape) - 1
+
+
 def _fitting(dim: int, names: str | tuple[str, ...] | None, mesh: Mesh) -> str | tuple[str, ...] | None:
     """The first of a dimension's axes, as many as divide it together."""
     if not isinstance(names, tuple):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
+from noloco_jax.methods import meetings_of
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
@@ -44,9 +45,10 @@ def batches() -> Iterator[dict[str, np.ndarray]]:
         yield {"input_ids": tokens[..., :-1], "labels": tokens[..., 1:]}
 
 
-def train(method: str, optimizer: str, mesh: MeshConfig) -> Run:
+def train(method: str, optimizer: str, outer: OuterConfig, mesh: MeshConfig) -> Run:
     inner_config = dataclasses.replace(CONFIG.inner, optimizer=optimizer)
-    config = dataclasses.replace(CONFIG, method=method, inner=inner_config, mesh=mesh)
+    config = dataclasses.replace(CONFIG, method=method, inner=inner_config, outer=outer, mesh=mesh)
+    meetings = meetings_of(config)
     sizes = [size for size in dataclasses.asdict(mesh).values() if isinstance(size, int)]
     devices = jax.devices()[: int(np.prod(sizes))]
     with jax.numpy_rank_promotion("allow"):
@@ -57,8 +59,10 @@ def train(method: str, optimizer: str, mesh: MeshConfig) -> Run:
     for step in range(1, NUM_STEPS + 1):
         batch = place_batch(dict(enumerate(_rows(next(stream)))), programs.batch)
         params, inner, metrics = programs.inner_step(params, inner, batch, np.int32(step))
-        if programs.outer_step is not None and step % SYNC_EVERY == 0:
+        for _ in range(meetings.due(step) if meetings else 0):
             params, outer = programs.outer_step(params, outer)
+        if programs.correct_step is not None and step % SYNC_EVERY == 1 and step > 1:
+            params, outer = programs.correct_step(params, outer)
         losses.append(metrics.loss)
         grad_norms.append(metrics.grad_norm)
         history.append(jax.tree.map(np.array, params))
@@ -72,10 +76,12 @@ def _rows(batch: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
 
 
 @pytest.fixture(scope="module")
-def virtual() -> dict[tuple[str, str], Run]:
+def virtual() -> dict[tuple[str, str, OuterConfig], Run]:
     return {}
 
 
+WHOLE = CONFIG.outer
+LATE_FRAGMENTS = OuterConfig(sync_every=SYNC_EVERY, fragments=4, delay=1)
 LAYOUTS = [
     ("noloco", "adam", MeshConfig(replica=8)),
     ("noloco", "adam", MeshConfig(replica=4)),
@@ -89,11 +95,20 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("method", "optimizer", "mesh"), LAYOUTS, ids=lambda x: x if isinstance(x, str) else _name(x))
-def test_a_layout_agrees_with_virtual_replicas_step_by_step(virtual, method, optimizer, mesh):
-    if (method, optimizer) not in virtual:
-        virtual[method, optimizer] = train(method, optimizer, VIRTUAL)
-    expected, actual = virtual[method, optimizer], train(method, optimizer, mesh)
+@pytest.mark.parametrize(
+    ("method", "optimizer", "outer", "mesh"),
+    [
+        *((method, optimizer, WHOLE, mesh) for method, optimizer, mesh in LAYOUTS),
+        ("noloco", "adam", LATE_FRAGMENTS, MeshConfig(replica=4)),
+        ("noloco", "adam", LATE_FRAGMENTS, MeshConfig(replica=2, fsdp=2, tensor=2)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else _name(x),
+)
+def test_a_layout_agrees_with_virtual_replicas_step_by_step(virtual, method, optimizer, outer, mesh):
+    run = method, optimizer, outer
+    if run not in virtual:
+        virtual[run] = train(*run, VIRTUAL)
+    expected, actual = virtual[run], train(*run, mesh)
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=2e-6)
     np.testing.assert_allclose(actual.grad_norms, expected.grad_norms, rtol=1e-5)
     for mine, theirs in zip(actual.params, expected.params, strict=True):
@@ -101,5 +116,7 @@ def test_a_layout_agrees_with_virtual_replicas_step_by_step(virtual, method, opt
     np.testing.assert_allclose(actual.perplexities, expected.perplexities, rtol=1e-6)
 
 
-def _name(mesh: MeshConfig) -> str:
-    return "-".join(f"{axis}{size}" for axis, size in dataclasses.asdict(mesh).items() if size not in (1, "random"))
+def _name(part: MeshConfig | OuterConfig) -> str:
+    if isinstance(part, OuterConfig):
+        return "whole" if part == WHOLE else "late_fragments"
+    return "-".join(f"{axis}{size}" for axis, size in dataclasses.asdict(part).items() if size not in (1, "random"))

@@ -1,0 +1,123 @@
+"""The parameters in F fragments of equal bytes: an outer step sends one of them, the next one the next.
+
+A fragment is a stripe of every array: of a dimension of F · n elements those whose index leaves the same rest when it
+is divided by F. So all fragments have the same shapes, and one compiled program serves them all, with the fragment's
+number as a value. A dimension that is sharded is cut without any exchange, as every device holds its part of every
+stripe, and which weights are in which fragment does not depend on how many devices there are.
+
+Outer step k = 0, 1, ... is of fragment k mod F, for which it is round k // F.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+PyTree = Any
+
+# Path and shape of a parameter -> the dimension along which it is cut; FLAT: as a vector, filled up with zeros.
+Dimension = Callable[[tuple, tuple[int, ...]], int]
+FLAT = -1
+
+
+def smallest_dimension(shape: tuple[int, ...], count: int) -> int:
+    """Of the dimensions that `count` divides, the smallest with at least 64 elements, else the largest, else none.
+
+    That of the hidden states, in most arrays of a language model: neither the layers, stacked in front, nor the
+    vocabulary, which a pipeline may divide.
+    """
+    fitting = [dim for dim, size in enumerate(shape) if size and size % count == 0]
+    wide = [dim for dim in fitting if shape[dim] >= 64]
+    if wide:
+        return min(wide, key=lambda dim: shape[dim])
+    return max(fitting, key=lambda dim: shape[dim], default=FLAT)
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """How parameters are cut.
+
+    Attributes:
+      count: F; 1 leaves them whole.
+      dimension: path and shape of an array of one replica -> the dimension to cut; None: `smallest_dimension`.
+    """
+
+    count: int = 1
+    dimension: Dimension | None = None
+
+    def __post_init__(self):
+        if self.count < 1:
+            raise ValueError(f"fragments is {self.count}: it must be at least 1")
+
+    def cuts(self, params: PyTree) -> PyTree:
+        """The dimension of every array, a tree like the parameters."""
+        if self.dimension is None:
+            return jax.tree.map(lambda x: smallest_dimension(x.shape, self.count), params)
+        dimension = self.dimension
+        return jax.tree.map_with_path(lambda path, x: dimension(path, x.shape), params)
+
+    def part(self, tree: PyTree, cuts: PyTree, number: jax.Array) -> PyTree:
+        """The fragment of outer step `number`, of a tree like the parameters."""
+        if self.count == 1:
+            return tree
+        return jax.tree.map(lambda x, cut: _take(x, cut, self.count, number % self.count), tree, cuts)
+
+    def put(self, tree: PyTree, part: PyTree, cuts: PyTree, number: jax.Array) -> PyTree:
+        """The tree with that fragment replaced, in the dtypes of `tree`."""
+        if self.count == 1:
+            return jax.tree.map(lambda x, y: y.astype(x.dtype), tree, part)
+        return jax.tree.map(lambda x, y, cut: _put(x, y, cut, self.count, number % self.count), tree, part, cuts)
+
+    def part_of_state(self, init: Any, state: PyTree, cuts: PyTree, number: jax.Array) -> PyTree:
+        """The fragment of a rule's state: of every tree in it that is like the parameters, and all scalars."""
+        if self.count == 1:
+            return state
+        taken: Any = optax.tree.map_params(
+            init, lambda x, cut: _take(x, cut, self.count, number % self.count), state, cuts
+        )
+        return taken
+
+    def put_in_state(self, init: Any, state: PyTree, part: PyTree, cuts: PyTree, number: jax.Array) -> PyTree:
+        """The rule's state with that fragment replaced, and the scalars of `part`."""
+        if self.count == 1:
+            return part
+        # Pairs of (whole, part), as map_params passes on one state alone.
+        structure = jax.tree.structure(state)
+        pairs = structure.unflatten(list(zip(jax.tree.leaves(state), jax.tree.leaves(part), strict=True)))
+        placed: Any = optax.tree.map_params(
+            init,
+            lambda pair, cut: _put(pair[0], pair[1], cut, self.count, number % self.count),
+            pairs,
+            cuts,
+            is_leaf=lambda x: type(x) is tuple,
+            transform_non_params=lambda pair: pair[1],
+        )
+        return placed
+
+
+def _take(x: jax.Array, cut: int, count: int, fragment: jax.Array) -> jax.Array:
+    if cut == FLAT:
+        return lax.dynamic_index_in_dim(_rows(x, count), fragment, 0, keepdims=False)
+    return lax.dynamic_index_in_dim(_stripes(x, cut, count), fragment, cut + 1, keepdims=False)
+
+
+def _put(x: jax.Array, part: jax.Array, cut: int, count: int, fragment: jax.Array) -> jax.Array:
+    part = part.astype(x.dtype)
+    if cut == FLAT:
+        rows = lax.dynamic_update_index_in_dim(_rows(x, count), part, fragment, 0)
+        return jnp.ravel(rows)[: x.size].reshape(x.shape)
+    return lax.dynamic_update_index_in_dim(_stripes(x, cut, count), part, fragment, cut + 1).reshape(x.shape)
+
+
+def _stripes(x: jax.Array, cut: int, count: int) -> jax.Array:
+    """A dimension (F · n) as two, (n, F)."""
+    return x.reshape(*x.shape[:cut], x.shape[cut] // count, count, *x.shape[cut + 1 :])
+
+
+def _rows(x: jax.Array, count: int) -> jax.Array:
+    """The elements as F rows, the last ones filled up with zeros."""
+    return jnp.pad(jnp.ravel(x), (0, -x.size % count)).reshape(count, -1)

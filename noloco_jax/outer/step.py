@@ -1,0 +1,96 @@
+"""An outer step of whole parameters: of a fragment of them, with a correction that may come late."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from noloco_jax.meetings import own_round, pairing_round
+from noloco_jax.outer.fragments import Fragments
+from noloco_jax.outer.rule import Exchange, OuterState, Rule, alone, computed, outer_step
+
+PyTree = Any
+
+
+class Late(NamedTuple):
+    """State of a rule whose corrections enter some inner steps after the solo step.
+
+    Attributes:
+      entered: int32 scalar, corrections that have entered; the same on every replica.
+      rule: the rule's own state.
+      correction: of the parameters' shapes: c = mean − m of the last outer step of every fragment.
+    """
+
+    entered: Any
+    rule: Any
+    correction: PyTree
+
+
+@dataclass(frozen=True)
+class OuterSteps:
+    """What a replica does at an outer step, and when the correction of one comes.
+
+    Attributes:
+      rule: applied to the fragment alone.
+      exchange: how it hears of the others.
+      fragments: how parameters are cut.
+      is_late: whether `step` is the solo step and `correct` brings what the others sent.
+    """
+
+    rule: Rule
+    exchange: Exchange
+    fragments: Fragments
+    is_late: bool = False
+
+    def init(self, params: PyTree) -> PyTree:
+        """The state before the first round, as `OuterState.rule`."""
+        state = self.rule.init(params)
+        if not self.is_late:
+            return state
+        return Late(jnp.zeros([], jnp.int32), state, jax.tree.map(jnp.zeros_like, computed(params)))
+
+    def step(self, params: PyTree, state: OuterState) -> tuple[PyTree, PyTree]:
+        """Outer step `state.round`: (the fragment's new parameters in their compute precision, the new rule state)."""
+        number = state.round
+        part, held = self._part(params, state.rule, number)
+        own = OuterState(state.count, own_round(number, self.fragments.count), held.rule if self.is_late else held)
+
+        def exchange(message: PyTree, round: Any) -> PyTree:
+            del round  # the fragment's own, which does not tell fragments apart
+            return self.exchange(message, pairing_round(number, self.fragments.count))
+
+        if not self.is_late:
+            theta, new = outer_step(self.rule, exchange, part, own)
+            return theta, self._with(params, state.rule, new.rule, number)
+        message = self.rule.message(own.rule, computed(part), own.round)
+        correction = jax.tree.map(jnp.subtract, exchange(message, own.round), message)
+        theta, new = outer_step(self.rule, alone, part, own)
+        return theta, self._with(params, state.rule, Late(held.entered, new.rule, correction), number)
+
+    def correct(self, params: PyTree, state: Late) -> tuple[PyTree, PyTree]:
+        """Enters the oldest correction that is on its way: the fragment's parameters and the state, as for `step`."""
+        number = state.entered
+        part, held = self._part(params, state, number)
+        theta, rule = self.rule.correct(
+            held.rule, computed(part), held.correction, own_round(number, self.fragments.count)
+        )
+        return theta, self._with(params, state, Late(number + 1, rule, held.correction), number)
+
+    def part(self, params: PyTree, number: Any) -> PyTree:
+        """The fragment that outer step `number` is of, of a tree like the parameters."""
+        return self.fragments.part(params, self.fragments.cuts(params), number)
+
+    def put(self, params: PyTree, part: PyTree, number: Any) -> PyTree:
+        """A tree like the parameters with that fragment replaced."""
+        return self.fragments.put(params, part, self.fragments.cuts(params), number)
+
+    def _part(self, params: PyTree, state: PyTree, number: Any) -> tuple[PyTree, Any]:
+        cuts = self.fragments.cuts(params)
+        return (
+            self.fragments.part(params, cuts, number),
+            self.fragments.part_of_state(self.init, state, cuts, number),
+        )
+
+    def _with(self, params: PyTree, state: PyTree, part: PyTree, number: Any) -> PyTree:
+        return self.fragments.put_in_state(self.init, state, part, self.fragments.cuts(params), number)

@@ -1,0 +1,203 @@
+"""Fragments of the parameters, each with outer steps of its own, and corrections that come late."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import noloco_jax as nj
+from noloco_jax.meetings import Meetings, pairing_round
+from noloco_jax.outer.fragments import Fragments
+from noloco_jax.outer.momentum import Momentum
+from noloco_jax.outer.rule import OuterState
+from noloco_jax.outer.step import Late
+from support.layouts import assert_trees_close, axis_of, over_replicas
+from support.rules import RULES
+
+N = 8
+LAYOUTS = {"virtual": 8, "devices": (8, 1), "several a device": (4, 2)}
+SHAPES = {"even": (6, 4), "odd": (3, 5), "scalar": ()}
+
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+
+
+def tree(seed: int) -> dict[str, np.ndarray]:
+    """Arrays of all replicas, one that four fragments divide evenly and two that they do not."""
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=(N, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def members(shape: tuple[int, ...], count: int) -> list[np.ndarray]:
+    """Which elements belong to which fragment, as masks: stripes of the largest dimension that `count` divides, and
+    runs of the vector where there is none."""
+    fitting = [dim for dim, size in enumerate(shape) if size % count == 0]
+    number = np.zeros(shape, int)
+    if fitting:
+        dim = max(fitting, key=lambda dim: shape[dim])
+        number += np.arange(shape[dim]).reshape([-1 if d == dim else 1 for d in range(len(shape))]) % count
+    else:
+        length = -(-number.size // count)
+        number = (np.arange(number.size) // length).reshape(shape)
+    return [number == fragment for fragment in range(count)]
+
+
+def start() -> OuterState:
+    zeros = np.zeros(N, np.int32)
+    return OuterState(zeros, zeros, Momentum(tree(1), tree(2)))
+
+
+def groups_of(number: int, count: int) -> Any:
+    pairing = nj.RandomPairing(N, seed=5)
+    return pairing.pool[int(pairing.pool_index(pairing_round(number, count)))]
+
+
+@every_rule
+@every_layout
+def test_an_outer_step_is_that_of_the_equations_for_its_fragment_and_leaves_the_others_alone(rule, layout):
+    count = 4
+    step = jax.jit(over_replicas(rule.make(N, axis_of(layout), fragments=count).step, layout))
+    state = start()
+    for number in range(2 * count + 1):
+        theta, before = tree(10 + number), state.rule
+        params, state = jax.device_get(step(theta, state))
+        for name, shape in SHAPES.items():
+            mask = members(shape, count)[number % count]
+            slow, momentum = rule.step(theta[name], before.slow[name], before.momentum[name], groups_of(number, count))
+            assert_trees_close(params[name], np.where(mask, slow, theta[name]))
+            assert_trees_close(state.rule.slow[name], np.where(mask, slow, before.slow[name]))
+            assert_trees_close(state.rule.momentum[name], np.where(mask, momentum, before.momentum[name]))
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 8])
+def test_fragments_hold_every_element_once(count):
+    params = {"matrix": jnp.arange(48.0).reshape(6, 8), "vector": jnp.arange(7.0), "scalar": jnp.array(1.0)}
+    fragments = Fragments(count)
+    cuts = fragments.cuts(params)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    total = zeros
+    for number in range(count):
+        part = fragments.part(params, cuts, jnp.int32(number))
+        total = jax.tree.map(jnp.add, total, fragments.put(zeros, part, cuts, jnp.int32(number)))
+    assert_trees_close(total, params)
+
+
+@every_rule
+@pytest.mark.parametrize("sync_every", [2, 8], ids=["two a step", "one in two steps"])
+def test_the_transform_takes_the_same_outer_steps_by_its_counter(rule, sync_every):
+    count = 4
+    step = jax.jit(jax.vmap(rule.make(N, "replica", fragments=count).step, axis_name="replica"))
+    counted = rule.make(N, "replica", sync_every=sync_every, fragments=count)
+    update = jax.jit(jax.vmap(counted.update, axis_name="replica"))
+    params, state = tree(0), start()
+    for inner in range(1, 10):
+        updates = tree(20 + inner)
+        landing, counting = update(updates, state, params)
+        expected, after = jax.tree.map(np.add, params, updates), state
+        for _ in range(inner * count // sync_every - (inner - 1) * count // sync_every):
+            expected, after = step(expected, after)
+        assert_trees_close(jax.tree.map(np.add, params, landing), expected)
+        assert_trees_close(counting.rule, after.rule)
+        np.testing.assert_array_equal(counting.round, inner * count // sync_every)
+        params, state = jax.device_get((expected, counting))
+
+
+@every_rule
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_correction_that_enters_at_once_makes_the_step_without_delay(rule, count):
+    plain = rule.make(N, "replica", fragments=count)
+    late = rule.make(N, "replica", fragments=count, delay=1)
+    assert plain.correct is None
+    step, begin, correct = (jax.jit(jax.vmap(f, axis_name="replica")) for f in (plain.step, late.step, late.correct))
+    state, params = start(), tree(0)
+    zeros = jax.tree.map(np.zeros_like, params)
+    late_state, late_params = state._replace(rule=Late(state.count, state.rule, zeros)), params
+    for _ in range(count + 1):
+        params, state = step(params, state)
+        late_params, late_state = correct(*begin(late_params, late_state))
+        assert_trees_close(late_params, params, atol=3e-6)
+        assert_trees_close(late_state.rule.rule, state.rule, atol=3e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_correction_enters_after_its_delay_whatever_the_inner_steps_did_meanwhile(count):
+    """The transform against `step` and `correct`, called where the definition has them."""
+    sync_every, delay = 4, 3
+    outer = nj.noloco(
+        nj.RandomPairing(N, seed=5), sync_every=sync_every, axis_name="replica", fragments=count, delay=delay
+    )
+    update, step, correct = (
+        jax.jit(jax.vmap(f, axis_name="replica")) for f in (outer.update, outer.step, outer.correct)
+    )
+    params, state = tree(0), jax.vmap(outer.init)(tree(0))
+    expected, after = params, state
+    begun = []
+    for inner in range(1, 14):
+        updates = tree(20 + inner)
+        landing, state = update(updates, state, params)
+        params = jax.tree.map(np.add, params, landing)
+        expected = jax.tree.map(np.add, expected, updates)
+        while begun and begun[0] + delay == inner:
+            expected, after = correct(expected, after)
+            begun.pop(0)
+        if inner % (sync_every // count) == 0:
+            expected, after = step(expected, after)
+            begun.append(inner)
+        assert_trees_close(params, expected, atol=5e-6)
+        assert_trees_close(state.rule, after.rule, atol=5e-6)
+
+
+def test_the_mean_of_the_replicas_moves_alike_with_and_without_delay():
+    """Corrections of a group sum to zero, so that lateness costs the spread alone: Σ c = 0 exactly for pairs."""
+    late = nj.noloco(nj.RandomPairing(N, seed=5), axis_name="replica", delay=1)
+    state = jax.vmap(late.init)(tree(0))
+    _, state = jax.vmap(late.step, axis_name="replica")(tree(3), state)
+    for pair in groups_of(0, 1):
+        for c in jax.tree.leaves(state.rule.correction):
+            np.testing.assert_allclose(np.asarray(c)[list(pair)].sum(0), 0, atol=1e-6)
+
+
+def test_every_fragment_has_draws_of_its_own_that_meet_everyone_in_every_pass():
+    pairing, count = nj.RandomPairing(N, seed=3), 4
+    draws = []
+    for fragment in range(count):
+        rounds = [pairing_round(r * count + fragment, count) for r in range(21)]
+        whole = [r for r in rounds if rounds[0] <= r // 7 * 7 and r // 7 * 7 + 6 <= rounds[-1]]
+        draws.append([int(pairing.pool_index(r)) for r in whole])
+        assert len(whole) in (14, 21)
+        for start in range(0, len(whole), 7):
+            assert sorted(draws[-1][start : start + 7]) == list(range(7))
+    assert len({tuple(draw[:14]) for draw in draws}) == count
+
+
+@pytest.mark.parametrize(
+    ("sync_every", "count"), [(1, 1), (10, 1), (10, 8), (2, 8), (5, 8), (((0, 7), (23, 2)), 3), (((0, 4), (8, 1)), 1)]
+)
+def test_every_fragment_has_one_outer_step_in_every_interval(sync_every, count):
+    meetings = Meetings.every(sync_every, count)
+    due = [int(meetings.due(step)) for step in range(1, 61)]
+    pieces = meetings.pieces
+    for (first, every), end in zip(pieces, [*(start for start, _ in pieces[1:]), 60], strict=True):
+        intervals = [due[a : a + every] for a in range(first, end - every + 1, every)]
+        assert all(sum(interval) == count for interval in intervals)
+        assert all(max(interval) - min(interval) <= 1 for interval in intervals)
+    assert [meetings.total(step) for step in range(61)] == np.cumsum([0, *due]).tolist()
+    assert max(due) <= meetings.most
+    traced = jax.jit(meetings.due)(jnp.arange(1, 61))
+    assert traced.tolist() == due
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fragments": -1}, "fragments is -1"),
+        ({"sync_every": 0}, "sync_every is 0"),
+        ({"sync_every": ((5, 10),)}, "begin with inner step 0"),
+        ({"sync_every": 3, "delay": 4}, "delay is 4: it must be between 0 and sync_every, 3"),
+    ],
+)
+def test_numbers_out_of_range_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        nj.noloco(nj.RandomPairing(2), **settings)
