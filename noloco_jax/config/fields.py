@@ -186,6 +186,11 @@ class OuterConfig:
     final_sync_every: int = setting(
         1, "Inner steps between two outer steps in the last outer.final_steps.", on_resume="may change", minimum=1
     )
+    final_merge: bool = setting(
+        False,
+        "Whether the run ends with all replicas at the mean of their weights, by log2(num_replicas) rounds of pairs.",
+        on_resume="may change",
+    )
     offload: bool = setting(
         False, "Whether slow weights and outer momentum stay in host memory between outer steps.", on_resume="free"
     )

@@ -18,6 +18,10 @@ def _may_cross(method: Method, program: str, collective: Collective) -> bool:
     """
     if program == "outer_step":
         return collective.kind in method.outer_collectives
+    if program == "final_merge":
+        return collective.kind == _MESSAGE
+    if program == "correct_step":
+        return False
     return method.averages_gradients or (collective.kind == _MESSAGE and "stage" in collective.axes)
 
 
@@ -27,7 +31,12 @@ def _num_partners(report: Report) -> int | None:
     return report.config.outer.group_size - 1 if meets_partners else None
 
 
-_TITLES = {"inner_step": "inner step", "outer_step": "outer step"}
+_TITLES = {
+    "inner_step": "inner step",
+    "outer_step": "outer step",
+    "correct_step": "correction",
+    "final_merge": "final merge",
+}
 
 
 def broken_promises(report: Report) -> list[str]:

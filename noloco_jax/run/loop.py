@@ -129,6 +129,8 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
             state = _correct_steps(run, state, meetings, step)
             state, outer_steps = _outer_steps(run, state, meetings.due(step))
         log.remember(step, metrics, outer_steps)
+        if step == config.num_steps and run.programs.final_merge is not None:
+            state = state._replace(params=run.programs.final_merge(state.params))
 
         is_last, is_stopping = step == config.num_steps, run.stop.at(step)
         is_evaluating = is_evaluated(config, step) and not is_stopping

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import TrainConfig
 from noloco_jax.exchange.groups import all_mean
+from noloco_jax.exchange.merge import mean_by_pairs
 from noloco_jax.methods import method_of
 from noloco_jax.model.llama import init_params
 from noloco_jax.outer.fragments import Fragments
@@ -73,6 +74,7 @@ class Programs:
       outer_step: (params, outer at rest) -> (params, outer at rest); None for methods without.
       correct_step: likewise, for the oldest correction that has not entered; None where there is no delay.
       evaluate: (params, batch) -> summed loss (N,) and number of tokens (N,).
+      final_merge: params -> params, likewise, but by rounds of pairs; None unless the run ends with it.
       merge: params -> params, all replicas the plain mean.
       spread: params -> sqrt(Σ |mean − θ_i|² / (numel · N)), the replica spread.
       compiled: of the programs that are compiled already, what the compiler made of them.
@@ -89,6 +91,7 @@ class Programs:
     outer_step: Callable[..., Any] | None
     correct_step: Callable[..., Any] | None
     evaluate: Callable[..., Any]
+    final_merge: Callable[..., PyTree] | None
     merge: Callable[..., PyTree]
     spread: Callable[..., jax.Array]
     compiled: Mapping[str, jax.stages.Compiled] = field(default_factory=dict)
@@ -157,6 +160,15 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
         out_specs=(per_replica, per_replica),
         out_shardings=(one_value, one_value),
     )
+    final_merge = None
+    if outer is not None and config.outer.final_merge:
+        final_merge = compiled(
+            jax.vmap(partial(mean_by_pairs, axis_name=REPLICAS), axis_name=SLOT),
+            in_specs=(specs.params,),
+            out_specs=specs.params,
+            out_shardings=on_mesh.params,
+            donate=(0,),
+        )
     batch_shape = (config.num_replicas, config.data.batch_size, config.data.sequence_length)
     batch = jax.ShapeDtypeStruct(batch_shape, jnp.int32, sharding=batch_sharding)
     state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, on_mesh)
@@ -173,6 +185,7 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
         outer_step=outer_program(outer and outer.step),
         correct_step=outer_program(outer and outer.correct),
         evaluate=evaluate,
+        final_merge=final_merge,
         merge=jax.jit(_merge, out_shardings=on_mesh.params),
         spread=jax.jit(partial(_spread, config.model.vocab_size), out_shardings=one_value),
     )

@@ -1,0 +1,72 @@
+"""The mean over all replicas by rounds of pairs: no replica waits for more than one other at a time."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from noloco_jax.exchange.axes import AxisName, ReplicaAxes
+from noloco_jax.exchange.permute import permute
+from noloco_jax.exchange.routes import lower
+from noloco_jax.outer.rule import compute_dtype
+
+PyTree = Any
+
+
+class MergeRound(NamedTuple):
+    """One round of messages, each (N,): the partner of every replica, itself if it has none, and two weights."""
+
+    partner: np.ndarray
+    own: np.ndarray
+    other: np.ndarray
+
+
+def merge_rounds(num_replicas: int) -> list[MergeRound]:
+    """The rounds after which every replica holds the mean: log2 N of them, and two more if N is no power of two.
+
+    In round j replica i averages with i XOR 2^j, whose values stand for as many other replicas as its own. Those beyond
+    the largest power of two give their values to another one before, and take the result after.
+    """
+    replicas = np.arange(num_replicas)
+    core = 1 << (num_replicas.bit_length() - 1)
+    extra = num_replicas - core
+    weight = np.where(replicas < extra, 2.0, 1.0)
+    nearest = np.where(replicas >= core, replicas - core, np.where(replicas < extra, replicas + core, replicas))
+    is_extra, alone = replicas >= core, nearest == replicas
+    rounds = []
+    if extra:
+        half = np.where(alone | is_extra, 0.0, 0.5)
+        rounds.append(MergeRound(nearest, 1 - half, half))
+    for bit in range(core.bit_length() - 1):
+        partner = np.where(is_extra, replicas, replicas ^ (1 << bit))
+        total = weight + weight[partner]
+        other = np.where(is_extra, 0.0, weight[partner] / total)
+        rounds.append(MergeRound(partner, 1 - other, other))
+        weight = np.where(is_extra, weight, total)
+    if extra:
+        taken = np.where(is_extra, 1.0, 0.0)
+        rounds.append(MergeRound(nearest, 1 - taken, taken))
+    return rounds
+
+
+def mean_by_pairs(tree: PyTree, axis_name: AxisName) -> PyTree:
+    """The mean of all replicas' trees, in their dtypes; for a power of two bitwise the same on all of them.
+
+    Args:
+      tree: arrays of the replica, any shapes.
+      axis_name: where the replicas live.
+    """
+    axes = ReplicaAxes.bound(axis_name)
+    replica = axes.replica()
+
+    def mean(x: jax.Array) -> jax.Array:
+        value = x.astype(compute_dtype(x.dtype))
+        for partner, own, other in merge_rounds(axes.num_devices * axes.num_slots):
+            routes = lower(partner[None], axes.num_devices, axes.num_slots)
+            received = permute(value, routes, jnp.int32(0), axes)
+            weights = (jnp.asarray(w, value.dtype)[replica] for w in (own, other))
+            value = sum(weight * y for weight, y in zip(weights, (value, received), strict=True))
+        return value.astype(x.dtype)
+
+    return jax.tree.map(mean, tree)
