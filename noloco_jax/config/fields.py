@@ -180,6 +180,12 @@ class OuterConfig:
         on_resume="must match",
         minimum=0,
     )
+    moments: int = setting(
+        0,
+        "After every how many outer steps of a fragment the inner optimizer's moments are averaged too; 0: never.",
+        on_resume="may change",
+        minimum=0,
+    )
     final_steps: int = setting(
         0, "Inner steps at the end of the run in which outer.final_sync_every holds.", on_resume="may change", minimum=0
     )

@@ -65,8 +65,8 @@ def mean_by_pairs(tree: PyTree, axis_name: AxisName) -> PyTree:
         for partner, own, other in merge_rounds(axes.num_devices * axes.num_slots):
             routes = lower(partner[None], axes.num_devices, axes.num_slots)
             received = permute(value, routes, jnp.int32(0), axes)
-            weights = (jnp.asarray(w, value.dtype)[replica] for w in (own, other))
-            value = sum(weight * y for weight, y in zip(weights, (value, received), strict=True))
+            own_weight, other_weight = (jnp.asarray(weight, value.dtype)[replica] for weight in (own, other))
+            value = own_weight * value + other_weight * received
         return value.astype(x.dtype)
 
     return jax.tree.map(mean, tree)

@@ -16,7 +16,7 @@ def _may_cross(method: Method, program: str, collective: Collective) -> bool:
 
     In an inner step only where it averages gradients, and for micro-batches on their way to another replica's stage.
     """
-    if program == "outer_step":
+    if program in ("outer_step", "share_moments"):
         return collective.kind in method.outer_collectives
     if program == "final_merge":
         return collective.kind == _MESSAGE
@@ -35,6 +35,7 @@ _TITLES = {
     "inner_step": "inner step",
     "outer_step": "outer step",
     "correct_step": "correction",
+    "share_moments": "moments",
     "final_merge": "final merge",
 }
 

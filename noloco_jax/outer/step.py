@@ -58,7 +58,7 @@ class OuterSteps:
 
         def exchange(message: PyTree, round: Any) -> PyTree:
             del round  # the fragment's own, which does not tell fragments apart
-            return self.exchange(message, pairing_round(number, self.fragments.count))
+            return self.meet(message, number)
 
         if not self.is_late:
             theta, new = outer_step(self.rule, exchange, part, own)
@@ -76,6 +76,10 @@ class OuterSteps:
             held.rule, computed(part), held.correction, own_round(number, self.fragments.count)
         )
         return theta, self._with(params, state, Late(number + 1, rule, held.correction), number)
+
+    def meet(self, message: PyTree, number: Any) -> PyTree:
+        """The mean of a fragment's messages over the group of outer step `number`."""
+        return self.exchange(message, pairing_round(number, self.fragments.count))
 
     def part(self, params: PyTree, number: Any) -> PyTree:
         """The fragment that outer step `number` is of, of a tree like the parameters."""

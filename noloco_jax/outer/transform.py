@@ -11,7 +11,7 @@ import optax
 from noloco_jax.meetings import Meetings
 from noloco_jax.outer.counters import shared
 from noloco_jax.outer.misuse import check_params, check_surroundings
-from noloco_jax.outer.rule import OuterState, Rule, computed
+from noloco_jax.outer.rule import Exchange, OuterState, Rule, computed
 from noloco_jax.outer.step import OuterSteps
 
 PyTree = Any
@@ -26,15 +26,17 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
       step: (params, state) -> (params, state): one outer step, for a program of its own. It counts rounds by itself.
       correct: likewise, for the oldest correction that has not entered yet; None where there is no delay.
       rule: what a replica does in an outer step.
+      exchange: (fragment of a tree, number of the outer step) -> the mean of the group that meets in it.
     """
 
     step: Callable[[PyTree, OuterState], tuple[PyTree, OuterState]]
     correct: Callable[[PyTree, OuterState], tuple[PyTree, OuterState]] | None
     rule: Rule
+    exchange: Exchange
 
-    def __new__(cls, init: Any, update: Any, step: Any, correct: Any, rule: Any) -> "OuterOptimizer":
+    def __new__(cls, init: Any, update: Any, step: Any, correct: Any, steps: OuterSteps) -> "OuterOptimizer":
         made = super().__new__(cls, init, update)
-        made.step, made.correct, made.rule = step, correct, rule
+        made.step, made.correct, made.rule, made.exchange = step, correct, steps.rule, steps.meet
         return made
 
 
@@ -120,7 +122,7 @@ def outer_optimizer(steps: OuterSteps, meetings: Meetings, axis_names: Sequence[
             updates, rule_state = _if_due(i < due, land, updates, round + i, rule_state)
         return updates, state._replace(round=state.round + due, rule=rule_state)
 
-    return OuterOptimizer(init_fn, update_fn, step_fn, correct_fn if steps.is_late else None, steps.rule)
+    return OuterOptimizer(init_fn, update_fn, step_fn, correct_fn if steps.is_late else None, steps)
 
 
 def _if_due(is_due: Any, land: Any, updates: PyTree, number: jax.Array, rule_state: PyTree) -> tuple[PyTree, PyTree]:

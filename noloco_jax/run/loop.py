@@ -13,7 +13,7 @@ from noloco_jax.cluster.stop import Stop
 from noloco_jax.config import TrainConfig
 from noloco_jax.data import HostBatch
 from noloco_jax.errors import UserError
-from noloco_jax.meetings import Meetings
+from noloco_jax.meetings import Meetings, own_round
 from noloco_jax.methods import meetings_of, method_of
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress
@@ -164,10 +164,17 @@ def _outer_steps(run: Run, state: TrainState, count: int) -> tuple[TrainState, _
     round = int(outer.round)
     jax.block_until_ready(params)
     started = time.perf_counter()
-    for _ in range(count):
+    for number in range(round, round + count):
         params, outer = run.programs.outer_step(params, outer)
-    jax.block_until_ready((params, outer))
+        if run.programs.share_moments is not None and _shares_moments(run.config, number):
+            inner = run.programs.share_moments(inner, np.int32(number))
+    jax.block_until_ready((params, inner, outer))
     return TrainState(params, inner, outer), _OuterSteps(round, count, time.perf_counter() - started)
+
+
+def _shares_moments(config: TrainConfig, number: int) -> bool:
+    """Whether the inner optimizer's moments are averaged too in outer step `number`."""
+    return own_round(number, config.outer.fragments) % config.outer.moments == 0
 
 
 def _correct_steps(run: Run, state: TrainState, meetings: Meetings, step: int) -> TrainState:

@@ -13,7 +13,7 @@ from noloco_jax.config import TrainConfig
 from noloco_jax.spmd.offload import offloaded
 from noloco_jax.spmd.programs import Programs, build_programs
 
-PROGRAMS = ("inner_step", "outer_step", "correct_step", "final_merge", "evaluate", "merge", "spread")
+PROGRAMS = ("inner_step", "outer_step", "correct_step", "share_moments", "final_merge", "evaluate", "merge", "spread")
 
 
 def compile_programs(
@@ -39,6 +39,7 @@ def compile_programs(
         "inner_step": (params, inner, programs.batch, jax.ShapeDtypeStruct((), jnp.int32)),
         "outer_step": (params, outer),
         "correct_step": (params, outer),
+        "share_moments": (inner, jax.ShapeDtypeStruct((), jnp.int32)),
         "final_merge": (params,),
         "evaluate": (params, programs.batch),
         "merge": (params,),

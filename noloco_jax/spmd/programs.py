@@ -28,6 +28,7 @@ from noloco_jax.spmd import sharding
 from noloco_jax.spmd.gradients import Batch
 from noloco_jax.spmd.inner import inner_optimizer
 from noloco_jax.spmd.losses import Losses, build_losses
+from noloco_jax.spmd.moments import share_moments
 from noloco_jax.spmd.stages import padded_vocab_size, replica_square_norm, resize_vocabulary
 
 PyTree = Any
@@ -73,6 +74,8 @@ class Programs:
       inner_step: (params, inner, batch, step) -> (params, inner, StepMetrics); step 1, 2, ... is the one to take.
       outer_step: (params, outer at rest) -> (params, outer at rest); None for methods without.
       correct_step: likewise, for the oldest correction that has not entered; None where there is no delay.
+      share_moments: (inner, round) -> inner with the moments averaged that belong to outer step `round`; None where
+        moments stay with their replica.
       evaluate: (params, batch) -> summed loss (N,) and number of tokens (N,).
       final_merge: params -> params, likewise, but by rounds of pairs; None unless the run ends with it.
       merge: params -> params, all replicas the plain mean.
@@ -90,6 +93,7 @@ class Programs:
     inner_step: Callable[..., Any]
     outer_step: Callable[..., Any] | None
     correct_step: Callable[..., Any] | None
+    share_moments: Callable[..., Any] | None
     evaluate: Callable[..., Any]
     final_merge: Callable[..., PyTree] | None
     merge: Callable[..., PyTree]
@@ -160,6 +164,15 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
         out_specs=(per_replica, per_replica),
         out_shardings=(one_value, one_value),
     )
+    moments = None
+    if outer is not None and config.outer.moments:
+        moments = compiled(
+            partial(_share_moments, outer, fragments, shapes.params),
+            in_specs=(specs.inner, P()),
+            out_specs=specs.inner,
+            out_shardings=on_mesh.inner,
+            donate=(0,),
+        )
     final_merge = None
     if outer is not None and config.outer.final_merge:
         final_merge = compiled(
@@ -185,6 +198,7 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
         outer_step=outer_program(outer and outer.step),
         correct_step=outer_program(outer and outer.correct),
         evaluate=evaluate,
+        share_moments=moments,
         final_merge=final_merge,
         merge=jax.jit(_merge, out_shardings=on_mesh.params),
         spread=jax.jit(partial(_spread, config.model.vocab_size), out_shardings=one_value),
@@ -234,6 +248,14 @@ def _inner_step(
 def _outer_step(outer: Any, step, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
     axes = _outer_axes(outer)
     return jax.vmap(step, in_axes=(0, axes), out_axes=(0, axes), axis_name=SLOT)(params, state)
+
+
+def _share_moments(
+    outer: OuterOptimizer, fragments: Fragments, params: PyTree, inner_state: PyTree, round: jax.Array
+) -> PyTree:
+    of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
+    share = partial(share_moments, params=of_one, number=round, fragments=fragments, exchange=outer.exchange)
+    return jax.vmap(share, axis_name=SLOT)(inner_state)
 
 
 def _merge(params: PyTree) -> PyTree:

@@ -103,7 +103,7 @@ def test_a_run_terminated_at_its_evaluations_makes_up_for_them(config, tmp_path)
 
 
 def test_a_run_of_late_fragments_that_is_continued_is_bitwise_undisturbed(config, tmp_path):
-    """Stopped with corrections on their way, of three of the four fragments; it ends with all replicas at their mean."""
+    """Stopped with three corrections on their way; it ends with all replicas at their mean."""
     flags = ["--config.num_steps=8", "--config.outer.fragments=4", "--config.outer.delay=3"]
     run = from_dict(load_config(str(config), [*flags, "--config.outer.final_merge=True"]))
     assert train(run, tmp_path / "one") == 0

@@ -1,0 +1,60 @@
+"""The inner optimizer's moments, averaged beside the weights."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
+from noloco_jax.methods import method_of
+from noloco_jax.spmd.compile import compile_programs
+from noloco_jax.spmd.mesh import make_mesh
+
+CONFIG = TrainConfig(
+    num_replicas=4,
+    model=ModelConfig(hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=2, vocab_size=32),
+    inner=InnerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=0),
+    outer=OuterConfig(fragments=2, moments=1),
+    data=DataConfig(sequence_length=8, batch_size=2),
+    mesh=MeshConfig(replica=2),
+)
+# Where fragments are cut: along the hidden states of 16.
+HIDDEN = {"embed": 1, "head": 0, "o": 2, "down": 2, "norm": 0, "attention_norm": 1, "mlp_norm": 1}
+
+
+def shared(optimizer: str, round: int) -> tuple[Any, Any, Any]:
+    """The inner state before and after moments were shared in a round, with replicas unlike one another."""
+    config = dataclasses.replace(CONFIG, inner=dataclasses.replace(CONFIG.inner, optimizer=optimizer))
+    programs = compile_programs(config, make_mesh(config, jax.devices()[:2]), only=["share_moments"])
+    rng = np.random.default_rng(0)
+    inner = jax.tree.map(
+        lambda x: jax.device_put(np.abs(rng.normal(size=x.shape)).astype(x.dtype), x.sharding), programs.state.inner
+    )
+    before = jax.device_get(inner)
+    assert programs.share_moments is not None
+    after = jax.device_get(programs.share_moments(inner, np.int32(round)))
+    return before, after, method_of(config).groups(config, round)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_moments_of_a_fragment_become_the_mean_of_the_pair_and_second_ones_the_geometric_mean(optimizer):
+    round = 3  # of fragment 1
+    before, after, groups = shared(optimizer, round)
+    seen = 0
+    for (path, old), new in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):
+        names = [getattr(key, "key", getattr(key, "name", "")) for key in path]
+        expected = np.array(old)
+        if {"mu", "nu", "trace"} & set(names):
+            seen += 1
+            cut = 1 + HIDDEN.get(names[-1], 1)  # behind the replicas
+            mine = (slice(None),) * cut + (slice(1, None, 2),)
+            for pair in map(list, groups):
+                values = np.array(old)[pair][mine].astype(np.float64)
+                mean = np.exp(np.log(values).mean(0)) if "nu" in names else values.mean(0)
+                rows = expected[pair]
+                rows[mine] = mean
+                expected[pair] = rows
+        np.testing.assert_allclose(new, expected, rtol=1e-5, err_msg=str(names))
+    assert seen == {"adam": 24, "muon": 7 + 2 * 5}[optimizer]
