@@ -98,9 +98,30 @@ def _describe_noloco(config: Config) -> str:
     outer = config.outer
     gamma = outer.lr if outer.consensus is None else outer.consensus
     return (
-        f"noloco: groups of {outer.group_size} average every {outer.sync_every} steps "
-        f"(alpha {outer.momentum:g}, beta {outer.lr:g}, gamma {gamma:g})"
+        f"noloco: groups of {outer.group_size} average {_when(config)} "
+        f"(alpha {outer.momentum:g}, beta {outer.lr:g}, gamma {gamma:g}){_what(config)}"
     )
+
+
+def _when(config: Config) -> str:
+    outer, pieces = config.outer, sync_pieces(config)
+    each = f"each of {outer.fragments} fragments " if outer.fragments > 1 else ""
+    times = f"every {pieces[0][1]} steps" + (
+        f", from step {pieces[1][0]} on every {pieces[1][1]}" if pieces[1:] else ""
+    )
+    return each + times
+
+
+def _what(config: Config) -> str:
+    """What else an outer step does, or how; empty where it is as in the paper."""
+    outer = config.outer
+    parts = [
+        f"as {outer.wire}" if outer.wire != "float32" else "",
+        f"entering {outer.delay} steps later" if outer.delay else "",
+        f"moments in every {outer.moments}. meeting" if outer.moments > 1 else "moments too" if outer.moments else "",
+        "merged at the end" if outer.final_merge else "",
+    ]
+    return "".join(f", {part}" for part in parts if part)
 
 
 def _check_noloco(config: Config) -> None:
@@ -130,7 +151,7 @@ def _diloco(config: Config, axis_name: Any, fragments: "Fragments") -> "OuterOpt
 def _describe_diloco(config: Config) -> str:
     outer = config.outer
     kind = "Nesterov" if outer.nesterov else "heavy ball"
-    return f"diloco: all average every {outer.sync_every} steps ({kind}, alpha {outer.momentum:g}, beta {outer.lr:g})"
+    return f"diloco: all average {_when(config)} ({kind}, alpha {outer.momentum:g}, beta {outer.lr:g}){_what(config)}"
 
 
 def _check_wire(config: Config) -> None:
