@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from noloco_jax.errors import UserError
 from noloco_jax.meetings import Meetings, pairing_round
-from noloco_jax.wires import FLOAT_BYTES, goes_by_shares, message_bytes, share_bytes
+from noloco_jax.wires import FLOAT_BYTES, MODULO_BITS, goes_by_shares, message_bytes, share_bytes
 
 if TYPE_CHECKING:
     from noloco_jax.outer.fragments import Fragments
@@ -130,6 +130,10 @@ def _check_noloco(config: Config) -> None:
         raise UserError(f"method='noloco' averages pairs and num_replicas={replicas}: use 2 or more, or method='local'")
     if not 2 <= group_size <= replicas:
         raise UserError(f"outer.group_size={group_size} is not between 2 and num_replicas={replicas}: change one")
+    if group_size > 2 and config.outer.wire in MODULO_BITS:
+        raise UserError(
+            f"outer.wire={config.outer.wire!r} is for pairs and outer.group_size={group_size}: use outer.wire='int8'"
+        )
 
 
 def _diloco(config: Config, axis_name: Any, fragments: "Fragments") -> "OuterOptimizer":

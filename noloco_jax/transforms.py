@@ -20,6 +20,7 @@ from noloco_jax.outer.pairing import Pairing, components, consensus_limit, large
 from noloco_jax.outer.rule import Number
 from noloco_jax.outer.step import OuterSteps
 from noloco_jax.outer.transform import OuterOptimizer, outer_optimizer
+from noloco_jax.wires import MODULO_BITS
 
 PyTree = Any
 
@@ -78,7 +79,9 @@ def noloco(
       wire: "float32"; or "bfloat16", "int8", "int6" or "int4", for messages of 16, 8, 6 or 4 bits a weight (the last
         three in blocks of 64 weights of an array, with a scale of 2 bytes each). Partners then come together by the
         difference of their rounded messages, so that equal replicas stay equal, the replicas' mean stays where it is
-        and what is too small for the wire is kept.
+        and what is too small for the wire is kept. For pairs also "modulo6", "modulo4" and "modulo3": of 6, 4 or 3 bits
+        in windows that follow the replicas' movement, a byte for each of a block (see `exchange.modulo`); they round
+        far less than block codes of the same bits.
       fragments: F. An outer step is of one of F equal parts of the parameters, the next one of the next, each with
         draws of its own; in `sync_every` inner steps there are F of them. A number, or how to cut; None: whole ones.
       delay: inner steps after which what the others sent enters, at most `sync_every`; until then a replica goes on
@@ -98,10 +101,12 @@ def noloco(
     cut = fragments if isinstance(fragments, Fragments) else Fragments(fragments or 1)
     meetings = Meetings.every(sync_every, cut.count, delay or 0)
     _warn_if_apart(pairing, outer_momentum, gamma)
+    if wire in MODULO_BITS and largest_group(pairing) > 2:
+        raise ValueError(f"wire={wire!r} is for pairs and the pairing has groups of {largest_group(pairing)}: use int8")
     code = wire_of(wire)
 
-    def exchange(message: PyTree, round: Any) -> PyTree:
-        return group_mean(message, pairing, pairing.pool_index(round), axis_name, code)
+    def exchange(message: PyTree, round: Any, movement: PyTree) -> PyTree:
+        return group_mean(message, pairing, pairing.pool_index(round), axis_name, code, movement)
 
     rule = NoLoCo(outer_lr, outer_momentum, gamma, check_state_dtype(state_dtype))
     return outer_optimizer(OuterSteps(rule, exchange, cut, is_late=bool(delay)), meetings, names_of(axis_name))
@@ -146,8 +151,8 @@ def diloco(
     cut = fragments if isinstance(fragments, Fragments) else Fragments(fragments or 1)
     meetings = Meetings.every(sync_every, cut.count, delay or 0)
 
-    def exchange(message: PyTree, round: Any) -> PyTree:
-        del round
+    def exchange(message: PyTree, round: Any, movement: PyTree) -> PyTree:
+        del round, movement
         return all_mean(message, axis_name)
 
     rule = DiLoCo(outer_lr, outer_momentum, nesterov, check_state_dtype(state_dtype))

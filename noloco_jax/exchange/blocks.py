@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from noloco_jax.exchange.axes import num_parts
 from noloco_jax.wires import BLOCK
 
-_MULTIPLE = 4  # of weights in a block: four numbers of six bits are whole bytes
+_MULTIPLE = 8  # of weights in a block: eight numbers of three bits are whole bytes
 
 
 def in_blocks(x: jax.Array) -> jax.Array:
@@ -70,6 +70,6 @@ def unpack(packed: jax.Array, bits: int) -> jax.Array:
 
 
 def _word(bits: int) -> tuple[int, int]:
-    """The fewest numbers that fill whole bytes, and these bytes; at most four, as a word has 32 bits."""
+    """The fewest numbers that fill whole bytes, and these bytes; at most four of them, as a word has 32 bits."""
     size = math.lcm(bits, 8)
     return size // bits, size // 8

@@ -16,6 +16,7 @@ from jax import lax
 
 from noloco_jax.exchange.axes import AxisName, ReplicaAxes, names_of, num_parts, warn_if_sharded
 from noloco_jax.exchange.buckets import packed
+from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.permute import permute
 from noloco_jax.exchange.routes import lower
 from noloco_jax.exchange.wire import Float32, Wire
@@ -34,7 +35,12 @@ def all_mean(tree: PyTree, axis_name: AxisName) -> PyTree:
 
 
 def group_mean(
-    tree: PyTree, pairing: Pairing, index: jax.Array, axis_name: AxisName, wire: Wire | None = None
+    tree: PyTree,
+    pairing: Pairing,
+    index: jax.Array,
+    axis_name: AxisName,
+    wire: Wire | Modulo | None = None,
+    movement: PyTree = None,
 ) -> PyTree:
     """The mean of every replica's tree over its group in entry `index` of the pairing's pool.
 
@@ -50,6 +56,7 @@ def group_mean(
         run every branch.
       axis_name: where the replicas live.
       wire: the code in which values travel; None: as they are.
+      movement: a tree like `tree`, how far each value has moved since it last met others; for a `Modulo` code alone.
 
     Raises:
       ValueError: if the axes hold another number of replicas than the pairing.
@@ -64,6 +71,13 @@ def group_mean(
         return tree
     warn_if_sharded(tree, axes)
     wire = wire or Float32()
+    if isinstance(wire, Modulo):
+        meeting = _Meeting(pairing, index, axes, Float32())
+        if axes.num_devices == 1 or num_parts() > 1:
+            return jax.tree.map(functools.partial(meeting.mean_by_windows, wire), tree, movement)
+        buckets, unpack = packed(tree, block_of(wire.name))
+        movements, _ = packed(jax.tree.map(lambda x, y: y.astype(x.dtype), tree, movement), block_of(wire.name))
+        return unpack([meeting.mean_by_windows(wire, x, y) for x, y in zip(buckets, movements, strict=True)])
     meeting = _Meeting(pairing, index, axes, wire)
     if axes.num_devices == 1 or num_parts() > 1:  # nothing is sent, or packing would exchange data inside a replica
         return jax.tree.map(meeting.mean, tree)
@@ -98,6 +112,14 @@ class _Meeting:
     def mean_of_two(self, x: jax.Array, other: jax.Array) -> jax.Array:
         """The mean of a pair's arrays; of a replica alone its own."""
         mean = (x + other) / 2
+        return mean if self._equal_sizes else jnp.where(self._size == 2, mean, x)
+
+    def mean_by_windows(self, wire: Modulo, x: jax.Array, movement: jax.Array) -> jax.Array:
+        """The mean of a pair's arrays through a code in windows, as this replica is to see it."""
+        windows = wire.windows(x, movement)
+        windows = jnp.maximum(windows, self._from(1, windows))
+        code = wire.encode(x, windows)
+        mean = x + wire.correction(code, self._from(1, code), windows, x)
         return mean if self._equal_sizes else jnp.where(self._size == 2, mean, x)
 
     def mean(self, x: jax.Array) -> jax.Array:

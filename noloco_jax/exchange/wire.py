@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from noloco_jax.exchange.blocks import from_blocks, in_blocks, pack, unpack
-from noloco_jax.wires import BLOCK_BITS, SCALE_BYTES
+from noloco_jax.exchange.modulo import Modulo
+from noloco_jax.wires import BLOCK_BITS, MODULO_BITS, SCALE_BYTES
 
 
 class Wire(Protocol):
@@ -113,10 +114,12 @@ def _check_real(name: str, x: jax.Array) -> None:
         raise TypeError(f"wire={name!r} rounds real numbers and the parameters hold {x.dtype}: use wire='float32'")
 
 
-WIRES: dict[str, Wire] = {wire.name: wire for wire in (Float32(), BFloat16(), *map(Blocks, BLOCK_BITS))}
+WIRES: dict[str, Wire | Modulo] = {
+    wire.name: wire for wire in (Float32(), BFloat16(), *map(Blocks, BLOCK_BITS), *map(Modulo, MODULO_BITS))
+}
 
 
-def wire_of(name: str) -> Wire:
+def wire_of(name: str) -> Wire | Modulo:
     """The code of that name.
 
     Raises:

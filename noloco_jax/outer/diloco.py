@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from noloco_jax.outer.momentum import Momentum, initial, kept
+from noloco_jax.outer.momentum import Momentum, initial, kept, moved
 from noloco_jax.outer.rule import Number, added, at, computed
 
 PyTree = Any
@@ -38,6 +38,11 @@ class DiLoCo:
         """m = βΔ."""
         beta = at(self.outer_lr, round)
         return jax.tree.map(lambda th, phi: beta * (th - phi), theta, computed(state.slow))
+
+    def movement(self, state: Momentum, theta: PyTree, round: Any) -> PyTree:
+        """sqrt(Δ² + δ²)."""
+        del round
+        return moved(state, theta)
 
     def receive(self, state: Momentum, mean: PyTree, round: Any) -> tuple[PyTree, Momentum]:
         """δ ← αδ + mean; φ ← φ + δ, or φ ← φ + αδ + mean; θ ← φ."""

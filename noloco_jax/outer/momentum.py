@@ -45,6 +45,15 @@ def initial(params: PyTree, state_dtype: jnp.dtype) -> Momentum:
     )
 
 
+def moved(state: Momentum, theta: PyTree) -> PyTree:
+    """sqrt(Δ² + δ²), elementwise: what the inner steps have done since the last round, and what that round did."""
+
+    def one(phi: jax.Array, delta: jax.Array, th: jax.Array) -> jax.Array:
+        return jnp.sqrt(jnp.square(th - phi.astype(th.dtype)) + jnp.square(delta.astype(th.dtype)))
+
+    return jax.tree.map(one, state.slow, state.momentum, theta)
+
+
 def kept(slow: PyTree, momentum: PyTree, state_dtype: jnp.dtype, round: Any) -> Momentum:
     """The state as it is kept after a round, from what was computed in float32 (or wider).
 

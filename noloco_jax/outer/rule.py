@@ -15,8 +15,9 @@ import jax.numpy as jnp
 PyTree = Any
 Number = float | jax.Array | Callable[[Any], Any]  # of a round: a number, or an optax.Schedule of the round
 
-# (message, round) -> the mean of the group's messages as this replica is to see it.
-Exchange = Callable[[PyTree, Any], PyTree]
+# (message, round, movement) -> the mean of the group's messages as this replica is to see it. `movement` is a tree like
+# the message: how far each of its numbers has moved since the replica last met others.
+Exchange = Callable[[PyTree, Any, PyTree], PyTree]
 
 
 class Rule(Protocol):
@@ -33,6 +34,10 @@ class Rule(Protocol):
 
     def message(self, state: PyTree, theta: PyTree, round: Any) -> PyTree:
         """m, what the replica sends: a tree like the parameters, in the precision of `compute_dtype`."""
+        ...
+
+    def movement(self, state: PyTree, theta: PyTree, round: Any) -> PyTree:
+        """How far every number of the message has moved, nearly: in the inner steps and in the last round."""
         ...
 
     def receive(self, state: PyTree, mean: PyTree, round: Any) -> tuple[PyTree, PyTree]:
@@ -63,14 +68,16 @@ class OuterState(NamedTuple):
 
 def outer_step(rule: Rule, exchange: Exchange, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
     """One outer step of a replica: (new parameters in their compute precision, new state with the next round)."""
-    mean = exchange(rule.message(state.rule, computed(params), state.round), state.round)
+    theta = computed(params)
+    message, movement = rule.message(state.rule, theta, state.round), rule.movement(state.rule, theta, state.round)
+    mean = exchange(message, state.round, movement)
     theta, rule_state = rule.receive(state.rule, mean, state.round)
     return theta, OuterState(state.count, state.round + 1, rule_state)
 
 
-def alone(message: PyTree, round: Any) -> PyTree:
+def alone(message: PyTree, round: Any, movement: PyTree) -> PyTree:
     """The exchange of a replica that meets nobody: with it an outer step is the solo step."""
-    del round
+    del round, movement
     return message
 
 

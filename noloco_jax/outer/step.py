@@ -56,15 +56,16 @@ class OuterSteps:
         part, held = self._part(params, state.rule, number)
         own = OuterState(state.count, own_round(number, self.fragments.count), held.rule if self.is_late else held)
 
-        def exchange(message: PyTree, round: Any) -> PyTree:
+        def exchange(message: PyTree, round: Any, movement: PyTree) -> PyTree:
             del round  # the fragment's own, which does not tell fragments apart
-            return self.meet(message, number)
+            return self.meet(message, number, movement)
 
         if not self.is_late:
             theta, new = outer_step(self.rule, exchange, part, own)
             return theta, self._with(params, state.rule, new.rule, number)
         message = self.rule.message(own.rule, computed(part), own.round)
-        correction = jax.tree.map(jnp.subtract, exchange(message, own.round), message)
+        movement = self.rule.movement(own.rule, computed(part), own.round)
+        correction = jax.tree.map(jnp.subtract, exchange(message, own.round, movement), message)
         theta, new = outer_step(self.rule, alone, part, own)
         return theta, self._with(params, state.rule, Late(held.entered, new.rule, correction), number)
 
@@ -77,9 +78,9 @@ class OuterSteps:
         )
         return theta, self._with(params, state, Late(number + 1, rule, held.correction), number)
 
-    def meet(self, message: PyTree, number: Any) -> PyTree:
+    def meet(self, message: PyTree, number: Any, movement: PyTree) -> PyTree:
         """The mean of a fragment's messages over the group of outer step `number`."""
-        return self.exchange(message, pairing_round(number, self.fragments.count))
+        return self.exchange(message, pairing_round(number, self.fragments.count), movement)
 
     def part(self, params: PyTree, number: Any) -> PyTree:
         """The fragment that outer step `number` is of, of a tree like the parameters."""

@@ -25,7 +25,7 @@ def share_moments(inner: PyTree, params: PyTree, number: jax.Array, fragments: F
       params: the parameters, or their shapes: what ends with a parameter's path and has its shape is a moment.
       number: int32 scalar, of the outer step that this goes with.
       fragments: how parameters, and so their moments, are cut.
-      exchange: (tree, number) -> the mean of the group.
+      exchange: (tree, number, how far its numbers have moved) -> the mean of the group.
     """
     cuts = dict(jax.tree.leaves_with_path(fragments.cuts(params)))
     moments, cut_of, codes = {}, {}, {}
@@ -37,7 +37,8 @@ def share_moments(inner: PyTree, params: PyTree, number: jax.Array, fragments: F
             codes[name] = _SECOND if any(getattr(key, "name", None) == "nu" for key in path) else _FIRST
     parts = fragments.part(moments, cut_of, number)
     sent = {name: codes[name][0](part) for name, part in parts.items()}
-    means = {name: codes[name][1](mean) for name, mean in exchange(sent, number).items()}
+    movement = {name: codes[name][2](part) for name, part in sent.items()}
+    means = {name: codes[name][1](mean) for name, mean in exchange(sent, number, movement).items()}
     moments = fragments.put(moments, means, cut_of, number)
     return jax.tree.map_with_path(lambda path, x: moments.get(jax.tree_util.keystr(path), x), inner)
 
@@ -48,6 +49,7 @@ def _of_parameter(path: tuple, of_parameter: dict[tuple, Any]) -> Any:
     return next((found for found in ends if found is not None), None)
 
 
-Code = tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]
-_FIRST: Code = (lambda x: x, lambda x: x)
-_SECOND: Code = (lambda x: jnp.log(x + _FLOOR), lambda x: jnp.maximum(jnp.exp(x) - _FLOOR, 0))
+# What is sent, what is made of its mean, and how far it has moved: by its own size, or by a factor of e.
+Code = tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]
+_FIRST: Code = (lambda x: x, lambda x: x, lambda x: x)
+_SECOND: Code = (lambda x: jnp.log(x + _FLOOR), lambda x: jnp.maximum(jnp.exp(x) - _FLOOR, 0), jnp.ones_like)
