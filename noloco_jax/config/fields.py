@@ -8,7 +8,7 @@ Names and meanings are part of the public interface: `--config.outer.sync_every=
 
 from dataclasses import MISSING, dataclass
 
-from noloco_jax.config.schema import Entries, setting
+from noloco_jax.config.schema import NO_ENTRIES, Entries, setting
 from noloco_jax.methods import METHODS
 from noloco_jax.wires import WIRES
 
@@ -239,7 +239,7 @@ class DataConfig:
         on_resume="may change",
         choices=("stop", "skip"),
     )
-    mixture: Entries[SourceConfig] = Entries()
+    mixture: Entries[SourceConfig] = NO_ENTRIES
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,10 @@ class Entries(dict[str, T]):
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError("a configuration cannot be changed")
 
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+
+
+NO_ENTRIES: Entries[Any] = Entries()
 
 
 def shown(value: Any) -> str:
