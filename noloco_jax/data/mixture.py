@@ -12,11 +12,10 @@ _STEP = 0x9E3779B97F4A7C15  # the odd integer next to _SPAN divided by the golde
 class Mixture:
     """A fixed order of sources in which each has its share of the places.
 
-    The points k times the golden ratio modulo 1 are spread as evenly over [0, 1) as a sequence of points can be: each
+    Place k belongs to the source in whose part of [0, 1) the point k times the golden ratio modulo 1 lies. Each point
     falls into one of the largest gaps that those before it left (Knuth, The Art of Computer Programming, volume 3,
-    section 6.4). Place k belongs to the source in whose part of [0, 1) its point lies. A source's number among *any*
-    consecutive places is within a few of its share, 6 for up to a million places, where independent draws would be
-    hundreds away. Nothing but k has to be remembered, so that the weights may change at any place.
+    section 6.4), so that any consecutive places, wherever they begin, have every source in its share but for a few.
+    Nothing but k has to be remembered, and the weights may change at any place.
     """
 
     def __init__(self, weights: Mapping[str, float]):
