@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
+import grain
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from noloco_jax.config import DataConfig, SourceConfig
 from noloco_jax.config.schema import Entries
 from noloco_jax.data import check_data, needs_tokenizer, redistribute, train_stream, validation_batches
 from noloco_jax.data.from_config import configs_by_source
+from noloco_jax.data.mixed_batches import MixedDataset
 from noloco_jax.data.mixture import Mixture
 from noloco_jax.errors import UserError
 from support.data_makers import (
@@ -301,9 +303,57 @@ def test_what_is_wrong_with_the_data_of_a_source_is_said_with_its_name(tmp_path)
     assert stream.get_state()["drawn"] < 18
 
 
+class NumberedSequences(grain.DatasetIterator):
+    """Sequences of one number each, counted up; the one numbered `broken` is there at the second attempt."""
+
+    def __init__(self, first, broken):
+        super().__init__()
+        self.next, self.broken = first, broken
+
+    def __next__(self):
+        if self.next == self.broken:
+            self.broken = None
+            raise OSError("not now")
+        self.next += 1
+        return {"input_ids": np.array([[self.next - 1]])}
+
+    def get_state(self):
+        return {"next": self.next}
+
+    def set_state(self, state):
+        self.next = state["next"]
+
+
+class Numbered(grain.IterDataset):
+    def __init__(self, *arguments):
+        super().__init__()
+        self.arguments = arguments
+
+    def __iter__(self):
+        return NumberedSequences(*self.arguments)
+
+
+def test_a_batch_that_fails_halfway_loses_no_sequence_of_the_other_sources():
+    def batches(broken):
+        numbered = {"a": Numbered(0, None), "b": Numbered(1000, broken)}
+        return iter(MixedDataset(numbered, Mixture({"a": 0.7, "b": 0.3}), replica=0, batch_size=8))
+
+    whole, interrupted = batches(None), batches(1003)  # the fourth sequence of the second batch
+    for _ in range(6):
+        expected, before = next(whole), interrupted.get_state()
+        try:
+            found = next(interrupted)
+        except OSError:
+            assert interrupted.get_state() == before
+            found = next(interrupted)
+        np.testing.assert_array_equal(found["input_ids"], expected["input_ids"])
+    assert interrupted.get_state() == whole.get_state()
+
+
 def test_a_mixture_needs_a_tokenizer_where_a_source_holds_texts(tmp_path):
     config, _ = write_mixture(tmp_path)
     assert needs_tokenizer(config)
+    assert needs_tokenizer(with_source(config, "code", path=str(tmp_path / "moved")))  # which need not be opened
     stored = replace(config, mixture=Entries({"code": config.mixture["code"]}))
     assert not needs_tokenizer(stored)
     stream = train_stream(stored, None, replica=0, num_replicas=1, seed=0)
