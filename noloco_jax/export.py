@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _tokenizer_of(data: DataConfig) -> Tokenizer | None:
     """The tokenizer of a run's token ids; None where its data held ids, of a tokenizer that the run was not told."""
-    if data.kind == "parquet" and data.tokenizer == ByteTokenizer.name:
+    if data.tokenizer == ByteTokenizer.name:
         try:
             holds_text = needs_tokenizer(data)
         except UserError:  # the data may be elsewhere by now

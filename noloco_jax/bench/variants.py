@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from noloco_jax.config import TrainConfig, known_fields, load_config, unchecked, unknown_field, validate
+from noloco_jax.config import TrainConfig, find_field, load_config, unchecked, unknown_field, validate
 from noloco_jax.errors import UserError
 
 
@@ -57,7 +57,7 @@ def _parse(text: str) -> tuple[str, list[str]]:
     field = field.removeprefix("config.")
     if not equals or not all(values.split(",")):
         raise UserError(f"--vary {text} is not FIELD=VALUE,VALUE,...: write, for example, --vary num_replicas=2,4,8")
-    if field not in known_fields():
+    if find_field(field).is_group:
         raise unknown_field(field)
     return field, values.split(",")
 

@@ -10,8 +10,8 @@ from noloco_jax.config import (
     CONFIG_FILE,
     TrainConfig,
     changes,
+    find_field,
     from_dict,
-    known_fields,
     load_config,
     load_saved,
     unknown_field,
@@ -94,7 +94,7 @@ def parse_settings(texts: Sequence[str], methods: Sequence[str]) -> dict[str, di
 
 
 def _check_field(path: str) -> None:
-    if path not in known_fields():
+    if find_field(path).is_group:
         raise unknown_field(path)
 
 

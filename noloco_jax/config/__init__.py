@@ -2,6 +2,7 @@
 
 from noloco_jax.config.build import (
     CONFIG_FILE,
+    find_field,
     from_dict,
     known_fields,
     load_saved,
@@ -19,6 +20,7 @@ from noloco_jax.config.fields import (
     ModelConfig,
     OuterConfig,
     RopeScaling,
+    SourceConfig,
     TrainConfig,
 )
 from noloco_jax.config.flags import load_config, make_parser, parse_args, split_overrides
@@ -33,8 +35,10 @@ __all__ = [
     "ModelConfig",
     "OuterConfig",
     "RopeScaling",
+    "SourceConfig",
     "TrainConfig",
     "changes",
+    "find_field",
     "flatten",
     "from_dict",
     "known_fields",

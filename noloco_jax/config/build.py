@@ -5,6 +5,7 @@ import difflib
 import functools
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,11 +16,12 @@ from ml_collections import ConfigDict
 
 from noloco_jax.config.checks import validate
 from noloco_jax.config.fields import TrainConfig
-from noloco_jax.config.schema import FieldInfo, fields_of, leaf_fields, shown
+from noloco_jax.config.schema import Entries, FieldInfo, field_at, fields_of, leaf_fields, shown
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
 
 CONFIG_FILE = "config.json"
+_ENTRY_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 def from_dict(values: ConfigDict | Mapping[str, Any]) -> TrainConfig:
@@ -55,7 +57,8 @@ def _build(cls: type, values: Any, prefix: str) -> Any:
         if name not in fields:
             raise unknown_field(path)
         field = fields[name]
-        built[name] = _group(path, field, value) if field.is_group else _typed(path, field, value)
+        build = _entries if field.by_name else _group if field.is_group else _typed
+        built[name] = build(path, field, value)
     for name, field in fields.items():
         if field.default is dataclasses.MISSING and name not in built:
             raise UserError(f"config field {prefix}{name} is missing: the other {prefix}* fields need it")
@@ -69,6 +72,19 @@ def _group(path: str, field: FieldInfo, values: Any) -> Any:
         if not values:
             return None
     return _build(field.type, values, path + ".")
+
+
+def _entries(path: str, field: FieldInfo, values: Any) -> Entries[Any]:
+    """The dataclass of every entry, in the order of their names; those that are None are left out."""
+    if not isinstance(values, Mapping):
+        raise UserError(f"config field {path}: expected groups of fields by name, got {shown(values)}")
+    for name in values:
+        if not (isinstance(name, str) and _ENTRY_NAME.fullmatch(name)):
+            raise UserError(
+                f"config field {path}: {shown(name)} is not a name for one of them: give letters, digits, - and _"
+            )
+    given = {name: values[name] for name in sorted(values) if values[name] is not None}
+    return Entries({name: _build(field.type, value, f"{path}.{name}.") for name, value in given.items()})
 
 
 def _typed(path: str, field: FieldInfo, value: Any) -> Any:
@@ -85,18 +101,15 @@ def _typed(path: str, field: FieldInfo, value: Any) -> Any:
 
 @functools.cache
 def known_fields() -> Mapping[str, FieldInfo]:
-    """Every field of a `TrainConfig` by its dotted path."""
+    """Every field of a `TrainConfig` by its dotted path, see `leaf_fields`."""
     return MappingProxyType(leaf_fields(TrainConfig))
 
 
 def find_field(path: str) -> FieldInfo:
     """The field or group of fields at a dotted path; raises `unknown_field`'s error where there is none."""
-    field = FieldInfo(TrainConfig, optional=False, default=dataclasses.MISSING)
-    for name in path.split("."):
-        inside = fields_of(field.type) if field.is_group else {}
-        if name not in inside:
-            raise unknown_field(path)
-        field = inside[name]
+    field = field_at(TrainConfig, path)
+    if field is None:
+        raise unknown_field(path)
     return field
 
 
@@ -113,8 +126,10 @@ def unknown_field(path: str) -> UserError:
     if scores:
         near = [name for name, score in scores.items() if score == max(scores.values())]
         return UserError(f"unknown config field {path!r}: did you mean {' or '.join(map(repr, near))}?")
-    siblings = [name for name in known if name.rpartition(".")[0] == group]
-    siblings = siblings or [name for name in known if "." not in name]
+    parent = field_at(TrainConfig, group) if group else None
+    if parent is None or not parent.is_group or parent.by_name:
+        return UserError(f"unknown config field {path!r}: the fields there are {', '.join(fields_of(TrainConfig))}")
+    siblings = [f"{group}.{name}" for name in fields_of(parent.type)]
     return UserError(f"unknown config field {path!r}: the fields there are {', '.join(siblings)}")
 
 

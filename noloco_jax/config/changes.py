@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from noloco_jax.config.build import known_fields, to_dict
 from noloco_jax.config.fields import TrainConfig
-from noloco_jax.config.schema import OnResume, flatten
+from noloco_jax.config.schema import OnResume, field_at, flatten
 from noloco_jax.methods import METHODS
 
 
@@ -26,8 +26,10 @@ def changes(before: TrainConfig, now: TrainConfig) -> list[Change]:
     rows = [METHODS[config.method] for config in (before, now)]
     return [
         Change(path, left.get(path), right.get(path), field.on_resume)
-        for path, field in known_fields().items()
-        if left.get(path) != right.get(path) and not all(row.is_unused(path) for row in rows)
+        for path in dict.fromkeys([*left, *right])
+        if (field := field_at(TrainConfig, path)) is not None
+        and left.get(path) != right.get(path)
+        and not all(row.is_unused(path) for row in rows)
     ]
 
 

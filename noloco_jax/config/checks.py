@@ -5,8 +5,8 @@ import difflib
 import math
 from typing import Any
 
-from noloco_jax.config.fields import ModelConfig, TrainConfig
-from noloco_jax.config.schema import FieldInfo, flatten, leaf_fields, shown
+from noloco_jax.config.fields import DataConfig, ModelConfig, TrainConfig
+from noloco_jax.config.schema import FieldInfo, field_at, flatten, shown
 from noloco_jax.errors import UserError
 from noloco_jax.methods import METHODS, sync_pieces
 
@@ -15,11 +15,12 @@ _LARGEST_INT = 2**31 - 1
 
 def validate(config: TrainConfig) -> None:
     """Raises `UserError` at the first field that is out of range or at odds with another."""
-    fields = leaf_fields(TrainConfig)
     for path, value in flatten(dataclasses.asdict(config)).items():
-        if value is not None:
-            check_field(path, fields[path], value)
+        field = field_at(TrainConfig, path)
+        if value is not None and field is not None:
+            check_field(path, field, value)
     _check_model(config.model)
+    _check_data(config.data)
     _check_run(config)
     METHODS[config.method].check(config)
     if METHODS[config.method].has_outer_steps:
@@ -63,6 +64,27 @@ def _check_model(model: ModelConfig) -> None:
             f"model.rope_scaling.low_freq_factor={rope.low_freq_factor} is not below "
             f"model.rope_scaling.high_freq_factor={rope.high_freq_factor}: swap or change them"
         )
+
+
+def _check_data(data: DataConfig) -> None:
+    if data.kind != "mixture":
+        if data.mixture:
+            raise UserError(
+                f"data.mixture.{next(iter(data.mixture))} is for data.kind='mixture' and data.kind={data.kind!r}: give "
+                "--config.data.kind=mixture, or no data.mixture"
+            )
+        return
+    if not data.mixture:
+        raise UserError(
+            "data.kind='mixture' and data.mixture names no source: give data.mixture.NAME.kind, .path and .weight of "
+            "each, under a NAME that you choose"
+        )
+    for name in ("path", "validation_path"):
+        if getattr(data, name):
+            raise UserError(
+                f"data.{name}={shown(getattr(data, name))} is not for data.kind='mixture': give it to a source, as "
+                f"--config.data.mixture.{next(iter(data.mixture))}.{name}, and --config.data.{name}= here"
+            )
 
 
 def _check_run(config: TrainConfig) -> None:

@@ -8,7 +8,7 @@ Names and meanings are part of the public interface: `--config.outer.sync_every=
 
 from dataclasses import MISSING, dataclass
 
-from noloco_jax.config.schema import setting
+from noloco_jax.config.schema import NO_ENTRIES, Entries, setting
 from noloco_jax.methods import METHODS
 from noloco_jax.wires import WIRES
 
@@ -202,15 +202,40 @@ class OuterConfig:
     )
 
 
+DATA_KINDS = ("c4", "jsonl", "parquet", "text")
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """A source of a mixture; its fields mean what those of a run's only source mean."""
+
+    kind: str = setting(
+        MISSING, "What its path holds, in the words of data.kind.", on_resume="must match", choices=DATA_KINDS
+    )
+    weight: float = setting(
+        MISSING,
+        "Its share of the tokens that are trained and validated on, in proportion to the weights of the other sources.",
+        on_resume="may change",
+        above=0,
+    )
+    path: str = setting("", "File or folder of its training documents.", on_resume="may change")
+    validation_path: str = setting(
+        "",
+        "File or folder of its validation documents; empty: those found beside its path or held out of it.",
+        on_resume="may change",
+    )
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Which documents a run reads, and how they become batches."""
 
     kind: str = setting(
         "text",
-        "What data.path holds: C4's gzipped JSON lines, JSON lines under any name, Parquet files, or text files.",
+        "What data.path holds: C4's gzipped JSON lines, JSON lines under any name, Parquet files, or text files; "
+        "mixture: the sources are in data.mixture.",
         on_resume="must match",
-        choices=("c4", "jsonl", "parquet", "text"),
+        choices=(*DATA_KINDS, "mixture"),
     )
     path: str = setting("", "File or folder of the training documents.", on_resume="may change")
     validation_path: str = setting(
@@ -245,6 +270,7 @@ class DataConfig:
         on_resume="may change",
         choices=("stop", "skip"),
     )
+    mixture: Entries[SourceConfig] = NO_ENTRIES
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,8 @@ def _match_override(argument: str) -> re.Match[str] | None:
     path, text = match["path"], match["text"]
     field = find_field(path)
     if field.is_group and not (field.optional and text == "None"):
-        raise UserError(f"--config.{path} is a group: set one of its fields, such as --config.{path}.FIELD=VALUE")
+        inside = f"--config.{path}.NAME.FIELD=VALUE" if field.by_name else f"--config.{path}.FIELD=VALUE"
+        raise UserError(f"--config.{path} is a group: set one of its fields, such as {inside}")
     if match["no"] and (field.type is not bool or text is not None):
         raise UserError(f"{argument}: --no is for fields that are true or false: give --config.{path}=VALUE")
     return match

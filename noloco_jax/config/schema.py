@@ -5,8 +5,11 @@ import functools
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn, TypeVar
+
+NAME = "NAME"  # stands in a dotted path for the name that the user gives to an entry
+T = TypeVar("T")
 
 # What a run that goes on from a checkpoint may do with a field: keep its value, take another and say so, or take any.
 OnResume = Literal["must match", "may change", "free"]
@@ -67,6 +70,7 @@ class FieldInfo:
       meaning: one sentence; a group's is its dataclass's docstring.
       allowed: the values that it takes.
       on_resume: whether a run may go on from a checkpoint with another value; "free" are fields that change no figure.
+      by_name: whether it holds any number of such groups, its entries, each under a name that the user chooses.
     """
 
     type: type
@@ -75,6 +79,7 @@ class FieldInfo:
     meaning: str = ""
     allowed: Allowed = Allowed()
     on_resume: OnResume = "must match"
+    by_name: bool = False
 
     @property
     def is_group(self) -> bool:
@@ -84,6 +89,24 @@ class FieldInfo:
     def type_name(self) -> str:
         """ "float", or "float or None"."""
         return self.type.__name__ + (" or None" if self.optional else "")
+
+
+class Entries(dict[str, T]):
+    """Groups of fields by name. It cannot be changed, so that a configuration that holds it can be hashed."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (dict(self),)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("a configuration cannot be changed")
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+
+
+NO_ENTRIES: Entries[Any] = Entries()
 
 
 def shown(value: Any) -> str:
@@ -108,8 +131,24 @@ def fields_of(cls: type) -> Mapping[str, FieldInfo]:
     infos = {}
     for entry in dataclasses.fields(cls):
         kind, optional = _without_none(annotations[entry.name])
-        infos[entry.name] = FieldInfo(kind, optional, entry.default, **entry.metadata)
+        by_name = typing.get_origin(kind) is Entries
+        if by_name:
+            (kind,) = typing.get_args(kind)
+        infos[entry.name] = FieldInfo(kind, optional, entry.default, **entry.metadata, by_name=by_name)
     return types.MappingProxyType(infos)
+
+
+def field_at(cls: type, path: str) -> FieldInfo | None:
+    """The field or group at a dotted path, with any name for an entry; None where there is none."""
+    field = FieldInfo(cls, optional=False, default=dataclasses.MISSING)
+    for name in path.split("."):
+        if field.by_name:
+            field = replace(field, by_name=False, optional=True)  # None leaves an entry out
+        elif field.is_group and name in fields_of(field.type):
+            field = fields_of(field.type)[name]
+        else:
+            return None
+    return field
 
 
 def _without_none(annotation: Any) -> tuple[type, bool]:
@@ -121,10 +160,18 @@ def _without_none(annotation: Any) -> tuple[type, bool]:
 
 
 def leaf_fields(cls: type) -> dict[str, FieldInfo]:
-    """Every field of a dataclass and of the groups in it by dotted path, without the groups themselves."""
+    """Every field of a dataclass and of the groups in it by dotted path, without the groups themselves.
+
+    Entries stand there as one with the name `NAME`.
+    """
+
+    def branch(info: FieldInfo) -> Any:
+        if not info.is_group:
+            return info
+        return {NAME: tree(info.type)} if info.by_name else tree(info.type)
 
     def tree(cls: type) -> dict[str, Any]:
-        return {name: tree(info.type) if info.is_group else info for name, info in fields_of(cls).items()}
+        return {name: branch(info) for name, info in fields_of(cls).items()}
 
     return flatten(tree(cls))
 

@@ -3,8 +3,9 @@
 from noloco_jax.data.from_config import check_data, needs_tokenizer
 from noloco_jax.data.packing import HostBatch
 from noloco_jax.data.positions import redistribute
-from noloco_jax.data.stream import Stream, train_stream, validation_batches
+from noloco_jax.data.stream import Stream, train_stream
 from noloco_jax.data.tokenizers import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
+from noloco_jax.data.validation import validation_batches
 
 __all__ = [
     "ByteTokenizer",

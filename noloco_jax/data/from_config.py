@@ -1,6 +1,7 @@
-"""Opens and checks the data set that a configuration names."""
+"""Opens and checks the data set, or the several, that a configuration names."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from noloco_jax.data.json_lines import SUFFIXES as JSON_LINES_SUFFIXES
 from noloco_jax.data.json_lines import JsonLinesSource, find_c4_files
+from noloco_jax.data.mixture import Mixture
 from noloco_jax.data.parquet import SUFFIXES as PARQUET_SUFFIXES
 from noloco_jax.data.parquet import ParquetSource
 from noloco_jax.data.source import EncodeTexts, Source, SourceOptions
@@ -27,24 +29,64 @@ def _no_encoder(texts: Sequence[str]) -> list[np.ndarray]:
     raise AssertionError("there is no tokenizer to encode the documents with")
 
 
-def open_source(
+def configs_by_source(config: "DataConfig") -> dict[str, "DataConfig"]:
+    """Each source's configuration as if it were the only one, by the group of its fields: "data.mixture.web".
+
+    The only one itself is "data".
+    """
+    if config.kind != "mixture":
+        return {"data": config}
+    return {
+        _group(name): replace(config, kind=source.kind, path=source.path, validation_path=source.validation_path)
+        for name, source in config.mixture.items()
+    }
+
+
+def mixture_of(config: "DataConfig") -> Mixture:
+    """The order of the sources, with the keys of `configs_by_source`."""
+    if config.kind != "mixture":
+        return Mixture({"data": 1.0})
+    return Mixture({_group(name): source.weight for name, source in config.mixture.items()})
+
+
+def _group(name: str) -> str:
+    return f"data.mixture.{name}"
+
+
+def open_sources(
     config: "DataConfig", tokenizer: Tokenizer | None, *, validation: bool, seed: int, vocab_size: int | None
-) -> Source:
+) -> dict[str, Source]:
     """The training or the validation documents of `config`; the latter in an order that no seed changes.
 
-    `tokenizer` may be None where nothing will be tokenized. Raises `UserError` for data that are missing or of another
-    form.
+    `tokenizer` may be None where nothing will be tokenized. The keys are those of `configs_by_source`. Raises
+    `UserError` for data that are missing or of another form.
     """
+    return {
+        group: open_source(one, tokenizer, validation=validation, seed=seed, vocab_size=vocab_size, group=group)
+        for group, one in configs_by_source(config).items()
+    }
+
+
+def open_source(
+    config: "DataConfig",
+    tokenizer: Tokenizer | None,
+    *,
+    validation: bool,
+    seed: int,
+    vocab_size: int | None,
+    group: str = "data",
+) -> Source:
+    """`open_sources` for a configuration of one source, whose fields are those of `group` in error messages."""
     if not config.path:
-        raise UserError('data.path is "": name the folder or file with the training data')
+        raise UserError(f'{group}.path is "": name the folder or file with the training data')
     if config.kind != "c4" and config.validation_path and _same_place(config.path, config.validation_path):
         raise UserError(
-            f"data.validation_path={config.validation_path!r} is data.path: give other data, or leave it empty for a "
-            "part of data.path to be held out"
+            f"{group}.validation_path={config.validation_path!r} is {group}.path: give other data, or leave it empty "
+            f"for a part of {group}.path to be held out"
         )
     options = SourceOptions(
         path=config.path,
-        field="data.path",
+        field=f"{group}.path",
         split="validation" if validation else "train",
         holds_both_splits=not config.validation_path,
         exclude=config.validation_path,
@@ -57,7 +99,7 @@ def open_source(
         if config.kind != "text":  # whose first batches must not come from the first file alone
             options = options._replace(shuffle_buffer=1)
         if config.validation_path:
-            options = options._replace(path=config.validation_path, field="data.validation_path", exclude=config.path)
+            options = options._replace(path=config.validation_path, field=options.validation_field, exclude=config.path)
     encode: EncodeTexts = _no_encoder
     if tokenizer is not None:
         encode = DocumentEncoder(tokenizer, add_bos=config.add_bos, add_eos=config.add_eos)
@@ -72,7 +114,7 @@ def open_source(
     if config.kind == "parquet":
         files, part = split_files(options, PARQUET_SUFFIXES)
         return ParquetSource(options, files, part, encode, config.sequence_length, vocab_size)
-    raise UserError(f'data.kind={config.kind!r}: the kinds are "c4", "jsonl", "parquet" and "text"')
+    raise UserError(f'{group}.kind={config.kind!r}: the kinds are "c4", "jsonl", "parquet" and "text"')
 
 
 def _same_place(path: str, other: str) -> bool:
@@ -82,10 +124,10 @@ def _same_place(path: str, other: str) -> bool:
 
 def needs_tokenizer(config: "DataConfig") -> bool:
     """Whether `config` names texts to be tokenized, not tokens. Raises `UserError` as `check_data` does."""
-    if config.kind != "parquet":
+    if any(one.kind != "parquet" for one in configs_by_source(config).values()):
         return True
-    sources = [open_source(config, None, validation=which, seed=0, vocab_size=None) for which in (False, True)]
-    return any(source.num_columns == 1 for source in sources)
+    splits = [open_sources(config, None, validation=which, seed=0, vocab_size=None) for which in (False, True)]
+    return any(source.num_columns == 1 for sources in splits for source in sources.values())
 
 
 def check_data(config: "DataConfig", *, num_replicas: int = 1, vocab_size: int | None = None) -> None:
@@ -95,5 +137,6 @@ def check_data(config: "DataConfig", *, num_replicas: int = 1, vocab_size: int |
     `num_replicas` gets a document. Errors deeper inside (a truncated file) show when they are read.
     """
     for validation in (False, True):
-        source = open_source(config, None, validation=validation, seed=0, vocab_size=vocab_size)
-        source.check_replicas(1 if validation else num_replicas)
+        sources = open_sources(config, None, validation=validation, seed=0, vocab_size=vocab_size)
+        for source in sources.values():
+            source.check_replicas(1 if validation else num_replicas)

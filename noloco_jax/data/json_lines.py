@@ -55,6 +55,7 @@ class JsonLinesSource:
     chunk_size = 32
 
     def __init__(self, options: SourceOptions, files: Sequence[str], part: str, kind: str, encode: EncodeTexts):
+        self.name = options.name
         self._options, self._files, self._part, self._encode = options, files, part, encode
         self._file_numbers = {file: number for number, file in enumerate(files)}
         self._remainder = -1 if part == "all" else self._find_remainder()
@@ -76,8 +77,8 @@ class JsonLinesSource:
         lines.close()
         if len(first) < 2:
             raise UserError(
-                f"{self._options.name} holds {len(first)} documents: give data.validation_path, or at least two, for "
-                "one to be held out for validation"
+                f"{self._options.name} holds {len(first)} documents: give {self._options.validation_field}, or at "
+                "least two, for one to be held out for validation"
             )
         return self._hash(first[len(first) // 2])
 

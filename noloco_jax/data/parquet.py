@@ -73,6 +73,7 @@ class ParquetSource:
         sequence_length: int,
         vocab_size: int | None,
     ):
+        self.name = options.name
         self._options, self._encode = options, encode
         footers = _readable_footers(files, options.on_bad_shard)
         self._footers = list(footers.values())
@@ -90,7 +91,7 @@ class ParquetSource:
         rows = sum(block.num_rows for block in self._blocks)
         if rows < (1 if part == "all" else 2):
             raise UserError(
-                f"{options.name} holds {rows} rows: give data.validation_path or more rows"
+                f"{options.name} holds {rows} rows: give {options.validation_field} or more rows"
                 if rows
                 else f"{options.name} holds Parquet files without a row"
             )

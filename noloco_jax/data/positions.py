@@ -87,6 +87,9 @@ def redistribute(states: Sequence[dict[str, Any]], num_replicas: int) -> list[di
     replicas j with j % N == i. The k-th of these c replicas takes documents k, k + c, k + 2c, ... of what is left of
     each shard; the first one also takes the rest of the document that replica i had begun.
 
+    Of a mixture, the positions in every source are divided so, and the guarantee is for each; replica j goes on in the
+    order of the sources where replica j % N was.
+
     Guarantee: let E be the latest epoch that any replica has begun. Each token of the epochs up to E that was not an
     input before is an input of exactly one replica afterwards, once; none is skipped and none is repeated. From epoch
     E + 1 on, documents are divided among M replicas as in a new run. Until then replicas may have different amounts
@@ -101,6 +104,26 @@ def redistribute(states: Sequence[dict[str, Any]], num_replicas: int) -> list[di
         raise UserError(f"num_replicas={num_replicas}: data positions are for at least one replica")
     if num_replicas == len(states):
         return [dict(state) for state in states]
+    shared = {"num_replicas": num_replicas, "source": states[0]["source"]}
+    if "positions" not in states[0]:
+        return [
+            {"replica": j} | shared | position.to_json() for j, position in enumerate(_divide(states, num_replicas))
+        ]
+    by_source = {
+        name: _divide([state | state["positions"][name] for state in states], num_replicas)
+        for name in states[0]["positions"]
+    }
+    return [
+        {"replica": j}
+        | shared
+        | {"drawn": states[j % len(states)]["drawn"]}
+        | {"positions": {name: divided[j].to_json() for name, divided in by_source.items()}}
+        for j in range(num_replicas)
+    ]
+
+
+def _divide(states: Sequence[dict[str, Any]], num_replicas: int) -> list[DataPosition]:
+    """`redistribute` for one source: `states` have its positions at their top."""
     last_epoch = max(state["epoch"] for state in states)
     remainders = [_remainder(state, last_epoch) for state in states]
     divided: list[tuple[ShardPosition, ...]] = []
@@ -119,11 +142,7 @@ def redistribute(states: Sequence[dict[str, Any]], num_replicas: int) -> list[di
                 for shard in shards
             ]
         divided.append((*begun, *sorted(shards, key=lambda shard: shard.epoch)))
-    return [
-        {"replica": j, "num_replicas": num_replicas, "source": states[0]["source"]}
-        | DataPosition(last_epoch, shards).to_json()
-        for j, shards in enumerate(divided)
-    ]
+    return [DataPosition(last_epoch, shards) for shards in divided]
 
 
 def _check_one_checkpoint(states: Sequence[dict[str, Any]]) -> None:

@@ -159,7 +159,7 @@ class _BatchIterator(grain.DatasetIterator[HostBatch]):
                     elif position.epoch > empty_since + 1:
                         raise UserError(
                             f"the documents of replica {self._documents.replica} of {self._documents.num_replicas} "
-                            "hold no token: data.path has nothing but empty documents or padding"
+                            f"hold no token: {self._documents.source.name} has nothing but empty documents or padding"
                         )
         except BaseException:
             self._reset(self._position)  # so that the next call meets the same error again
@@ -202,9 +202,6 @@ class BatchDataset(grain.IterDataset[HostBatch]):
         return _BatchIterator(*self._arguments)
 
 
-def prefetched_batches(
-    documents: ReplicaDocuments, batch_size: int, sequence_length: int, num_workers: int, position: DataPosition
-) -> grain.DatasetIterator[HostBatch]:
+def prefetched_batches(dataset: grain.IterDataset[HostBatch]) -> grain.DatasetIterator[HostBatch]:
     """Batches that a thread makes ahead of time; the iterator's state is that of the batches delivered."""
-    dataset = BatchDataset(documents, batch_size, sequence_length, num_workers, position)
     return iter(ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=_PREFETCHED_BATCHES))

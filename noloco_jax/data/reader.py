@@ -44,7 +44,7 @@ class DocumentReader:
             own = (position.shard, position.num_shards) == (self._replica, self._num_replicas)
             if own and position.document == 0:
                 raise UserError(
-                    f"replica {self._replica} of {self._num_replicas} gets no document of data.path: "
+                    f"replica {self._replica} of {self._num_replicas} gets no document of {self._source.name}: "
                     "use fewer replicas or more data"
                 )
             self._shards = tuple(rest)

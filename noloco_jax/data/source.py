@@ -35,11 +35,13 @@ class Source(Protocol):
     """A data set.
 
     Attributes:
+      name: the data set's name in error messages.
       num_columns: 1 for plain token streams, 2 where labels are stored beside the input ids.
       chunk_size: number of documents that are worth loading together.
       fingerprint: facts about the files that must not change under a saved position.
     """
 
+    name: str
     num_columns: int
     chunk_size: int
     fingerprint: dict[str, int | str]
@@ -84,6 +86,11 @@ class SourceOptions(NamedTuple):
     def name(self) -> str:
         """The data set's name in error messages, for example data.path='/data'."""
         return f"{self.field}={self.path!r}"
+
+    @property
+    def validation_field(self) -> str:
+        """The field that names the validation documents."""
+        return f"{self.field.rpartition('.')[0]}.validation_path"
 
     @property
     def part(self) -> str:

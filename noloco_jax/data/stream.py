@@ -1,13 +1,13 @@
-"""Batches to train and to validate on.
+"""Batches to train on.
 
 Shapes: B sequences of T tokens.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from noloco_jax.data.from_config import open_source
-from noloco_jax.data.packing import HostBatch, Packer
+from noloco_jax.data.from_config import mixture_of, open_sources
+from noloco_jax.data.packing import HostBatch
 from noloco_jax.data.positions import start_position
 from noloco_jax.data.source import Source
 from noloco_jax.data.tokenizers import Tokenizer
@@ -93,83 +93,73 @@ def train_stream(
     The batches are a function of the arguments alone. In every epoch each document goes to exactly one replica, in an
     order drawn from `seed` and the epoch. Replicas with unequal shares begin the next epoch at different steps.
 
+    A sequence is of one source. Of a mixture, each source has its share of the sequences in the order of `Mixture`,
+    whatever the lengths of its documents, and comes to the end of its epochs at its own pace.
+
     Args:
       tokenizer: may be None for data that are tokens already, see `needs_tokenizer`.
       batch_size: sequences per batch; `config.batch_size` if None.
       vocab_size: the model's, which the ids in Parquet files must fit; unchecked if None.
 
     With `config.num_workers` 0 a thread prefetches the batches; otherwise as many processes read and tokenize for this
-    stream. The batches are the same.
+    stream, at least one for each source. The batches are the same.
 
     Raises `UserError` for data that are missing or of another form, and for a replica that would get no document. The
     stream itself raises it where it meets a damaged file.
     """
     # Grain takes a second to import.
-    from noloco_jax.data.prefetch import ReplicaDocuments, closed_at_exit, prefetched_batches
+    from noloco_jax.data.mixed_batches import MixedDataset
+    from noloco_jax.data.prefetch import BatchDataset, ReplicaDocuments, closed_at_exit, prefetched_batches
 
-    source = open_source(config, tokenizer, validation=False, seed=seed, vocab_size=vocab_size)
+    sources = open_sources(config, tokenizer, validation=False, seed=seed, vocab_size=vocab_size)
     if not 0 <= replica < num_replicas:
         raise UserError(f"replica {replica} of {num_replicas}: replicas are numbered from 0")
-    source.check_replicas(num_replicas)
+    for source in sources.values():
+        source.check_replicas(num_replicas)
+    batch_size = config.batch_size if batch_size is None else batch_size
+
+    def batches(group: str, batch_size: int, num_workers: int) -> BatchDataset:
+        documents = ReplicaDocuments(sources[group], replica, num_replicas)
+        position = start_position(replica, num_replicas)
+        return BatchDataset(documents, batch_size, config.sequence_length, num_workers, position)
+
+    if config.kind == "mixture":
+        mixture = mixture_of(config)
+        sequences = {
+            group: batches(group, 1, _workers_of_share(config.num_workers, share))
+            for group, share in mixture.shares.items()
+        }
+        dataset = MixedDataset(sequences, mixture, replica, batch_size)
+    else:
+        dataset = batches("data", batch_size, config.num_workers)
     identity = {
         "replica": replica,
         "num_replicas": num_replicas,
-        "source": source.fingerprint | _what_tells_tokens_apart(config, tokenizer, source) | {"seed": seed},
+        "source": _fingerprint(sources) | _what_tells_tokens_apart(config, tokenizer, sources) | {"seed": seed},
     }
-    iterator = prefetched_batches(
-        ReplicaDocuments(source, replica, num_replicas),
-        config.batch_size if batch_size is None else batch_size,
-        config.sequence_length,
-        config.num_workers,
-        start_position(replica, num_replicas),
-    )
-    stream = Stream(iterator, identity)
+    stream = Stream(prefetched_batches(dataset), identity)
     closed_at_exit.add(stream)
     return stream
 
 
-def _what_tells_tokens_apart(config: "DataConfig", tokenizer: Tokenizer | None, source: Source) -> dict[str, Any]:
+def _workers_of_share(num_workers: int, share: float) -> int:
+    """A source's part of the processes, at least one; the batches do not depend on it."""
+    return max(1, round(num_workers * share)) if num_workers else 0
+
+
+def _fingerprint(sources: Mapping[str, Source]) -> dict[str, Any]:
+    """The facts on the files; those of a mixture with the source in front of the name."""
+    if list(sources) == ["data"]:
+        return dict(sources["data"].fingerprint)
+    facts = {f"{group} {name}": fact for group, source in sources.items() for name, fact in source.fingerprint.items()}
+    return {"kind": "mixture"} | facts
+
+
+def _what_tells_tokens_apart(
+    config: "DataConfig", tokenizer: Tokenizer | None, sources: Mapping[str, Source]
+) -> dict[str, Any]:
     """Besides files and seed, what a position depends on: it is an offset into a replica's tokens."""
     known: dict[str, Any] = {"shuffle_buffer": config.shuffle_buffer}
-    if tokenizer is not None and source.num_columns == 1:
+    if tokenizer is not None and any(source.num_columns == 1 for source in sources.values()):
         known |= {"tokenizer": tokenizer.fingerprint, "add_bos": config.add_bos, "add_eos": config.add_eos}
     return known
-
-
-def validation_batches(
-    config: "DataConfig",
-    tokenizer: Tokenizer | None,
-    *,
-    num_batches: int,
-    batch_size: int | None = None,
-    vocab_size: int | None = None,
-) -> list[HostBatch]:
-    """The first `num_batches` batches of the validation documents in an order that no seed changes.
-
-    There are fewer where the documents hold fewer: none is repeated, and the last one is filled up with ignored labels.
-    Arguments and errors are those of `train_stream`; documents without a label to score are an error too.
-    """
-    source = open_source(config, tokenizer, validation=True, seed=0, vocab_size=vocab_size)
-    packer = Packer(source.num_columns, config.batch_size if batch_size is None else batch_size, config.sequence_length)
-    position = start_position(0, 1)  # nobody asks where these batches end
-    shard = source.open_shard(0, 0, 1, ())
-    batches: list[HostBatch] = []
-    start = 0
-    try:
-        while len(batches) < num_batches:
-            records = [shard.get(start + k) for k in range(source.chunk_size)]
-            for document in source.load([record for record in records if record is not None]):
-                packer.add(document, position)
-            while packer.full and len(batches) < num_batches:
-                batches.append(packer.pop())
-            start += source.chunk_size
-            if records[-1] is None:
-                rest = packer.pop_rest() if len(batches) < num_batches else None
-                batches += [] if rest is None else [rest]
-                break
-    finally:
-        shard.close()
-    if num_batches and not batches:
-        path = config.validation_path or config.path
-        raise UserError(f"the validation documents of {path!r} hold no token to predict: give data.validation_path")
-    return batches

@@ -46,12 +46,13 @@ class TextSource:
     chunk_size = 32
 
     def __init__(self, options: SourceOptions, piece: int, encode: EncodeTexts):
+        self.name = options.name
         self._options, self._piece, self._encode = options, piece, encode
         self._files = find_text_files(options)
         pieces = np.array([-(-size // self._piece) for _, size in self._files])
         if options.part != "all" and pieces.sum() < 2:
             raise UserError(
-                f"{options.name} is one short file: give data.validation_path, or at least two files, "
+                f"{options.name} is one short file: give {options.validation_field}, or at least two files, "
                 "for one to be held out for validation"
             )
         files = np.repeat(np.arange(len(pieces)), pieces)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from noloco_jax.config import TrainConfig, unused_settings
+from noloco_jax.config import DataConfig, TrainConfig, unused_settings
 from noloco_jax.formatting import format_bytes, format_count, format_memory
 from noloco_jax.methods import method_of
 from noloco_jax.model.llama import num_params
@@ -28,6 +28,7 @@ def banner_rows(config: TrainConfig, programs: Programs) -> list[tuple[str, obje
         ("method", "\n".join([method_of(config).describe(config), *_without_effect(config)])),
         ("parameters", _parameters(config)),
         ("batch", _batch(config)),
+        *([("data", _mixture(config.data))] if config.data.kind == "mixture" else []),
         ("memory", _memory(config, programs)),
         ("messages", _messages(config)),
     ]
@@ -68,6 +69,15 @@ def _batch(config: TrainConfig) -> str:
     replicas, sequences, length = config.num_replicas, config.data.batch_size, config.data.sequence_length
     tokens = format_count(replicas * sequences * length)
     return f"{tokens} tokens a step: {replicas} replicas x {sequences} sequences x {length}"
+
+
+def _mixture(data: DataConfig) -> str:
+    """A line for every source, with its share of the tokens."""
+    total = sum(source.weight for source in data.mixture.values())
+    return "\n".join(
+        f"{100 * source.weight / total:.3g} % {name}: {source.kind} in {source.path}"
+        for name, source in data.mixture.items()
+    )
 
 
 def _memory(config: TrainConfig, programs: Programs) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from noloco_jax.config import Change, TrainConfig, changes, save_config, to_dict, unchecked
+from noloco_jax.config import Change, TrainConfig, changes, find_field, save_config, to_dict, unchecked
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
 
@@ -58,9 +58,17 @@ def permitted_changes(before: TrainConfig, now: TrainConfig, where: Path) -> lis
         if change.on_resume == "must match":
             raise UserError(
                 f"{where} holds a checkpoint with {change.field}={change.before!r}, the config has {change.now!r}: "
-                f"give --config.{change.field}={change.before} to go on with that run, or another --workdir"
+                f"give {_former(change)} to go on with that run, or another --workdir"
             )
     return [change for change in found if change.on_resume == "may change"]
+
+
+def _former(change: Change) -> str:
+    """The flag that makes a field what it was, or takes away the group that was not there."""
+    group, _, _ = change.field.rpartition(".")
+    if change.before is None and not find_field(change.field).optional:
+        return f"--config.{group}=None"
+    return f"--config.{change.field}={change.before}"
 
 
 def version_changes(record: Mapping[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from noloco_jax.config import (
 from noloco_jax.errors import UserError
 
 ROPE = {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SOURCE = {"kind": "c4", "weight": 1.0, "path": "", "validation_path": ""}
 
 
 def refusal(values: dict) -> str:
@@ -42,10 +44,17 @@ def nested(path: str, value: object) -> dict:
     """A configuration's mapping that sets one field, and what that field cannot be without."""
     if path.startswith("model.rope_scaling."):
         return {"model": {"rope_scaling": ROPE | {path.rpartition(".")[2]: value}}}
+    if path.startswith("data.mixture.NAME."):
+        return {"data": {"mixture": {"NAME": SOURCE | {path.rpartition(".")[2]: value}}}}
     for name in reversed(path.split(".")):
         value = {name: value}
     assert isinstance(value, dict)
     return value
+
+
+def mixture(*names: str, source: object = SOURCE, **fields: object) -> dict:
+    """A configuration of sources that are all the same."""
+    return {"data": {"kind": "mixture", "mixture": dict.fromkeys(names, source)} | fields}
 
 
 def assert_each_is_refused(cases: Sequence[tuple[dict, Sequence[str]]]) -> None:
@@ -74,7 +83,7 @@ def test_every_field_has_a_meaning_of_one_sentence_or_two_halves():
 
 
 def test_known_fields_are_those_of_a_complete_configuration():
-    complete = from_dict({"model": {"rope_scaling": ROPE}})
+    complete = from_dict({"model": {"rope_scaling": ROPE}, "data": {"kind": "mixture", "mixture": {"NAME": SOURCE}}})
     assert list(known_fields()) == list(flatten(to_dict(complete)))
 
 
@@ -118,6 +127,38 @@ def test_an_unknown_field_is_refused_with_the_nearest_name():
     )
 
 
+def test_what_is_wrong_with_a_source_of_a_mixture_is_refused_with_its_name():
+    assert_each_is_refused(
+        [
+            (mixture("web", source=SOURCE | {"kind": "c5"}), ["data.mixture.web.kind='c5'", "give one of c4, jsonl"]),
+            (mixture("web", source=SOURCE | {"kind": "mixture"}), ["data.mixture.web.kind='mixture'"]),
+            (mixture("web", source=SOURCE | {"weight": -1}), ["data.mixture.web.weight=-1.0", "give more than 0"]),
+            (mixture("web", source=SOURCE | {"weight": "1"}), ["data.mixture.web.weight: expected float, got '1'"]),
+            (mixture("web", source=SOURCE | {"wieght": 1}), ["data.mixture.web.wieght", "data.mixture.NAME.weight"]),
+            (mixture("web", source=SOURCE | {"zzz": 1}), ["the fields there are data.mixture.web.kind, "]),
+            (mixture("web", source={"kind": "c4"}), ["data.mixture.web.weight is missing"]),
+            (mixture("web", source=3), ["data.mixture.web: expected a group of fields, got 3"]),
+            ({"data": {"mixture": [SOURCE]}}, ["data.mixture: expected groups of fields by name, got ["]),
+            *((mixture(name), ["data.mixture: ", "is not a name"]) for name in ("a.b", "", "a b", "x" * 3000)),
+        ]
+    )
+
+
+def test_a_mixture_is_the_same_in_any_order_and_without_the_sources_that_are_none():
+    assert from_dict(mixture("web", "own")) == from_dict(mixture("own", "web"))
+    without = from_dict({"data": {"kind": "mixture", "mixture": {"web": SOURCE, "own": None}}})
+    assert without == from_dict(mixture("web")) != from_dict(mixture("own"))
+
+
+def test_a_mixture_is_hashed_pickled_and_kept_in_json_and_cannot_be_changed():
+    config = from_dict(mixture("web", "own"))
+    assert hash(config) == hash(from_dict(mixture("web", "own"))) != hash(from_dict(mixture("web")))
+    assert pickle.loads(pickle.dumps(config)) == config == from_dict(json.loads(json.dumps(to_dict(config))))
+    for change in (lambda m: m.update(web=None), lambda m: m.pop("web"), lambda m: m.__setitem__("web", None)):
+        with pytest.raises(TypeError, match="cannot be changed"):
+            change(config.data.mixture)
+
+
 def test_a_value_of_another_type_is_refused_by_field():
     assert_each_is_refused(
         [
@@ -158,6 +199,10 @@ def test_fields_that_contradict_each_other_are_refused_with_both_values():
             ({"mesh": {"stage": 2}, "model": {"tie_embeddings": True}}, ["model.tie_embeddings=True", "mesh.stage=2"]),
             ({"model": {"remat": "stage"}}, ["model.remat='stage'", "mesh.stage=1"]),
             ({"method": "local", "num_replicas": 1, "mesh": {"stage": 2}}, ["mesh.routing='random'", "num_replicas=1"]),
+            ({"data": {"mixture": {"web": SOURCE}}}, ["data.mixture.web", "data.kind='text'", "data.kind=mixture"]),
+            ({"data": {"kind": "mixture"}}, ["data.kind='mixture'", "names no source", "data.mixture.NAME.kind"]),
+            (mixture("web", path="a"), ["data.path='a'", "--config.data.mixture.web.path"]),
+            (mixture("web", validation_path="a"), ["data.validation_path='a'", "--config.data.mixture.web."]),
         ]
     )
 
@@ -195,7 +240,7 @@ def test_the_edges_of_ranges_are_where_they_were_meant():
 
 def test_the_fields_with_choices_are_the_words_that_the_program_tells_apart():
     words = {"method", "elastic", "model.dtype", "model.param_dtype", "model.remat", "outer.order", "outer.wire"}
-    words |= {"outer.state_dtype", "data.kind", "data.on_bad_shard", "mesh.routing"}
+    words |= {"outer.state_dtype", "data.kind", "data.on_bad_shard", "mesh.routing", "data.mixture.NAME.kind"}
     words |= {"inner.optimizer", "inner.schedule"}
     assert {path for path, field in known_fields().items() if field.allowed.choices} == words
 
@@ -204,7 +249,7 @@ def test_a_refused_value_is_answered_with_what_to_give():
     assert_each_is_refused(
         [
             (nested("method", "nolocco"), ["method='nolocco' is unknown: did you mean 'noloco'?"]),
-            (nested("data.kind", "zzz"), ["give one of c4, jsonl, parquet, text"]),
+            (nested("data.kind", "zzz"), ["give one of c4, jsonl, parquet, text, mixture"]),
             (nested("elastic", "zzz"), ["give one of '', merge, keep, copy"]),
             (nested("num_steps", 0), ["num_steps=0 is not allowed: give 1 or more"]),
             (nested("inner.lr", 0.0), ["give more than 0"]),

@@ -279,3 +279,23 @@ def test_a_tool_without_a_config_has_the_same_errors():
     assert isinstance(parser, argparse.ArgumentParser)
     with pytest.raises(UserError, match="unknown argument '--x'"):
         parser.parse_args(["--x"])
+
+
+def test_the_sources_of_a_mixture_are_set_added_and_left_out_by_name(tmp_path):
+    file = tmp_path / "mixture.py"
+    file.write_text(
+        "from ml_collections import ConfigDict\n\ndef get_config():\n"
+        "    config = ConfigDict({'data': {'kind': 'mixture'}})\n"
+        "    config.data.mixture = {'web': {'kind': 'c4', 'path': 'c4/en', 'weight': 7}}\n    return config\n"
+    )
+    added = ["--config.data.mixture.own.kind=jsonl", "--config.data.mixture.own.weight=3"]
+    config = loaded(str(file), *added, "--config.data.mixture.web.weight=6")
+    assert {name: (source.kind, source.weight) for name, source in config.data.mixture.items()} == {
+        "own": ("jsonl", 3.0),
+        "web": ("c4", 6.0),
+    }
+    saved = str(save_config(config, tmp_path))
+    assert loaded(saved) == config
+    assert list(loaded(saved, "--config.data.mixture.own=None").data.mixture) == ["web"]
+    assert "--config.data.mixture.NAME.FIELD=VALUE" in refusal(f"--config={file}", "--config.data.mixture=web")
+    assert "data.mixture.web.weight=-1.0" in refusal(f"--config={file}", "--config.data.mixture.web.weight=-1")

@@ -57,6 +57,19 @@ def test_what_must_match_is_refused(values, tmp_path):
         permitted_changes(CONFIG, from_dict(values), tmp_path)
 
 
+def test_a_source_that_came_or_went_is_named_with_the_flag_that_undoes_it(tmp_path):
+    web, own = ({"kind": kind, "weight": 1.0} for kind in ("c4", "jsonl"))
+    one, both, heavier = (
+        from_dict({"data": {"kind": "mixture", "mixture": mixture}})
+        for mixture in ({"web": web}, {"web": web, "own": own}, {"web": web | {"weight": 2.0}})
+    )
+    with pytest.raises(UserError, match=r"give --config\.data\.mixture\.own=None to"):
+        permitted_changes(one, both, tmp_path)
+    with pytest.raises(UserError, match=r"give --config\.data\.mixture\.own\.kind=jsonl to"):
+        permitted_changes(both, one, tmp_path)
+    assert list(map(str, permitted_changes(one, heavier, tmp_path))) == ["data.mixture.web.weight: 1.0 before, 2.0 now"]
+
+
 def test_a_record_survives_json_and_gives_the_configuration_back(tmp_path):
     made = json.loads(json.dumps(make_record(OTHER, {"files": 3}, None)))
     assert saved_config(made, tmp_path) == OTHER

@@ -115,6 +115,20 @@ def test_a_run_of_late_fragments_that_is_continued_is_bitwise_undisturbed(config
         np.testing.assert_array_equal(weights, np.broadcast_to(weights[:1], weights.shape))
 
 
+def test_a_run_on_a_mixture_that_is_terminated_continues_bitwise(config, tmp_path, capsys):
+    mixture = {"long": ("data", 2), "short": ("held_out", 1)}
+    flags = ["--config.data.kind=mixture", "--config.data.path=", "--config.data.validation_path="]
+    for name, (folder, weight) in mixture.items():
+        fields = {"kind": "text", "path": config.parent / folder, "weight": weight}
+        flags += [f"--config.data.mixture.{name}.{field}={value}" for field, value in fields.items()]
+    run = from_dict(load_config(str(config), [*flags, "--config.num_steps=6"]))
+    assert train(run, tmp_path / "whole") == 0
+    assert f"66.7 % long: text in {config.parent / 'data'}" in "".join(capsys.readouterr().out.split("\n"))
+    assert train(run, tmp_path / "cut", hooks=Terminate(2)) == 75
+    assert train(from_dict(load_config(str(tmp_path / "cut/config.json"))), tmp_path / "cut") == 0
+    assert_same_run(tmp_path / "cut", tmp_path / "whole")
+
+
 def test_a_complete_run_says_so(config, uninterrupted, capsys):
     assert train(from_dict(load_config(str(config))), uninterrupted) == 0
     assert "the run is complete (24 steps)" in capsys.readouterr().out

@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from noloco_jax.config import DataConfig
+from noloco_jax.config import DataConfig, SourceConfig
+from noloco_jax.config.schema import Entries
 from noloco_jax.data import Stream, train_stream
 from noloco_jax.data.from_config import open_source
 from noloco_jax.data.positions import DataPosition
@@ -38,10 +40,10 @@ class CountingTokenizer:
         return f"{ids[0]} {len(ids)}"
 
 
-def documents(count: int, seed: int = 0) -> list[tuple[int, int]]:
-    """(first id, tokens) of documents of 1 to 12 tokens, which together hold the ids 0, 1, 2, ..."""
+def documents(count: int, seed: int = 0, first: int = 0) -> list[tuple[int, int]]:
+    """(first id, tokens) of documents of 1 to 12 tokens, which together hold the ids `first`, `first` + 1, ..."""
     lengths = np.random.default_rng(seed).integers(1, 13, count)
-    return list(zip((np.cumsum(lengths) - lengths).tolist(), lengths.tolist(), strict=True))
+    return list(zip((first + np.cumsum(lengths) - lengths).tolist(), lengths.tolist(), strict=True))
 
 
 def write_c4(folder: Path, shards: Iterable[Iterable[str]], split: str = "train") -> list[Path]:
@@ -79,12 +81,12 @@ def write_rows(path: Path, columns: Mapping[str, Iterable[Any]], row_group_size:
     pq.write_table(table, path, row_group_size=row_group_size)
 
 
-def write_counting(kind: str, folder: Path, count: int, files: int = 3) -> tuple[DataConfig, int]:
+def write_counting(kind: str, folder: Path, count: int, files: int = 3, first: int = 0) -> tuple[DataConfig, int]:
     """A data set of one kind in which every token is an id of its own: (its config, number of tokens to train on).
 
     Labels of Parquet rows are the id plus one.
     """
-    spans = documents(count)
+    spans = documents(count, first=first)
     texts = [f"{first} {length}" for first, length in spans]
     shares = [list(range(k * count // files, (k + 1) * count // files)) for k in range(files)]
     if kind == "c4":
@@ -117,7 +119,21 @@ def write_counting(kind: str, folder: Path, count: int, files: int = 3) -> tuple
         batch_size=2,
         shuffle_buffer=4,
     )
-    return config, sum(spans[-1])
+    return config, sum(spans[-1]) - first
+
+
+# Of a mixture: kind, documents, weight. The ids of source number k begin at `SOURCE_IDS` * k.
+SOURCE_IDS = 1000
+SOURCES = {"books": ("text", 11, 1.0), "code": ("parquet", 14, 1.5), "own": ("jsonl", 23, 2.5), "web": ("c4", 40, 5.0)}
+
+
+def write_mixture(folder: Path) -> tuple[DataConfig, dict[str, int]]:
+    """A mixture of four kinds in which every token is an id of its own: (its config, tokens to train on by group)."""
+    counts, sources, config = {}, {}, DataConfig()
+    for k, (name, (kind, number, weight)) in enumerate(SOURCES.items()):
+        config, counts[f"data.mixture.{name}"] = write_counting(kind, folder / name, number, first=SOURCE_IDS * k)
+        sources[name] = SourceConfig(kind, weight, config.path, config.validation_path)
+    return replace(config, kind="mixture", path="", validation_path="", mixture=Entries(sources)), counts
 
 
 def open_streams(config: DataConfig, num_replicas: int, tokenizer: Any = None, seed: int = 0) -> list[Stream]:

@@ -1,0 +1,360 @@
+"""Mixtures: every source has its share of the tokens, and is read as if it were the only one."""
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+
+import grain
+import numpy as np
+import pytest
+
+from noloco_jax.config import DataConfig, SourceConfig
+from noloco_jax.config.schema import Entries
+from noloco_jax.data import check_data, needs_tokenizer, redistribute, train_stream, validation_batches
+from noloco_jax.data.from_config import configs_by_source
+from noloco_jax.data.mixed_batches import MixedDataset
+from noloco_jax.data.mixture import Mixture
+from noloco_jax.errors import UserError
+from support.data_makers import (
+    SOURCE_IDS,
+    SOURCES,
+    CountingTokenizer,
+    before_next_document,
+    open_streams,
+    write_counting,
+    write_json_lines,
+    write_mixture,
+)
+
+WEIGHTS = [
+    {"a": 0.7, "b": 0.3},
+    {"a": 1, "b": 1, "c": 1},
+    {"a": 1e-3, "b": 0.5, "c": 2},
+    {"a": 0.05, "b": 0.15, "c": 0.3, "d": 0.5},
+    {"a": 1e308, "b": 1e308},
+]
+
+
+def group_of(token):
+    return f"data.mixture.{list(SOURCES)[int(token) // SOURCE_IDS]}"
+
+
+def take(stream, count):
+    return [next(stream) for _ in range(count)]
+
+
+def sequences(batches):
+    """(inputs, labels) of every sequence of some batches as tuples."""
+    return [
+        (tuple(inputs.tolist()), tuple(labels.tolist()))
+        for batch in batches
+        for inputs, labels in zip(batch["input_ids"], batch["labels"], strict=True)
+    ]
+
+
+def assert_same(left, right):
+    assert sequences(left) == sequences(right) and len(left) == len(right)
+
+
+def with_source(config, name, **fields):
+    return replace(config, mixture=Entries(config.mixture | {name: replace(config.mixture[name], **fields)}))
+
+
+def read_epochs(streams, last_epoch):
+    """The ids of every source of the epochs up to `last_epoch`; batches must hold one token."""
+    ids = []
+    for stream in streams:
+        while True:
+            positions = stream.get_state()["positions"]
+            left = {group for group, position in positions.items() if position["shards"][0][0] <= last_epoch}
+            if not left:
+                break
+            token = next(stream)["input_ids"].item()
+            if group_of(token) in left:
+                ids.append(token)
+    return ids
+
+
+def every_id(counts):
+    return [SOURCE_IDS * k + token for k, count in enumerate(counts.values()) for token in range(count)]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_every_stretch_of_the_order_has_each_source_in_its_share(weights):
+    mixture, total = Mixture(weights), sum(map(Fraction, weights.values()))
+    drawn = [mixture.source_at(place) for place in range(20_000)]
+    for name, weight in weights.items():
+        share = Fraction(weight) / total
+        assert mixture.shares[name] == float(share)
+        ahead = np.cumsum(np.equal(drawn, name)) - float(share) * np.arange(1, len(drawn) + 1)
+        assert np.ptp(ahead) < 5 and abs(ahead).max() < 4
+
+
+def test_a_place_belongs_to_the_source_in_whose_part_the_multiple_of_the_golden_ratio_lies():
+    mixture, precision = Mixture({"a": 1, "b": 2, "c": 3}), 10**30
+    ratio = Fraction(math.isqrt(5 * precision**2) - precision, 2 * precision)
+    for place in range(3000):
+        point = place * ratio % 1
+        assert mixture.source_at(place) == ("a" if point < Fraction(1, 6) else "b" if point < Fraction(1, 2) else "c")
+
+
+def test_a_weight_is_the_share_of_the_tokens_however_long_the_documents(tmp_path):
+    write_json_lines(tmp_path / "long.jsonl", [f"{5000 * k} 5000" for k in range(20)])
+    write_json_lines(tmp_path / "short.jsonl", [f"{200_000 + k} 1" for k in range(300)])
+    sources = {name: SourceConfig("jsonl", weight, str(tmp_path / f"{name}.jsonl"))
+               for name, weight in (("long", 3.0), ("short", 1.0))}  # fmt: skip
+    config = DataConfig(
+        kind="mixture", mixture=Entries(sources), add_bos=False, add_eos=False, sequence_length=16, batch_size=4
+    )
+    for stream in open_streams(config, 2):
+        tokens = np.concatenate([batch["input_ids"].ravel() for batch in take(stream, 300)])
+        assert abs(int((tokens < 200_000).sum()) - 0.75 * len(tokens)) <= 3 * 16
+        stream.close()
+
+
+def test_what_all_replicas_read_in_a_step_has_each_source_in_its_share(tmp_path):
+    config, _ = write_mixture(tmp_path)
+    streams = open_streams(replace(config, batch_size=1), 8)
+    for _ in range(10):
+        found = Counter(group_of(next(stream)["input_ids"][0, 0]) for stream in streams)
+        for name, (_, _, weight) in SOURCES.items():
+            assert abs(found[f"data.mixture.{name}"] - 8 * weight / 10) < 2.5
+
+
+def test_each_source_is_read_as_if_it_were_the_only_one(tmp_path):
+    config, _ = write_mixture(tmp_path)
+    mixed = sequences(take(open_streams(config, 2, seed=3)[1], 60))
+    for group, alone in configs_by_source(config).items():
+        expected = sequences(take(open_streams(replace(alone, batch_size=1), 2, seed=3)[1], 90))
+        found = [sequence for sequence in mixed if group_of(sequence[0][0]) == group]
+        assert len(found) > 5 and found == expected[: len(found)]
+
+
+def test_an_epoch_of_every_source_holds_each_of_its_tokens_once_over_all_replicas(tmp_path):
+    config, counts = write_mixture(tmp_path)
+    for num_replicas in (1, 3):
+        for last_epoch in (0, 1):
+            streams = open_streams(replace(config, sequence_length=1, batch_size=1), num_replicas)
+            found = Counter(read_epochs(streams, last_epoch))
+            assert found == dict.fromkeys(every_id(counts), last_epoch + 1), (num_replicas, last_epoch)
+
+
+def test_a_mixture_resumes_bitwise_at_any_position(tmp_path):
+    config, _ = write_mixture(tmp_path)
+    (whole,), saved, batches = open_streams(config, 1), [], []
+    for _ in range(50):
+        saved.append(json.dumps(whole.get_state()))
+        batches.append(next(whole))
+    (again,) = open_streams(config, 1)
+    for start in [0, 49, *np.random.default_rng(0).integers(0, 50, 4).tolist()]:
+        again.set_state(json.loads(saved[start]))
+        assert json.dumps(again.get_state()) == saved[start]
+        assert_same(take(again, 50 - start), batches[start:])
+    assert again.get_state() == whole.get_state()
+
+
+def test_worker_processes_of_each_source_make_the_same_batches_from_a_saved_position_on(tmp_path):
+    config, _ = write_mixture(tmp_path)
+    config = replace(config, mixture=Entries({name: config.mixture[name] for name in ("own", "web")}))
+    (alone,), (helped,) = open_streams(config, 1), open_streams(replace(config, num_workers=2), 1)
+    take(alone, 7)
+    helped.set_state(alone.get_state())
+    assert_same(take(helped, 60), take(alone, 60))
+    assert helped.get_state() == alone.get_state()
+    helped.close()
+
+
+def test_a_new_batch_shape_goes_on_at_the_same_tokens(tmp_path):
+    config, _ = write_mixture(tmp_path)
+    (old,), (new,) = (open_streams(replace(config, batch_size=size), 1) for size in (2, 3))
+    take(old, 5)
+    new.set_state(old.get_state())
+    assert sequences(take(new, 4)) == sequences(take(old, 6))
+
+
+def test_no_token_is_skipped_or_repeated_where_the_number_of_replicas_changes(tmp_path):
+    config, counts = write_mixture(tmp_path)
+    one_by_one = replace(config, sequence_length=1, batch_size=1)
+    for numbers in [(4, 2), (2, 4), (3, 5, 2)]:
+        streams, delivered = open_streams(config, numbers[0]), []
+        for following in numbers[1:]:
+            for stream in streams:
+                delivered += [token for inputs, _ in sequences(take(stream, 2)) for token in inputs]
+            states = redistribute([stream.get_state() for stream in streams], following)
+            streams = open_streams(config, following)
+            for stream, state in zip(streams, json.loads(json.dumps(states)), strict=True):
+                stream.set_state(state)
+        last_epoch = max(position["epoch"] for state in states for position in state["positions"].values())
+        finishing = open_streams(one_by_one, numbers[-1])
+        for stream, state in zip(finishing, states, strict=True):
+            common = {"replica": state["replica"], "num_replicas": state["num_replicas"]}
+            for group, alone in configs_by_source(config).items():
+                position = before_next_document(alone, common | state["positions"][group])
+                state["positions"][group] = {name: position[name] for name in ("epoch", "shards")}
+            stream.set_state(state)
+        delivered += read_epochs(finishing, last_epoch)
+        assert Counter(delivered) == dict.fromkeys(every_id(counts), last_epoch + 1), numbers
+
+
+def test_replicas_that_are_added_keep_the_shares_of_a_step(tmp_path):
+    config, _ = write_mixture(tmp_path)
+    streams = open_streams(config, 3)
+    for stream in streams:
+        take(stream, 4)
+    states = redistribute([stream.get_state() for stream in streams], 5)
+    assert [state["drawn"] for state in states] == [8] * 5
+    order = Mixture({f"data.mixture.{name}": source.weight for name, source in config.mixture.items()})
+    for replica, stream in enumerate(open_streams(config, 5)):
+        stream.set_state(states[replica])
+        found = [group_of(inputs[0]) for inputs, _ in sequences(take(stream, 2))]
+        assert found == [order.source_at(8 + replica + k) for k in range(4)]
+
+
+def test_other_weights_hold_from_the_position_on_and_every_source_goes_on_where_it_was(tmp_path):
+    config, _ = write_mixture(tmp_path)
+    changed = with_source(config, "books", weight=90.0)
+    (stream,), (other,) = open_streams(config, 1), open_streams(changed, 1)
+    before = sequences(take(stream, 25))
+    other.set_state(stream.get_state())
+    after = sequences(take(other, 50))
+    found = Counter(group_of(inputs[0]) for inputs, _ in after)
+    assert abs(found["data.mixture.books"] - 100 * 90 / 99) < 4
+    for group, alone in configs_by_source(config).items():
+        both = [sequence for sequence in before + after if group_of(sequence[0][0]) == group]
+        assert both == sequences(take(open_streams(replace(alone, batch_size=1), 1)[0], len(both)))
+
+
+def test_a_state_of_other_sources_is_refused_with_the_name_of_the_source(tmp_path):
+    config, _ = write_mixture(tmp_path)
+    (stream,) = open_streams(config, 1)
+    larger, _ = write_counting("jsonl", tmp_path / "larger", 29)
+    fewer = replace(config, mixture=Entries({name: config.mixture[name] for name in ("web", "own")}))
+    for other, named in (
+        (with_source(config, "own", path=larger.path), "data.mixture.own bytes"),
+        (fewer, "data.mixture.books kind None"),
+        (replace(larger, kind="jsonl"), "kind 'jsonl'"),
+    ):
+        with pytest.raises(UserError, match="restore the former data") as caught:
+            open_streams(other, 1)[0].set_state(stream.get_state())
+        assert named.split()[0] in str(caught.value)
+
+
+@pytest.fixture
+def held_out(tmp_path):
+    """A mixture of 3 : 1 with 400 tokens of "web" to validate on and 25 of "own"."""
+    sources = {}
+    for name, weight, first, count in (("own", 1.0, 500_000, 25), ("web", 3.0, 0, 400)):
+        write_json_lines(tmp_path / name / "train.jsonl", ["900 5"] * 9)
+        write_json_lines(tmp_path / name / "validation.jsonl", [f"{first + k} 5" for k in range(0, count, 5)])
+        sources[name] = SourceConfig("jsonl", weight, str(tmp_path / name))
+    return DataConfig(
+        kind="mixture", mixture=Entries(sources), add_bos=False, add_eos=False, sequence_length=4, batch_size=3
+    )
+
+
+def test_validation_takes_the_sources_in_turns_each_as_if_it_were_the_only_one(held_out):
+    batches = validation_batches(held_out, CountingTokenizer(), num_batches=5)
+    assert_same(batches, validation_batches(held_out, CountingTokenizer(), num_batches=5))
+    alone = {
+        group: iter(sequences(validation_batches(replace(one, batch_size=1), CountingTokenizer(), num_batches=99)))
+        for group, one in configs_by_source(held_out).items()
+    }
+    order = Mixture({"data.mixture.own": 1, "data.mixture.web": 3})
+    assert sequences(batches) == [next(alone[order.source_at(place)]) for place in range(15)]
+
+
+def test_validation_ends_where_a_source_ends_for_the_shares_to_hold(held_out):
+    batches = validation_batches(held_out, CountingTokenizer(), num_batches=1000)
+    found = sequences(batches)
+    own = [inputs for inputs, _ in found if inputs[0] >= 500_000]
+    assert own == [tuple(range(500_000 + k, 500_004 + k)) for k in range(0, 24, 4)]
+    scored = [inputs for inputs, labels in found if set(labels) != {-100}]
+    assert abs(len(scored) - 4 * len(own)) <= 8 and len(scored) < len(found) == 3 * len(batches)
+
+
+def test_what_is_wrong_with_the_data_of_a_source_is_said_with_its_name(tmp_path):
+    config, _ = write_mixture(tmp_path)
+    check_data(config, num_replicas=3)
+    (tmp_path / "nothing.jsonl").write_text("")
+    write_json_lines(tmp_path / "blank.jsonl", [""] * 5)
+    for name, fields, num_replicas, message in (
+        ("web", {"path": str(tmp_path / "nowhere")}, 3, "data.mixture.web.path='.*nowhere': there is no such folder"),
+        ("own", {"validation_path": str(tmp_path / "nowhere")}, 3, "data.mixture.own.validation_path='.*nowhere'"),
+        ("code", {"path": ""}, 3, 'data.mixture.code.path is ""'),
+        (
+            "own",
+            {"path": str(tmp_path / "nothing.jsonl"), "validation_path": ""},
+            1,
+            "give data.mixture.own.validation",
+        ),
+        ("books", {}, 12, "num_replicas=12, but data.mixture.books.path='.*' holds 11 train documents"),
+        ("own", {"path": str(tmp_path / "books")}, 3, "data.mixture.own.path='.*books' holds no file"),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            check_data(with_source(config, name, **fields), num_replicas=num_replicas)
+        assert "\n" not in str(caught.value)
+    blank = with_source(config, "own", path=str(tmp_path / "blank.jsonl"), validation_path=config.mixture["own"].path)
+    (stream,) = open_streams(blank, 1)
+    for _ in range(2):  # and again, at the same place
+        with pytest.raises(UserError, match=r"hold no token: data\.mixture\.own\.path="):
+            take(stream, 9)
+    assert stream.get_state()["drawn"] < 18
+
+
+class NumberedSequences(grain.DatasetIterator):
+    """Sequences of one number each, counted up; the one numbered `broken` is there at the second attempt."""
+
+    def __init__(self, first, broken):
+        super().__init__()
+        self.next, self.broken = first, broken
+
+    def __next__(self):
+        if self.next == self.broken:
+            self.broken = None
+            raise OSError("not now")
+        self.next += 1
+        return {"input_ids": np.array([[self.next - 1]])}
+
+    def get_state(self):
+        return {"next": self.next}
+
+    def set_state(self, state):
+        self.next = state["next"]
+
+
+class Numbered(grain.IterDataset):
+    def __init__(self, *arguments):
+        super().__init__()
+        self.arguments = arguments
+
+    def __iter__(self):
+        return NumberedSequences(*self.arguments)
+
+
+def test_a_batch_that_fails_halfway_loses_no_sequence_of_the_other_sources():
+    def batches(broken):
+        numbered = {"a": Numbered(0, None), "b": Numbered(1000, broken)}
+        return iter(MixedDataset(numbered, Mixture({"a": 0.7, "b": 0.3}), replica=0, batch_size=8))
+
+    whole, interrupted = batches(None), batches(1003)  # the fourth sequence of the second batch
+    for _ in range(6):
+        expected, before = next(whole), interrupted.get_state()
+        try:
+            found = next(interrupted)
+        except OSError:
+            assert interrupted.get_state() == before
+            found = next(interrupted)
+        np.testing.assert_array_equal(found["input_ids"], expected["input_ids"])
+    assert interrupted.get_state() == whole.get_state()
+
+
+def test_a_mixture_needs_a_tokenizer_where_a_source_holds_texts(tmp_path):
+    config, _ = write_mixture(tmp_path)
+    assert needs_tokenizer(config)
+    assert needs_tokenizer(with_source(config, "code", path=str(tmp_path / "moved")))  # which need not be opened
+    stored = replace(config, mixture=Entries({"code": config.mixture["code"]}))
+    assert not needs_tokenizer(stored)
+    stream = train_stream(stored, None, replica=0, num_replicas=1, seed=0)
+    assert "tokenizer" not in stream.source and group_of(next(stream)["input_ids"][0, 0]) == "data.mixture.code"
