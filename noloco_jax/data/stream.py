@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Stream(Iterator[HostBatch]):
-    """A replica's endless batches, each {"input_ids", "labels"}: int32 (B, T).
+    """A replica's endless batches, each {"input_ids", "labels"}, and "segment_ids" with a document mask: int32 (B, T).
 
     The state is the position after the batches delivered, whatever has been prefetched. It is small and can be written
     as JSON. A stream of the same configuration that is set to it yields bitwise the batches that this one would.
@@ -122,6 +122,7 @@ def train_stream(
         config.sequence_length,
         config.num_workers,
         start_position(replica, num_replicas),
+        document_mask=config.document_mask,
     )
     stream = Stream(iterator, identity)
     closed_at_exit.add(stream)
@@ -150,7 +151,12 @@ def validation_batches(
     Arguments and errors are those of `train_stream`; documents without a label to score are an error too.
     """
     source = open_source(config, tokenizer, validation=True, seed=0, vocab_size=vocab_size)
-    packer = Packer(source.num_columns, config.batch_size if batch_size is None else batch_size, config.sequence_length)
+    packer = Packer(
+        source.num_columns,
+        config.batch_size if batch_size is None else batch_size,
+        config.sequence_length,
+        document_mask=config.document_mask,
+    )
     position = start_position(0, 1)  # nobody asks where these batches end
     shard = source.open_shard(0, 0, 1, ())
     batches: list[HostBatch] = []
