@@ -35,9 +35,10 @@ def mean_loss(config, params, batch):
 
 def test_logits_of_a_packed_row_are_those_of_each_document_alone(params):
     model = Llama.from_params(CONFIG, params)
-    packed_BTV = model(BATCH["input_ids"], segments_BT=BATCH["segment_ids"])
+    ids_BT, segments_BT = jnp.asarray(BATCH["input_ids"]), jnp.asarray(BATCH["segment_ids"])
+    packed_BTV = model(ids_BT, segments_BT=segments_BT)
     for _, (row, start, stop) in pieces(LENGTHS):
-        alone_1TV = model(BATCH["input_ids"][row : row + 1, start:stop])
+        alone_1TV = model(ids_BT[row : row + 1, start:stop])
         np.testing.assert_allclose(packed_BTV[row, start:stop], alone_1TV[0], atol=2e-6)
 
 
@@ -53,7 +54,7 @@ def test_the_gradient_of_a_packed_batch_is_that_of_its_documents_alone(params, r
 def test_a_change_in_one_document_changes_the_loss_of_no_other(params):
     def nll_BT(ids_BT):
         model = Llama.from_params(CONFIG, params)
-        log_p_BTV = jax.nn.log_softmax(model(ids_BT, segments_BT=BATCH["segment_ids"]))
+        log_p_BTV = jax.nn.log_softmax(model(jnp.asarray(ids_BT), segments_BT=jnp.asarray(BATCH["segment_ids"])))
         return jnp.take_along_axis(log_p_BTV, jnp.maximum(BATCH["labels"], 0)[..., None], axis=-1)[..., 0]
 
     before_BT = nll_BT(BATCH["input_ids"])

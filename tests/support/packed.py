@@ -1,5 +1,6 @@
 """Packed sequences with their segments, and the same documents each alone."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -41,9 +42,11 @@ def pieces(lengths: list[list[int]]) -> Iterator[tuple[int, Piece]]:
 
 def loss_alone(config: ModelConfig, params: Any, batch: dict[str, np.ndarray], lengths: list[list[int]]) -> jax.Array:
     """The summed loss of a batch's labels, of every document by itself in a forward pass of its own."""
-    model, total = Llama.from_params(config, params), jnp.float32(0)
-    for _, (row, start, stop) in pieces(lengths):
-        ids_1T = jnp.asarray(batch["input_ids"][row, start:stop])[None]
-        log_p_TV = jax.nn.log_softmax(model(ids_1T)[0, :-1])
-        total -= jnp.take_along_axis(log_p_TV, ids_1T[0, 1:, None], axis=-1).sum()
-    return total
+    documents = (batch["input_ids"][row, start:stop] for _, (row, start, stop) in pieces(lengths))
+    return jnp.sum(jnp.stack([_document_loss(config, params, jnp.asarray(ids_T)) for ids_T in documents]))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _document_loss(config: ModelConfig, params: Any, ids_T: jax.Array) -> jax.Array:
+    log_p_TV = jax.nn.log_softmax(Llama.from_params(config, params)(ids_T[None])[0, :-1])
+    return -jnp.take_along_axis(log_p_TV, ids_T[1:, None], axis=-1).sum()
