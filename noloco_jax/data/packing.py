@@ -25,9 +25,9 @@ class Packer:
     labels.
 
     With a document mask, batches say which document each token belongs to, and a document's last token has no label of
-    the first column's making: nothing that it attends to tells the next document. So do Grain with MaxText, whose
-    segments end the targets, and the flattening collator of Hugging Face, which sets the label of every first token to
-    -100. A document that is cut between two sequences goes on in the second as a document of its own.
+    the first column's making: nothing that it attends to tells the next document. So the flattening collator of Hugging
+    Face sets the label of every first token to -100, and MaxText's Hugging Face pipeline never scores a BOS. A document
+    that is cut between two sequences goes on in the second as a document of its own.
 
     Padding that documents bring along is never in front of a token of its sequence, so that causal attention never
     sees it: it is kept where it ends a sequence exactly, and dropped elsewhere.

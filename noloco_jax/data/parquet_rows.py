@@ -40,7 +40,7 @@ class RowConverter(NamedTuple):
         return "" if self.is_text else np.zeros((2, 0), np.int32)
 
     def rows(self, batch: "pa.RecordBatch", first_row: int) -> list[Any]:
-        """The text of each row, or its input ids and labels, with what is not attended to behind: int32 (2, n).
+        """The text of each row, or its input ids and labels, padding behind its tokens: int32 (2, n).
 
         Args:
           batch: the columns.
@@ -144,7 +144,7 @@ class RowConverter(NamedTuple):
 
 
 def _with_padding_behind(rows_2N: np.ndarray, padding_N: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
-    """The rows with their padding, as `PADDING`, behind their tokens, which would attend to it behind it."""
+    """The rows with their padding, as `PADDING`, behind their tokens: a token behind it would attend to it."""
     if not padding_N.any():
         return rows_2N
     row_N = np.repeat(np.arange(len(lengths_R)), lengths_R)
