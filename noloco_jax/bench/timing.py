@@ -18,6 +18,7 @@ _WARMUP = 3  # inner steps before the first that is timed
 _OUTER_STEPS = 5  # that are timed
 _TRACED_STEPS = 3
 _DIFFERENT_BATCHES = 4
+_DOCUMENTS = 4  # that begin in a sequence, about, where attention stays inside documents
 
 
 class RandomStream:
@@ -26,10 +27,15 @@ class RandomStream:
     def __init__(self, config: TrainConfig, replica: int):
         rng = np.random.default_rng([config.seed, replica])
         shape = (config.data.batch_size, config.data.sequence_length)
-        self._batches = itertools.cycle(
-            {name: rng.integers(0, config.model.vocab_size, shape, np.int32) for name in ("input_ids", "labels")}
-            for _ in range(_DIFFERENT_BATCHES)
-        )
+
+        def batch() -> dict[str, np.ndarray]:
+            made = {name: rng.integers(0, config.model.vocab_size, shape, np.int32) for name in ("input_ids", "labels")}
+            if config.data.document_mask:
+                begins = rng.random(shape) < _DOCUMENTS / config.data.sequence_length
+                made["segment_ids"] = 1 + np.cumsum(begins, axis=1, dtype=np.int32)
+            return made
+
+        self._batches = itertools.cycle(batch() for _ in range(_DIFFERENT_BATCHES))
 
     def __next__(self) -> dict[str, np.ndarray]:
         return next(self._batches)

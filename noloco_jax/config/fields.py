@@ -255,6 +255,11 @@ class DataConfig:
     batch_size: int = setting(
         8, "Sequences that a replica trains on in an inner step.", on_resume="may change", minimum=1
     )
+    document_mask: bool = setting(
+        False,
+        "Whether a token attends to its own document alone; what follows a document's last token is then no label.",
+        on_resume="may change",
+    )
     num_workers: int = setting(
         0,
         "Processes that read and tokenize for each replica; 0: a thread of the run's own process does.",

@@ -55,7 +55,8 @@ class ParquetSource:
     * `attention_mask`: the next token of the row, where both are attended to.
 
     A label of -100 is out of the loss. In the first and last case so is the last token of a row, and sequences at a
-    row's end are left out if they are padding alone: without a label, or not attended to.
+    row's end are left out if they are padding alone: without a label, or not attended to. What `attention_mask` leaves
+    out comes behind the tokens of its row, wherever it stood, and no token attends to it.
 
     Shard i of N is the i-th N-th of the rows in the epoch's order of blocks: consecutive row groups of together at
     least `shuffle_buffer` rows (a single group where it is larger), which are shuffled anew in every epoch. A block is

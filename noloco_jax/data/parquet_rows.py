@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from noloco_jax.data.source import PADDING
 from noloco_jax.errors import UserError
 from noloco_jax.labels import IGNORED_LABEL
 
@@ -39,7 +40,7 @@ class RowConverter(NamedTuple):
         return "" if self.is_text else np.zeros((2, 0), np.int32)
 
     def rows(self, batch: "pa.RecordBatch", first_row: int) -> list[Any]:
-        """The text of each row, or its input ids and labels: int32 (2, n).
+        """The text of each row, or its input ids and labels, padding behind its tokens: int32 (2, n).
 
         Args:
           batch: the columns.
@@ -69,10 +70,12 @@ class RowConverter(NamedTuple):
         labels_N = self._labels(ids_N, other_N, followed_N)
         self._check_ids(ids_N, labels_N)
         kept_R = lengths_R
-        if self.columns[1] != "label":
-            used_N = other_N != 0 if self.columns[1] == "attention_mask" else labels_N != IGNORED_LABEL
-            kept_R = self._lengths_in_use(used_N, starts_R, lengths_R)
         rows_2N = np.stack([ids_N, labels_N])
+        if self.columns[1] == "attention_mask":
+            rows_2N = _with_padding_behind(rows_2N, other_N == 0, lengths_R)
+            kept_R = self._lengths_in_use(rows_2N[0] != PADDING, starts_R, lengths_R)
+        elif self.columns[1] == "labels":
+            kept_R = self._lengths_in_use(labels_N != IGNORED_LABEL, starts_R, lengths_R)
         return [rows_2N[:, start : start + kept] for start, kept in zip(starts_R, kept_R, strict=True)]
 
     def _labels(self, ids_N: np.ndarray, other_N: np.ndarray, followed_N: np.ndarray) -> np.ndarray:
@@ -138,6 +141,15 @@ class RowConverter(NamedTuple):
                 f"{self.path} holds token id {largest}, but model.vocab_size={self.vocab_size}: "
                 f"set model.vocab_size to at least {largest + 1}"
             )
+
+
+def _with_padding_behind(rows_2N: np.ndarray, padding_N: np.ndarray, lengths_R: np.ndarray) -> np.ndarray:
+    """The rows with their padding, as `PADDING`, behind their tokens: a token behind it would attend to it."""
+    if not padding_N.any():
+        return rows_2N
+    row_N = np.repeat(np.arange(len(lengths_R)), lengths_R)
+    rows_2N = np.stack([np.where(padding_N, PADDING, rows_2N[0]), rows_2N[1]])
+    return rows_2N[:, np.lexsort((padding_N, row_N))]
 
 
 def _lengths(column: Any) -> np.ndarray:

@@ -5,6 +5,7 @@ of them, so a pipeline with any number of workers can continue where another one
 """
 
 import atexit
+import functools
 import os
 import weakref
 from collections.abc import Sequence
@@ -124,12 +125,15 @@ class _BatchIterator(grain.DatasetIterator[HostBatch]):
         sequence_length: int,
         num_workers: int,
         position: DataPosition,
+        document_mask: bool,
     ):
         super().__init__()
         self._documents, self._num_workers = documents, num_workers
-        self._shape = (documents.source.num_columns, batch_size, sequence_length)
+        self._new_packer = functools.partial(
+            Packer, documents.source.num_columns, batch_size, sequence_length, document_mask=document_mask
+        )
         self._position = position
-        self._packer = Packer(*self._shape)
+        self._packer = self._new_packer()
         self._chunks: grain.DatasetIterator[Chunk] | None = None
 
     def _open_chunks(self) -> grain.DatasetIterator[Chunk]:
@@ -171,7 +175,7 @@ class _BatchIterator(grain.DatasetIterator[HostBatch]):
     def _reset(self, position: DataPosition) -> None:
         if self._chunks is not None:
             self._chunks.close()
-        self._chunks, self._packer, self._position = None, Packer(*self._shape), position
+        self._chunks, self._packer, self._position = None, self._new_packer(), position
 
     def get_state(self) -> dict[str, Any]:
         return self._position.to_json()
@@ -194,9 +198,10 @@ class BatchDataset(grain.IterDataset[HostBatch]):
         sequence_length: int,
         num_workers: int,
         position: DataPosition,
+        document_mask: bool,
     ):
         super().__init__()
-        self._arguments = (documents, batch_size, sequence_length, num_workers, position)
+        self._arguments = (documents, batch_size, sequence_length, num_workers, position, document_mask)
 
     def __iter__(self) -> grain.DatasetIterator[HostBatch]:
         return _BatchIterator(*self._arguments)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+PADDING = -1  # in place of an input id: padding, which a packer keeps where it ends a sequence and drops elsewhere
+
 EncodeTexts = Callable[[Sequence[str]], list[np.ndarray]]  # texts -> int32 (1, n) of each
 
 
@@ -55,7 +57,7 @@ class Source(Protocol):
         ...
 
     def load(self, records: Sequence[Any]) -> list[np.ndarray]:
-        """Tokens of each record that `EpochShard.get` gave: int32 (num_columns, n)."""
+        """Tokens of each record that `EpochShard.get` gave: int32 (num_columns, n), `PADDING` behind them if at all."""
         ...
 
 

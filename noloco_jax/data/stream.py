@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Stream(Iterator[HostBatch]):
-    """A replica's endless batches, each {"input_ids", "labels"}: int32 (B, T).
+    """A replica's endless batches, each {"input_ids", "labels"}, and "segment_ids" with a document mask: int32 (B, T).
 
     The state is the position after the batches delivered, whatever has been prefetched. It is small and can be written
     as JSON. A stream of the same configuration that is set to it yields bitwise the batches that this one would.
@@ -121,7 +121,8 @@ def train_stream(
     def batches(group: str, batch_size: int, num_workers: int) -> BatchDataset:
         documents = ReplicaDocuments(sources[group], replica, num_replicas)
         position = start_position(replica, num_replicas)
-        return BatchDataset(documents, batch_size, config.sequence_length, num_workers, position)
+        shape = batch_size, config.sequence_length
+        return BatchDataset(documents, *shape, num_workers, position, document_mask=config.document_mask)
 
     if config.kind == "mixture":
         mixture = mixture_of(config)

@@ -41,8 +41,7 @@ def validation_batches(
     found: list[HostBatch] = []
     with ExitStack() as stack:
         iterators = {
-            group: stack.enter_context(closing(_sequences(group, source, config.sequence_length)))
-            for group, source in sources.items()
+            group: stack.enter_context(closing(_sequences(group, source, config))) for group, source in sources.items()
         }
         for place in range(num_batches * batch_size):
             sequence = next(iterators[mixture.source_at(place)], None)
@@ -52,9 +51,9 @@ def validation_batches(
     return [_batch(found[start : start + batch_size], batch_size) for start in range(0, len(found), batch_size)]
 
 
-def _sequences(group: str, source: Source, sequence_length: int) -> Generator[HostBatch]:
+def _sequences(group: str, source: Source, config: "DataConfig") -> Generator[HostBatch]:
     """The documents as batches of one sequence; the last one may be filled up with ignored labels."""
-    packer = Packer(source.num_columns, 1, sequence_length)
+    packer = Packer(source.num_columns, 1, config.sequence_length, document_mask=config.document_mask)
     position = start_position(0, 1)  # nobody asks where these batches end
     start, any_yet = 0, False
     with closing(source.open_shard(0, 0, 1, ())) as shard:

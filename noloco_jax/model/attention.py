@@ -4,6 +4,7 @@ Axes: B batch, T queries, S keys, H heads, G key-value heads, R = H/G queries a 
 """
 
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,27 +15,56 @@ from noloco_jax.model.placement import map_shards
 _CPU_BLOCK = 128
 
 
-def causal_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) -> jax.Array:
+def causal_attention(
+    q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segments_BT: jax.Array | None = None
+) -> jax.Array:
     """Softmax attention of every position over itself and those before it, softmax in float32; returns (B, T, H, K).
 
     On a GPU this is `jax.nn.dot_product_attention`, through cuDNN's flash attention where that applies (a GPU of
-    compute capability 8.0 or more, 16-bit floats, heads no wider than 128 in steps of 8). On the CPU its XLA form takes
-    about twice as long as `_cpu_attention`.
+    compute capability 8.0 or more, 16-bit floats, heads no wider than 128 in steps of 8, with segments an even number
+    of positions). On the CPU its XLA form takes about twice as long as `_cpu_attention`.
+
+    Args:
+      q_BTHK, k_BTGK, v_BTGK: queries, keys and values.
+      segments_BT: int32, the segment of every position, which attends to that segment alone. None: to all.
     """
     if jax.default_backend() == "cpu":
-        return _cpu_attention(q_BTHK, k_BTGK, v_BTGK)
-    head_dim = q_BTHK.shape[-1]
+        return _cpu_attention(q_BTHK, k_BTGK, v_BTGK, segments_BT)
+    length, head_dim = q_BTHK.shape[1], q_BTHK.shape[-1]
     flash = (
         jax.default_backend() == "gpu"
         and _ampere_or_later()
         and q_BTHK.dtype in (jnp.bfloat16, jnp.float16)
         and head_dim % 8 == 0
         and head_dim <= 128
+        and (segments_BT is None or length % 2 == 0)
     )
     if flash:
-        attention = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-        return map_shards(attention, ("fsdp", None, "tensor", None), q_BTHK, k_BTGK, v_BTGK)
-    return jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, is_causal=True, implementation="xla")
+        heads = ("fsdp", None, "tensor", None)
+        arguments: list[tuple[jax.Array, tuple[str | None, ...]]] = [(x, heads) for x in (q_BTHK, k_BTGK, v_BTGK)]
+        if segments_BT is not None:
+            arguments.append((segments_BT, ("fsdp", None)))
+        return map_shards(partial(_library_attention, "cudnn"), *arguments)
+    return _library_attention("xla", q_BTHK, k_BTGK, v_BTGK, segments_BT)
+
+
+def _library_attention(
+    implementation: Literal["cudnn", "xla"],
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    segments_BT: jax.Array | None = None,
+) -> jax.Array:
+    """JAX's attention. For cuDNN the mask becomes 16-bit numbers (B, 1, T, T), the same for all heads and layers."""
+    mask_B1TT = None if segments_BT is None else _same_segment(segments_BT, segments_BT)[:, None]
+    return jax.nn.dot_product_attention(
+        q_BTHK, k_BTGK, v_BTGK, mask=mask_B1TT, is_causal=True, implementation=implementation
+    )
+
+
+def _same_segment(queries_BT: jax.Array, keys_BS: jax.Array) -> jax.Array:
+    """Whether each query's segment is each key's: bool (B, T, S)."""
+    return queries_BT[:, :, None] == keys_BS[:, None, :]
 
 
 def attention_from(start: jax.Array, q_BTHK: jax.Array, keys_BSGK: jax.Array, values_BSGK: jax.Array) -> jax.Array:
@@ -58,7 +88,7 @@ def _ampere_or_later() -> bool:
     return major.isdecimal() and int(major) >= 8
 
 
-def _cpu_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) -> jax.Array:
+def _cpu_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
     """Attention in blocks of queries, with heads ahead of positions, so that each step is a plain matrix product.
 
     The softmax is normalised last, where its array is smallest.
@@ -79,6 +109,9 @@ def _cpu_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) -> j
         )
         seen_TS = jnp.arange(stop)[None] <= jnp.arange(start, stop)[:, None]
         scores_BGRTS += jnp.where(seen_TS, 0.0, -jnp.inf)[None, None, None]  # an added mask needs no derivative
+        if segments_BT is not None:
+            same_BTS = _same_segment(segments_BT[:, start:stop], segments_BT[:, :stop])
+            scores_BGRTS += jnp.where(same_BTS, 0.0, -jnp.inf)[:, None, None]
         highest = jax.lax.stop_gradient(scores_BGRTS.max(axis=-1, keepdims=True))
         weights_BGRTS = jnp.exp(scores_BGRTS - highest)
         mixed_BGRTK = jnp.einsum(

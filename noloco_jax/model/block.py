@@ -42,7 +42,11 @@ class Block(nnx.Module):
         self.down = kernel(ffn, width)
 
     def __call__(
-        self, h_BTD: jax.Array, rotation_1T1J: tuple[jax.Array, jax.Array], cache: Cache | None = None
+        self,
+        h_BTD: jax.Array,
+        rotation_1T1J: tuple[jax.Array, jax.Array],
+        cache: Cache | None = None,
+        segments_BT: jax.Array | None = None,
     ) -> jax.Array:
         """Applies the layer to the residual stream (B, T, D).
 
@@ -50,13 +54,19 @@ class Block(nnx.Module):
           h_BTD: the residual stream.
           rotation_1T1J: cosines and sines of the positions, see `rope.rotation`.
           cache: keys and values of the positions before these. None: these are the first, and all there are.
+          segments_BT: without a cache, the segment of every position, which attends to that alone. None: to all.
         """
         eps = self.config.norm_eps
-        h_BTD = h_BTD + self.attention(rms_norm(h_BTD, self.attention_norm[...], eps), rotation_1T1J, cache)
+        x_BTD = rms_norm(h_BTD, self.attention_norm[...], eps)
+        h_BTD = h_BTD + self.attention(x_BTD, rotation_1T1J, cache, segments_BT)
         return h_BTD + self.mlp(rms_norm(h_BTD, self.mlp_norm[...], eps))
 
     def attention(
-        self, x_BTD: jax.Array, rotation_1T1J: tuple[jax.Array, jax.Array], cache: Cache | None = None
+        self,
+        x_BTD: jax.Array,
+        rotation_1T1J: tuple[jax.Array, jax.Array],
+        cache: Cache | None = None,
+        segments_BT: jax.Array | None = None,
     ) -> jax.Array:
         """Causal grouped-query attention with rotary positions; arguments as of the layer."""
 
@@ -66,7 +76,7 @@ class Block(nnx.Module):
         q_BTHK = rotate(heads(self.q, self.config.num_heads), rotation_1T1J)
         k_BTGK = rotate(heads(self.k, self.config.num_kv_heads), rotation_1T1J)
         v_BTGK = heads(self.v, self.config.num_kv_heads)
-        attend = causal_attention if cache is None else cache.attend
+        attend = functools.partial(causal_attention, segments_BT=segments_BT) if cache is None else cache.attend
         return _project(attend(q_BTHK, k_BTGK, v_BTGK).reshape(*x_BTD.shape[:-1], -1), self.o)
 
     def mlp(self, x_BTD: jax.Array) -> jax.Array:

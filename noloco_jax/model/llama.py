@@ -69,13 +69,15 @@ class Llama(nnx.Module):
         """The parameter dict of the module."""
         return nnx.to_pure_dict(nnx.state(self, nnx.Param))
 
-    def __call__(self, ids_BT: jax.Array, cache: Cache | None = None) -> jax.Array:
-        """Next-token logits (B, T, V), float32, of token ids (B, T); `cache` as of `run_blocks`."""
-        return self.logits(self.hidden(ids_BT, cache))
+    def __call__(
+        self, ids_BT: jax.Array, cache: Cache | None = None, segments_BT: jax.Array | None = None
+    ) -> jax.Array:
+        """Next-token logits (B, T, V), float32, of token ids (B, T); `cache` and `segments_BT` as of `run_blocks`."""
+        return self.logits(self.hidden(ids_BT, cache, segments_BT))
 
-    def hidden(self, ids_BT: jax.Array, cache: Cache | None = None) -> jax.Array:
+    def hidden(self, ids_BT: jax.Array, cache: Cache | None = None, segments_BT: jax.Array | None = None) -> jax.Array:
         """The hidden states after the last norm (B, T, D), which the head multiplies."""
-        return self.final_norm(self.run_blocks(self.embed_tokens(ids_BT), cache))
+        return self.final_norm(self.run_blocks(self.embed_tokens(ids_BT), cache, segments_BT))
 
     def embed_tokens(self, ids_BT: jax.Array) -> jax.Array:
         """Looks up token embeddings: (B, T, D) in the compute dtype."""
@@ -85,7 +87,9 @@ class Llama(nnx.Module):
         h_BTD = constrain(constrain(h_BTD, None, None, ("tensor", "fsdp")), "fsdp", None, "tensor")
         return constrain(h_BTD, "fsdp", None, None)
 
-    def run_blocks(self, h_BTD: jax.Array, cache: Cache | None = None) -> jax.Array:
+    def run_blocks(
+        self, h_BTD: jax.Array, cache: Cache | None = None, segments_BT: jax.Array | None = None
+    ) -> jax.Array:
         """Applies the stacked layers in turn to the residual stream (B, T, D).
 
         `config.remat` says what the backward pass computes again: nothing ("none"), everything but a layer's input
@@ -94,6 +98,8 @@ class Llama(nnx.Module):
         Args:
           h_BTD: the residual stream.
           cache: the T positions follow those in the cache, and are added to it. None: they are positions 0 to T - 1.
+          segments_BT: without a cache, the document of every position, int32: attention stays inside it. Positions go
+            on from one to the next, as rotary attention sees their differences alone. None: all is one document.
         """
         config = self.config
         graphdef, state = nnx.split(self.blocks)
@@ -104,7 +110,7 @@ class Llama(nnx.Module):
 
         def layer(carry: tuple[jax.Array, Cache | None], params: Params) -> tuple[Any, None]:
             h_BTD, cache = carry
-            h_BTD = nnx.merge(graphdef, params)(h_BTD, rotation_1T1J, cache)
+            h_BTD = nnx.merge(graphdef, params)(h_BTD, rotation_1T1J, cache, segments_BT)
             return (constrain(h_BTD, "fsdp", None, None), cache), None
 
         # Generation has no backward pass to unroll for. The cache is carried whole: as an output of the loop, all of it

@@ -115,10 +115,11 @@ def token_nll(
 def loss(config: ModelConfig, params: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Returns the mean negative log-likelihood over a batch's labels, and how many there are (no label: 0, 0).
 
-    `batch` holds `input_ids` and `labels`, both (B, T), the labels already shifted by one.
+    `batch` holds `input_ids` and `labels`, both (B, T), the labels already shifted by one, and maybe `segment_ids`.
     """
     model = Llama.from_params(config, params)
-    nll_sum, num_tokens = token_nll(model.hidden(batch["input_ids"]), model.head_kernel(), batch["labels"])
+    h_BTD = model.hidden(batch["input_ids"], segments_BT=batch.get("segment_ids"))
+    nll_sum, num_tokens = token_nll(h_BTD, model.head_kernel(), batch["labels"])
     return nll_sum / jnp.maximum(num_tokens, 1.0), num_tokens
 
 

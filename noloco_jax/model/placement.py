@@ -15,23 +15,25 @@ def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, _fitting(x.shape, axes)) if _axis_sizes() else x
 
 
-def map_shards(fn: Callable[..., jax.Array], axes: Sequence[str | None], *arrays: jax.Array) -> jax.Array:
+def map_shards(fn: Callable[..., jax.Array], *arguments: tuple[jax.Array, Sequence[str | None]]) -> jax.Array:
     """Computes `fn(*arrays)` as a `shard_map` over the axes that the surrounding mesh leaves to the partitioner.
 
     This is for functions that the partitioner cannot split, such as cuDNN's attention inside another `shard_map`.
 
     Args:
       fn: applied to the shards of a device; its result is one array.
-      axes: the mesh axis of each dimension, for all arrays and the result alike. An axis that does not divide its
-        dimension of every array is left out.
-      arrays: the arguments, whole.
+      arguments: each array, whole, and the mesh axis of each of its dimensions. The result's are those of the first.
+        An axis that does not divide each dimension that it is named for is left out.
     """
+    arrays, axes = zip(*arguments, strict=True)
     auto_axes = jax.sharding.get_abstract_mesh().auto_axes
     if not auto_axes:
         return fn(*arrays)
-    fits = [_fitting(x.shape, axes) for x in arrays]
-    spec = P(*(names[0] if len(set(names)) == 1 else None for names in zip(*fits, strict=True)))
-    mapped = jax.shard_map(fn, in_specs=spec, out_specs=spec, axis_names=set(auto_axes), check_vma=False)
+    sizes = _axis_sizes()
+    named = [(dim, name) for x, names in arguments for dim, name in zip(x.shape, names, strict=True) if name in sizes]
+    unfit = {name for dim, name in named if dim % sizes[name]}
+    specs = tuple(P(*(name if name in sizes and name not in unfit else None for name in names)) for names in axes)
+    mapped = jax.shard_map(fn, in_specs=specs, out_specs=specs[0], axis_names=set(auto_axes), check_vma=False)
     return mapped(*arrays)
 
 

@@ -68,7 +68,8 @@ def _parameters(config: TrainConfig) -> str:
 def _batch(config: TrainConfig) -> str:
     replicas, sequences, length = config.num_replicas, config.data.batch_size, config.data.sequence_length
     tokens = format_count(replicas * sequences * length)
-    return f"{tokens} tokens a step: {replicas} replicas x {sequences} sequences x {length}"
+    within = ", attention inside documents" if config.data.document_mask else ""
+    return f"{tokens} tokens a step: {replicas} replicas x {sequences} sequences x {length}{within}"
 
 
 def _mixture(data: DataConfig) -> str:

@@ -20,7 +20,7 @@ def evaluate(programs: Programs, params: PyTree, batches: Sequence[HostBatch]) -
     Args:
       programs: the run's programs.
       params: fast weights, the replicas in front.
-      batches: `input_ids` and `labels` (B, T), the same on every process.
+      batches: a replica's, as the programs take them; the same on every process.
 
     Returns:
       `perplexity`: exp of the token loss averaged over the replicas; `perplexity_replicas`: each replica's;
@@ -30,7 +30,7 @@ def evaluate(programs: Programs, params: PyTree, batches: Sequence[HostBatch]) -
     replica_losses = _losses(programs, params, [[batch] * num_replicas for batch in batches])
     losses = replica_losses[0] / replica_losses[1]
     # The merged model is the same on every replica, so each evaluates other batches.
-    nothing = {"input_ids": batches[0]["input_ids"], "labels": np.full_like(batches[0]["labels"], IGNORED_LABEL)}
+    nothing = batches[0] | {"labels": np.full_like(batches[0]["labels"], IGNORED_LABEL)}
     rounds = [batches[start : start + num_replicas] for start in range(0, len(batches), num_replicas)]
     rounds = [[*part, *[nothing] * (num_replicas - len(part))] for part in rounds]
     merged_sum, merged_tokens = _losses(programs, programs.merge(params), rounds).sum(axis=1)

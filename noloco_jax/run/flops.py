@@ -11,7 +11,8 @@ def model_flops_per_token(config: TrainConfig) -> float:
     Forward, per token: 2 per weight of a matrix multiplication (attention's q, k, v and o, the MLP's three, the head;
     the embedding is a lookup and counts nothing), and causal attention once, with half of the T x T scores:
     2 products (scores, values) x 2 x T/2 x heads x head size per layer. The backward pass takes twice the forward one,
-    so the sum is three times that. Recomputation (remat) is no use to the model and is not counted.
+    so the sum is three times that. Recomputation (remat) is no use to the model and is not counted. A document mask
+    changes nothing: what it leaves out is counted, so that runs with and without it compare.
     """
     model, length = config.model, config.data.sequence_length
     head_size = model.hidden_size // model.num_heads

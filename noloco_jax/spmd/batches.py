@@ -10,7 +10,7 @@ from noloco_jax.spmd.gradients import Batch
 
 
 class BatchSource(Protocol):
-    """One replica's batches: `input_ids` and `labels` int32 (B, T), and the position after the last one taken."""
+    """One replica's batches: the arrays of a `Batch`, int32 (B, T), and the position after the last one taken."""
 
     def __next__(self) -> dict[str, np.ndarray]: ...
     def get_state(self) -> dict: ...

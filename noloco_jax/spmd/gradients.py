@@ -14,7 +14,7 @@ from noloco_jax.model.llama import Llama
 from noloco_jax.model.loss import token_nll
 
 PyTree = Any
-Batch = dict[str, jax.Array]
+Batch = dict[str, jax.Array]  # input_ids, labels and, where attention stays inside documents, segment_ids
 
 
 def split_microbatches(x_LBT: jax.Array, num_microbatches: int) -> jax.Array:
@@ -46,7 +46,8 @@ def token_share(batch: Batch) -> jax.Array:
 def nll_sum(config: ModelConfig, params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """Returns the summed negative log-likelihood of a batch's labels and their number."""
     model = Llama.from_params(config, params)
-    return token_nll(model.hidden(batch["input_ids"]), model.head_kernel(), batch["labels"])
+    h_BTD = model.hidden(batch["input_ids"], segments_BT=batch.get("segment_ids"))
+    return token_nll(h_BTD, model.head_kernel(), batch["labels"])
 
 
 def replica_gradient(

@@ -93,31 +93,32 @@ def routed_nll(
         own_BT = ids_BT // num_own == stage
         return jnp.where(own_BT[..., None], Llama.from_params(model, part).embed_tokens(ids_BT % num_own), 0)
 
-    def run(h_LBTD: jax.Array) -> jax.Array:
+    def run(h_LBTD: jax.Array, segments_LBT: jax.Array | None) -> jax.Array:
         def one(slot):
-            blocks, h_BTD = slot
-            return Llama.from_params(model, {"blocks": blocks}).run_blocks(h_BTD)
+            blocks, h_BTD, segments_BT = slot
+            return Llama.from_params(model, {"blocks": blocks}).run_blocks(h_BTD, segments_BT=segments_BT)
 
-        return lax.map(one, (params["blocks"], h_LBTD))
+        return lax.map(one, (params["blocks"], h_LBTD, segments_LBT))
 
     if model.remat == "stage":
         run = jax.checkpoint(run, prevent_cse=False)
 
     def tick(arrived: PyTree, step: tuple[jax.Array, PyTree]):
         route, entering = step
-        h_LBTD, *which = jax.tree.map(lambda new, old: jnp.where(stage == 0, new, old), entering, arrived)
-        made = (run(h_LBTD), *which)
-        return permute_blocks(made, messages, route, DEVICES), made
+        h_LBTD, segments_LBT, *which = jax.tree.map(lambda new, old: jnp.where(stage == 0, new, old), entering, arrived)
+        h_LBTD = run(h_LBTD, segments_LBT)
+        return permute_blocks((h_LBTD, segments_LBT, *which), messages, route, DEVICES), (h_LBTD, *which)
 
     def score(slot):
         part, h_BTD, labels_BT, weight_B = slot
         kernel_DV = Llama.from_params(model, part).head_kernel()
         return token_nll(h_BTD, kernel_DV, labels_BT, weight_B, vocab_size=model.vocab_size, axis_name="stage")
 
-    ids_MLBT, labels_MLBT = (split_microbatches(batch[name], num_microbatches) for name in ("input_ids", "labels"))
-    h_MLBTD = sum_over_stages(jax.vmap(lambda ids_LBT: lax.map(look_up, (vocabulary, ids_LBT)))(ids_MLBT))
+    parts = jax.tree.map(lambda x: split_microbatches(x, num_microbatches), batch)
+    h_MLBTD = sum_over_stages(jax.vmap(lambda ids_LBT: lax.map(look_up, (vocabulary, ids_LBT)))(parts["input_ids"]))
     weight_ML = jnp.broadcast_to(weight_L, (num_microbatches, *weight_L.shape))
-    entering = jax.tree.map(lambda x: _append_zeros(x, num_stages - 1), (h_MLBTD, labels_MLBT, weight_ML))
+    entering = (h_MLBTD, parts.get("segment_ids"), parts["labels"], weight_ML)
+    entering = jax.tree.map(lambda x: _append_zeros(x, num_stages - 1), entering)
     nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), entering)
     _, made = lax.scan(tick, nothing, (routes, entering))
 

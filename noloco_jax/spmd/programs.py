@@ -68,7 +68,7 @@ class Programs:
       mesh: the devices.
       state: shapes, dtypes and shardings of the `TrainState` as programs take it.
       resting: the same as it lies between steps, with the outer state in host memory where it is offloaded.
-      batch: the same for a batch, `input_ids` and `labels` int32 (N, B, T).
+      batch: the same for a batch, `input_ids`, `labels` and with a document mask `segment_ids`, int32 (N, B, T).
       init: key -> TrainState at rest, the same weights in every replica.
       from_params: parameters of one replica (no replica axis) -> TrainState at rest.
       inner_step: (params, inner, batch, step) -> (params, inner, StepMetrics); step 1, 2, ... is the one to take.
@@ -189,7 +189,7 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
         mesh=mesh,
         state=state,
         resting=state,
-        batch={"input_ids": batch, "labels": batch},
+        batch=dict.fromkeys(("input_ids", "labels", *(["segment_ids"] if config.data.document_mask else [])), batch),
         init=jax.jit(
             lambda key: from_params(init_params(config.model, key)), out_shardings=on_mesh, compiler_options=RUN_ONCE
         ),

@@ -46,9 +46,9 @@ def routed_nll(
     sources = jnp.asarray(np.argsort(pool, axis=-1))  # from whom a replica receives, where the pool says to whom
     layers_a_stage = model.num_layers // num_stages
 
-    def run(blocks_and_h: tuple[PyTree, jax.Array]) -> jax.Array:
-        blocks, h_BTD = blocks_and_h
-        return Llama.from_params(model, {"blocks": blocks}).run_blocks(h_BTD)
+    def run(slot: tuple[PyTree, jax.Array, jax.Array | None]) -> jax.Array:
+        blocks, h_BTD, segments_BT = slot
+        return Llama.from_params(model, {"blocks": blocks}).run_blocks(h_BTD, segments_BT=segments_BT)
 
     if model.remat == "stage":
         run = jax.checkpoint(run)
@@ -60,15 +60,15 @@ def routed_nll(
     def microbatch(_, part):
         m, parts_NBT = part
         h_NBTD = jax.lax.map(enter, (params, parts_NBT["input_ids"]))
-        labels_NBT, routed_N = parts_NBT["labels"], weight_N
+        routed = (parts_NBT.get("segment_ids"), parts_NBT["labels"], weight_N)
         for stage in range(num_stages):
             chosen = slice(stage * layers_a_stage, (stage + 1) * layers_a_stage)
             blocks = jax.tree.map(lambda x, chosen=chosen: x[:, chosen], params["blocks"])
-            h_NBTD = jax.lax.map(run, (blocks, h_NBTD))
+            h_NBTD = jax.lax.map(run, (blocks, h_NBTD, routed[0]))
             if stage < num_stages - 1:
                 source_N = sources[routes[m + stage], stage]
-                h_NBTD, labels_NBT, routed_N = h_NBTD[source_N], labels_NBT[source_N], routed_N[source_N]
-        return None, (h_NBTD, labels_NBT, routed_N)
+                h_NBTD, *routed = jax.tree.map(lambda x, source_N=source_N: x[source_N], (h_NBTD, *routed))
+        return None, (h_NBTD, *routed[1:])
 
     def score(slot):
         replica, h_BTD, labels_BT, weight_B = slot

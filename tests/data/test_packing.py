@@ -1,10 +1,13 @@
 """Packing against a concatenation split by hand."""
 
+import itertools
+
 import numpy as np
 import pytest
 
 from noloco_jax.data.packing import Packer
 from noloco_jax.data.positions import DataPosition, ShardPosition
+from noloco_jax.data.source import PADDING
 from noloco_jax.errors import UserError
 from noloco_jax.labels import IGNORED_LABEL
 
@@ -18,8 +21,10 @@ def random_documents(columns: int, count: int = 40) -> list[np.ndarray]:
     return [rng.integers(0, 100, (columns, rng.integers(0, 23)), dtype=np.int32) for _ in range(count)]
 
 
-def pack(documents: list[np.ndarray], batch_size: int, sequence_length: int) -> tuple[list, list, Packer]:
-    packer = Packer(len(documents[0]), batch_size, sequence_length)
+def pack(
+    documents: list[np.ndarray], batch_size: int, sequence_length: int, *, document_mask: bool = False
+) -> tuple[list, list, Packer]:
+    packer = Packer(len(documents[0]), batch_size, sequence_length, document_mask=document_mask)
     batches, positions = [], []
     for number, document in enumerate(documents):
         packer.add(document, position(number))
@@ -56,7 +61,7 @@ def test_the_position_is_that_of_the_next_input_token():
 
 
 def test_a_document_is_taken_from_its_positions_token_on():
-    packer = Packer(1, 1, 4)
+    packer = Packer(1, 1, 4, document_mask=False)
     packer.add(np.arange(10, dtype=np.int32)[None], position(0, token=7))
     packer.add(np.arange(20, 30, dtype=np.int32)[None], position(1, token=8))
     assert packer.pop()["input_ids"].tolist() == [[7, 8, 9, 28]]
@@ -64,7 +69,7 @@ def test_a_document_is_taken_from_its_positions_token_on():
 
 def test_a_token_beyond_the_documents_end_says_that_the_data_changed():
     with pytest.raises(UserError, match="token 7 of a document of 5"):
-        Packer(1, 1, 4).add(np.zeros((1, 5), np.int32), position(0, token=7))
+        Packer(1, 1, 4, document_mask=False).add(np.zeros((1, 5), np.int32), position(0, token=7))
 
 
 @pytest.mark.parametrize("columns", [1, 2])
@@ -82,6 +87,86 @@ def test_the_rest_is_filled_up_with_ignored_labels(columns):
 
 
 def test_a_rest_without_a_label_is_none():
-    packer = Packer(1, 2, 4)
+    packer = Packer(1, 2, 4, document_mask=False)
     packer.add(np.array([[3]], np.int32), position(0))  # no token follows it
     assert packer.pop_rest() is None
+
+
+def test_without_a_document_mask_a_batch_holds_ids_and_labels_alone():
+    batches, _, packer = pack(random_documents(1), 2, 5)
+    assert {name for batch in [*batches, packer.pop_rest()] for name in batch} == {"input_ids", "labels"}
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_segments_number_the_documents_of_each_sequence_and_the_last_token_of_one_has_no_label(columns):
+    documents = random_documents(columns)
+    owners = [k for k, d in enumerate(documents) for _ in range(d.shape[1])]
+    followed = [one == other for one, other in itertools.pairwise(owners)]
+    owners = owners[: len(followed)] if columns == 1 else owners  # the last token of all is only a label
+    plain, _, plain_packer = pack(documents, 2, 16)
+    masked, _, packer = pack(documents, 2, 16, document_mask=True)
+    rows = [row for batch in [*masked, packer.pop_rest()] for row in zip(*batch.values(), strict=True)]
+    plain_rows = [row for batch in [*plain, plain_packer.pop_rest()] for row in zip(*batch.values(), strict=True)]
+    for number, ((ids, labels, segments), (same_ids, same_labels)) in enumerate(zip(rows, plain_rows, strict=True)):
+        here = slice(16 * number, 16 * number + 16)
+        distinct = sorted(set(owners[here]))
+        expected = [1 + distinct.index(owner) for owner in owners[here]]
+        np.testing.assert_array_equal(segments, expected + [0] * (16 - len(expected)))
+        np.testing.assert_array_equal(ids, same_ids)
+        if columns == 1:
+            same_labels = np.where((followed[here] + [False] * 16)[:16], same_labels, IGNORED_LABEL)
+        np.testing.assert_array_equal(labels, same_labels)
+
+
+def padded_documents(sequence_length: int, seed: int) -> list[np.ndarray]:
+    """Rows that are mostly as long as a sequence or two, filled up with padding, and some that are shorter."""
+    rng, documents, first = np.random.default_rng(seed), [], 0
+    for _ in range(30):
+        length = int(rng.choice([sequence_length, sequence_length, 2 * sequence_length, 3]))
+        tokens = int(rng.integers(1, length + 1))
+        ids = np.full(length, PADDING)
+        ids[:tokens] = np.arange(first, first + tokens)
+        labels = np.where(ids == PADDING, IGNORED_LABEL, ids + 1)
+        documents.append(np.stack([ids, labels]).astype(np.int32))
+        first += tokens
+    return documents
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_padding_is_never_in_front_of_a_token_of_its_sequence(seed):
+    documents = padded_documents(8, seed)
+    batches, _, packer = pack(documents, 2, 8, document_mask=True)
+    rest = packer.pop_rest()
+    batches += [] if rest is None else [rest]
+    segments = np.concatenate([batch["segment_ids"] for batch in batches])
+    assert (np.diff((segments == 0).astype(int), axis=1) >= 0).all()
+    assert 0 < (segments == 0).sum() < sum((d[0] == PADDING).sum() for d in documents)  # some kept, some dropped
+    inputs = np.concatenate([batch["input_ids"] for batch in batches])
+    labels = np.concatenate([batch["labels"] for batch in batches])
+    tokens = inputs[segments > 0]
+    np.testing.assert_array_equal(tokens, np.arange(len(tokens)))  # every token once, in order
+    assert len(tokens) == sum((d[0] != PADDING).sum() for d in documents)
+    np.testing.assert_array_equal(labels[segments > 0], tokens + 1)
+    assert (labels[segments == 0] == IGNORED_LABEL).all() and (inputs[segments == 0] == 0).all()
+
+
+def test_rows_as_long_as_a_sequence_stay_one_sequence_each_with_their_padding():
+    documents = [d for d in padded_documents(8, 0) if d.shape[1] == 8]
+    batches, _, _ = pack([*documents, documents[0]], 1, 8)
+    for batch, document in zip(batches, documents, strict=True):
+        np.testing.assert_array_equal(batch["input_ids"][0], np.maximum(document[0], 0))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_packer_that_goes_on_from_a_position_keeps_the_same_padding(seed):
+    documents = padded_documents(8, seed)
+    batches, positions, _ = pack(documents, 1, 8, document_mask=True)
+    for number, found in enumerate(positions[:-1], start=1):
+        shard = found.shards[0]
+        packer = Packer(2, 1, 8, document_mask=True)
+        packer.add(documents[shard.document], found)
+        for k in range(shard.document + 1, len(documents)):
+            packer.add(documents[k], position(k))
+        expected = batches[number]
+        for name, x in packer.pop().items():
+            np.testing.assert_array_equal(x, expected[name])

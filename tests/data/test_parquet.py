@@ -42,6 +42,12 @@ def labels_by_hand(row, mask):
     return [row[t + 1] if t < 11 and mask[t] and mask[t + 1] else -100 for t in range(12)]
 
 
+def behind(values, mask):
+    """A row's values with those of its padding behind the others."""
+    values = list(values)
+    return [v for v, m in zip(values, mask, strict=True) if m] + [v for v, m in zip(values, mask, strict=True) if not m]
+
+
 def test_stored_labels_come_as_they_are(tmp_path):
     rows = random_rows(20, 8)
     labels = rows + 1000
@@ -72,17 +78,39 @@ def test_masked_rows_keep_padding_out_of_the_loss(tmp_path):
     write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "attention_mask": list(mask)})
     inputs, labels = all_of_validation(config_for(12), tmp_path)
     kept = [0, 1, 3]  # the row of padding alone is left out
-    np.testing.assert_array_equal(inputs, rows[kept])
-    np.testing.assert_array_equal(labels, [labels_by_hand(rows[k], mask[k]) for k in kept])
+    np.testing.assert_array_equal(inputs, [behind(rows[k], mask[k]) for k in kept])
+    np.testing.assert_array_equal(labels, [behind(labels_by_hand(rows[k], mask[k]), mask[k]) for k in kept])
+
+
+def test_padding_in_front_of_a_rows_tokens_or_between_them_comes_behind_them(tmp_path):
+    rows, mask = random_rows(40, 12), (np.random.default_rng(1).random((40, 12)) < 0.8).astype(np.int32)
+    write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "attention_mask": list(mask)}, 7)
+    config = replace(config_for(12), path="elsewhere", validation_path=str(tmp_path), document_mask=True)
+    batches = validation_batches(config, None, num_batches=1000)
+    assert len(batches) == 40
+    for row, its_mask, batch in zip(rows, mask, batches, strict=True):
+        np.testing.assert_array_equal(batch["input_ids"][0], behind(row * its_mask, its_mask))
+        np.testing.assert_array_equal(batch["labels"][0], behind(labels_by_hand(row, its_mask), its_mask))
+        np.testing.assert_array_equal(batch["segment_ids"][0], behind(its_mask, its_mask))
+
+
+def test_padding_of_rows_that_do_not_fill_sequences_is_dropped(tmp_path):
+    rows, mask = masked_rows()
+    write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "attention_mask": list(mask)})
+    inputs, labels = all_of_validation(config_for(5), tmp_path)
+    tokens = rows[mask > 0]
+    np.testing.assert_array_equal(inputs.ravel()[: len(tokens)], tokens)
+    assert (inputs.ravel()[len(tokens) :] == 0).all() and (labels.ravel()[len(tokens) :] == -100).all()
 
 
 def test_longer_rows_are_split_and_padding_alone_is_left_out(tmp_path):
     rows, mask = masked_rows()
     write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "attention_mask": list(mask)})
     inputs, labels = all_of_validation(config_for(4), tmp_path)
-    kept = [(0, 0), (0, 4), (0, 8), (1, 0), (1, 4), (3, 0), (3, 4), (3, 8)]  # row 1 ends at token 7
-    np.testing.assert_array_equal(inputs, [rows[k, t : t + 4] for k, t in kept])
-    np.testing.assert_array_equal(labels, [labels_by_hand(rows[k], mask[k])[t : t + 4] for k, t in kept])
+    kept = [(0, 0), (0, 4), (0, 8), (1, 0), (1, 4), (3, 0), (3, 4)]  # row 1 has 7 tokens, the ninth of row 3 no label
+    np.testing.assert_array_equal(inputs, [behind(rows[k], mask[k])[t : t + 4] for k, t in kept])
+    expected = [behind(labels_by_hand(rows[k], mask[k]), mask[k]) for k in range(4)]
+    np.testing.assert_array_equal(labels, [expected[k][t : t + 4] for k, t in kept])
 
 
 def test_shorter_rows_of_any_length_are_packed_with_their_labels(tmp_path):
@@ -197,8 +225,8 @@ def test_integers_and_lists_of_every_width_are_read(tmp_path, kinds):
     ids, attended = (pa.array(value.tolist()).cast(kind) for value, kind in zip((rows, mask == 1), kinds, strict=True))
     pq.write_table(pa.table({"input_ids": ids, "attention_mask": attended}), tmp_path / "0.parquet")
     inputs, labels = all_of_validation(config_for(12), tmp_path)
-    np.testing.assert_array_equal(inputs, rows[[0, 1, 3]])
-    np.testing.assert_array_equal(labels, [labels_by_hand(rows[k], mask[k]) for k in (0, 1, 3)])
+    np.testing.assert_array_equal(inputs, [behind(rows[k], mask[k]) for k in (0, 1, 3)])
+    np.testing.assert_array_equal(labels, [behind(labels_by_hand(rows[k], mask[k]), mask[k]) for k in (0, 1, 3)])
 
 
 @pytest.mark.parametrize("row_group_size", [1, 7, 1000])

@@ -32,8 +32,9 @@ def take(stream, count):
 def assert_same(left, right):
     assert len(left) == len(right)
     for one, other in zip(left, right, strict=True):
-        np.testing.assert_array_equal(one["input_ids"], other["input_ids"])
-        np.testing.assert_array_equal(one["labels"], other["labels"])
+        assert one.keys() == other.keys()
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,6 +72,28 @@ def test_a_stream_continues_from_its_state_bitwise(tmp_path, kind):
         assert json.dumps(again.get_state()) == saved[start]
         assert_same(take(again, min(6, 40 - start)), batches[start : start + 6])
     assert max(map(len, saved)) < 400
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_a_document_mask_segments_are_documents_and_a_state_goes_on_bitwise(tmp_path, kind):
+    config, _ = write_counting(kind, tmp_path / "data", 23)
+    config = replace(config, sequence_length=16, document_mask=True)
+    owner = np.concatenate([np.full(count, k) for k, (_, count) in enumerate(documents(23))])
+    (stream,), (again,), (plain,) = (open_streams(replace(config, document_mask=on), 1) for on in (True, True, False))
+    for _ in range(12):
+        state = stream.get_state()
+        batch, unmasked = next(stream), next(plain)
+        again.set_state(state)
+        assert_same([next(again)], [batch])
+        assert stream.get_state() == plain.get_state()
+        np.testing.assert_array_equal(batch["input_ids"], unmasked["input_ids"])
+        owner_BT = owner[batch["input_ids"]]
+        np.testing.assert_array_equal(np.diff(batch["segment_ids"]) != 0, np.diff(owner_BT) != 0)
+        assert (batch["segment_ids"][:, 0] == 1).all() and (np.diff(batch["segment_ids"]) >= 0).all()
+        inside = owner_BT[:, :-1] == owner_BT[:, 1:]
+        kept = inside | (kind == "parquet")  # whose labels are stored beside the ids
+        expected = np.where(kept, unmasked["labels"][:, :-1], -100)
+        np.testing.assert_array_equal(batch["labels"][:, :-1], expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -133,6 +156,7 @@ def test_a_window_shuffle_stays_within_its_window(tmp_path):
 
 def test_worker_processes_make_the_same_batches_from_a_saved_position_on(tmp_path):
     config, _ = write_counting("c4", tmp_path / "data", 150)
+    config = replace(config, document_mask=True)
     (alone,) = open_streams(config, 1)
     (helped,) = open_streams(replace(config, num_workers=2), 1)
     take(alone, 11)

@@ -11,13 +11,13 @@ from jax.sharding import PartitionSpec as P
 
 from noloco_jax.model.placement import map_shards
 
-AXES = ("fsdp", None, "tensor", None)
+HEADS, ROWS = ("fsdp", None, "tensor", None), ("fsdp", None)
 
 
-def mixed(q_BTHK, k_BTGK):
+def mixed(q_BTHK, k_BTGK, scale_BT):
     """Like attention, each head by itself and each sequence by itself."""
     groups = q_BTHK.shape[2] // k_BTGK.shape[2]
-    return q_BTHK * jnp.cumsum(jnp.repeat(k_BTGK, groups, axis=2), axis=1)
+    return q_BTHK * jnp.cumsum(jnp.repeat(k_BTGK, groups, axis=2), axis=1) * scale_BT[..., None, None]
 
 
 @pytest.mark.parametrize(
@@ -29,22 +29,23 @@ def test_every_device_works_on_its_part_and_the_whole_is_the_same(batch, kv_head
     rng = np.random.default_rng(0)
     q_NBTHK = jnp.asarray(rng.normal(size=(2, batch, 5, 4, 3)), jnp.float32)
     k_NBTGK = jnp.asarray(rng.normal(size=(2, batch, 5, kv_heads, 3)), jnp.float32)
+    scale_BT = jnp.asarray(rng.normal(size=(batch, 5)), jnp.float32)
     seen = []
 
-    def noted(q_BTHK, k_BTGK):
-        seen.append(q_BTHK.shape)
-        return mixed(q_BTHK, k_BTGK)
+    def noted(q_BTHK, k_BTGK, scale_BT):
+        seen.append((q_BTHK.shape, scale_BT.shape))
+        return mixed(q_BTHK, k_BTGK, scale_BT)
 
     def of_replica(q_1BTHK, k_1BTGK):
-        return jnp.sin(map_shards(noted, AXES, q_1BTHK[0], k_1BTGK[0]))[None]
+        return jnp.sin(map_shards(noted, (q_1BTHK[0], HEADS), (k_1BTGK[0], HEADS), (scale_BT, ROWS)))[None]
 
     mesh = jax.make_mesh((2, 2, 2), ("replica", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     sharded = jax.shard_map(
         of_replica, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"), axis_names={"replica"}, check_vma=False
     )
-    expected = jax.vmap(lambda q, k: jnp.sin(mixed(q, k)))
+    expected = jax.vmap(lambda q, k: jnp.sin(mixed(q, k, scale_BT)))
     np.testing.assert_allclose(jax.jit(sharded)(q_NBTHK, k_NBTGK), expected(q_NBTHK, k_NBTGK), rtol=1e-5, atol=1e-6)
-    assert set(seen) == {part}
+    assert set(seen) == {(part, part[:2])}
 
     def gradients(fn):
         return jax.jit(jax.grad(lambda q, k: fn(q, k).sum(), argnums=(0, 1)))(q_NBTHK, k_NBTGK)
@@ -54,5 +55,6 @@ def test_every_device_works_on_its_part_and_the_whole_is_the_same(batch, kv_head
 
 
 def test_without_a_mesh_it_is_the_function_itself():
-    q_BTHK, k_BTGK = jnp.ones((1, 2, 2, 3)), jnp.ones((1, 2, 1, 3))
-    np.testing.assert_array_equal(map_shards(mixed, AXES, q_BTHK, k_BTGK), mixed(q_BTHK, k_BTGK))
+    q_BTHK, k_BTGK, scale_BT = jnp.ones((1, 2, 2, 3)), jnp.ones((1, 2, 1, 3)), jnp.ones((1, 2))
+    mapped = map_shards(mixed, (q_BTHK, HEADS), (k_BTGK, HEADS), (scale_BT, ROWS))
+    np.testing.assert_array_equal(mapped, mixed(q_BTHK, k_BTGK, scale_BT))

@@ -1,0 +1,108 @@
+"""Attention inside documents: a packed sequence is its documents, each alone."""
+
+import dataclasses
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from noloco_jax.config import ModelConfig
+from noloco_jax.model import attention
+from noloco_jax.model.llama import Llama
+from noloco_jax.model.loss import loss
+from support.model_makers import random_params
+from support.packed import loss_alone, packed_batch, pieces
+
+CONFIG = ModelConfig(
+    hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=61, norm_eps=1e-6
+)
+LENGTHS = [[5, 1, 7, 3], [16], [2, 9]]  # the last with padding behind it
+BATCH = packed_batch(LENGTHS, CONFIG.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.tree.map(jnp.asarray, random_params(CONFIG, scale=0.1))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def mean_loss(config, params, batch):
+    return loss(config, params, batch)[0]
+
+
+def test_logits_of_a_packed_row_are_those_of_each_document_alone(params):
+    model = Llama.from_params(CONFIG, params)
+    ids_BT, segments_BT = jnp.asarray(BATCH["input_ids"]), jnp.asarray(BATCH["segment_ids"])
+    packed_BTV = model(ids_BT, segments_BT=segments_BT)
+    for _, (row, start, stop) in pieces(LENGTHS):
+        alone_1TV = model(ids_BT[row : row + 1, start:stop])
+        np.testing.assert_allclose(packed_BTV[row, start:stop], alone_1TV[0], atol=2e-6)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_the_gradient_of_a_packed_batch_is_that_of_its_documents_alone(params, remat):
+    config = dataclasses.replace(CONFIG, remat=remat)
+    num_labels = (BATCH["labels"] != -100).sum()
+    expected = jax.jit(jax.grad(lambda params: loss_alone(CONFIG, params, BATCH, LENGTHS) / num_labels))(params)
+    actual = jax.jit(jax.grad(functools.partial(mean_loss, config)))(params, BATCH)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-7), actual, expected)
+
+
+def test_a_change_in_one_document_changes_the_loss_of_no_other(params):
+    def nll_BT(ids_BT):
+        model = Llama.from_params(CONFIG, params)
+        log_p_BTV = jax.nn.log_softmax(model(jnp.asarray(ids_BT), segments_BT=jnp.asarray(BATCH["segment_ids"])))
+        return jnp.take_along_axis(log_p_BTV, jnp.maximum(BATCH["labels"], 0)[..., None], axis=-1)[..., 0]
+
+    before_BT = nll_BT(BATCH["input_ids"])
+    changed_BT = BATCH["input_ids"].copy()
+    changed_BT[0, 2] = (changed_BT[0, 2] + 1) % CONFIG.vocab_size
+    after_BT = nll_BT(changed_BT)
+    same_BT = np.array(before_BT == after_BT)
+    assert not same_BT[0, 2:5].any()
+    same_BT[0, 2:5] = True
+    assert same_BT.all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_padding_behind_the_tokens_is_never_attended_to(params, masked):
+    batch = packed_batch([[11]], CONFIG.vocab_size)
+    if not masked:
+        del batch["segment_ids"]
+    value, gradient = jax.value_and_grad(functools.partial(mean_loss, CONFIG))(params, batch)
+    other = batch | {"input_ids": np.where(np.arange(16) < 11, batch["input_ids"], 7)}
+    assert (other["input_ids"] != batch["input_ids"]).any()
+    other_value, other_gradient = jax.value_and_grad(functools.partial(mean_loss, CONFIG))(params, other)
+    assert other_value == value
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8), other_gradient, gradient)
+
+
+def test_documents_that_cross_the_cpus_blocks_of_queries_are_attended_to_as_jax_does():
+    rng = np.random.default_rng(0)
+    q_BTHK, k_BTGK, v_BTGK = (jnp.asarray(rng.standard_normal((2, 300, heads, 8)), jnp.float32) for heads in (4, 2, 2))
+    segments_BT = jnp.asarray(np.cumsum(rng.random((2, 300)) < 0.02, axis=1, dtype=np.int32))
+    actual = attention.causal_attention(q_BTHK, k_BTGK, v_BTGK, segments_BT)
+    seen_BTT = (segments_BT[:, :, None] == segments_BT[:, None]) & np.tri(300, dtype=bool)[None]
+    expected = jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, mask=seen_BTT[:, None])
+    np.testing.assert_allclose(actual, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize(("length", "used"), [(6, "cudnn"), (5, "xla")])
+def test_on_a_gpu_the_library_masks_other_documents_and_cudnn_takes_even_lengths(monkeypatch, length, used):
+    given = {}
+
+    def library(q_BTHK, k_BTGK, v_BTGK, *, implementation, **arguments):
+        given.update(arguments, implementation=implementation)
+        return q_BTHK
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(compute_capability="9.0")])
+    monkeypatch.setattr(jax.nn, "dot_product_attention", library)
+    x_BTHK = jnp.zeros((1, length, 2, 8), jnp.bfloat16)
+    segments_T = np.array([1, 1, 1, 2, 2, 0])[:length]
+    attention.causal_attention(x_BTHK, x_BTHK, x_BTHK, jnp.asarray(segments_T)[None])
+    assert given["is_causal"] and given["implementation"] == used
+    np.testing.assert_array_equal(given["mask"], (segments_T[:, None] == segments_T)[None, None])

@@ -1,0 +1,101 @@
+"""Segments go wherever a batch goes: every layout computes the loss of each document alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from noloco_jax.config import from_dict
+from noloco_jax.run.evaluate import evaluate
+from noloco_jax.spmd.batches import place_batch
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import build_programs
+from support.model_makers import random_params
+from support.packed import loss_alone, packed_batch
+
+V = 32
+# The documents' lengths in each of a replica's sequences of 16: four sequences in two micro-batches.
+LENGTHS = {0: [[4, 6, 6], [16], [6, 6], [4, 4, 4, 4]], 1: [[6, 4, 6], [4, 6, 4], [6, 6, 4], [4, 6]]}
+BATCHES = {replica: packed_batch(lengths, V, seed=replica) for replica, lengths in LENGTHS.items()}
+
+
+def run_config(routing="fixed", **mesh):
+    return from_dict(
+        {
+            "num_replicas": 2,
+            "num_microbatches": 2,
+            "model": {
+                "vocab_size": V,
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "num_layers": 2,
+                "num_heads": 2,
+                "num_kv_heads": 2,
+            },
+            "mesh": {"routing": routing, **mesh},
+            "data": {"batch_size": 4, "sequence_length": 16, "document_mask": True},
+        }
+    )
+
+
+@functools.cache
+def params_of_one():
+    return jax.tree.map(jnp.asarray, random_params(run_config().model, scale=0.2))
+
+
+@functools.cache
+def oracle():
+    """Each replica's mean loss and gradient norm, of every document by itself."""
+    losses, norms = [], []
+    for replica, lengths in LENGTHS.items():
+        num_labels = (BATCHES[replica]["labels"] != -100).sum()
+        loss, gradient = jax.value_and_grad(functools.partial(loss_alone, run_config().model))(
+            params_of_one(), BATCHES[replica], lengths
+        )
+        losses.append(float(loss) / num_labels)
+        norms.append(float(jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(gradient)))) / num_labels)
+    return np.array(losses), np.array(norms)
+
+
+def first_step(config, num_devices):
+    """The metrics of an inner step from `params_of_one`."""
+    programs = build_programs(config, make_mesh(config, jax.devices()[:num_devices]))
+    params, inner, _ = programs.from_params(params_of_one())
+    batch = place_batch(BATCHES, programs.batch)
+    return programs.inner_step(params, inner, batch, np.int32(1))[2]
+
+
+LAYOUTS = {
+    "both on one device": (run_config(), 1),
+    "2 replicas x fsdp 2 x tensor 2": (run_config(fsdp=2, tensor=2), 8),
+    "two stages on one device": (run_config(stage=2), 1),
+    "2 stages x fsdp 2 x tensor 2": (run_config(stage=2, replica=1, fsdp=2, tensor=2), 8),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_and_gradient_are_those_of_each_document_alone(layout):
+    metrics = first_step(*LAYOUTS[layout])
+    losses, norms = oracle()
+    np.testing.assert_allclose(metrics.loss, losses, rtol=1e-5)
+    np.testing.assert_allclose(metrics.grad_norm, norms, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_segments_travel_with_the_micro_batch_that_is_routed_to_another_replica(num_devices):
+    metrics = first_step(run_config("random", stage=2), num_devices)
+    losses, _ = oracle()
+    assert np.abs(metrics.loss - losses).max() > 1e-3  # some went to the other replica, whose weights are the same
+    np.testing.assert_allclose(np.sum(metrics.loss), losses.sum(), rtol=1e-5)
+
+
+def test_an_evaluation_scores_each_document_alone():
+    config = run_config(stage=2)
+    programs = build_programs(config, make_mesh(config, jax.devices()[:4]))
+    found = evaluate(programs, programs.from_params(params_of_one()).params, list(BATCHES.values()))
+    num_labels = np.array([(batch["labels"] != -100).sum() for batch in BATCHES.values()])
+    expected = np.exp(np.average(oracle()[0], weights=num_labels))
+    np.testing.assert_allclose(found["perplexity_replicas"], [expected] * 2, rtol=1e-5)
+    np.testing.assert_allclose(found["perplexity_merged"], expected, rtol=1e-5)

@@ -1,0 +1,52 @@
+"""Packed sequences with their segments, and the same documents each alone."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from noloco_jax.config import ModelConfig
+from noloco_jax.labels import IGNORED_LABEL
+from noloco_jax.model.llama import Llama
+
+
+class Piece(NamedTuple):
+    """Where a document stands."""
+
+    row: int
+    start: int
+    stop: int
+
+
+def packed_batch(lengths: list[list[int]], vocab_size: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """One sequence of 16 for each list of its documents' lengths; what they leave is padding, with random ids."""
+    rng = np.random.default_rng(seed)
+    ids_BT = rng.integers(0, vocab_size, (len(lengths), 16), dtype=np.int32)
+    labels_BT, segments_BT = np.full_like(ids_BT, IGNORED_LABEL), np.zeros_like(ids_BT)
+    for number, (row, start, stop) in pieces(lengths):
+        labels_BT[row, start : stop - 1] = ids_BT[row, start + 1 : stop]
+        segments_BT[row, start:stop] = number
+    return {"input_ids": ids_BT, "labels": labels_BT, "segment_ids": segments_BT}
+
+
+def pieces(lengths: list[list[int]]) -> Iterator[tuple[int, Piece]]:
+    """Each document's number in its row, from 1, and its place."""
+    for row, of_row in enumerate(lengths):
+        stops = np.cumsum(of_row).tolist()
+        for number, (length, stop) in enumerate(zip(of_row, stops, strict=True), start=1):
+            yield number, Piece(row, stop - length, stop)
+
+
+def loss_alone(config: ModelConfig, params: Any, batch: dict[str, np.ndarray], lengths: list[list[int]]) -> jax.Array:
+    """The summed loss of a batch's labels, of every document by itself in a forward pass of its own."""
+    documents = (batch["input_ids"][row, start:stop] for _, (row, start, stop) in pieces(lengths))
+    return jnp.sum(jnp.stack([_document_loss(config, params, jnp.asarray(ids_T)) for ids_T in documents]))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _document_loss(config: ModelConfig, params: Any, ids_T: jax.Array) -> jax.Array:
+    log_p_TV = jax.nn.log_softmax(Llama.from_params(config, params)(ids_T[None])[0, :-1])
+    return -jnp.take_along_axis(log_p_TV, ids_T[1:, None], axis=-1).sum()
