@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import numpy as np
 
 from noloco_jax import draws
 from noloco_jax.config import TrainConfig
-from noloco_jax.spmd.batches import GlobalBatches, local_replicas
+from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.programs import Programs
+from noloco_jax.spmd.shared_batch import replicas_read_here
 
 _WARMUP = 3  # inner steps before the first that is timed
 _OUTER_STEPS = 5  # that are timed
@@ -20,25 +21,26 @@ _TRACED_STEPS = 3
 _DIFFERENT_BATCHES = 4
 
 
-class RandomStream:
-    """Batches of random tokens in place of a replica's documents: a few different ones, in turn."""
+class RandomStreams:
+    """Batches of random tokens in place of replicas' documents: a few different ones of each, in turn."""
 
-    def __init__(self, config: TrainConfig, replica: int):
-        rng = np.random.default_rng([config.seed, replica])
+    def __init__(self, config: TrainConfig, replicas: Iterable[int]):
         shape = (config.data.batch_size, config.data.sequence_length)
+        rngs = {replica: np.random.default_rng([config.seed, replica]) for replica in replicas}
+        names = ("input_ids", "labels")
         self._batches = itertools.cycle(
-            {name: rng.integers(0, config.model.vocab_size, shape, np.int32) for name in ("input_ids", "labels")}
+            {
+                replica: {name: rng.integers(0, config.model.vocab_size, shape, np.int32) for name in names}
+                for replica, rng in rngs.items()
+            }
             for _ in range(_DIFFERENT_BATCHES)
         )
 
-    def __next__(self) -> dict[str, np.ndarray]:
+    def __next__(self) -> dict[int, dict[str, np.ndarray]]:
         return next(self._batches)
 
-    def get_state(self) -> dict:
-        return {}
-
-    def set_state(self, state: dict) -> None:
-        raise NotImplementedError("random batches have no position")
+    def get_state(self) -> dict[int, dict]:
+        return {}  # random batches have no position
 
 
 class TimedRun:
@@ -51,9 +53,8 @@ class TimedRun:
 
     def __init__(self, config: TrainConfig, programs: Programs):
         self._programs = programs
-        self._batches = GlobalBatches(
-            {i: RandomStream(config, i) for i in local_replicas(programs.batch)}, programs.batch
-        )
+        replicas = replicas_read_here(programs.mesh, config.num_replicas)
+        self._batches = GlobalBatches(RandomStreams(config, replicas), programs)
         self._params, self._inner, self._outer = programs.init(draws.key(config.seed))
         self._steps = 0
 
