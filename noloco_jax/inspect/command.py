@@ -49,7 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, metavar="N", help="compile for N forced CPU devices")
     parser.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="as for a run of N processes that share the devices evenly"
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="as for a run of N processes that share the devices evenly",
     )
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a promise of the method is broken")

@@ -88,7 +88,9 @@ class PartPlacer:
             if index[1].indices(parts.shape[1])[0] == 0:
                 self._replicas[device] = range(*index[0].indices(parts.shape[0]))
             else:
-                self._zeros[device] = jax.device_put(np.zeros(parts.sharding.shard_shape(parts.shape), np.int32), device)
+                self._zeros[device] = jax.device_put(
+                    np.zeros(parts.sharding.shard_shape(parts.shape), np.int32), device
+                )
 
     def __call__(self, read: Mapping[int, Mapping[str, np.ndarray]]) -> jax.Array:
         """parts_ND2BT of replica -> its batch (B, T), for the replicas of `replicas_read_here`."""
