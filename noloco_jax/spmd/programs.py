@@ -174,7 +174,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         state=state,
         resting=state,
         batch=batch,
-        parts=parts_of(batch, mesh),
+        parts=parts_of(sequences, mesh),
         init=jax.jit(
             lambda key: from_params(init_params(config.model, key)), out_shardings=on_mesh, compiler_options=RUN_ONCE
         ),

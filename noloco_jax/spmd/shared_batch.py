@@ -44,9 +44,9 @@ def replicas_read_here(mesh: Mesh, num_replicas: int) -> list[int]:
     return [number * slots + slot for number in here for slot in range(slots)]
 
 
-def parts_of(batch: Batch, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Shape and sharding of what `share_program` takes, for batches (N, B, T)."""
-    num_replicas, *shape = batch[_NAMES[0]].shape
+def parts_of(sequences: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    """Shape and sharding of what `share_program` takes, for inputs and labels of a shape (N, B, T)."""
+    num_replicas, *shape = sequences.shape
     parts = (num_replicas, mesh.size // mesh.shape["replica"], len(_NAMES), *shape)
     return jax.ShapeDtypeStruct(parts, jnp.int32, sharding=NamedSharding(mesh, _PARTS_SPEC))
 

@@ -23,17 +23,17 @@ def mesh_over(sizes: tuple[int, ...]) -> jax.sharding.Mesh:
 @pytest.mark.parametrize(("sizes", "num_replicas"), LAYOUTS)
 def test_every_device_gets_the_rows_that_it_would_read(sizes, num_replicas):
     mesh = mesh_over(sizes)
-    shape = jax.ShapeDtypeStruct((num_replicas, 4, 6), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
-    batch = {"input_ids": shape, "labels": shape}
+    sequences = jax.ShapeDtypeStruct((num_replicas, 4, 6), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
+    names = ("input_ids", "labels")
     rng = np.random.default_rng(0)
-    place, share = PartPlacer(parts_of(batch, mesh)), share_program(mesh)
+    place, share = PartPlacer(parts_of(sequences, mesh)), share_program(mesh)
     assert replicas_read_here(mesh, num_replicas) == list(range(num_replicas))
     for _ in range(2):
-        read = {i: {name: rng.integers(-100, 99, (4, 6), np.int32) for name in batch} for i in range(num_replicas)}
+        read = {i: {name: rng.integers(-100, 99, (4, 6), np.int32) for name in names} for i in range(num_replicas)}
         shared = share(place(read))
-        for name in batch:
+        for name in names:
             expected = np.stack([read[i][name] for i in range(num_replicas)])
-            assert shared[name].sharding.is_equivalent_to(shape.sharding, 3)
+            assert shared[name].sharding.is_equivalent_to(sequences.sharding, 3)
             assert len(shared[name].addressable_shards) == math.prod(sizes)
             for shard in shared[name].addressable_shards:
                 np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
