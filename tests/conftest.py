@@ -26,8 +26,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 LONG = (
     *("processes/test_train", "spmd/test_pipeline", "processes/test_pipeline", "run/test_train_errors"),
     *("processes/test_elastic", "spmd/test_layouts", "run/test_train_resume", "model/test_llama", "inspect/"),
-    *("processes/test_lateness", "processes/test_shared_batch", "bench/", "compare/test_runs", "model/test_decode", "spmd/test_offload"),
-    *("run/test_checkpoint", "spmd/test_programs", "spmd/test_muon"),
+    *("processes/test_lateness", "bench/", "compare/test_runs", "model/test_decode", "spmd/test_offload"),
+    *("processes/test_shared_batch", "run/test_checkpoint", "spmd/test_programs", "spmd/test_muon"),
 )
 TESTS = Path(__file__).parent
 
