@@ -16,6 +16,7 @@ from noloco_jax.cluster.processes import Processes, run_processes
 from noloco_jax.cluster.stop import Stop
 from noloco_jax.config import Change, TrainConfig, parse_args, to_dict
 from noloco_jax.data import (
+    ReplicaStreams,
     Tokenizer,
     check_data,
     check_vocabulary,
@@ -37,10 +38,11 @@ from noloco_jax.run.loop import Hooks, Run, is_evaluated, train_steps
 from noloco_jax.run.metrics import METRICS_FILE, MetricWriter, read_metrics
 from noloco_jax.run.record import write_start
 from noloco_jax.run.sample import sample_of_run, sample_prompt
-from noloco_jax.spmd.batches import GlobalBatches, local_replicas
+from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
+from noloco_jax.spmd.shared_batch import replicas_read_here
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,16 +128,18 @@ def train(
         validation = validation_batches(
             config.data, tokenizer, num_batches=config.eval_batches, vocab_size=config.model.vocab_size
         )
-        batches = _open_batches(config, tokenizer, programs)
+        streams = _open_streams(config, tokenizer, programs)
         changed: list[Change] = []
         if start is not None:
-            batches.set_state(dict(enumerate(elastic.data_positions(checkpoints, start, config.num_replicas))))
+            streams.set_state(dict(enumerate(elastic.data_positions(checkpoints, start, config.num_replicas))))
             changed = checkpoints.changes(start)
         given = load_params(config.init_from, config.model) if config.init_from and start is None else None
         if dry_run:
             return 0
 
+        streams.start()  # the first batches are made while the programs are compiled
         programs = _compile(config, programs, console)
+        batches = GlobalBatches(streams, programs)
         if start is None:
             state, given = _make_state(config, programs, given), None  # the host does not keep what was given
         else:
@@ -150,6 +154,7 @@ def train(
             )
             outcome = train_steps(run, state, start or 0, evaluate_first=evaluate_first)
 
+    streams.close()  # when everything is saved; where a run fails, the process closes them at its end
     if not outcome.finished:
         console.print(f"{stop.reason}: everything is saved, the same command goes on")
         return stop.exit_status
@@ -211,8 +216,8 @@ def _show_complete(console: Console, workdir: Path, steps: int, extension: str) 
     )
 
 
-def _open_batches(config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs) -> GlobalBatches:
-    """The training data of the replicas that this process holds a part of."""
+def _open_streams(config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs) -> ReplicaStreams:
+    """The training data of the replicas that this process reads."""
     streams = {
         replica: train_stream(
             config.data,
@@ -222,9 +227,9 @@ def _open_batches(config: TrainConfig, tokenizer: Tokenizer | None, programs: Pr
             seed=config.seed,
             vocab_size=config.model.vocab_size,
         )
-        for replica in local_replicas(programs.batch)
+        for replica in replicas_read_here(programs.mesh, config.num_replicas)
     }
-    return GlobalBatches(streams, programs.batch)
+    return ReplicaStreams(streams)
 
 
 def _compile(config: TrainConfig, programs: Programs, console: Console) -> Programs:

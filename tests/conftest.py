@@ -27,7 +27,8 @@ LONG = (
     *("processes/test_train", "spmd/test_pipeline", "processes/test_pipeline", "run/test_train_errors"),
     *("processes/test_elastic", "spmd/test_layouts", "run/test_train_resume", "model/test_llama", "inspect/"),
     *("processes/test_lateness", "bench/", "compare/test_runs", "model/test_decode", "spmd/test_offload"),
-    *("run/test_checkpoint", "spmd/test_programs", "spmd/test_muon", "spmd/test_document_mask"),
+    *("processes/test_shared_batch", "run/test_checkpoint", "spmd/test_programs", "spmd/test_muon"),
+    "spmd/test_document_mask",
 )
 TESTS = Path(__file__).parent
 

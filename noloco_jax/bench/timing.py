@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import numpy as np
 
 from noloco_jax import draws
 from noloco_jax.config import TrainConfig
-from noloco_jax.spmd.batches import GlobalBatches, local_replicas
+from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.programs import Programs
+from noloco_jax.spmd.shared_batch import replicas_read_here
 
 _WARMUP = 3  # inner steps before the first that is timed
 _OUTER_STEPS = 5  # that are timed
@@ -21,30 +22,29 @@ _DIFFERENT_BATCHES = 4
 _DOCUMENTS = 4  # that begin in a sequence, about, where attention stays inside documents
 
 
-class RandomStream:
-    """Batches of random tokens in place of a replica's documents: a few different ones, in turn."""
+class RandomStreams:
+    """Batches of random tokens in place of replicas' documents: a few different ones of each, in turn."""
 
-    def __init__(self, config: TrainConfig, replica: int):
-        rng = np.random.default_rng([config.seed, replica])
+    def __init__(self, config: TrainConfig, replicas: Iterable[int]):
         shape = (config.data.batch_size, config.data.sequence_length)
+        rngs = {replica: np.random.default_rng([config.seed, replica]) for replica in replicas}
 
-        def batch() -> dict[str, np.ndarray]:
+        def batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
             made = {name: rng.integers(0, config.model.vocab_size, shape, np.int32) for name in ("input_ids", "labels")}
             if config.data.document_mask:
                 begins = rng.random(shape) < _DOCUMENTS / config.data.sequence_length
                 made["segment_ids"] = 1 + np.cumsum(begins, axis=1, dtype=np.int32)
             return made
 
-        self._batches = itertools.cycle(batch() for _ in range(_DIFFERENT_BATCHES))
+        self._batches = itertools.cycle(
+            {replica: batch(rng) for replica, rng in rngs.items()} for _ in range(_DIFFERENT_BATCHES)
+        )
 
-    def __next__(self) -> dict[str, np.ndarray]:
+    def __next__(self) -> dict[int, dict[str, np.ndarray]]:
         return next(self._batches)
 
-    def get_state(self) -> dict:
-        return {}
-
-    def set_state(self, state: dict) -> None:
-        raise NotImplementedError("random batches have no position")
+    def get_state(self) -> dict[int, dict]:
+        return {}  # random batches have no position
 
 
 class TimedRun:
@@ -57,9 +57,8 @@ class TimedRun:
 
     def __init__(self, config: TrainConfig, programs: Programs):
         self._programs = programs
-        self._batches = GlobalBatches(
-            {i: RandomStream(config, i) for i in local_replicas(programs.batch)}, programs.batch
-        )
+        replicas = replicas_read_here(programs.mesh, config.num_replicas)
+        self._batches = GlobalBatches(RandomStreams(config, replicas), programs)
         self._params, self._inner, self._outer = programs.init(draws.key(config.seed))
         self._steps = 0
 

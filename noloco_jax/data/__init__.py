@@ -4,12 +4,14 @@ from noloco_jax.data.from_config import check_data, needs_tokenizer
 from noloco_jax.data.packing import HostBatch
 from noloco_jax.data.positions import redistribute
 from noloco_jax.data.stream import Stream, train_stream
+from noloco_jax.data.streams import ReplicaStreams
 from noloco_jax.data.tokenizers import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
 from noloco_jax.data.validation import validation_batches
 
 __all__ = [
     "ByteTokenizer",
     "HostBatch",
+    "ReplicaStreams",
     "Stream",
     "Tokenizer",
     "check_data",

@@ -36,6 +36,10 @@ class Stream(Iterator[HostBatch]):
             raise ValueError("the stream is closed")
         return self._open_iterator
 
+    def start(self) -> None:
+        """Begins to make batches ahead of time; without it, the first one that is asked for does."""
+        self._iterator.start_prefetch()
+
     def __next__(self) -> HostBatch:
         return next(self._iterator)
 

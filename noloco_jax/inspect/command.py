@@ -34,7 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", flags.devices)
-    report = inspect_run(config, jax.devices())
+    devices = jax.devices()
+    if flags.processes < 1 or len(devices) % flags.processes:
+        raise UserError(f"--processes={flags.processes} cannot share {len(devices)} devices evenly: give a divisor")
+    report = inspect_run(config, devices, num_processes=flags.processes)
     if flags.json:
         json.dump(to_json(report), sys.stdout, indent=1)
         print()
@@ -45,5 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _define_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, metavar="N", help="compile for N forced CPU devices")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="as for a run of N processes that share the devices evenly",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a promise of the method is broken")

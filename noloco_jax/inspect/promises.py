@@ -15,7 +15,10 @@ def _may_cross(method: Method, program: str, collective: Collective) -> bool:
     """Whether the method allows a collective of a program to cross replicas.
 
     In an inner step only where it averages gradients, and for micro-batches on their way to another replica's stage.
+    Nothing that brings batches to devices may: each replica's data are its own.
     """
+    if program == "share_batch":
+        return False
     if program in ("outer_step", "share_moments"):
         return collective.kind in method.outer_collectives
     if program == "final_merge":
@@ -32,6 +35,7 @@ def _num_partners(report: Report) -> int | None:
 
 
 _TITLES = {
+    "share_batch": "batches",
     "inner_step": "inner step",
     "outer_step": "outer step",
     "correct_step": "correction",
@@ -60,7 +64,8 @@ def broken_promises(report: Report) -> list[str]:
 
 def verdict(report: Report) -> list[str]:
     """The findings in plain words, a line a program."""
-    lines = [_inner_verdict(report)]
+    lines = [_batch_verdict(report.traffic["share_batch"])] if "share_batch" in report.traffic else []
+    lines.append(_inner_verdict(report))
     if "outer_step" in report.traffic:
         lines.append(_outer_verdict(report))
     lines.append(f"evaluation: {_crossing([report.traffic[name] for name in EVALUATION]) or 'nothing crosses replica'}")
@@ -70,11 +75,21 @@ def verdict(report: Report) -> list[str]:
     return lines
 
 
+def _batch_verdict(traffic: Traffic) -> str:
+    return f"batches: one process of a replica reads them; {_crossing([traffic]) or _inside(traffic)}"
+
+
 def _inner_verdict(report: Report) -> str:
     traffic = report.traffic["inner_step"]
     text = f"inner step: {_crossing([traffic]) or 'nothing crosses replica'}"
-    inside = _by_axes([traffic], lambda collective: collective.axes and not crosses_replicas(collective))
-    return text + (f"; inside a replica {inside}" if inside else "")
+    inside = _inside(traffic)
+    return text + (f"; {inside}" if inside else "")
+
+
+def _inside(traffic: Traffic) -> str:
+    """What stays inside replicas, or nothing."""
+    text = _by_axes([traffic], lambda collective: collective.axes and not crosses_replicas(collective))
+    return f"inside a replica {text}" if text else ""
 
 
 def _outer_verdict(report: Report) -> str:

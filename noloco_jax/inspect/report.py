@@ -11,6 +11,7 @@ from noloco_jax.run.messages import num_pairings
 from noloco_jax.spmd.compile import PROGRAMS, compile_programs
 from noloco_jax.spmd.hlo import Collective, Traffic, read_hlo
 from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.shared_batch import spans_processes
 
 EVALUATION = ("evaluate", "merge", "spread")  # the programs that an evaluation runs
 
@@ -39,18 +40,23 @@ class Report:
         return self.config.num_replicas // self.mesh_shape["replica"]
 
 
-def inspect_run(config: TrainConfig, devices: list, only: Collection[str] = PROGRAMS) -> Report:
+def inspect_run(
+    config: TrainConfig, devices: list, only: Collection[str] = PROGRAMS, *, num_processes: int = 1
+) -> Report:
     """Compiles a run's programs, each once, and reads their collectives.
 
     Args:
       config: the run.
       devices: to compile for; nothing is put on them.
       only: which of `PROGRAMS` to compile.
+      num_processes: of the run, which have as many of the devices each.
 
     Raises:
       UserError: if the run does not fit the devices.
     """
-    programs = compile_programs(config, make_mesh(config, devices), only=only, options=_options())
+    mesh = make_mesh(config, devices)
+    shares_batches = spans_processes(mesh, len(devices) // num_processes)
+    programs = compile_programs(config, mesh, only=only, options=_options(), shares_batches=shares_batches)
     mesh_shape = dict(programs.mesh.shape)
     params = jax.tree.leaves(programs.state.params)
     numel = sum(int(np.prod(x.sharding.shard_shape(x.shape))) for x in params)

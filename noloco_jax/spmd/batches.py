@@ -7,31 +7,20 @@ import jax
 import numpy as np
 
 from noloco_jax.spmd.gradients import Batch
+from noloco_jax.spmd.programs import Programs
+from noloco_jax.spmd.shared_batch import PartPlacer
+
+HostBatches = Mapping[int, Mapping[str, np.ndarray]]  # replica -> `input_ids` and `labels` int32 (B, T)
 
 
 class BatchSource(Protocol):
-    """One replica's batches: the arrays of a `Batch`, int32 (B, T), and the position after the last one taken."""
+    """The batches of the replicas that this process reads, and the positions after the last ones taken."""
 
-    def __next__(self) -> dict[str, np.ndarray]: ...
-    def get_state(self) -> dict: ...
-    def set_state(self, state: dict) -> None: ...
-
-
-def local_replicas(batch: Batch) -> list[int]:
-    """The replicas of which this process holds at least a part, in ascending order.
-
-    Args:
-      batch: shapes and shardings, the replicas on the leading axis.
-    """
-    spec = batch["input_ids"]
-    held = set()
-    indices: Any = spec.sharding.addressable_devices_indices_map(spec.shape).values()
-    for index in indices:
-        held.update(range(*index[0].indices(spec.shape[0])))
-    return sorted(held)
+    def __next__(self) -> HostBatches: ...
+    def get_state(self) -> dict[int, dict]: ...
 
 
-def place_batch(parts: Mapping[int, Mapping[str, np.ndarray]], batch: Batch) -> Batch:
+def place_batch(parts: HostBatches, batch: Batch) -> Batch:
     """Puts the replicas' batches on their devices; a replica that spans processes gets its rows from each of them.
 
     Args:
@@ -50,28 +39,27 @@ def place_batch(parts: Mapping[int, Mapping[str, np.ndarray]], batch: Batch) -> 
 
 
 class GlobalBatches:
-    """Iterates over global batches, from one stream a replica.
+    """Iterates over global batches. Where replicas span processes, all have to take them in step.
 
     Args:
-      streams: replica -> stream, for every replica that this process holds a part of.
-      batch: the global shapes and shardings.
+      source: of the replicas that this process reads, see `replicas_read_here`.
+      programs: of the run.
     """
 
-    def __init__(self, streams: Mapping[int, BatchSource], batch: Batch):
-        self._streams = streams
-        self._batch = batch
+    def __init__(self, source: BatchSource, programs: Programs):
+        self._source = source
+        self._programs = programs
+        self._place_parts = None if programs.share_batch is None else PartPlacer(programs.parts, tuple(programs.batch))
 
     def __iter__(self) -> "GlobalBatches":
         return self
 
     def __next__(self) -> Batch:
-        return place_batch({i: next(stream) for i, stream in self._streams.items()}, self._batch)
+        read = next(self._source)
+        if self._programs.share_batch is None or self._place_parts is None:
+            return place_batch(read, self._programs.batch)
+        return self._programs.share_batch(self._place_parts(read))
 
     def get_state(self) -> dict[int, dict]:
-        """Replica -> where its stream stands, after the batches taken so far."""
-        return {i: stream.get_state() for i, stream in self._streams.items()}
-
-    def set_state(self, states: Mapping[int, dict]) -> None:
-        """Continues from the states of `get_state`."""
-        for i, stream in self._streams.items():
-            stream.set_state(states[i])
+        """Replica -> where its stream stands, after the batches taken so far; of the replicas that are read here."""
+        return self._source.get_state()

@@ -13,7 +13,10 @@ from noloco_jax.config import TrainConfig
 from noloco_jax.spmd.offload import offloaded
 from noloco_jax.spmd.programs import Programs, build_programs
 
-PROGRAMS = ("inner_step", "outer_step", "correct_step", "share_moments", "final_merge", "evaluate", "merge", "spread")
+PROGRAMS = (
+    *("share_batch", "inner_step", "outer_step", "correct_step", "share_moments", "final_merge"),
+    *("evaluate", "merge", "spread"),
+)
 
 
 def compile_programs(
@@ -22,6 +25,7 @@ def compile_programs(
     *,
     only: Collection[str] = PROGRAMS,
     options: Mapping[str, Any] | None = None,
+    shares_batches: bool | None = None,
 ) -> Programs:
     """Builds a run's programs, compiles them for its shapes and shardings, and offloads its outer state if it says so.
 
@@ -32,10 +36,12 @@ def compile_programs(
       mesh: its devices.
       only: which of `PROGRAMS` to compile; the others are compiled at their first call.
       options: XLA's, by name.
+      shares_batches: see `build_programs`.
     """
-    programs = build_programs(config, mesh)
+    programs = build_programs(config, mesh, shares_batches=shares_batches)
     params, inner, outer = programs.state
     arguments = {
+        "share_batch": (programs.parts,),
         "inner_step": (params, inner, programs.batch, jax.ShapeDtypeStruct((), jnp.int32)),
         "outer_step": (params, outer),
         "correct_step": (params, outer),

@@ -1,4 +1,4 @@
-"""The compiled programs of a run: initialise, inner step, outer step, evaluate, merge, spread.
+"""The compiled programs of a run: initialise, inner step, outer step, evaluate, merge, spread, share.
 
 Arrays carry all N replicas on a leading axis, which lies on the mesh axis `replica`: L = N / (devices along it)
 replicas are the slots of one device. Programs are `shard_map`ped over the devices, and `vmap`ped or mapped over a
@@ -29,6 +29,7 @@ from noloco_jax.spmd.gradients import Batch
 from noloco_jax.spmd.inner import inner_optimizer
 from noloco_jax.spmd.losses import Losses, build_losses
 from noloco_jax.spmd.moments import share_moments
+from noloco_jax.spmd.shared_batch import parts_of, share_program, spans_processes
 from noloco_jax.spmd.stages import padded_vocab_size, replica_square_norm, resize_vocabulary
 
 PyTree = Any
@@ -69,6 +70,7 @@ class Programs:
       state: shapes, dtypes and shardings of the `TrainState` as programs take it.
       resting: the same as it lies between steps, with the outer state in host memory where it is offloaded.
       batch: the same for a batch, `input_ids`, `labels` and with a document mask `segment_ids`, int32 (N, B, T).
+      parts: the same for what `share_batch` takes.
       init: key -> TrainState at rest, the same weights in every replica.
       from_params: parameters of one replica (no replica axis) -> TrainState at rest.
       inner_step: (params, inner, batch, step) -> (params, inner, StepMetrics); step 1, 2, ... is the one to take.
@@ -80,6 +82,8 @@ class Programs:
       final_merge: params -> params, likewise, but by rounds of pairs; None unless the run ends with it.
       merge: params -> params, all replicas the plain mean.
       spread: params -> sqrt(Σ |mean − θ_i|² / (numel · N)), the replica spread.
+      share_batch: parts -> batch, from the device of each replica that was given it (`shared_batch`); None where every
+        replica's devices belong to one process, which gives each its rows.
       compiled: of the programs that are compiled already, what the compiler made of them.
       compile_seconds: how long that took.
     """
@@ -88,6 +92,7 @@ class Programs:
     state: TrainState
     resting: TrainState
     batch: PyTree
+    parts: jax.ShapeDtypeStruct
     init: Callable[..., TrainState]
     from_params: Callable[..., TrainState]
     inner_step: Callable[..., Any]
@@ -98,6 +103,7 @@ class Programs:
     final_merge: Callable[..., PyTree] | None
     merge: Callable[..., PyTree]
     spread: Callable[..., jax.Array]
+    share_batch: Callable[[jax.Array], Batch] | None
     compiled: Mapping[str, jax.stages.Compiled] = field(default_factory=dict)
     compile_seconds: Mapping[str, float] = field(default_factory=dict)
 
@@ -106,8 +112,14 @@ class Programs:
         return state._replace(outer=jax.device_put(state.outer, shardings_of(self.resting.outer)))
 
 
-def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
-    """The programs of a run on a mesh; they are compiled at their first call."""
+def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | None = None) -> Programs:
+    """The programs of a run on a mesh; they are compiled at their first call.
+
+    Args:
+      config: the run.
+      mesh: its devices.
+      shares_batches: whether to make `share_batch`; None: where the devices ask for it.
+    """
     inner, make_outer = inner_optimizer(config), method_of(config).outer_optimizer
     fragments = Fragments(config.outer.fragments, sharding.hidden_dimension)
     outer = None if make_outer is None else make_outer(config, REPLICAS, fragments)
@@ -183,13 +195,17 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
             donate=(0,),
         )
     batch_shape = (config.num_replicas, config.data.batch_size, config.data.sequence_length)
-    batch = jax.ShapeDtypeStruct(batch_shape, jnp.int32, sharding=batch_sharding)
+    sequences = jax.ShapeDtypeStruct(batch_shape, jnp.int32, sharding=batch_sharding)
+    batch = dict.fromkeys(("input_ids", "labels", *(["segment_ids"] if config.data.document_mask else [])), sequences)
+    if shares_batches is None:
+        shares_batches = spans_processes(mesh)
     state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, on_mesh)
     return Programs(
         mesh=mesh,
         state=state,
         resting=state,
-        batch=dict.fromkeys(("input_ids", "labels", *(["segment_ids"] if config.data.document_mask else [])), batch),
+        batch=batch,
+        parts=parts_of(batch, mesh),
         init=jax.jit(
             lambda key: from_params(init_params(config.model, key)), out_shardings=on_mesh, compiler_options=RUN_ONCE
         ),
@@ -202,6 +218,7 @@ def build_programs(config: TrainConfig, mesh: Mesh) -> Programs:
         final_merge=final_merge,
         merge=jax.jit(_merge, out_shardings=on_mesh.params),
         spread=jax.jit(partial(_spread, config.model.vocab_size), out_shardings=one_value),
+        share_batch=share_program(mesh, tuple(batch)) if shares_batches else None,
     )
 
 

@@ -40,7 +40,8 @@ def test_the_command_prints_json_for_the_devices_asked_for(config_file, devices,
     assert devices == {"jax_platforms": "cpu", "jax_num_cpu_devices": 3}
     values = json.loads(capsys.readouterr().out)
     assert values["mesh"] == {"replica": 3, "stage": 1, "fsdp": 1, "tensor": 1}
-    assert set(values["programs"]) == set(PROGRAMS) - {"correct_step", "share_moments", "final_merge"}
+    optional = {"share_batch", "correct_step", "share_moments", "final_merge"}
+    assert set(values["programs"]) == set(PROGRAMS) - optional
     sent = values["programs"]["outer_step"]["bytes_across_replicas"]
     assert sent == {"least": 4 * numel(1), "most": 4 * numel(1)} and values["broken_promises"] == []
     kinds = {collective["kind"] for collective in values["programs"]["outer_step"]["collectives"]}
@@ -50,7 +51,12 @@ def test_the_command_prints_json_for_the_devices_asked_for(config_file, devices,
 @pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [(["--devices=2"], "3 devices"), (["--devices=0"], "--devices=0"), (["--device=2"], "--devices")],
+    [
+        (["--devices=2"], "3 devices"),
+        (["--devices=0"], "--devices=0"),
+        (["--device=2"], "--devices"),
+        (["--devices=3", "--processes=2"], "--processes=2"),
+    ],
 )
 def test_bad_input_is_refused_in_one_line(config_file, arguments, named):
     with pytest.raises(UserError, match=named) as caught:
@@ -62,7 +68,7 @@ def test_the_check_fails_where_a_promise_is_broken(config_file, capsys, monkeypa
     traffic = {name: Traffic() for name in PROGRAMS}
     traffic["inner_step"].always[Collective("all-reduce", ("replica",), 4, ("f32[]",))] += 1
 
-    def report(config, devices):
+    def report(config, devices, *, num_processes):
         return Report(config, {"replica": 3, "stage": 1, "fsdp": 1, "tensor": 1}, 100, 3, traffic)
 
     monkeypatch.setattr(command, "inspect_run", report)

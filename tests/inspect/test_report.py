@@ -41,6 +41,37 @@ def report_of(
     return inspect_run(config, jax.devices()[:num_devices], only)
 
 
+@pytest.mark.parametrize(
+    ("num_processes", "mesh", "axes"),
+    [
+        (1, {"fsdp": 2}, None),
+        (4, {"fsdp": 2}, None),
+        (8, {"fsdp": 2}, {"fsdp"}),
+        (2, {"fsdp": 8}, {"fsdp"}),
+        (4, {"fsdp": 2, "tensor": 2}, {"fsdp", "tensor"}),
+        (8, {"stage": 2}, {"stage"}),
+    ],
+)
+def test_only_replicas_over_several_processes_are_sent_their_batches_and_nobody_else(num_processes, mesh, axes):
+    inside = math.prod(mesh.values())
+    config = from_dict(
+        {
+            "method": "ddp",
+            "num_replicas": 8 // inside,
+            "num_microbatches": 2 if "stage" in mesh else 1,
+            "model": MODEL | {"num_layers": 2},
+            "data": {"batch_size": 16, "sequence_length": 8},
+            "mesh": {"replica": -1} | mesh,
+        }
+    )
+    report = inspect_run(config, jax.devices(), ("inner_step", "share_batch"), num_processes=num_processes)
+    assert ("share_batch" in report.traffic) == (axes is not None)
+    if axes is not None:
+        assert axes_of(report, "share_batch") == axes
+        assert 2 * 4 * 16 * 8 <= report.traffic["share_batch"].extent(lambda c: c.bytes)[1] <= 2 * 2 * 4 * 16 * 8
+        assert broken_promises(report) == []
+
+
 def across(report: Report, program: str) -> dict[str, set[tuple[str, ...]]]:
     """Kind -> axes, of what crosses replicas."""
     kinds: dict[str, set[tuple[str, ...]]] = {}
@@ -171,6 +202,7 @@ def test_replicas_on_one_device_send_nothing(method):
 @pytest.mark.parametrize(
     ("method", "program", "collective"),
     [
+        ("ddp", "share_batch", Collective("reduce-scatter", ("replica", "fsdp"), 4, ("s32[1]",))),
         ("local", "inner_step", Collective("all-reduce", ("replica",), 4, ("f32[]",))),
         ("noloco", "inner_step", Collective("all-gather", ("replica", "fsdp"), 4, ("f32[1]",))),
         ("noloco", "inner_step", Collective("collective-permute", ("replica",), 4, ("f32[1]",))),

@@ -79,9 +79,9 @@ def command(config: Path, workdir: Path, *arguments: str) -> list[str]:
 
 
 def start(
-    config: Path, workdir: Path, *arguments: str, number: int = 1, devices: int = 1
+    config: Path, workdir: Path, *arguments: str, number: int = 1, devices: int = 1, folders: Sequence[Path] = ()
 ) -> list[subprocess.Popen[str]]:
-    """Starts the processes of a run, with so many devices each."""
+    """Starts the processes of a run, with so many devices each, and each in a folder of its own if they are given."""
     place = {}
     if number > 1:
         place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(number)}
@@ -89,7 +89,7 @@ def start(
         subprocess.Popen(
             command(config, workdir, *arguments),
             env=environment(config, devices) | place | {"JAX_PROCESS_ID": str(process)},
-            cwd=ROOT,
+            cwd=folders[process] if folders else ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -131,10 +131,12 @@ def report(results: Sequence[tuple[int, str]]) -> str:
     return "\n".join(f"exit status {status}:\n{output}" for status, output in results)
 
 
-def trained(config: Path, name: str, *arguments: str, number: int = 1, devices: int = 1) -> Path:
+def trained(
+    config: Path, name: str, *arguments: str, number: int = 1, devices: int = 1, folders: Sequence[Path] = ()
+) -> Path:
     """The workdir, beside the configuration, of a run that comes to its end."""
     workdir = config.parent / name
-    results = finish(start(config, workdir, *arguments, number=number, devices=devices))
+    results = finish(start(config, workdir, *arguments, number=number, devices=devices, folders=folders))
     assert [status for status, _ in results] == [0] * number, report(results)
     return workdir
 

@@ -1,0 +1,104 @@
+"""The streams of several replicas: they begin together, before a batch is asked for, and end together."""
+
+import json
+import threading
+
+import pytest
+
+from noloco_jax.data import ReplicaStreams
+from noloco_jax.errors import UserError
+from support.data_makers import CountingTokenizer, open_streams, write_counting
+
+PREFETCHING = "grain-thread-prefetch"  # in the names of threads
+
+
+class MeetingTokenizer(CountingTokenizer):
+    """Goes on once so many streams have come to their first documents; fails where one waits for another's to end."""
+
+    def __init__(self, number: int):
+        self._all_are_here = threading.Barrier(number, timeout=60)
+        self._came = threading.local()
+
+    def encode_batch(self, texts):
+        if not hasattr(self._came, "once"):
+            self._came.once = True
+            self._all_are_here.wait()
+        return super().encode_batch(texts)
+
+
+def streams_of(config, number=3, tokenizer=None):
+    return ReplicaStreams(dict(enumerate(open_streams(config, number, tokenizer))))
+
+
+def take(streams, count):
+    return [[batch[name].tolist() for batch in next(streams).values() for name in batch] for _ in range(count)]
+
+
+@pytest.fixture
+def config(tmp_path):
+    return write_counting("text", tmp_path / "data", 60)[0]
+
+
+def test_all_streams_read_their_first_documents_at_once_when_a_batch_is_asked_for(config):
+    streams = streams_of(config, tokenizer=MeetingTokenizer(3))
+    assert set(next(streams)) == {0, 1, 2}
+    streams.close()
+
+
+def test_started_streams_read_before_a_batch_is_asked_for(config):
+    tokenizer = MeetingTokenizer(4)  # this thread is the fourth
+    streams = streams_of(config, tokenizer=tokenizer)
+    streams.start()
+    tokenizer.encode_batch([])
+    streams.close()
+
+
+def test_what_is_made_ahead_of_time_changes_neither_positions_nor_batches(config):
+    started, fresh = streams_of(config), streams_of(config)
+    before = json.dumps(fresh.get_state())
+    started.start()
+    assert json.dumps(started.get_state()) == before
+    assert take(started, 3) == take(fresh, 3)
+    states = started.get_state()
+    expected = take(fresh, 2)
+    again = streams_of(config)
+    again.start()
+    again.set_state(states | {7: {}})
+    again.start()
+    assert take(again, 2) == expected
+    for streams in (started, fresh, again):
+        streams.close()
+
+
+def test_an_error_in_documents_read_ahead_is_raised_with_their_batch(tmp_path):
+    config, _ = write_counting("jsonl", tmp_path / "data", 60)
+    path = tmp_path / "data/part 0.jsonl"
+    path.write_text(path.read_text().splitlines(keepends=True)[0] + "no document\n" * 100)
+    streams = streams_of(config, 1)
+    streams.start()
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"part 0\.jsonl, line .* is not a JSON object"):
+            take(streams, 100)
+    streams.close()
+
+
+def test_closing_ends_every_thread_though_no_batch_was_taken(config):
+    def prefetching():
+        return {thread for thread in threading.enumerate() if thread.name.startswith(PREFETCHING)}
+
+    before = prefetching()
+    streams = streams_of(config)
+    streams.start()
+    assert len(prefetching() - before) == 3
+    streams.close()
+    assert not prefetching() - before
+    with pytest.raises(ValueError, match="closed"):
+        next(streams)
+
+
+def test_a_process_that_reads_for_no_replica_has_streams_all_the_same():
+    streams = ReplicaStreams({})
+    streams.start()
+    assert next(streams) == {} and streams.get_state() == {}
+    streams.set_state({0: {}})
+    streams.close()

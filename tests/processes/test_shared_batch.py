@@ -1,0 +1,47 @@
+"""A replica over several real processes: one of them reads its data, for all."""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support import processes
+from support.data_makers import write_c4
+from support.texts import lines_of_words
+
+pytestmark = pytest.mark.timeout(900)
+
+FIELDS = {
+    "method": "ddp",
+    "num_replicas": 1,
+    "mesh.fsdp": 2,
+    "num_steps": 6,
+    "eval_every": 0,
+    "data.kind": "c4",
+    "data.path": "c4",  # below the folder in which a process runs
+    "data.validation_path": "",
+}
+ARGUMENTS = [f"--config.{name}={value}" for name, value in FIELDS.items()]
+
+
+def shards(folder: Path) -> list[Path]:
+    """Files of documents to train on, and some to validate with."""
+    texts = lines_of_words(240)
+    write_c4(folder / "c4", [texts[:20]], "validation")
+    return write_c4(folder / "c4", [texts[20:130], texts[130:]])
+
+
+def test_one_process_reads_for_a_replica_and_its_weights_are_bitwise_those_of_one_process(config, tmp_path):
+    """The second process could not read: all but the first of its documents, which is read beforehand, are damaged."""
+    whole, damaged = tmp_path / "whole", tmp_path / "damaged"
+    shards(whole)
+    for file in shards(damaged):
+        first, *others = gzip.decompress(file.read_bytes()).splitlines(keepends=True)
+        file.write_bytes(gzip.compress(first + b"no document\n" * len(others)))
+    alone = processes.trained(config, "alone", *ARGUMENTS, devices=2, folders=[whole])
+    over_two = processes.trained(config, "over_two", *ARGUMENTS, number=2, folders=[whole, damaged])
+    mine, theirs = processes.weights(over_two), processes.weights(alone)
+    for name in theirs:
+        np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
+    assert processes.metrics(over_two) == processes.metrics(alone)

@@ -1,0 +1,55 @@
+"""The batch of a replica that one process reads, on all of the replica's devices."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from noloco_jax.spmd.mesh import AXES, mesh_of
+from noloco_jax.spmd.sharding import BATCH_SPEC
+from noloco_jax.spmd.shared_batch import PartPlacer, parts_of, replicas_read_here, share_program, spans_processes
+
+# (replica, stage, fsdp, tensor) and the number of replicas
+LAYOUTS = [((1, 1, 2, 1), 1), ((2, 1, 2, 1), 4), ((2, 1, 2, 2), 2), ((1, 2, 2, 2), 1), ((4, 2, 1, 1), 4)]
+
+
+def mesh_over(sizes: tuple[int, ...]) -> jax.sharding.Mesh:
+    return mesh_of(dict(zip(AXES, sizes, strict=True)), jax.devices())
+
+
+@pytest.mark.parametrize(("sizes", "num_replicas"), LAYOUTS)
+def test_every_device_gets_the_rows_that_it_would_read(sizes, num_replicas):
+    mesh = mesh_over(sizes)
+    sequences = jax.ShapeDtypeStruct((num_replicas, 4, 6), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
+    names = ("input_ids", "labels")
+    rng = np.random.default_rng(0)
+    place, share = PartPlacer(parts_of(sequences, mesh)), share_program(mesh)
+    assert replicas_read_here(mesh, num_replicas) == list(range(num_replicas))
+    for _ in range(2):
+        read = {i: {name: rng.integers(-100, 99, (4, 6), np.int32) for name in names} for i in range(num_replicas)}
+        shared = share(place(read))
+        for name in names:
+            expected = np.stack([read[i][name] for i in range(num_replicas)])
+            assert shared[name].sharding.is_equivalent_to(sequences.sharding, 3)
+            assert len(shared[name].addressable_shards) == math.prod(sizes)
+            for shard in shared[name].addressable_shards:
+                np.testing.assert_array_equal(np.asarray(shard.data), expected[shard.index])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices_per_process", "expected"),
+    [
+        ((4, 1, 2, 1), 8, False),
+        ((4, 1, 2, 1), 2, False),
+        ((4, 1, 2, 1), 1, True),
+        ((2, 1, 2, 2), 2, True),
+        ((2, 2, 1, 1), 3, True),  # the second replica's
+        ((8, 1, 1, 1), 1, False),
+    ],
+)
+def test_a_replica_spans_processes_where_its_devices_are_not_one_processs(sizes, devices_per_process, expected):
+    assert spans_processes(mesh_over(sizes), devices_per_process) == expected
+    assert not spans_processes(mesh_over(sizes))
