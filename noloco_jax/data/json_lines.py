@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from noloco_jax.data.line_reader import Line, LineReader
+from noloco_jax.data.line_reader import Line, LinePosition, LineReader
 from noloco_jax.data.read_errors import DamagedFileError, read_with_retries, stop_or_skip
 from noloco_jax.data.shuffle import WindowShuffledShard, seeded_permutation
 from noloco_jax.data.source import EncodeTexts, SourceOptions
@@ -14,6 +14,7 @@ from noloco_jax.data.splits import HELD_OUT_EVERY
 from noloco_jax.errors import UserError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+_START = (0, 0, 0, 0, 0)  # the seek hint of the first window
 
 
 def find_c4_files(options: SourceOptions) -> list[str]:
@@ -136,7 +137,7 @@ class JsonLinesSource:
 class JsonLinesEpochShard(WindowShuffledShard):
     """The documents of some files in a part of them; of these, each whose number is `remainder` modulo `modulus`.
 
-    A seek hint is (window, file, lines read of it, documents of the part before): where this window begins.
+    A seek hint is (window, *`LinePosition`, documents of the part before): where this window begins.
     """
 
     def __init__(
@@ -154,12 +155,12 @@ class JsonLinesEpochShard(WindowShuffledShard):
         super().__init__(window_size, key)
         self._files, self._in_part, self._on_bad_shard = files, in_part, on_bad_shard
         self._remainder, self._modulus = remainder, modulus
-        self._go_to(seek_hint or (0, 0, 0, 0))
+        self._go_to(seek_hint or _START)
         self._seek_hint: tuple[int, ...] = ()
 
     def _go_to(self, seek_hint: tuple[int, ...]) -> None:
-        self._next_window, file, line, self._number = seek_hint
-        self._lines = LineReader(self._files, (file, line), on_bad_shard=self._on_bad_shard)
+        self._next_window, *position, self._number = seek_hint
+        self._lines = LineReader(self._files, LinePosition(*position), on_bad_shard=self._on_bad_shard)
 
     @property
     def seek_hint(self) -> tuple[int, ...]:
@@ -168,7 +169,7 @@ class JsonLinesEpochShard(WindowShuffledShard):
     def read_window(self, window: int) -> list[Line]:
         if window < self._next_window:
             self._lines.close()
-            self._go_to((0, 0, 0, 0))
+            self._go_to(_START)
         records: list[Line] = []
         while self._next_window <= window:
             self._seek_hint = (self._next_window, *self._lines.position, self._number)
