@@ -54,6 +54,7 @@ class JsonLinesSource:
 
     num_columns = 1
     chunk_size = 32
+    shared_out_in_parts = False  # the beginning of a window is not known before all lines in front of it are read
 
     def __init__(self, options: SourceOptions, files: Sequence[str], part: str, kind: str, encode: EncodeTexts):
         self._options, self._files, self._part, self._encode = options, files, part, encode
@@ -155,7 +156,8 @@ class JsonLinesEpochShard(WindowShuffledShard):
         super().__init__(window_size, key)
         self._files, self._in_part, self._on_bad_shard = files, in_part, on_bad_shard
         self._remainder, self._modulus = remainder, modulus
-        self._go_to(seek_hint or _START)
+        # A hint of another length is that of an earlier version, which did not know bytes.
+        self._go_to(seek_hint if len(seek_hint) == len(_START) else _START)
         self._seek_hint: tuple[int, ...] = ()
 
     def _go_to(self, seek_hint: tuple[int, ...]) -> None:

@@ -14,6 +14,7 @@ from noloco_jax.data.splits import HoldOut
 from noloco_jax.errors import UserError
 
 SUFFIXES = (".parquet",)
+_WINDOWS_OF_A_PART = 4  # a part's first and last window share a row group with its neighbours, and both read it
 
 
 class RowBlock(NamedTuple):
@@ -86,6 +87,7 @@ class ParquetSource:
             )
         self.is_text = bool(texts)
         self.num_columns = 1 if self.is_text else 2
+        self.shared_out_in_parts = not self.is_text
         self._blocks = _blocks(self._footers, options.shuffle_buffer)
         rows = sum(block.num_rows for block in self._blocks)
         if rows < (1 if part == "all" else 2):
@@ -116,20 +118,24 @@ class ParquetSource:
                 f"num_replicas={num_replicas}, but {self._options.name} holds {self._total} {self._options.split} "
                 "rows: use fewer replicas or more rows"
             )
-        next(self.rows(np.arange(len(self._blocks)), 0))
+        order = np.arange(len(self._blocks))
+        next(self.rows(order, np.cumsum(self._part_rows), 0))
 
     def open_shard(self, epoch: int, shard: int, num_shards: int, seek_hint: tuple[int, ...]) -> "ParquetEpochShard":
         count, seed, window_size = len(self._blocks), self._options.seed, self._options.shuffle_buffer
         order = seeded_permutation(count, seed, epoch) if window_size > 1 else np.arange(count)
         start, stop = (k * self._total // num_shards for k in (shard, shard + 1))
-        return ParquetEpochShard(self, order, start, stop, window_size, (seed, epoch, shard, num_shards))
+        ends = np.cumsum(self._part_rows[order])
+        return ParquetEpochShard(self, order, ends, start, stop, window_size, (seed, epoch, shard, num_shards))
 
     def load(self, records: Sequence[Any]) -> list[np.ndarray]:
         return self._encode(records) if self.is_text else list(records)
 
-    def rows(self, order: np.ndarray, start: int) -> Iterator[Any]:
-        """The part's rows of the blocks in `order`, from row number `start` of these on: see `RowConverter.rows`."""
-        ends = np.cumsum(self._part_rows[order])
+    def rows(self, order: np.ndarray, ends: np.ndarray, start: int) -> Iterator[Any]:
+        """The part's rows of the blocks in `order`, from row number `start` of these on: see `RowConverter.rows`.
+
+        `ends` has the number of these rows up to the end of each block.
+        """
         first = int(np.searchsorted(ends, start, side="right"))
         skip = start - int(ends[first] - self._part_rows[order[first]])
         for block in order[first:]:
@@ -184,15 +190,29 @@ class ParquetEpochShard(WindowShuffledShard):
         self,
         source: ParquetSource,
         order: np.ndarray,
+        ends: np.ndarray,
         start: int,
         stop: int,
         window_size: int,
         key: tuple[int, ...],
     ):
         super().__init__(window_size, key)
-        self._source, self._order, self._start, self._stop = source, order, start, stop
+        self._source, self._order, self._ends, self._start, self._stop = source, order, ends, start, stop
         self._rows: Iterator[Any] = iter(())
         self._next_row = -1  # number of the row that `_rows` yields next
+        self._windows_and_part = -1, -1  # of the document that `part` was last asked about
+
+    def has(self, document: int) -> bool:
+        return document < self._stop - self._start
+
+    def part(self, document: int) -> int:
+        """The block in which the first of a few windows begins."""
+        windows, rows = self._windows_and_part[0], _WINDOWS_OF_A_PART * self._window_size
+        if windows != document // rows:
+            windows = document // rows
+            block = int(np.searchsorted(self._ends, self._start + windows * rows, side="right"))
+            self._windows_and_part = windows, block
+        return self._windows_and_part[1]
 
     def read_window(self, window: int) -> list[Any]:
         start = min(self._start + window * self._window_size, self._stop)
@@ -201,7 +221,7 @@ class ParquetEpochShard(WindowShuffledShard):
             return []
         if start != self._next_row:
             self.close()
-            self._rows = self._source.rows(self._order, start)
+            self._rows = self._source.rows(self._order, self._ends, start)
         self._next_row = stop
         return [next(self._rows) for _ in range(start, stop)]
 

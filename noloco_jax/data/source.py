@@ -24,6 +24,14 @@ class EpochShard(Protocol):
         """Integers with which `Source.open_shard` finds the document last read without reading all before it."""
         ...
 
+    def has(self, document: int) -> bool:
+        """Whether there is a document of that number; it is read if there is no other way to know."""
+        ...
+
+    def part(self, document: int) -> int:
+        """The part of the files, a number of its own, that is read for the document and for others beside it."""
+        ...
+
     def get(self, document: int) -> Any | None:
         """The record of document number `document`, for `Source.load`; None beyond the end."""
         ...
@@ -37,11 +45,14 @@ class Source(Protocol):
     Attributes:
       num_columns: 1 for plain token streams, 2 where labels are stored beside the input ids.
       chunk_size: number of documents that are worth loading together.
+      shared_out_in_parts: what worker processes take turns with: the parts that are read (`EpochShard.part`), where
+        reading is the work; otherwise chunks, where loading is.
       fingerprint: facts about the files that must not change under a saved position.
     """
 
     num_columns: int
     chunk_size: int
+    shared_out_in_parts: bool
     fingerprint: dict[str, int | str]
 
     def check_replicas(self, num_replicas: int) -> None:
