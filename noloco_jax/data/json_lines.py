@@ -1,6 +1,8 @@
 """Documents in files of JSON lines: any such files, and C4 in its public form."""
 
+import functools
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -60,7 +62,7 @@ class JsonLinesSource:
         self._options, self._files, self._part, self._encode = options, files, part, encode
         self._file_numbers = {file: number for number, file in enumerate(files)}
         self._remainder = -1 if part == "all" else self._find_remainder()
-        sizes = [read_with_retries(Path(file).stat, file).st_size for file in self._files]
+        sizes = [read_with_retries(functools.partial(os.stat, file), file).st_size for file in self._files]
         self.fingerprint: dict[str, int | str] = {
             "kind": kind,
             "files": len(self._files),

@@ -1,11 +1,12 @@
 """Rows of Parquet files as documents: tokens, or text to be tokenized."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from noloco_jax.data.parquet_file import FileFooter, read_batches, read_footer
+from noloco_jax.data.parquet_file import FileFooter, read_batches, read_footers
 from noloco_jax.data.parquet_rows import RowConverter
 from noloco_jax.data.read_errors import DamagedFileError, stop_or_skip
 from noloco_jax.data.shuffle import WindowShuffledShard, seeded_permutation
@@ -28,8 +29,9 @@ class RowBlock(NamedTuple):
     num_rows: int
 
 
-def _blocks(footers: Sequence[FileFooter], min_rows: int) -> list[RowBlock]:
-    """Divides the files into blocks of at least `min_rows` rows, fewer at a file's end."""
+@functools.lru_cache(maxsize=8)  # shared by the streams of a process
+def _blocks(footers: tuple[FileFooter, ...], min_rows: int) -> np.ndarray:
+    """Divides the files into blocks of at least `min_rows` rows, fewer at a file's end: int64 (blocks, `RowBlock`)."""
     blocks = []
     file_start = 0
     for file, footer in enumerate(footers):
@@ -42,7 +44,7 @@ def _blocks(footers: Sequence[FileFooter], min_rows: int) -> list[RowBlock]:
                 )
                 first_group, first_row = group + 1, row
         file_start += row
-    return blocks
+    return np.array(blocks, np.int64).reshape(-1, len(RowBlock._fields))
 
 
 class ParquetSource:
@@ -88,8 +90,9 @@ class ParquetSource:
         self.is_text = bool(texts)
         self.num_columns = 1 if self.is_text else 2
         self.shared_out_in_parts = not self.is_text
-        self._blocks = _blocks(self._footers, options.shuffle_buffer)
-        rows = sum(block.num_rows for block in self._blocks)
+        self._blocks = _blocks(tuple(self._footers), options.shuffle_buffer)
+        first_rows, num_rows = (self._blocks[:, RowBlock._fields.index(name)] for name in ("first_row", "num_rows"))
+        rows = int(num_rows.sum())
         if rows < (1 if part == "all" else 2):
             raise UserError(
                 f"{options.name} holds {rows} rows: give data.validation_path or more rows"
@@ -98,7 +101,7 @@ class ParquetSource:
             )
         self._hold_out = HoldOut(rows, part)
         # Rows of each block that belong to the part.
-        self._part_rows = np.array([self._count_part(block.first_row, block.num_rows) for block in self._blocks])
+        self._part_rows = self._count_part(first_rows, num_rows)
         self._total = int(self._part_rows.sum())
         self.fingerprint: dict[str, int | str] = {
             "kind": "parquet",
@@ -108,7 +111,7 @@ class ParquetSource:
             "names and sizes": options.digest(footers.items()),
         }
 
-    def _count_part(self, first_row: int, num_rows: int) -> int:
+    def _count_part(self, first_row: Any, num_rows: Any) -> Any:
         return self._hold_out.count_before(first_row + num_rows) - self._hold_out.count_before(first_row)
 
     def check_replicas(self, num_replicas: int) -> None:
@@ -147,7 +150,7 @@ class ParquetSource:
 
         Where a damaged file is skipped, the rest of the block's rows are empty, so that all rows keep their numbers.
         """
-        block = self._blocks[number]
+        block = RowBlock(*self._blocks[number].tolist())
         converter, group, row = self._converters[block.file], block.first_group, block.first_row
         left = int(self._part_rows[number]) - skip
         for size in self._footers[block.file].group_rows[block.first_group : block.end_group]:
@@ -173,11 +176,11 @@ class ParquetSource:
 def _readable_footers(files: Sequence[str], on_bad_shard: str) -> dict[str, FileFooter]:
     """The footer of each file, without the damaged files if these are to be skipped."""
     footers = {}
-    for file in files:
-        try:
-            footers[file] = read_footer(file)
-        except DamagedFileError as error:
-            stop_or_skip(error, on_bad_shard)
+    for file, footer in zip(files, read_footers(files), strict=True):
+        if isinstance(footer, DamagedFileError):
+            stop_or_skip(footer, on_bad_shard)
+        else:
+            footers[file] = footer
     return footers
 
 

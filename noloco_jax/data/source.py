@@ -5,6 +5,7 @@ documents of a shard an order that is a function of (epoch, shard, number of sha
 position in it is a few integers.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -108,7 +109,12 @@ class SourceOptions(NamedTuple):
 
         A folder may be moved, and a single file renamed: what they hold is the same.
         """
-        found = hashlib.sha256()
-        for file, facts in files:
-            found.update(json.dumps([os.path.relpath(file, os.path.expanduser(self.path)), facts]).encode())
-        return found.hexdigest()[:16]
+        return _digest(os.path.expanduser(self.path), tuple(files))
+
+
+@functools.lru_cache(maxsize=8)  # shared by the streams of a process
+def _digest(root: str, files: tuple[tuple[str, Any], ...]) -> str:
+    found = hashlib.sha256()
+    for file, facts in files:
+        found.update(json.dumps([os.path.relpath(file, root), facts]).encode())
+    return found.hexdigest()[:16]
