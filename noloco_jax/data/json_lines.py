@@ -1,12 +1,14 @@
 """Documents in files of JSON lines: any such files, and C4 in its public form."""
 
+import functools
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from noloco_jax.data.line_reader import Line, LineReader
+from noloco_jax.data.line_reader import Line, LinePosition, LineReader
 from noloco_jax.data.read_errors import DamagedFileError, read_with_retries, stop_or_skip
 from noloco_jax.data.shuffle import WindowShuffledShard, seeded_permutation
 from noloco_jax.data.source import EncodeTexts, SourceOptions
@@ -14,6 +16,7 @@ from noloco_jax.data.splits import HELD_OUT_EVERY
 from noloco_jax.errors import UserError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+_START = (0, 0, 0, 0, 0)  # the seek hint of the first window
 
 
 def find_c4_files(options: SourceOptions) -> list[str]:
@@ -53,13 +56,14 @@ class JsonLinesSource:
 
     num_columns = 1
     chunk_size = 32
+    shared_out_in_parts = False  # the beginning of a window is not known before all lines in front of it are read
 
     def __init__(self, options: SourceOptions, files: Sequence[str], part: str, kind: str, encode: EncodeTexts):
         self.name = options.name
         self._options, self._files, self._part, self._encode = options, files, part, encode
         self._file_numbers = {file: number for number, file in enumerate(files)}
         self._remainder = -1 if part == "all" else self._find_remainder()
-        sizes = [read_with_retries(Path(file).stat, file).st_size for file in self._files]
+        sizes = [read_with_retries(functools.partial(os.stat, file), file).st_size for file in self._files]
         self.fingerprint: dict[str, int | str] = {
             "kind": kind,
             "files": len(self._files),
@@ -137,7 +141,7 @@ class JsonLinesSource:
 class JsonLinesEpochShard(WindowShuffledShard):
     """The documents of some files in a part of them; of these, each whose number is `remainder` modulo `modulus`.
 
-    A seek hint is (window, file, lines read of it, documents of the part before): where this window begins.
+    A seek hint is (window, *`LinePosition`, documents of the part before): where this window begins.
     """
 
     def __init__(
@@ -155,12 +159,13 @@ class JsonLinesEpochShard(WindowShuffledShard):
         super().__init__(window_size, key)
         self._files, self._in_part, self._on_bad_shard = files, in_part, on_bad_shard
         self._remainder, self._modulus = remainder, modulus
-        self._go_to(seek_hint or (0, 0, 0, 0))
+        # A hint of another length is that of an earlier version, which did not know bytes.
+        self._go_to(seek_hint if len(seek_hint) == len(_START) else _START)
         self._seek_hint: tuple[int, ...] = ()
 
     def _go_to(self, seek_hint: tuple[int, ...]) -> None:
-        self._next_window, file, line, self._number = seek_hint
-        self._lines = LineReader(self._files, (file, line), on_bad_shard=self._on_bad_shard)
+        self._next_window, *position, self._number = seek_hint
+        self._lines = LineReader(self._files, LinePosition(*position), on_bad_shard=self._on_bad_shard)
 
     @property
     def seek_hint(self) -> tuple[int, ...]:
@@ -169,7 +174,7 @@ class JsonLinesEpochShard(WindowShuffledShard):
     def read_window(self, window: int) -> list[Line]:
         if window < self._next_window:
             self._lines.close()
-            self._go_to((0, 0, 0, 0))
+            self._go_to(_START)
         records: list[Line] = []
         while self._next_window <= window:
             self._seek_hint = (self._next_window, *self._lines.position, self._number)

@@ -1,13 +1,16 @@
 """Lines of plain and compressed files, read as streams."""
 
 import contextlib
-import gzip
 import io
-import zlib
 from collections.abc import Sequence
 from typing import IO, NamedTuple
 
+from isal import igzip, igzip_lib
+
 from noloco_jax.data.read_errors import DamagedFileError, read_with_retries, stop_or_skip
+
+_BUFFER_BYTES = 1 << 16
+_BadStream: type[Exception] = igzip_lib.IsalError  # pyright: ignore[reportAssignmentType]
 
 
 class Line(NamedTuple):
@@ -18,24 +21,42 @@ class Line(NamedTuple):
     content: bytes
 
 
+class LinePosition(NamedTuple):
+    """Where reading goes on: the number of a file, and how many lines and bytes of its text come before."""
+
+    file: int
+    lines: int
+    bytes: int
+
+
+_START = LinePosition(0, 0, 0)
+
+
 def open_decompressed(path: str) -> IO[bytes]:
     """Opens a file, decompressed if its name ends with .gz or .zst."""
     if path.endswith(".gz"):
-        return gzip.GzipFile(path, "rb")  # pyright: ignore[reportReturnType]
+        # The outer buffer has a `readline` in C.
+        return io.BufferedReader(igzip.IGzipFile(path, "rb"), _BUFFER_BYTES)  # pyright: ignore[reportArgumentType]
     if path.endswith(".zst"):
         import pyarrow as pa
 
-        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(path, "rb"), "zstd"), 1 << 16)
+        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(path, "rb"), "zstd"), _BUFFER_BYTES)
     return open(path, "rb")
 
 
+def _go_to(start: int, opened: IO[bytes], path: str) -> None:
+    """Goes to byte `start` of a text. A compressed one is read up to there: neither form can be entered further on."""
+    if not path.endswith((".gz", ".zst")):
+        opened.seek(start)
+        return
+    while start and (block := opened.read(min(start, 1 << 20))):
+        start -= len(block)
+
+
 class LineReader:
-    """Reads the lines of some files one after another, blank ones left out.
+    """Reads the lines of some files one after another, blank ones left out; it can begin at any `position`."""
 
-    `position` is (file, lines read of it); reading can begin at any such position.
-    """
-
-    def __init__(self, files: Sequence[str], position: tuple[int, int] = (0, 0), *, on_bad_shard: str = "stop"):
+    def __init__(self, files: Sequence[str], position: LinePosition = _START, *, on_bad_shard: str = "stop"):
         self._files, self.position, self._on_bad_shard = files, position, on_bad_shard
         self._opened: IO[bytes] | None = None
 
@@ -46,34 +67,33 @@ class LineReader:
         lines are then left out.
         """
         while True:
-            file, line = self.position
+            file, lines, start = self.position
             if file == len(self._files):
                 return None
             path = self._files[file]
             try:
                 content = read_with_retries(self._read_line, path)
-            except (EOFError, OSError, zlib.error) as error:
+            except (EOFError, OSError, _BadStream) as error:
                 damaged = DamagedFileError(
-                    f"{path} cannot be decompressed after line {line} ({error}): it is truncated or damaged; "
+                    f"{path} cannot be decompressed after line {lines} ({error}): it is truncated or damaged; "
                     "fetch it again"
                 )
                 stop_or_skip(damaged, self._on_bad_shard)
                 content = b""
             if not content:
                 self.close()
-                self.position = (file + 1, 0)
+                self.position = LinePosition(file + 1, 0, 0)
                 continue
-            self.position = (file, line + 1)
+            self.position = LinePosition(file, lines + 1, start + len(content))
             if not content.isspace():
-                return Line(path, line + 1, content)
+                return Line(path, lines + 1, content)
 
     def _read_line(self) -> bytes:
-        file, line = self.position
         try:
             if self._opened is None:
-                self._opened = open_decompressed(self._files[file])
-                for _ in range(line):
-                    self._opened.readline()
+                path = self._files[self.position.file]
+                self._opened = open_decompressed(path)
+                _go_to(self.position.bytes, self._opened, path)
             return self._opened.readline()
         except Exception:
             self.close()  # so that another attempt opens the file again

@@ -1,11 +1,12 @@
 """Rows of Parquet files as documents: tokens, or text to be tokenized."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from noloco_jax.data.parquet_file import FileFooter, read_batches, read_footer
+from noloco_jax.data.parquet_file import FileFooter, read_batches, read_footers
 from noloco_jax.data.parquet_rows import RowConverter
 from noloco_jax.data.read_errors import DamagedFileError, stop_or_skip
 from noloco_jax.data.shuffle import WindowShuffledShard, seeded_permutation
@@ -14,6 +15,7 @@ from noloco_jax.data.splits import HoldOut
 from noloco_jax.errors import UserError
 
 SUFFIXES = (".parquet",)
+_WINDOWS_OF_A_PART = 4  # a part's first and last window share a row group with its neighbours, and both read it
 
 
 class RowBlock(NamedTuple):
@@ -27,8 +29,9 @@ class RowBlock(NamedTuple):
     num_rows: int
 
 
-def _blocks(footers: Sequence[FileFooter], min_rows: int) -> list[RowBlock]:
-    """Divides the files into blocks of at least `min_rows` rows, fewer at a file's end."""
+@functools.lru_cache(maxsize=8)  # shared by the streams of a process
+def _blocks(footers: tuple[FileFooter, ...], min_rows: int) -> np.ndarray:
+    """Divides the files into blocks of at least `min_rows` rows, fewer at a file's end: int64 (blocks, `RowBlock`)."""
     blocks = []
     file_start = 0
     for file, footer in enumerate(footers):
@@ -41,7 +44,7 @@ def _blocks(footers: Sequence[FileFooter], min_rows: int) -> list[RowBlock]:
                 )
                 first_group, first_row = group + 1, row
         file_start += row
-    return blocks
+    return np.array(blocks, np.int64).reshape(-1, len(RowBlock._fields))
 
 
 class ParquetSource:
@@ -88,8 +91,10 @@ class ParquetSource:
             )
         self.is_text = bool(texts)
         self.num_columns = 1 if self.is_text else 2
-        self._blocks = _blocks(self._footers, options.shuffle_buffer)
-        rows = sum(block.num_rows for block in self._blocks)
+        self.shared_out_in_parts = not self.is_text
+        self._blocks = _blocks(tuple(self._footers), options.shuffle_buffer)
+        first_rows, num_rows = (self._blocks[:, RowBlock._fields.index(name)] for name in ("first_row", "num_rows"))
+        rows = int(num_rows.sum())
         if rows < (1 if part == "all" else 2):
             raise UserError(
                 f"{options.name} holds {rows} rows: give {options.validation_field} or more rows"
@@ -98,7 +103,7 @@ class ParquetSource:
             )
         self._hold_out = HoldOut(rows, part)
         # Rows of each block that belong to the part.
-        self._part_rows = np.array([self._count_part(block.first_row, block.num_rows) for block in self._blocks])
+        self._part_rows = self._count_part(first_rows, num_rows)
         self._total = int(self._part_rows.sum())
         self.fingerprint: dict[str, int | str] = {
             "kind": "parquet",
@@ -108,7 +113,7 @@ class ParquetSource:
             "names and sizes": options.digest(footers.items()),
         }
 
-    def _count_part(self, first_row: int, num_rows: int) -> int:
+    def _count_part(self, first_row: Any, num_rows: Any) -> Any:
         return self._hold_out.count_before(first_row + num_rows) - self._hold_out.count_before(first_row)
 
     def check_replicas(self, num_replicas: int) -> None:
@@ -118,20 +123,24 @@ class ParquetSource:
                 f"num_replicas={num_replicas}, but {self._options.name} holds {self._total} {self._options.split} "
                 "rows: use fewer replicas or more rows"
             )
-        next(self.rows(np.arange(len(self._blocks)), 0))
+        order = np.arange(len(self._blocks))
+        next(self.rows(order, np.cumsum(self._part_rows), 0))
 
     def open_shard(self, epoch: int, shard: int, num_shards: int, seek_hint: tuple[int, ...]) -> "ParquetEpochShard":
         count, seed, window_size = len(self._blocks), self._options.seed, self._options.shuffle_buffer
         order = seeded_permutation(count, seed, epoch) if window_size > 1 else np.arange(count)
         start, stop = (k * self._total // num_shards for k in (shard, shard + 1))
-        return ParquetEpochShard(self, order, start, stop, window_size, (seed, epoch, shard, num_shards))
+        ends = np.cumsum(self._part_rows[order])
+        return ParquetEpochShard(self, order, ends, start, stop, window_size, (seed, epoch, shard, num_shards))
 
     def load(self, records: Sequence[Any]) -> list[np.ndarray]:
         return self._encode(records) if self.is_text else list(records)
 
-    def rows(self, order: np.ndarray, start: int) -> Iterator[Any]:
-        """The part's rows of the blocks in `order`, from row number `start` of these on: see `RowConverter.rows`."""
-        ends = np.cumsum(self._part_rows[order])
+    def rows(self, order: np.ndarray, ends: np.ndarray, start: int) -> Iterator[Any]:
+        """The part's rows of the blocks in `order`, from row number `start` of these on: see `RowConverter.rows`.
+
+        `ends` has the number of these rows up to the end of each block.
+        """
         first = int(np.searchsorted(ends, start, side="right"))
         skip = start - int(ends[first] - self._part_rows[order[first]])
         for block in order[first:]:
@@ -143,7 +152,7 @@ class ParquetSource:
 
         Where a damaged file is skipped, the rest of the block's rows are empty, so that all rows keep their numbers.
         """
-        block = self._blocks[number]
+        block = RowBlock(*self._blocks[number].tolist())
         converter, group, row = self._converters[block.file], block.first_group, block.first_row
         left = int(self._part_rows[number]) - skip
         for size in self._footers[block.file].group_rows[block.first_group : block.end_group]:
@@ -169,11 +178,11 @@ class ParquetSource:
 def _readable_footers(files: Sequence[str], on_bad_shard: str) -> dict[str, FileFooter]:
     """The footer of each file, without the damaged files if these are to be skipped."""
     footers = {}
-    for file in files:
-        try:
-            footers[file] = read_footer(file)
-        except DamagedFileError as error:
-            stop_or_skip(error, on_bad_shard)
+    for file, footer in zip(files, read_footers(files), strict=True):
+        if isinstance(footer, DamagedFileError):
+            stop_or_skip(footer, on_bad_shard)
+        else:
+            footers[file] = footer
     return footers
 
 
@@ -186,15 +195,29 @@ class ParquetEpochShard(WindowShuffledShard):
         self,
         source: ParquetSource,
         order: np.ndarray,
+        ends: np.ndarray,
         start: int,
         stop: int,
         window_size: int,
         key: tuple[int, ...],
     ):
         super().__init__(window_size, key)
-        self._source, self._order, self._start, self._stop = source, order, start, stop
+        self._source, self._order, self._ends, self._start, self._stop = source, order, ends, start, stop
         self._rows: Iterator[Any] = iter(())
         self._next_row = -1  # number of the row that `_rows` yields next
+        self._windows_and_part = -1, -1  # of the document that `part` was last asked about
+
+    def has(self, document: int) -> bool:
+        return document < self._stop - self._start
+
+    def part(self, document: int) -> int:
+        """The block in which the first of a few windows begins."""
+        windows, rows = self._windows_and_part[0], _WINDOWS_OF_A_PART * self._window_size
+        if windows != document // rows:
+            windows = document // rows
+            block = int(np.searchsorted(self._ends, self._start + windows * rows, side="right"))
+            self._windows_and_part = windows, block
+        return self._windows_and_part[1]
 
     def read_window(self, window: int) -> list[Any]:
         start = min(self._start + window * self._window_size, self._stop)
@@ -203,7 +226,7 @@ class ParquetEpochShard(WindowShuffledShard):
             return []
         if start != self._next_row:
             self.close()
-            self._rows = self._source.rows(self._order, start)
+            self._rows = self._source.rows(self._order, self._ends, start)
         self._next_row = stop
         return [next(self._rows) for _ in range(start, stop)]
 

@@ -1,9 +1,10 @@
 """One Parquet file: its footer, and batches of its rows."""
 
 import functools
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from noloco_jax.data.read_errors import DamagedFileError, read_with_retries
 from noloco_jax.errors import UserError
@@ -12,8 +13,12 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+T = TypeVar("T")
+
 _ROWS_PER_BATCH = 128
 _COLUMN_BUFFER_BYTES = 1 << 20  # without it pyarrow holds whole row groups in memory
+_FOOTERS_AT_ONCE = 16
+_DECODED_FOOTERS = 128  # kept in memory, where a row group takes 2 kB, however many streams read the file
 
 
 class FileFooter(NamedTuple):
@@ -25,26 +30,61 @@ class FileFooter(NamedTuple):
     file_bytes: int
 
 
-def read_footer(path: str) -> FileFooter:
-    """The footer of a file. Raises `DamagedFileError` if it is no Parquet file, `UserError` for unknown columns."""
-    stat = read_with_retries(Path(path).stat, path)
-    return _read_footer(path, stat.st_mtime_ns, stat.st_size)
+_FileState = tuple[str, int, int]  # path, time of its last change, bytes
 
 
-@functools.cache  # for all replicas of a process
-def _read_footer(path: str, modified: int, size: int) -> FileFooter:
-    with _open(path) as opened:
-        groups = [opened.metadata.row_group(group) for group in range(opened.num_row_groups)]
-        rows, group_bytes = tuple(g.num_rows for g in groups), tuple(g.total_byte_size for g in groups)
-        return FileFooter(choose_columns(path, opened.schema_arrow), rows, group_bytes, size)
+def _state(path: str) -> _FileState:
+    stat = read_with_retries(functools.partial(os.stat, path), path)
+    return path, stat.st_mtime_ns, stat.st_size
+
+
+def read_footers(paths: Sequence[str]) -> Sequence[FileFooter | DamagedFileError]:
+    """The footer of each file, or why it is no Parquet file. Raises `UserError` for unknown columns.
+
+    They are read once in a process, unless the files change.
+    """
+    return _read_footers(tuple(map(_state, paths)))
+
+
+@functools.lru_cache(maxsize=8)  # data sets
+def _read_footers(files: tuple[_FileState, ...]) -> tuple[FileFooter | DamagedFileError, ...]:
+    def read(file: _FileState) -> FileFooter | DamagedFileError:
+        path, _, size = file
+        try:
+            opened = _open(path)
+        except DamagedFileError as error:
+            return error
+        with opened:
+            groups = [opened.metadata.row_group(group) for group in range(opened.num_row_groups)]
+            rows, group_bytes = tuple(g.num_rows for g in groups), tuple(g.total_byte_size for g in groups)
+            return FileFooter(choose_columns(path, opened.schema_arrow), rows, group_bytes, size)
+
+    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:  # a network file system answers many at once
+        return tuple(pool.map(read, files))
+
+
+@functools.lru_cache(maxsize=_DECODED_FOOTERS)
+def _decoded_footer(path: str, modified: int, size: int) -> "pq.FileMetaData":
+    import pyarrow.parquet as pq
+
+    return _decoding(path, lambda: pq.read_metadata(path))
 
 
 def _open(path: str) -> "pq.ParquetFile":
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
+    footer = _decoded_footer(*_state(path))
+    return _decoding(
+        path, lambda: pq.ParquetFile(path, metadata=footer, pre_buffer=False, buffer_size=_COLUMN_BUFFER_BYTES)
+    )
+
+
+def _decoding(path: str, read: Callable[[], T]) -> T:
+    """The result of `read`. Raises `DamagedFileError` for what cannot be decoded."""
+    import pyarrow as pa
+
     try:
-        return read_with_retries(lambda: pq.ParquetFile(path, pre_buffer=False, buffer_size=_COLUMN_BUFFER_BYTES), path)
+        return read_with_retries(read, path)
     except (pa.ArrowException, OSError) as error:
         raise DamagedFileError(f"{path} is no readable Parquet file ({_one_line(error)}): fetch it again") from None
 

@@ -54,6 +54,7 @@ class Chunk(TypedDict):
     tokens: np.ndarray  # int32 (C, N), one document after another
     ends: np.ndarray  # int64 (documents,), where each of them ends
     positions: Positions
+    ends_turn: bool  # whether the next chunk is another worker's
 
 
 @dataclass(frozen=True)
@@ -66,23 +67,46 @@ class ReplicaDocuments:
 
 
 class _ChunkIterator(grain.DatasetIterator[Chunk]):
-    """Chunks `begin`, `begin + step`, ... from a position on."""
+    """The chunks of a replica's documents from a position on that are made by one worker of several."""
 
-    def __init__(self, documents: ReplicaDocuments, position: DataPosition, begin: int, step: int):
+    def __init__(self, documents: ReplicaDocuments, position: DataPosition, worker: int, num_workers: int):
         super().__init__()
         self._source = documents.source
         self._reader = DocumentReader(documents.source, documents.replica, documents.num_replicas, position)
-        self._skip, self._step = begin, step
+        self._worker, self._num_workers = worker, num_workers
+        self._turn = 0  # counted over all workers
+        self._ahead = False  # whether the reader has gone to the next chunk's first document
 
     def __next__(self) -> Chunk:
         while True:
-            positions, records = zip(*(self._reader.next() for _ in range(self._source.chunk_size)), strict=True)
-            if self._skip == 0:
-                self._skip = self._step - 1
+            mine = self._turn % self._num_workers == self._worker
+            positions, records, ends_turn = self._next_chunk(mine)
+            self._turn += ends_turn
+            if mine:
                 arrays = self._source.load(records)
-                ends = np.cumsum([array.shape[1] for array in arrays])
-                return {"tokens": np.concatenate(arrays, axis=1), "ends": ends, "positions": Positions(positions)}
-            self._skip -= 1
+                return {
+                    "tokens": np.concatenate(arrays, axis=1),
+                    "ends": np.cumsum([array.shape[1] for array in arrays]),
+                    "positions": Positions(positions),
+                    "ends_turn": ends_turn,
+                }
+
+    def _next_chunk(self, read: bool) -> tuple[list[DataPosition], list[Any], bool]:
+        """(positions before its documents, their records if they are to be read, whether it ends a turn)."""
+        positions: list[DataPosition] = []
+        records: list[Any] = []
+        while len(positions) < self._source.chunk_size:
+            if not self._ahead:
+                self._reader.advance()
+            positions.append(self._reader.position)
+            if read:
+                records.append(self._reader.read())
+            self._ahead = self._source.shared_out_in_parts
+            if self._ahead:
+                self._reader.advance()
+                if self._reader.begins_part:
+                    return positions, records, True
+        return positions, records, not self._source.shared_out_in_parts
 
     def get_state(self) -> dict[str, Any]:
         return {}  # the chunks carry their positions
@@ -96,19 +120,37 @@ class _ChunkIterator(grain.DatasetIterator[Chunk]):
 
 
 class ChunkDataset(grain.IterDataset[Chunk]):
-    """A replica's documents from a position on, in chunks that Grain's worker processes may divide among themselves."""
+    """A replica's documents from a position on, in chunks: those of one worker of several."""
 
-    def __init__(self, documents: ReplicaDocuments, position: DataPosition):
+    def __init__(self, documents: ReplicaDocuments, position: DataPosition, worker: int = 0, num_workers: int = 1):
         super().__init__()
-        self._documents, self._position = documents, position
-        self._begin, self._step = 0, 1
-
-    def set_slice(self, sl: slice, sequential_slice: bool = False) -> None:
-        """Tells a worker, by Grain's protocol, to make every `sl.step`-th chunk from the `sl.start`-th on."""
-        self._begin, self._step = sl.start, sl.step
+        self._arguments = (documents, position, worker, num_workers)
 
     def __iter__(self) -> grain.DatasetIterator[Chunk]:
-        return _ChunkIterator(self._documents, self._position, self._begin, self._step)
+        return _ChunkIterator(*self._arguments)
+
+
+class _WorkerChunks:
+    """The chunks of worker processes, which take turns of unequal lengths."""
+
+    def __init__(self, documents: ReplicaDocuments, position: DataPosition, num_workers: int):
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()  # Grain reads flags of its own; a command line need not have parsed them
+        options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=_PREFETCHED_CHUNKS)
+        datasets = [ChunkDataset(documents, position, worker, num_workers) for worker in range(num_workers)]
+        self._workers = [iter(dataset.mp_prefetch(options, worker_init_fn=_init_worker)) for dataset in datasets]
+        for worker in self._workers:
+            worker.start_prefetch()
+        self._turn = 0
+
+    def __next__(self) -> Chunk:
+        chunk = next(self._workers[self._turn])
+        self._turn = (self._turn + chunk["ends_turn"]) % len(self._workers)
+        return chunk
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
 
 
 def _init_worker(index: int, count: int) -> None:
@@ -134,16 +176,12 @@ class _BatchIterator(grain.DatasetIterator[HostBatch]):
         )
         self._position = position
         self._packer = self._new_packer()
-        self._chunks: grain.DatasetIterator[Chunk] | None = None
+        self._chunks: grain.DatasetIterator[Chunk] | _WorkerChunks | None = None
 
-    def _open_chunks(self) -> grain.DatasetIterator[Chunk]:
-        chunks = ChunkDataset(self._documents, self._position)
+    def _open_chunks(self) -> grain.DatasetIterator[Chunk] | _WorkerChunks:
         if self._num_workers:
-            if not flags.FLAGS.is_parsed():
-                flags.FLAGS.mark_as_parsed()  # Grain reads flags of its own; a command line need not have parsed them
-            options = grain.MultiprocessingOptions(self._num_workers, per_worker_buffer_size=_PREFETCHED_CHUNKS)
-            chunks = chunks.mp_prefetch(options, worker_init_fn=_init_worker)
-        return iter(chunks)
+            return _WorkerChunks(self._documents, self._position, self._num_workers)
+        return iter(ChunkDataset(self._documents, self._position))
 
     def __next__(self) -> HostBatch:
         if self._chunks is None:

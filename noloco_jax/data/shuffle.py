@@ -43,6 +43,12 @@ class WindowShuffledShard(ABC):
     def read_window(self, window: int) -> list[Any]:
         """The records of a window in the order of the files: `window_size` of them, fewer at the shard's end."""
 
+    def has(self, document: int) -> bool:
+        return self.get(document) is not None
+
+    def part(self, document: int) -> int:
+        return 0
+
     def get(self, document: int) -> Any | None:
         """The record of document number `document`, or None beyond the end. Reading in ascending order is fast."""
         window, slot = divmod(document, self._window_size)

@@ -5,6 +5,7 @@ documents of a shard an order that is a function of (epoch, shard, number of sha
 position in it is a few integers.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -26,6 +27,14 @@ class EpochShard(Protocol):
         """Integers with which `Source.open_shard` finds the document last read without reading all before it."""
         ...
 
+    def has(self, document: int) -> bool:
+        """Whether there is a document of that number; it is read if there is no other way to know."""
+        ...
+
+    def part(self, document: int) -> int:
+        """The part of the files, a number of its own, that is read for the document and for others beside it."""
+        ...
+
     def get(self, document: int) -> Any | None:
         """The record of document number `document`, for `Source.load`; None beyond the end."""
         ...
@@ -40,12 +49,15 @@ class Source(Protocol):
       name: the data set's name in error messages.
       num_columns: 1 for plain token streams, 2 where labels are stored beside the input ids.
       chunk_size: number of documents that are worth loading together.
+      shared_out_in_parts: what worker processes take turns with: the parts that are read (`EpochShard.part`), where
+        reading is the work; otherwise chunks, where loading is.
       fingerprint: facts about the files that must not change under a saved position.
     """
 
     name: str
     num_columns: int
     chunk_size: int
+    shared_out_in_parts: bool
     fingerprint: dict[str, int | str]
 
     def check_replicas(self, num_replicas: int) -> None:
@@ -106,7 +118,12 @@ class SourceOptions(NamedTuple):
 
         A folder may be moved, and a single file renamed: what they hold is the same.
         """
-        found = hashlib.sha256()
-        for file, facts in files:
-            found.update(json.dumps([os.path.relpath(file, os.path.expanduser(self.path)), facts]).encode())
-        return found.hexdigest()[:16]
+        return _digest(os.path.expanduser(self.path), tuple(files))
+
+
+@functools.lru_cache(maxsize=8)  # shared by the streams of a process
+def _digest(root: str, files: tuple[tuple[str, Any], ...]) -> str:
+    found = hashlib.sha256()
+    for file, facts in files:
+        found.update(json.dumps([os.path.relpath(file, root), facts]).encode())
+    return found.hexdigest()[:16]

@@ -1,5 +1,6 @@
 """Which files and documents are trained on, and which are validated on."""
 
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,11 +54,17 @@ def split_in_name(file: Path) -> str | None:
 
     `train-00000-of-00002.parquet` and `val/0.jsonl` name one. The file's own name counts first, then the folder's.
     """
-    for name in reversed(file.parts):
-        found = {split: match.start() for split, p in _SPLIT_PATTERNS.items() if (match := p.search(name))}
-        if found:
-            return min(found, key=lambda split: found[split])
-    return None
+    return _split_in_parts(file.parts)
+
+
+def _split_in_parts(parts: Sequence[str]) -> str | None:
+    return next((split for name in reversed(parts) if (split := _split_in_part(name))), None)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _split_in_part(name: str) -> str | None:
+    found = {split: match.start() for split, p in _SPLIT_PATTERNS.items() if (match := p.search(name))}
+    return min(found, key=lambda split: found[split], default=None)
 
 
 def split_files(options: SourceOptions, suffixes: Sequence[str]) -> tuple[list[str], str]:
@@ -73,7 +80,7 @@ def split_files(options: SourceOptions, suffixes: Sequence[str]) -> tuple[list[s
     root = Path(options.path).expanduser()
     by_split: dict[str | None, list[str]] = {}
     for file in files:
-        split = None if file == root else split_in_name(file.relative_to(root))
+        split = None if file == root else _split_in_parts(file.parts[len(root.parts) :])
         by_split.setdefault(split, []).append(str(file))
     if options.split == "validation" and not options.holds_both_splits:
         return by_split.get("validation") or by_split.get("test") or [str(file) for file in files], "all"

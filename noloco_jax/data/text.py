@@ -44,6 +44,7 @@ class TextSource:
 
     num_columns = 1
     chunk_size = 32
+    shared_out_in_parts = False
 
     def __init__(self, options: SourceOptions, piece: int, encode: EncodeTexts):
         self.name = options.name
@@ -123,8 +124,14 @@ class TextEpochShard:
     def __init__(self, documents: np.ndarray):
         self._documents = documents
 
+    def has(self, document: int) -> bool:
+        return document < len(self._documents)
+
+    def part(self, document: int) -> int:
+        return 0
+
     def get(self, document: int) -> int | None:
-        return int(self._documents[document]) if document < len(self._documents) else None
+        return int(self._documents[document]) if self.has(document) else None
 
     def close(self) -> None:
         pass

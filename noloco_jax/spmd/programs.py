@@ -196,7 +196,8 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         )
     batch_shape = (config.num_replicas, config.data.batch_size, config.data.sequence_length)
     sequences = jax.ShapeDtypeStruct(batch_shape, jnp.int32, sharding=batch_sharding)
-    batch = dict.fromkeys(("input_ids", "labels", *(["segment_ids"] if config.data.document_mask else [])), sequences)
+    names = ["input_ids", "labels", *(["segment_ids"] if config.data.document_mask else [])]
+    batch = dict.fromkeys(names, sequences)
     if shares_batches is None:
         shares_batches = spans_processes(mesh)
     state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, on_mesh)
@@ -218,7 +219,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         final_merge=final_merge,
         merge=jax.jit(_merge, out_shardings=on_mesh.params),
         spread=jax.jit(partial(_spread, config.model.vocab_size), out_shardings=one_value),
-        share_batch=share_program(mesh, tuple(batch)) if shares_batches else None,
+        share_batch=share_program(mesh, names) if shares_batches else None,
     )
 
 

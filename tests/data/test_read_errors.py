@@ -1,7 +1,6 @@
 """Transient errors are waited out for a while; damaged files are refused, or skipped with a warning."""
 
 import errno
-import gzip
 import itertools
 import os
 import re
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import DataConfig
-from noloco_jax.data import check_data, load_tokenizer, parquet_file, read_errors, validation_batches
+from noloco_jax.data import check_data, line_reader, load_tokenizer, parquet_file, read_errors, validation_batches
 from noloco_jax.data.read_errors import RETRY_DELAYS, read_with_retries
 from noloco_jax.errors import TransientError, UserError
 from support.data_makers import (
@@ -118,16 +117,22 @@ def test_a_read_that_fails_in_the_middle_of_a_file_starts_again_there(tmp_path, 
     assert [batch["input_ids"].tolist() for batch in batches] == [[row] for row in rows]
     assert len(naps) == 1
 
-    reads = itertools.count()
-    readline = gzip.GzipFile.readline
+    open_decompressed = line_reader.open_decompressed
 
-    def flaky_line(self, *args):
-        if next(reads) == 500:
-            readline(self)  # the file has moved on when the error comes
-            raise OSError(errno.ESTALE, "Stale file handle")
-        return readline(self, *args)
+    class FlakyFile:
+        """Fails once, at its 500th line."""
 
-    monkeypatch.setattr(gzip.GzipFile, "readline", flaky_line)
+        def __init__(self, path):
+            self._file, self._reads = open_decompressed(path), itertools.count(1)
+            self.read, self.close = self._file.read, self._file.close
+
+        def readline(self):
+            line = self._file.readline()
+            if next(self._reads) == 500 and len(naps) == 1:
+                raise OSError(errno.ESTALE, "Stale file handle")
+            return line
+
+    monkeypatch.setattr(line_reader, "open_decompressed", FlakyFile)
     plain = {"add_bos": False, "add_eos": False, "sequence_length": 1, "batch_size": 1, "shuffle_buffer": 1}
     config = DataConfig(kind="jsonl", path=str(tmp_path), validation_path="elsewhere", **plain)
     (stream,) = open_streams(config, 1)

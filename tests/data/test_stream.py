@@ -154,8 +154,9 @@ def test_a_window_shuffle_stays_within_its_window(tmp_path):
         assert sorted(found[first:last]) == list(range(first, last)) != found[first:last]
 
 
-def test_worker_processes_make_the_same_batches_from_a_saved_position_on(tmp_path):
-    config, _ = write_counting("c4", tmp_path / "data", 150)
+@pytest.mark.parametrize("kind", ["c4", "parquet"])
+def test_worker_processes_make_the_same_batches_from_a_saved_position_on(tmp_path, kind):
+    config, _ = write_counting(kind, tmp_path / "data", 150)
     config = replace(config, document_mask=True)
     (alone,) = open_streams(config, 1)
     (helped,) = open_streams(replace(config, num_workers=2), 1)

@@ -148,9 +148,9 @@ def before_next_document(config: DataConfig, state: dict[str, Any]) -> dict[str,
     """`state` without the shards in front that hold no further document; a redistributed state may have some."""
     source = open_source(config, CountingTokenizer(), validation=False, seed=0, vocab_size=None)
     reader = DocumentReader(source, state["replica"], state["num_replicas"], DataPosition.from_json(state))
-    position, _ = reader.next()
+    reader.advance()
     reader.close()
-    return state | position.to_json()
+    return state | reader.position.to_json()
 
 
 def read_through(stream: Stream, epoch: int) -> list[int]:

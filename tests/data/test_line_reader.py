@@ -1,0 +1,58 @@
+"""Lines of files: reading that goes on at a position finds what one reading from the start would have found."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+
+from noloco_jax.data.line_reader import LinePosition, LineReader
+from support.data_makers import write_json_lines
+
+START = LinePosition(0, 0, 0)
+
+
+def read_all(files, position=START, on_bad_shard="stop"):
+    """(lines from a position on, the position before each and after the last)."""
+    reader = LineReader(files, position, on_bad_shard=on_bad_shard)
+    lines, positions = [], [position]
+    while (line := reader.next()) is not None:
+        lines.append(line)
+        positions.append(reader.position)
+    reader.close()
+    return lines, positions
+
+
+def random_texts(count, letters):
+    rng = np.random.default_rng(0)
+    return ["".join(map(chr, rng.integers(97, 123, letters))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_reading_goes_on_at_any_position(tmp_path, suffix):
+    texts = random_texts(60, 9000)  # together many times what is read at once
+    files = [str(tmp_path / f"{number}.jsonl{suffix}") for number in range(2)]
+    write_json_lines(tmp_path / f"0.jsonl{suffix}", texts[:40])
+    write_json_lines(tmp_path / f"1.jsonl{suffix}", texts[40:])
+    lines, positions = read_all(files)
+    assert [json.loads(line.content)["text"] for line in lines] == texts
+    for k in range(0, 61, 7):
+        assert read_all(files, positions[k])[0] == lines[k:]
+
+
+def test_blank_lines_are_left_out_and_counted(tmp_path):
+    (tmp_path / "0.jsonl.gz").write_bytes(gzip.compress(b"one\n\n  \ntwo\n\n"))
+    lines, positions = read_all([str(tmp_path / "0.jsonl.gz")])
+    assert [(line.number, line.content) for line in lines] == [(1, b"one\n"), (4, b"two\n")]
+    assert positions[1:] == [LinePosition(0, 1, 4), LinePosition(0, 4, 12)]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_damaged_file_that_is_skipped_ends_at_the_same_line_from_wherever_it_is_read(tmp_path, suffix):
+    file = tmp_path / f"0.jsonl{suffix}"
+    write_json_lines(file, random_texts(3000, 300))
+    file.write_bytes(file.read_bytes()[:-9000])
+    lines, positions = read_all([str(file)], on_bad_shard="skip")
+    assert 1000 < len(lines) < 3000
+    for k in (1, 100, 500, 777, 1000, len(lines) - 1):
+        assert read_all([str(file)], positions[k], "skip")[0] == lines[k:]

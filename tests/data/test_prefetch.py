@@ -1,0 +1,81 @@
+"""Workers: in turns they make the chunks that one alone would, and read no more than they load where that can be."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from noloco_jax.config import DataConfig
+from noloco_jax.data import parquet, redistribute
+from noloco_jax.data.from_config import open_source
+from noloco_jax.data.positions import DataPosition, start_position
+from noloco_jax.data.prefetch import ChunkDataset, ReplicaDocuments
+from support.data_makers import CountingTokenizer, open_streams, write_counting, write_rows
+
+KINDS = ["c4", "jsonl", "parquet", "text"]
+
+
+def documents_of(config, replica=0, num_replicas=1):
+    source = open_source(config, CountingTokenizer(), validation=False, seed=0, vocab_size=None)
+    return ReplicaDocuments(source, replica, num_replicas)
+
+
+def in_turns(documents, position, num_workers):
+    """The chunks of several workers: each goes on until one of its own ends its turn."""
+    workers = [iter(ChunkDataset(documents, position, worker, num_workers)) for worker in range(num_workers)]
+    for worker in itertools.cycle(workers):
+        while not (chunk := next(worker))["ends_turn"]:
+            yield chunk
+        yield chunk
+
+
+def positions_and_tokens(chunks, count):
+    """Of the first `count` documents."""
+    found = []
+    for chunk in chunks:
+        tokens = np.split(chunk["tokens"], chunk["ends"][:-1], axis=1)
+        found += zip(chunk["positions"].positions, (array.tolist() for array in tokens), strict=True)
+        if len(found) >= count:
+            return found[:count]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_workers_in_turns_make_the_chunks_of_one(tmp_path, kind):
+    config, _ = write_counting(kind, tmp_path / "data", 150)
+    (stream,) = open_streams(config, 1)
+    for _ in range(37):
+        next(stream)
+    state = json.loads(json.dumps(stream.get_state()))
+    starts = [DataPosition.from_json(one) for one in (state, *redistribute([state], 3))]
+    for position in [start_position(0, 1), *starts]:
+        documents = documents_of(config)
+        alone = positions_and_tokens(in_turns(documents, position, 1), 200)  # into the next epoch
+        for num_workers in (2, 3):
+            assert positions_and_tokens(in_turns(documents, position, num_workers), 200) == alone, num_workers
+
+
+@pytest.mark.parametrize("row_group_size", [3, 8, 25])
+def test_workers_share_out_the_row_groups_of_tokens(tmp_path, monkeypatch, row_group_size):
+    rows = [[k, k + 1] for k in range(1000)]
+    labels = [[k + 1, k + 2] for k in range(1000)]
+    write_rows(tmp_path / "0.parquet", {"input_ids": rows, "label": labels}, row_group_size)
+    config = DataConfig(
+        kind="parquet", path=str(tmp_path), validation_path="elsewhere", sequence_length=2, shuffle_buffer=8
+    )
+    read_batches, num_read = parquet.read_batches, 0
+
+    def counting(path, groups, columns):
+        nonlocal num_read
+        for group in groups:
+            for batch in read_batches(path, range(group, group + 1), columns):
+                num_read += batch.num_rows
+                yield batch
+
+    monkeypatch.setattr(parquet, "read_batches", counting)
+    documents, position = documents_of(config), start_position(0, 1)
+    for worker in range(5):
+        for chunk in iter(ChunkDataset(documents, position, worker, 5)):
+            if chunk["positions"].positions[-1].epoch:
+                break
+    assert 1000 <= num_read < 2000  # five workers that read everything would have read 5000 rows

@@ -1,0 +1,131 @@
+"""What starting and resuming cost on many and on large files, which it makes: python tests/support/reading_at_scale.py
+
+Prints CPU seconds: of opening a source and the streams of all replicas, and of going to the last shuffle window of a
+large file from its saved position.
+"""
+
+import argparse
+import functools
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from isal import igzip
+
+from noloco_jax.config import DataConfig
+from noloco_jax.data import ByteTokenizer, train_stream
+from noloco_jax.data.from_config import open_source
+
+TEXT_BYTES = 2300  # of a document, as in C4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--files", type=int, default=1024)
+    parser.add_argument("--row_groups", type=int, default=98, help="of a Parquet file")
+    parser.add_argument("--replicas", type=int, default=64)
+    parser.add_argument("--documents", type=int, default=354_000, help="of the large file of lines")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for kind in ("parquet", "c4"):
+            make = make_rows if kind == "parquet" else make_c4
+            make(folder / kind, args.files, args.row_groups)
+            config = DataConfig(kind=kind, path=str(folder / kind), sequence_length=64)
+            seconds, _ = cpu_seconds(lambda config=config: open_source(config, ByteTokenizer(), **TRAINING))
+            print(f"{kind}, {args.files} files: open_source {seconds:.2f} s", flush=True)
+            seconds, streams = cpu_seconds(lambda config=config: open_streams(config, args.replicas))
+            print(f"{kind}, {args.files} files: {args.replicas} streams {seconds:.2f} s", flush=True)
+            seconds, _ = cpu_seconds(lambda streams=streams: [next(stream) for stream in streams])
+            print(f"{kind}, {args.files} files: their first batches {seconds:.2f} s", flush=True)
+            for stream in streams:
+                stream.close()
+        for suffix in ("", ".gz", ".zst"):
+            file = folder / f"large.jsonl{suffix}"
+            make_lines(file, args.documents)
+            size = f"{file.name}, {file.stat().st_size >> 20} MiB"
+            for what, seconds in zip(("read through", "resumed at the end"), resume_seconds(file), strict=True):
+                print(f"{size}: {what} {seconds:.3f} s", flush=True)
+            file.unlink()
+
+
+TRAINING: dict[str, Any] = {"validation": False, "seed": 0, "vocab_size": None}
+
+
+def cpu_seconds(work: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.process_time()
+    result = work()
+    return time.process_time() - start, result
+
+
+def open_streams(config: DataConfig, count: int) -> list[Any]:
+    return [train_stream(config, ByteTokenizer(), replica=k, num_replicas=count, seed=0) for k in range(count)]
+
+
+def resume_seconds(file: Path) -> tuple[float, float]:
+    """(of reading all windows, of going to the last one from its position)."""
+    config = DataConfig(kind="jsonl", path=str(file), validation_path="elsewhere")
+    source = open_source(config, ByteTokenizer(), **TRAINING)
+    last, hint = 0, ()
+
+    def walk() -> None:
+        nonlocal last, hint
+        shard = source.open_shard(0, 0, 1, ())
+        while shard.get(last + config.shuffle_buffer) is not None:
+            last, hint = last + config.shuffle_buffer, shard.seek_hint
+        shard.close()
+
+    through, _ = cpu_seconds(walk)
+    return through, cpu_seconds(lambda: source.open_shard(0, 0, 1, hint).get(last))[0]
+
+
+def make_rows(folder: Path, files: int, row_groups: int) -> None:
+    folder.mkdir()
+    rows, length = 8, 64
+    tokens = np.random.default_rng(0).integers(0, 32_000, row_groups * rows * length, dtype=np.int32)
+    column = pa.ListArray.from_arrays(np.arange(0, len(tokens) + 1, length).astype(np.int32), tokens)
+    for number in range(files):
+        table = pa.table({"input_ids": column, "labels": column})
+        pq.write_table(table, folder / f"train-{number:05d}.parquet", row_group_size=rows)
+
+
+def make_c4(folder: Path, files: int, _: int) -> None:
+    folder.mkdir()
+    for split, count in {"train": files, "validation": 1}.items():
+        for number in range(count):
+            make_lines(folder / f"c4-{split}.{number:05d}-of-{count:05d}.json.gz", 60)
+
+
+@functools.cache
+def some_lines(documents: int) -> list[bytes]:
+    """Documents of words, some of them frequent."""
+    rng = np.random.default_rng(0)
+    words = ["".join(map(chr, rng.integers(97, 123, rng.integers(2, 9)))) for _ in range(20_000)]
+    block = []
+    for _ in range(documents):
+        chosen = (20_000 * rng.random(TEXT_BYTES // 6) ** 3).astype(int)
+        block.append(json.dumps({"text": " ".join(words[k] for k in chosen)}).encode() + b"\n")
+    return block
+
+
+def make_lines(file: Path, documents: int) -> None:
+    """A file that is compressed as its name says."""
+    block = some_lines(min(documents, 3000))
+    opened: Any = open
+    if file.suffix == ".gz":
+        opened = igzip.open
+    elif file.suffix == ".zst":
+        opened = lambda path, _: pa.CompressedOutputStream(str(path), "zstd")  # noqa: E731
+    with opened(file, "wb") as out:
+        for start in range(0, documents, len(block)):
+            out.write(b"".join(block[: documents - start]))
+
+
+if __name__ == "__main__":
+    main()
