@@ -86,7 +86,7 @@ def changes(rng: random.Random) -> dict[str, Any]:
 def plan(config: TrainConfig) -> None:
     """What a run asks of its configuration before anything is built."""
     method = METHODS[config.method]
-    assert method.describe(config) and method.bytes_sent(config, [10**9]) >= 0
+    assert method.describe(config)
     assert isinstance(method.is_outer_step(config, config.num_steps), bool)
     for devices in (1, 8, 96):
         try:
