@@ -1,6 +1,6 @@
 """The peak rate of devices in matrix products, as their makers publish it, to compare a run's with (its MFU)."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -43,12 +43,13 @@ def peak_of(device_kind: str, dtype: str) -> Peak | None:
       dtype: in which the model computes. GPUs multiply float32 in TF32 unless JAX is told otherwise, and then there is
         no peak here.
     """
+    settings: Any = jax.config  # makes its attributes where no type checker sees them
     words = device_kind.replace("-", " ").split()
     for names, tflops in _TFLOPS:
         if all(name in words for name in names):
             if dtype == "bfloat16":
                 return Peak(1e12 * tflops, f"NVIDIA's data sheet of the {' '.join(names)}, bfloat16 without sparsity")
-            if jax.config.jax_default_matmul_precision in (None, "default", "tensorfloat32"):
+            if settings.jax_default_matmul_precision in (None, "default", "tensorfloat32"):
                 share = 1e12 * tflops * _TF32_SHARE
                 return Peak(share, f"NVIDIA's data sheet of the {' '.join(names)}, TF32 without sparsity")
     return None

@@ -67,7 +67,7 @@ class _Count:
 
         def read(atom: Any) -> Any:
             if isinstance(atom, core.Literal):
-                return np.asarray(atom.val, atom.aval.dtype) if _is_followed(atom) else None
+                return np.asarray(atom.val, _aval(atom).dtype) if _is_followed(atom) else None
             return known.get(atom)
 
         def write(variables: Sequence[Any], values: Sequence[Any]) -> None:
@@ -135,7 +135,7 @@ class _Count:
             return np.int64(0)
         # Every position along the other manual axes has messages of its own.
         copies = math.prod(length for axis, length in self._shape.items() if axis not in axes)
-        size = copies * sum(math.prod(x.aval.shape) * x.aval.dtype.itemsize for x in equation.invars)
+        size = copies * sum(math.prod(x.shape) * x.dtype.itemsize for x in map(_aval, equation.invars))
         if name == "ppermute":
             lengths = [self._shape[axis] for axis in axes]
             pairs = np.asarray(equation.params["perm"], int).reshape(-1, 2)
@@ -172,7 +172,12 @@ def _gain_an_axis(outer: Sequence[Any], inner: Sequence[Any]) -> list[bool]:
     return [len(x.aval.shape) > len(y.aval.shape) for x, y in zip(outer, inner, strict=True)]
 
 
+def _aval(atom: Any) -> Any:
+    """What is known of an array before its values."""
+    return atom.aval
+
+
 def _is_followed(atom: Any) -> bool:
     """Whether it is an integer or a truth value, or an array of them: other numbers decide nothing."""
-    dtype = getattr(atom.aval, "dtype", None)
+    dtype = getattr(_aval(atom), "dtype", None)
     return dtype is not None and (jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_))

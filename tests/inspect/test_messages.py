@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -91,7 +92,7 @@ def test_the_inner_steps_of_routed_stages_send_what_the_branches_of_their_routes
     assert [len(names) for names in switches] == [len(distinct)] * 2  # forward and back
     reported = messages_of(config, {"replica": 4, "stage": 2, "fsdp": 1, "tensor": 1})
     for step in range(1, 9):
-        routes = np.asarray(draw_routes(len(pool), 3, config.seed, np.int32(step))).tolist()
+        routes = np.asarray(draw_routes(len(pool), 3, config.seed, jnp.int32(step))).tolist()
         total = sum(by_computation.get(names[branch_of[route]], 0) for names in switches for route in routes)
         assert reported.of_inner_step(step) * 4 == total > 0
 

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -99,7 +100,7 @@ def test_routed_micro_batches_send_what_a_walk_along_the_routes_comes_to(num_rep
     pool = route_pool(num_replicas, stages, config.seed, "random")
     found = messages_of(config, ONE_DEVICE)
     for step in (1, 2, 3, 4097):
-        entries = np.asarray(draw_routes(len(pool), ticks, config.seed, np.int32(step)))
+        entries = np.asarray(draw_routes(len(pool), ticks, config.seed, jnp.int32(step)))
         others = sum(
             int((pool[entry, s] != np.arange(num_replicas)).sum()) for entry in entries for s in range(stages - 1)
         )
