@@ -200,7 +200,11 @@ def measured(folder: Path, config: TrainConfig, late: Sequence[Late]) -> list[di
     method, sync_every = method_of(config), config.outer.sync_every
     rounds = [method.groups(config, round) for round in range(config.num_steps // sync_every)]
     waited = [
-        {line["step"]: line["outer_step_seconds"] for line in read_metrics(folder, process) if "bytes_sent" in line}
+        {
+            line["step"]: line["outer_step_seconds"]
+            for line in read_metrics(folder, process)
+            if "outer_step_seconds" in line
+        }
         for process in range(config.num_replicas)
     ]
     can_wait = linked(rounds, late, sync_every)

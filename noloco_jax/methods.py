@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from noloco_jax.errors import UserError
 from noloco_jax.meetings import Meetings, pairing_round
-from noloco_jax.wires import FLOAT_BYTES, MODULO_BITS, goes_by_shares, message_bytes, share_bytes
+from noloco_jax.wires import MODULO_BITS
 
 if TYPE_CHECKING:
     from noloco_jax.outer.fragments import Fragments
@@ -30,8 +30,6 @@ class Method:
         outer steps.
       pairing: config -> who meets whom; None where all do, or nobody.
       averages_gradients: whether gradients are averaged over all replicas at every step.
-      bytes_sent: (config, sizes of the parameters' arrays) -> bytes that a replica sends at an outer step, or at every
-        step where gradients are averaged; an all-reduce counts as a ring.
       outer_collectives: the kinds of collectives by which an outer step crosses replicas.
       unused: fields of the configuration that change nothing; "outer." stands for all that begin so.
       baseline: field -> what it has as the paper's baseline (Section 4) where the configuration is noloco's.
@@ -45,7 +43,6 @@ class Method:
     outer_optimizer: "Callable[[Config, Any, Fragments], OuterOptimizer] | None" = None
     pairing: "Callable[[Config], RandomPairing] | None" = None
     averages_gradients: bool = False
-    bytes_sent: Callable[[Config, list[int]], int] = lambda config, sizes: 0
     outer_collectives: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     baseline: Mapping[str, float] = field(default_factory=dict)
@@ -172,22 +169,6 @@ def _check_no_outer_steps(config: Config) -> None:
         raise UserError(f"outer.offload=True and method={config.method!r} has no outer state: leave it out")
 
 
-def _ring_bytes(config: Config, sizes: list[int]) -> int:
-    return 2 * FLOAT_BYTES["float32"] * sum(sizes) * (config.num_replicas - 1) // config.num_replicas
-
-
-def _group_bytes(config: Config, sizes: list[int]) -> int:
-    """A whole message to the other of a pair; in a larger group shares out and back, or all to all: if group sizes
-    differ, and where that is less.
-
-    Where a replica is sharded, blocks may hold fewer weights than 64, and a message more scales than are counted here.
-    """
-    n, wire = config.outer.group_size, config.outer.wire
-    if n == 2 or config.num_replicas % n or not goes_by_shares(wire, n):
-        return (n - 1) * message_bytes(wire, sizes)
-    return (n - 1) * share_bytes(wire, sizes, n)
-
-
 METHODS: dict[str, Method] = {
     row.name: row
     for row in (
@@ -197,7 +178,6 @@ METHODS: dict[str, Method] = {
             _check_noloco,
             _noloco,
             _pairing,
-            bytes_sent=_group_bytes,
             outer_collectives=("collective-permute",),
             unused=("outer.nesterov",),
         ),
@@ -206,7 +186,6 @@ METHODS: dict[str, Method] = {
             _describe_diloco,
             _check_wire,
             _diloco,
-            bytes_sent=_ring_bytes,
             outer_collectives=("all-reduce",),
             unused=("outer.consensus", "outer.group_size", "outer.order", "outer.wire"),
             baseline={"outer.lr": 0.7, "outer.momentum": 0.3},
@@ -218,7 +197,6 @@ METHODS: dict[str, Method] = {
             lambda config: "ddp: gradients averaged every step",
             _check_no_outer_steps,
             averages_gradients=True,
-            bytes_sent=_ring_bytes,
             unused=("outer.",),
         ),
         Method("local", lambda config: "local: replicas never meet", _check_no_outer_steps, unused=("outer.",)),

@@ -30,14 +30,17 @@ from noloco_jax.files import check_writable, folder_of_flag
 from noloco_jax.model.huggingface import load_params
 from noloco_jax.model.llama import Params
 from noloco_jax.run import elastic
-from noloco_jax.run.banner import banner_rows, show_results
+from noloco_jax.run.banner import banner_rows, compiled_memory, show_results
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress, banner, make_console
 from noloco_jax.run.extension import extension_note, rate_change
 from noloco_jax.run.loop import Hooks, Run, is_evaluated, train_steps
+from noloco_jax.run.messages import messages_of
 from noloco_jax.run.metrics import METRICS_FILE, MetricWriter, read_metrics
+from noloco_jax.run.peaks import peak_of
 from noloco_jax.run.record import write_start
 from noloco_jax.run.sample import sample_of_run, sample_prompt
+from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
@@ -114,7 +117,8 @@ def train(
         check_writable(folder)
     tokenizer = _check_inputs(config)
     programs = build_programs(config, make_mesh(config, jax.devices()))
-    banner(banner_rows(config, programs), console)
+    messages = messages_of(config, programs.mesh.shape)
+    banner(banner_rows(config, programs, messages), console)
     with (
         Stop(processes) as stop,
         Checkpointer(workdir, config, processes, from_step=from_step, read_only=dry_run) as checkpoints,
@@ -150,7 +154,19 @@ def train(
         with _open_metrics(config, workdir, start, wandb_project) as metrics, progress:
             processes.barrier("start")  # all clocks start together
             run = Run(
-                config, programs, batches, validation, checkpoints, metrics, progress, stop, processes, hooks or Hooks()
+                config=config,
+                programs=programs,
+                batches=batches,
+                validation=validation,
+                checkpoints=checkpoints,
+                totals=Totals() if start is None else checkpoints.totals(start),
+                messages=messages,
+                peak_flops_per_second=_peak(config, programs),
+                metrics=metrics,
+                progress=progress,
+                stop=stop,
+                processes=processes,
+                hooks=hooks or Hooks(),
             )
             outcome = train_steps(run, state, start or 0, evaluate_first=evaluate_first)
 
@@ -235,8 +251,14 @@ def _open_streams(config: TrainConfig, tokenizer: Tokenizer | None, programs: Pr
 def _compile(config: TrainConfig, programs: Programs, console: Console) -> Programs:
     started = time.perf_counter()
     programs = compile_programs(config, programs.mesh)
-    console.print(f"compiled in {time.perf_counter() - started:.1f} s")
+    console.print(f"compiled in {time.perf_counter() - started:.1f} s; {compiled_memory(programs)}")
     return programs
+
+
+def _peak(config: TrainConfig, programs: Programs) -> float | None:
+    """FLOP/s of all devices together, where that is known of them."""
+    peak = peak_of(programs.mesh.devices.flat[0].device_kind, config.model.dtype)
+    return peak and peak.flops_per_second * programs.mesh.size
 
 
 def _make_state(config: TrainConfig, programs: Programs, given: Params | None) -> TrainState:

@@ -29,18 +29,3 @@ def goes_by_shares(wire: str, n: int) -> bool:
     """
     code = block_bytes(wire) / block_of(wire)
     return code + FLOAT_BYTES["float32"] <= n * code
-
-
-def message_bytes(wire: str, sizes: list[int]) -> int:
-    """Bytes of a whole message of arrays of these sizes."""
-    return _num_blocks(wire, sizes) * block_bytes(wire)
-
-
-def share_bytes(wire: str, sizes: list[int], n: int) -> int:
-    """Bytes of a share, an n-th of a message in whole blocks: its code on the way to who averages it, its mean back."""
-    blocks = -(-_num_blocks(wire, sizes) // n)
-    return blocks * (block_bytes(wire) + block_of(wire) * FLOAT_BYTES["float32"])
-
-
-def _num_blocks(wire: str, sizes: list[int]) -> int:
-    return sum(-(-size // block_of(wire)) for size in sizes)

@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 
-from noloco_jax.bench.memory import compiled_peak, measured_peak, program_memory
 from noloco_jax.bench.rates import data_rate, matrix_rate, matrix_side
 from noloco_jax.bench.timing import TimedRun, inner_times, outer_times, quartiles, trace
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
+from noloco_jax.methods import method_of
 from noloco_jax.run.flops import mfu, model_flops_per_token, newton_schulz_flops
-from noloco_jax.run.messages import bytes_sent, num_pairings
+from noloco_jax.run.memory import compiled_peak, measured_peak, program_memory
+from noloco_jax.run.messages import messages_of, num_pairings
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs
@@ -51,6 +52,8 @@ def measure(config: TrainConfig, options: Options) -> Result:
     devices = jax.devices()
     programs = compile_programs(config, make_mesh(config, devices), only=("inner_step", "outer_step"))
     memory = program_memory(programs)
+    messages = messages_of(config, programs.mesh.shape)
+    in_inner_steps = messages.mean_of_inner_steps
     result: Result = {
         "python": platform.python_version(),
         "jax": jax.__version__,
@@ -58,7 +61,8 @@ def measure(config: TrainConfig, options: Options) -> Result:
         "mesh": dict(programs.mesh.shape),
         "compile_seconds": programs.compile_seconds,
         "pairings": num_pairings(config) or None,
-        "bytes_sent": bytes_sent(config),
+        "bytes_sent": in_inner_steps if method_of(config).averages_gradients else messages.mean_of_outer_steps,
+        "bytes_sent_inner_step": in_inner_steps or None,
         "program_memory_bytes": memory,
         "peak_memory_bytes": compiled_peak(memory),
         "peak_memory_from": "the compiled programs",
@@ -75,7 +79,7 @@ def _run(config: TrainConfig, programs: Programs, options: Options) -> Result:
             result["data_missing"] = str(error)
     result |= _steps(config, programs, options)  # its arrays are gone when the matrices come
 
-    tokens = config.num_replicas * config.data.batch_size * config.data.sequence_length
+    tokens = config.tokens_per_step
     tokens_per_second = tokens / result["step_seconds"]["median"]
     flops_per_token = model_flops_per_token(config)
     muon_flops = config.num_replicas * newton_schulz_flops(config.model) if config.inner.optimizer == "muon" else 0.0

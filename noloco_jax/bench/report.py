@@ -53,6 +53,7 @@ _OUTER_COLUMNS: list[Column] = [
     ("outer\nstep", _or_dash(format_seconds, "outer_step_seconds", "median")),
     ("share\nof run", _or_dash(format_percent, "outer_share")),
     ("sent", _or_dash(format_bytes, "bytes_sent")),
+    ("sent in\ninner", _or_dash(format_bytes, "bytes_sent_inner_step")),
 ]
 _COMPILED_COLUMNS: list[Column] = [
     ("memory", _or_dash(format_memory, "peak_memory_bytes")),
@@ -121,7 +122,10 @@ def _notes(rows: Sequence[VariantResult], compile_only: bool) -> list[str]:
         methods = dict.fromkeys(variant.config.method for variant, _ in rows)
         often = [method for method in methods if METHODS[method].averages_gradients]
         exception = f", with {' and '.join(often)} in every step" if often else ""
-        lines.append(f"sent: bytes that a replica sends in an outer step{exception}")
+        lines.append(
+            f"sent: bytes that a replica sends to others in an outer step{exception}, in the mean over replicas; in "
+            "inner: in an inner step, for routed micro-batches too"
+        )
     memory = f"memory: the most on one device, by {first['peak_memory_from']}"
     if "peak_memory_bytes_before_outer_steps" not in first:
         memory += ": arguments + temporaries + outputs - aliased, and the state that lies beside"

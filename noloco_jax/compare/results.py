@@ -1,14 +1,14 @@
 """What a comparison measures: the figures of each run from its metrics.jsonl, and rows that sum up the seeds."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from noloco_jax.compare.plan import Run
-from noloco_jax.run.messages import total_bytes_sent
 from noloco_jax.run.metrics import METRICS_FILE, read_metrics
 from noloco_jax.spmd.inner import learning_rates
 
@@ -38,23 +38,41 @@ class Curve:
     lr: np.ndarray
 
 
-def read_evaluations(workdir: Path) -> list[dict[str, Any]]:
-    """The evaluations of a run so far; none of one that has not begun."""
-    if not (workdir / METRICS_FILE).exists():
-        return []
-    return [entry for entry in read_metrics(workdir) if entry["kind"] == "eval"]
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is: its evaluations, and its last line of training; none of one that has not begun."""
+
+    evaluations: Sequence[dict[str, Any]] = ()
+    last: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_progress(workdir: Path) -> Progress:
+    """How far the run in a workdir is."""
+    try:
+        status = (workdir / METRICS_FILE).stat()
+    except FileNotFoundError:
+        return Progress()
+    return _progress(workdir, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@functools.cache  # a line a run; the files of finished runs are long and change no more
+def _progress(workdir: Path, *version: int) -> Progress:
+    del version
+    lines = read_metrics(workdir)
+    evaluations = tuple(line for line in lines if line["kind"] == "eval")
+    return Progress(evaluations, next((line for line in reversed(lines) if line["kind"] == "train"), {}))
 
 
 def is_complete(run: Run, workdir: Path) -> bool:
     """Whether the run in `workdir`/NAME has its last evaluation."""
-    evaluations = read_evaluations(workdir / run.name)
+    evaluations = read_progress(workdir / run.name).evaluations
     return bool(evaluations) and evaluations[-1]["step"] >= run.config.num_steps
 
 
 def read_curve(run: Run, workdir: Path) -> Curve:
     """The evaluations of a run in `workdir`/NAME. What was not finite is NaN."""
     config = run.config
-    evaluations = read_evaluations(workdir / run.name)
+    evaluations = read_progress(workdir / run.name).evaluations
     steps = np.array([entry["step"] for entry in evaluations], int)
 
     def column(name: str) -> np.ndarray:
@@ -64,12 +82,18 @@ def read_curve(run: Run, workdir: Path) -> Curve:
     spread = column("replica_spread")
     return Curve(
         steps=steps,
-        tokens=steps * config.num_replicas * config.data.batch_size * config.data.sequence_length,
+        tokens=steps * config.tokens_per_step,
         perplexity=column("perplexity"),
         merged=column("perplexity_merged"),
         spread=np.where(spread > _ROUNDING * lr, spread, np.nan),
         lr=lr,
     )
+
+
+def bytes_sent(workdir: Path) -> float:
+    """What a replica sent in the whole run; NaN of a run of an earlier version, which did not add it up."""
+    last = read_progress(workdir).last
+    return float(last["bytes_sent_total"]) if "bytes_sent_total" in last else float("nan")
 
 
 def correlation(curve: Curve, warmup_steps: int) -> float:
@@ -139,7 +163,7 @@ def make_rows(runs: Sequence[Run], workdir: Path) -> list[Row]:
                 _gap(curve.merged, ref.merged) if ref else np.nan for curve, ref in zip(last, references, strict=True)
             ],
             "replica_spread": [curve.spread[-1] for curve in last],
-            "bytes_sent": [total_bytes_sent(run.config) for run in mine],
+            "bytes_sent": [bytes_sent(workdir / run.name) for run in mine],
             "spread_lr_correlation": [
                 correlation(curve, run.config.inner.warmup_steps) for run, curve in zip(mine, last, strict=True)
             ],

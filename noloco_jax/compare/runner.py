@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.control import Control
@@ -17,7 +18,7 @@ from noloco_jax.cluster.stop import INTERRUPTED, RESTART
 from noloco_jax.compare import report
 from noloco_jax.compare.chart import draw
 from noloco_jax.compare.plan import Run
-from noloco_jax.compare.results import is_complete, make_rows, read_evaluations
+from noloco_jax.compare.results import is_complete, make_rows, read_progress
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
 from noloco_jax.formatting import (
@@ -27,7 +28,7 @@ from noloco_jax.formatting import (
     format_tokens_per_second,
     or_infinity,
 )
-from noloco_jax.run.metrics import METRICS_FILE, read_metrics
+from noloco_jax.run.metrics import METRICS_FILE, NewLines
 
 LOG_FILE = "log.txt"
 _FAILED = 1
@@ -102,7 +103,7 @@ class Comparison:
         """Runs the trainer to its end, saying how far it is, and returns its exit status."""
         folder = self._workdir / run.name
         folder.mkdir(parents=True, exist_ok=True)
-        told, started = 0, time.monotonic()
+        progress = _Progress(run, label, folder, self._console)
         with (folder / LOG_FILE).open("a") as log:
             try:
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the trainer inherits it, and may outlive us
@@ -123,7 +124,7 @@ class Comparison:
                     try:
                         return self._child.wait(timeout=1)
                     except subprocess.TimeoutExpired:
-                        told = self._say_progress(run, label, told, time.monotonic() - started)
+                        progress.say()
             finally:
                 if self._child.poll() is None:
                     self._child.kill()
@@ -132,36 +133,8 @@ class Comparison:
                 if self._console.is_terminal:
                     self._console.control(_CLEAR)
 
-    def _say_progress(self, run: Run, label: str, told: int, seconds: float) -> int:
-        """Prints how far a run is: on a terminal a line that is overwritten, elsewhere one an evaluation.
-
-        `told` is the number of evaluations that have a line already; returns how many have one now.
-        """
-        try:
-            lines = read_metrics(self._workdir / run.name)
-        except UserError:  # none yet
-            return told
-        training = [line for line in lines if line["kind"] == "train"]
-        evaluations = [line for line in lines if line["kind"] == "eval"]
-        evaluated = ""
-        if evaluations:
-            last = evaluations[-1]
-            evaluated = f"perplexity {format_perplexity(last['perplexity'])} at step {last['step']}"
-        if self._console.is_terminal and training:
-            now = training[-1]
-            parts = [
-                f"{label}  step {now['step']}/{run.config.num_steps}  loss {or_infinity(now['loss']):.4f}",
-                *([evaluated] if evaluated else []),
-                format_tokens_per_second(now["tokens_per_second"] or 0),
-            ]
-            self._console.control(_CLEAR)
-            self._console.print("  ".join(parts)[: self._console.width - 1], end="")
-        elif len(evaluations) > told:
-            self._console.print(f"{label}: {evaluated} of {run.config.num_steps}, {format_clock(seconds)}")
-        return len(evaluations)
-
     def _say_result(self, run: Run, label: str) -> None:
-        last = read_evaluations(self._workdir / run.name)[-1]
+        last = read_progress(self._workdir / run.name).evaluations[-1]
         self._console.print(
             f"{label}: perplexity {format_perplexity(last['perplexity'])}, merged "
             f"{format_perplexity(last['perplexity_merged'])}, spread {format_spread(last['replica_spread'])}"
@@ -195,3 +168,47 @@ class Comparison:
             for line in report.correlations(rows, self._vary):
                 self._console.print(f"  {line}")
             self._console.print(f"\nwritten: {self._workdir / 'comparison.md'}, .csv and .png")
+
+
+class _Progress:
+    """Says how far a run is: on a terminal in a line that is overwritten, elsewhere in one an evaluation.
+
+    Args:
+      run: the run.
+      label: what its lines begin with.
+      folder: its workdir.
+      console: where to print.
+    """
+
+    def __init__(self, run: Run, label: str, folder: Path, console: Console):
+        self._run, self._label, self._console = run, label, console
+        self._new_lines, self._started = NewLines(folder), time.monotonic()
+        self._last: dict[str, dict[str, Any]] = {}  # the last line of every kind
+        self._told: int | None = None  # the last evaluation that has a line
+
+    def say(self) -> None:
+        """Reads what is new and prints it."""
+        try:
+            lines, is_new_file = self._new_lines.read()
+        except UserError:  # a broken line, which the trainer will tell of
+            return
+        if is_new_file:
+            self._last = {}
+        self._last |= {line["kind"]: line for line in lines}
+        training, evaluation = self._last.get("train"), self._last.get("eval")
+        evaluated = ""
+        if evaluation:
+            evaluated = f"perplexity {format_perplexity(evaluation['perplexity'])} at step {evaluation['step']}"
+        if self._console.is_terminal and training:
+            parts = [
+                f"{self._label}  step {training['step']}/{self._run.config.num_steps}  "
+                f"loss {or_infinity(training['loss']):.4f}",
+                *([evaluated] if evaluated else []),
+                format_tokens_per_second(training["tokens_per_second"] or 0),
+            ]
+            self._console.control(_CLEAR)
+            self._console.print("  ".join(parts)[: self._console.width - 1], end="")
+        elif evaluation and not self._console.is_terminal and evaluation["step"] != self._told:
+            self._told = evaluation["step"]
+            seconds = format_clock(time.monotonic() - self._started)
+            self._console.print(f"{self._label}: {evaluated} of {self._run.config.num_steps}, {seconds}")

@@ -366,3 +366,9 @@ class TrainConfig:
     )
     sample_prompt: str = setting("", "Text that the merged model continues at the end of the run.", on_resume="free")
     sample_tokens: int = setting(0, "Tokens of that continuation; 0: none is made.", on_resume="free", minimum=0)
+    log_replicas: bool = setting(False, "Whether training metrics have the loss of each replica.", on_resume="free")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that all replicas together train on in an inner step."""
+        return self.num_replicas * self.data.batch_size * self.data.sequence_length

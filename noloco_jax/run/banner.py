@@ -9,17 +9,18 @@ import jax
 from rich.console import Console
 
 from noloco_jax.config import DataConfig, TrainConfig, unused_settings
-from noloco_jax.formatting import format_bytes, format_count, format_memory
+from noloco_jax.formatting import format_bytes, format_count, format_memory, format_si
 from noloco_jax.methods import method_of
 from noloco_jax.model.llama import num_params
 from noloco_jax.run.console import results_table
 from noloco_jax.run.curves import plot_curves
-from noloco_jax.run.estimates import memory_estimate
-from noloco_jax.run.messages import bytes_sent
+from noloco_jax.run.memory import memory_estimate, program_memory
+from noloco_jax.run.messages import Messages
+from noloco_jax.run.peaks import peak_of
 from noloco_jax.spmd.programs import Programs
 
 
-def banner_rows(config: TrainConfig, programs: Programs) -> list[tuple[str, object]]:
+def banner_rows(config: TrainConfig, programs: Programs, messages: Messages) -> list[tuple[str, object]]:
     """(label, value) rows: versions, devices, mode, parameters, tokens a step, memory, bytes that replicas send."""
     return [
         ("versions", _versions()),
@@ -30,7 +31,8 @@ def banner_rows(config: TrainConfig, programs: Programs) -> list[tuple[str, obje
         ("batch", _batch(config)),
         *([("data", _mixture(config.data))] if config.data.kind == "mixture" else []),
         ("memory", _memory(config, programs)),
-        ("messages", _messages(config)),
+        ("messages", _messages(messages)),
+        *_peak(config, programs),
     ]
 
 
@@ -66,10 +68,12 @@ def _parameters(config: TrainConfig) -> str:
 
 
 def _batch(config: TrainConfig) -> str:
-    replicas, sequences, length = config.num_replicas, config.data.batch_size, config.data.sequence_length
-    tokens = format_count(replicas * sequences * length)
-    within = ", attention inside documents" if config.data.document_mask else ""
-    return f"{tokens} tokens a step: {replicas} replicas x {sequences} sequences x {length}{within}"
+    data = config.data
+    within = ", attention inside documents" if data.document_mask else ""
+    return (
+        f"{format_count(config.tokens_per_step)} tokens a step: {config.num_replicas} replicas x {data.batch_size} "
+        f"sequences x {data.sequence_length}{within}"
+    )
 
 
 def _mixture(data: DataConfig) -> str:
@@ -84,14 +88,30 @@ def _mixture(data: DataConfig) -> str:
 def _memory(config: TrainConfig, programs: Programs) -> str:
     state, activations = memory_estimate(config, programs)
     return (
-        f"about {format_memory(state + activations)} a device: {format_memory(state)} of state and gradients, "
+        f"estimated at {format_memory(state + activations)} a device: {format_memory(state)} of state and gradients, "
         f"{format_memory(activations)} of activations"
     )
 
 
-def _messages(config: TrainConfig) -> str:
-    sent, occasion = bytes_sent(config), "step" if method_of(config).averages_gradients else "outer step"
-    return f"a replica sends {format_bytes(sent)} per {occasion}" if sent else "none"
+def _messages(messages: Messages) -> str:
+    occasions = {"outer step": messages.mean_of_outer_steps, "inner step": messages.mean_of_inner_steps}
+    sent = [f"{format_bytes(number)} per {occasion}" for occasion, number in occasions.items() if number]
+    return f"a replica sends others {' and '.join(sent)}, on average" if sent else "none"
+
+
+def _peak(config: TrainConfig, programs: Programs) -> list[tuple[str, str]]:
+    """What the run's MFU is of, where that is known of the devices."""
+    peak = peak_of(programs.mesh.devices.flat[0].device_kind, config.model.dtype)
+    return [("peak", f"{format_si(peak.flops_per_second, 'FLOP/s')} a device: {peak.source}")] if peak else []
+
+
+def compiled_memory(programs: Programs) -> str:
+    """What the compiler says of a device's memory, with all that lies on it while a program runs."""
+    totals = {name: memory["total"] + memory["beside"] for name, memory in program_memory(programs).items()}
+    most = max(totals, key=lambda name: totals[name])
+    steps = [f"{name.replace('_', ' ')} {format_memory(totals[name])}" for name in totals if name.endswith("_step")]
+    others = [f"{most} {format_memory(totals[most])}"] if not most.endswith("_step") else []
+    return f"memory by the compiler's account {format_memory(totals[most])} a device: {', '.join([*steps, *others])}"
 
 
 def show_results(console: Console, workdir: Path, values: dict[str, Any], sample: str | None) -> None:

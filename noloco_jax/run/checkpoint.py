@@ -18,6 +18,7 @@ from noloco_jax.data import Tokenizer
 from noloco_jax.errors import StartError, TransientError, UserError
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.run import record
+from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.programs import TrainState
 from noloco_jax.spmd.stages import resize_vocabulary
 
@@ -150,6 +151,13 @@ class Checkpointer:
         """The configuration of the run that saved `step`, as it was then."""
         return record.saved_config(self._record(step), self._folder / str(step))
 
+    def totals(self, step: int) -> Totals:
+        """What the run had come to at `step`; of an earlier version's checkpoint the tokens alone are known."""
+        run = self._record(step)
+        if "totals" not in run:
+            return Totals(tokens=step * self.saved_config(step).tokens_per_step)
+        return Totals.from_json(run["totals"])
+
     def check_tokenizer(self, step: int, tokenizer: Tokenizer) -> None:
         """Raises `UserError` where the run trained on the tokens of another tokenizer, whatever its name."""
         then = self._record(step)["source"].get("tokenizer")  # none where the data were tokens already
@@ -242,13 +250,14 @@ class Checkpointer:
         )
 
     @_saving()
-    def save(self, step: int, state: TrainState, data: dict[int, dict]) -> None:
+    def save(self, step: int, state: TrainState, data: dict[int, dict], totals: Totals | None = None) -> None:
         """Starts to save the state after inner step `step`; the arrays may be donated as soon as this returns.
 
         Args:
           step: inner steps taken.
           state: arrays on their devices.
           data: replica -> where its data stream stands, for the replicas of this process.
+          totals: what the run has come to; None: nothing is known of it but its steps.
 
         Raises:
           TransientError: if the storage did not take this checkpoint or the one before, as a full disk does not.
@@ -259,6 +268,8 @@ class Checkpointer:
             str(replica): position for part in self._processes.gather(data) for replica, position in part.items()
         }
         run = record.make_record(self._config, positions["0"]["source"], self._from_step)
+        if totals is not None:
+            run["totals"] = totals.to_json()
         self._manager.save(
             step,
             args=ocp.args.Composite(

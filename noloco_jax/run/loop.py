@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,14 +13,16 @@ from noloco_jax.cluster.stop import Stop
 from noloco_jax.config import TrainConfig
 from noloco_jax.data import HostBatch
 from noloco_jax.errors import UserError
-from noloco_jax.meetings import Meetings, own_round
+from noloco_jax.meetings import Meetings
 from noloco_jax.methods import meetings_of, method_of
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress
 from noloco_jax.run.evaluate import evaluate
-from noloco_jax.run.messages import bytes_sent
+from noloco_jax.run.flops import mfu, model_flops_per_token
+from noloco_jax.run.messages import Messages, may_send_in_inner_steps, shares_moments
 from noloco_jax.run.metrics import MetricWriter
 from noloco_jax.run.throughput import Throughput
+from noloco_jax.run.totals import Clock, Totals, wall_clock
 from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.inner import learning_rates
 from noloco_jax.spmd.programs import Programs, StepMetrics, TrainState
@@ -43,6 +45,9 @@ class Run:
       batches: the training data of this process's replicas.
       validation: batches for evaluations, the same on every process.
       checkpoints: where the state is saved.
+      totals: what earlier starts of the run have come to.
+      messages: what replicas send each other.
+      peak_flops_per_second: of all devices together; None where that is not known.
       metrics: where figures are written.
       progress: what the console shows.
       stop: whether the run has been told to stop.
@@ -55,6 +60,9 @@ class Run:
     batches: GlobalBatches
     validation: Sequence[HostBatch]
     checkpoints: Checkpointer
+    totals: Totals
+    messages: Messages
+    peak_flops_per_second: float | None
     metrics: MetricWriter
     progress: Progress
     stop: Stop
@@ -118,19 +126,21 @@ def train_steps(run: Run, state: TrainState, start: int, *, evaluate_first: bool
 
 def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evaluate_first: bool) -> Outcome:
     config = run.config
-    evaluation = _evaluate(run, state, start) if evaluate_first else {}
+    evaluation = _evaluate(run, state, start, log) if evaluate_first else {}
     meetings = meetings_of(config)
     for step in range(start + 1, config.num_steps + 1):
         run.hooks.before_step(step)
-        state, metrics = _inner_step(run, state, step)
+        state, metrics, waited = _inner_step(run, state, step)
         log.write_previous()
         outer_steps = None
         if meetings is not None:
             state = _correct_steps(run, state, meetings, step)
             state, outer_steps = _outer_steps(run, state, meetings.due(step))
-        log.remember(step, metrics, outer_steps)
+        bytes_merging = 0
         if step == config.num_steps and run.programs.final_merge is not None:
             state = state._replace(params=run.programs.final_merge(state.params))
+            bytes_merging = run.messages.of_final_merge()
+        log.remember(step, metrics, waited, outer_steps, bytes_merging)
 
         is_last, is_stopping = step == config.num_steps, run.stop.at(step)
         is_evaluating = is_evaluated(config, step) and not is_stopping
@@ -138,9 +148,9 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         if is_evaluating or is_saving:
             log.write_previous()
         if is_evaluating:
-            evaluation = _evaluate(run, state, step)
+            evaluation = _evaluate(run, state, step, log)
         if is_saving:
-            run.checkpoints.save(step, state, run.batches.get_state())
+            run.checkpoints.save(step, state, run.batches.get_state(), log.totals)
         if is_evaluating or is_saving:
             log.restart_clock()
         if is_stopping:
@@ -148,10 +158,14 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
     return Outcome(state, evaluation, finished=True)
 
 
-def _inner_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, StepMetrics]:
+def _inner_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, StepMetrics, float]:
+    """Dispatches a step; also returns the seconds until its batch was there."""
     params, inner, outer = state
-    params, inner, metrics = run.programs.inner_step(params, inner, next(run.batches), np.int32(step))
-    return TrainState(params, inner, outer), metrics
+    started = time.perf_counter()
+    batch = next(run.batches)
+    waited = time.perf_counter() - started
+    params, inner, metrics = run.programs.inner_step(params, inner, batch, np.int32(step))
+    return TrainState(params, inner, outer), metrics, waited
 
 
 def _outer_steps(run: Run, state: TrainState, count: int) -> tuple[TrainState, _OuterSteps | None]:
@@ -166,15 +180,10 @@ def _outer_steps(run: Run, state: TrainState, count: int) -> tuple[TrainState, _
     started = time.perf_counter()
     for number in range(round, round + count):
         params, outer = run.programs.outer_step(params, outer)
-        if run.programs.share_moments is not None and _shares_moments(run.config, number):
+        if run.programs.share_moments is not None and shares_moments(run.config, number):
             inner = run.programs.share_moments(inner, np.int32(number))
     jax.block_until_ready((params, inner, outer))
     return TrainState(params, inner, outer), _OuterSteps(round, count, time.perf_counter() - started)
-
-
-def _shares_moments(config: TrainConfig, number: int) -> bool:
-    """Whether the inner optimizer's moments are averaged too in outer step `number`."""
-    return own_round(number, config.outer.fragments) % config.outer.moments == 0
 
 
 def _correct_steps(run: Run, state: TrainState, meetings: Meetings, step: int) -> TrainState:
@@ -188,12 +197,22 @@ def _correct_steps(run: Run, state: TrainState, meetings: Meetings, step: int) -
     return TrainState(params, inner, outer)
 
 
-def _evaluate(run: Run, state: TrainState, step: int) -> dict[str, Any]:
+def _evaluate(run: Run, state: TrainState, step: int, log: "_StepLog") -> dict[str, Any]:
     evaluation = evaluate(run.programs, state.params, run.validation)
     if jax.process_index() == 0:
-        run.metrics.write(step, "eval", **evaluation)
+        totals = log.totals
+        run.metrics.write(step, "eval", **evaluation, tokens=totals.tokens, seconds=totals.seconds, time=wall_clock())
     run.progress.evaluation(step, evaluation)
     return evaluation
+
+
+class _Step(NamedTuple):
+    """A step that has been dispatched, and what the run has come to with it."""
+
+    step: int
+    metrics: StepMetrics
+    outer: _OuterSteps | None
+    totals: Totals
 
 
 class _StepLog:
@@ -201,18 +220,41 @@ class _StepLog:
 
     def __init__(self, run: Run):
         self._run = run
-        config = run.config
-        self._lr = learning_rates(config)
-        self._tokens = config.num_replicas * config.data.batch_size * config.data.sequence_length
+        self._lr = learning_rates(run.config)
+        self._flops_per_token = model_flops_per_token(run.config)
         self._throughput = Throughput()
-        meetings = meetings_of(config)
-        self._tells_every_outer_step = meetings is None or meetings.shortest_gap >= config.log_every
+        meetings = meetings_of(run.config)
+        self._tells_every_outer_step = meetings is None or meetings.shortest_gap >= run.config.log_every
         self._untold: _OuterSteps | None = None
-        self._previous: tuple[int, StepMetrics, _OuterSteps | None] | None = None
+        self._totals, self._clock = run.totals, Clock(run.totals.seconds)
+        self._previous: _Step | None = None
 
-    def remember(self, step: int, metrics: StepMetrics, outer_steps: _OuterSteps | None) -> None:
+    @property
+    def totals(self) -> Totals:
+        """What the run has come to with the last step that was dispatched, and now."""
+        return replace(self._totals, seconds=self._clock.seconds())
+
+    def remember(
+        self,
+        step: int,
+        metrics: StepMetrics,
+        waited: float,
+        outer_steps: _OuterSteps | None,
+        bytes_merging: int | float = 0,
+    ) -> None:
         """Keeps a step that has been dispatched."""
-        self._previous = step, metrics, outer_steps
+        self._totals = self._totals.plus(
+            tokens=self._run.config.tokens_per_step,
+            bytes_sent_total=self._run.messages.of_inner_step(step) + self._bytes_of(outer_steps) + bytes_merging,
+            seconds_waiting_for_data=waited,
+            seconds_in_outer_steps=outer_steps.seconds if outer_steps else 0.0,
+        )
+        self._previous = _Step(step, metrics, outer_steps, self._totals)
+
+    def _bytes_of(self, outer_steps: _OuterSteps | None) -> int | float:
+        if outer_steps is None:
+            return 0
+        return sum(map(self._run.messages.of_outer_step, range(outer_steps.first, outer_steps.last + 1)))
 
     def restart_clock(self) -> None:
         """Leaves what is no training out of the speed."""
@@ -226,16 +268,24 @@ class _StepLog:
         """
         if self._previous is None:
             return
-        (step, metrics, outer_steps), self._previous = self._previous, None
+        (step, metrics, outer_steps, totals), self._previous = self._previous, None
         self._untold = outer_steps if self._untold is None else self._untold + outer_steps
         run, config = self._run, self._run.config
-        loss = _mean_here(metrics.loss)
-        self._throughput.step(self._tokens)
+        losses = _by_replica(metrics.loss)
+        loss = float(np.mean(list(losses.values())))
+        self._throughput.step(config.tokens_per_step)
         speed, lr = self._throughput.tokens_per_second, float(self._lr[step - 1])
-        is_told = step % config.log_every == 0 or (outer_steps is not None and self._tells_every_outer_step)
+        is_last = step == config.num_steps
+        is_told = step % config.log_every == 0 or is_last or (outer_steps is not None and self._tells_every_outer_step)
         if is_told or not np.isfinite(loss):
-            values = {"loss": loss, "lr": lr, "grad_norm": _mean_here(metrics.grad_norm), "tokens_per_second": speed}
-            run.metrics.write(step, "train", **values, **self._figures_of(self._untold))
+            norms = _by_replica(metrics.grad_norm).values()
+            values = {"loss": loss, "lr": lr, "grad_norm": float(np.mean(list(norms))), "tokens_per_second": speed}
+            if run.peak_flops_per_second is not None:
+                values["mfu"] = mfu(speed, self._flops_per_token, run.peak_flops_per_second)
+            more = {"loss_replicas": losses} if config.log_replicas else {}
+            more |= self._figures_of(step)
+            more |= replace(totals, seconds=self._clock.seconds()).to_json()
+            run.metrics.write(step, "train", **values, **more, time=wall_clock())
         if not np.isfinite(loss):
             raise UserError(
                 f"the loss is {loss} at step {step}: lower inner.lr={config.inner.lr:g} or raise "
@@ -247,17 +297,22 @@ class _StepLog:
             run.progress.outer(step, self._untold.count, self._untold.last, groups, self._untold.seconds)
             self._untold = None
 
-    def _figures_of(self, outer_steps: _OuterSteps | None) -> dict[str, Any]:
-        """Of the outer steps since the last line that told of them."""
-        if outer_steps is None:
-            return {}
-        return {
-            "outer_step_seconds": outer_steps.seconds,
-            "bytes_sent": outer_steps.count * bytes_sent(self._run.config),
-            "round": outer_steps.last,
-        }
+    def _figures_of(self, step: int) -> dict[str, Any]:
+        """Of the step, and of the outer steps since the last line that told of them."""
+        figures: dict[str, Any] = {}
+        if may_send_in_inner_steps(self._run.config):
+            figures["bytes_sent_inner_step"] = self._run.messages.of_inner_step(step)
+        if self._untold is not None:
+            figures["outer_step_seconds"] = self._untold.seconds
+            figures["bytes_sent"] = self._bytes_of(self._untold)
+            figures["round"] = self._untold.last
+        return figures
 
 
-def _mean_here(values: jax.Array) -> float:
-    """The mean over this process's replicas."""
-    return float(np.mean([np.asarray(shard.data) for shard in values.addressable_shards]))
+def _by_replica(values: jax.Array) -> dict[int, float]:
+    """The values (N,) of this process's replicas, by their numbers; each is on all devices of its replica."""
+    found: dict[int, float] = {}
+    for shard in values.addressable_shards:
+        first = shard.index[0].start or 0
+        found.update(enumerate(np.asarray(shard.data).tolist(), start=first))
+    return dict(sorted(found.items()))

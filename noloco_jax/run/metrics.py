@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ def _plain(value: Any) -> Any:
 
 def _scalars(name: str, value: Any) -> dict[str, float]:
     """The numbers in a plain value by TensorBoard tag: a list of numbers becomes name/0, name/1 and so on."""
-    if isinstance(value, list):
-        return {f"{name}/{index}": entry for index, entry in enumerate(value) if isinstance(entry, int | float)}
+    if isinstance(value, list | dict):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        return {f"{name}/{index}": entry for index, entry in entries if isinstance(entry, int | float)}
     return {name: value} if isinstance(value, int | float) else {}
 
 
@@ -162,6 +163,10 @@ def _entries(path: Path) -> list[tuple[str, dict[str, Any]]]:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     if lines and not lines[-1].endswith("\n"):
         lines.pop()
+    return _parsed(path, lines)
+
+
+def _parsed(path: Path, lines: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
     entries = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -171,6 +176,37 @@ def _entries(path: Path) -> list[tuple[str, dict[str, Any]]]:
             raise UserError(f"{path} line {number} is not a metrics line: mend or remove it") from None
         entries.append((line, entry))
     return entries
+
+
+class NewLines:
+    """Reads what a run has written since the last time, and all of it where the file is another: a run that goes on
+    writes a new one, without the steps that it repeats.
+
+    Args:
+      workdir: of the run, which need not have begun.
+    """
+
+    def __init__(self, workdir: str | os.PathLike[str]):
+        self._path = Path(workdir) / METRICS_FILE
+        self._file: tuple[int, int] | None = None  # device and number of the file
+        self._read = 0  # bytes of it
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """The whole lines that are new, and whether they begin the file anew, so that earlier ones count no more."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                is_new = self._file != (status.st_dev, status.st_ino) or status.st_size < self._read
+                if is_new:
+                    self._file, self._read = (status.st_dev, status.st_ino), 0
+                file.seek(self._read)
+                added = file.read()
+        except FileNotFoundError:
+            return [], False
+        whole = added[: added.rfind(b"\n") + 1]
+        entries = _parsed(self._path, whole.decode(errors="replace").splitlines(keepends=True))
+        self._read += len(whole)
+        return [entry for _, entry in entries], is_new
 
 
 def _file_name(process: int) -> str:

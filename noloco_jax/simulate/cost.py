@@ -14,6 +14,7 @@ from noloco_jax.simulate.blocking import waiting_per_step
 
 ALL_REDUCES = ("halving", "ring", "tree")
 METHODS = ("FSDP", "DDP", "DiLoCo", "NoLoCo")
+_FLOAT_BYTES = 4
 # Draws of a step's time in one round of the waiting simulation: above it a run would take minutes.
 _MAX_STEPS_A_ROUND = 5_000_000
 
@@ -127,9 +128,18 @@ def sharded_step(setting: Setting) -> tuple[float, float]:
 
 
 def group_exchange(setting: Setting) -> tuple[float, float]:
-    """Bytes and seconds of NoLoCo's outer step: one message of V bytes to each other member of the group, in turn."""
-    size, others = _model_bytes(setting), setting.group_size - 1
-    return others * size, others * _message(setting, size)
+    """Bytes sent by a replica (on average) and seconds of NoLoCo's outer step, as `exchange.groups` does it.
+
+    One message of V bytes to each other member of the group, in turn. In groups of n > 2 equal sizes an n-th of it to
+    each, and the float32 means of a share back, where that is less. A replica of a rest has fewer to send to.
+    """
+    size, (n, replicas) = _model_bytes(setting), (setting.group_size, setting.replicas)
+    rest = replicas % n
+    share = (size + _FLOAT_BYTES * setting.params) / n  # there and back
+    if n > 2 and rest == 0 and share <= size:
+        return (n - 1) * share, 2 * (n - 1) * setting.latency + _transfer(setting, (n - 1) * share)
+    others = ((replicas - rest) * (n - 1) + rest * (rest - 1)) / replicas
+    return others * size, (n - 1) * _message(setting, size)
 
 
 _EXCHANGES: dict[str, Callable[[Setting], tuple[float, float]]] = {

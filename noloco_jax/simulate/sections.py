@@ -55,7 +55,8 @@ def cost_section(setting: cost.Setting, seed: int, out: Path | None) -> str:
             f"- A message of V bytes takes latency + 8V / bandwidth; {setting.bytes_per_param:g} bytes a parameter; "
             "nothing overlaps with computing; all links are alike and full duplex.",
             f"- NoLoCo: every {setting.sync_every} steps, one message of V bytes to each other member of its group of "
-            f"{setting.group_size}.",
+            f"{setting.group_size}; of more than 2, which the replicas make evenly, shares of it there and back, where "
+            "that is less. Bytes are the mean over replicas, of which some may be in a smaller group.",
             f"- DiLoCo: every {setting.sync_every} steps, and DDP every step, one all-reduce ({setting.all_reduce}): "
             f"{_ALL_REDUCE_FORMULAS[setting.all_reduce]}.",
             "- FSDP: every step, two all-gathers of the weights and a reduce-scatter of the gradients, 3(N−1)/N · V, "

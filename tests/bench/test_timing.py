@@ -54,7 +54,7 @@ def test_random_batches_stay_within_the_vocabulary_and_differ_between_replicas()
 def test_random_batches_have_several_documents_a_sequence_where_attention_stays_inside_them():
     config = small()
     data = dataclasses.replace(config.data, document_mask=True, sequence_length=512)
-    segments_BT = next(timing.RandomStream(dataclasses.replace(config, data=data), 0))["segment_ids"]
+    segments_BT = next(timing.RandomStreams(dataclasses.replace(config, data=data), [0]))[0]["segment_ids"]
     assert segments_BT.dtype == np.int32 and segments_BT.shape == (data.batch_size, 512)
     assert set(np.unique(np.diff(segments_BT))) == {0, 1} and segments_BT.min() >= 1
     assert 1 <= segments_BT.max() <= 20

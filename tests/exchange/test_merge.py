@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.exchange.merge import mean_by_pairs, merge_rounds
-from support.layouts import assert_trees_close, axis_of, over_replicas, random_tree
+from support.layouts import assert_trees_close, axis_of, compiled, over_replicas, random_tree
 
 
 @pytest.mark.parametrize("n", range(1, 18))
@@ -31,7 +31,7 @@ def test_all_replicas_end_with_the_mean(layout):
 
 def test_a_merge_sends_messages_to_partners_alone():
     tree = random_tree(0, 8)
-    text = jax.jit(over_replicas(lambda t: mean_by_pairs(t, "replica"), (8, 1))).lower(tree).compile().as_text()
+    text = compiled(over_replicas(lambda t: mean_by_pairs(t, "replica"), (8, 1)), tree)
     assert text.count(" collective-permute(") == 3 * len(tree)
     assert "all-reduce" not in text
     assert "all-gather" not in text

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,8 @@ def meet(tree, wire, groups=PAIRS, layout=8):
 
 def sent(wire, x):
     """Q(x) of one array, as the wire decodes what it encodes."""
-    return np.asarray(WIRES[wire].decode(WIRES[wire].encode(jnp.asarray(x)), jnp.asarray(x)))
+    code: Any = WIRES[wire]
+    return np.asarray(code.decode(code.encode(jnp.asarray(x)), jnp.asarray(x)))
 
 
 def heavy_tailed(*shape):

@@ -8,7 +8,7 @@ import pytest
 from noloco_jax.config import from_dict
 from noloco_jax.inspect.promises import broken_promises, verdict
 from noloco_jax.inspect.report import PROGRAMS, Report, inspect_run
-from noloco_jax.run.messages import bytes_sent
+from noloco_jax.run.messages import messages_of
 from noloco_jax.spmd.hlo import Collective, Traffic
 from noloco_jax.wires import WIRES
 from support.traffic import MODEL, numel
@@ -121,7 +121,8 @@ def test_fsdp_inside_replicas_crosses_no_replica_and_sends_shards():
 def test_a_replica_sends_the_bytes_that_its_run_reports(num_replicas, group_size, wire):
     """A whole message, by shares and all to all; a group's share is of the whole bucket."""
     report = report_of("noloco", num_replicas, num_replicas, OUTER, group_size, wire=wire)
-    assert sent(report, "outer_step") == (bytes_sent(report.config),) * 2
+    reported = messages_of(report.config, report.mesh_shape)
+    assert sent(report, "outer_step") == (reported.of_outer_step(0),) * 2
     assert broken_promises(report) == []
 
 

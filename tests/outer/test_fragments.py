@@ -49,6 +49,11 @@ def start() -> OuterState:
     return OuterState(zeros, zeros, Momentum(tree(1), tree(2)))
 
 
+def initial(outer: Any) -> Any:
+    """The state of all replicas before the first round."""
+    return jax.vmap(outer.init)(tree(0))
+
+
 def groups_of(number: int, count: int) -> Any:
     pairing = nj.RandomPairing(N, seed=5)
     return pairing.pool[int(pairing.pool_index(pairing_round(number, count)))]
@@ -110,7 +115,8 @@ def test_a_correction_that_enters_at_once_makes_the_step_without_delay(rule, cou
     plain = rule.make(N, "replica", fragments=count)
     late = rule.make(N, "replica", fragments=count, delay=1)
     assert plain.correct is None
-    step, begin, correct = (jax.jit(jax.vmap(f, axis_name="replica")) for f in (plain.step, late.step, late.correct))
+    functions: Any = (plain.step, late.step, late.correct)
+    step, begin, correct = (jax.jit(jax.vmap(f, axis_name="replica")) for f in functions)
     state, params = start(), tree(0)
     zeros = jax.tree.map(np.zeros_like, params)
     late_state, late_params = state._replace(rule=Late(state.count, state.rule, zeros)), params
@@ -128,10 +134,9 @@ def test_a_correction_enters_after_its_delay_whatever_the_inner_steps_did_meanwh
     outer = nj.noloco(
         nj.RandomPairing(N, seed=5), sync_every=sync_every, axis_name="replica", fragments=count, delay=delay
     )
-    update, step, correct = (
-        jax.jit(jax.vmap(f, axis_name="replica")) for f in (outer.update, outer.step, outer.correct)
-    )
-    params, state = tree(0), jax.vmap(outer.init)(tree(0))
+    functions: Any = (outer.update, outer.step, outer.correct)
+    update, step, correct = (jax.jit(jax.vmap(f, axis_name="replica")) for f in functions)
+    params, state = tree(0), initial(outer)
     expected, after = params, state
     begun = []
     for inner in range(1, 14):
@@ -152,8 +157,7 @@ def test_a_correction_enters_after_its_delay_whatever_the_inner_steps_did_meanwh
 def test_the_mean_of_the_replicas_moves_alike_with_and_without_delay():
     """Corrections of a group sum to zero, so that lateness costs the spread alone: Σ c = 0 exactly for pairs."""
     late = nj.noloco(nj.RandomPairing(N, seed=5), axis_name="replica", delay=1)
-    state = jax.vmap(late.init)(tree(0))
-    _, state = jax.vmap(late.step, axis_name="replica")(tree(3), state)
+    _, state = jax.vmap(late.step, axis_name="replica")(tree(3), initial(late))
     for pair in groups_of(0, 1):
         for c in jax.tree.leaves(state.rule.correction):
             np.testing.assert_allclose(np.asarray(c)[list(pair)].sum(0), 0, atol=1e-6)

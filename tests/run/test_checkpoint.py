@@ -15,6 +15,7 @@ from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, 
 from noloco_jax.errors import StartError, TransientError, UserError
 from noloco_jax.run import elastic
 from noloco_jax.run.checkpoint import Checkpointer, SavedShape
+from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.stages import resize_vocabulary
@@ -101,6 +102,18 @@ def test_a_state_comes_back_on_another_mesh(tmp_path, before, after):
     assert_equal(back, state)
     assert data == [position(replica, 4) for replica in range(4)]
     assert changed == ""
+
+
+def test_what_the_run_has_come_to_is_kept_and_of_an_earlier_versions_checkpoint_its_tokens(tmp_path):
+    totals = Totals(tokens=4000, bytes_sent_total=1891942.4, seconds=1.5, seconds_waiting_for_data=0.25)
+    state = random_state(programs_of(CONFIG).state)
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        checkpoints.save(2, state, positions(4))
+        checkpoints.save(3, state, positions(4), totals)
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        assert checkpoints.totals(3) == totals
+        data = CONFIG.data
+        assert checkpoints.totals(2) == Totals(tokens=2 * 4 * data.batch_size * data.sequence_length)
 
 
 def test_arrays_may_be_donated_while_they_are_saved(tmp_path):

@@ -65,7 +65,7 @@ def test_without_a_terminal_no_control_characters_are_written():
     console = plain_console()
     with Progress(2, console=console) as progress:
         progress.update(1, 1.0, 1e-3, 10.0)
-        progress.outer(1, 0, [[0, 1]], 0.5)
+        progress.outer(1, 1, 0, [[0, 1]], 0.5)
         progress.evaluation(1, VALUES)
     results_table(VALUES, console)
     assert "\x1b" not in shown(console) and "\r" not in shown(console)
@@ -82,8 +82,14 @@ def test_without_a_terminal_no_control_characters_are_written():
 )
 def test_an_outer_step_says_who_averaged_with_whom_and_how_long_it_took(groups, seconds, text):
     console = plain_console()
-    Progress(1000, console=console).outer(150, 2, groups, seconds)
+    Progress(1000, console=console).outer(150, 1, 2, groups, seconds)
     assert shown(console).startswith("step  150/1000  outer step 3: ") and text in shown(console)
+
+
+def test_outer_steps_that_follow_closely_are_told_together_with_the_groups_of_the_last():
+    console = plain_console()
+    Progress(1000, console=console).outer(150, 40, 79, [[0, 1]], 0.5)
+    assert shown(console) == "step  150/1000  outer steps 41 to 80, the last: 0-1, 500 ms\n"
 
 
 def test_an_evaluation_is_a_line_with_replicas_merged_model_and_spread():
@@ -106,7 +112,7 @@ def test_on_a_terminal_the_bar_is_one_line_and_messages_stand_above_it():
     console = terminal()
     with Progress(100, console=console) as progress:
         progress.update(50, loss=2.5, lr=1e-3, tokens_per_second=2e6)
-        progress.outer(50, 0, [[0, 1]], 0.01)
+        progress.outer(50, 1, 0, [[0, 1]], 0.01)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown(console))
     last = text.replace("\r", "\n").strip().splitlines()[-1]
     assert "outer step 1: 0-1, 10 ms\n" in text

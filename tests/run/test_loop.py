@@ -1,11 +1,15 @@
 """The training loop over programs that only count, so that nothing is compiled: what is saved and written, and when."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from noloco_jax.cluster.processes import OneProcess
@@ -13,7 +17,10 @@ from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.run import loop
 from noloco_jax.run.console import Progress
+from noloco_jax.run.flops import model_flops_per_token
+from noloco_jax.run.messages import Messages
 from noloco_jax.run.metrics import METRICS_FILE, MetricWriter
+from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.programs import StepMetrics, TrainState
 
 
@@ -22,6 +29,8 @@ class Programs:
 
     def __init__(self, nan_at: int | None):
         self._nan_at = nan_at
+
+    outer_step = correct_step = share_moments = final_merge = None
 
     def inner_step(self, params: Any, inner: Any, batch: Any, step: np.int32) -> Any:
         loss = jnp.asarray([jnp.nan if step == self._nan_at else float(step)])
@@ -48,10 +57,12 @@ class Recorder:
 
     def __init__(self, stop_at: int | None):
         self.done: list[tuple[str, int]] = []
+        self.totals = Totals()
         self._stop_at = stop_at
 
-    def save(self, step: int, state: Any, data: Any) -> None:
+    def save(self, step: int, state: Any, data: Any, totals: Totals) -> None:
         self.done.append(("save", step))
+        self.totals = totals
 
     def at(self, step: int) -> bool:
         return step == self._stop_at
@@ -63,30 +74,50 @@ CONFIG = from_dict(
 )
 
 
+NOTHING = Totals()
+
+
 class Result:
     """What a run of CONFIG did: saves and evaluations, lines of metrics, and how it ended."""
 
-    def __init__(self, workdir, monkeypatch, start=0, evaluate_first=False, stop_at=None, nan_at=None, damaged_at=None):
+    def __init__(
+        self,
+        workdir,
+        monkeypatch,
+        start=0,
+        evaluate_first=False,
+        stop_at=None,
+        nan_at=None,
+        damaged_at=None,
+        totals=NOTHING,
+        peak=None,
+        config=CONFIG,
+    ):
         recorder = Recorder(stop_at)
-        with MetricWriter(workdir, resume_step=None, tensorboard=False) as metrics:
+        with MetricWriter(workdir, resume_step=start or None, tensorboard=False) as metrics:
 
-            def evaluate(run: Any, state: Any, step: int) -> dict[str, Any]:
+            def evaluate(run: Any, state: Any, step: int, log: Any) -> dict[str, Any]:
                 recorder.done.append(("evaluate", step))
                 return {}
 
             monkeypatch.setattr(loop, "_evaluate", evaluate)
             run: Any = {"validation": [], "processes": OneProcess(), "hooks": loop.Hooks(), "metrics": metrics}
             run |= {"programs": Programs(nan_at), "batches": Batches(damaged_at), "stop": recorder}
+            run |= {
+                "totals": totals,
+                "messages": Messages(lambda _: 100, lambda step: step),
+                "peak_flops_per_second": peak,
+            }
             run |= {"checkpoints": recorder, "progress": Progress(6, console=Console(quiet=True))}
             self.outcome, self.error = None, None
             try:
                 state: Any = TrainState(None, None, None)
                 self.outcome = loop.train_steps(
-                    loop.Run(config=CONFIG, **run), state, start, evaluate_first=evaluate_first
+                    loop.Run(config=config, **run), state, start, evaluate_first=evaluate_first
                 )
             except UserError as error:
                 self.error = str(error)
-        self.done = recorder.done
+        self.done, self.totals = recorder.done, recorder.totals
         self.lines = [json.loads(line) for line in (workdir / METRICS_FILE).read_text().splitlines()]
 
 
@@ -133,3 +164,47 @@ def test_a_loss_that_is_no_number_is_written_too(tmp_path, monkeypatch):
     result = Result(tmp_path, monkeypatch, nan_at=2)
     assert result.error is not None and "the loss is nan at step 2" in result.error
     assert [(line["step"], line["loss"]) for line in result.lines] == [(1, 1.0), (2, None)]
+
+
+def test_totals_go_on_where_the_checkpoint_had_them(tmp_path, monkeypatch):
+    first = Result(tmp_path, monkeypatch, stop_at=3)
+    assert [line["tokens"] for line in first.lines] == [CONFIG.tokens_per_step * step for step in (1, 2, 3)]
+    assert first.totals.tokens == 3 * CONFIG.tokens_per_step
+    second = Result(tmp_path, monkeypatch, start=3, totals=first.totals)
+    assert [line["step"] for line in second.lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["tokens"] for line in second.lines] == [CONFIG.tokens_per_step * step for step in range(1, 7)]
+    for name in ("seconds", "seconds_waiting_for_data", "seconds_in_outer_steps"):
+        values = [line[name] for line in second.lines]
+        assert values == sorted(values)
+    assert second.lines[3]["seconds"] > first.totals.seconds >= second.lines[2]["seconds"] > 0
+    times = [line["time"] for line in second.lines]
+    assert times == sorted(times)
+
+
+def test_the_last_step_has_a_line_whatever_the_interval(tmp_path, monkeypatch):
+    config = replace(CONFIG, log_every=4)
+    assert [line["step"] for line in Result(tmp_path, monkeypatch, config=config).lines] == [4, 6]
+
+
+def test_the_loss_of_each_replica_is_written_where_it_is_asked_for(tmp_path, monkeypatch):
+    assert "loss_replicas" not in Result(tmp_path, monkeypatch).lines[0]
+    config = replace(CONFIG, log_replicas=True)
+    assert [line["loss_replicas"] for line in Result(tmp_path, monkeypatch, config=config).lines[:2]] == [
+        {"0": 1.0},
+        {"0": 2.0},
+    ]
+
+
+def test_mfu_is_there_where_the_devices_peak_is_known(tmp_path, monkeypatch):
+    assert "mfu" not in Result(tmp_path, monkeypatch).lines[0]
+    line = Result(tmp_path, monkeypatch, peak=1e15).lines[-1]
+    assert line["mfu"] == pytest.approx(line["tokens_per_second"] * model_flops_per_token(CONFIG) / 1e15)
+
+
+@pytest.mark.parametrize(
+    "devices", [(8, 1), (4, 2), (2, 4)], ids=["a replica a device", "over two devices", "over four"]
+)
+def test_the_losses_of_replicas_go_by_their_numbers(devices):
+    mesh = jax.make_mesh(devices, ("replica", "stage"), (AxisType.Auto,) * 2)
+    losses = jax.device_put(np.arange(8.0), NamedSharding(mesh, P("replica")))
+    assert loop._by_replica(losses) == {replica: float(replica) for replica in range(8)}

@@ -1,54 +1,118 @@
-"""What replicas send, against a count by hand."""
+"""What replicas send, against a count by hand, and for routed micro-batches against a walk along the routes."""
 
 import math
+from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from noloco_jax.config import TrainConfig, from_dict
-from noloco_jax.run.messages import bytes_sent, num_outer_steps, num_pairings, total_bytes_sent
+from noloco_jax.run.messages import Messages, may_send_in_inner_steps, messages_of, num_outer_steps, num_pairings
+from noloco_jax.spmd.routing import draw_routes, route_pool
 
-# Embedding and head, attention's q, k, v, o, the MLP's three, three norms.
-PARAMETERS = 2 * 259 * 16 + 16 * (16 + 8 + 8 + 16) + 3 * 16 * 32 + 3 * 16
+V, D, F = 259, 16, 32
+LAYER = D * (16 + 8 + 8 + 16) + 3 * D * F + 2 * D  # attention's q, k, v, o, the MLP's three, two norms
+PARAMETERS = 2 * V * D + LAYER + D
 RING = 4 * PARAMETERS * 3 // 2  # all but one of four parts, twice
+ONE_DEVICE = {"replica": 1, "stage": 1, "fsdp": 1, "tensor": 1}
 
 
-def run(method: str, **outer) -> TrainConfig:
+def run(method: str, num_replicas: int = 4, mesh: dict[str, Any] | None = None, **outer) -> TrainConfig:
+    stages = (mesh or {}).get("stage", 1)
     return from_dict(
         {
             "method": method,
-            "num_replicas": 4,
+            "num_replicas": num_replicas,
             "num_steps": 42,
-            "model": {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1},
+            "num_microbatches": 2,
+            "model": {
+                "hidden_size": D,
+                "intermediate_size": F,
+                "num_layers": stages,
+                "num_heads": 2,
+                "num_kv_heads": 1,
+            },
             "outer": {"sync_every": 4} | outer,
+            "data": {"batch_size": 4, "sequence_length": 8},
+            "mesh": mesh or {},
         }
     )
 
 
+def messages(method: str, *arguments: Any, **outer) -> Messages:
+    return messages_of(run(method, *arguments, **outer), ONE_DEVICE)
+
+
 @pytest.mark.parametrize(
-    ("method", "each", "times"),
-    [("noloco", 4 * PARAMETERS, 10), ("diloco", RING, 10), ("ddp", RING, 42), ("local", 0, 0)],
+    ("method", "in_outer_step", "in_inner_step"),
+    [("noloco", 4 * PARAMETERS, 0), ("diloco", RING, 0), ("ddp", 0, RING), ("local", 0, 0)],
 )
-def test_bytes_sent_are_of_messages_of_the_parameters_size(method, each, times):
-    config = run(method)
-    assert bytes_sent(config) == each
-    assert total_bytes_sent(config) == times * each
-    assert num_outer_steps(config) == (10 if method in ("noloco", "diloco") else 0)
+def test_messages_are_of_the_parameters_size(method, in_outer_step, in_inner_step):
+    found = messages(method)
+    assert [found.of_outer_step(round) for round in (0, 1, 5000)] == [in_outer_step] * 3
+    assert [found.of_inner_step(step) for step in (1, 2, 5000)] == [in_inner_step] * 3
+    assert found.mean_of_outer_steps == in_outer_step and found.mean_of_inner_steps == in_inner_step
+
+
+def test_outer_steps_are_counted_for_methods_that_have_them():
+    assert [num_outer_steps(run(method)) for method in ("noloco", "diloco", "ddp", "local")] == [10, 10, 0, 0]
 
 
 def test_a_group_of_four_sends_what_a_ring_does_one_that_leaves_a_rest_all_to_all_and_half_the_width_half_the_bytes():
-    assert bytes_sent(run("noloco", group_size=4)) == RING
-    assert bytes_sent(run("noloco", group_size=3)) == 2 * 4 * PARAMETERS
-    assert bytes_sent(run("noloco", wire="bfloat16")) == 2 * PARAMETERS
+    assert messages("noloco", group_size=4).of_outer_step(0) == pytest.approx(RING, abs=2 * 3 * 4)  # whole shares
+    # Three send everything to two others each, and the fourth is alone.
+    assert messages("noloco", group_size=3).of_outer_step(0) == 3 * 2 * 4 * PARAMETERS / 4
+    assert messages("noloco", wire="bfloat16").of_outer_step(0) == 2 * PARAMETERS
 
 
 @pytest.mark.parametrize(("wire", "block_bytes"), [("int8", 2 + 64), ("int6", 2 + 48), ("int4", 2 + 32)])
 def test_a_message_in_blocks_counts_scales_and_what_fills_the_last_block_of_every_array(wire, block_bytes):
-    sizes = [259 * 16, 259 * 16, 16 * 16, 16 * 8, 16 * 8, 16 * 16, *[16 * 32] * 3, 16, 16, 16]
+    sizes = [V * D, V * D, D * 16, D * 8, D * 8, 16 * D, *[D * F] * 3, D, D, D]
     assert sum(sizes) == PARAMETERS
     blocks = sum(math.ceil(size / 64) for size in sizes)
-    assert bytes_sent(run("noloco", wire=wire)) == blocks * block_bytes
+    assert messages("noloco", wire=wire).of_outer_step(0) == blocks * block_bytes
     # A group of four sends everything to everyone: codes of all are shorter than a quarter's mean in float32.
-    assert bytes_sent(run("noloco", wire=wire, group_size=4)) == 3 * blocks * block_bytes
+    assert messages("noloco", wire=wire, group_size=4).of_outer_step(0) == 3 * blocks * block_bytes
+
+
+def test_of_an_odd_number_of_replicas_the_one_that_is_alone_sends_nothing():
+    found = messages("noloco", 5)
+    assert [found.of_outer_step(round) for round in range(10)] == [4 / 5 * 4 * PARAMETERS] * 10
+
+
+def test_stages_send_their_parts_of_the_vocabulary_with_its_padding_and_each_the_last_norm():
+    stages = 2
+    weights = 2 * (V + 1) * D + stages * LAYER + stages * D
+    found = messages("noloco", 4, {"stage": stages, "routing": "fixed"})
+    assert found.of_outer_step(0) == 4 * weights
+    assert found.of_inner_step(1) == 0
+    assert messages("diloco", 4, {"stage": stages}).of_outer_step(0) == 4 * weights * 3 / 2
+
+
+@pytest.mark.parametrize(("num_replicas", "stages"), [(5, 2), (4, 3)])
+def test_routed_micro_batches_send_what_a_walk_along_the_routes_comes_to(num_replicas, stages):
+    """At every tick, in the bubble too, each stage but the last sends hidden states, labels and weight to one of the
+    next stage, and its gradient of the hidden states comes back."""
+    config = run("noloco", num_replicas, {"stage": stages})
+    sequences, length, ticks = 4 // 2, 8, 2 + stages - 1
+    message = 2 * 4 * sequences * length * D + 4 * sequences * length + 4
+    pool = route_pool(num_replicas, stages, config.seed, "random")
+    found = messages_of(config, ONE_DEVICE)
+    for step in (1, 2, 3, 4097):
+        entries = np.asarray(draw_routes(len(pool), ticks, config.seed, jnp.int32(step)))
+        others = sum(
+            int((pool[entry, s] != np.arange(num_replicas)).sum()) for entry in entries for s in range(stages - 1)
+        )
+        assert found.of_inner_step(step) == pytest.approx(others * message / num_replicas, rel=1e-12)
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco", "local"])
+def test_inner_steps_that_are_not_counted_send_nothing(method, monkeypatch):
+    """They are spared the time of tracing them."""
+    assert not may_send_in_inner_steps(run(method))
+    monkeypatch.setattr("noloco_jax.run.messages.may_send_in_inner_steps", lambda _: True)
+    assert messages(method).mean_of_inner_steps == 0
 
 
 def test_every_pair_of_four_replicas_meets_in_one_of_three_pairings():

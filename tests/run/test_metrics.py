@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.errors import TransientError, UserError
-from noloco_jax.run.metrics import MetricWriter, read_metrics
+from noloco_jax.run.metrics import MetricWriter, NewLines, read_metrics
 
 
 def write(workdir: Path, steps: range, resume_step: int | None) -> None:
@@ -225,3 +225,39 @@ def test_every_line_is_strict_json(tmp_path):
 
     for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=refuse)
+
+
+def steps_of(lines: NewLines) -> tuple[list[int], bool]:
+    entries, is_new_file = lines.read()
+    return [entry["step"] for entry in entries], is_new_file
+
+
+def test_new_lines_are_read_once_and_a_torn_one_when_it_is_whole(tmp_path):
+    lines = NewLines(tmp_path)
+    assert steps_of(lines) == ([], False)
+    path = tmp_path / "metrics.jsonl"
+    with path.open("w") as file:
+        for text, expected in (
+            ('{"step": 1, "kind": "train"}\n{"step": 2, "kind"', [1]),
+            (': "train"}\n', [2]),
+            ("", []),
+            ('{"step": 3, "kind": "train"}\n', [3]),
+        ):
+            file.write(text)
+            file.flush()
+            assert steps_of(lines)[0] == expected
+
+
+def test_new_lines_of_a_run_that_goes_on_begin_anew(tmp_path):
+    lines = NewLines(tmp_path)
+    write(tmp_path, range(1, 8), None)
+    assert steps_of(lines) == ([1, 2, 3, 4, 5, 6, 7], True)
+    write(tmp_path, range(5, 7), 4)
+    assert steps_of(lines) == ([1, 2, 3, 4, 5, 6], True)
+    assert steps_of(lines) == ([], False)
+
+
+def test_tensorboard_gets_the_numbers_of_a_mapping_by_their_names(tmp_path):
+    with MetricWriter(tmp_path, resume_step=None) as writer:
+        writer.write(7, "train", loss_replicas={2: 1.5, 3: 2.5}, time="now")
+    assert tensorboard(tmp_path) == [(7, "train/loss_replicas/2", 1.5), (7, "train/loss_replicas/3", 2.5)]

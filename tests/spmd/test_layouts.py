@@ -53,16 +53,17 @@ def train(method: str, optimizer: str, outer: OuterConfig, mesh: MeshConfig) -> 
     devices = jax.devices()[: int(np.prod(sizes))]
     with jax.numpy_rank_promotion("allow"):
         programs = compile_programs(config, make_mesh(config, devices), options=OPTIONS)
-    params, inner, outer = programs.init(jax.random.key(config.seed))
+    params, inner, outer_state = programs.init(jax.random.key(config.seed))
     losses, grad_norms, history = [], [], []
     stream = batches()
     for step in range(1, NUM_STEPS + 1):
         batch = place_batch(dict(enumerate(_rows(next(stream)))), programs.batch)
         params, inner, metrics = programs.inner_step(params, inner, batch, np.int32(step))
         for _ in range(meetings.due(step) if meetings else 0):
-            params, outer = programs.outer_step(params, outer)
+            assert programs.outer_step is not None
+            params, outer_state = programs.outer_step(params, outer_state)
         if programs.correct_step is not None and step % SYNC_EVERY == 1 and step > 1:
-            params, outer = programs.correct_step(params, outer)
+            params, outer_state = programs.correct_step(params, outer_state)
         losses.append(metrics.loss)
         grad_norms.append(metrics.grad_norm)
         history.append(jax.tree.map(np.array, params))

@@ -24,9 +24,10 @@ def mesh_over(sizes: tuple[int, ...]) -> jax.sharding.Mesh:
 def test_every_device_gets_the_rows_that_it_would_read(sizes, num_replicas):
     mesh = mesh_over(sizes)
     sequences = jax.ShapeDtypeStruct((num_replicas, 4, 6), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
-    names = ("input_ids", "labels")
+    names = ("input_ids", "labels", "segment_ids")
     rng = np.random.default_rng(0)
-    place, share = PartPlacer(parts_of(sequences, mesh)), share_program(mesh)
+    parts = parts_of(dict.fromkeys(names, sequences), mesh)
+    place, share = PartPlacer(parts, names), share_program(mesh, names)
     assert replicas_read_here(mesh, num_replicas) == list(range(num_replicas))
     for _ in range(2):
         read = {i: {name: rng.integers(-100, 99, (4, 6), np.int32) for name in names} for i in range(num_replicas)}

@@ -21,7 +21,10 @@ from support.paths import ROOT
 from support.texts import lines_of_words
 
 PATIENCE = 600  # seconds: cores may be few and busy
-TIMINGS = ("tokens_per_second", "outer_step_seconds")
+TIMINGS = (
+    *("tokens_per_second", "outer_step_seconds", "time"),
+    *("seconds", "seconds_waiting_for_data", "seconds_in_outer_steps"),
+)
 
 CONFIG = """
 from ml_collections import ConfigDict

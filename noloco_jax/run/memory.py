@@ -1,0 +1,84 @@
+"""The memory of a device that a run takes: estimated, by the compiler's account of its programs, and measured."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from noloco_jax.config import TrainConfig
+from noloco_jax.spmd.programs import Programs
+
+PyTree = Any
+
+
+def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
+    """Bytes on one device: of the state and the gradients, and (roughly) of what the backward pass keeps."""
+
+    def on_one_device(tree: PyTree) -> int:
+        leaves = jax.tree.leaves(tree)
+        return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in leaves)
+
+    state = programs.state._replace(outer=None) if config.outer.offload else programs.state
+    held = on_one_device(state) + on_one_device(programs.state.params)
+    model, data, shape = config.model, config.data, programs.mesh.shape
+    width = {"float32": 4, "bfloat16": 2}[model.dtype]
+    everything = 10 * model.hidden_size + 4 * model.intermediate_size
+    kept = {"none": everything, "dots": 6 * model.hidden_size, "full": 0, "stage": 0}
+    kept_a_token = model.num_layers * (kept[model.remat] + model.hidden_size) * width
+    logits = 4 * min(data.batch_size * data.sequence_length * model.vocab_size, 2**26)
+    tokens = data.batch_size // config.num_microbatches * data.sequence_length
+    return held, (tokens * kept_a_token // shape["stage"] + logits) // shape["fsdp"] // shape["tensor"]
+
+
+def program_memory(programs: Programs) -> dict[str, dict[str, int]]:
+    """Bytes on one device while a program runs, of those that are compiled, from what the compiler says of them.
+
+    `total` is arguments + outputs − aliased (an argument that is donated becomes an output in its place) + temporaries;
+    `beside` is the part of the training state that lies on the device and that the program does not touch. The merged
+    model is evaluated beside all of the state.
+    """
+    params, inner, outer = programs.resting
+    beside: dict[str, PyTree] = {
+        "inner_step": outer,
+        "outer_step": inner,
+        "evaluate": (params, inner, outer),
+        "merge": (inner, outer),
+        "spread": (inner, outer),
+    }
+    return {
+        name: _analysis(programs.compiled[name]) | {"beside": _on_device(state)}
+        for name, state in beside.items()
+        if name in programs.compiled
+    }
+
+
+def _analysis(program: Any) -> dict[str, int]:
+    analysis = program.memory_analysis()
+    parts = {
+        "arguments": analysis.argument_size_in_bytes,
+        "outputs": analysis.output_size_in_bytes,
+        "aliased": analysis.alias_size_in_bytes,
+        "temporaries": analysis.temp_size_in_bytes,
+    }
+    return parts | {"total": sum(parts.values()) - 2 * parts["aliased"]}
+
+
+def _on_device(tree: PyTree) -> int:
+    """Bytes that a tree of shapes with shardings has in one device's own memory."""
+    total = 0
+    for x in jax.tree.leaves(tree):
+        own = next(iter(x.sharding.device_set)).default_memory().kind
+        if x.sharding.memory_kind in (None, own):
+            total += int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize
+    return total
+
+
+def compiled_peak(memory: dict[str, dict[str, int]]) -> int:
+    """The most bytes on one device that `program_memory` comes to."""
+    return max(program["total"] + program["beside"] for program in memory.values())
+
+
+def measured_peak(devices: list) -> int | None:
+    """The most bytes that the fullest of the devices has held; None where they do not count them, such as the CPU."""
+    stats = [device.memory_stats() for device in devices]
+    return max(entry["peak_bytes_in_use"] for entry in stats) if all(stats) else None

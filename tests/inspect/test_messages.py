@@ -1,0 +1,110 @@
+"""What a run reports of its messages, against the messages of the programs that XLA compiles for it."""
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from noloco_jax.config import TrainConfig, from_dict
+from noloco_jax.run.messages import messages_of, num_pairings
+from noloco_jax.spmd.compile import compile_programs
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.routing import draw_routes, route_pool
+from support.traffic import MODEL
+
+BITS = {"f32": 32, "s32": 32, "u32": 32, "u16": 16, "u8": 8}
+
+
+def config_of(method: str, num_replicas: int, outer: dict[str, Any] | None = None, **mesh: Any) -> TrainConfig:
+    return from_dict(
+        {
+            "method": method,
+            "num_replicas": num_replicas,
+            "num_microbatches": 2,
+            "model": MODEL | {"num_layers": mesh.get("stage", 1)},
+            "outer": outer or {},
+            "data": {"batch_size": 4, "sequence_length": 8},
+            "mesh": {"replica": num_replicas} | mesh,
+        }
+    )
+
+
+def compiled(config: TrainConfig, program: str) -> str:
+    programs = compile_programs(
+        config, make_mesh(config, jax.devices()), only=(program,), options={"xla_backend_optimization_level": 0}
+    )
+    return programs.compiled[program].as_text() or ""
+
+
+def permuted(hlo: str, devices_a_replica: int) -> dict[str, int]:
+    """Computation -> bytes that its collective-permutes send from replica to replica, on all devices together."""
+    found, name = {}, ""
+    for line in hlo.splitlines():
+        if start := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            name = start[1]
+        if message := re.search(r"= (.*?) collective-permute\(.*source_target_pairs=(\{\{.*?\}\})", line):
+            shapes = re.findall(r"(\w+)\[([\d,]*)\]", message[1])
+            size = sum(BITS[dtype] // 8 * math.prod(map(int, filter(None, dims.split(",")))) for dtype, dims in shapes)
+            pairs = np.array(re.findall(r"(\d+),(\d+)", message[2]), int) // devices_a_replica
+            found[name] = found.get(name, 0) + size * int((pairs[:, 0] != pairs[:, 1]).sum())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "outer", "mesh"),
+    [
+        (5, {}, {}),
+        (5, {"group_size": 3, "wire": "int6"}, {}),
+        (4, {"wire": "int4"}, {"stage": 2}),
+        (3, {}, {"stage": 2}),
+    ],
+)
+def test_the_outer_steps_of_a_pass_through_the_pairings_send_what_all_branches_hold(num_replicas, outer, mesh):
+    config = config_of("noloco", num_replicas, outer, **mesh)
+    hlo = compiled(config, "outer_step")
+    reported = messages_of(config, {"replica": 1, "stage": 1, "fsdp": 1, "tensor": 1})
+    total = sum(reported.of_outer_step(round) for round in range(num_pairings(config))) * num_replicas
+    assert sum(permuted(hlo, config.mesh.stage).values()) == pytest.approx(total, rel=1e-12)
+
+
+def test_sharded_replicas_send_more_by_the_copies_of_their_norms_alone():
+    """Which lie whole on each of a replica's devices, and go from each to its counterpart."""
+    config = config_of("noloco", 4, fsdp=2)
+    reported = messages_of(config, {"replica": 4, "stage": 1, "fsdp": 2, "tensor": 1})
+    norms = 3 * MODEL["hidden_size"] * 4
+    total = (reported.of_outer_step(0) + norms) * 4 * num_pairings(config)
+    assert sum(permuted(compiled(config, "outer_step"), 2).values()) == total
+
+
+def test_the_inner_steps_of_routed_stages_send_what_the_branches_of_their_routes_hold():
+    config = config_of("noloco", 4, stage=2)
+    hlo = compiled(config, "inner_step")
+    by_computation = permuted(hlo, 2)
+    switches = [re.findall(r"%([\w.\-]+)", names) for names in re.findall(r"branch_computations=\{(.*?)\}", hlo)]
+    switches = [names for names in switches if set(names) & by_computation.keys()]
+    pool = route_pool(4, 2, config.seed, "random")
+    distinct = list(dict.fromkeys(tuple(routes.flat) for routes in pool))  # a branch each
+    branch_of = [distinct.index(tuple(routes.flat)) for routes in pool]
+    assert [len(names) for names in switches] == [len(distinct)] * 2  # forward and back
+    reported = messages_of(config, {"replica": 4, "stage": 2, "fsdp": 1, "tensor": 1})
+    for step in range(1, 9):
+        routes = np.asarray(draw_routes(len(pool), 3, config.seed, jnp.int32(step))).tolist()
+        total = sum(by_computation.get(names[branch_of[route]], 0) for names in switches for route in routes)
+        assert reported.of_inner_step(step) * 4 == total > 0
+
+
+@pytest.mark.parametrize(("method", "program"), [("diloco", "outer_step"), ("ddp", "inner_step")])
+def test_an_all_reduce_sends_what_a_ring_of_its_operands_does(method, program):
+    config = config_of(method, 4)
+    reported = messages_of(config, {"replica": 4, "stage": 1, "fsdp": 1, "tensor": 1})
+    sizes = []
+    for line in compiled(config, program).splitlines():
+        if reduced := re.search(r"= (.*?) all-reduce\(", line):
+            shapes = re.findall(r"f32\[([\d,]*)\]", reduced[1])
+            sizes += [4 * math.prod(map(int, filter(None, dims.split(",")))) for dims in shapes]
+    sent = reported.of_outer_step(0) if program == "outer_step" else reported.of_inner_step(1)
+    assert sent == sum(sizes) * 2 * 3 / 4 > 0

@@ -1,0 +1,36 @@
+"""Peaks of devices by the names that they give themselves, against their makers' data sheets."""
+
+import jax
+import pytest
+
+from noloco_jax.run.peaks import peak_of
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA GH200 480GB", 989.5),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA L4", 121),
+    ],
+)
+def test_a_device_is_known_by_its_name(device_kind, tflops):
+    peak = peak_of(device_kind, "bfloat16")
+    assert peak is not None and peak.flops_per_second == tflops * 1e12
+    half = peak_of(device_kind, "float32")
+    assert half is not None and half.flops_per_second == tflops * 1e12 / 2 and "TF32" in half.source
+
+
+@pytest.mark.parametrize("device_kind", ["cpu", "NVIDIA L40", "NVIDIA GeForce RTX 4090", "Tesla V100-SXM2-16GB", ""])
+def test_a_device_that_is_not_listed_has_none(device_kind):
+    assert peak_of(device_kind, "bfloat16") is None
+
+
+def test_float32_in_full_precision_has_none():
+    with jax.default_matmul_precision("highest"):
+        assert peak_of("NVIDIA H100 80GB HBM3", "float32") is None
+        assert peak_of("NVIDIA H100 80GB HBM3", "bfloat16") is not None

@@ -1,0 +1,32 @@
+"""What the cost model says that replicas send, against the trainer's own programs."""
+
+import pytest
+
+from noloco_jax.config import from_dict
+from noloco_jax.model.llama import num_params
+from noloco_jax.run.messages import messages_of
+from noloco_jax.simulate.cost import Setting, all_reduce, group_exchange
+
+MODEL = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+
+
+def sent(method: str, num_replicas: int, **outer) -> tuple[int, float]:
+    """(parameters, bytes that a replica sends in an outer step)."""
+    config = from_dict({"method": method, "num_replicas": num_replicas, "model": MODEL, "outer": outer})
+    messages = messages_of(config, {"replica": 1, "stage": 1, "fsdp": 1, "tensor": 1})
+    return num_params(config.model)[0], messages.mean_of_outer_steps
+
+
+@pytest.mark.parametrize("group", [(4, 2), (5, 2), (4, 4), (6, 3), (5, 3), (7, 4)], ids=str)
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
+def test_a_group_exchange_sends_what_the_outer_program_does(group, wire):
+    num_replicas, n = group
+    params, expected = sent("noloco", num_replicas, group_size=n, wire=wire)
+    width = {"float32": 4, "bfloat16": 2}[wire]
+    setting = Setting(params=params, replicas=num_replicas, group_size=n, bytes_per_param=width)
+    assert group_exchange(setting)[0] == pytest.approx(expected, rel=1e-3)  # shares are whole numbers of weights
+
+
+def test_an_all_reduce_sends_what_dilocos_outer_program_does():
+    params, expected = sent("diloco", 4)
+    assert all_reduce(Setting(params=params, replicas=4))[0] == expected
