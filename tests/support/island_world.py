@@ -31,7 +31,7 @@ from noloco_jax.islands.protocol.events import (
     Tell,
     Tick,
 )
-from noloco_jax.islands.protocol.headers import ExchangeId, Identity, Message, Outcome, State
+from noloco_jax.islands.protocol.headers import Identity, Message, Outcome, State
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.settings import Settings
 
@@ -137,6 +137,7 @@ class World:
         self.island = island
         self.now = 0.0
         self.finishing = False
+        self.transfer = TRANSFER
         self.sent: Counter[str] = Counter()
         self.cuts: list[tuple[float, float, frozenset[str]]] = []  # partitions: from, to, who is on one side
         self.log: list[str] = []
@@ -220,7 +221,7 @@ class World:
         node.incarnation = machine.incarnation
         node.machine, node.tick_at = None, None
         node.silent = action == "vanish"
-        node.weights = {}
+        node.weights = dict(saved)
         for dictionary in (node.messages, node.received, node.open):
             dictionary.clear()
         for call, side in list(node.calls.values()):
@@ -371,7 +372,7 @@ class World:
         """A header on its way to a side of a call, with what the tape says of it."""
         kind = type(header).__name__
         heavy = isinstance(header, Message | State)
-        wait = LATENCY * (0.5 + self.random.random()) + (TRANSFER / self.settings.fragments if heavy else 0)
+        wait = LATENCY * (0.5 + self.random.random()) + (self.transfer / self.settings.fragments if heavy else 0)
         number = None
         if isinstance(header, Message):
             number = call.sides[1 - side].messages[header.xid[:2]][0]
@@ -486,5 +487,3 @@ class World:
 def all_points(world: World) -> list[tuple[str, int]]:
     """Every header that a world without faults has sent, and every application."""
     return [(kind, nth) for kind, count in sorted(world.sent.items()) for nth in range(count)]
-
-
