@@ -1,6 +1,7 @@
 """What happens in every failure: a row of the design's table (§12) is a test."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -230,7 +231,7 @@ def test_nothing_is_applied_before_the_commit_and_a_question_settles_what_was_no
     island.handle(Opened("x", "a", call), 20.1)
     held = island.handle(Arrived("x", Message(call.xid), Content(1.0)), 21.0)
     assert held == []
-    done = island.handle(Arrived("x", Received(call.xid, True)), 21.1)
+    done: list[Any] = island.handle(Arrived("x", Received(call.xid, True)), 21.1)
     assert [type(action).__name__ for action in done] == ["Send", "Close", "Apply"]
     assert done[0] == Send("x", Commit(call.xid))
     assert done[2].weight == 1 / (3 + 1)  # w_j of w_i + w_j

@@ -1,5 +1,7 @@
 """Starts and healings: a joiner never trains from other weights than the run's, a donor is never wiped out."""
 
+from typing import Any
+
 import pytest
 
 from noloco_jax.islands.protocol.events import (
@@ -123,7 +125,8 @@ def request(sender: str, *, lineage: bool = True) -> StateRequest:
 def test_a_donor_serves_one_client_at_a_time():
     donor, _ = started({}, journal=journal())
     assert donor.handle(Opened("x", "b", request("b")), 1.0) == [Send("x", State(5, True))]
-    assert isinstance(donor.handle(Opened("y", "c", request("c")), 1.0)[0].header, Busy)
+    refusal: Any = donor.handle(Opened("y", "c", request("c")), 1.0)[0]
+    assert isinstance(refusal.header, Busy)
     donor.handle(Broken("x"), 2.0)
     assert donor.handle(Opened("z", "c", request("c")), 3.0) == [Send("z", State(5, True))]
 
@@ -141,7 +144,7 @@ def test_a_client_that_never_reads_does_not_keep_its_donor_for_ever():
 def test_after_a_donor_that_fails_the_next_one_is_asked(failure):
     island, actions = started({"b": status(40), "c": status(40)}, began_before=True)
     first = donor_of(actions)
-    second = island.handle(failure(actions[-1].channel), 1.0)
+    second: list[Any] = island.handle(failure(actions[-1].channel), 1.0)
     assert {first, donor_of(second)} == {"b", "c"}
     call = second[-1]
     healed = island.handle(Arrived(call.channel, State(41, True), Content(1.0)), 2.0)
@@ -149,9 +152,24 @@ def test_after_a_donor_that_fails_the_next_one_is_asked(failure):
     assert (island.round, island.incarnation, island.status().lineage) == (41, 8, True)
 
 
+def test_questions_are_answered_for_the_weights_that_an_island_has():
+    """Committed by the weights of the checkpoint, and unknown to those of the donor that replace them."""
+    xid = ExchangeId(5, 0, "b", 1, 1)
+    island, actions = started(dict.fromkeys(OTHERS, status(40)), journal=journal())
+
+    def outcome() -> Outcome | None:
+        answer: Any = island.handle(Opened("x", "b", StatusRequest(IDENTITY, xid)), 1.0)[0]
+        return answer.header.outcome
+
+    assert outcome() is Outcome.COMMITTED
+    island.handle(Arrived(actions[-1].channel, State(40, True), Content(1.0)), 2.0)
+    assert outcome() is Outcome.ABORTED
+
+
 def test_what_was_in_doubt_when_the_weights_were_saved_is_logged():
     doubts = ((ExchangeId(5, 1, "a", 6, 1), "b"),)
-    actions = Island("a", OTHERS, IDENTITY, lambda round: "b", 7, journal=journal(doubts=doubts)).handle(Start(), 0.0)
+    island = Island("a", OTHERS, IDENTITY, lambda round: "b", 7, journal=journal(doubts=doubts))
+    actions: list[Any] = island.handle(Start(), 0.0)
     assert actions[0][:3] == (5, 1, "b") and actions[0].one_sided
 
 

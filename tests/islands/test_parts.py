@@ -25,20 +25,8 @@ def test_the_protocol_knows_no_clock_socket_thread_file_chance_or_array():
             elif isinstance(node, ast.ImportFrom):
                 imported.add(str(node.module))
     outside = {name for name in imported if not name.startswith("noloco_jax.islands.protocol")}
-    assert outside <= {
-        *(
-            "collections",
-            "collections.abc",
-            "dataclasses",
-            "enum",
-            "itertools",
-            "math",
-            "statistics",
-            "types",
-            "typing",
-        ),
-        "zlib",
-    }
+    arithmetic = {"enum", "itertools", "math", "statistics", "zlib"}
+    assert outside <= {"collections", "collections.abc", "dataclasses", "types", "typing", *arithmetic}
 
 
 def test_a_transfer_may_take_the_median_and_four_median_deviations():

@@ -1,8 +1,8 @@
 """Starting and catching up: from the own checkpoint, or from the state of a live island (design §12).
 
-A donor is ahead of who asks, and has a lineage: a committed exchange in the past of its weights, through checkpoints and
-healings. An island that has lost its weights takes no others: one that began anew could wipe out a model otherwise; it
-has happened elsewhere. Without such a donor, one that is ahead is better than none for a newcomer, and for an island
+A donor is ahead of who asks, and has a lineage: a committed exchange in the past of its weights, through checkpoints
+and healings. An island that has lost its weights takes no others: one that began anew could wipe out a model otherwise;
+it has happened elsewhere. Without such a donor, one that is ahead is better than none for a newcomer, and for an island
 that has weights but is too late to meet anybody: it would train alone for ever.
 """
 
@@ -88,7 +88,7 @@ class Healing:
     def round_ended(self) -> None:
         """Looks around where somebody may be so far ahead that the message of this round has come too late for it.
 
-        That is when an island knows best how late it is: those who are not have yet to end this round or have just done.
+        That is when it knows best how late it is: whoever is level has just ended this round or has yet to.
         """
         context = self._context
         self._has_state, self._needs_lineage = True, False
