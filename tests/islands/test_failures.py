@@ -5,20 +5,35 @@ from typing import Any
 
 import pytest
 
-from noloco_jax.islands.protocol.events import Arrived, Content, Open, Opened, RoundEnded, Send, Start, Tick
+from noloco_jax.islands.protocol.events import (
+    Apply,
+    Arrived,
+    Broken,
+    Content,
+    Drop,
+    Open,
+    Opened,
+    RoundEnded,
+    Send,
+    Start,
+    Tick,
+)
 from noloco_jax.islands.protocol.headers import (
     Accept,
     AtRound,
     Busy,
     Caller,
     Commit,
+    Done,
     ExchangeId,
     Hello,
     Identity,
     Message,
     NotPartner,
+    Outcome,
     Received,
     Status,
+    StatusRequest,
 )
 from noloco_jax.islands.protocol.island import Island
 from noloco_jax.islands.protocol.settings import Settings
@@ -252,3 +267,49 @@ def test_after_a_goodbye_nobody_dials_in_vain():
     dialled = world.run(38.0).sent["Hello"]
     assert world.run(95.0).finish().sent["Hello"] == dialled
     assert world.nodes["i0"].round >= 8
+
+
+def dialled(fragments: int) -> tuple[Island, Any, Hello]:
+    """Island "b" after its dial of round 0, the channel and what went through it."""
+    island = make("b", ["a"], settings=Settings(fragments=fragments))
+    island.handle(Start(), 0.0)
+    island.handle(Tick(), 10.0)
+    (call,) = [a for a in island.handle(RoundEnded(0, 3, (1.0,) * fragments), 20.0) if isinstance(a, Open)]
+    assert isinstance(call.header, Hello)
+    return island, call.channel, call.header
+
+
+def test_what_the_partner_committed_with_a_past_incarnation_is_logged_and_never_taken_up_again():
+    island, channel, _ = dialled(fragments=2)
+    drop = island.handle(Arrived(channel, Done(Outcome.COMMITTED)), 20.1)[-1]
+    assert isinstance(drop, Drop) and (drop.fragment, drop.one_sided) == (0, True)
+    assert headers(island.handle(Opened("x", "a", hello("b", "a")), 20.2)) == [Done(Outcome.ABORTED)]
+
+
+def test_a_fragment_in_doubt_is_not_exchanged_until_it_is_settled():
+    island, channel, call = dialled(fragments=1)
+    island.handle(Arrived(channel, Accept(1, 0, 5)), 20.1)
+    island.handle(Arrived(channel, Message(call.xid), Content(1.0)), 21.0)
+    (question,) = [a for a in island.handle(Broken(channel), 21.1) if isinstance(a, Open)]
+    assert question.header == StatusRequest(IDENTITY, call.xid)
+    assert island.unsettled and island.journal().doubts == ((call.xid, "a"),)
+    assert isinstance(headers(island.handle(Opened("x", "a", hello("b", "a")), 21.2))[0], Busy)
+    answer = Status(1, 0, True, True, 1, 1, 0.0, "b", Outcome.ABORTED)
+    island.handle(Arrived(question.channel, answer), 21.3)
+    assert not island.unsettled
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_was_in_doubt_is_applied_when_it_is_known_to_be_committed_even_a_round_after_its_message(late):
+    island, channel, call = dialled(fragments=1)
+    island.handle(Arrived(channel, Accept(1, 0, 5)), 20.1)
+    island.handle(Arrived(channel, Message(call.xid), Content(1.0)), 21.0)
+    actions = island.handle(Broken(channel), 21.1)
+    (question,) = [a for a in actions if isinstance(a, Open)]
+    if late:
+        for round in (1, 2):
+            dropped = [a for a in island.handle(RoundEnded(round, 3, (1.0,)), 21.1) if isinstance(a, Drop)]
+            assert dropped == []
+    answer = Status(1, 0, True, True, 1, 1, 0.0, "b", Outcome.COMMITTED)
+    (correction,) = [a for a in island.handle(Arrived(question.channel, answer), 22.0) if isinstance(a, Apply)]
+    assert (correction.xid, correction.weight, correction.lag) == (call.xid, 5 / 8, 2 * late)

@@ -54,7 +54,7 @@ def test_either_side_may_die_or_stop_at_every_point_of_the_first_rounds(action, 
 @pytest.mark.parametrize("seed", range(4))
 def test_any_two_faults_may_meet(seed):
     rng = random.Random(seed)
-    for _ in range(70):
+    for _ in range(200):
         at, number = points(2, fragments=rng.choice((1, 2))), rng.randrange(10**6)
         faults = [drawn(rng, at), drawn(rng, at)]
         assert met_again(World(2, faults, seed=number, settings=settings()).run(120).finish()), (faults, number)
