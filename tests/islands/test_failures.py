@@ -313,3 +313,17 @@ def test_what_was_in_doubt_is_applied_when_it_is_known_to_be_committed_even_a_ro
     answer = Status(1, 0, True, True, 1, 1, 0.0, "b", Outcome.COMMITTED)
     (correction,) = [a for a in island.handle(Arrived(question.channel, answer), 22.0) if isinstance(a, Apply)]
     assert (correction.xid, correction.weight, correction.lag) == (call.xid, 5 / 8, 2 * late)
+
+
+@pytest.mark.parametrize(("held", "outcome"), [(True, Outcome.COMMITTED), (False, Outcome.ABORTED)])
+def test_a_question_settles_what_it_asks_for_on_the_side_that_decides(held, outcome):
+    """Who asks holds a good message: with one on this side too, both apply; without, what comes late changes nothing."""
+    island, call = trained("b", ["a"]), hello("b", "a")
+    island.handle(Opened("x", "a", call), 20.1)
+    if held:
+        island.handle(Arrived("x", Message(call.xid), Content(1.0)), 21.0)
+    actions = island.handle(Opened("y", "a", StatusRequest(IDENTITY, call.xid)), 21.1)
+    assert [a.header.outcome for a in actions if isinstance(a, Send) and isinstance(a.header, Status)] == [outcome]
+    assert any(isinstance(a, Apply) for a in actions) is held
+    for header, content in ((Message(call.xid), Content(1.0)), (Received(call.xid, True), None)):
+        assert island.handle(Arrived("x", header, content), 21.2) == []
