@@ -317,7 +317,7 @@ def test_what_was_in_doubt_is_applied_when_it_is_known_to_be_committed_even_a_ro
 
 @pytest.mark.parametrize(("held", "outcome"), [(True, Outcome.COMMITTED), (False, Outcome.ABORTED)])
 def test_a_question_settles_what_it_asks_for_on_the_side_that_decides(held, outcome):
-    """Who asks holds a good message: with one on this side too, both apply; without, what comes late changes nothing."""
+    """Who asks holds a good message: with one on this side too, both apply; else what comes late changes nothing."""
     island, call = trained("b", ["a"]), hello("b", "a")
     island.handle(Opened("x", "a", call), 20.1)
     if held:
