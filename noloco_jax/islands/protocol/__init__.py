@@ -1,0 +1,25 @@
+"""The protocol of islands: a state machine without sockets, threads, files or clocks (design §12).
+
+`island.py` takes events and gives actions (`events.py`); `headers.py` holds what islands tell each other. An exchange
+of one fragment, with what each side sends:
+
+    dialler                                   who answers
+    OFFERED    -- Hello ------------------->              its round's message is here? else AtRound, and it dials itself
+               <------------------ Accept --  STREAMING
+    STREAMING  -- Message --> <-- Message --              both at once; each judges what it gets
+    HELD       -- Received(good) ---------->  HELD        from here on the dialler may not decide alone
+               <------------------ Commit --  COMMITTED   once it holds a good message and has heard Received(good)
+    COMMITTED
+
+    OFFERED, STREAMING: anything else, a broken channel, the deadline -> ABORTED on this side, tried again later
+    HELD, who answers:  the same                                      -> ABORTED, for good: it decides
+    HELD, dialler:      the same -> in doubt: StatusRequest(xid), until a round after the message itself is dropped
+                        Status(committed) -> COMMITTED; Status(aborted) -> ABORTED; never heard -> logged as one-sided
+
+A question about an exchange settles it: HELD becomes COMMITTED, as who asks holds a good message too; anything else
+ABORTED. Nothing is waited for: a message is dropped, on both sides, when `patience` more rounds have ended.
+
+`exchanges.py` does that for the rounds whose messages are kept (`meeting.py`), `doubts.py` asks, `ledger.py` remembers
+outcomes as the weights have seen them, `peers.py` and `transfers.py` say whom and what to believe and how long to wait,
+`healing.py` decides from which weights an island trains, `context.py` is what they share.
+"""

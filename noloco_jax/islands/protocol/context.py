@@ -1,0 +1,116 @@
+"""What the parts of an island's protocol share: who and where it is, whom it knows, and what it is about to do."""
+
+import itertools
+from collections.abc import Sequence
+
+from noloco_jax.islands.protocol.events import Action, Channel, Close, Open, Refused, Send, Tell
+from noloco_jax.islands.protocol.headers import Answer, Caller, Identity, Opener, Wrong
+from noloco_jax.islands.protocol.ledger import Ledger
+from noloco_jax.islands.protocol.peers import Norms, Peer
+from noloco_jax.islands.protocol.settings import Settings
+
+LONGEST_PAUSE = 32  # times the first one, between two tries
+
+
+class Context:
+    """An island's standing. `now` is the time of the event at hand, in monotonic seconds that the caller gives.
+
+    Attributes:
+      round: the last round that was ended, also by a state that was restored; -1: none.
+      lineage: whether a committed exchange is in the past of its weights, through checkpoints and healings.
+      commits: exchanges committed since the start.
+      came_too_late: whether a partner had given up a round's message before this island dialled, in this round.
+      refused: whether most others say that this island does not belong to them.
+    """
+
+    def __init__(
+        self, name: str, others: Sequence[str], identity: Identity, settings: Settings, incarnation: int, ledger: Ledger
+    ):
+        self.name = name
+        self.identity = identity
+        self.settings = settings
+        self.peers = {other: Peer(other) for other in others}
+        self.norms = [Norms() for _ in range(settings.fragments)]
+        self.ledger = ledger
+        self.incarnation = incarnation
+        self.round = -1
+        self.lineage = False
+        self.commits = 0
+        self.refused = False
+        self.came_too_late = False
+        self.now = 0.0
+        self.actions: list[Action] = []
+        self._numbers = itertools.count()
+
+    def caller(self, peer: str) -> Caller:
+        return Caller(self.identity, self.name, peer, self.incarnation, self.round)
+
+    def open(self, peer: str, header: Opener) -> Channel:
+        channel = ("out", next(self._numbers))
+        self.actions.append(Open(channel, peer, header))
+        return channel
+
+    def send(self, channel: Channel, header: Answer) -> None:
+        self.actions.append(Send(channel, header))
+
+    def close(self, channel: Channel) -> None:
+        self.actions.append(Close(channel))
+
+    def answer(self, channel: Channel, header: Answer) -> None:
+        """An answer after which there is nothing to say."""
+        self.send(channel, header)
+        self.close(channel)
+
+    def tell(self, line: str) -> None:
+        self.actions.append(Tell(line))
+
+    def refusal(self, peer: str, caller: Caller) -> Wrong | None:
+        """What is wrong with a caller whose certificate says `peer`."""
+        if (caller.sender, caller.receiver) != (peer, self.name):
+            what = f"name is {self.name}, yours is {peer}; you say that {caller.sender} calls {caller.receiver}"
+        elif (difference := self.identity.difference(caller.identity)) is not None:
+            what = difference
+        else:
+            return None
+        self.tell(f"{peer} was refused: {what}")
+        return Wrong(what)
+
+    def is_wrong(self, peer: str, wrong: Wrong) -> None:
+        """A peer says that this island does not belong to it; more than half of them must be right.
+
+        Not where an exchange has been committed: a newcomer with another configuration stops nobody but itself.
+        """
+        self.peers[peer].wrong = wrong.what
+        self.tell(f"{peer} refuses {self.name}: {wrong.what}")
+        sayings = [other.wrong for other in self.peers.values() if other.wrong is not None]
+        if not self.commits and 2 * len(sayings) > len(self.peers):
+            line = f"{len(sayings)} of {len(self.peers)} islands refuse {self.name}; {peer} says: {wrong.what}"
+            self.actions.append(Refused(line))
+            self.refused = True
+
+    def renew(self, round: int, lineage: bool) -> None:
+        """Other weights than before: a new incarnation, that has seen no exchange."""
+        self.incarnation += 1
+        self.round = round
+        self.lineage = lineage
+        self.ledger = Ledger()
+
+
+class Backoff:
+    """The time of the next try: each pause is twice the last one, up to a limit."""
+
+    def __init__(self, context: Context):
+        self._context = context
+        self._times = 1
+        self.at: float | None = None
+
+    def start(self, least: float = 0.0) -> None:
+        self.at = self._context.now + max(self._context.settings.retry_seconds * self._times, least)
+        self._times = min(2 * self._times, LONGEST_PAUSE)
+
+    def due(self) -> bool:
+        """Whether the time has come; only once for each start."""
+        if self.at is None or self.at > self._context.now:
+            return False
+        self.at = None
+        return True

@@ -1,0 +1,386 @@
+"""Exchanges: who dials, what is accepted, when both commit (design §12).
+
+Both sides stream their messages. Who dialled says `Received` when it holds a good one; who answered commits as soon as
+it has heard that and holds a good one itself, and says `Commit`. So nobody applies half of an exchange, unless that
+last word and every later answer about it are lost.
+"""
+
+import math
+from collections.abc import Callable
+
+from noloco_jax.islands.protocol.context import Backoff, Context
+from noloco_jax.islands.protocol.doubts import Doubts
+from noloco_jax.islands.protocol.events import Apply, Channel, Content, Drop, RoundEnded
+from noloco_jax.islands.protocol.headers import (
+    Accept,
+    Answer,
+    AtRound,
+    Busy,
+    Commit,
+    Done,
+    ExchangeId,
+    Header,
+    Hello,
+    Message,
+    NotPartner,
+    Outcome,
+    Received,
+    Wrong,
+)
+from noloco_jax.islands.protocol.meeting import Exchange, Meeting, Stage
+from noloco_jax.islands.protocol.peers import Peer
+
+
+class Exchanges:
+    """The meetings of the last `patience` rounds, and the exchanges in them.
+
+    Args:
+      context: of the island.
+      partner: round -> name of the partner, or None; a pure function that all islands share.
+    """
+
+    def __init__(self, context: Context, partner: Callable[[int], str | None]):
+        self._context = context
+        self._partner = partner
+        self._leaving = False
+        self.doubts = Doubts(context)
+        self.meetings: dict[int, Meeting] = {}
+        self.due = 0
+        self.lags: list[int] = []  # of all corrections
+
+    # Rounds.
+
+    def round_ended(self, event: RoundEnded) -> None:
+        """A message more, and the oldest ones dropped: nobody waits for them any longer, here or there."""
+        context = self._context
+        oldest = event.round - context.settings.patience
+        self._give_up(oldest - 1, "its outcome was never heard")  # a round longer: a question is all that is open
+        for round in [round for round in self.meetings if round <= oldest]:
+            self._end(self.meetings[round], "not committed in time")
+        name = self._partner(event.round)
+        if name is None:
+            return
+        count = context.settings.fragments
+        order = [(event.round + i) % count for i in range(count)]  # each is the first one in its turn
+        peer = context.peers[name]
+        meeting = self.meetings[event.round] = Meeting(event.round, peer, event.tokens, order, Backoff(context))
+        self.due += count
+        if not all(map(math.isfinite, event.norms)):
+            self._end(meeting, "the own message is not finite")
+        elif peer.quarantined_until > event.round:
+            self._end(meeting, "the partner is in quarantine")
+        else:
+            for norms, norm in zip(context.norms, event.norms, strict=True):
+                norms.add(norm)
+            self._dial(meeting)
+
+    def leave(self) -> None:
+        """Nothing new is begun, and nothing committed but what is in doubt."""
+        self._leaving = True
+        for meeting in list(self.meetings.values()):
+            self._end(meeting, "leaving")
+
+    def abandon(self, reason: str) -> None:
+        """The weights that all this was for are replaced."""
+        for meeting in list(self.meetings.values()):
+            self._end(meeting, reason)
+        self._give_up(self._context.round, reason)
+
+    def uncertain(self) -> list[tuple[ExchangeId, str]]:
+        """Exchanges of which the partner may have applied its half, and the partners."""
+        running = [meeting.running for meeting in self.meetings.values() if meeting.running is not None]
+        held = [exchange for exchange in running if exchange.dials and exchange.stage is Stage.HELD]
+        return [(exchange.xid, exchange.peer.name) for exchange in (*self.doubts.exchanges, *held)]
+
+    def tick(self) -> None:
+        now = self._context.now
+        for meeting in list(self.meetings.values()):
+            exchange = meeting.running
+            if exchange is not None and exchange.deadline <= now:
+                if exchange.stage is not Stage.OFFERED:
+                    exchange.peer.transfers.add(now - exchange.began)
+                self._failed(meeting)
+            if meeting.retry.due():
+                self._dial(meeting)
+        self.doubts.tick()
+
+    def deadlines(self) -> list[float]:
+        running = (meeting.running for meeting in self.meetings.values())
+        times = [exchange.deadline for exchange in running if exchange is not None]
+        times += [meeting.retry.at for meeting in self.meetings.values() if meeting.retry.at is not None]
+        return times + self.doubts.deadlines()
+
+    # Whoever dials.
+
+    def _dial(self, meeting: Meeting) -> None:
+        context = self._context
+        free = [fragment for fragment in meeting.left if not self.doubts.about(meeting.round, fragment)]
+        if not free or meeting.running is not None or meeting.peer.away:
+            return
+        meeting.attempts += 1
+        xid = ExchangeId(meeting.round, free[0], context.name, context.incarnation, meeting.attempts)
+        channel = context.open(meeting.peer.name, Hello(context.caller(meeting.peer.name), xid, meeting.tokens))
+        deadline = context.now + context.settings.answer_seconds
+        meeting.running = Exchange(xid, meeting.peer, channel, True, Stage.OFFERED, context.now, deadline)
+
+    def _answered(self, meeting: Meeting, exchange: Exchange, header: Header) -> None:
+        match header:
+            case Accept():
+                exchange.peer.told(header.incarnation, header.round, self._context.now)
+                self._stream(meeting, exchange, header.tokens)
+            case Busy():
+                self._failed(meeting, least=header.seconds)
+            case AtRound():
+                exchange.peer.round = max(exchange.peer.round, header.round)
+                if header.round >= meeting.round + self._context.settings.patience:
+                    self._context.came_too_late = True
+                    self._end(meeting, f"the partner is at round {header.round}")
+                else:  # it dials when it gets there; this side once in a while, in case it cannot
+                    self._failed(meeting)
+            case NotPartner():
+                self._end(meeting, header.reason)
+            case Wrong():
+                self._end(meeting, header.what)
+                self._context.is_wrong(exchange.peer.name, header)
+            case Done(Outcome.COMMITTED):  # with a past incarnation of this island, whose weights are lost
+                self._end_exchange(meeting)
+                self._finish(meeting, exchange.xid.fragment)
+                self._drop(meeting.round, exchange.xid.fragment, meeting.peer, "committed before", one_sided=True)
+            case _:
+                self._failed(meeting)
+
+    # Whoever answers.
+
+    def opened(self, channel: Channel, hello: Hello) -> None:
+        """Another island, whose identity is right, dials."""
+        context, caller, xid = self._context, hello.caller, hello.xid
+        peer = context.peers[caller.sender]
+        if caller.incarnation < peer.incarnation or (xid.dialler, xid.incarnation) != (peer.name, caller.incarnation):
+            context.answer(channel, NotPartner("a past incarnation"))
+            return
+        peer.told(caller.incarnation, caller.round, context.now)
+        refusal = self._refusal(peer, xid)
+        if refusal is not None:
+            context.answer(channel, refusal)
+            return
+        meeting = self.meetings[xid.round]
+        if meeting.running is not None:
+            self._end_exchange(meeting)  # of a dial that crossed this one, or of an attempt that its dialler gave up
+        now = context.now
+        meeting.running = Exchange(xid, peer, channel, False, Stage.STREAMING, now, math.inf)
+        context.send(channel, Accept(context.incarnation, context.round, meeting.tokens))
+        self._stream(meeting, meeting.running, hello.tokens)
+
+    def _refusal(self, peer: Peer, xid: ExchangeId) -> Answer | None:
+        context = self._context
+        if self._leaving:
+            return NotPartner("leaving")
+        if peer.quarantined_until > xid.round:
+            return NotPartner("in quarantine")
+        if xid.fragment not in range(context.settings.fragments) or self._partner(xid.round) != peer.name:
+            return NotPartner("not in this round")
+        if context.ledger.has_committed(xid.round, xid.fragment):
+            return Done(Outcome.COMMITTED)
+        if xid in context.ledger.outcomes:
+            return Done(Outcome.ABORTED)
+        meeting = self.meetings.get(xid.round)
+        if meeting is None:
+            is_recent = context.round - context.settings.patience < xid.round <= context.round
+            return NotPartner("no message of that round is left") if is_recent else AtRound(context.round)
+        if xid.fragment not in meeting.left:
+            return Done(Outcome.ABORTED)  # it was given up here
+        if self.doubts.about(xid.round, xid.fragment) or self._prefers_its_own(meeting, xid):
+            return Busy(context.settings.retry_seconds)
+        return None
+
+    def _prefers_its_own(self, meeting: Meeting, xid: ExchangeId) -> bool:
+        """Whether what is running goes on when the partner dials.
+
+        Two dials that cross: the lower name's counts in even rounds, the higher one's in odd ones, on both sides.
+        """
+        running = meeting.running
+        if running is None:
+            return False
+        if running.dials:
+            lower_name_leads = meeting.round % 2 == 0
+            leads = (self._context.name < meeting.peer.name) is lower_name_leads
+            return leads or running.stage is not Stage.OFFERED
+        return (xid.incarnation, xid.attempt) <= (running.xid.incarnation, running.xid.attempt)
+
+    def settle(self, peer: str, xid: ExchangeId) -> Outcome | None:
+        """The answer to a dialler that asks how its exchange ended: it holds this side's message and has said so."""
+        if xid.dialler != peer:
+            return None
+        meeting = self.meetings.get(xid.round)
+        if meeting is not None and meeting.running is not None and meeting.running.xid == xid:
+            if meeting.running.stage is Stage.HELD:
+                self._commit(meeting, meeting.running)
+            else:
+                self._failed(meeting)
+        return self._context.ledger.settle(xid)
+
+    # Both.
+
+    def arrived(self, channel: Channel, header: Header, content: Content | None) -> None:
+        """Something came through a channel of an exchange or of a question; others are none of this part's."""
+        meeting = self._meeting_of(channel)
+        if meeting is None:
+            settled = self.doubts.arrived(channel, header)
+            if settled is not None:
+                self._resolve(*settled)
+            return
+        exchange = meeting.running
+        assert exchange is not None
+        if exchange.stage is Stage.OFFERED:
+            self._answered(meeting, exchange, header)
+            return
+        match header:
+            case Message() if header.xid == exchange.xid and content is not None:
+                if exchange.stage is Stage.STREAMING:
+                    self._judge(meeting, exchange, content)
+            case Received() if header.xid == exchange.xid and not header.good:
+                self._end_exchange(meeting, known_aborted=True)
+                self._try_later(meeting, exchange)
+            case Received() if header.xid == exchange.xid and not exchange.dials:
+                exchange.approved = True
+                if exchange.stage is Stage.HELD:
+                    self._commit(meeting, exchange)
+            case Commit() if header.xid == exchange.xid and exchange.dials and exchange.stage is Stage.HELD:
+                self._commit(meeting, exchange)
+            case Accept():
+                pass  # twice
+            case _:
+                self._failed(meeting)
+
+    def broken(self, channel: Channel, corrupt: bool) -> None:
+        meeting = self._meeting_of(channel)
+        if meeting is None:
+            self.doubts.broken(channel)
+            return
+        self._failed(meeting, closed=True)
+        if corrupt:
+            self._is_broken(meeting.peer)
+
+    def _meeting_of(self, channel: Channel) -> Meeting | None:
+        meetings = self.meetings.values()
+        return next((m for m in meetings if m.running is not None and m.running.channel == channel), None)
+
+    def _stream(self, meeting: Meeting, exchange: Exchange, tokens: int) -> None:
+        exchange.stage = Stage.STREAMING
+        exchange.weight = meeting.weight(tokens)
+        exchange.began = self._context.now
+        exchange.deadline = exchange.began + exchange.peer.transfers.allowance()
+        self._context.send(exchange.channel, Message(exchange.xid))
+
+    def _judge(self, meeting: Meeting, exchange: Exchange, content: Content) -> None:
+        """The partner's message came whole: is it one that a sound island sends?"""
+        context, norms = self._context, self._context.norms[exchange.xid.fragment]
+        if not norms.believe(content.norm):
+            context.send(exchange.channel, Received(exchange.xid, False))
+            self._failed(meeting)
+            self._is_broken(exchange.peer)
+            return
+        norms.add(content.norm)
+        exchange.stage = Stage.HELD
+        if exchange.dials:
+            context.send(exchange.channel, Received(exchange.xid, True))
+        elif exchange.approved:
+            self._commit(meeting, exchange)
+
+    def _commit(self, meeting: Meeting, exchange: Exchange) -> None:
+        context = self._context
+        if not exchange.dials:
+            context.send(exchange.channel, Commit(exchange.xid))
+        context.close(exchange.channel)
+        exchange.peer.transfers.add(context.now - exchange.began)
+        meeting.running = None
+        self._apply(exchange)
+        if meeting.left and exchange.dials:
+            self._dial(meeting)
+        else:
+            meeting.retry.start()  # the partner goes on; this side in case it does not
+
+    def _apply(self, exchange: Exchange) -> None:
+        context, xid = self._context, exchange.xid
+        context.ledger.close(xid, Outcome.COMMITTED)
+        context.commits += 1
+        context.lineage = True
+        exchange.peer.broken = 0
+        self.lags.append(context.round - xid.round)
+        context.actions.append(Apply(xid, exchange.peer.name, exchange.weight, self.lags[-1]))
+        if xid.round in self.meetings:
+            self._finish(self.meetings[xid.round], xid.fragment)
+
+    def _finish(self, meeting: Meeting, fragment: int) -> None:
+        meeting.left.remove(fragment)
+        if not meeting.left:
+            del self.meetings[meeting.round]
+
+    def _resolve(self, exchange: Exchange, outcome: Outcome) -> None:
+        """What was in doubt is known."""
+        round, fragment = exchange.xid.round, exchange.xid.fragment
+        if outcome is Outcome.COMMITTED:
+            self._apply(exchange)
+            return
+        if outcome is Outcome.ABORTED:
+            self._context.ledger.close(exchange.xid, outcome)
+        if round in self.meetings and outcome is Outcome.ABORTED:
+            self._dial(self.meetings[round])
+            return
+        if round in self.meetings:
+            self._finish(self.meetings[round], fragment)
+        self._drop(round, fragment, exchange.peer, f"{outcome} by the partner", outcome is Outcome.FORGOTTEN)
+
+    def _failed(self, meeting: Meeting, *, closed: bool = False, least: float = 0.0) -> None:
+        """The exchange under way leads to nothing; another attempt may."""
+        exchange = meeting.running
+        assert exchange is not None
+        self._end_exchange(meeting, closed=closed)
+        self._try_later(meeting, exchange, least)
+
+    def _try_later(self, meeting: Meeting, exchange: Exchange, least: float = 0.0) -> None:
+        meeting.postpone(exchange.xid.fragment)
+        meeting.retry.start(least)
+
+    def _end_exchange(self, meeting: Meeting, *, closed: bool = False, known_aborted: bool = False) -> None:
+        """Ends what is running. From `Received` on, only who answered may call that aborted."""
+        exchange = meeting.running
+        assert exchange is not None
+        meeting.running = None
+        if not closed:
+            self._context.close(exchange.channel)
+        if exchange.dials and exchange.stage is Stage.HELD and not known_aborted:
+            self.doubts.add(exchange)
+        else:
+            self._context.ledger.close(exchange.xid, Outcome.ABORTED)
+
+    def _end(self, meeting: Meeting, reason: str) -> None:
+        """Drops what is left of a meeting, but for what is in doubt."""
+        if meeting.running is not None:
+            self._end_exchange(meeting)
+        del self.meetings[meeting.round]
+        for fragment in meeting.left:
+            if not self.doubts.about(meeting.round, fragment):
+                self._drop(meeting.round, fragment, meeting.peer, reason)
+
+    def _drop(self, round: int, fragment: int, peer: Peer, reason: str, one_sided: bool = False) -> None:
+        self._context.actions.append(Drop(round, fragment, peer.name, reason, one_sided))
+
+    def _give_up(self, round: int, reason: str) -> None:
+        for exchange in self.doubts.give_up(round):
+            self._drop(exchange.xid.round, exchange.xid.fragment, exchange.peer, reason, one_sided=True)
+
+    def _is_broken(self, peer: Peer) -> None:
+        """A broken message: several in a row are no accident."""
+        context = self._context
+        peer.broken += 1
+        if peer.broken < context.settings.broken_in_a_row:
+            return
+        peer.broken = 0
+        peer.quarantined_until = context.round + 1 + context.settings.quarantine_rounds
+        context.tell(
+            f"{peer.name} sent {context.settings.broken_in_a_row} broken messages in a row: none are exchanged "
+            f"with it before round {peer.quarantined_until}"
+        )
+        for meeting in [meeting for meeting in self.meetings.values() if meeting.peer is peer]:
+            self._end(meeting, "the partner is in quarantine")

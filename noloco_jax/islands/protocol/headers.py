@@ -1,0 +1,278 @@
+"""What islands tell each other: small headers, which travel as JSON and are checked when they come.
+
+Only `Message` and `State` are followed by arrays. The transport sees to it that those are whole; here is what decides
+what happens to them. The first header of a call is an opener: `Hello`, `StatusRequest`, `StateRequest` or `Leave`.
+"""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+VERSION = 1  # of this protocol
+LONGEST_TEXT = 256
+
+
+class HeaderError(ValueError):
+    """A header that no island of this version sends."""
+
+
+class Outcome(StrEnum):
+    """How an exchange ended, as the island that answered it decided."""
+
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+    FORGOTTEN = "forgotten"  # too long ago for its ledger
+
+
+class ExchangeId(NamedTuple):
+    """One attempt of two islands to exchange a fragment; no other attempt, restart or round has the same.
+
+    Attributes:
+      round: the round whose messages are exchanged.
+      fragment: which part of them.
+      dialler: the island that dialled.
+      incarnation: of the dialler.
+      attempt: the dialler's count of its attempts in this round.
+    """
+
+    round: int
+    fragment: int
+    dialler: str
+    incarnation: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What must be equal for two islands to average: each is a number or a digest.
+
+    Attributes:
+      run: the name in the roster.
+      config: of the configuration, as far as it has to agree.
+      model: of names, shapes and dtypes of the parameters.
+      roster: of the roster.
+      codec: the form in which messages travel, and their number of fragments.
+      protocol: its version.
+    """
+
+    run: str
+    config: str
+    model: str
+    roster: str
+    codec: str
+    protocol: int = VERSION
+
+    def difference(self, other: "Identity") -> str | None:
+        """The first of them that differs, with both values, or none."""
+        names = ("protocol", "run", "roster", "model", "config", "codec")
+        pairs = ((name, getattr(self, name), getattr(other, name)) for name in names)
+        return next((f"{name} is {mine}, yours is {theirs}" for name, mine, theirs in pairs if mine != theirs), None)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who calls whom: in front of everything that changes something.
+
+    Attributes:
+      identity: what has to agree.
+      sender, receiver: names of islands.
+      incarnation: of the sender: larger after every start and every healing, whose states know nothing of each other.
+      round: the last round that the sender has ended; -1 before the first.
+    """
+
+    identity: Identity
+    sender: str
+    receiver: str
+    incarnation: int
+    round: int
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Opens an exchange. `tokens` is the sender's weight: the tokens it trained on in the round."""
+
+    caller: Caller
+    xid: ExchangeId
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Accept:
+    """Answers `Hello`: both stream now. Attributes as those of `Caller` and `Hello`."""
+
+    incarnation: int
+    round: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Answers `Hello` or `StateRequest`: try again in so many seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class AtRound:
+    """Answers `Hello`: no message of that round is here; this is the last round that was ended."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class NotPartner:
+    """Answers `Hello` or `StateRequest`: not in this round, or not with you; why."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """Answers any opener: what differs, and both values. Nothing has been read of what would have followed."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """Answers `Hello`: this exchange is over, and how it ended."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Message:
+    """The header of the arrays of a message's fragment."""
+
+    xid: ExchangeId
+
+
+@dataclass(frozen=True)
+class Received:
+    """The verdict on the partner's message: good if it came whole, finite and of a plausible size."""
+
+    xid: ExchangeId
+    good: bool
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The answering island's decision: both apply."""
+
+    xid: ExchangeId
+
+
+@dataclass(frozen=True)
+class StatusRequest:
+    """Asks how an island is, and with `xid` how that exchange ended. Without an identity: somebody who only looks."""
+
+    identity: Identity | None = None
+    xid: ExchangeId | None = None
+
+
+@dataclass(frozen=True)
+class Status:
+    """How an island is.
+
+    Attributes:
+      incarnation, round: see `Caller`.
+      training: whether it has weights and trains; not while it starts or leaves.
+      lineage: whether a committed exchange is in the past of its weights, through checkpoints and healings.
+      committed, due: fragments exchanged, and fragments that had a partner, since the start.
+      lag: mean rounds between a message and its correction.
+      partner: of the last round; empty: alone.
+      outcome: of the exchange that was asked for.
+    """
+
+    incarnation: int
+    round: int
+    training: bool
+    lineage: bool
+    committed: int
+    due: int
+    lag: float
+    partner: str
+    outcome: Outcome | None = None
+
+
+@dataclass(frozen=True)
+class StateRequest:
+    """Asks for the whole state of an island, to go on from it. `lineage`: whether only one with a lineage will do."""
+
+    caller: Caller
+    lineage: bool
+
+
+@dataclass(frozen=True)
+class State:
+    """The header of the arrays of an island's state after `round`."""
+
+    round: int
+    lineage: bool
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Says goodbye, so that nobody dials in vain."""
+
+    caller: Caller
+
+
+Opener = Hello | StatusRequest | StateRequest | Leave
+Answer = Accept | Busy | AtRound | NotPartner | Wrong | Done | Message | Received | Commit | Status | State
+Header = Opener | Answer
+
+KINDS: dict[str, type] = {kind.__name__: kind for kind in (*typing.get_args(Opener), *typing.get_args(Answer))}
+
+
+def to_json(header: Header) -> dict[str, Any]:
+    """The header's fields and its kind, of nothing but what JSON has."""
+    return {"kind": type(header).__name__, **dataclasses.asdict(header)}
+
+
+def from_json(values: Any) -> Header:
+    """The header of these values.
+
+    Raises:
+      HeaderError: if the kind is unknown, or a field is missing, unknown, of another type or out of range.
+    """
+    if not isinstance(values, Mapping) or not isinstance(values.get("kind"), str) or values["kind"] not in KINDS:
+        raise HeaderError("no header of a known kind")
+    fields = {name: value for name, value in values.items() if name != "kind"}
+    return _made(KINDS[values["kind"]], fields, values["kind"])
+
+
+def _made(kind: type, values: Any, where: str) -> Any:
+    types_of = typing.get_type_hints(kind)
+    if kind is ExchangeId and isinstance(values, list | tuple) and len(values) == len(types_of):
+        values = dict(zip(types_of, values, strict=True))
+    if not isinstance(values, Mapping) or set(values) != set(types_of):
+        raise HeaderError(f"{where} must have the fields {', '.join(types_of)}")
+    return kind(**{name: _value(type_, values[name], f"{where}.{name}") for name, type_ in types_of.items()})
+
+
+def _value(type_: Any, value: Any, where: str) -> Any:
+    if isinstance(type_, types.UnionType):  # X | None
+        return None if value is None else _value(typing.get_args(type_)[0], value, where)
+    if dataclasses.is_dataclass(type_) or type_ is ExchangeId:
+        return _made(typing.cast(type, type_), value, where)
+    if type_ is Outcome:
+        if value not in list(Outcome):
+            raise HeaderError(f"{where} must be one of {', '.join(Outcome)}")
+        return Outcome(value)
+    if type_ is float and type(value) is int:
+        value = float(value) if abs(value) < 2**53 else math.inf
+    if type(value) is not type_:
+        raise HeaderError(f"{where} must be of type {type_.__name__}")
+    if type_ is str and len(value) > LONGEST_TEXT:
+        raise HeaderError(f"{where} must have at most {LONGEST_TEXT} characters")
+    if type_ is int and not -1 <= value < 2**63:
+        raise HeaderError(f"{where} must be from -1 to 2**63 - 1")
+    if type_ is float and not 0 <= value < math.inf:
+        raise HeaderError(f"{where} must be a finite number of 0 or more")
+    return value

@@ -1,0 +1,245 @@
+"""The protocol of an island: what happened goes in, what is to be done comes out.
+
+No sockets, threads, files or clocks: the world calls `Island.handle` with an event and the time, carries out the
+actions in their order, and calls again with a `Tick` when `Island.next_deadline` has come. The same events at the same
+times lead to the same actions.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from noloco_jax.islands.protocol.context import Context
+from noloco_jax.islands.protocol.events import (
+    Action,
+    Arrived,
+    Broken,
+    Drop,
+    Event,
+    Heal,
+    Opened,
+    RoundEnded,
+    Start,
+    Stop,
+    Tick,
+)
+from noloco_jax.islands.protocol.exchanges import Exchanges
+from noloco_jax.islands.protocol.headers import (
+    ExchangeId,
+    Hello,
+    Identity,
+    Leave,
+    Opener,
+    Outcome,
+    StateRequest,
+    Status,
+    StatusRequest,
+    Wrong,
+)
+from noloco_jax.islands.protocol.healing import Healing
+from noloco_jax.islands.protocol.ledger import Ledger
+from noloco_jax.islands.protocol.peers import Peer
+from noloco_jax.islands.protocol.settings import Settings
+
+
+class Journal(NamedTuple):
+    """What is saved with the weights, at one point between two inner steps, after all actions so far.
+
+    Attributes:
+      round: the last one that was ended.
+      lineage: see `Status`.
+      outcomes: what the weights have seen.
+      floor: the round before which outcomes are forgotten.
+      doubts: exchanges of which the partner may have applied its half.
+    """
+
+    round: int
+    lineage: bool
+    outcomes: Mapping[ExchangeId, Outcome]
+    floor: int
+    doubts: tuple[tuple[ExchangeId, str], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        outcomes = [[*xid, outcome] for xid, outcome in self.outcomes.items()]
+        return {**self._asdict(), "outcomes": outcomes, "doubts": [[*xid, peer] for xid, peer in self.doubts]}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Journal":
+        outcomes = {ExchangeId(*xid): Outcome(outcome) for *xid, outcome in values["outcomes"]}
+        doubts = tuple((ExchangeId(*xid), peer) for *xid, peer in values["doubts"])
+        return cls(values["round"], values["lineage"], outcomes, values["floor"], doubts)
+
+
+class Island:
+    """One island.
+
+    Args:
+      name: in the roster.
+      others: the names of all other islands there.
+      identity: what the others must have equal.
+      partner: round -> whom it meets, or None; a pure function that is the same everywhere.
+      incarnation: larger than in every earlier start, and than `incarnation` was at their ends.
+      settings: of the protocol.
+      journal: saved with the checkpoint that would be gone on from; None: there is none.
+      began_before: without a journal: whether this island has been part of the run, whose weights it then waits for.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        others: Sequence[str],
+        identity: Identity,
+        partner: Callable[[int], str | None],
+        incarnation: int,
+        settings: Settings | None = None,
+        journal: Journal | None = None,
+        began_before: bool = False,
+    ):
+        settings = settings or Settings()
+        ledger = Ledger(journal.outcomes, journal.floor) if journal else Ledger()
+        self._context = context = Context(name, others, identity, settings, incarnation, ledger)
+        context.round = journal.round if journal else -1
+        context.lineage = journal is not None and journal.lineage
+        self._lost = journal.doubts if journal else ()
+        self._partner = partner
+        self._exchanges = Exchanges(context, partner)
+        self._healing = Healing(context, journal is not None, began_before)
+
+    @property
+    def incarnation(self) -> int:
+        """Of the weights: larger after a healing."""
+        return self._context.incarnation
+
+    @property
+    def round(self) -> int:
+        """The last one that was ended; -1: none."""
+        return self._context.round
+
+    @property
+    def peers(self) -> Mapping[str, Peer]:
+        """What is known of the others, for a table of them."""
+        return self._context.peers
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether an exchange's outcome is still being asked for: worth a few seconds before the process ends."""
+        return bool(self._exchanges.doubts.exchanges)
+
+    def lag(self) -> int:
+        """Rounds behind the median of the others, as far as they have told; negative: ahead of it."""
+        rounds = [peer.round for peer in self.peers.values() if peer.round >= 0 and not peer.away]
+        return statistics.median_low(rounds) - self.round if rounds else 0
+
+    def journal(self) -> Journal:
+        """To be saved with the weights."""
+        ledger, doubts = self._context.ledger, self._exchanges.uncertain()
+        return Journal(self.round, self._context.lineage, dict(ledger.outcomes), ledger.floor, tuple(doubts))
+
+    def status(self) -> Status:
+        """Of this island."""
+        context, exchanges = self._context, self._exchanges
+        lag = sum(exchanges.lags) / len(exchanges.lags) if exchanges.lags else 0.0
+        partner = self._partner(context.round) if context.round >= 0 else None
+        training, commits = self._healing.training, context.commits
+        return Status(
+            context.incarnation, context.round, training, context.lineage, commits, exchanges.due, lag, partner or ""
+        )
+
+    def next_deadline(self) -> float | None:
+        """When a `Tick` is due, in the seconds of `handle`; None: not before something else happens."""
+        return min((*self._exchanges.deadlines(), *self._healing.deadlines()), default=None)
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """What to do after this event.
+
+        Args:
+          event: what happened.
+          now: monotonic seconds, the same clock at every call.
+
+        Returns:
+          the actions, to be carried out in their order, before the next event is handled.
+        """
+        context = self._context
+        context.now = now
+        context.actions = []
+        match event:
+            case Start():
+                self._start()
+            case RoundEnded():
+                self._round_ended(event)
+            case Opened():
+                self._opened(event)
+            case Arrived():
+                healed = self._healing.arrived(event.channel, event.header, event.content)
+                if healed is not None:
+                    self._heal(healed)
+                self._exchanges.arrived(event.channel, event.header, event.content)
+            case Broken():
+                self._healing.broken(event.channel)
+                self._exchanges.broken(event.channel, event.corrupt)
+            case Tick():
+                self._exchanges.tick()
+                self._healing.tick()
+            case Stop():
+                self._stop()
+        return context.actions
+
+    def _start(self) -> None:
+        for xid, peer in self._lost:
+            reason = "in doubt when the weights were saved"
+            self._context.actions.append(Drop(xid.round, xid.fragment, peer, reason, one_sided=True))
+        self._healing.start()
+
+    def _round_ended(self, event: RoundEnded) -> None:
+        context = self._context
+        if not self._healing.training or event.round != context.round + 1:
+            state = f"training after round {context.round}" if self._healing.training else "not training"
+            raise ValueError(f"round {event.round} cannot end: {context.name} is {state}")
+        context.round = event.round
+        context.ledger.forget(event.round)
+        self._exchanges.round_ended(event)
+        self._healing.round_ended()
+
+    def _opened(self, event: Opened) -> None:
+        context, channel, header = self._context, event.channel, event.header
+        refusal = self._refusal(event.peer, header)
+        if refusal is not None:
+            context.answer(channel, refusal)
+            return
+        match header:
+            case StatusRequest():
+                outcome = self._exchanges.settle(event.peer, header.xid) if header.xid else None
+                context.answer(channel, dataclasses.replace(self.status(), outcome=outcome))
+            case Hello():
+                self._exchanges.opened(channel, header)
+            case StateRequest():
+                self._healing.opened(channel, header)
+            case Leave():
+                peer = context.peers[event.peer]
+                peer.away = header.caller.incarnation >= peer.incarnation
+                context.close(channel)
+
+    def _refusal(self, peer: str, header: Opener) -> Wrong | None:
+        """What is wrong with who calls. A question alone may come from anybody whom the transport lets in."""
+        context = self._context
+        if isinstance(header, StatusRequest):
+            difference = context.identity.difference(header.identity) if header.identity else None
+            return Wrong(difference) if difference else None
+        if peer not in context.peers:
+            return Wrong(f"name {peer} is none of the other islands")
+        return context.refusal(peer, header.caller)
+
+    def _heal(self, healed: Heal) -> None:
+        """Other weights: nothing that the old ones have seen counts any longer, nor what they might have."""
+        self._exchanges.abandon("healed")
+        self._context.renew(healed.round, healed.lineage)
+        self._context.actions.append(healed)
+
+    def _stop(self) -> None:
+        context = self._context
+        self._healing.stop()
+        self._exchanges.leave()
+        for peer in context.peers.values():
+            if peer.seen is not None and not peer.away:
+                context.open(peer.name, Leave(context.caller(peer.name)))

@@ -1,0 +1,76 @@
+"""A round's meeting with its partner, and the exchange of a fragment in it."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from noloco_jax.islands.protocol.context import Backoff
+from noloco_jax.islands.protocol.events import Channel
+from noloco_jax.islands.protocol.headers import ExchangeId
+from noloco_jax.islands.protocol.peers import Peer
+
+
+class Stage(StrEnum):
+    """How far an exchange has come, seen from one side. What follows is in the ledger: committed or aborted."""
+
+    OFFERED = "offered"  # dialled, no answer yet
+    STREAMING = "streaming"  # messages go both ways
+    HELD = "held"  # the partner's message is here and good
+
+
+@dataclass
+class Exchange:
+    """An attempt at a fragment.
+
+    Attributes:
+      xid: which.
+      peer: with whom.
+      channel: the call that it goes through.
+      dials: whether this side dialled; the other one decides.
+      stage: how far it has come.
+      began: time of its beginning.
+      deadline: when it is given up.
+      weight: w_j/(w_i + w_j), once the partner's tokens are known.
+      approved: whether the partner has said that it holds this side's message.
+    """
+
+    xid: ExchangeId
+    peer: Peer
+    channel: Channel
+    dials: bool
+    stage: Stage
+    began: float
+    deadline: float
+    weight: float = 0.5
+    approved: bool = False
+
+
+@dataclass
+class Meeting:
+    """What is left to do with a round's partner.
+
+    Attributes:
+      round: whose messages are exchanged.
+      peer: the partner.
+      tokens: this side's weight.
+      left: fragments that have neither been committed nor dropped, in the order in which they are tried.
+      retry: when to dial next.
+      running: the exchange under way; one at a time, so that a slow link ends one before the next.
+      attempts: made by this side.
+    """
+
+    round: int
+    peer: Peer
+    tokens: int
+    left: list[int]
+    retry: Backoff
+    running: Exchange | None = None
+    attempts: int = 0
+
+    def weight(self, tokens: int) -> float:
+        """w_j/(w_i + w_j) for a partner of so many tokens: with it w_i c_i + w_j c_j = 0."""
+        return tokens / (self.tokens + tokens) if self.tokens + tokens else 0.5
+
+    def postpone(self, fragment: int) -> None:
+        """The others are tried first."""
+        self.left.remove(fragment)
+        self.left.append(fragment)

@@ -1,0 +1,65 @@
+"""What an island knows of the others, and which of their messages it believes."""
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+from noloco_jax.islands.protocol.transfers import Transfers
+
+PROPORTION = 10.0
+NORMS_KEPT = 32
+
+
+@dataclass
+class Peer:
+    """Another island, as far as it is known.
+
+    Attributes:
+      name: in the roster.
+      incarnation, round: the latest that it told; -1: none.
+      seen: when something last came from it; none: never.
+      away: whether it has said goodbye.
+      wrong: what it finds wrong with this island, or nothing.
+      broken: broken messages in a row.
+      quarantined_until: the round in which it may be met again.
+      transfers: how long exchanges with it took.
+    """
+
+    name: str
+    incarnation: int = -1
+    round: int = -1
+    seen: float | None = None
+    away: bool = False
+    wrong: str | None = None
+    broken: int = 0
+    quarantined_until: int = 0
+    transfers: Transfers = field(default_factory=Transfers)
+
+    def told(self, incarnation: int, round: int, now: float) -> None:
+        """It says which it is and where, and so finds nothing wrong. Late words of a past incarnation are not heard."""
+        if incarnation < self.incarnation:
+            return
+        self.seen = now
+        self.round = round if incarnation > self.incarnation else max(self.round, round)
+        self.incarnation, self.away, self.wrong = incarnation, False, None
+
+
+class Norms:
+    """The norms of the last good messages, the island's own among them: all islands train one model.
+
+    What is left of a corrupted message that came whole and finite is far too large. Their scatter is small, but after
+    a partition the islands may be far apart and have to meet all the same: hence a factor rather than deviations.
+    """
+
+    def __init__(self):
+        self._norms: deque[float] = deque(maxlen=NORMS_KEPT)
+
+    def add(self, norm: float) -> None:
+        self._norms.append(norm)
+
+    def believe(self, norm: float) -> bool:
+        """Whether a message of this norm is finite and in proportion to the median."""
+        if not math.isfinite(norm):
+            return False
+        return not self._norms or norm <= PROPORTION * statistics.median(self._norms)

@@ -1,0 +1,33 @@
+"""The numbers of the protocol that a user may have reasons to change."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Rounds and seconds of the protocol.
+
+    Attributes:
+      fragments: parts of a message, each exchanged and committed by itself, one after the other: a link that carries
+        half a message a round then brings half of it together.
+      patience: rounds that a message waits for its partner's; each costs the memory of a message. An island that is
+        further behind the median of the others meets nobody any more: it takes another one's state. With 1, what is
+        almost a round behind, as islands are that have just healed, has hardly any time left to exchange.
+      quarantine_rounds: rounds without a partner that has sent `broken_in_a_row` broken messages.
+      broken_in_a_row: see there.
+      answer_seconds: for the answer to an opener.
+      state_seconds: for a whole state on its way.
+      retry_seconds: until the first retry; the time doubles with each.
+    """
+
+    fragments: int = 1
+    patience: int = 2
+    quarantine_rounds: int = 16
+    broken_in_a_row: int = 3
+    answer_seconds: float = 10.0
+    state_seconds: float = 600.0
+    retry_seconds: float = 1.0
+
+    def __post_init__(self):
+        if self.fragments < 1 or self.patience < 1:
+            raise ValueError(f"fragments is {self.fragments}, patience {self.patience}: both must be at least 1")

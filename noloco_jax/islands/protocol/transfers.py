@@ -1,0 +1,33 @@
+"""How long a transfer may take: from how long the last ones took."""
+
+import math
+import statistics
+from collections import deque
+
+MEMORY = 16
+NEEDED = 3
+
+
+class Transfers:
+    """Seconds of the last transfers with one peer: links differ, so that every peer has its own."""
+
+    def __init__(self):
+        self._seconds: deque[float] = deque(maxlen=MEMORY)
+
+    def add(self, seconds: float) -> None:
+        """A transfer took so long, or was cut off after so long.
+
+        Those cut off count, or a link that has become slow for good would be cut off for ever.
+        """
+        self._seconds.append(seconds)
+
+    def allowance(self) -> float:
+        """Seconds for the next one: the median and 4 median absolute deviations, at least twice the median.
+
+        Infinite before a few have been seen: the end of the round cuts it off then.
+        """
+        if len(self._seconds) < NEEDED:
+            return math.inf
+        median = statistics.median(self._seconds)
+        deviation = statistics.median(abs(seconds - median) for seconds in self._seconds)
+        return median + max(4 * deviation, median)

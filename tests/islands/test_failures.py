@@ -1,0 +1,329 @@
+"""What happens in every failure: a row of the design's table (§12) is a test."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from noloco_jax.islands.protocol.events import (
+    Apply,
+    Arrived,
+    Broken,
+    Content,
+    Drop,
+    Open,
+    Opened,
+    RoundEnded,
+    Send,
+    Start,
+    Tick,
+)
+from noloco_jax.islands.protocol.headers import (
+    Accept,
+    AtRound,
+    Busy,
+    Caller,
+    Commit,
+    Done,
+    ExchangeId,
+    Hello,
+    Identity,
+    Message,
+    NotPartner,
+    Outcome,
+    Received,
+    Status,
+    StatusRequest,
+)
+from noloco_jax.islands.protocol.island import Island
+from noloco_jax.islands.protocol.settings import Settings
+from support.island_world import IDENTITY, ROUND, Fault, World
+
+FOREVER = None
+
+
+def drops(world: World, name: str) -> list[str]:
+    return [drop.reason for drop in world.nodes[name].drops]
+
+
+def lags(world: World, name: str) -> dict[int, int]:
+    return {action.xid.round: action.lag for action in world.nodes[name].applied}
+
+
+def rounds_of(world: World) -> list[set[int]]:
+    return [set(lags(world, name)) for name in world.names]
+
+
+@pytest.mark.parametrize("action", ["kill", "vanish"])
+def test_a_partner_that_is_dead_costs_nothing_but_its_exchanges(action):
+    world = World(2, downtime=FOREVER)
+    world.at(5.0, world.crash, world.nodes["i1"], action)
+    world.run(65.0).finish()
+    assert world.nodes["i0"].round == 5
+    assert rounds_of(world)[0] == set()
+    assert drops(world, "i0") == ["not committed in time"] * 4  # of rounds 0 to 3; two are waited for
+
+
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [("Message", "before it is sent"), ("Received", "before it is sent"), ("Received", "before it arrives")],
+)
+def test_who_dies_before_the_commit_leaves_nothing_behind(kind, moment):
+    world = World(2, [Fault(kind, 0, "kill", moment)], downtime=FOREVER).run(45.0).finish()
+    (alive,) = [node for node in world.nodes.values() if node.machine is not None]
+    assert alive.weights == {}
+
+
+def test_a_lost_commit_is_asked_for():
+    world = World(2, [Fault("Commit", 0, "drop")]).run(35.0).finish()
+    assert 0 in lags(world, "i0") and 0 in lags(world, "i1")
+    assert not world.nodes["i0"].one_sided and not world.nodes["i1"].one_sided
+
+
+def test_a_commit_that_is_lost_with_its_sender_is_logged_as_one_sided():
+    faults = [Fault("Commit", 0, "drop"), Fault("Apply", 0, "vanish", "after it is sent")]
+    world = World(2, faults, downtime=FOREVER).run(65.0).finish()
+    (alive,) = [node for node in world.nodes.values() if node.machine is not None]
+    assert alive.one_sided == {(0, 0)} and alive.weights == {}
+
+
+def test_a_partner_that_has_restarted_knows_nothing_of_the_exchange_and_meets_again():
+    world = World(2, [Fault("Received", 0, "kill", "before it arrives")], downtime=3.0).run(65.0).finish()
+    attempts = [{action.xid for action in node.applied if action.xid.round == 0} for node in world.nodes.values()]
+    assert attempts[0] == attempts[1] and attempts[0] != {ExchangeId(0, 0, "i1", 1, 1)}
+    assert rounds_of(world)[0] >= {2, 3, 4}
+    assert not any(node.one_sided for node in world.nodes.values())
+
+
+@pytest.mark.parametrize("name", ["i0", "i1"])
+def test_a_partner_that_is_behind_finds_the_message_in_the_mailbox(name):
+    """Each is first in its turn: who comes first dials in vain, who comes later is answered."""
+    world = World(2)
+    world.at(2.0, setattr, world.nodes[name], "stopped_until", 16.0)
+    world.run(65.0).finish()
+    assert world.participation(0, 5) == 1
+
+
+def test_the_first_of_two_applies_its_half_a_round_late():
+    world = World(2)
+    world.at(12.0, setattr, world.nodes["i1"], "stopped_until", 33.0)
+    world.run(65.0).finish()
+    assert lags(world, "i0")[1] == 1 and lags(world, "i1")[1] == 0
+    assert not any(node.one_sided for node in world.nodes.values())
+
+
+def test_who_is_too_far_behind_takes_the_state_of_another():
+    world = World(3)
+    world.at(12.0, setattr, world.nodes["i2"], "stopped_until", 62.0)
+    world.run(150.0).finish()
+    assert world.nodes["i2"].heals and not world.nodes["i0"].heals and not world.nodes["i1"].heals
+    assert world.participation(10, 13) == 1
+
+
+def test_a_duplicate_is_applied_once():
+    kinds = ("Hello", "Accept", "Message", "Received", "Commit", "StatusRequest", "Status", "AtRound")
+    faults = [Fault(kind, nth, "duplicate") for kind in kinds for nth in range(40)]
+    world = World(2, faults).run(65.0).finish()
+    assert world.participation(0, 5) == 1  # that nothing is applied twice is asserted at each application
+
+
+@pytest.mark.parametrize("action", ["flip", "truncate", "nan", "wild"])
+def test_one_broken_message_is_refused_by_both_and_sent_again(action):
+    world = World(2, [Fault("Message", 4, action)]).run(65.0).finish()
+    assert world.participation(0, 5) == 1
+    assert world.sent["Message"] > 10
+
+
+@pytest.mark.parametrize("action", ["flip", "nan", "wild"])
+def test_three_broken_messages_in_a_row_lead_to_quarantine(action):
+    world = World(2, [Fault("Message", nth, action) for nth in range(4, 40)]).run(105.0).finish()
+    assert any("broken messages in a row" in line for node in world.nodes.values() for line in node.lines)
+    assert world.participation(5, 9) == 0
+    assert "the partner is in quarantine" in drops(world, "i0") + drops(world, "i1")
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Identity)])
+def test_another_model_run_config_or_roster_is_refused_before_any_data_and_only_the_odd_one_ends(field):
+    odd = dataclasses.replace(IDENTITY, **{field: 9 if field == "protocol" else "other"})
+    world = World(3, identities=[IDENTITY, IDENTITY, odd]).run(35.0).finish()
+    refused = [node.refused for node in world.nodes.values()]
+    assert refused[:2] == [None, None]
+    assert refused[2] is not None and f"{field} is {getattr(IDENTITY, field)}, yours is " in refused[2]
+    assert all({action.peer for action in world.nodes[name].applied} <= {"i0", "i1"} for name in ("i0", "i1"))
+
+
+def test_a_name_that_the_certificate_does_not_say_is_refused():
+    island = trained("a", ["b", "c"])
+    hello = Hello(Caller(IDENTITY, "b", "a", 1, 0), ExchangeId(0, 0, "b", 1, 1), 1)
+    answer = island.handle(Opened("x", "c", hello), 20.0)[1]
+    assert isinstance(answer, Send) and "name" in getattr(answer.header, "what", "")
+
+
+def test_a_link_that_carries_half_a_message_a_round_brings_every_fragment_in_its_turn():
+    settings = Settings(fragments=4, patience=1, answer_seconds=3.0)
+    world = World(2, settings=settings, durations=[ROUND, ROUND])
+    world.transfer = 0.8 * 2 * ROUND
+    world.run(125.0).finish()
+    assert 0.3 < world.participation(2, 10) < 0.7
+    assert {action.xid.fragment for action in world.nodes["i0"].applied} == {0, 1, 2, 3}
+
+
+def test_a_stopped_partner_is_given_up_at_the_deadline_of_past_transfers():
+    world = World(2, [Fault("Message", 11, "stop", "before it is sent")]).run(65.0)
+    (hit,) = [node for node in world.nodes.values() if node.disturbed]
+    (other,) = [node for node in world.nodes.values() if not node.disturbed]
+    assert other.machine is not None
+    assert other.machine.peers[hit.name].transfers.allowance() < 0.5 * ROUND
+    world.finish()
+
+
+def test_clocks_are_only_compared_with_themselves():
+    def actions(offset: float):
+        island = make("a", ["b"])
+        events = [Start(), Tick(), RoundEnded(0, 5, (1.0,)), Tick(), RoundEnded(1, 5, (1.0,)), Tick()]
+        return [island.handle(event, offset + 10.0 * time) for time, event in enumerate(events)]
+
+    assert actions(0.0) == actions(1e7) == actions(-1e7)
+
+
+def test_halves_of_a_partition_go_on_and_meet_after_it():
+    world = World(4, durations=[ROUND] * 4)
+    world.cuts.append((15.0, 75.0, frozenset({"i0", "i1"})))
+    world.run(165.0).finish()
+    for name, mate in (("i0", "i1"), ("i2", "i3")):
+        together = {round for round in range(1, 5) if world.partner(name)(round) == mate}
+        assert together and set(lags(world, name)) & set(range(1, 5)) == together
+    assert world.participation(9, 14) == 1
+
+
+def test_all_dead_come_back_from_their_checkpoints():
+    world = World(4)
+    for node in world.nodes.values():
+        world.at(55.0, world.crash, node, "kill")
+    world.run(150.0).finish()
+    assert all(node.round > 9 and not node.heals for node in world.nodes.values())
+    assert world.participation(6, 9) == 1
+
+
+def make(name: str, others: list[str], **arguments) -> Island:
+    partners = [others[0], *others]
+    return Island(name, others, IDENTITY, lambda round: partners[round % len(partners)], 1, **arguments)
+
+
+def trained(name: str, others: list[str], **arguments) -> Island:
+    """An island after round 0, which nobody has answered yet."""
+    island = make(name, others, **arguments)
+    island.handle(Start(), 0.0)
+    island.handle(Tick(), 10.0)
+    island.handle(RoundEnded(0, 3, (1.0,)), 20.0)
+    return island
+
+
+def hello(island: str, peer: str, round: int = 0, **arguments) -> Hello:
+    xid = ExchangeId(round, 0, peer, 1, 1)
+    return Hello(Caller(IDENTITY, peer, island, 1, round), xid._replace(**arguments), 1)
+
+
+def headers(actions) -> list:
+    return [action.header for action in actions if isinstance(action, Send | Open)]
+
+
+@pytest.mark.parametrize(("round", "answer"), [(0, Busy), (1, AtRound)])
+def test_two_dials_that_cross_become_one(round, answer):
+    """In even rounds the lower name's counts, so that "a" refuses "b", and "b" takes what "a" sends."""
+    assert isinstance(headers(trained("a", ["b"]).handle(Opened("x", "b", hello("a", "b", round)), 20.1))[0], answer)
+    assert isinstance(headers(trained("b", ["a"]).handle(Opened("x", "a", hello("b", "a")), 20.1))[0], Accept)
+
+
+def test_who_is_not_the_partner_of_a_round_is_told_so():
+    answer = headers(trained("a", ["b", "c"]).handle(Opened("x", "c", hello("a", "c")), 20.1))[0]
+    assert answer == NotPartner("not in this round")
+
+
+def test_nothing_is_applied_before_the_commit_and_a_question_settles_what_was_not():
+    island = trained("b", ["a"])
+    call = hello("b", "a")
+    island.handle(Opened("x", "a", call), 20.1)
+    held = island.handle(Arrived("x", Message(call.xid), Content(1.0)), 21.0)
+    assert held == []
+    done: list[Any] = island.handle(Arrived("x", Received(call.xid, True)), 21.1)
+    assert [type(action).__name__ for action in done] == ["Send", "Close", "Apply"]
+    assert done[0] == Send("x", Commit(call.xid))
+    assert done[2].weight == 1 / (3 + 1)  # w_j of w_i + w_j
+
+
+def test_status_counts_what_was_due_and_committed():
+    island = trained("b", ["a"])
+    status = island.status()
+    assert isinstance(status, Status)
+    assert (status.due, status.committed, status.round, status.partner) == (1, 0, 0, "a")
+
+
+def test_after_a_goodbye_nobody_dials_in_vain():
+    world = World(2)
+    world.at(35.0, world.stop, world.nodes["i1"])
+    world.at(36.0, world.crash, world.nodes["i1"], "kill")
+    world.downtime = FOREVER
+    dialled = world.run(38.0).sent["Hello"]
+    assert world.run(95.0).finish().sent["Hello"] == dialled
+    assert world.nodes["i0"].round >= 8
+
+
+def dialled(fragments: int) -> tuple[Island, Any, Hello]:
+    """Island "b" after its dial of round 0, the channel and what went through it."""
+    island = make("b", ["a"], settings=Settings(fragments=fragments))
+    island.handle(Start(), 0.0)
+    island.handle(Tick(), 10.0)
+    (call,) = [a for a in island.handle(RoundEnded(0, 3, (1.0,) * fragments), 20.0) if isinstance(a, Open)]
+    assert isinstance(call.header, Hello)
+    return island, call.channel, call.header
+
+
+def test_what_the_partner_committed_with_a_past_incarnation_is_logged_and_never_taken_up_again():
+    island, channel, _ = dialled(fragments=2)
+    drop = island.handle(Arrived(channel, Done(Outcome.COMMITTED)), 20.1)[-1]
+    assert isinstance(drop, Drop) and (drop.fragment, drop.one_sided) == (0, True)
+    assert headers(island.handle(Opened("x", "a", hello("b", "a")), 20.2)) == [Done(Outcome.ABORTED)]
+
+
+def test_a_fragment_in_doubt_is_not_exchanged_until_it_is_settled():
+    island, channel, call = dialled(fragments=1)
+    island.handle(Arrived(channel, Accept(1, 0, 5)), 20.1)
+    island.handle(Arrived(channel, Message(call.xid), Content(1.0)), 21.0)
+    (question,) = [a for a in island.handle(Broken(channel), 21.1) if isinstance(a, Open)]
+    assert question.header == StatusRequest(IDENTITY, call.xid)
+    assert island.unsettled and island.journal().doubts == ((call.xid, "a"),)
+    assert isinstance(headers(island.handle(Opened("x", "a", hello("b", "a")), 21.2))[0], Busy)
+    answer = Status(1, 0, True, True, 1, 1, 0.0, "b", Outcome.ABORTED)
+    island.handle(Arrived(question.channel, answer), 21.3)
+    assert not island.unsettled
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_was_in_doubt_is_applied_when_it_is_known_to_be_committed_even_a_round_after_its_message(late):
+    island, channel, call = dialled(fragments=1)
+    island.handle(Arrived(channel, Accept(1, 0, 5)), 20.1)
+    island.handle(Arrived(channel, Message(call.xid), Content(1.0)), 21.0)
+    actions = island.handle(Broken(channel), 21.1)
+    (question,) = [a for a in actions if isinstance(a, Open)]
+    if late:
+        for round in (1, 2):
+            dropped = [a for a in island.handle(RoundEnded(round, 3, (1.0,)), 21.1) if isinstance(a, Drop)]
+            assert dropped == []
+    answer = Status(1, 0, True, True, 1, 1, 0.0, "b", Outcome.COMMITTED)
+    (correction,) = [a for a in island.handle(Arrived(question.channel, answer), 22.0) if isinstance(a, Apply)]
+    assert (correction.xid, correction.weight, correction.lag) == (call.xid, 5 / 8, 2 * late)
+
+
+@pytest.mark.parametrize(("held", "outcome"), [(True, Outcome.COMMITTED), (False, Outcome.ABORTED)])
+def test_a_question_settles_what_it_asks_for_on_the_side_that_decides(held, outcome):
+    """Who asks holds a good message: with one on this side too, both apply; else what comes late changes nothing."""
+    island, call = trained("b", ["a"]), hello("b", "a")
+    island.handle(Opened("x", "a", call), 20.1)
+    if held:
+        island.handle(Arrived("x", Message(call.xid), Content(1.0)), 21.0)
+    actions = island.handle(Opened("y", "a", StatusRequest(IDENTITY, call.xid)), 21.1)
+    assert [a.header.outcome for a in actions if isinstance(a, Send) and isinstance(a.header, Status)] == [outcome]
+    assert any(isinstance(a, Apply) for a in actions) is held
+    for header, content in ((Message(call.xid), Content(1.0)), (Received(call.xid, True), None)):
+        assert island.handle(Arrived("x", header, content), 21.2) == []

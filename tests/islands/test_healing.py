@@ -1,0 +1,198 @@
+"""Starts and healings: a joiner never trains from other weights than the run's, a donor is never wiped out."""
+
+from typing import Any
+
+import pytest
+
+from noloco_jax.islands.protocol.events import (
+    Arrived,
+    Begin,
+    Broken,
+    Close,
+    Content,
+    Heal,
+    Open,
+    Opened,
+    Send,
+    Start,
+    Tick,
+)
+from noloco_jax.islands.protocol.headers import (
+    Busy,
+    Caller,
+    ExchangeId,
+    NotPartner,
+    Outcome,
+    State,
+    StateRequest,
+    Status,
+    StatusRequest,
+    Wrong,
+)
+from noloco_jax.islands.protocol.island import Island, Journal
+from support.island_world import IDENTITY, ROUND, World
+
+OTHERS = ["b", "c", "d"]
+UNKNOWN = None
+
+
+def journal(round: int = 5, lineage: bool = True, doubts=()) -> Journal:
+    return Journal(round, lineage, {ExchangeId(5, 0, "b", 1, 1): Outcome.COMMITTED}, 0, doubts)
+
+
+def status(round: int, *, training: bool = True, lineage: bool = True) -> Status:
+    return Status(1, round, training, lineage, 0, 0, 0.0, "")
+
+
+def started(answers: dict, **arguments) -> tuple[Island, list]:
+    """Island "a" after what the others answered at its start (None: nothing), and what it then does."""
+    island = Island("a", OTHERS, IDENTITY, lambda round: OTHERS[round % 3], 7, **arguments)
+    last = []
+    for call in [action for action in island.handle(Start(), 0.0) if isinstance(action, Open)]:
+        answer = answers.get(call.peer)
+        event = Broken(call.channel) if answer is None else Arrived(call.channel, answer)
+        last = island.handle(event, 0.1)
+    return island, [action for action in last if not isinstance(action, Close)]
+
+
+def donor_of(actions: list) -> str:
+    (call,) = [action for action in actions if isinstance(action, Open)]
+    assert isinstance(call.header, StateRequest)
+    return call.peer
+
+
+def test_an_island_alone_goes_on_from_its_checkpoint():
+    assert started({}, journal=journal())[1] == [Begin(fresh=False)]
+
+
+def test_the_first_island_of_a_run_begins():
+    assert started({})[1] == [Begin(fresh=True)]
+
+
+def test_islands_that_start_together_all_begin():
+    assert started(dict.fromkeys(OTHERS, status(-1, training=False, lineage=False)))[1] == [Begin(fresh=True)]
+
+
+def test_an_island_that_has_lost_its_weights_does_not_begin_anew():
+    island, actions = started({}, began_before=True)
+    assert Begin(fresh=True) not in actions and "waits" in actions[0].line
+    deadline = island.next_deadline()
+    assert deadline is not None
+    assert {type(action.header) for action in island.handle(Tick(), deadline) if isinstance(action, Open)} == {
+        StatusRequest
+    }
+
+
+def test_a_checkpoint_is_taken_while_it_is_within_patience_and_else_a_donor():
+    near = dict.fromkeys(OTHERS, status(7))
+    assert started(near, journal=journal(5))[1] == [Begin(fresh=False)]
+    assert donor_of(started(dict.fromkeys(OTHERS, status(8)), journal=journal(5))[1]) in OTHERS
+
+
+def test_one_island_far_ahead_makes_nobody_heal():
+    answers = {"b": status(900), "c": status(6), "d": status(5)}
+    assert started(answers, journal=journal(5))[1] == [Begin(fresh=False)]
+
+
+def test_a_donor_without_a_lineage_is_refused_on_both_sides():
+    answers = {"b": status(50, lineage=False), "c": UNKNOWN, "d": UNKNOWN}
+    assert "waits" in started(answers, began_before=True)[1][0].line
+    donor, _ = started({}, journal=journal(50, lineage=False))
+    answer = donor.handle(Opened("x", "b", request("b", lineage=True)), 1.0)[0]
+    assert answer == Send("x", NotPartner("no exchange was ever committed here"))
+
+
+def test_a_newcomer_prefers_a_lineage_and_takes_what_there_is():
+    assert donor_of(started({"b": status(50, lineage=False), "c": status(40), "d": UNKNOWN})[1]) == "c"
+    assert donor_of(started({"b": status(50, lineage=False)})[1]) == "b"
+
+
+def test_weights_that_wait_for_their_islands_to_start_are_waited_for():
+    assert "waits" in started({"b": status(50, training=False)})[1][0].line
+
+
+def test_an_island_that_does_not_train_is_no_donor():
+    assert (
+        "waits"
+        in started({"b": status(50, training=False), "c": status(3, lineage=False)}, began_before=True)[1][0].line
+    )
+
+
+def request(sender: str, *, lineage: bool = True) -> StateRequest:
+    return StateRequest(Caller(IDENTITY, sender, "a", 1, -1), lineage)
+
+
+def test_a_donor_serves_one_client_at_a_time():
+    donor, _ = started({}, journal=journal())
+    assert donor.handle(Opened("x", "b", request("b")), 1.0) == [Send("x", State(5, True))]
+    refusal: Any = donor.handle(Opened("y", "c", request("c")), 1.0)[0]
+    assert isinstance(refusal.header, Busy)
+    donor.handle(Broken("x"), 2.0)
+    assert donor.handle(Opened("z", "c", request("c")), 3.0) == [Send("z", State(5, True))]
+
+
+def test_a_client_that_never_reads_does_not_keep_its_donor_for_ever():
+    donor, _ = started({}, journal=journal())
+    donor.handle(Opened("x", "b", request("b")), 1.0)
+    assert donor.next_deadline() == 601.0
+    assert donor.handle(Tick(), 601.0) == [Close("x")]
+    assert donor.next_deadline() is None
+
+
+@pytest.mark.parametrize("failure", [Broken, lambda c: Arrived(c, Busy(1.0)), lambda c: Arrived(c, NotPartner("no")),
+                                     lambda c: Arrived(c, State(40, True), Content(float("nan")))])  # fmt: skip
+def test_after_a_donor_that_fails_the_next_one_is_asked(failure):
+    island, actions = started({"b": status(40), "c": status(40)}, began_before=True)
+    first = donor_of(actions)
+    second: list[Any] = island.handle(failure(actions[-1].channel), 1.0)
+    assert {first, donor_of(second)} == {"b", "c"}
+    call = second[-1]
+    healed = island.handle(Arrived(call.channel, State(41, True), Content(1.0)), 2.0)
+    assert healed[-1] == Heal(call.peer, 41, True)
+    assert (island.round, island.incarnation, island.status().lineage) == (41, 8, True)
+
+
+def test_questions_are_answered_for_the_weights_that_an_island_has():
+    """Committed by the weights of the checkpoint, and unknown to those of the donor that replace them."""
+    xid = ExchangeId(5, 0, "b", 1, 1)
+    island, actions = started(dict.fromkeys(OTHERS, status(40)), journal=journal())
+
+    def outcome() -> Outcome | None:
+        answer: Any = island.handle(Opened("x", "b", StatusRequest(IDENTITY, xid)), 1.0)[0]
+        return answer.header.outcome
+
+    assert outcome() is Outcome.COMMITTED
+    island.handle(Arrived(actions[-1].channel, State(40, True), Content(1.0)), 2.0)
+    assert outcome() is Outcome.ABORTED
+
+
+def test_what_was_in_doubt_when_the_weights_were_saved_is_logged():
+    doubts = ((ExchangeId(5, 1, "a", 6, 1), "b"),)
+    island = Island("a", OTHERS, IDENTITY, lambda round: "b", 7, journal=journal(doubts=doubts))
+    actions: list[Any] = island.handle(Start(), 0.0)
+    assert actions[0][:3] == (5, 1, "b") and actions[0].one_sided
+
+
+def test_the_journal_survives_json():
+    assert Journal.from_json(journal(doubts=((ExchangeId(5, 1, "a", 6, 1), "b"),)).to_json()) == journal(
+        doubts=((ExchangeId(5, 1, "a", 6, 1), "b"),)
+    )
+
+
+def test_more_than_half_of_the_peers_have_to_refuse_an_island():
+    one = started({"b": Wrong("model"), "c": status(5), "d": status(5)}, journal=journal())[1]
+    assert one[-1] == Begin(fresh=False)
+    actions = started({"b": Wrong("model"), "c": status(5), "d": Wrong("model")})[1]
+    assert actions[-1].line.startswith("2 of 3 islands refuse a; ") and actions[-1].line.endswith(" says: model")
+    assert not any(isinstance(action, Begin | Open) for action in actions)
+
+
+def test_joiners_choose_different_donors():
+    world = World(8, durations=[ROUND] * 8)
+    world.run(35.0)
+    for name in ("i6", "i7"):
+        world.crash(world.nodes[name], "lose disk")
+    world.run(35.0 + 13 * ROUND).finish()
+    donors = [heal.peer for name in ("i6", "i7") for heal in world.nodes[name].heals]
+    assert len(donors) == len(set(donors)) == 2
+    assert world.participation(10, 14) == 1

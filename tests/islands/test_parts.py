@@ -1,0 +1,95 @@
+"""The parts of the protocol that decide by numbers, and what it may not know of."""
+
+import ast
+import math
+
+import numpy as np
+import pytest
+
+from noloco_jax.islands.protocol.headers import ExchangeId, Outcome
+from noloco_jax.islands.protocol.ledger import ROUNDS_KEPT, Ledger
+from noloco_jax.islands.protocol.meeting import Meeting
+from noloco_jax.islands.protocol.peers import Norms
+from noloco_jax.islands.protocol.transfers import Transfers
+from support.paths import ROOT
+
+XID = ExchangeId(3, 0, "a", 1, 1)
+
+
+def test_the_protocol_knows_no_clock_socket_thread_file_chance_or_array():
+    imported = set()
+    for path in (ROOT / "noloco_jax/islands/protocol").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported.add(str(node.module))
+    outside = {name for name in imported if not name.startswith("noloco_jax.islands.protocol")}
+    arithmetic = {"enum", "itertools", "math", "statistics", "zlib"}
+    assert outside <= {"collections", "collections.abc", "dataclasses", "types", "typing", *arithmetic}
+
+
+def test_a_transfer_may_take_the_median_and_four_median_deviations():
+    transfers, seconds = Transfers(), [3.0, 1.0, 9.0, 8.0, 2.0]
+    for second in seconds:
+        transfers.add(second)
+    deviation = np.median(np.abs(np.array(seconds) - np.median(seconds)))
+    assert transfers.allowance() == np.median(seconds) + 4 * deviation
+
+
+def test_even_transfers_leave_room_and_a_link_that_slows_down_is_given_more():
+    transfers = Transfers()
+    assert transfers.allowance() == math.inf
+    for _ in range(16):
+        transfers.add(1.0)
+    assert transfers.allowance() == 2.0
+    for _ in range(60):  # the link takes 5 seconds now, and is cut off until that is known
+        transfers.add(min(5.0, transfers.allowance()))
+    assert transfers.allowance() >= 5.0
+
+
+@pytest.mark.parametrize(
+    ("norm", "believed"), [(1.0, True), (9.9, True), (10.1, False), (math.nan, False), (math.inf, False)]
+)
+def test_a_norm_is_held_against_the_median_of_the_last(norm, believed):
+    norms = Norms()
+    for good in (0.9, 1.0, 5.0):
+        norms.add(good)
+    assert norms.believe(norm) is believed
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(1, 3), (5, 5), (0, 2), (2, 0), (0, 0), (10**12, 7)])
+def test_weighted_corrections_cancel(mine, theirs):
+    """w_i c_i + w_j c_j = 0 with c_i = w_j/(w_i + w_j) (m_j − m_i)."""
+
+    def weight(own: int, other: int) -> float:
+        return Meeting(0, None, own, [], None).weight(other)  # pyright: ignore[reportArgumentType]
+
+    m_i, m_j = 2.5, -1.25
+    c_i, c_j = weight(mine, theirs) * (m_j - m_i), weight(theirs, mine) * (m_i - m_j)
+    assert mine * c_i + theirs * c_j == pytest.approx(0, abs=1e-9)
+    assert m_i + c_i == pytest.approx(m_j + c_j)
+
+
+def test_an_outcome_is_final_and_a_question_makes_it_so():
+    ledger = Ledger()
+    assert ledger.settle(XID) is Outcome.ABORTED
+    with pytest.raises(ValueError, match="ended as aborted"):
+        ledger.close(XID, Outcome.COMMITTED)
+
+
+def test_one_correction_a_round_and_fragment():
+    ledger = Ledger()
+    ledger.close(XID, Outcome.COMMITTED)
+    assert ledger.settle(XID) is Outcome.COMMITTED and ledger.has_committed(3, 0)
+    with pytest.raises(ValueError, match="second correction"):
+        ledger.close(XID._replace(attempt=2), Outcome.COMMITTED)
+
+
+def test_what_is_forgotten_is_not_called_aborted():
+    ledger = Ledger()
+    ledger.close(XID, Outcome.COMMITTED)
+    ledger.forget(3 + ROUNDS_KEPT)
+    assert ledger.settle(XID) is Outcome.COMMITTED
+    ledger.forget(4 + ROUNDS_KEPT)
+    assert ledger.settle(XID) is Outcome.FORGOTTEN
