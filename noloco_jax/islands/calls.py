@@ -7,6 +7,7 @@ from noloco_jax.islands.peer_errors import Refused
 
 MAX_OPENING_BYTES = 64 << 10
 MAX_ACTION_BYTES = 1 << 20
+MAX_SECONDS = 86400.0
 
 
 class Opening(NamedTuple):
@@ -40,7 +41,7 @@ def decode(content: bytes | None, limit: int = MAX_OPENING_BYTES) -> Opening:
         fields = json.loads(content)
         opening = Opening(**fields)
         seconds = float(opening.seconds)
-        right = isinstance(opening.body, dict) and 0 < seconds < 1e9
+        right = isinstance(opening.body, dict) and 0 < seconds <= MAX_SECONDS
         right = right and all(isinstance(x, str) for x in (opening.call, opening.caller, opening.callee))
     except (ValueError, TypeError, RecursionError):
         right = False

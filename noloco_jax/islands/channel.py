@@ -14,7 +14,7 @@ from pyarrow import flight
 from noloco_jax.islands.frames import Expects, Frame, drain, read_frame, write_frame
 from noloco_jax.islands.peer_errors import Broken, Busy, Ended, Late, PeerError, Refused
 
-_GRACE_SECONDS = 5.0  # for the other side's goodbye
+_GRACE_SECONDS = 5.0  # for the other side to say what went wrong, or to hear it
 
 # The errors that one island tells another, by name.
 _TOLD: dict[str, type[PeerError]] = {kind.__name__: kind for kind in (Refused, Busy, Broken)}
@@ -24,7 +24,7 @@ class Channel:
     """One call's two streams of frames.
 
     A thread of its own reads, one frame ahead: if both sides wrote all and read then, both would wait for ever as soon
-    as the buffers between them are full. One thread may send and receive; any may `cancel` a caller's channel.
+    as the buffers between them are full. One thread may send and receive, any may `cancel`.
 
     Attributes:
       peer: the other island's name.
@@ -38,7 +38,7 @@ class Channel:
         writer: Any,
         expects: Expects,
         deadline: float,
-        cancel: Callable[[], None] | None = None,
+        cancel: Callable[[], None],
         why_unreachable: Callable[[], PeerError] | None = None,
     ):
         """Starts to read.
@@ -49,7 +49,7 @@ class Channel:
           writer: of the call's Flight stream, begun.
           expects: what arrays may come with a header.
           deadline: of the whole call, of `time.monotonic()`.
-          cancel: ends the call at once, for the side that made it; the other side's ends with the call's deadline.
+          cancel: ends the call at once.
           why_unreachable: finds out why no connection came about, for the side that made the call.
         """
         self.peer = peer
@@ -101,37 +101,35 @@ class Channel:
         return frame
 
     def cancel(self) -> None:
-        """Ends the call at once, on both sides; only for the side that made it."""
-        if self._cancel is not None:
-            self._cancel()
+        """Ends the call at once, on both sides."""
+        self._cancel()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Says goodbye and waits for the other side's, so that nothing that was sent is lost.
+        """Says goodbye, and waits for the other side's until the deadline, so that nothing that was sent is lost.
 
         Args:
-          error: why, None if all went well. The other side is told of a `Refused`, `Busy` or `Broken`; after anything
-            else the caller's side cancels.
+          error: why, None if all went well. The other side is told of a `Refused`, `Busy` or `Broken`, and given some
+            seconds to hear it; anything else ends the call at once.
 
         Raises `Refused` if all went well here, and the other side says at last that it did not.
         """
         if self._closed:
             return
         self._closed = True
-        told = error is None or type(error).__name__ in _TOLD
-        goodbye = ("end", {}) if error is None else ("error", describe(error))
-        if self._cancel is not None and not told:
-            self._cancel()
-        else:
+        patience = max(self.deadline - time.monotonic(), 0.0)
+        if error is None or type(error).__name__ in _TOLD:
             with contextlib.suppress(Exception):  # whatever has happened to the call, it is over
-                write_frame(self._writer, *goodbye)
+                write_frame(self._writer, *(("end", {}) if error is None else ("error", describe(error))))
             with contextlib.suppress(Exception):
                 self._writer.done_writing()  # which the caller's side alone has
+            patience = patience if error is None else min(patience, _GRACE_SECONDS)
+        else:
+            patience = 0.0
         rest = self._thread.submit(self._read_rest)
-        if self._cancel is not None:
-            try:
-                rest.result(min(max(self.deadline - time.monotonic(), 0.0), _GRACE_SECONDS))
-            except TimeoutError:
-                self._cancel()
+        try:
+            rest.result(patience)
+        except TimeoutError:
+            self._cancel()
         # Flight frees what the thread reads from as soon as the call is over.
         self._thread.shutdown(wait=True)
         with contextlib.suppress(Exception):

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import json
 import socket
 import threading
@@ -19,12 +20,14 @@ from noloco_jax.errors import UserError
 from noloco_jax.islands.calls import MAX_ACTION_BYTES, MAX_OPENING_BYTES, Opening, decode
 from noloco_jax.islands.channel import Channel, describe, from_flight
 from noloco_jax.islands.frames import SCHEMA, Expects
+from noloco_jax.islands.hang_up import hang_up
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.peer_errors import Busy, PeerError, Refused
 from noloco_jax.islands.roster import Address, Roster
 
 MAX_CALLS = 32  # at once
 MAX_CALLS_OF_A_PEER = 8
+_GRACE_SECONDS = 5.0  # by which a caller may be late to end its call
 
 
 @dataclass(frozen=True)
@@ -84,11 +87,13 @@ class Server:
         self.port: int = self._flight.port
 
     def close(self, timeout: float = 5.0) -> None:
-        """Takes no more calls, and waits for those that are running, up to `timeout` seconds."""
+        """Takes no more calls, lets those that are running go on for up to `timeout` seconds, and ends them then."""
         self._calls.closing = True
-        # Flight waits for the last of the calls, and a caller that was stopped holds its own until its deadline.
+        # Flight waits for the last of the calls, and a caller that was stopped would hold its own until its deadline.
         thread = threading.Thread(target=self._flight.shutdown, daemon=True)
         thread.start()
+        thread.join(timeout)
+        self._calls.hang_up()
         thread.join(timeout)
 
 
@@ -101,6 +106,7 @@ class _Calls:
         self._is_tls = is_tls
         self._report = report
         self._running: Counter[str] = Counter()
+        self._connections: set[str] = set()
         self._lock = threading.Lock()
         self.closing = False
 
@@ -111,7 +117,7 @@ class _Calls:
         try:
             opening = decode(content, limit)
             caller = self._caller(opening, context.peer_identity())
-            with self._place(caller):
+            with self._place(caller, context.peer()):
                 yield opening
         except Exception as error:
             if isinstance(error, (flight.FlightError, pa.ArrowException)):
@@ -140,19 +146,28 @@ class _Calls:
             raise Refused(f"this is {self._name}, not {opening.callee[:80]!r}: the rosters' addresses differ")
         return claimed
 
+    def hang_up(self) -> None:
+        """Ends all calls that are running."""
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            hang_up(connection)
+
     @contextlib.contextmanager
-    def _place(self, caller: str) -> Iterator[None]:
+    def _place(self, caller: str, connection: str) -> Iterator[None]:
         with self._lock:
             if self.closing:
                 raise Busy(f"{self._name} is about to stop")
             if self._running.total() >= MAX_CALLS or self._running[caller] >= MAX_CALLS_OF_A_PEER:
                 raise Busy(f"{self._name} has {self._running[caller]} calls of {caller} of {self._running.total()} now")
             self._running[caller] += 1
+            self._connections.add(connection)
         try:
             yield
         finally:
             with self._lock:
                 self._running[caller] -= 1
+                self._connections.discard(connection)
 
 
 class _Flight(flight.FlightServerBase):
@@ -174,11 +189,17 @@ class _Flight(flight.FlightServerBase):
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         with self._calls.admitted(context, descriptor.command, MAX_OPENING_BYTES) as opening:
             deadline = time.monotonic() + opening.seconds
+            cancel = functools.partial(hang_up, context.peer())
             with contextlib.ExitStack() as stack:
+                # The caller's own deadline ends the call, if it keeps to what it says.
+                overdue = threading.Timer(opening.seconds + _GRACE_SECONDS, cancel)
+                overdue.daemon = True
+                overdue.start()
+                stack.callback(overdue.cancel)
 
                 def connect(expects: Expects) -> Channel:
                     writer.begin(SCHEMA)
-                    channel = Channel(opening.caller, reader, writer, expects, deadline)
+                    channel = Channel(opening.caller, reader, writer, expects, deadline, cancel)
                     stack.push(lambda _, error, __: channel.close(error))
                     return channel
 

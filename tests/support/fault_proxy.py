@@ -54,7 +54,7 @@ class FaultProxy:
                 with contextlib.suppress(OSError):
                     one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     one.shutdown(socket.SHUT_RD)  # wakes the thread that reads
-                    one.close()
+                one.close()
         self._connections = []
 
     def _accept(self) -> None:
@@ -100,8 +100,8 @@ class FaultProxy:
             try:
                 if direction in self.cut and sent >= self.cut[direction]:
                     sink.sendall(data[: len(data) - (sent - self.cut[direction])])
-                    sink.close()
-                    source.close()
+                    for one in (sink, source):  # not `close`, which does nothing while another thread reads from it
+                        one.shutdown(socket.SHUT_RDWR)
                 elif direction not in self.silent:
                     if data:
                         sink.sendall(data)
