@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -108,8 +109,8 @@ class Channel:
         """Says goodbye, and waits for the other side's until the deadline, so that nothing that was sent is lost.
 
         Args:
-          error: why, None if all went well. The other side is told of a `Refused`, `Busy` or `Broken`, and given some
-            seconds to hear it; anything else ends the call at once.
+          error: why, None if all went well. The other side is told, and given some seconds to hear it; where it does
+            not answer, or this process is to stop, the call ends at once.
 
         Raises `Refused` if all went well here, and the other side says at last that it did not.
         """
@@ -117,21 +118,21 @@ class Channel:
             return
         self._closed = True
         patience = max(self.deadline - time.monotonic(), 0.0)
-        if error is None or type(error).__name__ in _TOLD:
-            with contextlib.suppress(Exception):  # whatever has happened to the call, it is over
-                write_frame(self._writer, *(("end", {}) if error is None else ("error", describe(error))))
-            with contextlib.suppress(Exception):
-                self._writer.done_writing()  # which the caller's side alone has
-            patience = patience if error is None else min(patience, _GRACE_SECONDS)
-        else:
-            patience = 0.0
-        rest = self._thread.submit(self._read_rest)
-        try:
-            rest.result(patience)
-        except TimeoutError:
-            self._cancel()
+        if error is not None:
+            hopeless = isinstance(error, Late) or not isinstance(error, Exception)
+            patience = 0.0 if hopeless else min(patience, _GRACE_SECONDS)
+        overdue = threading.Timer(patience, self._cancel)
+        overdue.daemon = True
+        overdue.start()
+        goodbye = ("end", {}) if error is None else ("error", describe(error))
+        with contextlib.suppress(Exception):  # whatever has happened to the call, it is over
+            write_frame(self._writer, *goodbye)
+        with contextlib.suppress(Exception):
+            self._writer.done_writing()  # which the caller's side alone has
         # Flight frees what the thread reads from as soon as the call is over.
+        self._thread.submit(self._read_rest)
         self._thread.shutdown(wait=True)
+        overdue.cancel()
         with contextlib.suppress(Exception):
             self._writer.close()
         if error is None and not self._failed and isinstance(refusal := self._next.exception(), Refused):

@@ -197,6 +197,17 @@ def test_pieces_of_another_form_are_refused():
             read_frame(Stream([head, (batch, None), *rest[1:]]), expected)
 
 
+def test_a_piece_that_says_it_is_longer_than_its_buffer_is_not_read():
+    """Arrow hands such a batch on, and numpy would read whatever lies behind the buffer."""
+    size, longer = (number.to_bytes(8, "little") for number in (345, 1 << 20))
+    raw = pa.RecordBatch.from_arrays([pa.array(np.zeros(345, np.uint8))], schema=SCHEMA).serialize().to_pybytes()
+    rows, buffer, column, rest = raw.split(size)  # the batch's rows, the buffer's bytes and the column's length follow
+    lying = pa.ipc.read_record_batch(pa.py_buffer(rows + longer + buffer + size + column + longer + rest), SCHEMA)
+    assert lying.num_rows == 1 << 20
+    with pytest.raises(Broken, match="damaged piece"):
+        read_frame(Stream([written()[0], (lying, None)]), expected)
+
+
 def test_only_plain_numbers_and_small_headers_are_sent():
     with pytest.raises(ValueError, match="arrays of object cannot be sent"):
         write_frame(Stream(), "frame", {}, [np.asarray([{}])])
