@@ -30,7 +30,6 @@ def specs(header):
 
 def both_send(recorder: Recorder, port: int, keys=None, own=arrays, expects=specs) -> list[np.ndarray]:
     """What berlin gets when both send arrays at once; paris appends what it gets to `recorder.got`."""
-    recorder.got = []
 
     def exchange(caller, hello, connect):
         channel = connect(expects)
@@ -44,6 +43,7 @@ def both_send(recorder: Recorder, port: int, keys=None, own=arrays, expects=spec
         assert channel.receive().header == {"accept": {"round": 3}}
         channel.send({"data": True}, own(2))
         header, got = channel.receive()
+        assert got is not None
         assert header == {"data": "berlin"}
         assert channel.receive().header == {"commit": True}
         with pytest.raises(Ended, match="paris ended the call"):
@@ -60,7 +60,7 @@ def test_both_send_arrays_at_once(ca, is_tls):
     recorder = Recorder()
     with running(recorder, keys_of(ca, "paris") if is_tls else None) as server:
         got = both_send(recorder, server.port, keys_of(ca, "berlin") if is_tls else None)
-    assert same(got, arrays(1)) and same(recorder.got[0].arrays, arrays(2))
+    assert same(got, arrays(1)) and same(recorder.got[0].arrays or [], arrays(2))
     assert recorder.got[0].header == {"data": True}
     assert not any(array.flags.writeable for array in got)
     assert recorder.lines == []
@@ -77,7 +77,7 @@ def test_messages_larger_than_all_buffers_cross_without_a_deadlock():
         got = both_send(
             recorder, server.port, own=large, expects=lambda h: [spec_of(large(0)[0])] if "data" in h else None
         )
-    assert same(got, large(1)) and same(recorder.got[0].arrays, large(2))
+    assert same(got, large(1)) and same(recorder.got[0].arrays or [], large(2))
 
 
 def test_state_comes_array_by_array_under_its_names(ca):
@@ -179,7 +179,12 @@ def test_arrays_that_do_not_fit_are_refused_by_name_on_both_sides():
 def test_a_call_ends_at_its_deadline_and_a_wait_at_its_own():
     recorder = Recorder()
     asleep = threading.Event()
-    recorder.exchange = lambda caller, hello, connect: connect(nothing) and asleep.wait(SECONDS) and None
+
+    def exchange(caller, hello, connect):
+        connect(nothing)
+        asleep.wait(SECONDS)
+
+    recorder.exchange = exchange
     with running(recorder) as server:
         client = calling(server.port)
         start = time.monotonic()

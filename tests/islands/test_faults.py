@@ -20,11 +20,12 @@ from noloco_jax.islands.frames import PIECE_BYTES, ArraySpec
 from noloco_jax.islands.peer_errors import Broken, Late, PeerError
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.server import Server
-from support.fault_proxy import FaultProxy
+from support.fault_proxy import Direction, FaultProxy
 from support.islands import NAMES, Recorder, calling, free_ports, keys_of, running
 from support.paths import ROOT
 
 PATIENCE = 120.0  # seconds: cores may be few and busy
+SILENT: list[set[Direction]] = [{"up", "down"}, {"up"}, {"down"}]
 MESSAGE = np.random.default_rng(0).integers(0, 256, 2 << 20, dtype=np.uint8)
 
 
@@ -158,7 +159,7 @@ def test_a_connection_that_is_reset_breaks_the_call_at_once(pair):
 def test_a_silent_network_costs_both_sides_the_deadline_and_no_more(ca):
     """A black hole, and half-open connections, without a way there and without a way back, all at the same time."""
     with contextlib.ExitStack() as stack:
-        pairs = [(silent, stack.enter_context(pair_over(ca))) for silent in ({"up", "down"}, {"up"}, {"down"})]
+        pairs = [(silent, stack.enter_context(pair_over(ca))) for silent in SILENT]
         threads = [threading.Thread(target=pair.run, args=(3.0,)) for _, pair in pairs]
         for (silent, pair), thread in zip(pairs, threads, strict=True):
             pair.go_on.clear()
@@ -235,29 +236,22 @@ def test_what_a_killed_island_had_begun_to_send_is_not_taken_for_whole():
     recorder.exchange = exchange
     with running(recorder) as server:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-        victim = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("victim.py")), str(server.port)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        try:
-            assert victim.stdout is not None
-            port = int(victim.stdout.readline())
-            with (
-                pytest.raises(Broken, match="paris went away in the middle of the call"),
-                calling(port).exchange({}, expects, PATIENCE) as channel,
-            ):
-                channel.receive()
-                lines = [victim.stdout.readline() for _ in range(2)]
-                assert lines == ["begun\n", "begun\n"]
-                victim.send_signal(signal.SIGKILL)
-                channel.receive()
-            assert done.wait(PATIENCE)
-        finally:
-            victim.kill()
-            victim.wait()
-            victim.stdout.close()
+        command = [sys.executable, "-m", "support.island_to_kill", str(server.port)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as victim:
+            try:
+                assert victim.stdout is not None
+                port = int(victim.stdout.readline())
+                with (
+                    pytest.raises(Broken, match="paris went away in the middle of the call"),
+                    calling(port).exchange({}, expects, PATIENCE) as channel,
+                ):
+                    channel.receive()
+                    assert [victim.stdout.readline() for _ in range(2)] == ["begun\n", "begun\n"]
+                    victim.send_signal(signal.SIGKILL)
+                    channel.receive()
+                assert done.wait(PATIENCE)
+            finally:
+                victim.kill()
     assert [type(error) for error in errors] == [Broken]
     assert str(errors[0]).startswith("berlin")
 

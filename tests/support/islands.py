@@ -2,13 +2,14 @@
 
 import contextlib
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import trustme
 
 from noloco_jax.islands.client import Client
+from noloco_jax.islands.frames import Frame
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.server import Handlers, Server
@@ -42,13 +43,16 @@ class Recorder:
 
     Attributes:
       lines: what was reported.
+      got: what a test's handlers have received.
       exchange: may be replaced by a test's own.
+      state: the same.
     """
 
     def __init__(self):
         self.lines: list[str] = []
-        self.exchange = lambda caller, hello, connect: None
-        self.state = lambda caller, request: iter(())
+        self.got: list[Frame] = []
+        self.exchange: Callable[..., None] = lambda caller, hello, connect: None
+        self.state: Callable[..., Iterable[tuple[str, np.ndarray]]] = lambda caller, request: []
 
     @property
     def handlers(self) -> Handlers:

@@ -1,6 +1,6 @@
 """An island that stops in the middle of two messages, to be killed there: one to its caller, one to whom it calls.
 
-    python victim.py PORT
+    python -m support.island_to_kill PORT
 
 Its first line of output is the port at which it can be called; then come a line for each message it has begun.
 """
