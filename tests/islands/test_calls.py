@@ -176,7 +176,7 @@ def test_arrays_that_do_not_fit_are_refused_by_name_on_both_sides():
         assert "[30, 40]" in recorder.lines[0] and "berlin" in recorder.lines[0]
 
 
-def test_a_call_ends_at_its_deadline_and_a_wait_at_its_own():
+def test_a_call_ends_at_its_deadline():
     recorder = Recorder()
     asleep = threading.Event()
 
@@ -189,12 +189,27 @@ def test_a_call_ends_at_its_deadline_and_a_wait_at_its_own():
         client = calling(server.port)
         start = time.monotonic()
         with pytest.raises(Late), client.exchange({}, nothing, 1.0) as channel:
-            with pytest.raises(Late, match=r"paris sent nothing whole within 0.1 s"):
-                channel.receive(timeout=0.1)
             channel.receive()
         assert time.monotonic() - start < SECONDS / 2
         asleep.set()
         assert client.action("status", {}, SECONDS)  # the server has not suffered
+
+
+def test_a_wait_ends_before_the_call_and_loses_no_frame():
+    recorder = Recorder()
+    go_on = threading.Event()
+
+    def exchange(caller, hello, connect):
+        channel = connect(nothing)
+        if go_on.wait(SECONDS):
+            channel.send({"late": True})
+
+    recorder.exchange = exchange
+    with running(recorder) as server, calling(server.port).exchange({}, nothing, 15.0) as channel:
+        with pytest.raises(Late, match=r"paris sent nothing whole within 0.1 s"):
+            channel.receive(timeout=0.1)
+        go_on.set()
+        assert channel.receive().header == {"late": True}
 
 
 def test_calls_beyond_the_limit_are_told_that_the_island_is_busy(monkeypatch):

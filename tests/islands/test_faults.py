@@ -125,12 +125,14 @@ def test_a_slow_and_distant_network_changes_nothing(pair):
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
-def test_a_connection_cut_in_a_message_breaks_it_on_both_sides(pair, direction):
+def test_a_connection_cut_in_a_message_breaks_it_at_once(pair, direction):
+    """Its receiver knows; its sender may have written it all by then, which is what a commit is for."""
     pair.proxy.cut[direction] = 1 << 20
     pair.run()
-    assert set(pair.errors) == {"berlin", "paris"} and not any(isinstance(e, Late) for e in pair.errors.values())
+    receiver = "paris" if direction == "up" else "berlin"
+    assert receiver in pair.errors and not any(isinstance(error, Late) for error in pair.errors.values())
+    assert receiver not in pair.got
     pair.check_whole()
-    assert ("paris" if direction == "up" else "berlin") not in pair.got
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
