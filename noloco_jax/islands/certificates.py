@@ -1,0 +1,122 @@
+"""Certificates of a run's islands: an authority of the run's own, and what may be wrong with a certificate.
+
+An island's certificate has its name as the only subject alternative name. The host is left out: an island then keeps
+its certificate on another machine, and none can pass for another by the host that it runs on.
+"""
+
+import datetime
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+_EARLIER = datetime.timedelta(days=1)  # other machines' clocks may be behind
+_AUTHORITY_DAYS = 3650
+
+
+def make_authority(run: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """A certificate authority for one run, valid for ten years, and its private key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"islands of {run}"[:64])])
+    certificate = (
+        _builder(name, name, key.public_key(), _AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(key_cert_sign=True, crl_sign=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    return certificate, key
+
+
+def make_certificate(
+    name: str, days: int, authority: x509.Certificate, authority_key: ec.EllipticCurvePrivateKey
+) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """An island's certificate, for both ends of a connection, and its private key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    ends = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
+    certificate = (
+        _builder(subject, authority.subject, key.public_key(), days)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(digital_signature=True), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(ends), critical=False)
+        .add_extension(signer, critical=False)
+        .sign(authority_key, hashes.SHA256())
+    )
+    return certificate, key
+
+
+def fault_of(certificate: x509.Certificate, authority: x509.Certificate, name: str) -> str | None:
+    """What is wrong with a certificate as that of island `name`, such as "expired on 2026-01-31"; None for nothing."""
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return f"is not of this run's authority but of {issuer_of(certificate)!r}"
+    now = datetime.datetime.now(datetime.UTC)
+    if now > certificate.not_valid_after_utc:
+        return f"expired on {certificate.not_valid_after_utc:%Y-%m-%d}"
+    if now < certificate.not_valid_before_utc:
+        return f"is valid only from {certificate.not_valid_before_utc:%Y-%m-%d} on, and here it is {now:%Y-%m-%d}"
+    names = names_of(certificate)
+    if names[:1] != [name]:  # the first, as that is the one by which a server knows its callers
+        return f"is made out to {', '.join(names) or 'nobody'}, not to {name}"
+    return None
+
+
+def names_of(certificate: x509.Certificate) -> list[str]:
+    """The DNS names that a certificate is made out to."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (x509.ExtensionNotFound, ValueError):
+        return []
+    return names.get_values_for_type(x509.DNSName)
+
+
+def issuer_of(certificate: x509.Certificate) -> str:
+    """The name of the authority that signed a certificate, cut to a line."""
+    return certificate.issuer.rfc4514_string()[:80]
+
+
+def pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """A private key as PEM, without a password: its file's mode protects it."""
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def pem_of(certificate: x509.Certificate) -> bytes:
+    """A certificate as PEM."""
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _EARLIER)
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=digital_signature,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=key_cert_sign,
+        crl_sign=crl_sign,
+        encipher_only=False,
+        decipher_only=False,
+    )

@@ -1,0 +1,192 @@
+"""A channel: one call between two islands, in which both send frames to each other at the same time."""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import flight
+
+from noloco_jax.islands.frames import Expects, Frame, drain, read_frame, write_frame
+from noloco_jax.islands.peer_errors import Broken, Busy, Ended, Late, PeerError, Refused
+
+_GRACE_SECONDS = 5.0  # for the other side to say what went wrong, or to hear it
+
+# The errors that one island tells another, by name.
+_TOLD: dict[str, type[PeerError]] = {kind.__name__: kind for kind in (Refused, Busy, Broken)}
+
+
+class Channel:
+    """One call's two streams of frames.
+
+    A thread of its own reads, one frame ahead: if both sides wrote all and read then, both would wait for ever as soon
+    as the buffers between them are full. One thread may send and receive, any may `cancel`.
+
+    Attributes:
+      peer: the other island's name.
+      deadline: of the whole call, of `time.monotonic()`.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        reader: Any,
+        writer: Any,
+        expects: Expects,
+        deadline: float,
+        cancel: Callable[[], None],
+        why_unreachable: Callable[[], PeerError] | None = None,
+    ):
+        """Starts to read.
+
+        Args:
+          peer: the other island.
+          reader: of the call's Flight stream.
+          writer: of the call's Flight stream, begun.
+          expects: what arrays may come with a header.
+          deadline: of the whole call, of `time.monotonic()`.
+          cancel: ends the call at once.
+          why_unreachable: finds out why no connection came about, for the side that made the call.
+        """
+        self.peer = peer
+        self.deadline = deadline
+        self._reader = reader
+        self._writer = writer
+        self._expects = expects
+        self._cancel = cancel
+        self._why_unreachable = why_unreachable
+        self._heard = False
+        self._failed = False
+        self._closed = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"from-{peer}")
+        self._next: Future[Frame] = self._thread.submit(self._read)
+
+    def send(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray] | None = None) -> None:
+        """Sends a frame; returns once it is written, which waits for the other side to read.
+
+        Raises:
+          PeerError: if the call has ended, by the other side, the network or the deadline.
+          ValueError: for a header above 64 KiB or arrays that are not of plain numbers.
+        """
+        try:
+            write_frame(self._writer, "frame", header, arrays)
+        except (flight.FlightError, pa.ArrowException, OSError) as error:
+            with contextlib.suppress(TimeoutError):
+                self._next.result(_GRACE_SECONDS)  # what the other side said last tells more than this
+            raise from_flight(self.peer, error) from None
+
+    def receive(self, timeout: float | None = None) -> Frame:
+        """The next frame, whole and checked.
+
+        Args:
+          timeout: seconds to wait; None: until the call's deadline. A frame that comes later is the next call's.
+
+        Raises:
+          PeerError: a kind for each way in which no frame comes; see `peer_errors`.
+        """
+        left = max(self.deadline - time.monotonic(), 0.0)
+        try:
+            frame = self._next.result(left if timeout is None else min(left, timeout))
+        except TimeoutError:
+            waited = left if timeout is None else min(left, timeout)
+            raise Late(f"{self.peer} sent nothing whole within {waited:.3g} s") from None
+        except PeerError:
+            self._failed = True
+            raise
+        self._next = self._thread.submit(self._read)
+        return frame
+
+    def cancel(self) -> None:
+        """Ends the call at once, on both sides."""
+        self._cancel()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Says goodbye, and waits for the other side's until the deadline, so that nothing that was sent is lost.
+
+        Args:
+          error: why, None if all went well. The other side is told, and given some seconds to hear it; where it does
+            not answer, or this process is to stop, the call ends at once.
+
+        Raises `Refused` if all went well here, and the other side says at last that it did not.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        patience = max(self.deadline - time.monotonic(), 0.0)
+        if error is not None:
+            hopeless = isinstance(error, Late) or not isinstance(error, Exception)
+            patience = 0.0 if hopeless else min(patience, _GRACE_SECONDS)
+        overdue = threading.Timer(patience, self._cancel)
+        overdue.daemon = True
+        overdue.start()
+        goodbye = ("end", {}) if error is None else ("error", describe(error))
+        with contextlib.suppress(Exception):  # whatever has happened to the call, it is over
+            write_frame(self._writer, *goodbye)
+        with contextlib.suppress(Exception):
+            self._writer.done_writing()  # which the caller's side alone has
+        # Flight frees what the thread reads from as soon as the call is over.
+        self._thread.submit(self._read_rest)
+        self._thread.shutdown(wait=True)
+        overdue.cancel()
+        with contextlib.suppress(Exception):
+            self._writer.close()
+        if error is None and not self._failed and isinstance(refusal := self._next.exception(), Refused):
+            raise refusal
+
+    def _read(self) -> Frame:
+        """The next frame of the other side's, in the reading thread."""
+        try:
+            read = read_frame(self._reader, self._expects)
+        except flight.FlightUnavailableError as error:
+            if self._why_unreachable is None or self._heard:
+                raise from_flight(self.peer, error) from None
+            raise self._why_unreachable() from None
+        except (flight.FlightError, pa.ArrowException, OSError) as error:
+            raise from_flight(self.peer, error) from None
+        except PeerError as error:
+            raise type(error)(f"{self.peer}: {error}") from None
+        self._heard = True
+        if read is None:
+            raise Broken(f"{self.peer} went away in the middle of the call")
+        kind, frame = read
+        if kind == "frame":
+            return frame
+        if kind == "end":
+            raise Ended(f"{self.peer} ended the call, and more was expected")
+        raise told(self.peer, frame.header)
+
+    def _read_rest(self) -> None:
+        with contextlib.suppress(Exception):
+            drain(self._reader)
+
+
+def describe(error: BaseException) -> dict[str, str]:
+    """What one island tells another of an error."""
+    if type(error).__name__ in _TOLD:
+        return {"error": type(error).__name__, "line": str(error)}
+    return {"error": Broken.__name__, "line": "it failed: see its log"}
+
+
+def told(peer: str, description: Mapping[str, Any]) -> PeerError:
+    """The error that the other island told of."""
+    line = "".join(c for c in str(description.get("line", "")) if c.isprintable())
+    return _TOLD.get(str(description.get("error")), Broken)(f"{peer} says: {line[:300]}")
+
+
+def from_flight(peer: str, error: Exception) -> PeerError:
+    """What an error of Arrow Flight's says of a call with `peer`."""
+    if described := getattr(error, "extra_info", None):
+        with contextlib.suppress(ValueError, AttributeError):  # of another program's
+            return told(peer, json.loads(described))
+    if isinstance(error, flight.FlightTimedOutError):
+        return Late(f"{peer}: the call's deadline passed before all was there")
+    if isinstance(error, flight.FlightCancelledError):
+        return Broken(f"{peer}: the call was cancelled")
+    if isinstance(error, flight.FlightUnavailableError):
+        return Broken(f"{peer} went away in the middle of the call")
+    return Broken(f"{peer}: the call failed ({str(error).splitlines()[0][:160]})")

@@ -1,0 +1,149 @@
+"""Calls to other islands, each with a deadline and a connection of its own: none inherits another's failure."""
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import flight
+
+from noloco_jax.errors import UserError
+from noloco_jax.islands.calls import Opening, encode
+from noloco_jax.islands.channel import Channel, from_flight
+from noloco_jax.islands.frames import PIECE_BYTES, SCHEMA, ArraySpec, Expects
+from noloco_jax.islands.keys import Credentials
+from noloco_jax.islands.peer_errors import Broken, PeerError, Refused
+from noloco_jax.islands.probe import why_unreachable
+from noloco_jax.islands.roster import Roster
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", 4 * PIECE_BYTES),  # nothing larger is ever allocated
+    ("grpc.enable_http_proxy", 0),  # islands dial each other, not what a machine's web traffic goes through
+    ("grpc.use_local_subchannel_pool", 1),  # else a failed connection's waiting time counts for the next call
+]
+
+
+class Client:
+    """Calls one other island. Thread-safe, as every call has a connection of its own."""
+
+    def __init__(self, roster: Roster, name: str, credentials: Credentials | None, peer: str):
+        """Connects to nothing yet.
+
+        Args:
+          roster: where the islands are.
+          name: this island, the caller.
+          credentials: its keys; None: without TLS, which only loopback addresses are allowed.
+          peer: the island to call.
+
+        Raises `UserError` for names that are not in the roster, and for calls without keys to another machine.
+        """
+        roster.index(name)
+        self.peer = peer
+        self._name = name
+        self._credentials = credentials
+        self._address = roster.address(peer)
+        if credentials is None and not self._address.is_loopback:
+            raise UserError(f"{peer} at {self._address} can be reached from other machines: give --keys=FOLDER")
+
+    def action(self, call: str, argument: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Asks for something small; returns the answer. Raises `PeerError` for whatever comes in between."""
+        options = flight.FlightCallOptions(timeout=seconds)
+        try:
+            with self._flight() as client:
+                action = flight.Action(call, self._opening(call, argument, seconds))
+                results = list(client.do_action(action, options))
+            answer = json.loads(results[0].body.to_pybytes()) if len(results) == 1 else None
+        except flight.FlightUnavailableError:
+            raise self._why_unreachable() from None
+        except (flight.FlightError, pa.ArrowException) as error:
+            raise from_flight(self.peer, error) from None
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise Broken(f"{self.peer} answered with what is no JSON object")
+        return answer
+
+    @contextlib.contextmanager
+    def exchange(
+        self, hello: Mapping[str, Any], expects: Expects, seconds: float, call: str = "exchange"
+    ) -> Iterator[Channel]:
+        """A channel to the other island, for as long as the `with` block lasts.
+
+        Args:
+          hello: what the exchange is about, up to 64 KiB as JSON; the other side sees it before it agrees to anything.
+          expects: from the header of a frame to the arrays that may come with it.
+          seconds: within which the whole call must be over.
+          call: what the other side is asked for.
+
+        Raises `PeerError`, here and from the channel, of the kind that `peer_errors` has for it.
+        """
+        deadline = time.monotonic() + seconds
+        with self._flight() as client:
+            descriptor = flight.FlightDescriptor.for_command(self._opening(call, hello, seconds))
+            try:
+                writer, reader = client.do_exchange(descriptor, flight.FlightCallOptions(timeout=seconds))
+            except flight.FlightUnavailableError:
+                raise self._why_unreachable() from None
+            except (flight.FlightError, pa.ArrowException) as error:
+                raise from_flight(self.peer, error) from None
+            with contextlib.suppress(flight.FlightError, pa.ArrowException):  # the channel's first frame says why
+                writer.begin(SCHEMA)
+            channel = Channel(self.peer, reader, writer, expects, deadline, reader.cancel, self._why_unreachable)
+            try:
+                yield channel
+            except BaseException as error:
+                channel.close(error)
+                raise
+            channel.close()
+
+    def state(
+        self, request: Mapping[str, Any], expected: Mapping[str, ArraySpec], seconds: float
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Named arrays of the other island's, one by one, each whole and checked when it is handed on.
+
+        Args:
+          request: which ones, of when; for the other side's handler.
+          expected: all the names that must come, once each, and what each array must be.
+          seconds: within which all must be there.
+
+        Raises `PeerError`; what was handed on until then is right, but not all.
+        """
+
+        def expects(header: Mapping[str, Any]) -> list[ArraySpec]:
+            if header.get("name") not in expected:
+                raise Refused(f"it sends {str(header.get('name'))[:80]!r}, which is not expected")
+            return [expected[header["name"]]]
+
+        missing = set(expected)
+        with self.exchange(request, expects, seconds, call="state") as channel:
+            while missing:
+                header, arrays = channel.receive()
+                if arrays is None or header["name"] not in missing:
+                    raise Refused(f"{self.peer} sends {header['name']!r} twice")
+                missing.remove(header["name"])
+                yield header["name"], arrays[0]
+
+    @contextlib.contextmanager
+    def _flight(self) -> Iterator[flight.FlightClient]:
+        if self._credentials is None:
+            client = flight.FlightClient(f"grpc://{self._address}", generic_options=_OPTIONS)
+        else:
+            client = flight.FlightClient(
+                f"grpc+tls://{self._address}",
+                tls_root_certs=self._credentials.authority,
+                cert_chain=self._credentials.certificate,
+                private_key=self._credentials.key,
+                override_hostname=self.peer,  # whose name the server's certificate has to bear
+                generic_options=_OPTIONS,
+            )
+        with client:
+            yield client
+
+    def _opening(self, call: str, body: Mapping[str, Any], seconds: float) -> bytes:
+        return encode(Opening(call, self._name, self.peer, seconds, dict(body)))
+
+    def _why_unreachable(self) -> PeerError:
+        return why_unreachable(self.peer, self._address, self._credentials)

@@ -1,0 +1,156 @@
+"""The folder of a run's keys: its authority's, and a folder for each island to carry to its machine.
+
+keys/ca.pem, keys/ca-key.pem             the authority: only who adds islands needs its key
+keys/paris/ca.pem, cert.pem, key.pem     what paris needs, and nobody else
+"""
+
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from noloco_jax.errors import UserError
+from noloco_jax.islands.certificates import fault_of, make_authority, make_certificate, pem_of, pem_of_key
+from noloco_jax.islands.roster import Roster
+
+AUTHORITY, AUTHORITY_KEY = "ca.pem", "ca-key.pem"  # island names have no dot, so that none is in the way
+CERTIFICATE, KEY = "cert.pem", "key.pem"
+
+
+class Credentials(NamedTuple):
+    """What an island shows of itself and knows others by, as PEM.
+
+    Attributes:
+      authority: the run's certificate authority.
+      certificate: the island's own, signed by it.
+      key: the private key of that.
+    """
+
+    authority: bytes
+    certificate: bytes
+    key: bytes
+
+
+def make_keys(roster: Roster, folder: Path, days: int, replace: Collection[str] = ()) -> list[str]:
+    """Makes what is missing: the authority, and the keys of every island that has none. Returns the islands' names.
+
+    Args:
+      roster: the islands.
+      folder: of the keys; made when missing.
+      days: for which the islands' certificates are valid.
+      replace: islands whose keys are made anew. What others have is never written over.
+
+    Raises:
+      UserError: if an island's folder is incomplete, the authority's key is not there to sign with, or has expired.
+    """
+    for name in replace:
+        roster.index(name)
+    missing = [name for name in roster.names if name in replace or not _complete(folder / name)]
+    if not missing:
+        return []
+    folder.mkdir(parents=True, exist_ok=True)
+    authority, key = _authority(folder, roster.run)
+    for name in missing:
+        certificate, own_key = make_certificate(name, days, authority, key)
+        if fault := fault_of(certificate, authority, name):
+            raise UserError(f"{folder / AUTHORITY} cannot sign for {name}: the certificate {fault}")
+        unfinished = folder / f".{name}.{os.getpid()}.tmp"
+        unfinished.mkdir(mode=0o700)
+        (unfinished / AUTHORITY).write_bytes(pem_of(authority))
+        (unfinished / CERTIFICATE).write_bytes(pem_of(certificate))
+        _write_secret(unfinished / KEY, pem_of_key(own_key))
+        if name in replace and (folder / name).exists():
+            shutil.rmtree(folder / name)
+        unfinished.rename(folder / name)
+    return missing
+
+
+def load_keys(folder: Path, name: str) -> Credentials:
+    """An island's keys, checked as others will check them.
+
+    Raises `UserError` if a file is missing or damaged, the key is not the certificate's, or the certificate is not of
+    the authority beside it, has expired, or is made out to another island.
+    """
+    paths = [folder / file for file in (AUTHORITY, CERTIFICATE, KEY)]
+    try:
+        contents = Credentials(*(path.read_bytes() for path in paths))
+    except OSError as error:
+        hint = f"give the folder that `island keys` made for {name}"
+        raise UserError(f"{error.filename} cannot be read ({error.strerror}): {hint}") from None
+    authority = _load_certificate(paths[0], contents.authority)
+    certificate = _load_certificate(paths[1], contents.certificate)
+    if _load_key(paths[2], contents.key).public_key() != certificate.public_key():
+        raise UserError(f"{paths[2]} is not the key of {paths[1]}: take both from the same folder of `island keys`")
+    if fault := fault_of(certificate, authority, name):
+        raise UserError(f"{paths[1]} {fault}: have a new one made with `island keys --replace={name}`")
+    return contents
+
+
+def credentials_for(roster: Roster, name: str, folder: Path | None) -> Credentials | None:
+    """The keys of island `name`, None where none are given and none are needed: all islands are on this machine.
+
+    Raises `UserError` for an unknown name, for what `load_keys` raises, and if an address can be reached from elsewhere
+    and there are no keys.
+    """
+    roster.index(name)
+    if folder is not None:
+        return load_keys(folder, name)
+    for island in roster.islands:
+        if not island.address.is_loopback:
+            raise UserError(
+                f"{island.name} at {island.address} can be reached from other machines: give --keys=FOLDER "
+                "(python -m noloco_jax.island keys makes them)"
+            )
+    return None
+
+
+def _complete(folder: Path) -> bool:
+    """Whether an island's keys are all there; raises `UserError` where only some are."""
+    there = [(folder / file).exists() for file in (AUTHORITY, CERTIFICATE, KEY)]
+    if folder.exists() and not all(there):
+        raise UserError(f"{folder} is there, but not with all of an island's keys: move it aside, or --replace it")
+    return all(there)
+
+
+def _authority(folder: Path, run: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """The run's authority and its key, made when neither is there."""
+    certificate_path, key_path = folder / AUTHORITY, folder / AUTHORITY_KEY
+    if not certificate_path.exists() and not key_path.exists():
+        authority, key = make_authority(run)
+        _write_secret(key_path, pem_of_key(key))
+        certificate_path.write_bytes(pem_of(authority))
+        return authority, key
+    for path in (certificate_path, key_path):
+        if not path.exists():
+            raise UserError(f"{path} is missing: bring it back to sign with, or give a new folder to make all anew")
+    key = _load_key(key_path, key_path.read_bytes())
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise UserError(f"{key_path} is not the key that `island keys` made: bring that back to sign with")
+    return _load_certificate(certificate_path, certificate_path.read_bytes()), key
+
+
+def _write_secret(path: Path, content: bytes) -> None:
+    """Writes a new file that only its owner can read, at no moment anybody else."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+
+
+def _load_certificate(path: Path, content: bytes) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(content)
+    except ValueError:
+        raise UserError(f"{path} is no certificate in PEM: take it from where `island keys` made it") from None
+
+
+def _load_key(path: Path, content: bytes) -> PrivateKeyTypes:
+    try:
+        return load_pem_private_key(content, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise UserError(f"{path} is no private key in PEM without a password: take that of `island keys`") from None

@@ -1,0 +1,247 @@
+"""An island's server: who may call it is checked, and what they ask for is handed to the island's handlers."""
+
+import contextlib
+import errno
+import functools
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import flight
+
+from noloco_jax.errors import UserError
+from noloco_jax.islands.calls import MAX_ACTION_BYTES, MAX_OPENING_BYTES, Opening, decode
+from noloco_jax.islands.channel import Channel, describe, from_flight
+from noloco_jax.islands.frames import SCHEMA, Expects
+from noloco_jax.islands.hang_up import hang_up
+from noloco_jax.islands.keys import Credentials
+from noloco_jax.islands.peer_errors import Busy, PeerError, Refused
+from noloco_jax.islands.roster import Address, Roster
+
+MAX_CALLS = 32  # at once
+MAX_CALLS_OF_A_PEER = 8
+_GRACE_SECONDS = 5.0  # by which a caller may be late to end its call
+
+
+@dataclass(frozen=True)
+class Handlers:
+    """What an island does when it is called; each call in a thread of its own.
+
+    Raising `Refused` or `Busy` anywhere tells the caller so. Every other exception is reported, and the caller told
+    that the call failed.
+
+    Attributes:
+      exchange: (caller, hello, connect): looks at the hello, and calls connect(expects) for the channel, which is
+        closed when this returns.
+      state: (caller, request) -> named arrays, which are sent one by one.
+      actions: name -> (caller, argument) -> answer, both small and of JSON.
+      report: is given one line about every call that was refused or failed.
+    """
+
+    exchange: Callable[[str, Mapping[str, Any], Callable[[Expects], Channel]], None]
+    state: Callable[[str, Mapping[str, Any]], Iterable[tuple[str, np.ndarray]]]
+    actions: Mapping[str, Callable[[str, Mapping[str, Any]], Mapping[str, Any]]]
+    report: Callable[[str], None]
+
+
+class Server:
+    """Listens from the moment that it is made until `close`."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        name: str,
+        credentials: Credentials | None,
+        handlers: Handlers,
+        listen: Address | None = None,
+    ):
+        """Starts to listen.
+
+        Args:
+          roster: who may call.
+          name: this island.
+          credentials: its keys; None: without TLS, which only loopback addresses are allowed.
+          handlers: what it does when called.
+          listen: where, if not at its port in the roster: on the same host if that is this machine's loopback, else on
+            all of the machine's addresses, as the one that others dial may be a router's.
+
+        Raises `UserError` if the port is in use, or listening there without keys would be open to others.
+        """
+        listen = listen or _to_listen(roster.address(name))
+        if credentials is None and not listen.is_loopback:
+            raise UserError(f"{name} would listen at {listen} without keys: give --keys, or a loopback address")
+        _check_free(name, listen)
+        location = f"{'grpc+tls' if credentials else 'grpc'}://{listen}"
+        self._calls = _Calls(roster, name, credentials is not None, handlers.report)
+        try:
+            self._flight = _Flight(location, credentials, handlers, self._calls)
+        except Exception as error:  # Arrow has only a general one for it
+            raise UserError(f"{name} cannot listen at {listen} ({str(error)[:120]}): give a free port") from None
+        self.port: int = self._flight.port
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Takes no more calls, lets those that are running go on for up to `timeout` seconds, and ends them then."""
+        self._calls.closing = True
+        # Flight waits for the last of the calls, and a caller that was stopped would hold its own until its deadline.
+        thread = threading.Thread(target=self._flight.shutdown, daemon=True)
+        thread.start()
+        thread.join(timeout)
+        self._calls.hang_up()
+        thread.join(timeout)
+
+
+class _Calls:
+    """Who is calling just now, and whether one more may."""
+
+    def __init__(self, roster: Roster, name: str, is_tls: bool, report: Callable[[str], None]):
+        self._roster = roster
+        self._name = name
+        self._is_tls = is_tls
+        self._report = report
+        self._running: Counter[str] = Counter()
+        self._connections: set[str] = set()
+        self._lock = threading.Lock()
+        self.closing = False
+
+    @contextlib.contextmanager
+    def admitted(self, context: Any, content: bytes | None, limit: int) -> Iterator[Opening]:
+        """A call's opening, if it may be made; ends it with a Flight error that carries the line if it fails."""
+        caller = "somebody"
+        try:
+            opening = decode(content, limit)
+            caller = self._caller(opening, context.peer_identity())
+            with self._place(caller, context.peer()):
+                yield opening
+        except Exception as error:
+            if isinstance(error, (flight.FlightError, pa.ArrowException)):
+                error = from_flight(caller, error)
+            line = str(error) if isinstance(error, PeerError) else f"failed: {error!r}"
+            self._report(f"the call of {caller} from {context.peer()}: {line}")
+            description = json.dumps(describe(error))
+            raise flight.FlightServerError(description, extra_info=description.encode()) from None
+
+    def _caller(self, opening: Opening, identity: bytes) -> str:
+        """The caller's name, which its certificate confirms."""
+        claimed = opening.caller[:80]
+        if self._is_tls:
+            certified = identity.decode(errors="replace")[:80]
+            if certified not in self._roster.names:
+                raise Refused(
+                    f"a certificate made out to {certified!r}, who is not in the roster of {self._roster.run}"
+                )
+            if claimed != certified:
+                raise Refused(f"the caller says it is {claimed!r}, and its certificate is made out to {certified!r}")
+        if claimed not in self._roster.names:
+            raise Refused(f"the caller says it is {claimed!r}, who is not in the roster of {self._roster.run}")
+        if claimed == self._name:
+            raise Refused(f"the caller says it is {claimed}, and so does this island: one name is used twice")
+        if opening.callee != self._name:
+            raise Refused(f"this is {self._name}, not {opening.callee[:80]!r}: the rosters' addresses differ")
+        return claimed
+
+    def hang_up(self) -> None:
+        """Ends all calls that are running."""
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            hang_up(connection)
+
+    @contextlib.contextmanager
+    def _place(self, caller: str, connection: str) -> Iterator[None]:
+        with self._lock:
+            if self.closing:
+                raise Busy(f"{self._name} is about to stop")
+            if self._running.total() >= MAX_CALLS or self._running[caller] >= MAX_CALLS_OF_A_PEER:
+                raise Busy(f"{self._name} has {self._running[caller]} calls of {caller} of {self._running.total()} now")
+            self._running[caller] += 1
+            self._connections.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running[caller] -= 1
+                self._connections.discard(connection)
+
+
+class _Flight(flight.FlightServerBase):
+    """Arrow's server, which calls a method for each call, in a thread of its own."""
+
+    def __init__(self, location: str, credentials: Credentials | None, handlers: Handlers, calls: _Calls):
+        self._handlers = handlers
+        self._calls = calls
+        if credentials is None:
+            super().__init__(location)
+        else:
+            super().__init__(
+                location,
+                tls_certificates=[(credentials.certificate, credentials.key)],
+                verify_client=True,
+                root_certificates=credentials.authority,
+            )
+
+    def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        with self._calls.admitted(context, descriptor.command, MAX_OPENING_BYTES) as opening:
+            deadline = time.monotonic() + opening.seconds
+            cancel = functools.partial(hang_up, context.peer())
+            with contextlib.ExitStack() as stack:
+                # The caller's own deadline ends the call, if it keeps to what it says.
+                overdue = threading.Timer(opening.seconds + _GRACE_SECONDS, cancel)
+                overdue.daemon = True
+                overdue.start()
+                stack.callback(overdue.cancel)
+
+                def connect(expects: Expects) -> Channel:
+                    writer.begin(SCHEMA)
+                    channel = Channel(opening.caller, reader, writer, expects, deadline, cancel)
+                    stack.push(lambda _, error, __: channel.close(error))
+                    return channel
+
+                if opening.call == "exchange":
+                    self._handlers.exchange(opening.caller, opening.body, connect)
+                elif opening.call == "state":
+                    _send_state(self._handlers.state(opening.caller, opening.body), connect)
+                else:
+                    raise Refused(f"there is no call {opening.call[:80]!r} here: it is of another version or program")
+
+    def do_action(self, context: Any, action: Any) -> list[bytes]:
+        with self._calls.admitted(context, action.body.to_pybytes(), MAX_ACTION_BYTES) as opening:
+            handler = self._handlers.actions.get(opening.call)
+            if handler is None:
+                raise Refused(f"there is no action {opening.call[:80]!r} here: it is of another version or program")
+            return [json.dumps(handler(opening.caller, opening.body), allow_nan=False).encode()]
+
+
+def _send_state(named: Iterable[tuple[str, np.ndarray]], connect: Callable[[Expects], Channel]) -> None:
+    """Sends named arrays, each a frame with a digest of its own."""
+    channel = connect(lambda _: None)
+    for name, array in named:
+        channel.send({"name": name}, [array])
+
+
+def _to_listen(address: Address) -> Address:
+    if address.is_loopback:
+        return address
+    return Address("::" if socket.has_dualstack_ipv6() else "0.0.0.0", address.port)
+
+
+def _check_free(name: str, address: Address) -> None:
+    """Raises `UserError` where an address cannot be listened at; Flight does not say why."""
+    try:
+        family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a former run's connections may linger
+            probe.bind((address.host, address.port))
+            probe.listen()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            hint = "another program, or the same island, runs there: stop it, or give the roster a free port"
+        else:
+            hint = "give an address of this machine with a port from 1024"
+        raise UserError(f"{name} cannot listen at {address} ({error.strerror}): {hint}") from None

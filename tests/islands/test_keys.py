@@ -1,0 +1,194 @@
+"""The command that makes a run's keys, and the keys as an island loads them."""
+
+import datetime
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+import trustme
+
+from noloco_jax import island
+from noloco_jax.errors import UserError
+from noloco_jax.islands.keys import credentials_for, load_keys
+from noloco_jax.islands.roster import read_roster
+from support.islands import keys_of, roster_at
+
+ROSTER = """
+run = "test"
+[[island]]
+name = "paris"
+address = "paris.example.org:7070"
+[[island]]
+name = "berlin"
+address = "berlin.example.org:7070"
+"""
+ROME = """
+[[island]]
+name = "rome"
+address = "rome.example.org:7070"
+"""
+
+
+@pytest.fixture
+def roster(tmp_path) -> Path:
+    path = tmp_path / "roster.toml"
+    path.write_text(ROSTER)
+    return path
+
+
+def make(roster: Path, *more: str) -> Path:
+    out = roster.parent / "keys"
+    assert island.main(["keys", f"--roster={roster}", f"--out={out}", *more]) == 0
+    return out
+
+
+def openssl(*arguments: object) -> str:
+    return subprocess.run(
+        ["openssl", *map(str, arguments)], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="compares with the openssl command, which is not here")
+def test_openssl_takes_the_keys_for_both_ends_and_the_islands_name_alone(roster):
+    keys = make(roster)
+    for name in ("paris", "berlin"):
+        folder = keys / name
+        for purpose in ("sslserver", "sslclient"):
+            said = openssl(
+                *("verify", "-x509_strict", "-purpose", purpose, "-verify_hostname", name),
+                *("-CAfile", folder / "ca.pem", folder / "cert.pem"),
+            )
+            assert said.endswith("OK\n")
+        shown = openssl("x509", "-in", folder / "cert.pem", "-noout", "-ext", "subjectAltName")
+        assert shown.splitlines()[1:] == [f"    DNS:{name}"]
+        public = openssl("pkey", "-in", folder / "key.pem", "-pubout")
+        assert public == openssl("x509", "-in", folder / "cert.pem", "-noout", "-pubkey")
+
+
+def test_only_the_owner_can_read_a_key(roster):
+    keys = make(roster)
+    for path in (keys / "ca-key.pem", keys / "paris/key.pem"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE((keys / "paris").stat().st_mode) == 0o700
+    assert {path.name for path in (keys / "paris").iterdir()} == {"ca.pem", "cert.pem", "key.pem"}
+
+
+def test_the_command_says_what_to_do_with_each(roster, capsys):
+    keys = make(roster)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(f"made: {keys / 'paris'}, valid for 730 days; carry it to paris's machine")
+    assert said[-1].startswith(f"{keys / 'ca-key.pem'} signs for any name of test: no island needs it")
+
+
+def test_an_island_that_is_added_later_gets_keys_of_the_same_authority_and_others_keep_theirs(roster, capsys):
+    keys = make(roster)
+    before = contents(keys)
+    roster.write_text(ROSTER + ROME)
+    make(roster)
+    assert "kept as they are: paris, berlin" in capsys.readouterr().out
+    after = contents(keys)
+    assert before.items() <= after.items()
+    assert {path.relative_to(keys).parts[0] for path in after.keys() - before.keys()} == {"rome"}
+    assert load_keys(keys / "rome", "rome").authority == load_keys(keys / "paris", "paris").authority
+
+
+def test_keys_are_written_over_only_for_the_islands_that_are_named(roster):
+    keys = make(roster)
+    before = contents(keys)
+    make(roster, "--replace=berlin")
+    changed = {path.relative_to(keys).as_posix() for path, content in contents(keys).items() if before[path] != content}
+    assert changed == {"berlin/cert.pem", "berlin/key.pem"}
+    load_keys(keys / "berlin", "berlin")
+
+
+def test_the_authoritys_key_is_asked_for_only_to_sign(roster):
+    keys = make(roster)
+    (keys / "ca-key.pem").rename(roster.parent / "safe")
+    make(roster)  # nothing is missing
+    roster.write_text(ROSTER + ROME)
+    with pytest.raises(UserError, match=r"ca-key.pem is missing: bring it back to sign with"):
+        make(roster)
+    assert not (keys / "rome").exists()
+    (roster.parent / "safe").rename(keys / "ca-key.pem")
+    make(roster)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--days=0"], "--days=0: give 1 to 3650"),
+        (["--replace=pari"], "has no island 'pari': did you mean 'paris'"),
+        (["--replace"], "expected one argument"),
+    ],
+)
+def test_a_wrong_flag_makes_nothing(arguments, said, roster):
+    with pytest.raises(UserError, match=said):
+        make(roster, *arguments)
+    assert not (roster.parent / "keys").exists()
+
+
+def test_a_folder_with_some_of_an_islands_keys_is_left_alone(roster):
+    keys = make(roster)
+    (keys / "paris/key.pem").unlink()
+    before = contents(keys)
+    with pytest.raises(UserError, match="paris is there, but not with all of an island's keys"):
+        make(roster)
+    assert contents(keys) == before
+    make(roster, "--replace=paris")
+    load_keys(keys / "paris", "paris")
+
+
+def store(folder: Path, ca: trustme.CA, name: str, **validity) -> Path:
+    folder.mkdir()
+    for file, content in zip(("ca.pem", "cert.pem", "key.pem"), keys_of(ca, name, **validity), strict=True):
+        (folder / file).write_bytes(content)
+    return folder
+
+
+def test_keys_of_another_maker_are_taken(tmp_path):
+    ca = trustme.CA(key_type=trustme.KeyType.RSA)
+    folder = store(tmp_path / "keys", ca, "paris", key_type=trustme.KeyType.RSA)
+    assert load_keys(folder, "paris").authority == ca.cert_pem.bytes()
+
+
+def test_keys_that_others_would_refuse_are_refused_by_the_island_itself(tmp_path):
+    ca, foreign = trustme.CA(), trustme.CA()
+    day = datetime.timedelta(days=1)
+    now = datetime.datetime.now()
+
+    def refused(folder: Path, said: str) -> None:
+        with pytest.raises(UserError, match=said) as error:
+            load_keys(folder, "paris")
+        assert str(folder) in str(error.value) and "\n" not in str(error.value)
+
+    refused(store(tmp_path / "a", ca, "berlin"), "is made out to berlin, not to paris")
+    refused(store(tmp_path / "b", ca, "paris", not_before=now - 3 * day, not_after=now - day), "cert.pem expired on 20")
+    refused(store(tmp_path / "c", ca, "paris", not_before=now + 2 * day), "is valid only from 20")
+    folder = store(tmp_path / "d", ca, "paris")
+    (folder / "ca.pem").write_bytes(foreign.cert_pem.bytes())
+    refused(folder, "is not of this run's authority but of 'OU=Testing CA")
+    folder = store(tmp_path / "e", ca, "paris")
+    (folder / "key.pem").write_bytes(keys_of(ca, "paris").key)
+    refused(folder, "key.pem is not the key of ")
+    (folder / "key.pem").write_text("no key")
+    refused(folder, "key.pem is no private key in PEM")
+    (folder / "cert.pem").write_text("no certificate")
+    refused(folder, "cert.pem is no certificate in PEM")
+    (folder / "cert.pem").unlink()
+    refused(folder, "cert.pem cannot be read")
+
+
+def test_only_islands_of_one_machine_do_without_keys(roster, tmp_path):
+    assert credentials_for(roster_at([7070, 7071]), "paris", None) is None
+    with pytest.raises(UserError, match=r"paris at paris.example.org:7070 can be reached from other machines: give"):
+        credentials_for(read_roster(roster), "berlin", None)
+    keys = make(roster)
+    assert credentials_for(read_roster(roster), "berlin", keys / "berlin") is not None
+    with pytest.raises(UserError, match="no island 'x'"):
+        credentials_for(roster_at([7070, 7071]), "x", None)

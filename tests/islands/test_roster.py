@@ -1,0 +1,121 @@
+"""The file that says who the islands of a run are."""
+
+from pathlib import Path
+
+import pytest
+
+from noloco_jax.errors import UserError
+from noloco_jax.islands.roster import Address, parse_address, read_roster
+
+RIGHT = """
+run = "c4-125m"
+
+[[island]]
+name = "paris"
+address = "paris.example.org:7070"
+
+[[island]]
+name = "berlin-2"
+address = "[2001:db8::7]:7071"
+comment = "the one with eight GPUs"
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "roster.toml"
+    path.write_text(text)
+    return path
+
+
+def test_an_islands_place_in_the_file_is_its_replica(tmp_path):
+    roster = read_roster(written(tmp_path, RIGHT))
+    assert (roster.run, roster.names) == ("c4-125m", ("paris", "berlin-2"))
+    assert [roster.index(name) for name in roster.names] == [0, 1]
+    assert roster.address("berlin-2") == Address("2001:db8::7", 7071)
+
+
+def test_an_address_reads_as_it_is_written():
+    for text in ("paris.example.org:7070", "[2001:db8::7]:7071", "10.0.0.7:1", "gpu_3:65535"):
+        assert str(parse_address(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("host", "is_loopback"),
+    [
+        *(("127.0.0.1", True), ("127.3.2.1", True), ("::1", True), ("localhost", True)),
+        *(("10.0.0.1", False), ("localhost.example.org", False), ("0.0.0.0", False), ("::", False)),
+    ],
+)
+def test_loopback_addresses_are_those_that_no_other_machine_reaches(host, is_loopback):
+    assert Address(host, 1).is_loopback is is_loopback
+
+
+def test_the_version_is_of_names_and_their_order_alone(tmp_path):
+    version = read_roster(written(tmp_path, RIGHT)).version
+    same = RIGHT.replace("eight", "nine").replace("paris.example.org:7070", "10.0.0.7:7000")
+    assert read_roster(written(tmp_path, same)).version == version
+    head, first, second = RIGHT.split("[[island]]")
+    for other in (
+        RIGHT.replace("c4-125m", "c4-1b"),
+        RIGHT.replace("berlin-2", "berlin-3"),
+        "[[island]]".join([head, second + "\n", first]),
+    ):
+        assert read_roster(written(tmp_path, other)).version != version
+
+
+@pytest.mark.parametrize(
+    ("former", "new", "said"),
+    [
+        ("address = ", "adress = ", "[[island]] 1: unknown key 'adress': did you mean 'address'?"),
+        ('run = "c4-125m"', "", "'run' is missing"),
+        ('name = "paris"', "", "[[island]] 1: 'name' is missing"),
+        ('"c4-125m"', '"c4/125m"', "run = 'c4/125m': give a name of letters"),
+        ("berlin-2", "paris", "[[island]] 1 and 2 both have name = 'paris': give each its own"),
+        ("[2001:db8::7]:7071", "PARIS.example.org:7070", "[[island]] 1 and 2 both have address = 'PARIS.example.org:"),
+        ("berlin-2", "Berlin", "[[island]] 2: name = 'Berlin': give a DNS label"),
+        ("berlin-2", "berlin.de", "[[island]] 2: name = 'berlin.de': give a DNS label"),
+        ("berlin-2", "2", "[[island]] 2: name = '2': give a DNS label"),
+        ("berlin-2", "b" * 64, "give a DNS label, up to 63"),
+        ('"berlin-2"', "2", "[[island]] 2: name = 2: give a DNS label"),
+        (":7070", "", "[[island]] 1: 'paris.example.org' is no address: give \"host:port\""),
+        (":7070", ":70700", "is no address"),
+        (":7070", ":0", "[[island]] 1: address = 'paris.example.org:0': others cannot dial port 0"),
+        ("[2001:db8::7]", "2001:db8::7", "is no address"),
+        ("paris.example.org", "10.0.0.300", "'10.0.0.300' is neither a DNS name nor an IP address"),
+        ("paris.example.org", "https://paris", "is no address"),
+        ('"paris.example.org:7070"', "7070", '[[island]] 1: address = 7070: give "host:port"'),
+        ('"the one with eight GPUs"', "8", "[[island]] 2: comment = 8: give a text"),
+        ("[[island]]", "[island]", "is not TOML"),
+        ('run = "c4-125m"', "run = c4", "is not TOML"),
+    ],
+)
+def test_a_mistake_is_a_line_that_names_file_and_entry(former, new, said, tmp_path):
+    assert former in RIGHT
+    with pytest.raises(UserError) as error:
+        read_roster(written(tmp_path, RIGHT.replace(former, new)))
+    assert said in str(error.value) and str(tmp_path / "roster.toml") in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_one_island_is_no_roster(tmp_path):
+    alone = RIGHT[: RIGHT.rindex("[[island]]")]
+    with pytest.raises(UserError, match="it has 1 island, and a run has two at least"):
+        read_roster(written(tmp_path, alone))
+    with pytest.raises(UserError, match=r"give one \[\[island\]\] for each"):
+        read_roster(written(tmp_path, 'run = "r"\n[island]\nname = "paris"\naddress = "a:1"\n'))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere.toml cannot be read"):
+        read_roster(tmp_path / "nowhere.toml")
+    (tmp_path / "latin.toml").write_bytes(b'run = "\xe9"')
+    with pytest.raises(UserError, match=r"latin.toml is not UTF-8"):
+        read_roster(tmp_path / "latin.toml")
+
+
+def test_an_unknown_name_is_answered_with_the_nearest(tmp_path):
+    roster = read_roster(written(tmp_path, RIGHT))
+    with pytest.raises(UserError, match="has no island 'pari': did you mean 'paris'"):
+        roster.index("pari")
+    with pytest.raises(UserError, match="has no island 'x': it has paris, berlin-2"):
+        roster.address("x")

@@ -1,0 +1,332 @@
+"""Calls over networks and beside processes that fail: nothing incomplete passes for whole, nobody waits for ever."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trustme
+
+from noloco_jax.islands.client import Client
+from noloco_jax.islands.frames import PIECE_BYTES, ArraySpec
+from noloco_jax.islands.peer_errors import Broken, Late, PeerError
+from noloco_jax.islands.roster import Address, Island, Roster
+from noloco_jax.islands.server import Server
+from support.fault_proxy import Direction, FaultProxy
+from support.islands import NAMES, Recorder, calling, free_ports, keys_of, running
+from support.paths import ROOT
+
+PATIENCE = 120.0  # seconds: cores may be few and busy
+SILENT: list[set[Direction]] = [{"up", "down"}, {"up"}, {"down"}]
+MESSAGE = np.random.default_rng(0).integers(0, 256, 2 << 20, dtype=np.uint8)
+
+
+def expects(header):
+    return [ArraySpec(MESSAGE.shape, MESSAGE.dtype)] if header.get("data") else None
+
+
+class Pair:
+    """Paris behind a faulty network, and berlin, who calls it: both send a message and receive one.
+
+    Attributes:
+      proxy: the network.
+      got: what each received whole.
+      errors: what each was told instead.
+    """
+
+    def __init__(self, proxy: FaultProxy, recorder: Recorder, keys):
+        self.proxy = proxy
+        self.got = {}
+        self.errors = {}
+        self.greeted = threading.Event()
+        self.go_on = threading.Event()
+        self._paris_done = threading.Event()
+        self._client = calling(proxy.port, keys)
+        recorder.exchange = self._paris
+
+    def run(self, seconds: float = PATIENCE) -> "Pair":
+        """Lets the two exchange their messages, until both are done."""
+        self._attempt("berlin", lambda: self._berlin(seconds))
+        if self.greeted.is_set():
+            assert self._paris_done.wait(PATIENCE)
+        return self
+
+    def _berlin(self, seconds: float) -> None:
+        with self._client.exchange({}, expects, seconds) as channel:
+            channel.receive()
+            self.greeted.set()
+            assert self.go_on.wait(PATIENCE)
+            channel.send({"data": True}, [MESSAGE])
+            self.got["berlin"] = channel.receive().arrays
+            channel.send({"received": True})
+
+    def _paris(self, caller, hello, connect) -> None:
+        try:
+            self._attempt("paris", lambda: self._answer(connect))
+        finally:
+            self._paris_done.set()
+
+    def _answer(self, connect) -> None:
+        channel = connect(expects)
+        channel.send({"accept": True})
+        assert self.go_on.wait(PATIENCE)
+        channel.send({"data": True}, [MESSAGE])
+        self.got["paris"] = channel.receive().arrays
+        channel.receive()
+
+    def _attempt(self, name: str, do) -> None:
+        try:
+            do()
+        except PeerError as error:
+            self.errors[name] = error
+
+    def check_whole(self) -> None:
+        """Everything that was handed on is what was sent."""
+        for arrays in self.got.values():
+            assert len(arrays) == 1 and (arrays[0] == MESSAGE).all()
+
+
+@pytest.fixture(scope="module")
+def ca() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture(params=["tls", "plain"])
+def pair(request, ca) -> Iterator[Pair]:
+    with pair_over(ca if request.param == "tls" else None) as it:
+        yield it
+
+
+@contextlib.contextmanager
+def pair_over(ca: trustme.CA | None) -> Iterator[Pair]:
+    keys = {name: None if ca is None else keys_of(ca, name) for name in ("paris", "berlin")}
+    recorder = Recorder()
+    with running(recorder, keys["paris"]) as server, FaultProxy(server.port) as proxy:
+        it = Pair(proxy, recorder, keys["berlin"])
+        it.go_on.set()
+        yield it
+        it.go_on.set()
+
+
+def test_a_slow_and_distant_network_changes_nothing(pair):
+    pair.proxy.latency = 0.05
+    pair.proxy.rate = 20e6
+    pair.run()
+    assert (pair.errors, set(pair.got)) == ({}, {"berlin", "paris"})
+    pair.check_whole()
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_a_connection_cut_in_a_message_breaks_it_at_once(pair, direction):
+    """Its receiver knows; its sender may have written it all by then, which is what a commit is for."""
+    pair.proxy.cut[direction] = 1 << 20
+    pair.run()
+    receiver = "paris" if direction == "up" else "berlin"
+    assert receiver in pair.errors and not any(isinstance(error, Late) for error in pair.errors.values())
+    assert receiver not in pair.got
+    pair.check_whole()
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_a_byte_that_is_another_one_is_noticed(pair, direction):
+    pair.proxy.flip[direction] = 1_000_003
+    pair.run()
+    assert pair.errors
+    assert pair.proxy.flip == {}
+    pair.check_whole()
+    assert ("paris" if direction == "up" else "berlin") not in pair.got
+
+
+def test_a_connection_that_is_reset_breaks_the_call_at_once(pair):
+    pair.go_on.clear()
+    thread = threading.Thread(target=pair.run)
+    thread.start()
+    assert pair.greeted.wait(PATIENCE)
+    pair.proxy.reset()
+    pair.go_on.set()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert set(pair.errors) >= {"berlin"} and not any(isinstance(e, Late) for e in pair.errors.values())
+    assert pair.got == {}
+
+
+def test_a_silent_network_costs_both_sides_the_deadline_and_no_more(ca):
+    """A black hole, and half-open connections, without a way there and without a way back, all at the same time."""
+    with contextlib.ExitStack() as stack:
+        pairs = [(silent, stack.enter_context(pair_over(ca))) for silent in SILENT]
+        threads = [threading.Thread(target=pair.run, args=(3.0,)) for _, pair in pairs]
+        for (silent, pair), thread in zip(pairs, threads, strict=True):
+            pair.go_on.clear()
+            thread.start()
+            assert pair.greeted.wait(PATIENCE)
+            pair.proxy.silent |= silent
+            pair.go_on.set()
+        for (silent, pair), thread in zip(pairs, threads, strict=True):
+            thread.join(PATIENCE)  # far from the 3 seconds, of which a busy machine makes more
+            assert not thread.is_alive()
+            assert "paris" in pair.errors
+            assert ("berlin" in pair.got) == ("down" not in silent)  # whose own words may be lost without its knowing
+            assert "down" not in silent or isinstance(pair.errors["berlin"], Late)
+            pair.check_whole()
+
+
+def test_a_server_ends_its_calls_when_it_is_closed():
+    """Flight has no way to, and waits for a caller that was stopped as long as that has said it would wait."""
+    recorder = Recorder()
+    ended = threading.Event()
+
+    def exchange(caller, hello, connect):
+        channel = connect(lambda header: None)
+        channel.send({})
+        try:
+            channel.receive()
+        finally:
+            ended.set()
+
+    recorder.exchange = exchange
+    for host in ("127.0.0.1", "::1"):
+        if host == "::1" and not socket.has_dualstack_ipv6():
+            continue
+        ports = free_ports(len(NAMES))
+        islands = (Island(name, Address(host, port)) for name, port in zip(NAMES, ports, strict=True))
+        roster = Roster("test", tuple(islands))
+        server = Server(roster, "paris", None, recorder.handlers)
+        with (
+            pytest.raises(Broken, match="paris went away in the middle of the call"),
+            Client(roster, "berlin", None, "paris").exchange({}, lambda header: None, PATIENCE) as channel,
+        ):
+            channel.receive()
+            server.close(timeout=0.1)
+            assert ended.wait(PATIENCE)
+            channel.receive()
+        ended.clear()
+
+
+def test_a_port_that_takes_connections_and_says_nothing_is_given_up_at_the_deadline(ca):
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        with pytest.raises(Late, match="paris: the call's deadline passed"):
+            calling(port, keys_of(ca, "berlin")).action("status", {}, 0.5)
+
+
+def test_what_a_killed_island_had_begun_to_send_is_not_taken_for_whole():
+    """SIGKILL in the middle of two messages: one that it sent as the caller, and one that it sent as it was called."""
+    spec = [ArraySpec((4 * PIECE_BYTES,), np.dtype(np.uint8))]
+    errors = []
+    done = threading.Event()
+    recorder = Recorder()
+
+    def expects(header):
+        return spec if header.get("data") else None
+
+    def exchange(caller, hello, connect):
+        try:
+            connect(expects).receive()
+        except PeerError as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    recorder.exchange = exchange
+    with running(recorder) as server:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+        command = [sys.executable, "-m", "support.island_to_kill", str(server.port)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as victim:
+            try:
+                assert victim.stdout is not None
+                port = int(victim.stdout.readline())
+                with (
+                    pytest.raises(Broken, match="paris went away in the middle of the call"),
+                    calling(port).exchange({}, expects, PATIENCE) as channel,
+                ):
+                    channel.receive()
+                    assert [victim.stdout.readline() for _ in range(2)] == ["begun\n", "begun\n"]
+                    victim.send_signal(signal.SIGKILL)
+                    channel.receive()
+                assert done.wait(PATIENCE)
+            finally:
+                victim.kill()
+    assert [type(error) for error in errors] == [Broken]
+    assert str(errors[0]).startswith("berlin")
+
+
+# --- garbage on the port
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+def rubbish(seed: int) -> bytes:
+    """What may come from anybody: nothing, noise, half a greeting, a protocol's greeting with noise behind it."""
+    generator = np.random.default_rng(seed)
+    noise = generator.bytes(int(generator.integers(1, 3000)))
+    hello = b"\x16\x03\x01" + (512).to_bytes(2, "big") + b"\x01\x00\x01\xfc\x03\x03"
+    settings = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+    kinds = [b"", noise, hello, hello + noise, b"GET / HTTP/1.1\r\n\r\n", PREFACE, PREFACE + noise]
+    return [*kinds, PREFACE + settings + noise, PREFACE + settings + b"\xff\xff\xff\x00\x01\x00\x00\x00\x01"][seed % 9]
+
+
+def disturb(port: int, tries: int) -> None:
+    held = []
+    for seed in range(tries):
+        one = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
+        with contextlib.suppress(OSError):
+            one.sendall(rubbish(seed))
+        held.append(one)
+        if len(held) > 20:  # some stay for a while
+            held.pop(0).close()
+    for one in held:
+        one.close()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def check_garbage(ca: trustme.CA | None, tries: int) -> None:
+    keys = {name: None if ca is None else keys_of(ca, name) for name in ("paris", "berlin")}
+    recorder = Recorder()
+    with running(recorder, keys["paris"]) as server:
+        client = calling(server.port, keys["berlin"])
+        assert client.action("status", {}, PATIENCE)
+        disturb(server.port, 200)  # what it takes once, it may keep
+        before, memory = settled(descriptors), resident()
+        disturb(server.port, tries)
+        assert client.action("status", {}, PATIENCE)
+        assert settled(descriptors) <= before + 5
+        assert resident() - memory < 64 << 20
+    assert recorder.lines == []
+
+
+def settled(count) -> int:
+    """The least of what is counted within some seconds, in which the server closes what is closed."""
+    least = count()
+    for _ in range(20):
+        time.sleep(0.02)
+        least = min(least, count())
+    return least
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux lists them")
+@pytest.mark.parametrize("is_tls", [True, False])
+def test_garbage_on_the_port_stops_and_leaks_nothing(ca, is_tls):
+    check_garbage(ca if is_tls else None, 300)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux lists them")
+@pytest.mark.parametrize("is_tls", [True, False])
+def test_ten_thousand_pieces_of_garbage_stop_and_leak_nothing(ca, is_tls):
+    check_garbage(ca if is_tls else None, 10_000)

@@ -1,0 +1,113 @@
+"""A TCP proxy on loopback that does to connections what networks do."""
+
+import contextlib
+import queue
+import socket
+import struct
+import threading
+import time
+from typing import Literal
+
+Direction = Literal["up", "down"]  # to the server that is behind it, and back to the client
+
+_CHUNK = 64 << 10
+_QUEUED_CHUNKS = 64
+
+
+class FaultProxy:
+    """Forwards connections to a port of this machine. Attributes may be set at any time, for all connections.
+
+    Attributes:
+      port: where it listens.
+      latency: seconds by which every byte is late, each way.
+      rate: bytes a second each way; None for no limit.
+      silent: directions in which everything is swallowed: one of them is a half-open connection, both a black hole.
+      flip: direction -> offset of a byte whose lowest bit is flipped, once, counted over each connection.
+      cut: direction -> number of bytes after which a connection is closed.
+      passed: bytes that have come in, each way.
+    """
+
+    def __init__(self, target_port: int):
+        self._target = ("127.0.0.1", target_port)
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.port: int = self._listener.getsockname()[1]
+        self.latency = 0.0
+        self.rate: float | None = None
+        self.silent: set[Direction] = set()
+        self.flip: dict[Direction, int] = {}
+        self.cut: dict[Direction, int] = {}
+        self.passed: dict[Direction, int] = {"up": 0, "down": 0}
+        self._connections: list[tuple[socket.socket, socket.socket]] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> "FaultProxy":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._listener.close()
+        self.reset()
+
+    def reset(self) -> None:
+        """Breaks all connections that there are now, as a router that was restarted does."""
+        for pair in self._connections:
+            for one in pair:
+                with contextlib.suppress(OSError):
+                    one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    one.shutdown(socket.SHUT_RD)  # wakes the thread that reads
+                one.close()
+        self._connections = []
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # the listener was closed
+            while True:
+                client, _ = self._listener.accept()
+                try:
+                    server = socket.create_connection(self._target)
+                except OSError:
+                    client.close()
+                    continue
+                self._connections.append((client, server))
+                self._forward(client, server, "up")
+                self._forward(server, client, "down")
+
+    def _forward(self, source: socket.socket, sink: socket.socket, direction: Direction) -> None:
+        chunks: queue.Queue[tuple[float, bytes]] = queue.Queue(_QUEUED_CHUNKS)
+        threading.Thread(target=self._take, args=(source, direction, chunks), daemon=True).start()
+        threading.Thread(target=self._give, args=(source, sink, direction, chunks), daemon=True).start()
+
+    def _take(self, source: socket.socket, direction: Direction, chunks: queue.Queue) -> None:
+        data = b"more"
+        while data:
+            try:
+                data = source.recv(_CHUNK)
+            except OSError:
+                data = b""
+            self.passed[direction] += len(data)
+            chunks.put((time.monotonic() + self.latency, data))
+
+    def _give(self, source: socket.socket, sink: socket.socket, direction: Direction, chunks: queue.Queue) -> None:
+        sent = 0
+        while True:
+            due, data = chunks.get()
+            time.sleep(max(due - time.monotonic(), 0.0))
+            if self.rate is not None:
+                time.sleep(len(data) / self.rate)
+            place = self.flip.get(direction, -1) - sent
+            if 0 <= place < len(data):
+                del self.flip[direction]
+                data = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+            sent += len(data)
+            try:
+                if direction in self.cut and sent >= self.cut[direction]:
+                    sink.sendall(data[: len(data) - (sent - self.cut[direction])])
+                    for one in (sink, source):  # not `close`, which does nothing while another thread reads from it
+                        one.shutdown(socket.SHUT_RDWR)
+                elif direction not in self.silent:
+                    if data:
+                        sink.sendall(data)
+                    else:
+                        sink.shutdown(socket.SHUT_WR)
+            except OSError:
+                data = b""
+            if not data:
+                return
