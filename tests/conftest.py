@@ -34,6 +34,8 @@ TESTS = Path(__file__).parent
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests with eight processes as well: minutes")
+    parser.addoption("--kills", type=int, default=100, help="with --slow: how often runs are killed")
+    parser.addoption("--kills_seed", type=int, default=0, help="with --slow: another one, other instants")
 
 
 def pytest_configure(config):
