@@ -19,7 +19,7 @@ ARGUMENTS = [
     "--config.checkpoint_every=3",
     "--config.keep_checkpoints=1",
     "--config.eval_every=5",
-    "--start_timeout=30",
+    "--start_timeout=45",
 ]
 MOST_STARTS = 60  # of one run: it has to get on
 MOST_SECONDS = 120  # for which processes may outlive another

@@ -19,7 +19,7 @@ from typing import Any
 def main() -> None:
     trace, operation = Path(sys.argv.pop(1)), sys.argv.pop(1)
     kinds, _, number = operation.rpartition(":")
-    stacks = trace.with_suffix(".tmp").open("w")
+    stacks = trace.with_name(f"{trace.name}.tmp").open("w")
     faulthandler.register(signal.SIGUSR1, stacks)
     if int(number):
         sys.addaudithook(_KillAt(frozenset(kinds.split(",")), int(number), stacks))
