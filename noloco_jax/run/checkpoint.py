@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -16,8 +15,10 @@ from noloco_jax.cluster.processes import Processes, run_processes
 from noloco_jax.config import Change, TrainConfig, load_saved
 from noloco_jax.data import Tokenizer
 from noloco_jax.errors import StartError, TransientError, UserError
+from noloco_jax.files import is_full_disk
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.run import record
+from noloco_jax.run.quiet import quiet_saves
 from noloco_jax.spmd.programs import TrainState
 from noloco_jax.spmd.stages import resize_vocabulary
 
@@ -46,19 +47,6 @@ class SavedShape(NamedTuple):
         return cls(*state.params["embed"].shape[:2])
 
 
-@contextlib.contextmanager
-def _saving() -> Iterator[None]:
-    """Tells of storage that takes no more, which a save, or a later one or the wait for it, reports."""
-    try:
-        yield
-    except (OSError, ValueError) as error:  # the latter is how arrays tell of it
-        reason = " ".join(str(error).split())[-300:]  # which ends with the file and what is wrong with it
-        raise TransientError(
-            f"a checkpoint could not be saved ({reason}): make room, or mend what it says; the same command goes on "
-            "from the last one that is whole"
-        ) from error
-
-
 class Checkpointer:
     """Saves and restores the runs of one workdir, under WORKDIR/checkpoints.
 
@@ -83,7 +71,7 @@ class Checkpointer:
         from_step: int | None = None,
         read_only: bool = False,
     ):
-        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every save
+        quiet_saves()
         self._folder = Path(workdir).absolute() / "checkpoints"
         self._config = config
         self._from_step = from_step
@@ -241,7 +229,20 @@ class Checkpointer:
             "one before it, or restore it"
         )
 
-    @_saving()
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Tells of storage that takes no more, which a save, or a later one or the wait for it, reports."""
+        try:
+            yield
+        except (OSError, ValueError) as error:  # the latter is how arrays tell of it
+            reason = " ".join(str(error).split())[-300:]  # which ends with the file and what is wrong with it
+            if is_full_disk(error):
+                reason = f"{self._folder}: no space left on device"
+            raise TransientError(
+                f"a checkpoint could not be saved ({reason}): make room, or mend what it says; the same command goes "
+                "on from the last one that is whole"
+            ) from error
+
     def save(self, step: int, state: TrainState, data: dict[int, dict]) -> None:
         """Starts to save the state after inner step `step`; the arrays may be donated as soon as this returns.
 
@@ -259,14 +260,15 @@ class Checkpointer:
             str(replica): position for part in self._processes.gather(data) for replica, position in part.items()
         }
         run = record.make_record(self._config, positions["0"]["source"], self._from_step)
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state._asdict()),
-                data=ocp.args.JsonSave(positions),
-                run=ocp.args.JsonSave(run | SavedShape.of(state)._asdict()),
-            ),
-        )
+        with self._saving():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state._asdict()),
+                    data=ocp.args.JsonSave(positions),
+                    run=ocp.args.JsonSave(run | SavedShape.of(state)._asdict()),
+                ),
+            )
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """Returns the state at `step`.
@@ -309,11 +311,11 @@ class Checkpointer:
             params = jax.tree.map_with_path(read, {"params": param_shapes(self._config.model)})["params"]
         return resize_vocabulary(params, self._config.model.vocab_size)
 
-    @_saving()
     def close(self) -> None:
         """Waits until what was saved is on disk."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        with self._saving():
+            self._manager.wait_until_finished()
+            self._manager.close()
 
     def __enter__(self) -> "Checkpointer":
         return self
