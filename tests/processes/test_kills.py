@@ -13,12 +13,13 @@ import pytest
 from support import events, processes
 from support.kills import PHASES, Kill, SmallRun, newest_checkpoint, start_and_kill
 
-NUM_STEPS = 40
+NUM_STEPS = 120
 ARGUMENTS = [
     f"--config.num_steps={NUM_STEPS}",
     "--config.checkpoint_every=3",
     "--config.keep_checkpoints=1",
     "--config.eval_every=5",
+    "--config.eval_batches=1",
     "--start_timeout=45",
 ]
 MOST_STARTS = 60  # of one run: it has to get on
@@ -55,7 +56,7 @@ def undisturbed(config: Path, number: int) -> SmallRun:
     seconds_to_step = time.monotonic() - started
     results = processes.finish(running)
     assert [status for status, _ in results] == [0] * number, processes.report(results)
-    return SmallRun(config, workdir, NUM_STEPS, ARGUMENTS, number, seconds_to_step, time.monotonic() - started)
+    return SmallRun(config, workdir, NUM_STEPS, ARGUMENTS, number, seconds_to_step)
 
 
 def finish_killing(run: SmallRun, rng: random.Random, kills: list[Kill]) -> list[str]:

@@ -15,7 +15,8 @@ from support import processes
 from support.paths import ROOT
 
 _SAVING, _PRUNING = "os.mkdir,os.rename", "os.remove,os.rmdir"
-_MOST_OPERATIONS = 300  # of either in the small run
+_MOST_OPERATIONS = 120  # of either, which a few saves and deletions take
+_MOST_STEPS = 20
 _STACKS_SECONDS = 0.2  # within which a process that is asked writes them
 
 # Of the functions in a killed process's stacks, the first that is listed here names its phase.
@@ -42,8 +43,7 @@ class SmallRun:
       num_steps: of its length.
       arguments: of its command.
       number: of its processes.
-      seconds_to_step: of a run that nobody disturbs: until its first step.
-      seconds: until its end.
+      seconds_to_step: that it takes to its first step when nobody disturbs it.
     """
 
     config: Path
@@ -52,7 +52,6 @@ class SmallRun:
     arguments: Sequence[str]
     number: int
     seconds_to_step: float
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -146,18 +145,15 @@ def _start(run: SmallRun, log: Path, victim: int, operation: str) -> list[subpro
 
 
 def _wait_for_instant(run: SmallRun, started: Sequence[subprocess.Popen[str]], rng: random.Random) -> None:
-    """Waits for an instant anywhere in the run, among its steps, or at its end."""
-    where = rng.random()
-    if where < 0.45:
-        _wait(started, lambda: False, rng.uniform(0, run.seconds))
+    """Waits for an instant before the steps, among the next of them, or at the end."""
+    if rng.random() < 0.35:
+        _wait(started, lambda: False, rng.uniform(0, run.seconds_to_step))
         return
-    before = len(processes.metrics(run.workdir))
-    if where < 0.85:
-        _wait(started, lambda: len(processes.metrics(run.workdir)) != before)
-        _wait(started, lambda: False, rng.uniform(0, run.seconds - run.seconds_to_step))
-    else:
-        _wait(started, processes.reached(run.workdir, run.num_steps))
-        _wait(started, lambda: False, rng.uniform(0, 1))
+    step = newest_checkpoint(run.workdir) + 1 + rng.randrange(_MOST_STEPS)
+    lines = len(processes.metrics(run.workdir))
+    _wait(started, lambda: len(processes.metrics(run.workdir)) != lines)  # those that are taken again are gone
+    _wait(started, processes.reached(run.workdir, min(step, run.num_steps)))
+    _wait(started, lambda: False, rng.uniform(0, 0.1 if step < run.num_steps else 2))
 
 
 def _wait(
