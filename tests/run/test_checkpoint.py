@@ -295,7 +295,9 @@ def test_a_full_disk_is_worth_another_try_and_not_damage(tmp_path, monkeypatch, 
 
     checkpoints = Checkpointer(tmp_path, CONFIG)
     monkeypatch.setattr(checkpoints._manager, method, fail)
-    with pytest.raises(TransientError, match=r"not be saved \(.*No space left on device.*: make room") as raised:
+    with pytest.raises(
+        TransientError, match=r"not be saved \(.*/checkpoints: no space left on device\): make room"
+    ) as raised:
         checkpoints.save(3, state, positions(4))
         checkpoints.close()
     assert "\n" not in str(raised.value)

@@ -1,6 +1,5 @@
 """Runs of the trainer whose processes are killed at random instants."""
 
-import os
 import random
 import re
 import signal

@@ -2,9 +2,9 @@
 
     python tests/support/watched.py TRACE KINDS:NUMBER ARGUMENT...
 
-On SIGUSR1 every thread's stack is written to TRACE, the moment that it comes. The file operation of that NUMBER, of those
-that KINDS lists (such as os.rename,os.remove), is not done: there the process writes its stacks and kills itself with
-SIGKILL. NUMBER 0: it never does.
+On SIGUSR1 every thread's stack is written to TRACE, at that moment. The file operation of that NUMBER, of those that
+KINDS lists (such as os.rename,os.remove), is not done: the process writes its stacks and kills itself with SIGKILL
+instead. NUMBER 0: it never does.
 """
 
 import faulthandler
