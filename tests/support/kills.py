@@ -110,6 +110,30 @@ def start_and_kill(run: SmallRun, log: Path, rng: random.Random) -> Kill | None:
     return Kill(_phase(stacks), _lost_steps(run.workdir), statuses, seconds, log)
 
 
+def start_and_terminate(run: SmallRun, log: Path, rng: random.Random) -> Kill | None:
+    """Starts a run and sends one of its processes a SIGTERM; None where the run came to its end before.
+
+    Arguments are those of `start_and_kill`; `Kill.statuses` are those of all processes.
+    """
+    log.mkdir(parents=True)
+    victim = rng.randrange(run.number)
+    started = _start(run, log, victim, "")
+    try:
+        _wait_for_instant(run, started, rng)
+        if all(process.poll() == 0 for process in started):
+            return None
+        stacks = _stacks(log, victim, started[victim])
+        signalled = time.monotonic()
+        started[victim].send_signal(signal.SIGTERM)
+        statuses = tuple(process.wait(processes.PATIENCE) for process in started)
+        seconds = time.monotonic() - signalled
+    finally:
+        processes.kill(started)
+    if set(statuses) == {0}:
+        return None
+    return Kill(_phase(stacks), _lost_steps(run.workdir), statuses, seconds, log)
+
+
 def newest_checkpoint(workdir: Path) -> int:
     """The step of the newest whole checkpoint; 0 if there is none."""
     folders = (workdir / "checkpoints").glob("*")
