@@ -14,7 +14,7 @@ import pytest
 from support import events, processes
 from support.kills import PHASES, Kill, SmallRun, newest_checkpoint, start_and_kill, start_and_terminate
 
-NUM_STEPS = 120
+NUM_STEPS = 60
 ARGUMENTS = [
     f"--config.num_steps={NUM_STEPS}",
     "--config.model.num_layers=1",
@@ -41,13 +41,9 @@ def rng(request) -> random.Random:
 
 @pytest.fixture(scope="module", params=[1, 4])
 def whole(config, request) -> SmallRun:
-    """The run that nobody disturbs, in one process and in four.
-
-    It runs twice, as the second finds the first one's programs, and so takes the time that others take.
-    """
+    """The run that nobody disturbs, in one process and in four."""
     number = request.param
     workdir = config.parent / f"whole{number}"
-    processes.trained(config, f"first{number}", *ARGUMENTS, number=number)
     started = time.monotonic()
     running = processes.start(config, workdir, *ARGUMENTS, number=number)
     processes.wait_until(processes.reached(workdir, 1), running)

@@ -15,7 +15,7 @@ from support.paths import ROOT
 
 _SAVING, _PRUNING = "os.mkdir,os.rename", "os.remove,os.rmdir"
 _MOST_OPERATIONS = 120  # of either, which a few saves and deletions take
-_MOST_STEPS = 20
+_MOST_STEPS = 12
 _STACKS_SECONDS = 0.2  # within which a process that is asked writes them
 
 # Of the functions in a killed process's stacks, the first that is listed here names its phase.
@@ -42,7 +42,7 @@ class SmallRun:
       num_steps: of its length.
       arguments: of its command.
       number: of its processes.
-      seconds_to_step: that it takes to its first step when nobody disturbs it.
+      seconds_to_step: that it takes to its first step, at the most.
     """
 
     config: Path
