@@ -99,7 +99,8 @@ def strike_to_the_end(run: SmallRun, strike: Strike, rng: random.Random) -> tupl
         if kill is None:
             return kills, []
         kills.append(kill)
-        print(f"{kill.phase}: {kill.lost_steps} steps again, {kill.statuses} after {kill.seconds:.1f} s", flush=True)
+        said = f"{kill.lost_steps} steps again, {kill.statuses} after {kill.seconds:.1f} s"
+        print(f"{kill.phase} {kill.background}: {said}", flush=True)
         before, newest = newest, newest_checkpoint(run.workdir)
         if newest < before:
             return kills, [f"{kill.log}: the checkpoint of step {before} is lost"]
@@ -127,14 +128,19 @@ def untimed(workdir: Path) -> list[tuple[int, str, float]]:
 
 
 def table(kills: Sequence[Kill]) -> str:
-    """A line for every phase: kills, steps taken again, and how long the other processes went on."""
-    lines = ["| phase | kills | steps again: median, most | others end after: median, most |", "|---|---:|---:|---:|"]
+    """A line for every phase."""
+    lines = [
+        "| phase | kills | meanwhile a save, a prune | steps again: median, most | others end after: median, most |",
+        "|---|---:|---:|---:|---:|",
+    ]
     for phase in PHASES:
         those = [kill for kill in kills if kill.phase == phase]
+        background = [kill.background for kill in those]
         steps = [kill.lost_steps for kill in those]
         seconds = [kill.seconds for kill in those if kill.statuses]
         lines.append(
-            f"| {phase} | {len(those)} | {f'{statistics.median(steps):g}, {max(steps)}' if steps else ''} "
+            f"| {phase} | {len(those)} | {background.count('save')}, {background.count('prune')} "
+            f"| {f'{statistics.median(steps):g}, {max(steps)}' if steps else ''} "
             f"| {f'{statistics.median(seconds):.1f}, {max(seconds):.1f} s' if seconds else ''} |"
         )
     return "\n".join(lines)

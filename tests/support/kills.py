@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +18,9 @@ _MOST_OPERATIONS = 120  # of either, which a few saves and deletions take
 _MOST_STEPS = 12
 _STACKS_SECONDS = 0.2  # within which a process that is asked writes them
 
-# Of the functions in a killed process's stacks, the first that is listed here names its phase.
+# Of the functions in the main thread of a killed process, the first that is listed here names its phase.
 _PHASES = {
-    "prune": ("delete_steps",),
-    "save": ("save", "_background_wait_for_commit_futures", "_target_setting_result", "_finalize", "close"),
+    "save": ("save", "close"),
     "evaluation": ("_evaluate",),
     "outer step": ("_outer_step",),
     "step": ("train_steps",),
@@ -29,7 +28,12 @@ _PHASES = {
     "compile": ("_compile",),
     "end": ("sample_of_run", "show_results", "_show_complete", "shutdown", "_shutdown"),
 }
-PHASES = ("start", "compile", "restore", "step", "outer step", "evaluation", "save", "prune", "end")
+PHASES = ("start", "compile", "restore", "step", "outer step", "evaluation", "save", "end")
+# And those of other threads that write a checkpoint or delete an older one meanwhile.
+_BACKGROUND = {
+    "prune": ("delete_steps",),
+    "save": ("_background_wait_for_commit_futures", "_target_setting_result", "_finalize"),
+}
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,7 @@ class Kill:
 
     Attributes:
       phase: where the process stood that was killed, or the first of several.
+      background: what its other threads did: "save", "prune" or neither.
       lost_steps: those that were taken and have to be taken again.
       statuses: what the processes ended with that were left.
       seconds: for how long the last of these outlived the kill.
@@ -66,6 +71,7 @@ class Kill:
     """
 
     phase: str
+    background: str
     lost_steps: int
     statuses: tuple[int, ...]
     seconds: float
@@ -107,7 +113,7 @@ def start_and_kill(run: SmallRun, log: Path, rng: random.Random) -> Kill | None:
     if [started[victim].returncode for victim in victims] == [0] * len(victims):
         return None
     statuses = tuple(process.returncode for process in others)
-    return Kill(_phase(stacks), _lost_steps(run.workdir), statuses, seconds, log)
+    return Kill(*_phase(stacks), _lost_steps(run.workdir), statuses, seconds, log)
 
 
 def start_and_terminate(run: SmallRun, log: Path, rng: random.Random) -> Kill | None:
@@ -131,7 +137,7 @@ def start_and_terminate(run: SmallRun, log: Path, rng: random.Random) -> Kill | 
         processes.kill(started)
     if set(statuses) == {0}:
         return None
-    return Kill(_phase(stacks), _lost_steps(run.workdir), statuses, seconds, log)
+    return Kill(*_phase(stacks), _lost_steps(run.workdir), statuses, seconds, log)
 
 
 def newest_checkpoint(workdir: Path) -> int:
@@ -204,9 +210,16 @@ def _stacks(log: Path, number: int, process: subprocess.Popen[str]) -> str:
     return path.read_text()
 
 
-def _phase(stacks: str) -> str:
+def _phase(stacks: str) -> tuple[str, str]:
+    """Where the main thread stands, and what the others do to checkpoints."""
+    threads = stacks.split("\n\n")
+    main = "".join(thread for thread in threads if "watched.py" in thread and "<module>" in thread) or threads[-1]
+    return _first(_PHASES, main) or "start", _first(_BACKGROUND, stacks)
+
+
+def _first(named: Mapping[str, Sequence[str]], stacks: str) -> str:
     found = set(re.findall(r"line \d+ in (\w+)", stacks))
-    return next((phase for phase, functions in _PHASES.items() if found.intersection(functions)), "start")
+    return next((name for name, functions in named.items() if found.intersection(functions)), "")
 
 
 def _lost_steps(workdir: Path) -> int:
