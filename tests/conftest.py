@@ -34,8 +34,8 @@ TESTS = Path(__file__).parent
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run the tests with eight processes as well: minutes")
-    parser.addoption("--kills", type=int, default=100, help="with --slow: how often runs are killed")
+    parser.addoption("--slow", action="store_true", help="run those with eight processes and of killed runs as well: minutes")
+    parser.addoption("--kills", type=int, default=10, help="with --slow: how often runs are killed")
     parser.addoption("--kills_seed", type=int, default=0, help="with --slow: another one, other instants")
 
 
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config, items):
         if place(item) == len(LONG):
             item.add_marker("unit")
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
-            item.add_marker(pytest.mark.skip(reason="eight processes, minutes on few cores: run with --slow"))
+            item.add_marker(pytest.mark.skip(reason="takes minutes on few cores: run with --slow"))
 
 
 @pytest.fixture(scope="module")
