@@ -16,7 +16,7 @@ from support.paths import ROOT
 _SAVING, _PRUNING = "os.mkdir,os.rename", "os.remove,os.rmdir"
 _MOST_OPERATIONS = 120  # of either, which a few saves and deletions take
 _MOST_STEPS = 12
-_STACKS_SECONDS = 0.2  # within which a process that is asked writes them
+_STACKS_SECONDS = 0.5  # within which a process that is asked writes them
 
 # Of the functions in the main thread of a killed process, the first that is listed here names its phase.
 _PHASES = {
@@ -203,9 +203,8 @@ def _stacks(log: Path, number: int, process: subprocess.Popen[str]) -> str:
         return ""
     if process.poll() is None:
         process.send_signal(signal.SIGUSR1)
-        deadline, size = time.monotonic() + _STACKS_SECONDS, -1
-        while time.monotonic() < deadline and not 0 < size == path.stat().st_size:
-            size = path.stat().st_size
+        deadline = time.monotonic() + _STACKS_SECONDS
+        while time.monotonic() < deadline and not path.read_text().endswith("in <module>\n"):  # of the main thread, last
             time.sleep(0.001)
     return path.read_text()
 
@@ -213,7 +212,7 @@ def _stacks(log: Path, number: int, process: subprocess.Popen[str]) -> str:
 def _phase(stacks: str) -> tuple[str, str]:
     """Where the main thread stands, and what the others do to checkpoints."""
     threads = stacks.split("\n\n")
-    main = "".join(thread for thread in threads if "watched.py" in thread and "<module>" in thread) or threads[-1]
+    main = "".join(thread for thread in threads if "watched.py" in thread and "<module>" in thread) or stacks
     return _first(_PHASES, main) or "start", _first(_BACKGROUND, stacks)
 
 
