@@ -34,7 +34,7 @@ TESTS = Path(__file__).parent
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run those with eight processes and of killed runs as well: minutes")
+    parser.addoption("--slow", action="store_true", help="run those of eight processes and killed runs too: minutes")
     parser.addoption("--kills", type=int, default=10, help="with --slow: how often runs are killed")
     parser.addoption("--kills_seed", type=int, default=0, help="with --slow: another one, other instants")
 

@@ -204,7 +204,7 @@ def _stacks(log: Path, number: int, process: subprocess.Popen[str]) -> str:
     if process.poll() is None:
         process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + _STACKS_SECONDS
-        while time.monotonic() < deadline and not path.read_text().endswith("in <module>\n"):  # of the main thread, last
+        while time.monotonic() < deadline and not path.read_text().endswith("in <module>\n"):  # the main thread's end
             time.sleep(0.001)
     return path.read_text()
 
