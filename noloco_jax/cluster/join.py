@@ -14,13 +14,13 @@ import jax
 from noloco_jax.cluster.abort import end_with_status_on_abort
 from noloco_jax.cluster.error_relay import ErrorRelay
 from noloco_jax.cluster.place import Place
+from noloco_jax.cluster.processes import is_of_exchange
 from noloco_jax.cluster.rollcall import ProcessInfo, call_the_roll
 from noloco_jax.cluster.stop import INTERRUPTED
 from noloco_jax.config import flatten
 from noloco_jax.errors import UserError
 
 _MUST_MATCH = ("jax", "jaxlib", "flax", "optax")  # packages of which all processes need one version
-_EXCHANGES = ("Gloo ", "coordination service", "CoordinationService")  # what tells in an error that one has failed
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
             if relay is not None:
                 relay.end_all(line, status)
             print(f"error: {line}", file=sys.stderr)
-        elif any(name in str(error) for name in _EXCHANGES):
+        elif is_of_exchange(error):
             reason = " ".join(str(error).split())[:300]
             print(
                 f"error: another process has ended, or is out of reach ({reason}): the same command goes on from the "

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from noloco_jax.cluster.processes import Processes, run_processes
+from noloco_jax.cluster.processes import Processes, is_of_exchange, run_processes
 from noloco_jax.config import Change, TrainConfig, load_saved
 from noloco_jax.data import Tokenizer
 from noloco_jax.errors import StartError, TransientError, UserError
@@ -203,11 +203,13 @@ class Checkpointer:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
         except ValueError as error:
+            if is_of_exchange(error):
+                raise
             raise self._damaged(step, error) from error
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:
-        """Tells what goes wrong in its body as damage of the checkpoint, unless machine or storage are at fault."""
+        """Tells what goes wrong in its body as damage of the checkpoint, unless something around it is at fault."""
         try:
             yield
         except FileNotFoundError as error:
@@ -215,6 +217,8 @@ class Checkpointer:
         except (OSError, MemoryError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:  # of many kinds: what is cut short or does not decode
+            if is_of_exchange(error):
+                raise
             raise self._damaged(step, error) from error
 
     def _damaged(self, step: int, reason: object) -> UserError:
@@ -235,6 +239,8 @@ class Checkpointer:
         try:
             yield
         except (OSError, ValueError) as error:  # the latter is how arrays tell of it
+            if is_of_exchange(error):
+                raise
             reason = " ".join(str(error).split())[-300:]  # which ends with the file and what is wrong with it
             if is_full_disk(error):
                 reason = f"{self._folder}: no space left on device"
