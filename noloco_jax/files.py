@@ -1,12 +1,15 @@
 """Files that are there whole or not at all, and the folders that a user names for them."""
 
+import contextlib
+import errno
 import io
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from noloco_jax.errors import UserError
+from noloco_jax.errors import TransientError, UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,16 +40,41 @@ def check_writable(folder: Path) -> None:
         raise UserError(f"{folder} cannot be written: {existing} is not yours to write; give another folder")
 
 
+def is_full_disk(error: BaseException) -> bool:
+    """Whether an error tells of a disk or a quota that is used up; libraries other than Python say it in words."""
+    numbers = (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "errno", None) in numbers or any(os.strerror(number) in str(error) for number in numbers)
+
+
+@contextlib.contextmanager
+def full_disk_told(folder: Path) -> Iterator[None]:
+    """Makes a `TransientError` of a full disk that its body meets while it writes to `folder`."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full_disk(error):
+            raise
+        raise TransientError(
+            f"{error.filename or folder}: no space left on device: make room, the same command goes on from the last "
+            "checkpoint"
+        ) from error
+
+
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> Path:
     """Writes a file beside `path` and renames it, so that a process killed meanwhile leaves the former file or none.
 
-    Text is written as UTF-8. The folder is made when missing. Returns the path.
+    What it leaves beside is written over by the next write: so one process at a time may write a path. Text is written
+    as UTF-8. The folder is made when missing. Returns the path.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
-    unfinished.replace(path)
+    unfinished = path.with_name(f"{path.name}.tmp")
+    try:
+        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)  # it may be what fills the disk
+        raise
     return path
 
 

@@ -26,7 +26,7 @@ from noloco_jax.data import (
     validation_batches,
 )
 from noloco_jax.errors import main_with_errors
-from noloco_jax.files import check_writable, folder_of_flag
+from noloco_jax.files import check_writable, folder_of_flag, full_disk_told
 from noloco_jax.model.huggingface import load_params
 from noloco_jax.model.llama import Params
 from noloco_jax.run import elastic
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     keep_freed_memory()
     use_gpu_memory()
     place = find_place(flags, os.environ)
-    with joined(place, to_dict(config), flags.start_timeout):
+    with joined(place, to_dict(config), flags.start_timeout), full_disk_told(flags.workdir):
         use_cpu_cores(config, 1 if place is None else place.num_processes)
         return train(
             config,

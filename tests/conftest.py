@@ -25,16 +25,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # processes apart from one another: workers (`-n`) take files in this order. The tests of all other files are `unit`.
 LONG = (
     *("processes/test_train", "spmd/test_pipeline", "processes/test_pipeline", "run/test_train_errors"),
+    "processes/test_full_disk",
     *("processes/test_elastic", "spmd/test_layouts", "run/test_train_resume", "model/test_llama", "inspect/"),
     *("processes/test_lateness", "bench/", "compare/test_runs", "model/test_decode", "spmd/test_offload"),
     *("processes/test_shared_batch", "run/test_checkpoint", "spmd/test_programs", "spmd/test_muon"),
-    "spmd/test_document_mask",
+    *("spmd/test_document_mask", "processes/test_kills"),
 )
 TESTS = Path(__file__).parent
 
 
 def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run the tests with eight processes as well: minutes")
+    parser.addoption("--slow", action="store_true", help="run those of eight processes and killed runs too: minutes")
+    parser.addoption("--kills", type=int, default=10, help="with --slow: how often runs are killed")
+    parser.addoption("--kills_seed", type=int, default=0, help="with --slow: another one, other instants")
 
 
 def pytest_configure(config):
@@ -52,7 +55,7 @@ def pytest_collection_modifyitems(config, items):
         if place(item) == len(LONG):
             item.add_marker("unit")
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
-            item.add_marker(pytest.mark.skip(reason="eight processes, minutes on few cores: run with --slow"))
+            item.add_marker(pytest.mark.skip(reason="takes minutes on few cores: run with --slow"))
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,10 @@ from typing import Any
 
 import jax
 
+from noloco_jax.cluster.abort import end_with_status_on_abort
 from noloco_jax.cluster.error_relay import ErrorRelay
 from noloco_jax.cluster.place import Place
+from noloco_jax.cluster.processes import is_of_exchange
 from noloco_jax.cluster.rollcall import ProcessInfo, call_the_roll
 from noloco_jax.cluster.stop import INTERRUPTED
 from noloco_jax.config import flatten
@@ -27,7 +29,8 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
 
     A `UserError` in one process ends all of them with its exit status, see `ErrorRelay`. Any other error ends it at
     once, without JAX's farewell, in which it would wait for the others while they wait for it; their next exchange with
-    it then fails. Does nothing for a process that is alone.
+    it then fails. So does a process that is lost: the others end with exit status 1 at their next exchange with it, and
+    after 100 seconds at the latest. Does nothing for a process that is alone.
 
     Args:
       place: this process's; None: it is alone.
@@ -37,7 +40,7 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
     if place is None:
         yield
         return
-    relay = None
+    relay, here = None, f" (process {place.process_id} on {socket.gethostname()})"
     try:
         call_the_roll(place.coordinator, place.num_processes, _process_info(place, config), timeout)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -50,6 +53,7 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
             initialization_timeout=60,
             shutdown_timeout_seconds=1800,  # the first process draws, samples and uploads while the others wait
         )
+        end_with_status_on_abort(here)
         relay = ErrorRelay(place.process_id)
         yield
         relay.close()
@@ -63,10 +67,17 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
         status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         if isinstance(error, UserError):
             status = error.exit_status
-            line = f"{error} (process {place.process_id} on {socket.gethostname()})"
+            line = f"{error}{here}"
             if relay is not None:
                 relay.end_all(line, status)
             print(f"error: {line}", file=sys.stderr)
+        elif is_of_exchange(error):
+            reason = " ".join(str(error).split())[:300]
+            print(
+                f"error: another process has ended, or is out of reach ({reason}): the same command goes on from the "
+                f"last checkpoint{here}",
+                file=sys.stderr,
+            )
         elif not isinstance(error, KeyboardInterrupt):
             traceback.print_exc()
         sys.stderr.flush()

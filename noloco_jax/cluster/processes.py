@@ -8,6 +8,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 PyTree = Any
+_EXCHANGES = (
+    "Gloo ",
+    "coordination service",
+    "CoordinationService",
+)  # what an error names when one failed
 
 
 class Processes(Protocol):
@@ -71,6 +76,14 @@ class DistributedProcesses:
 
     def agree_to_stop(self, step: int, received: bool) -> bool:
         return multihost_utils.reached_preemption_sync_point(step)
+
+
+def is_of_exchange(error: BaseException) -> bool:
+    """Whether an error says that an exchange between processes failed, as it does when one of them is lost.
+
+    It may come from any call that all processes make together, of whatever library, and as a `ValueError`.
+    """
+    return any(name in str(error) for name in _EXCHANGES)
 
 
 def run_processes() -> Processes:

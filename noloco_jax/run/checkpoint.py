@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -12,12 +11,14 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from noloco_jax.cluster.processes import Processes, run_processes
+from noloco_jax.cluster.processes import Processes, is_of_exchange, run_processes
 from noloco_jax.config import Change, TrainConfig, load_saved
 from noloco_jax.data import Tokenizer
 from noloco_jax.errors import StartError, TransientError, UserError
+from noloco_jax.files import is_full_disk
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.run import record
+from noloco_jax.run.quiet import quiet_saves
 from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.programs import TrainState
 from noloco_jax.spmd.stages import resize_vocabulary
@@ -47,19 +48,6 @@ class SavedShape(NamedTuple):
         return cls(*state.params["embed"].shape[:2])
 
 
-@contextlib.contextmanager
-def _saving() -> Iterator[None]:
-    """Tells of storage that takes no more, which a save, or a later one or the wait for it, reports."""
-    try:
-        yield
-    except (OSError, ValueError) as error:  # the latter is how arrays tell of it
-        reason = " ".join(str(error).split())[-300:]  # which ends with the file and what is wrong with it
-        raise TransientError(
-            f"a checkpoint could not be saved ({reason}): make room, or mend what it says; the same command goes on "
-            "from the last one that is whole"
-        ) from error
-
-
 class Checkpointer:
     """Saves and restores the runs of one workdir, under WORKDIR/checkpoints.
 
@@ -84,7 +72,7 @@ class Checkpointer:
         from_step: int | None = None,
         read_only: bool = False,
     ):
-        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax narrates every save
+        quiet_saves()
         self._folder = Path(workdir).absolute() / "checkpoints"
         self._config = config
         self._from_step = from_step
@@ -223,11 +211,13 @@ class Checkpointer:
         try:
             return self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
         except ValueError as error:
+            if is_of_exchange(error):
+                raise
             raise self._damaged(step, error) from error
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:
-        """Tells what goes wrong in its body as damage of the checkpoint, unless machine or storage are at fault."""
+        """Tells what goes wrong in its body as damage of the checkpoint, unless something around it is at fault."""
         try:
             yield
         except FileNotFoundError as error:
@@ -235,6 +225,8 @@ class Checkpointer:
         except (OSError, MemoryError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:  # of many kinds: what is cut short or does not decode
+            if is_of_exchange(error):
+                raise
             raise self._damaged(step, error) from error
 
     def _damaged(self, step: int, reason: object) -> UserError:
@@ -249,7 +241,22 @@ class Checkpointer:
             "one before it, or restore it"
         )
 
-    @_saving()
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        """Tells of storage that takes no more, which a save, or a later one or the wait for it, reports."""
+        try:
+            yield
+        except (OSError, ValueError) as error:  # the latter is how arrays tell of it
+            if is_of_exchange(error):
+                raise
+            reason = " ".join(str(error).split())[-300:]  # which ends with the file and what is wrong with it
+            if is_full_disk(error):
+                reason = f"{self._folder}: no space left on device"
+            raise TransientError(
+                f"a checkpoint could not be saved ({reason}): make room, or mend what it says; the same command goes "
+                "on from the last one that is whole"
+            ) from error
+
     def save(self, step: int, state: TrainState, data: dict[int, dict], totals: Totals | None = None) -> None:
         """Starts to save the state after inner step `step`; the arrays may be donated as soon as this returns.
 
@@ -270,14 +277,15 @@ class Checkpointer:
         run = record.make_record(self._config, positions["0"]["source"], self._from_step)
         if totals is not None:
             run["totals"] = totals.to_json()
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state._asdict()),
-                data=ocp.args.JsonSave(positions),
-                run=ocp.args.JsonSave(run | SavedShape.of(state)._asdict()),
-            ),
-        )
+        with self._saving():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(state._asdict()),
+                    data=ocp.args.JsonSave(positions),
+                    run=ocp.args.JsonSave(run | SavedShape.of(state)._asdict()),
+                ),
+            )
 
     def restore(self, step: int, like: TrainState) -> TrainState:
         """Returns the state at `step`.
@@ -320,11 +328,11 @@ class Checkpointer:
             params = jax.tree.map_with_path(read, {"params": param_shapes(self._config.model)})["params"]
         return resize_vocabulary(params, self._config.model.vocab_size)
 
-    @_saving()
     def close(self) -> None:
         """Waits until what was saved is on disk."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        with self._saving():
+            self._manager.wait_until_finished()
+            self._manager.close()
 
     def __enter__(self) -> "Checkpointer":
         return self

@@ -50,13 +50,13 @@ with joined(place, {}, 60):
 """
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict]:
+def run_both(program: str, *arguments: str) -> list[tuple[int, str]]:
+    """(exit status, output) of two processes of a program."""
     address = f"127.0.0.1:{processes.free_port()}"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "SLURM_"))}
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", SEVERAL],
+            [sys.executable, "-c", program, *arguments],
             env=inherited
             | {"JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
             | {"JAX_PROCESS_ID": str(number), "PYTHONPATH": str(ROOT)},
@@ -67,7 +67,12 @@ def results() -> list[dict]:
         )
         for number in range(2)
     ]
-    finished = processes.finish(started, patience=200)
+    return processes.finish(started, patience=200)
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict]:
+    finished = run_both(SEVERAL)
     assert [status for status, _ in finished] == [0, 0], processes.report(finished)
     lines = [line for _, output in finished for line in output.splitlines() if line.startswith("RESULT ")]
     return [json.loads(line.removeprefix("RESULT ")) for line in lines]
@@ -86,3 +91,35 @@ def test_at_a_barrier_the_early_wait_for_the_late(results):
 def test_after_a_sigterm_to_one_all_stop_at_the_same_step(results):
     first, second = (result["stopped_at"] for result in results)
     assert first == second
+
+
+# One of two is lost, while the other exchanges with it or, of JAX's own accord, only waits.
+LOST = """
+import os, signal, sys, time
+from argparse import Namespace
+from noloco_jax.cluster.join import joined
+from noloco_jax.cluster.place import find_place
+from noloco_jax.cluster.processes import run_processes
+
+place = find_place(Namespace(coordinator=None, num_processes=None, process_id=None), os.environ)
+with joined(place, {}, 60):
+    processes = run_processes()
+    processes.gather(1)
+    if place.process_id == int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[2] == "exchange":
+        processes.gather(2)
+    time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize(("victim", "doing"), [(0, "wait"), (1, "exchange")])
+def test_a_process_that_has_lost_another_ends_with_a_line_that_says_so_and_status_1(victim, doing):
+    status, output = run_both(LOST, str(victim), doing)[1 - victim]
+    assert status == 1, output
+    line = output.splitlines()[-1]
+    assert (
+        line.startswith("error: ")
+        and f"the same command goes on from the last checkpoint (process {1 - victim} on" in line
+    )
+    assert "Traceback" not in output

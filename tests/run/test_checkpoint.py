@@ -277,8 +277,11 @@ def test_processes_that_see_other_checkpoints_do_not_start(tmp_path, monkeypatch
         checkpoints.latest_step()
 
 
-@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ESTALE, "stale file handle")])
-def test_a_checkpoint_is_not_called_damaged_for_want_of_memory_or_storage(tmp_path, monkeypatch, error):
+LOST = ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:43187")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ESTALE, "stale file handle"), LOST])
+def test_a_checkpoint_is_not_called_damaged_for_want_of_memory_storage_or_a_process(tmp_path, monkeypatch, error):
     saved(tmp_path, CONFIG)
 
     def fail(*_, **__):
@@ -308,12 +311,24 @@ def test_a_full_disk_is_worth_another_try_and_not_damage(tmp_path, monkeypatch, 
 
     checkpoints = Checkpointer(tmp_path, CONFIG)
     monkeypatch.setattr(checkpoints._manager, method, fail)
-    with pytest.raises(TransientError, match=r"not be saved \(.*No space left on device.*: make room") as raised:
+    with pytest.raises(
+        TransientError, match=r"not be saved \(.*/checkpoints: no space left on device\): make room"
+    ) as raised:
         checkpoints.save(3, state, positions(4))
         checkpoints.close()
     assert "\n" not in str(raised.value)
     monkeypatch.undo()
     checkpoints.close()
+
+
+def test_a_process_that_is_lost_during_a_save_is_not_taken_for_a_full_disk(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise LOST
+
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        monkeypatch.setattr(checkpoints._manager, "save", fail)
+        with pytest.raises(ValueError, match="Gloo"):
+            checkpoints.save(3, random_state(programs_of(CONFIG).state), positions(4))
 
 
 def test_the_weights_alone_are_those_of_the_state_on_the_host(tmp_path):

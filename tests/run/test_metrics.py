@@ -1,18 +1,16 @@
 """metrics.jsonl and its companions."""
 
-import importlib
 import json
-import struct
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.run.metrics import MetricWriter, NewLines, read_metrics
+from support.events import events
 
 
 def write(workdir: Path, steps: range, resume_step: int | None) -> None:
@@ -20,20 +18,6 @@ def write(workdir: Path, steps: range, resume_step: int | None) -> None:
     for step in steps:
         writer.write(step, "train", loss=1.0 / step)
     writer.close()
-
-
-def events(workdir: Path, name: str = "tensorboard") -> list[list[Any]]:
-    """The events of each file, read by their framing: length, checksum, record, checksum."""
-    event_pb2: Any = importlib.import_module("tensorboardX.proto.event_pb2")
-    files = []
-    for path in sorted((workdir / name).iterdir()):
-        data, found = path.read_bytes(), []
-        while data:
-            (length,) = struct.unpack("<Q", data[:8])
-            found.append(event_pb2.Event.FromString(data[12 : 12 + length]))
-            data = data[16 + length :]
-        files.append(found)
-    return files
 
 
 def tensorboard(workdir: Path, name: str = "tensorboard") -> list[tuple[int, str, float]]:

@@ -1,12 +1,13 @@
 """Files that are there whole or not at all."""
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from noloco_jax.errors import UserError
-from noloco_jax.files import check_writable, folder_of_flag, write_whole
+from noloco_jax.errors import TransientError, UserError
+from noloco_jax.files import check_writable, folder_of_flag, full_disk_told, is_full_disk, write_whole
 
 
 def test_text_is_utf_8_and_bytes_are_as_they_are(tmp_path):
@@ -31,6 +32,38 @@ def test_a_write_that_fails_leaves_the_former_file(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="full"):
         write_whole(path, "later")
     assert path.read_text() == "former"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_process_left_of_a_file_is_gone_when_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "replace", lambda self, target: None)  # killed before
+    write_whole(tmp_path / "a.txt", "former")
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.txt.tmp"]
+    monkeypatch.setattr(os, "getpid", lambda: 0)  # another process
+    path = write_whole(tmp_path / "a.txt", "later")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_worth_another_try_and_named(tmp_path):
+    with (
+        pytest.raises(TransientError, match=f"{tmp_path}: no space left on device: make room"),
+        full_disk_told(tmp_path),
+        Path("/dev/full").open("w") as file,
+    ):
+        file.write("text")
+
+
+def test_a_full_disk_is_known_by_number_or_words():
+    assert is_full_disk(OSError(errno.EDQUOT, "used up"))
+    assert is_full_disk(ValueError("RESOURCE_EXHAUSTED: No space left on device [28]"))
+    assert not is_full_disk(OSError(errno.EIO, "Input/output error"))
+
+
+def test_another_error_than_of_a_full_disk_stays_what_it_is(tmp_path):
+    with pytest.raises(FileNotFoundError), full_disk_told(tmp_path):
+        (tmp_path / "absent").read_text()
 
 
 def test_nothing_is_no_folder():

@@ -1,0 +1,73 @@
+"""A disk that fills up under a run: one line, nothing lost, and the same command goes on when there is room."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support import events, processes
+from support.disks import SmallDisk, small_disk
+
+pytestmark = pytest.mark.timeout(900)
+
+LONG = ["--config.num_steps=80", "--config.checkpoint_every=20", "--config.keep_checkpoints=9"]
+ROOM = 10_000  # kilobytes for a few checkpoints
+
+
+@pytest.fixture
+def disk() -> Iterator[SmallDisk]:
+    with small_disk(ROOM) as disk:
+        yield disk
+
+
+def assert_told(status: int, output: str, disk: SmallDisk) -> None:
+    """A run ended with one line that names a place on the full disk."""
+    assert status == 1, output
+    assert "Traceback" not in output, output
+    [line] = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert output.endswith(f"{line}\n")
+    assert str(disk.folder) in line and "no space left on device" in line.lower()
+
+
+def saved(workdir: Path) -> list[int]:
+    return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+
+
+def test_a_run_goes_on_when_a_full_disk_has_room_again(config, disk):
+    whole = processes.trained(config, "whole", *LONG)
+    size = sum(path.stat().st_size for path in (whole / "checkpoints/20").rglob("*") if path.is_file()) // 1024
+    workdir = disk.folder / "run"
+
+    disk.fill()  # from the start
+    [result] = processes.run(config, workdir, *LONG)
+    assert_told(*result, disk)
+    disk.empty()
+
+    disk.resize(5 * size // 2)  # room for two checkpoints and no third
+    [result] = processes.run(config, workdir, *LONG)
+    assert_told(*result, disk)
+    assert f"{workdir}/checkpoints: no space left on device" in result[1]
+    assert saved(workdir) == [20, 40]
+
+    disk.resize(5 * size)  # for all, but none for metrics
+    before = (workdir / "metrics.jsonl").stat().st_ino
+    run = processes.start(config, workdir, *LONG, "--config.checkpoint_every=1000")
+    assert processes.wait_until(lambda: (workdir / "metrics.jsonl").stat().st_ino != before, run)
+    disk.fill()
+    [result] = processes.finish(run)
+    assert_told(*result, disk)
+    disk.empty()
+
+    [(status, output)] = processes.run(config, workdir, *LONG)
+    assert status == 0, output
+    assert "going on from the checkpoint of step 40" in output
+    assert processes.metrics(workdir) == processes.metrics(whole)
+    assert untimed(workdir) == untimed(whole)
+    mine, theirs = processes.weights(workdir), processes.weights(whole)
+    for name in theirs:
+        np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
+
+
+def untimed(workdir: Path) -> list[tuple[int, str, float]]:
+    return [value for value in events.shown(workdir) if not value[1].endswith(processes.TIMINGS)]
