@@ -17,7 +17,7 @@ def _may_cross(method: Method, program: str, collective: Collective) -> bool:
     In an inner step only where it averages gradients, and for micro-batches on their way to another replica's stage.
     Nothing that brings batches to devices may: each replica's data are its own.
     """
-    if program == "share_batch":
+    if program in ("share_batch", "moved"):
         return False
     if program in ("outer_step", "share_moments"):
         return collective.kind in method.outer_collectives
@@ -38,6 +38,7 @@ _TITLES = {
     "share_batch": "batches",
     "inner_step": "inner step",
     "outer_step": "outer step",
+    "moved": "movement",
     "correct_step": "correction",
     "share_moments": "moments",
     "final_merge": "final merge",

@@ -69,6 +69,14 @@ class OuterSteps:
         theta, new = outer_step(self.rule, alone, part, own)
         return theta, self._with(params, state.rule, Late(held.entered, new.rule, correction), number)
 
+    def moved(self, params: PyTree, state: OuterState) -> jax.Array:
+        """How far the fragment of the next outer step has moved: the root mean square over its weights, float32."""
+        part, held = self._part(params, state.rule, state.round)
+        rule_state, round = held.rule if self.is_late else held, own_round(state.round, self.fragments.count)
+        movement = jax.tree.leaves(self.rule.movement(rule_state, computed(part), round))
+        squares = sum(jnp.sum(jnp.square(jnp.abs(x)), dtype=jnp.float32) for x in movement)
+        return jnp.sqrt(squares / float(sum(x.size for x in movement)))
+
     def correct(self, params: PyTree, state: Late) -> tuple[PyTree, PyTree]:
         """Enters the oldest correction that is on its way: the fragment's parameters and the state, as for `step`."""
         number = state.entered

@@ -25,18 +25,21 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
       update: see `noloco`.
       step: (params, state) -> (params, state): one outer step, for a program of its own. It counts rounds by itself.
       correct: likewise, for the oldest correction that has not entered yet; None where there is no delay.
+      moved: (params, state) -> how far the replica has moved, see `OuterSteps.moved`.
       rule: what a replica does in an outer step.
       exchange: (fragment of a tree, number of the outer step) -> the mean of the group that meets in it.
     """
 
     step: Callable[[PyTree, OuterState], tuple[PyTree, OuterState]]
     correct: Callable[[PyTree, OuterState], tuple[PyTree, OuterState]] | None
+    moved: Callable[[PyTree, OuterState], jax.Array]
     rule: Rule
     exchange: Exchange
 
     def __new__(cls, init: Any, update: Any, step: Any, correct: Any, steps: OuterSteps) -> "OuterOptimizer":
         made = super().__new__(cls, init, update)
         made.step, made.correct, made.rule, made.exchange = step, correct, steps.rule, steps.meet
+        made.moved = lambda params, state: steps.moved(params, state._replace(round=shared(state.round)))
         return made
 
 

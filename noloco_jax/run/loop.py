@@ -21,6 +21,7 @@ from noloco_jax.run.evaluate import evaluate
 from noloco_jax.run.flops import mfu, model_flops_per_token
 from noloco_jax.run.messages import Messages, may_send_in_inner_steps, shares_moments
 from noloco_jax.run.metrics import MetricWriter
+from noloco_jax.run.proportion import Proportion
 from noloco_jax.run.throughput import Throughput
 from noloco_jax.run.totals import Clock, Totals, wall_clock
 from noloco_jax.spmd.batches import GlobalBatches
@@ -87,11 +88,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _OuterSteps:
-    """Outer steps that were taken: how many, from which round on, and the seconds that this process was in them."""
+    """Outer steps that were taken: how many, from which round on, and the seconds that this process was in them.
+
+    `moved` is how far replicas had moved before the last of them that was looked at, (N,); None where it is not known.
+    """
 
     first: int
     count: int
     seconds: float
+    moved: jax.Array | None
 
     @property
     def last(self) -> int:
@@ -100,7 +105,7 @@ class _OuterSteps:
     def __add__(self, later: "_OuterSteps | None") -> "_OuterSteps":
         if later is None:
             return self
-        return _OuterSteps(self.first, self.count + later.count, self.seconds + later.seconds)
+        return _OuterSteps(self.first, self.count + later.count, self.seconds + later.seconds, later.moved)
 
 
 def is_evaluated(config: TrainConfig, step: int) -> bool:
@@ -176,6 +181,7 @@ def _outer_steps(run: Run, state: TrainState, count: int) -> tuple[TrainState, _
     params, inner, outer = state
     assert outer is not None
     round = int(outer.round)
+    moved = None if run.programs.moved is None else run.programs.moved(params, outer)
     jax.block_until_ready(params)
     started = time.perf_counter()
     for number in range(round, round + count):
@@ -183,7 +189,7 @@ def _outer_steps(run: Run, state: TrainState, count: int) -> tuple[TrainState, _
         if run.programs.share_moments is not None and shares_moments(run.config, number):
             inner = run.programs.share_moments(inner, np.int32(number))
     jax.block_until_ready((params, inner, outer))
-    return TrainState(params, inner, outer), _OuterSteps(round, count, time.perf_counter() - started)
+    return TrainState(params, inner, outer), _OuterSteps(round, count, time.perf_counter() - started, moved)
 
 
 def _correct_steps(run: Run, state: TrainState, meetings: Meetings, step: int) -> TrainState:
@@ -226,6 +232,7 @@ class _StepLog:
         meetings = meetings_of(run.config)
         self._tells_every_outer_step = meetings is None or meetings.shortest_gap >= run.config.log_every
         self._untold: _OuterSteps | None = None
+        self._proportion = Proportion()
         self._totals, self._clock = run.totals, Clock(run.totals.seconds)
         self._previous: _Step | None = None
 
@@ -295,6 +302,9 @@ class _StepLog:
         if is_told and self._untold:
             groups = method_of(config).groups(config, self._untold.last)
             run.progress.outer(step, self._untold.count, self._untold.last, groups, self._untold.seconds)
+            if self._untold.moved is not None:
+                for line in self._proportion.unusual(_by_replica(self._untold.moved)):
+                    run.progress.note(line)
             self._untold = None
 
     def _figures_of(self, step: int) -> dict[str, Any]:

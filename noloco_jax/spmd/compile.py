@@ -14,7 +14,7 @@ from noloco_jax.spmd.offload import offloaded
 from noloco_jax.spmd.programs import Programs, build_programs
 
 PROGRAMS = (
-    *("share_batch", "inner_step", "outer_step", "correct_step", "share_moments", "final_merge"),
+    *("share_batch", "inner_step", "outer_step", "moved", "correct_step", "share_moments", "final_merge"),
     *("evaluate", "merge", "spread"),
 )
 
@@ -44,6 +44,7 @@ def compile_programs(
         "share_batch": (programs.parts,),
         "inner_step": (params, inner, programs.batch, jax.ShapeDtypeStruct((), jnp.int32)),
         "outer_step": (params, outer),
+        "moved": (params, outer),
         "correct_step": (params, outer),
         "share_moments": (inner, jax.ShapeDtypeStruct((), jnp.int32)),
         "final_merge": (params,),

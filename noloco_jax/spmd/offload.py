@@ -42,6 +42,7 @@ def offloaded(programs: Programs) -> Programs:
         programs,
         resting=programs.state._replace(outer=resting_outer),
         outer_step=from_host(programs.outer_step),
+        moved=None,  # the outer step alone fetches the state
         correct_step=from_host(programs.correct_step),
     )
     return dataclasses.replace(resting, init=at_rest(programs.init), from_params=at_rest(programs.from_params))

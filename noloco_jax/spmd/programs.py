@@ -75,6 +75,8 @@ class Programs:
       from_params: parameters of one replica (no replica axis) -> TrainState at rest.
       inner_step: (params, inner, batch, step) -> (params, inner, StepMetrics); step 1, 2, ... is the one to take.
       outer_step: (params, outer at rest) -> (params, outer at rest); None for methods without.
+      moved: (params, outer) -> how far each replica has moved since its last outer step, (N,); None for methods
+        without, and where the outer state is not on the devices.
       correct_step: likewise, for the oldest correction that has not entered; None where there is no delay.
       share_moments: (inner, round) -> inner with the moments averaged that belong to outer step `round`; None where
         moments stay with their replica.
@@ -97,6 +99,7 @@ class Programs:
     from_params: Callable[..., TrainState]
     inner_step: Callable[..., Any]
     outer_step: Callable[..., Any] | None
+    moved: Callable[..., jax.Array] | None
     correct_step: Callable[..., Any] | None
     share_moments: Callable[..., Any] | None
     evaluate: Callable[..., Any]
@@ -170,6 +173,14 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
             donate=(0, 1),
         )
 
+    moved = None
+    if outer is not None:
+        moved = compiled(
+            partial(_moved, outer),
+            in_specs=(specs.params, specs.outer),
+            out_specs=per_replica,
+            out_shardings=replica_sharding,
+        )
     evaluate = compiled(
         losses.evaluate,
         in_specs=(specs.params, sharding.BATCH_SPEC),
@@ -213,6 +224,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         from_params=jax.jit(from_params, out_shardings=on_mesh, compiler_options=RUN_ONCE),
         inner_step=inner_step,
         outer_step=outer_program(outer and outer.step),
+        moved=moved,
         correct_step=outer_program(outer and outer.correct),
         evaluate=evaluate,
         share_moments=moments,
@@ -266,6 +278,12 @@ def _inner_step(
 def _outer_step(outer: Any, step, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
     axes = _outer_axes(outer)
     return jax.vmap(step, in_axes=(0, axes), out_axes=(0, axes), axis_name=SLOT)(params, state)
+
+
+def _moved(outer: OuterOptimizer, params: PyTree, state: OuterState) -> jax.Array:
+    moved = jax.vmap(outer.moved, in_axes=(0, _outer_axes(outer)), axis_name=SLOT)(params, state)
+    # Of all stages together; they have nearly as many weights each.
+    return jnp.sqrt(jax.lax.pmean(jnp.square(moved), "stage")) if jax.lax.axis_size("stage") > 1 else moved
 
 
 def _share_moments(

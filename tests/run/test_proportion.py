@@ -1,0 +1,30 @@
+"""What is out of all proportion is named, and nothing else is."""
+
+import math
+
+from noloco_jax.run.proportion import Proportion
+
+
+def test_a_replica_that_moves_far_more_than_the_others_is_named():
+    (line,) = Proportion().unusual({0: 1.0, 1: 1.2, 2: 40.0, 3: 0.9})
+    assert line.startswith("replica 2 moved 36 times as far as usual")
+
+
+def test_a_replica_alone_in_its_process_is_compared_with_its_own_past():
+    proportion = Proportion()
+    assert not any(proportion.unusual({5: 1.0}) for _ in range(6))
+    (line,) = proportion.unusual({5: 11.0})
+    assert line.startswith("replica 5 moved 11 times as far as usual")
+    assert not proportion.unusual({5: 1.5})  # and what was out of proportion does not become usual
+
+
+def test_what_is_not_finite_is_out_of_proportion():
+    proportion = Proportion()
+    assert not any(proportion.unusual({5: 1.0}) for _ in range(6))
+    assert proportion.unusual({5: math.nan}) and proportion.unusual({5: math.inf})
+
+
+def test_warmup_and_decay_are_no_matter():
+    proportion = Proportion()
+    rates = [k / 20 for k in range(1, 21)] + [0.5 * (1 + math.cos(math.pi * k / 200)) + 0.02 for k in range(200)]
+    assert not any(proportion.unusual({0: rate, 1: 1.1 * rate}) for rate in rates)
