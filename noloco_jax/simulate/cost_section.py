@@ -16,7 +16,7 @@ def cost_section(setting: cost.Setting, below: float, seed: int, out: Path | Non
         rows.append(
             [
                 c.method,
-                f"{c.every:g} step{'' if c.every == 1 else 's'}",
+                f"{c.every:.3g} step{'' if c.every == 1 else 's'}",
                 format_bytes(c.bytes_per_sync),
                 format_bytes(c.bytes_per_step),
                 format_bytes(c.bytes_in_all),
@@ -103,7 +103,8 @@ def _hiding(setting: cost.Setting, below: float) -> list[str]:
 
 def _when(setting: cost.Setting) -> str:
     each = f" with each of {setting.fragments} fragments" if setting.fragments > 1 else ""
-    return f"every {setting.sync_every} steps{each}"
+    every = f"every {setting.sync_every} steps" if setting.sync_every > 1 else "every step"
+    return every + each
 
 
 def _wires(setting: cost.Setting) -> str:
