@@ -1,6 +1,7 @@
 """The paper's analysis in numbers and pictures, and what each method would cost on your own links.
 
     python -m noloco_jax.simulate --params=1.3B --bandwidth=1Gbit --latency=40ms --step-time=2s --replicas=16
+    python -m noloco_jax.simulate --only=cost --params=1.3B --fragments=8 --wire=int6 --delay=3
     python -m noloco_jax.simulate --out=DIR
 
 Prints Markdown; `--out` also writes it and the pictures to DIR. The whole takes about ten seconds.
@@ -20,14 +21,17 @@ from noloco_jax.formatting import (
     format_seconds,
     parse_bandwidth,
     parse_count,
+    parse_percent,
     parse_seconds,
 )
 from noloco_jax.simulate import sections
 from noloco_jax.simulate.cost import ALL_REDUCES, Setting
+from noloco_jax.simulate.cost_section import cost_section
+from noloco_jax.wires import WIRES
 
 REPORT = "simulate.md"
 _PICTURES = {
-    "cost": ["cost.png"],
+    "cost": ["cost.png", "exposed.png"],
     "latency": ["latency.png"],
     "blocking": ["blocking.png"],
     "theory": ["quadratic.png", "stability.png"],
@@ -37,7 +41,7 @@ _PICTURES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the chosen sections, one as soon as it is done."""
     args = vars(_parser().parse_args(argv))
-    out, seed, chosen = args.pop("out"), args.pop("seed"), args.pop("only")
+    out, seed, chosen, below = (args.pop(name) for name in ("out", "seed", "only", "exposed_below"))
     setting = Setting(**args)
     setting.check()
     if seed < 0:
@@ -46,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if out:
         _claim(out, [REPORT, *(name for section in chosen for name in _PICTURES[section])])
     compute: dict[str, Callable[[], str]] = {
-        "cost": lambda: sections.cost_section(setting, seed, out),
+        "cost": lambda: cost_section(setting, below, seed, out),
         "latency": lambda: sections.latency_section(seed, out),
         "blocking": lambda: sections.blocking_section(seed, out),
         "theory": lambda: sections.theory_section(seed, out),
@@ -69,6 +73,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", help=f"sections to compute, separated by commas: {','.join(_PICTURES)}")
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default %(default)s)")
+    parser.add_argument(
+        "--exposed-below",
+        type=lambda s: parse_percent(s, "--exposed-below"),
+        default=0.05,
+        metavar="X",
+        help="percent of the time that links may cost; what keeps below it is looked for (default 5%%)",
+    )
     links = parser.add_argument_group("your model and links")
     links_default = Setting()
 
@@ -100,7 +111,15 @@ def _parser() -> argparse.ArgumentParser:
     flag("replicas", int, "number of replicas; for FSDP, of shards", links_default.replicas)
     flag("sync-every", int, "inner steps between outer steps", links_default.sync_every)
     flag("group-size", int, "replicas that average together in NoLoCo", links_default.group_size)
-    flag("bytes-per-param", float, "in a message; 2 is bfloat16", f"{links_default.bytes_per_param:g}")
+    flag("steps", int, "inner steps of the run", links_default.steps)
+    flag("fragments", int, "equal parts of the parameters that DiLoCo and NoLoCo send in turn", links_default.fragments)
+    flag(
+        "wire",
+        str,
+        f"form of messages: {', '.join(WIRES)}; where that is a code, all but NoLoCo send float32",
+        links_default.wire,
+    )
+    flag("delay", int, "inner steps beside which DiLoCo and NoLoCo exchange", links_default.delay)
     flag("all-reduce", str, f"algorithm of DiLoCo and DDP: {', '.join(ALL_REDUCES)}", links_default.all_reduce)
     flag("step-spread", float, "standard deviation over mean of a step's time", f"{links_default.step_spread:g}")
     return parser

@@ -1,20 +1,23 @@
 """What each method's communication costs a training step on given links: seconds, bytes, share of the step.
 
 The model: a message of V bytes takes latency + 8V / bandwidth; a replica sends and receives at the full bandwidth at
-the same time and all replicas do so at once; nothing overlaps with computing.
+the same time and all replicas do so at once. An exchange runs beside the `delay` inner steps after it, one exchange at
+a time, and nothing else overlaps with computing.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-from noloco_jax.config import OuterConfig
+from noloco_jax.config import OuterConfig, TrainConfig
 from noloco_jax.errors import UserError
+from noloco_jax.meetings import Meetings
 from noloco_jax.simulate.blocking import waiting_per_step
+from noloco_jax.wires import FLOAT_BYTES, MODULO_BITS, WIRES, block_bytes, block_of, goes_by_shares
 
 ALL_REDUCES = ("halving", "ring", "tree")
 METHODS = ("FSDP", "DDP", "DiLoCo", "NoLoCo")
-_FLOAT_BYTES = 4
+OUTER_METHODS = ("DiLoCo", "NoLoCo")
 # Draws of a step's time in one round of the waiting simulation: above it a run would take minutes.
 _MAX_STEPS_A_ROUND = 5_000_000
 
@@ -31,7 +34,11 @@ class Setting:
       replicas: number of replicas N (of FSDP: of shards).
       sync_every: inner steps H between outer steps, of DiLoCo and NoLoCo alike.
       group_size: replicas n that average together in NoLoCo.
-      bytes_per_param: in a message; 4 is float32.
+      steps: inner steps of the run.
+      fragments: equal parts F of the parameters, each with its own outer steps, one in every H inner steps.
+      wire: in which messages travel, one of `WIRES`. All-reduces and FSDP add numbers up on their way: they travel as
+        float32 where the wire is a code.
+      delay: inner steps beside which an outer step's exchange runs; 0: all wait for it.
       all_reduce: "halving" (recursive halving and doubling: the best known in latency and in bytes), "ring", or
         "tree" (the paper's).
       step_spread: standard deviation over mean of a step's computing time; 0 leaves waiting for stragglers out.
@@ -44,7 +51,10 @@ class Setting:
     replicas: int = 16
     sync_every: int = OuterConfig.sync_every
     group_size: int = OuterConfig.group_size
-    bytes_per_param: float = 4.0
+    steps: int = TrainConfig.num_steps
+    fragments: int = OuterConfig.fragments
+    wire: str = OuterConfig.wire
+    delay: int = OuterConfig.delay
     all_reduce: str = "halving"
     step_spread: float = 0.0
 
@@ -54,7 +64,7 @@ class Setting:
             value = getattr(self, field.name)
             if isinstance(value, str):
                 continue
-            if field.name in ("latency", "step_spread"):
+            if field.name in ("latency", "step_spread", "delay"):
                 if not 0 <= value < math.inf:
                     raise UserError(f"{_flag(field.name)}={value}: must be zero or greater, and finite")
             elif not 0 < value < math.inf:
@@ -67,6 +77,20 @@ class Setting:
             )
         if self.all_reduce not in ALL_REDUCES:
             raise UserError(f"--all-reduce={self.all_reduce}: choose one of {', '.join(ALL_REDUCES)}")
+        if self.wire not in WIRES:
+            raise UserError(f"--wire={self.wire}: choose one of {', '.join(WIRES)}")
+        if self.wire in MODULO_BITS and self.group_size > 2:
+            raise UserError(f"--wire={self.wire} is for pairs and --group-size={self.group_size}: use --wire=int8")
+        if self.delay > self.sync_every:
+            raise UserError(
+                f"--delay={self.delay} is more than the --sync-every={self.sync_every} steps after which a fragment "
+                "has its next outer step: lower it"
+            )
+        if self.step_spread and (self.fragments > 1 or self.delay):
+            raise UserError(
+                f"--step-spread={self.step_spread} draws the waiting at outer steps of whole models without a delay: "
+                "leave it out, or --fragments and --delay"
+            )
         if self.step_spread and self.replicas * self.sync_every > _MAX_STEPS_A_ROUND:
             raise UserError(
                 f"--replicas={self.replicas} times --sync-every={self.sync_every} is more than {_MAX_STEPS_A_ROUND} "
@@ -80,19 +104,21 @@ class Cost:
 
     Attributes:
       method: one of `METHODS`.
-      every: inner steps between its communications.
+      every: inner steps between its communications, in the mean; below 1 where several follow one inner step.
       bytes_per_sync: sent by a replica at each of them, on average over replicas.
+      bytes_in_all: sent by a replica in the whole run.
       seconds_per_sync: on the links.
-      seconds_per_step: on the links, spread over the inner steps between two communications.
+      exposed_per_step: seconds of them that computing does not hide, spread over the inner steps.
       waiting_per_step: for slower replicas, seconds; 0 without a spread.
       compute_share: of the wall clock spent computing, 0 to 1.
     """
 
     method: str
-    every: int
+    every: float
     bytes_per_sync: float
+    bytes_in_all: float
     seconds_per_sync: float
-    seconds_per_step: float
+    exposed_per_step: float
     waiting_per_step: float
     compute_share: float
 
@@ -102,47 +128,48 @@ class Cost:
         return self.bytes_per_sync / self.every
 
 
-def all_reduce(setting: Setting) -> tuple[float, float]:
-    """Bytes sent by a replica (on average) and seconds of one all-reduce of the model's V bytes over N replicas.
+def all_reduce(setting: Setting, fragments: int = 1) -> tuple[float, float]:
+    """Bytes sent by a replica (on average) and seconds of one all-reduce of a fragment's V bytes over N replicas.
 
     halving  2⌈log₂ N⌉ latency + 2(N−1)/N · V/bandwidth
     ring     2(N−1) latency    + 2(N−1)/N · V/bandwidth
-    tree     2⌈log₂ N⌉ (latency + V/bandwidth): the paper's 2 t log₂ N, the whole model up and down the tree
+    tree     2⌈log₂ N⌉ (latency + V/bandwidth): the paper's 2 t log₂ N, all of it up and down the tree
     """
-    size, n = _model_bytes(setting), setting.replicas
+    size, n = _message_bytes(setting, _summed_wire(setting), fragments), setting.replicas
     sent = 2 * (n - 1) / n * size
     if setting.all_reduce == "tree":
         return sent, 2 * _log2(n) * _message(setting, size)
     return sent, 2 * _hops(setting) * setting.latency + _transfer(setting, sent)
 
 
-def sharded_step(setting: Setting) -> tuple[float, float]:
+def sharded_step(setting: Setting, fragments: int = 1) -> tuple[float, float]:
     """Bytes and seconds of a step of FSDP: all-gather of the weights forward and backward, reduce-scatter of gradients.
 
     3(N−1)/N · V bytes and 3 ⌈log₂ N⌉ latency (ring: 3(N−1)), as one collective of each kind for the whole model:
     layer by layer, as real programs have it, the latency comes once a layer.
     """
-    size, n = _model_bytes(setting), setting.replicas
+    size, n = _message_bytes(setting, _summed_wire(setting), fragments), setting.replicas
     sent = 3 * (n - 1) / n * size
     return sent, 3 * _hops(setting) * setting.latency + _transfer(setting, sent)
 
 
-def group_exchange(setting: Setting) -> tuple[float, float]:
+def group_exchange(setting: Setting, fragments: int = 1) -> tuple[float, float]:
     """Bytes sent by a replica (on average) and seconds of NoLoCo's outer step, as `exchange.groups` does it.
 
-    One message of V bytes to each other member of the group, in turn. In groups of n > 2 equal sizes an n-th of it to
-    each, and the float32 means of a share back, where that is less. A replica of a rest has fewer to send to.
+    One message of a fragment's V bytes to each other member of the group, in turn. In groups of n > 2 equal sizes an
+    n-th of it to each, and the float32 means of a share back, where that is less. A replica of a rest has fewer to
+    send to.
     """
-    size, (n, replicas) = _model_bytes(setting), (setting.group_size, setting.replicas)
+    size, (n, replicas) = _message_bytes(setting, setting.wire, fragments), (setting.group_size, setting.replicas)
     rest = replicas % n
-    share = (size + _FLOAT_BYTES * setting.params) / n  # there and back
-    if n > 2 and rest == 0 and share <= size:
-        return (n - 1) * share, 2 * (n - 1) * setting.latency + _transfer(setting, (n - 1) * share)
+    if n > 2 and rest == 0 and goes_by_shares(setting.wire, n):
+        sent = (n - 1) * (size + _message_bytes(setting, "float32", fragments)) / n  # there and back
+        return sent, 2 * (n - 1) * setting.latency + _transfer(setting, sent)
     others = ((replicas - rest) * (n - 1) + rest * (rest - 1)) / replicas
     return others * size, (n - 1) * _message(setting, size)
 
 
-_EXCHANGES: dict[str, Callable[[Setting], tuple[float, float]]] = {
+_EXCHANGES: dict[str, Callable[[Setting, int], tuple[float, float]]] = {
     "FSDP": sharded_step,
     "DDP": all_reduce,
     "DiLoCo": all_reduce,
@@ -154,17 +181,28 @@ def costs(setting: Setting, seed: int) -> list[Cost]:
     """What each of `METHODS` costs on these links."""
     setting.check()
     waiting = _waiting(setting, seed)
-    return [_cost(setting, method, waiting[method]) for method in METHODS]
+    return [cost_of(setting, method, waiting[method]) for method in METHODS]
 
 
-def link_seconds_per_step(setting: Setting, method: str) -> float:
-    """Seconds that a method's communication adds to a step, without waiting for stragglers."""
-    return _cost(setting, method, waiting=0.0).seconds_per_step
+def cost_of(setting: Setting, method: str, waiting: float = 0.0) -> Cost:
+    """What a method costs on these links, and `waiting` seconds a step for stragglers."""
+    meetings = _meetings(setting, method)
+    every = meetings.shortest_gap
+    sent, seconds = _EXCHANGES[method](setting, meetings.fragments)
+    exposed = exposed_seconds(seconds, meetings, setting.step_time) / every
+    share = setting.step_time / (setting.step_time + exposed + waiting)
+    return Cost(method, every, sent, sent * meetings.total(setting.steps), seconds, exposed, waiting, share)
 
 
-def compute_share(setting: Setting, method: str) -> float:
-    """Share of the wall clock spent computing, without waiting for stragglers."""
-    return _cost(setting, method, waiting=0.0).compute_share
+def exposed_seconds(seconds: float, meetings: Meetings, step_time: float) -> float:
+    """What computing does not hide of an exchange of so many seconds.
+
+    It runs beside `delay` inner steps, or beside those until the next exchange wants the link if these are fewer: that
+    one begins later then. Outer steps count as evenly spaced, which they are where F divides H or H divides F; where
+    they are not, a run waits for an exchange less than a tenth of a step more (a test replays it).
+    """
+    left = seconds - min(meetings.delay, meetings.shortest_gap) * step_time
+    return left if left > 1e-9 * seconds else 0.0  # no rest of the subtraction
 
 
 def with_replicas(setting: Setting, replicas: int) -> Setting:
@@ -172,17 +210,10 @@ def with_replicas(setting: Setting, replicas: int) -> Setting:
     return replace(setting, replicas=replicas, group_size=min(setting.group_size, replicas))
 
 
-def with_bandwidth(setting: Setting, bandwidth: float) -> Setting:
-    """The same with another bandwidth, bits per second."""
-    return replace(setting, bandwidth=bandwidth)
-
-
-def _cost(setting: Setting, method: str, waiting: float) -> Cost:
-    every = setting.sync_every if method in ("DiLoCo", "NoLoCo") else 1
-    sent, seconds = _EXCHANGES[method](setting)
-    lost = seconds / every + waiting
-    share = setting.step_time / (setting.step_time + lost)
-    return Cost(method, every, sent, seconds, seconds / every, waiting, share)
+def _meetings(setting: Setting, method: str) -> Meetings:
+    if method in OUTER_METHODS:
+        return Meetings.every(setting.sync_every, setting.fragments, setting.delay)
+    return Meetings.every(1)
 
 
 def _waiting(setting: Setting, seed: int) -> dict[str, float]:
@@ -194,8 +225,13 @@ def _waiting(setting: Setting, seed: int) -> dict[str, float]:
     return {"FSDP": every_step, "DDP": every_step, "DiLoCo": diloco, "NoLoCo": noloco}
 
 
-def _model_bytes(setting: Setting) -> float:
-    return setting.params * setting.bytes_per_param
+def _message_bytes(setting: Setting, wire: str, fragments: int) -> float:
+    """Of one of so many fragments, without what fills up the last block of an array."""
+    return setting.params / fragments * block_bytes(wire) / block_of(wire)
+
+
+def _summed_wire(setting: Setting) -> str:
+    return setting.wire if setting.wire in FLOAT_BYTES else "float32"
 
 
 def _transfer(setting: Setting, size: float) -> float:

@@ -1,6 +1,7 @@
 """The pictures of `python -m noloco_jax.simulate`. Each function takes figures that were computed elsewhere."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,7 +9,8 @@ import numpy as np
 
 from noloco_jax.files import write_picture
 from noloco_jax.formatting import format_bandwidth, format_count, format_seconds
-from noloco_jax.simulate import cost, theory
+from noloco_jax.simulate import cost, hiding, theory
+from noloco_jax.wires import FLOAT_BYTES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,13 +70,14 @@ def costs(setting: cost.Setting, path: Path) -> None:
     """Seconds that communication adds to a step against replicas, and share spent computing against bandwidth."""
     figure = _figure(11)
     left, right = figure.subplots(1, 2)
-    replicas = [2**k for k in range(1, 13)]
+    replicas, bandwidths = [2**k for k in range(1, 13)], _bandwidths_around(setting)
+    hidden: list[str] = []
     for method in cost.METHODS:
         style = {"color": _COLORS[method], "ls": _DASHES[method], "lw": 2, "label": method}
-        added = [cost.link_seconds_per_step(cost.with_replicas(setting, n), method) for n in replicas]
+        added = [cost.cost_of(cost.with_replicas(setting, n), method).exposed_per_step for n in replicas]
         left.plot(replicas, added, **style)
-        bandwidths = np.geomspace(setting.bandwidth / 1e3, setting.bandwidth * 1e3, 121)
-        share = [100 * cost.compute_share(cost.with_bandwidth(setting, b), method) for b in bandwidths]
+        hidden += [] if any(added) else [method]
+        share = [100 * cost.cost_of(replace(setting, bandwidth=b), method).compute_share for b in bandwidths]
         right.plot(bandwidths, share, **style)
     left.axhline(setting.step_time, color="k", lw=1)
     left.annotate(
@@ -85,23 +88,49 @@ def costs(setting: cost.Setting, path: Path) -> None:
         ha="right",
         fontsize=9,
     )
+    if hidden:
+        left.text(0.98, 0.02, f"hidden: {', '.join(hidden)}", transform=left.transAxes, ha="right", fontsize=9)
     left.axvline(setting.replicas, color="k", lw=0.8, ls=":")
     _log_2_axis(left, replicas[::2])
     left.set_yscale("log")
     left.yaxis.set_major_formatter(lambda value, _: format_seconds(value))
     left.set_ylabel("communication added to a step")
     left.set_title(f"{format_bandwidth(setting.bandwidth)}, {format_seconds(setting.latency)} latency")
-    right.axvline(setting.bandwidth, color="k", lw=0.8, ls=":")
-    right.set_xscale("log")
-    right.xaxis.set_major_formatter(lambda value, _: format_bandwidth(value))
-    right.tick_params(axis="x", labelsize=8)
-    right.set_xlabel("bandwidth of a replica's link")
+    _bandwidth_axis(right, setting)
     right.set_ylabel("share of the time spent computing (%)")
     right.set_ylim(0, 101)
     right.set_title(f"{setting.replicas} replicas")
     right.legend(frameon=False)
-    every = f"synchronizing every {setting.sync_every} steps" if setting.sync_every > 1 else "synchronizing every step"
-    figure.suptitle(f"{format_count(setting.params)} parameters, DiLoCo and NoLoCo {every}")
+    figure.suptitle(f"{format_count(setting.params)} parameters, DiLoCo and NoLoCo {_schedule(setting)}")
+    _save(figure, path)
+
+
+def exposed(setting: cost.Setting, path: Path) -> None:
+    """Share of the time that NoLoCo's exchanges cost against bandwidth: float32 whole, and in fragments, and coded.
+
+    What the setting leaves at its default is chosen so that there is something to see: 8 fragments, int6, and the delay
+    from one fragment to the next.
+    """
+    fragments = setting.fragments if setting.fragments > 1 else 8
+    code = "int6" if setting.wire in FLOAT_BYTES else setting.wire
+    delay = setting.delay or max(setting.sync_every // fragments, 1)
+    whole = replace(setting, wire="float32", fragments=1, delay=delay)
+    in_parts = replace(whole, fragments=fragments)
+    lines = {
+        "float32, whole": whole,
+        f"float32, {fragments} fragments": in_parts,
+        f"{code}, {fragments} fragments": replace(in_parts, wire=code),
+    }
+    figure, bandwidths = _figure(6.4), _bandwidths_around(setting)
+    axes = figure.subplots()
+    for (name, line), color in zip(lines.items(), _shades(len(lines)), strict=True):
+        shares = [100 * hiding.exposed_share(replace(line, bandwidth=b), "NoLoCo") for b in bandwidths]
+        axes.plot(bandwidths, shares, color=color, lw=2, label=name)
+    _bandwidth_axis(axes, setting)
+    axes.set_ylabel("share of the time that waits for links (%)")
+    axes.set_ylim(-1, 101)
+    axes.legend(frameon=False)
+    axes.set_title(f"{format_count(setting.params)} parameters, NoLoCo {_schedule(whole)}")
     _save(figure, path)
 
 
@@ -217,3 +246,21 @@ def _log_2_axis(axes: "Axes", sizes: Sequence[int]) -> None:
     axes.set_xticks(list(sizes), [str(n) for n in sizes])
     axes.minorticks_off()
     axes.set_xlabel("replicas")
+
+
+def _schedule(setting: cost.Setting) -> str:
+    every = f"every {setting.sync_every} steps" if setting.sync_every > 1 else "every step"
+    parts = f", {setting.fragments} fragments" if setting.fragments > 1 else ""
+    return f"synchronizing {every}{parts}" + (f", delay {setting.delay}" if setting.delay else "")
+
+
+def _bandwidths_around(setting: cost.Setting) -> np.ndarray:
+    return np.geomspace(setting.bandwidth / 1e3, setting.bandwidth * 1e3, 121)
+
+
+def _bandwidth_axis(axes: "Axes", setting: cost.Setting) -> None:
+    axes.axvline(setting.bandwidth, color="k", lw=0.8, ls=":")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: format_bandwidth(value))
+    axes.tick_params(axis="x", labelsize=8)
+    axes.set_xlabel("bandwidth of a replica's link")

@@ -1,76 +1,14 @@
 """The sections of `python -m noloco_jax.simulate`: each computes its figures, draws its pictures, returns Markdown."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from noloco_jax.config import OuterConfig
-from noloco_jax.formatting import format_bandwidth, format_bytes, format_count, format_percent, format_seconds
 from noloco_jax.outer.pairing import consensus_limit
-from noloco_jax.simulate import blocking, cost, latency, pictures, quadratic, theory
-
-
-def cost_section(setting: cost.Setting, seed: int, out: Path | None) -> str:
-    """What each method costs on the user's links; picture cost.png."""
-    rows = []
-    for c in cost.costs(setting, seed):
-        lost = c.seconds_per_step + c.waiting_per_step
-        rows.append(
-            [
-                c.method,
-                f"{c.every} step{'s' if c.every > 1 else ''}",
-                format_bytes(c.bytes_per_sync),
-                format_bytes(c.bytes_per_step),
-                format_seconds(c.seconds_per_sync),
-                format_seconds(c.seconds_per_step),
-                *([format_seconds(c.waiting_per_step)] if setting.step_spread else []),
-                format_percent(lost / setting.step_time),
-                format_percent(c.compute_share),
-            ]
-        )
-    header = ["method", "every", "sent each time", "sent a step", "link time each time", "link time a step"]
-    header += ["waiting a step"] if setting.step_spread else []
-    header += ["added to a step", "time computing"]
-    if out:
-        pictures.costs(setting, out / "cost.png")
-    spread = (
-        f"Steps take log-normal times, standard deviation {setting.step_spread:g} of the mean; FSDP, DDP and DiLoCo "
-        "wait for the slowest of all, NoLoCo for its group."
-        if setting.step_spread
-        else "Every step takes the same time; `--step-spread` adds the waiting for stragglers, NoLoCo's larger gain."
-    )
-    return "\n".join(
-        [
-            "## What communication costs a step",
-            "",
-            f"{format_count(setting.params)} parameters, {setting.replicas} replicas, "
-            f"{format_bandwidth(setting.bandwidth)} each way, {format_seconds(setting.latency)} latency, "
-            f"{format_seconds(setting.step_time)} of computing a step. Bytes are those that one replica sends.",
-            "",
-            _table(header, rows),
-            "",
-            "Assumptions:",
-            f"- A message of V bytes takes latency + 8V / bandwidth; {setting.bytes_per_param:g} bytes a parameter; "
-            "nothing overlaps with computing; all links are alike and full duplex.",
-            f"- NoLoCo: every {setting.sync_every} steps, one message of V bytes to each other member of its group of "
-            f"{setting.group_size}; of more than 2, which the replicas make evenly, shares of it there and back, where "
-            "that is less. Bytes are the mean over replicas, of which some may be in a smaller group.",
-            f"- DiLoCo: every {setting.sync_every} steps, and DDP every step, one all-reduce ({setting.all_reduce}): "
-            f"{_ALL_REDUCE_FORMULAS[setting.all_reduce]}.",
-            "- FSDP: every step, two all-gathers of the weights and a reduce-scatter of the gradients, 3(N−1)/N · V, "
-            "one collective of each for the whole model.",
-            f"- {spread}",
-        ]
-    )
-
-
-_ALL_REDUCE_FORMULAS = {
-    "halving": "2⌈log₂ N⌉ latency + 2(N−1)/N · V/bandwidth",
-    "ring": "2(N−1) latency + 2(N−1)/N · V/bandwidth",
-    "tree": "2⌈log₂ N⌉ (latency + V/bandwidth)",
-}
+from noloco_jax.simulate import blocking, latency, pictures, quadratic, theory
+from noloco_jax.simulate.table import markdown_table
 
 
 def latency_section(seed: int, out: Path | None) -> str:
@@ -93,7 +31,7 @@ def latency_section(seed: int, out: Path | None) -> str:
             "",
             "Message times are log-normal. Time of an all-reduce over n replicas over that of a pair's exchange:",
             "",
-            _table(["std/mean of a message", "E max of two / mean", *(f"n = {sizes[k]}" for k in shown)], rows),
+            markdown_table(["std/mean of a message", "E max of two / mean", *(f"n = {sizes[k]}" for k in shown)], rows),
             "",
             "Assumptions: each of the 2 log₂ n levels waits for the slower of two messages, "
             "E max = (1 + erf(σ/2)) exp(μ + σ²/2), and for the subtrees below it; a pair has one such level each way. "
@@ -121,7 +59,7 @@ def blocking_section(seed: int, out: Path | None) -> str:
             "",
             "Total run time of DiLoCo over NoLoCo's, by inner steps between outer steps and replicas N:",
             "",
-            _table(["inner steps", *(f"N = {n}" for n in sizes)], rows),
+            markdown_table(["inner steps", *(f"N = {n}" for n in sizes)], rows),
             "",
             f"Assumptions: an inner step takes a log-normal time, μ = {mu:g}, σ² = {variance:g}, on every replica "
             f"independently; messages are free; {rounds} outer steps; a run ends when its last replica does. "
@@ -195,11 +133,13 @@ def _quadratic_part(seed: int, out: Path | None) -> str:
             f"β = {_OUTER.lr:g}, γ = {_OUTER.consensus:g} in random pairs of {replicas} replicas; {runs} runs. "
             f"From 1, the mean of φ goes to the optimum 0; after {num_rounds} outer steps, in the flattest direction:",
             "",
-            _table(["inner learning rate ω", "exact", "simulated"], means),
+            markdown_table(["inner learning rate ω", "exact", "simulated"], means),
             "",
             "Variance of φ where it settles:",
             "",
-            _table(["ω", "over replicas, exact", "over replicas, simulated", "of the replicas' mean, exact"], rows),
+            markdown_table(
+                ["ω", "over replicas, exact", "over replicas, simulated", "of the replicas' mean, exact"], rows
+            ),
             "",
             f"Log-log slope of the variance over replicas, simulated: {slope:.3f} ± {error:.3f} (the theorem: 2). "
             "The replicas' mean keeps SGD's own noise about the optimum, which goes as ω/N: at a small ω or on few "
@@ -237,7 +177,7 @@ def _stability_part(out: Path | None) -> str:
             "Largest γ for which pairs without gradients come together in mean square, from the spectral radius of the "
             "second-moment operator, and from the closed form γ < 2(1 − α²)/(1 − α/(N − 1)):",
             "",
-            _table(
+            markdown_table(
                 ["momentum α", *(f"N = {n}" for n in strengths), f"closed form, N = {strengths[-1]}"],
                 rows,
             ),
@@ -245,17 +185,3 @@ def _stability_part(out: Path | None) -> str:
             "The paper's Eq. 74 is not this bound: at α = 0.9 it admits only γ that diverge.",
         ]
     )
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns line up in a terminal too; all but the first are right-aligned."""
-    widths = [max(len(cells[i]) for cells in (header, *rows)) for i in range(len(header))]
-    sides = "<" + ">" * (len(header) - 1)
-    lines = [
-        " | ".join(f"{cell:{side}{width}}" for cell, side, width in zip(cells, sides, widths, strict=True))
-        for cells in (header, *rows)
-    ]
-    rule = " | ".join(
-        "-" * width if side == "<" else "-" * (width - 1) + ":" for side, width in zip(sides, widths, strict=True)
-    )
-    return "\n".join(f"| {line} |" for line in (lines[0], rule, *lines[1:]))

@@ -8,26 +8,31 @@ from noloco_jax.errors import UserError
 from noloco_jax.simulate import command as simulate
 
 
+def table(text: str) -> dict[str, list[str]]:
+    """The rows of a Markdown table by their first cells."""
+    rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines())
+    return {cells[0]: cells for cells in rows if cells}
+
+
 def test_costs_on_the_users_links_answer_in_a_table(capsys):
     argv = "--only=cost --params=1B --bandwidth=1Gbit --latency=0 --step-time=1s --replicas=8 --sync-every=10"
-    simulate.main([*argv.split(), "--bytes-per-param=2"])
-    rows = {
-        cells[0]: cells
-        for cells in ([c.strip() for c in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines())
-        if cells
-    }
+    simulate.main([*argv.split(), "--wire=bfloat16", "--steps=25"])
+    costs, hiding = capsys.readouterr().out.split("What would hide")
+    rows = table(costs)
     # 2 GB of weights take 16 s on 1 Gbit/s; every 10 steps that is 1.6 s a step.
-    assert rows["NoLoCo"][1:] == ["10 steps", "2 GB", "200 MB", "16 s", "1.6 s", "160 %", "38.5 %"]
+    assert rows["NoLoCo"][1:] == ["10 steps", "2 GB", "200 MB", "4 GB", "16 s", "1.6 s", "160 %", "38.5 %"]
     # An all-reduce over 8 sends 2 · 7/8 of them, FSDP's three collectives 3 · 7/8.
-    assert rows["DiLoCo"][2:6] == ["3.5 GB", "350 MB", "28 s", "2.8 s"]
-    assert rows["DDP"][2:6] == ["3.5 GB", "3.5 GB", "28 s", "28 s"]
-    assert rows["FSDP"][2:6] == ["5.25 GB", "5.25 GB", "42 s", "42 s"]
+    assert rows["DiLoCo"][2:7] == ["3.5 GB", "350 MB", "7 GB", "28 s", "2.8 s"]
+    assert rows["DDP"][2:7] == ["3.5 GB", "3.5 GB", "87.5 GB", "28 s", "28 s"]
+    assert rows["FSDP"][2:7] == ["5.25 GB", "5.25 GB", "131 GB", "42 s", "42 s"]
+    # No delay of 10 steps hides 16 s. Every 304 steps 5 % of the time are exposed: 16 / 304 = 0.05 / 0.95.
+    assert table(hiding)["NoLoCo"][1:] == ["61.5 %", "none", "304", "none"]
 
 
 def test_the_report_and_every_picture_are_written_and_never_overwritten(tmp_path):
     out = tmp_path / "new" / "folder"
     assert simulate.main(["--only=theory,cost", f"--out={out}"]) == 0
-    names = {"simulate.md", "cost.png", "quadratic.png", "stability.png"}
+    names = {"simulate.md", "cost.png", "exposed.png", "quadratic.png", "stability.png"}
     assert {p.name for p in out.iterdir()} == names
     assert all(p.stat().st_size > 500 for p in out.iterdir())
     assert set(re.findall(r"!\[\w+\]\((.+?)\)", (out / "simulate.md").read_text())) == names - {"simulate.md"}
@@ -49,7 +54,16 @@ def test_the_report_and_every_picture_are_written_and_never_overwritten(tmp_path
         (["--replicas=few"], "invalid int value: 'few'"),
         (["--replicas=4", "--group-size=8"], "--group-size=8 does not fit --replicas=4"),
         (["--sync-every=0"], "--sync-every=0: must be greater than zero"),
-        (["--bytes-per-param=nan"], "--bytes-per-param=nan"),
+        (["--fragments=0"], "--fragments=0: must be greater than zero"),
+        (["--steps=0"], "--steps=0: must be greater than zero"),
+        (["--delay=-1"], "--delay=-1: must be zero or greater"),
+        (["--delay=11", "--sync-every=10"], "--delay=11 is more than the --sync-every=10 steps"),
+        (["--wire=int5"], "--wire=int5: choose one of float32, bfloat16, int8"),
+        (["--wire=modulo4", "--group-size=4"], "--wire=modulo4 is for pairs and --group-size=4"),
+        (["--exposed-below=much"], "--exposed-below=much: write a percentage such as 5%"),
+        (["--exposed-below=100%"], "--exposed-below=100%: write a percentage between 0 and 100"),
+        (["--exposed-below=5x"], "--exposed-below=5x: write a percentage between 0 and 100"),
+        (["--step-spread=1", "--delay=2"], "leave it out, or --fragments and --delay"),
         (["--step-spread=-1"], "--step-spread=-1.0"),
         (["--all-reduce=star"], "--all-reduce=star: choose one of"),
         (["--seed=-1"], "--seed=-1 is below 0"),

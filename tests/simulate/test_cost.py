@@ -22,8 +22,7 @@ def sent(method: str, num_replicas: int, **outer) -> tuple[int, float]:
 def test_a_group_exchange_sends_what_the_outer_program_does(group, wire):
     num_replicas, n = group
     params, expected = sent("noloco", num_replicas, group_size=n, wire=wire)
-    width = {"float32": 4, "bfloat16": 2}[wire]
-    setting = Setting(params=params, replicas=num_replicas, group_size=n, bytes_per_param=width)
+    setting = Setting(params=params, replicas=num_replicas, group_size=n, wire=wire)
     assert group_exchange(setting)[0] == pytest.approx(expected, rel=1e-3)  # shares are whole numbers of weights
 
 

@@ -14,7 +14,7 @@ from noloco_jax.simulate.latency import expected_max_of_two, log_sigma, tree_ove
 TOLERANCE = 0.02
 
 SETTING = Setting(
-    params=1e9, bandwidth=8e9, latency=0.1, step_time=2.0, replicas=8, sync_every=10, group_size=2, bytes_per_param=2
+    params=1e9, bandwidth=8e9, latency=0.1, step_time=2.0, replicas=8, sync_every=10, group_size=2, wire="bfloat16"
 )
 
 
@@ -84,7 +84,14 @@ def test_an_odd_replica_waits_for_nobody():
 def test_methods_send_the_bytes_that_a_count_by_hand_gives():
     # 2 GB of weights; 1 GB/s; 8 replicas: a message takes 0.1 + 2 s.
     assert group_exchange(SETTING) == pytest.approx((2e9, 2.1))
-    assert group_exchange(dataclasses.replace(SETTING, group_size=4)) == pytest.approx((6e9, 6.3))
+    # Shares of a group of four: three times 0.25 GB as bfloat16 and their 1 GB of means back, in six messages.
+    assert group_exchange(dataclasses.replace(SETTING, group_size=4)) == pytest.approx((4.5e9, 6 * 0.1 + 4.5))
+    # The codes of int6 are so short that 0.78125 GB go to each of the three others.
+    in_codes = dataclasses.replace(SETTING, group_size=4, wire="int6")
+    assert group_exchange(in_codes) == pytest.approx((3 * 0.78125e9, 3 * 0.88125))
+    # Of six replicas in fours two are a pair.
+    with_rest = dataclasses.replace(SETTING, replicas=6, group_size=4)
+    assert group_exchange(with_rest) == pytest.approx(((4 * 3 + 2 * 1) / 6 * 2e9, 6.3))
     assert all_reduce(SETTING) == pytest.approx((3.5e9, 2 * 3 * 0.1 + 3.5))
     assert all_reduce(dataclasses.replace(SETTING, all_reduce="ring")) == pytest.approx((3.5e9, 14 * 0.1 + 3.5))
     assert all_reduce(dataclasses.replace(SETTING, all_reduce="tree")) == pytest.approx((3.5e9, 2 * 3 * 2.1))
@@ -94,9 +101,9 @@ def test_methods_send_the_bytes_that_a_count_by_hand_gives():
 def test_outer_methods_spread_their_cost_over_the_inner_steps():
     by_name = {c.method: c for c in costs(SETTING, seed=0)}
     noloco, ddp = by_name["NoLoCo"], by_name["DDP"]
-    assert (noloco.every, noloco.bytes_per_step, noloco.seconds_per_step) == (10, 2e8, pytest.approx(0.21))
+    assert (noloco.every, noloco.bytes_per_step, noloco.exposed_per_step) == (10, 2e8, pytest.approx(0.21))
     assert noloco.compute_share == pytest.approx(2 / 2.21)
-    assert ddp.seconds_per_step == ddp.seconds_per_sync == by_name["DiLoCo"].seconds_per_sync
+    assert ddp.exposed_per_step == ddp.seconds_per_sync == by_name["DiLoCo"].seconds_per_sync
 
 
 def test_stragglers_cost_most_where_all_wait_every_step():

@@ -1,0 +1,141 @@
+"""Fragments, wires and delays on the user's links: hand counts, and a replay of a run event by event as the oracle."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from noloco_jax.meetings import Meetings
+from noloco_jax.simulate.cost import Setting, all_reduce, cost_of, exposed_seconds, group_exchange
+from noloco_jax.simulate.hiding import exposed_share, shortest_interval, smallest_delay, widest_wire
+
+# 4 GB of float32 at 1 GB/s.
+SETTING = Setting(params=1e9, bandwidth=8e9, latency=0.1, step_time=0.5, replicas=8, sync_every=10, steps=37)
+
+
+def replayed(seconds: float, step_time: float, sync_every: int, fragments: int, delay: int) -> float:
+    """Seconds that a step waits for the link in the long run: computing, link and corrections one event at a time."""
+    rounds = 40
+    numbers = itertools.count(1)
+    due = next(numbers)  # the k-th outer step follows inner step ⌈k H / F⌉
+    clock = link_free = waited = waited_at_half = 0.0
+    on_the_way: list[tuple[int, float]] = []  # (inner step by which it enters, when it has come)
+    for step in range(1, rounds * sync_every + 1):
+        clock += step_time
+        while on_the_way and on_the_way[0][0] <= step:
+            wait = max(on_the_way.pop(0)[1] - clock, 0)
+            clock, waited = clock + wait, waited + wait
+        while math.ceil(due * sync_every / fragments) == step:
+            due = next(numbers)
+            link_free = max(clock, link_free) + seconds
+            if delay:
+                on_the_way.append((step + delay, link_free))
+            else:
+                clock, waited = link_free, waited + seconds
+        if step == rounds * sync_every // 2:
+            waited_at_half = waited
+    return (waited - waited_at_half) / (rounds * sync_every / 2)
+
+
+def predicted(seconds: float, step_time: float, sync_every: int, fragments: int, delay: int) -> float:
+    meetings = Meetings.every(sync_every, fragments, delay)
+    return exposed_seconds(seconds, meetings, step_time) / meetings.shortest_gap
+
+
+@pytest.mark.parametrize(("sync_every", "fragments"), [(12, 1), (12, 4), (12, 12), (2, 8), (1, 1), (1, 3)])
+@pytest.mark.parametrize("seconds", [0.2, 0.7, 1.9, 5.0, 40.0])
+def test_evenly_spaced_exchanges_expose_what_a_replay_waits(sync_every, fragments, seconds):
+    for delay in range(sync_every + 1):
+        args = (seconds, 0.6, sync_every, fragments, delay)
+        np.testing.assert_allclose(predicted(*args), replayed(*args), rtol=1e-9, atol=1e-9, err_msg=f"delay {delay}")
+
+
+@pytest.mark.parametrize(("sync_every", "fragments"), [(10, 4), (29, 10), (7, 3), (2, 3)])
+def test_unevenly_spaced_exchanges_wait_hardly_longer(sync_every, fragments):
+    step_time = 0.6
+    for seconds, delay in itertools.product(np.linspace(0.1, 3, 8), range(sync_every + 1)):
+        args = (float(seconds), step_time, sync_every, fragments, delay)
+        more = (replayed(*args) - predicted(*args)) * sync_every / fragments  # of one exchange
+        assert abs(more) < step_time / 10, args
+
+
+@pytest.mark.parametrize(
+    ("fragments", "wire", "megabytes"),
+    [
+        (1, "float32", 4000.0),
+        (4, "float32", 1000.0),
+        (4, "int8", 257.8125),  # 66 bytes for 64 weights
+        (4, "int6", 195.3125),  # 50
+        (8, "modulo3", 48.828125),  # 25
+    ],
+)
+def test_a_pair_sends_a_fragment_in_the_bits_of_its_wire(fragments, wire, megabytes):
+    cost = cost_of(replace(SETTING, fragments=fragments, wire=wire), "NoLoCo")
+    assert cost.bytes_per_sync == megabytes * 1e6
+    assert cost.bytes_per_step == pytest.approx(megabytes * 1e6 * fragments / 10)
+    assert cost.bytes_in_all == megabytes * 1e6 * (37 * fragments // 10)  # 37 inner steps
+    assert cost.seconds_per_sync == pytest.approx(0.1 + megabytes / 1000)
+
+
+def test_dilocos_fragments_are_all_reduced_as_float32_where_the_wire_is_a_code():
+    setting = replace(SETTING, fragments=4, wire="int6")
+    assert all_reduce(setting, fragments=4) == pytest.approx((1.75e9, 6 * 0.1 + 1.75))
+    assert cost_of(setting, "DiLoCo").bytes_per_sync == 1.75e9
+    assert cost_of(setting, "DDP").bytes_per_sync == 7e9  # whole, every step
+    assert cost_of(setting, "DDP").bytes_in_all == 37 * 7e9
+    assert group_exchange(replace(setting, wire="bfloat16"), fragments=4)[0] == 5e8
+
+
+def test_what_is_exposed_is_what_a_count_by_hand_leaves():
+    def exposed(method: str, **changes) -> float:
+        return cost_of(replace(SETTING, **changes), method).exposed_per_step
+
+    assert exposed("NoLoCo") == pytest.approx(4.1 / 10)
+    assert exposed("NoLoCo", delay=4) == pytest.approx((4.1 - 2) / 10)
+    assert exposed("NoLoCo", delay=9) == 0  # 4.5 s
+    assert exposed("NoLoCo", delay=1, bandwidth=160e9, step_time=0.3) == 0  # though 0.1 + 0.2 > 0.3
+    # Every 2.5 steps 1.1 s, of which 1 s fits into a delay of 2, and all of it between two exchanges.
+    assert exposed("NoLoCo", delay=2, fragments=4) == pytest.approx(0.1 / 2.5)
+    assert exposed("NoLoCo", delay=3, fragments=4) == 0
+    # DiLoCo's 2.35 s do not even fit there, whatever the delay; DDP's 7.6 s are not delayed.
+    assert exposed("DiLoCo", delay=10, fragments=4) == pytest.approx((2.35 - 1.25) / 2.5)
+    assert exposed("DDP", delay=10, fragments=4) == pytest.approx(7.6)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"latency": 0.8}, {"latency": 2.0}, {"fragments": 5}, {"fragments": 5, "wire": "int4"}]
+)
+@pytest.mark.parametrize("method", ["NoLoCo", "DiLoCo"])
+def test_the_smallest_delay_is_the_first_that_a_replay_does_not_wait_with(method, changes):
+    setting = replace(SETTING, **changes)
+    seconds = cost_of(setting, method).seconds_per_sync
+    hiding = [d for d in range(11) if replayed(seconds, 0.5, 10, setting.fragments, d) < 1e-9]
+    assert smallest_delay(setting, method) == min(hiding, default=None)
+
+
+@pytest.mark.parametrize("changes", [{"delay": 3}, {"delay": 12, "fragments": 8}, {"wire": "int6"}])
+def test_the_shortest_interval_is_the_first_that_a_replay_finds_cheap_enough(changes):
+    setting = replace(SETTING, sync_every=40, **changes)
+    seconds = cost_of(setting, "NoLoCo").seconds_per_sync
+
+    def share(sync_every: int) -> float:
+        waited = replayed(seconds, 0.5, sync_every, setting.fragments, setting.delay)
+        return waited / (waited + 0.5)
+
+    first = next(h for h in itertools.count(max(setting.delay, 1)) if share(h) <= 0.1)
+    assert shortest_interval(setting, "NoLoCo", 0.1) == first
+
+
+def test_the_widest_wire_has_the_most_bits_that_stay_below_the_share():
+    # Beside four steps, 2 s, float32's 4.1 s do not fit, bfloat16's 2.1 s all but fit: 0.1 s in ten steps of 0.5 s.
+    setting = replace(SETTING, delay=4)
+    assert exposed_share(setting, "NoLoCo") == pytest.approx(0.21 / 0.71)
+    assert widest_wire(setting, 0.30) == "float32"
+    assert widest_wire(setting, 0.02) == "bfloat16"
+    assert widest_wire(setting, 0.01) == "int8"
+    slow = replace(setting, bandwidth=0.21e9 * 8)  # 2 s less the latency are 0.4 GB, 3.2 bits a weight
+    assert widest_wire(slow, 0.001) == "modulo3"
+    in_fours = replace(setting, bandwidth=0.7e9 * 8, group_size=4)  # where only three windowed messages would fit
+    assert widest_wire(in_fours, 0.001) is None
