@@ -11,7 +11,8 @@ import pytest
 
 from noloco_jax.cluster.stop import RESTART
 from noloco_jax.compare import command as compare
-from noloco_jax.compare.runner import LOG_FILE, Comparison
+from noloco_jax.compare.job import LOG_FILE
+from noloco_jax.compare.runner import Comparison
 from noloco_jax.config import to_dict
 from noloco_jax.errors import UserError
 from support import processes
@@ -44,7 +45,7 @@ def stand_in(config_file, tmp_path, monkeypatch):
     """Makes the comparison call a stand-in; `stand_in[method]` is when it fails, "start" or "later"."""
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
-    configs = {run.name: to_dict(run.config) for run in plan_of(config_file)}
+    configs = {run.name: to_dict(run.config) for run in plan_of(config_file).runs}
     fails: dict[str, str] = {}
     real = Comparison._arguments
 
@@ -112,7 +113,7 @@ def test_a_comparison_that_is_stopped_goes_on_to_its_table(tmp_path, monkeypatch
     log = (out / "ddp-seed0" / LOG_FILE).read_text()
     assert ("going on from the checkpoint" in log) != finished_in_time
     assert "[2/2] noloco-seed0: perplexity" in output
-    rows = {row["method"]: row for row in csv.DictReader((out / "comparison.csv").read_text().splitlines())}
+    rows = {row["variant"]: row for row in csv.DictReader((out / "comparison.csv").read_text().splitlines())}
     assert float(rows["ddp"]["gap_percent_mean"]) == 0
     assert float(rows["noloco"]["replica_spread_mean"]) > 0
     last = [line for line in processes.metrics(out / "noloco-seed0") if line["kind"] == "eval"][-1]
