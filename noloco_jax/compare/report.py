@@ -17,8 +17,8 @@ PAPERS_CORRELATION = "the paper finds 0.91 to 0.97"
 
 def format_share(share: float) -> str:
     """A share of the bytes of data parallel training, as they are compared: `1/17`, `1/2.3`, `1.2 x`."""
-    if share == 0:
-        return "0"
+    if share in (0, 1):
+        return f"{share:g}"
     return f"1/{1 / share:.3g}" if share <= 1 else f"{share:.3g} x"
 
 
@@ -57,10 +57,10 @@ def markdown(plan: Plan, rows: Sequence[Row], command: str, pictures: Mapping[st
         "over the replicas; *merged*: of the mean of the replicas' weights; *gap*: above the reference's of the same",
         "seed, which is the ddp with the same inner optimizer or what the variant names; *sent*: bytes in the whole",
         "run, an all-reduce counted as a ring; *share*: of the reference's bytes; *what its bytes buy*: by how many",
-        "points the gap falls for every doubling of the bytes, from the next cheaper variant that nothing beats, or what",
-        "beats it by no more bytes and a smaller gap; *spread*: between replicas' weights at the last evaluation, –",
-        "where they are equal but for rounding; *spread and learning rate*: Pearson's correlation over the evaluations",
-        f"after the warmup ({PAPERS_CORRELATION}).",
+        "points the gap falls for every doubling of the bytes, from the next cheaper variant that nothing beats, or",
+        "what beats it by no more bytes and a smaller gap; *spread*: between replicas' weights at the last evaluation,",
+        "– where they are equal but for rounding; *spread and learning rate*: Pearson's correlation over the",
+        f"evaluations after the warmup ({PAPERS_CORRELATION}).",
     ]
     for remark in remarks(plan, rows):
         lines += ["", remark]
@@ -114,12 +114,9 @@ def _bought(worth: Worth) -> str:
 def remarks(plan: Plan, rows: Sequence[Row]) -> list[str]:
     """What a reader of the table has to know of single variants."""
     said = []
-    if plan.tune is not None:
-        said += [
-            f"{row.label} is best at {plan.tune.field}={row.tuned}, an end of the list: extend --tune beyond it."
-            for row in rows
-            if row.is_at_end
-        ]
+    ends = [f"{row.label} ({row.tuned})" for row in rows if row.is_at_end]
+    if plan.tune is not None and ends:
+        said.append(f"Best at an end of the list of {plan.tune.field}, so extend --tune beyond it: {', '.join(ends)}.")
     for optimizer in dict.fromkeys(
         row.runs[0].config.inner.optimizer for row in rows if row.variant not in plan.references
     ):

@@ -88,16 +88,15 @@ class Comparison:
     def _train_all(self, say: Callable[[], None]) -> None:
         """Starts what is due wherever there is room, until nothing is due and nothing trains, or all is to stop."""
         told = time.monotonic()
-        while True:
-            if self._stopped is None:
-                self._fill()
-            if not any(self._slots):
-                return
+        self._fill()
+        while any(self._slots):
             time.sleep(_POLL_SECONDS)
-            for slot, job in enumerate(self._slots):
-                if job is not None and job.status is not None:
-                    self._slots[slot] = None
-                    self._finish(job)
+            ended = [job for job in self._slots if job is not None and job.status is not None]
+            for job in ended:
+                self._slots[self._slots.index(job)] = None
+                self._finish(job)
+            if ended and self._stopped is None:
+                self._fill()
             if time.monotonic() - told >= _SAY_SECONDS:
                 told = time.monotonic()
                 say()

@@ -117,7 +117,7 @@ def test_a_row_is_of_the_best_value_and_its_gap_above_a_reference_that_is_tuned_
     np.testing.assert_allclose(noloco.figures["gap_percent"], [37.5, 37.5])
     page = report.markdown(plan, rows, "command", {}, [])
     assert "| 0.04 (at the end) |" in page and "| 0.02 |" in page
-    assert "noloco is best at inner.lr=0.04, an end of the list" in page and "ddp is best" not in page
+    assert "Best at an end of the list of inner.lr, so extend --tune beyond it: noloco (0.04)." in page
     lines = list(csv.DictReader(report.table_csv(plan, rows).splitlines()))
     assert [(line["inner.lr"], line["tuned_at_end"]) for line in lines] == [("0.02", "false"), ("0.04", "true")]
 
