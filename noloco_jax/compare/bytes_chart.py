@@ -40,19 +40,22 @@ def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
     ]
     if not any(sent > 0 for _, _, sent, *_ in shown):
         return False
-    figure = Figure(figsize=(10, 5.2), dpi=120, layout="constrained")
+    figure = Figure(figsize=(11, 5.2), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.set_xscale("log")
     axes.axhline(0, color=_GREY, linewidth=0.8)
+    sizes = [sent for _, _, sent, *_ in shown if sent > 0]
+    aside = max(max(sizes) / min(sizes), 2.0) ** 0.006  # so that the bars of a variant do not hide each other
     legend = []
     for row, (color, _, mark), sent, gaps, merged, _ in sorted(shown, key=lambda entry: -entry[2]):
         gap, merged_gap = mean_and_std(gaps)[0], mean_and_std(merged)[0]
         share = mean_and_std(row.figures["bytes_share"])[0]
         parts = f"{gap:+.1f} %, merged {merged_gap:+.1f} %"
         if sent > 0:
-            _mark(axes, sent, gaps, color, mark, face=color)
-            _mark(axes, sent, merged, color, mark, face="white")
+            _mark(axes, sent / aside, gaps, color, mark, face=color)
+            _mark(axes, sent * aside, merged, color, mark, face="white")
+            axes.annotate(row.label, (sent, gap), (9, 4), textcoords="offset points", color=color, fontsize=9)
             written = format_share(share) if math.isfinite(share) else format_bytes(sent)
             handle = Line2D([], [], color=color, marker=mark, linestyle="")
         else:

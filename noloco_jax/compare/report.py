@@ -57,10 +57,10 @@ def markdown(plan: Plan, rows: Sequence[Row], command: str, pictures: Mapping[st
         "over the replicas; *merged*: of the mean of the replicas' weights; *gap*: above the reference's of the same",
         "seed, which is the ddp with the same inner optimizer or what the variant names; *sent*: bytes in the whole",
         "run, an all-reduce counted as a ring; *share*: of the reference's bytes; *what its bytes buy*: by how many",
-        "points the gap falls for every doubling of the bytes, from the next cheaper variant that nothing beats, or",
-        "what beats it by no more bytes and a smaller gap; *spread*: between replicas' weights at the last evaluation,",
-        "– where they are equal but for rounding; *spread and learning rate*: Pearson's correlation over the",
-        f"evaluations after the warmup ({PAPERS_CORRELATION}).",
+        "points the gap is below that of the next cheaper variant that nothing beats, or what beats it by no more",
+        "bytes and a smaller gap; *spread*: between replicas' weights at the last evaluation, – where they are equal but",
+        "for rounding; *spread and learning rate*: Pearson's correlation over the evaluations after the warmup",
+        f"({PAPERS_CORRELATION}).",
     ]
     for remark in remarks(plan, rows):
         lines += ["", remark]
@@ -108,7 +108,9 @@ def _has_references(rows: Sequence[Row]) -> bool:
 def _bought(worth: Worth) -> str:
     if worth.beaten_by is not None:
         return f"beaten by {worth.beaten_by}"
-    return f"{worth.points_per_doubling:.3g} points a doubling" if np.isfinite(worth.points_per_doubling) else "–"
+    if worth.cheaper is None or not np.isfinite(worth.points):
+        return "–"
+    return f"{worth.points:.1f} points for {worth.times:.3g} x the bytes of {worth.cheaper}"
 
 
 def remarks(plan: Plan, rows: Sequence[Row]) -> list[str]:
@@ -183,33 +185,23 @@ def table_csv(plan: Plan, rows: Sequence[Row]) -> str:
     """The same table for programs: a mean and a std of every figure, empty where there is none."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    names = [f"{name}_{part}" for _, name, _ in _COLUMNS for part in ("mean", "std")]
     own = [choices.field for choices in (plan.vary, plan.tune) if choices]
     ends = ["tuned_at_end"] if plan.tune else []
-    writer.writerow(
-        [
-            "variant",
-            "method",
-            *own,
-            *ends,
-            "reference",
-            "seeds",
-            "outer_steps",
-            *names,
-            "beaten_by",
-            "points_per_doubling",
-        ]
-    )
+    names = [f"{name}_{part}" for _, name, _ in _COLUMNS for part in ("mean", "std")]
+    bought = ["beaten_by", "cheaper", "points_below_cheaper", "times_bytes_of_cheaper"]
+    writer.writerow(["variant", "method", *own, *ends, "reference", "seeds", "outer_steps", *names, *bought])
     for row, worth in zip(rows, worths(rows), strict=True):
-        numbers = [number for _, name, _ in _COLUMNS for number in mean_and_std(row.figures[name])]
-        numbers.append(worth.points_per_doubling)
-        cells = [f"{number:.8g}" if np.isfinite(number) else "" for number in numbers]
         values = [row.variant.value or ""] if plan.vary else []
         values += [row.tuned or "", str(row.is_at_end).lower()] if plan.tune else []
         of_row = [row.variant.title, row.variant.method, *values, row.reference or "", len(row.runs)]
-        meetings = num_outer_steps(row.runs[0].config)
-        writer.writerow([*of_row, meetings, *cells[:-1], worth.beaten_by or "", cells[-1]])
+        figures = [_number(number) for _, name, _ in _COLUMNS for number in mean_and_std(row.figures[name])]
+        bought = [worth.beaten_by or "", worth.cheaper or "", _number(worth.points), _number(worth.times)]
+        writer.writerow([*of_row, num_outer_steps(row.runs[0].config), *figures, *bought])
     return text.getvalue()
+
+
+def _number(value: float) -> str:
+    return f"{value:.8g}" if np.isfinite(value) else ""
 
 
 def correlations(rows: Sequence[Row]) -> list[str]:

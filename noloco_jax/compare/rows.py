@@ -106,12 +106,15 @@ class Worth:
 
     Attributes:
       beaten_by: the variant that sends no more and has the least gap, where that is smaller; None where there is none.
-      points_per_doubling: by how many percentage points the gap falls for every doubling of the bytes, from the next
-        cheaper variant that is not beaten; NaN where there is none, or it sends nothing.
+      cheaper: the next cheaper variant that is not beaten, where this one is not either and both send something.
+      points: by how many percentage points its gap is below that one's.
+      times: how many times that one's bytes it sends.
     """
 
     beaten_by: str | None
-    points_per_doubling: float
+    cheaper: str | None = None
+    points: float = math.nan
+    times: float = math.nan
 
 
 def worths(rows: Sequence[Row]) -> list[Worth]:
@@ -127,14 +130,18 @@ def worths(rows: Sequence[Row]) -> list[Worth]:
     is_beaten = [gaps[by] < gaps[index] for index, by in enumerate(best)]
     result = []
     for index, row in enumerate(rows):
-        points = math.nan
-        cheaper = [
+        if is_beaten[index]:
+            result.append(Worth(rows[best[index]].label))
+            continue
+        cheaper = (
             i
             for i, other in enumerate(rows)
-            if other.reference == row.reference and not is_beaten[i] and sent[i] < sent[index]
-        ]
+            if other.reference == row.reference and not is_beaten[i] and 0 < sent[i] < sent[index]
+        )
         before = max(cheaper, key=lambda i: sent[i], default=None)
-        if not is_beaten[index] and before is not None and sent[before] > 0:
-            points = (gaps[before] - gaps[index]) / math.log2(sent[index] / sent[before])
-        result.append(Worth(rows[best[index]].label if is_beaten[index] else None, points))
+        if before is None:
+            result.append(Worth(None))
+        else:
+            points, times = gaps[before] - gaps[index], sent[index] / sent[before]
+            result.append(Worth(None, rows[before].label, points, times))
     return result

@@ -122,7 +122,7 @@ def test_a_row_is_of_the_best_value_and_its_gap_above_a_reference_that_is_tuned_
     assert [(line["inner.lr"], line["tuned_at_end"]) for line in lines] == [("0.02", "false"), ("0.04", "true")]
 
 
-def test_bytes_are_judged_by_what_a_doubling_of_them_brings_and_by_what_beats_them(config_file, tmp_path):
+def test_bytes_are_judged_by_what_more_of_them_bring_and_by_what_beats_them(config_file, tmp_path):
     variants = ["cheap:outer.lr=0.1", "middle:outer.lr=0.2", "bad:outer.lr=0.3", "other:inner.optimizer=muon"]
     plan = plan_of(config_file, methods=["ddp", "local"], variants=variants)
     left = {
@@ -139,11 +139,13 @@ def test_bytes_are_judged_by_what_a_doubling_of_them_brings_and_by_what_beats_th
     rows = make_rows(plan, tmp_path)
     worth = dict(zip((row.label for row in rows), worths(rows), strict=True))
     assert {label: w.beaten_by for label, w in worth.items()} == dict.fromkeys(left) | {"bad": "middle"}
-    # Gaps of 40, 20 and 0 percent at 100, 400 and 1600 bytes: two doublings each.
-    assert (worth["middle"].points_per_doubling, worth["ddp"].points_per_doubling) == pytest.approx((10, 10))
-    assert all(np.isnan(worth[label].points_per_doubling) for label in ("local", "cheap", "bad", "other"))
+    # Gaps of 40, 20 and 0 percent at 100, 400 and 1600 bytes.
+    for label, cheaper in (("middle", "cheap"), ("ddp", "middle")):
+        assert worth[label].cheaper == cheaper
+        assert (worth[label].points, worth[label].times) == pytest.approx((20, 4))
+    assert all(worth[label].cheaper is None for label in ("local", "cheap", "bad", "other"))
     table = report.table(plan, rows, brief=True)
-    assert "| beaten by middle |" in table[6] and "| 1/4 | 10 points a doubling |" in table[5]
+    assert "| beaten by middle |" in table[6] and "| 1/4 | 20.0 points for 4 x the bytes of cheap |" in table[5]
     assert "There is no ddp with inner.optimizer='muon'" in report.markdown(plan, rows, "command", {}, [])
 
 
