@@ -58,8 +58,8 @@ def markdown(plan: Plan, rows: Sequence[Row], command: str, pictures: Mapping[st
         "seed, which is the ddp with the same inner optimizer or what the variant names; *sent*: bytes in the whole",
         "run, an all-reduce counted as a ring; *share*: of the reference's bytes; *what its bytes buy*: by how many",
         "points the gap is below that of the next cheaper variant that nothing beats, or what beats it by no more",
-        "bytes and a smaller gap; *spread*: between replicas' weights at the last evaluation, – where they are equal but",
-        "for rounding; *spread and learning rate*: Pearson's correlation over the evaluations after the warmup",
+        "bytes and a smaller gap; *spread*: between replicas' weights at the last evaluation, – where they are equal",
+        "but for rounding; *spread and learning rate*: Pearson's correlation over the evaluations after the warmup",
         f"({PAPERS_CORRELATION}).",
     ]
     for remark in remarks(plan, rows):
