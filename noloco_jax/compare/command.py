@@ -90,6 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vary", metavar="FIELD=A,B,C", help="a field to train with each of several values")
     parser.add_argument("--tune", metavar="FIELD=A,B,C", help="a field of which every variant gets its own best value")
     parser.add_argument("--set", action="append", default=[], metavar="NAME:FIELD=VALUE", help="may be repeated")
-    parser.add_argument("--jobs", type=int, default=1, metavar="J", help="runs at a time (default %(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="J", help="runs at a time (default 1, right for one GPU)"
+    )
     parser.add_argument("--dry_run", action="store_true", help="check everything, list the runs and stop")
     return parser

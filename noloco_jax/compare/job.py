@@ -72,7 +72,7 @@ class Job:
         if self._process.poll() is None:
             self._process.send_signal(number)
 
-    def end(self, patience: float = 60.0) -> None:
+    def end(self, patience: float = 600.0) -> None:
         """Stops it, with everything saved if that takes no more than so many seconds, and waits for it."""
         self.send(signal.SIGTERM)
         try:
