@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from noloco_jax.compare.results import Curve, Row
+from noloco_jax.compare.colors import styles
+from noloco_jax.compare.results import Curve
+from noloco_jax.compare.rows import Row
 from noloco_jax.files import write_picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS = {"ddp": "#6b7280", "diloco": "#d95f02", "noloco": "#1b7837", "local": "#7b5ea7"}
-_DASHES = ("-", "--", ":", "-.")
 _LR = "#b0b4bb"
 
 
-def draw(rows: Sequence[Row], vary: str | None, path: Path) -> None:
+def draw(rows: Sequence[Row], path: Path) -> None:
     """Draws the rows, whole or not at all: a line the mean over seeds, a band from their least to their greatest."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: slow to import
     from matplotlib.figure import Figure
@@ -28,15 +28,12 @@ def draw(rows: Sequence[Row], vary: str | None, path: Path) -> None:
     rates = right.twinx()
     right.set_zorder(rates.get_zorder() + 1)
     right.set_facecolor("none")
-    values = list(dict.fromkeys(row.value for row in rows if row.value is not None))
-    for row in rows:
-        dash = "-" if row.value is None else _DASHES[values.index(row.value) % len(_DASHES)]
-        label = row.method + (f", {vary}={row.value}" if row.value is not None else "")
-        style = {"color": _COLORS[row.method], "linestyle": dash, "linewidth": 1.8}
+    for row, (color, dash, _) in zip(rows, styles(rows), strict=True):
+        style = {"color": color, "linestyle": dash, "linewidth": 1.8}
         last = row.curves[0].tokens[-1]
-        _line(left, row.curves, "perplexity", f"{label}: {np.mean(row.figures['perplexity']):.2f}", style)
+        _line(left, row.curves, "perplexity", f"{row.label}: {np.mean(row.figures['perplexity']):.2f}", style)
         if any(np.isfinite(curve.spread).any() for curve in row.curves):
-            _line(right, row.curves, "spread", label, style)
+            _line(right, row.curves, "spread", row.label, style)
         left.set_xlim(right=max(left.get_xlim()[1], last))
     for curve in _distinct([row.curves[0] for row in rows]):
         rates.plot(curve.tokens, curve.lr, color=_LR, linewidth=1.4, label="learning rate")

@@ -1,14 +1,23 @@
-"""Trains the same model on the same tokens with several methods, and compares them in a table and a picture.
+"""Trains the same model on the same tokens in several ways, and compares them in a table and two pictures.
 
     python -m noloco_jax.compare --config=configs/c4_tiny.py --methods=ddp,diloco,noloco,local --seeds=3 --workdir=DIR
 
-The configuration is noloco's. ddp and local take it as it is; diloco has the paper's settings beside it: outer.lr 0.7,
-outer.momentum 0.3 and twice noloco's outer.sync_every. `--set=diloco:outer.sync_every=50` sets a field of one method,
-over all else, and `--vary=outer.sync_every=25,50,100` trains every method that the field matters to with each value.
+A variant is a name, a method and settings. --methods names those of the methods themselves; the configuration is
+noloco's, ddp and local take it as it is, and diloco has the paper's settings beside it: outer.lr 0.7, outer.momentum
+0.3 and twice noloco's outer.sync_every. --variant="often:outer.fragments=8,outer.wire=int6,outer.sync_every=2" adds
+another of noloco; `method=ddp` among its settings makes it one of ddp. `--set=diloco:outer.sync_every=50` sets a field
+of one variant, over all else, and `--vary=outer.sync_every=25,50,100` trains every variant that the field matters to
+with each value. A variant's gap is above the ddp that has its inner.optimizer and is most like it, or above the variant
+that `reference=NAME` among its settings names.
 
-Runs go one after another, each in DIR/METHOD[-FIELD=VALUE]-seedK, a workdir of `python -m noloco_jax.train`. The same
-command again goes on where it was stopped; with more methods, seeds or values it adds them. What is finished stands in
-DIR/comparison.md, .csv and .png after every run. Once a run is finished, its checkpoints are no longer needed.
+`--tune=inner.lr=1e-3,2e-3,4e-3` trains the first seed of each variant, ddp's too, with every value, and its other seeds
+with the one of them that ended with the lowest perplexity. More values may be added later.
+
+Each run has a workdir of `python -m noloco_jax.train`, DIR/NAME-seedK. `--jobs=2` trains two at a time, each on its
+share of the cores and of the GPUs that CUDA_VISIBLE_DEVICES names: worth it where one run does not fill them. The same
+command again goes on where it was stopped; with more variants, seeds or values it adds them. What is finished stands in
+DIR/comparison.md, .csv, .png and DIR/comparison_bytes.png after every run. Once a run is finished, its checkpoints are
+no longer needed.
 
 Replicas drift apart between outer steps, and diloco's are equal right after them. With eval_every an odd multiple of
 outer.sync_every, noloco is always evaluated right after an outer step and diloco every other time half-way.
@@ -21,10 +30,12 @@ from collections.abc import Sequence
 
 import jax
 
-from noloco_jax.compare.plan import check_folder, make_plan, parse_methods, parse_settings, parse_vary
+from noloco_jax.compare.plan import check_folder, make_plan
 from noloco_jax.compare.runner import Comparison
+from noloco_jax.compare.variants import make_variants, parse_choices
 from noloco_jax.config import make_parser, split_overrides
 from noloco_jax.data import check_data
+from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable, folder_of_flag
 from noloco_jax.run.console import make_console
 
@@ -34,20 +45,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     overrides, own = split_overrides(arguments)
     flags = _parser().parse_args(own)
-    methods = parse_methods(flags.methods)
-    vary = parse_vary(flags.vary) if flags.vary else None
-    runs = make_plan(flags.config, overrides, methods, flags.seeds, vary, parse_settings(flags.set, methods))
+    if flags.jobs < 1:
+        raise UserError(f"--jobs={flags.jobs} is below 1: it is how many runs are trained at a time")
+    vary = parse_choices(flags.vary, "--vary") if flags.vary else None
+    tune = parse_choices(flags.tune, "--tune") if flags.tune else None
+    variants = make_variants(flags.methods, flags.variant, flags.set, vary)
+    plan = make_plan(flags.config, overrides, variants, flags.seeds, vary, tune)
     check_writable(flags.workdir)
-    check_folder(flags.workdir, runs)
-    for data, replicas, vocabulary in {(r.config.data, r.config.num_replicas, r.config.model.vocab_size) for r in runs}:
+    check_folder(flags.workdir, plan.runs)
+    configs = [run.config for run in plan.runs]
+    for data, replicas, vocabulary in {(c.data, c.num_replicas, c.model.vocab_size) for c in configs}:
         check_data(data, num_replicas=replicas, vocab_size=vocabulary)
 
     jax.config.update("jax_platforms", "cpu")  # accelerators are the runs'
     comparison = Comparison(
         config_file=flags.config,
         workdir=flags.workdir,
-        runs=runs,
-        vary=vary.field if vary else None,
+        plan=plan,
+        jobs=flags.jobs,
         command=shlex.join(["python", "-m", "noloco_jax.compare", *arguments]),
         console=make_console(),
     )
@@ -60,12 +75,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.compare")
     parser.add_argument("--config", required=True, metavar="FILE[:ARGUMENT]", help="noloco's; --config.FIELD=VALUE too")
-    parser.add_argument("--methods", default="ddp,diloco,noloco,local", help="comma-separated (default %(default)s)")
-    parser.add_argument("--seeds", type=int, default=1, metavar="K", help="seeds a method: config.seed and K-1 more")
+    parser.add_argument("--methods", help="comma-separated (default: ddp,diloco,noloco,local, none with --variant)")
+    parser.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="NAME:FIELD=VALUE,FIELD=VALUE",
+        help="may be repeated; method=METHOD and reference=NAME may be among its fields",
+    )
+    parser.add_argument("--seeds", type=int, default=1, metavar="K", help="seeds a variant: config.seed and K-1 more")
     parser.add_argument(
         "--workdir", required=True, type=folder_of_flag, metavar="DIR", help="where runs and results go"
     )
     parser.add_argument("--vary", metavar="FIELD=A,B,C", help="a field to train with each of several values")
-    parser.add_argument("--set", action="append", default=[], metavar="METHOD:FIELD=VALUE", help="may be repeated")
+    parser.add_argument("--tune", metavar="FIELD=A,B,C", help="a field of which every variant gets its own best value")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME:FIELD=VALUE", help="may be repeated")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="J", help="runs at a time (default 1, right for one GPU)"
+    )
     parser.add_argument("--dry_run", action="store_true", help="check everything, list the runs and stop")
     return parser

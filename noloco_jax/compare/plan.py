@@ -1,21 +1,13 @@
-"""Which runs make up a comparison, and whether a folder holds that comparison or another."""
+"""Which runs make up a comparison, which of them are due, and whether a folder holds that comparison or another."""
 
-import difflib
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from noloco_jax.config import (
-    CONFIG_FILE,
-    TrainConfig,
-    changes,
-    find_field,
-    from_dict,
-    load_config,
-    load_saved,
-    unknown_field,
-)
+from noloco_jax.compare.variants import Choices, Variant
+from noloco_jax.config import CONFIG_FILE, TrainConfig, changes, from_dict, load_config, load_saved
 from noloco_jax.errors import UserError
 from noloco_jax.methods import METHODS
 
@@ -26,95 +18,112 @@ class Run:
 
     Attributes:
       name: of its folder.
-      method: how it trains.
-      value: of the field that the comparison varies, as written; None where that makes no other run.
+      variant: how it trains.
       seed: its `config.seed`.
+      tuned: its value of the field that is tuned, as written; None where none is.
       overrides: `--config.FIELD=VALUE` flags that make it of the config file.
       config: what they make.
     """
 
     name: str
-    method: str
-    value: str | None
+    variant: Variant
     seed: int
+    tuned: str | None
     overrides: tuple[str, ...]
     config: TrainConfig
 
 
 @dataclass(frozen=True)
-class Vary:
-    """A field and the values that it takes in turn, as written."""
+class Plan:
+    """The runs of a comparison.
 
-    field: str
-    values: tuple[str, ...]
+    Of a variant that is tuned, the first seed is trained with every value, the others with the best of them alone.
+
+    Attributes:
+      variants: that are compared.
+      vary: the field that varies, or None.
+      tune: the field that is tuned, or None.
+      seeds: counted up from the configuration's.
+      runs: all that there may be, of the first seed first.
+      references: variant -> the one that its gap is above; none where no ddp has its inner optimizer.
+    """
+
+    variants: tuple[Variant, ...]
+    vary: Choices | None
+    tune: Choices | None
+    seeds: tuple[int, ...]
+    runs: tuple[Run, ...]
+    references: Mapping[Variant, Variant]
+
+    def runs_of(self, variant: Variant, seed: int) -> list[Run]:
+        """One for every value that is tuned."""
+        return [run for run in self.runs if run.variant == variant and run.seed == seed]
+
+    @property
+    def total(self) -> int:
+        """How many runs are trained in all."""
+        first = sum(run.seed == self.seeds[0] for run in self.runs)
+        return first + len(self.variants) * (len(self.seeds) - 1)
+
+    def best_value(self, variant: Variant, perplexities: Mapping[Run, float]) -> str | None:
+        """The tuned value with the least perplexity of the first seed, of the runs that have one."""
+        finished = [run for run in self.runs_of(variant, self.seeds[0]) if run in perplexities]
+        return min(finished, key=lambda run: _order(perplexities[run])).tuned if finished else None
+
+    def chosen(self, variant: Variant, perplexities: Mapping[Run, float]) -> list[Run]:
+        """The finished runs of a variant, a seed each, at its best value."""
+        best = self.best_value(variant, perplexities)
+        return [run for run in self.runs if run.variant == variant and run.tuned == best and run in perplexities]
+
+    def due(self, perplexities: Mapping[Run, float], failed: Collection[Run] = ()) -> list[Run]:
+        """The runs that are known to be needed, finished ones included, in the order in which to train them.
+
+        Args:
+          perplexities: of the finished runs; NaN where it is not finite.
+          failed: runs that broke off, as those of too high a learning rate do: the best is among the others.
+        """
+        due = []
+        for seed in self.seeds:
+            for variant in self.variants:
+                runs, first = self.runs_of(variant, seed), self.runs_of(variant, self.seeds[0])
+                if seed == self.seeds[0] or len(first) == 1:
+                    due += runs
+                elif all(run in perplexities or run in failed for run in first):
+                    best = self.best_value(variant, perplexities)
+                    due += [run for run in runs if best is not None and run.tuned == best]
+        return due
 
 
-def parse_methods(text: str) -> list[str]:
-    """ "ddp,noloco" as a list of methods, each of them once."""
-    methods = [name.strip() for name in text.split(",")]
-    for name in methods:
-        if name not in METHODS:
-            near = difflib.get_close_matches(name, METHODS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(METHODS)}"
-            raise UserError(f"--methods={text}: there is no method {name!r}: {hint}")
-        if methods.count(name) > 1:
-            raise UserError(f"--methods={text} has {name} {methods.count(name)} times: name it once")
-    return methods
+def _order(perplexity: float) -> float:
+    return perplexity if math.isfinite(perplexity) else math.inf
 
 
-def parse_vary(text: str) -> Vary:
-    """ "outer.sync_every=25,50" as a field and its values; what they mean is the configuration's to check."""
-    field, equals, rest = text.partition("=")
-    values = tuple(value.strip() for value in rest.split(","))
-    if not equals or not all(values):
-        raise UserError(f"--vary={text} is not of the form FIELD=VALUE,VALUE, such as outer.sync_every=25,50")
-    _check_field(field)
-    if field in ("method", "seed"):
-        raise UserError(f"--vary={text}: give --{field}s, which every comparison has")
-    if len(set(values)) < len(values):
-        raise UserError(f"--vary={text} has a value twice: give each once")
-    return Vary(field, values)
-
-
-def parse_settings(texts: Sequence[str], methods: Sequence[str]) -> dict[str, dict[str, str]]:
-    """ "diloco:outer.momentum=0.5" and its like as method -> field -> value."""
-    settings: dict[str, dict[str, str]] = {method: {} for method in methods}
-    for text in texts:
-        method, colon, rest = text.partition(":")
-        field, equals, value = rest.partition("=")
-        if not colon or not equals:
-            raise UserError(f"--set={text} is not of the form METHOD:FIELD=VALUE, such as diloco:outer.momentum=0.5")
-        if method not in methods:
-            raise UserError(f"--set={text}: {method!r} is not among --methods={','.join(methods)}: add or correct it")
-        _check_field(field)
-        if field in ("method", "seed"):
-            raise UserError(f"--set={text}: {field} belongs to the whole comparison: give --{field}s")
-        settings[method][field] = value
-    return settings
-
-
-def _check_field(path: str) -> None:
-    if find_field(path).is_group:
-        raise unknown_field(path)
+def at_end(tune: Choices, value: str) -> bool:
+    """Whether a value is the least or the greatest of the list, so that a better one may lie beyond."""
+    try:
+        numbers = {text: float(text) for text in tune.values}
+    except ValueError:
+        return False  # words have no ends
+    return numbers[value] in (min(numbers.values()), max(numbers.values()))
 
 
 def make_plan(
     file: str,
     overrides: Sequence[str],
-    methods: Sequence[str],
+    variants: Sequence[Variant],
     num_seeds: int,
-    vary: Vary | None = None,
-    settings: Mapping[str, Mapping[str, str]] | None = None,
-) -> list[Run]:
-    """The runs, of the first seed first, in the order in which they are trained.
+    vary: Choices | None = None,
+    tune: Choices | None = None,
+) -> Plan:
+    """The runs that the variants make of a config file.
 
     Args:
       file: the config file, which has to be noloco's: the other methods' settings follow from it.
       overrides: `--config.FIELD=VALUE`, of all runs.
-      methods: how to train.
+      variants: how to train, see `make_variants`.
       num_seeds: seeds, counted up from the configuration's.
       vary: a field that takes several values in turn.
-      settings: method -> field -> value, for single methods, over all else.
+      tune: a field of which every variant gets its own best value.
 
     Raises:
       UserError: if a run's configuration is unknown, inconsistent or the same as another's.
@@ -125,40 +134,76 @@ def make_plan(
             f"the configuration has method={base.method!r}: give noloco's, from which the others follow, and --methods"
         )
     if num_seeds < 1:
-        raise UserError(f"--seeds={num_seeds} is below 1: it is how many seeds each method is trained with")
-    runs = []
-    for seed in range(base.seed, base.seed + num_seeds):
-        for method in methods:
-            own = dict((settings or {}).get(method, {}))
-            varies = vary is not None and vary.field not in own and not METHODS[method].is_unused(vary.field)
-            for value in vary.values if vary is not None and varies else (None,):
-                varied = {} if vary is None or value is None else {vary.field: value}
-                runs.append(_run(file, overrides, method, seed, varied, own))
+        raise UserError(f"--seeds={num_seeds} is below 1: it is how many seeds each variant is trained with")
+    if tune is not None and len(tune.values) < 2:
+        raise UserError(f"--tune={tune.field}={','.join(tune.values)} is one value: give two or more to choose from")
+    if tune is not None and vary is not None and tune.field == vary.field:
+        raise UserError(f"--tune and --vary both have {tune.field}: give it to one of them")
+    seeds = tuple(range(base.seed, base.seed + num_seeds))
+    runs = [
+        _run(file, overrides, variant, seed, vary, tune, value)
+        for seed in seeds
+        for variant in variants
+        for value in (tune.values if tune is not None and variant.heeds(tune.field) else (None,))
+    ]
     names = [run.name for run in runs]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"two runs would be called {name}: change the values of --vary")
-    return runs
+            raise UserError(
+                f"two runs would be called {name}: change the values of --vary or --tune, or a variant's name"
+            )
+    return Plan(tuple(variants), vary, tune, seeds, tuple(runs), _references(variants, runs))
 
 
 def _run(
-    file: str, overrides: Sequence[str], method: str, seed: int, varied: Mapping[str, str], own: Mapping[str, str]
+    file: str,
+    overrides: Sequence[str],
+    variant: Variant,
+    seed: int,
+    vary: Choices | None,
+    tune: Choices | None,
+    value: str | None,
 ) -> Run:
-    flags = [*overrides, *_flags({"seed": seed, **varied})]
-    row = METHODS[method]
+    common: dict[str, object] = {"seed": seed}
+    if vary is not None and variant.value is not None:
+        common[vary.field] = variant.value
+    if tune is not None and value is not None:
+        common[tune.field] = value
+    flags = [*overrides, *_flags(common)]
+    row = METHODS[variant.method]
     if row.sync_factor != 1:
         sync_every = from_dict(load_config(file, flags)).outer.sync_every
         flags += _flags({"outer.sync_every": sync_every * row.sync_factor})
-    flags += _flags({field: varied.get(field, value) for field, value in row.baseline.items()})
-    flags += _flags({"method": method, **own})
-    label = "".join(f"-{field}={value}" for field, value in varied.items())
-    name = re.sub(r"[^\w.=+-]", "_", f"{method}{label}-seed{seed}")
-    value = next(iter(varied.values()), None)
-    return Run(name, method, value, seed, tuple(flags), from_dict(load_config(file, flags)))
+    flags += _flags({field: common.get(field, baseline) for field, baseline in row.baseline.items()})
+    flags += _flags({"method": variant.method, **dict(variant.settings)})
+    label = f"-{tune.field}={value}" if tune is not None and value is not None else ""
+    name = re.sub(r"[^\w.=+-]", "_", f"{variant.name}{label}-seed{seed}")
+    return Run(name, variant, seed, value, tuple(flags), from_dict(load_config(file, flags)))
 
 
 def _flags(values: Mapping[str, object]) -> list[str]:
     return [f"--config.{field}={value}" for field, value in values.items()]
+
+
+def _references(variants: Sequence[Variant], runs: Sequence[Run]) -> dict[Variant, Variant]:
+    """What each variant's gap is above: what it names, or the ddp of its inner optimizer that is most like it."""
+    configs = {variant: next(run.config for run in runs if run.variant == variant) for variant in variants}
+
+    def unlike(variant: Variant, other: Variant) -> int:
+        rows = changes(configs[variant], configs[other])
+        return sum(row.field != "method" and not row.field.startswith("outer.") for row in rows)
+
+    references = {}
+    for variant in variants:
+        if variant.reference is not None:
+            others = [other for other in variants if other.title == variant.reference]
+        else:
+            optimizer = configs[variant].inner.optimizer
+            ddps = (other for other in variants if other.method == "ddp")
+            others = [other for other in ddps if configs[other].inner.optimizer == optimizer]
+        if others:
+            references[variant] = min(others, key=lambda other: (unlike(variant, other), other != variant))
+    return references
 
 
 def check_folder(workdir: Path, runs: Sequence[Run]) -> None:
@@ -170,7 +215,7 @@ def check_folder(workdir: Path, runs: Sequence[Run]) -> None:
         name = path.parent.name
         if name not in planned:
             raise UserError(
-                f"{workdir} holds another comparison, with {name}: give that one's flags (more methods, seeds and "
+                f"{workdir} holds another comparison, with {name}: give that one's flags (more variants, seeds and "
                 "values may be added), or another --workdir"
             )
         for field, there, here, on_resume in changes(load_saved(path.parent), planned[name]):

@@ -2,121 +2,208 @@
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from noloco_jax.compare.plan import Run
-from noloco_jax.compare.results import Row, mean_and_std
+from noloco_jax.compare.plan import Plan, Run
+from noloco_jax.compare.rows import Row, Worth, mean_and_std, worths
 from noloco_jax.formatting import format_bytes, format_spread
 from noloco_jax.methods import METHODS
 from noloco_jax.run.messages import num_outer_steps
 
-# Methods whose replicas are equal right after an outer step.
 PAPERS_CORRELATION = "the paper finds 0.91 to 0.97"
+
+
+def format_share(share: float) -> str:
+    """A share of the bytes of data parallel training, as they are compared: `1/17`, `1/2.3`, `1.2 x`."""
+    if share in (0, 1):
+        return f"{share:g}"
+    return f"1/{1 / share:.3g}" if share <= 1 else f"{share:.3g} x"
+
 
 # Of each column: its title, the figure in it, and how a number is written.
 _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("perplexity", "perplexity", lambda x: f"{x:.2f}"),
-    ("gap to ddp (%)", "gap_percent", lambda x: f"{x:+.2f}"),
+    ("gap (%)", "gap_percent", lambda x: f"{x:+.2f}"),
     ("merged", "perplexity_merged", lambda x: f"{x:.2f}"),
     ("merged's gap (%)", "gap_merged_percent", lambda x: f"{x:+.2f}"),
-    ("spread", "replica_spread", format_spread),
     ("sent per replica", "bytes_sent", format_bytes),
+    ("share", "bytes_share", format_share),
+    ("spread", "replica_spread", format_spread),
     ("spread and learning rate", "spread_lr_correlation", lambda x: f"{x:.3f}"),
 )
+_NOT_BRIEF = ("replica_spread", "spread_lr_correlation")
+_WITHOUT_DEVIATION = ("bytes_sent", "bytes_share")  # equal for all seeds
 
 
-def markdown(rows: Sequence[Row], vary: str | None, command: str, picture: str | None, missing: Sequence[Run]) -> str:
+def markdown(plan: Plan, rows: Sequence[Row], command: str, pictures: Mapping[str, str], missing: Sequence[Run]) -> str:
     """The page of a comparison.
 
     Args:
+      plan: which runs.
       rows: what is finished.
-      vary: the field that varies.
       command: that makes the comparison.
-      picture: file name of the picture, or None.
-      missing: runs that are not finished.
+      pictures: what a picture shows -> its file name.
+      missing: runs that are known to be needed and are not finished.
     """
     lines = ["# Comparison", "", f"    {command}", ""]
     if rows:
-        lines += [_setting(rows, vary), ""]
-    titles = ["method", *([vary] if vary else []), "seeds", "outer steps", *(title for title, _, _ in _COLUMNS)]
-    lines += [_line(titles), _line(["---"] * (1 + bool(vary)) + ["---:"] * (len(_COLUMNS) + 2))]
-    lines += [_line(_cells(row, vary)) for row in rows]
+        lines += [_setting(plan, rows), ""]
+    lines += table(plan, rows)
     lines += [
         "",
         "Mean ± standard deviation over seeds. *perplexity*: at the last evaluation, exp of the token loss averaged",
-        "over the replicas; *merged*: of the mean of the replicas' weights; *gap*: above ddp's of the same seed;",
-        "*spread*: between replicas' weights at the last evaluation, – where they are equal but for rounding; *sent*:",
-        "bytes in the whole run, an all-reduce counted as a ring; *spread and learning rate*: Pearson's correlation",
-        f"over the evaluations after the warmup ({PAPERS_CORRELATION}).",
+        "over the replicas; *merged*: of the mean of the replicas' weights; *gap*: above the reference's of the same",
+        "seed, which is the ddp with the same inner optimizer or what the variant names; *sent*: bytes in the whole",
+        "run, an all-reduce counted as a ring; *share*: of the reference's bytes; *what its bytes buy*: by how many",
+        "points the gap is below that of the next cheaper variant that nothing beats, or what beats it by no more",
+        "bytes and a smaller gap; *spread*: between replicas' weights at the last evaluation, – where they are equal",
+        "but for rounding; *spread and learning rate*: Pearson's correlation over the evaluations after the warmup",
+        f"({PAPERS_CORRELATION}).",
     ]
-    for method in dict.fromkeys(row.method for row in rows if _evaluated_when_equal(row.runs[0])):
-        lines += ["", f"{method}'s replicas were evaluated right after outer steps alone, when they are equal."]
-    if vary == "outer.sync_every":
-        for method in dict.fromkeys(row.method for row in rows if METHODS[row.method].sync_factor != 1 and row.value):
-            lines += ["", f"{method} takes {METHODS[method].sync_factor} x the {vary} of the table."]
+    for remark in remarks(plan, rows):
+        lines += ["", remark]
     if missing:
         lines += ["", f"Not finished: {', '.join(run.name for run in missing)}."]
-    if picture:
-        lines += ["", f"![validation perplexity and replica spread]({picture})"]
+    for shown, file in pictures.items():
+        lines += ["", f"![{shown}]({file})"]
     return "\n".join(lines) + "\n"
 
 
-def _setting(rows: Sequence[Row], vary: str | None) -> str:
+def table(plan: Plan, rows: Sequence[Row], brief: bool = False) -> list[str]:
+    """The lines of the table; `brief` leaves out what is not about perplexity and bytes."""
+    columns = [column for column in _COLUMNS if not (brief and column[1] in _NOT_BRIEF)]
+    titles = ["variant", *_own_titles(plan, rows), "seeds", "outer steps", *(title for title, _, _ in columns)]
+    titles.append("what its bytes buy")
+    left = 1 + (plan.vary is not None)
+    lines = [_line(titles), _line(["---"] * left + ["---:"] * (len(titles) - left - 1) + ["---"])]
+    for row, worth in zip(rows, worths(rows), strict=True):
+        meetings = num_outer_steps(row.runs[0].config)
+        figures = [_figure(row.figures[name], write, name not in _WITHOUT_DEVIATION) for _, name, write in columns]
+        cells = [row.variant.title, *_own_cells(plan, rows, row), str(len(row.runs)), str(meetings or "–"), *figures]
+        lines.append(_line([*cells, _bought(worth)]))
+    return lines
+
+
+def _own_titles(plan: Plan, rows: Sequence[Row]) -> list[str]:
+    """Columns that not every comparison has."""
+    choices = [plan.vary.field] if plan.vary else []
+    choices += [f"best {plan.tune.field}"] if plan.tune else []
+    return [*choices, *(["reference"] if _has_references(rows) else [])]
+
+
+def _own_cells(plan: Plan, rows: Sequence[Row], row: Row) -> list[str]:
+    cells = [row.variant.value or "–"] if plan.vary else []
+    if plan.tune:
+        cells.append("–" if row.tuned is None else f"{row.tuned} (at the end)" if row.is_at_end else row.tuned)
+    return [*cells, *([row.reference or "–"] if _has_references(rows) else [])]
+
+
+def _has_references(rows: Sequence[Row]) -> bool:
+    """Whether there is more than one reference, so that the table has to name them."""
+    return len({row.reference for row in rows}) > 1
+
+
+def _bought(worth: Worth) -> str:
+    if worth.beaten_by is not None:
+        return f"beaten by {worth.beaten_by}"
+    if worth.cheaper is None or not np.isfinite(worth.points):
+        return "–"
+    return f"{worth.points:.1f} points for {worth.times:.3g} x the bytes of {worth.cheaper}"
+
+
+def remarks(plan: Plan, rows: Sequence[Row]) -> list[str]:
+    """What a reader of the table has to know of single variants."""
+    said = []
+    ends = [f"{row.label} ({row.tuned})" for row in rows if row.is_at_end]
+    if plan.tune is not None and ends:
+        said.append(f"Best at an end of the list of {plan.tune.field}, so extend --tune beyond it: {', '.join(ends)}.")
+    for optimizer in dict.fromkeys(
+        row.runs[0].config.inner.optimizer for row in rows if row.variant not in plan.references
+    ):
+        said.append(
+            f"There is no ddp with inner.optimizer={optimizer!r}, so no gap: add "
+            f"--variant=ddp-{optimizer}:method=ddp,inner.optimizer={optimizer}."
+        )
+    said += [
+        f"{row.label}'s replicas were evaluated right after outer steps alone, when they are equal."
+        for row in rows
+        if _evaluated_when_equal(row.runs[0])
+    ]
+    if plan.vary is not None and plan.vary.field == "outer.sync_every":
+        factors = {row.variant.title: METHODS[row.variant.method].sync_factor for row in rows if row.variant.value}
+        said += [
+            f"{title} takes {factor} x the {plan.vary.field} of the table."
+            for title, factor in factors.items()
+            if factor != 1
+        ]
+    return said
+
+
+def _setting(plan: Plan, rows: Sequence[Row]) -> str:
     config = rows[0].runs[0].config
     model, data = config.model, config.data
-    return (
+    rates = {row.runs[0].config.inner.lr for row in rows}
+    text = (
         f"Hidden size {model.hidden_size}, {model.num_layers} layers, {config.num_replicas} replicas x "
         f"{data.batch_size} sequences x {data.sequence_length} tokens, {config.num_steps} steps "
-        f"({rows[0].curves[0].tokens[-1]:,} tokens), inner lr {config.inner.lr:g}, {data.kind} data"
-        + (f"; {vary} as in the table." if vary else ".")
+        f"({rows[0].curves[0].tokens[-1]:,} tokens), "
+        + (f"inner lr {config.inner.lr:g}, " if len(rates) == 1 else "")
+        + f"{data.kind} data"
     )
+    text += f"; {plan.vary.field} as in the table" if plan.vary else ""
+    settings = {row.variant.title: row.variant for row in rows if row.variant.settings}
+    text += "".join(f"; {title}: {variant.written}" for title, variant in settings.items())
+    if plan.tune:
+        values = ", ".join(plan.tune.values)
+        text += f"; {plan.tune.field} of {values}, by the perplexity of seed {plan.seeds[0]}"
+    return text + "."
 
 
 def _evaluated_when_equal(run: Run) -> bool:
     """Whether a run's replicas are equal at each of its evaluations, for each follows an outer step."""
     every, config = run.config.outer.sync_every, run.config
-    return METHODS[run.method].equal_after_outer_steps and config.eval_every % every == config.num_steps % every == 0
+    return (
+        METHODS[run.variant.method].equal_after_outer_steps
+        and config.eval_every % every == config.num_steps % every == 0
+    )
 
 
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _cells(row: Row, vary: str | None) -> list[str]:
-    value = [row.value or "–"] if vary else []
-    meetings = num_outer_steps(row.runs[0].config)
-    figures = [_figure(row.figures[name], write) for _, name, write in _COLUMNS]
-    return [row.method, *value, str(len(row.runs)), str(meetings) if meetings else "–", *figures]
-
-
-def _figure(values: np.ndarray, write: Callable[[float], str]) -> str:
+def _figure(values: np.ndarray, write: Callable[[float], str], with_deviation: bool = True) -> str:
     mean, std = mean_and_std(values)
     if not np.isfinite(mean):
         return "–"
-    return f"{write(mean)} ± {write(std).lstrip('+')}" if std > 0 else write(mean)
+    return f"{write(mean)} ± {write(std).lstrip('+')}" if with_deviation and std > 0 else write(mean)
 
 
-def table_csv(rows: Sequence[Row], vary: str | None) -> str:
+def table_csv(plan: Plan, rows: Sequence[Row]) -> str:
     """The same table for programs: a mean and a std of every figure, empty where there is none."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
+    own = [choices.field for choices in (plan.vary, plan.tune) if choices]
+    ends = ["tuned_at_end"] if plan.tune else []
     names = [f"{name}_{part}" for _, name, _ in _COLUMNS for part in ("mean", "std")]
-    writer.writerow(["method", *([vary] if vary else []), "seeds", "outer_steps", *names])
-    for row in rows:
-        numbers = [number for _, name, _ in _COLUMNS for number in mean_and_std(row.figures[name])]
-        value = [row.value or ""] if vary else []
-        cells = [f"{number:.8g}" if np.isfinite(number) else "" for number in numbers]
-        writer.writerow([row.method, *value, len(row.runs), num_outer_steps(row.runs[0].config), *cells])
+    bought = ["beaten_by", "cheaper", "points_below_cheaper", "times_bytes_of_cheaper"]
+    writer.writerow(["variant", "method", *own, *ends, "reference", "seeds", "outer_steps", *names, *bought])
+    for row, worth in zip(rows, worths(rows), strict=True):
+        values = [row.variant.value or ""] if plan.vary else []
+        values += [row.tuned or "", str(row.is_at_end).lower()] if plan.tune else []
+        of_row = [row.variant.title, row.variant.method, *values, row.reference or "", len(row.runs)]
+        figures = [_number(number) for _, name, _ in _COLUMNS for number in mean_and_std(row.figures[name])]
+        bought = [worth.beaten_by or "", worth.cheaper or "", _number(worth.points), _number(worth.times)]
+        writer.writerow([*of_row, num_outer_steps(row.runs[0].config), *figures, *bought])
     return text.getvalue()
 
 
-def correlations(rows: Sequence[Row], vary: str | None) -> list[str]:
+def _number(value: float) -> str:
+    return f"{value:.8g}" if np.isfinite(value) else ""
+
+
+def correlations(rows: Sequence[Row]) -> list[str]:
     """A line for each row on how replica spread goes with the learning rate."""
-    lines = []
-    for row in rows:
-        name = row.method + (f" with {vary}={row.value}" if row.value else "")
-        written = _figure(row.figures["spread_lr_correlation"], lambda x: f"{x:.3f}")
-        lines.append(f"{name}: {written}")
-    return lines
+    return [f"{row.label}: {_figure(row.figures['spread_lr_correlation'], lambda x: f'{x:.3f}')}" for row in rows]

@@ -1,4 +1,4 @@
-"""What a comparison measures: the figures of each run from its metrics.jsonl, and rows that sum up the seeds."""
+"""What a comparison reads of its runs: how far each is, its evaluations and what it sent, from its metrics.jsonl."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -108,70 +108,10 @@ def correlation(curve: Curve, warmup_steps: int) -> float:
     return float(np.corrcoef(spread, lr)[0, 1])
 
 
-@dataclass(frozen=True)
-class Row:
-    """A method (and a value of the varied field) over its finished seeds.
-
-    Attributes:
-      runs: one a seed, and
-      curves: their evaluations.
-      figures: name -> an entry a seed, NaN where a run has no such figure. Last evaluations: `perplexity`,
-        `perplexity_merged`, `replica_spread`; `gap_percent`, `gap_merged_percent`: above ddp's of the same seed and
-        value; `bytes_sent`: by a replica in all; `spread_lr_correlation`.
-    """
-
-    runs: list[Run]
-    curves: list[Curve]
-    figures: dict[str, np.ndarray]
-
-    @property
-    def method(self) -> str:
-        return self.runs[0].method
-
-    @property
-    def value(self) -> str | None:
-        return self.runs[0].value
-
-
-def mean_and_std(values: np.ndarray) -> tuple[float, float]:
-    """Over the entries there are, the std that of a sample; NaN for the mean of none and the std of fewer than two."""
-    there = values[np.isfinite(values)]
-    return (
-        float(there.mean()) if len(there) else float("nan"),
-        float(there.std(ddof=1)) if len(there) > 1 else float("nan"),
-    )
-
-
-def make_rows(runs: Sequence[Run], workdir: Path) -> list[Row]:
-    """A row for every method and value that has finished runs, in the order of the plan."""
-    curves = {run: read_curve(run, workdir) for run in runs if is_complete(run, workdir)}
-    ddp = {(run.seed, run.value): curve for run, curve in curves.items() if run.method == "ddp"}
-    rows = []
-    for method, value in dict.fromkeys((run.method, run.value) for run in curves):
-        mine = [run for run in curves if (run.method, run.value) == (method, value)]
-        # A ddp run without a value is the same for all values.
-        references = [ddp.get((run.seed, value), ddp.get((run.seed, None))) for run in mine]
-        last = [curves[run] for run in mine]
-        figures = {
-            "perplexity": [curve.perplexity[-1] for curve in last],
-            "perplexity_merged": [curve.merged[-1] for curve in last],
-            "gap_percent": [
-                _gap(curve.perplexity, ref.perplexity) if ref else np.nan
-                for curve, ref in zip(last, references, strict=True)
-            ],
-            "gap_merged_percent": [
-                _gap(curve.merged, ref.merged) if ref else np.nan for curve, ref in zip(last, references, strict=True)
-            ],
-            "replica_spread": [curve.spread[-1] for curve in last],
-            "bytes_sent": [bytes_sent(workdir / run.name) for run in mine],
-            "spread_lr_correlation": [
-                correlation(curve, run.config.inner.warmup_steps) for run, curve in zip(mine, last, strict=True)
-            ],
-        }
-        rows.append(Row(mine, last, {name: np.array(values, float) for name, values in figures.items()}))
-    return rows
-
-
-def _gap(values: np.ndarray, reference: np.ndarray) -> float:
-    """How far the last perplexity is above a reference's, in percent."""
-    return 100 * (values[-1] / reference[-1] - 1)
+def last_perplexities(runs: Sequence[Run], workdir: Path) -> dict[Run, float]:
+    """Of the finished runs; NaN of those that ended with one that is not finite."""
+    return {
+        run: float(np.array(read_progress(workdir / run.name).evaluations[-1]["perplexity"], float))
+        for run in runs
+        if is_complete(run, workdir)
+    }

@@ -1,11 +1,15 @@
 """The runs of a comparison: which they are, and what is refused before any starts."""
 
+import math
 import runpy
 from dataclasses import replace
 
 import pytest
 
 from noloco_jax.compare import command as compare
+from noloco_jax.compare.plan import at_end
+from noloco_jax.compare.shares import share_of_cores, share_of_gpus
+from noloco_jax.compare.variants import Choices, make_variants
 from noloco_jax.errors import UserError, main_with_errors
 from support.comparisons import METHODS, arguments, only, plan_of, train
 from support.paths import ROOT
@@ -13,13 +17,13 @@ from support.paths import ROOT
 
 def test_the_runs_of_a_seed_differ_in_method_and_outer_step_alone(config_file):
     for seed in (7, 8):
-        runs = [run for run in plan_of(config_file, seeds=2) if run.seed == seed]
-        assert [run.method for run in runs] == METHODS
+        runs = [run for run in plan_of(config_file, seeds=2).runs if run.seed == seed]
+        assert [run.variant.method for run in runs] == METHODS
         first = runs[0].config
         for run in runs:
             assert replace(run.config, method=first.method, outer=first.outer) == first
-            assert run.config.seed == seed and run.config.method == run.method
-            assert run.name == f"{run.method}-seed{seed}"
+            assert run.config.seed == seed and run.config.method == run.variant.method
+            assert run.name == f"{run.variant.method}-seed{seed}"
 
 
 def test_diloco_has_the_papers_settings_beside_nolocos(config_file):
@@ -34,15 +38,15 @@ def test_diloco_has_the_papers_settings_beside_nolocos(config_file):
 def test_set_changes_one_method_over_all_else(config_file):
     settings = ["diloco:outer.sync_every=5", "diloco:outer.momentum=0.9", "ddp:inner.lr=0.03"]
     runs = plan_of(config_file, "--config.outer.momentum=0.2", vary="outer.sync_every=2,3", settings=settings)
-    assert [run.config.outer.sync_every for run in runs if run.method == "noloco"] == [2, 3]
+    assert [run.config.outer.sync_every for run in runs.runs if run.variant.method == "noloco"] == [2, 3]
     diloco, ddp = only(runs, "diloco"), only(runs, "ddp")
     assert (diloco.config.outer.sync_every, diloco.config.outer.momentum) == (5, 0.9)
     assert (ddp.config.inner.lr, ddp.config.inner.min_lr) == (0.03, 0.003)
-    assert [run.config.outer.momentum for run in runs if run.method == "noloco"] == [0.2, 0.2]
+    assert [run.config.outer.momentum for run in runs.runs if run.variant.method == "noloco"] == [0.2, 0.2]
 
 
 def test_a_value_makes_a_run_of_every_method_that_it_matters_to(config_file):
-    names = {run.name: run for run in plan_of(config_file, vary="outer.sync_every=5,10")}
+    names = {run.name: run for run in plan_of(config_file, vary="outer.sync_every=5,10").runs}
     assert list(names) == [
         "ddp-seed7",
         "diloco-outer.sync_every=5-seed7",
@@ -53,12 +57,106 @@ def test_a_value_makes_a_run_of_every_method_that_it_matters_to(config_file):
     ]
     assert names["diloco-outer.sync_every=5-seed7"].config.outer.sync_every == 10
     assert names["noloco-outer.sync_every=5-seed7"].config.outer.sync_every == 5
-    assert len(plan_of(config_file, vary="outer.consensus=0.5,0.6")) == 5
-    assert len(plan_of(config_file, vary="num_replicas=2,4")) == 8
+    assert len(plan_of(config_file, vary="outer.consensus=0.5,0.6").runs) == 5
+    assert len(plan_of(config_file, vary="num_replicas=2,4").runs) == 8
+
+
+def test_a_variant_is_a_name_a_method_and_settings(config_file):
+    variants = [
+        "often:outer.sync_every=2,outer.wire=int8",
+        "ddp:inner.lr=0.03",
+        "rare:method=diloco,outer.sync_every=9,inner.optimizer=muon",
+    ]
+    plan = plan_of(config_file, methods=(), variants=variants, settings=["often:outer.lr=0.5"])
+    often, ddp, rare = (only(plan, title) for title in ("often", "ddp", "rare"))
+    assert [run.name for run in plan.runs] == ["often-seed7", "ddp-seed7", "rare-seed7"]
+    assert (often.config.method, ddp.config.method, rare.config.method) == ("noloco", "ddp", "diloco")
+    assert (often.config.outer.sync_every, often.config.outer.wire, often.config.outer.lr) == (2, "int8", 0.5)
+    assert (ddp.config.inner.lr, ddp.config.inner.min_lr) == (0.03, 0.003)
+    assert (rare.config.outer.sync_every, rare.config.outer.momentum, rare.config.inner.optimizer) == (9, 0.3, "muon")
+
+
+def test_a_variant_without_methods_is_alone(config_file):
+    assert [variant.title for variant in make_variants(None, ["often:outer.lr=1"], [], None)] == ["often"]
+    assert [variant.title for variant in make_variants(None, [], [], None)] == METHODS
+
+
+def test_a_varied_field_multiplies_the_variants_that_do_not_set_it(config_file):
+    plan = plan_of(
+        config_file, methods=["ddp"], variants=["a:outer.sync_every=2", "b:outer.lr=1"], vary="outer.sync_every=3,5"
+    )
+    assert [run.name for run in plan.runs] == [
+        "ddp-seed7",
+        "a-seed7",
+        "b-outer.sync_every=3-seed7",
+        "b-outer.sync_every=5-seed7",
+    ]
+
+
+def test_the_reference_is_the_ddp_of_the_same_inner_optimizer_that_is_most_like_it(config_file):
+    variants = [
+        "adam_slow:inner.lr=0.001",
+        "ddp_slow:method=ddp,inner.lr=0.001",
+        "ddp_muon:method=ddp,inner.optimizer=muon",
+        "muon:inner.optimizer=muon,outer.sync_every=2",
+        "named:inner.optimizer=muon,reference=ddp",
+        "adamw:inner.optimizer=adamw",
+    ]
+    plan = plan_of(config_file, methods=["noloco", "ddp"], variants=variants)
+    assert {variant.title: other.title for variant, other in plan.references.items()} == {
+        "noloco": "ddp",
+        "ddp": "ddp",
+        "adam_slow": "ddp_slow",
+        "ddp_slow": "ddp_slow",
+        "ddp_muon": "ddp_muon",
+        "muon": "ddp_muon",
+        "named": "ddp",
+    }
+
+
+def test_other_seeds_are_trained_at_the_best_value_of_the_first_alone(config_file):
+    plan = plan_of(config_file, methods=["ddp", "noloco"], seeds=3, tune="inner.lr=0.01,0.02,0.03")
+    first = [run for run in plan.runs if run.seed == 7]
+    assert [run.config.inner.lr for run in first] == [0.01, 0.02, 0.03] * 2
+    assert plan.total == 6 + 4
+    assert plan.due({}) == first
+    half = dict(zip(first[:5], (5.0, 4.0, math.nan, 8.0, 7.0), strict=True))
+    ddp = [(run.seed, run.tuned) for run in plan.due(half) if run not in first]
+    assert ddp == [(8, "0.02"), (9, "0.02")], "noloco's best is not known yet"
+    later = [(run.seed, run.variant.title, run.tuned) for run in plan.due(half, failed={first[5]}) if run not in first]
+    assert later == [(8, "ddp", "0.02"), (8, "noloco", "0.02"), (9, "ddp", "0.02"), (9, "noloco", "0.02")]
+    assert len(plan.due(half, failed={first[5]})) == plan.total
+    assert plan.due({}, failed=first) == first, "where no value worked the other seeds have none"
+
+
+def test_what_a_tuned_field_does_not_matter_to_is_not_tuned(config_file):
+    plan = plan_of(config_file, methods=["ddp", "noloco"], variants=["own:outer.lr=1"], tune="outer.lr=0.5,0.7")
+    assert [run.name for run in plan.runs] == [
+        "ddp-seed7",
+        "noloco-outer.lr=0.5-seed7",
+        "noloco-outer.lr=0.7-seed7",
+        "own-seed7",
+    ]
+
+
+def test_the_ends_of_a_list_are_its_least_and_greatest_number():
+    tune = Choices("inner.lr", ("2e-3", "0.001", "4e-3"))
+    assert [at_end(tune, value) for value in tune.values] == [False, True, True]
+    assert not at_end(Choices("inner.optimizer", ("adam", "muon")), "muon")
+
+
+def test_jobs_share_cores_and_gpus_and_one_alone_has_all():
+    assert [share_of_cores([0, 1, 2, 3, 4], 2, slot) for slot in (0, 1)] == [{0, 1}, {2, 3, 4}]
+    assert share_of_cores([0, 1], 1, 0) == share_of_cores([0, 1], 3, 2) == frozenset()
+    gpus = {"CUDA_VISIBLE_DEVICES": "3,5,6"}
+    assert [share_of_gpus(gpus, 2, slot)["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["3", "5,6"]
+    assert share_of_gpus(gpus, 1, 0) == share_of_gpus(gpus, 4, 0) == share_of_gpus({}, 2, 0) == {}
 
 
 def test_fields_that_refer_to_a_varied_one_follow_it(config_file):
-    assert [run.config.inner.min_lr for run in plan_of(config_file, methods=["noloco"], vary="inner.lr=0.02,0.05")] == [
+    assert [
+        run.config.inner.min_lr for run in plan_of(config_file, methods=["noloco"], vary="inner.lr=0.02,0.05").runs
+    ] == [
         0.002,
         0.005,
     ]
@@ -75,13 +173,24 @@ def test_fields_that_refer_to_a_varied_one_follow_it(config_file):
         (["--vary=outer.sync_every=5,5"], ["twice"]),
         (["--vary=outer.sync_every=5,x"], ["outer.sync_every", "int"]),
         (["--vary=seed=5,6"], ["--seeds"]),
-        (["--set=outer.lr=5"], ["METHOD:FIELD=VALUE"]),
+        (["--set=outer.lr=5"], ["NAME:FIELD=VALUE"]),
         (["--set=fsdp:outer.lr=5"], ["'fsdp'", "--methods"]),
         (["--set=diloco:outer.lrr=5"], ["unknown config field 'outer.lrr'"]),
         (["--set=diloco:method=ddp"], ["--methods"]),
         (["--config.method=ddp"], ["method='ddp'", "noloco"]),
         (["--config.outer.group_size=9"], ["outer.group_size=9", "num_replicas=4"]),
         (["--config.data.path=/nowhere"], ["/nowhere"]),
+        (["--variant=often"], ["NAME:FIELD=VALUE,FIELD=VALUE"]),
+        (["--variant=of ten:outer.lr=1"], ["NAME of letters"]),
+        (["--variant=often:outer.lrr=1"], ["unknown config field 'outer.lrr'"]),
+        (["--variant=often:method=dpp"], ["'dpp'", "did you mean 'ddp'"]),
+        (["--variant=often:outer.lr=1,outer.lr=2"], ["outer.lr twice"]),
+        (["--variant=often:seed=1"], ["--seeds"]),
+        (["--variant=often:reference=dpd", "--methods=ddp"], ["reference='dpd'", "did you mean 'ddp'"]),
+        (["--variant=ddp:inner.lr=0.1", "--methods=ddp"], ["two variants are called 'ddp'"]),
+        (["--tune=inner.lr=0.1"], ["two or more"]),
+        (["--tune=inner.lr=0.1,0.2", "--vary=inner.lr=0.1,0.2"], ["--tune and --vary both have inner.lr"]),
+        (["--jobs=0"], ["--jobs=0"]),
         (["--workdr=x"], ["--workdr", "did you mean '--workdir'"]),
     ],
 )
@@ -109,7 +218,7 @@ def test_a_dry_run_lists_the_runs_and_writes_nothing(config_file, tmp_path, caps
 
 def test_the_folder_of_another_comparison_is_refused(config_file, tmp_path):
     out = tmp_path / "out"
-    for run in plan_of(config_file, methods=["ddp", "noloco"]):
+    for run in plan_of(config_file, methods=["ddp", "noloco"]).runs:
         train(run, out, perplexity=6.0)
     for flags, named in [
         (["--methods=ddp"], "noloco-seed7"),

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from noloco_jax.compare import report, results
+from noloco_jax.compare.bytes_chart import draw_bytes
 from noloco_jax.compare.chart import draw
+from noloco_jax.compare.rows import make_rows, worths
 from support.comparisons import finished, only, plan_of, train
 
 
@@ -15,12 +17,12 @@ def test_gaps_are_between_runs_of_the_same_seed_and_value(config_file, tmp_path)
     runs = plan_of(config_file, methods=["ddp", "noloco"], seeds=2, vary="num_replicas=2,4")
     ddp = {(7, "2"): 10.0, (8, "2"): 20.0, (7, "4"): 40.0, (8, "4"): 80.0}
     gaps = {(7, "2"): 1.05, (8, "2"): 1.07, (7, "4"): 0.9, (8, "4"): 0.8}
-    for run in runs:
-        assert run.value is not None
-        key = run.seed, run.value
-        factor = gaps[key] if run.method == "noloco" else 1
+    for run in runs.runs:
+        assert run.variant.value is not None
+        key = run.seed, run.variant.value
+        factor = gaps[key] if run.variant.method == "noloco" else 1
         train(run, tmp_path, perplexity=ddp[key] * factor, merged=2 * ddp[key] * factor)
-    rows = {(row.method, row.value): row.figures for row in results.make_rows(runs, tmp_path)}
+    rows = {(row.variant.method, row.variant.value): row.figures for row in make_rows(runs, tmp_path)}
     for name in ("gap_percent", "gap_merged_percent"):
         np.testing.assert_allclose(rows["noloco", "2"][name], [5, 7])
         np.testing.assert_allclose(rows["noloco", "4"][name], [-10, -20])
@@ -29,10 +31,14 @@ def test_gaps_are_between_runs_of_the_same_seed_and_value(config_file, tmp_path)
 
 def test_a_ddp_run_that_the_field_does_not_matter_to_serves_all_values(config_file, tmp_path):
     runs = plan_of(config_file, methods=["ddp", "noloco"], vary="outer.sync_every=2,4")
-    for run in runs:
-        train(run, tmp_path, perplexity={None: 10.0, "2": 11.0, "4": 12.0}[run.value])
-    rows = results.make_rows(runs, tmp_path)
-    assert [(row.value, round(row.figures["gap_percent"][0], 6)) for row in rows] == [(None, 0), ("2", 10), ("4", 20)]
+    for run in runs.runs:
+        train(run, tmp_path, perplexity={None: 10.0, "2": 11.0, "4": 12.0}[run.variant.value])
+    rows = make_rows(runs, tmp_path)
+    assert [(row.variant.value, round(row.figures["gap_percent"][0], 6)) for row in rows] == [
+        (None, 0),
+        ("2", 10),
+        ("4", 20),
+    ]
 
 
 def test_correlation_is_pearsons_after_the_warmup(config_file, tmp_path):
@@ -61,26 +67,26 @@ def test_replicas_that_rounding_alone_sets_apart_have_no_spread(config_file, tmp
 
 def test_unfinished_runs_are_left_out_and_named(config_file, tmp_path):
     runs = plan_of(config_file)
-    train(runs[0], tmp_path, 5.0)
-    train(runs[1], tmp_path, 6.0, steps=36)
-    rows = results.make_rows(runs, tmp_path)
-    assert [row.method for row in rows] == ["ddp"]
-    page = report.markdown(rows, None, "command", None, runs[1:])
+    train(runs.runs[0], tmp_path, 5.0)
+    train(runs.runs[1], tmp_path, 6.0, steps=36)
+    rows = make_rows(runs, tmp_path)
+    assert [row.label for row in rows] == ["ddp"]
+    page = report.markdown(runs, rows, "command", {}, runs.runs[1:])
     assert "Not finished: diloco-seed7, noloco-seed7, local-seed7." in page
 
 
 def test_the_table_has_mean_and_spread_over_seeds(config_file, tmp_path):
     runs = finished(config_file, tmp_path, methods=["ddp", "noloco"], seeds=2)  # ddp 5, noloco 6; ddp 7, noloco 8
-    rows = results.make_rows(runs, tmp_path)
-    table = [line for line in report.markdown(rows, None, "command", "x.png", []).splitlines() if line.startswith("|")]
+    rows = make_rows(runs, tmp_path)
+    table = [line for line in report.markdown(runs, rows, "command", {}, []).splitlines() if line.startswith("|")]
     gaps = np.array([100 / 5, 100 / 7])
     ddp, noloco = ([cell.strip() for cell in line.strip("|").split("|")] for line in table[2:])
     assert ddp[:5] == ["ddp", "2", "–", "6.00 ± 1.41", "+0.00"]
-    assert ddp[7] == ddp[9] == "–"
+    assert ddp[9] == ddp[10] == "–"
     assert noloco[:4] == ["noloco", "2", "10", "7.00 ± 1.41"]
     assert noloco[4] == f"+{gaps.mean():.2f} ± {gaps.std(ddof=1):.2f}"
-    assert noloco[9] == "1.000"
-    (line, other) = csv.DictReader(report.table_csv(rows, None).splitlines())
+    assert noloco[10] == "1.000"
+    (line, other) = csv.DictReader(report.table_csv(runs, rows).splitlines())
     assert (line["method"], other["method"]) == ("ddp", "noloco")
     assert float(other["gap_percent_mean"]) == pytest.approx(gaps.mean())
     assert float(other["gap_percent_std"]) == pytest.approx(gaps.std(ddof=1))
@@ -89,20 +95,83 @@ def test_the_table_has_mean_and_spread_over_seeds(config_file, tmp_path):
 
 def test_diloco_that_is_evaluated_after_outer_steps_alone_is_remarked(config_file, tmp_path):
     for every, remarked in ((4, False), (8, True)):
-        runs = finished(config_file, tmp_path / str(every), methods=["diloco"])
-        runs = [replace(run, config=replace(run.config, eval_every=every)) for run in runs]
-        page = report.markdown(results.make_rows(runs, tmp_path / str(every)), None, "command", None, [])
+        plan = finished(config_file, tmp_path / str(every), methods=["diloco"])
+        altered = tuple(replace(run, config=replace(run.config, eval_every=every)) for run in plan.runs)
+        plan = replace(plan, runs=altered)
+        page = report.markdown(plan, make_rows(plan, tmp_path / str(every)), "command", {}, [])
         assert ("right after outer steps alone" in page) == remarked
+
+
+def test_a_row_is_of_the_best_value_and_its_gap_above_a_reference_that_is_tuned_likewise(config_file, tmp_path):
+    plan = plan_of(config_file, methods=["ddp", "noloco"], seeds=2, tune="inner.lr=0.01,0.02,0.04")
+    perplexities = {
+        "ddp": {"0.01": 10.0, "0.02": 8.0, "0.04": 9.0},
+        "noloco": {"0.01": 13.0, "0.02": 12.0, "0.04": 11.0},
+    }
+    for run in plan.runs:  # of the other seed too what is not needed, as where the best was another before
+        assert run.tuned is not None
+        train(run, tmp_path, perplexities[run.variant.method][run.tuned] * (1 if run.seed == 7 else 2))
+    ddp, noloco = rows = make_rows(plan, tmp_path)
+    assert (ddp.tuned, ddp.is_at_end, noloco.tuned, noloco.is_at_end) == ("0.02", False, "0.04", True)
+    assert [run.seed for run in noloco.runs] == [7, 8]
+    np.testing.assert_allclose(noloco.figures["gap_percent"], [37.5, 37.5])
+    page = report.markdown(plan, rows, "command", {}, [])
+    assert "| 0.04 (at the end) |" in page and "| 0.02 |" in page
+    assert "Best at an end of the list of inner.lr, so extend --tune beyond it: noloco (0.04)." in page
+    lines = list(csv.DictReader(report.table_csv(plan, rows).splitlines()))
+    assert [(line["inner.lr"], line["tuned_at_end"]) for line in lines] == [("0.02", "false"), ("0.04", "true")]
+
+
+def test_bytes_are_judged_by_what_more_of_them_bring_and_by_what_beats_them(config_file, tmp_path):
+    variants = ["cheap:outer.lr=0.1", "middle:outer.lr=0.2", "bad:outer.lr=0.3", "other:inner.optimizer=muon"]
+    plan = plan_of(config_file, methods=["ddp", "local"], variants=variants)
+    left = {
+        "ddp": (10.0, 1600.0),
+        "local": (15.0, 0.0),
+        "cheap": (14.0, 100.0),
+        "middle": (12.0, 400.0),
+        "bad": (13.0, 800.0),
+        "other": (11.0, 100.0),  # beats all, but is measured by nothing that they are
+    }
+    for run in plan.runs:
+        perplexity, sent = left[run.variant.title]
+        train(run, tmp_path, perplexity, sent=sent)
+    rows = make_rows(plan, tmp_path)
+    worth = dict(zip((row.label for row in rows), worths(rows), strict=True))
+    assert {label: w.beaten_by for label, w in worth.items()} == dict.fromkeys(left) | {"bad": "middle"}
+    # Gaps of 40, 20 and 0 percent at 100, 400 and 1600 bytes.
+    for label, cheaper in (("middle", "cheap"), ("ddp", "middle")):
+        assert worth[label].cheaper == cheaper
+        assert (worth[label].points, worth[label].times) == pytest.approx((20, 4))
+    assert all(worth[label].cheaper is None for label in ("local", "cheap", "bad", "other"))
+    table = report.table(plan, rows, brief=True)
+    assert "| beaten by middle |" in table[6] and "| 1/4 | 20.0 points for 4 x the bytes of cheap |" in table[5]
+    assert "There is no ddp with inner.optimizer='muon'" in report.markdown(plan, rows, "command", {}, [])
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"seeds": 3}, {"methods": ["ddp"]}, {"vary": "outer.sync_every=2,4"}, {"vary": "num_replicas=2,4"}],
+    [
+        {},
+        {"seeds": 3},
+        {"methods": ["ddp"]},
+        {"vary": "outer.sync_every=2,4"},
+        {"vary": "num_replicas=2,4"},
+        {"variants": ["a:outer.wire=int8", "b:inner.optimizer=muon"], "tune": "inner.lr=0.01,0.02"},
+    ],
     ids=str,
 )
-def test_any_comparison_gives_a_picture(config_file, tmp_path, settings):
-    runs = finished(config_file, tmp_path / "out", **settings)
-    path = tmp_path / "comparison.png"
-    draw(results.make_rows(runs, tmp_path / "out"), "a field", path)
-    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+def test_any_comparison_gives_its_pictures(config_file, tmp_path, settings):
+    plan = finished(config_file, tmp_path / "out", **settings)
+    rows = make_rows(plan, tmp_path / "out")
+    draw(rows, tmp_path / "comparison.png")
+    assert draw_bytes(rows, tmp_path / "bytes.png")
+    for name in ("comparison.png", "bytes.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and (tmp_path / name).stat().st_size > 10_000
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_without_a_reference_there_is_no_picture_of_bytes(config_file, tmp_path):
+    plan = finished(config_file, tmp_path / "out", methods=["noloco"])
+    assert not draw_bytes(make_rows(plan, tmp_path / "out"), tmp_path / "bytes.png")
+    assert not (tmp_path / "bytes.png").exists()

@@ -11,7 +11,8 @@ import pytest
 
 from noloco_jax.cluster.stop import RESTART
 from noloco_jax.compare import command as compare
-from noloco_jax.compare.runner import LOG_FILE, Comparison
+from noloco_jax.compare.job import LOG_FILE
+from noloco_jax.compare.runner import Comparison
 from noloco_jax.config import to_dict
 from noloco_jax.errors import UserError
 from support import processes
@@ -24,36 +25,46 @@ import json, sys, time
 from pathlib import Path
 
 workdir = Path([a for a in sys.argv if a.startswith("--workdir=")][0].removeprefix("--workdir="))
-method, plan = workdir.name.split("-")[0], json.loads(sys.argv[1])
-if plan["fails"].get(method) == "start":
+plan = json.loads(sys.argv[1])
+fate = plan["fates"].get(workdir.name, plan["fates"].get(workdir.name.split("-")[0]))
+lr = float(next((a.partition("=")[2] for a in sys.argv if a.startswith("--config.inner.lr=")), 0))
+if fate == "start":
     sys.exit("error: no such thing")
 workdir.mkdir(exist_ok=True)
+if fate == "hang":
+    time.sleep(600)
+if fate == "meet":
+    (workdir / "there").touch()
+    while len(list(workdir.parent.glob("*/there"))) < 2:
+        time.sleep(0.01)
 (workdir / "config.json").write_text(json.dumps(plan["configs"][workdir.name]))
 for step in (4, 40):
-    line = {"step": step, "kind": "eval", "perplexity": 5.0, "perplexity_replicas": [5.0], "perplexity_merged": 5.0,
-            "replica_spread": 1e-3}
+    line = {"step": step, "kind": "eval", "perplexity": 5.0 + lr, "perplexity_replicas": [5.0],
+            "perplexity_merged": 5.0, "replica_spread": 1e-3}
     with (workdir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\\n")
-    if plan["fails"].get(method) == "later":
+    if fate == "later":
         sys.exit("error: the loss is nan")
 """
 
 
 @pytest.fixture
 def stand_in(config_file, tmp_path, monkeypatch):
-    """Makes the comparison call a stand-in; `stand_in[method]` is when it fails, "start" or "later"."""
+    """Makes the comparison call a stand-in, which does what `stand_in[method or name of the run]` says: fail at the
+    "start" or "later", "hang", or "meet" another one that trains at the same time."""
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
-    configs = {run.name: to_dict(run.config) for run in plan_of(config_file)}
-    fails: dict[str, str] = {}
+    plans = (plan_of(config_file), plan_of(config_file, seeds=2, tune="inner.lr=0.02,0.03"))
+    configs = {run.name: to_dict(run.config) for plan in plans for run in plan.runs}
+    fates: dict[str, str] = {}
     real = Comparison._arguments
 
     def stand_in_arguments(self, run):
         assert real(self, run)[:2] == ["-m", "noloco_jax.train"]
-        return [str(script), json.dumps({"fails": fails, "configs": configs}), *real(self, run)[2:]]
+        return [str(script), json.dumps({"fates": fates, "configs": configs}), *real(self, run)[2:]]
 
     monkeypatch.setattr(Comparison, "_arguments", stand_in_arguments)
-    return fails
+    return fates
 
 
 def test_a_run_that_breaks_off_leaves_the_others_and_is_tried_again(config_file, tmp_path, stand_in, capsys):
@@ -88,11 +99,38 @@ def test_a_run_that_another_process_trains_is_not_trained_twice(config_file, tmp
             compare.main(arguments(config_file, out))
 
 
+@pytest.mark.timeout(60)
+def test_so_many_runs_train_at_a_time(config_file, tmp_path, stand_in):
+    stand_in |= {"ddp": "meet", "noloco": "meet"}
+    assert compare.main(arguments(config_file, tmp_path / "out", "--methods=ddp,noloco", "--jobs=2")) == 0
+
+
+def test_an_error_ends_the_runs_beside_it(config_file, tmp_path, stand_in):
+    stand_in |= {"ddp": "hang", "diloco": "start"}
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match="diloco-seed7 did not start"):
+        compare.main(arguments(config_file, out, "--jobs=2"))
+    with (out / "ddp-seed7" / LOG_FILE).open("a") as log:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which a trainer at work would hold
+
+
+def test_tuning_goes_on_at_the_best_of_what_did_not_break_off(config_file, tmp_path, stand_in, capsys):
+    stand_in["noloco-inner.lr=0.02-seed7"] = "later"
+    out = tmp_path / "out"
+    flags = arguments(config_file, out, "--methods=ddp,noloco", "--seeds=2", "--tune=inner.lr=0.02,0.03", "--jobs=2")
+    assert compare.main(flags) == 1
+    trained = {path.parent.name for path in out.glob("*-seed8/metrics.jsonl")}
+    assert trained == {"ddp-inner.lr=0.02-seed8", "noloco-inner.lr=0.03-seed8"}
+    output = capsys.readouterr().out
+    assert "[6/6]" in output and "extend --tune beyond it: ddp (0.02), noloco (0.03)" in output
+
+
 @pytest.mark.timeout(900)
 def test_a_comparison_that_is_stopped_goes_on_to_its_table(tmp_path, monkeypatch, capsys):
     config = processes.write_config(tmp_path)
     out = tmp_path / "out"
-    flags = arguments(str(config), out, "--methods=ddp,noloco", "--config.num_steps=12", "--config.eval_every=4")
+    flags = arguments(str(config), out, "--methods=ddp,noloco", "--jobs=2")
+    flags += ["--config.num_steps=12", "--config.eval_every=4"]
     processes.set_environment(config, monkeypatch)
     running = subprocess.Popen(
         [sys.executable, "-m", "noloco_jax.compare", *flags],
@@ -112,7 +150,7 @@ def test_a_comparison_that_is_stopped_goes_on_to_its_table(tmp_path, monkeypatch
     log = (out / "ddp-seed0" / LOG_FILE).read_text()
     assert ("going on from the checkpoint" in log) != finished_in_time
     assert "[2/2] noloco-seed0: perplexity" in output
-    rows = {row["method"]: row for row in csv.DictReader((out / "comparison.csv").read_text().splitlines())}
+    rows = {row["variant"]: row for row in csv.DictReader((out / "comparison.csv").read_text().splitlines())}
     assert float(rows["ddp"]["gap_percent_mean"]) == 0
     assert float(rows["noloco"]["replica_spread_mean"]) > 0
     last = [line for line in processes.metrics(out / "noloco-seed0") if line["kind"] == "eval"][-1]

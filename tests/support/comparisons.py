@@ -1,8 +1,10 @@
 """Comparisons of small runs, and what the runs leave, for the tests of `compare`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from noloco_jax.compare.plan import Run, make_plan, parse_settings, parse_vary
+from noloco_jax.compare.plan import Plan, Run, make_plan
+from noloco_jax.compare.variants import make_variants, parse_choices
 from noloco_jax.config import save_config
 from noloco_jax.run.metrics import MetricWriter
 from noloco_jax.spmd.inner import learning_rates
@@ -35,23 +37,35 @@ def write_config(folder: Path) -> str:
     return str(path)
 
 
-def plan_of(config_file: str, *overrides: str, methods=METHODS, seeds=1, vary=None, settings=()) -> list[Run]:
+def plan_of(
+    config_file: str,
+    *overrides: str,
+    methods: Sequence[str] = METHODS,
+    variants: Sequence[str] = (),
+    seeds: int = 1,
+    vary: str | None = None,
+    tune: str | None = None,
+    settings: Sequence[str] = (),
+) -> Plan:
+    choices = parse_choices(vary, "--vary") if vary else None
     return make_plan(
         config_file,
         overrides,
-        methods,
+        make_variants(",".join(methods) if methods else None, variants, settings, choices),
         seeds,
-        parse_vary(vary) if vary else None,
-        parse_settings(settings, methods),
+        choices,
+        parse_choices(tune, "--tune") if tune else None,
     )
 
 
-def only(runs: list[Run], method: str) -> Run:
-    (run,) = (run for run in runs if run.method == method)
+def only(plan: Plan, title: str) -> Run:
+    (run,) = (run for run in plan.runs if run.variant.title == title)
     return run
 
 
-def train(run: Run, workdir: Path, perplexity: float, merged: float = 5.0, spread=lambda lr: 0.1 * lr, steps=None):
+def train(
+    run: Run, workdir: Path, perplexity: float, merged: float = 5.0, spread=lambda lr: 0.1 * lr, steps=None, sent=None
+):
     """What a run of the trainer leaves: its last evaluation has the perplexities, the others more."""
     save_config(run.config, workdir / run.name)
     writer = MetricWriter(workdir / run.name, resume_step=None, tensorboard=False)
@@ -66,6 +80,8 @@ def train(run: Run, workdir: Path, perplexity: float, merged: float = 5.0, sprea
             perplexity_merged=merged + excess,
             replica_spread=float(spread(lr[step - 1])),
         )
+    if sent is not None:
+        writer.write(steps or run.config.num_steps, "train", loss=1.0, bytes_sent_total=sent)
     writer.close()
 
 
@@ -73,10 +89,11 @@ def arguments(config_file: str, workdir: Path, *others: str) -> list[str]:
     return [f"--config={config_file}", f"--workdir={workdir}", *others]
 
 
-def finished(config_file: str, workdir: Path, **settings) -> list[Run]:
+def finished(config_file: str, workdir: Path, **settings) -> Plan:
     """Plans runs and writes what each leaves at its end."""
-    runs = plan_of(config_file, **settings)
-    for number, run in enumerate(runs):
-        equal = run.method == "ddp"
-        train(run, workdir, 5.0 + number, spread=lambda lr, equal=equal: 1e-10 if equal else 0.1 * lr)
-    return runs
+    plan = plan_of(config_file, **settings)
+    for number, run in enumerate(plan.runs):
+        equal = run.variant.method == "ddp"
+        sent = {"ddp": 1e9, "local": 0.0}.get(run.variant.method, 1e8 / (1 + number))
+        train(run, workdir, 5.0 + number, spread=lambda lr, equal=equal: 1e-10 if equal else 0.1 * lr, sent=sent)
+    return plan

@@ -1,0 +1,145 @@
+"""One run of a comparison as it trains, in a process of its own."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from noloco_jax.compare.plan import Run
+from noloco_jax.errors import UserError
+from noloco_jax.formatting import format_clock, format_perplexity, format_tokens_per_second, or_infinity
+from noloco_jax.run.metrics import METRICS_FILE, NewLines
+
+LOG_FILE = "log.txt"
+
+
+class Job:
+    """The trainer of a run, started at once.
+
+    Args:
+      run: what it trains.
+      folder: its workdir.
+      label: what is printed before all that is said of it.
+      arguments: of the Python interpreter.
+      cores: that it may use; all where there are none.
+      environment: variables that are its own.
+
+    Raises:
+      UserError: if another process trains in the folder.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        folder: Path,
+        label: str,
+        arguments: Sequence[str],
+        cores: frozenset[int] = frozenset(),
+        environment: Mapping[str, str] | None = None,
+    ):
+        self.run, self.label, self._folder = run, label, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.progress = Progress(run, label, folder)
+        with (folder / LOG_FILE).open("a") as log:
+            try:
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the trainer inherits it, and may outlive us
+            except BlockingIOError:
+                raise UserError(f"{folder} is being trained by another process: wait for it, or end it") from None
+            # In a session of its own, so that Ctrl-C comes to it once, through this process.
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **(environment or {})},
+            )
+        if cores:  # before it has threads, which inherit them; XLA makes as many as it may use
+            os.sched_setaffinity(self._process.pid, cores)
+
+    @property
+    def status(self) -> int | None:
+        """The exit status; None while it trains."""
+        return self._process.poll()
+
+    def send(self, number: int) -> None:
+        """Sends a signal; of SIGTERM and SIGINT it stops with everything saved."""
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def end(self, patience: float = 600.0) -> None:
+        """Stops it, with everything saved if that takes no more than so many seconds, and waits for it."""
+        self.send(signal.SIGTERM)
+        try:
+            self._process.wait(timeout=patience)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def failure(self) -> str:
+        """What a run that ended early said.
+
+        Raises:
+          UserError: if it never began, for then the others will not either.
+        """
+        log = self._folder / LOG_FILE
+        last = (log.read_text(errors="replace").strip().splitlines() or ["no word"])[-1].removeprefix("error: ")
+        if not (self._folder / METRICS_FILE).exists():
+            raise UserError(f"{self.run.name} did not start (status {self.status}): {last} ({log})")
+        return f"status {self.status}: {last} ({log})"
+
+
+class Progress:
+    """How far a run is.
+
+    Args:
+      run: the run.
+      label: what its lines begin with.
+      folder: its workdir.
+    """
+
+    def __init__(self, run: Run, label: str, folder: Path):
+        self._run, self._label = run, label
+        self._new_lines, self._started = NewLines(folder), time.monotonic()
+        self._last: dict[str, dict[str, Any]] = {}  # the last line of every kind
+        self._told: int | None = None  # the last evaluation that has a line
+
+    def read(self) -> None:
+        """Reads what is new."""
+        try:
+            lines, is_new_file = self._new_lines.read()
+        except UserError:  # a broken line, which the trainer will tell of
+            return
+        if is_new_file:
+            self._last = {}
+        self._last |= {line["kind"]: line for line in lines}
+
+    @property
+    def line(self) -> str:
+        """Of a terminal, where the next one replaces it."""
+        parts, training = [self._label], self._last.get("train")
+        if training is None:
+            return f"{self._label}  starting"
+        parts.append(f"step {training['step']}/{self._run.config.num_steps}")
+        parts.append(f"loss {or_infinity(training['loss']):.4f}")
+        if "eval" in self._last:
+            parts.append(self._evaluated())
+        return "  ".join([*parts, format_tokens_per_second(training["tokens_per_second"] or 0)])
+
+    def news(self) -> str | None:
+        """A line of a log, once an evaluation."""
+        evaluation = self._last.get("eval")
+        if evaluation is None or evaluation["step"] == self._told:
+            return None
+        self._told = evaluation["step"]
+        seconds = format_clock(time.monotonic() - self._started)
+        return f"{self._label}: {self._evaluated()} of {self._run.config.num_steps}, {seconds}"
+
+    def _evaluated(self) -> str:
+        evaluation = self._last["eval"]
+        return f"perplexity {format_perplexity(evaluation['perplexity'])} at step {evaluation['step']}"

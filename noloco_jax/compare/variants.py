@@ -1,0 +1,159 @@
+"""The variants that a comparison's flags ask for: what each is called, its method and its settings."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from noloco_jax.config import find_field, unknown_field
+from noloco_jax.errors import UserError
+from noloco_jax.methods import METHODS
+
+_METHODS = "ddp,diloco,noloco,local"
+_OWN_FLAGS = {"method": "--methods or --variant", "seed": "--seeds"}  # what settles a field of every run
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A field and the values that it takes in turn, as written."""
+
+    field: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A way of training that is compared with others.
+
+    Attributes:
+      title: as the table calls it.
+      method: how it trains.
+      settings: (field, value) of what is its own, over all else.
+      reference: the title of the variant that its gap is above; None for the ddp that is most like it.
+      value: of the field that the comparison varies, as written; None where that makes no other run.
+      name: as its folders are called: the title, and the varied field with its value.
+    """
+
+    title: str
+    method: str
+    settings: tuple[tuple[str, str], ...] = ()
+    reference: str | None = None
+    value: str | None = None
+    name: str = ""
+
+    @property
+    def written(self) -> str:
+        """What makes it, as a flag has it."""
+        return ",".join(f"{field}={value}" for field, value in (("method", self.method), *self.settings))
+
+    def sets(self, field: str) -> bool:
+        return field in dict(self.settings)
+
+    def heeds(self, field: str) -> bool:
+        """Whether another value of the field, given to all variants, makes another run of this one."""
+        return not self.sets(field) and not METHODS[self.method].is_unused(field)
+
+
+def parse_methods(text: str) -> list[Variant]:
+    """ "ddp,noloco" as variants, each method once and by its own name."""
+    methods = [name.strip() for name in text.split(",")]
+    for name in methods:
+        _check_method(name, f"--methods={text}")
+        if methods.count(name) > 1:
+            raise UserError(f"--methods={text} has {name} {methods.count(name)} times: name it once")
+    return [Variant(name, name) for name in methods]
+
+
+def _check_method(name: str, flag: str) -> None:
+    if name not in METHODS:
+        near = difflib.get_close_matches(name, METHODS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(METHODS)}"
+        raise UserError(f"{flag}: there is no method {name!r}: {hint}")
+
+
+def parse_variant(text: str) -> Variant:
+    """ "often:outer.fragments=8,outer.sync_every=2" as a variant.
+
+    Its method is that of `method=`, else the one it is named like, else noloco; `reference=` names its reference.
+    """
+    flag = f"--variant={text}"
+    title, colon, rest = text.partition(":")
+    if not colon or not re.fullmatch(r"[\w.+-]+", title):
+        raise UserError(
+            f"{flag} is not of the form NAME:FIELD=VALUE,FIELD=VALUE, with a NAME of letters, digits, '.+-_'"
+        )
+    settings: dict[str, str] = {}
+    for part in re.split(r",(?=[\w. ]+=)", rest) if rest.strip() else []:  # a value may hold commas itself
+        field, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            raise UserError(f"{flag}: {part!r} is not of the form FIELD=VALUE")
+        if field in settings:
+            raise UserError(f"{flag} has {field} twice: give it once")
+        settings[field] = value
+    method = settings.pop("method", title if title in METHODS else "noloco")
+    reference = settings.pop("reference", None)
+    _check_method(method, flag)
+    for field in settings:
+        _check_field(field, flag)
+    return Variant(title, method, tuple(settings.items()), reference)
+
+
+def parse_choices(text: str, flag: str) -> Choices:
+    """ "outer.sync_every=25,50" as a field and its values; what they mean is the configuration's to check."""
+    field, equals, rest = text.partition("=")
+    values = tuple(value.strip() for value in rest.split(","))
+    if not equals or not all(values):
+        raise UserError(f"{flag}={text} is not of the form FIELD=VALUE,VALUE, such as outer.sync_every=25,50")
+    _check_field(field, f"{flag}={text}")
+    if len(set(values)) < len(values):
+        raise UserError(f"{flag}={text} has a value twice: give each once")
+    return Choices(field, values)
+
+
+def with_settings(variants: Sequence[Variant], texts: Sequence[str]) -> list[Variant]:
+    """The variants with "diloco:outer.momentum=0.5" and its like added to the one that is named."""
+    titled = {variant.title: variant for variant in variants}
+    for text in texts:
+        title, colon, rest = text.partition(":")
+        field, equals, value = rest.partition("=")
+        if not colon or not equals:
+            raise UserError(f"--set={text} is not of the form NAME:FIELD=VALUE, such as diloco:outer.momentum=0.5")
+        if title not in titled:
+            raise UserError(f"--set={text}: {title!r} is not among --methods and --variant: {', '.join(titled)}")
+        _check_field(field, f"--set={text}")
+        settings = dict(titled[title].settings) | {field: value}
+        titled[title] = replace(titled[title], settings=tuple(settings.items()))
+    return list(titled.values())
+
+
+def make_variants(
+    methods: str | None, variants: Sequence[str], settings: Sequence[str], vary: Choices | None
+) -> list[Variant]:
+    """All that the flags name, each as often as the varied field has values that make another run of it."""
+    if methods is None and not variants:
+        methods = _METHODS
+    named = [*(parse_methods(methods) if methods is not None else []), *map(parse_variant, variants)]
+    titles = [variant.title for variant in named]
+    for variant in named:
+        if titles.count(variant.title) > 1:
+            raise UserError(f"two variants are called {variant.title!r}: give each of --variant and --methods its name")
+        if variant.reference is not None and variant.reference not in titles:
+            near = difflib.get_close_matches(variant.reference, titles, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(titles)}"
+            raise UserError(f"--variant={variant.title}: no variant is called reference={variant.reference!r}: {hint}")
+    expanded = []
+    for variant in with_settings(named, settings):
+        if vary is None or not variant.heeds(vary.field):
+            expanded.append(replace(variant, name=variant.title))
+            continue
+        for value in vary.values:
+            name = re.sub(r"[^\w.=+-]", "_", f"{variant.title}-{vary.field}={value}")
+            expanded.append(replace(variant, name=name, value=value))
+    return expanded
+
+
+def _check_field(path: str, flag: str) -> None:
+    if find_field(path).is_group:
+        raise unknown_field(path)
+    if path in _OWN_FLAGS:
+        raise UserError(f"{flag}: {path} is not set like other fields: give {_OWN_FLAGS[path]}")
