@@ -12,7 +12,14 @@ from noloco_jax.files import write_picture
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS = {"ddp": "#6b7280", "diloco": "#d95f02", "noloco": "#1b7837", "local": "#7b5ea7"}
+_COLORS = {
+    "ddp": "#6b7280",
+    "diloco": "#d95f02",
+    "noloco": "#1b7837",
+    "local": "#7b5ea7",
+    "epidemic": "#1f78b4",
+    "sparseloco": "#b8860b",
+}
 _DASHES = ("-", "--", ":", "-.")
 _LR = "#b0b4bb"
 
