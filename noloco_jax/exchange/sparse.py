@@ -1,8 +1,12 @@
 """The mean of sparse messages over all replicas: few entries of an array, two bits each, and where they are.
 
 An array is cut into chunks of up to 4096 elements. Of a chunk the entries of largest size are kept, each as a sign and
-one of two sizes that the chunk has: the means of the smaller and of the larger ones among them. What travels is those
-two in bfloat16, the positions in 12 bits (8 in chunks of up to 256) and two bits an entry, packed to bytes.
+one of two sizes that the chunk has: the means of the smaller and of the larger ones among them (zero and the mean of
+the others, where a chunk has so few others that zeros are among them). What travels is those two in bfloat16, the
+positions in 12 bits (8 in chunks of up to 256) and two bits an entry, packed to bytes.
+
+The paper's text gives an entry two bits; which four values they stand for is this module's choice, of means, which are
+nearest to the entries in the sense of least squares.
 
 Everyone sends its message to everyone, as two replicas keep different entries: it is an all-gather.
 """
@@ -45,9 +49,9 @@ class TopEntries:
         chunks = _in_chunks(x)
         positions, values = self._largest(chunks)
         sizes = jnp.abs(values)
-        is_large = sizes > jnp.mean(sizes, axis=-1, keepdims=True)
-        small = jnp.mean(sizes, axis=-1, keepdims=True, where=~is_large)
-        large = jnp.mean(sizes, axis=-1, keepdims=True, where=is_large)
+        least = jnp.min(sizes, axis=-1, keepdims=True)
+        is_large = sizes > jnp.where(least == 0, 0, jnp.mean(sizes, axis=-1, keepdims=True))
+        small, large = (jnp.mean(sizes, axis=-1, keepdims=True, where=which) for which in (~is_large, is_large))
         rounded = jnp.sign(values) * lax.reduce_precision(jnp.where(is_large, large, small), 8, 7)
         # Behind a barrier, so that what is sent and what it leaves are computed from the same bits.
         return lax.optimization_barrier(_out_of_chunks(chunks, positions, rounded, x))

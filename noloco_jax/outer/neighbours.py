@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +64,7 @@ class RandomNeighbours:
             for shifts in _choices(num_replicas - 1, self.degree, seed, max_pool)
         )
 
-    def pool_index(self, round: object) -> object:
+    def pool_index(self, round: Any) -> Any:
         """The entry of `pool` that outer round `round` (0, 1, ...) uses; see `Pairing`."""
         return drawn(len(self.pool), self.seed, self.order, round)
 

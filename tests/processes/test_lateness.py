@@ -67,7 +67,10 @@ def test_runs_that_are_there_are_not_measured_again(finished, config):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--methods=noloco,ddp", "--methods=noloco,ddp: 'ddp' has no outer steps, choose from noloco,diloco,epidemic,sparseloco"),
+        (
+            "--methods=noloco,ddp",
+            "--methods=noloco,ddp: 'ddp' has no outer steps, choose from noloco,diloco,epidemic,sparseloco",
+        ),
         ("--methods=local", "'local' has no outer steps"),
         ("--config.outer.sync_every=3", "outer.sync_every=3 is more than num_steps=2"),
         ("--processes=3", "--processes=3 and num_replicas=2"),

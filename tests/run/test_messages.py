@@ -51,5 +51,24 @@ def test_a_message_in_blocks_counts_scales_and_what_fills_the_last_block_of_ever
     assert bytes_sent(run("noloco", wire=wire, group_size=4)) == 3 * blocks * block_bytes
 
 
+def test_epidemic_sends_whole_messages_to_each_of_its_neighbours():
+    assert bytes_sent(run("epidemic")) == 2 * 4 * PARAMETERS
+    assert bytes_sent(run("epidemic", neighbours=3, wire="bfloat16")) == 3 * 2 * PARAMETERS
+    assert num_pairings(run("epidemic")) == 3  # two of the three shifts
+
+
+def test_sparseloco_sends_14_bits_of_an_entry_and_four_bytes_a_chunk_to_all_others():
+    # Of 259 * 16 weights, two chunks.
+    sizes = [2 * 4096, 2 * 4096, 256, 128, 128, 256, *[512] * 3, 16, 16, 16]
+
+    def bytes_of(size: int) -> int:
+        chunk = min(4096, size)
+        kept = max(4, 4 * math.ceil(chunk / 64 / 4))
+        return size // chunk * (4 + kept * ((8 if chunk <= 256 else 12) + 2) // 8)
+
+    assert bytes_sent(run("sparseloco")) == 3 * sum(map(bytes_of, sizes))
+    assert num_outer_steps(run("sparseloco")) == 10
+
+
 def test_every_pair_of_four_replicas_meets_in_one_of_three_pairings():
     assert [num_pairings(run(method)) for method in ("noloco", "diloco", "ddp", "local")] == [3, 0, 0, 0]
