@@ -130,7 +130,7 @@ def test_fragments_average_one_after_another_and_corrections_come_late():
     outer = nj.epidemic(neighbours, sync_every=2, fragments=2, delay=1)
     step, correct = (jax.jit(jax.vmap(fn, axis_name="replica")) for fn in (outer.step, outer.correct))
     theta = {"a": tree(0)["a"]}
-    state = jax.vmap(outer.init)(theta)
+    state: Any = jax.vmap(outer.init)(theta)
     assert isinstance(state.rule, Late) and state.rule.rule == ()
     params, state = step(theta, state)
     assert_trees_close(params, theta)  # alone, a replica stays where it is
