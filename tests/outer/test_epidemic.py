@@ -128,6 +128,7 @@ def test_a_wire_that_rounds_keeps_the_mean_and_equal_replicas(layout, wire):
 def test_fragments_average_one_after_another_and_corrections_come_late():
     neighbours = nj.RandomNeighbours(N, seed=5)
     outer = nj.epidemic(neighbours, sync_every=2, fragments=2, delay=1)
+    assert outer.correct is not None
     step, correct = (jax.jit(jax.vmap(fn, axis_name="replica")) for fn in (outer.step, outer.correct))
     theta = {"a": tree(0)["a"]}
     state: Any = jax.vmap(outer.init)(theta)
