@@ -3,7 +3,8 @@
 The outer optimizers work in any Optax loop; importing them pulls in jax and optax only.
 """
 
+from noloco_jax.outer.neighbours import RandomNeighbours
 from noloco_jax.outer.pairing import ExplicitPairing, RandomPairing
-from noloco_jax.transforms import diloco, noloco
+from noloco_jax.transforms import diloco, epidemic, noloco, sparseloco
 
-__all__ = ["ExplicitPairing", "RandomPairing", "diloco", "noloco"]
+__all__ = ["ExplicitPairing", "RandomNeighbours", "RandomPairing", "diloco", "epidemic", "noloco", "sparseloco"]

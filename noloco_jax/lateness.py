@@ -97,7 +97,7 @@ def _define_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--processes", type=int, required=True, metavar="N", help="processes, one a replica")
     parser.add_argument("--late", action="append", default=[], metavar="PROCESS:STEP:SECONDS", help="may be repeated")
-    parser.add_argument("--methods", default=",".join(_METHODS), help="comma-separated (default %(default)s)")
+    parser.add_argument("--methods", default="noloco,diloco", help="comma-separated (default %(default)s)")
     parser.add_argument("--worker", action="store_true", help="be one of the processes")
     define_flags(parser)
 

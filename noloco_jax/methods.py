@@ -11,6 +11,7 @@ from noloco_jax.wires import MODULO_BITS
 
 if TYPE_CHECKING:
     from noloco_jax.outer.fragments import Fragments
+    from noloco_jax.outer.neighbours import RandomNeighbours
     from noloco_jax.outer.pairing import RandomPairing, Round
     from noloco_jax.outer.transform import OuterOptimizer
 
@@ -29,6 +30,7 @@ class Method:
       outer_optimizer: (config, axis_name, how parameters are cut) -> the outer optimizer; None for methods without
         outer steps.
       pairing: config -> who meets whom; None where all do, or nobody.
+      num_partners: config -> to how many others a replica sends in an outer step; None where not to some of them.
       averages_gradients: whether gradients are averaged over all replicas at every step.
       outer_collectives: the kinds of collectives by which an outer step crosses replicas.
       unused: fields of the configuration that change nothing; "outer." stands for all that begin so.
@@ -41,7 +43,8 @@ class Method:
     describe: Callable[[Config], str]
     check: Callable[[Config], None] = lambda config: None
     outer_optimizer: "Callable[[Config, Any, Fragments], OuterOptimizer] | None" = None
-    pairing: "Callable[[Config], RandomPairing] | None" = None
+    pairing: "Callable[[Config], RandomPairing | RandomNeighbours] | None" = None
+    num_partners: Callable[[Config], int] | None = None
     averages_gradients: bool = False
     outer_collectives: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
@@ -54,7 +57,7 @@ class Method:
         return self.outer_optimizer is not None
 
     def groups(self, config: Config, round: int) -> "Round":
-        """The groups that meet in outer step `round` (0, 1, ...)."""
+        """The groups that meet in outer step `round` (0, 1, ...); of neighbours, each replica and who sends to it."""
         if self.pairing is None:
             return (tuple(range(config.num_replicas)),)
         pairing = self.pairing(config)
@@ -155,19 +158,107 @@ def _describe_diloco(config: Config) -> str:
     return f"diloco: all average {_when(config)} ({kind}, alpha {outer.momentum:g}, beta {outer.lr:g}){_what(config)}"
 
 
+def _epidemic(config: Config, axis_name: Any, fragments: "Fragments") -> "OuterOptimizer":
+    from noloco_jax.transforms import epidemic
+
+    outer = config.outer
+    return epidemic(
+        _neighbours(config),
+        sync_every=sync_pieces(config),
+        axis_name=axis_name,
+        wire=outer.wire,
+        fragments=fragments,
+        delay=outer.delay,
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _neighbours(config: Config) -> "RandomNeighbours":
+    from noloco_jax.outer.neighbours import RandomNeighbours
+
+    return RandomNeighbours(config.num_replicas, config.outer.neighbours, config.seed, config.outer.order)
+
+
+def _num_neighbours(config: Config) -> int:
+    given = config.outer.neighbours
+    return (config.num_replicas - 1).bit_length() if given is None else given
+
+
+def _describe_epidemic(config: Config) -> str:
+    number = _num_neighbours(config)
+    others = f"{number} random others" if number > 1 else "a random other"
+    return f"epidemic: each sends its weights to {others} and averages {_when(config)}{_what(config)}"
+
+
+def _check_epidemic(config: Config) -> None:
+    replicas, outer = config.num_replicas, config.outer
+    if replicas < 2:
+        raise UserError(f"method='epidemic' sends to others and num_replicas={replicas}: use 2 or more")
+    if outer.neighbours is not None and outer.neighbours >= replicas:
+        raise UserError(
+            f"outer.neighbours={outer.neighbours} is more than the others of num_replicas={replicas}: give at most "
+            f"{replicas - 1}"
+        )
+    if outer.wire in MODULO_BITS:
+        raise UserError(
+            f"outer.wire={outer.wire!r} is for pairs, which send to each other, and method='epidemic': use "
+            "outer.wire='int8'"
+        )
+    _check_not_offloaded(config)
+
+
+def _sparseloco(config: Config, axis_name: Any, fragments: "Fragments") -> "OuterOptimizer":
+    from noloco_jax.transforms import sparseloco
+
+    outer = config.outer
+    return sparseloco(
+        outer_lr=outer.lr,
+        error_decay=outer.error_decay,
+        top_k=outer.top_k,
+        sync_every=sync_pieces(config),
+        axis_name=axis_name,
+        state_dtype=outer.state_dtype,
+        fragments=fragments,
+    )
+
+
+def _describe_sparseloco(config: Config) -> str:
+    outer = config.outer
+    return (
+        f"sparseloco: all send {outer.top_k} of 4096 entries to all {_when(config)} "
+        f"(alpha {outer.lr:g}, beta {outer.error_decay:g}){_what(config)}"
+    )
+
+
+def _check_sparseloco(config: Config) -> None:
+    _check_wire(config)
+    for name in ("delay", "moments"):
+        if value := getattr(config.outer, name):
+            raise UserError(
+                f"outer.{name}={value} goes with dense messages and method='sparseloco' has sparse ones: leave it at 0"
+            )
+
+
 def _check_wire(config: Config) -> None:
     if config.outer.wire != "float32":
         raise UserError(
-            f"outer.wire={config.outer.wire!r} rounds noloco's messages and method={config.method!r}: "
-            "leave it at 'float32'"
+            f"outer.wire={config.outer.wire!r} is for noloco's and epidemic's messages and "
+            f"method={config.method!r}: leave it at 'float32'"
         )
 
 
 def _check_no_outer_steps(config: Config) -> None:
     _check_wire(config)
+    _check_not_offloaded(config)
+
+
+def _check_not_offloaded(config: Config) -> None:
     if config.outer.offload:
         raise UserError(f"outer.offload=True and method={config.method!r} has no outer state: leave it out")
 
+
+# Fields of one method each.
+_EPIDEMIC, _SPARSELOCO = ("outer.neighbours",), ("outer.error_decay", "outer.top_k")
 
 METHODS: dict[str, Method] = {
     row.name: row
@@ -178,8 +269,9 @@ METHODS: dict[str, Method] = {
             _check_noloco,
             _noloco,
             _pairing,
+            num_partners=lambda config: config.outer.group_size - 1,
             outer_collectives=("collective-permute",),
-            unused=("outer.nesterov",),
+            unused=("outer.nesterov", *_EPIDEMIC, *_SPARSELOCO),
         ),
         Method(
             "diloco",
@@ -187,9 +279,35 @@ METHODS: dict[str, Method] = {
             _check_wire,
             _diloco,
             outer_collectives=("all-reduce",),
-            unused=("outer.consensus", "outer.group_size", "outer.order", "outer.wire"),
+            unused=("outer.consensus", "outer.group_size", "outer.order", "outer.wire", *_EPIDEMIC, *_SPARSELOCO),
             baseline={"outer.lr": 0.7, "outer.momentum": 0.3},
             sync_factor=2,
+            equal_after_outer_steps=True,
+        ),
+        Method(
+            "epidemic",
+            _describe_epidemic,
+            _check_epidemic,
+            _epidemic,
+            _neighbours,
+            num_partners=_num_neighbours,
+            outer_collectives=("collective-permute",),
+            unused=(
+                *("outer.lr", "outer.momentum", "outer.consensus", "outer.group_size", "outer.nesterov"),
+                *("outer.state_dtype", "outer.offload", *_SPARSELOCO),
+            ),
+        ),
+        Method(
+            "sparseloco",
+            _describe_sparseloco,
+            _check_sparseloco,
+            _sparseloco,
+            outer_collectives=("all-gather", "collective-permute"),  # the latter, in a ring, if replicas are sharded
+            unused=(
+                *("outer.momentum", "outer.consensus", "outer.group_size", "outer.order", "outer.nesterov"),
+                *("outer.wire", "outer.delay", "outer.moments", *_EPIDEMIC),
+            ),
+            baseline={"outer.lr": 1.0},
             equal_after_outer_steps=True,
         ),
         Method(

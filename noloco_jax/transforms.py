@@ -10,17 +10,23 @@ import jax.core
 
 from noloco_jax.exchange.axes import AxisName, names_of
 from noloco_jax.exchange.groups import all_mean, group_mean
+from noloco_jax.exchange.modulo import Modulo
+from noloco_jax.exchange.neighbours import neighbour_mean
+from noloco_jax.exchange.sparse import TopEntries, sparse_mean
 from noloco_jax.exchange.wire import wire_of
 from noloco_jax.meetings import Meetings
 from noloco_jax.outer.diloco import DiLoCo
+from noloco_jax.outer.epidemic import Epidemic
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.momentum import check_state_dtype
+from noloco_jax.outer.neighbours import RandomNeighbours
 from noloco_jax.outer.noloco import NoLoCo
 from noloco_jax.outer.pairing import Pairing, components, consensus_limit, largest_group
 from noloco_jax.outer.rule import Number
+from noloco_jax.outer.sparseloco import SparseLoCo, Split
 from noloco_jax.outer.step import OuterSteps
 from noloco_jax.outer.transform import OuterOptimizer, outer_optimizer
-from noloco_jax.wires import MODULO_BITS
+from noloco_jax.wires import CHUNK, MODULO_BITS
 
 PyTree = Any
 
@@ -157,6 +163,110 @@ def diloco(
 
     rule = DiLoCo(outer_lr, outer_momentum, nesterov, check_state_dtype(state_dtype))
     return outer_optimizer(OuterSteps(rule, exchange, cut, is_late=bool(delay)), meetings, names_of(axis_name))
+
+
+def epidemic(
+    neighbours: RandomNeighbours,
+    sync_every: int | Sequence[tuple[int, int]] = 1,
+    axis_name: AxisName = "replica",
+    wire: str = "float32",
+    fragments: int | Fragments | None = None,
+    delay: int | None = None,
+) -> OuterOptimizer:
+    """Epidemic Learning (arXiv 2310.01972): the mean of a replica's weights and those that random others send.
+
+    Every `sync_every` inner steps (1 in the paper) a replica sends its weights θ to s others, receives those of s
+    others, and goes on from the mean of what it has:
+
+        θ_i ← (θ_i + Σ_{j sends to i} θ_j) / (s + 1)         (Algorithm 1)
+
+    Of the paper's two forms this is EL-Oracle: a random graph in which each replica sends to s and receives from s
+    others, so that the mean over all replicas stays where it is. EL-Local, where everyone draws its s by itself and
+    receives from none or many, is not for collectives that are compiled.
+
+    There are no slow weights, and no outer state but counters. Used as `noloco` is, with the same `step` and `update`.
+
+    Args:
+      neighbours: who sends to whom.
+      sync_every: as for `noloco`.
+      axis_name: name of the axis of replicas; or a tuple of mesh axes, a `vmap` axis, or both in this order.
+      wire, fragments, delay: as for `noloco`, but for the modulo wires, whose windows belong to pairs.
+
+    Returns:
+      A transform whose state is an `OuterState`.
+
+    Raises:
+      ValueError: if a number is out of its range, or a name unknown.
+    """
+    cut = fragments if isinstance(fragments, Fragments) else Fragments(fragments or 1)
+    meetings = Meetings.every(sync_every, cut.count, delay or 0)
+    code = wire_of(wire)
+    if isinstance(code, Modulo):
+        raise ValueError(f"wire={wire!r} is for pairs, which send to each other: use int8")
+
+    def exchange(message: PyTree, round: Any, movement: PyTree) -> PyTree:
+        del movement
+        return neighbour_mean(message, neighbours, neighbours.pool_index(round), axis_name, code)
+
+    return outer_optimizer(OuterSteps(Epidemic(), exchange, cut, is_late=bool(delay)), meetings, names_of(axis_name))
+
+
+def sparseloco(
+    outer_lr: Number = 1.0,
+    error_decay: Number = 0.95,
+    top_k: int = 64,
+    sync_every: int | Sequence[tuple[int, int]] = 30,
+    axis_name: AxisName = "replica",
+    state_dtype: jax.typing.DTypeLike = "float32",
+    fragments: int | Fragments | None = None,
+) -> OuterOptimizer:
+    """SparseLoCo (arXiv 2508.15706): all replicas average a few coarse entries of what each has gathered.
+
+    With θ the fast weights, φ those after the last outer step, and the error e, which is a replica's own:
+
+        Δ = θ − φ                    (the paper's with its sign turned)
+        e ← β e + Δ
+        Δ̂ = Q(TOP-k(e))              k of the entries of every chunk of 4096, 2 bits each
+        e ← e − Δ̂
+        φ ← φ + α mean(Δ̂);  θ ← φ
+
+    Q gives an entry its sign and one of two sizes, the means of the smaller and of the larger entries of its chunk
+    (`exchange.sparse`). An entry travels as these two bits and the 12 of its position: with k = 64 a message is 1/141
+    of the weights in float32.
+
+    Every replica needs the message of every other: it is an all-gather, N − 1 messages sent by each, for which all
+    wait. Used as `noloco` is, with the same `step` and `update`.
+
+    Args:
+      outer_lr: α, outer learning rate, at least 0; a number or a schedule of the round.
+      error_decay: β, in [0, 1]; likewise. At 1 nothing is ever forgotten: what was sent and e add up to all Δ.
+      top_k: k, of 1 to 4096; chunks of smaller arrays keep the same share. It is rounded up to a multiple of 4.
+      sync_every: as for `noloco`.
+      axis_name: name of the axis of replicas; or a tuple of mesh axes, a `vmap` axis, or both in this order.
+      state_dtype, fragments: as for `noloco`.
+
+    Returns:
+      A transform whose state is an `OuterState`.
+
+    Raises:
+      ValueError: if a number is out of its range.
+    """
+    _check_number("outer_lr", outer_lr)
+    known = _known(error_decay)
+    if known is not None and not 0 <= known <= 1:
+        raise ValueError(f"error_decay is {error_decay}: it must be in [0, 1]")
+    if not 1 <= top_k <= CHUNK:
+        raise ValueError(f"top_k is {top_k}: it must be between 1 and {CHUNK}")
+    cut = fragments if isinstance(fragments, Fragments) else Fragments(fragments or 1)
+    meetings = Meetings.every(sync_every, cut.count)
+    entries = TopEntries(top_k)
+
+    def exchange(message: Split, round: Any, movement: PyTree) -> Split:
+        del round, movement
+        return message._replace(sent=sparse_mean(message.sent, entries, axis_name))
+
+    rule = SparseLoCo(outer_lr, error_decay, entries.sparsify, check_state_dtype(state_dtype))
+    return outer_optimizer(OuterSteps(rule, exchange, cut), meetings, names_of(axis_name))
 
 
 def _known(value: Any) -> float | None:

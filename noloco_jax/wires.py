@@ -29,3 +29,33 @@ def goes_by_shares(wire: str, n: int) -> bool:
     """
     code = block_bytes(wire) / block_of(wire)
     return code + FLOAT_BYTES["float32"] <= n * code
+
+
+CHUNK = 4096  # elements of which a sparse message keeps the largest
+ENTRY_BITS = 2  # of an entry that is kept: its sign, and which of two sizes it has
+SIZE_BYTES = 4  # of those two
+
+
+def chunk_of(size: int) -> int:
+    """Elements of a chunk of an array of this size: a smaller array is one chunk, in whole eights."""
+    return min(CHUNK, max(8, -(-size // 8) * 8))
+
+
+def kept_of(chunk: int, top_k: int) -> int:
+    """Entries kept of a chunk of so many elements where `top_k` are of one of 4096; in fours, which fill bytes."""
+    return max(4, -(-chunk * top_k // (4 * CHUNK)) * 4)
+
+
+def position_bits(chunk: int) -> int:
+    """Bits of a place in a chunk."""
+    return 8 if chunk <= 256 else 12
+
+
+def sparse_bytes(top_k: int, sizes: list[int]) -> int:
+    """Bytes of a sparse message of arrays of these sizes."""
+    total = 0
+    for size in sizes:
+        chunk = chunk_of(size)
+        kept = kept_of(chunk, top_k)
+        total += -(-size // chunk) * (SIZE_BYTES + kept * (position_bits(chunk) + ENTRY_BITS) // 8)
+    return total

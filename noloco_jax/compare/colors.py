@@ -4,8 +4,15 @@ from collections.abc import Sequence
 
 from noloco_jax.compare.rows import Row
 
-_METHODS = {"ddp": "#6b7280", "diloco": "#d95f02", "noloco": "#1b7837", "local": "#7b5ea7"}
-_OTHERS = ("#2166ac", "#b2182b", "#c59b08", "#1c9ba0", "#c51b8a", "#8c510a", "#4d4d4d", "#7fbc41", "#6a3d9a", "#f4a582")
+_METHODS = {
+    "ddp": "#6b7280",
+    "diloco": "#d95f02",
+    "noloco": "#1b7837",
+    "local": "#7b5ea7",
+    "epidemic": "#1f78b4",
+    "sparseloco": "#b8860b",
+}
+_OTHERS = ("#e7298a", "#b2182b", "#c59b08", "#1c9ba0", "#c51b8a", "#8c510a", "#4d4d4d", "#7fbc41", "#6a3d9a", "#f4a582")
 _DASHES = ("-", "--", ":", "-.")
 _MARKS = ("o", "s", "^", "v")
 

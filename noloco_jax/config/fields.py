@@ -127,7 +127,7 @@ class InnerConfig:
 
 @dataclass(frozen=True)
 class OuterConfig:
-    """The step between replicas; `noloco` and `diloco` take it every `sync_every` inner steps."""
+    """The step between replicas; all methods but `ddp` and `local` take it every `sync_every` inner steps."""
 
     lr: float = setting(0.7, "Outer learning rate, the paper's beta.", on_resume="may change", above=0)
     momentum: float = setting(0.5, "Outer momentum, the paper's alpha.", on_resume="may change", minimum=0, below=1)
@@ -196,6 +196,27 @@ class OuterConfig:
         False,
         "Whether the run ends with all replicas at the mean of their weights, by log2(num_replicas) rounds of pairs.",
         on_resume="may change",
+    )
+    neighbours: int | None = setting(
+        None,
+        "Others to which a replica sends its weights in an outer step, and from which it receives; None: log2 of "
+        "num_replicas, rounded up (epidemic only).",
+        on_resume="may change",
+        minimum=1,
+    )
+    error_decay: float = setting(
+        0.95,
+        "Share that an outer step keeps of what was not sent yet, SparseLoCo's beta (sparseloco only).",
+        on_resume="may change",
+        minimum=0,
+        below=1,
+    )
+    top_k: int = setting(
+        64,
+        "Entries that are sent of every chunk of 4096 weights, rounded up to a multiple of 4 (sparseloco only).",
+        on_resume="may change",
+        minimum=1,
+        below=4097,
     )
     offload: bool = setting(
         False, "Whether slow weights and outer momentum stay in host memory between outer steps.", on_resume="free"

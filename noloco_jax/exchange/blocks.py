@@ -9,34 +9,35 @@ import jax.numpy as jnp
 from noloco_jax.exchange.axes import num_parts
 from noloco_jax.wires import BLOCK
 
-_MULTIPLE = 8  # of weights in a block: eight numbers of three bits are whole bytes
+# Weights of a block are a multiple of this: four numbers of six bits are whole bytes, eight of any number of bits.
+FOURS, EIGHTS = 4, 8
 
 
-def in_blocks(x: jax.Array) -> jax.Array:
-    """The array as (..., blocks, weights of a block), filled up with zeros to whole blocks of 64.
+def in_blocks(x: jax.Array, size: int = BLOCK, multiple: int = FOURS) -> jax.Array:
+    """The array as (..., blocks, weights of a block), filled up with zeros to whole blocks of `size` weights.
 
     An array that the partitioner may shard is cut along a dimension whose parts hold whole blocks, of fewer weights if
-    it has to be, so that nothing is exchanged inside a replica; one that has no such dimension is cut as if it were
-    whole.
+    it has to be (a multiple of `multiple`), so that nothing is exchanged inside a replica; one that has no such
+    dimension is cut as if it were whole.
     """
-    cut = _cut(x.shape)
+    cut = _cut(x.shape, size, multiple)
     if cut is None:
         flat = jnp.ravel(x)
-        return jnp.pad(flat, (0, -x.size % BLOCK)).reshape(-1, BLOCK)
+        return jnp.pad(flat, (0, -x.size % size)).reshape(-1, size)
     block, dim = cut
     moved = jnp.moveaxis(x, dim, -1)
     return moved.reshape(*moved.shape[:-1], -1, block)
 
 
-def from_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The array of that shape that `in_blocks` cut."""
-    cut = _cut(shape)
+def from_blocks(blocks: jax.Array, shape: tuple[int, ...], size: int = BLOCK, multiple: int = FOURS) -> jax.Array:
+    """The array of that shape that `in_blocks` cut, with the same `size` and `multiple`."""
+    cut = _cut(shape, size, multiple)
     if cut is None:
         return jnp.ravel(blocks)[: math.prod(shape)].reshape(shape)
     return jnp.moveaxis(blocks.reshape(*blocks.shape[:-2], -1), -1, cut[1])
 
 
-def _cut(shape: tuple[int, ...]) -> tuple[int, int] | None:
+def _cut(shape: tuple[int, ...], largest: int, multiple: int) -> tuple[int, int] | None:
     """The weights of a block and the dimension along which they lie; None: along the flattened array."""
     parts = num_parts()
     if parts == 1:
@@ -44,7 +45,7 @@ def _cut(shape: tuple[int, ...]) -> tuple[int, int] | None:
     cuts = [
         (block, dim)
         for dim, size in enumerate(shape)
-        for block in range(_MULTIPLE, BLOCK + 1, _MULTIPLE)
+        for block in range(multiple, largest + 1, multiple)
         if size % (block * parts) == 0
     ]
     return max(cuts, default=None)

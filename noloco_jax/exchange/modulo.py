@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from noloco_jax.exchange.blocks import from_blocks, in_blocks, pack, unpack
+from noloco_jax.exchange.blocks import EIGHTS, from_blocks, in_blocks, pack, unpack
 from noloco_jax.wires import MODULO_BITS
 
-# Half a window in root mean squares of a block's movement. Simulated with eight replicas, blocks that move unlike one
-# another and a learning rate that falls: at 6 weights wrap, at 10 the grid of four bits is coarser for nothing.
-_REACH = 8.0
+# Half a window in root mean squares of a block's movement. Simulated with eight replicas whose movements persist, blocks
+# that move unlike one another and a learning rate that falls: at 8 weights wrap, and stay wrapped; at 12 none does.
+_REACH = 12.0
 # Windows are 2^(e / 4), nearly: mantissas of few bits, so that small integers times a step are exact.
 _MANTISSAS = np.array([1.0, 1.1875, 1.40625, 1.6875], np.float32)
 _OFFSET = 200  # of e in a byte: steps from 2^-50 to 2^13
@@ -46,7 +46,7 @@ class Modulo:
           x: what is to be sent.
           movement: of the same shape, how far each value has moved; its mean square over a block counts.
         """
-        blocks, movement = in_blocks(x.astype(jnp.float32)), in_blocks(movement.astype(jnp.float32))
+        blocks, movement = _in_blocks(x), _in_blocks(movement)
         distance = jnp.sqrt(jnp.mean(jnp.square(movement), axis=-1, keepdims=True))
         largest = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
         step = jnp.maximum(2 * _REACH / 2**self._bits * distance, _PRECISION * largest)
@@ -56,7 +56,7 @@ class Modulo:
 
     def encode(self, x: jax.Array, windows: jax.Array) -> jax.Array:
         """uint8 (..., blocks, bytes): the grid indices modulo 2^bits, packed to their bits."""
-        indices = jnp.round(in_blocks(x.astype(jnp.float32)) / _steps(windows))
+        indices = jnp.round(_in_blocks(x) / _steps(windows))
         return pack(jnp.nan_to_num(indices).astype(jnp.int32).astype(jnp.uint32) & (2**self._bits - 1), self._bits)
 
     def correction(self, own: jax.Array, other: jax.Array, windows: jax.Array, like: jax.Array) -> jax.Array:
@@ -73,7 +73,7 @@ class Modulo:
         steps = difference.astype(jnp.int32) - half
         steps = jnp.where(steps == -half, 0, steps)  # as far up as down
         values = jnp.where(windows == _BROKEN, jnp.nan, steps * _steps(windows))
-        return (self._gain * from_blocks(values, like.shape)).astype(like.dtype)
+        return (self._gain * from_blocks(values, like.shape, multiple=EIGHTS)).astype(like.dtype)
 
     @property
     def _bits(self) -> int:
@@ -83,6 +83,10 @@ class Modulo:
     def _gain(self) -> float:
         """Share of the difference that is made up for: with three bits a whole half would follow the rounding."""
         return 0.5 if self._bits > 3 else 0.375
+
+
+def _in_blocks(x: jax.Array) -> jax.Array:
+    return in_blocks(x.astype(jnp.float32), multiple=EIGHTS)
 
 
 def _steps(windows: jax.Array) -> jax.Array:

@@ -30,8 +30,8 @@ def _may_cross(method: Method, program: str, collective: Collective) -> bool:
 
 def _num_partners(report: Report) -> int | None:
     """To how many others a replica sends in an outer step; None where all replicas wait for each other."""
-    meets_partners = method_of(report.config).outer_collectives == (_MESSAGE,)
-    return report.config.outer.group_size - 1 if meets_partners else None
+    num_partners = method_of(report.config).num_partners
+    return num_partners and num_partners(report.config)
 
 
 _TITLES = {

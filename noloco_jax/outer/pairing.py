@@ -97,10 +97,7 @@ class RandomPairing:
 
     def pool_index(self, round: Any) -> Any:
         """See `Pairing`. Uniform over the pool; every entry once in each pass, or independent between rounds."""
-        size = len(self.pool)
-        if self.order == "independent":
-            return below(size, self.seed, PAIRING, round)
-        return permutation(size, self.seed, PAIRING, round // size)[round % size]
+        return drawn(len(self.pool), self.seed, self.order, round)
 
 
 class ExplicitPairing:
@@ -129,6 +126,13 @@ class ExplicitPairing:
     def pool_index(self, round: Any) -> Any:
         """See `Pairing`."""
         return (round % len(self.pool)).astype(np.int32) if hasattr(round, "astype") else round % len(self.pool)
+
+
+def drawn(size: int, seed: int, order: str, round: Any) -> Any:
+    """The entry of a pool of `size` that a round uses, in this order of `ORDERS`."""
+    if order == "independent":
+        return below(size, seed, PAIRING, round)
+    return permutation(size, seed, PAIRING, round // size)[round % size]
 
 
 def groups_of_rounds(pairing: Pairing, num_rounds: int) -> list[Round]:

@@ -169,7 +169,8 @@ def test_help_lists_every_field_with_its_meaning(shown):
 
 def test_help_shows_type_values_and_default_of_a_field(shown):
     for line in (
-        "  method  str, one of noloco, diloco, ddp, local (default 'noloco'), must match on resume",
+        "  method  str, one of noloco, diloco, epidemic, sparseloco, ddp, local (default 'noloco'), "
+        "must match on resume",
         "  inner.b1  float, 0 or more and less than 1 (default 0.9)",
         "  outer.consensus  float or None, 0 or more (default None)",
         "  mesh.fsdp  int, 1 or more, or -1 (default 1)",

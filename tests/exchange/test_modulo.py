@@ -41,12 +41,12 @@ def like(tree, value):
 @every_wire
 @pytest.mark.parametrize("layout", [8, (8, 1), (2, 4)])
 def test_a_pair_comes_together_by_half_its_difference_to_within_the_step(wire, layout):
-    """The step is 16 / 2^bits of the movement, and up to a fourth of an octave more."""
+    """The step is 24 / 2^bits of the movement, and up to a fourth of an octave more."""
     distance = 1e-3
     tree = replicas(distance)
     means = meet(tree, like(tree, distance), wire, layout=layout)
     share = 0.375 if wire == "modulo3" else 0.5
-    step = 16 / 2 ** MODULO_BITS[wire] * distance * 2**0.3
+    step = 24 / 2 ** MODULO_BITS[wire] * distance * 2**0.3
     difference = tree["w"][PARTNER].astype(np.float64) - tree["w"]
     np.testing.assert_allclose(means["w"] - tree["w"], share * difference, atol=share * step + 1e-7)
     assert np.abs(means["w"] - tree["w"]).max() > 0

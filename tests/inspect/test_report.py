@@ -188,6 +188,35 @@ def test_diloco_reduces_over_all_replicas_in_outer_steps():
     assert sent(report, "outer_step") == (4 * numel(1), 4 * numel(1))
 
 
+def bytes_of(report) -> float:
+    """What the log says that a replica sends in an outer step."""
+    return messages_of(report.config, report.mesh_shape).of_outer_step(0)
+
+
+def test_epidemic_sends_its_weights_to_three_of_seven_others():
+    report = report_of("epidemic", 8, only=PROGRAMS)
+    assert across(report, "outer_step") == {"collective-permute": {("replica",)}}
+    assert sent(report, "outer_step") == (3 * 4 * numel(1),) * 2 == (bytes_of(report),) * 2
+    assert broken_promises(report) == []
+    assert "to each of its 3 partners" in "\n".join(verdict(report))
+
+
+def test_sparseloco_gathers_its_packed_messages_from_all_replicas():
+    report = report_of("sparseloco", 4, num_devices=4, only=OUTER)
+    assert across(report, "outer_step") == {"all-gather": {("replica",)}}
+    gathered = report.traffic["outer_step"].collectives()
+    assert {operand.split("[")[0] for collective in gathered for operand in collective.operands} == {"u8"}
+    assert 3 * sent(report, "outer_step")[1] == bytes_of(report)
+    assert broken_promises(report) == []
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"stage": 2}], ids=str)
+def test_sparse_messages_of_sharded_replicas_are_made_where_the_shards_lie(mesh):
+    report = report_of("sparseloco", 2, 2 * math.prod(mesh.values()), OUTER, num_layers=2, **mesh)
+    assert axes_of(report, "outer_step") == {"replica"}
+    assert broken_promises(report) == []
+
+
 def test_ddp_reduces_over_all_replicas_in_every_step():
     report = report_of("ddp", 4, num_devices=4)
     assert across(report, "inner_step") == {"all-reduce": {("replica",)}}

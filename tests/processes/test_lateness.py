@@ -67,13 +67,16 @@ def test_runs_that_are_there_are_not_measured_again(finished, config):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--methods=noloco,ddp", "--methods=noloco,ddp: 'ddp' has no outer steps, choose from noloco,diloco"),
+        (
+            "--methods=noloco,ddp",
+            "--methods=noloco,ddp: 'ddp' has no outer steps, choose from noloco,diloco,epidemic,sparseloco",
+        ),
         ("--methods=local", "'local' has no outer steps"),
         ("--config.outer.sync_every=3", "outer.sync_every=3 is more than num_steps=2"),
         ("--processes=3", "--processes=3 and num_replicas=2"),
         ("--late=1:3:5", "--late=1:3:5 is of no process or step"),
         ("--late=1:2:nan", "--late=1:2:nan: nan is no time to be late by"),
-        ("--methods=noloco,diloco --config.outer.wire=bfloat16", "noloco's messages and method='diloco'"),
+        ("--methods=noloco,diloco --config.outer.wire=bfloat16", "epidemic's messages and method='diloco'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(flags, message, config, tmp_path):

@@ -115,5 +115,24 @@ def test_inner_steps_that_are_not_counted_send_nothing(method, monkeypatch):
     assert messages(method).mean_of_inner_steps == 0
 
 
+def test_epidemic_sends_whole_messages_to_each_of_its_neighbours():
+    assert messages("epidemic").of_outer_step(0) == 2 * 4 * PARAMETERS
+    assert messages("epidemic", neighbours=3, wire="bfloat16").of_outer_step(0) == 3 * 2 * PARAMETERS
+    assert num_pairings(run("epidemic")) == 3  # two of the three shifts
+
+
+def test_sparseloco_sends_14_bits_of_an_entry_and_four_bytes_a_chunk_to_all_others():
+    # Of 259 * 16 weights, two chunks.
+    sizes = [2 * 4096, 2 * 4096, 256, 128, 128, 256, *[512] * 3, 16, 16, 16]
+
+    def bytes_of(size: int) -> int:
+        chunk = min(4096, size)
+        kept = max(4, 4 * math.ceil(chunk / 64 / 4))
+        return size // chunk * (4 + kept * ((8 if chunk <= 256 else 12) + 2) // 8)
+
+    assert messages("sparseloco").of_outer_step(0) == 3 * sum(map(bytes_of, sizes))
+    assert num_outer_steps(run("sparseloco")) == 10
+
+
 def test_every_pair_of_four_replicas_meets_in_one_of_three_pairings():
     assert [num_pairings(run(method)) for method in ("noloco", "diloco", "ddp", "local")] == [3, 0, 0, 0]

@@ -91,6 +91,8 @@ LAYOUTS = [
     ("noloco", "muon", MeshConfig(replica=4)),
     ("noloco", "muon", MeshConfig(replica=2, fsdp=2, tensor=2)),
     ("diloco", "adam", MeshConfig(replica=4, fsdp=2)),
+    ("epidemic", "adam", MeshConfig(replica=4)),
+    ("sparseloco", "adam", MeshConfig(replica=4)),
     ("ddp", "adam", MeshConfig(replica=4, fsdp=2)),
     ("local", "adam", MeshConfig(replica=4)),
 ]

@@ -1,0 +1,156 @@
+"""The mean of sparse messages over all replicas: few entries of an array, two bits each, and where they are.
+
+An array is cut into chunks of up to 4096 elements. Of a chunk the entries of largest size are kept, each as a sign and
+one of two sizes that the chunk has: the means of the smaller and of the larger ones among them (zero and the mean of
+the others, where a chunk has so few others that zeros are among them). What travels is those two in bfloat16, the
+positions in 12 bits (8 in chunks of up to 256) and two bits an entry, packed to bytes.
+
+The paper's text gives an entry two bits; which four values they stand for is this module's choice, of means, which are
+nearest to the entries in the sense of least squares.
+
+Everyone sends its message to everyone, as two replicas keep different entries: it is an all-gather.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from noloco_jax.exchange.axes import AxisName, ReplicaAxes, num_parts, warn_if_sharded
+from noloco_jax.exchange.blocks import EIGHTS, from_blocks, in_blocks, pack, unpack
+from noloco_jax.exchange.buckets import packed
+from noloco_jax.wires import ENTRY_BITS, SIZE_BYTES, chunk_of, kept_of, position_bits
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class TopEntries:
+    """Q(TOP-k(x)), and its form while it travels.
+
+    Attributes:
+      top_k: entries that are kept of a chunk of 4096; of smaller chunks in proportion.
+    """
+
+    top_k: int
+
+    def sparsify(self, x: jax.Array) -> jax.Array:
+        """The array with the largest entries of every chunk rounded to two sizes, and zeros elsewhere.
+
+        A chunk with a NaN keeps that one and has NaN among its sizes.
+
+        Raises:
+          TypeError: if its numbers are not real.
+        """
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"sparseloco rounds real numbers and the parameters hold {x.dtype}: use another method")
+        chunks = _in_chunks(x)
+        positions, values = self._largest(chunks)
+        sizes = jnp.abs(values)
+        least = jnp.min(sizes, axis=-1, keepdims=True)
+        is_large = sizes > jnp.where(least == 0, 0, jnp.mean(sizes, axis=-1, keepdims=True))
+        small, large = (jnp.mean(sizes, axis=-1, keepdims=True, where=which) for which in (~is_large, is_large))
+        rounded = jnp.sign(values) * lax.reduce_precision(jnp.where(is_large, large, small), 8, 7)
+        # Behind a barrier, so that what is sent and what it leaves are computed from the same bits.
+        return lax.optimization_barrier(_out_of_chunks(chunks, positions, rounded, x))
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        """uint8 (..., chunks, bytes) of an array that `sparsify` made, exactly: `decode` gives it back."""
+        positions, values = self._largest(_in_chunks(x))
+        sizes = jnp.abs(values)
+        small, large = jnp.min(sizes, axis=-1, keepdims=True), jnp.max(sizes, axis=-1, keepdims=True)
+        both = lax.bitcast_convert_type(jnp.concatenate([small, large], axis=-1), jnp.uint32) >> 16
+        entries = (values < 0).astype(jnp.uint32) + 2 * (sizes > small).astype(jnp.uint32)
+        bits = position_bits(_in_chunks(x).shape[-1])
+        parts = [pack(both, 16), pack(positions.astype(jnp.uint32), bits), pack(entries, ENTRY_BITS)]
+        return jnp.concatenate(parts, axis=-1)
+
+    def decode(self, code: jax.Array, like: jax.Array) -> jax.Array:
+        """The array that was encoded, of the shape and dtype of `like`."""
+        chunks = jnp.zeros_like(_in_chunks(like))
+        bits, kept = position_bits(chunks.shape[-1]), kept_of(chunks.shape[-1], self.top_k)
+        end = SIZE_BYTES + kept * bits // 8
+        both = lax.bitcast_convert_type(unpack(code[..., :SIZE_BYTES], 16) << 16, jnp.float32)
+        positions = unpack(code[..., SIZE_BYTES:end], bits).astype(jnp.int32)
+        entries = unpack(code[..., end:], ENTRY_BITS)
+        sizes = jnp.where(entries >= 2, both[..., 1:], both[..., :1])
+        return _out_of_chunks(chunks, positions, jnp.where(entries % 2 == 1, -sizes, sizes), like)
+
+    def _largest(self, chunks: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Positions and values of the entries that are kept of every chunk."""
+        kept, sizes = kept_of(chunks.shape[-1], self.top_k), jnp.abs(chunks)
+        if num_parts() == 1:
+            _, positions = lax.top_k(sizes, kept)
+        else:  # the partitioner gathers what top_k reads, and not what is sorted
+            ascending = jnp.where(jnp.isnan(sizes), -jnp.inf, -sizes)
+            positions = jnp.argsort(ascending, axis=-1, stable=True)[..., :kept].astype(jnp.int32)
+        return positions, jnp.take_along_axis(chunks, positions, axis=-1)
+
+
+def sparse_mean(tree: PyTree, entries: TopEntries, axis_name: AxisName) -> PyTree:
+    """The mean over all replicas of arrays that `entries` made sparse, the same bits on all of them.
+
+    Args:
+      tree: arrays of the replica, any shapes.
+      entries: their form.
+      axis_name: where the replicas live.
+    """
+    axes = ReplicaAxes.bound(axis_name)
+    warn_if_sharded(tree, axes)
+    codes = jax.tree.map(entries.encode, tree)
+    # Packing would exchange data inside a replica that is sharded.
+    buckets, unpacked = packed(codes) if num_parts() == 1 else packed(codes, bucket_bytes=0)
+    of_all = [_gathered(bucket, axes) for bucket in buckets]
+    num_replicas = axes.num_devices * axes.num_slots
+
+    def sent_by(replica: Any) -> PyTree:
+        return jax.tree.map(entries.decode, unpacked([code[replica] for code in of_all]), tree)
+
+    def plus(replica: Any, total: PyTree) -> PyTree:
+        return jax.tree.map(jnp.add, total, sent_by(replica))
+
+    total = lax.fori_loop(1, num_replicas, plus, sent_by(0))  # one after another: dense, a message is a whole model
+    return jax.tree.map(lambda x: x / num_replicas, total)
+
+
+def _gathered(x: jax.Array, axes: ReplicaAxes) -> jax.Array:
+    """The arrays of all N replicas, in front."""
+    block = x[None] if axes.slot is None else lax.all_gather(x, axes.slot)  # under vmap only the unbatched view
+    if axes.num_devices == 1:
+        return block
+    if num_parts() == 1:
+        return lax.all_gather(block, axes.device, tiled=True)
+    return _gathered_in_a_ring(block, axes)
+
+
+def _gathered_in_a_ring(block: jax.Array, axes: ReplicaAxes) -> jax.Array:
+    """All devices' blocks, one after another: of an all-gather the partitioner would first gather each whole."""
+    number = axes.num_devices
+    ring = [(device, (device + 1) % number) for device in range(number)]
+
+    def pass_on(held: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        held = lax.ppermute(held, axes.device, ring)
+        return held, held
+
+    _, others = lax.scan(pass_on, block, length=number - 1)
+    blocks = jnp.concatenate([block[None], others])  # of this device, the one before it, the one before that, ...
+    blocks = jnp.take(blocks, (lax.axis_index(axes.device) - jnp.arange(number)) % number, axis=0)
+    return blocks.reshape(-1, *block.shape[1:])
+
+
+def _in_chunks(x: jax.Array) -> jax.Array:
+    return in_blocks(x.astype(jnp.float32), chunk_of(x.size), EIGHTS)
+
+
+def _out_of_chunks(chunks: jax.Array, positions: jax.Array, values: jax.Array, like: jax.Array) -> jax.Array:
+    """An array like `like` that is zero but for the values at these positions of its chunks."""
+
+    def fill(row: jax.Array, places: jax.Array, entries: jax.Array) -> jax.Array:
+        return row.at[places].set(entries, unique_indices=True)
+
+    for _ in range(chunks.ndim - 1):  # chunk by chunk, so that the partitioner sees that each is filled by itself
+        fill = jax.vmap(fill)
+    filled = fill(jnp.zeros_like(chunks), positions, values)
+    return from_blocks(filled, like.shape, chunk_of(like.size), EIGHTS).astype(like.dtype)

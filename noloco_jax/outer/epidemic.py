@@ -1,0 +1,43 @@
+"""Epidemic Learning's rule (arXiv 2310.01972): the plain mean of the weights, with no slow weights and no momentum."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from noloco_jax.outer.rule import added, computed
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Epidemic:
+    """θ ← mean(θ) over the replica and those that sent to it (Algorithm 1, line 8).
+
+    The message is m = θ.
+    """
+
+    def init(self, params: PyTree) -> tuple[()]:
+        """Nothing is kept between outer steps."""
+        del params
+        return ()
+
+    def message(self, state: tuple[()], theta: PyTree, round: Any) -> PyTree:
+        """m = θ."""
+        del state, round
+        return theta
+
+    def movement(self, state: tuple[()], theta: PyTree, round: Any) -> PyTree:
+        """Unknown, as no earlier weights are kept: |θ|, which it does not exceed by much."""
+        del state, round
+        return jax.tree.map(abs, theta)
+
+    def receive(self, state: tuple[()], mean: PyTree, round: Any) -> tuple[PyTree, tuple[()]]:
+        """θ ← mean."""
+        del round
+        return mean, state
+
+    def correct(self, state: tuple[()], theta: PyTree, correction: PyTree, round: Any) -> tuple[PyTree, tuple[()]]:
+        """θ gains c."""
+        del round
+        return added(computed(theta), correction), state

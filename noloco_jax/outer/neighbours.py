@@ -1,0 +1,92 @@
+"""Who sends to whom in Epidemic Learning: random directed graphs in which all send and receive equally much."""
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+
+from noloco_jax.draws import POOL, permutation
+from noloco_jax.outer.pairing import MAX_POOL, ORDERS, Round, drawn
+
+
+class RandomNeighbours:
+    """In every round each replica receives from `degree` random others and sends to as many: EL-Oracle.
+
+    Replica i receives from i + r (mod N) for the `degree` shifts r that the round draws among 1, ..., N − 1. Of all
+    s-regular graphs these are few, and they mix like all of them: over the draws every other replica is an equally
+    likely sender, and any two of them likewise, so that a round leaves of the replicas' variance around their mean the
+    share (1 − s / (N − 1)) / (s + 1), which is the paper's β_s of EL-Oracle. Each shift is one permutation, to be
+    compiled; a compiled program has no place for graphs drawn afresh, nor for those of EL-Local, in which everyone
+    chooses by itself and receives from none or many.
+
+    Attributes:
+      pool: graphs, each as N tuples: replica i and those that send to it. The k-th entries are a permutation.
+
+    Args:
+      num_replicas: N.
+      degree: s, from 1 to N − 1 (1 replica: any); None: log2 N, rounded up, as in the paper's experiments.
+      seed: of the draws, and of the pool where it is a sample; any non-negative integer.
+      order: as for `RandomPairing`.
+      max_pool: the pool holds all choices of shifts, if they are no more; else so many, each shift about equally often.
+
+    Raises:
+      ValueError: if the sizes do not fit, or the order is unknown.
+    """
+
+    def __init__(
+        self,
+        num_replicas: int,
+        degree: int | None = None,
+        seed: int = 0,
+        order: str = "passes",
+        *,
+        max_pool: int = MAX_POOL,
+    ):
+        if num_replicas < 1:
+            raise ValueError(f"num_replicas is {num_replicas}: it must be at least 1")
+        if num_replicas > 1 and degree is not None and not 1 <= degree < num_replicas:
+            raise ValueError(
+                f"degree is {degree} with num_replicas {num_replicas}: choose from 1 to {num_replicas - 1}"
+            )
+        if max_pool < 1:
+            raise ValueError(f"max_pool is {max_pool}: it must be at least 1")
+        if seed < 0:
+            raise ValueError(f"seed is {seed}: it must not be negative")
+        if order not in ORDERS:
+            raise ValueError(f"order is {order!r}: choose from {', '.join(map(repr, ORDERS))}")
+        self.num_replicas = num_replicas
+        self.degree = 0 if num_replicas == 1 else default_degree(num_replicas) if degree is None else degree
+        self.seed = seed
+        self.order = order
+        self.pool: tuple[Round, ...] = tuple(
+            tuple((i, *((i + shift) % num_replicas for shift in shifts)) for i in range(num_replicas))
+            for shifts in _choices(num_replicas - 1, self.degree, seed, max_pool)
+        )
+
+    def pool_index(self, round: Any) -> Any:
+        """The entry of `pool` that outer round `round` (0, 1, ...) uses; see `Pairing`."""
+        return drawn(len(self.pool), self.seed, self.order, round)
+
+    def sources(self) -> np.ndarray:
+        """int32 (pool, s, N): the s replicas that each receives from."""
+        return np.array(self.pool, np.int32).transpose(0, 2, 1)[:, 1:]
+
+
+def default_degree(num_replicas: int) -> int:
+    """log2 N, rounded up."""
+    return (num_replicas - 1).bit_length()
+
+
+def _choices(number: int, size: int, seed: int, max_pool: int) -> tuple[tuple[int, ...], ...]:
+    """Different choices of `size` of the numbers 1 to `number`, ascending: all of them, or `max_pool`."""
+    if math.comb(number, size) <= max_pool:
+        return tuple(itertools.combinations(range(1, number + 1), size))
+    found: dict[tuple[int, ...], None] = {}
+    for sweep in itertools.count():  # through all numbers, in a new order each time
+        order = permutation(number, seed, POOL, size, sweep) + 1
+        for start in range(0, number - size + 1, size):
+            found.setdefault(tuple(sorted(order[start : start + size].tolist())))
+            if len(found) == max_pool:
+                return tuple(found)
+    raise AssertionError("sweeps do not end")

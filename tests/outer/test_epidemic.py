@@ -1,0 +1,178 @@
+"""Epidemic Learning against numpy: the graphs, and the outer step that averages along them."""
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import noloco_jax as nj
+from noloco_jax.outer.rule import OuterState
+from noloco_jax.outer.step import Late
+from support.layouts import assert_trees_close, axis_of, compiled, messages, other_collectives, over_replicas
+from support.wires import ROUNDED
+
+N = 8
+SIZES = [(2, 1), (5, 2), (6, 3), (8, 3), (8, 7), (96, 7), (100, 1)]
+
+every_size = pytest.mark.parametrize(("n", "degree"), SIZES)
+
+
+def tree(seed: int, n: int = N) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=(n, *shape)).astype(np.float32) for name, shape in {"a": (6, 4), "b": ()}.items()}
+
+
+def start(rule: Any = ()) -> OuterState:
+    zeros: Any = np.zeros(N, np.int32)
+    return OuterState(zeros, zeros, rule)
+
+
+def weights(graph: Any) -> np.ndarray:
+    """W, by which replicas' values become those after the round."""
+    matrix = np.zeros((len(graph), len(graph)))
+    for i, *senders in graph:
+        matrix[i, [i, *senders]] = 1 / (1 + len(senders))
+    return matrix
+
+
+@every_size
+def test_every_replica_sends_to_and_receives_from_so_many_others(n, degree):
+    for graph in nj.RandomNeighbours(n, degree, seed=3).pool:
+        assert [i for i, *_ in graph] == list(range(n))
+        assert all(len({i, *senders}) == 1 + degree for i, *senders in graph)
+        np.testing.assert_allclose(weights(graph).sum(axis=0), 1)
+        for k in range(1, 1 + degree):  # what one collective moves
+            assert sorted(group[k] for group in graph) == list(range(n))
+
+
+@pytest.mark.parametrize(("n", "degree"), [(2, 1), (5, 2), (6, 3), (8, 3), (8, 7), (9, 8)])
+def test_a_whole_pool_mixes_as_the_paper_has_it_of_all_regular_graphs(n, degree):
+    """E[WᵀW] is β_s on what deviates from the mean, β_s = (1 − s / (n − 1)) / (s + 1) (Lemma 1, EL-Oracle)."""
+    pool = nj.RandomNeighbours(n, degree).pool
+    assert len(pool) == math.comb(n - 1, degree)
+    mean = np.full((n, n), 1 / n)
+    expected = mean + (1 - degree / (n - 1)) / (degree + 1) * (np.eye(n) - mean)
+    np.testing.assert_allclose(np.mean([weights(g).T @ weights(g) for g in pool], axis=0), expected, atol=1e-12)
+
+
+def test_a_sample_of_the_graphs_is_as_large_as_allowed_and_uses_shifts_evenly():
+    pool = nj.RandomNeighbours(96, 7, seed=1).pool
+    assert len(set(pool)) == len(pool) == 64
+    shifts = np.bincount([group for graph in pool for group in graph[0][1:]], minlength=96)[1:]
+    assert shifts.sum() == 64 * 7 and shifts.min() >= 3 and shifts.max() <= 5
+    assert nj.RandomNeighbours(96, 7, seed=2).pool != pool
+
+
+def test_the_default_number_of_neighbours_is_log2_of_the_replicas_rounded_up():
+    assert [nj.RandomNeighbours(n).degree for n in (1, 2, 3, 8, 9, 96)] == [0, 1, 2, 3, 4, 7]
+
+
+def test_rounds_go_through_all_graphs_in_passes_the_same_on_the_host_and_in_programs():
+    neighbours = nj.RandomNeighbours(6, 2, seed=4)
+    rounds = range(2 * len(neighbours.pool))
+    drawn = [int(neighbours.pool_index(r)) for r in rounds]
+    traced = jax.jit(neighbours.pool_index)
+    assert drawn == [int(traced(jnp.int32(r))) for r in rounds]
+    first, second = drawn[: len(neighbours.pool)], drawn[len(neighbours.pool) :]
+    assert sorted(first) == sorted(second) == list(range(len(neighbours.pool))) and first != second
+
+
+@pytest.mark.parametrize("layout", [8, (8, 1), (4, 2), 5, (5, 1), (2, 3), 1])
+def test_outer_steps_average_along_the_graph_of_their_round(layout):
+    n = layout if isinstance(layout, int) else math.prod(layout)
+    neighbours = nj.RandomNeighbours(n, seed=5)
+    step = jax.jit(over_replicas(nj.epidemic(neighbours, axis_name=axis_of(layout)).step, layout))
+    zeros: Any = np.zeros(n, np.int32)
+    state = OuterState(zeros, zeros, ())
+    for round in range(3):
+        theta = tree(round, n)
+        params, state = jax.device_get(step(theta, state))
+        matrix = weights(neighbours.pool[int(neighbours.pool_index(round))])
+        assert_trees_close(params, {name: np.tensordot(matrix, x, 1) for name, x in theta.items()})
+        np.testing.assert_array_equal(state.round, round + 1)
+
+
+def test_the_transform_takes_the_same_step_when_it_is_due():
+    neighbours = nj.RandomNeighbours(N, seed=5)
+    update = jax.jit(jax.vmap(nj.epidemic(neighbours, sync_every=2).update, axis_name="replica"))
+    params, inner = tree(0), tree(1)
+    updates, state = update(inner, start(), params)
+    assert_trees_close(updates, inner)
+    updates, state = update(inner, state, params)
+    matrix = weights(neighbours.pool[int(neighbours.pool_index(0))])
+    landed = {name: np.tensordot(matrix, params[name] + inner[name], 1) for name in params}
+    assert_trees_close(jax.tree.map(np.add, params, updates), landed)
+
+
+@pytest.mark.parametrize("wire", ROUNDED)
+@pytest.mark.parametrize("layout", [8, (4, 2)])
+def test_a_wire_that_rounds_keeps_the_mean_and_equal_replicas(layout, wire):
+    outer = nj.epidemic(nj.RandomNeighbours(N, seed=5), axis_name=axis_of(layout), wire=wire)
+    step = jax.jit(over_replicas(outer.step, layout))
+    theta = tree(2)
+    params, _ = step(theta, start())
+    for name, x in theta.items():
+        rounded = np.stack([ROUNDED[wire](one) for one in x]).astype(np.float64)
+        matrix = weights(nj.RandomNeighbours(N, seed=5).pool[int(nj.RandomNeighbours(N, seed=5).pool_index(0))])
+        np.testing.assert_allclose(params[name], x + np.tensordot(matrix, rounded, 1) - rounded, atol=1e-6)
+        np.testing.assert_allclose(np.mean(params[name], axis=0), x.mean(axis=0), atol=1e-6)
+    same = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), theta)
+    params, _ = step(same, start())
+    jax.tree.map(np.testing.assert_array_equal, params, same)
+
+
+def test_fragments_average_one_after_another_and_corrections_come_late():
+    neighbours = nj.RandomNeighbours(N, seed=5)
+    outer = nj.epidemic(neighbours, sync_every=2, fragments=2, delay=1)
+    assert outer.correct is not None
+    step, correct = (jax.jit(jax.vmap(fn, axis_name="replica")) for fn in (outer.step, outer.correct))
+    theta = {"a": tree(0)["a"]}
+    state: Any = jax.vmap(outer.init)(theta)
+    assert isinstance(state.rule, Late) and state.rule.rule == ()
+    params, state = step(theta, state)
+    assert_trees_close(params, theta)  # alone, a replica stays where it is
+    params, state = correct(params, state)
+    matrix = weights(neighbours.pool[int(neighbours.pool_index(0))])
+    expected = theta["a"].copy()
+    expected[:, ::2] = np.tensordot(matrix, expected, 1)[:, ::2]
+    assert_trees_close(params["a"], expected)
+
+
+@pytest.mark.parametrize("degree", [1, 3])
+def test_a_round_sends_the_weights_once_to_each_neighbour_and_nothing_else(degree):
+    outer = nj.epidemic(nj.RandomNeighbours(N, degree))
+    theta = tree(0)
+    hlo = compiled(over_replicas(outer.step, (8, 1)), theta, start())
+    size = sum(x[0].size for x in theta.values())
+    assert set(messages(hlo)) == {size} and not other_collectives(hlo)
+    assert len(messages(hlo)) <= degree * 7  # a branch for each shift
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: nj.RandomNeighbours(4, 4), "degree is 4 with num_replicas 4: choose from 1 to 3"),
+        (lambda: nj.RandomNeighbours(4, 0), "degree is 0 with num_replicas 4: choose from 1 to 3"),
+        (lambda: nj.RandomNeighbours(0), "num_replicas is 0"),
+        (lambda: nj.RandomNeighbours(4, order="often"), "order is 'often'"),
+        (lambda: nj.epidemic(nj.RandomNeighbours(4), wire="modulo4"), "wire='modulo4' is for pairs"),
+        (lambda: nj.epidemic(nj.RandomNeighbours(4), sync_every=0), "sync_every is 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(make, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        make()
+
+
+def test_neighbours_of_another_number_of_replicas_are_refused():
+    with pytest.raises(ValueError, match="the neighbours are of 4 replicas, axis 'replica' holds 8"):
+        jax.vmap(nj.epidemic(nj.RandomNeighbours(4)).step, axis_name="replica")(tree(0), start())
+
+
+def test_any_two_replicas_hear_of_each_other_directly_in_a_pass():
+    heard = {(i, j) for graph in nj.RandomNeighbours(7, 2).pool for i, *senders in graph for j in senders}
+    assert heard == set(itertools.permutations(range(7), 2))

@@ -1,0 +1,224 @@
+"""SparseLoCo against numpy: what is kept of an array, how it travels, and the outer step."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import noloco_jax as nj
+from noloco_jax.exchange.sparse import TopEntries, sparse_mean
+from noloco_jax.outer.rule import OuterState
+from noloco_jax.outer.sparseloco import Feedback
+from noloco_jax.wires import sparse_bytes
+from support.layouts import assert_trees_close, axis_of, other_collectives, over_replicas
+from support.wires import ROUNDED
+
+N = 8
+LAYOUTS = {"virtual": 8, "devices": (8, 1), "several a device": (4, 2)}
+SHAPES = {"scalar": (), "norm": (33,), "matrix": (70, 130)}  # the last: two whole chunks and a piece
+
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+
+
+def tree(seed: int, n: int = N) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_t(3, size=(n, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def sparsified(x: np.ndarray, top_k: int = 64) -> np.ndarray:
+    """Q(TOP-k(x)) of one replica's array, in a loop over its chunks."""
+    chunk = min(4096, max(8, math.ceil(x.size / 8) * 8))
+    kept = max(4, 4 * math.ceil(chunk * top_k / 4096 / 4))
+    flat = np.pad(x.ravel(), (0, -x.size % chunk))
+    result = np.zeros_like(flat)
+    for first in range(0, flat.size, chunk):
+        part = flat[first : first + chunk]
+        places = np.argsort(-np.abs(part), kind="stable")[:kept]
+        sizes = np.abs(part[places])
+        is_large = sizes > (sizes.mean(dtype=np.float32) if sizes.min() > 0 else 0)
+        for chosen in (is_large, ~is_large):
+            if chosen.any():
+                size = ROUNDED["bfloat16"](sizes[chosen].mean(dtype=np.float32))
+                result[first + places[chosen]] = np.sign(part[places[chosen]]) * size
+    return result[: x.size].reshape(x.shape)
+
+
+def stacked(fn: Any, x: np.ndarray) -> np.ndarray:
+    return np.stack([fn(one) for one in x])
+
+
+AWKWARD = {
+    "heavy tails": np.random.default_rng(7).standard_t(1, size=9000),
+    "zeros": np.zeros(5000),
+    "few that are not zero": np.where(np.arange(5000) % 997 == 0, -2.5, 0),
+    "all equal": np.full(5000, -0.75),
+    "tiny": 1e-30 * np.random.default_rng(1).normal(size=300),
+    "one": np.array([3.0]),
+    "of 256": np.random.default_rng(2).normal(size=256),
+    "of 257": np.random.default_rng(3).normal(size=257),
+}
+
+
+@pytest.mark.parametrize("top_k", [1, 64, 4096])
+def test_sparse_arrays_travel_exactly_in_the_bytes_that_are_counted(top_k):
+    entries = TopEntries(top_k)
+
+    @jax.jit
+    def travel(tree: Any) -> Any:
+        sparse = jax.tree.map(entries.sparsify, tree)
+        codes = jax.tree.map(entries.encode, sparse)
+        return sparse, codes, jax.tree.map(entries.decode, codes, tree)
+
+    sparse, codes, arrived = travel({name: x.astype(np.float32) for name, x in AWKWARD.items()})
+    for name, x in AWKWARD.items():
+        assert codes[name].dtype == jnp.uint8 and codes[name].size == sparse_bytes(top_k, [x.size])
+        np.testing.assert_array_equal(arrived[name], sparse[name])
+        np.testing.assert_allclose(sparse[name], sparsified(x.astype(np.float32), top_k), rtol=2**-7)
+
+
+def test_a_message_of_the_papers_settings_has_14_bits_an_entry_and_two_sizes_a_chunk():
+    assert sparse_bytes(64, [10 * 4096]) == 10 * (64 * 14 // 8 + 4)
+    assert sparse_bytes(64, [4097, 100]) == 2 * 116 + (4 + 4 + 4 // 4)
+
+
+def test_what_is_not_finite_arrives_as_such_and_leaves_other_chunks_alone():
+    x = np.random.default_rng(0).normal(size=(2, 4096)).astype(np.float32)
+    x[0, 17] = np.nan
+    entries = TopEntries(64)
+    sparse = entries.sparsify(jnp.asarray(x))
+    arrived = np.asarray(entries.decode(entries.encode(sparse), sparse))
+    assert np.isnan(arrived[0, 17])
+    np.testing.assert_array_equal(arrived[1], sparsified(x[1]))
+
+
+@every_layout
+def test_outer_steps_are_those_of_the_equations_round_by_round(layout):
+    """Algorithm 1, with the sign of Δ turned; all replicas end at the same bits."""
+    alpha, beta = 0.8, 0.9
+    outer = nj.sparseloco(alpha, beta, axis_name=axis_of(layout))
+    step = jax.jit(over_replicas(outer.step, layout))
+    slow = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape).copy(), tree(0))
+    zeros: Any = np.zeros(N, np.int32)
+    state: Any = OuterState(zeros, zeros, Feedback(slow, tree(1)))
+    for round in range(3):
+        theta = jax.tree.map(np.add, state.rule.slow, tree(2 + round))
+        before = state
+        params, state = jax.device_get(step(theta, state))
+        for name, x in theta.items():
+            phi, error = before.rule.slow[name], before.rule.error[name]
+            total = np.float32(beta) * error + (x - phi)
+            sent = stacked(sparsified, total)
+            np.testing.assert_allclose(state.rule.slow[name], phi + alpha * sent.mean(axis=0), rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(state.rule.error[name], total - sent, atol=0.02)  # the sizes have 8 bits
+            np.testing.assert_array_equal(params[name], state.rule.slow[name])
+            np.testing.assert_array_equal(params[name], np.broadcast_to(params[name][:1], x.shape))
+
+
+def test_error_feedback_loses_nothing():
+    """With β = 1, what was sent and what is left add up to all Δ; with α = 1 the weights move by what was sent."""
+    outer = nj.sparseloco(1.0, 1.0)
+    step = jax.jit(jax.vmap(outer.step, axis_name="replica"))
+    params: Any = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), tree(0))
+    state, first = jax.vmap(outer.init)(params), params
+    moved = jax.tree.map(np.zeros_like, params)
+    for round in range(5):
+        theta = jax.tree.map(np.add, params, tree(1 + round))
+        moved = jax.tree.map(lambda total, x, phi: total + (x - phi), moved, theta, params)
+        params, state = jax.device_get(step(theta, state))
+    assert isinstance(state, OuterState)
+    for name, total in moved.items():
+        sent = params[name][0] - first[name][0]
+        np.testing.assert_allclose(sent + state.rule.error[name].mean(axis=0), total.mean(axis=0), atol=2e-5)
+
+
+def test_all_entries_with_few_sizes_move_the_mean_by_what_is_left_over():
+    """With k = 4096 everything is sent; two sizes a chunk are coarse, and the error holds just the rounding."""
+    x = tree(3)["matrix"][0]
+    sparse = np.asarray(TopEntries(4096).sparsify(jnp.asarray(x)))
+    assert ((sparse != 0) == (x != 0)).all() and (np.sign(sparse) == np.sign(x)).all()
+    assert np.square(x - sparse).sum() < np.square(x).sum() / 2
+
+
+def test_fragments_have_an_error_each():
+    outer = nj.sparseloco(1.0, 0.9, sync_every=2, fragments=2)
+    step = jax.jit(jax.vmap(outer.step, axis_name="replica"))
+    params = {"x": np.zeros((N, 64, 64), np.float32)}
+    theta = {"x": np.random.default_rng(0).normal(size=(N, 64, 64)).astype(np.float32)}
+    after, state = step(theta, jax.vmap(outer.init)(params))
+    part = theta["x"][:, ::2]
+    sent = stacked(sparsified, part)
+    np.testing.assert_allclose(after["x"][:, ::2], np.broadcast_to(sent.mean(axis=0), part.shape), atol=1e-2)
+    np.testing.assert_array_equal(after["x"][:, 1::2], theta["x"][:, 1::2])
+    np.testing.assert_array_equal(state.rule.error["x"][:, 1::2], 0)
+
+
+def test_a_late_correction_is_the_step_with_the_mean():
+    """The rule's own promise, though nothing makes use of it: c is of what is sent, none of what stays."""
+    outer = nj.sparseloco(0.8, 0.9)
+    state, theta = Feedback(*(jax.tree.map(lambda x: x[0], tree(seed)) for seed in (0, 1))), tree(2)
+    theta = jax.tree.map(lambda x: x[0], theta)
+    own = outer.rule.message(state, theta, 0)
+    mean = own._replace(sent=jax.tree.map(lambda x: x / 2 + 1, own.sent))
+    solo, after = outer.rule.receive(state, own, 0)
+    late = outer.rule.correct(after, solo, jax.tree.map(jnp.subtract, mean, own), 0)
+    assert_trees_close(late, outer.rule.receive(state, mean, 0))
+
+
+def test_a_bfloat16_state_keeps_replicas_equal():
+    outer = nj.sparseloco(state_dtype="bfloat16")
+    params = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), tree(0))
+    state = jax.vmap(outer.init)(params)
+    params, state = jax.jit(jax.vmap(outer.step, axis_name="replica"))(jax.tree.map(np.add, params, tree(1)), state)
+    for x in jax.tree.leaves((params, state.rule.slow)):
+        np.testing.assert_array_equal(np.asarray(x), np.broadcast_to(x[:1], x.shape))
+    assert {x.dtype for x in jax.tree.leaves(state.rule)} == {jnp.dtype("bfloat16")}
+
+
+def test_a_sharded_array_is_cut_where_its_shards_lie_and_nothing_is_gathered_inside_a_replica():
+    mesh = jax.make_mesh((2, 2, 2), ("replica", "fsdp", "tensor"), (AxisType.Auto,) * 3)
+    entries, specs = TopEntries(64), {"blocks": P("replica", None, "fsdp", "tensor"), "norm": P("replica")}
+    on_mesh = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    shapes = {"blocks": (2, 2, 64, 128), "norm": (2, 64)}
+    rng = np.random.default_rng(0)
+    x = {name: jax.device_put(rng.normal(size=shapes[name]).astype(np.float32), on_mesh[name]) for name in shapes}
+
+    def body(block: Any) -> Any:
+        sent = jax.tree.map(lambda x: entries.sparsify(x[0]), block)
+        mean = sparse_mean(sent, entries, "replica")
+        return jax.tree.map(lambda x: x[None], (sent, mean))
+
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"), axis_names={"replica"}, check_vma=False
+    )
+    program = jax.jit(mapped, out_shardings=(on_mesh, on_mesh)).lower(x).compile()
+    assert not other_collectives(str(program.as_text()))  # than permutes between replicas
+    sent, mean = jax.device_get(program(x))
+    for name in shapes:
+        np.testing.assert_allclose(mean[name], np.broadcast_to(sent[name].mean(axis=0), shapes[name]), atol=1e-7)
+    chunks = sent["blocks"].reshape(-1, 32)  # a fourth of the columns, and there are at most four parts of them
+    assert (np.count_nonzero(chunks, axis=1) == 4).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"outer_lr": -1.0}, "outer_lr is -1.0"),
+        ({"error_decay": 1.5}, r"error_decay is 1.5: it must be in \[0, 1\]"),
+        ({"top_k": 0}, "top_k is 0: it must be between 1 and 4096"),
+        ({"top_k": 5000}, "top_k is 5000"),
+        ({"state_dtype": "float16"}, "state_dtype is 'float16'"),
+    ],
+)
+def test_numbers_out_of_their_range_are_refused(settings, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        nj.sparseloco(**settings)
+
+
+def test_complex_parameters_are_refused():
+    with pytest.raises(TypeError, match="sparseloco rounds real numbers and the parameters hold complex64"):
+        TopEntries(64).sparsify(jnp.zeros(8, jnp.complex64))
