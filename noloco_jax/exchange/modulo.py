@@ -19,8 +19,8 @@ import numpy as np
 from noloco_jax.exchange.blocks import EIGHTS, from_blocks, in_blocks, pack, unpack
 from noloco_jax.wires import MODULO_BITS
 
-# Half a window in root mean squares of a block's movement. Simulated with eight replicas whose movements persist, blocks
-# that move unlike one another and a learning rate that falls: at 8 weights wrap, and stay wrapped; at 12 none does.
+# Half a window in root mean squares of a block's movement. Simulated with eight replicas whose movements persist,
+# blocks that move unlike one another and a falling learning rate: at 8 weights wrap and stay wrapped, at 12 none does.
 _REACH = 12.0
 # Windows are 2^(e / 4), nearly: mantissas of few bits, so that small integers times a step are exact.
 _MANTISSAS = np.array([1.0, 1.1875, 1.40625, 1.6875], np.float32)
