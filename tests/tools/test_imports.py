@@ -102,3 +102,11 @@ def test_the_public_names_are_found_where_they_are_defined():
         name: name for name in noloco_jax.__all__
     }
     assert set(noloco_jax.__all__) <= set(dir(noloco_jax))
+
+
+def test_routes_of_one_replica_a_device_import_no_scipy():
+    program = (
+        "import sys, numpy as np; from noloco_jax.exchange.routes import lower; "
+        "lower(np.array([[1, 0, 3, 2]]), 4, 1); sys.exit('scipy.optimize' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
