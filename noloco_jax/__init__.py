@@ -1,10 +1,32 @@
 """NoLoCo for JAX: train model replicas that average with one random other instead of all-reducing.
 
-The outer optimizers work in any Optax loop; importing them pulls in jax and optax only.
+The outer optimizers work in any Optax loop; using them pulls in jax and optax only. Importing the package alone
+pulls in neither, so that its commands answer at once.
 """
 
-from noloco_jax.outer.neighbours import RandomNeighbours
-from noloco_jax.outer.pairing import ExplicitPairing, RandomPairing
-from noloco_jax.transforms import diloco, epidemic, noloco, sparseloco
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from noloco_jax.outer.neighbours import RandomNeighbours
+    from noloco_jax.outer.pairing import ExplicitPairing, RandomPairing
+    from noloco_jax.transforms import diloco, epidemic, noloco, sparseloco
 
 __all__ = ["ExplicitPairing", "RandomNeighbours", "RandomPairing", "diloco", "epidemic", "noloco", "sparseloco"]
+_HOMES = {
+    "RandomNeighbours": "outer.neighbours",
+    **dict.fromkeys(("ExplicitPairing", "RandomPairing"), "outer.pairing"),
+    **dict.fromkeys(("diloco", "epidemic", "noloco", "sparseloco"), "transforms"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, from the module in which it is defined, which is imported at its first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names beside those that are here already."""
+    return sorted({*globals(), *__all__})

@@ -33,7 +33,7 @@ from noloco_jax.outer.pairing import Round
 from noloco_jax.run.console import make_console
 from noloco_jax.run.loop import Hooks
 from noloco_jax.run.metrics import read_metrics
-from noloco_jax.train import train
+from noloco_jax.train.training import train
 
 _METHODS = tuple(name for name, method in METHODS.items() if method.has_outer_steps)
 

@@ -66,8 +66,6 @@ def _lower(sources: tuple[tuple[int, ...], ...], num_devices: int, num_slots: in
 
 
 def _lower_one(sources: tuple[int, ...], num_devices: int, num_slots: int) -> tuple[Pattern, np.ndarray, np.ndarray]:
-    from scipy.optimize import linear_sum_assignment  # not above: it takes longer than the rest of the package
-
     waiting: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (device, device) -> [(slot, slot)] still to be sent
     counts = np.zeros((num_devices, num_devices), int)
     for replica, source in enumerate(sources):
@@ -86,6 +84,8 @@ def _lower_one(sources: tuple[int, ...], num_devices: int, num_slots: int) -> tu
         elif num_slots == 1:  # one message a device: the counts are a permutation already
             destinations = counts.argmax(axis=1)
         else:
+            from scipy.optimize import linear_sum_assignment  # where it is needed: it takes half as long as jax itself
+
             _, destinations = linear_sum_assignment(np.where(counts > 0, -counts, num_devices * num_slots))
         count = int(counts[np.arange(num_devices), destinations].min())
         for device, destination in enumerate(destinations.tolist()):

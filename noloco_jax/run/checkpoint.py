@@ -298,6 +298,35 @@ class Checkpointer:
         with self._reading(step):
             return TrainState(**self._manager.restore(step, args=arguments)["state"])
 
+    def restore_each(self, step: int, like: TrainState, conversions: PyTree) -> TrainState:
+        """Returns the state at `step`, each array of it converted before the next one is read.
+
+        Of several processes, each has to call this.
+
+        Args:
+          step: a step that was saved.
+          like: see `restore`.
+          conversions: a tree like it of functions, array as saved -> what to keep of it.
+        """
+        shapes, structure = jax.tree.flatten(like)
+
+        def read(number: int, reader: ocp.PyTreeCheckpointer) -> jax.Array:
+            others: list[Any] = [ocp.PLACEHOLDER] * len(shapes)
+            others[number] = shapes[number]
+            alone = structure.unflatten(others)._asdict()
+            arguments = ocp.args.PyTreeRestore(alone, restore_args=jax.tree.map(_restore_args, alone))
+            with self._reading(step):
+                restored = reader.restore(self._folder / str(step) / "state", args=arguments)
+            (array,) = (x for x in jax.tree.leaves(restored) if x is not ocp.PLACEHOLDER)
+            return array
+
+        with ocp.PyTreeCheckpointer() as reader:
+            converted = [
+                jax.block_until_ready(convert(read(number, reader)))
+                for number, convert in enumerate(jax.tree.leaves(conversions))
+            ]
+        return structure.unflatten(converted)
+
     def positions(self, step: int) -> list[dict]:
         """The data position at `step` of every replica, in their order."""
         with self._reading(step):
@@ -341,6 +370,13 @@ class Checkpointer:
         # After an error, saves of several processes cannot be waited for: the others may never come to theirs.
         if kind is None or self._processes.alone:
             self.close()
+
+
+def _restore_args(x: Any) -> ocp.RestoreArgs:
+    """How orbax restores an array of the shape `x`; of a placeholder nothing."""
+    if x is ocp.PLACEHOLDER:
+        return ocp.RestoreArgs()
+    return ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype)
 
 
 def _nested(path: tuple[Any, ...], leaf: Any) -> PyTree:

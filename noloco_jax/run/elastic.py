@@ -1,5 +1,7 @@
 """Goes on from a checkpoint of fewer or more replicas, or of pipeline stages that pad the vocabulary otherwise."""
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +49,9 @@ def data_positions(checkpoints: Checkpointer, step: int, num_replicas: int) -> l
 def restore(checkpoints: Checkpointer, step: int, config: TrainConfig, programs: Programs) -> tuple[TrainState, str]:
     """The state at `step` at rest on this run's mesh, and a line on what was changed.
 
+    Where the sizes are others, one array after the other is read and converted, so that beside the run's own state
+    there is never more than one array of the saved one.
+
     Of fewer replicas, replica j of M is the mean ("merge") of the replicas i with i mod M = j, in weights, slow weights
     and all optimizer state, or ("keep") replica j itself; of more, replica j of M is a copy of replica j mod N.
 
@@ -57,10 +62,8 @@ def restore(checkpoints: Checkpointer, step: int, config: TrainConfig, programs:
     check_elastic(config, saved)
     if saved == mine:
         return programs.at_rest(checkpoints.restore(step, programs.state)), ""
-    state = checkpoints.restore(step, _saved_shapes(programs, saved))
-    shardings = jax.tree.map(lambda x: x.sharding, programs.state)
-    convert = jax.jit(lambda state: _converted(state, saved, mine, config.elastic), out_shardings=shardings)
-    state = programs.at_rest(convert(state))
+    conversions = _conversions(programs, saved, config.elastic)
+    state = checkpoints.restore_each(step, _saved_shapes(programs, saved), conversions)
     if saved.num_replicas == mine.num_replicas:
         sizes = f"{mine.padded_vocab_size} tokens, before {saved.padded_vocab_size}"
         return state, f"embedding and head are padded to {sizes}"
@@ -80,46 +83,61 @@ def _report(before: int, after: int, config: TrainConfig) -> str:
 
 
 def _saved_shapes(programs: Programs, saved: SavedShape) -> TrainState:
-    """Shapes as they were saved, spread over all devices of the run's mesh as evenly as they divide."""
+    """Shapes as they were saved, spread over all devices of the run's mesh as far as they divide."""
 
     def shapes(state: TrainState) -> TrainState:
         resized = resize_vocabulary(state, saved.padded_vocab_size)
-        return _map_replicas(lambda x: jnp.zeros((saved.num_replicas, *x.shape[1:]), x.dtype), resized)
+        return jax.tree.map(lambda x: jnp.zeros((saved.num_replicas, *x.shape[1:]) if x.ndim else (), x.dtype), resized)
 
     mesh = programs.mesh
     together = int(np.gcd(mesh.shape["replica"], saved.num_replicas))
     inside = mesh.size // mesh.shape["replica"]
     devices = mesh.devices.reshape(-1, together, inside)
+    sizes = {"copy": len(devices), "inside": inside}
     everywhere = Mesh(devices, ("copy", "replica", "inside"), axis_types=(AxisType.Auto,) * 3)
 
     def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec: list[str | None] = [None] * len(x.shape)
+        spec: list[Any] = [None] * len(x.shape)
         if x.shape:
             spec[0] = "replica"
-        fitting = [dim for dim in range(1, len(x.shape)) if x.shape[dim] % inside == 0]
-        if fitting:
-            spec[max(fitting, key=lambda dim: x.shape[dim])] = "inside"
+        for axes in (("copy", "inside"), ("copy",), ("inside",)):
+            parts = math.prod(sizes[axis] for axis in axes)
+            fitting = [dim for dim in range(1, len(x.shape)) if x.shape[dim] % parts == 0]
+            if fitting:
+                spec[max(fitting, key=lambda dim: x.shape[dim])] = axes
+                break
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(everywhere, P(*spec)))
 
     return jax.tree.map(placed, jax.eval_shape(shapes, programs.state))
 
 
-def _converted(state: TrainState, saved: SavedShape, mine: SavedShape, elastic: str) -> TrainState:
-    before, after = saved.num_replicas, mine.num_replicas
+def _conversions(programs: Programs, saved: SavedShape, elastic: str) -> PyTree:
+    """What makes of every array of a state as it was saved that of this run, at rest: functions in a `TrainState`."""
+    mine = SavedShape.of(programs.state)
 
-    def rows(x: jax.Array) -> jax.Array:
-        if after > before:
-            return x[np.arange(after) % before]
-        if elastic == "keep" or not jnp.issubdtype(x.dtype, jnp.floating):
-            return x[:after]
-        means = [jnp.mean(x[j::after], axis=0, dtype=jnp.float32) for j in range(after)]
-        return jnp.stack(means).astype(x.dtype)
+    @functools.cache  # moments and slow weights share the programs of their parameters
+    def program(name: str, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+        def converted(x: jax.Array) -> jax.Array:
+            if x.ndim:  # scalars are common to all
+                x = _rows(x, saved.num_replicas, mine.num_replicas, elastic)
+            return resize_vocabulary({name: x}, mine.padded_vocab_size)[name]
 
-    if before != after:
-        state = _map_replicas(rows, state)
-    return resize_vocabulary(state, mine.padded_vocab_size)
+        return jax.jit(converted, out_shardings=sharding)
+
+    def conversion(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, resting: jax.ShapeDtypeStruct):
+        convert = program(getattr(path[-1], "key", ""), x.sharding)
+        return lambda array: jax.device_put(convert(array), resting.sharding)
+
+    return jax.tree.map_with_path(conversion, programs.state, programs.resting)
 
 
-def _map_replicas(transform: Callable[[jax.Array], jax.Array], state: TrainState) -> TrainState:
-    """Applies `transform` to every array that has the replicas in front: scalars are common to all."""
-    return jax.tree.map(lambda x: transform(x) if x.ndim else x, state)
+def _rows(x: jax.Array, before: int, after: int, elastic: str) -> jax.Array:
+    """The rows of `after` replicas, made of those of `before`."""
+    if after == before:
+        return x
+    if after > before:
+        return x[np.arange(after) % before]
+    if elastic == "keep" or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x[:after]
+    means = [jnp.mean(x[j::after], axis=0, dtype=jnp.float32) for j in range(after)]
+    return jnp.stack(means).astype(x.dtype)

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from noloco_jax.cluster.processes import OneProcess
-from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, TrainConfig
+from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.errors import StartError, TransientError, UserError
 from noloco_jax.run import elastic
 from noloco_jax.run.checkpoint import Checkpointer, SavedShape
 from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.offload import offloaded
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.stages import resize_vocabulary
 
@@ -166,6 +167,34 @@ def test_another_number_of_replicas_is_made_as_the_config_says(tmp_path, before,
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, expected(y), rtol=1e-6, atol=1e-7), back, state)
     assert [(entry["replica"], entry["num_replicas"]) for entry in data] == [(j, m) for j in range(m)]
     assert f"elastic='{after.elastic}': {n} replicas become {m}" in changed
+
+
+def test_corrections_and_an_offloaded_outer_state_of_fragments_are_made_likewise_where_they_rest(tmp_path):
+    outer = OuterConfig(sync_every=4, fragments=2, delay=1, offload=True)
+    before, after = (dataclasses.replace(config, outer=outer) for config in (changed(4), changed(2, "keep", replica=2)))
+    state = saved(tmp_path, before)
+    programs = offloaded(programs_of(after))
+    with Checkpointer(tmp_path, after) as checkpoints:
+        back, _ = elastic.restore(checkpoints, 3, after, programs)
+    assert_equal(back, jax.tree.map(lambda x: x[:2] if x.ndim else x, state))
+    assert len(jax.tree.leaves(back.outer)) > 3 * len(jax.tree.leaves(back.params))  # slow weights, momentum and Late
+    assert {x.sharding for x in jax.tree.leaves(back)} == {x.sharding for x in jax.tree.leaves(programs.resting)}
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(back.outer)} == {"pinned_host"}
+
+
+def test_an_array_is_gone_before_the_next_one_is_read(tmp_path):
+    like = programs_of(CONFIG).state
+    saved(tmp_path, CONFIG)
+    read: list[weakref.ref] = []
+
+    def to_nothing(x: jax.Array) -> jax.Array:
+        assert not any(earlier() is not None for earlier in read)
+        read.append(weakref.ref(x))
+        return x.sum()
+
+    with Checkpointer(tmp_path, CONFIG) as checkpoints:
+        checkpoints.restore_each(3, like, jax.tree.map(lambda _: to_nothing, like))
+    assert len(read) == len(jax.tree.leaves(like))
 
 
 @pytest.mark.parametrize(("num_replicas", "choice"), [(2, ""), (2, "copy"), (8, ""), (8, "merge"), (8, "keep")])

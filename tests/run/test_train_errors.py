@@ -11,11 +11,11 @@ from typing import NoReturn
 
 import pytest
 
-from noloco_jax import train as trainer
 from noloco_jax.config import from_dict, load_config
 from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import UserError
-from noloco_jax.train import train
+from noloco_jax.train import training as trainer
+from noloco_jax.train.training import train
 from support import processes
 from support.data_makers import write_c4
 from support.texts import lines_of_words

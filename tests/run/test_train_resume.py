@@ -9,7 +9,7 @@ import pytest
 
 from noloco_jax.config import from_dict, load_config
 from noloco_jax.run.loop import Hooks
-from noloco_jax.train import train
+from noloco_jax.train.training import train
 from support import processes
 
 pytestmark = pytest.mark.timeout(900)

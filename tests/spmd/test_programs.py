@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from noloco_jax import train as trainer
 from noloco_jax.config import from_dict, load_config
 from noloco_jax.run.console import Progress
 from noloco_jax.run.evaluate import evaluate
@@ -16,6 +15,7 @@ from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
+from noloco_jax.train import training as trainer
 from support.oracle import diloco_step, noloco_step, replica_spread
 
 RULES = {

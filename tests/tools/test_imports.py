@@ -73,3 +73,40 @@ def test_rooms_import_one_way():
         above |= {room(name) for name in imports(path, at_once=True)} - {room(module), "noloco_jax"}
     order = graphlib.TopologicalSorter(rooms)
     assert len(list(order.static_order())) == len(rooms)
+
+
+HEAVY = ("jax", "numpy", "optax", "flax", "orbax", "grain", "pyarrow", "rich", "noloco_jax.train.training")
+
+
+@pytest.mark.parametrize(
+    ("flags", "status"),
+    [(["--help"], 0), (["--no_such_flag"], 2), (["--workdir=runs/x", "--config=no_such_file.py"], 2)],
+    ids=["help", "wrong-flag", "no-config"],
+)
+def test_help_and_wrong_flags_of_the_trainer_import_nothing_heavy(flags, status):
+    program = (
+        "import atexit, runpy, sys\n"
+        f"atexit.register(lambda: print('imported:', [name for name in {HEAVY} if name in sys.modules]))\n"
+        "runpy.run_module('noloco_jax.train', run_name='__main__', alter_sys=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *flags], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (status, "imported: []"), done.stderr
+
+
+def test_the_public_names_are_found_where_they_are_defined():
+    import noloco_jax
+    from noloco_jax import transforms
+
+    assert noloco_jax.noloco is transforms.noloco
+    assert {name: getattr(noloco_jax, name).__name__ for name in noloco_jax.__all__} == {
+        name: name for name in noloco_jax.__all__
+    }
+    assert set(noloco_jax.__all__) <= set(dir(noloco_jax))
+
+
+def test_routes_of_one_replica_a_device_import_no_scipy():
+    program = (
+        "import sys, numpy as np; from noloco_jax.exchange.routes import lower; "
+        "lower(np.array([[1, 0, 3, 2]]), 4, 1); sys.exit('scipy.optimize' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0

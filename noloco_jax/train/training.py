@@ -1,9 +1,8 @@
-"""Trains a Llama: `python -m noloco_jax.train --config=configs/quickstart.py --workdir=DIR`."""
+"""A training run from its first check to its last picture."""
 
-import os
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -11,10 +10,10 @@ from rich.console import Console
 from noloco_jax import draws
 from noloco_jax.cluster.host import keep_freed_memory, use_cpu_cores, use_gpu_memory
 from noloco_jax.cluster.join import joined
-from noloco_jax.cluster.place import define_flags, find_place
+from noloco_jax.cluster.place import Place
 from noloco_jax.cluster.processes import Processes, run_processes
 from noloco_jax.cluster.stop import Stop
-from noloco_jax.config import Change, TrainConfig, parse_args, to_dict
+from noloco_jax.config import Change, TrainConfig, to_dict
 from noloco_jax.data import (
     ReplicaStreams,
     Tokenizer,
@@ -25,8 +24,7 @@ from noloco_jax.data import (
     train_stream,
     validation_batches,
 )
-from noloco_jax.errors import main_with_errors
-from noloco_jax.files import check_writable, folder_of_flag, full_disk_told
+from noloco_jax.files import check_writable, full_disk_told
 from noloco_jax.model.huggingface import load_params
 from noloco_jax.model.llama import Params
 from noloco_jax.run import elastic
@@ -48,41 +46,21 @@ from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.shared_batch import replicas_read_here
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parses the command line and trains; returns the exit status."""
-    config, flags = parse_args(argv, __doc__ or "", _define_flags, prog="python -m noloco_jax.train")
+def train_at(place: Place | None, config: TrainConfig, workdir: Path, *, start_timeout: float, **choices: Any) -> int:
+    """Trains as the process that stands at `place`; returns the exit status.
+
+    Args:
+      place: among the processes of the run; None: it is alone.
+      config: the run.
+      workdir: see `train`.
+      start_timeout: how many seconds the processes wait for one another.
+      **choices: passed to `train`.
+    """
     keep_freed_memory()
     use_gpu_memory()
-    place = find_place(flags, os.environ)
-    with joined(place, to_dict(config), flags.start_timeout), full_disk_told(flags.workdir):
+    with joined(place, to_dict(config), start_timeout), full_disk_told(workdir):
         use_cpu_cores(config, 1 if place is None else place.num_processes)
-        return train(
-            config,
-            flags.workdir,
-            from_step=flags.from_step,
-            dry_run=flags.dry_run,
-            wandb_project=flags.wandb,
-        )
-
-
-def _define_flags(parser) -> None:
-    parser.add_argument(
-        "--workdir",
-        required=True,
-        type=folder_of_flag,
-        metavar="DIR",
-        help="where checkpoints, metrics and curves go",
-    )
-    parser.add_argument(
-        "--from_step",
-        type=int,
-        metavar="N",
-        help="go back to the checkpoint of step N: later ones are moved to DIR/checkpoints_set_aside, and metrics of "
-        "later steps are dropped; given again, the same command goes on from what it has saved since",
-    )
-    parser.add_argument("--dry_run", action="store_true", help="check everything, print the banner and stop")
-    parser.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project as well")
-    define_flags(parser)
+        return train(config, workdir, **choices)
 
 
 def train(
@@ -299,7 +277,3 @@ def _open_metrics(config: TrainConfig, workdir: Path, start: int | None, wandb_p
         run_config=to_dict(config),
         process=process,
     )
-
-
-if __name__ == "__main__":
-    main_with_errors(main)

@@ -1,0 +1,1 @@
+"""Trains a Llama, with checkpoints, metrics and pictures."""

@@ -1,0 +1,45 @@
+"""Trains a Llama: `python -m noloco_jax.train --config=configs/quickstart.py --workdir=DIR`."""
+
+import os
+from collections.abc import Sequence
+
+from noloco_jax.cluster.place import define_flags, find_place
+from noloco_jax.config import parse_args
+from noloco_jax.files import folder_of_flag
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parses the command line and trains; returns the exit status."""
+    config, flags = parse_args(argv, __doc__ or "", _define_flags, prog="python -m noloco_jax.train")
+    place = find_place(flags, os.environ)
+    from noloco_jax.train.training import train_at  # imports jax, for which help and wrong flags need not wait
+
+    return train_at(
+        place,
+        config,
+        flags.workdir,
+        start_timeout=flags.start_timeout,
+        from_step=flags.from_step,
+        dry_run=flags.dry_run,
+        wandb_project=flags.wandb,
+    )
+
+
+def _define_flags(parser) -> None:
+    parser.add_argument(
+        "--workdir",
+        required=True,
+        type=folder_of_flag,
+        metavar="DIR",
+        help="where checkpoints, metrics and curves go",
+    )
+    parser.add_argument(
+        "--from_step",
+        type=int,
+        metavar="N",
+        help="go back to the checkpoint of step N: later ones are moved to DIR/checkpoints_set_aside, and metrics of "
+        "later steps are dropped; given again, the same command goes on from what it has saved since",
+    )
+    parser.add_argument("--dry_run", action="store_true", help="check everything, print the banner and stop")
+    parser.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project as well")
+    define_flags(parser)
