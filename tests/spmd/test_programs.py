@@ -46,7 +46,7 @@ def test_a_runs_outer_steps_are_those_of_the_equations_with_the_groups_that_it_l
         return dataclasses.replace(programs, outer_step=watched)
 
     monkeypatch.setattr(trainer, "compile_programs", compile_and_watch)
-    monkeypatch.setattr(Progress, "outer", lambda self, step, round, groups, seconds: logged.append((round, groups)))
+    monkeypatch.setattr(Progress, "outer", lambda self, step, count, round, *rest: logged.append((round, rest[0])))
     run = from_dict(load_config(str(config), [f"--config.method={method}"]))
     assert trainer.train(run, tmp_path / "run") == 0
 
