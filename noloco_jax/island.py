@@ -17,8 +17,11 @@ from noloco_jax.config import make_parser, parse_args
 from noloco_jax.errors import UserError, main_with_errors
 from noloco_jax.files import check_writable, folder_of_flag, full_disk_told
 from noloco_jax.islands.keys import AUTHORITY_KEY, credentials_for, make_keys
+from noloco_jax.islands.look import ask_all
 from noloco_jax.islands.roster import read_roster
+from noloco_jax.run.console import make_console
 from noloco_jax.run.island import Membership
+from noloco_jax.run.island_table import status_table
 from noloco_jax.train import train
 
 _TRAIN = "train as one of the islands"
@@ -80,6 +83,15 @@ def _keys(flags: argparse.Namespace) -> int:
     return 0
 
 
+def _status(flags: argparse.Namespace) -> int:
+    """Asks every island how it is; those that do not answer have a line that says why."""
+    roster = read_roster(flags.roster)
+    if not 0 < flags.seconds <= 600:
+        raise UserError(f"--seconds={flags.seconds}: give more than 0 and up to 600")
+    make_console().print(status_table(roster, ask_all(roster, flags.keys, flags.seconds)))
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.island")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -91,6 +103,14 @@ def _parser() -> argparse.ArgumentParser:
     keys.add_argument(
         "--replace", action="append", default=[], metavar="NAME", help="make this island's anew; may be repeated"
     )
+    status = _command(commands, "status", _status, "show how all islands are")
+    status.add_argument(
+        "--keys",
+        type=folder_of_flag,
+        metavar="DIR",
+        help="the folder that `island keys` made, or one island's own: that island itself is then not asked",
+    )
+    status.add_argument("--seconds", type=float, default=10.0, help="to wait for each (default %(default)s)")
     return parser
 
 
