@@ -127,7 +127,7 @@ def train(
     programs = build_programs(config, make_mesh(config, jax.devices()))
     solo = None if member is None else build_solo(config, programs)
     messages = messages_of(config, programs.mesh.shape) if solo is None else messages_of_island(solo)
-    banner(banner_rows(config, programs, messages), console)
+    banner([*([] if member is None else [("island", str(member))]), *banner_rows(config, programs, messages)], console)
     with (
         Stop(processes) as stop,
         Checkpointer(workdir, whole, processes, from_step=from_step, read_only=dry_run) as checkpoints,

@@ -192,7 +192,7 @@ class Station:
                 del self._others[xid]
             self._handle(RoundEnded(round, tokens, norms))
             if not self._protocol.status().partner:
-                self._met.append(Met(round, "", "alone", reason="nobody is left in this round"))
+                self._met.append(Met(round, "", "alone", reason="an odd number of islands"))
 
     def take(self) -> list[Correction | Healed]:
         """What is to be entered now, in this order; after a state, nothing of before it."""

@@ -47,6 +47,14 @@ class Membership:
     patience: int = 2
     at_once: bool = False
 
+    def __str__(self) -> str:
+        """For the banner: secrets have no place in it."""
+        security = "no TLS" if self.credentials is None else "mutual TLS"
+        return (
+            f"{self.name}, {self.replica + 1} of {len(self.roster.islands)} of {self.roster.run}, at "
+            f"{self.roster.address(self.name)}, {security}"
+        )
+
     @property
     def replica(self) -> int:
         return self.roster.index(self.name)

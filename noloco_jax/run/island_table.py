@@ -16,11 +16,10 @@ def status_table(roster: Roster, answers: Mapping[str, Status | str]) -> Table:
     for island in roster.islands:
         answer = answers[island.name]
         if isinstance(answer, str):
-            table.add_row(island.name, str(island.address), "", f"away: {answer}")
+            table.add_row(island.name, "", f"away: {answer.removeprefix(island.name).lstrip(' :')}")
             continue
         table.add_row(
             island.name,
-            str(island.address),
             str(answer.round + 1),
             "training" if answer.training else "starting or leaving",
             f"{answer.committed} of {answer.due}" if answer.due else "none due yet",
