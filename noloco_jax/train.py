@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -145,7 +146,10 @@ def train(
         streams = _open_streams(config, tokenizer, programs, member)
         changed: list[Change] = []
         if start is not None:
-            streams.set_state(dict(enumerate(elastic.data_positions(checkpoints, start, config.num_replicas))))
+            positions = checkpoints.positions(start)  # an island's own is that of its place in the roster
+            if member is None:
+                positions = elastic.data_positions(checkpoints, start, config.num_replicas)
+            streams.set_state(dict(enumerate(positions)))
             changed = checkpoints.changes(start)
         given = load_params(config.init_from, config.model) if config.init_from and start is None else None
         if dry_run:
@@ -154,7 +158,9 @@ def train(
         station = None
         if member is not None and solo is not None:
             journal = None if start is None else journal_of(checkpoints.island_journal(start), config, start)
-            station = open_station(member, whole, solo, programs, journal, workdir, stop, console.print)
+            station = open_station(
+                member, whole, solo, programs, journal, workdir, partial(stop.at, start or 0), console.print
+            )
             if station is None:
                 console.print(f"{stop.reason}: the same command begins again")
                 return stop.exit_status

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from noloco_jax.cluster.stop import Stop
 from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
@@ -107,7 +106,7 @@ def open_station(
     programs: Programs,
     journal: Journal | None,
     workdir: Path,
-    stop: Stop,
+    is_stopping: Callable[[], bool],
     report: Callable[[str], None],
 ) -> Station | None:
     """Joins the others, and waits for what the island is to train from; None where it was told to stop meanwhile.
@@ -138,7 +137,7 @@ def open_station(
     try:
         station.open()
         while not station.decided(0.2):
-            if stop.at(0):
+            if is_stopping():
                 station.close()
                 return None
     except BaseException:

@@ -10,9 +10,7 @@ from noloco_jax.islands.roster import Roster
 
 def status_table(roster: Roster, answers: Mapping[str, Status | str]) -> Table:
     """A row an island: its round, whether it trains, how many of its exchanges came about and how late, its partner."""
-    table = Table(
-        "island", "address", "round", "state", "exchanged", "lag", "partner", title=f"islands of {roster.run}"
-    )
+    table = Table("island", "round", "state", "exchanged", "lag", "partner", title=f"islands of {roster.run}")
     for island in roster.islands:
         answer = answers[island.name]
         if isinstance(answer, str):

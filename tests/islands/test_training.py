@@ -40,11 +40,6 @@ def small(**outer: Any) -> TrainConfig:
     )
 
 
-class NeverStopped:
-    def at(self, step: int) -> bool:
-        return False
-
-
 class World:
     """Islands of one configuration, whose programs are compiled once."""
 
@@ -65,7 +60,7 @@ class World:
     def join(self, name: str, **options: Any) -> tuple[Station, IslandSteps]:
         member = Membership(self.roster, name, None, **options)
         station = open_station(
-            member, self.config, self.solo, self.programs, None, self.folder / name, NeverStopped(), self.lines.append
+            member, self.config, self.solo, self.programs, None, self.folder / name, lambda: False, self.lines.append
         )
         assert station is not None
         return station, steps_of(member, self.own, station, self.solo, self.programs)
