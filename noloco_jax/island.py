@@ -1,24 +1,66 @@
 """Islands: independent processes, one a replica, that train together over any network.
 
     python -m noloco_jax.island keys --roster=roster.toml --out=keys     # an authority, and keys for each island
+    python -m noloco_jax.island train --config=configs/c4_125m.py --roster=roster.toml --name=paris --keys=keys/paris
+        --workdir=runs/paris
+    python -m noloco_jax.island status --roster=roster.toml --keys=keys   # a line for each island
 
 `COMMAND --help` shows a command's flags.
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 
-from noloco_jax.config import make_parser
+from noloco_jax.cluster.host import keep_freed_memory, use_cpu_cores, use_gpu_memory
+from noloco_jax.config import make_parser, parse_args
 from noloco_jax.errors import UserError, main_with_errors
-from noloco_jax.files import check_writable, folder_of_flag
-from noloco_jax.islands.keys import AUTHORITY_KEY, make_keys
+from noloco_jax.files import check_writable, folder_of_flag, full_disk_told
+from noloco_jax.islands.keys import AUTHORITY_KEY, credentials_for, make_keys
+from noloco_jax.islands.look import ask_all
 from noloco_jax.islands.roster import read_roster
+from noloco_jax.run.console import make_console
+from noloco_jax.run.island import Membership
+from noloco_jax.run.island_table import status_table
+from noloco_jax.train.training import train
+
+_TRAIN = "train as one of the islands"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that the first argument names."""
-    flags = _parser().parse_args(argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["train"]:  # which takes a configuration's fields as well
+        return _train(arguments[1:])
+    flags = _parser().parse_args(arguments)
     return flags.run(flags)
+
+
+def _train(argv: Sequence[str]) -> int:
+    """Trains as one of the islands; what is wrong is told before anything is compiled."""
+    config, flags = parse_args(argv, _TRAIN, _define_train_flags, prog="python -m noloco_jax.island train")
+    roster = read_roster(flags.roster)
+    member = Membership(roster, flags.name, credentials_for(roster, flags.name, flags.keys), at_once=flags.at_once)
+    member.check(config)
+    keep_freed_memory()
+    use_gpu_memory()
+    with full_disk_told(flags.workdir):
+        use_cpu_cores(member.own(config))
+        return train(config, flags.workdir, member=member)
+
+
+def _define_train_flags(parser: argparse.ArgumentParser) -> None:
+    _define_roster_flag(parser)
+    parser.add_argument("--name", required=True, metavar="NAME", help="which of the roster's islands this is")
+    parser.add_argument(
+        "--keys", type=folder_of_flag, metavar="DIR", help="the island's keys; none are needed where all are loopback"
+    )
+    parser.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="the island's own folder")
+    parser.add_argument(
+        "--at_once",
+        action="store_true",
+        help="wait for every exchange, as replicas of one program do: to compare with one, not to train",
+    )
 
 
 def _keys(flags: argparse.Namespace) -> int:
@@ -41,9 +83,19 @@ def _keys(flags: argparse.Namespace) -> int:
     return 0
 
 
+def _status(flags: argparse.Namespace) -> int:
+    """Asks every island how it is; those that do not answer have a line that says why."""
+    roster = read_roster(flags.roster)
+    if not 0 < flags.seconds <= 600:
+        raise UserError(f"--seconds={flags.seconds}: give more than 0 and up to 600")
+    make_console().print(status_table(roster, ask_all(roster, flags.keys, flags.seconds)))
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.island")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands.add_parser("train", help=_TRAIN, add_help=False)  # read by `_train`
 
     keys = _command(commands, "keys", _keys, "make an authority and keys for each island that has none")
     keys.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="where they go, a folder each")
@@ -51,16 +103,28 @@ def _parser() -> argparse.ArgumentParser:
     keys.add_argument(
         "--replace", action="append", default=[], metavar="NAME", help="make this island's anew; may be repeated"
     )
+    status = _command(commands, "status", _status, "show how all islands are")
+    status.add_argument(
+        "--keys",
+        type=folder_of_flag,
+        metavar="DIR",
+        help="the folder that `island keys` made, or one island's own: that island itself is then not asked",
+    )
+    status.add_argument("--seconds", type=float, default=10.0, help="to wait for each (default %(default)s)")
     return parser
 
 
 def _command(commands, name: str, run, help: str) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
     parser.set_defaults(run=run)
+    _define_roster_flag(parser)
+    return parser
+
+
+def _define_roster_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--roster", required=True, type=folder_of_flag, metavar="FILE", help="the run's islands, a TOML file"
     )
-    return parser
 
 
 if __name__ == "__main__":

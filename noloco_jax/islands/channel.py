@@ -101,6 +101,10 @@ class Channel:
         self._next = self._thread.submit(self._read)
         return frame
 
+    def when_ready(self, call: Callable[[], None]) -> None:
+        """Has `call` called once `receive` would not wait: now, or by the thread that reads."""
+        self._next.add_done_callback(lambda _: call())
+
     def cancel(self) -> None:
         """Ends the call at once, on both sides."""
         self._cancel()

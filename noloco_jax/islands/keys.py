@@ -93,6 +93,20 @@ def load_keys(folder: Path, name: str) -> Credentials:
     return contents
 
 
+def owner_of(folder: Path, roster: Roster) -> str:
+    """The island of the roster to which a folder's certificate is made out; raises `UserError` if it is to none."""
+    path = folder / CERTIFICATE
+    try:
+        certificate = _load_certificate(path, path.read_bytes())
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        owners = [name for name in names.get_values_for_type(x509.DNSName) if name in roster.names]
+    except (OSError, x509.ExtensionNotFound):
+        owners = []
+    if not owners:
+        raise UserError(f"{path} is made out to no island of {roster.run}: give the keys of one")
+    return owners[0]
+
+
 def credentials_for(roster: Roster, name: str, folder: Path | None) -> Credentials | None:
     """The keys of island `name`, None where none are given and none are needed: all islands are on this machine.
 

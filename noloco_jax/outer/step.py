@@ -86,6 +86,21 @@ class OuterSteps:
         )
         return theta, self._with(params, state, Late(number + 1, rule, held.correction), number)
 
+    def solo(self, params: PyTree, state: OuterState) -> tuple[PyTree, PyTree, PyTree]:
+        """As `step`, but alone, whoever the exchange would bring; also the message that others may be sent later."""
+        number = state.round
+        part, rule = self._part(params, state.rule, number)
+        own = OuterState(state.count, own_round(number, self.fragments.count), rule)
+        message = self.rule.message(rule, computed(part), own.round)
+        theta, new = outer_step(self.rule, alone, part, own)
+        return theta, self._with(params, state.rule, new.rule, number), message
+
+    def enter(self, params: PyTree, state: PyTree, correction: PyTree, number: Any) -> tuple[PyTree, PyTree]:
+        """Enters a correction of the solo step `number` whenever it comes: results as of `step`."""
+        part, rule = self._part(params, state, number)
+        theta, rule = self.rule.correct(rule, computed(part), correction, own_round(number, self.fragments.count))
+        return theta, self._with(params, state, rule, number)
+
     def meet(self, message: PyTree, number: Any, movement: PyTree) -> PyTree:
         """The mean of a fragment's messages over the group of outer step `number`."""
         return self.exchange(message, pairing_round(number, self.fragments.count), movement)

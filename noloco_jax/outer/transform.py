@@ -28,6 +28,8 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
       moved: (params, state) -> how far the replica has moved, see `OuterSteps.moved`.
       rule: what a replica does in an outer step.
       exchange: (fragment of a tree, number of the outer step) -> the mean of the group that meets in it.
+      solo: as `step`, but alone: (params, state) -> (params, state, message), for replicas that meet by other means.
+      enter: (params, state, correction, round) -> (params, state): what came of the message of that round's `solo`.
     """
 
     step: Callable[[PyTree, OuterState], tuple[PyTree, OuterState]]
@@ -35,11 +37,16 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
     moved: Callable[[PyTree, OuterState], jax.Array]
     rule: Rule
     exchange: Exchange
+    solo: Callable[[PyTree, OuterState], tuple[PyTree, OuterState, PyTree]]
+    enter: Callable[[PyTree, OuterState, PyTree, Any], tuple[PyTree, OuterState]]
 
-    def __new__(cls, init: Any, update: Any, step: Any, correct: Any, steps: OuterSteps) -> "OuterOptimizer":
+    def __new__(
+        cls, init: Any, update: Any, step: Any, correct: Any, solo: Any, enter: Any, steps: OuterSteps
+    ) -> "OuterOptimizer":
         made = super().__new__(cls, init, update)
         made.step, made.correct, made.rule, made.exchange = step, correct, steps.rule, steps.meet
         made.moved = lambda params, state: steps.moved(params, state._replace(round=shared(state.round)))
+        made.solo, made.enter = solo, enter
         return made
 
 
@@ -67,6 +74,17 @@ def outer_optimizer(steps: OuterSteps, meetings: Meetings, axis_names: Sequence[
         part, rule_state = steps.correct(params, state.rule._replace(entered=number))
         rule_state = rule_state._replace(entered=state.rule.entered + 1)
         return placed(params, part, number), state._replace(rule=rule_state)
+
+    def solo_fn(params: PyTree, state: OuterState) -> tuple[PyTree, OuterState, PyTree]:
+        check_params(params, axis_names)
+        number = shared(state.round)
+        part, rule_state, message = steps.solo(params, state._replace(round=number))
+        return placed(params, part, number), state._replace(round=state.round + 1, rule=rule_state), message
+
+    def enter_fn(params: PyTree, state: OuterState, correction: PyTree, round: Any) -> tuple[PyTree, OuterState]:
+        check_params(params, axis_names)
+        part, rule_state = steps.enter(params, state.rule, correction, round)
+        return placed(params, part, round), state._replace(rule=rule_state)
 
     def placed(params: PyTree, part: PyTree, number: Any) -> PyTree:
         if steps.fragments.count > 1:
@@ -125,7 +143,8 @@ def outer_optimizer(steps: OuterSteps, meetings: Meetings, axis_names: Sequence[
             updates, rule_state = _if_due(i < due, land, updates, round + i, rule_state)
         return updates, state._replace(round=state.round + due, rule=rule_state)
 
-    return OuterOptimizer(init_fn, update_fn, step_fn, correct_fn if steps.is_late else None, steps)
+    correct = correct_fn if steps.is_late else None
+    return OuterOptimizer(init_fn, update_fn, step_fn, correct, solo_fn, enter_fn, steps)
 
 
 def _if_due(is_due: Any, land: Any, updates: PyTree, number: jax.Array, rule_state: PyTree) -> tuple[PyTree, PyTree]:

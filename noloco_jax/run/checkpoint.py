@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -257,7 +257,18 @@ class Checkpointer:
                 "on from the last one that is whole"
             ) from error
 
-    def save(self, step: int, state: TrainState, data: dict[int, dict], totals: Totals | None = None) -> None:
+    def island_journal(self, step: int) -> dict[str, Any] | None:
+        """What an island has saved with the weights of `step`; None where it was no island."""
+        return self._record(step).get("island")
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        data: dict[int, dict],
+        totals: Totals | None = None,
+        island: Mapping[str, Any] | None = None,
+    ) -> None:
         """Starts to save the state after inner step `step`; the arrays may be donated as soon as this returns.
 
         Args:
@@ -265,6 +276,7 @@ class Checkpointer:
           state: arrays on their devices.
           data: replica -> where its data stream stands, for the replicas of this process.
           totals: what the run has come to; None: nothing is known of it but its steps.
+          island: the journal of an island.
 
         Raises:
           TransientError: if the storage did not take this checkpoint or the one before, as a full disk does not.
@@ -277,6 +289,8 @@ class Checkpointer:
         run = record.make_record(self._config, positions["0"]["source"], self._from_step)
         if totals is not None:
             run["totals"] = totals.to_json()
+        if island is not None:
+            run["island"] = dict(island)
         with self._saving():
             self._manager.save(
                 step,

@@ -13,11 +13,13 @@ from noloco_jax.cluster.stop import Stop
 from noloco_jax.config import TrainConfig
 from noloco_jax.data import HostBatch
 from noloco_jax.errors import UserError
+from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.meetings import Meetings
 from noloco_jax.methods import meetings_of, method_of
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress
 from noloco_jax.run.evaluate import evaluate
+from noloco_jax.run.exchanges import LAST_SECONDS, exchange_figures, exchange_line
 from noloco_jax.run.flops import mfu, model_flops_per_token
 from noloco_jax.run.messages import Messages, may_send_in_inner_steps, shares_moments
 from noloco_jax.run.metrics import MetricWriter
@@ -54,6 +56,7 @@ class Run:
       stop: whether the run has been told to stop.
       processes: those of the run.
       hooks: called in the course of it.
+      island: the outer steps of a run that is one of several islands.
     """
 
     config: TrainConfig
@@ -69,6 +72,7 @@ class Run:
     stop: Stop
     processes: Processes
     hooks: Hooks
+    island: IslandSteps | None = None
 
 
 @dataclass(frozen=True)
@@ -133,14 +137,18 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
     config = run.config
     evaluation = _evaluate(run, state, start, log) if evaluate_first else {}
     meetings = meetings_of(config)
-    for step in range(start + 1, config.num_steps + 1):
+    step = start
+    while step < config.num_steps:
+        if run.island is not None:
+            state, step = _hear_of_others(run, run.island, state, step)
+        step += 1
         run.hooks.before_step(step)
         state, metrics, waited = _inner_step(run, state, step)
         log.write_previous()
         outer_steps = None
         if meetings is not None:
             state = _correct_steps(run, state, meetings, step)
-            state, outer_steps = _outer_steps(run, state, meetings.due(step))
+            state, outer_steps = _outer_steps(run, state, step, meetings.due(step))
         bytes_merging = 0
         if step == config.num_steps and run.programs.final_merge is not None:
             state = state._replace(params=run.programs.final_merge(state.params))
@@ -148,6 +156,8 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         log.remember(step, metrics, waited, outer_steps, bytes_merging)
 
         is_last, is_stopping = step == config.num_steps, run.stop.at(step)
+        if is_last and run.island is not None:
+            state = run.island.settle(state, LAST_SECONDS)
         is_evaluating = is_evaluated(config, step) and not is_stopping
         is_saving = is_last or is_stopping or step % config.checkpoint_every == 0
         if is_evaluating or is_saving:
@@ -155,7 +165,7 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         if is_evaluating:
             evaluation = _evaluate(run, state, step, log)
         if is_saving:
-            run.checkpoints.save(step, state, run.batches.get_state(), log.totals)
+            state = _save(run, state, step, log)
         if is_evaluating or is_saving:
             log.restart_clock()
         if is_stopping:
@@ -173,17 +183,20 @@ def _inner_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, Ste
     return TrainState(params, inner, outer), metrics, waited
 
 
-def _outer_steps(run: Run, state: TrainState, count: int) -> tuple[TrainState, _OuterSteps | None]:
+def _outer_steps(run: Run, state: TrainState, step: int, count: int) -> tuple[TrainState, _OuterSteps | None]:
     """Takes that many outer steps."""
     if count == 0:
         return state, None
-    assert run.programs.outer_step is not None
     params, inner, outer = state
     assert outer is not None
     round = int(outer.round)
     moved = None if run.programs.moved is None else run.programs.moved(params, outer)
     jax.block_until_ready(params)
     started = time.perf_counter()
+    if run.island is not None:
+        state = run.island.take(state, step, count)
+        return state, _OuterSteps(round, count, time.perf_counter() - started, moved)
+    assert run.programs.outer_step is not None
     for number in range(round, round + count):
         params, outer = run.programs.outer_step(params, outer)
         if run.programs.share_moments is not None and shares_moments(run.config, number):
@@ -201,6 +214,29 @@ def _correct_steps(run: Run, state: TrainState, meetings: Meetings, step: int) -
     for _ in range(int(outer.round) - int(outer.rule.entered) - meetings.on_the_way(step)):
         params, outer = run.programs.correct_step(params, outer)
     return TrainState(params, inner, outer)
+
+
+def _hear_of_others(run: Run, island: IslandSteps, state: TrainState, step: int) -> tuple[TrainState, int]:
+    """Enters what has come from other islands; (state, the inner steps behind it), as it may be another's."""
+    state, behind = island.enter(state, step)
+    if behind != step:
+        run.progress.note(f"after step {step}: goes on from another island's weights, after step {behind}")
+    met, status = island.station.take_met()
+    for one in met:
+        run.metrics.write(step, "exchange", **exchange_figures(one, status))
+        run.progress.note(exchange_line(one, status, run.messages.of_outer_step(one.round)))
+    return state, min(behind, run.config.num_steps - 1)
+
+
+def _save(run: Run, state: TrainState, step: int, log: "_StepLog") -> TrainState:
+    """Saves; an island first enters what has come, as its journal tells of it."""
+    if run.island is None:
+        run.checkpoints.save(step, state, run.batches.get_state(), log.totals)
+        return state
+    state, journal = run.island.at_rest(state)
+    if journal is not None:  # else the state is about to be replaced by another island's
+        run.checkpoints.save(step, state, run.batches.get_state(), log.totals, island=journal.to_json())
+    return state
 
 
 def _evaluate(run: Run, state: TrainState, step: int, log: "_StepLog") -> dict[str, Any]:
@@ -300,6 +336,9 @@ class _StepLog:
             )
         run.progress.update(step, loss, lr, speed)
         if is_told and self._untold:
+            if run.island is not None:  # which tells of its exchanges when they are over
+                self._untold = None
+                return
             groups = method_of(config).groups(config, self._untold.last)
             run.progress.outer(step, self._untold.count, self._untold.last, groups, self._untold.seconds)
             if self._untold.moved is not None:

@@ -240,7 +240,7 @@ def shardings_of(shapes: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.sharding, shapes)
 
 
-def _outer_axes(outer: OuterOptimizer) -> OuterState:
+def outer_axes(outer: OuterOptimizer) -> OuterState:
     """Where replicas lie in the outer state, for `vmap`: in front of what has the parameters' shapes, nowhere else."""
     state = jax.eval_shape(outer.init, jnp.zeros([]))  # one parameter stands for all: a prefix of every state
     axes: Any = optax.tree.map_params(outer, lambda _: 0, state, transform_non_params=lambda _: None)
@@ -252,7 +252,7 @@ def _from_params(
 ) -> TrainState:
     params = jax.tree.map(lambda x: jnp.broadcast_to(x, (config.num_replicas, *x.shape)), replica_params)
     params = resize_vocabulary(params, vocab_size)
-    outer_state: Any = None if outer is None else jax.vmap(outer.init, out_axes=_outer_axes(outer))(params)
+    outer_state: Any = None if outer is None else jax.vmap(outer.init, out_axes=outer_axes(outer))(params)
     return TrainState(params, jax.vmap(inner.init)(computed(params)), outer_state)
 
 
@@ -276,12 +276,12 @@ def _inner_step(
 
 
 def _outer_step(outer: Any, step, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
-    axes = _outer_axes(outer)
+    axes = outer_axes(outer)
     return jax.vmap(step, in_axes=(0, axes), out_axes=(0, axes), axis_name=SLOT)(params, state)
 
 
 def _moved(outer: OuterOptimizer, params: PyTree, state: OuterState) -> jax.Array:
-    moved = jax.vmap(outer.moved, in_axes=(0, _outer_axes(outer)), axis_name=SLOT)(params, state)
+    moved = jax.vmap(outer.moved, in_axes=(0, outer_axes(outer)), axis_name=SLOT)(params, state)
     # Of all stages together; they have nearly as many weights each.
     return jnp.sqrt(jax.lax.pmean(jnp.square(moved), "stage")) if jax.lax.axis_size("stage") > 1 else moved
 

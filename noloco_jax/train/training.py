@@ -1,6 +1,8 @@
 """A training run from its first check to its last picture."""
 
 import time
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from noloco_jax.run.banner import banner_rows, compiled_memory, show_results
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress, banner, make_console
 from noloco_jax.run.extension import extension_note, rate_change
+from noloco_jax.run.island import Membership, journal_of, messages_of_island, open_station, steps_of
 from noloco_jax.run.loop import Hooks, Run, is_evaluated, train_steps
 from noloco_jax.run.messages import messages_of
 from noloco_jax.run.metrics import METRICS_FILE, MetricWriter, read_metrics
@@ -40,10 +43,11 @@ from noloco_jax.run.record import write_start
 from noloco_jax.run.sample import sample_of_run, sample_prompt
 from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.batches import GlobalBatches
-from noloco_jax.spmd.compile import compile_programs
+from noloco_jax.spmd.compile import PROGRAMS, compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.shared_batch import replicas_read_here
+from noloco_jax.spmd.solo import build_solo
 
 
 def train_at(place: Place | None, config: TrainConfig, workdir: Path, *, start_timeout: float, **choices: Any) -> int:
@@ -72,6 +76,7 @@ def train(
     wandb_project: str | None = None,
     hooks: Hooks | None = None,
     processes: Processes | None = None,
+    member: Membership | None = None,
 ) -> int:
     """Trains until `num_steps`, from the workdir's newest checkpoint if it has one; returns the exit status.
 
@@ -85,6 +90,7 @@ def train(
       wandb_project: also log there.
       hooks: called in the course of the run.
       processes: those that train it together; None: those that JAX knows of.
+      member: which of several islands the run is; None: it is all replicas.
 
     Raises:
       UserError: if the configuration does not fit the devices, the data or what the workdir holds.
@@ -93,41 +99,62 @@ def train(
     console = _console_of_first_process()
     for folder in (workdir, workdir / "checkpoints"):
         check_writable(folder)
+    if member is not None:
+        member.check(config)
     tokenizer = _check_inputs(config)
+    whole, config = config, config if member is None else member.own(config)  # the replicas of all islands; those here
     programs = build_programs(config, make_mesh(config, jax.devices()))
-    messages = messages_of(config, programs.mesh.shape)
-    banner(banner_rows(config, programs, messages), console)
+    solo = None if member is None else build_solo(config, programs)
+    messages = messages_of(config, programs.mesh.shape) if solo is None else messages_of_island(solo)
+    banner([*([] if member is None else [("island", str(member))]), *banner_rows(config, programs, messages)], console)
     with (
         Stop(processes) as stop,
-        Checkpointer(workdir, config, processes, from_step=from_step, read_only=dry_run) as checkpoints,
+        Checkpointer(workdir, whole, processes, from_step=from_step, read_only=dry_run) as checkpoints,
+        ExitStack() as others,
     ):
         start = _find_start(config, checkpoints, stop)
         evaluate_first = start is not None and _lacks_evaluation(config, workdir, start, processes)
         if start is not None and start >= config.num_steps and not evaluate_first and not dry_run:
-            note = extension_note(checkpoints.saved_config(start), config, start)
+            note = extension_note(checkpoints.saved_config(start), whole, start)
             _show_complete(console, workdir, start, note)
             return 0
         validation = validation_batches(
             config.data, tokenizer, num_batches=config.eval_batches, vocab_size=config.model.vocab_size
         )
-        streams = _open_streams(config, tokenizer, programs)
+        streams = _open_streams(config, tokenizer, programs, member)
         changed: list[Change] = []
         if start is not None:
-            streams.set_state(dict(enumerate(elastic.data_positions(checkpoints, start, config.num_replicas))))
+            positions = checkpoints.positions(start)  # an island's own is that of its place in the roster
+            if member is None:
+                positions = elastic.data_positions(checkpoints, start, config.num_replicas)
+            streams.set_state(dict(enumerate(positions)))
             changed = checkpoints.changes(start)
         given = load_params(config.init_from, config.model) if config.init_from and start is None else None
         if dry_run:
             return 0
 
+        station = None
+        if member is not None and solo is not None:
+            journal = None if start is None else journal_of(checkpoints.island_journal(start), config, start)
+            station = open_station(
+                member, whole, solo, programs, journal, workdir, partial(stop.at, start or 0), console.print
+            )
+            if station is None:
+                console.print(f"{stop.reason}: the same command begins again")
+                return stop.exit_status
+            others.callback(station.close)
         streams.start()  # the first batches are made while the programs are compiled
-        programs = _compile(config, programs, console)
+        programs = _compile(config, programs, console, alone=member is not None)
+        island = None
+        if member is not None and station is not None and solo is not None:
+            island = steps_of(member, config, station, solo, programs)
         batches = GlobalBatches(streams, programs)
         if start is None:
             state, given = _make_state(config, programs, given), None  # the host does not keep what was given
         else:
             state = _restore_state(config, programs, checkpoints, start, from_step, console)
         if jax.process_index() == 0:
-            write_start(config, workdir, start or 0, changed)
+            write_start(whole, workdir, start or 0, changed)
         progress = Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console)
         with _open_metrics(config, workdir, start, wandb_project) as metrics, progress:
             processes.barrier("start")  # all clocks start together
@@ -145,6 +172,7 @@ def train(
                 stop=stop,
                 processes=processes,
                 hooks=hooks or Hooks(),
+                island=island,
             )
             outcome = train_steps(run, state, start or 0, evaluate_first=evaluate_first)
 
@@ -210,14 +238,17 @@ def _show_complete(console: Console, workdir: Path, steps: int, extension: str) 
     )
 
 
-def _open_streams(config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs) -> ReplicaStreams:
-    """The training data of the replicas that this process reads."""
+def _open_streams(
+    config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs, member: Membership | None
+) -> ReplicaStreams:
+    """The training data of the replicas that this process reads; of an island, that of its place in the roster."""
+    first, count = (0, config.num_replicas) if member is None else (member.replica, len(member.roster.islands))
     streams = {
         replica: train_stream(
             config.data,
             tokenizer,
-            replica=replica,
-            num_replicas=config.num_replicas,
+            replica=first + replica,
+            num_replicas=count,
             seed=config.seed,
             vocab_size=config.model.vocab_size,
         )
@@ -226,9 +257,10 @@ def _open_streams(config: TrainConfig, tokenizer: Tokenizer | None, programs: Pr
     return ReplicaStreams(streams)
 
 
-def _compile(config: TrainConfig, programs: Programs, console: Console) -> Programs:
+def _compile(config: TrainConfig, programs: Programs, console: Console, alone: bool) -> Programs:
     started = time.perf_counter()
-    programs = compile_programs(config, programs.mesh)
+    needed = [name for name in PROGRAMS if not (alone and name == "outer_step")]
+    programs = compile_programs(config, programs.mesh, only=needed)
     console.print(f"compiled in {time.perf_counter() - started:.1f} s; {compiled_memory(programs)}")
     return programs
 

@@ -126,6 +126,11 @@ class Island:
         """Whether an exchange's outcome is still being asked for: worth a few seconds before the process ends."""
         return bool(self._exchanges.doubts.exchanges)
 
+    def is_meeting(self, round: int) -> bool:
+        """Whether the message of this round, or of an earlier one, may still be exchanged."""
+        doubts = (exchange.xid.round for exchange in self._exchanges.doubts.exchanges)
+        return any(other <= round for other in (*self._exchanges.meetings, *doubts))
+
     def lag(self) -> int:
         """Rounds behind the median of the others, as far as they have told; negative: ahead of it."""
         rounds = [peer.round for peer in self.peers.values() if peer.round >= 0 and not peer.away]

@@ -1,0 +1,104 @@
+"""What an island's training does for the meetings of islands: outer steps alone, and what comes of them entered."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from noloco_jax.islands.frames import ArraySpec
+from noloco_jax.islands.protocol.island import Journal
+from noloco_jax.islands.station import Correction, Healed, Station
+from noloco_jax.spmd.programs import Programs, TrainState, shardings_of
+from noloco_jax.spmd.solo import SoloPrograms
+
+PyTree = Any
+_AT_ONCE_SECONDS = 600.0  # of the mode that waits for what is to be compared with other runs
+
+
+def specs_of(tree: PyTree) -> list[ArraySpec]:
+    """What the arrays of a message like this must be."""
+    return [ArraySpec(tuple(x.shape), np.dtype(x.dtype)) for x in jax.tree.leaves(tree)]
+
+
+def state_specs(state: TrainState) -> list[ArraySpec]:
+    """What the arrays of a state that travels must be: the inner steps taken, then those of a `TrainState`."""
+    return [ArraySpec((), np.dtype(np.int64)), *specs_of(state)]
+
+
+class IslandSteps:
+    """The outer steps of an island.
+
+    Args:
+      station: its network's side.
+      solo: compiled programs.
+      programs: of its run of one replica.
+      tokens_per_step: of an inner step.
+      at_once: whether outer steps wait for their exchange, as replicas of one program do.
+    """
+
+    def __init__(
+        self, station: Station, solo: SoloPrograms, programs: Programs, tokens_per_step: int, *, at_once: bool = False
+    ):
+        self.station = station
+        self._solo, self._programs = solo, programs
+        self._tokens_per_step, self._at_once = tokens_per_step, at_once
+        self._last_step: int | None = None
+
+    def take(self, state: TrainState, step: int, count: int) -> TrainState:
+        """Takes `count` outer steps after inner step `step`; their messages are copied to the host and on their way."""
+        for _ in range(count):
+            params, inner, outer = state
+            assert outer is not None
+            round = int(outer.round)
+            params, outer, message = self._solo.step(params, outer)
+            since = step if self._last_step is None else step - self._last_step
+            self._last_step = step
+            arrays = [np.asarray(x) for x in jax.device_get(jax.tree.leaves(message))]
+            self.station.end_round(round, since * self._tokens_per_step, arrays)
+            state = TrainState(params, inner, outer)
+            if self._at_once:
+                state = self.settle(state, _AT_ONCE_SECONDS)
+        return state
+
+    def enter(self, state: TrainState, step: int) -> tuple[TrainState, int]:
+        """Enters what has come, between two inner steps: (state, the inner steps behind it).
+
+        Where another island waits for the state, it is copied for it.
+        """
+        for item in self.station.take():
+            state, step = self._entered(item, state, step)
+        if self.station.wants_state and state.outer is not None and int(state.outer.round) > 0:
+            copies = [np.array(x) for x in jax.device_get(jax.tree.leaves(state))]
+            self.station.give(int(state.outer.round) - 1, [np.asarray(step, np.int64), *copies])
+        return state, step
+
+    def settle(self, state: TrainState, seconds: float) -> TrainState:
+        """Waits for what will come of the messages so far, and enters it; a state that would replace this one waits."""
+        assert state.outer is not None
+        self.station.settle(int(state.outer.round) - 1, seconds)
+        return self.at_rest(state)[0]
+
+    def at_rest(self, state: TrainState) -> tuple[TrainState, Journal | None]:
+        """The state with all that has come, and what is to be saved with it; None where it is to be replaced."""
+        items, journal = self.station.take_all()
+        for item in items:
+            if isinstance(item, Healed):
+                self.station.put_back(item)
+                return state, None
+            state, _ = self._entered(item, state, 0)
+        return state, journal
+
+    def healed(self, arrays: Any) -> tuple[TrainState, int]:
+        """A state that came, on the devices, and the inner steps behind it."""
+        step, *leaves = arrays
+        state = jax.tree.unflatten(jax.tree.structure(self._programs.state), leaves)
+        self._last_step = int(step)
+        return jax.device_put(state, shardings_of(self._programs.state)), int(step)
+
+    def _entered(self, item: Correction | Healed, state: TrainState, step: int) -> tuple[TrainState, int]:
+        if isinstance(item, Healed):
+            return self.healed(item.arrays)
+        params, inner, outer = state
+        correction = jax.tree.unflatten(jax.tree.structure(self._solo.message), item.arrays.result())
+        params, outer = self._solo.enter(params, outer, correction, np.int32(item.round))
+        return TrainState(params, inner, outer), step

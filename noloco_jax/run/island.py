@@ -1,0 +1,201 @@
+"""A run as one of several islands: its part of the configuration, its place among the others, and how it begins."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from noloco_jax.config import TrainConfig, to_dict
+from noloco_jax.errors import UserError
+from noloco_jax.files import write_whole
+from noloco_jax.islands.keys import Credentials
+from noloco_jax.islands.protocol.headers import Identity
+from noloco_jax.islands.protocol.island import Island, Journal
+from noloco_jax.islands.protocol.settings import Settings
+from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.station import Station
+from noloco_jax.islands.steps import IslandSteps, specs_of, state_specs
+from noloco_jax.methods import meetings_of, method_of
+from noloco_jax.run.messages import Messages
+from noloco_jax.spmd.programs import Programs
+from noloco_jax.spmd.solo import SoloPrograms, compile_solo
+
+ISLAND_FILE = "island.json"
+# Groups and fields of a configuration that all islands must have equal; what is left is each one's own affair.
+_COMMON = ("method", "num_steps", "num_replicas", "seed", "model", "inner", "outer")
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Which island a run is.
+
+    Attributes:
+      roster: the islands.
+      name: its own name.
+      credentials: its keys; None without TLS.
+      patience: rounds of a fragment for which a message waits for its partner's.
+      at_once: whether outer steps wait for their exchange, for comparisons with one program.
+    """
+
+    roster: Roster
+    name: str
+    credentials: Credentials | None
+    patience: int = 2
+    at_once: bool = False
+
+    def __str__(self) -> str:
+        """For the banner: secrets have no place in it."""
+        security = "no TLS" if self.credentials is None else "mutual TLS"
+        return (
+            f"{self.name}, {self.replica + 1} of {len(self.roster.islands)} of {self.roster.run}, at "
+            f"{self.roster.address(self.name)}, {security}"
+        )
+
+    @property
+    def replica(self) -> int:
+        return self.roster.index(self.name)
+
+    def check(self, config: TrainConfig) -> None:
+        """Raises `UserError` where the configuration is not of these islands, or asks for what islands do not do."""
+        count, outer = len(self.roster.islands), config.outer
+        if config.num_replicas != count:
+            raise UserError(
+                f"num_replicas={config.num_replicas} and the roster of {self.roster.run} has {count} islands: give "
+                f"--config.num_replicas={count} on all of them"
+            )
+        if config.method != "noloco":
+            raise UserError(f"method={config.method!r}: islands meet in pairs, give --config.method=noloco")
+        for name, wanted, given in (
+            ("outer.group_size", 2, outer.group_size),
+            ("outer.wire", "float32", outer.wire),
+            ("outer.delay", 0, outer.delay),
+            ("outer.moments", 0, outer.moments),
+            ("outer.final_merge", False, outer.final_merge),
+            ("outer.offload", False, outer.offload),
+            ("mesh.stage", 1, config.mesh.stage),
+        ):
+            if given != wanted:
+                raise UserError(f"{name}={given!r} is not for islands: give --config.{name}={wanted}")
+
+    def own(self, config: TrainConfig) -> TrainConfig:
+        """The configuration of the island's program, which holds one replica."""
+        return replace(config, num_replicas=1, mesh=replace(config.mesh, replica=1))
+
+    def settings(self, config: TrainConfig) -> Settings:
+        """Of the protocol, for which every outer step is a round: a fragment's rounds are so many apart."""
+        return Settings(patience=self.patience * config.outer.fragments)
+
+    def partner(self, config: TrainConfig) -> Callable[[int], str | None]:
+        """From an outer step to the island's partner in it."""
+        names, me, method = self.roster.names, self.replica, method_of(config)
+
+        def of(round: int) -> str | None:
+            group = next(group for group in method.groups(config, round) if me in group)
+            return next((names[i] for i in group if i != me), None)
+
+        return of
+
+
+def open_station(
+    member: Membership,
+    config: TrainConfig,
+    solo: SoloPrograms,
+    programs: Programs,
+    journal: Journal | None,
+    workdir: Path,
+    is_stopping: Callable[[], bool],
+    report: Callable[[str], None],
+) -> Station | None:
+    """Joins the others, and waits for what the island is to train from; None where it was told to stop meanwhile.
+
+    Raises `UserError` if its address is in use, or most of the others refuse it.
+    """
+    incarnation, began_before = _incarnation(workdir)
+    protocol = Island(
+        member.name,
+        [name for name in member.roster.names if name != member.name],
+        _identity(member, config, programs),
+        member.partner(config),
+        incarnation,
+        member.settings(config),
+        journal,
+        began_before,
+    )
+    station = Station(
+        member.roster,
+        member.name,
+        member.credentials,
+        protocol,
+        member.settings(config),
+        specs_of(solo.message),
+        state_specs(programs.state),
+        report,
+    )
+    try:
+        station.open()
+        while not station.decided(0.2):
+            if is_stopping():
+                station.close()
+                return None
+    except BaseException:
+        station.close()
+        raise
+    _write(workdir, incarnation)
+    return station
+
+
+def journal_of(saved: dict[str, Any] | None, config: TrainConfig, start: int) -> Journal:
+    """The journal of a checkpoint; of one that no island has saved, that of a run whose exchanges are all done."""
+    if saved is not None:
+        return Journal.from_json(saved)
+    meetings = meetings_of(config)
+    assert meetings is not None
+    return Journal(meetings.total(start) - 1, True, {}, 0, ())
+
+
+def steps_of(member: Membership, config: TrainConfig, station: Station, solo: SoloPrograms, programs: Programs):
+    """The island's outer steps, compiled; `config` is its own."""
+    compiled = compile_solo(solo, programs)
+    return IslandSteps(station, compiled, programs, config.tokens_per_step, at_once=member.at_once)
+
+
+def messages_of_island(solo: SoloPrograms) -> Messages:
+    """What an island sends in a round that has a partner."""
+    size = sum(spec.nbytes for spec in specs_of(solo.message))
+    return Messages(of_outer_step=lambda round: size, of_inner_step=lambda step: 0)
+
+
+def _identity(member: Membership, config: TrainConfig, programs: Programs) -> Identity:
+    values = to_dict(config)
+    outer = {name: value for name, value in values["outer"].items() if name != "offload"}
+    common = {name: values[name] for name in _COMMON} | {"outer": outer}
+    model = [[str(spec) for spec in specs_of(programs.state.params)], values["model"]]
+    return Identity(
+        member.roster.run,
+        _digest({name: value for name, value in common.items() if name != "model"}),
+        _digest(model),
+        member.roster.version,
+        f"{config.outer.wire}, {config.outer.fragments} fragments",
+    )
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _incarnation(workdir: Path) -> tuple[int, bool]:
+    """A number larger than that of every earlier start, and whether there was one.
+
+    Milliseconds leave room for healings, and a workdir that was lost with its disk does not take the count along.
+    """
+    path = workdir / ISLAND_FILE
+    before = json.loads(path.read_text(encoding="utf-8"))["incarnation"] if path.exists() else 0
+    return max(before + 1_000_000, time.time_ns() // 1_000_000), before > 0
+
+
+def _write(workdir: Path, incarnation: int) -> None:
+    workdir.mkdir(parents=True, exist_ok=True)
+    write_whole(workdir / ISLAND_FILE, json.dumps({"incarnation": incarnation}))

@@ -1,0 +1,73 @@
+"""The programs of a replica that trains alone and hears of others by other means than collectives: an island's."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from noloco_jax.config import TrainConfig
+from noloco_jax.methods import method_of
+from noloco_jax.outer.fragments import Fragments
+from noloco_jax.outer.rule import OuterState
+from noloco_jax.outer.transform import OuterOptimizer
+from noloco_jax.spmd import sharding
+from noloco_jax.spmd.programs import SLOT, Programs, outer_axes, shardings_of
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class SoloPrograms:
+    """Compiled for a run of one replica, whose arrays have a leading axis of one. What they take is donated.
+
+    Attributes:
+      step: (params, outer) -> (params, outer, message): the solo step, and what it would have sent.
+      enter: (params, outer, correction, round) -> (params, outer): the correction of that round's solo step.
+      message: shapes and dtypes of a message.
+    """
+
+    step: Callable[..., tuple[PyTree, OuterState, PyTree]]
+    enter: Callable[..., tuple[PyTree, OuterState]]
+    message: PyTree
+
+
+def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
+    """The programs of a run of one replica whose method has outer steps; they are compiled at their first call.
+
+    The partitioner sees to `fsdp` and `tensor`: with one replica there is no axis to be manual over.
+    """
+    make_outer = method_of(config).outer_optimizer
+    assert make_outer is not None
+    outer = make_outer(config, SLOT, Fragments(config.outer.fragments, sharding.hidden_dimension))
+    params, _, state = programs.state
+    placed = shardings_of((params, state))
+    step = partial(_step, outer)
+    _, _, message = jax.eval_shape(step, params, state)
+    return SoloPrograms(
+        step=jax.jit(step, donate_argnums=(0, 1), out_shardings=(*placed, None)),
+        enter=jax.jit(partial(_enter, outer), donate_argnums=(0, 1), out_shardings=placed),
+        message=message,
+    )
+
+
+def compile_solo(solo: SoloPrograms, programs: Programs) -> SoloPrograms:
+    """The same, compiled for the run's shapes and shardings."""
+    params, _, outer = programs.state
+    round = jax.ShapeDtypeStruct((), jnp.int32)
+    step = solo.step.lower(params, outer).compile()  # type: ignore[attr-defined]
+    enter = solo.enter.lower(params, outer, solo.message, round).compile()  # type: ignore[attr-defined]
+    return SoloPrograms(step, enter, solo.message)
+
+
+def _step(outer: OuterOptimizer, params: PyTree, state: Any) -> Any:
+    axes = outer_axes(outer)
+    return jax.vmap(outer.solo, in_axes=(0, axes), out_axes=(0, axes, 0), axis_name=SLOT)(params, state)
+
+
+def _enter(outer: OuterOptimizer, params: PyTree, state: Any, correction: PyTree, round: jax.Array) -> Any:
+    axes = outer_axes(outer)
+    enter = jax.vmap(outer.enter, in_axes=(0, axes, 0, None), out_axes=(0, axes), axis_name=SLOT)
+    return enter(params, state, correction, round)

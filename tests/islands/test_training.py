@@ -1,0 +1,264 @@
+"""Islands that train over Flight on loopback, in threads of one process."""
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from noloco_jax import draws
+from noloco_jax.config import TrainConfig, from_dict
+from noloco_jax.errors import UserError
+from noloco_jax.islands.roster import Address, Island, Roster
+from noloco_jax.islands.station import Station
+from noloco_jax.islands.steps import IslandSteps
+from noloco_jax.methods import meetings_of
+from noloco_jax.run.island import Membership, _incarnation, _write, open_station, steps_of
+from noloco_jax.spmd.batches import place_batch
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import Programs, TrainState, build_programs
+from noloco_jax.spmd.solo import SoloPrograms, build_solo
+from support.islands import free_ports
+
+NAMES = ("paris", "berlin", "rome", "oslo")
+
+
+def small(**outer: Any) -> TrainConfig:
+    return from_dict(
+        {
+            "num_replicas": 4,
+            "num_steps": 20,
+            "model": {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1},
+            "inner": {"lr": 1e-2, "warmup_steps": 2, "eps": 1e-4},
+            "outer": {"sync_every": 2, **outer},
+            "data": {"sequence_length": 8, "batch_size": 2},
+        }
+    )
+
+
+class World:
+    """Islands of one configuration, whose programs are compiled once."""
+
+    def __init__(self, config: TrainConfig, folder: Any):
+        self.config = config
+        self.begin(folder)
+        self.own = Membership(self.roster, NAMES[0], None).own(config)
+        self.programs: Programs = build_programs(self.own, make_mesh(self.own, jax.devices()[:1]))
+        self.solo: SoloPrograms = build_solo(self.own, self.programs)
+        self.lines: list[str] = []
+
+    def begin(self, folder: Any) -> None:
+        """Other ports and folders, where no island has been before."""
+        self.folder = folder
+        addresses = [Address("127.0.0.1", port) for port in free_ports(len(NAMES))]
+        self.roster = Roster("test", tuple(map(Island, NAMES, addresses)))
+
+    def join(self, name: str, **options: Any) -> tuple[Station, IslandSteps]:
+        member = Membership(self.roster, name, None, **options)
+        station = open_station(
+            member, self.config, self.solo, self.programs, None, self.folder / name, lambda: False, self.lines.append
+        )
+        assert station is not None
+        return station, steps_of(member, self.own, station, self.solo, self.programs)
+
+    def batch(self, step: int, replicas: range) -> dict[int, dict[str, np.ndarray]]:
+        """Of some replicas, a function of step and replica alone."""
+        size = (self.config.data.batch_size, self.config.data.sequence_length)
+        numbers = [np.random.default_rng([step, replica]).integers(0, 259, (2, *size)) for replica in replicas]
+        return {i: dict(zip(("input_ids", "labels"), x.astype(np.int32), strict=True)) for i, x in enumerate(numbers)}
+
+    def inner(self, programs: Programs, state: TrainState, step: int, replicas: range) -> TrainState:
+        batch = place_batch(self.batch(step, replicas), programs.batch)
+        params, inner, _ = programs.inner_step(state.params, state.inner, batch, np.int32(step))
+        return TrainState(params, inner, state.outer)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def in_threads(*works: Callable[[], None]) -> None:
+    """Runs them side by side; raises what one of them raises."""
+    errors: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, fragments):
+    world = World(small(fragments=fragments), tmp_path)
+    config, meetings = world.config, meetings_of(world.config)
+    assert meetings is not None
+    final: dict[int, Any] = {}
+
+    def train(replica: int) -> None:
+        station, island = world.join(NAMES[replica], at_once=True)
+        state = world.programs.init(draws.key(config.seed))
+        for step in range(1, config.num_steps + 1):
+            state = world.inner(world.programs, state, step, range(replica, replica + 1))
+            state = island.take(state, step, meetings.due(step))
+        final[replica] = jax.device_get(state.params)
+        met, status = station.take_met()
+        assert status.committed == status.due == meetings.total(config.num_steps)
+        assert {one.outcome for one in met} == {"met"}
+        station.close()
+
+    in_threads(*[lambda i=i: train(i) for i in range(4)])
+
+    together = build_programs(config, make_mesh(config, jax.devices()[:4]))
+    state = together.init(draws.key(config.seed))
+    for step in range(1, config.num_steps + 1):
+        state = world.inner(together, state, step, range(4))
+        for _ in range(meetings.due(step)):
+            assert together.outer_step is not None
+            params, outer = together.outer_step(state.params, state.outer)
+            state = TrainState(params, state.inner, outer)
+    for path, expected in jax.tree.leaves_with_path(jax.device_get(state.params)):
+        for replica in range(4):
+            found = dict(jax.tree.leaves_with_path(final[replica]))[path][0]
+            np.testing.assert_allclose(found, expected[replica], rtol=2e-4, atol=2e-6, err_msg=str(path))
+        assert np.abs(expected[0] - expected[1]).max() > 1e-4  # they are no copies of each other
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> World:
+    return World(small(), tmp_path_factory.mktemp("islands"))
+
+
+def round_of(first: str, second: str, world: World) -> int:
+    """The first round in which the two meet."""
+    partner = Membership(world.roster, first, None).partner(world.config)
+    return next(round for round in range(99) if partner(round) == second)
+
+
+def train(world: World, island: IslandSteps, state: TrainState, step: int, replica: int) -> tuple[TrainState, int]:
+    """A round."""
+    for _ in range(world.config.outer.sync_every):
+        step += 1
+        state = world.inner(world.programs, state, step, range(replica, replica + 1))
+    return island.take(state, step, 1), step
+
+
+def test_what_is_saved_has_entered_what_its_journal_tells_of(world, tmp_path):
+    world.begin(tmp_path)
+    meeting = round_of("paris", "berlin", world)
+    results: list[Any] = []
+
+    def one(replica: int) -> None:
+        station, island = world.join(NAMES[replica])
+        state, step = world.programs.init(draws.key(0)), 0
+        for _ in range(meeting + 1):
+            state, step = train(world, island, state, step, replica)
+        before = np.array(state.params["embed"])
+        wait_until(lambda: station.take_met()[1].committed == 1)
+        state, journal = island.at_rest(state)
+        assert journal is not None and journal.round == meeting
+        committed = [xid for xid, outcome in journal.outcomes.items() if outcome == "committed"]
+        results.append((committed, np.array(state.params["embed"]) - before))
+        is_over.wait()
+        station.close()
+
+    is_over = threading.Barrier(2, timeout=60)
+    in_threads(lambda: one(0), lambda: one(1))
+    (first, correction), (second, opposite) = results
+    assert first == second and len(first) == 1
+    np.testing.assert_allclose(correction, -opposite, atol=1e-7)
+    assert np.abs(correction).max() > 1e-4
+
+
+def test_an_island_that_comes_later_goes_on_from_the_state_of_one_that_trains(world, tmp_path):
+    world.begin(tmp_path)
+    given: list[tuple[int, list[np.ndarray]]] = []
+    is_over = threading.Event()
+    ready = threading.Barrier(3, timeout=60)
+
+    def donor(replica: int) -> None:
+        station, island = world.join(NAMES[replica])
+        give = station.give
+
+        def recorded(round: int, arrays: Any) -> None:
+            given.append((round, arrays))
+            give(round, arrays)
+
+        station.give = recorded  # type: ignore[method-assign]
+        state, step = world.programs.init(draws.key(0)), 0
+        ready.wait()
+        for _ in range(3):
+            state, step = train(world, island, state, step, replica)
+            station.settle(step // 2 - 1, 2.0)
+            state, step = island.enter(state, step)
+        ready.wait()
+        while not is_over.wait(0.01):
+            state, step = island.enter(state, step)
+        station.close()
+
+    def joiner() -> None:
+        try:
+            ready.wait()
+            ready.wait()
+            station, island = world.join(NAMES[2])
+            state, step = island.enter(world.programs.init(draws.key(1)), 0)
+            (round, arrays), *_ = given
+            assert (step, int(state.outer.round)) == (6, 3) and round == 2
+            for mine, theirs in zip(jax.tree.leaves(jax.device_get(state)), arrays[1:], strict=True):
+                np.testing.assert_array_equal(mine, theirs)
+            assert island.at_rest(state)[1] is not None
+            station.close()
+        finally:
+            is_over.set()
+
+    in_threads(lambda: donor(0), lambda: donor(1), joiner)
+    assert given
+
+
+def test_an_island_of_another_configuration_is_refused_before_it_compiles(world, tmp_path):
+    world.begin(tmp_path)
+    stations = [world.join(name)[0] for name in NAMES[:2]]
+    other = World.__new__(World)
+    other.__dict__.update(world.__dict__, config=small(lr=0.5))
+    try:
+        with pytest.raises(UserError, match=r"2 of 3 islands refuse rome; .* config is .*, yours is"):
+            other.join("rome")
+    finally:
+        for station in stations:
+            station.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"num_replicas": 5}, "num_replicas=5 and the roster of test has 4 islands: give --config.num_replicas=4"),
+        ({"method": "diloco"}, "method='diloco': islands meet in pairs"),
+        ({"outer": {"wire": "int8"}}, "outer.wire='int8' is not for islands: give --config.outer.wire=float32"),
+    ],
+)
+def test_a_configuration_that_islands_cannot_follow_is_told_in_a_line(changes, line):
+    roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in NAMES))
+    with pytest.raises(UserError, match=re.escape(line)):
+        Membership(roster, "paris", None).check(from_dict({"num_replicas": 4} | changes))
+
+
+def test_every_start_has_a_larger_incarnation_than_all_before(tmp_path):
+    first, began = _incarnation(tmp_path)
+    _write(tmp_path, first)
+    second, again = _incarnation(tmp_path)
+    assert second > first and (began, again) == (False, True)
