@@ -1,7 +1,9 @@
 """Lines of plain and compressed files, read as streams."""
 
 import contextlib
+import gzip
 import io
+import zlib
 from collections.abc import Sequence
 from typing import IO, NamedTuple
 
@@ -32,8 +34,13 @@ class LinePosition(NamedTuple):
 _START = LinePosition(0, 0, 0)
 
 
-def open_decompressed(path: str) -> IO[bytes]:
-    """Opens a file, decompressed if its name ends with .gz or .zst."""
+def open_decompressed(path: str, *, damaged: bool = False) -> IO[bytes]:
+    """Opens a file, decompressed if its name ends with .gz or .zst.
+
+    Of a `damaged` one zlib gives all that precedes the damage; ISA-L, three times as fast, does not.
+    """
+    if path.endswith(".gz") and damaged:
+        return gzip.open(path)
     if path.endswith(".gz"):
         # The outer buffer has a `readline` in C.
         return io.BufferedReader(igzip.IGzipFile(path, "rb"), _BUFFER_BYTES)  # pyright: ignore[reportArgumentType]
@@ -59,6 +66,7 @@ class LineReader:
     def __init__(self, files: Sequence[str], position: LinePosition = _START, *, on_bad_shard: str = "stop"):
         self._files, self.position, self._on_bad_shard = files, position, on_bad_shard
         self._opened: IO[bytes] | None = None
+        self._damaged: int | None = None  # number of the file
 
     def next(self) -> Line | None:
         """The next document's line; None after the last one of the last file.
@@ -73,7 +81,10 @@ class LineReader:
             path = self._files[file]
             try:
                 content = read_with_retries(self._read_line, path)
-            except (EOFError, OSError, _BadStream) as error:
+            except (EOFError, OSError, zlib.error, _BadStream) as error:
+                if path.endswith(".gz") and self._damaged != file:
+                    self._damaged = file  # it is opened once more, to come up to the damage
+                    continue
                 damaged = DamagedFileError(
                     f"{path} cannot be decompressed after line {lines} ({error}): it is truncated or damaged; "
                     "fetch it again"
@@ -92,7 +103,7 @@ class LineReader:
         try:
             if self._opened is None:
                 path = self._files[self.position.file]
-                self._opened = open_decompressed(path)
+                self._opened = open_decompressed(path, damaged=self._damaged == self.position.file)
                 _go_to(self.position.bytes, self._opened, path)
             return self._opened.readline()
         except Exception:

@@ -122,7 +122,7 @@ def test_a_read_that_fails_in_the_middle_of_a_file_starts_again_there(tmp_path, 
     class FlakyFile:
         """Fails once, at its 500th line."""
 
-        def __init__(self, path):
+        def __init__(self, path, damaged=False):
             self._file, self._reads = open_decompressed(path), itertools.count(1)
             self.read, self.close = self._file.read, self._file.close
 

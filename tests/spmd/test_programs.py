@@ -32,8 +32,8 @@ def test_a_runs_outer_steps_are_those_of_the_equations_with_the_groups_that_it_l
     steps: list[tuple[Any, Any, Any]] = []
     logged: list[tuple[int, Any]] = []
 
-    def compile_and_watch(*arguments: Any) -> Any:
-        programs = compile_programs(*arguments)
+    def compile_and_watch(*arguments: Any, **options: Any) -> Any:
+        programs = compile_programs(*arguments, **options)
         assert programs.outer_step is not None
         outer_step = programs.outer_step
 
