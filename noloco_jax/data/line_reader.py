@@ -5,7 +5,7 @@ import gzip
 import io
 import zlib
 from collections.abc import Sequence
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, cast
 
 from isal import igzip, igzip_lib
 
@@ -40,7 +40,7 @@ def open_decompressed(path: str, *, damaged: bool = False) -> IO[bytes]:
     Of a `damaged` one zlib gives all that precedes the damage; ISA-L, three times as fast, does not.
     """
     if path.endswith(".gz") and damaged:
-        return gzip.open(path)
+        return cast(IO[bytes], gzip.open(path))
     if path.endswith(".gz"):
         # The outer buffer has a `readline` in C.
         return io.BufferedReader(igzip.IGzipFile(path, "rb"), _BUFFER_BYTES)  # pyright: ignore[reportArgumentType]

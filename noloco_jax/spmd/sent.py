@@ -16,6 +16,8 @@ import numpy as np
 from jax.extend import core
 
 REPLICA = "replica"
+Program = Any  # a traced program with its constants
+_Closed: Any = core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 # What a collective over n replicas sends in all of them together, for every byte of one device's operand, as a ring.
 _SENT: dict[str, Callable[[int], int]] = {
@@ -30,7 +32,7 @@ _SENT: dict[str, Callable[[int], int]] = {
 
 
 def bytes_between_replicas(
-    program: core.ClosedJaxpr, position: int, values: Sequence[int] | np.ndarray, mesh_shape: Mapping[str, int]
+    program: Program, position: int, values: Sequence[int] | np.ndarray, mesh_shape: Mapping[str, int]
 ) -> np.ndarray:
     """The bytes that all replicas together send to other replicas, int64 (K,), for every value of an input.
 
@@ -61,7 +63,7 @@ class _Count:
     def __init__(self, mesh_shape: Mapping[str, int]):
         self._shape = mesh_shape
 
-    def run(self, program: core.ClosedJaxpr, arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def run(self, program: Program, arguments: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The bytes sent, and the values of the outputs as far as they follow from those of the arguments."""
         known: dict[Any, Any] = {}
 
@@ -105,7 +107,7 @@ class _Count:
         values = equation.primitive.bind(*arguments, **equation.params)
         return np.int64(0), list(values) if equation.primitive.multiple_results else [values]
 
-    def _conditional(self, branches: Sequence[core.ClosedJaxpr], index: Any, *arguments: Any) -> Any:
+    def _conditional(self, branches: Sequence[Program], index: Any, *arguments: Any) -> Any:
         counts = [self.run(branch, arguments)[0] for branch in branches]
         if all(isinstance(count, np.integer) and count == counts[0] for count in counts):
             return counts[0]
@@ -113,7 +115,7 @@ class _Count:
             raise ValueError("which branch of a conditional sends messages does not follow from the program's input")
         return jnp.stack(list(map(jnp.asarray, counts)))[index]
 
-    def _scan(self, equation: core.JaxprEqn, body: core.ClosedJaxpr, arguments: list[Any]) -> tuple[Any, list[Any]]:
+    def _scan(self, equation: core.JaxprEqn, body: Program, arguments: list[Any]) -> tuple[Any, list[Any]]:
         """Inputs are constants, what is carried from one pass to the next, which is not followed, and columns."""
         start = _gain_an_axis(equation.invars, body.jaxpr.invars).count(False)
         num_carried = _gain_an_axis(equation.outvars, body.jaxpr.outvars).count(False)
@@ -145,20 +147,20 @@ class _Count:
             raise ValueError(f"how much {name} over {' and '.join(axes)} sends between replicas is not known here")
         return np.int64(size * _SENT[name](self._shape[REPLICA]))
 
-    def _refuse_messages(self, program: core.ClosedJaxpr, name: str) -> None:
+    def _refuse_messages(self, program: Program, name: str) -> None:
         sent, _ = self.run(program, [None] * len(program.jaxpr.invars))
         if not (isinstance(sent, np.integer) and sent == 0):
             raise ValueError(f"messages between replicas are in a {name}: how often they are sent is not known")
 
 
-def _programs_in(parameters: Mapping[str, Any]) -> Iterator[core.ClosedJaxpr]:
+def _programs_in(parameters: Mapping[str, Any]) -> Iterator[Program]:
     """The programs that an equation runs."""
     for value in parameters.values():
         for entry in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(entry, core.ClosedJaxpr):
+            if isinstance(entry, _Closed):
                 yield entry
             elif isinstance(entry, core.Jaxpr):
-                yield core.ClosedJaxpr(entry, ())
+                yield _Closed(entry, ())
 
 
 def _axes_of(equation: core.JaxprEqn) -> tuple[str, ...]:

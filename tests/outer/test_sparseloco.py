@@ -43,7 +43,7 @@ def sparsified(x: np.ndarray, top_k: int = 64) -> np.ndarray:
         is_large = sizes > (sizes.mean(dtype=np.float32) if sizes.min() > 0 else 0)
         for chosen in (is_large, ~is_large):
             if chosen.any():
-                size = ROUNDED["bfloat16"](sizes[chosen].mean(dtype=np.float32))
+                size = ROUNDED["bfloat16"](np.asarray(sizes[chosen].mean(dtype=np.float32)))
                 result[first + places[chosen]] = np.sign(part[places[chosen]]) * size
     return result[: x.size].reshape(x.shape)
 
