@@ -266,7 +266,10 @@ class _StepLog:
         self._flops_per_token = model_flops_per_token(run.config)
         self._throughput = Throughput()
         meetings = meetings_of(run.config)
-        self._tells_every_outer_step = meetings is None or meetings.shortest_gap >= run.config.log_every
+        # Those of fragments may follow every inner step: they are told together.
+        self._tells_every_outer_step = (
+            meetings is None or meetings.fragments == 1 or meetings.shortest_gap >= run.config.log_every
+        )
         self._untold: _OuterSteps | None = None
         self._proportion = Proportion()
         self._totals, self._clock = run.totals, Clock(run.totals.seconds)
