@@ -116,9 +116,10 @@ class _Meeting:
 
     def mean_by_windows(self, wire: Modulo, x: jax.Array, movement: jax.Array) -> jax.Array:
         """The mean of a pair's arrays through a code in windows, as this replica is to see it."""
-        windows = wire.windows(x, movement)
+        # Behind barriers, as in `_encoded`: what is sent and what is reckoned with here is rounded once.
+        windows = lax.optimization_barrier(wire.windows(x, movement))
         windows = jnp.maximum(windows, self._from(1, windows))
-        code = wire.encode(x, windows)
+        code = lax.optimization_barrier(wire.encode(x, windows))
         mean = x + wire.correction(code, self._from(1, code), windows, x)
         return mean if self._equal_sizes else jnp.where(self._size == 2, mean, x)
 
