@@ -1,7 +1,7 @@
 """What starting and resuming cost on many and on large files, which it makes: python tests/support/reading_at_scale.py
 
-Prints CPU seconds: of opening a source and the streams of all replicas, and of going to the last shuffle window of a
-large file from its saved position.
+Prints seconds of CPU and of wall clock: of opening a source and the streams of all replicas, and of going to the last
+shuffle window of a large file from its saved position.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -38,37 +38,47 @@ def main() -> None:
             make = make_rows if kind == "parquet" else make_c4
             make(folder / kind, args.files, args.row_groups)
             config = DataConfig(kind=kind, path=str(folder / kind), sequence_length=64)
-            seconds, _ = cpu_seconds(lambda config=config: open_source(config, ByteTokenizer(), **TRAINING))
-            print(f"{kind}, {args.files} files: open_source {seconds:.2f} s", flush=True)
-            seconds, streams = cpu_seconds(lambda config=config: open_streams(config, args.replicas))
-            print(f"{kind}, {args.files} files: {args.replicas} streams {seconds:.2f} s", flush=True)
-            seconds, _ = cpu_seconds(lambda streams=streams: [next(stream) for stream in streams])
-            print(f"{kind}, {args.files} files: their first batches {seconds:.2f} s", flush=True)
+            spent, _ = measured(lambda config=config: open_source(config, ByteTokenizer(), **TRAINING))
+            print(f"{kind}, {args.files} files: open_source {spent}", flush=True)
+            spent, streams = measured(lambda config=config: open_streams(config, args.replicas))
+            print(f"{kind}, {args.files} files: {args.replicas} streams {spent}", flush=True)
+            spent, _ = measured(lambda streams=streams: [next(stream) for stream in streams])
+            print(f"{kind}, {args.files} files: their first batches {spent}", flush=True)
             for stream in streams:
                 stream.close()
         for suffix in ("", ".gz", ".zst"):
             file = folder / f"large.jsonl{suffix}"
             make_lines(file, args.documents)
             size = f"{file.name}, {file.stat().st_size >> 20} MiB"
-            for what, seconds in zip(("read through", "resumed at the end"), resume_seconds(file), strict=True):
-                print(f"{size}: {what} {seconds:.3f} s", flush=True)
+            for what, spent in zip(("read through", "resumed at the end"), resuming(file), strict=True):
+                print(f"{size}: {what} {spent}", flush=True)
             file.unlink()
 
 
 TRAINING: dict[str, Any] = {"validation": False, "seed": 0, "vocab_size": None}
 
 
-def cpu_seconds(work: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.process_time()
+class Spent(NamedTuple):
+    """Seconds that something took."""
+
+    cpu: float
+    wall: float
+
+    def __str__(self) -> str:
+        return f"{self.cpu:.3f} s of CPU, {self.wall:.3f} s"
+
+
+def measured(work: Callable[[], Any]) -> tuple[Spent, Any]:
+    cpu, wall = time.process_time(), time.perf_counter()
     result = work()
-    return time.process_time() - start, result
+    return Spent(time.process_time() - cpu, time.perf_counter() - wall), result
 
 
 def open_streams(config: DataConfig, count: int) -> list[Any]:
     return [train_stream(config, ByteTokenizer(), replica=k, num_replicas=count, seed=0) for k in range(count)]
 
 
-def resume_seconds(file: Path) -> tuple[float, float]:
+def resuming(file: Path) -> tuple[Spent, Spent]:
     """(of reading all windows, of going to the last one from its position)."""
     config = DataConfig(kind="jsonl", path=str(file), validation_path="elsewhere")
     source = open_source(config, ByteTokenizer(), **TRAINING)
@@ -81,8 +91,8 @@ def resume_seconds(file: Path) -> tuple[float, float]:
             last, hint = last + config.shuffle_buffer, shard.seek_hint
         shard.close()
 
-    through, _ = cpu_seconds(walk)
-    return through, cpu_seconds(lambda: source.open_shard(0, 0, 1, hint).get(last))[0]
+    through, _ = measured(walk)
+    return through, measured(lambda: source.open_shard(0, 0, 1, hint).get(last))[0]
 
 
 def make_rows(folder: Path, files: int, row_groups: int) -> None:
