@@ -20,6 +20,7 @@ from noloco_jax.cluster.stop import INTERRUPTED
 from noloco_jax.config import flatten
 from noloco_jax.errors import UserError
 
+CONNECT_SECONDS = 60  # for which JAX waits for a process that was there at the roll call
 _MUST_MATCH = ("jax", "jaxlib", "flax", "optax")  # packages of which all processes need one version
 
 
@@ -44,16 +45,16 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
     try:
         call_the_roll(place.coordinator, place.num_processes, _process_info(place, config), timeout)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        end_with_status_on_abort(here)  # which JAX calls where a process is lost, from here on
         jax.distributed.initialize(
             place.coordinator,
             place.num_processes,
             place.process_id,
             local_device_ids=place.local_device_ids,
             cluster_detection_method="deactivate",
-            initialization_timeout=60,
+            initialization_timeout=CONNECT_SECONDS,
             shutdown_timeout_seconds=1800,  # the first process draws, samples and uploads while the others wait
         )
-        end_with_status_on_abort(here)
         relay = ErrorRelay(place.process_id)
         yield
         relay.close()

@@ -1,0 +1,25 @@
+"""How processes come together as one run, where one of them is lost on the way."""
+
+import subprocess
+import sys
+
+from support import processes
+
+# The roll call, which the lost process was at, is left out.
+LOST_BEFORE_JAX = """
+from noloco_jax.cluster import join
+from noloco_jax.cluster.place import Place
+
+join.call_the_roll, join.CONNECT_SECONDS = (lambda *_: None), 2
+with join.joined(Place("localhost:{port}", 2, 0), {{}}, timeout=2):
+    print("trained")
+"""
+
+
+def test_a_process_lost_between_the_roll_call_and_jax_ends_the_others_with_a_line_and_status_1():
+    """JAX aborts them, which by itself is the signal's end."""
+    program = LOST_BEFORE_JAX.format(port=processes.free_port())
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("error: JAX ended this process")
+    assert "trained" not in ended.stdout
