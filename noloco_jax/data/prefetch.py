@@ -6,7 +6,9 @@ of them, so a pipeline with any number of workers can continue where another one
 
 import atexit
 import functools
+import multiprocessing
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -138,7 +140,15 @@ class _WorkerChunks:
             flags.FLAGS.mark_as_parsed()  # Grain reads flags of its own; a command line need not have parsed them
         options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=_PREFETCHED_CHUNKS)
         datasets = [ChunkDataset(documents, position, worker, num_workers) for worker in range(num_workers)]
-        self._workers = [iter(dataset.mp_prefetch(options, worker_init_fn=_init_worker)) for dataset in datasets]
+        # The threads start the processes now: Grain by itself does so when a process's first chunk is asked for.
+        self._workers = [
+            iter(
+                ThreadPrefetchIterDataset(
+                    dataset.mp_prefetch(options, worker_init_fn=_init_worker), prefetch_buffer_size=1
+                )
+            )
+            for dataset in datasets
+        ]
         for worker in self._workers:
             worker.start_prefetch()
         self._turn = 0
@@ -155,6 +165,15 @@ class _WorkerChunks:
 
 def _init_worker(index: int, count: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Ends a worker whose trainer is killed: nobody takes its chunks any more, and it would wait for that for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 class _BatchIterator(grain.DatasetIterator[HostBatch]):

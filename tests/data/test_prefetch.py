@@ -2,6 +2,10 @@
 
 import itertools
 import json
+import os
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -14,6 +18,22 @@ from noloco_jax.data.prefetch import ChunkDataset, ReplicaDocuments
 from support.data_makers import CountingTokenizer, open_streams, write_counting, write_rows
 
 KINDS = ["c4", "jsonl", "parquet", "text"]
+# Tells the workers of a stream that has begun, and waits to be killed.
+READ_WITH_WORKERS = """
+import multiprocessing, sys, time
+from noloco_jax.config import DataConfig
+from support.data_makers import open_streams
+
+if __name__ == "__main__":
+    path = sys.argv[1]
+    config = DataConfig(kind="jsonl", path=path, validation_path="elsewhere", sequence_length=4, num_workers=2)
+    (stream,) = open_streams(config, 1)
+    stream.start()
+    while len(multiprocessing.active_children()) < 2:
+        time.sleep(0.1)
+    print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+    time.sleep(600)
+"""
 
 
 def documents_of(config, replica=0, num_replicas=1):
@@ -79,3 +99,31 @@ def test_workers_share_out_the_row_groups_of_tokens(tmp_path, monkeypatch, row_g
             if chunk["positions"].positions[-1].epoch:
                 break
     assert 1000 <= num_read < 2000  # five workers that read everything would have read 5000 rows
+
+
+def test_all_workers_start_with_their_stream_and_end_with_a_trainer_that_is_killed(tmp_path):
+    """They get no signal of their own, and would keep their memory for ever."""
+    config, _ = write_counting("jsonl", tmp_path / "data", 150)
+    script = tmp_path / "read.py"
+    script.write_text(READ_WITH_WORKERS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    reading = subprocess.Popen(
+        [sys.executable, script, config.path], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert reading.stdout is not None
+    with reading:
+        workers = [int(pid) for pid in reading.stdout.readline().split()]
+        reading.kill()
+    assert len(workers) == 2
+    give_up = time.monotonic() + 30
+    while any(map(is_running, workers)):
+        assert time.monotonic() < give_up
+        time.sleep(0.1)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
