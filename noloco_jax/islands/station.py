@@ -20,7 +20,7 @@ from noloco_jax.islands.client import Client
 from noloco_jax.islands.conversation import Conversation
 from noloco_jax.islands.frames import ArraySpec, Expects, Frame
 from noloco_jax.islands.keys import Credentials
-from noloco_jax.islands.peer_errors import Busy, Ended, PeerError
+from noloco_jax.islands.peer_errors import Ended, PeerError
 from noloco_jax.islands.peer_errors import Refused as RefusedCall
 from noloco_jax.islands.protocol.events import (
     Action,
@@ -63,7 +63,7 @@ from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.server import Handlers, Server
 
 _CALL_SECONDS = 3600.0  # the protocol ends calls long before
-_GOODBYE_SECONDS = 2.0
+_GOODBYE_SECONDS = 5.0  # in which the others ask what only this island knows
 Arrays = Sequence[np.ndarray]
 
 
@@ -333,8 +333,6 @@ class Station:
             raise RefusedCall(str(error)) from None
         if not isinstance(header, Hello | StatusRequest | StateRequest | Leave):
             raise RefusedCall(f"a call does not begin with {type(header).__name__}")
-        if self._closed:
-            raise Busy(f"{self._name} is about to stop")
         key = ("in", next(self._numbers))
         conversation = Conversation(key, self._arrived)
         channel = connect(self._expects)

@@ -269,7 +269,8 @@ class Exchanges:
         exchange.stage = Stage.STREAMING
         exchange.weight = meeting.weight(tokens)
         exchange.began = self._context.now
-        exchange.deadline = exchange.began + exchange.peer.transfers.allowance()
+        least = self._context.settings.retry_seconds  # before which another attempt would not begin
+        exchange.deadline = exchange.began + exchange.peer.transfers.allowance(least)
         self._context.send(exchange.channel, Message(exchange.xid))
 
     def _judge(self, meeting: Meeting, exchange: Exchange, content: Content) -> None:

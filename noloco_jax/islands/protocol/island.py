@@ -223,7 +223,7 @@ class Island:
             case Leave():
                 peer = context.peers[event.peer]
                 peer.away = header.caller.incarnation >= peer.incarnation
-                context.close(channel)
+                self._exchanges.doubts.goodbye(channel, event.peer)
 
     def _refusal(self, peer: str, header: Opener) -> Wrong | None:
         """What is wrong with who calls. A question alone may come from anybody whom the transport lets in."""

@@ -21,13 +21,14 @@ class Transfers:
         """
         self._seconds.append(seconds)
 
-    def allowance(self) -> float:
+    def allowance(self, least: float) -> float:
         """Seconds for the next one: the median and 4 median absolute deviations, at least twice the median.
 
+        Never below `least`: a fast link's transfers take milliseconds, and a busy machine may not look for longer.
         Infinite before a few have been seen: the end of the round cuts it off then.
         """
         if len(self._seconds) < NEEDED:
             return math.inf
         median = statistics.median(self._seconds)
         deviation = statistics.median(abs(seconds - median) for seconds in self._seconds)
-        return median + max(4 * deviation, median)
+        return max(median + max(4 * deviation, median), least)
