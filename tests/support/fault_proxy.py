@@ -10,8 +10,23 @@ from typing import Literal
 
 Direction = Literal["up", "down"]  # to the server that is behind it, and back to the client
 
-_CHUNK = 64 << 10
-_QUEUED_CHUNKS = 64
+_CHUNK = 16 << 10
+_QUEUED_CHUNKS = 16
+
+
+class Link:
+    """A line of so many bytes a second, one way, on which all connections that use it take turns."""
+
+    def __init__(self, rate: float):
+        self.rate = rate
+        self.carried = 0
+        self._turn = threading.Lock()
+
+    def carry(self, size: int) -> None:
+        """Returns when the last of these bytes is through."""
+        with self._turn:
+            time.sleep(size / self.rate)
+            self.carried += size
 
 
 class FaultProxy:
@@ -20,7 +35,8 @@ class FaultProxy:
     Attributes:
       port: where it listens.
       latency: seconds by which every byte is late, each way.
-      rate: bytes a second each way; None for no limit.
+      rate: bytes a second each way of each connection; None for no limit.
+      links: the lines that all bytes of a direction pass, with those of other proxies.
       silent: directions in which everything is swallowed: one of them is a half-open connection, both a black hole.
       flip: direction -> offset of a byte whose lowest bit is flipped, once, counted over each connection.
       cut: direction -> number of bytes after which a connection is closed.
@@ -33,6 +49,7 @@ class FaultProxy:
         self.port: int = self._listener.getsockname()[1]
         self.latency = 0.0
         self.rate: float | None = None
+        self.links: dict[Direction, Link] = {}
         self.silent: set[Direction] = set()
         self.flip: dict[Direction, int] = {}
         self.cut: dict[Direction, int] = {}
@@ -92,6 +109,8 @@ class FaultProxy:
             time.sleep(max(due - time.monotonic(), 0.0))
             if self.rate is not None:
                 time.sleep(len(data) / self.rate)
+            if direction in self.links:
+                self.links[direction].carry(len(data))
             place = self.flip.get(direction, -1) - sent
             if 0 <= place < len(data):
                 del self.flip[direction]

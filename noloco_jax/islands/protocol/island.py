@@ -188,6 +188,7 @@ class Island:
                 self._healing.tick()
             case Stop():
                 self._stop()
+        self._exchanges.go_on()
         return context.actions
 
     def _start(self) -> None:

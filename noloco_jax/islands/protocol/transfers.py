@@ -9,7 +9,7 @@ NEEDED = 3
 
 
 class Transfers:
-    """Seconds of the last transfers with one peer: links differ, so that every peer has its own."""
+    """Seconds of the last transfers with one peer, as links differ, or with all."""
 
     def __init__(self):
         self._seconds: deque[float] = deque(maxlen=MEMORY)
@@ -32,3 +32,9 @@ class Transfers:
         median = statistics.median(self._seconds)
         deviation = statistics.median(abs(seconds - median) for seconds in self._seconds)
         return max(median + max(4 * deviation, median), least)
+
+    def quarter(self) -> float:
+        """Seconds within which a quarter of the last ones were over; 0 before a few have been seen."""
+        if len(self._seconds) < NEEDED:
+            return 0.0
+        return sorted(self._seconds)[len(self._seconds) // 4]
