@@ -17,9 +17,11 @@ from noloco_jax.islands.protocol.events import (
     RoundEnded,
     Send,
     Start,
+    Tell,
     Tick,
 )
 from noloco_jax.islands.protocol.headers import (
+    PAST_INCARNATION,
     Accept,
     AtRound,
     Busy,
@@ -252,6 +254,18 @@ def test_nothing_is_applied_before_the_commit_and_a_question_settles_what_was_no
     assert [type(action).__name__ for action in done] == ["Send", "Close", "Apply"]
     assert done[0] == Send("x", Commit(call.xid))
     assert done[2].weight == 1 / (3 + 1)  # w_j of w_i + w_j
+
+
+def test_an_island_whose_name_another_has_taken_says_so_once():
+    island = make("a", ["b"])
+    island.handle(Start(), 0.0)
+    island.handle(Tick(), 10.0)
+    told: list[str] = []
+    for round in range(3):
+        (call,) = [a for a in island.handle(RoundEnded(round, 3, (1.0,)), 20.0 + round) if isinstance(a, Open)]
+        actions = island.handle(Arrived(call.channel, NotPartner(PAST_INCARNATION)), 20.5 + round)
+        told += [action.line for action in actions if isinstance(action, Tell)]
+    assert [line.split(",")[0] for line in told] == ["another a has started since"]
 
 
 def test_status_counts_what_was_due_and_committed():

@@ -12,6 +12,7 @@ from noloco_jax.islands.protocol.context import Backoff, Context
 from noloco_jax.islands.protocol.doubts import Doubts
 from noloco_jax.islands.protocol.events import Apply, Channel, Content, Drop, RoundEnded
 from noloco_jax.islands.protocol.headers import (
+    PAST_INCARNATION,
     Accept,
     Answer,
     AtRound,
@@ -144,6 +145,8 @@ class Exchanges:
                     self._failed(meeting)
             case NotPartner():
                 self._end(meeting, header.reason)
+                if header.reason == PAST_INCARNATION:
+                    self._context.is_past(exchange.xid)
             case Wrong():
                 self._end(meeting, header.what)
                 self._context.is_wrong(exchange.peer.name, header)
@@ -161,7 +164,7 @@ class Exchanges:
         context, caller, xid = self._context, hello.caller, hello.xid
         peer = context.peers[caller.sender]
         if caller.incarnation < peer.incarnation or (xid.dialler, xid.incarnation) != (peer.name, caller.incarnation):
-            context.answer(channel, NotPartner("a past incarnation"))
+            context.answer(channel, NotPartner(PAST_INCARNATION))
             return
         peer.told(caller.incarnation, caller.round, context.now)
         refusal = self._refusal(peer, xid)

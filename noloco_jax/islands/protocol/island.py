@@ -231,7 +231,7 @@ class Island:
         context = self._context
         if isinstance(header, StatusRequest):
             difference = context.identity.difference(header.identity) if header.identity else None
-            return Wrong(difference) if difference else None
+            return context.refused_for(peer, difference) if difference else None
         if peer not in context.peers:
             return Wrong(f"name {peer} is none of the other islands")
         return context.refusal(peer, header.caller)
