@@ -156,6 +156,7 @@ class Station:
         self._met: list[Met] = []
         self._waiting: list[tuple[Any, State]] = []  # for a copy of the state
         self._decision: Begin | Heal | Refused | None = None
+        self._left = False
         self._closed = False
         self._server: Server | None = None
 
@@ -235,12 +236,18 @@ class Station:
         with self._changed:
             self._changed.wait_for(lambda: not self._protocol.is_meeting(round), seconds)
 
+    def leave(self) -> None:
+        """Says goodbye: nothing is committed any more, so that what is saved next has seen all that there is."""
+        with self._changed:
+            if self._server is not None and not self._left:
+                self._left = True
+                self._handle(Stop())
+
     def close(self) -> None:
-        """Says goodbye, and ends all calls."""
+        """Leaves, and ends all calls."""
+        self.leave()
         with self._changed:
             opened, self._closed = self._server is not None and not self._closed, True
-            if opened:
-                self._handle(Stop())
             self._changed.notify_all()
         if not opened:
             return

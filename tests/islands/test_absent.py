@@ -9,14 +9,15 @@ from support.fault_proxy import Direction
 from support.sites import Site, rosters, side_by_side
 
 FOUR = ("berlin", "oslo", "paris", "rome")
-SECONDS = 0.4  # of a round
-AWAY = range(3, 12)  # rounds
+SECONDS = 0.7  # of a round
+AWAY = range(3, 10)  # rounds
+SETTINGS = Settings(patience=4)  # seconds, on a busy machine
 
 
 @pytest.mark.parametrize("silent", [set(get_args(Direction)), {"up"}, {"down"}], ids=["all", "there", "back"])
 def test_who_is_behind_a_black_hole_or_half_a_connection_costs_the_others_nothing(silent):
     with rosters(FOUR, far="rome") as (seen, proxies):
-        sites = [Site(name, seen[name]) for name in FOUR]
+        sites = [Site(name, seen[name], settings=SETTINGS) for name in FOUR]
 
         def train(rounds: int) -> None:
             side_by_side(*[lambda site=site: site.train(rounds, SECONDS) for site in sites])
@@ -33,10 +34,9 @@ def test_who_is_behind_a_black_hole_or_half_a_connection_costs_the_others_nothin
         side_by_side(*[site.close for site in sites])
     *others, far = sites
     for site in others:
-        met = {one.round for one in site.met if one.outcome == "met" and one.partner != "rome"}
-        assert met == {one.round for one in site.met if one.partner != "rome"}, site.met
+        assert site.share(without="rome") == 1, site.met
         # All rounds together took less than the answer to one call may: no round waited for one.
-        assert sum(site.seconds[round] for round in AWAY) < min(Settings().answer_seconds, len(AWAY) * SECONDS)
+        assert sum(site.seconds[round] for round in AWAY) < SETTINGS.answer_seconds
     assert far.round == AWAY.stop + 9 - 1 and not far.heals  # it trained on
     assert any(one.outcome == "alone" for one in far.met)
     assert far.share(AWAY.stop + 3) > 0.5, far.met

@@ -45,6 +45,5 @@ def test_one_slow_and_distant_island_holds_the_others_up_in_nothing():
     for site in others:
         check_halves(site, far)
         assert site.share(without="rome") == 1, site.met
-        assert {one.outcome for one in site.met if one.partner != "rome"} == {"met"}  # before the next round ends
         assert sum(site.seconds) < 1.5  # of 20: no round waits for a transfer, which takes a second
     assert far.share() > 0.5, far.met

@@ -97,25 +97,31 @@ class Site:
             self.seconds.append(spent)
 
     def close(self) -> None:
-        """After what will still come of its messages."""
+        """After what will still come of its messages, which it enters."""
         self.station.settle(self.round, 5.0)
-        self._enter()
+        self.station.leave()
+        self.station.settle(self.round, 5.0)  # what was in doubt
+        items, _ = self.station.take_all()
+        self._keep(items)
         self.station.close()
 
     def _enter(self) -> None:
-        for item in self.station.take():
+        self._keep(self.station.take())
+        if self.station.wants_state and self.round >= 0:
+            self.station.give(self.round, [self.message(self.round)])
+
+    def _keep(self, items: list[Correction | Healed]) -> None:
+        for item in items:
             if isinstance(item, Correction):
                 assert item.round not in self.corrections
                 self.corrections[item.round] = item.arrays.result()[0]
             else:
                 self.heals.append(item)
                 self.round = item.round
-        if self.station.wants_state and self.round >= 0:
-            self.station.give(self.round, [self.message(self.round)])
         self.met += self.station.take_met()[0]
 
     def share(self, first: int = 0, *, without: str = "") -> float:
-        """Of its rounds from `first` on, but for those with one other, how many came about."""
+        """Of its rounds from `first` on, but for those with one other, how many came about, of 1."""
         rounds = {one.round: one for one in self.met if one.round >= first and one.partner != without}
         return sum(one.outcome != "alone" for one in rounds.values()) / len(rounds)
 
