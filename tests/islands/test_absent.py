@@ -2,10 +2,14 @@
 
 from typing import get_args
 
+import numpy as np
 import pytest
+import trustme
 
 from noloco_jax.islands.protocol.settings import Settings
+from noloco_jax.islands.roster import Address, Island, Roster
 from support.fault_proxy import Direction
+from support.islands import free_ports, keys_of
 from support.sites import Site, rosters, side_by_side
 
 FOUR = ("berlin", "oslo", "paris", "rome")
@@ -45,3 +49,34 @@ def test_who_is_behind_a_black_hole_or_half_a_connection_costs_the_others_nothin
         together = {one.round for one in far.met if one.partner == site.name}
         halves = {round for round in together if (round in site.corrections) != (round in far.corrections)}
         assert halves <= logged  # whose last word the network swallowed
+
+
+def test_who_comes_back_without_its_weights_has_its_donors_very_state_of_its_last_round():
+    ca, names = trustme.CA(), FOUR
+    addresses = [Address("127.0.0.1", port) for port in free_ports(len(names))]
+    roster = Roster("test", tuple(map(Island, names, addresses)))
+
+    def begun(name: str, incarnation: int = 1) -> Site:
+        keys = keys_of(ca, name)
+        return Site(name, roster, settings=SETTINGS, credentials=keys, incarnation=incarnation)
+
+    *others, gone = sites = [begun(name) for name in names]
+    side_by_side(*[site.open for site in sites])
+    side_by_side(*[lambda site=site: site.train(3, SECONDS) for site in sites])
+    gone.station.close()
+    back = begun("rome", incarnation=10)
+
+    def come_back() -> None:
+        back.open()
+        back.look()
+        (healed,) = back.heals
+        behind.append(max(site.round for site in others) - healed.round)
+        donor = next(site for site in others if site.name == healed.peer)
+        np.testing.assert_array_equal(healed.arrays[0], donor.message(healed.round))
+        back.train(6, SECONDS)
+
+    behind: list[int] = []
+    side_by_side(come_back, *[lambda site=site: site.train(8, SECONDS) for site in others])
+    side_by_side(*[site.close for site in (*others, back)])
+    assert behind[0] <= 1
+    assert any(one.outcome != "alone" for one in back.met), back.met

@@ -87,7 +87,7 @@ class Site:
             for _ in range(4):
                 time.sleep(seconds / 4)
                 spent -= time.monotonic()
-                self._enter()
+                self.look()
                 spent += time.monotonic()
             self.round += 1
             message = self.message(self.round)
@@ -105,7 +105,8 @@ class Site:
         self._keep(items)
         self.station.close()
 
-    def _enter(self) -> None:
+    def look(self) -> None:
+        """Enters what has come, and gives its state to who waits for it."""
         self._keep(self.station.take())
         if self.station.wants_state and self.round >= 0:
             self.station.give(self.round, [self.message(self.round)])
