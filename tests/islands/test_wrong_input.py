@@ -40,7 +40,7 @@ def compiled() -> Iterator[list[str]]:
     """The names of the programs that are compiled meanwhile, but for a number's conversion, which is no training."""
     names: list[str] = []
 
-    def listen(event: str, _: float, **more: Any) -> None:
+    def listen(event: str, duration_secs: float, **more: Any) -> None:
         if event == COMPILED and "convert_element_type" not in more["fun_name"]:
             names.append(more["fun_name"])
 

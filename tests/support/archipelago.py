@@ -59,7 +59,7 @@ class Archipelago:
         """Starts an island's process, also where it ran before: by the same command."""
         flags = {"roster": self._roster(name), "name": name, "keys": self.folder / "keys" / name}
         flags["workdir"] = self.workdir(name)
-        command = [sys.executable, "-m", "support.paced_island", str(self._seconds), "train"]
+        command = [sys.executable, "-m", "support.paced", str(self._seconds), "noloco_jax.island", "train"]
         with self.log(name).open("a") as output:
             self.running[name] = subprocess.Popen(
                 [*command, *(f"--{flag}={value}" for flag, value in flags.items()), *self._arguments],

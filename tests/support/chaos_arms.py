@@ -135,6 +135,7 @@ def run_together(
     names: Sequence[str],
     arguments: Sequence[str],
     environment: Mapping[str, str],
+    seconds_per_step: float,
     tape: Iterator[Strike],
     num_steps: int,
     limit: float,
@@ -146,7 +147,8 @@ def run_together(
     """
     folder.mkdir(parents=True)
     workdir, crashes = folder / "workdir", 0
-    command = ["bash", str(ROOT / "launch/local.sh"), str(len(names)), sys.executable, "-m", "noloco_jax.train"]
+    command = ["bash", str(ROOT / "launch/local.sh"), str(len(names)), sys.executable, "-m"]
+    command += ["support.paced", str(seconds_per_step), "noloco_jax.train"]
     running: list[subprocess.Popen[str]] = []
 
     def start() -> None:
