@@ -204,7 +204,7 @@ def run_together(
             os.killpg(running[0].pid, signal.SIGKILL)
         running[0].wait()
     taken = num_steps if finished else newest_checkpoint(workdir)
-    return Result(now, taken * len(names), clock.strikes, finished, [workdir], crashes)
+    return Result(now, taken * len(names), clock.strikes, taken == num_steps, [workdir], crashes)
 
 
 def _workers(launcher: int) -> list[int]:
