@@ -6,12 +6,27 @@ from pathlib import Path
 from noloco_jax.errors import UserError
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.keys import CERTIFICATE, Credentials, credentials_for, owner_of
-from noloco_jax.islands.peer_errors import PeerError
+from noloco_jax.islands.peer_errors import PeerError, Refused
 from noloco_jax.islands.protocol.headers import HeaderError, Status, StatusRequest, from_json, to_json
 from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.server import USED_TWICE
 
 _AT_ONCE = 16
+_SECONDS = 3.0  # to see whether an island runs already
 Answers = dict[str, Status | str]
+
+
+def check_alone(roster: Roster, name: str, credentials: Credentials | None) -> None:
+    """Raises `UserError` where an island of this name answers at its address already, perhaps on another machine."""
+    try:
+        Client(roster, name, credentials, name).action("status", {}, _SECONDS)
+    except Refused as error:
+        if USED_TWICE in str(error):
+            where = roster.address(name)
+            hint = f"stop it, or give --name of an island of {roster.run} that does not run yet"
+            raise UserError(f"{name} runs already, at {where}: {hint}") from None
+    except PeerError:
+        pass  # as it should be: nobody is there
 
 
 def ask_all(roster: Roster, keys: Path | None, seconds: float) -> Answers:

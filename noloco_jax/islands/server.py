@@ -27,6 +27,7 @@ from noloco_jax.islands.roster import Address, Roster
 
 MAX_CALLS = 32  # at once
 MAX_CALLS_OF_A_PEER = 8
+USED_TWICE = "one name is used twice"
 _GRACE_SECONDS = 5.0  # by which a caller may be late to end its call
 
 
@@ -141,7 +142,7 @@ class _Calls:
         if claimed not in self._roster.names:
             raise Refused(f"the caller says it is {claimed!r}, who is not in the roster of {self._roster.run}")
         if claimed == self._name:
-            raise Refused(f"the caller says it is {claimed}, and so does this island: one name is used twice")
+            raise Refused(f"the caller says it is {claimed}, and so does this island: {USED_TWICE}")
         if opening.callee != self._name:
             raise Refused(f"this is {self._name}, not {opening.callee[:80]!r}: the rosters' addresses differ")
         return claimed

@@ -20,7 +20,7 @@ from noloco_jax.islands.client import Client
 from noloco_jax.islands.conversation import Conversation
 from noloco_jax.islands.frames import ArraySpec, Expects, Frame
 from noloco_jax.islands.keys import Credentials
-from noloco_jax.islands.peer_errors import Busy, Ended, PeerError
+from noloco_jax.islands.peer_errors import Ended, PeerError
 from noloco_jax.islands.peer_errors import Refused as RefusedCall
 from noloco_jax.islands.protocol.events import (
     Action,
@@ -63,7 +63,7 @@ from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.server import Handlers, Server
 
 _CALL_SECONDS = 3600.0  # the protocol ends calls long before
-_GOODBYE_SECONDS = 2.0
+_GOODBYE_SECONDS = 5.0  # in which the others ask what only this island knows
 Arrays = Sequence[np.ndarray]
 
 
@@ -156,6 +156,7 @@ class Station:
         self._met: list[Met] = []
         self._waiting: list[tuple[Any, State]] = []  # for a copy of the state
         self._decision: Begin | Heal | Refused | None = None
+        self._left = False
         self._closed = False
         self._server: Server | None = None
 
@@ -235,12 +236,18 @@ class Station:
         with self._changed:
             self._changed.wait_for(lambda: not self._protocol.is_meeting(round), seconds)
 
+    def leave(self) -> None:
+        """Says goodbye: nothing is committed any more, so that what is saved next has seen all that there is."""
+        with self._changed:
+            if self._server is not None and not self._left:
+                self._left = True
+                self._handle(Stop())
+
     def close(self) -> None:
-        """Says goodbye, and ends all calls."""
+        """Leaves, and ends all calls."""
+        self.leave()
         with self._changed:
             opened, self._closed = self._server is not None and not self._closed, True
-            if opened:
-                self._handle(Stop())
             self._changed.notify_all()
         if not opened:
             return
@@ -333,8 +340,6 @@ class Station:
             raise RefusedCall(str(error)) from None
         if not isinstance(header, Hello | StatusRequest | StateRequest | Leave):
             raise RefusedCall(f"a call does not begin with {type(header).__name__}")
-        if self._closed:
-            raise Busy(f"{self._name} is about to stop")
         key = ("in", next(self._numbers))
         conversation = Conversation(key, self._arrived)
         channel = connect(self._expects)

@@ -12,6 +12,7 @@ from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
 from noloco_jax.islands.keys import Credentials
+from noloco_jax.islands.look import check_alone
 from noloco_jax.islands.protocol.headers import Identity
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.settings import Settings
@@ -111,8 +112,9 @@ def open_station(
 ) -> Station | None:
     """Joins the others, and waits for what the island is to train from; None where it was told to stop meanwhile.
 
-    Raises `UserError` if its address is in use, or most of the others refuse it.
+    Raises `UserError` if its name or address is in use, or most of the others refuse it.
     """
+    check_alone(member.roster, member.name, member.credentials)
     incarnation, began_before = _incarnation(workdir)
     protocol = Island(
         member.name,

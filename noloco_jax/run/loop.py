@@ -164,6 +164,8 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
             log.write_previous()
         if is_evaluating:
             evaluation = _evaluate(run, state, step, log)
+        if run.island is not None and (is_last or is_stopping):
+            run.island.station.leave()
         if is_saving:
             state = _save(run, state, step, log)
         if is_evaluating or is_saving:

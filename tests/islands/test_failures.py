@@ -9,6 +9,7 @@ from noloco_jax.islands.protocol.events import (
     Apply,
     Arrived,
     Broken,
+    Close,
     Content,
     Drop,
     Open,
@@ -16,9 +17,11 @@ from noloco_jax.islands.protocol.events import (
     RoundEnded,
     Send,
     Start,
+    Tell,
     Tick,
 )
 from noloco_jax.islands.protocol.headers import (
+    PAST_INCARNATION,
     Accept,
     AtRound,
     Busy,
@@ -28,6 +31,7 @@ from noloco_jax.islands.protocol.headers import (
     ExchangeId,
     Hello,
     Identity,
+    Leave,
     Message,
     NotPartner,
     Outcome,
@@ -173,7 +177,7 @@ def test_a_stopped_partner_is_given_up_at_the_deadline_of_past_transfers():
     (hit,) = [node for node in world.nodes.values() if node.disturbed]
     (other,) = [node for node in world.nodes.values() if not node.disturbed]
     assert other.machine is not None
-    assert other.machine.peers[hit.name].transfers.allowance() < 0.5 * ROUND
+    assert other.machine.peers[hit.name].transfers.allowance(1.0) < 0.5 * ROUND
     world.finish()
 
 
@@ -252,6 +256,18 @@ def test_nothing_is_applied_before_the_commit_and_a_question_settles_what_was_no
     assert done[2].weight == 1 / (3 + 1)  # w_j of w_i + w_j
 
 
+def test_an_island_whose_name_another_has_taken_says_so_once():
+    island = make("a", ["b"])
+    island.handle(Start(), 0.0)
+    island.handle(Tick(), 10.0)
+    told: list[str] = []
+    for round in range(3):
+        (call,) = [a for a in island.handle(RoundEnded(round, 3, (1.0,)), 20.0 + round) if isinstance(a, Open)]
+        actions = island.handle(Arrived(call.channel, NotPartner(PAST_INCARNATION)), 20.5 + round)
+        told += [action.line for action in actions if isinstance(action, Tell)]
+    assert [line.split(",")[0] for line in told] == ["another a has started since"]
+
+
 def test_status_counts_what_was_due_and_committed():
     island = trained("b", ["a"])
     status = island.status()
@@ -297,6 +313,23 @@ def test_a_fragment_in_doubt_is_not_exchanged_until_it_is_settled():
     answer = Status(1, 0, True, True, 1, 1, 0.0, "b", Outcome.ABORTED)
     island.handle(Arrived(question.channel, answer), 21.3)
     assert not island.unsettled
+
+
+@pytest.mark.parametrize("outcome", [Outcome.COMMITTED, None])
+def test_who_says_goodbye_is_asked_what_only_it_knows_before_it_may_go(outcome):
+    """Its last commit may be on its way when it goes: one-sided, if nobody asked then."""
+    island, channel, call = dialled(fragments=1)
+    island.handle(Arrived(channel, Accept(1, 0, 5)), 20.1)
+    island.handle(Arrived(channel, Message(call.xid), Content(1.0)), 21.0)
+    (question,) = [a for a in island.handle(Broken(channel), 21.1) if isinstance(a, Open)]
+    island.handle(Broken(question.channel), 21.2)  # which leads to another one in a second
+    actions = island.handle(Opened("bye", "a", Leave(Caller(IDENTITY, "a", "b", 1, 0))), 21.3)
+    (again,) = [a for a in actions if isinstance(a, Open)]
+    assert again.header == question.header and Close("bye") not in actions
+    answer = Status(1, 0, True, True, 1, 1, 0.0, "b", outcome)
+    actions = island.handle(Arrived(again.channel, answer), 21.4)
+    assert Close("bye") in actions  # also where there was no answer
+    assert any(isinstance(a, Apply) for a in actions) is (outcome is not None)
 
 
 @pytest.mark.parametrize("late", [False, True])

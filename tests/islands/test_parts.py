@@ -34,18 +34,25 @@ def test_a_transfer_may_take_the_median_and_four_median_deviations():
     for second in seconds:
         transfers.add(second)
     deviation = np.median(np.abs(np.array(seconds) - np.median(seconds)))
-    assert transfers.allowance() == np.median(seconds) + 4 * deviation
+    assert transfers.allowance(0.0) == np.median(seconds) + 4 * deviation
+
+
+def test_transfers_of_milliseconds_are_not_cut_off_by_a_process_that_pauses():
+    transfers = Transfers()
+    for _ in range(16):
+        transfers.add(0.006)
+    assert transfers.allowance(1.0) == 1.0
 
 
 def test_even_transfers_leave_room_and_a_link_that_slows_down_is_given_more():
     transfers = Transfers()
-    assert transfers.allowance() == math.inf
+    assert transfers.allowance(0.0) == math.inf
     for _ in range(16):
         transfers.add(1.0)
-    assert transfers.allowance() == 2.0
+    assert transfers.allowance(0.0) == 2.0
     for _ in range(60):  # the link takes 5 seconds now, and is cut off until that is known
-        transfers.add(min(5.0, transfers.allowance()))
-    assert transfers.allowance() >= 5.0
+        transfers.add(min(5.0, transfers.allowance(0.0)))
+    assert transfers.allowance(0.0) >= 5.0
 
 
 @pytest.mark.parametrize(

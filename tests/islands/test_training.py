@@ -101,6 +101,7 @@ def in_threads(*works: Callable[[], None]) -> None:
         thread.join(120)
     if errors:
         raise errors[0]
+    assert not any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.parametrize("fragments", [1, 2])

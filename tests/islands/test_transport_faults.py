@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from noloco_jax.islands.frames import PIECE_BYTES, ArraySpec
 from noloco_jax.islands.peer_errors import Broken, Late, PeerError
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.server import Server
+from support.counted import descriptors, resident, settled
 from support.fault_proxy import Direction, FaultProxy
 from support.islands import NAMES, Recorder, calling, free_ports, keys_of, running
 from support.paths import ROOT
@@ -286,10 +286,6 @@ def disturb(port: int, tries: int) -> None:
         one.close()
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def check_garbage(ca: trustme.CA | None, tries: int) -> None:
     keys = {name: None if ca is None else keys_of(ca, name) for name in ("paris", "berlin")}
     recorder = Recorder()
@@ -297,26 +293,13 @@ def check_garbage(ca: trustme.CA | None, tries: int) -> None:
         client = calling(server.port, keys["berlin"])
         assert client.action("status", {}, PATIENCE)
         disturb(server.port, 200)  # what it takes once, it may keep
-        before, memory = settled(descriptors), resident()
+        before, threads, memory = settled(descriptors), settled(threading.active_count), resident()
         disturb(server.port, tries)
         assert client.action("status", {}, PATIENCE)
         assert settled(descriptors) <= before + 5
+        assert settled(threading.active_count) <= threads + 3
         assert resident() - memory < 64 << 20
     assert recorder.lines == []
-
-
-def settled(count) -> int:
-    """The least of what is counted within some seconds, in which the server closes what is closed."""
-    least = count()
-    for _ in range(20):
-        time.sleep(0.02)
-        least = min(least, count())
-    return least
-
-
-def resident() -> int:
-    """Bytes of memory that this process holds."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux lists them")

@@ -10,8 +10,23 @@ from typing import Literal
 
 Direction = Literal["up", "down"]  # to the server that is behind it, and back to the client
 
-_CHUNK = 64 << 10
-_QUEUED_CHUNKS = 64
+_CHUNK = 16 << 10
+_QUEUED_CHUNKS = 16
+
+
+class Link:
+    """A line of so many bytes a second, one way, on which all connections that use it take turns."""
+
+    def __init__(self, rate: float):
+        self.rate = rate
+        self.carried = 0
+        self._turn = threading.Lock()
+
+    def carry(self, size: int) -> None:
+        """Returns when the last of these bytes is through."""
+        with self._turn:
+            time.sleep(size / self.rate)
+            self.carried += size
 
 
 class FaultProxy:
@@ -20,7 +35,8 @@ class FaultProxy:
     Attributes:
       port: where it listens.
       latency: seconds by which every byte is late, each way.
-      rate: bytes a second each way; None for no limit.
+      rate: bytes a second each way of each connection; None for no limit.
+      links: the lines that all bytes of a direction pass, with those of other proxies.
       silent: directions in which everything is swallowed: one of them is a half-open connection, both a black hole.
       flip: direction -> offset of a byte whose lowest bit is flipped, once, counted over each connection.
       cut: direction -> number of bytes after which a connection is closed.
@@ -33,11 +49,14 @@ class FaultProxy:
         self.port: int = self._listener.getsockname()[1]
         self.latency = 0.0
         self.rate: float | None = None
+        self.links: dict[Direction, Link] = {}
         self.silent: set[Direction] = set()
         self.flip: dict[Direction, int] = {}
         self.cut: dict[Direction, int] = {}
         self.passed: dict[Direction, int] = {"up": 0, "down": 0}
         self._connections: list[tuple[socket.socket, socket.socket]] = []
+        self._half_ended: set[tuple[socket.socket, socket.socket]] = set()
+        self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def __enter__(self) -> "FaultProxy":
@@ -49,13 +68,14 @@ class FaultProxy:
 
     def reset(self) -> None:
         """Breaks all connections that there are now, as a router that was restarted does."""
-        for pair in self._connections:
+        with self._lock:
+            pairs, self._connections = self._connections, []
+        for pair in pairs:
             for one in pair:
                 with contextlib.suppress(OSError):
                     one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     one.shutdown(socket.SHUT_RD)  # wakes the thread that reads
                 one.close()
-        self._connections = []
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # the listener was closed
@@ -66,14 +86,38 @@ class FaultProxy:
                 except OSError:
                     client.close()
                     continue
-                self._connections.append((client, server))
-                self._forward(client, server, "up")
-                self._forward(server, client, "down")
+                pair = client, server
+                self._connections.append(pair)
+                self._forward(pair, client, server, "up")
+                self._forward(pair, server, client, "down")
 
-    def _forward(self, source: socket.socket, sink: socket.socket, direction: Direction) -> None:
+    def _forward(
+        self,
+        pair: tuple[socket.socket, socket.socket],
+        source: socket.socket,
+        sink: socket.socket,
+        direction: Direction,
+    ) -> None:
         chunks: queue.Queue[tuple[float, bytes]] = queue.Queue(_QUEUED_CHUNKS)
         threading.Thread(target=self._take, args=(source, direction, chunks), daemon=True).start()
-        threading.Thread(target=self._give, args=(source, sink, direction, chunks), daemon=True).start()
+
+        def give() -> None:
+            self._give(source, sink, direction, chunks)
+            self._end(pair)
+
+        threading.Thread(target=give, daemon=True).start()
+
+    def _end(self, pair: tuple[socket.socket, socket.socket]) -> None:
+        """A direction of a connection is over; with the second one it is closed."""
+        with self._lock:
+            if pair not in self._half_ended:
+                self._half_ended.add(pair)
+                return
+            self._half_ended.remove(pair)
+            if pair in self._connections:
+                self._connections.remove(pair)
+        for one in pair:
+            one.close()
 
     def _take(self, source: socket.socket, direction: Direction, chunks: queue.Queue) -> None:
         data = b"more"
@@ -92,6 +136,8 @@ class FaultProxy:
             time.sleep(max(due - time.monotonic(), 0.0))
             if self.rate is not None:
                 time.sleep(len(data) / self.rate)
+            if direction in self.links:
+                self.links[direction].carry(len(data))
             place = self.flip.get(direction, -1) - sent
             if 0 <= place < len(data):
                 del self.flip[direction]
@@ -108,6 +154,9 @@ class FaultProxy:
                     else:
                         sink.shutdown(socket.SHUT_WR)
             except OSError:
-                data = b""
+                with contextlib.suppress(OSError):
+                    source.shutdown(socket.SHUT_RD)
+                while data:  # what has come cannot be handed on
+                    data = chunks.get()[1]
             if not data:
                 return

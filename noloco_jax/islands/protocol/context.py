@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 from noloco_jax.islands.protocol.events import Action, Channel, Close, Open, Refused, Send, Tell
-from noloco_jax.islands.protocol.headers import Answer, Caller, Identity, Opener, Wrong
+from noloco_jax.islands.protocol.headers import Answer, Caller, ExchangeId, Identity, Opener, Wrong
 from noloco_jax.islands.protocol.ledger import Ledger
 from noloco_jax.islands.protocol.peers import Norms, Peer
 from noloco_jax.islands.protocol.settings import Settings
@@ -41,6 +41,7 @@ class Context:
         self.now = 0.0
         self.actions: list[Action] = []
         self._numbers = itertools.count()
+        self._told_past: int | None = None
 
     def caller(self, peer: str) -> Caller:
         return Caller(self.identity, self.name, peer, self.incarnation, self.round)
@@ -72,6 +73,10 @@ class Context:
             what = difference
         else:
             return None
+        return self.refused_for(peer, what)
+
+    def refused_for(self, peer: str, what: str) -> Wrong:
+        """The answer to a caller with which something is wrong; people here are told as well."""
         self.tell(f"{peer} was refused: {what}")
         return Wrong(what)
 
@@ -84,9 +89,20 @@ class Context:
         self.tell(f"{peer} refuses {self.name}: {wrong.what}")
         sayings = [other.wrong for other in self.peers.values() if other.wrong is not None]
         if not self.commits and 2 * len(sayings) > len(self.peers):
-            line = f"{len(sayings)} of {len(self.peers)} islands refuse {self.name}; {peer} says: {wrong.what}"
+            line = (
+                f"{len(sayings)} of {len(self.peers)} islands refuse {self.name}; {peer} says: {wrong.what}: give all "
+                "islands the same roster, configuration and version of noloco_jax"
+            )
             self.actions.append(Refused(line))
             self.refused = True
+
+    def is_past(self, xid: ExchangeId) -> None:
+        """A peer took this island's call for one of a past incarnation: a later one of this name has called it."""
+        if xid.incarnation == self.incarnation != self._told_past:
+            self._told_past = self.incarnation
+            self.tell(
+                f"another {self.name} has started since, and the others exchange with that one alone: stop one of them"
+            )
 
     def renew(self, round: int, lineage: bool) -> None:
         """Other weights than before: a new incarnation, that has seen no exchange."""

@@ -25,6 +25,7 @@ class Doubts:
     def __init__(self, context: Context):
         self._context = context
         self._doubts: dict[ExchangeId, _Doubt] = {}
+        self._goodbyes: list[tuple[Channel, str]] = []  # of islands that are asked before they go
 
     @property
     def exchanges(self) -> list[Exchange]:
@@ -38,6 +39,14 @@ class Doubts:
         doubt = self._doubts[exchange.xid] = _Doubt(exchange, Backoff(self._context))
         self._ask(doubt)
 
+    def goodbye(self, channel: Channel, peer: str) -> None:
+        """An island goes, which waits for the end of this call: what only it knows is asked before."""
+        self._goodbyes.append((channel, peer))
+        for doubt in self._doubts.values():
+            if doubt.exchange.peer.name == peer and doubt.channel is None:
+                self._ask(doubt)
+        self._let_go()
+
     def arrived(self, channel: Channel, header: Header) -> tuple[Exchange, Outcome] | None:
         """What is settled by what came."""
         doubt = self._asked(channel)
@@ -48,6 +57,7 @@ class Doubts:
             doubt.exchange.peer.told(header.incarnation, header.round, self._context.now)
             if header.outcome is not None:
                 del self._doubts[doubt.exchange.xid]
+                self._let_go()
                 return doubt.exchange, header.outcome
         self._ask_later(doubt)
         return None
@@ -72,6 +82,7 @@ class Doubts:
             if doubt.channel is not None:
                 self._context.close(doubt.channel)
             del self._doubts[doubt.exchange.xid]
+        self._let_go()
         return [doubt.exchange for doubt in old]
 
     def deadlines(self) -> list[float]:
@@ -89,3 +100,12 @@ class Doubts:
     def _ask_later(self, doubt: _Doubt) -> None:
         doubt.channel = None
         doubt.retry.start()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Those who said goodbye and are asked nothing any more."""
+        asked = {doubt.exchange.peer.name for doubt in self._doubts.values() if doubt.channel is not None}
+        for channel, peer in self._goodbyes:
+            if peer not in asked:
+                self._context.close(channel)
+        self._goodbyes = [(channel, peer) for channel, peer in self._goodbyes if peer in asked]

@@ -12,6 +12,7 @@ from noloco_jax.islands.protocol.context import Backoff, Context
 from noloco_jax.islands.protocol.doubts import Doubts
 from noloco_jax.islands.protocol.events import Apply, Channel, Content, Drop, RoundEnded
 from noloco_jax.islands.protocol.headers import (
+    PAST_INCARNATION,
     Accept,
     Answer,
     AtRound,
@@ -27,6 +28,7 @@ from noloco_jax.islands.protocol.headers import (
     Received,
     Wrong,
 )
+from noloco_jax.islands.protocol.lines import Lines
 from noloco_jax.islands.protocol.meeting import Exchange, Meeting, Stage
 from noloco_jax.islands.protocol.peers import Peer
 
@@ -43,6 +45,7 @@ class Exchanges:
         self._context = context
         self._partner = partner
         self._leaving = False
+        self._lines = Lines()
         self.doubts = Doubts(context)
         self.meetings: dict[int, Meeting] = {}
         self.due = 0
@@ -53,9 +56,11 @@ class Exchanges:
     def round_ended(self, event: RoundEnded) -> None:
         """A message more, and the oldest ones dropped: nobody waits for them any longer, here or there."""
         context = self._context
+        self._lines.round_ended(context.now)
         oldest = event.round - context.settings.patience
         self._give_up(oldest - 1, "its outcome was never heard")  # a round longer: a question is all that is open
         for round in [round for round in self.meetings if round <= oldest]:
+            self._lines.took(self.meetings[round].running, context.now)
             self._end(self.meetings[round], "not committed in time")
         name = self._partner(event.round)
         if name is None:
@@ -97,8 +102,7 @@ class Exchanges:
         for meeting in list(self.meetings.values()):
             exchange = meeting.running
             if exchange is not None and exchange.deadline <= now:
-                if exchange.stage is not Stage.OFFERED:
-                    exchange.peer.transfers.add(now - exchange.began)
+                self._lines.took(exchange, now)
                 self._failed(meeting)
             if meeting.retry.due():
                 self._dial(meeting)
@@ -116,6 +120,8 @@ class Exchanges:
         context = self._context
         free = [fragment for fragment in meeting.left if not self.doubts.about(meeting.round, fragment)]
         if not free or meeting.running is not None or meeting.peer.away:
+            return
+        if self._lines.are_taken(meeting, self.meetings.values()):
             return
         meeting.attempts += 1
         xid = ExchangeId(meeting.round, free[0], context.name, context.incarnation, meeting.attempts)
@@ -139,6 +145,8 @@ class Exchanges:
                     self._failed(meeting)
             case NotPartner():
                 self._end(meeting, header.reason)
+                if header.reason == PAST_INCARNATION:
+                    self._context.is_past(exchange.xid)
             case Wrong():
                 self._end(meeting, header.what)
                 self._context.is_wrong(exchange.peer.name, header)
@@ -156,7 +164,7 @@ class Exchanges:
         context, caller, xid = self._context, hello.caller, hello.xid
         peer = context.peers[caller.sender]
         if caller.incarnation < peer.incarnation or (xid.dialler, xid.incarnation) != (peer.name, caller.incarnation):
-            context.answer(channel, NotPartner("a past incarnation"))
+            context.answer(channel, NotPartner(PAST_INCARNATION))
             return
         peer.told(caller.incarnation, caller.round, context.now)
         refusal = self._refusal(peer, xid)
@@ -191,6 +199,8 @@ class Exchanges:
             return Done(Outcome.ABORTED)  # it was given up here
         if self.doubts.about(xid.round, xid.fragment) or self._prefers_its_own(meeting, xid):
             return Busy(context.settings.retry_seconds)
+        if self._lines.are_taken(meeting, self.meetings.values(), by_offers=False):
+            return Busy(context.settings.retry_seconds)
         return None
 
     def _prefers_its_own(self, meeting: Meeting, xid: ExchangeId) -> bool:
@@ -220,6 +230,12 @@ class Exchanges:
         return self._context.ledger.settle(xid)
 
     # Both.
+
+    def go_on(self) -> None:
+        """Dials for what waits for a line, the newest first: the oldest would hardly end in time."""
+        for meeting in sorted(self.meetings.values(), key=lambda meeting: -meeting.round):
+            if meeting.waits:
+                self._dial(meeting)
 
     def arrived(self, channel: Channel, header: Header, content: Content | None) -> None:
         """Something came through a channel of an exchange or of a question; others are none of this part's."""
@@ -269,7 +285,8 @@ class Exchanges:
         exchange.stage = Stage.STREAMING
         exchange.weight = meeting.weight(tokens)
         exchange.began = self._context.now
-        exchange.deadline = exchange.began + exchange.peer.transfers.allowance()
+        least = self._context.settings.retry_seconds  # before which another attempt would not begin
+        exchange.deadline = exchange.began + exchange.peer.transfers.allowance(least)
         self._context.send(exchange.channel, Message(exchange.xid))
 
     def _judge(self, meeting: Meeting, exchange: Exchange, content: Content) -> None:
@@ -292,7 +309,7 @@ class Exchanges:
         if not exchange.dials:
             context.send(exchange.channel, Commit(exchange.xid))
         context.close(exchange.channel)
-        exchange.peer.transfers.add(context.now - exchange.began)
+        self._lines.took(exchange, context.now)
         meeting.running = None
         self._apply(exchange)
         if meeting.left and exchange.dials:

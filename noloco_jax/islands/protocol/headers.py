@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 VERSION = 1  # of this protocol
 LONGEST_TEXT = 256
+PAST_INCARNATION = "a past incarnation"
 
 
 class HeaderError(ValueError):

@@ -188,6 +188,7 @@ class Island:
                 self._healing.tick()
             case Stop():
                 self._stop()
+        self._exchanges.go_on()
         return context.actions
 
     def _start(self) -> None:
@@ -223,14 +224,14 @@ class Island:
             case Leave():
                 peer = context.peers[event.peer]
                 peer.away = header.caller.incarnation >= peer.incarnation
-                context.close(channel)
+                self._exchanges.doubts.goodbye(channel, event.peer)
 
     def _refusal(self, peer: str, header: Opener) -> Wrong | None:
         """What is wrong with who calls. A question alone may come from anybody whom the transport lets in."""
         context = self._context
         if isinstance(header, StatusRequest):
             difference = context.identity.difference(header.identity) if header.identity else None
-            return Wrong(difference) if difference else None
+            return context.refused_for(peer, difference) if difference else None
         if peer not in context.peers:
             return Wrong(f"name {peer} is none of the other islands")
         return context.refusal(peer, header.caller)

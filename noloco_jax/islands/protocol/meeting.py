@@ -56,6 +56,7 @@ class Meeting:
       retry: when to dial next.
       running: the exchange under way; one at a time, so that a slow link ends one before the next.
       attempts: made by this side.
+      waits: whether it is to be dialled when the line is free.
     """
 
     round: int
@@ -65,6 +66,7 @@ class Meeting:
     retry: Backoff
     running: Exchange | None = None
     attempts: int = 0
+    waits: bool = False
 
     def weight(self, tokens: int) -> float:
         """w_j/(w_i + w_j) for a partner of so many tokens: with it w_i c_i + w_j c_j = 0."""

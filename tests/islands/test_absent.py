@@ -1,0 +1,82 @@
+"""Islands that a network swallows: the others meet as if nothing were, and it meets them again when it is back."""
+
+from typing import get_args
+
+import numpy as np
+import pytest
+import trustme
+
+from noloco_jax.islands.protocol.settings import Settings
+from noloco_jax.islands.roster import Address, Island, Roster
+from support.fault_proxy import Direction
+from support.islands import free_ports, keys_of
+from support.sites import Site, rosters, side_by_side
+
+FOUR = ("berlin", "oslo", "paris", "rome")
+SECONDS = 0.7  # of a round
+AWAY = range(3, 10)  # rounds
+SETTINGS = Settings(patience=4)  # seconds, on a busy machine
+
+
+@pytest.mark.parametrize("silent", [set(get_args(Direction)), {"up"}, {"down"}], ids=["all", "there", "back"])
+def test_who_is_behind_a_black_hole_or_half_a_connection_costs_the_others_nothing(silent):
+    with rosters(FOUR, far="rome") as (seen, proxies):
+        sites = [Site(name, seen[name], settings=SETTINGS) for name in FOUR]
+
+        def train(rounds: int) -> None:
+            side_by_side(*[lambda site=site: site.train(rounds, SECONDS) for site in sites])
+
+        side_by_side(*[site.open for site in sites])
+        train(AWAY.start)
+        for proxy in proxies:
+            proxy.silent |= silent
+        train(len(AWAY))
+        for proxy in proxies:
+            proxy.silent.clear()
+            proxy.reset()
+        train(9)
+        side_by_side(*[site.close for site in sites])
+    *others, far = sites
+    for site in others:
+        assert site.share(without="rome") == 1, site.met
+        # All rounds together took less than the answer to one call may: no round waited for one.
+        assert sum(site.seconds[round] for round in AWAY) < SETTINGS.answer_seconds
+    assert far.round == AWAY.stop + 9 - 1 and not far.heals  # it trained on
+    assert any(one.outcome == "alone" for one in far.met)
+    assert far.share(AWAY.stop + 3) > 0.5, far.met
+    for site in others:
+        logged = {one.round for one in (*site.met, *far.met) if one.one_sided}
+        together = {one.round for one in far.met if one.partner == site.name}
+        halves = {round for round in together if (round in site.corrections) != (round in far.corrections)}
+        assert halves <= logged  # whose last word the network swallowed
+
+
+def test_who_comes_back_without_its_weights_has_its_donors_very_state_of_its_last_round():
+    ca, names = trustme.CA(), FOUR
+    addresses = [Address("127.0.0.1", port) for port in free_ports(len(names))]
+    roster = Roster("test", tuple(map(Island, names, addresses)))
+
+    def begun(name: str, incarnation: int = 1) -> Site:
+        keys = keys_of(ca, name)
+        return Site(name, roster, settings=SETTINGS, credentials=keys, incarnation=incarnation)
+
+    *others, gone = sites = [begun(name) for name in names]
+    side_by_side(*[site.open for site in sites])
+    side_by_side(*[lambda site=site: site.train(3, SECONDS) for site in sites])
+    gone.station.close()
+    back = begun("rome", incarnation=10)
+
+    def come_back() -> None:
+        back.open()
+        back.look()
+        (healed,) = back.heals
+        behind.append(max(site.round for site in others) - healed.round)
+        donor = next(site for site in others if site.name == healed.peer)
+        np.testing.assert_array_equal(healed.arrays[0], donor.message(healed.round))
+        back.train(6, SECONDS)
+
+    behind: list[int] = []
+    side_by_side(come_back, *[lambda site=site: site.train(8, SECONDS) for site in others])
+    side_by_side(*[site.close for site in (*others, back)])
+    assert behind[0] <= 1
+    assert any(one.outcome != "alone" for one in back.met), back.met

@@ -1,0 +1,72 @@
+"""Real processes that are killed and stopped: the others train on, without a step lost or a wait for who is away."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from noloco_jax.islands.protocol.settings import Settings
+from support import processes
+from support.archipelago import Archipelago
+
+NAMES = ("berlin", "paris", "rome")
+ROUND = 4  # steps
+
+
+def round_reached(islands: Archipelago, names: tuple[str, ...], round: int) -> None:
+    """Waits until these islands have ended a round."""
+    watched = [islands.running[name] for name in names]
+    assert processes.wait_until(
+        lambda: all(islands.step(name) > ROUND * (round + 1) for name in names), watched, processes.PATIENCE
+    ), "\n".join(islands.said(name)[-2000:] for name in names)
+
+
+def newest(islands: Archipelago, *names: str) -> int:
+    """The last round that one of them has ended."""
+    return max(islands.step(name) for name in names) // ROUND - 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="sends signals as Linux has them")
+def test_who_is_killed_or_stopped_costs_the_others_no_step_and_comes_back(config, tmp_path):
+    arguments = [f"--config={config}", "--config.num_steps=4000", "--config.checkpoint_every=4000"]
+    arguments += ["--config.eval_every=4000", "--config.num_replicas=3"]
+    with Archipelago(tmp_path, NAMES, arguments, processes.environment(config), seconds_per_step=0.1) as islands:
+        for name in NAMES:
+            islands.start(name)
+        processes.wait_until(
+            lambda: all(any(one["outcome"] != "alone" for one in islands.lines(name, "exchange")) for name in NAMES),
+            list(islands.running.values()),
+            processes.PATIENCE,
+        )
+        islands.kill("rome")
+        killed = newest(islands, *NAMES)
+        round_reached(islands, ("berlin", "paris"), killed + 8)
+        islands.signal("paris", signal.SIGSTOP)
+        stopped = newest(islands, *NAMES)
+        round_reached(islands, ("berlin",), stopped + 8)
+        islands.signal("paris", signal.SIGCONT)
+        islands.start("rome")
+        back = newest(islands, "berlin")
+
+        def met_again(name: str) -> bool:
+            return any(one["outcome"] == "met" and one["round"] > back for one in islands.lines(name, "exchange"))
+
+        assert processes.wait_until(
+            lambda: met_again("rome") and met_again("paris"), list(islands.running.values()), processes.PATIENCE
+        ), islands.said("rome")[-3000:]
+        for name in NAMES:
+            islands.signal(name, signal.SIGTERM)
+        assert [islands.running[name].wait(processes.PATIENCE) for name in NAMES] == [75] * len(NAMES)
+
+        lines = [json.loads(line) for line in (islands.workdir("berlin") / "metrics.jsonl").read_text().splitlines()]
+        steps = [line for line in lines if line["kind"] == "train"]
+        assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+        away = [line for line in steps if killed < line.get("round", -1) <= back]
+        assert len(away) == back - killed
+        # A wait for any of those who were away would have taken an answer's deadline.
+        assert sum(line["outer_step_seconds"] for line in away) < Settings().answer_seconds
+        alone = {one["partner"] for one in islands.lines("berlin", "exchange") if one["outcome"] == "alone"}
+        assert alone >= {"paris", "rome"}
+        assert "goes on from another island's weights" in islands.said("rome")
+        assert not any(one["one_sided"] for name in NAMES for one in islands.lines(name, "exchange"))

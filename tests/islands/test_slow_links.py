@@ -1,0 +1,49 @@
+"""An island behind a narrow line: what of its messages comes through, and that the others do not wait for it."""
+
+import numpy as np
+
+from noloco_jax.islands.protocol.settings import Settings
+from support.sites import Site, narrow, rosters, side_by_side
+
+FOUR = ("berlin", "oslo", "paris", "rome")
+
+
+def train_all(sites: list[Site], rounds: int, seconds: float) -> None:
+    side_by_side(*[site.open for site in sites])
+    side_by_side(*[lambda site=site: site.train(rounds, seconds) for site in sites])
+    side_by_side(*[site.close for site in sites])
+
+
+def check_halves(one: Site, other: Site) -> None:
+    """What both have entered of a round are two halves that cancel out."""
+    together = {met.round for met in one.met if met.partner == other.name}
+    for round in together & one.corrections.keys() & other.corrections.keys():
+        np.testing.assert_array_equal(one.corrections[round], -other.corrections[round])
+
+
+def test_a_line_for_half_of_all_messages_brings_nearly_half_of_them_together():
+    """Fragments go one by one, or a line that is shared by all of the last rounds would end none of them in time."""
+    fragments, seconds, size = 4, 0.4, 100_000
+    with rosters(("berlin", "paris"), far="paris") as (seen, proxies):
+        narrow(proxies, rate=0.5 * 4 * size / seconds, latency=0.0)
+        settings = Settings(patience=2 * fragments)
+        sites = [Site(name, seen[name], size=size, settings=settings) for name in ("berlin", "paris")]
+        train_all(sites, 50, seconds)
+    check_halves(*sites)
+    late = [one for one in sites[0].met if one.round >= 10]
+    assert sites[0].share(10) > 0.3, late
+    assert {round % fragments for round in sites[0].corrections if round >= 10} == set(range(fragments))
+
+
+def test_one_slow_and_distant_island_holds_the_others_up_in_nothing():
+    """1 Mbit/s and 100 ms."""
+    with rosters(FOUR, far="rome") as (seen, proxies):
+        narrow(proxies, rate=125e3, latency=0.1)
+        sites = [Site(name, seen[name], size=20_000) for name in FOUR]
+        train_all(sites, 13, 1.5)
+    *others, far = sites
+    for site in others:
+        check_halves(site, far)
+        assert site.share(without="rome") == 1, site.met
+        assert sum(site.seconds) < 1.5  # of 20: no round waits for a transfer, which takes a second
+    assert far.share() > 0.5, far.met

@@ -1,0 +1,137 @@
+"""Who does not belong to a run: refused with a line on both sides, and half a message leaves nothing behind.
+
+What each single call is told is in `test_calls.py`; these are whole islands, which train on meanwhile.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import threading
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import trustme
+
+from noloco_jax.errors import UserError
+from noloco_jax.islands.client import Client
+from noloco_jax.islands.frames import SCHEMA, ArraySpec, _seal
+from noloco_jax.islands.keys import Credentials
+from noloco_jax.islands.peer_errors import PeerError
+from noloco_jax.islands.roster import Address, Island, Roster
+from support.counted import descriptors, resident, settled
+from support.island_world import IDENTITY
+from support.islands import Recorder, calling, free_ports, keys_of, nothing, running
+from support.sites import Site, side_by_side
+
+NAMES = ("berlin", "paris")
+
+
+@pytest.fixture(scope="module")
+def ca() -> trustme.CA:
+    return trustme.CA()
+
+
+def keys_with_fault(ca: trustme.CA, fault: str) -> Credentials | None:
+    """Of an island that calls itself berlin."""
+    if fault == "none":
+        return None
+    if fault == "expired":
+        past = {"not_before": datetime.datetime(2020, 1, 1), "not_after": datetime.datetime(2021, 1, 1)}
+        return keys_of(ca, "berlin", **past)
+    if fault == "foreign":  # it takes this run's authority for its own, which did not sign its certificate
+        return keys_of(trustme.CA(), "berlin")._replace(authority=ca.cert_pem.bytes())
+    if fault == "another authority":
+        return keys_of(trustme.CA(), "berlin")
+    return keys_of(ca, "rome" if fault == "wrong name" else "berlin")
+
+
+@pytest.mark.parametrize(
+    ("fault", "to_the_stranger", "to_the_island"),
+    [
+        ("none", "asks for keys: give --keys here", "does not speak TLS as islands do"),
+        ("foreign", "certificate, which is not of this run's authority", "certificate is not of this run's authority"),
+        ("expired", "this island's certificate, which expired on 2021-01-01", "certificate expired on 2021-01-01"),
+        ("wrong name", "a certificate made out to 'rome', who is not", "a certificate made out to 'rome', who is not"),
+        ("another authority", "its certificate is not of this run's authority", "is not of this run's authority"),
+        ("another run", "run is run, yours is other", "berlin was refused: run is run, yours is other"),
+    ],
+)
+def test_a_stranger_is_told_what_is_wrong_and_so_is_the_island_that_it_calls(ca, fault, to_the_stranger, to_the_island):
+    addresses = [Address("127.0.0.1", port) for port in free_ports(len(NAMES))]
+    roster = Roster("test", tuple(map(Island, NAMES, addresses)))
+    island = Site("paris", roster, credentials=keys_of(ca, "paris"))
+    identity = dataclasses.replace(IDENTITY, run="other") if fault == "another run" else IDENTITY
+    stranger = Site("berlin", roster, credentials=keys_with_fault(ca, fault), identity=identity)
+    try:
+        island.open()
+        if fault == "another run":
+            with pytest.raises(UserError, match=to_the_stranger):
+                stranger.open()
+        else:
+            stranger.open()
+            side_by_side(lambda: island.train(3, 0.4), lambda: stranger.train(3, 0.4))
+            assert any(to_the_stranger in line for line in stranger.lines), stranger.lines
+        assert any(to_the_island in line for line in island.lines), island.lines
+        assert not any("\n" in line for line in (*island.lines, *stranger.lines))
+        assert island.corrections == {} and stranger.corrections == {}
+    finally:
+        side_by_side(island.close, stranger.close)
+
+
+EXPECTED = ArraySpec((64 << 20,), np.dtype(np.uint8))
+HALVES = ("nothing", "a header", "a huge announcement", "a piece", "a piece, and the network gone", "a wrong trailer")
+
+
+def send_half(client: Client, half: str) -> None:
+    """A call by somebody who may call, and who sends a part of a message or a wrong one."""
+    seconds = 0.1 if half.endswith("gone") else 60.0
+    with contextlib.suppress(PeerError, pa.ArrowException), client.exchange({}, nothing, seconds) as channel:
+        writer, size = channel._writer, 1 << 50 if half == "a huge announcement" else EXPECTED.nbytes
+        if half == "nothing":
+            raise PeerError
+        writer.write_metadata(_seal({"kind": "frame", "header": {}, "arrays": [["uint8", [size]]]}))
+        if half in ("a header", "a huge announcement"):
+            raise PeerError
+        column = pa.array(np.zeros(1 << 16, np.uint8))
+        writer.write_batch(pa.RecordBatch.from_arrays([column], schema=SCHEMA))
+        if half == "a wrong trailer":
+            writer.write_metadata(_seal({"bytes": 1 << 16, "digest": ""}))
+        elif half.endswith("gone"):
+            channel.receive()  # until the deadline, with the other side in the middle of the message
+        raise PeerError
+
+
+def check_halves(ca: trustme.CA | None, tries: int) -> None:
+    keys = {name: None if ca is None else keys_of(ca, name) for name in NAMES}
+    received: list[object] = []
+    recorder = Recorder()
+    recorder.exchange = lambda caller, hello, connect: received.append(connect(lambda _: [EXPECTED]).receive())
+    with running(recorder, keys["paris"]) as server:
+        client = calling(server.port, keys["berlin"])
+
+        def all_kinds(number: int) -> None:
+            for one in range(number):
+                send_half(client, HALVES[one % len(HALVES)])
+
+        all_kinds(len(HALVES) * 3)  # what it takes once, it may keep
+        before = settled(descriptors), settled(threading.active_count), resident()
+        all_kinds(tries)
+        assert client.action("status", {}, 60.0)
+        assert settled(descriptors) <= before[0] + 5
+        assert settled(threading.active_count) <= before[1] + 3
+        assert resident() - before[2] < 64 << 20
+    assert received == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux lists them")
+def test_half_messages_of_those_who_may_call_leave_nothing_behind(ca):
+    check_halves(ca, 200)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux lists them")
+@pytest.mark.parametrize("is_tls", [True, False])
+def test_ten_thousand_half_messages_leave_nothing_behind(ca, is_tls):
+    check_halves(ca if is_tls else None, 10_000)

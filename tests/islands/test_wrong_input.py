@@ -1,0 +1,171 @@
+"""What a user may give wrong to `island train`: one line that says what to do, exit 2, before anything is compiled."""
+
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.monitoring
+import pytest
+
+from noloco_jax import island
+from noloco_jax.config import from_dict
+from noloco_jax.config.flags import load_config
+from noloco_jax.errors import UserError
+from noloco_jax.islands.protocol.headers import Identity
+from noloco_jax.islands.roster import Roster, read_roster
+from noloco_jax.run.island import Membership, _identity
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import build_programs
+from support.islands import free_ports
+from support.paths import ROOT
+from support.processes import write_config
+from support.sites import Site
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    return write_config(tmp_path_factory.mktemp("config"))
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+    """The names of the programs that are compiled meanwhile, but for a number's conversion, which is no training."""
+    names: list[str] = []
+
+    def listen(event: str, duration_secs: float, **more: Any) -> None:
+        if event == COMPILED and "convert_element_type" not in more["fun_name"]:
+            names.append(more["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def written(folder: Path, names: tuple[str, ...] = ("paris", "berlin"), host: str = "127.0.0.1") -> Path:
+    path = folder / "roster.toml"
+    lines = ['run = "test"']
+    for name, port in zip(names, free_ports(len(names)), strict=True):
+        lines += ["[[island]]", f'name = "{name}"', f'address = "{host}:{port}"']
+    path.write_text("\n".join(lines))
+    return path
+
+
+def command(config: Path, roster: Path, *more: str, name: str = "paris") -> list[str]:
+    """The arguments of `island train`, for as many replicas as two."""
+    workdir = roster.parent / "workdir"
+    flags = [f"--config={config}", f"--roster={roster}", f"--name={name}", f"--workdir={workdir}"]
+    return ["train", *flags, "--config.num_replicas=2", *more]
+
+
+def told(arguments: list[str], compiled: list[str]) -> str:
+    """The line with which the command ends."""
+    with pytest.raises(UserError) as error:
+        island.main(arguments)
+    assert error.value.exit_status == 2 and "\n" not in str(error.value)
+    assert compiled == []
+    return str(error.value)
+
+
+def test_a_program_that_is_compiled_is_counted(compiled):
+    jax.jit(lambda x: x + 17).lower(1.0).compile()
+    assert compiled
+
+
+def test_as_a_user_sees_it(config, tmp_path):
+    arguments = command(config, written(tmp_path), name="pari")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "noloco_jax.island", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    line = "error: the roster of test has no island 'pari': did you mean 'paris'?\n"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", line)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--config.num_replicas=3"], "num_replicas=3 and the roster of test has 2 islands: give --config.num_replica"),
+        (["--config.method=diloco"], "method='diloco': islands meet in pairs, give --config.method=noloco"),
+        (["--config.model.num_layers=0"], "model.num_layers=0"),
+        (["--keys=nowhere"], "nowhere/ca.pem cannot be read (No such file or directory): give the folder that"),
+        (["--roster=nowhere.toml"], "the roster nowhere.toml cannot be read (No such file or directory): give the pat"),
+        (["--nam=x"], "unknown argument '--nam=x': did you mean '--name'?"),
+    ],
+)
+def test_a_wrong_flag_is_told(config, tmp_path, compiled, more, said):
+    assert said in told(command(config, written(tmp_path), *more), compiled)
+
+
+def test_two_islands_of_one_name_in_a_roster_are_told(config, tmp_path, compiled):
+    line = told(command(config, written(tmp_path, ("paris", "paris"))), compiled)
+    assert line.endswith("[[island]] 1 and 2 both have name = 'paris': give each its own")
+
+
+def test_keys_are_asked_for_where_an_address_is_not_loopback(config, tmp_path, compiled):
+    line = told(command(config, written(tmp_path, host="192.0.2.1")), compiled)
+    assert "can be reached from other machines: give --keys=FOLDER (python -m noloco_jax.island keys" in line
+
+
+def test_keys_of_another_island_are_told(config, tmp_path, compiled):
+    roster = written(tmp_path)
+    assert island.main(["keys", f"--roster={roster}", f"--out={tmp_path / 'keys'}"]) == 0
+    line = told(command(config, roster, f"--keys={tmp_path / 'keys/berlin'}"), compiled)
+    assert "cert.pem is made out to berlin, not to paris: have a new one made with `island keys --replac" in line
+
+
+def test_a_port_in_use_is_told(config, tmp_path, compiled):
+    roster = written(tmp_path)
+    with socket.create_server(read_roster(roster).address("paris")):
+        line = told(command(config, roster), compiled)
+    assert "paris cannot listen at 127.0.0.1:" in line and "another program, or the same island, runs there" in line
+
+
+def identity(config: Path, roster: Roster) -> Identity:
+    """What the command with this configuration says of itself."""
+    loaded = from_dict(load_config(str(config), ["--config.num_replicas=2"]))
+    member = Membership(roster, "berlin", None)
+    own = member.own(loaded)
+    return _identity(member, loaded, build_programs(own, make_mesh(own, jax.devices()[:1])))
+
+
+def test_an_island_that_runs_already_is_told(config, tmp_path, compiled):
+    roster = written(tmp_path)
+    site = Site("paris", read_roster(roster))
+    site.open()
+    try:
+        line = told(command(config, roster), compiled)
+    finally:
+        site.close()
+    assert line == (
+        f"paris runs already, at {read_roster(roster).address('paris')}: stop it, or give --name of an island of test "
+        "that does not run yet"
+    )
+
+
+@pytest.mark.parametrize("field", ["model", "config", "roster", "protocol"])
+def test_what_differs_from_the_others_is_named(config, tmp_path, compiled, field):
+    roster = written(tmp_path)
+    same = identity(config, read_roster(roster))
+    other = dataclasses.replace(same, **{field: 9 if field == "protocol" else "other"})
+    site = Site("berlin", read_roster(roster), identity=other)
+    site.open()
+    compiled.clear()
+    try:
+        line = told(command(config, roster), compiled)
+    finally:
+        site.close()
+    theirs, mine = getattr(other, field), getattr(same, field)
+    assert line.startswith(f"1 of 1 islands refuse paris; berlin says: {field} is {theirs}, yours is {mine}: give all")
+    assert any(f"paris was refused: {field} is" in said for said in site.lines)  # on the other side too
