@@ -17,6 +17,7 @@ import numpy as np
 from noloco_jax.errors import UserError
 from noloco_jax.islands.channel import Channel
 from noloco_jax.islands.client import Client
+from noloco_jax.islands.codes import Arrays, Codes, norm_of
 from noloco_jax.islands.conversation import Conversation
 from noloco_jax.islands.frames import ArraySpec, Expects, Frame
 from noloco_jax.islands.keys import Credentials
@@ -64,7 +65,6 @@ from noloco_jax.islands.server import Handlers, Server
 
 _CALL_SECONDS = 3600.0  # the protocol ends calls long before
 _GOODBYE_SECONDS = 2.0
-Arrays = Sequence[np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class Station:
       credentials: its keys, None without TLS.
       protocol: what decides.
       settings: of the protocol.
-      message: what each array of a message must be.
-      state: the same of a state.
+      codes: the form in which messages travel.
+      state: what each array of a state must be.
       report: is given lines for people.
     """
 
@@ -137,13 +137,14 @@ class Station:
         credentials: Credentials | None,
         protocol: Island,
         settings: Settings,
-        message: Sequence[ArraySpec],
+        codes: Codes,
         state: Sequence[ArraySpec],
         report: Callable[[str], None],
     ):
         self._roster, self._name, self._credentials = roster, name, credentials
         self._protocol, self._settings, self._report = protocol, settings, report
-        self._specs: Mapping[str, Sequence[ArraySpec]] = {Message.__name__: message, State.__name__: state}
+        self._codes = codes
+        self._specs: Mapping[str, Sequence[ArraySpec]] = {Message.__name__: codes.specs, State.__name__: state}
         self._clients = {other: Client(roster, name, credentials, other) for other in roster.names if other != name}
         self._changed = threading.Condition(threading.RLock())
         self._conversations: dict[Any, Conversation] = {}
@@ -179,9 +180,15 @@ class Station:
                 raise UserError(self._decision.line)
             return self._decision is not None
 
-    def end_round(self, round: int, tokens: int, message: Arrays) -> None:
-        """The solo step of a round is done; its message is exchanged from now on."""
-        norms = (_norm(message),)
+    def end_round(self, round: int, tokens: int, message: Arrays, norm: float) -> None:
+        """The solo step of a round is done; its message, as it travels, is exchanged from now on.
+
+        Args:
+          round: the one after the last.
+          tokens: trained on in it: the message's weight.
+          message: encoded.
+          norm: Euclidean, of the message.
+        """
         with self._changed:
             if any(isinstance(item, Healed) for item in self._inbox):
                 return  # these weights are about to be replaced
@@ -190,7 +197,7 @@ class Station:
                 del self._own[old]
             for xid in [xid for xid in self._others if xid.round not in self._own]:
                 del self._others[xid]
-            self._handle(RoundEnded(round, tokens, norms))
+            self._handle(RoundEnded(round, tokens, (norm,)))
             if not self._protocol.status().partner:
                 self._met.append(Met(round, "", "alone", reason="an odd number of islands"))
 
@@ -281,7 +288,9 @@ class Station:
                 if channel in self._conversations:
                     self._conversations[channel].end()
             case Apply(xid, peer, weight, lag):
-                formed = self._former.submit(_correction, self._own[xid.round], self._others.pop(xid), weight)
+                formed = self._former.submit(
+                    self._codes.correction, self._own[xid.round], self._others.pop(xid), weight
+                )
                 self._inbox.append(Correction(xid.round, formed))
                 self._met.append(Met(xid.round, peer, "late" if lag else "met", lag))
             case Drop(round, _, peer, reason, one_sided):
@@ -367,7 +376,9 @@ class Station:
             header = from_json(frame.header)
         except HeaderError as error:
             raise RefusedCall(str(error)) from None
-        content = None if frame.arrays is None else Content(_norm(frame.arrays))
+        content = None
+        if frame.arrays is not None:
+            content = Content(self._codes.norm(frame.arrays) if isinstance(header, Message) else norm_of(frame.arrays))
         with self._changed:
             if conversation.ended_here:
                 return
@@ -380,13 +391,3 @@ class Station:
 
 def _no_state(caller: str, request: Mapping[str, Any]) -> Iterable[tuple[str, np.ndarray]]:
     raise RefusedCall(f"{caller} asks for a state by a call of another version")
-
-
-def _correction(own: Arrays, others: Arrays, weight: float) -> Arrays:
-    return [np.float32(weight) * (theirs - mine) for mine, theirs in zip(own, others, strict=True)]
-
-
-def _norm(arrays: Arrays) -> float:
-    """Euclidean, over all arrays; not finite where a value is not."""
-    squares = (float(np.linalg.norm(x.reshape(-1).astype(np.float32, copy=False))) ** 2 for x in arrays)
-    return float(np.sqrt(sum(x for x in squares)))

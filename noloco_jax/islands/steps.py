@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from noloco_jax.islands.codes import specs_of
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.islands.station import Correction, Healed, Station
@@ -13,11 +14,6 @@ from noloco_jax.spmd.solo import SoloPrograms
 
 PyTree = Any
 _AT_ONCE_SECONDS = 600.0  # of the mode that waits for what is to be compared with other runs
-
-
-def specs_of(tree: PyTree) -> list[ArraySpec]:
-    """What the arrays of a message like this must be."""
-    return [ArraySpec(tuple(x.shape), np.dtype(x.dtype)) for x in jax.tree.leaves(tree)]
 
 
 def state_specs(state: TrainState) -> list[ArraySpec]:
@@ -50,11 +46,11 @@ class IslandSteps:
             params, inner, outer = state
             assert outer is not None
             round = int(outer.round)
-            params, outer, message = self._solo.step(params, outer)
+            params, outer, code, norm = self._solo.step(params, outer)
             since = step if self._last_step is None else step - self._last_step
             self._last_step = step
-            arrays = [np.asarray(x) for x in jax.device_get(jax.tree.leaves(message))]
-            self.station.end_round(round, since * self._tokens_per_step, arrays)
+            arrays = [np.asarray(x) for x in jax.device_get(jax.tree.leaves(code))]
+            self.station.end_round(round, since * self._tokens_per_step, arrays, float(norm))
             state = TrainState(params, inner, outer)
             if self._at_once:
                 state = self.settle(state, _AT_ONCE_SECONDS)

@@ -11,19 +11,22 @@ from typing import Any
 from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
+from noloco_jax.islands.codes import Codes, specs_of
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.protocol.headers import Identity
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.settings import Settings
 from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.station import Station
-from noloco_jax.islands.steps import IslandSteps, specs_of, state_specs
+from noloco_jax.islands.steps import IslandSteps, state_specs
 from noloco_jax.methods import meetings_of, method_of
 from noloco_jax.run.messages import Messages
 from noloco_jax.spmd.programs import Programs
 from noloco_jax.spmd.solo import SoloPrograms, compile_solo
+from noloco_jax.wires import BLOCK_BITS, FLOAT_BYTES
 
 ISLAND_FILE = "island.json"
+_WIRES = (*FLOAT_BYTES, *BLOCK_BITS)
 # Groups and fields of a configuration that all islands must have equal; what is left is each one's own affair.
 _COMMON = ("method", "num_steps", "num_replicas", "seed", "model", "inner", "outer")
 
@@ -68,9 +71,13 @@ class Membership:
             )
         if config.method != "noloco":
             raise UserError(f"method={config.method!r}: islands meet in pairs, give --config.method=noloco")
+        if outer.wire not in _WIRES:
+            raise UserError(
+                f"outer.wire={outer.wire!r} takes two messages, windows first, and islands send one: give "
+                f"--config.outer.wire={', '.join(_WIRES[:-1])} or {_WIRES[-1]}"
+            )
         for name, wanted, given in (
             ("outer.group_size", 2, outer.group_size),
-            ("outer.wire", "float32", outer.wire),
             ("outer.delay", 0, outer.delay),
             ("outer.moments", 0, outer.moments),
             ("outer.final_merge", False, outer.final_merge),
@@ -130,7 +137,7 @@ def open_station(
         member.credentials,
         protocol,
         member.settings(config),
-        specs_of(solo.message),
+        Codes(solo.wire, solo.message, solo.code),
         state_specs(programs.state),
         report,
     )
@@ -164,7 +171,7 @@ def steps_of(member: Membership, config: TrainConfig, station: Station, solo: So
 
 def messages_of_island(solo: SoloPrograms) -> Messages:
     """What an island sends in a round that has a partner."""
-    size = sum(spec.nbytes for spec in specs_of(solo.message))
+    size = sum(spec.nbytes for spec in specs_of(solo.code))
     return Messages(of_outer_step=lambda round: size, of_inner_step=lambda step: 0)
 
 

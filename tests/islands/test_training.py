@@ -103,9 +103,13 @@ def in_threads(*works: Callable[[], None]) -> None:
         raise errors[0]
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, fragments):
-    world = World(small(fragments=fragments), tmp_path)
+# What is within float32's rounding of the middle between two values of a code may be sent as either; that share of the
+# weights may therefore lie a step of the code apart.
+@pytest.mark.parametrize(
+    ("fragments", "wire", "flipped"), [(1, "float32", 0), (2, "float32", 0), (2, "bfloat16", 0.02), (1, "int6", 0.02)]
+)
+def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, fragments, wire, flipped):
+    world = World(small(fragments=fragments, wire=wire), tmp_path)
     config, meetings = world.config, meetings_of(world.config)
     assert meetings is not None
     final: dict[int, Any] = {}
@@ -135,7 +139,9 @@ def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, fragments):
     for path, expected in jax.tree.leaves_with_path(jax.device_get(state.params)):
         for replica in range(4):
             found = dict(jax.tree.leaves_with_path(final[replica]))[path][0]
-            np.testing.assert_allclose(found, expected[replica], rtol=2e-4, atol=2e-6, err_msg=str(path))
+            differs = ~np.isclose(found, expected[replica], rtol=2e-4, atol=2e-6)
+            assert differs.mean() <= flipped, path
+            np.testing.assert_allclose(found, expected[replica], rtol=0, atol=2e-3, err_msg=str(path))
         assert np.abs(expected[0] - expected[1]).max() > 1e-4  # they are no copies of each other
 
 
@@ -248,7 +254,11 @@ def test_an_island_of_another_configuration_is_refused_before_it_compiles(world,
     [
         ({"num_replicas": 5}, "num_replicas=5 and the roster of test has 4 islands: give --config.num_replicas=4"),
         ({"method": "diloco"}, "method='diloco': islands meet in pairs"),
-        ({"outer": {"wire": "int8"}}, "outer.wire='int8' is not for islands: give --config.outer.wire=float32"),
+        (
+            {"outer": {"wire": "modulo4"}},
+            "outer.wire='modulo4' takes two messages, windows first, and islands send one: give "
+            "--config.outer.wire=float32, bfloat16, int8, int6 or int4",
+        ),
     ],
 )
 def test_a_configuration_that_islands_cannot_follow_is_told_in_a_line(changes, line):
