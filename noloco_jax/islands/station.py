@@ -201,6 +201,11 @@ class Station:
             if not self._protocol.status().partner:
                 self._met.append(Met(round, "", "alone", reason="an odd number of islands"))
 
+    def stride(self, most: int) -> int:
+        """Steps of the run's schedule, up to `most`, that the inner step which begins now is to stand for."""
+        with self._changed:
+            return self._protocol.stride(time.monotonic(), most)
+
     def take(self) -> list[Correction | Healed]:
         """What is to be entered now, in this order; after a state, nothing of before it."""
         with self._changed:

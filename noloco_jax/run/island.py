@@ -40,6 +40,10 @@ class Membership:
       name: its own name.
       credentials: its keys; None without TLS.
       patience: rounds of a fragment for which a message waits for its partner's.
+      pace: "steps": every island takes every inner step; "time": an island takes as many of a round's inner steps as it
+        has time for while the fastest takes all of them. Steps, rounds and learning rates go by the run's schedule
+        then, of which `num_steps` is the length for all: one inner step may stand for several steps of it. Messages
+        weigh as much as the inner steps that were taken for them.
       at_once: whether outer steps wait for their exchange, for comparisons with one program.
     """
 
@@ -47,6 +51,7 @@ class Membership:
     name: str
     credentials: Credentials | None
     patience: int = 2
+    pace: str = "steps"
     at_once: bool = False
 
     def __str__(self) -> str:
@@ -93,7 +98,7 @@ class Membership:
 
     def settings(self, config: TrainConfig) -> Settings:
         """Of the protocol, for which every outer step is a round: a fragment's rounds are so many apart."""
-        return Settings(patience=self.patience * config.outer.fragments)
+        return Settings(patience=self.patience * config.outer.fragments, keeps_pace=self.pace == "time")
 
     def partner(self, config: TrainConfig) -> Callable[[int], str | None]:
         """From an outer step to the island's partner in it."""
@@ -166,7 +171,14 @@ def journal_of(saved: dict[str, Any] | None, config: TrainConfig, start: int) ->
 def steps_of(member: Membership, config: TrainConfig, station: Station, solo: SoloPrograms, programs: Programs):
     """The island's outer steps, compiled; `config` is its own."""
     compiled = compile_solo(solo, programs)
-    return IslandSteps(station, compiled, programs, config.tokens_per_step, at_once=member.at_once)
+    meetings = meetings_of(config)
+    assert meetings is not None
+
+    def tokens_of_round(step: int) -> int:
+        return meetings.interval(step) * config.tokens_per_step
+
+    keeps_pace = member.pace == "time"
+    return IslandSteps(station, compiled, programs, tokens_of_round, keeps_pace=keeps_pace, at_once=member.at_once)
 
 
 def messages_of_island(solo: SoloPrograms) -> Messages:
@@ -186,6 +198,7 @@ def _identity(member: Membership, config: TrainConfig, programs: Programs) -> Id
         _digest(model),
         member.roster.version,
         f"{config.outer.wire}, {config.outer.fragments} fragments",
+        member.pace,
     )
 
 

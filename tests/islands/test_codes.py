@@ -66,7 +66,9 @@ def test_a_correction_is_the_weighted_difference_of_what_both_have_rounded(name,
 @pytest.mark.parametrize("name", ROUNDED)
 def test_corrections_of_a_pair_are_exactly_opposite_and_those_of_equal_islands_nothing(name):
     codes, _, sent = codes_of(name)
-    for mine, theirs in zip(codes.correction(*sent, 0.5), codes.correction(*sent[::-1], 0.5), strict=True):
+    for mine, theirs in zip(
+        codes.correction(sent[0], sent[1], 0.5), codes.correction(sent[1], sent[0], 0.5), strict=True
+    ):
         np.testing.assert_array_equal(mine, -theirs)
         assert np.abs(mine).max() > 0.1
     assert not any(x.any() for x in codes.correction(sent[0], list(sent[0]), 0.5))

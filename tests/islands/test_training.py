@@ -145,6 +145,50 @@ def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, fragments, 
         assert np.abs(expected[0] - expected[1]).max() > 1e-4  # they are no copies of each other
 
 
+def test_an_island_of_a_quarter_of_the_speed_ends_its_rounds_with_the_fast_one_and_weighs_less(tmp_path):
+    world = World(small(sync_every=8), tmp_path)
+    meetings, rounds = meetings_of(world.config), 24
+    assert meetings is not None
+    ends: dict[str, list[float]] = {}
+    weights: dict[str, list[float]] = {}
+    shares: dict[str, float] = {}
+
+    def train(replica: int, seconds: float) -> None:
+        name = NAMES[replica]
+        station, island = world.join(name, pace="time")
+        correct = station._codes.correction
+
+        def noted(own: Any, others: Any, weight: float) -> Any:
+            weights.setdefault(name, []).append(weight)
+            return correct(own, others, weight)
+
+        station._codes.correction = noted  # type: ignore[method-assign]
+        state, step, taken = world.programs.init(draws.key(0)), 0, 0
+        state = world.inner(world.programs, state, 1, range(replica, replica + 1))  # compiles
+        ready.wait()
+        while step < rounds * 8:
+            state, step = island.enter(state, step)
+            state, stride = island.advance(state, step, rounds * 8 - step)
+            time.sleep(seconds)
+            before, step, taken = step, step + stride, taken + 1
+            state = world.inner(world.programs, state, step, range(replica, replica + 1))
+            count = meetings.total(step) - meetings.total(before)
+            state = island.take(state, step, count)
+            ends.setdefault(name, []).extend([time.monotonic()] * count)
+        shares[name] = taken / (rounds * 8)
+        ready.wait()
+        station.close()
+
+    ready = threading.Barrier(2, timeout=100)
+    in_threads(lambda: train(0, 0.1), lambda: train(1, 0.4))
+    assert len(ends["paris"]) == len(ends["berlin"]) == rounds
+    assert shares["paris"] > 0.8 and shares["berlin"] < 0.5
+    apart = [abs(one - other) for one, other in zip(ends["paris"], ends["berlin"], strict=True)]
+    round_seconds = (ends["paris"][-1] - ends["paris"][0]) / (rounds - 1)
+    assert np.median(apart[rounds // 2 :]) < round_seconds
+    assert np.median(weights["paris"]) < 0.4 and np.median(weights["berlin"]) > 0.6
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> World:
     return World(small(), tmp_path_factory.mktemp("islands"))

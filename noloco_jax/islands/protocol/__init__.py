@@ -21,5 +21,6 @@ ABORTED. Nothing is waited for: a message is dropped, on both sides, when `patie
 
 `exchanges.py` does that for the rounds whose messages are kept (`meeting.py`), `doubts.py` asks, `ledger.py` remembers
 outcomes as the weights have seen them, `peers.py` and `transfers.py` say whom and what to believe and how long to wait,
-`healing.py` decides from which weights an island trains, `context.py` is what they share.
+`pace.py` has islands of unequal speed end their rounds together, `healing.py` decides from which weights an island
+trains, `context.py` is what they share.
 """

@@ -25,6 +25,7 @@ from noloco_jax.islands.protocol.headers import (
     NotPartner,
     Outcome,
     Received,
+    Timing,
     Wrong,
 )
 from noloco_jax.islands.protocol.meeting import Exchange, Meeting, Stage
@@ -63,7 +64,9 @@ class Exchanges:
         count = context.settings.fragments
         order = [(event.round + i) % count for i in range(count)]  # each is the first one in its turn
         peer = context.peers[name]
-        meeting = self.meetings[event.round] = Meeting(event.round, peer, event.tokens, order, Backoff(context))
+        made_up = context.pace.made_up
+        meeting = Meeting(event.round, peer, event.tokens, context.now, made_up, order, Backoff(context))
+        self.meetings[event.round] = meeting
         self.due += count
         if not all(map(math.isfinite, event.norms)):
             self._end(meeting, "the own message is not finite")
@@ -119,7 +122,8 @@ class Exchanges:
             return
         meeting.attempts += 1
         xid = ExchangeId(meeting.round, free[0], context.name, context.incarnation, meeting.attempts)
-        channel = context.open(meeting.peer.name, Hello(context.caller(meeting.peer.name), xid, meeting.tokens))
+        hello = Hello(context.caller(meeting.peer.name), xid, meeting.tokens, self._timing(meeting))
+        channel = context.open(meeting.peer.name, hello)
         deadline = context.now + context.settings.answer_seconds
         meeting.running = Exchange(xid, meeting.peer, channel, True, Stage.OFFERED, context.now, deadline)
 
@@ -127,6 +131,8 @@ class Exchanges:
         match header:
             case Accept():
                 exchange.peer.told(header.incarnation, header.round, self._context.now)
+                self._context.pace.hear(header.timing, self._context.round)
+                self._keep_pace(meeting, header.timing)
                 self._stream(meeting, exchange, header.tokens)
             case Busy():
                 self._failed(meeting, least=header.seconds)
@@ -159,6 +165,7 @@ class Exchanges:
             context.answer(channel, NotPartner("a past incarnation"))
             return
         peer.told(caller.incarnation, caller.round, context.now)
+        context.pace.hear(hello.timing, context.round)  # also where this side is not there yet
         refusal = self._refusal(peer, xid)
         if refusal is not None:
             context.answer(channel, refusal)
@@ -168,7 +175,8 @@ class Exchanges:
             self._end_exchange(meeting)  # of a dial that crossed this one, or of an attempt that its dialler gave up
         now = context.now
         meeting.running = Exchange(xid, peer, channel, False, Stage.STREAMING, now, math.inf)
-        context.send(channel, Accept(context.incarnation, context.round, meeting.tokens))
+        context.send(channel, Accept(context.incarnation, context.round, meeting.tokens, self._timing(meeting)))
+        self._keep_pace(meeting, hello.timing)
         self._stream(meeting, meeting.running, hello.tokens)
 
     def _refusal(self, peer: Peer, xid: ExchangeId) -> Answer | None:
@@ -264,6 +272,12 @@ class Exchanges:
     def _meeting_of(self, channel: Channel) -> Meeting | None:
         meetings = self.meetings.values()
         return next((m for m in meetings if m.running is not None and m.running.channel == channel), None)
+
+    def _timing(self, meeting: Meeting) -> Timing | None:
+        return self._context.pace.timing(meeting.ended, self._context.now, self._context.round)
+
+    def _keep_pace(self, meeting: Meeting, timing: Timing | None) -> None:
+        self._context.pace.meet(timing, meeting.ended, meeting.made_up, self._context.now)
 
     def _stream(self, meeting: Meeting, exchange: Exchange, tokens: int) -> None:
         exchange.stage = Stage.STREAMING
