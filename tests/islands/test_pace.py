@@ -15,8 +15,8 @@ STEPS = 50  # of a round
 SPEEDS = (4, 2, 1)
 
 
-def paced(durations, seconds: float, **arguments) -> World:
-    return World(len(durations), durations=durations, steps=STEPS, **{"settings": SETTINGS} | arguments).run(seconds)
+def paced(durations, seconds: float, settings: Settings = SETTINGS, **arguments) -> World:
+    return World(len(durations), durations=durations, steps=STEPS, settings=settings, **arguments).run(seconds)
 
 
 def apart(world: World, round: int) -> float:

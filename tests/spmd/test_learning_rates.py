@@ -64,7 +64,7 @@ def test_an_optimizer_can_be_told_which_step_of_the_schedule_comes(optimizer):
         {"num_steps": 20, "inner": {"optimizer": optimizer, "lr": 1e-2, "warmup_steps": 2, "min_lr": 0.0}}
     )
     params = {"embed": jnp.ones((4, 4)), "blocks": {"up": jnp.ones((1, 4, 4))}}
-    gradient = jax.tree.map(lambda x: x * jnp.arange(1.0, 5.0), params)
+    gradient = jax.tree.map(lambda x: jnp.arange(1.0, 1.0 + x.size).reshape(x.shape), params)
     inner = inner_optimizer(config)
     state = inner.init(params)
     moved = jax.tree.leaves(inner.update(gradient, state, params)[0])
