@@ -54,7 +54,7 @@ def at_step(state: PyTree, step: int) -> PyTree:
     def one(part: Any) -> Any:
         if not isinstance(part, optax.ScaleByScheduleState):
             return part
-        count = part.count
+        count: Any = part.count
         return part._replace(count=jax.device_put(np.full(count.shape, step - 1, count.dtype), count.sharding))
 
     return jax.tree.map(one, state, is_leaf=lambda part: isinstance(part, optax.ScaleByScheduleState))
