@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from noloco_jax import draws
@@ -145,6 +146,12 @@ def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, fragments, 
         assert np.abs(expected[0] - expected[1]).max() > 1e-4  # they are no copies of each other
 
 
+def learning_rate_counts(state: TrainState) -> set[int]:
+    """Steps behind the inner optimizer, as far as its learning rate goes."""
+    parts = jax.tree.leaves(state.inner, is_leaf=lambda part: isinstance(part, optax.ScaleByScheduleState))
+    return {int(np.asarray(part.count)[0]) for part in parts if isinstance(part, optax.ScaleByScheduleState)}
+
+
 def test_an_island_of_a_quarter_of_the_speed_ends_its_rounds_with_the_fast_one_and_weighs_less(tmp_path):
     world = World(small(sync_every=8), tmp_path)
     meetings, rounds = meetings_of(world.config), 24
@@ -169,6 +176,7 @@ def test_an_island_of_a_quarter_of_the_speed_ends_its_rounds_with_the_fast_one_a
         while step < rounds * 8:
             state, step = island.enter(state, step)
             state, stride = island.advance(state, step, rounds * 8 - step)
+            assert learning_rate_counts(state) == {step + stride - 1}
             time.sleep(seconds)
             before, step, taken = step, step + stride, taken + 1
             state = world.inner(world.programs, state, step, range(replica, replica + 1))
