@@ -9,7 +9,8 @@ import numpy as np
 from noloco_jax.islands.codes import specs_of
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.protocol.island import Journal
-from noloco_jax.islands.station import Correction, Healed, Station
+from noloco_jax.islands.results import Correction, Healed
+from noloco_jax.islands.station import Station
 from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import Programs, TrainState, shardings_of
 from noloco_jax.spmd.solo import SoloPrograms

@@ -30,6 +30,7 @@ from noloco_jax.islands.protocol.headers import (
 )
 from noloco_jax.islands.protocol.meeting import Exchange, Meeting, Stage
 from noloco_jax.islands.protocol.peers import Peer
+from noloco_jax.islands.protocol.refusal import refusal
 
 
 class Exchanges:
@@ -180,40 +181,10 @@ class Exchanges:
         self._stream(meeting, meeting.running, hello.tokens)
 
     def _refusal(self, peer: Peer, xid: ExchangeId) -> Answer | None:
-        context = self._context
         if self._leaving:
             return NotPartner("leaving")
-        if peer.quarantined_until > xid.round:
-            return NotPartner("in quarantine")
-        if xid.fragment not in range(context.settings.fragments) or self._partner(xid.round) != peer.name:
-            return NotPartner("not in this round")
-        if context.ledger.has_committed(xid.round, xid.fragment):
-            return Done(Outcome.COMMITTED)
-        if xid in context.ledger.outcomes:
-            return Done(Outcome.ABORTED)
-        meeting = self.meetings.get(xid.round)
-        if meeting is None:
-            is_recent = context.round - context.settings.patience < xid.round <= context.round
-            return NotPartner("no message of that round is left") if is_recent else AtRound(context.round)
-        if xid.fragment not in meeting.left:
-            return Done(Outcome.ABORTED)  # it was given up here
-        if self.doubts.about(xid.round, xid.fragment) or self._prefers_its_own(meeting, xid):
-            return Busy(context.settings.retry_seconds)
-        return None
-
-    def _prefers_its_own(self, meeting: Meeting, xid: ExchangeId) -> bool:
-        """Whether what is running goes on when the partner dials.
-
-        Two dials that cross: the lower name's counts in even rounds, the higher one's in odd ones, on both sides.
-        """
-        running = meeting.running
-        if running is None:
-            return False
-        if running.dials:
-            lower_name_leads = meeting.round % 2 == 0
-            leads = (self._context.name < meeting.peer.name) is lower_name_leads
-            return leads or running.stage is not Stage.OFFERED
-        return (xid.incarnation, xid.attempt) <= (running.xid.incarnation, running.xid.attempt)
+        is_in_doubt = self.doubts.about(xid.round, xid.fragment)
+        return refusal(self._context, peer, xid, self._partner(xid.round), self.meetings.get(xid.round), is_in_doubt)
 
     def settle(self, peer: str, xid: ExchangeId) -> Outcome | None:
         """The answer to a dialler that asks how its exchange ended: it holds this side's message and has said so."""
