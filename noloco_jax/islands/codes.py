@@ -5,6 +5,7 @@ thread asks: neither the accelerator nor the training is held up.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -55,16 +56,17 @@ class Codes:
                 f"JAX has no CPU, on which messages of outer.wire={wire.name} are decoded: add cpu to JAX_PLATFORMS, "
                 "as in cuda,cpu"
             ) from None
-        # Of one replica's array: what a code is to become is known when the program is compiled.
-        self._likes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(message)]
-        self._decode = jax.jit(lambda code, like: jax.vmap(lambda one: wire.decode(one, like))(code), static_argnums=1)
+        # Compiled here, as the first message has no time for it.
+        there = jax.sharding.SingleDeviceSharding(self._host)
+        sent = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in jax.tree.leaves(code)]
+        likes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(message)]  # of one replica
+        self._decode = jax.jit(partial(_decoded, wire, likes)).lower(sent).compile()
 
     def values(self, arrays: Arrays) -> Arrays:
         """Q(m) of a message as it travels."""
         if self._is_exact:
             return arrays
-        placed = [jax.device_put(code, self._host) for code in arrays]
-        return [np.asarray(self._decode(code, like)) for code, like in zip(placed, self._likes, strict=True)]
+        return [np.asarray(x) for x in self._decode(jax.device_put(list(arrays), self._host))]
 
     def norm(self, arrays: Arrays) -> float:
         """Euclidean, of all of Q(m); not finite where a value is not."""
@@ -78,3 +80,9 @@ class Codes:
         """
         pairs = zip(self.values(own), self.values(others), strict=True)
         return [np.float32(weight) * (theirs - mine) for mine, theirs in pairs]
+
+
+def _decoded(wire: Wire, likes: Sequence[Any], codes: Sequence[jax.Array]) -> list[jax.Array]:
+    return [
+        jax.vmap(lambda one, like=like: wire.decode(one, like))(code) for code, like in zip(codes, likes, strict=True)
+    ]
