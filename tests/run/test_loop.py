@@ -114,7 +114,8 @@ class Result:
             run |= {"island": island}
             self.outcome, self.error = None, None
             try:
-                state: Any = TrainState(None, None, SimpleNamespace(round=0))
+                outer: Any = SimpleNamespace(round=0)
+                state: Any = TrainState(None, None, outer)
                 self.outcome = loop.train_steps(
                     loop.Run(config=config, **run), state, start, evaluate_first=evaluate_first
                 )
