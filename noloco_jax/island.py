@@ -40,7 +40,8 @@ def _train(argv: Sequence[str]) -> int:
     """Trains as one of the islands; what is wrong is told before anything is compiled."""
     config, flags = parse_args(argv, _TRAIN, _define_train_flags, prog="python -m noloco_jax.island train")
     roster = read_roster(flags.roster)
-    member = Membership(roster, flags.name, credentials_for(roster, flags.name, flags.keys), at_once=flags.at_once)
+    credentials = credentials_for(roster, flags.name, flags.keys)
+    member = Membership(roster, flags.name, credentials, pace=flags.pace, at_once=flags.at_once)
     member.check(config)
     keep_freed_memory()
     use_gpu_memory()
@@ -56,6 +57,13 @@ def _define_train_flags(parser: argparse.ArgumentParser) -> None:
         "--keys", type=folder_of_flag, metavar="DIR", help="the island's keys; none are needed where all are loopback"
     )
     parser.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="the island's own folder")
+    parser.add_argument(
+        "--pace",
+        choices=("steps", "time"),
+        default=Membership.pace,
+        help="steps: every island takes every inner step; time: each takes as many of a round's as it has time for, "
+        "while the fastest takes all, and messages weigh accordingly; the same on all islands (default %(default)s)",
+    )
     parser.add_argument(
         "--at_once",
         action="store_true",

@@ -63,6 +63,10 @@ class Meetings:
             count = count * (1 - since) + here * since
         return count
 
+    def interval(self, step: int) -> int:
+        """Inner steps from one outer step of a fragment to its next, as they are at inner step `step` (1, 2, ...)."""
+        return next(every for first, every in reversed(self.pieces) if step > first)
+
     def on_the_way(self, step: Any) -> Any:
         """Outer steps before inner step `step` whose corrections do not enter by then."""
         return sum((self.due(step - back) for back in range(1, self.delay)), start=0 * step)

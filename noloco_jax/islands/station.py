@@ -1,15 +1,15 @@
 """An island on the network: its protocol's actions carried out, over Flight, beside the training and never before it.
 
-Every call has a thread. All of them, and the training, hand events to the protocol under one lock, which is held for as
-long as it takes to decide, never while anything is sent, copied or computed.
+Every call has a thread (`switchboard.py`). All of them, and the training, hand events to the protocol under one lock,
+which is held for as long as it takes to decide, never while anything is sent, copied or computed.
 """
 
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,9 @@ import numpy as np
 from noloco_jax.errors import UserError
 from noloco_jax.islands.channel import Channel
 from noloco_jax.islands.client import Client
-from noloco_jax.islands.conversation import Conversation
-from noloco_jax.islands.frames import ArraySpec, Expects, Frame
+from noloco_jax.islands.codes import Arrays, Codes, norm_of
+from noloco_jax.islands.frames import ArraySpec, Expects
 from noloco_jax.islands.keys import Credentials
-from noloco_jax.islands.peer_errors import Ended, PeerError
 from noloco_jax.islands.peer_errors import Refused as RefusedCall
 from noloco_jax.islands.protocol.events import (
     Action,
@@ -45,75 +44,19 @@ from noloco_jax.islands.protocol.events import (
 )
 from noloco_jax.islands.protocol.headers import (
     ExchangeId,
-    HeaderError,
-    Hello,
-    Leave,
+    Header,
     Message,
-    Opener,
     State,
-    StateRequest,
     Status,
-    StatusRequest,
-    from_json,
-    to_json,
 )
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.settings import Settings
+from noloco_jax.islands.results import Correction, Healed, Met
 from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.server import Handlers, Server
+from noloco_jax.islands.switchboard import Listener, Switchboard
 
-_CALL_SECONDS = 3600.0  # the protocol ends calls long before
 _GOODBYE_SECONDS = 5.0  # in which the others ask what only this island knows
-Arrays = Sequence[np.ndarray]
-
-
-@dataclass(frozen=True)
-class Correction:
-    """What an exchange came to: to be entered between two inner steps.
-
-    Attributes:
-      round: whose message it corrects.
-      arrays: c = w_j/(w_i + w_j) (m_j − m_i), once they are computed.
-    """
-
-    round: int
-    arrays: Future[Arrays]
-
-
-@dataclass(frozen=True)
-class Healed:
-    """Another island's state, to go on from.
-
-    Attributes:
-      peer: whose.
-      round: the last one that it has ended.
-      arrays: as the other's `Station.give` was given them.
-    """
-
-    peer: str
-    round: int
-    arrays: Arrays
-
-
-@dataclass(frozen=True)
-class Met:
-    """What became of a round's message.
-
-    Attributes:
-      round: which.
-      partner: whom it was to be exchanged with; empty: nobody.
-      outcome: "met" in its round, "late" in a later one, or "alone".
-      lag: rounds by which it was late.
-      reason: why alone, in a few words.
-      one_sided: whether the partner may have applied its half.
-    """
-
-    round: int
-    partner: str
-    outcome: str
-    lag: int = 0
-    reason: str = ""
-    one_sided: bool = False
 
 
 class Station:
@@ -125,8 +68,8 @@ class Station:
       credentials: its keys, None without TLS.
       protocol: what decides.
       settings: of the protocol.
-      message: what each array of a message must be.
-      state: the same of a state.
+      codes: the form in which messages travel.
+      state: what each array of a state must be.
       report: is given lines for people.
     """
 
@@ -137,17 +80,21 @@ class Station:
         credentials: Credentials | None,
         protocol: Island,
         settings: Settings,
-        message: Sequence[ArraySpec],
+        codes: Codes,
         state: Sequence[ArraySpec],
         report: Callable[[str], None],
     ):
         self._roster, self._name, self._credentials = roster, name, credentials
         self._protocol, self._settings, self._report = protocol, settings, report
-        self._specs: Mapping[str, Sequence[ArraySpec]] = {Message.__name__: message, State.__name__: state}
-        self._clients = {other: Client(roster, name, credentials, other) for other in roster.names if other != name}
+        self._codes = codes
         self._changed = threading.Condition(threading.RLock())
-        self._conversations: dict[Any, Conversation] = {}
-        self._numbers = itertools.count()
+        self._switchboard = Switchboard(
+            {other: Client(roster, name, credentials, other) for other in roster.names if other != name},
+            {Message.__name__: codes.specs, State.__name__: state},
+            settings.answer_seconds,
+            self._changed,
+            Listener(self._happened, self._ended, self._content, report),
+        )
         self._former = ThreadPoolExecutor(1, thread_name_prefix="corrections")
         self._own: dict[int, Arrays] = {}
         self._others: dict[ExchangeId, Arrays] = {}
@@ -180,9 +127,15 @@ class Station:
                 raise UserError(self._decision.line)
             return self._decision is not None
 
-    def end_round(self, round: int, tokens: int, message: Arrays) -> None:
-        """The solo step of a round is done; its message is exchanged from now on."""
-        norms = (_norm(message),)
+    def end_round(self, round: int, tokens: int, message: Arrays, norm: float) -> None:
+        """The solo step of a round is done; its message, as it travels, is exchanged from now on.
+
+        Args:
+          round: the one after the last.
+          tokens: trained on in it: the message's weight.
+          message: encoded.
+          norm: Euclidean, of the message.
+        """
         with self._changed:
             if any(isinstance(item, Healed) for item in self._inbox):
                 return  # these weights are about to be replaced
@@ -191,9 +144,14 @@ class Station:
                 del self._own[old]
             for xid in [xid for xid in self._others if xid.round not in self._own]:
                 del self._others[xid]
-            self._handle(RoundEnded(round, tokens, norms))
+            self._handle(RoundEnded(round, tokens, (norm,)))
             if not self._protocol.status().partner:
                 self._met.append(Met(round, "", "alone", reason="an odd number of islands"))
+
+    def stride(self, most: int) -> int:
+        """Steps of the run's schedule, up to `most`, that the inner step which begins now is to stand for."""
+        with self._changed:
+            return self._protocol.stride(time.monotonic(), most)
 
     def take(self) -> list[Correction | Healed]:
         """What is to be entered now, in this order; after a state, nothing of before it."""
@@ -227,9 +185,7 @@ class Station:
         with self._changed:
             waiting, self._waiting = self._waiting, []
         for key, header in waiting:
-            conversation = self._conversations.get(key)
-            if conversation is not None:
-                conversation.send(replace(header, round=round), arrays)
+            self._switchboard.send(key, replace(header, round=round), arrays)
 
     def settle(self, round: int, seconds: float) -> None:
         """Waits until nothing more will come of the message of `round` and earlier ones, at most that long."""
@@ -251,11 +207,7 @@ class Station:
             self._changed.notify_all()
         if not opened:
             return
-        deadline = time.monotonic() + _GOODBYE_SECONDS
-        while self._conversations and time.monotonic() < deadline:
-            time.sleep(0.02)
-        for conversation in list(self._conversations.values()):
-            conversation.cancel()
+        self._switchboard.hang_up(_GOODBYE_SECONDS)
         assert self._server is not None
         self._server.close(1.0)
         self._former.shutdown()
@@ -276,19 +228,19 @@ class Station:
     def _carry_out(self, action: Action) -> None:
         match action:
             case Open():
-                self._dial(action)
+                self._switchboard.dial(action)
             case Send(channel, State() as header):
                 self._waiting.append((channel, header))
             case Send(channel, header):
                 arrays = self._own[header.xid.round] if isinstance(header, Message) else None
-                if channel in self._conversations:
-                    self._conversations[channel].send(header, arrays)
+                self._switchboard.send(channel, header, arrays)
             case Close(channel):
                 self._waiting = [(key, header) for key, header in self._waiting if key != channel]
-                if channel in self._conversations:
-                    self._conversations[channel].end()
+                self._switchboard.end(channel)
             case Apply(xid, peer, weight, lag):
-                formed = self._former.submit(_correction, self._own[xid.round], self._others.pop(xid), weight)
+                formed = self._former.submit(
+                    self._codes.correction, self._own[xid.round], self._others.pop(xid), weight
+                )
                 self._inbox.append(Correction(xid.round, formed))
                 self._met.append(Met(xid.round, peer, "late" if lag else "met", lag))
             case Drop(round, _, peer, reason, one_sided):
@@ -315,83 +267,28 @@ class Station:
                 else:
                     self._changed.wait(None if wait is None else min(wait, threading.TIMEOUT_MAX))
 
-    # Calls.
+    # What the calls bring.
 
-    def _dial(self, action: Open) -> None:
-        conversation = self._conversations[action.channel] = Conversation(action.channel, self._arrived)
-        arguments = (conversation, action.peer, action.header)
-        threading.Thread(target=self._run, args=arguments, daemon=True, name=f"to-{action.peer}").start()
+    def _happened(self, event: Opened | Arrived | Broken, arrays: Arrays | None) -> None:
+        with self._changed:
+            if isinstance(event, Arrived) and arrays is not None:
+                if isinstance(event.header, Message):
+                    self._others[event.header.xid] = arrays
+                else:
+                    self._states = {event.channel: arrays}
+            self._handle(event)
 
-    def _run(self, conversation: Conversation, peer: str, header: Opener) -> None:
-        seconds = _CALL_SECONDS if isinstance(header, Hello | StateRequest) else self._settings.answer_seconds
-        try:
-            with self._clients[peer].exchange(to_json(header), self._expects, seconds) as channel:
-                conversation.run(channel)
-        except PeerError as error:
-            if isinstance(error, RefusedCall):
-                self._report(str(error))
-        finally:
-            self._over(conversation)
+    def _ended(self, channel: Any) -> None:
+        with self._changed:
+            self._states.pop(channel, None)
+            self._waiting = [(key, header) for key, header in self._waiting if key != channel]
+
+    def _content(self, header: Header, arrays: Arrays) -> Content:
+        return Content(self._codes.norm(arrays) if isinstance(header, Message) else norm_of(arrays))
 
     def _called(self, caller: str, hello: Mapping[str, Any], connect: Callable[[Expects], Channel]) -> None:
-        try:
-            header = from_json(dict(hello))
-        except HeaderError as error:
-            raise RefusedCall(str(error)) from None
-        if not isinstance(header, Hello | StatusRequest | StateRequest | Leave):
-            raise RefusedCall(f"a call does not begin with {type(header).__name__}")
-        key = ("in", next(self._numbers))
-        conversation = Conversation(key, self._arrived)
-        channel = connect(self._expects)
-        with self._changed:
-            self._conversations[key] = conversation
-            self._handle(Opened(key, caller, header))
-        try:
-            conversation.run(channel)
-        except Ended:
-            pass  # the caller has what it called for
-        except PeerError:
-            if not conversation.ended_here:
-                raise
-        finally:
-            self._over(conversation)
-
-    def _over(self, conversation: Conversation) -> None:
-        with self._changed:
-            self._conversations.pop(conversation.key, None)
-            self._states.pop(conversation.key, None)
-            self._waiting = [(key, header) for key, header in self._waiting if key != conversation.key]
-            if not conversation.ended_here:
-                self._handle(Broken(conversation.key))
-
-    def _expects(self, header: Mapping[str, Any]) -> Sequence[ArraySpec] | None:
-        return self._specs.get(str(header.get("kind")))
-
-    def _arrived(self, conversation: Conversation, frame: Frame) -> None:
-        try:
-            header = from_json(frame.header)
-        except HeaderError as error:
-            raise RefusedCall(str(error)) from None
-        content = None if frame.arrays is None else Content(_norm(frame.arrays))
-        with self._changed:
-            if conversation.ended_here:
-                return
-            if isinstance(header, Message) and frame.arrays is not None:
-                self._others[header.xid] = frame.arrays
-            if isinstance(header, State) and frame.arrays is not None:
-                self._states = {conversation.key: frame.arrays}
-            self._handle(Arrived(conversation.key, header, content))
+        self._switchboard.called(caller, hello, connect)
 
 
 def _no_state(caller: str, request: Mapping[str, Any]) -> Iterable[tuple[str, np.ndarray]]:
     raise RefusedCall(f"{caller} asks for a state by a call of another version")
-
-
-def _correction(own: Arrays, others: Arrays, weight: float) -> Arrays:
-    return [np.float32(weight) * (theirs - mine) for mine, theirs in zip(own, others, strict=True)]
-
-
-def _norm(arrays: Arrays) -> float:
-    """Euclidean, over all arrays; not finite where a value is not."""
-    squares = (float(np.linalg.norm(x.reshape(-1).astype(np.float32, copy=False))) ** 2 for x in arrays)
-    return float(np.sqrt(sum(x for x in squares)))

@@ -1,23 +1,22 @@
 """What an island's training does for the meetings of islands: outer steps alone, and what comes of them entered."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
+from noloco_jax.islands.codes import specs_of
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.protocol.island import Journal
-from noloco_jax.islands.station import Correction, Healed, Station
+from noloco_jax.islands.results import Correction, Healed
+from noloco_jax.islands.station import Station
+from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import Programs, TrainState, shardings_of
 from noloco_jax.spmd.solo import SoloPrograms
 
 PyTree = Any
 _AT_ONCE_SECONDS = 600.0  # of the mode that waits for what is to be compared with other runs
-
-
-def specs_of(tree: PyTree) -> list[ArraySpec]:
-    """What the arrays of a message like this must be."""
-    return [ArraySpec(tuple(x.shape), np.dtype(x.dtype)) for x in jax.tree.leaves(tree)]
 
 
 def state_specs(state: TrainState) -> list[ArraySpec]:
@@ -32,29 +31,57 @@ class IslandSteps:
       station: its network's side.
       solo: compiled programs.
       programs: of its run of one replica.
-      tokens_per_step: of an inner step.
+      tokens_of_round: from an inner step to the tokens that an island which takes all of them trains on in the round of
+        a fragment that ends there.
+      keeps_pace: whether inner steps stand for as many steps of the run's schedule as the fastest island takes
+        meanwhile, see `protocol/pace.py`.
       at_once: whether outer steps wait for their exchange, as replicas of one program do.
     """
 
     def __init__(
-        self, station: Station, solo: SoloPrograms, programs: Programs, tokens_per_step: int, *, at_once: bool = False
+        self,
+        station: Station,
+        solo: SoloPrograms,
+        programs: Programs,
+        tokens_of_round: Callable[[int], int],
+        *,
+        keeps_pace: bool = False,
+        at_once: bool = False,
     ):
         self.station = station
         self._solo, self._programs = solo, programs
-        self._tokens_per_step, self._at_once = tokens_per_step, at_once
-        self._last_step: int | None = None
+        self._tokens_of_round, self._keeps_pace, self._at_once = tokens_of_round, keeps_pace, at_once
+        self._taken = self._scheduled = 0  # since the last outer step: inner steps, and those that they stand for
+
+    def advance(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int]:
+        """Before an inner step: how far it carries the run, in steps of its schedule, and the state to take it from.
+
+        The learning rate will be that of the last step that it stands for.
+
+        Args:
+          state: after inner step `step`.
+          step: of the schedule.
+          most: how far it may.
+        """
+        if not self._keeps_pace:
+            return state, 1
+        stride = self.station.stride(most)
+        self._taken += 1
+        self._scheduled += stride
+        return state._replace(inner=at_step(state.inner, step + stride)), stride
 
     def take(self, state: TrainState, step: int, count: int) -> TrainState:
         """Takes `count` outer steps after inner step `step`; their messages are copied to the host and on their way."""
+        share = self._taken / self._scheduled if self._scheduled else 1.0
+        self._taken = self._scheduled = 0
+        tokens = max(int(share * self._tokens_of_round(step)), 1)
         for _ in range(count):
             params, inner, outer = state
             assert outer is not None
             round = int(outer.round)
-            params, outer, message = self._solo.step(params, outer)
-            since = step if self._last_step is None else step - self._last_step
-            self._last_step = step
-            arrays = [np.asarray(x) for x in jax.device_get(jax.tree.leaves(message))]
-            self.station.end_round(round, since * self._tokens_per_step, arrays)
+            params, outer, code, norm = self._solo.step(params, outer)
+            arrays = [np.asarray(x) for x in jax.device_get(jax.tree.leaves(code))]
+            self.station.end_round(round, tokens, arrays, float(norm))
             state = TrainState(params, inner, outer)
             if self._at_once:
                 state = self.settle(state, _AT_ONCE_SECONDS)
@@ -92,7 +119,7 @@ class IslandSteps:
         """A state that came, on the devices, and the inner steps behind it."""
         step, *leaves = arrays
         state = jax.tree.unflatten(jax.tree.structure(self._programs.state), leaves)
-        self._last_step = int(step)
+        self._taken = self._scheduled = 0
         return jax.device_put(state, shardings_of(self._programs.state)), int(step)
 
     def _entered(self, item: Correction | Healed, state: TrainState, step: int) -> tuple[TrainState, int]:

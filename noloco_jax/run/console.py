@@ -106,6 +106,7 @@ class Progress:
         self._num_steps, self._log_every, self._clock = num_steps, log_every, clock
         self._console = console or make_console()
         self._first: tuple[int, float] | None = None
+        self._last_step = start_step
         self._bar = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._bar = RichProgress(
@@ -128,8 +129,9 @@ class Progress:
         figures = f"loss {loss:.4f}  lr {lr:.2e}  {format_tokens_per_second(tokens_per_second)}  ETA {self._eta(step)}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, where=self._where(step), figures=figures)
-        elif step % self._log_every == 0 or step == self._num_steps:
+        elif step // self._log_every > self._last_step // self._log_every or step == self._num_steps:
             self.note(f"{self._where(step)}  {figures}")
+        self._last_step = step
 
     def outer(self, step: int, count: int, round: int, groups: Sequence[Sequence[int]], seconds: float) -> None:
         """Outer steps are done: how many, the last one's round from 0 and its groups, and how long they took."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from noloco_jax.formatting import format_bytes
 from noloco_jax.islands.protocol.headers import Status
-from noloco_jax.islands.station import Met
+from noloco_jax.islands.results import Met
 
 LAST_SECONDS = 10.0  # for the last exchange of a run
 

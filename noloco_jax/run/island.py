@@ -11,6 +11,7 @@ from typing import Any
 from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
+from noloco_jax.islands.codes import Codes, specs_of
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.look import check_alone
 from noloco_jax.islands.protocol.headers import Identity
@@ -18,13 +19,15 @@ from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.settings import Settings
 from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.station import Station
-from noloco_jax.islands.steps import IslandSteps, specs_of, state_specs
+from noloco_jax.islands.steps import IslandSteps, state_specs
 from noloco_jax.methods import meetings_of, method_of
 from noloco_jax.run.messages import Messages
 from noloco_jax.spmd.programs import Programs
 from noloco_jax.spmd.solo import SoloPrograms, compile_solo
+from noloco_jax.wires import BLOCK_BITS, FLOAT_BYTES
 
 ISLAND_FILE = "island.json"
+_WIRES = (*FLOAT_BYTES, *BLOCK_BITS)
 # Groups and fields of a configuration that all islands must have equal; what is left is each one's own affair.
 _COMMON = ("method", "num_steps", "num_replicas", "seed", "model", "inner", "outer")
 
@@ -38,6 +41,10 @@ class Membership:
       name: its own name.
       credentials: its keys; None without TLS.
       patience: rounds of a fragment for which a message waits for its partner's.
+      pace: "steps": every island takes every inner step; "time": an island takes as many of a round's inner steps as it
+        has time for while the fastest takes all of them. Steps, rounds and learning rates go by the run's schedule
+        then, of which `num_steps` is the length for all: one inner step may stand for several steps of it. Messages
+        weigh as much as the inner steps that were taken for them.
       at_once: whether outer steps wait for their exchange, for comparisons with one program.
     """
 
@@ -45,6 +52,7 @@ class Membership:
     name: str
     credentials: Credentials | None
     patience: int = 2
+    pace: str = "steps"
     at_once: bool = False
 
     def __str__(self) -> str:
@@ -69,9 +77,13 @@ class Membership:
             )
         if config.method != "noloco":
             raise UserError(f"method={config.method!r}: islands meet in pairs, give --config.method=noloco")
+        if outer.wire not in _WIRES:
+            raise UserError(
+                f"outer.wire={outer.wire!r} takes two messages, windows first, and islands send one: give "
+                f"--config.outer.wire={', '.join(_WIRES[:-1])} or {_WIRES[-1]}"
+            )
         for name, wanted, given in (
             ("outer.group_size", 2, outer.group_size),
-            ("outer.wire", "float32", outer.wire),
             ("outer.delay", 0, outer.delay),
             ("outer.moments", 0, outer.moments),
             ("outer.final_merge", False, outer.final_merge),
@@ -87,7 +99,7 @@ class Membership:
 
     def settings(self, config: TrainConfig) -> Settings:
         """Of the protocol, for which every outer step is a round: a fragment's rounds are so many apart."""
-        return Settings(patience=self.patience * config.outer.fragments)
+        return Settings(patience=self.patience * config.outer.fragments, keeps_pace=self.pace == "time")
 
     def partner(self, config: TrainConfig) -> Callable[[int], str | None]:
         """From an outer step to the island's partner in it."""
@@ -132,7 +144,7 @@ def open_station(
         member.credentials,
         protocol,
         member.settings(config),
-        specs_of(solo.message),
+        Codes(solo.wire, solo.message, solo.code),
         state_specs(programs.state),
         report,
     )
@@ -161,12 +173,19 @@ def journal_of(saved: dict[str, Any] | None, config: TrainConfig, start: int) ->
 def steps_of(member: Membership, config: TrainConfig, station: Station, solo: SoloPrograms, programs: Programs):
     """The island's outer steps, compiled; `config` is its own."""
     compiled = compile_solo(solo, programs)
-    return IslandSteps(station, compiled, programs, config.tokens_per_step, at_once=member.at_once)
+    meetings = meetings_of(config)
+    assert meetings is not None
+
+    def tokens_of_round(step: int) -> int:
+        return meetings.interval(step) * config.tokens_per_step
+
+    keeps_pace = member.pace == "time"
+    return IslandSteps(station, compiled, programs, tokens_of_round, keeps_pace=keeps_pace, at_once=member.at_once)
 
 
 def messages_of_island(solo: SoloPrograms) -> Messages:
     """What an island sends in a round that has a partner."""
-    size = sum(spec.nbytes for spec in specs_of(solo.message))
+    size = sum(spec.nbytes for spec in specs_of(solo.code))
     return Messages(of_outer_step=lambda round: size, of_inner_step=lambda step: 0)
 
 
@@ -181,6 +200,7 @@ def _identity(member: Membership, config: TrainConfig, programs: Programs) -> Id
         _digest(model),
         member.roster.version,
         f"{config.outer.wire}, {config.outer.fragments} fragments",
+        member.pace,
     )
 
 

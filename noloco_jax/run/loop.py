@@ -139,21 +139,23 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
     meetings = meetings_of(config)
     step = start
     while step < config.num_steps:
+        stride = 1  # steps of the schedule that an inner step stands for
         if run.island is not None:
             state, step = _hear_of_others(run, run.island, state, step)
-        step += 1
+            state, stride = run.island.advance(state, step, _steps_at_once(config, step))
+        step += stride
         run.hooks.before_step(step)
         state, metrics, waited = _inner_step(run, state, step)
         log.write_previous()
         outer_steps = None
         if meetings is not None:
             state = _correct_steps(run, state, meetings, step)
-            state, outer_steps = _outer_steps(run, state, step, meetings.due(step))
+            state, outer_steps = _outer_steps(run, state, step, meetings.total(step) - meetings.total(step - stride))
         bytes_merging = 0
         if step == config.num_steps and run.programs.final_merge is not None:
             state = state._replace(params=run.programs.final_merge(state.params))
             bytes_merging = run.messages.of_final_merge()
-        log.remember(step, metrics, waited, outer_steps, bytes_merging)
+        log.remember(step, stride, metrics, waited, outer_steps, bytes_merging)
 
         is_last, is_stopping = step == config.num_steps, run.stop.at(step)
         if is_last and run.island is not None:
@@ -173,6 +175,12 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         if is_stopping:
             return Outcome(state, evaluation, finished=False)
     return Outcome(state, evaluation, finished=True)
+
+
+def _steps_at_once(config: TrainConfig, step: int) -> int:
+    """How many steps may follow `step` before an evaluation or a save is due, or the run is over."""
+    due = [every - step % every for every in (config.eval_every, config.checkpoint_every) if every > 0]
+    return min([config.num_steps - step, *due])
 
 
 def _inner_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, StepMetrics, float]:
@@ -251,9 +259,10 @@ def _evaluate(run: Run, state: TrainState, step: int, log: "_StepLog") -> dict[s
 
 
 class _Step(NamedTuple):
-    """A step that has been dispatched, and what the run has come to with it."""
+    """A step that has been dispatched, the steps that it stands for, and what the run has come to with it."""
 
     step: int
+    stride: int
     metrics: StepMetrics
     outer: _OuterSteps | None
     totals: Totals
@@ -285,6 +294,7 @@ class _StepLog:
     def remember(
         self,
         step: int,
+        stride: int,
         metrics: StepMetrics,
         waited: float,
         outer_steps: _OuterSteps | None,
@@ -297,7 +307,7 @@ class _StepLog:
             seconds_waiting_for_data=waited,
             seconds_in_outer_steps=outer_steps.seconds if outer_steps else 0.0,
         )
-        self._previous = _Step(step, metrics, outer_steps, self._totals)
+        self._previous = _Step(step, stride, metrics, outer_steps, self._totals)
 
     def _bytes_of(self, outer_steps: _OuterSteps | None) -> int | float:
         if outer_steps is None:
@@ -316,7 +326,7 @@ class _StepLog:
         """
         if self._previous is None:
             return
-        (step, metrics, outer_steps, totals), self._previous = self._previous, None
+        (step, stride, metrics, outer_steps, totals), self._previous = self._previous, None
         self._untold = outer_steps if self._untold is None else self._untold + outer_steps
         run, config = self._run, self._run.config
         losses = _by_replica(metrics.loss)
@@ -324,7 +334,8 @@ class _StepLog:
         self._throughput.step(config.tokens_per_step)
         speed, lr = self._throughput.tokens_per_second, float(self._lr[step - 1])
         is_last = step == config.num_steps
-        is_told = step % config.log_every == 0 or is_last or (outer_steps is not None and self._tells_every_outer_step)
+        is_told = step % config.log_every < stride or is_last
+        is_told |= outer_steps is not None and self._tells_every_outer_step
         if is_told or not np.isfinite(loss):
             norms = _by_replica(metrics.grad_norm).values()
             values = {"loss": loss, "lr": lr, "grad_norm": float(np.mean(list(norms))), "tokens_per_second": speed}

@@ -48,6 +48,18 @@ def learning_rates(config: TrainConfig) -> np.ndarray:
     return np.asarray(jax.vmap(learning_rate(config.inner, config.num_steps))(jnp.arange(config.num_steps)))
 
 
+def at_step(state: PyTree, step: int) -> PyTree:
+    """The inner optimizer's state with the learning rate of inner step `step` (1, 2, ...) to come."""
+
+    def one(part: Any) -> Any:
+        if not isinstance(part, optax.ScaleByScheduleState):
+            return part
+        count: Any = part.count
+        return part._replace(count=jax.device_put(np.full(count.shape, step - 1, count.dtype), count.sharding))
+
+    return jax.tree.map(one, state, is_leaf=lambda part: isinstance(part, optax.ScaleByScheduleState))
+
+
 def inner_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """The optimizer that `inner.optimizer` names, for float32 gradients of one replica that are clipped already."""
     inner = config.inner

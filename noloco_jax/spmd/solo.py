@@ -1,14 +1,17 @@
 """The programs of a replica that trains alone and hears of others by other means than collectives: an island's."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from noloco_jax.config import TrainConfig
+from noloco_jax.exchange.modulo import Modulo
+from noloco_jax.exchange.wire import Wire, wire_of
 from noloco_jax.methods import method_of
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.rule import OuterState
@@ -24,32 +27,44 @@ class SoloPrograms:
     """Compiled for a run of one replica, whose arrays have a leading axis of one. What they take is donated.
 
     Attributes:
-      step: (params, outer) -> (params, outer, message): the solo step, and what it would have sent.
+      step: (params, outer) -> (params, outer, code, norm): the solo step, the message as it travels, and the
+        message's Euclidean norm, float32.
       enter: (params, outer, correction, round) -> (params, outer): the correction of that round's solo step.
-      message: shapes and dtypes of a message.
+      message: shapes and dtypes of a message, and of corrections.
+      code: shapes and dtypes of a message as it travels.
+      wire: the form in which it does.
     """
 
-    step: Callable[..., tuple[PyTree, OuterState, PyTree]]
+    step: Callable[..., tuple[PyTree, OuterState, PyTree, jax.Array]]
     enter: Callable[..., tuple[PyTree, OuterState]]
     message: PyTree
+    code: PyTree
+    wire: Wire
 
 
 def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
     """The programs of a run of one replica whose method has outer steps; they are compiled at their first call.
 
-    The partitioner sees to `fsdp` and `tensor`: with one replica there is no axis to be manual over.
+    The partitioner sees to `fsdp` and `tensor`: with one replica there is no axis to be manual over. A code's blocks
+    therefore are those of whole arrays, whatever the mesh, so that replicas of different meshes understand each other;
+    arrays that are sharded inside the replica are gathered for it, one by one.
     """
     make_outer = method_of(config).outer_optimizer
     assert make_outer is not None
     outer = make_outer(config, SLOT, Fragments(config.outer.fragments, sharding.hidden_dimension))
     params, _, state = programs.state
     placed = shardings_of((params, state))
-    step = partial(_step, outer)
-    _, _, message = jax.eval_shape(step, params, state)
+    _, _, message = jax.eval_shape(partial(_solo, outer), params, state)
+    wire = wire_of(config.outer.wire)
+    assert not isinstance(wire, Modulo)  # which takes two messages
+    step = partial(_step, outer, wire)
+    _, _, code, _ = jax.eval_shape(step, params, state)
     return SoloPrograms(
-        step=jax.jit(step, donate_argnums=(0, 1), out_shardings=(*placed, None)),
+        step=jax.jit(step, donate_argnums=(0, 1), out_shardings=(*placed, None, None)),
         enter=jax.jit(partial(_enter, outer), donate_argnums=(0, 1), out_shardings=placed),
         message=message,
+        code=code,
+        wire=wire,
     )
 
 
@@ -59,10 +74,15 @@ def compile_solo(solo: SoloPrograms, programs: Programs) -> SoloPrograms:
     round = jax.ShapeDtypeStruct((), jnp.int32)
     step = solo.step.lower(params, outer).compile()  # type: ignore[attr-defined]
     enter = solo.enter.lower(params, outer, solo.message, round).compile()  # type: ignore[attr-defined]
-    return SoloPrograms(step, enter, solo.message)
+    return replace(solo, step=step, enter=enter)
 
 
-def _step(outer: OuterOptimizer, params: PyTree, state: Any) -> Any:
+def _step(outer: OuterOptimizer, wire: Wire, params: PyTree, state: Any) -> Any:
+    params, state, message = _solo(outer, params, state)
+    return params, state, jax.tree.map(jax.vmap(wire.encode), message), optax.tree.norm(message)
+
+
+def _solo(outer: OuterOptimizer, params: PyTree, state: Any) -> Any:
     axes = outer_axes(outer)
     return jax.vmap(outer.solo, in_axes=(0, axes), out_axes=(0, axes, 0), axis_name=SLOT)(params, state)
 

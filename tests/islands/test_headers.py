@@ -8,13 +8,15 @@ import pytest
 from noloco_jax.islands.protocol import headers
 from noloco_jax.islands.protocol.headers import Caller, ExchangeId, HeaderError, Hello, Identity, Outcome
 
-IDENTITY = Identity("run", "config", "model", "roster", "codec")
+IDENTITY = Identity("run", "config", "model", "roster", "codec", "pace")
 CALLER = Caller(IDENTITY, "paris", "oslo", 3, 7)
 XID = ExchangeId(7, 1, "paris", 3, 2)
 HELLO = Hello(CALLER, XID, 1000)
 ALL = [
     HELLO,
+    Hello(CALLER, XID, 1000, headers.Timing(2.5, None, headers.Speed("oslo", 0.25, 7))),
     headers.Accept(3, 7, 1000),
+    headers.Accept(3, 7, 1000, headers.Timing(2.5, headers.Speed("oslo", 0.25, 7), headers.Speed("rome", 0.1, 6))),
     headers.Busy(0.5),
     headers.AtRound(-1),
     headers.NotPartner("not in this round"),
@@ -63,6 +65,9 @@ def changed(**values):
         changed(xid=[7, 1, "p" * 257, 3, 2]),
         changed(xid="paris"),
         changed(caller=None),
+        changed(timing={"ago": -1.0, "own": None, "fastest": None}),
+        changed(timing={"ago": 1.0, "own": None}),
+        changed(timing={"ago": 1.0, "own": ["oslo", 1.0, 7], "fastest": None}),
         {"kind": "Busy", "seconds": float("nan")},
         {"kind": "Busy", "seconds": 10**400},
         {"kind": "Busy", "seconds": -1.0},

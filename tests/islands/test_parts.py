@@ -70,7 +70,7 @@ def test_weighted_corrections_cancel(mine, theirs):
     """w_i c_i + w_j c_j = 0 with c_i = w_j/(w_i + w_j) (m_j − m_i)."""
 
     def weight(own: int, other: int) -> float:
-        return Meeting(0, None, own, [], None).weight(other)  # pyright: ignore[reportArgumentType]
+        return Meeting(0, None, own, 0.0, 0.0, [], None).weight(other)  # pyright: ignore[reportArgumentType]
 
     m_i, m_j = 2.5, -1.25
     c_i, c_j = weight(mine, theirs) * (m_j - m_i), weight(theirs, mine) * (m_i - m_j)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from noloco_jax import draws
@@ -104,9 +105,13 @@ def in_threads(*works: Callable[[], None]) -> None:
     assert not any(thread.is_alive() for thread in threads)
 
 
-@pytest.mark.parametrize("fragments", [1, 2])
-def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, fragments):
-    world = World(small(fragments=fragments), tmp_path)
+# What is within float32's rounding of the middle between two values of a code may be sent as either; that share of the
+# weights may therefore lie a step of the code apart.
+@pytest.mark.parametrize(
+    ("fragments", "wire", "flipped"), [(1, "float32", 0), (2, "float32", 0), (2, "bfloat16", 0.02), (1, "int6", 0.02)]
+)
+def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, fragments, wire, flipped):
+    world = World(small(fragments=fragments, wire=wire), tmp_path)
     config, meetings = world.config, meetings_of(world.config)
     assert meetings is not None
     final: dict[int, Any] = {}
@@ -136,8 +141,61 @@ def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, fragments):
     for path, expected in jax.tree.leaves_with_path(jax.device_get(state.params)):
         for replica in range(4):
             found = dict(jax.tree.leaves_with_path(final[replica]))[path][0]
-            np.testing.assert_allclose(found, expected[replica], rtol=2e-4, atol=2e-6, err_msg=str(path))
+            differs = ~np.isclose(found, expected[replica], rtol=2e-4, atol=2e-6)
+            assert differs.mean() <= flipped, path
+            np.testing.assert_allclose(found, expected[replica], rtol=0, atol=2e-3, err_msg=str(path))
         assert np.abs(expected[0] - expected[1]).max() > 1e-4  # they are no copies of each other
+
+
+def learning_rate_counts(state: TrainState) -> set[int]:
+    """Steps behind the inner optimizer, as far as its learning rate goes."""
+    parts = jax.tree.leaves(state.inner, is_leaf=lambda part: isinstance(part, optax.ScaleByScheduleState))
+    return {int(np.asarray(part.count)[0]) for part in parts if isinstance(part, optax.ScaleByScheduleState)}
+
+
+def test_an_island_of_a_quarter_of_the_speed_ends_its_rounds_with_the_fast_one_and_weighs_less(tmp_path):
+    world = World(small(sync_every=8), tmp_path)
+    meetings, rounds = meetings_of(world.config), 24
+    assert meetings is not None
+    ends: dict[str, list[float]] = {}
+    weights: dict[str, list[float]] = {}
+    shares: dict[str, float] = {}
+
+    def train(replica: int, seconds: float) -> None:
+        name = NAMES[replica]
+        station, island = world.join(name, pace="time")
+        correct = station._codes.correction
+
+        def noted(own: Any, others: Any, weight: float) -> Any:
+            weights.setdefault(name, []).append(weight)
+            return correct(own, others, weight)
+
+        station._codes.correction = noted  # type: ignore[method-assign]
+        state, step, taken = world.programs.init(draws.key(0)), 0, 0
+        state = world.inner(world.programs, state, 1, range(replica, replica + 1))  # compiles
+        ready.wait()
+        while step < rounds * 8:
+            state, step = island.enter(state, step)
+            state, stride = island.advance(state, step, rounds * 8 - step)
+            assert learning_rate_counts(state) == {step + stride - 1}
+            time.sleep(seconds)
+            before, step, taken = step, step + stride, taken + 1
+            state = world.inner(world.programs, state, step, range(replica, replica + 1))
+            count = meetings.total(step) - meetings.total(before)
+            state = island.take(state, step, count)
+            ends.setdefault(name, []).extend([time.monotonic()] * count)
+        shares[name] = taken / (rounds * 8)
+        ready.wait()
+        station.close()
+
+    ready = threading.Barrier(2, timeout=100)
+    in_threads(lambda: train(0, 0.1), lambda: train(1, 0.4))
+    assert len(ends["paris"]) == len(ends["berlin"]) == rounds
+    assert shares["paris"] > 0.7 and shares["berlin"] < 0.6
+    apart = [abs(one - other) for one, other in zip(ends["paris"], ends["berlin"], strict=True)]
+    round_seconds = (ends["paris"][-1] - ends["paris"][0]) / (rounds - 1)
+    assert np.median(apart[rounds // 2 :]) < round_seconds
+    assert np.median(weights["paris"]) < 0.4 and np.median(weights["berlin"]) > 0.6
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +307,11 @@ def test_an_island_of_another_configuration_is_refused_before_it_compiles(world,
     [
         ({"num_replicas": 5}, "num_replicas=5 and the roster of test has 4 islands: give --config.num_replicas=4"),
         ({"method": "diloco"}, "method='diloco': islands meet in pairs"),
-        ({"outer": {"wire": "int8"}}, "outer.wire='int8' is not for islands: give --config.outer.wire=float32"),
+        (
+            {"outer": {"wire": "modulo4"}},
+            "outer.wire='modulo4' takes two messages, windows first, and islands send one: give "
+            "--config.outer.wire=float32, bfloat16, int8, int6 or int4",
+        ),
     ],
 )
 def test_a_configuration_that_islands_cannot_follow_is_told_in_a_line(changes, line):

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ class Programs:
     def __init__(self, nan_at: int | None):
         self._nan_at = nan_at
 
-    outer_step = correct_step = share_moments = final_merge = None
+    outer_step = correct_step = share_moments = final_merge = moved = None
 
     def inner_step(self, params: Any, inner: Any, batch: Any, step: np.int32) -> Any:
         loss = jnp.asarray([jnp.nan if step == self._nan_at else float(step)])
@@ -60,7 +61,7 @@ class Recorder:
         self.totals = Totals()
         self._stop_at = stop_at
 
-    def save(self, step: int, state: Any, data: Any, totals: Totals) -> None:
+    def save(self, step: int, state: Any, data: Any, totals: Totals, island: Any = None) -> None:
         self.done.append(("save", step))
         self.totals = totals
 
@@ -92,6 +93,7 @@ class Result:
         totals=NOTHING,
         peak=None,
         config=CONFIG,
+        island=None,
     ):
         recorder = Recorder(stop_at)
         with MetricWriter(workdir, resume_step=start or None, tensorboard=False) as metrics:
@@ -109,9 +111,11 @@ class Result:
                 "peak_flops_per_second": peak,
             }
             run |= {"checkpoints": recorder, "progress": Progress(6, console=Console(quiet=True))}
+            run |= {"island": island}
             self.outcome, self.error = None, None
             try:
-                state: Any = TrainState(None, None, None)
+                outer: Any = SimpleNamespace(round=0)
+                state: Any = TrainState(None, None, outer)
                 self.outcome = loop.train_steps(
                     loop.Run(config=config, **run), state, start, evaluate_first=evaluate_first
                 )
@@ -208,3 +212,49 @@ def test_the_losses_of_replicas_go_by_their_numbers(devices):
     mesh = jax.make_mesh(devices, ("replica", "stage"), (AxisType.Auto,) * 2)
     losses = jax.device_put(np.arange(8.0), NamedSharding(mesh, P("replica")))
     assert loop._by_replica(losses) == {replica: float(replica) for replica in range(8)}
+
+
+class SlowIsland:
+    """An island whose inner steps stand for three each, where they may."""
+
+    station = SimpleNamespace(take_met=lambda: ([], None))
+
+    def __init__(self):
+        self.outer_steps: list[tuple[int, int]] = []
+
+    def enter(self, state: Any, step: int) -> tuple[Any, int]:
+        return state, step
+
+    def advance(self, state: Any, step: int, most: int) -> tuple[Any, int]:
+        return state, min(3, most)
+
+    def take(self, state: Any, step: int, count: int) -> Any:
+        self.outer_steps.append((step, count))
+        return state
+
+    def settle(self, state: Any, seconds: float) -> Any:
+        return state
+
+    def at_rest(self, state: Any) -> tuple[Any, Any]:
+        return state, SimpleNamespace(to_json=dict)
+
+
+@pytest.mark.parametrize(
+    ("sync_every", "outer_steps"),
+    [
+        (4, [(6, 1), (8, 1), (13, 1), (16, 1), (20, 1)]),
+        (2, [(3, 1), (6, 2), (8, 1), (10, 1), (13, 1), (16, 2), (19, 1), (20, 1)]),
+    ],
+)
+def test_a_step_that_stands_for_several_passes_over_no_evaluation_save_line_or_outer_step(
+    tmp_path, monkeypatch, sync_every, outer_steps
+):
+    shape = {"num_replicas": 2, "num_steps": 20, "eval_every": 8, "checkpoint_every": 10, "log_every": 7}
+    config = from_dict(shape | {"inner": {"warmup_steps": 0}, "outer": {"sync_every": sync_every}})
+    island: Any = SlowIsland()
+    result = Result(tmp_path, monkeypatch, config=config, island=island)
+    saves_and_evaluations = [("evaluate", 8), ("save", 10), ("evaluate", 16), ("evaluate", 20), ("save", 20)]
+    assert result.done == saves_and_evaluations
+    assert island.outer_steps == outer_steps  # inner steps end at 3, 6, 8, 10, 13, 16, 19 and 20
+    written = {json.loads(line)["step"] for line in (tmp_path / METRICS_FILE).read_text().splitlines()}
+    assert written >= {8, 16, 20}  # the first behind 7 and 14, and the last

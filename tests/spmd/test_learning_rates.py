@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from noloco_jax.config import InnerConfig, TrainConfig
+from noloco_jax.config import InnerConfig, TrainConfig, from_dict
 from noloco_jax.run.extension import extension_note, rate_change
-from noloco_jax.spmd.inner import learning_rates
+from noloco_jax.spmd.inner import at_step, inner_optimizer, learning_rates
 from support.paths import GOLDEN
 
 
@@ -52,3 +55,21 @@ def test_a_complete_run_tells_how_the_learning_rate_would_go_on():
     note = extension_note(config_of("constant", 100), config_of("constant", 100), 100)
     assert "0.0006 at the end, is then 0.0006 with num_steps=200" in note
     assert "checkpoint of step 80 or before" in extension_note(config_of("wsd", 100), config_of("wsd", 100), 100)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "muon"])
+def test_an_optimizer_can_be_told_which_step_of_the_schedule_comes(optimizer):
+    """Behind the end of a schedule that ends at 0 nothing moves, however few steps were taken."""
+    config = from_dict(
+        {"num_steps": 20, "inner": {"optimizer": optimizer, "lr": 1e-2, "warmup_steps": 2, "min_lr": 0.0}}
+    )
+    params = {"embed": jnp.ones((4, 4)), "blocks": {"up": jnp.ones((1, 4, 4))}}
+    gradient = jax.tree.map(lambda x: jnp.arange(1.0, 1.0 + x.size).reshape(x.shape), params)
+    inner = inner_optimizer(config)
+    state = inner.init(params)
+    moved = jax.tree.leaves(inner.update(gradient, state, params)[0])
+    assert all(np.abs(x).max() > 1e-5 for x in moved)
+    updates, after = inner.update(gradient, at_step(state, 21), params)
+    assert not any(np.any(x) for x in jax.tree.leaves(updates))
+    rest = jax.tree.leaves(inner.update(gradient, after, params)[0])
+    assert not any(np.any(x) for x in rest)

@@ -35,7 +35,7 @@ from noloco_jax.islands.protocol.headers import Identity, Message, Outcome, Stat
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.settings import Settings
 
-IDENTITY = Identity("run", "config", "model", "roster", "codec")
+IDENTITY = Identity("run", "config", "model", "roster", "codec", "pace")
 ROUND = 10.0  # seconds
 LATENCY = 0.05
 TRANSFER = 1.0  # of a message
@@ -78,6 +78,11 @@ class Node:
     disk: tuple[Journal, dict] | None = None
     began: bool = False
     round: int = -1
+    training: int = 0  # counts what its steps begin from
+    position: int = 0  # in the schedule of steps
+    steps: int = 0  # inner steps of this round
+    all_steps: int = 0
+    ends: dict = field(default_factory=dict)  # round -> time
     calls: dict = field(default_factory=dict)
     tick_at: float | None = None
     messages: dict = field(default_factory=dict)  # (round, fragment) -> (number, tokens)
@@ -102,7 +107,8 @@ class World:
       faults: what goes wrong, by headers.
       seed: of latencies, tokens and messages.
       settings: of the islands.
-      durations: seconds of a round of each island.
+      durations: seconds of a round of each island, in which it takes every inner step.
+      steps: inner steps of a round, for islands that keep pace; None: they end rounds after their durations.
       downtime: seconds until a dead island starts again; None: never.
       save_every: rounds between checkpoints.
       identities: of each island.
@@ -123,6 +129,7 @@ class World:
         identities: Sequence[Identity] | None = None,
         quiet_after: float = math.inf,
         island: Callable[..., Island] = Island,
+        steps: int | None = None,
     ):
         self.settings = settings or Settings(answer_seconds=3.0, state_seconds=30.0)
         self.random = random.Random(seed)
@@ -135,6 +142,7 @@ class World:
         self.save_every = save_every
         self.quiet_after = quiet_after
         self.island = island
+        self.steps = steps
         self.now = 0.0
         self.finishing = False
         self.transfer = TRANSFER
@@ -248,16 +256,46 @@ class World:
         tokens = self.random.randrange(0, 5)
         fragments = range(self.settings.fragments)
         numbers = [1000.0 + self.random.random() for _ in fragments]
+        if self.steps is not None:
+            tokens, node.steps = node.steps, 0
         for fragment in fragments:
             node.messages[round, fragment] = numbers[fragment], tokens
             if self.partner(node.name)(round) is not None:
                 node.open.add((round, fragment))
-        self.at(self.now + node.duration, self._end_round, node, process, round + 1)
+        if self.steps is None:
+            self._train(node)
+        node.ends[round] = self.now
         self._handle(node, RoundEnded(round, tokens, tuple(numbers)))
         late = [key for key in node.open if key[0] < round - self.settings.patience]
         assert not late, f"{node.name} still waits for {late} in round {round}"
         for key in [key for key in node.messages if key[0] < round - self.settings.patience]:
             del node.messages[key]
+
+    def _train(self, node: Node) -> None:
+        """Goes on after the last round."""
+        if self.steps is None:
+            self.at(self.now + node.duration, self._end_round, node, node.process, node.round + 1)
+            return
+        node.training += 1
+        node.position, node.steps = (node.round + 1) * self.steps, 0
+        self._step(node, node.process, node.training, self.steps)
+
+    def _step(self, node: Node, process: int, training: int, steps: int) -> None:
+        """Ends the rounds that the last inner step has come to, and takes another."""
+        if self.finishing:
+            return
+        if node.stopped_until > self.now:
+            self.at(node.stopped_until, self._step, node, process, training, steps)
+            return
+        while node.machine is not None and (node.process, node.training) == (process, training):
+            if node.position < (node.round + 2) * steps:
+                node.position += node.machine.stride(self.now, 4 * steps)
+                node.steps += 1
+                node.all_steps += 1
+                seconds = node.duration / steps * (0.9 + 0.2 * self.random.random())
+                self.at(self.now + seconds, self._step, node, process, training, steps)
+                return
+            self._end_round(node, process, node.round + 1)
 
     # Events and actions.
 
@@ -307,7 +345,7 @@ class World:
             case Begin():
                 assert action.fresh is (node.disk is None)
                 node.began = True
-                self.at(self.now + node.duration, self._end_round, node, node.process, node.round + 1)
+                self._train(node)
             case Heal():
                 node.began = True
                 node.lost |= node.weights.keys()
@@ -317,7 +355,7 @@ class World:
                 node.heals.append(action)
                 started, node.round = node.round, action.round
                 assert started < action.round
-                self.at(self.now + node.duration, self._end_round, node, node.process, node.round + 1)
+                self._train(node)
             case Refused():
                 node.refused = action.line
             case Tell():

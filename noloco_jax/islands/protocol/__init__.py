@@ -19,7 +19,8 @@ of one fragment, with what each side sends:
 A question about an exchange settles it: HELD becomes COMMITTED, as who asks holds a good message too; anything else
 ABORTED. Nothing is waited for: a message is dropped, on both sides, when `patience` more rounds have ended.
 
-`exchanges.py` does that for the rounds whose messages are kept (`meeting.py`), `doubts.py` asks, `ledger.py` remembers
-outcomes as the weights have seen them, `peers.py` and `transfers.py` say whom and what to believe and how long to wait,
-`healing.py` decides from which weights an island trains, `context.py` is what they share.
+`exchanges.py` does that for the rounds whose messages are kept (`meeting.py`), `refusal.py` says who is not let in,
+`doubts.py` asks, `ledger.py` remembers outcomes as the weights have seen them, `peers.py` and `transfers.py` say whom
+and what to believe and how long to wait, `pace.py` has islands of unequal speed end their rounds together, `healing.py`
+decides from which weights an island trains, `context.py` is what they share.
 """

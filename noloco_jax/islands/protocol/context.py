@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from noloco_jax.islands.protocol.events import Action, Channel, Close, Open, Refused, Send, Tell
 from noloco_jax.islands.protocol.headers import Answer, Caller, ExchangeId, Identity, Opener, Wrong
 from noloco_jax.islands.protocol.ledger import Ledger
+from noloco_jax.islands.protocol.pace import Pace
 from noloco_jax.islands.protocol.peers import Norms, Peer
 from noloco_jax.islands.protocol.settings import Settings
 
@@ -21,6 +22,7 @@ class Context:
       commits: exchanges committed since the start.
       came_too_late: whether a partner had given up a round's message before this island dialled, in this round.
       refused: whether most others say that this island does not belong to them.
+      pace: how it keeps pace with the others.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Context:
         self.commits = 0
         self.refused = False
         self.came_too_late = False
+        self.pace = Pace(name, settings.keeps_pace)
         self.now = 0.0
         self.actions: list[Action] = []
         self._numbers = itertools.count()
@@ -110,6 +113,7 @@ class Context:
         self.round = round
         self.lineage = lineage
         self.ledger = Ledger()
+        self.pace.restart()
 
 
 class Backoff:

@@ -26,11 +26,13 @@ from noloco_jax.islands.protocol.headers import (
     NotPartner,
     Outcome,
     Received,
+    Timing,
     Wrong,
 )
 from noloco_jax.islands.protocol.lines import Lines
 from noloco_jax.islands.protocol.meeting import Exchange, Meeting, Stage
 from noloco_jax.islands.protocol.peers import Peer
+from noloco_jax.islands.protocol.refusal import refusal
 
 
 class Exchanges:
@@ -68,7 +70,9 @@ class Exchanges:
         count = context.settings.fragments
         order = [(event.round + i) % count for i in range(count)]  # each is the first one in its turn
         peer = context.peers[name]
-        meeting = self.meetings[event.round] = Meeting(event.round, peer, event.tokens, order, Backoff(context))
+        made_up = context.pace.made_up
+        meeting = Meeting(event.round, peer, event.tokens, context.now, made_up, order, Backoff(context))
+        self.meetings[event.round] = meeting
         self.due += count
         if not all(map(math.isfinite, event.norms)):
             self._end(meeting, "the own message is not finite")
@@ -125,7 +129,8 @@ class Exchanges:
             return
         meeting.attempts += 1
         xid = ExchangeId(meeting.round, free[0], context.name, context.incarnation, meeting.attempts)
-        channel = context.open(meeting.peer.name, Hello(context.caller(meeting.peer.name), xid, meeting.tokens))
+        hello = Hello(context.caller(meeting.peer.name), xid, meeting.tokens, self._timing(meeting))
+        channel = context.open(meeting.peer.name, hello)
         deadline = context.now + context.settings.answer_seconds
         meeting.running = Exchange(xid, meeting.peer, channel, True, Stage.OFFERED, context.now, deadline)
 
@@ -133,6 +138,8 @@ class Exchanges:
         match header:
             case Accept():
                 exchange.peer.told(header.incarnation, header.round, self._context.now)
+                self._context.pace.hear(header.timing, self._context.round)
+                self._keep_pace(meeting, header.timing)
                 self._stream(meeting, exchange, header.tokens)
             case Busy():
                 self._failed(meeting, least=header.seconds)
@@ -167,6 +174,7 @@ class Exchanges:
             context.answer(channel, NotPartner(PAST_INCARNATION))
             return
         peer.told(caller.incarnation, caller.round, context.now)
+        context.pace.hear(hello.timing, context.round)  # also where this side is not there yet
         refusal = self._refusal(peer, xid)
         if refusal is not None:
             context.answer(channel, refusal)
@@ -176,46 +184,19 @@ class Exchanges:
             self._end_exchange(meeting)  # of a dial that crossed this one, or of an attempt that its dialler gave up
         now = context.now
         meeting.running = Exchange(xid, peer, channel, False, Stage.STREAMING, now, math.inf)
-        context.send(channel, Accept(context.incarnation, context.round, meeting.tokens))
+        context.send(channel, Accept(context.incarnation, context.round, meeting.tokens, self._timing(meeting)))
+        self._keep_pace(meeting, hello.timing)
         self._stream(meeting, meeting.running, hello.tokens)
 
     def _refusal(self, peer: Peer, xid: ExchangeId) -> Answer | None:
-        context = self._context
         if self._leaving:
             return NotPartner("leaving")
-        if peer.quarantined_until > xid.round:
-            return NotPartner("in quarantine")
-        if xid.fragment not in range(context.settings.fragments) or self._partner(xid.round) != peer.name:
-            return NotPartner("not in this round")
-        if context.ledger.has_committed(xid.round, xid.fragment):
-            return Done(Outcome.COMMITTED)
-        if xid in context.ledger.outcomes:
-            return Done(Outcome.ABORTED)
-        meeting = self.meetings.get(xid.round)
-        if meeting is None:
-            is_recent = context.round - context.settings.patience < xid.round <= context.round
-            return NotPartner("no message of that round is left") if is_recent else AtRound(context.round)
-        if xid.fragment not in meeting.left:
-            return Done(Outcome.ABORTED)  # it was given up here
-        if self.doubts.about(xid.round, xid.fragment) or self._prefers_its_own(meeting, xid):
+        context, meeting = self._context, self.meetings.get(xid.round)
+        is_in_doubt = self.doubts.about(xid.round, xid.fragment)
+        said = refusal(context, peer, xid, self._partner(xid.round), meeting, is_in_doubt)
+        if said is None and meeting and self._lines.are_taken(meeting, self.meetings.values(), by_offers=False):
             return Busy(context.settings.retry_seconds)
-        if self._lines.are_taken(meeting, self.meetings.values(), by_offers=False):
-            return Busy(context.settings.retry_seconds)
-        return None
-
-    def _prefers_its_own(self, meeting: Meeting, xid: ExchangeId) -> bool:
-        """Whether what is running goes on when the partner dials.
-
-        Two dials that cross: the lower name's counts in even rounds, the higher one's in odd ones, on both sides.
-        """
-        running = meeting.running
-        if running is None:
-            return False
-        if running.dials:
-            lower_name_leads = meeting.round % 2 == 0
-            leads = (self._context.name < meeting.peer.name) is lower_name_leads
-            return leads or running.stage is not Stage.OFFERED
-        return (xid.incarnation, xid.attempt) <= (running.xid.incarnation, running.xid.attempt)
+        return said
 
     def settle(self, peer: str, xid: ExchangeId) -> Outcome | None:
         """The answer to a dialler that asks how its exchange ended: it holds this side's message and has said so."""
@@ -280,6 +261,12 @@ class Exchanges:
     def _meeting_of(self, channel: Channel) -> Meeting | None:
         meetings = self.meetings.values()
         return next((m for m in meetings if m.running is not None and m.running.channel == channel), None)
+
+    def _timing(self, meeting: Meeting) -> Timing | None:
+        return self._context.pace.timing(meeting.ended, self._context.now, self._context.round)
+
+    def _keep_pace(self, meeting: Meeting, timing: Timing | None) -> None:
+        self._context.pace.meet(timing, meeting.ended, meeting.made_up, self._context.now)
 
     def _stream(self, meeting: Meeting, exchange: Exchange, tokens: int) -> None:
         exchange.stage = Stage.STREAMING

@@ -58,6 +58,7 @@ class Identity:
       model: of names, shapes and dtypes of the parameters.
       roster: of the roster.
       codec: the form in which messages travel, and their number of fragments.
+      pace: "steps", or "time" for islands that fit their inner steps to common rounds.
       protocol: its version.
     """
 
@@ -66,11 +67,12 @@ class Identity:
     model: str
     roster: str
     codec: str
+    pace: str
     protocol: int = VERSION
 
     def difference(self, other: "Identity") -> str | None:
         """The first of them that differs, with both values, or none."""
-        names = ("protocol", "run", "roster", "model", "config", "codec")
+        names = ("protocol", "run", "roster", "model", "config", "codec", "pace")
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in names)
         return next((f"{name} is {mine}, yours is {theirs}" for name, mine, theirs in pairs if mine != theirs), None)
 
@@ -94,12 +96,37 @@ class Caller:
 
 
 @dataclass(frozen=True)
+class Speed:
+    """How fast the island `name` was in a round: the median seconds of its inner steps."""
+
+    name: str
+    seconds: float
+    round: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What islands that fit their inner steps to common rounds tell each other.
+
+    Attributes:
+      ago: seconds since the end of the round whose messages are exchanged, by the sender's clock.
+      own: the sender's speed, once it is known.
+      fastest: the fastest of those that it has heard of lately, and its own.
+    """
+
+    ago: float
+    own: Speed | None
+    fastest: Speed | None
+
+
+@dataclass(frozen=True)
 class Hello:
     """Opens an exchange. `tokens` is the sender's weight: the tokens it trained on in the round."""
 
     caller: Caller
     xid: ExchangeId
     tokens: int
+    timing: Timing | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +136,7 @@ class Accept:
     incarnation: int
     round: int
     tokens: int
+    timing: Timing | None = None
 
 
 @dataclass(frozen=True)

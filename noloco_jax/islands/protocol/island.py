@@ -136,6 +136,13 @@ class Island:
         rounds = [peer.round for peer in self.peers.values() if peer.round >= 0 and not peer.away]
         return statistics.median_low(rounds) - self.round if rounds else 0
 
+    def stride(self, now: float, most: int) -> int:
+        """Steps of the run's schedule, up to `most`, that the inner step which begins now is to stand for: see `Pace`.
+
+        1 where islands keep no pace.
+        """
+        return self._context.pace.stride(now, most)
+
     def journal(self) -> Journal:
         """To be saved with the weights."""
         ledger, doubts = self._context.ledger, self._exchanges.uncertain()

@@ -52,6 +52,8 @@ class Meeting:
       round: whose messages are exchanged.
       peer: the partner.
       tokens: this side's weight.
+      ended: when the round ended.
+      made_up: what catching up had come to then, see `Pace`.
       left: fragments that have neither been committed nor dropped, in the order in which they are tried.
       retry: when to dial next.
       running: the exchange under way; one at a time, so that a slow link ends one before the next.
@@ -62,6 +64,8 @@ class Meeting:
     round: int
     peer: Peer
     tokens: int
+    ended: float
+    made_up: float
     left: list[int]
     retry: Backoff
     running: Exchange | None = None

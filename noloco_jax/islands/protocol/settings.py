@@ -18,6 +18,7 @@ class Settings:
       answer_seconds: for the answer to an opener.
       state_seconds: for a whole state on its way.
       retry_seconds: until the first retry; the time doubles with each.
+      keeps_pace: whether an island fits its inner steps to common rounds, see `pace.py`.
     """
 
     fragments: int = 1
@@ -27,6 +28,7 @@ class Settings:
     answer_seconds: float = 10.0
     state_seconds: float = 600.0
     retry_seconds: float = 1.0
+    keeps_pace: bool = False
 
     def __post_init__(self):
         if self.fragments < 1 or self.patience < 1:

@@ -1,0 +1,52 @@
+"""Whether an island that dials is let in, and what it is told where it is not."""
+
+from noloco_jax.islands.protocol.context import Context
+from noloco_jax.islands.protocol.headers import Answer, AtRound, Busy, Done, ExchangeId, NotPartner, Outcome
+from noloco_jax.islands.protocol.meeting import Meeting, Stage
+from noloco_jax.islands.protocol.peers import Peer
+
+
+def refusal(
+    context: Context, peer: Peer, xid: ExchangeId, partner: str | None, meeting: Meeting | None, is_in_doubt: bool
+) -> Answer | None:
+    """The answer to an exchange that is not accepted now; None: it is.
+
+    Args:
+      context: of the island that is called.
+      peer: who dials; its identity is right.
+      xid: the exchange.
+      partner: whom the island meets in the exchange's round.
+      meeting: what is left of that round's; None: its message is not here yet, or no more.
+      is_in_doubt: whether the round's fragment may have been committed.
+    """
+    if peer.quarantined_until > xid.round:
+        return NotPartner("in quarantine")
+    if xid.fragment not in range(context.settings.fragments) or partner != peer.name:
+        return NotPartner("not in this round")
+    if context.ledger.has_committed(xid.round, xid.fragment):
+        return Done(Outcome.COMMITTED)
+    if xid in context.ledger.outcomes:
+        return Done(Outcome.ABORTED)
+    if meeting is None:
+        is_recent = context.round - context.settings.patience < xid.round <= context.round
+        return NotPartner("no message of that round is left") if is_recent else AtRound(context.round)
+    if xid.fragment not in meeting.left:
+        return Done(Outcome.ABORTED)  # it was given up here
+    if is_in_doubt or _prefers_its_own(context, meeting, xid):
+        return Busy(context.settings.retry_seconds)
+    return None
+
+
+def _prefers_its_own(context: Context, meeting: Meeting, xid: ExchangeId) -> bool:
+    """Whether what is running goes on when the partner dials.
+
+    Two dials that cross: the lower name's counts in even rounds, the higher one's in odd ones, on both sides.
+    """
+    running = meeting.running
+    if running is None:
+        return False
+    if running.dials:
+        lower_name_leads = meeting.round % 2 == 0
+        leads = (context.name < meeting.peer.name) is lower_name_leads
+        return leads or running.stage is not Stage.OFFERED
+    return (xid.incarnation, xid.attempt) <= (running.xid.incarnation, running.xid.attempt)

@@ -1,0 +1,164 @@
+"""Islands of unequal speed: rounds that end together, by virtual clocks, and nobody who waits."""
+
+import dataclasses
+import random
+
+import pytest
+
+from noloco_jax.islands.protocol.headers import Speed, Timing
+from noloco_jax.islands.protocol.pace import LONGEST_STRIDE, ROUNDS_KNOWN, Pace
+from noloco_jax.islands.protocol.settings import Settings
+from support.island_world import FRAME_FAULTS, MOMENTS, NODE_FAULTS, ROUND, Fault, World, all_points
+
+SETTINGS = Settings(answer_seconds=3.0, state_seconds=30.0, keeps_pace=True)
+STEPS = 50  # of a round
+SPEEDS = (4, 2, 1)
+
+
+def paced(durations, seconds: float, settings: Settings = SETTINGS, **arguments) -> World:
+    return World(len(durations), durations=durations, steps=STEPS, settings=settings, **arguments).run(seconds)
+
+
+def apart(world: World, round: int) -> float:
+    """Seconds from the first to the last end of a round."""
+    ends = [node.ends[round] for node in world.nodes.values()]
+    return max(ends) - min(ends)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("count", [3, 6])
+def test_islands_at_speeds_1_to_2_to_4_meet_in_nine_of_ten_rounds_and_none_is_held_up(count, seed):
+    durations = [ROUND * 4 / SPEEDS[number % 3] for number in range(count)]
+    world = paced(durations, 60 * ROUND, seed=seed).finish()
+    assert world.participation(2, 55) >= 0.9
+    for node in world.nodes.values():
+        seconds_a_step = node.duration / STEPS
+        assert node.all_steps >= 0.98 * 60 * ROUND / seconds_a_step  # it has never waited
+        rounds = max(node.ends)
+        assert rounds >= 0.95 * 60  # as many as the fastest would have ended alone
+        assert not node.heals
+    assert all(apart(world, round) < ROUND / 3 for round in range(15, 55))
+
+
+def test_without_pace_the_same_islands_hardly_meet():
+    settings = dataclasses.replace(SETTINGS, keeps_pace=False)
+    world = paced([ROUND, 2 * ROUND, 4 * ROUND], 60 * ROUND, settings=settings).finish()
+    assert world.participation(2, 55) < 0.5
+
+
+def test_islands_of_equal_speed_take_every_step_of_the_schedule():
+    world = paced([ROUND] * 4, 60 * ROUND).finish()
+    for node in world.nodes.values():
+        assert node.all_steps >= 0.97 * node.position
+    assert world.participation(2, 55) >= 0.9
+
+
+def test_a_message_weighs_what_was_trained_on_for_it():
+    world = paced([ROUND, 4 * ROUND], 40 * ROUND).finish()
+    fast, slow = world.nodes.values()
+    for xid in fast.weights.keys() & slow.weights.keys():
+        if xid.round > 5:
+            assert fast.weights[xid][0] / slow.weights[xid][0] == pytest.approx(4, rel=0.35)
+    weights = [action.weight for action in slow.applied if action.xid.round > 5]
+    assert weights and sum(weights) / len(weights) == pytest.approx(0.8, abs=0.03)
+
+
+def test_who_was_held_up_is_back_with_the_others_in_a_few_rounds():
+    world = World(3, durations=[ROUND, 2 * ROUND, 4 * ROUND], steps=STEPS, settings=SETTINGS)
+    world.at(20.2 * ROUND, setattr, world.nodes["i1"], "stopped_until", 21.2 * ROUND)
+    world.run(45 * ROUND).finish()
+    held_up = world.nodes["i1"].ends
+    assert max(apart(world, round) for round in (19, 20, 21)) > 0.7 * ROUND
+    assert all(apart(world, round) < 0.25 * ROUND for round in range(28, 40))
+    assert len(held_up) > 38 and not world.nodes["i1"].heals
+
+
+def test_when_the_fastest_has_gone_the_others_take_all_the_steps_that_they_can():
+    world = World(3, durations=[ROUND, 2 * ROUND, 4 * ROUND], steps=STEPS, settings=SETTINGS, downtime=None)
+    world.at(15 * ROUND, world.crash, world.nodes["i0"], "kill")
+    world.run(70 * ROUND)
+    before = {name: (node.position, node.all_steps) for name, node in world.nodes.items()}
+    world.run(100 * ROUND).finish()
+    strides = []
+    for name in ("i1", "i2"):
+        node, (position, steps) = world.nodes[name], before[name]
+        strides.append((node.position - position) / (node.all_steps - steps))
+    assert strides == [pytest.approx(1, rel=0.05), pytest.approx(2, rel=0.1)]
+    assert world.participation(15, 15 + ROUNDS_KNOWN) > 0  # of the two that are left
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_fault_leaves_half_an_exchange_among_islands_that_keep_pace(seed):
+    """Σ w c = 0 with weights that are the inner steps taken: `World.check`."""
+    rng = random.Random(seed)
+    for _ in range(8):
+        number = rng.randrange(10**6)
+        durations = [ROUND * rng.choice((1, 2, 4)) for _ in range(rng.randrange(2, 5))]
+        at = all_points(paced(durations, 45.0, seed=number))
+        faults = []
+        for _ in range(rng.randrange(2, 8)):
+            kind, nth = rng.choice(at)
+            if kind == "Apply" or rng.random() < 0.4:
+                faults.append(Fault(kind, nth, rng.choice(NODE_FAULTS), rng.choice(MOMENTS)))
+            else:
+                faults.append(Fault(kind, nth, rng.choice(FRAME_FAULTS)))
+        world = paced(durations, 200.0, seed=number, faults=faults, quiet_after=60.0).finish()
+        assert any(node.applied for node in world.nodes.values())
+
+
+def after(pace: Pace, count: int, seconds: float, now: float = 0.0) -> tuple[list[int], float]:
+    """The strides of so many steps, and the time after them."""
+    strides = []
+    for _ in range(count):
+        strides.append(pace.stride(now, 10**6))
+        now += seconds
+    return strides, now
+
+
+def told(pace: Pace, now: float, seconds: float, late: float = 0.0) -> None:
+    """A partner takes `seconds` a step, and has ended the round that ends here now `late` seconds before."""
+    speed = Speed("other", seconds, 0)
+    timing = Timing(late, speed, speed)
+    pace.hear(timing, 0)
+    pace.meet(timing, now, pace.made_up, now)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.5, 2.0, 3.7])
+def test_an_inner_step_stands_for_what_the_fastest_takes_meanwhile(ratio):
+    pace = Pace("me")
+    _, now = after(pace, 10, 2.0 * ratio)
+    told(pace, now, 2.0)
+    strides, _ = after(pace, 100, 2.0 * ratio, now)
+    assert sum(strides) == pytest.approx(100 * ratio, abs=1)
+    assert max(strides) - min(strides) <= 1
+
+
+def test_what_holds_all_up_alike_skips_no_step():
+    pace = Pace("me")
+    _, now = after(pace, 10, 1.0)
+    told(pace, now, 1.0)
+    strides, _ = after(pace, 50, 1.0, now + 600.0)
+    assert set(strides) == {1}
+
+
+def test_the_first_never_slows_down_below_a_step_a_step_and_the_others_fall_back_by_half_of_their_lead():
+    for seconds, expected in ((1.0, 60), (3.0, 180 - 15)):
+        pace = Pace("me")
+        _, now = after(pace, 10, seconds)
+        told(pace, now, 1.0, late=-30.0)
+        strides, _ = after(pace, 60, seconds, now)
+        assert sum(strides) == pytest.approx(expected, abs=1)
+
+
+def test_who_is_late_makes_up_half_of_it_once():
+    pace = Pace("me")
+    _, now = after(pace, 10, 2.0)
+    told(pace, now, 1.0, late=30.0)
+    assert sum(after(pace, 60, 2.0, now)[0]) == pytest.approx(120 + 15, abs=1)
+
+
+def test_a_partner_of_absurd_speed_moves_nobody_by_more_than_the_limit():
+    pace = Pace("me")
+    _, now = after(pace, 10, 1.0)
+    told(pace, now, 1e-9, late=3600.0)
+    assert max(after(pace, 20, 1.0, now)[0]) <= 2 * LONGEST_STRIDE
