@@ -7,7 +7,7 @@ long as it takes to decide, never while anything is sent, copied or computed.
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,6 +61,7 @@ from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.settings import Settings
 from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.server import Handlers, Server
+from noloco_jax.islands.snapshots import ABOUT, Snapshots
 
 _CALL_SECONDS = 3600.0  # the protocol ends calls long before
 _GOODBYE_SECONDS = 2.0
@@ -102,7 +103,8 @@ class Met:
     Attributes:
       round: which.
       partner: whom it was to be exchanged with; empty: nobody.
-      outcome: "met" in its round, "late" in a later one, or "alone".
+      outcome: "met" in its round, "late" in a later one, or "alone"; "healed": of no message, the partner's state, that
+        of after this round, is gone on from.
       lag: rounds by which it was late.
       reason: why alone, in a few words.
       one_sided: whether the partner may have applied its half.
@@ -128,6 +130,8 @@ class Station:
       message: what each array of a message must be.
       state: the same of a state.
       report: is given lines for people.
+      snapshots: of the weights, for who asks for them.
+      about: what the island says of its weights.
     """
 
     def __init__(
@@ -140,9 +144,12 @@ class Station:
         message: Sequence[ArraySpec],
         state: Sequence[ArraySpec],
         report: Callable[[str], None],
+        snapshots: Snapshots,
+        about: Mapping[str, Any],
     ):
         self._roster, self._name, self._credentials = roster, name, credentials
         self._protocol, self._settings, self._report = protocol, settings, report
+        self.snapshots, self._about = snapshots, dict(about)
         self._specs: Mapping[str, Sequence[ArraySpec]] = {Message.__name__: message, State.__name__: state}
         self._clients = {other: Client(roster, name, credentials, other) for other in roster.names if other != name}
         self._changed = threading.Condition(threading.RLock())
@@ -163,7 +170,7 @@ class Station:
 
     def open(self) -> None:
         """Listens, and asks the others where they are. Raises `UserError` where it cannot listen."""
-        handlers = Handlers(self._called, _no_state, {}, self._report)
+        handlers = Handlers(self._called, self.snapshots.state, {ABOUT: self._tell_about}, self._report)
         self._server = Server(self._roster, self._name, self._credentials, handlers)
         threading.Thread(target=self._tick, daemon=True, name="ticks").start()
         self._handle(Start())
@@ -239,6 +246,7 @@ class Station:
         """Says goodbye, and ends all calls."""
         with self._changed:
             opened, self._closed = self._server is not None and not self._closed, True
+            self.snapshots.close()
             if opened:
                 self._handle(Stop())
             self._changed.notify_all()
@@ -292,6 +300,7 @@ class Station:
                 self._decision = action
                 self._own, self._others = {}, {}
                 self._inbox = [Healed(peer, round, self._states.popitem()[1])]
+                self._met.append(Met(round, peer, "healed"))
             case Refused():
                 self._decision = action
             case Tell(line):
@@ -351,6 +360,11 @@ class Station:
         finally:
             self._over(conversation)
 
+    def _tell_about(self, caller: str, argument: Mapping[str, Any]) -> dict[str, Any]:
+        with self._changed:
+            status = self._protocol.status()
+        return {**self._about, "round": status.round, "training": status.training}
+
     def _over(self, conversation: Conversation) -> None:
         with self._changed:
             self._conversations.pop(conversation.key, None)
@@ -376,10 +390,6 @@ class Station:
             if isinstance(header, State) and frame.arrays is not None:
                 self._states = {conversation.key: frame.arrays}
             self._handle(Arrived(conversation.key, header, content))
-
-
-def _no_state(caller: str, request: Mapping[str, Any]) -> Iterable[tuple[str, np.ndarray]]:
-    raise RefusedCall(f"{caller} asks for a state by a call of another version")
 
 
 def _correction(own: Arrays, others: Arrays, weight: float) -> Arrays:
