@@ -50,7 +50,7 @@ def row_of(workdir: Path) -> Row:
 
 def report_table(rows: Sequence[Row]) -> Table:
     """A row an island: its rounds, exchanges, how late and how large they were, starts, healings, perplexity."""
-    table = Table("island", title="islands", title_justify="left", title_style="bold")
+    table = Table("island", title="islands (lag: rounds by which corrections were late)", title_justify="left")
     for name in ("rounds", "exchanged", "lag", "sent", "starts", "healed", "perplexity"):
         table.add_column(name, justify="right")
     for history, perplexity in rows:
@@ -59,7 +59,7 @@ def report_table(rows: Sequence[Row]) -> Table:
             history.name,
             str(figures.rounds),
             f"{figures.met} of {figures.due}" if figures.due else "none due",
-            f"{figures.lag:.2f} rounds",
+            f"{figures.lag:.2f}",
             format_bytes(figures.sent),
             str(figures.starts),
             str(figures.healings),
