@@ -15,7 +15,7 @@ class Figures(NamedTuple):
 
     Attributes:
       rounds: that its weights have behind them.
-      met, due: exchanges that came about, and messages that had a partner and whose end is known.
+      met, due: exchanges that came about, and messages that had a partner.
       lag: mean rounds between a message and its correction.
       sent: bytes of messages that partners have taken.
       starts: processes.
@@ -75,7 +75,8 @@ def figures_of(history: History) -> Figures:
     return Figures(
         rounds=rounds[-1] if rounds else 0,
         met=len(lags),
-        due=len(lags) + sum(_is_alone(event) for event in outcomes),
+        due=len(_of_kind(history, "round"))
+        - sum(event["outcome"] == "alone" and not event["partner"] for event in outcomes),
         lag=statistics.fmean(lags) if lags else 0.0,
         sent=sum(event["sent"] for event in outcomes),
         starts=len(_of_kind(history, "start")),

@@ -79,9 +79,9 @@ def test_a_round_that_is_ended_again_is_linked_where_the_exchange_took_place():
 
 
 def test_figures_are_those_of_all_starts():
-    assert figures_of(PARIS) == (10, 2, 3, 0.5, 1000, 1, 0)
-    assert figures_of(ROME) == (10, 3, 3, 0.0, 1500, 1, 0)
-    assert figures_of(OSLO) == (9, 1, 1, 0.0, 500, 2, 1)
+    assert figures_of(PARIS) == (10, 2, 9, 0.5, 1000, 1, 0)
+    assert figures_of(ROME) == (10, 3, 10, 0.0, 1500, 1, 0)
+    assert figures_of(OSLO) == (9, 1, 7, 0.0, 500, 2, 1)  # of round 2 two messages went out
     healed_alone = history("oslo", [start(0.0, "oslo"), exchange(5.0, 6, "paris", "healed")])
     assert figures_of(healed_alone).rounds == 7  # that lie behind the weights
 
