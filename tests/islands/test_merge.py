@@ -96,17 +96,19 @@ class Fake:
       about: what it says of them.
       arrays: its weights, after round `round`.
       fails_after: arrays that it sends before something breaks; None: all.
+      asked: how often it was asked for its weights.
     """
 
     def __init__(self, roster: Roster, name: str, folder: Path, seed: int, **changes: Any):
         identity = Identity("test", "config", "model", roster.version, "float32, 1 fragments")
         about = {"config": to_dict(CONFIG), "tokenizer": "byte", "round": 5 + seed, "training": True}
         self.about: dict[str, Any] = {"identity": asdict(identity), **about, **changes}
-        self.arrays, self.fails_after = weights(seed), None
+        self.arrays, self.fails_after, self.asked = weights(seed), None, 0
         handlers = Handlers(lambda *_: None, self._state, {ABOUT: lambda *_: self.about}, lambda line: None)
         self.server = Server(roster, name, load_keys(folder / "keys" / name, name), handlers)
 
     def _state(self, caller: str, request: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+        self.asked += 1
         sent = [("progress", np.asarray([self.about["round"], 70], np.int64)), *self.arrays.items()]
         yield from sent[: self.fails_after]
         if self.fails_after is not None:
@@ -151,6 +153,14 @@ def test_fewer_islands_than_asked_for_are_refused_and_nothing_is_written(roster,
     with pytest.raises(UserError, match=r"none of test's islands answers .* --workdirs DIR DIR"):
         merge(tmp_path)
     assert not (tmp_path / "merged").exists()
+
+
+def test_no_more_weights_are_fetched_once_there_will_be_too_few(roster, tmp_path):
+    with islands(roster, tmp_path, *NAMES) as fakes:
+        fakes["paris"].fails_after = 2
+        with pytest.raises(UserError, match=r"of 2 islands can be had, not those of paris, and --at_least=3"):
+            merge(tmp_path, "--at_least=3")
+        assert [fakes[name].asked for name in NAMES] == [1, 0, 0]
 
 
 @pytest.mark.parametrize("part", ["model", "config", "codec"])
@@ -232,9 +242,9 @@ def test_a_merger_that_does_not_read_holds_up_no_training():
         pass
     given = [x + 0 for x in weights(0).values()]
     snapshots.give(3, 40, given)  # returns at once
+    assert not snapshots.wanted  # steps that follow copy nothing for it
     thread.join(60)
     assert received[0][0] == "progress" and received[0][1].tolist() == [3, 40]
-    assert not snapshots.wanted  # steps that follow copy nothing for it
     with pytest.raises(Busy, match="another merge is under way"):
         next(snapshots.state("rome", {}))
     assert [name for name, _ in first] == list(weight_specs(CONFIG.model))

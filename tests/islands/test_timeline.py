@@ -73,9 +73,11 @@ def test_every_exchange_is_a_link_between_the_ends_of_its_round_once():
 
 
 def test_a_round_that_is_ended_again_is_linked_where_the_exchange_took_place():
-    again = history("oslo", OSLO.events, [exchange(63.0, 2, "rome", "met")])
+    again = history("oslo", OSLO.events, [exchange(32.0, 2, "rome", "met"), exchange(63.0, 2, "rome", "met")])
     rome = history("rome", ROME.events, [tick(62.5, 2)])
-    assert Link("oslo", 62.0, "rome", 62.5, late=False) in links_of([again, rome])
+    links = links_of([again, rome])
+    assert Link("oslo", 62.0, "rome", 62.5, late=False) in links
+    assert Link("oslo", 30.5, "rome", 31.0, late=False) in links
 
 
 def test_figures_are_those_of_all_starts():
