@@ -202,9 +202,9 @@ def test_islands_that_train_give_their_weights_between_two_steps(roster, tmp_pat
     own = Membership(roster, "paris", None).own(CONFIG)
     programs = build_programs(own, make_mesh(own, jax.devices()[:1]))
     solo = build_solo(own, programs)
-    is_over, steps = threading.Event(), dict.fromkeys(NAMES, 0)
-    states = {name: programs.init(draws.key(seed)) for seed, name in enumerate(NAMES)}
-    members = {name: Membership(roster, name, load_keys(tmp_path / "keys" / name, name)) for name in NAMES}
+    is_over, steps = threading.Event(), {str(name): 0 for name in NAMES}
+    states = {str(name): programs.init(draws.key(seed)) for seed, name in enumerate(NAMES)}
+    members = {str(name): Membership(roster, name, load_keys(tmp_path / "keys" / name, name)) for name in NAMES}
 
     def train(name: str) -> None:
         arguments = (None, tmp_path / name, lambda: False, lambda line: None)
