@@ -103,7 +103,8 @@ class Fake:
         identity = Identity("test", "config", "model", roster.version, "float32, 1 fragments")
         about = {"config": to_dict(CONFIG), "tokenizer": "byte", "round": 5 + seed, "training": True}
         self.about: dict[str, Any] = {"identity": asdict(identity), **about, **changes}
-        self.arrays, self.fails_after, self.asked = weights(seed), None, 0
+        self.arrays, self.asked = weights(seed), 0
+        self.fails_after: int | None = None
         handlers = Handlers(lambda *_: None, self._state, {ABOUT: lambda *_: self.about}, lambda line: None)
         self.server = Server(roster, name, load_keys(folder / "keys" / name, name), handlers)
 
