@@ -43,7 +43,7 @@ def draw_on(axes: "Axes", histories: Sequence[History]) -> None:
     rows = {timeline.name: row for row, timeline in enumerate(timelines)}
     begin = min(life.start for timeline in timelines for life in timeline.lives)
     now = max(life.end for timeline in timelines for life in timeline.lives)
-    unit, name = next(scale for limit, *scale in _SCALES if now - begin < limit)
+    unit, name = next((seconds, name) for limit, seconds, name in _SCALES if now - begin < limit)
 
     def at(time: float) -> float:
         return (time - begin) / unit
