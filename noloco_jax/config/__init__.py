@@ -23,7 +23,7 @@ from noloco_jax.config.fields import (
     SourceConfig,
     TrainConfig,
 )
-from noloco_jax.config.flags import load_config, make_parser, parse_args, split_overrides
+from noloco_jax.config.flags import load_config, make_parser, overridden, parse_args, split_overrides
 from noloco_jax.config.schema import flatten
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "load_config",
     "load_saved",
     "make_parser",
+    "overridden",
     "parse_args",
     "save_config",
     "split_overrides",

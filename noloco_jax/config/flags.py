@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from ml_collections import ConfigDict
 
-from noloco_jax.config.build import find_field, from_dict, known_fields
+from noloco_jax.config.build import find_field, from_dict, known_fields, to_dict
 from noloco_jax.config.checks import check_field
 from noloco_jax.config.config_file import read_config_file
 from noloco_jax.config.fields import TrainConfig
@@ -34,6 +34,14 @@ def load_config(file: str, overrides: Sequence[str] = ()) -> ConfigDict:
     for override in overrides:
         _assign(config, *_parse_override(override))
     return config
+
+
+def overridden(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
+    """The checked configuration with `overrides` (`--config.FIELD=VALUE`) over it."""
+    values = ConfigDict(to_dict(config))
+    for override in overrides:
+        _assign(values, *_parse_override(override))
+    return from_dict(values)
 
 
 def _assign(config: ConfigDict, path: str, value: Any) -> None:

@@ -1,19 +1,26 @@
-"""Asks islands how they are, from outside: nothing is changed by it."""
+"""Asks islands how they are and for their weights, from outside: nothing is changed by it."""
 
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands.client import Client
+from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.keys import CERTIFICATE, Credentials, credentials_for, owner_of
 from noloco_jax.islands.peer_errors import PeerError, Refused
-from noloco_jax.islands.protocol.headers import HeaderError, Status, StatusRequest, from_json, to_json
+from noloco_jax.islands.protocol.headers import HeaderError, Identity, Status, StatusRequest, from_json, to_json
 from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.server import USED_TWICE
+from noloco_jax.islands.snapshots import ABOUT, PROGRESS, PROGRESS_SPEC
 
 _AT_ONCE = 16
 _SECONDS = 3.0  # to see whether an island runs already
 Answers = dict[str, Status | str]
+T = TypeVar("T")
 
 
 def check_alone(roster: Roster, name: str, credentials: Credentials | None) -> None:
@@ -29,32 +36,82 @@ def check_alone(roster: Roster, name: str, credentials: Credentials | None) -> N
         pass  # as it should be: nobody is there
 
 
-def ask_all(roster: Roster, keys: Path | None, seconds: float) -> Answers:
-    """Of every island how it is, or a line on why that is not known.
+class About(NamedTuple):
+    """What an island's weights are of.
+
+    Attributes:
+      identity: what has to be equal for two islands to average.
+      config: of its run.
+      tokenizer: the fingerprint of its tokenizer; None where it reads token ids.
+      round: the last one that it has ended; -1: none.
+      training: whether it has weights.
+    """
+
+    identity: Identity
+    config: dict[str, Any]
+    tokenizer: str | None
+    round: int
+    training: bool
+
+
+class Weights(NamedTuple):
+    """An island's weights by the names of their specs, after `step` inner steps and the end of `round`."""
+
+    round: int
+    step: int
+    arrays: dict[str, np.ndarray]
+
+
+def clients_of(roster: Roster, keys: Path | None) -> dict[str, Client | str]:
+    """Every island's client, or a line on why it cannot be asked.
 
     An island answers the others alone, so that each is asked in the name of another one whose keys are here.
 
     Args:
       roster: the islands.
       keys: a folder with a folder for each of some islands, or with those of one; None: without TLS.
-      seconds: to wait for each.
 
     Raises:
       UserError: if keys are needed, or those given are not right.
     """
     known = _credentials(roster, keys)
+    askers = {name: next((other for other in known if other != name), None) for name in roster.names}
+    return {
+        name: f"not asked: these are the keys of {name}, which others answer"
+        if asker is None
+        else Client(roster, asker, known[asker], name)
+        for name, asker in askers.items()
+    }
 
-    def ask(name: str) -> Status | str:
-        asker = next((other for other in known if other != name), None)
-        if asker is None:
-            return f"not asked: these are the keys of {name}, which others answer"
+
+def ask_all(clients: Mapping[str, Client | str], seconds: float) -> Answers:
+    """Of every island how it is, or a line on why that is not known; `seconds` are waited for each."""
+    return _ask_all(clients, lambda client: _ask(client, seconds))
+
+
+def ask_about(clients: Mapping[str, Client | str], seconds: float) -> dict[str, About | str]:
+    """Of every island what its weights are of, or a line on why that is not known."""
+    return _ask_all(clients, lambda client: _about(client, seconds))
+
+
+def fetch_weights(client: Client, specs: Mapping[str, ArraySpec], seconds: float) -> Weights:
+    """A copy of an island's weights of just now; raises `PeerError` where they do not come whole."""
+    arrays = dict(client.state({}, {PROGRESS: PROGRESS_SPEC, **specs}, seconds))
+    round, step = arrays.pop(PROGRESS).tolist()
+    return Weights(round, step, arrays)
+
+
+def _ask_all(clients: Mapping[str, Client | str], ask: Callable[[Client], T | str]) -> dict[str, T | str]:
+    def answer(client: Client | str) -> T | str:
+        if isinstance(client, str):
+            return client
         try:
-            return _ask(Client(roster, asker, known[asker], name), seconds)
+            return ask(client)
         except PeerError as error:
             return str(error)
 
     with ThreadPoolExecutor(_AT_ONCE) as threads:
-        return dict(zip(roster.names, threads.map(ask, roster.names), strict=True))
+        return dict(zip(clients, threads.map(answer, clients.values()), strict=True))
 
 
 def _ask(client: Client, seconds: float) -> Status | str:
@@ -65,6 +122,16 @@ def _ask(client: Client, seconds: float) -> Status | str:
     except HeaderError as error:
         return f"{client.peer}: {error}"
     return header if isinstance(header, Status) else f"{client.peer} answers with {type(header).__name__}"
+
+
+def _about(client: Client, seconds: float) -> About:
+    try:
+        answer = client.action(ABOUT, {}, seconds)
+        identity = Identity(**answer.pop("identity"))
+        config, tokenizer = dict(answer["config"]), answer["tokenizer"]
+        return About(identity, config, tokenizer, int(answer["round"]), bool(answer["training"]))
+    except (TypeError, KeyError, ValueError):
+        raise Refused(f"{client.peer} says of its weights what cannot be read: it is of another version") from None
 
 
 def _credentials(roster: Roster, keys: Path | None) -> dict[str, Credentials | None]:

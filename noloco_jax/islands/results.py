@@ -41,7 +41,8 @@ class Met:
     Attributes:
       round: which.
       partner: whom it was to be exchanged with; empty: nobody.
-      outcome: "met" in its round, "late" in a later one, or "alone".
+      outcome: "met" in its round, "late" in a later one, or "alone"; "healed": of no message, the partner's state, that
+        of after this round, is gone on from.
       lag: rounds by which it was late.
       reason: why alone, in a few words.
       one_sided: whether the partner may have applied its half.

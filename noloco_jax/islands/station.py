@@ -7,12 +7,10 @@ which is held for as long as it takes to decide, never while anything is sent, c
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands.channel import Channel
@@ -20,7 +18,6 @@ from noloco_jax.islands.client import Client
 from noloco_jax.islands.codes import Arrays, Codes, norm_of
 from noloco_jax.islands.frames import ArraySpec, Expects
 from noloco_jax.islands.keys import Credentials
-from noloco_jax.islands.peer_errors import Refused as RefusedCall
 from noloco_jax.islands.protocol.events import (
     Action,
     Apply,
@@ -54,6 +51,7 @@ from noloco_jax.islands.protocol.settings import Settings
 from noloco_jax.islands.results import Correction, Healed, Met
 from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.server import Handlers, Server
+from noloco_jax.islands.snapshots import ABOUT, Snapshots
 from noloco_jax.islands.switchboard import Listener, Switchboard
 
 _GOODBYE_SECONDS = 5.0  # in which the others ask what only this island knows
@@ -71,6 +69,8 @@ class Station:
       codes: the form in which messages travel.
       state: what each array of a state must be.
       report: is given lines for people.
+      snapshots: of the weights, for who asks for them.
+      about: what the island says of its weights.
     """
 
     def __init__(
@@ -83,10 +83,13 @@ class Station:
         codes: Codes,
         state: Sequence[ArraySpec],
         report: Callable[[str], None],
+        snapshots: Snapshots,
+        about: Mapping[str, Any],
     ):
         self._roster, self._name, self._credentials = roster, name, credentials
         self._protocol, self._settings, self._report = protocol, settings, report
         self._codes = codes
+        self.snapshots, self._about = snapshots, dict(about)
         self._changed = threading.Condition(threading.RLock())
         self._switchboard = Switchboard(
             {other: Client(roster, name, credentials, other) for other in roster.names if other != name},
@@ -111,7 +114,7 @@ class Station:
 
     def open(self) -> None:
         """Listens, and asks the others where they are. Raises `UserError` where it cannot listen."""
-        handlers = Handlers(self._called, _no_state, {}, self._report)
+        handlers = Handlers(self._called, self.snapshots.state, {ABOUT: self._tell_about}, self._report)
         self._server = Server(self._roster, self._name, self._credentials, handlers)
         threading.Thread(target=self._tick, daemon=True, name="ticks").start()
         self._handle(Start())
@@ -204,6 +207,7 @@ class Station:
         self.leave()
         with self._changed:
             opened, self._closed = self._server is not None and not self._closed, True
+            self.snapshots.close()
             self._changed.notify_all()
         if not opened:
             return
@@ -251,6 +255,7 @@ class Station:
                 self._decision = action
                 self._own, self._others = {}, {}
                 self._inbox = [Healed(peer, round, self._states.popitem()[1])]
+                self._met.append(Met(round, peer, "healed"))
             case Refused():
                 self._decision = action
             case Tell(line):
@@ -289,6 +294,7 @@ class Station:
     def _called(self, caller: str, hello: Mapping[str, Any], connect: Callable[[Expects], Channel]) -> None:
         self._switchboard.called(caller, hello, connect)
 
-
-def _no_state(caller: str, request: Mapping[str, Any]) -> Iterable[tuple[str, np.ndarray]]:
-    raise RefusedCall(f"{caller} asks for a state by a call of another version")
+    def _tell_about(self, caller: str, argument: Mapping[str, Any]) -> dict[str, Any]:
+        with self._changed:
+            status = self._protocol.status()
+        return {**self._about, "round": status.round, "training": status.training}

@@ -6,11 +6,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from noloco_jax.config import ModelConfig
 from noloco_jax.islands.codes import specs_of
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.islands.results import Correction, Healed
 from noloco_jax.islands.station import Station
+from noloco_jax.model.llama import param_shapes
 from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import Programs, TrainState, shardings_of
 from noloco_jax.spmd.solo import SoloPrograms
@@ -22,6 +24,12 @@ _AT_ONCE_SECONDS = 600.0  # of the mode that waits for what is to be compared wi
 def state_specs(state: TrainState) -> list[ArraySpec]:
     """What the arrays of a state that travels must be: the inner steps taken, then those of a `TrainState`."""
     return [ArraySpec((), np.dtype(np.int64)), *specs_of(state)]
+
+
+def weight_specs(model: ModelConfig) -> dict[str, ArraySpec]:
+    """The weights that travel to who merges them: name -> what the array is, in the order of the parameters' leaves."""
+    named = jax.tree.leaves_with_path(param_shapes(model))
+    return {jax.tree_util.keystr(path): ArraySpec(tuple(x.shape), np.dtype(x.dtype)) for path, x in named}
 
 
 class IslandSteps:
@@ -90,13 +98,16 @@ class IslandSteps:
     def enter(self, state: TrainState, step: int) -> tuple[TrainState, int]:
         """Enters what has come, between two inner steps: (state, the inner steps behind it).
 
-        Where another island waits for the state, it is copied for it.
+        Where another island waits for the state, or somebody for the weights, they are copied.
         """
         for item in self.station.take():
             state, step = self._entered(item, state, step)
         if self.station.wants_state and state.outer is not None and int(state.outer.round) > 0:
             copies = [np.array(x) for x in jax.device_get(jax.tree.leaves(state))]
             self.station.give(int(state.outer.round) - 1, [np.asarray(step, np.int64), *copies])
+        if self.station.snapshots.wanted and state.outer is not None:
+            copies = [np.array(x[0]) for x in jax.device_get(jax.tree.leaves(state.params))]
+            self.station.snapshots.give(int(state.outer.round) - 1, step, copies)
         return state, step
 
     def settle(self, state: TrainState, seconds: float) -> TrainState:

@@ -26,6 +26,7 @@ def exchange_line(met: Met, status: Status, size: int | float) -> str:
     what = {
         "met": f"met {met.partner}, {format_bytes(size)} each way",
         "late": f"met {met.partner} late by {met.lag}, {format_bytes(size)} each way",
+        "healed": f"these weights came from {met.partner}",
         "alone": f"alone{f', without {met.partner}' if met.partner else ''}: {met.reason}",
     }[met.outcome]
     sided = ", one-sided" if met.one_sided else ""

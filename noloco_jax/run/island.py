@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from noloco_jax.islands.protocol.headers import Identity
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.settings import Settings
 from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.snapshots import Snapshots
 from noloco_jax.islands.station import Station
-from noloco_jax.islands.steps import IslandSteps, state_specs
+from noloco_jax.islands.steps import IslandSteps, state_specs, weight_specs
 from noloco_jax.methods import meetings_of, method_of
 from noloco_jax.run.messages import Messages
 from noloco_jax.spmd.programs import Programs
@@ -29,7 +30,7 @@ from noloco_jax.wires import BLOCK_BITS, FLOAT_BYTES
 ISLAND_FILE = "island.json"
 _WIRES = (*FLOAT_BYTES, *BLOCK_BITS)
 # Groups and fields of a configuration that all islands must have equal; what is left is each one's own affair.
-_COMMON = ("method", "num_steps", "num_replicas", "seed", "model", "inner", "outer")
+COMMON = ("method", "num_steps", "num_replicas", "seed", "model", "inner", "outer")
 
 
 @dataclass(frozen=True)
@@ -121,17 +122,20 @@ def open_station(
     workdir: Path,
     is_stopping: Callable[[], bool],
     report: Callable[[str], None],
+    fingerprint: str | None = None,
 ) -> Station | None:
     """Joins the others, and waits for what the island is to train from; None where it was told to stop meanwhile.
 
+    `fingerprint` is that of its tokenizer, for who merges.
     Raises `UserError` if its name or address is in use, or most of the others refuse it.
     """
     check_alone(member.roster, member.name, member.credentials)
     incarnation, began_before = _incarnation(workdir)
+    identity = _identity(member, config, programs)
     protocol = Island(
         member.name,
         [name for name in member.roster.names if name != member.name],
-        _identity(member, config, programs),
+        identity,
         member.partner(config),
         incarnation,
         member.settings(config),
@@ -147,6 +151,8 @@ def open_station(
         Codes(solo.wire, solo.message, solo.code),
         state_specs(programs.state),
         report,
+        Snapshots(weight_specs(config.model)),
+        {"identity": asdict(identity), "config": to_dict(config), "tokenizer": fingerprint},
     )
     try:
         station.open()
@@ -190,10 +196,8 @@ def messages_of_island(solo: SoloPrograms) -> Messages:
 
 
 def _identity(member: Membership, config: TrainConfig, programs: Programs) -> Identity:
-    values = to_dict(config)
-    outer = {name: value for name, value in values["outer"].items() if name != "offload"}
-    common = {name: values[name] for name in _COMMON} | {"outer": outer}
-    model = [[str(spec) for spec in specs_of(programs.state.params)], values["model"]]
+    common = common_values(config)
+    model = [[str(spec) for spec in specs_of(programs.state.params)], common["model"]]
     return Identity(
         member.roster.run,
         _digest({name: value for name, value in common.items() if name != "model"}),
@@ -202,6 +206,13 @@ def _identity(member: Membership, config: TrainConfig, programs: Programs) -> Id
         f"{config.outer.wire}, {config.outer.fragments} fragments",
         member.pace,
     )
+
+
+def common_values(config: TrainConfig) -> dict[str, Any]:
+    """What all islands must have equal, by the names of `COMMON`."""
+    values = to_dict(config)
+    outer = {name: value for name, value in values["outer"].items() if name != "offload"}
+    return {name: values[name] for name in COMMON} | {"outer": outer}
 
 
 def _digest(value: Any) -> str:

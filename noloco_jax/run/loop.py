@@ -21,6 +21,7 @@ from noloco_jax.run.console import Progress
 from noloco_jax.run.evaluate import evaluate
 from noloco_jax.run.exchanges import LAST_SECONDS, exchange_figures, exchange_line
 from noloco_jax.run.flops import mfu, model_flops_per_token
+from noloco_jax.run.island_log import IslandLog
 from noloco_jax.run.messages import Messages, may_send_in_inner_steps, shares_moments
 from noloco_jax.run.metrics import MetricWriter
 from noloco_jax.run.proportion import Proportion
@@ -57,6 +58,7 @@ class Run:
       processes: those of the run.
       hooks: called in the course of it.
       island: the outer steps of a run that is one of several islands.
+      island_log: what happens to that island.
     """
 
     config: TrainConfig
@@ -73,6 +75,7 @@ class Run:
     processes: Processes
     hooks: Hooks
     island: IslandSteps | None = None
+    island_log: IslandLog | None = None
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,7 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         is_last, is_stopping = step == config.num_steps, run.stop.at(step)
         if is_last and run.island is not None:
             state = run.island.settle(state, LAST_SECONDS)
+            _tell_of_exchanges(run, run.island, step)
         is_evaluating = is_evaluated(config, step) and not is_stopping
         is_saving = is_last or is_stopping or step % config.checkpoint_every == 0
         if is_evaluating or is_saving:
@@ -205,6 +209,9 @@ def _outer_steps(run: Run, state: TrainState, step: int, count: int) -> tuple[Tr
     started = time.perf_counter()
     if run.island is not None:
         state = run.island.take(state, step, count)
+        if run.island_log is not None:
+            for number in range(round, round + count):
+                run.island_log.round(number, step)
         return state, _OuterSteps(round, count, time.perf_counter() - started, moved)
     assert run.programs.outer_step is not None
     for number in range(round, round + count):
@@ -231,11 +238,19 @@ def _hear_of_others(run: Run, island: IslandSteps, state: TrainState, step: int)
     state, behind = island.enter(state, step)
     if behind != step:
         run.progress.note(f"after step {step}: goes on from another island's weights, after step {behind}")
+    _tell_of_exchanges(run, island, step)
+    return state, min(behind, run.config.num_steps - 1)
+
+
+def _tell_of_exchanges(run: Run, island: IslandSteps, step: int) -> None:
+    """Writes and shows what has become of messages."""
     met, status = island.station.take_met()
     for one in met:
+        size = run.messages.of_outer_step(one.round)
         run.metrics.write(step, "exchange", **exchange_figures(one, status))
-        run.progress.note(exchange_line(one, status, run.messages.of_outer_step(one.round)))
-    return state, min(behind, run.config.num_steps - 1)
+        run.progress.note(exchange_line(one, status, size))
+        if run.island_log is not None:
+            run.island_log.exchange(one, size if one.outcome in ("met", "late") else 0)
 
 
 def _save(run: Run, state: TrainState, step: int, log: "_StepLog") -> TrainState:

@@ -35,6 +35,7 @@ from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress, banner, make_console
 from noloco_jax.run.extension import extension_note, rate_change
 from noloco_jax.run.island import Membership, journal_of, messages_of_island, open_station, steps_of
+from noloco_jax.run.island_log import IslandLog
 from noloco_jax.run.loop import Hooks, Run, is_evaluated, train_steps
 from noloco_jax.run.messages import messages_of
 from noloco_jax.run.metrics import METRICS_FILE, MetricWriter, read_metrics
@@ -137,7 +138,15 @@ def train(
         if member is not None and solo is not None:
             journal = None if start is None else journal_of(checkpoints.island_journal(start), config, start)
             station = open_station(
-                member, whole, solo, programs, journal, workdir, partial(stop.at, start or 0), console.print
+                member,
+                whole,
+                solo,
+                programs,
+                journal,
+                workdir,
+                partial(stop.at, start or 0),
+                console.print,
+                None if tokenizer is None else tokenizer.fingerprint,
             )
             if station is None:
                 console.print(f"{stop.reason}: the same command begins again")
@@ -145,9 +154,10 @@ def train(
             others.callback(station.close)
         streams.start()  # the first batches are made while the programs are compiled
         programs = _compile(config, programs, console, alone=member is not None)
-        island = None
+        island = island_log = None
         if member is not None and station is not None and solo is not None:
             island = steps_of(member, config, station, solo, programs)
+            island_log = IslandLog(workdir, member.name)
         batches = GlobalBatches(streams, programs)
         if start is None:
             state, given = _make_state(config, programs, given), None  # the host does not keep what was given
@@ -173,8 +183,13 @@ def train(
                 processes=processes,
                 hooks=hooks or Hooks(),
                 island=island,
+                island_log=island_log,
             )
+            if island_log is not None:
+                island_log.start(start or 0)
             outcome = train_steps(run, state, start or 0, evaluate_first=evaluate_first)
+        if island_log is not None:
+            island_log.end(outcome.finished)
 
     streams.close()  # when everything is saved; where a run fails, the process closes them at its end
     if not outcome.finished:

@@ -7,13 +7,17 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from noloco_jax.exchange.wire import Float32
+from noloco_jax.islands.codes import Codes, norm_of
 from noloco_jax.islands.frames import spec_of
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.settings import Settings
+from noloco_jax.islands.results import Correction, Healed, Met
 from noloco_jax.islands.roster import Address, Roster
 from noloco_jax.islands.roster import Island as Listed
-from noloco_jax.islands.station import Correction, Healed, Met, Station
+from noloco_jax.islands.snapshots import Snapshots
+from noloco_jax.islands.station import Station
 from support.fault_proxy import FaultProxy, Link
 from support.island_world import IDENTITY
 from support.islands import free_ports
@@ -65,8 +69,9 @@ class Site:
         others = [other for other in roster.names if other != name]
         partner = partner_of(roster.names, name)
         protocol = Island(name, others, identity, partner, incarnation, settings, journal)
-        specs = [spec_of(self.message(0))]
-        self.station = Station(roster, name, credentials, protocol, settings, specs, specs, self.lines.append)
+        message = self.message(0)
+        arguments = settings, Codes(Float32(), [message], [message]), [spec_of(message)], self.lines.append
+        self.station = Station(roster, name, credentials, protocol, *arguments, Snapshots({}), {})
 
     def message(self, round: int) -> np.ndarray:
         """Of a round, and of nobody else's."""
@@ -92,7 +97,7 @@ class Site:
             self.round += 1
             message = self.message(self.round)
             spent -= time.monotonic()
-            self.station.end_round(self.round, TOKENS, [message])
+            self.station.end_round(self.round, TOKENS, [message], norm_of([message]))
             spent += time.monotonic()
             self.seconds.append(spent)
 

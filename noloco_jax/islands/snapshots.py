@@ -1,0 +1,65 @@
+"""Copies of an island's weights, for who merges them: taken between two inner steps, and sent while it trains on."""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from noloco_jax.islands.frames import ArraySpec
+from noloco_jax.islands.peer_errors import Busy
+
+ABOUT = "about"  # the action that tells what the weights are of
+PROGRESS = "progress"  # the first of the arrays
+PROGRESS_SPEC = ArraySpec((2,), np.dtype(np.int64))  # the last round that was ended, the inner steps taken
+_WAIT_SECONDS = 3600.0  # who asks gives up long before, and an evaluation or a save may take its time
+
+
+class Snapshots:
+    """Between the calls that ask for weights and the training, which is never waited for nor made to wait.
+
+    One copy is on its way at a time: it costs the host the memory of the weights, and the call takes the whole link.
+
+    Args:
+      specs: name -> what each array of the weights is, in the order in which `give` is given them.
+    """
+
+    def __init__(self, specs: Mapping[str, ArraySpec]):
+        self._specs = dict(specs)
+        self._changed = threading.Condition()
+        self._taken = threading.Lock()
+        self._arrays: list[np.ndarray] | None = None
+        self._closed = False
+        self.wanted = False  # by somebody who waits for `give`
+
+    def give(self, round: int, step: int, arrays: Sequence[np.ndarray]) -> None:
+        """A copy of the weights after `step` inner steps, in round `round` + 1, which nobody will change."""
+        with self._changed:
+            if self.wanted:
+                self._arrays = [np.asarray((round, step), np.int64), *arrays]
+                self.wanted = False
+                self._changed.notify_all()
+
+    def state(self, caller: str, request: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+        """The next copy, array by array: the handler of a call for a state. Raises `Busy` where there will be none."""
+        if not self._taken.acquire(blocking=False):
+            raise Busy("another merge is under way: try again")
+        try:
+            yield from zip((PROGRESS, *self._specs), self._next(), strict=True)
+        finally:
+            self._taken.release()
+
+    def close(self) -> None:
+        """The training is over: nobody waits any longer."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _next(self) -> list[np.ndarray]:
+        with self._changed:
+            self.wanted = not self._closed
+            self._changed.wait_for(lambda: self._arrays is not None or self._closed, _WAIT_SECONDS)
+            arrays, self._arrays, self.wanted = self._arrays, None, False
+        if arrays is None:
+            raise Busy("no weights can be copied now: it is about to stop, or takes long over one step")
+        return arrays

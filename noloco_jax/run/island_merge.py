@@ -1,0 +1,248 @@
+"""The merged model of islands: the plain mean of their weights, asked for where they train or read from their folders.
+
+One model of sums is in memory, and one island's at a time.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+from noloco_jax.config import MeshConfig, TrainConfig, from_dict, load_saved
+from noloco_jax.data import Tokenizer, validation_batches
+from noloco_jax.errors import UserError
+from noloco_jax.islands.client import Client
+from noloco_jax.islands.look import About, ask_about, clients_of, fetch_weights
+from noloco_jax.islands.peer_errors import PeerError
+from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.steps import weight_specs
+from noloco_jax.model.llama import param_shapes
+from noloco_jax.run.checkpoint import Checkpointer
+from noloco_jax.run.evaluate import evaluate
+from noloco_jax.run.island import COMMON, ISLAND_FILE, common_values
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import build_programs, shardings_of
+
+PyTree = Any
+T = TypeVar("T")
+
+
+class Part(NamedTuple):
+    """An island's weights after a round, the arrays of the parameters in the order of their leaves."""
+
+    round: int
+    arrays: list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where islands' weights are to be had.
+
+    Attributes:
+      config: of their run.
+      check_tokenizer: raises `UserError` for a tokenizer other than theirs.
+      parts: island -> what gets its weights, or raises `PeerError`.
+      away: the islands whose weights cannot be had, each with a line on why.
+    """
+
+    config: TrainConfig
+    check_tokenizer: Callable[[Tokenizer], None]
+    parts: Mapping[str, Callable[[], Part]]
+    away: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The mean of some islands' weights.
+
+    Attributes:
+      params: as numpy arrays, in the dtype of the run.
+      rounds: of each island that is in it, the last round that it had ended.
+      away: those that are not, each with a line on why.
+    """
+
+    params: PyTree
+    rounds: Mapping[str, int]
+    away: Mapping[str, str]
+
+    def __str__(self) -> str:
+        apart = max(self.rounds.values()) - min(self.rounds.values())
+        return (
+            f"the mean of {len(self.rounds)} of {len(self.rounds) + len(self.away)} islands"
+            f"{f', up to {apart} rounds apart' if apart else ', all after the same round'}"
+            f"{', without ' + ', '.join(self.away) if self.away else ''}"
+        )
+
+
+def of_live_islands(roster: Roster, keys: Path | None, ask_seconds: float, seconds: float) -> Source:
+    """Asks all islands of a roster, in the name of one of them; see `look.clients_of` for `keys`.
+
+    Args:
+      ask_seconds: to wait for each to say what it trains.
+      seconds: to wait for the weights of each.
+
+    Raises `UserError` where nobody answers, and where an island's run or model is another than the first one's.
+    """
+    clients = clients_of(roster, keys)
+    answers = ask_about(clients, ask_seconds)
+    away = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
+    found = {name: answer for name, answer in answers.items() if isinstance(answer, About)}
+    if not found:
+        raise UserError(
+            f"none of {roster.run}'s islands answers ({next(iter(away.values()))}): where they have ended, give their "
+            "folders, --workdirs DIR DIR ..."
+        )
+    first, about = next(iter(found.items()))
+    for name, other in found.items():
+        if other.identity.run != roster.run or other.identity.roster != roster.version:
+            raise UserError(
+                f"{name} is of the run {other.identity.run}, roster {other.identity.roster}, and this roster is "
+                f"{roster.version} of {roster.run}: give the islands' own roster"
+            )
+        if (difference := other.identity.difference(about.identity)) is not None:
+            difference = difference.replace("yours", f"{first}'s")
+            raise UserError(f"islands of two runs cannot be merged: {name}'s {difference}")
+    config = from_dict(about.config)
+    specs = weight_specs(config.model)
+
+    def fetch(client: Client) -> Part:
+        weights = fetch_weights(client, specs, seconds)
+        return Part(weights.round, [weights.arrays[name] for name in specs])
+
+    parts = {}
+    for name, other in found.items():
+        client = clients[name]
+        assert isinstance(client, Client)
+        if other.training:
+            parts[name] = partial(fetch, client)
+        else:
+            away[name] = f"{name} has no weights: it starts or leaves"
+
+    def check_tokenizer(tokenizer: Tokenizer) -> None:
+        if about.tokenizer not in (None, tokenizer.fingerprint):
+            raise UserError(
+                f"data.tokenizer={tokenizer.name!r} is here not the one that {first} is trained with (fingerprint "
+                f"{about.tokenizer}, here {tokenizer.fingerprint}): give it as --config.data.tokenizer=FOLDER"
+            )
+
+    return Source(config, check_tokenizer, parts, away)
+
+
+def of_folders(workdirs: Sequence[Path]) -> Source:
+    """Reads the newest checkpoint of each island's folder.
+
+    Raises `UserError` for a folder that is no island's, and where one's model or run is another than the first one's.
+    """
+    for workdir in workdirs:
+        if not (workdir / ISLAND_FILE).exists():
+            raise UserError(f"{workdir} is no folder of an island ({ISLAND_FILE} is missing): give islands' --workdir")
+    named = {workdir.name: workdir for workdir in workdirs}
+    if len(named) < len(workdirs):
+        named = {str(workdir): workdir for workdir in workdirs}
+    if len(named) < len(workdirs):
+        raise UserError("--workdirs names a folder twice: give each once")
+    configs = {name: load_saved(workdir) for name, workdir in named.items()}
+    first, config = next(iter(configs.items()))
+    for name, other in configs.items():
+        for field in COMMON:
+            if common_values(other)[field] != common_values(config)[field]:
+                raise UserError(
+                    f"{named[name]} and {named[first]} cannot be merged, their {field} differs: give folders of one run"
+                )
+    parts = {name: partial(_read, workdir, configs[name]) for name, workdir in named.items()}
+
+    def check_tokenizer(tokenizer: Tokenizer) -> None:
+        for name, workdir in named.items():
+            _with_newest(workdir, configs[name], lambda saved, step: saved.check_tokenizer(step, tokenizer))
+
+    return Source(config, check_tokenizer, parts, {})
+
+
+def mean_of(source: Source, tell: Callable[[str], None], at_least: int = 1) -> Merged:
+    """The mean of all weights that can be had.
+
+    Args:
+      source: of the weights.
+      tell: is given a line for each island as its weights have come, or have not.
+      at_least: of how many islands it must be.
+
+    Raises `UserError` where it would be of fewer.
+    """
+    for line in source.away.values():
+        tell(line)
+    away, left, rounds = dict(source.away), dict(source.parts), {}
+    sums: list[np.ndarray] | None = None
+    for name, get in source.parts.items():
+        _check_number(len(left), at_least, away)  # before time is spent on the next
+        try:
+            part = get()
+        except PeerError as error:
+            away[name] = str(error)
+            del left[name]
+            tell(str(error))
+            continue
+        rounds[name] = part.round
+        tell(f"{name}: weights after {'no round' if part.round < 0 else f'round {part.round + 1}'}")
+        if sums is None:
+            sums = [x.astype(np.float32) for x in part.arrays]
+        else:
+            for total, x in zip(sums, part.arrays, strict=True):
+                total += x
+        del part
+    _check_number(len(rounds), max(at_least, 1), away)
+    assert sums is not None
+    shapes, structure = jax.tree.flatten(param_shapes(source.config.model))
+    for total in sums:
+        total /= len(rounds)
+    means = [total.astype(shape.dtype, copy=False) for total, shape in zip(sums, shapes, strict=True)]
+    return Merged(jax.tree.unflatten(structure, means), rounds, away)
+
+
+def perplexity_of(config: TrainConfig, params: PyTree, tokenizer: Tokenizer | None) -> float:
+    """The validation perplexity of one model, by the data and batches of its run's evaluations, on the first device.
+
+    Raises `UserError` where the data are not there.
+    """
+    alone = replace(config, num_replicas=1, mesh=MeshConfig(replica=1, stage=1, fsdp=1, tensor=1))
+    batches = validation_batches(
+        config.data, tokenizer, num_batches=config.eval_batches, vocab_size=config.model.vocab_size
+    )
+    programs = build_programs(alone, make_mesh(alone, jax.devices()[:1]))
+    placed = jax.device_put(jax.tree.map(lambda x: x[None], params), shardings_of(programs.state.params))
+    return evaluate(programs, placed, batches)["perplexity"]
+
+
+def _read(workdir: Path, config: TrainConfig) -> Part:
+    def read(checkpoints: Checkpointer, step: int) -> Part:
+        journal = checkpoints.island_journal(step)
+        arrays = jax.tree.leaves(checkpoints.restore_params(step))
+        return Part(-1 if journal is None else journal["round"], [x[0] for x in arrays])
+
+    return _with_newest(workdir, config, read)
+
+
+def _with_newest(workdir: Path, config: TrainConfig, read: Callable[[Checkpointer, int], T]) -> T:
+    """What `read` makes of the newest checkpoint of a folder."""
+    checkpoints = Checkpointer(workdir, config, read_only=True)
+
+    def of(step: int | None) -> T:
+        if step is None:
+            raise UserError(f"{workdir} holds no checkpoint: leave it out, or train first")
+        return read(checkpoints, step)
+
+    result = checkpoints.read_newest(of)
+    checkpoints.close()
+    return result
+
+
+def _check_number(number: int, at_least: int, away: Mapping[str, str]) -> None:
+    missing = ", ".join(away)
+    if number < at_least:
+        raise UserError(
+            f"the weights of {number} islands can be had{f', not those of {missing}' if away else ''}, and "
+            f"--at_least={at_least}: wait for the others, or ask for fewer"
+        )

@@ -1,0 +1,162 @@
+"""What islands' logs come to: figures of each, and what is drawn of them over time."""
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from noloco_jax.run.island_log import History
+
+_SILENT_INTERVALS = 10  # between an island's events, after which it is taken for dead
+
+
+class Figures(NamedTuple):
+    """Of an island, over all of its starts.
+
+    Attributes:
+      rounds: that its weights have behind them.
+      met, due: exchanges that came about, and messages that had a partner.
+      lag: mean rounds between a message and its correction.
+      sent: bytes of messages that partners have taken.
+      starts: processes.
+      healings: states taken over from others.
+    """
+
+    rounds: int
+    met: int
+    due: int
+    lag: float
+    sent: float
+    starts: int
+    healings: int
+
+
+class Life(NamedTuple):
+    """A process of an island: when it began and was last heard of, and whether it ended as it should."""
+
+    start: float
+    end: float
+    in_order: bool
+
+
+class Timeline(NamedTuple):
+    """What is drawn in an island's row; times in seconds since 1970.
+
+    Attributes:
+      name: of the island.
+      lives: its processes, in their order.
+      rounds: when each round was ended.
+      alone: when rounds were ended whose partner's message never came.
+      healings: (when, from whom) a state was taken over.
+    """
+
+    name: str
+    lives: list[Life]
+    rounds: list[float]
+    alone: list[float]
+    healings: list[tuple[float, str]]
+
+
+class Link(NamedTuple):
+    """An exchange, from the end of its round on one island to that on the other, the first name before the second."""
+
+    first: str
+    first_time: float
+    second: str
+    second_time: float
+    late: bool
+
+
+def figures_of(history: History) -> Figures:
+    """The figures of an island's log."""
+    outcomes = _of_kind(history, "exchange")
+    lags = [event["lag"] for event in outcomes if event["outcome"] in ("met", "late")]
+    rounds = [event["round"] + 1 for event in history.events if event["event"] == "round" or _is_healing(event)]
+    return Figures(
+        rounds=rounds[-1] if rounds else 0,
+        met=len(lags),
+        due=len(_of_kind(history, "round"))
+        - sum(event["outcome"] == "alone" and not event["partner"] for event in outcomes),
+        lag=statistics.fmean(lags) if lags else 0.0,
+        sent=sum(event["sent"] for event in outcomes),
+        starts=len(_of_kind(history, "start")),
+        healings=sum(map(_is_healing, outcomes)),
+    )
+
+
+def timeline_of(history: History) -> Timeline:
+    """What is drawn of an island's log."""
+    outcomes = _of_kind(history, "exchange")
+    ticks = _Ticks(history)
+    alone = [ticks.before(event["round"], event["time"]) for event in outcomes if _is_alone(event)]
+    return Timeline(
+        history.name,
+        _lives(history),
+        [event["time"] for event in _of_kind(history, "round")],
+        [time for time in alone if time is not None],
+        [(event["time"], event["partner"]) for event in outcomes if _is_healing(event)],
+    )
+
+
+def links_of(histories: Sequence[History]) -> list[Link]:
+    """The exchanges between these islands, each once, whichever of the two tells of it."""
+    ticks = {history.name: _Ticks(history) for history in histories}
+    found: dict[tuple[str, float, str, float], bool] = {}
+    for history in histories:
+        for event in _of_kind(history, "exchange"):
+            if event["outcome"] not in ("met", "late") or event["partner"] not in ticks:
+                continue
+            first, second = sorted((history.name, event["partner"]))
+            start, end = (ticks[name].before(event["round"], event["time"]) for name in (first, second))
+            if start is not None and end is not None:
+                key = first, start, second, end
+                found[key] = found.get(key, False) or event["lag"] > 0
+    return [Link(*key, late) for key, late in found.items()]
+
+
+def died(life: Life, timeline: Timeline, now: float) -> bool:
+    """Whether a life ended as it should not; the last one is taken for dead when it has been silent for long."""
+    if life.in_order:
+        return False
+    if life is not timeline.lives[-1]:
+        return True
+    times = [time for time in timeline.rounds if time >= life.start]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    return bool(gaps) and now - life.end > _SILENT_INTERVALS * statistics.median(gaps)
+
+
+class _Ticks:
+    """When an island ended its rounds: a round may be ended again, after it was lost with what came since a save."""
+
+    def __init__(self, history: History):
+        self._times: dict[int, list[float]] = {}
+        for event in _of_kind(history, "round"):
+            self._times.setdefault(event["round"], []).append(event["time"])
+
+    def before(self, round: int, time: float) -> float | None:
+        """When the round was ended that something at `time` speaks of; clocks of machines differ a little."""
+        times = self._times.get(round, [])
+        return max((other for other in times if other <= time), default=min(times, default=None))
+
+
+def _lives(history: History) -> list[Life]:
+    lives: list[Life] = []
+    for event in history.events:
+        if event["event"] == "start":
+            lives.append(Life(event["time"], event["time"], False))
+        elif lives:
+            lives[-1] = Life(lives[-1].start, event["time"], event["event"] == "end")
+    return lives
+
+
+def _of_kind(history: History, kind: str) -> list[dict[str, Any]]:
+    return [event for event in history.events if event["event"] == kind]
+
+
+def _is_alone(event: Mapping[str, Any]) -> bool:
+    """Whether a message that had a partner came to nothing."""
+    return event["outcome"] == "alone" and bool(event["partner"])
+
+
+def _is_healing(event: Mapping[str, Any]) -> bool:
+    return event["event"] == "exchange" and event["outcome"] == "healed"

@@ -1,0 +1,59 @@
+"""A run's model as a folder that `transformers` loads: its weights, and the run's tokenizer."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from noloco_jax.config import DataConfig, TrainConfig
+from noloco_jax.data import ByteTokenizer, Tokenizer, load_tokenizer, needs_tokenizer
+from noloco_jax.errors import UserError
+from noloco_jax.model.huggingface import save_folder
+from noloco_jax.model.llama import num_params
+
+PyTree = Any
+
+
+def tokenizer_of(data: DataConfig) -> Tokenizer | None:
+    """The tokenizer of a run's token ids; None where its data held ids, of a tokenizer that the run was not told."""
+    if data.tokenizer == ByteTokenizer.name:
+        try:
+            holds_text = needs_tokenizer(data)
+        except UserError:  # the data may be elsewhere by now
+            holds_text = False
+        if not holds_text:
+            return None
+    return load_tokenizer(data.tokenizer)
+
+
+def write_model_folder(
+    folder: Path, params: PyTree, config: TrainConfig, tokenizer: Tokenizer | None, of: str
+) -> Iterable[str]:
+    """Writes the folder; returns lines that say what is in it.
+
+    Args:
+      folder: where to; it must not exist yet, or be empty.
+      params: parameters of one model, as arrays.
+      config: of the run.
+      tokenizer: that of the run; None where it is not known.
+      of: whose weights they are, for the first line.
+    """
+    save_folder(
+        folder,
+        params,
+        config.model,
+        None if tokenizer is None or tokenizer.name == "byte" else tokenizer.name,
+        max_position_embeddings=config.data.sequence_length,
+        bos_id=None if tokenizer is None else tokenizer.bos_id,
+        eos_id=None if tokenizer is None else tokenizer.eos_id,
+    )
+    lines = [f"written: {folder}, {num_params(config.model)[0]:,} parameters, {of}"]
+    if tokenizer is None:
+        lines.append(
+            "no tokenizer files, no BOS and no EOS: the run read token ids, and data.tokenizer does not say whose"
+        )
+    elif tokenizer.name == "byte":
+        lines.append(
+            "no tokenizer files: the model reads bytes, which no Hugging Face tokenizer does "
+            f"(ids 0 to 255 are UTF-8 bytes, BOS is {tokenizer.bos_id}, EOS is {tokenizer.eos_id})"
+        )
+    return lines

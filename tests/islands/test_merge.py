@@ -1,0 +1,316 @@
+"""The merged model of islands: of those that train, and of the folders of those that have ended."""
+
+import contextlib
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from noloco_jax import draws, island
+from noloco_jax.config import TrainConfig, from_dict, save_config, to_dict
+from noloco_jax.data import load_tokenizer
+from noloco_jax.errors import UserError
+from noloco_jax.islands.keys import load_keys, make_keys
+from noloco_jax.islands.peer_errors import Busy
+from noloco_jax.islands.protocol.headers import Identity
+from noloco_jax.islands.roster import Address, Island, Roster
+from noloco_jax.islands.server import Handlers, Server
+from noloco_jax.islands.snapshots import ABOUT, Snapshots
+from noloco_jax.islands.steps import IslandSteps, weight_specs
+from noloco_jax.model.huggingface import config_from_folder, load_params
+from noloco_jax.model.llama import param_shapes
+from noloco_jax.run.checkpoint import Checkpointer
+from noloco_jax.run.island import ISLAND_FILE, Membership, open_station
+from noloco_jax.run.island_merge import perplexity_of
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import TrainState, build_programs
+from noloco_jax.spmd.solo import build_solo
+from support.islands import free_ports
+
+NAMES = ("paris", "berlin", "rome")
+ROUNDS = {"paris": 8, "berlin": 9, "rome": 6}
+CONFIG = from_dict(
+    {
+        "num_replicas": 3,
+        "model": {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1},
+        "data": {"sequence_length": 8, "batch_size": 2},
+    }
+)
+
+
+@pytest.fixture
+def roster(tmp_path) -> Roster:
+    """Of three islands on loopback, with keys; written to roster.toml."""
+    addresses = [Address("127.0.0.1", port) for port in free_ports(len(NAMES))]
+    roster = Roster("test", tuple(map(Island, NAMES, addresses)))
+    entries = [f'[[island]]\nname = "{name}"\naddress = "{address}"\n' for name, address in roster.islands]
+    (tmp_path / "roster.toml").write_text('run = "test"\n' + "".join(entries))
+    make_keys(roster, tmp_path / "keys", 30)
+    return roster
+
+
+def merge(folder: Path, *flags: str) -> int:
+    files = [f"--roster={folder / 'roster.toml'}", f"--keys={folder / 'keys'}"]
+    return island.main(["merge", *files, f"--out={folder / 'merged'}", "--seconds=60", *flags])
+
+
+def merged(folder: Path) -> dict[str, np.ndarray]:
+    """The arrays of the model that was written."""
+    config = from_dict({"model": config_from_folder(folder / "merged")}).model
+    assert config == CONFIG.model
+    return named(load_params(folder / "merged", config))
+
+
+def named(tree: Any) -> dict[str, np.ndarray]:
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(tree)}
+
+
+def weights(seed: int, config: TrainConfig = CONFIG) -> dict[str, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return {
+        name: generator.standard_normal(spec.shape).astype(spec.dtype)
+        for name, spec in weight_specs(config.model).items()
+    }
+
+
+def mean(*models: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: np.mean([model[name].astype(np.float64) for model in models], axis=0) for name in models[0]}
+
+
+def assert_equal(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[name], x, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+class Fake:
+    """An island's server that has weights and trains nothing.
+
+    Attributes:
+      about: what it says of them.
+      arrays: its weights, after round `round`.
+      fails_after: arrays that it sends before something breaks; None: all.
+      asked: how often it was asked for its weights.
+    """
+
+    def __init__(self, roster: Roster, name: str, folder: Path, seed: int, **changes: Any):
+        identity = Identity("test", "config", "model", roster.version, "float32, 1 fragments", "steps")
+        about = {"config": to_dict(CONFIG), "tokenizer": "byte", "round": 5 + seed, "training": True}
+        self.about: dict[str, Any] = {"identity": asdict(identity), **about, **changes}
+        self.arrays, self.asked = weights(seed), 0
+        self.fails_after: int | None = None
+        handlers = Handlers(lambda *_: None, self._state, {ABOUT: lambda *_: self.about}, lambda line: None)
+        self.server = Server(roster, name, load_keys(folder / "keys" / name, name), handlers)
+
+    def _state(self, caller: str, request: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+        self.asked += 1
+        sent = [("progress", np.asarray([self.about["round"], 70], np.int64)), *self.arrays.items()]
+        yield from sent[: self.fails_after]
+        if self.fails_after is not None:
+            raise RuntimeError("the machine is on fire")
+
+
+@contextlib.contextmanager
+def islands(roster: Roster, folder: Path, *names: str) -> Iterator[dict[str, Fake]]:
+    fakes = {name: Fake(roster, name, folder, seed) for seed, name in enumerate(names)}
+    try:
+        yield fakes
+    finally:
+        for fake in fakes.values():
+            fake.server.close()
+
+
+def test_the_merged_model_is_the_plain_mean_of_the_islands_that_answer(roster, tmp_path, capsys):
+    with islands(roster, tmp_path, "paris", "rome"):
+        assert merge(tmp_path) == 0
+    assert_equal(merged(tmp_path), mean(weights(0), weights(1)))
+    lines = capsys.readouterr().out.splitlines()
+    assert any(re.match("berlin .*nobody", line) for line in lines)
+    assert {"paris: weights after round 6", "rome: weights after round 7"} <= set(lines)
+    assert any("the mean of 2 of 3 islands, up to 1 rounds apart, without berlin" in line for line in lines)
+
+
+def test_an_island_that_breaks_off_leaves_nothing_in_the_mean(roster, tmp_path, capsys):
+    with islands(roster, tmp_path, *NAMES) as fakes:
+        fakes["berlin"].fails_after = 3
+        assert merge(tmp_path) == 0
+    assert_equal(merged(tmp_path), mean(weights(0), weights(2)))
+    assert "the mean of 2 of 3 islands" in capsys.readouterr().out
+
+
+def test_fewer_islands_than_asked_for_are_refused_and_nothing_is_written(roster, tmp_path):
+    with islands(roster, tmp_path, "paris", "rome") as fakes:
+        with pytest.raises(UserError, match=r"of 2 islands can be had, not those of berlin, and --at_least=3"):
+            merge(tmp_path, "--at_least=3")
+        fakes["paris"].about["training"] = False
+        with pytest.raises(UserError, match=r"of 1 islands can be had, not those of berlin, paris, and --at_least=2"):
+            merge(tmp_path, "--at_least=2")
+    with pytest.raises(UserError, match=r"none of test's islands answers .* --workdirs DIR DIR"):
+        merge(tmp_path)
+    assert not (tmp_path / "merged").exists()
+
+
+def test_no_more_weights_are_fetched_once_there_will_be_too_few(roster, tmp_path):
+    with islands(roster, tmp_path, *NAMES) as fakes:
+        fakes["paris"].fails_after = 2
+        with pytest.raises(UserError, match=r"of 2 islands can be had, not those of paris, and --at_least=3"):
+            merge(tmp_path, "--at_least=3")
+        assert [fakes[name].asked for name in NAMES] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("part", ["model", "config", "codec"])
+def test_islands_of_two_models_are_refused(roster, tmp_path, part):
+    with islands(roster, tmp_path, *NAMES) as fakes:
+        fakes["rome"].about["identity"][part] = "another"
+        with pytest.raises(UserError, match=f"cannot be merged: rome's {part} is another, paris's is "):
+            merge(tmp_path)
+
+
+def test_islands_of_another_roster_are_refused(roster, tmp_path):
+    with islands(roster, tmp_path, "paris") as fakes:
+        fakes["paris"].about["identity"]["roster"] = "another"
+        with pytest.raises(UserError, match=r"paris is of the run test, roster another, and this roster is"):
+            merge(tmp_path)
+
+
+def test_weights_of_another_shape_than_the_configuration_are_not_taken(roster, tmp_path, capsys):
+    with islands(roster, tmp_path, "paris", "rome") as fakes:
+        fakes["rome"].arrays["['embed']"] = np.zeros((3, 3), np.float32)
+        assert merge(tmp_path) == 0
+    assert_equal(merged(tmp_path), weights(0))
+    assert "would fit here" in capsys.readouterr().out
+
+
+def test_a_tokenizer_that_is_another_one_here_is_refused(roster, tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.py").write_text("words " * 100)
+    data = {"kind": "text", "path": str(text), "sequence_length": 8, "batch_size": 2}
+    with islands(roster, tmp_path, "paris") as fakes:
+        fakes["paris"].about |= {"config": {**to_dict(CONFIG), "data": data}, "tokenizer": "other"}
+        with pytest.raises(UserError, match=r"data.tokenizer='byte' is here not the one that paris is trained with"):
+            merge(tmp_path)
+
+
+def test_islands_that_train_give_their_weights_between_two_steps(roster, tmp_path):
+    """Real stations and states; each island's weights are those of its program at some step."""
+    own = Membership(roster, "paris", None).own(CONFIG)
+    programs = build_programs(own, make_mesh(own, jax.devices()[:1]))
+    solo = build_solo(own, programs)
+    is_over, steps = threading.Event(), {str(name): 0 for name in NAMES}
+    states = {str(name): programs.init(draws.key(seed)) for seed, name in enumerate(NAMES)}
+    members = {str(name): Membership(roster, name, load_keys(tmp_path / "keys" / name, name)) for name in NAMES}
+
+    def train(name: str) -> None:
+        arguments = (None, tmp_path / name, lambda: False, lambda line: None)
+        station = open_station(members[name], CONFIG, solo, programs, *arguments, "byte")
+        assert station is not None
+        steps_of_island = IslandSteps(station, solo, programs, lambda step: 16)
+        while not is_over.wait(0.005):
+            steps[name] += 1
+            steps_of_island.enter(states[name], steps[name])
+        station.close()
+
+    threads = [threading.Thread(target=train, args=(name,), daemon=True) for name in NAMES]
+    for thread in threads:
+        thread.start()
+    try:
+        while not all(steps.values()):
+            is_over.wait(0.01)
+        assert merge(tmp_path, "--at_least=3") == 0
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join(60)
+    models = [named(jax.tree.map(lambda x: x[0], state.params)) for state in states.values()]
+    assert np.abs(models[0]["['embed']"] - models[1]["['embed']"]).max() > 1e-3
+    assert_equal(merged(tmp_path), mean(*models))
+
+
+def test_a_merger_that_does_not_read_holds_up_no_training():
+    snapshots = Snapshots(weight_specs(CONFIG.model))
+    first = snapshots.state("berlin", {})
+    received: list[Any] = []
+    thread = threading.Thread(target=lambda: received.append(next(first)), daemon=True)
+    thread.start()
+    while not snapshots.wanted:
+        pass
+    given = [x + 0 for x in weights(0).values()]
+    snapshots.give(3, 40, given)  # returns at once
+    assert not snapshots.wanted  # steps that follow copy nothing for it
+    thread.join(60)
+    assert received[0][0] == "progress" and received[0][1].tolist() == [3, 40]
+    with pytest.raises(Busy, match="another merge is under way"):
+        next(snapshots.state("rome", {}))
+    assert [name for name, _ in first] == list(weight_specs(CONFIG.model))
+    snapshots.close()
+    with pytest.raises(Busy, match="about to stop"):
+        next(snapshots.state("rome", {}))
+
+
+def ended(workdir: Path, config: TrainConfig, seed: int, round: int) -> dict[str, np.ndarray]:
+    """Writes the folder of an island that has ended; returns its weights."""
+    params = jax.tree.map_with_path(
+        lambda path, _: weights(seed, config)[jax.tree_util.keystr(path)], param_shapes(config.model)
+    )
+    state = TrainState(params=jax.tree.map(lambda x: x[None], params), inner={"count": np.zeros(1)}, outer=None)
+    journal = {"round": round, "lineage": True, "outcomes": [], "floor": 0, "doubts": []}
+    save_config(config, workdir)
+    (workdir / ISLAND_FILE).write_text("{}")
+    with Checkpointer(workdir, config) as checkpointer:
+        checkpointer.save(9, state, {0: {"source": {"tokenizer": "byte"}}}, island=journal)
+    return named(params)
+
+
+def test_the_newest_checkpoints_of_folders_are_merged_whatever_their_rounds(tmp_path, capsys):
+    models = [ended(tmp_path / name, CONFIG, seed, round) for seed, (name, round) in enumerate(ROUNDS.items())]
+    flags = ["merge", "--workdirs", *(str(tmp_path / name) for name in ROUNDS), f"--out={tmp_path / 'merged'}"]
+    assert island.main(flags) == 0
+    assert_equal(merged(tmp_path), mean(*models))
+    assert "the mean of 3 of 3 islands, up to 3 rounds apart" in capsys.readouterr().out
+    with pytest.raises(UserError, match="already holds something"):
+        island.main(flags)
+
+
+def test_folders_that_do_not_belong_together_are_refused(tmp_path):
+    first, second = tmp_path / "paris", tmp_path / "rome"
+    for folder, lr in ((first, 0.1), (second, 0.5)):
+        save_config(replace(CONFIG, inner=replace(CONFIG.inner, lr=lr)), folder)
+        (folder / ISLAND_FILE).write_text("{}")
+    (tmp_path / "plain").mkdir()
+    for folders, line in (
+        ((first, second), "cannot be merged, their inner differs"),
+        ((first, tmp_path / "plain"), "is no folder of an island"),
+        ((first, first), "names a folder twice"),
+    ):
+        with pytest.raises(UserError, match=line):
+            island.main(["merge", "--workdirs", *map(str, folders), f"--out={tmp_path / 'merged'}"])
+    assert not (tmp_path / "merged").exists()
+
+
+def test_flags_that_contradict_each_other_are_told_before_anything_is_asked(tmp_path):
+    out = f"--out={tmp_path / 'merged'}"
+    for flags, line in (
+        ([out], "give --roster=FILE of islands that train, or --workdirs"),
+        ([out, "--roster=a", "--workdirs", "b"], "give --roster=FILE of islands that train, or --workdirs"),
+        ([out, "--workdirs", "b", "--config.num_steps=3"], "merge takes no fields but --config.data.NAME=VALUE"),
+        ([out, "--workdirs", "b", "--seconds=0"], "--seconds=0.0: give more than 0"),
+    ):
+        with pytest.raises(UserError, match=re.escape(line)):
+            island.main(["merge", *flags])
+
+
+def test_the_perplexity_of_a_merged_model_is_that_of_its_weights(tmp_path):
+    (tmp_path / "a.py").write_text("".join(f"x{i} = {i * i % 97}\n" for i in range(3000)))
+    values = to_dict(CONFIG)
+    values["data"] = {"kind": "text", "path": str(tmp_path), "sequence_length": 8, "batch_size": 2}
+    config = from_dict({**values, "eval_batches": 2})
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), param_shapes(config.model))
+    found = perplexity_of(config, zeros, load_tokenizer("byte"))
+    assert found == pytest.approx(config.model.vocab_size, rel=1e-5)  # logits of 0: all tokens alike

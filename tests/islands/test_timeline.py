@@ -1,0 +1,159 @@
+"""What islands' logs come to, on logs that are made up."""
+
+import itertools
+import json
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from noloco_jax.errors import UserError
+from noloco_jax.islands.station import Met
+from noloco_jax.run.island_log import LOG_FILE, History, IslandLog, read_log
+from noloco_jax.run.island_picture import draw_islands, draw_on
+from noloco_jax.run.island_timeline import Link, died, figures_of, links_of, timeline_of
+
+
+def start(time: float, name: str) -> dict[str, Any]:
+    return {"time": time, "event": "start", "name": name, "step": 0}
+
+
+def tick(time: float, round: int) -> dict[str, Any]:
+    return {"time": time, "event": "round", "round": round, "step": 10 * (round + 1)}
+
+
+def exchange(time: float, round: int, partner: str, outcome: str, lag: int = 0, sent: int = 0) -> dict[str, Any]:
+    values = {"round": round, "partner": partner, "outcome": outcome, "lag": lag, "sent": sent}
+    return {"time": time, "event": "exchange", "reason": "", "one_sided": False, **values}
+
+
+def end(time: float) -> dict[str, Any]:
+    return {"time": time, "event": "end", "finished": True}
+
+
+def history(name: str, *events: Iterable[dict[str, Any]]) -> History:
+    return History(name, sorted(itertools.chain(*events), key=lambda event: event["time"]))
+
+
+# paris trains from 0 to 100 and ends a round every 10 s; rome a second later each; oslo is killed after 35, begins
+# again at 60 from a checkpoint after round 1, and takes the state of paris after round 6.
+PARIS = history(
+    "paris",
+    [start(0.0, "paris"), end(101.0)],
+    [tick(10.0 * (r + 1), r) for r in range(10)],
+    [exchange(11.5, 0, "rome", "met", sent=500), exchange(22.0, 1, "", "alone")],
+    [exchange(42.0, 2, "rome", "late", lag=1, sent=500), exchange(60.5, 3, "oslo", "alone")],
+)
+ROME = history(
+    "rome",
+    [start(0.5, "rome"), end(103.0)],
+    [tick(10.0 * (r + 1) + 1, r) for r in range(10)],
+    [exchange(11.6, 0, "paris", "met", sent=500), exchange(41.9, 2, "paris", "met", sent=500)],
+    [exchange(22.0, 1, "oslo", "met", sent=500)],
+)
+OSLO = history(
+    "oslo",
+    [start(0.2, "oslo"), start(60.0, "oslo")],
+    [tick(time, r) for time, r in ((10.5, 0), (20.5, 1), (30.5, 2), (62.0, 2), (64.0, 3), (80.0, 7), (90.0, 8))],
+    [exchange(21.8, 1, "rome", "met", sent=500), exchange(70.0, 6, "paris", "healed")],
+)
+
+
+def test_every_exchange_is_a_link_between_the_ends_of_its_round_once():
+    assert sorted(links_of([PARIS, ROME, OSLO])) == [
+        Link("oslo", 20.5, "rome", 21.0, late=False),
+        Link("paris", 10.0, "rome", 11.0, late=False),
+        Link("paris", 30.0, "rome", 31.0, late=True),
+    ]
+    assert len(links_of([PARIS, OSLO])) == 0  # rome's row is not there to lead to
+
+
+def test_a_round_that_is_ended_again_is_linked_where_the_exchange_took_place():
+    again = history("oslo", OSLO.events, [exchange(32.0, 2, "rome", "met"), exchange(63.0, 2, "rome", "met")])
+    rome = history("rome", ROME.events, [tick(62.5, 2)])
+    links = links_of([again, rome])
+    assert Link("oslo", 62.0, "rome", 62.5, late=False) in links
+    assert Link("oslo", 30.5, "rome", 31.0, late=False) in links
+
+
+def test_figures_are_those_of_all_starts():
+    assert figures_of(PARIS) == (10, 2, 9, 0.5, 1000, 1, 0)
+    assert figures_of(ROME) == (10, 3, 10, 0.0, 1500, 1, 0)
+    assert figures_of(OSLO) == (9, 1, 7, 0.0, 500, 2, 1)  # of round 2 two messages went out
+    healed_alone = history("oslo", [start(0.0, "oslo"), exchange(5.0, 6, "paris", "healed")])
+    assert figures_of(healed_alone).rounds == 7  # that lie behind the weights
+
+
+def test_a_timeline_tells_of_deaths_healings_and_rounds_alone():
+    paris, oslo = timeline_of(PARIS), timeline_of(OSLO)
+    assert paris.alone == [40.0]  # of round 3; in round 1 there was nobody to meet
+    assert [life[:2] for life in oslo.lives] == [(0.2, 30.5), (60.0, 90.0)]
+    assert oslo.healings == [(70.0, "paris")]
+    assert [died(life, oslo, 103.0) for life in oslo.lives] == [True, False]
+    assert died(oslo.lives[1], oslo, 103.0 + 500)  # silent for long: no longer just between two rounds
+    assert [died(life, paris, 999.0) for life in paris.lives] == [False]
+
+
+def test_the_picture_has_every_tick_and_link_where_they_belong():
+    axes = Figure().subplots()
+    draw_on(axes, [PARIS, ROME, OSLO])
+    drawn = {collection.get_label(): collection.get_segments() for collection in axes.collections}  # type: ignore[attr-defined]
+    middles = sorted(tuple(segment.mean(axis=0).tolist()) for segment in drawn["end of a round"])
+    rounds = [
+        (event["time"], row)
+        for row, one in enumerate((PARIS, ROME, OSLO))
+        for event in one.events
+        if event["event"] == "round"
+    ]
+    np.testing.assert_allclose(middles, sorted(rounds))
+    assert sorted(segment.tolist() for segment in drawn["exchange"]) == [[[10.0, 0], [11.0, 1]], [[20.5, 2], [21.0, 1]]]
+    assert [segment.tolist() for segment in drawn["exchange, late for one"]] == [[[30.0, 0], [31.0, 1]]]
+    points = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}  # type: ignore[union-attr]
+    assert points["killed or failed"] == [[30.5, 2]]
+    assert points["healed: weights of another"] == [[70.0, 2]]
+    assert points["round alone"] == [[40.0, 0]]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["paris", "rome", "oslo"]
+
+
+def test_islands_that_have_just_started_and_very_many_rounds_give_a_picture(tmp_path):
+    dice = random.Random(0)
+    many = [
+        history(
+            f"i{i}",
+            [start(0.0, f"i{i}")],
+            [tick(r + dice.random(), r) for r in range(2000)],
+            [exchange(r + 1.5, r, f"i{i ^ 1}", "met") for r in range(2000)],
+        )
+        for i in range(4)
+    ]
+    for histories in ([history("paris", [start(5.0, "paris")])], many):
+        path = draw_islands(histories, tmp_path / "islands.png")
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_log_goes_on_after_a_process_that_was_killed_in_the_middle_of_a_line(tmp_path):
+    IslandLog(tmp_path, "paris").start(0)
+    IslandLog(tmp_path, "paris").round(0, 10)
+    with (tmp_path / LOG_FILE).open("a") as file:
+        file.write('{"time": 1.0, "eve')
+    assert [event["event"] for event in read_log(tmp_path).events] == ["start", "round"]  # while it is being written
+    IslandLog(tmp_path, "paris").exchange(Met(0, "rome", "met"), 300)
+    log = read_log(tmp_path)
+    assert log.name == "paris"
+    assert [event["event"] for event in log.events] == ["start", "round", "exchange"]
+    assert figures_of(log).sent == 300
+
+
+def test_a_folder_without_an_islands_log_is_told_in_a_line(tmp_path):
+    with pytest.raises(UserError, match=r"island\.jsonl is not there: give the --workdir of an island"):
+        read_log(tmp_path)
+    for content in ('{"event": "round"}\n', "[]\n", "nothing\n"):
+        Path(tmp_path / LOG_FILE).write_text(content)
+        with pytest.raises(UserError, match=r"tells of no start|is no event of an island"):
+            read_log(tmp_path)
+    Path(tmp_path / LOG_FILE).write_text(json.dumps(start(0.0, "rome")) + "\n")
+    assert read_log(tmp_path).name == "rome"
