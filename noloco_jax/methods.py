@@ -130,6 +130,11 @@ def _check_noloco(config: Config) -> None:
         raise UserError(f"method='noloco' averages pairs and num_replicas={replicas}: use 2 or more, or method='local'")
     if not 2 <= group_size <= replicas:
         raise UserError(f"outer.group_size={group_size} is not between 2 and num_replicas={replicas}: change one")
+    if config.outer.moments and config.outer.wire in MODULO_BITS:
+        raise UserError(
+            f"outer.moments={config.outer.moments} and outer.wire={config.outer.wire!r}: moments differ by as much as "
+            "they are large, for which such windows are too coarse: give outer.wire='int8' or 'int6', or leave moments at 0"
+        )
     if group_size > 2 and config.outer.wire in MODULO_BITS:
         raise UserError(
             f"outer.wire={config.outer.wire!r} is for pairs and outer.group_size={group_size}: use outer.wire='int8'"
