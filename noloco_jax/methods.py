@@ -133,7 +133,7 @@ def _check_noloco(config: Config) -> None:
     if config.outer.moments and config.outer.wire in MODULO_BITS:
         raise UserError(
             f"outer.moments={config.outer.moments} and outer.wire={config.outer.wire!r}: moments differ by as much as "
-            "they are large, for which such windows are too coarse: give outer.wire='int8' or 'int6', or leave moments at 0"
+            "they are large, too much for such windows: give outer.wire='int8' or 'int6', or leave moments at 0"
         )
     if group_size > 2 and config.outer.wire in MODULO_BITS:
         raise UserError(
