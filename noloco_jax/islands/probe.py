@@ -38,7 +38,9 @@ def why_unreachable(peer: str, address: Address, credentials: Credentials | None
 def _why_no_call(where: str, peer: str, plain: socket.socket, credentials: Credentials | None) -> PeerError:
     """What is wrong at a port that takes connections."""
     try:
-        with _any_certificate(credentials).wrap_socket(plain, server_hostname=peer) as connection:
+        context = _any_certificate(credentials)
+        plain.getpeername()  # of a socket that was reset, Python would leave TLS's to the collector
+        with context.wrap_socket(plain, server_hostname=peer) as connection:
             if credentials is None:
                 return Refused(f"{where} asks for keys: give --keys here, or start it without")
             shown = x509.load_der_x509_certificate(connection.getpeercert(binary_form=True) or b"")
@@ -54,7 +56,7 @@ def _why_no_call(where: str, peer: str, plain: socket.socket, credentials: Crede
     except TimeoutError:
         return Unreachable(f"{where} takes connections and says nothing: it is stopped, overloaded or not an island")
     except (OSError, ValueError) as error:  # among them every failure of TLS
-        if credentials is None:
+        if credentials is None or getattr(error, "errno", None) == errno.ENOTCONN:
             return Unreachable(f"{where} does not take the call: it is starting, stopping or not an island")
         reason = getattr(error, "reason", None) or str(error)
         return Refused(f"{where} does not speak TLS as islands do ({reason}): it has no --keys, or is not an island")

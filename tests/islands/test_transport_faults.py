@@ -1,12 +1,15 @@
 """Calls over networks and beside processes that fail: nothing incomplete passes for whole, nobody waits for ever."""
 
 import contextlib
+import gc
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +17,7 @@ import numpy as np
 import pytest
 import trustme
 
+from noloco_jax.islands import probe
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.frames import PIECE_BYTES, ArraySpec
 from noloco_jax.islands.peer_errors import Broken, Late, PeerError
@@ -313,3 +317,23 @@ def test_garbage_on_the_port_stops_and_leaks_nothing(ca, is_tls):
 @pytest.mark.parametrize("is_tls", [True, False])
 def test_ten_thousand_pieces_of_garbage_stop_and_leak_nothing(ca, is_tls):
     check_garbage(ca if is_tls else None, 10_000)
+
+
+def test_a_connection_that_is_reset_before_its_handshake_leaves_no_socket(ca, monkeypatch):
+    """Python's own leaves one to the collector, which would warn of it."""
+    make_context = probe._any_certificate
+
+    def late(credentials):
+        accepted, _ = listening.accept()
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()  # by a reset, that way
+        context = make_context(credentials)
+        time.sleep(0.2)
+        return context
+
+    monkeypatch.setattr(probe, "_any_certificate", late)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = Address("127.0.0.1", listening.getsockname()[1])
+        error = probe.why_unreachable("paris", address, keys_of(ca, "berlin"))
+    gc.collect()
+    assert "paris" in str(error) and "does not take the call" in str(error)

@@ -217,7 +217,7 @@ def test_the_losses_of_replicas_go_by_their_numbers(devices):
 class SlowIsland:
     """An island whose inner steps stand for three each, where they may."""
 
-    station = SimpleNamespace(take_met=lambda: ([], None))
+    station = SimpleNamespace(take_met=lambda: ([], None), leave=lambda: None)
 
     def __init__(self):
         self.outer_steps: list[tuple[int, int]] = []
