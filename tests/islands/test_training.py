@@ -24,6 +24,7 @@ from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.solo import SoloPrograms, build_solo
 from support.islands import free_ports
+from support.sites import side_by_side
 
 NAMES = ("paris", "berlin", "rome", "oslo")
 
@@ -85,26 +86,6 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def in_threads(*works: Callable[[], None]) -> None:
-    """Runs them side by side; raises what one of them raises."""
-    errors: list[BaseException] = []
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    if errors:
-        raise errors[0]
-    assert not any(thread.is_alive() for thread in threads)
-
-
 # What is within float32's rounding of the middle between two values of a code may be sent as either; that share of the
 # weights may therefore lie a step of the code apart.
 @pytest.mark.parametrize(
@@ -128,7 +109,7 @@ def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, fragments, 
         assert {one.outcome for one in met} == {"met"}
         station.close()
 
-    in_threads(*[lambda i=i: train(i) for i in range(4)])
+    side_by_side(*[lambda i=i: train(i) for i in range(4)])
 
     together = build_programs(config, make_mesh(config, jax.devices()[:4]))
     state = together.init(draws.key(config.seed))
@@ -189,7 +170,7 @@ def test_an_island_of_a_quarter_of_the_speed_ends_its_rounds_with_the_fast_one_a
         station.close()
 
     ready = threading.Barrier(2, timeout=100)
-    in_threads(lambda: train(0, 0.1), lambda: train(1, 0.4))
+    side_by_side(lambda: train(0, 0.1), lambda: train(1, 0.4))
     assert len(ends["paris"]) == len(ends["berlin"]) == rounds
     assert shares["paris"] > 0.7 and shares["berlin"] < 0.6
     apart = [abs(one - other) for one, other in zip(ends["paris"], ends["berlin"], strict=True)]
@@ -237,7 +218,7 @@ def test_what_is_saved_has_entered_what_its_journal_tells_of(world, tmp_path):
         station.close()
 
     is_over = threading.Barrier(2, timeout=60)
-    in_threads(lambda: one(0), lambda: one(1))
+    side_by_side(lambda: one(0), lambda: one(1))
     (first, correction), (second, opposite) = results
     assert first == second and len(first) == 1
     np.testing.assert_allclose(correction, -opposite, atol=1e-7)
@@ -285,7 +266,7 @@ def test_an_island_that_comes_later_goes_on_from_the_state_of_one_that_trains(wo
         finally:
             is_over.set()
 
-    in_threads(lambda: donor(0), lambda: donor(1), joiner)
+    side_by_side(lambda: donor(0), lambda: donor(1), joiner)
     assert given
 
 
