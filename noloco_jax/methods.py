@@ -130,10 +130,10 @@ def _check_noloco(config: Config) -> None:
         raise UserError(f"method='noloco' averages pairs and num_replicas={replicas}: use 2 or more, or method='local'")
     if not 2 <= group_size <= replicas:
         raise UserError(f"outer.group_size={group_size} is not between 2 and num_replicas={replicas}: change one")
-    if config.outer.moments and config.outer.wire in MODULO_BITS:
+    if config.outer.order == "hypercube" and (replicas & (replicas - 1) or group_size != 2):
         raise UserError(
-            f"outer.moments={config.outer.moments} and outer.wire={config.outer.wire!r}: moments differ by as much as "
-            "they are large, too much for such windows: give outer.wire='int8' or 'int6', or leave moments at 0"
+            f"outer.order='hypercube' is for pairs of 2, 4, 8, ... replicas, here num_replicas={replicas} and "
+            f"outer.group_size={group_size}: give outer.order='passes'"
         )
     if group_size > 2 and config.outer.wire in MODULO_BITS:
         raise UserError(
@@ -203,6 +203,10 @@ def _check_epidemic(config: Config) -> None:
         raise UserError(
             f"outer.neighbours={outer.neighbours} is more than the others of num_replicas={replicas}: give at most "
             f"{replicas - 1}"
+        )
+    if outer.order == "hypercube":
+        raise UserError(
+            "outer.order='hypercube' is for noloco's pairs and method='epidemic': give outer.order='passes'"
         )
     if outer.wire in MODULO_BITS:
         raise UserError(

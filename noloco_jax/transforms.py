@@ -22,11 +22,11 @@ from noloco_jax.outer.momentum import check_state_dtype
 from noloco_jax.outer.neighbours import RandomNeighbours
 from noloco_jax.outer.noloco import NoLoCo
 from noloco_jax.outer.pairing import Pairing, components, consensus_limit, largest_group
-from noloco_jax.outer.rule import Number
+from noloco_jax.outer.rule import Exchange, Number
 from noloco_jax.outer.sparseloco import SparseLoCo, Split
 from noloco_jax.outer.step import OuterSteps
 from noloco_jax.outer.transform import OuterOptimizer, outer_optimizer
-from noloco_jax.wires import CHUNK, MODULO_BITS
+from noloco_jax.wires import CHUNK, MODULO_BITS, moments_wire
 
 PyTree = Any
 
@@ -109,13 +109,18 @@ def noloco(
     _warn_if_apart(pairing, outer_momentum, gamma)
     if wire in MODULO_BITS and largest_group(pairing) > 2:
         raise ValueError(f"wire={wire!r} is for pairs and the pairing has groups of {largest_group(pairing)}: use int8")
-    code = wire_of(wire)
 
-    def exchange(message: PyTree, round: Any, movement: PyTree) -> PyTree:
-        return group_mean(message, pairing, pairing.pool_index(round), axis_name, code, movement)
+    def exchange_by(wire: str) -> Exchange:
+        code = wire_of(wire)
+
+        def exchange(message: PyTree, round: Any, movement: PyTree) -> PyTree:
+            return group_mean(message, pairing, pairing.pool_index(round), axis_name, code, movement)
+
+        return exchange
 
     rule = NoLoCo(outer_lr, outer_momentum, gamma, check_state_dtype(state_dtype))
-    return outer_optimizer(OuterSteps(rule, exchange, cut, is_late=bool(delay)), meetings, names_of(axis_name))
+    steps = OuterSteps(rule, exchange_by(wire), exchange_by(moments_wire(wire)), cut, is_late=bool(delay))
+    return outer_optimizer(steps, meetings, names_of(axis_name))
 
 
 def diloco(
@@ -162,7 +167,9 @@ def diloco(
         return all_mean(message, axis_name)
 
     rule = DiLoCo(outer_lr, outer_momentum, nesterov, check_state_dtype(state_dtype))
-    return outer_optimizer(OuterSteps(rule, exchange, cut, is_late=bool(delay)), meetings, names_of(axis_name))
+    return outer_optimizer(
+        OuterSteps(rule, exchange, exchange, cut, is_late=bool(delay)), meetings, names_of(axis_name)
+    )
 
 
 def epidemic(
@@ -208,7 +215,9 @@ def epidemic(
         del movement
         return neighbour_mean(message, neighbours, neighbours.pool_index(round), axis_name, code)
 
-    return outer_optimizer(OuterSteps(Epidemic(), exchange, cut, is_late=bool(delay)), meetings, names_of(axis_name))
+    return outer_optimizer(
+        OuterSteps(Epidemic(), exchange, exchange, cut, is_late=bool(delay)), meetings, names_of(axis_name)
+    )
 
 
 def sparseloco(
@@ -266,7 +275,7 @@ def sparseloco(
         return message._replace(sent=sparse_mean(message.sent, entries, axis_name))
 
     rule = SparseLoCo(outer_lr, error_decay, entries.sparsify, check_state_dtype(state_dtype))
-    return outer_optimizer(OuterSteps(rule, exchange, cut), meetings, names_of(axis_name))
+    return outer_optimizer(OuterSteps(rule, exchange, exchange, cut), meetings, names_of(axis_name))
 
 
 def _known(value: Any) -> float | None:

@@ -3,6 +3,7 @@
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
 BLOCK_BITS = {"int8": 8, "int6": 6, "int4": 4}  # of a weight; every block of weights has a scale beside them
 MODULO_BITS = {"modulo6": 6, "modulo4": 4, "modulo3": 3}  # likewise, with a byte for its window
+MOMENTS_WIRE = {"modulo6": "int6", "modulo4": "int4", "modulo3": "int4"}  # see `moments_wire`
 WIRES = (*FLOAT_BYTES, *BLOCK_BITS, *MODULO_BITS)
 
 BLOCK = 64  # weights
@@ -13,6 +14,15 @@ WINDOW_BYTES = 1
 def block_of(wire: str) -> int:
     """Weights that are coded together: an array travels in whole blocks, its last one filled up."""
     return BLOCK if wire in BLOCK_BITS or wire in MODULO_BITS else 1
+
+
+def moments_wire(wire: str) -> str:
+    """The wire by which moments travel beside weights that travel by this one.
+
+    Moments differ by as much as they are large, which is too much for windows that follow a small movement. A block's
+    scale follows what is sent.
+    """
+    return MOMENTS_WIRE.get(wire, wire)
 
 
 def block_bytes(wire: str) -> int:

@@ -117,6 +117,9 @@ class InnerConfig:
         0.999, "Adam's decay of the mean of squared gradients, per step.", on_resume="may change", minimum=0, below=1
     )
     eps: float = setting(1e-8, "Number added to the root of Adam's second moment.", on_resume="may change", above=0)
+    momentum: float = setting(
+        0.95, "Muon's decay of its momentum, per step.", on_resume="may change", minimum=0, below=1
+    )
     weight_decay: float = setting(
         0.0,
         "Share of a weight that a step takes off it, times its learning rate (adamw and muon).",
@@ -143,10 +146,10 @@ class OuterConfig:
     )
     order: str = setting(
         "passes",
-        "How pairings are drawn: in shuffled passes over the pool of pairings, or one by one independently, as in the "
-        "paper (noloco only).",
+        "How pairings are drawn: in shuffled passes over their pool, one by one independently, as in the paper, or so "
+        "that log2(num_replicas) rounds in a row average all, where that is a whole number (hypercube; noloco only).",
         on_resume="may change",
-        choices=("passes", "independent"),
+        choices=("passes", "independent", "hypercube"),
     )
     nesterov: bool = setting(
         False,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from noloco_jax.draws import POOL, permutation
-from noloco_jax.outer.pairing import MAX_POOL, ORDERS, Round, drawn
+from noloco_jax.outer.pairing import DRAWS, MAX_POOL, Round, drawn
 
 
 class RandomNeighbours:
@@ -53,8 +53,8 @@ class RandomNeighbours:
             raise ValueError(f"max_pool is {max_pool}: it must be at least 1")
         if seed < 0:
             raise ValueError(f"seed is {seed}: it must not be negative")
-        if order not in ORDERS:
-            raise ValueError(f"order is {order!r}: choose from {', '.join(map(repr, ORDERS))}")
+        if order not in DRAWS:
+            raise ValueError(f"order is {order!r}: choose from {', '.join(map(repr, DRAWS))}")
         self.num_replicas = num_replicas
         self.degree = 0 if num_replicas == 1 else default_degree(num_replicas) if degree is None else degree
         self.seed = seed

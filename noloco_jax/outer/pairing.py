@@ -19,7 +19,8 @@ Round = tuple[Group, ...]
 # More rounds than this are sampled: a fixed graph in which every replica has this many partners mixes like the
 # complete one, and the outer program's size grows with the pool.
 MAX_POOL = 64
-ORDERS = ("passes", "independent")
+DRAWS = ("passes", "independent")
+ORDERS = (*DRAWS, "hypercube")
 
 
 class Pairing(Protocol):
@@ -61,7 +62,9 @@ class RandomPairing:
       seed: of the draws, and of the pool where that is random; any non-negative integer.
       order: "passes" takes all entries of the pool in a random order, then all in another one: after a pass for pairs
         everyone has met everyone. The replicas then stay closer than with "independent" draws (a spread 20, 12 and 8 %
-        smaller for 4, 8 and 16 replicas), which are the paper's.
+        smaller for 4, 8 and 16 replicas), which are the paper's. "hypercube", for pairs of N = 2^k replicas, is one
+        fixed order from a random start: any k rounds in a row bring all replicas to their exact mean, as the one-peer
+        graphs of arXiv 2110.13363 do.
       max_pool: the largest pool to compile.
 
     Raises:
@@ -89,11 +92,19 @@ class RandomPairing:
             raise ValueError(f"seed is {seed}: it must not be negative")
         if order not in ORDERS:
             raise ValueError(f"order is {order!r}: choose from {', '.join(map(repr, ORDERS))}")
+        if order == "hypercube" and (num_replicas & (num_replicas - 1) or (num_replicas > 1 and group_size != 2)):
+            raise ValueError(
+                f"order is 'hypercube' with {num_replicas} replicas in groups of {group_size}: it is for pairs of 2, "
+                "4, 8, ... replicas, choose 'passes'"
+            )
         self.num_replicas = num_replicas
         self.group_size = group_size
         self.seed = seed
         self.order = order
-        self.pool = _make_pool(num_replicas, group_size, seed, max_pool)
+        if order == "hypercube" and num_replicas > 1:
+            self.pool = _hypercube(num_replicas, max_pool)
+        else:
+            self.pool = _make_pool(num_replicas, group_size, seed, max_pool)
 
     def pool_index(self, round: Any) -> Any:
         """See `Pairing`. Uniform over the pool; every entry once in each pass, or independent between rounds."""
@@ -132,6 +143,8 @@ def drawn(size: int, seed: int, order: str, round: Any) -> Any:
     """The entry of a pool of `size` that a round uses, in this order of `ORDERS`."""
     if order == "independent":
         return below(size, seed, PAIRING, round)
+    if order == "hypercube":
+        return (below(size, seed, PAIRING) + round) % size
     return permutation(size, seed, PAIRING, round // size)[round % size]
 
 
@@ -199,13 +212,40 @@ def _round_robin(n: int) -> tuple[Round, ...]:
     if n & (n - 1) == 0:
         # i meets i XOR r: replicas that lie together in an aligned block of 2^k move together, so that blocks of
         # replicas on one device exchange with exactly one other device a round.
-        return tuple(tuple((i, i ^ r) for i in range(n) if i < i ^ r) for r in range(1, n))
+        return tuple(_xor_round(n, r) for r in range(1, n))
     odd = n - 1 + n % 2  # the circle method: a fixed replica, the others on a circle of odd size
     rounds = []
     for r in range(odd):
         pairs = [tuple(sorted(((r + k) % odd, (r - k) % odd))) for k in range(1, (odd + 1) // 2)]
         rounds.append(((r, n - 1) if n % 2 == 0 else (r,), *pairs))
     return tuple(rounds)
+
+
+def _xor_round(n: int, r: int) -> Round:
+    return tuple((i, i ^ r) for i in range(n) if i < i ^ r)
+
+
+def _hypercube(n: int, max_pool: int) -> tuple[Round, ...]:
+    """Rounds i XOR r for n = 2^k, any k of which in a row have linearly independent r, as vectors of k bits.
+
+    r goes through the powers of a generator of the field of n elements, so that everyone meets everyone; or, where that
+    is more than `max_pool`, through the k unit vectors.
+    """
+    k = n.bit_length() - 1
+    shifts = [1 << j for j in range(k)] if n - 1 > max_pool else _powers_of_generator(k)
+    return tuple(_xor_round(n, r) for r in shifts)
+
+
+def _powers_of_generator(k: int) -> list[int]:
+    """1, x, x², ... modulo the first polynomial over two elements, of degree k, for which these are all 2^k − 1."""
+    for polynomial in range(2**k + 1, 2 ** (k + 1), 2):
+        powers = [1]
+        while len(powers) < 2**k - 1:
+            power = powers[-1] << 1
+            powers.append(power ^ polynomial if power >> k else power)
+        if len(set(powers)) == len(powers):
+            return powers
+    raise AssertionError(f"no generator of degree {k}")
 
 
 def _num_partitions(n: int, group_size: int) -> int:

@@ -34,12 +34,14 @@ class OuterSteps:
     Attributes:
       rule: applied to the fragment alone.
       exchange: how it hears of the others.
+      moments: likewise, of the inner optimizer's moments.
       fragments: how parameters are cut.
       is_late: whether `step` is the solo step and `correct` brings what the others sent.
     """
 
     rule: Rule
     exchange: Exchange
+    moments: Exchange
     fragments: Fragments
     is_late: bool = False
 
@@ -104,6 +106,10 @@ class OuterSteps:
     def meet(self, message: PyTree, number: Any, movement: PyTree) -> PyTree:
         """The mean of a fragment's messages over the group of outer step `number`."""
         return self.exchange(message, pairing_round(number, self.fragments.count), movement)
+
+    def meet_moments(self, moments: PyTree, number: Any, movement: PyTree) -> PyTree:
+        """As `meet`, of a fragment of the moments."""
+        return self.moments(moments, pairing_round(number, self.fragments.count), movement)
 
     def part(self, params: PyTree, number: Any) -> PyTree:
         """The fragment that outer step `number` is of, of a tree like the parameters."""

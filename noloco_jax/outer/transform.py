@@ -27,7 +27,8 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
       correct: likewise, for the oldest correction that has not entered yet; None where there is no delay.
       moved: (params, state) -> how far the replica has moved, see `OuterSteps.moved`.
       rule: what a replica does in an outer step.
-      exchange: (fragment of a tree, number of the outer step) -> the mean of the group that meets in it.
+      share_moments: (fragment of a tree, number of the outer step, how far its numbers have moved) -> the mean of the
+        group that meets in it, for the inner optimizer's moments.
       solo: as `step`, but alone: (params, state) -> (params, state, message), for replicas that meet by other means.
       enter: (params, state, correction, round) -> (params, state): what came of the message of that round's `solo`.
     """
@@ -36,7 +37,7 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
     correct: Callable[[PyTree, OuterState], tuple[PyTree, OuterState]] | None
     moved: Callable[[PyTree, OuterState], jax.Array]
     rule: Rule
-    exchange: Exchange
+    share_moments: Exchange
     solo: Callable[[PyTree, OuterState], tuple[PyTree, OuterState, PyTree]]
     enter: Callable[[PyTree, OuterState, PyTree, Any], tuple[PyTree, OuterState]]
 
@@ -44,7 +45,8 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
         cls, init: Any, update: Any, step: Any, correct: Any, solo: Any, enter: Any, steps: OuterSteps
     ) -> "OuterOptimizer":
         made = super().__new__(cls, init, update)
-        made.step, made.correct, made.rule, made.exchange = step, correct, steps.rule, steps.meet
+        made.step, made.correct, made.rule = step, correct, steps.rule
+        made.share_moments = steps.meet_moments
         made.moved = lambda params, state: steps.moved(params, state._replace(round=shared(state.round)))
         made.solo, made.enter = solo, enter
         return made

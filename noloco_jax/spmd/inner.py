@@ -69,7 +69,7 @@ def inner_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     adam_share = _ADAM_SHARE if inner.adam_lr is None else inner.adam_lr / inner.lr
     return optax.partition(
         {
-            "muon": muon(schedule, inner.weight_decay),
+            "muon": muon(schedule, inner.momentum, inner.weight_decay),
             "adam": _adam(inner, lambda step: adam_share * schedule(step)),
         },
         _muons_and_adams,

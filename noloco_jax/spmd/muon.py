@@ -17,12 +17,11 @@ from noloco_jax.spmd.sharding import parameter_spec
 # Chosen for their slope at zero: singular values come to lie between 0.7 and 1.2 rather than at 1.
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
-_MOMENTUM = 0.95
 _EPS = 1e-8
 _INSIDE_A_REPLICA = ("fsdp", "tensor")
 
 
-def muon(learning_rate: optax.Schedule, weight_decay: float) -> optax.GradientTransformation:
+def muon(learning_rate: optax.Schedule, momentum: float, weight_decay: float) -> optax.GradientTransformation:
     """Nesterov momentum made orthogonal, a layer's matrix at a time, for parameters that are stacks (L, I, O).
 
     An update is learning rate · sqrt(max(1, O / I)) · U Vᵀ, nearly, of the momentum's singular vectors U, V, as in
@@ -30,10 +29,11 @@ def muon(learning_rate: optax.Schedule, weight_decay: float) -> optax.GradientTr
 
     Args:
       learning_rate: of the step 0, 1, ...
+      momentum: decay of the gradients' sum, per step.
       weight_decay: share of a weight that a step takes off it, times the learning rate.
     """
     return optax.chain(
-        optax.trace(_MOMENTUM, nesterov=True),
+        optax.trace(momentum, nesterov=True),
         optax.stateless(lambda updates, _: jax.tree.map_with_path(_orthogonal_stack, updates)),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),

@@ -290,7 +290,7 @@ def _share_moments(
     outer: OuterOptimizer, fragments: Fragments, params: PyTree, inner_state: PyTree, round: jax.Array
 ) -> PyTree:
     of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
-    share = partial(share_moments, params=of_one, number=round, fragments=fragments, exchange=outer.exchange)
+    share = partial(share_moments, params=of_one, number=round, fragments=fragments, exchange=outer.share_moments)
     return jax.vmap(share, axis_name=SLOT)(inner_state)
 
 

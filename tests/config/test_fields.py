@@ -192,7 +192,10 @@ def test_fields_that_contradict_each_other_are_refused_with_both_values():
             ({"method": "diloco", "outer": {"wire": "bfloat16"}}, ["outer.wire='bfloat16'", "method='diloco'"]),
             ({"method": "epidemic", "num_replicas": 1}, ["method='epidemic'", "num_replicas=1"]),
             ({"method": "epidemic", "outer": {"neighbours": 4}}, ["outer.neighbours=4", "num_replicas=4", "3"]),
-            ({"outer": {"wire": "modulo4", "moments": 1}}, ["outer.moments=1", "outer.wire='modulo4'", "'int8'"]),
+            (
+                {"num_replicas": 6, "outer": {"order": "hypercube"}},
+                ["outer.order='hypercube'", "num_replicas=6", "'passes'"],
+            ),
             ({"method": "epidemic", "outer": {"wire": "modulo4"}}, ["outer.wire='modulo4'", "outer.wire='int8'"]),
             ({"method": "epidemic", "outer": {"offload": True}}, ["outer.offload=True", "method='epidemic'"]),
             ({"method": "sparseloco", "outer": {"wire": "int8"}}, ["outer.wire='int8'", "method='sparseloco'"]),

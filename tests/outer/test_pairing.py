@@ -226,3 +226,34 @@ def test_noloco_warns_of_a_consensus_outside_the_stable_interval_and_of_none_ins
 def test_a_number_out_of_its_range_is_an_error_that_names_it(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("n", [2, 4, 8, 16, 64, 128])
+def test_rounds_of_a_hypercube_bring_all_to_the_exact_mean_wherever_one_begins(n):
+    """Whole numbers of n are averaged without rounding errors."""
+    pairing, k = nj.RandomPairing(n, seed=3, order="hypercube"), n.bit_length() - 1
+    for first in range(2 * len(pairing.pool)):
+        values = n * np.random.default_rng(first).integers(0, 1000, n)
+        mean = values.sum() / n
+        for round_ in groups_of_rounds(pairing, first + k)[first:]:
+            for i, j in round_:
+                values[[i, j]] = values[[i, j]].sum() / 2
+        np.testing.assert_array_equal(values, mean)
+
+
+def test_a_hypercube_of_few_replicas_brings_everyone_together_with_everyone_and_a_large_one_keeps_to_its_edges():
+    pool = nj.RandomPairing(16, order="hypercube").pool
+    assert Counter(pair for round_ in pool for pair in pairs_of(round_)) == Counter(
+        map(frozenset, itertools.combinations(range(16), 2))
+    )
+    assert len(nj.RandomPairing(1024, order="hypercube").pool) == 10
+
+
+def test_the_start_of_a_hypercube_depends_on_the_seed():
+    assert len({groups_of_rounds(nj.RandomPairing(8, seed=seed, order="hypercube"), 1)[0] for seed in range(20)}) > 4
+
+
+@pytest.mark.parametrize(("n", "group_size"), [(6, 2), (7, 2), (8, 4)])
+def test_a_hypercube_is_for_pairs_of_a_power_of_two(n, group_size):
+    with pytest.raises(ValueError, match="hypercube.*passes"):
+        nj.RandomPairing(n, group_size, order="hypercube")

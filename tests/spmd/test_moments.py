@@ -24,9 +24,13 @@ CONFIG = TrainConfig(
 HIDDEN = {"embed": 1, "head": 0, "o": 2, "down": 2, "norm": 0, "attention_norm": 1, "mlp_norm": 1}
 
 
-def shared(optimizer: str, round: int) -> tuple[Any, Any, Any]:
+def shared(optimizer: str, round: int, wire: str = "float32") -> tuple[Any, Any, Any]:
     """The inner state before and after moments were shared in a round, with replicas unlike one another."""
-    config = dataclasses.replace(CONFIG, inner=dataclasses.replace(CONFIG.inner, optimizer=optimizer))
+    config = dataclasses.replace(
+        CONFIG,
+        inner=dataclasses.replace(CONFIG.inner, optimizer=optimizer),
+        outer=dataclasses.replace(CONFIG.outer, wire=wire),
+    )
     programs = compile_programs(config, make_mesh(config, jax.devices()[:2]), only=["share_moments"])
     rng = np.random.default_rng(0)
     inner = jax.tree.map(
@@ -58,3 +62,11 @@ def test_moments_of_a_fragment_become_the_mean_of_the_pair_and_second_ones_the_g
                 expected[pair] = rows
         np.testing.assert_allclose(new, expected, rtol=1e-5, err_msg=str(names))
     assert seen == {"adam": 24, "muon": 7 + 2 * 5}[optimizer]
+
+
+@pytest.mark.parametrize(("wire", "moments"), [("modulo6", "int6"), ("modulo4", "int4"), ("modulo3", "int4")])
+def test_beside_weights_in_windows_moments_travel_in_blocks(wire, moments):
+    after = [jax.tree.leaves(shared("adam", 3, by)[1]) for by in (wire, moments, "float32")]
+    for in_windows, in_blocks in zip(after[0], after[1], strict=True):
+        np.testing.assert_array_equal(in_windows, in_blocks)
+    assert any((coded != exact).any() for coded, exact in zip(after[0], after[2], strict=True))
