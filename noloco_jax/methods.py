@@ -83,6 +83,7 @@ def _noloco(config: Config, axis_name: Any, fragments: "Fragments") -> "OuterOpt
         fragments=fragments,
         delay=outer.delay,
         wire=outer.wire,
+        momentum_of=outer.momentum_of,
     )
 
 
@@ -288,7 +289,15 @@ METHODS: dict[str, Method] = {
             _check_wire,
             _diloco,
             outer_collectives=("all-reduce",),
-            unused=("outer.consensus", "outer.group_size", "outer.order", "outer.wire", *_EPIDEMIC, *_SPARSELOCO),
+            unused=(
+                "outer.momentum_of",
+                "outer.consensus",
+                "outer.group_size",
+                "outer.order",
+                "outer.wire",
+                *_EPIDEMIC,
+                *_SPARSELOCO,
+            ),
             baseline={"outer.lr": 0.7, "outer.momentum": 0.3},
             sync_factor=2,
             equal_after_outer_steps=True,

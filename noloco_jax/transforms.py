@@ -20,7 +20,7 @@ from noloco_jax.outer.epidemic import Epidemic
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.momentum import check_state_dtype
 from noloco_jax.outer.neighbours import RandomNeighbours
-from noloco_jax.outer.noloco import NoLoCo
+from noloco_jax.outer.noloco import MOMENTUM_OF, NoLoCo
 from noloco_jax.outer.pairing import Pairing, components, consensus_limit, largest_group
 from noloco_jax.outer.rule import Exchange, Number
 from noloco_jax.outer.sparseloco import SparseLoCo, Split
@@ -42,6 +42,7 @@ def noloco(
     wire: str = "float32",
     fragments: int | Fragments | None = None,
     delay: int | None = None,
+    momentum_of: str = "steps",
 ) -> OuterOptimizer:
     """Every `sync_every` inner steps, a momentum step towards and along with a random group of replicas.
 
@@ -94,12 +95,22 @@ def noloco(
         from its own message. That is what an exchange in the background does. None: at once. With a delay there is
         `correct(params, state) -> (params, state)` beside `step`, for the oldest correction that has not entered.
 
+      momentum_of: "steps": δ is as above. "corrections": it carries what came from the group alone,
+
+            δ ← α δ + c,  c = mean(m) − m,  m = βΔ + γφ;    φ ← φ + α δ + mean(m) − γφ
+
+        as in gossip with heavy-ball momentum (arXiv 1810.13084). Inner momentum drives replicas apart in the same
+        directions for many steps; this momentum goes on to bring them together, and leaves their mean alone, as
+        corrections sum to zero.
+
     Returns:
       A transform whose state is an `OuterState`.
 
     Raises:
       ValueError: if a number is out of its range, or a name unknown.
     """
+    if momentum_of not in MOMENTUM_OF:
+        raise ValueError(f"momentum_of is {momentum_of!r}: choose from {', '.join(map(repr, MOMENTUM_OF))}")
     gamma = outer_lr if consensus is None else consensus
     _check_number("outer_lr", outer_lr)
     _check_number("consensus", gamma)
@@ -118,7 +129,8 @@ def noloco(
 
         return exchange
 
-    rule = NoLoCo(outer_lr, outer_momentum, gamma, check_state_dtype(state_dtype))
+    of_corrections = momentum_of == "corrections"
+    rule = NoLoCo(outer_lr, outer_momentum, gamma, check_state_dtype(state_dtype), of_corrections)
     steps = OuterSteps(rule, exchange_by(wire), exchange_by(moments_wire(wire)), cut, is_late=bool(delay))
     return outer_optimizer(steps, meetings, names_of(axis_name))
 

@@ -134,6 +134,13 @@ class OuterConfig:
 
     lr: float = setting(0.7, "Outer learning rate, the paper's beta.", on_resume="may change", above=0)
     momentum: float = setting(0.5, "Outer momentum, the paper's alpha.", on_resume="may change", minimum=0, below=1)
+    momentum_of: str = setting(
+        "steps",
+        "What outer momentum carries: steps, as in the paper, or corrections: what came from the others alone, which "
+        "leaves the replicas' mean as it is (noloco only).",
+        on_resume="may change",
+        choices=("steps", "corrections"),
+    )
     consensus: float | None = setting(
         None,
         "Pull towards the group's mean, the paper's gamma; None: equal to outer.lr (noloco only).",

@@ -44,8 +44,9 @@ class DiLoCo:
         del round
         return moved(state, theta)
 
-    def receive(self, state: Momentum, mean: PyTree, round: Any) -> tuple[PyTree, Momentum]:
+    def receive(self, state: Momentum, message: PyTree, mean: PyTree, round: Any) -> tuple[PyTree, Momentum]:
         """δ ← αδ + mean; φ ← φ + δ, or φ ← φ + αδ + mean; θ ← φ."""
+        del message
         alpha = at(self.outer_momentum, round)
         momentum = jax.tree.map(lambda delta, m: alpha * delta + m, computed(state.momentum), mean)
         step = jax.tree.map(lambda delta, m: alpha * delta + m, momentum, mean) if self.nesterov else momentum

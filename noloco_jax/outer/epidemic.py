@@ -32,9 +32,9 @@ class Epidemic:
         del state, round
         return jax.tree.map(abs, theta)
 
-    def receive(self, state: tuple[()], mean: PyTree, round: Any) -> tuple[PyTree, tuple[()]]:
+    def receive(self, state: tuple[()], message: PyTree, mean: PyTree, round: Any) -> tuple[PyTree, tuple[()]]:
         """θ ← mean."""
-        del round
+        del message, round
         return mean, state
 
     def correct(self, state: tuple[()], theta: PyTree, correction: PyTree, round: Any) -> tuple[PyTree, tuple[()]]:

@@ -10,6 +10,7 @@ from noloco_jax.outer.momentum import Momentum, initial, kept, moved
 from noloco_jax.outer.rule import Number, added, at, computed
 
 PyTree = Any
+MOMENTUM_OF = ("steps", "corrections")
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,15 @@ class NoLoCo:
       outer_momentum: α.
       consensus: γ.
       state_dtype: in which φ and δ are kept; they are computed in float32.
+      of_corrections: whether momentum carries corrections alone: φ ← φ + αδ + mean(m) − γφ; δ ← αδ + mean(m) − m. The
+        corrections of a group sum to zero, so that the replicas' mean moves as without momentum.
     """
 
     outer_lr: Number
     outer_momentum: Number
     consensus: Number
     state_dtype: jnp.dtype
+    of_corrections: bool = False
 
     def init(self, params: PyTree) -> Momentum:
         """Slow weights equal to the parameters, no momentum."""
@@ -44,14 +48,13 @@ class NoLoCo:
         del round
         return moved(state, theta)
 
-    def receive(self, state: Momentum, mean: PyTree, round: Any) -> tuple[PyTree, Momentum]:
-        """δ ← αδ + mean − γφ; φ ← φ + δ; θ ← φ."""
+    def receive(self, state: Momentum, message: PyTree, mean: PyTree, round: Any) -> tuple[PyTree, Momentum]:
+        """φ ← φ + αδ + mean − γφ; θ ← φ; δ is that step, or what it has of corrections."""
         alpha, gamma = at(self.outer_momentum, round), at(self.consensus, round)
-        slow = computed(state.slow)
-        momentum = jax.tree.map(
-            lambda delta, m, phi: alpha * delta + (m - gamma * phi), computed(state.momentum), mean, slow
-        )
-        slow = added(slow, momentum)
+        slow, carried = computed(state.slow), jax.tree.map(lambda delta: alpha * delta, computed(state.momentum))
+        step = jax.tree.map(lambda before, m, phi: before + (m - gamma * phi), carried, mean, slow)
+        momentum = added(carried, jax.tree.map(jnp.subtract, mean, message)) if self.of_corrections else step
+        slow = added(slow, step)
         return slow, kept(slow, momentum, self.state_dtype, round)
 
     def correct(self, state: Momentum, theta: PyTree, correction: PyTree, round: Any) -> tuple[PyTree, Momentum]:

@@ -40,8 +40,8 @@ class Rule(Protocol):
         """How far every number of the message has moved, nearly: in the inner steps and in the last round."""
         ...
 
-    def receive(self, state: PyTree, mean: PyTree, round: Any) -> tuple[PyTree, PyTree]:
-        """(new θ, new state) from the group's mean message; from the replica's own message, its solo step."""
+    def receive(self, state: PyTree, message: PyTree, mean: PyTree, round: Any) -> tuple[PyTree, PyTree]:
+        """(new θ, new state) from the own message and the group's mean; where they are one, it is the solo step."""
         ...
 
     def correct(self, state: PyTree, theta: PyTree, correction: PyTree, round: Any) -> tuple[PyTree, PyTree]:
@@ -71,7 +71,7 @@ def outer_step(rule: Rule, exchange: Exchange, params: PyTree, state: OuterState
     theta = computed(params)
     message, movement = rule.message(state.rule, theta, state.round), rule.movement(state.rule, theta, state.round)
     mean = exchange(message, state.round, movement)
-    theta, rule_state = rule.receive(state.rule, mean, state.round)
+    theta, rule_state = rule.receive(state.rule, message, mean, state.round)
     return theta, OuterState(state.count, state.round + 1, rule_state)
 
 

@@ -74,8 +74,9 @@ class SparseLoCo:
         moved = jax.tree.map(lambda th, phi: abs(th - phi), theta, computed(state.slow))
         return Split(moved, moved)
 
-    def receive(self, state: Feedback, mean: Split, round: Any) -> tuple[PyTree, Feedback]:
+    def receive(self, state: Feedback, message: Split, mean: Split, round: Any) -> tuple[PyTree, Feedback]:
         """φ ← φ + α mean(Δ̂); θ ← φ; e is the rest."""
+        del message
         slow = added(computed(state.slow), self._step(mean, round))
         return slow, Feedback(*kept(slow, mean.rest, self.state_dtype, round))
 

@@ -252,7 +252,7 @@ def test_the_edges_of_ranges_are_where_they_were_meant():
 def test_the_fields_with_choices_are_the_words_that_the_program_tells_apart():
     words = {"method", "elastic", "model.dtype", "model.param_dtype", "model.remat", "outer.order", "outer.wire"}
     words |= {"outer.state_dtype", "data.kind", "data.on_bad_shard", "mesh.routing", "data.mixture.NAME.kind"}
-    words |= {"inner.optimizer", "inner.schedule"}
+    words |= {"inner.optimizer", "inner.schedule", "outer.momentum_of"}
     assert {path for path, field in known_fields().items() if field.allowed.choices} == words
 
 

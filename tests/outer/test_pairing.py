@@ -255,5 +255,5 @@ def test_the_start_of_a_hypercube_depends_on_the_seed():
 
 @pytest.mark.parametrize(("n", "group_size"), [(6, 2), (7, 2), (8, 4)])
 def test_a_hypercube_is_for_pairs_of_a_power_of_two(n, group_size):
-    with pytest.raises(ValueError, match="hypercube.*passes"):
+    with pytest.raises(ValueError, match="passes"):
         nj.RandomPairing(n, group_size, order="hypercube")

@@ -164,9 +164,9 @@ def test_a_late_correction_is_the_step_with_the_mean():
     theta = jax.tree.map(lambda x: x[0], theta)
     own = outer.rule.message(state, theta, 0)
     mean = own._replace(sent=jax.tree.map(lambda x: x / 2 + 1, own.sent))
-    solo, after = outer.rule.receive(state, own, 0)
+    solo, after = outer.rule.receive(state, own, own, 0)
     late = outer.rule.correct(after, solo, jax.tree.map(jnp.subtract, mean, own), 0)
-    assert_trees_close(late, outer.rule.receive(state, mean, 0))
+    assert_trees_close(late, outer.rule.receive(state, own, mean, 0))
 
 
 def test_a_bfloat16_state_keeps_replicas_equal():
