@@ -25,6 +25,7 @@ from noloco_jax.run.island_log import IslandLog
 from noloco_jax.run.messages import Messages, may_send_in_inner_steps, shares_moments
 from noloco_jax.run.metrics import MetricWriter
 from noloco_jax.run.proportion import Proportion
+from noloco_jax.run.rise import Rise
 from noloco_jax.run.throughput import Throughput
 from noloco_jax.run.totals import Clock, Totals, wall_clock
 from noloco_jax.spmd.batches import GlobalBatches
@@ -297,7 +298,7 @@ class _StepLog:
             meetings is None or meetings.fragments == 1 or meetings.shortest_gap >= run.config.log_every
         )
         self._untold: _OuterSteps | None = None
-        self._proportion = Proportion()
+        self._proportion, self._rise = Proportion(), Rise()
         self._totals, self._clock = run.totals, Clock(run.totals.seconds)
         self._previous: _Step | None = None
 
@@ -366,6 +367,8 @@ class _StepLog:
                 f"inner.warmup_steps={config.inner.warmup_steps}, then start from the last checkpoint or afresh"
             )
         run.progress.update(step, loss, lr, speed)
+        if line := self._rise.told(step, loss):
+            run.progress.note(line)
         if is_told and self._untold:
             if run.island is not None:  # which tells of its exchanges when they are over
                 self._untold = None
