@@ -1,6 +1,7 @@
 """The inner optimizer's moments averaged with those of the partner, beside the weights."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,22 +11,21 @@ from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.rule import Exchange
 
 PyTree = Any
-# What Adam adds to the root of its second moment, by default: moments below its square change nothing.
-_FLOOR = 1e-16
 
 
 def share_moments(inner: PyTree, params: PyTree, number: jax.Array, fragments: Fragments, exchange: Exchange) -> PyTree:
     """The inner state with the moments of one fragment at the mean of its group.
 
-    A second moment travels as its logarithm, so that a code of few bits keeps its ratios, and its mean is the
-    geometric one.
+    A second moment travels as its square root, and its mean is the square of theirs: the first moment of a row that
+    only one of a pair has seen is halved, and so is the root that it is divided by. By a mean of logarithms that root
+    would be nearly zero.
 
     Args:
       inner: the inner optimizer's state, of one replica.
       params: the parameters, or their shapes: what ends with a parameter's path and has its shape is a moment.
       number: int32 scalar, of the outer step that this goes with.
       fragments: how parameters, and so their moments, are cut.
-      exchange: (tree, number, how far its numbers have moved) -> the mean of the group.
+      exchange: (tree, number, how far its numbers have moved: by all that they are) -> the mean of the group.
     """
     cuts = dict(jax.tree.leaves_with_path(fragments.cuts(params)))
     moments, cut_of, codes = {}, {}, {}
@@ -36,9 +36,9 @@ def share_moments(inner: PyTree, params: PyTree, number: jax.Array, fragments: F
             moments[name], cut_of[name] = x, cut
             codes[name] = _SECOND if any(getattr(key, "name", None) == "nu" for key in path) else _FIRST
     parts = fragments.part(moments, cut_of, number)
-    sent = {name: codes[name][0](part) for name, part in parts.items()}
-    movement = {name: codes[name][2](part) for name, part in sent.items()}
-    means = {name: codes[name][1](mean) for name, mean in exchange(sent, number, movement).items()}
+    sent = {name: codes[name].sent(part) for name, part in parts.items()}
+    means = exchange(sent, number, sent)
+    means = {name: codes[name].received(mean, sent[name]) for name, mean in means.items()}
     moments = fragments.put(moments, means, cut_of, number)
     return jax.tree.map_with_path(lambda path, x: moments.get(jax.tree_util.keystr(path), x), inner)
 
@@ -49,7 +49,19 @@ def _of_parameter(path: tuple, of_parameter: dict[tuple, Any]) -> Any:
     return next((found for found in ends if found is not None), None)
 
 
-# What is sent, what is made of its mean, and how far it has moved: by its own size, or by a factor of e.
-Code = tuple[Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array], Callable[[jax.Array], jax.Array]]
-_FIRST: Code = (lambda x: x, lambda x: x, lambda x: x)
-_SECOND: Code = (lambda x: jnp.log(x + _FLOOR), lambda x: jnp.maximum(jnp.exp(x) - _FLOOR, 0), jnp.ones_like)
+@dataclass(frozen=True)
+class _Code:
+    """How moments of a kind travel.
+
+    Attributes:
+      sent: what is sent of a moment.
+      received: the moment, from the mean of what was sent and from what was sent itself.
+    """
+
+    sent: Callable[[jax.Array], jax.Array]
+    received: Callable[[jax.Array, jax.Array], jax.Array]
+
+
+_FIRST = _Code(lambda moment: moment, lambda mean, own: mean)
+# A mean with what is not negative is at least half of one's own: a code that rounds must not bring it near zero.
+_SECOND = _Code(jnp.sqrt, lambda mean, own: jnp.square(jnp.maximum(mean, own / 2)))
