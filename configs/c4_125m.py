@@ -9,9 +9,9 @@ whose licence has to be accepted once on its page:
     python -m noloco_jax.train --config=configs/c4_125m.py --workdir=runs/c4_125m \\
         --config.data.path=c4/en
 
-`--config=configs/c4_125m.py:diloco` runs another method (noloco, diloco, ddp, local); `:noloco,replicas=4,stages=2`
-shares the same global batch out among other replicas. The paper's FSDP is `:ddp`, or, with one copy sharded over 8
-devices, `:ddp,replicas=1 --config.mesh.fsdp=8`.
+`--config=configs/c4_125m.py:diloco` runs another method (noloco, diloco, ddp, local; best: README, "How to choose");
+`:noloco,replicas=4,stages=2` shares the same global batch out among other replicas. The paper's FSDP is `:ddp`, or,
+with one copy sharded over 8 devices, `:ddp,replicas=1 --config.mesh.fsdp=8`.
 
 All 8 replicas on one GPU of 80 GB: add `--config.num_microbatches=8 --config.outer.offload=True` (46 GiB in an inner
 step, by XLA's account of the compiled program; another 18 GiB without `offload`). One a GPU: 30 GiB.

@@ -9,9 +9,9 @@ whose licence has to be accepted once on its page:
     python -m noloco_jax.train --config=configs/c4_1b.py --workdir=runs/c4_1b \\
         --config.data.path=c4/en
 
-`--config=configs/c4_1b.py:diloco` runs another method (noloco, diloco, ddp, local); `:noloco,replicas=16,stages=2`
-shares the same global batch out among other replicas. The paper's FSDP is `:ddp`, or, with one copy sharded over 8
-devices, `:ddp,replicas=1 --config.mesh.fsdp=8`.
+`--config=configs/c4_1b.py:diloco` runs another method (noloco, diloco, ddp, local; best: README, "How to choose");
+`:noloco,replicas=16,stages=2` shares the same global batch out among other replicas. The paper's FSDP is `:ddp`, or,
+with one copy sharded over 8 devices, `:ddp,replicas=1 --config.mesh.fsdp=8`.
 
 On GPUs of 80 GB, one a replica, add `--config.outer.offload=True` (56 GiB in an inner step, by XLA's account of the
 compiled program; another 16 GiB without, which may just fit), or share out a replica with `--config.mesh.fsdp`.

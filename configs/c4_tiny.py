@@ -4,8 +4,9 @@
         --config.data.path=c4/en --config.data.tokenizer=TOKENIZER_FOLDER
 
 The vocabulary of 4096 fits a small byte-level BPE; set `--config.model.vocab_size` for another tokenizer.
-`--config=configs/c4_tiny.py:diloco` runs another method (noloco, diloco, ddp, local). The paper measured nothing of
-this size. A few thousand documents are enough to run it, and are then seen several times over.
+`--config=configs/c4_tiny.py:diloco` runs another method (noloco, diloco, ddp, local; best: README, "How to choose").
+The paper measured nothing of this size. A few thousand documents are enough to run it, and are then seen several times
+over.
 """
 
 import runpy
@@ -18,7 +19,6 @@ def get_config(method="noloco"):
     paper = runpy.run_path(str(Path(__file__).with_name("paper.py")))
 
     config = ConfigDict()
-    config.method = method
     config.num_replicas = 4
     config.num_steps = 1000
     config.eval_every = 100
@@ -37,7 +37,7 @@ def get_config(method="noloco"):
     config.inner.min_lr = config.inner.get_oneway_ref("lr") / 10
     config.inner.warmup_steps = 50
 
-    config.outer = paper["outer_config"](method)
+    paper["use_method"](config, method)
 
     config.data = ConfigDict()
     config.data.kind = "c4"

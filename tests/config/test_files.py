@@ -1,6 +1,7 @@
 """The files in configs/: they load, they stand alone, and they hold the paper's numbers."""
 
 import ast
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -119,3 +120,14 @@ def test_the_quickstart_has_about_a_million_weights_and_reads_the_standard_libra
     assert (Path(config.data.path) / "sysconfig").with_suffix(".py").exists() or (
         Path(config.data.path) / "sysconfig" / "__init__.py"
     ).exists()
+
+
+@pytest.mark.parametrize("name", [*PAPER, "c4_tiny"])
+def test_best_changes_nothing_but_optimizer_and_outer_step_and_fits_any_number_of_replicas(name):
+    plain, best = load(name, "", *given(name)), load(name, "best", *given(name))
+    assert (best.inner.optimizer, best.outer.fragments, best.outer.wire) == ("muon", 8, "modulo4")
+    assert best.inner.adam_lr == plain.inner.lr and best.inner.min_lr == pytest.approx(best.inner.lr / 10)
+    assert dataclasses.replace(best, inner=plain.inner, outer=plain.outer) == plain
+    if name != "c4_tiny":
+        orders = {replicas: load(name, f"best,replicas={replicas}").outer.order for replicas in (4, 6)}
+        assert orders == {4: "hypercube", 6: "passes"}
