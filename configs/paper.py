@@ -53,7 +53,6 @@ def _use_best(config: ConfigDict) -> None:
     inner.adam_lr = inner.lr  # of embedding, head and norms, as before
     inner.lr = 0.02
     inner.min_lr = inner.get_oneway_ref("lr") / 10
-    inner.momentum = 0.9
 
     outer.lr, outer.consensus = 1.0, 1.0
     outer.momentum, outer.momentum_of = 0.3, "corrections"
