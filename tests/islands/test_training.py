@@ -89,7 +89,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 # What is within float32's rounding of the middle between two values of a code may be sent as either; that share of the
 # weights may therefore lie a step of the code apart.
 @pytest.mark.parametrize(
-    ("fragments", "wire", "flipped"), [(1, "float32", 0), (2, "float32", 0), (2, "bfloat16", 0.05), (1, "int6", 0.05)]
+    ("fragments", "wire", "flipped"), [(1, "float32", 0), (2, "float32", 0), (2, "bfloat16", 0.1), (1, "int6", 0.1)]
 )
 def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, fragments, wire, flipped):
     world = World(small(fragments=fragments, wire=wire), tmp_path)
