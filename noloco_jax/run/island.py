@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from noloco_jax.config import TrainConfig, to_dict
+from noloco_jax.data import renumbered
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
 from noloco_jax.islands.codes import Codes, specs_of
@@ -22,6 +23,7 @@ from noloco_jax.islands.snapshots import Snapshots
 from noloco_jax.islands.station import Station
 from noloco_jax.islands.steps import IslandSteps, state_specs, weight_specs
 from noloco_jax.methods import meetings_of, method_of
+from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.messages import Messages
 from noloco_jax.spmd.programs import Programs
 from noloco_jax.spmd.solo import SoloPrograms, compile_solo
@@ -174,6 +176,21 @@ def journal_of(saved: dict[str, Any] | None, config: TrainConfig, start: int) ->
     meetings = meetings_of(config)
     assert meetings is not None
     return Journal(meetings.total(start) - 1, True, {}, 0, ())
+
+
+def data_position(member: Membership, checkpoints: Checkpointer, step: int) -> dict[str, Any]:
+    """Where its data stand at `step`, also where the roster has become longer since: see `data.renumbered`.
+
+    Raises `UserError` where the checkpoint is not this island's.
+    """
+    position, *others = checkpoints.positions(step)
+    if others or position["replica"] != member.replica:
+        of = f"all {1 + len(others)} replicas" if others else f"replica {position['replica']}"
+        raise UserError(
+            f"the checkpoint of step {step} is of {of}, and {member.name} is replica {member.replica}: give its own "
+            "--workdir, or have `island scatter` make one for each island"
+        )
+    return renumbered(position, member.replica, len(member.roster.islands))
 
 
 def steps_of(member: Membership, config: TrainConfig, station: Station, solo: SoloPrograms, programs: Programs):

@@ -34,7 +34,7 @@ from noloco_jax.run.banner import banner_rows, compiled_memory, show_results
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress, banner, make_console
 from noloco_jax.run.extension import extension_note, rate_change
-from noloco_jax.run.island import Membership, journal_of, messages_of_island, open_station, steps_of
+from noloco_jax.run.island import Membership, data_position, journal_of, messages_of_island, open_station, steps_of
 from noloco_jax.run.island_log import IslandLog
 from noloco_jax.run.loop import Hooks, Run, is_evaluated, train_steps
 from noloco_jax.run.messages import messages_of
@@ -113,7 +113,7 @@ def train(
         Checkpointer(workdir, whole, processes, from_step=from_step, read_only=dry_run) as checkpoints,
         ExitStack() as others,
     ):
-        start = _find_start(config, checkpoints, stop)
+        start = _find_start(config, member, checkpoints, stop)
         evaluate_first = start is not None and _lacks_evaluation(config, workdir, start, processes)
         if start is not None and start >= config.num_steps and not evaluate_first and not dry_run:
             note = extension_note(checkpoints.saved_config(start), whole, start)
@@ -125,9 +125,10 @@ def train(
         streams = _open_streams(config, tokenizer, programs, member)
         changed: list[Change] = []
         if start is not None:
-            positions = checkpoints.positions(start)  # an island's own is that of its place in the roster
             if member is None:
                 positions = elastic.data_positions(checkpoints, start, config.num_replicas)
+            else:
+                positions = [data_position(member, checkpoints, start)]
             streams.set_state(dict(enumerate(positions)))
             changed = checkpoints.changes(start)
         given = load_params(config.init_from, config.model) if config.init_from and start is None else None
@@ -223,11 +224,11 @@ def _check_inputs(config: TrainConfig) -> Tokenizer | None:
     return tokenizer
 
 
-def _find_start(config: TrainConfig, checkpoints: Checkpointer, stop: Stop) -> int | None:
+def _find_start(config: TrainConfig, member: Membership | None, checkpoints: Checkpointer, stop: Stop) -> int | None:
     """The step of the checkpoint to go on from, which fits the run; None to start anew."""
     start = checkpoints.start_step()
     stop.at(start or 0)  # from here on a SIGTERM means the next step, whichever that is
-    if start is not None:
+    if start is not None and member is None:  # an island's is looked at with its position in the data
         elastic.check_elastic(config, checkpoints.saved_shape(start))
     return start
 

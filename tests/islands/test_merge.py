@@ -285,7 +285,7 @@ def test_folders_that_do_not_belong_together_are_refused(tmp_path):
         (folder / ISLAND_FILE).write_text("{}")
     (tmp_path / "plain").mkdir()
     for folders, line in (
-        ((first, second), "cannot be merged, their inner differs"),
+        ((first, second), "do not belong together, their inner differs"),
         ((first, tmp_path / "plain"), "is no folder of an island"),
         ((first, first), "names a folder twice"),
     ):
