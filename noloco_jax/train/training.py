@@ -187,7 +187,7 @@ def train(
                 island_log=island_log,
             )
             if island_log is not None:
-                island_log.start(start or 0)
+                island_log.start(start or 0, run.totals.seconds)
             outcome = train_steps(run, state, start or 0, evaluate_first=evaluate_first)
         if island_log is not None:
             island_log.end(outcome.finished)

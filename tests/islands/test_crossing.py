@@ -4,11 +4,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from noloco_jax import island
+from support.events import shown
 from support.islands import free_ports
 from support.paths import ROOT
 from support.processes import environment, finish, metrics, report, trained, weights, write_config
@@ -45,34 +47,55 @@ def train_islands(config: Path, roster: Path, folder: Path) -> list[Path]:
     return [folder / name for name in NAMES]
 
 
+class Crossed(NamedTuple):
+    """The workdir of a run of one program, and those of the islands that went on from its step 8."""
+
+    config: Path
+    whole: Path
+    islands: list[Path]
+
+
 @pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
-    return write_config(tmp_path_factory.mktemp("config"))
-
-
-def test_from_one_program_to_islands_and_back_the_weights_are_those_of_one_program(config, tmp_path):
+def crossed(tmp_path_factory) -> Crossed:
+    folder = tmp_path_factory.mktemp("crossed")
+    config = write_config(tmp_path_factory.mktemp("config"))
     whole = trained(config, "whole", *COMMON)
-    run = shutil.copytree(whole, tmp_path / "run")
+    run = shutil.copytree(whole, folder / "run")
     cut(run, 8)
-    roster = tmp_path / "roster.toml"
+    roster = folder / "roster.toml"
     islands = [
         f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{port}"\n'
         for name, port in zip(NAMES, free_ports(2), strict=True)
     ]
     roster.write_text('run = "test"\n' + "".join(islands))
-    out = tmp_path / "islands"
+    out = folder / "islands"
     assert island.main(["scatter", f"--workdir={run}", f"--roster={roster}", f"--out={out}"]) == 0
-    folders = train_islands(config, roster, out)
-    for folder in folders:
-        assert {path.name for path in (folder / "checkpoints").iterdir()} >= {"16", "24"}
+    return Crossed(config, whole, train_islands(config, roster, out))
 
-    for at in (24, 16):  # where the islands have ended, and on the way
-        for folder in folders:
-            cut(folder, at)
-        together = config.parent / f"together{at}"
-        assert island.main(["gather", "--workdirs", *map(str, folders), f"--out={together}"]) == 0
-        trained(config, together.name, *COMMON)
-        found, expected = weights(together), weights(whole)
-        for name in expected:
-            np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=2e-5, err_msg=name)
-        assert metrics(together)[-1]["perplexity"] == pytest.approx(metrics(whole)[-1]["perplexity"], rel=1e-4)
+
+@pytest.mark.parametrize("step", [24, 16], ids=["at-the-end", "on-the-way"])
+def test_from_one_program_to_islands_and_back_the_weights_are_those_of_one_program(crossed, tmp_path, step):
+    folders = [shutil.copytree(folder, tmp_path / folder.name) for folder in crossed.islands]
+    for folder in folders:
+        cut(folder, step)
+    together = crossed.config.parent / f"together{step}"
+    assert island.main(["gather", "--workdirs", *map(str, folders), f"--out={together}"]) == 0
+    trained(crossed.config, together.name, *COMMON)
+    found, expected = weights(together), weights(crossed.whole)
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=2e-5, err_msg=name)
+    perplexity = metrics(crossed.whole)[-1]["perplexity"]
+    assert metrics(together)[-1]["perplexity"] == pytest.approx(perplexity, rel=1e-4)
+
+
+def test_metrics_and_tensorboard_tell_of_every_exchange(crossed):
+    for folder in crossed.islands:
+        lines = [line for line in metrics(folder) if line["kind"] == "exchange"]
+        assert [line["round"] for line in lines] == [2, 3, 4, 5]
+        for number, line in enumerate(lines, start=1):
+            assert (line["outcome"], line["lag"], line["one_sided"], line["one_sided_commits"]) == ("met", 0, False, 0)
+            assert (line["participation"], line["committed"], line["due"]) == (1, number, number)
+            assert line["seconds_exposed"] > 0 and 0 < line["goodput"] <= 1
+        there = {(step, tag) for step, tag, _ in shown(folder)}
+        names = ("participation", "lag", "one_sided_commits", "seconds_exposed", "goodput")
+        assert {(line["step"], f"exchange/{name}") for line in lines for name in names} <= there

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands.station import Met
+from noloco_jax.run import island_log
 from noloco_jax.run.island_log import LOG_FILE, History, IslandLog, read_log
 from noloco_jax.run.island_picture import draw_islands, draw_on
 from noloco_jax.run.island_timeline import Link, died, figures_of, links_of, timeline_of
@@ -136,7 +137,7 @@ def test_islands_that_have_just_started_and_very_many_rounds_give_a_picture(tmp_
 
 
 def test_a_log_goes_on_after_a_process_that_was_killed_in_the_middle_of_a_line(tmp_path):
-    IslandLog(tmp_path, "paris").start(0)
+    IslandLog(tmp_path, "paris").start(0, 0.0)
     IslandLog(tmp_path, "paris").round(0, 10)
     with (tmp_path / LOG_FILE).open("a") as file:
         file.write('{"time": 1.0, "eve')
@@ -146,6 +147,31 @@ def test_a_log_goes_on_after_a_process_that_was_killed_in_the_middle_of_a_line(t
     assert log.name == "paris"
     assert [event["event"] for event in log.events] == ["start", "round", "exchange"]
     assert figures_of(log).sent == 300
+
+
+def test_goodput_is_what_the_run_has_behind_it_of_the_time_since_the_first_start(tmp_path, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(island_log.time, "time", lambda: now)
+    first = IslandLog(tmp_path, "paris")
+    first.start(0, 20.0)  # of a run of one program before
+    now = 1010.0
+    assert first.goodput(28.0) == pytest.approx(0.8)
+    now = 1100.0  # killed, and back from a save of after 25 seconds
+    second = IslandLog(tmp_path, "paris")
+    second.start(10, 25.0)
+    now = 1120.0
+    assert second.goodput(45.0) == pytest.approx(25.0 / 120.0)
+
+
+def test_one_sided_exchanges_are_counted_over_all_processes(tmp_path):
+    first = IslandLog(tmp_path, "paris")
+    first.start(0, 0.0)
+    first.exchange(Met(0, "rome", "alone", one_sided=True), 0)
+    first.exchange(Met(1, "rome", "met"), 300)
+    assert first.one_sided == 1
+    second = IslandLog(tmp_path, "paris")
+    second.exchange(Met(2, "rome", "alone", one_sided=True), 0)
+    assert second.one_sided == 2
 
 
 def test_a_folder_without_an_islands_log_is_told_in_a_line(tmp_path):
