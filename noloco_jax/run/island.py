@@ -85,16 +85,15 @@ class Membership:
                 f"outer.wire={outer.wire!r} takes two messages, windows first, and islands send one: give "
                 f"--config.outer.wire={', '.join(_WIRES[:-1])} or {_WIRES[-1]}"
             )
-        for name, wanted, given in (
-            ("outer.group_size", 2, outer.group_size),
-            ("outer.delay", 0, outer.delay),
-            ("outer.moments", 0, outer.moments),
-            ("outer.final_merge", False, outer.final_merge),
-            ("outer.offload", False, outer.offload),
-            ("mesh.stage", 1, config.mesh.stage),
+        for name, wanted, given, why in (
+            ("outer.group_size", 2, outer.group_size, "they meet in pairs"),
+            ("outer.delay", 0, outer.delay, "whose corrections enter when they come, late by themselves"),
+            ("outer.moments", 0, outer.moments, "which exchange weights alone"),
+            ("outer.final_merge", False, outer.final_merge, "which wait for no mean of all: `island merge` makes it"),
+            ("mesh.stage", 1, config.mesh.stage, "whose models mesh.fsdp and mesh.tensor spread over devices"),
         ):
             if given != wanted:
-                raise UserError(f"{name}={given!r} is not for islands: give --config.{name}={wanted}")
+                raise UserError(f"{name}={given!r} is not for islands, {why}: give --config.{name}={wanted}")
 
     def own(self, config: TrainConfig) -> TrainConfig:
         """The configuration of the island's program, which holds one replica."""
