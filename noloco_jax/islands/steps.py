@@ -1,5 +1,6 @@
 """What an island's training does for the meetings of islands: outer steps alone, and what comes of them entered."""
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,9 @@ class IslandSteps:
       keeps_pace: whether inner steps stand for as many steps of the run's schedule as the fastest island takes
         meanwhile, see `protocol/pace.py`.
       at_once: whether outer steps wait for their exchange, as replicas of one program do.
+
+    Attributes:
+      gave_way: seconds that it has let pass for islands that are later, see `protocol/pace.py`.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class IslandSteps:
         self.station = station
         self._solo, self._programs = solo, programs
         self._tokens_of_round, self._keeps_pace, self._at_once = tokens_of_round, keeps_pace, at_once
+        self.gave_way = 0.0
         self._taken = self._scheduled = 0  # since the last outer step: inner steps, and those that they stand for
 
     def advance(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int]:
@@ -71,9 +76,9 @@ class IslandSteps:
           step: of the schedule.
           most: how far it may.
         """
-        if not self._keeps_pace:
-            return state, 1
         stride = self.station.stride(most)
+        if not self._keeps_pace:
+            return state, stride
         self._taken += 1
         self._scheduled += stride
         return state._replace(inner=at_step(state.inner, step + stride)), stride
@@ -100,6 +105,11 @@ class IslandSteps:
 
         Where another island waits for the state, or somebody for the weights, they are copied.
         """
+        pause = self.station.pause()
+        if pause or self.station.is_exchanging:
+            jax.block_until_ready(state.params)  # what comes meanwhile need not wait for a step that was queued early
+            time.sleep(pause)
+            self.gave_way += pause
         for item in self.station.take():
             state, step = self._entered(item, state, step)
         if self.station.wants_state and state.outer is not None and int(state.outer.round) > 0:

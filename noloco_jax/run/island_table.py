@@ -49,9 +49,9 @@ def row_of(workdir: Path) -> Row:
 
 
 def report_table(rows: Sequence[Row]) -> Table:
-    """A row an island: its rounds, exchanges, how late and how large they were, starts, healings, perplexity."""
+    """A row an island: its rounds, exchanges, how late and how large, starts, healings, how it gave way, perplexity."""
     table = Table("island", title="islands (lag: rounds by which corrections were late)", title_justify="left")
-    for name in ("rounds", "exchanged", "lag", "sent", "starts", "healed", "perplexity"):
+    for name in ("rounds", "exchanged", "lag", "sent", "starts", "healed", "gave way", "perplexity"):
         table.add_column(name, justify="right")
     for history, perplexity in rows:
         figures = figures_of(history)
@@ -63,6 +63,7 @@ def report_table(rows: Sequence[Row]) -> Table:
             format_bytes(figures.sent),
             str(figures.starts),
             str(figures.healings),
+            f"{figures.gave_way:.1f} s",
             "not yet" if perplexity is None else format_perplexity(perplexity),
         )
     return table
