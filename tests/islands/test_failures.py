@@ -37,8 +37,10 @@ from noloco_jax.islands.protocol.headers import (
     NotPartner,
     Outcome,
     Received,
+    Speed,
     Status,
     StatusRequest,
+    Timing,
 )
 from noloco_jax.islands.protocol.island import Island
 from noloco_jax.islands.protocol.settings import Settings
@@ -251,6 +253,21 @@ def test_who_has_missed_the_partners_dial_by_a_moment_dials_again_at_once():
     assert isinstance(headers(island.handle(Opened("x", "b", hello("a", "b")), 20.1))[0], Busy)
     (again,) = headers(island.handle(Arrived(channel, AtRound(-1)), 20.2))
     assert isinstance(again, Hello) and again.xid.attempt == 2
+
+
+def test_who_finds_its_partner_behind_gives_way_at_once():
+    island = make("a", ["b"])
+    begin(island)
+    for second in range(20, 30):
+        island.stride(float(second), 1)
+    island.handle(RoundEnded(0, 3, (1.0,)), 30.0)
+    for second in range(30, 40):
+        island.stride(float(second), 1)
+    call = island.handle(RoundEnded(1, 3, (1.0,)), 40.0)[-1]
+    assert isinstance(call, Open)
+    ended = Timing(4.0, Speed("b", 1.0, 0), None)  # four of its steps ago, and "a" has taken ten since
+    island.handle(Arrived(call.channel, AtRound(0, ended)), 40.0)
+    assert island.pause() + island.pause() + island.pause() == 6.0
 
 
 def test_who_is_told_twice_that_the_partner_is_not_there_waits_for_it():

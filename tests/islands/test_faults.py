@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from noloco_jax.islands.protocol.pace import MOST_GIVEN
+from noloco_jax.islands.protocol.pace import MOST_UNEQUAL
 from noloco_jax.islands.protocol.settings import Settings
 from support.island_world import FRAME_FAULTS, MOMENTS, NODE_FAULTS, ROUND, Fault, World, all_points
 
@@ -102,7 +102,7 @@ def test_a_failure_costs_the_others_no_exchange(action):
 def test_much_slower_islands_hold_nobody_up_and_leave_no_half_exchange(durations):
     world = World(len(durations), settings=settings(), durations=durations).run(400).finish()
     fastest = min(world.nodes.values(), key=lambda node: node.duration)
-    followed = [duration for duration in durations if duration <= (1 + MOST_GIVEN) * fastest.duration]
+    followed = [duration for duration in durations if duration <= MOST_UNEQUAL * fastest.duration]
     assert fastest.round >= int((400 - 10) / max(followed)) - 1  # but for the start
 
 

@@ -145,6 +145,7 @@ class Exchanges:
                 self._end_exchange(meeting)  # it was sent before the partner's own dial, which crossed this one
                 self._dial(meeting)
             case AtRound():
+                self._keep_pace(exchange.peer, header.round, header.timing)
                 exchange.peer.round = max(exchange.peer.round, header.round)
                 if header.round >= meeting.round + self._context.settings.patience:
                     self._context.came_too_late = True

@@ -148,9 +148,10 @@ class Busy:
 
 @dataclass(frozen=True)
 class AtRound:
-    """Answers `Hello`: no message of that round is here; this is the last round that was ended."""
+    """Answers `Hello`: no message of that round is here; this is the last round that was ended, and when."""
 
     round: int
+    timing: Timing | None = None
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ have passed since, so that no two clocks are compared, and what holds all of the
 changes nothing.
 
 Islands that do not keep pace, as they are as fast as each other, take every step all the same. Chance alone drives
-those apart, a hiccup here and there, until they would not meet any more. So who is earlier than a partner gives way: it
-pauses before its next inner steps, at half of its speed, until its lead is gone or it meets one that is not late. For a
-partner of less than half of its speed that would be in vain, and one that is away says nothing to give way to.
+those apart, a hiccup here and there, until they would not meet any more. So who is earlier than a partner gives way:
+it pauses before its next inner steps, at a quarter of its speed, until its lead is gone or it hears from one that is
+not late. So corrections come late by few steps. For a partner of less than half of its speed that would be in vain,
+and one that is away says nothing to give way to.
 """
 
 import math
@@ -29,7 +30,8 @@ ROUNDS_KNOWN = 16  # for which another island's speed is believed
 ENDS_KEPT = 64  # rounds; who asks for an older one is too far away to be waited for
 LONGEST_STRIDE = 64  # steps of the schedule that one inner step may stand for
 SHARE = 0.5  # of a delay, where the partner makes up for the other half
-MOST_GIVEN = 1.0  # of an inner step, before each
+MOST_GIVEN = 3.0  # inner steps, before each
+MOST_UNEQUAL = 2.0  # times the own inner step: that of the slowest partner to give way to
 
 
 class _End(NamedTuple):
@@ -133,7 +135,7 @@ class Pace:
             return
         # In steps, not by the clock: who was held up itself has not been ahead meanwhile.
         ahead = self._steps - end.steps - (timing.ago + delay) / unit
-        in_vain = timing.own is None or timing.own.seconds > (1 + MOST_GIVEN) * unit
+        in_vain = timing.own is None or timing.own.seconds > MOST_UNEQUAL * unit
         self._behind = 0.0 if in_vain else -ahead
 
     def restart(self) -> None:
