@@ -49,7 +49,8 @@ class IslandSteps:
 
     Attributes:
       seconds_exposed: in which the training stood still for others so far: while what they get was copied to the host,
-        what they sent was handed to the devices, and `settle` waited.
+        what they sent was handed to the devices, for those that are later, and in `settle`.
+      gave_way: seconds that it has let pass for islands that are later, see `protocol/pace.py`.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class IslandSteps:
         self._solo, self._programs = solo, programs
         self._tokens_of_round, self._keeps_pace, self._at_once = tokens_of_round, keeps_pace, at_once
         self.seconds_exposed = 0.0
+        self.gave_way = 0.0
         self._taken = self._scheduled = 0  # since the last outer step: inner steps, and those that they stand for
 
     def advance(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int]:
@@ -78,9 +80,9 @@ class IslandSteps:
           step: of the schedule.
           most: how far it may.
         """
-        if not self._keeps_pace:
-            return state, 1
         stride = self.station.stride(most)
+        if not self._keeps_pace:
+            return state, stride
         self._taken += 1
         self._scheduled += stride
         return state._replace(inner=at_step(state.inner, step + stride)), stride
@@ -109,6 +111,12 @@ class IslandSteps:
 
         Where another island waits for the state, or somebody for the weights, they are copied.
         """
+        pause = self.station.pause()
+        if pause or self.station.is_exchanging:
+            jax.block_until_ready(state.params)  # what comes meanwhile need not wait for a step that was queued early
+            with self._exposed():
+                time.sleep(pause)
+            self.gave_way += pause
         for item in self.station.take():
             state, step = self._entered(item, state, step)
         if self.station.wants_state and state.outer is not None and int(state.outer.round) > 0:

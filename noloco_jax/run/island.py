@@ -125,7 +125,7 @@ def open_station(
     report: Callable[[str], None],
     fingerprint: str | None = None,
 ) -> Station | None:
-    """Joins the others, and waits for what the island is to train from; None where it was told to stop meanwhile.
+    """Joins the others, who may refuse the island before it compiles; None where it was told to stop meanwhile.
 
     `fingerprint` is that of its tokenizer, for who merges.
     Raises `UserError` if its name or address is in use, or most of the others refuse it.
@@ -157,15 +157,32 @@ def open_station(
     )
     try:
         station.open()
-        while not station.decided(0.2):
-            if is_stopping():
-                station.close()
-                return None
+        if _until(station.admitted, is_stopping):
+            return station
     except BaseException:
         station.close()
         raise
-    _write(workdir, incarnation)
-    return station
+    station.close()
+    return None
+
+
+def begin(station: Station, workdir: Path, is_stopping: Callable[[], bool]) -> bool:
+    """An island that can train waits until it is to, from its own weights or another's: those come with its first step.
+
+    Islands that start at the same time begin together. False where it was told to stop meanwhile.
+    """
+    station.ready()
+    begins = _until(station.decided, is_stopping)
+    if begins:
+        _write(workdir, station.incarnation)
+    return begins
+
+
+def _until(is_known: Callable[[float], bool], is_stopping: Callable[[], bool]) -> bool:
+    while not is_known(0.2):
+        if is_stopping():
+            return False
+    return True
 
 
 def journal_of(saved: dict[str, Any] | None, config: TrainConfig, start: int) -> Journal:

@@ -32,6 +32,7 @@ class IslandLog:
         workdir.mkdir(parents=True, exist_ok=True)
         self._path = workdir / LOG_FILE
         self._name = name
+        self._gave_way = 0.0  # up to the last round
         if self._path.exists():  # the process before this one may have been killed in the middle of a line
             content = self._path.read_bytes()
             os.truncate(self._path, content.rfind(b"\n") + 1)
@@ -58,9 +59,10 @@ class IslandLog:
         gone = time.time() - self._first["time"]
         return min((seconds - self._first["seconds"]) / gone, 1.0) if gone > 0 else 1.0
 
-    def round(self, round: int, step: int) -> None:
-        """A round was ended, after inner step `step`."""
-        self._write("round", round=round, step=step)
+    def round(self, round: int, step: int, gave_way: float) -> None:
+        """A round was ended, after inner step `step`, and after so many seconds for islands that are later."""
+        self._write("round", round=round, step=step, gave_way=gave_way - self._gave_way)
+        self._gave_way = gave_way
 
     def exchange(self, met: Met, sent: int | float) -> None:
         """It is known what became of a round's message; `sent` are the bytes that its partner has got of it."""

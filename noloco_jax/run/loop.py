@@ -211,7 +211,7 @@ def _outer_steps(run: Run, state: TrainState, step: int, count: int) -> tuple[Tr
         state = run.island.take(state, step, count)
         if run.island_log is not None:
             for number in range(round, round + count):
-                run.island_log.round(number, step)
+                run.island_log.round(number, step, run.island.gave_way)
         return state, _OuterSteps(round, count, time.perf_counter() - started, moved)
     assert run.programs.outer_step is not None
     for number in range(round, round + count):

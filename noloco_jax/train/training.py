@@ -34,7 +34,15 @@ from noloco_jax.run.banner import banner_rows, compiled_memory, show_results
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress, banner, make_console
 from noloco_jax.run.extension import extension_note, rate_change
-from noloco_jax.run.island import Membership, data_position, journal_of, messages_of_island, open_station, steps_of
+from noloco_jax.run.island import (
+    Membership,
+    begin,
+    data_position,
+    journal_of,
+    messages_of_island,
+    open_station,
+    steps_of,
+)
 from noloco_jax.run.island_log import IslandLog
 from noloco_jax.run.loop import Hooks, Run, is_evaluated, train_steps
 from noloco_jax.run.messages import messages_of
@@ -150,8 +158,7 @@ def train(
                 None if tokenizer is None else tokenizer.fingerprint,
             )
             if station is None:
-                console.print(f"{stop.reason}: the same command begins again")
-                return stop.exit_status
+                return _begins_again(console, stop)
             others.callback(station.close)
         streams.start()  # the first batches are made while the programs are compiled
         programs = _compile(config, programs, console, alone=member is not None)
@@ -164,6 +171,8 @@ def train(
             state, given = _make_state(config, programs, given), None  # the host does not keep what was given
         else:
             state = _restore_state(config, programs, checkpoints, start, from_step, console)
+        if station is not None and not begin(station, workdir, partial(stop.at, start or 0)):
+            return _begins_again(console, stop)
         if jax.process_index() == 0:
             write_start(whole, workdir, start or 0, changed)
         progress = Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console)
@@ -252,6 +261,12 @@ def _show_complete(console: Console, workdir: Path, steps: int, extension: str) 
         f"the run is complete ({steps} steps): {extension}; or start afresh with another --workdir (or delete "
         f"{workdir})"
     )
+
+
+def _begins_again(console: Console, stop: Stop) -> int:
+    """Says that an island was told to stop before it trained; returns the exit status."""
+    console.print(f"{stop.reason}: the same command begins again")
+    return stop.exit_status
 
 
 def _open_streams(

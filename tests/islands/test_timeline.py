@@ -24,7 +24,7 @@ def start(time: float, name: str) -> dict[str, Any]:
 
 
 def tick(time: float, round: int) -> dict[str, Any]:
-    return {"time": time, "event": "round", "round": round, "step": 10 * (round + 1)}
+    return {"time": time, "event": "round", "round": round, "step": 10 * (round + 1), "gave_way": 0.25}
 
 
 def exchange(time: float, round: int, partner: str, outcome: str, lag: int = 0, sent: int = 0) -> dict[str, Any]:
@@ -82,9 +82,9 @@ def test_a_round_that_is_ended_again_is_linked_where_the_exchange_took_place():
 
 
 def test_figures_are_those_of_all_starts():
-    assert figures_of(PARIS) == (10, 2, 9, 0.5, 1000, 1, 0)
-    assert figures_of(ROME) == (10, 3, 10, 0.0, 1500, 1, 0)
-    assert figures_of(OSLO) == (9, 1, 7, 0.0, 500, 2, 1)  # of round 2 two messages went out
+    assert figures_of(PARIS) == (10, 2, 9, 0.5, 1000, 1, 0, 2.5)
+    assert figures_of(ROME) == (10, 3, 10, 0.0, 1500, 1, 0, 2.5)
+    assert figures_of(OSLO) == (9, 1, 7, 0.0, 500, 2, 1, 1.75)  # of round 2 two messages went out
     healed_alone = history("oslo", [start(0.0, "oslo"), exchange(5.0, 6, "paris", "healed")])
     assert figures_of(healed_alone).rounds == 7  # that lie behind the weights
 
@@ -138,7 +138,7 @@ def test_islands_that_have_just_started_and_very_many_rounds_give_a_picture(tmp_
 
 def test_a_log_goes_on_after_a_process_that_was_killed_in_the_middle_of_a_line(tmp_path):
     IslandLog(tmp_path, "paris").start(0, 0.0)
-    IslandLog(tmp_path, "paris").round(0, 10)
+    IslandLog(tmp_path, "paris").round(0, 10, 0.0)
     with (tmp_path / LOG_FILE).open("a") as file:
         file.write('{"time": 1.0, "eve')
     assert [event["event"] for event in read_log(tmp_path).events] == ["start", "round"]  # while it is being written
