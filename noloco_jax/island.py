@@ -7,6 +7,8 @@
     python -m noloco_jax.island merge --roster=roster.toml --keys=keys --out=merged   # the mean of those that train
     python -m noloco_jax.island merge --workdirs runs/paris runs/rome --out=merged    # of those that have ended
     python -m noloco_jax.island report --workdirs runs/paris runs/rome --out=islands.png
+    python -m noloco_jax.island gather --workdirs runs/paris runs/rome --out=runs/together   # one program goes on
+    python -m noloco_jax.island scatter --workdir=runs/together --roster=roster.toml --out=runs   # islands go on
 
 `COMMAND --help` shows a command's flags.
 """
@@ -18,7 +20,7 @@ from collections.abc import Sequence
 import jax
 
 from noloco_jax.cluster.host import keep_freed_memory, use_cpu_cores, use_gpu_memory
-from noloco_jax.config import make_parser, overridden, parse_args, split_overrides
+from noloco_jax.config import load_saved, make_parser, overridden, parse_args, split_overrides
 from noloco_jax.errors import UserError, main_with_errors
 from noloco_jax.files import check_writable, folder_of_flag, full_disk_told
 from noloco_jax.formatting import format_perplexity
@@ -28,6 +30,7 @@ from noloco_jax.islands.roster import read_roster
 from noloco_jax.model.huggingface import check_new_folder
 from noloco_jax.run.console import make_console
 from noloco_jax.run.island import Membership
+from noloco_jax.run.island_folders import gather, scatter
 from noloco_jax.run.island_merge import mean_of, of_folders, of_live_islands, perplexity_of
 from noloco_jax.run.island_picture import draw_islands
 from noloco_jax.run.island_table import report_table, row_of, status_table
@@ -45,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["merge"]:  # which takes some of them
         overrides, arguments = split_overrides(arguments)
         return _merge(_parser().parse_args(arguments), overrides)
+    if arguments[:1] == ["scatter"]:  # likewise
+        overrides, arguments = split_overrides(arguments)
+        return _scatter(_parser().parse_args(arguments), overrides)
     flags = _parser().parse_args(arguments)
     return flags.run(flags)
 
@@ -149,6 +155,21 @@ def _report(flags: argparse.Namespace) -> int:
     return 0
 
 
+def _gather(flags: argparse.Namespace) -> int:
+    """Makes a run of one program of islands that have ended."""
+    jax.config.update("jax_platforms", "cpu")
+    gather(flags.workdirs, flags.out, print)
+    return 0
+
+
+def _scatter(flags: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Makes islands of a run of one program."""
+    jax.config.update("jax_platforms", "cpu")
+    config = overridden(load_saved(flags.workdir), overrides)
+    scatter(flags.workdir, config, read_roster(flags.roster), flags.out, print)
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.island")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -169,6 +190,13 @@ def _parser() -> argparse.ArgumentParser:
     report = _command(commands, "report", _report, "show what became of islands, and draw it over time")
     _define_workdirs_flag(report, required=True)
     report.add_argument("--out", required=True, type=folder_of_flag, metavar="FILE", help="the picture, a PNG")
+    gathering = _command(commands, "gather", _gather, "make a run of one program of islands that have ended")
+    _define_workdirs_flag(gathering, required=True)
+    gathering.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="its workdir, new or empty")
+    scattering = _command(commands, "scatter", _scatter, "make islands of a run of one program")
+    scattering.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="the run's folder")
+    _define_roster_flag(scattering)
+    scattering.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="gets a workdir for each")
     return parser
 
 

@@ -29,7 +29,8 @@ LONG = (
     *("processes/test_elastic", "spmd/test_layouts", "run/test_train_resume", "model/test_llama", "inspect/"),
     *("processes/test_lateness", "bench/", "compare/test_runs", "model/test_decode", "spmd/test_offload"),
     *("processes/test_shared_batch", "run/test_checkpoint", "spmd/test_programs", "spmd/test_muon"),
-    *("spmd/test_document_mask", "processes/test_kills", "islands/test_training"),
+    *("spmd/test_document_mask", "processes/test_kills", "islands/test_training", "islands/test_crossing"),
+    "islands/test_meshes",
 )
 TESTS = Path(__file__).parent
 

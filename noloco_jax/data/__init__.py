@@ -2,7 +2,7 @@
 
 from noloco_jax.data.from_config import check_data, needs_tokenizer
 from noloco_jax.data.packing import HostBatch
-from noloco_jax.data.positions import redistribute
+from noloco_jax.data.positions import redistribute, renumbered
 from noloco_jax.data.stream import Stream, train_stream
 from noloco_jax.data.streams import ReplicaStreams
 from noloco_jax.data.tokenizers import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
@@ -19,6 +19,7 @@ __all__ = [
     "load_tokenizer",
     "needs_tokenizer",
     "redistribute",
+    "renumbered",
     "train_stream",
     "validation_batches",
 ]

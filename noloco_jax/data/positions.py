@@ -76,6 +76,16 @@ def after_document(shards: tuple[ShardPosition, ...]) -> tuple[ShardPosition, ..
     return (*rest[:turn], first.next_document(), *rest[turn:])
 
 
+def renumbered(state: dict[str, Any], replica: int, num_replicas: int) -> dict[str, Any]:
+    """A replica's data position, for a stream of replica `replica` of `num_replicas` over the same data.
+
+    It reads what is left of its own share of the epochs that it has begun, and then its share of the new division. So
+    the shares of replicas that are not renumbered along are left out of these epochs, and what others read as a new
+    replica may be in its own.
+    """
+    return state | {"replica": replica, "num_replicas": num_replicas}
+
+
 def redistribute(states: Sequence[dict[str, Any]], num_replicas: int) -> list[dict[str, Any]]:
     """Divides the data positions of N replicas anew among M = `num_replicas`.
 

@@ -20,6 +20,7 @@ from noloco_jax.islands.frames import ArraySpec, Expects
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.protocol.events import (
     Action,
+    Admitted,
     Apply,
     Arrived,
     Begin,
@@ -31,6 +32,7 @@ from noloco_jax.islands.protocol.events import (
     Heal,
     Open,
     Opened,
+    Ready,
     Refused,
     RoundEnded,
     Send,
@@ -87,7 +89,7 @@ class Station:
         about: Mapping[str, Any],
     ):
         self._roster, self._name, self._credentials = roster, name, credentials
-        self._protocol, self._settings, self._report = protocol, settings, report
+        self._protocol, self._report = protocol, report
         self._codes = codes
         self.snapshots, self._about = snapshots, dict(about)
         self._changed = threading.Condition(threading.RLock())
@@ -105,7 +107,8 @@ class Station:
         self._inbox: list[Correction | Healed] = []
         self._met: list[Met] = []
         self._waiting: list[tuple[Any, State]] = []  # for a copy of the state
-        self._decision: Begin | Heal | Refused | None = None
+        self._admitted = self._decided = False
+        self._refused: Refused | None = None
         self._left = False
         self._closed = False
         self._server: Server | None = None
@@ -119,16 +122,35 @@ class Station:
         threading.Thread(target=self._tick, daemon=True, name="ticks").start()
         self._handle(Start())
 
-    def decided(self, seconds: float) -> bool:
-        """Waits that long for what the island is to train from; whether that is known.
+    def admitted(self, seconds: float) -> bool:
+        """Waits that long for the others' first word; whether it has come, and the island may make itself ready.
 
         Raises `UserError` if most of the others say that it does not belong to them.
         """
+        return self._wait(lambda: self._admitted, seconds)
+
+    def ready(self) -> None:
+        """The island can train: its programs are compiled, and its own weights are there if it has any."""
+        self._handle(Ready())
+
+    def decided(self, seconds: float) -> bool:
+        """Waits that long until the island is to train; whether it is. Another's weights come with `take`.
+
+        Raises `UserError` as `admitted` does.
+        """
+        return self._wait(lambda: self._decided, seconds)
+
+    @property
+    def incarnation(self) -> int:
+        """Of the weights: larger after a healing."""
+        return self._protocol.incarnation
+
+    def _wait(self, is_known: Callable[[], bool], seconds: float) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._decision is not None, seconds)
-            if isinstance(self._decision, Refused):
-                raise UserError(self._decision.line)
-            return self._decision is not None
+            self._changed.wait_for(lambda: is_known() or self._refused is not None, seconds)
+            if self._refused is not None:
+                raise UserError(self._refused.line)
+            return is_known()
 
     def end_round(self, round: int, tokens: int, message: Arrays, norm: float) -> None:
         """The solo step of a round is done; its message, as it travels, is exchanged from now on.
@@ -143,11 +165,11 @@ class Station:
             if any(isinstance(item, Healed) for item in self._inbox):
                 return  # these weights are about to be replaced
             self._own[round] = message
-            for old in [old for old in self._own if old < round - self._settings.patience - 1]:
+            self._handle(RoundEnded(round, tokens, (norm,)))
+            for old in [old for old in self._own if not self._protocol.is_meeting(old)]:
                 del self._own[old]
             for xid in [xid for xid in self._others if xid.round not in self._own]:
                 del self._others[xid]
-            self._handle(RoundEnded(round, tokens, (norm,)))
             if not self._protocol.status().partner:
                 self._met.append(Met(round, "", "alone", reason="an odd number of islands"))
 
@@ -155,6 +177,17 @@ class Station:
         """Steps of the run's schedule, up to `most`, that the inner step which begins now is to stand for."""
         with self._changed:
             return self._protocol.stride(time.monotonic(), most)
+
+    def pause(self) -> float:
+        """Seconds to let pass before the next inner step, for partners that end their rounds a little later."""
+        with self._changed:
+            return self._protocol.pause()
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether an exchange is under way, or a correction about to come of one."""
+        with self._changed:
+            return bool(self._inbox) or self._protocol.is_exchanging
 
     def take(self) -> list[Correction | Healed]:
         """What is to be entered now, in this order; after a state, nothing of before it."""
@@ -249,15 +282,17 @@ class Station:
                 self._met.append(Met(xid.round, peer, "late" if lag else "met", lag))
             case Drop(round, _, peer, reason, one_sided):
                 self._met.append(Met(round, peer, "alone", reason=reason, one_sided=one_sided))
+            case Admitted():
+                self._admitted = True
             case Begin():
-                self._decision = action
+                self._decided = True
             case Heal(peer, round):
-                self._decision = action
+                self._decided = True
                 self._own, self._others = {}, {}
                 self._inbox = [Healed(peer, round, self._states.popitem()[1])]
                 self._met.append(Met(round, peer, "healed"))
             case Refused():
-                self._decision = action
+                self._refused = action
             case Tell(line):
                 self._report(line)
 

@@ -1,6 +1,8 @@
 """What an island's training does for the meetings of islands: outer steps alone, and what comes of them entered."""
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -44,6 +46,11 @@ class IslandSteps:
       keeps_pace: whether inner steps stand for as many steps of the run's schedule as the fastest island takes
         meanwhile, see `protocol/pace.py`.
       at_once: whether outer steps wait for their exchange, as replicas of one program do.
+
+    Attributes:
+      seconds_exposed: in which the training stood still for others so far: while what they get was copied to the host,
+        what they sent was handed to the devices, for those that are later, and in `settle`.
+      gave_way: seconds that it has let pass for islands that are later, see `protocol/pace.py`.
     """
 
     def __init__(
@@ -59,6 +66,8 @@ class IslandSteps:
         self.station = station
         self._solo, self._programs = solo, programs
         self._tokens_of_round, self._keeps_pace, self._at_once = tokens_of_round, keeps_pace, at_once
+        self.seconds_exposed = 0.0
+        self.gave_way = 0.0
         self._taken = self._scheduled = 0  # since the last outer step: inner steps, and those that they stand for
 
     def advance(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int]:
@@ -71,9 +80,9 @@ class IslandSteps:
           step: of the schedule.
           most: how far it may.
         """
-        if not self._keeps_pace:
-            return state, 1
         stride = self.station.stride(most)
+        if not self._keeps_pace:
+            return state, stride
         self._taken += 1
         self._scheduled += stride
         return state._replace(inner=at_step(state.inner, step + stride)), stride
@@ -88,8 +97,10 @@ class IslandSteps:
             assert outer is not None
             round = int(outer.round)
             params, outer, code, norm = self._solo.step(params, outer)
-            arrays = [np.asarray(x) for x in jax.device_get(jax.tree.leaves(code))]
-            self.station.end_round(round, tokens, arrays, float(norm))
+            norm = float(norm)  # once it is computed
+            with self._exposed():
+                arrays = [np.asarray(x) for x in jax.device_get(jax.tree.leaves(code))]
+                self.station.end_round(round, tokens, arrays, norm)
             state = TrainState(params, inner, outer)
             if self._at_once:
                 state = self.settle(state, _AT_ONCE_SECONDS)
@@ -100,20 +111,27 @@ class IslandSteps:
 
         Where another island waits for the state, or somebody for the weights, they are copied.
         """
+        pause = self.station.pause()
+        if pause or self.station.is_exchanging:
+            jax.block_until_ready(state.params)  # what comes meanwhile need not wait for a step that was queued early
+            with self._exposed():
+                time.sleep(pause)
+            self.gave_way += pause
         for item in self.station.take():
             state, step = self._entered(item, state, step)
         if self.station.wants_state and state.outer is not None and int(state.outer.round) > 0:
-            copies = [np.array(x) for x in jax.device_get(jax.tree.leaves(state))]
+            copies = self._copies(state)
             self.station.give(int(state.outer.round) - 1, [np.asarray(step, np.int64), *copies])
         if self.station.snapshots.wanted and state.outer is not None:
-            copies = [np.array(x[0]) for x in jax.device_get(jax.tree.leaves(state.params))]
+            copies = [x[0] for x in self._copies(state.params)]
             self.station.snapshots.give(int(state.outer.round) - 1, step, copies)
         return state, step
 
     def settle(self, state: TrainState, seconds: float) -> TrainState:
         """Waits for what will come of the messages so far, and enters it; a state that would replace this one waits."""
         assert state.outer is not None
-        self.station.settle(int(state.outer.round) - 1, seconds)
+        with self._exposed():
+            self.station.settle(int(state.outer.round) - 1, seconds)
         return self.at_rest(state)[0]
 
     def at_rest(self, state: TrainState) -> tuple[TrainState, Journal | None]:
@@ -131,12 +149,26 @@ class IslandSteps:
         step, *leaves = arrays
         state = jax.tree.unflatten(jax.tree.structure(self._programs.state), leaves)
         self._taken = self._scheduled = 0
-        return jax.device_put(state, shardings_of(self._programs.state)), int(step)
+        return jax.device_put(state, shardings_of(self._programs.resting)), int(step)
 
     def _entered(self, item: Correction | Healed, state: TrainState, step: int) -> tuple[TrainState, int]:
-        if isinstance(item, Healed):
-            return self.healed(item.arrays)
-        params, inner, outer = state
-        correction = jax.tree.unflatten(jax.tree.structure(self._solo.message), item.arrays.result())
-        params, outer = self._solo.enter(params, outer, correction, np.int32(item.round))
-        return TrainState(params, inner, outer), step
+        with self._exposed():
+            if isinstance(item, Healed):
+                return self.healed(item.arrays)
+            params, inner, outer = state
+            correction = jax.tree.unflatten(jax.tree.structure(self._solo.message), item.arrays.result())
+            params, outer = self._solo.enter(params, outer, correction, np.int32(item.round))
+            return TrainState(params, inner, outer), step
+
+    def _copies(self, arrays: PyTree) -> list[np.ndarray]:
+        """On the host, of all arrays in their order, once they are computed; nobody will change them."""
+        jax.block_until_ready(arrays)
+        with self._exposed():
+            return [np.array(x) for x in jax.device_get(jax.tree.leaves(arrays))]
+
+    @contextlib.contextmanager
+    def _exposed(self) -> Iterator[None]:
+        """Counts the seconds of its body."""
+        started = time.perf_counter()
+        yield
+        self.seconds_exposed += time.perf_counter() - started

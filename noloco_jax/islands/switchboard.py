@@ -120,7 +120,8 @@ class Switchboard:
             self._over(conversation)
 
     def _run(self, conversation: Conversation, peer: str, header: Opener) -> None:
-        seconds = _CALL_SECONDS if isinstance(header, Hello | StateRequest) else self._answer_seconds
+        is_long = isinstance(header, Hello | StateRequest) or (isinstance(header, StatusRequest) and header.until_ready)
+        seconds = _CALL_SECONDS if is_long else self._answer_seconds
         try:
             with self._clients[peer].exchange(to_json(header), self._expects, seconds) as channel:
                 conversation.run(channel)

@@ -90,6 +90,10 @@ class Checkpointer:
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options, item_names=_ITEMS)
 
+    def steps(self) -> list[int]:
+        """Those of which there are checkpoints, whole or not."""
+        return sorted(self._manager.all_steps())
+
     def latest_step(self) -> int | None:
         """The step of the newest checkpoint, or None; an error if it is damaged or not this run's.
 
@@ -110,7 +114,7 @@ class Checkpointer:
         newest, wanted = self._manager.latest_step(), self._from_step
         if wanted is None or (newest is not None and self._record(newest)["from_step"] == wanted):
             return self._agreed(newest)
-        steps = sorted(self._manager.all_steps())
+        steps = self.steps()
         if wanted not in steps:
             raise UserError(
                 f"--from_step={wanted}: {self._folder} holds no checkpoint of that step (there are "

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import TrainConfig
-from noloco_jax.data import redistribute
+from noloco_jax.data import redistribute, renumbered
 from noloco_jax.errors import UserError
 from noloco_jax.run.checkpoint import Checkpointer, SavedShape
 from noloco_jax.spmd.programs import Programs, TrainState
@@ -41,9 +41,12 @@ def check_elastic(config: TrainConfig, saved: SavedShape) -> None:
 def data_positions(checkpoints: Checkpointer, step: int, num_replicas: int) -> list[dict]:
     """The data position at `step` of each of `num_replicas`, dealt out anew where they were others.
 
-    See `data.redistribute`.
+    See `data.redistribute`. Of an island, which is one replica of several, what is left of its own share is dealt out.
     """
-    return redistribute(checkpoints.positions(step), num_replicas)
+    saved = checkpoints.positions(step)
+    if saved[0]["num_replicas"] != len(saved):
+        saved = [renumbered(position, replica, len(saved)) for replica, position in enumerate(saved)]
+    return redistribute(saved, num_replicas)
 
 
 def restore(checkpoints: Checkpointer, step: int, config: TrainConfig, programs: Programs) -> tuple[TrainState, str]:

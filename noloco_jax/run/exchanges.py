@@ -6,18 +6,31 @@ from typing import Any
 from noloco_jax.formatting import format_bytes
 from noloco_jax.islands.protocol.headers import Status
 from noloco_jax.islands.results import Met
+from noloco_jax.run.island_log import IslandLog
 
 LAST_SECONDS = 10.0  # for the last exchange of a run
 
 
-def exchange_figures(met: Met, status: Status) -> dict[str, Any]:
-    """For metrics."""
-    participation = status.committed / status.due if status.due else 1.0
+def exchange_figures(
+    met: Met, status: Status, seconds_exposed: float, log: IslandLog, seconds: float
+) -> dict[str, Any]:
+    """For metrics: what became of a message, and what the island's exchanges have come to with it.
+
+    Args:
+      met: the message.
+      status: of the island.
+      seconds_exposed: see `IslandSteps`.
+      log: of the island, which has the message.
+      seconds: of the run, up to now.
+    """
     return {
         **dataclasses.asdict(met),
-        "participation": participation,
+        "participation": status.committed / status.due if status.due else 1.0,
         "committed": status.committed,
         "due": status.due,
+        "one_sided_commits": log.one_sided,
+        "seconds_exposed": seconds_exposed,
+        "goodput": log.goodput(seconds),
     }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from noloco_jax.config import TrainConfig, to_dict
+from noloco_jax.data import renumbered
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
 from noloco_jax.islands.codes import Codes, specs_of
@@ -22,6 +23,7 @@ from noloco_jax.islands.snapshots import Snapshots
 from noloco_jax.islands.station import Station
 from noloco_jax.islands.steps import IslandSteps, state_specs, weight_specs
 from noloco_jax.methods import meetings_of, method_of
+from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.messages import Messages
 from noloco_jax.spmd.programs import Programs
 from noloco_jax.spmd.solo import SoloPrograms, compile_solo
@@ -83,16 +85,15 @@ class Membership:
                 f"outer.wire={outer.wire!r} takes two messages, windows first, and islands send one: give "
                 f"--config.outer.wire={', '.join(_WIRES[:-1])} or {_WIRES[-1]}"
             )
-        for name, wanted, given in (
-            ("outer.group_size", 2, outer.group_size),
-            ("outer.delay", 0, outer.delay),
-            ("outer.moments", 0, outer.moments),
-            ("outer.final_merge", False, outer.final_merge),
-            ("outer.offload", False, outer.offload),
-            ("mesh.stage", 1, config.mesh.stage),
+        for name, wanted, given, why in (
+            ("outer.group_size", 2, outer.group_size, "they meet in pairs"),
+            ("outer.delay", 0, outer.delay, "whose corrections enter when they come, late by themselves"),
+            ("outer.moments", 0, outer.moments, "which exchange weights alone"),
+            ("outer.final_merge", False, outer.final_merge, "which wait for no mean of all: `island merge` makes it"),
+            ("mesh.stage", 1, config.mesh.stage, "whose models mesh.fsdp and mesh.tensor spread over devices"),
         ):
             if given != wanted:
-                raise UserError(f"{name}={given!r} is not for islands: give --config.{name}={wanted}")
+                raise UserError(f"{name}={given!r} is not for islands, {why}: give --config.{name}={wanted}")
 
     def own(self, config: TrainConfig) -> TrainConfig:
         """The configuration of the island's program, which holds one replica."""
@@ -124,7 +125,7 @@ def open_station(
     report: Callable[[str], None],
     fingerprint: str | None = None,
 ) -> Station | None:
-    """Joins the others, and waits for what the island is to train from; None where it was told to stop meanwhile.
+    """Joins the others, who may refuse the island before it compiles; None where it was told to stop meanwhile.
 
     `fingerprint` is that of its tokenizer, for who merges.
     Raises `UserError` if its name or address is in use, or most of the others refuse it.
@@ -156,15 +157,32 @@ def open_station(
     )
     try:
         station.open()
-        while not station.decided(0.2):
-            if is_stopping():
-                station.close()
-                return None
+        if _until(station.admitted, is_stopping):
+            return station
     except BaseException:
         station.close()
         raise
-    _write(workdir, incarnation)
-    return station
+    station.close()
+    return None
+
+
+def begin(station: Station, workdir: Path, is_stopping: Callable[[], bool]) -> bool:
+    """An island that can train waits until it is to, from its own weights or another's: those come with its first step.
+
+    Islands that start at the same time begin together. False where it was told to stop meanwhile.
+    """
+    station.ready()
+    begins = _until(station.decided, is_stopping)
+    if begins:
+        _write(workdir, station.incarnation)
+    return begins
+
+
+def _until(is_known: Callable[[float], bool], is_stopping: Callable[[], bool]) -> bool:
+    while not is_known(0.2):
+        if is_stopping():
+            return False
+    return True
 
 
 def journal_of(saved: dict[str, Any] | None, config: TrainConfig, start: int) -> Journal:
@@ -174,6 +192,21 @@ def journal_of(saved: dict[str, Any] | None, config: TrainConfig, start: int) ->
     meetings = meetings_of(config)
     assert meetings is not None
     return Journal(meetings.total(start) - 1, True, {}, 0, ())
+
+
+def data_position(member: Membership, checkpoints: Checkpointer, step: int) -> dict[str, Any]:
+    """Where its data stand at `step`, also where the roster has become longer since: see `data.renumbered`.
+
+    Raises `UserError` where the checkpoint is not this island's.
+    """
+    position, *others = checkpoints.positions(step)
+    if others or position["replica"] != member.replica:
+        of = f"all {1 + len(others)} replicas" if others else f"replica {position['replica']}"
+        raise UserError(
+            f"the checkpoint of step {step} is of {of}, and {member.name} is replica {member.replica}: give its own "
+            "--workdir, or have `island scatter` make one for each island"
+        )
+    return renumbered(position, member.replica, len(member.roster.islands))
 
 
 def steps_of(member: Membership, config: TrainConfig, station: Station, solo: SoloPrograms, programs: Programs):

@@ -22,26 +22,51 @@ class IslandLog:
     Args:
       workdir: of the island; made when missing.
       name: of the island.
+
+    Attributes:
+      one_sided: exchanges so far, of all of the island's processes, of which the partner alone may have applied its
+        half.
     """
 
     def __init__(self, workdir: Path, name: str):
         workdir.mkdir(parents=True, exist_ok=True)
         self._path = workdir / LOG_FILE
         self._name = name
+        self._gave_way = 0.0  # up to the last round
         if self._path.exists():  # the process before this one may have been killed in the middle of a line
             content = self._path.read_bytes()
             os.truncate(self._path, content.rfind(b"\n") + 1)
+        events = _events(self._path) if self._path.exists() else []
+        self.one_sided = sum(event["event"] == "exchange" and event["one_sided"] for event in events)
+        # Starts of earlier versions do not tell their seconds.
+        self._first = next((event for event in events if event["event"] == "start" and "seconds" in event), None)
 
-    def start(self, step: int) -> None:
-        """A process of the island begins to train, after inner step `step`."""
-        self._write("start", name=self._name, step=step)
+    def start(self, step: int, seconds: float) -> None:
+        """A process of the island begins to train, after inner step `step`, which took the run so many seconds."""
+        event = self._write("start", name=self._name, step=step, seconds=seconds)
+        self._first = self._first or event
 
-    def round(self, round: int, step: int) -> None:
-        """A round was ended, after inner step `step`."""
-        self._write("round", round=round, step=step)
+    def goodput(self, seconds: float) -> float:
+        """The share of the time since the island's first start that is behind its weights, of 1.
+
+        What its processes lost when they were killed is not, nor the time until the next one trained.
+
+        Args:
+          seconds: of the run, up to now, see `Totals`.
+        """
+        if self._first is None:
+            return 1.0
+        gone = time.time() - self._first["time"]
+        return min((seconds - self._first["seconds"]) / gone, 1.0) if gone > 0 else 1.0
+
+    def round(self, round: int, step: int, gave_way: float) -> None:
+        """A round was ended, after inner step `step`, and after so many seconds for islands that are later."""
+        self._write("round", round=round, step=step, gave_way=gave_way - self._gave_way)
+        self._gave_way = gave_way
 
     def exchange(self, met: Met, sent: int | float) -> None:
         """It is known what became of a round's message; `sent` are the bytes that its partner has got of it."""
+        self.one_sided += met.one_sided
         self._write(
             "exchange",
             round=met.round,
@@ -57,16 +82,17 @@ class IslandLog:
         """The process ends as it should: after the last step of the run, or told to stop."""
         self._write("end", finished=finished)
 
-    def _write(self, event: str, **values: Any) -> None:
-        line = json.dumps({"time": round(time.time(), 3), "event": event, **values}) + "\n"
+    def _write(self, event: str, **values: Any) -> dict[str, Any]:
+        written = {"time": round(time.time(), 3), "event": event, **values}
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(line)
+                file.write(json.dumps(written) + "\n")
         except OSError as error:
             raise TransientError(
                 f"{self._path} cannot be written ({error.strerror}): make room, the same command goes on from the "
                 "last checkpoint"
             ) from None
+        return written
 
 
 class History(NamedTuple):
@@ -83,13 +109,20 @@ def read_log(workdir: Path) -> History:
     """
     path = workdir / LOG_FILE
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-        events = [json.loads(line) for line in lines]
-        names = [event["name"] for event in events if event["event"] == "start"]
-        if not names:
-            raise UserError(f"{path} tells of no start yet: give the folders of islands that train")
+        events = _events(path)
     except FileNotFoundError:
         raise UserError(f"{path} is not there: give the --workdir of an island") from None
+    names = [event["name"] for event in events if event["event"] == "start"]
+    if not names:
+        raise UserError(f"{path} tells of no start yet: give the folders of islands that train")
+    return History(names[-1], events)
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """Of a log, but for a line that is being written."""
+    try:
+        events = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+        _ = [event["event"] for event in events]
     except (ValueError, TypeError, KeyError):
         raise UserError(f"{path} has a line that is no event of an island: mend or remove it") from None
-    return History(names[-1], events)
+    return events

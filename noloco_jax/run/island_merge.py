@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from noloco_jax.config import MeshConfig, TrainConfig, from_dict, load_saved
+from noloco_jax.config import MeshConfig, TrainConfig, from_dict
 from noloco_jax.data import Tokenizer, validation_batches
 from noloco_jax.errors import UserError
 from noloco_jax.islands.client import Client
@@ -23,7 +23,8 @@ from noloco_jax.islands.steps import weight_specs
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.evaluate import evaluate
-from noloco_jax.run.island import COMMON, ISLAND_FILE, common_values
+from noloco_jax.run.island import ISLAND_FILE
+from noloco_jax.run.island_folders import configs_of_islands
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs, shardings_of
 
@@ -140,26 +141,18 @@ def of_folders(workdirs: Sequence[Path]) -> Source:
     for workdir in workdirs:
         if not (workdir / ISLAND_FILE).exists():
             raise UserError(f"{workdir} is no folder of an island ({ISLAND_FILE} is missing): give islands' --workdir")
-    named = {workdir.name: workdir for workdir in workdirs}
-    if len(named) < len(workdirs):
-        named = {str(workdir): workdir for workdir in workdirs}
-    if len(named) < len(workdirs):
-        raise UserError("--workdirs names a folder twice: give each once")
-    configs = {name: load_saved(workdir) for name, workdir in named.items()}
-    first, config = next(iter(configs.items()))
-    for name, other in configs.items():
-        for field in COMMON:
-            if common_values(other)[field] != common_values(config)[field]:
-                raise UserError(
-                    f"{named[name]} and {named[first]} cannot be merged, their {field} differs: give folders of one run"
-                )
-    parts = {name: partial(_read, workdir, configs[name]) for name, workdir in named.items()}
+    configs = configs_of_islands(workdirs)
+    are_different = len({workdir.name for workdir in workdirs}) == len(workdirs)
+    parts = {
+        workdir.name if are_different else str(workdir): partial(_read, workdir, config)
+        for workdir, config in configs.items()
+    }
 
     def check_tokenizer(tokenizer: Tokenizer) -> None:
-        for name, workdir in named.items():
-            _with_newest(workdir, configs[name], lambda saved, step: saved.check_tokenizer(step, tokenizer))
+        for workdir, config in configs.items():
+            _with_newest(workdir, config, lambda saved, step: saved.check_tokenizer(step, tokenizer))
 
-    return Source(config, check_tokenizer, parts, {})
+    return Source(configs[workdirs[0]], check_tokenizer, parts, {})
 
 
 def mean_of(source: Source, tell: Callable[[str], None], at_least: int = 1) -> Merged:

@@ -50,11 +50,13 @@ def row_of(workdir: Path) -> Row:
 
 def report_table(rows: Sequence[Row]) -> Table:
     """A row an island: its rounds, exchanges, how late and how large they were, starts, healings, perplexity."""
-    table = Table("island", title="islands (lag: rounds by which corrections were late)", title_justify="left")
+    every = [figures_of(row.history) for row in rows]
+    gave_way = sum(figures.gave_way for figures in every)
+    title = f"islands (lag: rounds by which corrections were late; gave way {gave_way:.0f} s in all)"
+    table = Table("island", title=title, title_justify="left")
     for name in ("rounds", "exchanged", "lag", "sent", "starts", "healed", "perplexity"):
         table.add_column(name, justify="right")
-    for history, perplexity in rows:
-        figures = figures_of(history)
+    for (history, perplexity), figures in zip(rows, every, strict=True):
         table.add_row(
             history.name,
             str(figures.rounds),

@@ -20,6 +20,7 @@ class Figures(NamedTuple):
       sent: bytes of messages that partners have taken.
       starts: processes.
       healings: states taken over from others.
+      gave_way: seconds that it has let pass for islands that were later.
     """
 
     rounds: int
@@ -29,6 +30,7 @@ class Figures(NamedTuple):
     sent: float
     starts: int
     healings: int
+    gave_way: float
 
 
 class Life(NamedTuple):
@@ -81,6 +83,7 @@ def figures_of(history: History) -> Figures:
         sent=sum(event["sent"] for event in outcomes),
         starts=len(_of_kind(history, "start")),
         healings=sum(map(_is_healing, outcomes)),
+        gave_way=sum(event["gave_way"] for event in _of_kind(history, "round")),
     )
 
 

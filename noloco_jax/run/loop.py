@@ -145,7 +145,7 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
     while step < config.num_steps:
         stride = 1  # steps of the schedule that an inner step stands for
         if run.island is not None:
-            state, step = _hear_of_others(run, run.island, state, step)
+            state, step = _hear_of_others(run, run.island, state, step, log)
             state, stride = run.island.advance(state, step, _steps_at_once(config, step))
         step += stride
         run.hooks.before_step(step)
@@ -164,7 +164,7 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         is_last, is_stopping = step == config.num_steps, run.stop.at(step)
         if is_last and run.island is not None:
             state = run.island.settle(state, LAST_SECONDS)
-            _tell_of_exchanges(run, run.island, step)
+            _tell_of_exchanges(run, run.island, step, log)
         is_evaluating = is_evaluated(config, step) and not is_stopping
         is_saving = is_last or is_stopping or step % config.checkpoint_every == 0
         if is_evaluating or is_saving:
@@ -212,7 +212,7 @@ def _outer_steps(run: Run, state: TrainState, step: int, count: int) -> tuple[Tr
         state = run.island.take(state, step, count)
         if run.island_log is not None:
             for number in range(round, round + count):
-                run.island_log.round(number, step)
+                run.island_log.round(number, step, run.island.gave_way)
         return state, _OuterSteps(round, count, time.perf_counter() - started, moved)
     assert run.programs.outer_step is not None
     for number in range(round, round + count):
@@ -234,24 +234,27 @@ def _correct_steps(run: Run, state: TrainState, meetings: Meetings, step: int) -
     return TrainState(params, inner, outer)
 
 
-def _hear_of_others(run: Run, island: IslandSteps, state: TrainState, step: int) -> tuple[TrainState, int]:
+def _hear_of_others(
+    run: Run, island: IslandSteps, state: TrainState, step: int, log: "_StepLog"
+) -> tuple[TrainState, int]:
     """Enters what has come from other islands; (state, the inner steps behind it), as it may be another's."""
     state, behind = island.enter(state, step)
     if behind != step:
         run.progress.note(f"after step {step}: goes on from another island's weights, after step {behind}")
-    _tell_of_exchanges(run, island, step)
+    _tell_of_exchanges(run, island, step, log)
     return state, min(behind, run.config.num_steps - 1)
 
 
-def _tell_of_exchanges(run: Run, island: IslandSteps, step: int) -> None:
+def _tell_of_exchanges(run: Run, island: IslandSteps, step: int, log: "_StepLog") -> None:
     """Writes and shows what has become of messages."""
     met, status = island.station.take_met()
     for one in met:
         size = run.messages.of_outer_step(one.round)
-        run.metrics.write(step, "exchange", **exchange_figures(one, status))
         run.progress.note(exchange_line(one, status, size))
         if run.island_log is not None:
             run.island_log.exchange(one, size if one.outcome in ("met", "late") else 0)
+            figures = exchange_figures(one, status, island.seconds_exposed, run.island_log, log.totals.seconds)
+            run.metrics.write(step, "exchange", **figures)
 
 
 def _save(run: Run, state: TrainState, step: int, log: "_StepLog") -> TrainState:

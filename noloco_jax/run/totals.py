@@ -1,7 +1,7 @@
 """What a run has come to since its first start: kept in its checkpoints, so that figures go on where a run goes on."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -32,6 +32,17 @@ class Totals:
 
     def to_json(self) -> dict[str, int | float]:
         return asdict(self)
+
+    @classmethod
+    def of_all(cls, parts: Sequence["Totals"]) -> "Totals":
+        """Of replicas that have trained side by side, each with totals of its own."""
+        longest = {name: max(getattr(part, name) for part in parts) for name in parts[0].to_json()}
+        sent = sum(part.bytes_sent_total for part in parts) / len(parts)
+        return cls(**longest | {"tokens": sum(part.tokens for part in parts), "bytes_sent_total": sent})
+
+    def of_each(self, num_replicas: int) -> "Totals":
+        """Of each replica alone: all have trained on as many tokens."""
+        return replace(self, tokens=self.tokens // num_replicas)
 
     def plus(self, **values: int | float) -> "Totals":
         """The same with more of some."""

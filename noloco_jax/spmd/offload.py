@@ -16,24 +16,10 @@ def offloaded(programs: Programs) -> Programs:
     An inner step then has no more on its device than plain Adam. The outer step deletes what it has read, as if
     donated.
     """
-    on_device = shardings_of(programs.state.outer)
     resting_outer = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("pinned_host")),
         programs.state.outer,
     )
-
-    def from_host(program: Callable[..., Any] | None) -> Callable[..., Any] | None:
-        if program is None:
-            return None
-
-        def run(params: PyTree, outer: OuterState) -> tuple[PyTree, OuterState]:
-            fetched = jax.device_put(outer, on_device)
-            for x in jax.tree.leaves(outer):
-                x.delete()  # before its successor is written; device_put donates nothing to another kind of memory
-            params, outer = program(params, fetched)
-            return params, jax.device_put(outer, shardings_of(resting_outer))
-
-        return run
 
     def at_rest(make: Callable[..., TrainState]) -> Callable[..., TrainState]:
         return lambda *arguments: resting.at_rest(make(*arguments))
@@ -41,8 +27,30 @@ def offloaded(programs: Programs) -> Programs:
     resting = dataclasses.replace(
         programs,
         resting=programs.state._replace(outer=resting_outer),
-        outer_step=from_host(programs.outer_step),
         moved=None,  # the outer step alone fetches the state
-        correct_step=from_host(programs.correct_step),
     )
-    return dataclasses.replace(resting, init=at_rest(programs.init), from_params=at_rest(programs.from_params))
+    return dataclasses.replace(
+        resting,
+        outer_step=programs.outer_step and from_rest(programs.outer_step, resting),
+        correct_step=programs.correct_step and from_rest(programs.correct_step, resting),
+        init=at_rest(programs.init),
+        from_params=at_rest(programs.from_params),
+    )
+
+
+def from_rest(program: Callable[..., Any], programs: Programs) -> Callable[..., Any]:
+    """A program (params, outer, ...) -> (params, outer, ...), for an outer state that rests where that of `programs`
+    does, before and after.
+    """
+    on_device, resting = shardings_of(programs.state.outer), shardings_of(programs.resting.outer)
+    if on_device == resting:
+        return program
+
+    def run(params: PyTree, outer: OuterState, *others: Any) -> tuple[Any, ...]:
+        fetched = jax.device_put(outer, on_device)
+        for x in jax.tree.leaves(outer):
+            x.delete()  # before its successor is written; device_put donates nothing to another kind of memory
+        params, outer, *results = program(params, fetched, *others)
+        return params, jax.device_put(outer, resting), *results
+
+    return run

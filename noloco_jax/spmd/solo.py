@@ -17,6 +17,7 @@ from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.rule import OuterState
 from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.spmd import sharding
+from noloco_jax.spmd.offload import from_rest
 from noloco_jax.spmd.programs import SLOT, Programs, outer_axes, shardings_of
 
 PyTree = Any
@@ -69,12 +70,12 @@ def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
 
 
 def compile_solo(solo: SoloPrograms, programs: Programs) -> SoloPrograms:
-    """The same, compiled for the run's shapes and shardings."""
+    """The same, compiled for the run's shapes and shardings; the outer state they take and return is at rest."""
     params, _, outer = programs.state
     round = jax.ShapeDtypeStruct((), jnp.int32)
     step = solo.step.lower(params, outer).compile()  # type: ignore[attr-defined]
     enter = solo.enter.lower(params, outer, solo.message, round).compile()  # type: ignore[attr-defined]
-    return replace(solo, step=step, enter=enter)
+    return replace(solo, step=from_rest(step, programs), enter=from_rest(enter, programs))
 
 
 def _step(outer: OuterOptimizer, wire: Wire, params: PyTree, state: Any) -> Any:

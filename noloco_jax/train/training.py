@@ -34,7 +34,15 @@ from noloco_jax.run.banner import banner_rows, compiled_memory, show_results
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress, banner, make_console
 from noloco_jax.run.extension import extension_note, rate_change
-from noloco_jax.run.island import Membership, journal_of, messages_of_island, open_station, steps_of
+from noloco_jax.run.island import (
+    Membership,
+    begin,
+    data_position,
+    journal_of,
+    messages_of_island,
+    open_station,
+    steps_of,
+)
 from noloco_jax.run.island_log import IslandLog
 from noloco_jax.run.loop import Hooks, Run, is_evaluated, train_steps
 from noloco_jax.run.messages import messages_of
@@ -113,7 +121,7 @@ def train(
         Checkpointer(workdir, whole, processes, from_step=from_step, read_only=dry_run) as checkpoints,
         ExitStack() as others,
     ):
-        start = _find_start(config, checkpoints, stop)
+        start = _find_start(config, member, checkpoints, stop)
         evaluate_first = start is not None and _lacks_evaluation(config, workdir, start, processes)
         if start is not None and start >= config.num_steps and not evaluate_first and not dry_run:
             note = extension_note(checkpoints.saved_config(start), whole, start)
@@ -125,9 +133,10 @@ def train(
         streams = _open_streams(config, tokenizer, programs, member)
         changed: list[Change] = []
         if start is not None:
-            positions = checkpoints.positions(start)  # an island's own is that of its place in the roster
             if member is None:
                 positions = elastic.data_positions(checkpoints, start, config.num_replicas)
+            else:
+                positions = [data_position(member, checkpoints, start)]
             streams.set_state(dict(enumerate(positions)))
             changed = checkpoints.changes(start)
         given = load_params(config.init_from, config.model) if config.init_from and start is None else None
@@ -149,8 +158,7 @@ def train(
                 None if tokenizer is None else tokenizer.fingerprint,
             )
             if station is None:
-                console.print(f"{stop.reason}: the same command begins again")
-                return stop.exit_status
+                return _begins_again(console, stop)
             others.callback(station.close)
         streams.start()  # the first batches are made while the programs are compiled
         programs = _compile(config, programs, console, alone=member is not None)
@@ -163,6 +171,8 @@ def train(
             state, given = _make_state(config, programs, given), None  # the host does not keep what was given
         else:
             state = _restore_state(config, programs, checkpoints, start, from_step, console)
+        if station is not None and not begin(station, workdir, partial(stop.at, start or 0)):
+            return _begins_again(console, stop)
         if jax.process_index() == 0:
             write_start(whole, workdir, start or 0, changed)
         progress = Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console)
@@ -186,7 +196,7 @@ def train(
                 island_log=island_log,
             )
             if island_log is not None:
-                island_log.start(start or 0)
+                island_log.start(start or 0, run.totals.seconds)
             outcome = train_steps(run, state, start or 0, evaluate_first=evaluate_first)
         if island_log is not None:
             island_log.end(outcome.finished)
@@ -223,11 +233,11 @@ def _check_inputs(config: TrainConfig) -> Tokenizer | None:
     return tokenizer
 
 
-def _find_start(config: TrainConfig, checkpoints: Checkpointer, stop: Stop) -> int | None:
+def _find_start(config: TrainConfig, member: Membership | None, checkpoints: Checkpointer, stop: Stop) -> int | None:
     """The step of the checkpoint to go on from, which fits the run; None to start anew."""
     start = checkpoints.start_step()
     stop.at(start or 0)  # from here on a SIGTERM means the next step, whichever that is
-    if start is not None:
+    if start is not None and member is None:  # an island's is looked at with its position in the data
         elastic.check_elastic(config, checkpoints.saved_shape(start))
     return start
 
@@ -251,6 +261,12 @@ def _show_complete(console: Console, workdir: Path, steps: int, extension: str) 
         f"the run is complete ({steps} steps): {extension}; or start afresh with another --workdir (or delete "
         f"{workdir})"
     )
+
+
+def _begins_again(console: Console, stop: Stop) -> int:
+    """Says that an island was told to stop before it trained; returns the exit status."""
+    console.print(f"{stop.reason}: the same command begins again")
+    return stop.exit_status
 
 
 def _open_streams(

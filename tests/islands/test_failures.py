@@ -14,6 +14,7 @@ from noloco_jax.islands.protocol.events import (
     Drop,
     Open,
     Opened,
+    Ready,
     RoundEnded,
     Send,
     Start,
@@ -36,8 +37,10 @@ from noloco_jax.islands.protocol.headers import (
     NotPartner,
     Outcome,
     Received,
+    Speed,
     Status,
     StatusRequest,
+    Timing,
 )
 from noloco_jax.islands.protocol.island import Island
 from noloco_jax.islands.protocol.settings import Settings
@@ -184,7 +187,7 @@ def test_a_stopped_partner_is_given_up_at_the_deadline_of_past_transfers():
 def test_clocks_are_only_compared_with_themselves():
     def actions(offset: float):
         island = make("a", ["b"])
-        events = [Start(), Tick(), RoundEnded(0, 5, (1.0,)), Tick(), RoundEnded(1, 5, (1.0,)), Tick()]
+        events = [Start(), Tick(), Ready(), Tick(), RoundEnded(0, 5, (1.0,)), Tick(), RoundEnded(1, 5, (1.0,)), Tick()]
         return [island.handle(event, offset + 10.0 * time) for time, event in enumerate(events)]
 
     assert actions(0.0) == actions(1e7) == actions(-1e7)
@@ -214,11 +217,16 @@ def make(name: str, others: list[str], **arguments) -> Island:
     return Island(name, others, IDENTITY, lambda round: partners[round % len(partners)], 1, **arguments)
 
 
+def begin(island: Island) -> None:
+    """An island that nobody answers, until the time 20."""
+    for time, event in ((0.0, Start()), (10.0, Tick()), (10.0, Ready()), (20.0, Tick())):
+        island.handle(event, time)
+
+
 def trained(name: str, others: list[str], **arguments) -> Island:
     """An island after round 0, which nobody has answered yet."""
     island = make(name, others, **arguments)
-    island.handle(Start(), 0.0)
-    island.handle(Tick(), 10.0)
+    begin(island)
     island.handle(RoundEnded(0, 3, (1.0,)), 20.0)
     return island
 
@@ -237,6 +245,36 @@ def test_two_dials_that_cross_become_one(round, answer):
     """In even rounds the lower name's counts, so that "a" refuses "b", and "b" takes what "a" sends."""
     assert isinstance(headers(trained("a", ["b"]).handle(Opened("x", "b", hello("a", "b", round)), 20.1))[0], answer)
     assert isinstance(headers(trained("b", ["a"]).handle(Opened("x", "a", hello("b", "a")), 20.1))[0], Accept)
+
+
+def test_who_has_missed_the_partners_dial_by_a_moment_dials_again_at_once():
+    """The partner's "not there yet" was on its way when it got there, and its own dial crossed this one's."""
+    island, channel, _ = dialled(fragments=1, name="a", partner="b")
+    assert isinstance(headers(island.handle(Opened("x", "b", hello("a", "b")), 20.1))[0], Busy)
+    (again,) = headers(island.handle(Arrived(channel, AtRound(-1)), 20.2))
+    assert isinstance(again, Hello) and again.xid.attempt == 2
+
+
+def test_who_finds_its_partner_behind_gives_way_at_once():
+    island = make("a", ["b"])
+    begin(island)
+    for second in range(20, 30):
+        island.stride(float(second), 1)
+    island.handle(RoundEnded(0, 3, (1.0,)), 30.0)
+    for second in range(30, 40):
+        island.stride(float(second), 1)
+    call = island.handle(RoundEnded(1, 3, (1.0,)), 40.0)[-1]
+    assert isinstance(call, Open)
+    ended = Timing(4.0, Speed("b", 1.0, 0), None)  # four of its steps ago, and "a" has taken ten since
+    island.handle(Arrived(call.channel, AtRound(0, ended)), 40.0)
+    assert island.pause() + island.pause() + island.pause() == 6.0
+
+
+def test_who_is_told_twice_that_the_partner_is_not_there_waits_for_it():
+    island, channel, _ = dialled(fragments=1, name="a", partner="b")
+    island.handle(Opened("x", "b", hello("a", "b")), 20.1)
+    (call,) = [a for a in island.handle(Arrived(channel, AtRound(-1)), 20.2) if isinstance(a, Open)]
+    assert headers(island.handle(Arrived(call.channel, AtRound(-1)), 20.3)) == []
 
 
 def test_who_is_not_the_partner_of_a_round_is_told_so():
@@ -258,8 +296,7 @@ def test_nothing_is_applied_before_the_commit_and_a_question_settles_what_was_no
 
 def test_an_island_whose_name_another_has_taken_says_so_once():
     island = make("a", ["b"])
-    island.handle(Start(), 0.0)
-    island.handle(Tick(), 10.0)
+    begin(island)
     told: list[str] = []
     for round in range(3):
         (call,) = [a for a in island.handle(RoundEnded(round, 3, (1.0,)), 20.0 + round) if isinstance(a, Open)]
@@ -285,11 +322,10 @@ def test_after_a_goodbye_nobody_dials_in_vain():
     assert world.nodes["i0"].round >= 8
 
 
-def dialled(fragments: int) -> tuple[Island, Any, Hello]:
-    """Island "b" after its dial of round 0, the channel and what went through it."""
-    island = make("b", ["a"], settings=Settings(fragments=fragments))
-    island.handle(Start(), 0.0)
-    island.handle(Tick(), 10.0)
+def dialled(fragments: int, name: str = "b", partner: str = "a") -> tuple[Island, Any, Hello]:
+    """An island after its dial of round 0, the channel and what went through it."""
+    island = make(name, [partner], settings=Settings(fragments=fragments))
+    begin(island)
     (call,) = [a for a in island.handle(RoundEnded(0, 3, (1.0,) * fragments), 20.0) if isinstance(a, Open)]
     assert isinstance(call.header, Hello)
     return island, call.channel, call.header

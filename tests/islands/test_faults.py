@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from noloco_jax.islands.protocol.pace import MOST_UNEQUAL
 from noloco_jax.islands.protocol.settings import Settings
 from support.island_world import FRAME_FAULTS, MOMENTS, NODE_FAULTS, ROUND, Fault, World, all_points
 
@@ -87,7 +88,7 @@ def test_islands_outlive_tapes_of_faults_and_partitions(seed):
 @pytest.mark.parametrize("action", NODE_FAULTS)
 def test_a_failure_costs_the_others_no_exchange(action):
     for kind, nth in [point for point in points(4, until=1.5 * ROUND) if point[0] in ("Hello", "Message", "Commit")]:
-        world = World(4, [Fault(kind, nth, action, MOMENTS[1])], settings=settings(), downtime=None).run(95).finish()
+        world = World(4, [Fault(kind, nth, action, MOMENTS[1])], settings=settings(), downtime=None).run(125).finish()
         (hit,) = [node.name for node in world.nodes.values() if node.disturbed]
         for node in world.nodes.values():
             met = {key[:2] for key in node.weights}
@@ -98,10 +99,11 @@ def test_a_failure_costs_the_others_no_exchange(action):
 
 
 @pytest.mark.parametrize("durations", [(10.0, 20.0, 40.0), (10.0, 10.7, 11.9, 13.0)])
-def test_unequal_speeds_hold_nobody_up_and_leave_no_half_exchange(durations):
+def test_much_slower_islands_hold_nobody_up_and_leave_no_half_exchange(durations):
     world = World(len(durations), settings=settings(), durations=durations).run(400).finish()
     fastest = min(world.nodes.values(), key=lambda node: node.duration)
-    assert fastest.round == 39 - 1 or fastest.heals  # a round every ten seconds, but for the start
+    followed = [duration for duration in durations if duration <= MOST_UNEQUAL * fastest.duration]
+    assert fastest.round >= int((400 - 10) / max(followed)) - 1  # but for the start
 
 
 def test_faults_are_rarely_one_sided():

@@ -19,6 +19,7 @@ ALL = [
     headers.Accept(3, 7, 1000, headers.Timing(2.5, headers.Speed("oslo", 0.25, 7), headers.Speed("rome", 0.1, 6))),
     headers.Busy(0.5),
     headers.AtRound(-1),
+    headers.AtRound(6, headers.Timing(0.5, headers.Speed("oslo", 0.25, 7), None)),
     headers.NotPartner("not in this round"),
     headers.Wrong("model is a, yours is b"),
     headers.Done(Outcome.COMMITTED),

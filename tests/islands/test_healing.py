@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from noloco_jax.islands.protocol.events import (
+    Admitted,
     Arrived,
     Begin,
     Broken,
@@ -13,6 +14,7 @@ from noloco_jax.islands.protocol.events import (
     Heal,
     Open,
     Opened,
+    Ready,
     Send,
     Start,
     Tick,
@@ -47,12 +49,20 @@ def status(round: int, *, training: bool = True, lineage: bool = True) -> Status
 def started(answers: dict, **arguments) -> tuple[Island, list]:
     """Island "a" after what the others answered at its start (None: nothing), and what it then does."""
     island = Island("a", OTHERS, IDENTITY, lambda round: OTHERS[round % 3], 7, **arguments)
+    last = asked(island, Start(), answers)
+    if Admitted() in last:
+        last = asked(island, Ready(), answers)
+    return island, last
+
+
+def asked(island: Island, event: Any, answers: dict) -> list:
+    """What an island does when its questions at an event have been answered."""
     last = []
-    for call in [action for action in island.handle(Start(), 0.0) if isinstance(action, Open)]:
+    for call in [action for action in island.handle(event, 0.0) if isinstance(action, Open)]:
         answer = answers.get(call.peer)
         event = Broken(call.channel) if answer is None else Arrived(call.channel, answer)
         last = island.handle(event, 0.1)
-    return island, [action for action in last if not isinstance(action, Close)]
+    return [action for action in last if not isinstance(action, Close)]
 
 
 def donor_of(actions: list) -> str:

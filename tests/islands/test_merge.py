@@ -26,7 +26,7 @@ from noloco_jax.islands.steps import IslandSteps, weight_specs
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.island import ISLAND_FILE, Membership, open_station
+from noloco_jax.run.island import ISLAND_FILE, Membership, begin, open_station
 from noloco_jax.run.island_merge import perplexity_of
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
@@ -210,7 +210,7 @@ def test_islands_that_train_give_their_weights_between_two_steps(roster, tmp_pat
     def train(name: str) -> None:
         arguments = (None, tmp_path / name, lambda: False, lambda line: None)
         station = open_station(members[name], CONFIG, solo, programs, *arguments, "byte")
-        assert station is not None
+        assert station is not None and begin(station, tmp_path / name, lambda: False)
         steps_of_island = IslandSteps(station, solo, programs, lambda step: 16)
         while not is_over.wait(0.005):
             steps[name] += 1
@@ -285,7 +285,7 @@ def test_folders_that_do_not_belong_together_are_refused(tmp_path):
         (folder / ISLAND_FILE).write_text("{}")
     (tmp_path / "plain").mkdir()
     for folders, line in (
-        ((first, second), "cannot be merged, their inner differs"),
+        ((first, second), "do not belong together, their inner differs"),
         ((first, tmp_path / "plain"), "is no folder of an island"),
         ((first, first), "names a folder twice"),
     ):

@@ -119,8 +119,9 @@ def told(pace: Pace, now: float, seconds: float, late: float = 0.0) -> None:
     """A partner takes `seconds` a step, and has ended the round that ends here now `late` seconds before."""
     speed = Speed("other", seconds, 0)
     timing = Timing(late, speed, speed)
+    pace.round_ended(0, now)
     pace.hear(timing, 0)
-    pace.meet(timing, now, pace.made_up, now)
+    pace.meet(0, timing, now, 0.0)
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.5, 2.0, 3.7])

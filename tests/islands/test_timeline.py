@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands.station import Met
+from noloco_jax.run import island_log
 from noloco_jax.run.island_log import LOG_FILE, History, IslandLog, read_log
 from noloco_jax.run.island_picture import draw_islands, draw_on
 from noloco_jax.run.island_timeline import Link, died, figures_of, links_of, timeline_of
@@ -23,7 +24,7 @@ def start(time: float, name: str) -> dict[str, Any]:
 
 
 def tick(time: float, round: int) -> dict[str, Any]:
-    return {"time": time, "event": "round", "round": round, "step": 10 * (round + 1)}
+    return {"time": time, "event": "round", "round": round, "step": 10 * (round + 1), "gave_way": 0.25}
 
 
 def exchange(time: float, round: int, partner: str, outcome: str, lag: int = 0, sent: int = 0) -> dict[str, Any]:
@@ -81,9 +82,9 @@ def test_a_round_that_is_ended_again_is_linked_where_the_exchange_took_place():
 
 
 def test_figures_are_those_of_all_starts():
-    assert figures_of(PARIS) == (10, 2, 9, 0.5, 1000, 1, 0)
-    assert figures_of(ROME) == (10, 3, 10, 0.0, 1500, 1, 0)
-    assert figures_of(OSLO) == (9, 1, 7, 0.0, 500, 2, 1)  # of round 2 two messages went out
+    assert figures_of(PARIS) == (10, 2, 9, 0.5, 1000, 1, 0, 2.5)
+    assert figures_of(ROME) == (10, 3, 10, 0.0, 1500, 1, 0, 2.5)
+    assert figures_of(OSLO) == (9, 1, 7, 0.0, 500, 2, 1, 1.75)  # of round 2 two messages went out
     healed_alone = history("oslo", [start(0.0, "oslo"), exchange(5.0, 6, "paris", "healed")])
     assert figures_of(healed_alone).rounds == 7  # that lie behind the weights
 
@@ -136,8 +137,8 @@ def test_islands_that_have_just_started_and_very_many_rounds_give_a_picture(tmp_
 
 
 def test_a_log_goes_on_after_a_process_that_was_killed_in_the_middle_of_a_line(tmp_path):
-    IslandLog(tmp_path, "paris").start(0)
-    IslandLog(tmp_path, "paris").round(0, 10)
+    IslandLog(tmp_path, "paris").start(0, 0.0)
+    IslandLog(tmp_path, "paris").round(0, 10, 0.0)
     with (tmp_path / LOG_FILE).open("a") as file:
         file.write('{"time": 1.0, "eve')
     assert [event["event"] for event in read_log(tmp_path).events] == ["start", "round"]  # while it is being written
@@ -146,6 +147,31 @@ def test_a_log_goes_on_after_a_process_that_was_killed_in_the_middle_of_a_line(t
     assert log.name == "paris"
     assert [event["event"] for event in log.events] == ["start", "round", "exchange"]
     assert figures_of(log).sent == 300
+
+
+def test_goodput_is_what_the_run_has_behind_it_of_the_time_since_the_first_start(tmp_path, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(island_log.time, "time", lambda: now)
+    first = IslandLog(tmp_path, "paris")
+    first.start(0, 20.0)  # of a run of one program before
+    now = 1010.0
+    assert first.goodput(28.0) == pytest.approx(0.8)
+    now = 1100.0  # killed, and back from a save of after 25 seconds
+    second = IslandLog(tmp_path, "paris")
+    second.start(10, 25.0)
+    now = 1120.0
+    assert second.goodput(45.0) == pytest.approx(25.0 / 120.0)
+
+
+def test_one_sided_exchanges_are_counted_over_all_processes(tmp_path):
+    first = IslandLog(tmp_path, "paris")
+    first.start(0, 0.0)
+    first.exchange(Met(0, "rome", "alone", one_sided=True), 0)
+    first.exchange(Met(1, "rome", "met"), 300)
+    assert first.one_sided == 1
+    second = IslandLog(tmp_path, "paris")
+    second.exchange(Met(2, "rome", "alone", one_sided=True), 0)
+    assert second.one_sided == 2
 
 
 def test_a_folder_without_an_islands_log_is_told_in_a_line(tmp_path):

@@ -4,6 +4,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.station import Station
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.methods import meetings_of
-from noloco_jax.run.island import Membership, _incarnation, _write, open_station, steps_of
+from noloco_jax.run.island import Membership, _incarnation, _write, begin, open_station, steps_of
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
@@ -65,7 +66,9 @@ class World:
             member, self.config, self.solo, self.programs, None, self.folder / name, lambda: False, self.lines.append
         )
         assert station is not None
-        return station, steps_of(member, self.own, station, self.solo, self.programs)
+        steps = steps_of(member, self.own, station, self.solo, self.programs)
+        assert begin(station, self.folder / name, lambda: False)
+        return station, steps
 
     def batch(self, step: int, replicas: range) -> dict[int, dict[str, np.ndarray]]:
         """Of some replicas, a function of step and replica alone."""
@@ -223,6 +226,27 @@ def test_what_is_saved_has_entered_what_its_journal_tells_of(world, tmp_path):
     assert first == second and len(first) == 1
     np.testing.assert_allclose(correction, -opposite, atol=1e-7)
     assert np.abs(correction).max() > 1e-4
+
+
+def test_what_comes_of_an_exchange_under_way_enters_before_a_step_is_queued_behind_the_one_that_runs():
+    slow = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, y: y @ x, x))
+    state = TrainState({"w": slow(np.ones((300, 300), np.float32))}, (), None)
+    ran: list[bool] = []
+
+    def take() -> list[Any]:
+        ran.append(state.params["w"].is_ready())
+        return []
+
+    quiet: Any = SimpleNamespace(
+        pause=lambda: 0.0,
+        is_exchanging=True,
+        take=take,
+        wants_state=False,
+        snapshots=SimpleNamespace(wanted=False),
+    )
+    unused: Any = None
+    IslandSteps(quiet, unused, unused, lambda step: 1).enter(state, 0)
+    assert ran == [True]
 
 
 def test_an_island_that_comes_later_goes_on_from_the_state_of_one_that_trains(world, tmp_path):

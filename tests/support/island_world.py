@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from noloco_jax.islands.protocol.events import (
+    Admitted,
     Apply,
     Arrived,
     Begin,
@@ -23,6 +24,7 @@ from noloco_jax.islands.protocol.events import (
     Heal,
     Open,
     Opened,
+    Ready,
     Refused,
     RoundEnded,
     Send,
@@ -70,6 +72,7 @@ class Node:
 
     name: str
     duration: float
+    preparing: float = 0.0
     machine: Island | None = None
     process: int = 0  # counts starts
     incarnation: int = 0
@@ -82,6 +85,8 @@ class Node:
     position: int = 0  # in the schedule of steps
     steps: int = 0  # inner steps of this round
     all_steps: int = 0
+    jitter: float = 0.1  # of an inner step's duration, to either side
+    paused: float = 0.0  # seconds
     ends: dict = field(default_factory=dict)  # round -> time
     calls: dict = field(default_factory=dict)
     tick_at: float | None = None
@@ -108,6 +113,7 @@ class World:
       seed: of latencies, tokens and messages.
       settings: of the islands.
       durations: seconds of a round of each island, in which it takes every inner step.
+      preparing: seconds that each island compiles when it starts; None: no time.
       steps: inner steps of a round, for islands that keep pace; None: they end rounds after their durations.
       downtime: seconds until a dead island starts again; None: never.
       save_every: rounds between checkpoints.
@@ -130,13 +136,15 @@ class World:
         quiet_after: float = math.inf,
         island: Callable[..., Island] = Island,
         steps: int | None = None,
+        preparing: Sequence[float] | None = None,
     ):
         self.settings = settings or Settings(answer_seconds=3.0, state_seconds=30.0)
         self.random = random.Random(seed)
         self.names = [f"i{number}" for number in range(count)]
         self.identities = dict(zip(self.names, identities or [IDENTITY] * count, strict=True))
         durations = durations or [ROUND * (1 + 0.02 * number) for number in range(count)]
-        self.nodes = {name: Node(name, duration) for name, duration in zip(self.names, durations, strict=True)}
+        preparing = preparing or [0.0] * count
+        self.nodes = {node[0]: Node(*node) for node in zip(self.names, durations, preparing, strict=True)}
         self.faults = list(faults)
         self.downtime = downtime
         self.save_every = save_every
@@ -212,6 +220,14 @@ class World:
         node.round = journal.round if journal else -1
         self._handle(node, Start())
 
+    def _ready(self, node: Node, process: int) -> None:
+        if node.process != process or node.machine is None:
+            return
+        if node.stopped_until > self.now:
+            self.at(node.stopped_until, self._ready, node, process)
+            return
+        self._handle(node, Ready())
+
     def crash(self, node: Node, action: str) -> None:
         machine = node.machine
         node.disturbed = True
@@ -273,8 +289,12 @@ class World:
 
     def _train(self, node: Node) -> None:
         """Goes on after the last round."""
-        if self.steps is None:
-            self.at(self.now + node.duration, self._end_round, node, node.process, node.round + 1)
+        if self.steps is None:  # a round is one inner step
+            assert node.machine is not None
+            pause = node.machine.pause()
+            node.paused += pause
+            node.machine.stride(self.now + pause, 1)
+            self.at(self.now + pause + node.duration, self._end_round, node, node.process, node.round + 1)
             return
         node.training += 1
         node.position, node.steps = (node.round + 1) * self.steps, 0
@@ -289,11 +309,13 @@ class World:
             return
         while node.machine is not None and (node.process, node.training) == (process, training):
             if node.position < (node.round + 2) * steps:
-                node.position += node.machine.stride(self.now, 4 * steps)
+                pause = node.machine.pause()
+                node.paused += pause
+                node.position += node.machine.stride(self.now + pause, 4 * steps)
                 node.steps += 1
                 node.all_steps += 1
-                seconds = node.duration / steps * (0.9 + 0.2 * self.random.random())
-                self.at(self.now + seconds, self._step, node, process, training, steps)
+                seconds = node.duration / steps * (1 - node.jitter + 2 * node.jitter * self.random.random())
+                self.at(self.now + pause + seconds, self._step, node, process, training, steps)
                 return
             self._end_round(node, process, node.round + 1)
 
@@ -342,6 +364,8 @@ class World:
                 node.drops.append(action)
                 if action.one_sided:
                     node.one_sided.add(key)
+            case Admitted():
+                self.at(self.now + node.preparing, self._ready, node, node.process)
             case Begin():
                 assert action.fresh is (node.disk is None)
                 node.began = True

@@ -81,9 +81,9 @@ class Site:
     def open(self) -> None:
         """Joins the others."""
         self.station.open()
-        deadline = time.monotonic() + 60
-        while not self.station.decided(0.1):
-            assert time.monotonic() < deadline, f"{self.name} waits"
+        assert self.station.admitted(60), f"{self.name} hears nobody"
+        self.station.ready()
+        assert self.station.decided(60), f"{self.name} waits"
 
     def train(self, rounds: int, seconds: float) -> None:
         """Ends so many rounds, one after so many seconds, and looks four times a round for what has come."""

@@ -21,6 +21,6 @@ ABORTED. Nothing is waited for: a message is dropped, on both sides, when `patie
 
 `exchanges.py` does that for the rounds whose messages are kept (`meeting.py`), `refusal.py` says who is not let in,
 `doubts.py` asks, `ledger.py` remembers outcomes as the weights have seen them, `peers.py` and `transfers.py` say whom
-and what to believe and how long to wait, `pace.py` has islands of unequal speed end their rounds together, `healing.py`
-decides from which weights an island trains, `context.py` is what they share.
+and what to believe and how long to wait, `pace.py` has islands end their rounds together, `healing.py` decides when an
+island begins and from which weights, by asking around (`sweep.py`), `context.py` is what they share.
 """

@@ -1,6 +1,9 @@
 """What the parts of an island's protocol share: who and where it is, whom it knows, and what it is about to do."""
 
 import itertools
+import math
+import statistics
+from collections import deque
 from collections.abc import Sequence
 
 from noloco_jax.islands.protocol.events import Action, Channel, Close, Open, Refused, Send, Tell
@@ -11,6 +14,7 @@ from noloco_jax.islands.protocol.peers import Norms, Peer
 from noloco_jax.islands.protocol.settings import Settings
 
 LONGEST_PAUSE = 32  # times the first one, between two tries
+ROUNDS_TIMED = 8
 
 
 class Context:
@@ -42,9 +46,28 @@ class Context:
         self.came_too_late = False
         self.pace = Pace(name, settings.keeps_pace)
         self.now = 0.0
+        self._ends: deque[float] = deque(maxlen=ROUNDS_TIMED + 1)
         self.actions: list[Action] = []
         self._numbers = itertools.count()
         self._told_past: int | None = None
+
+    def round_ended(self, round: int) -> None:
+        self.round = round
+        self._ends.append(self.now)
+        self.pace.round_ended(round, self.now)
+
+    @property
+    def round_seconds(self) -> float:
+        """The median of the last rounds, which evaluations between them do not touch; 0 before the first is known."""
+        return statistics.median([after - before for before, after in itertools.pairwise(self._ends)] or [0.0])
+
+    @property
+    def reach(self) -> int:
+        """Rounds by which an island may be late and go on, as the others give way; who is further behind heals."""
+        least, seconds = self.settings.patience, self.round_seconds
+        if self.settings.keeps_pace or not seconds:
+            return least
+        return max(least, math.ceil(self.settings.reach_seconds / seconds))
 
     def caller(self, peer: str) -> Caller:
         return Caller(self.identity, self.name, peer, self.incarnation, self.round)
@@ -113,6 +136,7 @@ class Context:
         self.round = round
         self.lineage = lineage
         self.ledger = Ledger()
+        self._ends.clear()
         self.pace.restart()
 
 

@@ -22,6 +22,10 @@ class Start(NamedTuple):
     """The process is up and can be called."""
 
 
+class Ready(NamedTuple):
+    """Its programs are compiled, and its own weights are there if it has any: it can train from now on."""
+
+
 class RoundEnded(NamedTuple):
     """The solo step of a round is done and its message is kept; the island trains on.
 
@@ -67,7 +71,7 @@ class Stop(NamedTuple):
     """The island is to end. It says goodbye, and settles what it is in doubt about as long as it is let."""
 
 
-Event = Start | RoundEnded | Opened | Arrived | Broken | Tick | Stop
+Event = Start | Ready | RoundEnded | Opened | Arrived | Broken | Tick | Stop
 
 
 class Open(NamedTuple):
@@ -89,6 +93,10 @@ class Close(NamedTuple):
     """End a channel, after what was sent."""
 
     channel: Channel
+
+
+class Admitted(NamedTuple):
+    """The others have been heard, and do not refuse the island: it may make itself ready, and say so by `Ready`."""
 
 
 class Begin(NamedTuple):
@@ -153,4 +161,4 @@ class Tell(NamedTuple):
     line: str
 
 
-Action = Open | Send | Close | Begin | Apply | Drop | Heal | Refused | Tell
+Action = Open | Send | Close | Admitted | Begin | Apply | Drop | Heal | Refused | Tell

@@ -47,7 +47,7 @@ class Exchanges:
         self._context = context
         self._partner = partner
         self._leaving = False
-        self._lines = Lines()
+        self._lines = Lines(context)
         self.doubts = Doubts(context)
         self.meetings: dict[int, Meeting] = {}
         self.due = 0
@@ -58,7 +58,6 @@ class Exchanges:
     def round_ended(self, event: RoundEnded) -> None:
         """A message more, and the oldest ones dropped: nobody waits for them any longer, here or there."""
         context = self._context
-        self._lines.round_ended(context.now)
         oldest = event.round - context.settings.patience
         self._give_up(oldest - 1, "its outcome was never heard")  # a round longer: a question is all that is open
         for round in [round for round in self.meetings if round <= oldest]:
@@ -70,8 +69,7 @@ class Exchanges:
         count = context.settings.fragments
         order = [(event.round + i) % count for i in range(count)]  # each is the first one in its turn
         peer = context.peers[name]
-        made_up = context.pace.made_up
-        meeting = Meeting(event.round, peer, event.tokens, context.now, made_up, order, Backoff(context))
+        meeting = Meeting(event.round, peer, event.tokens, order, Backoff(context))
         self.meetings[event.round] = meeting
         self.due += count
         if not all(map(math.isfinite, event.norms)):
@@ -132,18 +130,22 @@ class Exchanges:
         hello = Hello(context.caller(meeting.peer.name), xid, meeting.tokens, self._timing(meeting))
         channel = context.open(meeting.peer.name, hello)
         deadline = context.now + context.settings.answer_seconds
-        meeting.running = Exchange(xid, meeting.peer, channel, True, Stage.OFFERED, context.now, deadline)
+        known = meeting.peer.round
+        meeting.running = Exchange(xid, meeting.peer, channel, True, Stage.OFFERED, known, context.now, deadline)
 
     def _answered(self, meeting: Meeting, exchange: Exchange, header: Header) -> None:
         match header:
             case Accept():
                 exchange.peer.told(header.incarnation, header.round, self._context.now)
-                self._context.pace.hear(header.timing, self._context.round)
-                self._keep_pace(meeting, header.timing)
+                self._keep_pace(exchange.peer, meeting.round, header.timing)
                 self._stream(meeting, exchange, header.tokens)
             case Busy():
                 self._failed(meeting, least=header.seconds)
+            case AtRound() if exchange.known < meeting.round <= exchange.peer.round:
+                self._end_exchange(meeting)  # it was sent before the partner's own dial, which crossed this one
+                self._dial(meeting)
             case AtRound():
+                self._keep_pace(exchange.peer, header.round, header.timing)
                 exchange.peer.round = max(exchange.peer.round, header.round)
                 if header.round >= meeting.round + self._context.settings.patience:
                     self._context.came_too_late = True
@@ -174,7 +176,8 @@ class Exchanges:
             context.answer(channel, NotPartner(PAST_INCARNATION))
             return
         peer.told(caller.incarnation, caller.round, context.now)
-        context.pace.hear(hello.timing, context.round)  # also where this side is not there yet
+        if self._partner(xid.round) == peer.name:
+            self._keep_pace(peer, xid.round, hello.timing)  # also where this side is not there yet, or no more
         refusal = self._refusal(peer, xid)
         if refusal is not None:
             context.answer(channel, refusal)
@@ -183,9 +186,8 @@ class Exchanges:
         if meeting.running is not None:
             self._end_exchange(meeting)  # of a dial that crossed this one, or of an attempt that its dialler gave up
         now = context.now
-        meeting.running = Exchange(xid, peer, channel, False, Stage.STREAMING, now, math.inf)
+        meeting.running = Exchange(xid, peer, channel, False, Stage.STREAMING, peer.round, now, math.inf)
         context.send(channel, Accept(context.incarnation, context.round, meeting.tokens, self._timing(meeting)))
-        self._keep_pace(meeting, hello.timing)
         self._stream(meeting, meeting.running, hello.tokens)
 
     def _refusal(self, peer: Peer, xid: ExchangeId) -> Answer | None:
@@ -229,6 +231,7 @@ class Exchanges:
         exchange = meeting.running
         assert exchange is not None
         if exchange.stage is Stage.OFFERED:
+            exchange.peer.delay = self._context.now - exchange.began
             self._answered(meeting, exchange, header)
             return
         match header:
@@ -263,10 +266,12 @@ class Exchanges:
         return next((m for m in meetings if m.running is not None and m.running.channel == channel), None)
 
     def _timing(self, meeting: Meeting) -> Timing | None:
-        return self._context.pace.timing(meeting.ended, self._context.now, self._context.round)
+        return self._context.pace.timing(meeting.round, self._context.now)
 
-    def _keep_pace(self, meeting: Meeting, timing: Timing | None) -> None:
-        self._context.pace.meet(timing, meeting.ended, meeting.made_up, self._context.now)
+    def _keep_pace(self, peer: Peer, round: int, timing: Timing | None) -> None:
+        context = self._context
+        context.pace.hear(timing, context.round)
+        context.pace.meet(round, timing, context.now, peer.delay)
 
     def _stream(self, meeting: Meeting, exchange: Exchange, tokens: int) -> None:
         exchange.stage = Stage.STREAMING

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-VERSION = 1  # of this protocol
+VERSION = 2  # of this protocol
 LONGEST_TEXT = 256
 PAST_INCARNATION = "a past incarnation"
 
@@ -148,9 +148,10 @@ class Busy:
 
 @dataclass(frozen=True)
 class AtRound:
-    """Answers `Hello`: no message of that round is here; this is the last round that was ended."""
+    """Answers `Hello`: no message of that round is here; this is the last round that was ended, and when."""
 
     round: int
+    timing: Timing | None = None
 
 
 @dataclass(frozen=True)
@@ -198,10 +199,14 @@ class Commit:
 
 @dataclass(frozen=True)
 class StatusRequest:
-    """Asks how an island is, and with `xid` how that exchange ended. Without an identity: somebody who only looks."""
+    """Asks how an island is, and with `xid` how that exchange ended. Without an identity: somebody who only looks.
+
+    With `until_ready` one that still makes itself ready answers twice: now, and when it is ready.
+    """
 
     identity: Identity | None = None
     xid: ExchangeId | None = None
+    until_ready: bool = False
 
 
 @dataclass(frozen=True)
@@ -210,12 +215,13 @@ class Status:
 
     Attributes:
       incarnation, round: see `Caller`.
-      training: whether it has weights and trains; not while it starts or leaves.
+      training: whether it has weights and trains; not while it starts, waits for others, or leaves.
       lineage: whether a committed exchange is in the past of its weights, through checkpoints and healings.
       committed, due: fragments exchanged, and fragments that had a partner, since the start.
       lag: mean rounds between a message and its correction.
       partner: of the last round; empty: alone.
       outcome: of the exchange that was asked for.
+      starting: whether it still makes itself ready to train.
     """
 
     incarnation: int
@@ -227,6 +233,7 @@ class Status:
     lag: float
     partner: str
     outcome: Outcome | None = None
+    starting: bool = False
 
 
 @dataclass(frozen=True)

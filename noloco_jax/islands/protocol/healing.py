@@ -1,5 +1,9 @@
 """Starting and catching up: from the own checkpoint, or from the state of a live island (design §12).
 
+An island asks around twice when it starts. First whether it belongs to the others, before it compiles. Then, as minutes
+may have passed, from which weights it trains. Islands that start at the same time begin together: who is ready waits a
+while for those who are about to be, or the first would be rounds ahead of the last from the beginning on.
+
 A donor is ahead of who asks, and has a lineage: a committed exchange in the past of its weights, through checkpoints
 and healings. An island that has lost its weights takes no others: one that began anew could wipe out a model otherwise;
 it has happened elsewhere. Without such a donor, one that is ahead is better than none for a newcomer, and for an island
@@ -9,10 +13,10 @@ that has weights but is too late to meet anybody: it would train alone for ever.
 import math
 import statistics
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from noloco_jax.islands.protocol.context import Backoff, Context
-from noloco_jax.islands.protocol.events import Begin, Channel, Content, Heal
+from noloco_jax.islands.protocol.events import Admitted, Begin, Channel, Content, Heal
 from noloco_jax.islands.protocol.headers import (
     Busy,
     Header,
@@ -23,18 +27,9 @@ from noloco_jax.islands.protocol.headers import (
     StatusRequest,
     Wrong,
 )
+from noloco_jax.islands.protocol.sweep import Sweep
 
 ASKED_AT_ONCE = 16  # a sample's median is good enough, also among a thousand islands
-
-
-@dataclass
-class _Sweep:
-    """A round of questions: where is everybody?"""
-
-    deadline: float
-    asked: dict[Channel, str]
-    found: dict[str, Status] = field(default_factory=dict)
-    lags: list[int] = field(default_factory=list)  # rounds behind each, when it answered
 
 
 @dataclass
@@ -56,22 +51,29 @@ class Healing:
       began_before: without them: whether it has been part of the run, whose weights it then waits for.
 
     Attributes:
+      is_ready: whether it can train.
       training: whether it has weights and goes on with them.
     """
 
     def __init__(self, context: Context, has_state: bool, began_before: bool):
         self._context = context
         self._retry = Backoff(context)
-        self._sweep: _Sweep | None = None
+        self._sweep: Sweep | None = None
         self._download: _Download | None = None
         self._client: tuple[Channel, float] | None = None
         self._rounds_late = 0  # in a row, by so much that most partners had given up
         self._sweeps = 0
         self._has_state = has_state
         self._needs_lineage = began_before and not has_state
-        self.training = False
+        self._start_deadline = 0.0
+        self.is_ready = self.training = False
 
     def start(self) -> None:
+        self._begin_sweep()
+
+    def ready(self) -> None:
+        self.is_ready = True
+        self._start_deadline = self._context.now + self._context.settings.start_seconds
         self._begin_sweep()
 
     def stop(self) -> None:
@@ -93,7 +95,7 @@ class Healing:
         context = self._context
         self._has_state, self._needs_lineage = True, False
         suspicion = context.came_too_late or any(
-            peer.round - context.round >= context.settings.patience for peer in context.peers.values()
+            peer.round - context.round >= context.reach for peer in context.peers.values()
         )
         context.came_too_late = False
         if self._sweep is not None or self._download is not None:
@@ -109,24 +111,32 @@ class Healing:
         context = self._context
         self._sweeps += 1
         names = sorted(context.peers, key=lambda name: _mixed(f"{context.name} {name} {self._sweeps}"))
-        request = StatusRequest(context.identity)
+        waits = self.is_ready and not self.training and context.now < self._start_deadline
+        request = StatusRequest(context.identity, until_ready=waits)
         asked = {context.open(name, request): name for name in names[:ASKED_AT_ONCE]}
-        self._sweep = _Sweep(context.now + context.settings.answer_seconds, asked)
+        self._sweep = Sweep(context.now + context.settings.answer_seconds, asked, waits)
         self._decide_when_all_are_heard()
 
     def _decide_when_all_are_heard(self) -> None:
         sweep = self._sweep
-        if sweep is None or (sweep.asked and self._context.now < sweep.deadline):
+        if sweep is None or not sweep.is_over(self._context.now):
             return
         for channel in sweep.asked:
             self._context.close(channel)
         self._sweep = None
         self._decide(sweep)
 
-    def _decide(self, sweep: _Sweep) -> None:
+    def _decide(self, sweep: Sweep) -> None:
         """Goes on from the own weights, from another's, or from the beginning."""
         context = self._context
         if context.refused:
+            return
+        if not self.is_ready:
+            context.actions.append(Admitted())
+            return
+        if not_ready := sweep.not_ready():
+            context.tell(f"{context.name} is ready and waits a little for {', '.join(not_ready)}, to begin together")
+            self._begin_sweep()
             return
         if len(sweep.found) == len(context.peers) and not any(status.lineage for status in sweep.found.values()):
             self._needs_lineage = False  # there is none to wait for
@@ -144,18 +154,18 @@ class Healing:
         def worth(name: str) -> tuple[bool, bool, int]:
             """Islands that start together choose different donors among those that are as good."""
             status = alive[name]
-            late = newest - status.round > context.settings.patience
+            late = newest - status.round > context.reach
             return not status.lineage, late, _mixed(f"{context.name} {name}")
 
         self._ask_for_state(sorted(donors, key=worth))
 
     def _is_late(self, lags: list[int]) -> bool:
         """Whether the own weights are too late to meet most others: by far, or time and again at a round's end."""
-        lag, patience = statistics.median_low(lags) if lags else 0, self._context.settings.patience
-        self._rounds_late = self._rounds_late + 1 if self.training and lag >= patience else 0
-        return lag > patience or self._rounds_late > 1
+        lag, reach = statistics.median_low(lags) if lags else 0, self._context.reach
+        self._rounds_late = self._rounds_late + 1 if self.training and lag >= reach else 0
+        return lag > reach or self._rounds_late > 1
 
-    def _has_begun(self, sweep: _Sweep) -> bool:
+    def _has_begun(self, sweep: Sweep) -> bool:
         """Whether there are weights of this run somewhere, as far as is known without own ones."""
         others = any(status.lineage or status.round >= 0 for status in sweep.found.values())
         return others or self._needs_lineage
@@ -189,15 +199,16 @@ class Healing:
         """What came through a channel of this part's: a whole state, to go on from, or nothing yet."""
         sweep, download, context = self._sweep, self._download, self._context
         if sweep is not None and channel in sweep.asked:
-            name = sweep.asked.pop(channel)
-            context.close(channel)
+            name = sweep.asked[channel]
             if isinstance(header, Status):
                 context.peers[name].told(header.incarnation, header.round, context.now)
-                sweep.found[name] = header
-                if header.training and header.round >= 0:
-                    sweep.lags.append(header.round - context.round)
-            elif isinstance(header, Wrong):
-                context.is_wrong(name, header)
+                sweep.heard(channel, header, context.round)
+            else:
+                del sweep.asked[channel]
+                if isinstance(header, Wrong):
+                    context.is_wrong(name, header)
+            if channel not in sweep.asked:
+                context.close(channel)
             self._decide_when_all_are_heard()
         elif download is not None and channel == download.channel:
             finite = content is not None and math.isfinite(content.norm)
@@ -232,9 +243,13 @@ class Healing:
             self._begin_sweep()
 
     def deadlines(self) -> list[float]:
-        parts = (self._sweep, self._download)
-        times = [self._retry.at, self._client[1] if self._client else None]
-        return [time for time in (*times, *(part.deadline for part in parts if part)) if time is not None]
+        times = [
+            self._retry.at,
+            self._client[1] if self._client else None,
+            self._download.deadline if self._download else None,
+            self._sweep.deadline if self._sweep else None,
+        ]
+        return [time for time in times if time is not None]
 
     # Giving.
 

@@ -15,10 +15,12 @@ from noloco_jax.islands.protocol.events import (
     Action,
     Arrived,
     Broken,
+    Channel,
     Drop,
     Event,
     Heal,
     Opened,
+    Ready,
     RoundEnded,
     Start,
     Stop,
@@ -105,6 +107,7 @@ class Island:
         self._partner = partner
         self._exchanges = Exchanges(context, partner)
         self._healing = Healing(context, journal is not None, began_before)
+        self._curious: list[Channel] = []  # calls of those who wait until this island is ready
 
     @property
     def incarnation(self) -> int:
@@ -143,6 +146,15 @@ class Island:
         """
         return self._context.pace.stride(now, most)
 
+    def pause(self) -> float:
+        """Seconds to let pass before the inner step that begins now: see `Pace`. 0 where islands keep pace."""
+        return self._context.pace.pause()
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Whether an exchange is under way."""
+        return any(meeting.running is not None for meeting in self._exchanges.meetings.values())
+
     def journal(self) -> Journal:
         """To be saved with the weights."""
         ledger, doubts = self._context.ledger, self._exchanges.uncertain()
@@ -153,9 +165,16 @@ class Island:
         context, exchanges = self._context, self._exchanges
         lag = sum(exchanges.lags) / len(exchanges.lags) if exchanges.lags else 0.0
         partner = self._partner(context.round) if context.round >= 0 else None
-        training, commits = self._healing.training, context.commits
         return Status(
-            context.incarnation, context.round, training, context.lineage, commits, exchanges.due, lag, partner or ""
+            context.incarnation,
+            context.round,
+            self._healing.training,
+            context.lineage,
+            context.commits,
+            exchanges.due,
+            lag,
+            partner or "",
+            starting=not self._healing.is_ready,
         )
 
     def next_deadline(self) -> float | None:
@@ -178,6 +197,8 @@ class Island:
         match event:
             case Start():
                 self._start()
+            case Ready():
+                self._ready()
             case RoundEnded():
                 self._round_ended(event)
             case Opened():
@@ -204,12 +225,18 @@ class Island:
             self._context.actions.append(Drop(xid.round, xid.fragment, peer, reason, one_sided=True))
         self._healing.start()
 
+    def _ready(self) -> None:
+        self._healing.ready()
+        for channel in self._curious:
+            self._context.answer(channel, self.status())
+        self._curious.clear()
+
     def _round_ended(self, event: RoundEnded) -> None:
         context = self._context
         if not self._healing.training or event.round != context.round + 1:
             state = f"training after round {context.round}" if self._healing.training else "not training"
             raise ValueError(f"round {event.round} cannot end: {context.name} is {state}")
-        context.round = event.round
+        context.round_ended(event.round)
         context.ledger.forget(event.round)
         self._exchanges.round_ended(event)
         self._healing.round_ended()
@@ -223,7 +250,12 @@ class Island:
         match header:
             case StatusRequest():
                 outcome = self._exchanges.settle(event.peer, header.xid) if header.xid else None
-                context.answer(channel, dataclasses.replace(self.status(), outcome=outcome))
+                status = dataclasses.replace(self.status(), outcome=outcome)
+                if header.until_ready and status.starting:
+                    context.send(channel, status)
+                    self._curious.append(channel)
+                else:
+                    context.answer(channel, status)
             case Hello():
                 self._exchanges.opened(channel, header)
             case StateRequest():
@@ -252,6 +284,9 @@ class Island:
     def _stop(self) -> None:
         context = self._context
         self._healing.stop()
+        for channel in self._curious:
+            context.close(channel)
+        self._curious.clear()
         self._exchanges.leave()
         for peer in context.peers.values():
             if peer.seen is not None and not peer.away:

@@ -5,24 +5,19 @@ due, all of them together take twice `patience`, and each is dropped when it is 
 ends.
 """
 
-from collections import deque
 from collections.abc import Iterable
 
+from noloco_jax.islands.protocol.context import Context
 from noloco_jax.islands.protocol.meeting import Exchange, Meeting, Stage
 from noloco_jax.islands.protocol.transfers import Transfers
-
-_ROUNDS = 8
 
 
 class Lines:
     """How long this island's transfers take beside its rounds."""
 
-    def __init__(self):
+    def __init__(self, context: Context):
+        self._context = context
         self._all = Transfers()
-        self._ends: deque[float] = deque(maxlen=_ROUNDS + 1)
-
-    def round_ended(self, now: float) -> None:
-        self._ends.append(now)
 
     def took(self, exchange: Exchange | None, now: float) -> None:
         """An exchange is over, or is cut off; one that was offered alone says nothing."""
@@ -48,5 +43,4 @@ class Lines:
         return meeting.waits
 
     def _is_narrow(self, transfers: Transfers) -> bool:
-        rounds = len(self._ends) - 1
-        return rounds > 0 and transfers.quarter() > (self._ends[-1] - self._ends[0]) / rounds
+        return 0 < self._context.round_seconds < transfers.quarter()

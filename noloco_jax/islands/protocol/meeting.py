@@ -27,6 +27,7 @@ class Exchange:
       channel: the call that it goes through.
       dials: whether this side dialled; the other one decides.
       stage: how far it has come.
+      known: the round that its partner was known to have ended when it began.
       began: time of its beginning.
       deadline: when it is given up.
       weight: w_j/(w_i + w_j), once the partner's tokens are known.
@@ -38,6 +39,7 @@ class Exchange:
     channel: Channel
     dials: bool
     stage: Stage
+    known: int
     began: float
     deadline: float
     weight: float = 0.5
@@ -52,8 +54,6 @@ class Meeting:
       round: whose messages are exchanged.
       peer: the partner.
       tokens: this side's weight.
-      ended: when the round ended.
-      made_up: what catching up had come to then, see `Pace`.
       left: fragments that have neither been committed nor dropped, in the order in which they are tried.
       retry: when to dial next.
       running: the exchange under way; one at a time, so that a slow link ends one before the next.
@@ -64,8 +64,6 @@ class Meeting:
     round: int
     peer: Peer
     tokens: int
-    ended: float
-    made_up: float
     left: list[int]
     retry: Backoff
     running: Exchange | None = None

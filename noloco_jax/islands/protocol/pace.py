@@ -1,4 +1,4 @@
-"""Islands of unequal speed that end their rounds together (design §12): how far an inner step carries each of them.
+"""Islands that end their rounds together (design §12): how far an inner step carries each of them, and who gives way.
 
 A run has a schedule of inner steps, which rounds, learning rates and its end go by. The fastest island takes every step
 of it; the inner step of an island of half the speed stands for two. So a round takes all of them as long as it takes
@@ -9,19 +9,37 @@ fastest one that it has heard of. The other is when its partners end the same ro
 of the delay, and who is earlier and not the fastest falls back by half of it. Islands tell each other the seconds that
 have passed since, so that no two clocks are compared, and what holds all of them up alike, as an evaluation does,
 changes nothing.
+
+Islands that do not keep pace, as they are as fast as each other, take every step all the same. Chance alone drives
+those apart, a hiccup here and there, until they would not meet any more. So who is earlier than a partner gives way:
+it pauses before its next inner steps, at a quarter of its speed, until its lead is gone or it hears from one that is
+not late. So corrections come late by few steps. For a partner of less than half of its speed that would be in vain,
+and one that is away says nothing to give way to.
 """
 
 import math
 import statistics
 from collections import deque
+from typing import NamedTuple
 
 from noloco_jax.islands.protocol.headers import Speed, Timing
 
 STEPS_KEPT = 16  # whose median is the island's speed
 STEPS_NEEDED = 4
 ROUNDS_KNOWN = 16  # for which another island's speed is believed
+ENDS_KEPT = 64  # rounds; who asks for an older one is too far away to be waited for
 LONGEST_STRIDE = 64  # steps of the schedule that one inner step may stand for
-SHARE = 0.5  # of a delay; the partner makes up for the other half, where it can
+SHARE = 0.5  # of a delay, where the partner makes up for the other half
+MOST_GIVEN = 3.0  # inner steps, before each
+MOST_UNEQUAL = 2.0  # times the own inner step: that of the slowest partner to give way to
+
+
+class _End(NamedTuple):
+    """When a round was ended, what `made_up` was then, and the inner steps behind it."""
+
+    time: float
+    made_up: float
+    steps: int
 
 
 class Pace:
@@ -29,7 +47,7 @@ class Pace:
 
     Args:
       name: of the island.
-      is_kept: whether islands keep pace; else every inner step stands for one, and nothing is told.
+      is_kept: whether islands keep pace; else every inner step stands for one, and the first give way.
 
     Attributes:
       made_up: steps of the schedule that catching up has added so far; below 0 where it has fallen back.
@@ -42,18 +60,20 @@ class Pace:
         self._others: dict[str, Speed] = {}
         self._carry = 0.0  # of a stride that was no whole number
         self._behind = 0.0  # steps of the schedule to make up for
+        self._ends: dict[int, _End] = {}
+        self._steps = 0  # inner steps that were begun
+        self._paused = 0.0  # seconds, in front of the inner step that is under way
         self.made_up = 0.0
 
     def stride(self, now: float, most: int) -> int:
         """Steps of the schedule, from 1 to `most`, that the inner step which begins now is to stand for."""
-        if not self._is_kept:
-            return 1
         if self._last is not None:
-            self._seconds.append(now - self._last)
-        self._last = now
-        if len(self._seconds) < STEPS_NEEDED:
+            self._seconds.append(now - self._last - self._paused)
+        self._last, self._paused = now, 0.0
+        self._steps += 1
+        own, fastest = self._own_seconds(), self._fastest_seconds()
+        if not self._is_kept or not own:
             return 1
-        own, fastest = statistics.median(self._seconds), self._fastest_seconds()
         even = min(own / fastest, LONGEST_STRIDE) if fastest > 0 else 1.0
         extra = min(max(self._behind, 1.0 - even), even)
         self._behind -= extra
@@ -63,20 +83,26 @@ class Pace:
         self._carry = min(wanted - stride, even)  # what `most` leaves over shows as a delay
         return stride
 
-    def timing(self, ended: float, now: float, round: int) -> Timing | None:
-        """What a partner is told.
+    def pause(self) -> float:
+        """Seconds to let pass before the next inner step, for partners that are later."""
+        if self._is_kept or self._behind >= 0:
+            return 0.0
+        given = min(-self._behind, MOST_GIVEN)
+        self._behind += given
+        self._paused = given * self._own_seconds()
+        return self._paused
 
-        Args:
-          ended: when the round ended whose messages are exchanged.
-          now: the time.
-          round: the last one that was ended.
-        """
-        if not self._is_kept:
+    def round_ended(self, round: int, now: float) -> None:
+        self._ends[round] = _End(now, self.made_up, self._steps)
+        self._ends = {known: end for known, end in self._ends.items() if known > round - ENDS_KEPT}
+
+    def timing(self, round: int, now: float) -> Timing | None:
+        """What a partner is told of this round; nothing of one that was ended before the last start."""
+        if round not in self._ends:
             return None
-        if len(self._seconds) < STEPS_NEEDED:
-            return Timing(now - ended, None, self._fastest(None))
-        own = Speed(self._name, statistics.median(self._seconds), round)
-        return Timing(now - ended, own, self._fastest(own))
+        seconds = self._own_seconds()
+        own = Speed(self._name, seconds, max(self._ends)) if seconds else None
+        return Timing(now - self._ends[round].time, own, self._fastest(own))
 
     def hear(self, timing: Timing | None, round: int) -> None:
         """Another island, met or not, tells of speeds; `round` is the last one that was ended here."""
@@ -90,23 +116,42 @@ class Pace:
                 self._others[speed.name] = speed
         self._others = {name: speed for name, speed in self._others.items() if speed.round >= round - ROUNDS_KNOWN}
 
-    def meet(self, timing: Timing | None, ended: float, made_up: float, now: float) -> None:
-        """A partner tells when it ended a round that ended here at `ended`, `made_up` being what it was then."""
-        fastest = self._fastest_seconds()
-        if timing is not None and fastest > 0:
-            late = (timing.ago - (now - ended)) / fastest
-            self._behind = SHARE * (late - (self.made_up - made_up))
+    def meet(self, round: int, timing: Timing | None, now: float, delay: float) -> None:
+        """The partner of a round tells when it ended it; nothing follows where that is not known of this side.
+
+        Args:
+          round: which.
+          timing: what it tells.
+          now: the time.
+          delay: seconds that its word may have been on its way.
+        """
+        unit = self._fastest_seconds() if self._is_kept else self._own_seconds()
+        if timing is None or round not in self._ends or not unit:
+            return
+        end = self._ends[round]
+        if self._is_kept:
+            late = (timing.ago - (now - end.time)) / unit
+            self._behind = SHARE * (late - (self.made_up - end.made_up))
+            return
+        # In steps, not by the clock: who was held up itself has not been ahead meanwhile.
+        ahead = self._steps - end.steps - (timing.ago + delay) / unit
+        in_vain = timing.own is None or timing.own.seconds > MOST_UNEQUAL * unit
+        self._behind = 0.0 if in_vain else -ahead
 
     def restart(self) -> None:
         """At another island's weights: what was late is past."""
         self._last = None
-        self._carry = self._behind = 0.0
+        self._carry = self._behind = self._paused = 0.0
+        self._ends.clear()
+
+    def _own_seconds(self) -> float:
+        """Of an inner step; 0 where that is not known yet."""
+        return statistics.median(self._seconds) if len(self._seconds) >= STEPS_NEEDED else 0.0
 
     def _fastest_seconds(self) -> float:
         """Of an inner step of the fastest; 0 where not even the own ones are known."""
-        if len(self._seconds) < STEPS_NEEDED:
-            return 0.0
-        return min([statistics.median(self._seconds), *(speed.seconds for speed in self._others.values())])
+        own = self._own_seconds()
+        return min([own, *(speed.seconds for speed in self._others.values())]) if own else 0.0
 
     def _fastest(self, own: Speed | None) -> Speed | None:
         speeds = [*([] if own is None else [own]), *self._others.values()]

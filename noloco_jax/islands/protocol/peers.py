@@ -23,6 +23,7 @@ class Peer:
       wrong: what it finds wrong with this island, or nothing.
       broken: broken messages in a row.
       quarantined_until: the round in which it may be met again.
+      delay: seconds until its last answer to an offer came: as long as its own offers may be on their way.
       transfers: how long exchanges with it took.
     """
 
@@ -34,6 +35,7 @@ class Peer:
     wrong: str | None = None
     broken: int = 0
     quarantined_until: int = 0
+    delay: float = 0.0
     transfers: Transfers = field(default_factory=Transfers)
 
     def told(self, incarnation: int, round: int, now: float) -> None:

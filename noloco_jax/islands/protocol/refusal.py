@@ -29,7 +29,9 @@ def refusal(
         return Done(Outcome.ABORTED)
     if meeting is None:
         is_recent = context.round - context.settings.patience < xid.round <= context.round
-        return NotPartner("no message of that round is left") if is_recent else AtRound(context.round)
+        if is_recent:
+            return NotPartner("no message of that round is left")
+        return AtRound(context.round, context.pace.timing(context.round, context.now))
     if xid.fragment not in meeting.left:
         return Done(Outcome.ABORTED)  # it was given up here
     if is_in_doubt or _prefers_its_own(context, meeting, xid):

@@ -1,0 +1,179 @@
+"""Checkpoints of islands made of those of one program, and the other way round: islands hold a replica each.
+
+Both ways, the state of all replicas is in this machine's memory for a while.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from noloco_jax.config import CONFIG_FILE, MeshConfig, TrainConfig, load_saved, save_config
+from noloco_jax.data import renumbered
+from noloco_jax.errors import UserError
+from noloco_jax.islands.roster import Roster
+from noloco_jax.model.huggingface import check_new_folder
+from noloco_jax.run import elastic
+from noloco_jax.run.checkpoint import Checkpointer
+from noloco_jax.run.island import Membership, common_values
+from noloco_jax.run.totals import Totals
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import Programs, TrainState, build_programs
+
+Tell = Callable[[str], None]
+
+
+def scatter(workdir: Path, config: TrainConfig, roster: Roster, out: Path, tell: Tell) -> None:
+    """Makes a folder for each island of the newest checkpoint of a run: island i goes on from replica i.
+
+    Args:
+      workdir: of the run, which need not have as many replicas where `config.elastic` says what becomes of them.
+      config: of the islands.
+      roster: of the islands.
+      out: gets a folder of each island's name.
+      tell: is given lines for people.
+
+    Raises `UserError` where islands cannot go on from it, before anything is written.
+    """
+    for name in roster.names:
+        Membership(roster, name, None).check(config)
+        check_new_folder(out / name)
+    checkpoints = Checkpointer(workdir, config, read_only=True)
+
+    def read(step: int | None) -> tuple[int, TrainState, list[dict], Totals]:
+        if step is None:
+            raise UserError(f"{workdir} holds no checkpoint: train first, or give another folder")
+        elastic.check_elastic(config, checkpoints.saved_shape(step))
+        positions = elastic.data_positions(checkpoints, step, config.num_replicas)
+        return step, _state(checkpoints, step, config, _flat_programs(config)), positions, checkpoints.totals(step)
+
+    step, whole, positions, totals = checkpoints.read_newest(read)
+    checkpoints.close()
+    for replica, name in enumerate(roster.names):
+        state = jax.tree.map(lambda x, replica=replica: x[replica : replica + 1] if x.ndim else x, whole)
+        _write(out / name, config, step, state, {0: positions[replica]}, totals.of_each(config.num_replicas))
+        tell(f"{out / name}: replica {replica} after step {step}, for the --workdir of {name}")
+
+
+def gather(workdirs: Sequence[Path], out: Path, tell: Tell) -> None:
+    """Makes a run of one program of islands that have ended, at the newest step of which all have a checkpoint.
+
+    The run has as many replicas as there are folders, in the order of the roster. What an island that is left out had
+    yet to read of the epochs that the others have begun is not read in them.
+
+    Raises `UserError` where the folders do not belong together, before anything is written.
+    """
+    configs = configs_of_islands(workdirs)
+    check_new_folder(out)
+    parts = _parts(configs)
+    if len(parts) < 2:
+        raise UserError("--workdirs names one island, and one program has more: give those of others too")
+    number = parts[0].position["num_replicas"]
+    for part in parts:
+        tell(f"{part.workdir}: replica {part.position['replica']} of {number} after step {part.step}")
+    missing = sorted(set(range(number)) - {part.position["replica"] for part in parts})
+    if missing:
+        tell(f"without replica {', '.join(map(str, missing))}: nobody reads on in its share of the data this epoch")
+    config = replace(next(iter(configs.values())), num_replicas=len(parts))
+    data = {i: renumbered(part.position, i, len(parts)) for i, part in enumerate(parts)}
+    state = jax.tree.map(_together, *(part.state for part in parts))
+    _write(out, config, parts[0].step, state, data, Totals.of_all([part.totals for part in parts]))
+    goes_on = f"python -m noloco_jax.train --config={out / CONFIG_FILE} --workdir={out} goes on"
+    tell(f"{out}: {len(parts)} replicas after step {parts[0].step}; {goes_on}")
+
+
+def configs_of_islands(workdirs: Sequence[Path]) -> Mapping[Path, TrainConfig]:
+    """The configuration of each folder. Raises `UserError` where one's model or run is another than the first one's."""
+    if len({workdir.absolute() for workdir in workdirs}) < len(workdirs):
+        raise UserError("--workdirs names a folder twice: give each once")
+    configs = {workdir: load_saved(workdir) for workdir in workdirs}
+    first, common = workdirs[0], common_values(configs[workdirs[0]])
+    for workdir, config in configs.items():
+        for field, value in common_values(config).items():
+            if value != common[field]:
+                raise UserError(
+                    f"{workdir} and {first} do not belong together, their {field} differs: give folders of one run"
+                )
+    return configs
+
+
+class _Part(NamedTuple):
+    """An island's checkpoint."""
+
+    workdir: Path
+    step: int
+    position: dict[str, Any]
+    state: TrainState
+    totals: Totals
+
+
+def _parts(configs: Mapping[Path, TrainConfig]) -> list[_Part]:
+    """The islands' checkpoints of the newest step that all have, in the order of their replicas."""
+    opened = {workdir: Checkpointer(workdir, config, read_only=True) for workdir, config in configs.items()}
+    step = _newest_common({workdir: checkpoints.steps() for workdir, checkpoints in opened.items()})
+    parts: dict[int, _Part] = {}
+    for workdir, checkpoints in opened.items():
+        own = replace(configs[workdir], num_replicas=1)
+        count = checkpoints.saved_shape(step).num_replicas
+        if count != 1:
+            raise UserError(f"{workdir} holds {count} replicas and is no island's: give folders of islands")
+        (position,) = checkpoints.positions(step)
+        twin = parts.get(position["replica"])
+        if twin is not None:
+            raise UserError(f"{workdir} and {twin.workdir} are both of replica {position['replica']}: give one of them")
+        state = _state(checkpoints, step, own, _flat_programs(own))
+        parts[position["replica"]] = _Part(workdir, step, position, state, checkpoints.totals(step))
+        checkpoints.close()
+    first, *others = (parts[replica] for replica in sorted(parts))
+    for other in others:
+        for what in ("num_replicas", "source"):
+            if other.position[what] != first.position[what]:
+                raise UserError(
+                    f"the data of {other.workdir} and {first.workdir} are divided or made otherwise, "
+                    f"{what} {other.position[what]} and {first.position[what]}: one program reads what all have alike"
+                )
+    return [first, *others]
+
+
+def _newest_common(steps: Mapping[Path, Sequence[int]]) -> int:
+    """The newest step that all have."""
+    common = set.intersection(*map(set, steps.values()))
+    if not common:
+        there = "; ".join(f"{workdir} {', '.join(map(str, sorted(have))) or 'none'}" for workdir, have in steps.items())
+        raise UserError(
+            f"there is no step of which all folders have a checkpoint ({there}): let the islands train on to one that "
+            "checkpoint_every divides, or keep more with --config.keep_checkpoints"
+        )
+    return max(common)
+
+
+def _flat_programs(config: TrainConfig) -> Programs:
+    """For the shapes of a state that lies on this machine's processor alone, whatever the mesh of the run."""
+    flat = replace(config, mesh=MeshConfig(replica=1, stage=1, fsdp=1, tensor=1))
+    return build_programs(flat, make_mesh(flat, jax.devices()[:1]))
+
+
+def _state(checkpoints: Checkpointer, step: int, config: TrainConfig, programs: Programs) -> TrainState:
+    """As numpy arrays with the replicas in front."""
+    return jax.tree.map(np.asarray, elastic.restore(checkpoints, step, config, programs)[0])
+
+
+def _together(*parts: np.ndarray) -> np.ndarray:
+    """An array of all replicas; scalars are common to them."""
+    if parts[0].ndim:
+        return np.concatenate(parts)
+    if any(part != parts[0] for part in parts):
+        counts = ", ".join(map(str, parts))
+        raise UserError(f"the islands have different outer steps behind them ({counts}): give folders of one run")
+    return parts[0]
+
+
+def _write(
+    workdir: Path, config: TrainConfig, step: int, state: TrainState, data: dict[int, dict], totals: Totals
+) -> None:
+    with Checkpointer(workdir, config) as checkpoints:
+        checkpoints.save(step, state, data, totals)
+    save_config(config, workdir)

@@ -1,0 +1,101 @@
+"""Real processes: a run of one program goes on as islands, and islands as a run of one program."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from noloco_jax import island
+from support.events import shown
+from support.islands import free_ports
+from support.paths import ROOT
+from support.processes import environment, finish, metrics, report, trained, weights, write_config
+
+NAMES = ("paris", "berlin")
+COMMON = ("--config.num_replicas=2", "--config.keep_checkpoints=9")
+
+
+def cut(workdir: Path, step: int) -> None:
+    """Takes a run back to a checkpoint, as if it had been stopped there."""
+    for folder in (workdir / "checkpoints").iterdir():
+        if folder.name.isdigit() and int(folder.name) > step:
+            shutil.rmtree(folder)
+
+
+def train_islands(config: Path, roster: Path, folder: Path) -> list[Path]:
+    """Trains both to the end, each exchange waited for; returns their folders."""
+    processes = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "noloco_jax.island", "train", f"--config={config}", f"--roster={roster}"),
+                *(f"--name={name}", f"--workdir={folder / name}", "--at_once", *COMMON),
+            ],
+            env=environment(config),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for name in NAMES
+    ]
+    results = finish(processes)
+    assert [status for status, _ in results] == [0, 0], report(results)
+    return [folder / name for name in NAMES]
+
+
+class Crossed(NamedTuple):
+    """The workdir of a run of one program, and those of the islands that went on from its step 8."""
+
+    config: Path
+    whole: Path
+    islands: list[Path]
+
+
+@pytest.fixture(scope="module")
+def crossed(tmp_path_factory) -> Crossed:
+    folder = tmp_path_factory.mktemp("crossed")
+    config = write_config(tmp_path_factory.mktemp("config"))
+    whole = trained(config, "whole", *COMMON)
+    run = shutil.copytree(whole, folder / "run")
+    cut(run, 8)
+    roster = folder / "roster.toml"
+    islands = [
+        f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{port}"\n'
+        for name, port in zip(NAMES, free_ports(2), strict=True)
+    ]
+    roster.write_text('run = "test"\n' + "".join(islands))
+    out = folder / "islands"
+    assert island.main(["scatter", f"--workdir={run}", f"--roster={roster}", f"--out={out}"]) == 0
+    return Crossed(config, whole, train_islands(config, roster, out))
+
+
+@pytest.mark.parametrize("step", [24, 16], ids=["at-the-end", "on-the-way"])
+def test_from_one_program_to_islands_and_back_the_weights_are_those_of_one_program(crossed, tmp_path, step):
+    folders = [shutil.copytree(folder, tmp_path / folder.name) for folder in crossed.islands]
+    for folder in folders:
+        cut(folder, step)
+    together = crossed.config.parent / f"together{step}"
+    assert island.main(["gather", "--workdirs", *map(str, folders), f"--out={together}"]) == 0
+    trained(crossed.config, together.name, *COMMON)
+    found, expected = weights(together), weights(crossed.whole)
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=2e-5, err_msg=name)
+    perplexity = metrics(crossed.whole)[-1]["perplexity"]
+    assert metrics(together)[-1]["perplexity"] == pytest.approx(perplexity, rel=1e-4)
+
+
+def test_metrics_and_tensorboard_tell_of_every_exchange(crossed):
+    for folder in crossed.islands:
+        lines = [line for line in metrics(folder) if line["kind"] == "exchange"]
+        assert [line["round"] for line in lines] == [2, 3, 4, 5]
+        for number, line in enumerate(lines, start=1):
+            assert (line["outcome"], line["lag"], line["one_sided"], line["one_sided_commits"]) == ("met", 0, False, 0)
+            assert (line["participation"], line["committed"], line["due"]) == (1, number, number)
+            assert line["seconds_exposed"] > 0 and 0 < line["goodput"] <= 1
+        there = {(step, tag) for step, tag, _ in shown(folder)}
+        names = ("participation", "lag", "one_sided_commits", "seconds_exposed", "goodput")
+        assert {(line["step"], f"exchange/{name}") for line in lines for name in names} <= there

@@ -1,0 +1,166 @@
+"""Islands of equal speed: they begin together, stay together by giving way to each other, and nobody heals."""
+
+import dataclasses
+import random
+
+import pytest
+
+from noloco_jax.islands.protocol.headers import Speed, Timing
+from noloco_jax.islands.protocol.pace import MOST_GIVEN, MOST_UNEQUAL, Pace
+from noloco_jax.islands.protocol.settings import Settings
+from support.island_world import ROUND, World
+
+SETTINGS = Settings(answer_seconds=3.0, state_seconds=30.0)
+STEPS = 50  # of a round
+ROUNDS = 120
+
+
+def apart(world: World, round: int) -> float:
+    """Seconds from the first to the last end of a round."""
+    ends = [node.ends[round] for node in world.nodes.values()]
+    return max(ends) - min(ends)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_nobody_heals_however_long_each_compiles_and_whatever_holds_it_up_for_a_moment(count, seed):
+    """Held up now and then for half a round, which would drive them apart by several rounds."""
+    chance = random.Random(seed)
+    preparing = [chance.uniform(0, 6 * ROUND) for _ in range(count)]
+    world = World(count, seed=seed, durations=[ROUND] * count, steps=STEPS, settings=SETTINGS, preparing=preparing)
+    for node in world.nodes.values():
+        for _ in range(ROUNDS // 10):
+            begin = chance.uniform(max(preparing) + ROUND, ROUNDS * ROUND)
+            world.at(begin, setattr, node, "stopped_until", begin + 0.5 * ROUND)
+    world.run(ROUNDS * ROUND).finish()
+    nodes = world.nodes.values()
+    assert not any(node.heals for node in nodes)
+    last = min(max(node.ends) for node in nodes)
+    assert world.participation(0, last - 1) == 1
+    assert all(node.all_steps == node.position for node in nodes)  # every step was taken
+    assert sum(apart(world, round) for round in range(last)) / last < ROUND
+
+
+@pytest.mark.parametrize(("reach_seconds", "heals"), [(5 * ROUND, 0), (0.0, 1)])
+def test_who_is_held_up_for_rounds_is_given_way_to_within_the_reach_and_heals_beyond_it(reach_seconds, heals):
+    settings = dataclasses.replace(SETTINGS, reach_seconds=reach_seconds)
+    world = World(3, durations=[ROUND] * 3, steps=STEPS, settings=settings)
+    world.at(20.2 * ROUND, setattr, world.nodes["i1"], "stopped_until", 23.2 * ROUND)
+    world.run(45 * ROUND).finish()
+    assert [len(node.heals) for node in world.nodes.values()] == [0, heals, 0]
+    last = min(max(node.ends) for node in world.nodes.values())
+    assert apart(world, last) < 0.2 * ROUND
+    assert world.participation(last - 9, last) == 1
+    assert max(node.paused for node in world.nodes.values()) < 4 * ROUND
+
+
+def test_who_is_rounds_ahead_of_all_others_is_among_them_again():
+    """Nobody is late then but itself, and none of the others has anything to heal from."""
+    world = World(4, durations=[ROUND] * 4, steps=STEPS, settings=SETTINGS)
+    for name in ("i0", "i1", "i3"):
+        world.at(10.2 * ROUND, setattr, world.nodes[name], "stopped_until", 15.2 * ROUND)
+    world.run(40 * ROUND).finish()
+    assert not any(node.heals for node in world.nodes.values())
+    last = min(max(node.ends) for node in world.nodes.values())
+    assert apart(world, last) < 0.2 * ROUND
+    assert world.participation(last - 9, last) == 1
+
+
+def test_islands_that_compile_for_different_times_begin_together():
+    world = World(4, durations=[ROUND] * 4, preparing=[1.0, 20.0, 50.0, 7.0]).run(100.0).finish()
+    assert apart(world, 0) < 0.2
+    assert min(node.ends[0] for node in world.nodes.values()) == pytest.approx(50.0 + ROUND, abs=1.0)
+
+
+def test_nobody_waits_longer_than_was_said_for_one_that_is_never_ready():
+    world = World(3, durations=[ROUND] * 3, preparing=[1.0, 2.0, 1000.0], settings=SETTINGS)
+    world.run(SETTINGS.start_seconds + 30.0)
+    begun = [node.ends[0] - ROUND for node in world.nodes.values() if node.ends]
+    assert len(begun) == 2 and max(begun) < SETTINGS.start_seconds + 2.0 + SETTINGS.answer_seconds + 1.0
+
+
+@pytest.mark.parametrize("action", ["kill", "vanish"])
+def test_who_dies_while_it_compiles_is_not_waited_for(action):
+    world = World(3, durations=[ROUND] * 3, preparing=[1.0, 2.0, 60.0], settings=SETTINGS, downtime=None)
+    world.at(5.0, world.crash, world.nodes["i2"], action)
+    world.run(60.0)
+    ends = [world.nodes[name].ends[0] for name in ("i0", "i1")]
+    assert max(ends) < ROUND + 5.0 + 3 * SETTINGS.answer_seconds
+    assert max(ends) - min(ends) < 2 * SETTINGS.answer_seconds
+
+
+def test_who_starts_while_others_train_takes_weights_that_are_not_older_than_its_compiling():
+    world = World(4, durations=[ROUND] * 4, preparing=[1.0, 1.0, 1.0, 45.0], settings=SETTINGS, downtime=20.0)
+    world.run(80.0)
+    world.crash(world.nodes["i3"], "lose disk")
+    world.run(250.0).finish()
+    (heal,) = world.nodes["i3"].heals
+    at = 80.0 + 20.0 + 45.0
+    expected = sum(time < at for time in world.nodes["i0"].ends.values()) - 1
+    assert abs(heal.round - expected) <= 1
+
+
+def steps(pace: Pace, now: float, count: int) -> float:
+    """The time after so many steps of a second."""
+    for _ in range(count):
+        pace.stride(now, 1)
+        now += 1.0
+    return now
+
+
+def met(pace: Pace, lead: int, *, ago: float = 0.0, theirs: float = 1.0, delay: float = 0.0) -> float:
+    """The time so many steps after the end of round 0, when its partner comes, that has ended it so long ago.
+
+    It takes `theirs` for a step.
+    """
+    now = steps(pace, 0.0, 10)
+    pace.round_ended(0, now)
+    now = steps(pace, now, lead)
+    pace.meet(0, Timing(ago, Speed("other", theirs, 0), None), now, delay)
+    return now
+
+
+def pauses(pace: Pace, now: float) -> list[float]:
+    """Before each of the next steps, of a second."""
+    given = []
+    for _ in range(100):
+        given.append(pace.pause())
+        now += given[-1]
+        assert pace.stride(now, 1) == 1
+        now += 1.0
+    return given
+
+
+def test_who_is_first_gives_way_until_its_lead_is_gone_at_a_quarter_of_its_speed():
+    pace = Pace("me", is_kept=False)
+    given = pauses(pace, met(pace, lead=6, ago=2.0))
+    assert sum(given) == pytest.approx(4.0)
+    assert max(given) == pytest.approx(MOST_GIVEN)
+
+
+def test_who_is_last_pauses_for_nobody():
+    pace = Pace("me", is_kept=False)
+    assert not any(pauses(pace, met(pace, lead=0, ago=6.0)))
+
+
+def test_a_word_that_was_long_on_its_way_is_no_lead():
+    pace = Pace("me", is_kept=False)
+    assert sum(pauses(pace, met(pace, lead=6, delay=5.0))) == pytest.approx(1.0)
+
+
+def test_who_was_held_up_itself_has_no_lead():
+    pace = Pace("me", is_kept=False)
+    now = steps(pace, 0.0, 10)
+    pace.round_ended(0, now)
+    pace.meet(0, Timing(0.0, Speed("other", 1.0, 0), None), now + 100.0, 0.0)  # sent long ago, and read now
+    assert not any(pauses(pace, now + 100.0))
+
+
+def test_nobody_gives_way_to_a_partner_of_less_than_half_of_the_speed():
+    pace = Pace("me", is_kept=False)
+    assert not any(pauses(pace, met(pace, lead=6, theirs=1.01 * MOST_UNEQUAL)))
+
+
+def test_islands_that_keep_pace_never_pause():
+    pace = Pace("me")
+    assert not any(pauses(pace, met(pace, lead=6)))

@@ -1,0 +1,157 @@
+"""Islands of several devices, whose weights and outer states lie in several ways: those of one program."""
+
+import itertools
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from noloco_jax import draws
+from noloco_jax.config import TrainConfig, from_dict
+from noloco_jax.errors import UserError
+from noloco_jax.islands.results import Healed
+from noloco_jax.islands.roster import Address, Island, Roster
+from noloco_jax.run.island import Membership, begin, open_station, steps_of
+from noloco_jax.spmd.batches import place_batch
+from noloco_jax.spmd.compile import compile_programs
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import Programs, TrainState, shardings_of
+from noloco_jax.spmd.solo import build_solo
+from support.islands import free_ports
+from support.sites import side_by_side
+
+NAMES = ("paris", "berlin")
+CONFIG = from_dict(
+    {
+        "num_replicas": 2,
+        "num_steps": 9,  # two replicas are equal after an outer step
+        "model": {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2},
+        "inner": {"lr": 1e-2, "warmup_steps": 2, "eps": 1e-4},
+        "outer": {"sync_every": 2},
+        "data": {"sequence_length": 8, "batch_size": 2},
+    }
+)
+PROGRAMS = ("inner_step", "outer_step")
+
+
+def laid_out(offload: bool = False, **sizes: int) -> TrainConfig:
+    return replace(CONFIG, outer=replace(CONFIG.outer, offload=offload), mesh=replace(CONFIG.mesh, **sizes))
+
+
+def inner(programs: Programs, state: TrainState, step: int, replicas: range) -> TrainState:
+    """An inner step of some replicas, on batches that are a function of step and replica alone."""
+    size = CONFIG.data.batch_size, CONFIG.data.sequence_length
+    numbers = [np.random.default_rng([step, replica]).integers(0, 259, (2, *size)) for replica in replicas]
+    batch = {i: {"input_ids": x[0], "labels": x[1]} for i, x in enumerate(x.astype(np.int32) for x in numbers)}
+    params, moments, _ = programs.inner_step(
+        state.params, state.inner, place_batch(batch, programs.batch), np.int32(step)
+    )
+    return TrainState(params, moments, state.outer)
+
+
+def trained_together(config: TrainConfig) -> TrainState:
+    """By one program of two replicas."""
+    programs = compile_programs(config, make_mesh(config, jax.devices()[:2]), only=PROGRAMS)
+    assert programs.outer_step is not None
+    state = programs.init(draws.key(config.seed))
+    for step in range(1, config.num_steps + 1):
+        state = inner(programs, state, step, range(2))
+        if step % config.outer.sync_every == 0:
+            params, outer = programs.outer_step(state.params, state.outer)
+            state = TrainState(params, state.inner, outer)
+    return jax.device_get(state)
+
+
+def trained_as_islands(configs: list[TrainConfig], folder: Path) -> list[TrainState]:
+    """By an island for each configuration, on devices of its own, each exchange waited for."""
+    addresses = [Address("127.0.0.1", port) for port in free_ports(2)]
+    roster = Roster("test", tuple(map(Island, NAMES, addresses)))
+    devices = iter(jax.devices())
+    final: dict[int, TrainState] = {}
+
+    def train(replica: int, config: TrainConfig, devices: list[Any]) -> None:
+        member = Membership(roster, NAMES[replica], None, at_once=True)
+        member.check(config)
+        own = member.own(config)
+        programs = compile_programs(own, make_mesh(own, devices), only=PROGRAMS[:1])
+        solo = build_solo(own, programs)
+        station = open_station(
+            member, config, solo, programs, None, folder / NAMES[replica], lambda: False, lambda line: None
+        )
+        assert station is not None
+        assert begin(station, folder / NAMES[replica], lambda: False)
+        island = steps_of(member, own, station, solo, programs)
+        state, seconds = programs.init(draws.key(config.seed)), -time.perf_counter()
+        for step in range(1, config.num_steps + 1):
+            state = inner(programs, state, step, range(replica, replica + 1))
+            assert shardings_of(state.outer) == shardings_of(programs.resting.outer)
+            state = island.take(state, step, int(step % config.outer.sync_every == 0))
+        seconds += time.perf_counter()
+        met, _ = station.take_met()
+        assert [one.outcome for one in met] == ["met"] * 4
+        assert 0 < island.seconds_exposed < seconds
+        final[replica] = jax.device_get(state)
+        copies = [np.asarray(9, np.int64), *jax.tree.leaves(final[replica])]
+        healed, _ = island.healed(Healed("other", 3, copies).arrays)
+        jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail("elsewhere"), healed, programs.resting)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(healed), final[replica])
+        station.close()
+
+    works = []
+    for replica, config in enumerate(configs):
+        own_devices = list(itertools.islice(devices, config.mesh.fsdp * config.mesh.tensor))
+        works.append(lambda replica=replica, config=config, own=own_devices: train(replica, config, own))
+    side_by_side(*works)
+    return [final[replica] for replica in range(2)]
+
+
+@pytest.fixture(scope="module")
+def together() -> TrainState:
+    return trained_together(CONFIG)
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [{"fsdp": 2}, {"fsdp": 2}],
+        [{"tensor": 2}, {"fsdp": 2, "tensor": 2}],
+        [{"fsdp": 2, "offload": True}, {"offload": True}],
+    ],
+    ids=["fsdp", "each-its-own", "offloaded"],
+)
+def test_islands_of_any_layout_have_the_states_of_one_program(tmp_path, together, layouts):
+    found = trained_as_islands([laid_out(**layout) for layout in layouts], tmp_path)
+    for path, expected in jax.tree.leaves_with_path(together):
+        for replica in range(2):
+            mine = dict(jax.tree.leaves_with_path(found[replica]))[path]
+            row = slice(replica, replica + 1) if expected.ndim else ()
+            np.testing.assert_allclose(mine, expected[row], rtol=5e-4, atol=5e-6, err_msg=str((replica, path)))
+    embed = np.asarray(together.params["embed"])
+    assert np.abs(embed[0] - embed[1]).max() > 1e-4  # they are no copies of each other
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("delay", 1, "whose corrections enter when they come, late by themselves: give --config.outer.delay=0"),
+        ("moments", 4, "which exchange weights alone: give --config.outer.moments=0"),
+        ("final_merge", True, "`island merge` makes it: give --config.outer.final_merge=False"),
+        ("group_size", 1, "they meet in pairs: give --config.outer.group_size=2"),
+    ],
+)
+def test_an_outer_step_that_is_not_for_islands_is_refused_with_the_reason(field, value, why):
+    config = replace(CONFIG, outer=replace(CONFIG.outer, **{field: value}))
+    roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in NAMES))
+    with pytest.raises(UserError, match=f"outer.{field}={value} is not for islands, .*{re.escape(why)}$"):
+        Membership(roster, "paris", None).check(config)
+
+
+def test_pipeline_stages_are_refused_with_the_reason():
+    roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in NAMES))
+    with pytest.raises(UserError, match=r"mesh.stage=2 is not for islands, whose models mesh.fsdp and mesh.tensor"):
+        Membership(roster, "paris", None).check(laid_out(stage=2))
