@@ -32,12 +32,12 @@ def get_config(method="noloco"):
     config.model.num_kv_heads = 4
     config.model.vocab_size = 4096
 
-    config.inner = ConfigDict()
-    config.inner.lr = 6e-4
-    config.inner.min_lr = config.inner.get_oneway_ref("lr") / 10
-    config.inner.warmup_steps = 50
+    inner = config.inner = ConfigDict()
+    inner.lr = 6e-4
+    inner.min_lr = inner.get_oneway_ref("lr") / 10
+    inner.warmup_steps = 50
 
-    paper["use_method"](config, method)
+    paper["use_method"](config, inner, method, config.num_replicas)
 
     config.data = ConfigDict()
     config.data.kind = "c4"

@@ -36,30 +36,33 @@ def outer_config(method: str) -> ConfigDict:
     return config
 
 
-def use_method(config: ConfigDict, method: str) -> None:
-    """Sets what a method, or `best`, asks of a configuration that has its replicas and its `inner` fields for Adam."""
+def use_method(config: ConfigDict, inner: ConfigDict, method: str, replicas: int) -> None:
+    """Sets what a method, or `best`, asks of a configuration whose `inner` has the fields for Adam."""
     if method not in METHODS:
         raise ValueError(f"method {method!r} is none of {', '.join(METHODS)}")
     config.method = "noloco" if method == "best" else method
-    config.outer = outer_config(method)
+    config.outer = best_outer_config(replicas) if method == "best" else outer_config(method)
     if method == "best":
-        _use_best(config)
+        inner.optimizer = "muon"
+        inner.adam_lr = inner.lr  # of embedding, head and norms, as before
+        inner.lr = 0.02
+        inner.min_lr = inner.get_oneway_ref("lr") / 10
 
 
-def _use_best(config: ConfigDict) -> None:
-    """Muon inside, and few bits often: plain averages of eighths, in windows, with momentum of corrections."""
-    inner, outer, replicas = config.inner, config.outer, config.num_replicas
-    inner.optimizer = "muon"
-    inner.adam_lr = inner.lr  # of embedding, head and norms, as before
-    inner.lr = 0.02
-    inner.min_lr = inner.get_oneway_ref("lr") / 10
-
-    outer.lr, outer.consensus = 1.0, 1.0
-    outer.momentum, outer.momentum_of = 0.3, "corrections"
-    outer.sync_every = 5
-    outer.fragments = 8
-    outer.wire = "modulo4"
-    outer.order = "hypercube" if replicas & (replicas - 1) == 0 else "passes"
+def best_outer_config(replicas: int) -> ConfigDict:
+    """Few bits often: plain averages of eighths, in windows, with momentum of corrections."""
+    return ConfigDict(
+        {
+            "lr": 1.0,
+            "consensus": 1.0,
+            "momentum": 0.3,
+            "momentum_of": "corrections",
+            "sync_every": 5,
+            "fragments": 8,
+            "wire": "modulo4",
+            "order": "hypercube" if replicas & (replicas - 1) == 0 else "passes",
+        }
+    )
 
 
 def paper_config(argument: str, size: str, data: str) -> ConfigDict:
@@ -84,14 +87,14 @@ def paper_config(argument: str, size: str, data: str) -> ConfigDict:
     config.model.param_dtype = "float32"
     config.model.remat = remat
 
-    config.inner = ConfigDict()
-    config.inner.lr = lr
-    config.inner.min_lr = config.inner.get_oneway_ref("lr") / 10
-    config.inner.warmup_steps = 1000
-    config.inner.clip_norm = 1.0
-    config.inner.weight_decay = 0.0
+    inner = config.inner = ConfigDict()
+    inner.lr = lr
+    inner.min_lr = inner.get_oneway_ref("lr") / 10
+    inner.warmup_steps = 1000
+    inner.clip_norm = 1.0
+    inner.weight_decay = 0.0
 
-    use_method(config, method)
+    use_method(config, inner, method, options["replicas"])
 
     config.data = ConfigDict()
     config.data.kind = {"c4": "c4", "reddit": "parquet"}[data]
