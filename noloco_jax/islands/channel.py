@@ -16,6 +16,7 @@ from noloco_jax.islands.frames import Expects, Frame, drain, read_frame, write_f
 from noloco_jax.islands.peer_errors import Broken, Busy, Ended, Late, PeerError, Refused
 
 _GRACE_SECONDS = 5.0  # for the other side to say what went wrong, or to hear it
+_LEAST_SECONDS = 0.05  # for a goodbye
 
 # The errors that one island tells another, by name.
 _TOLD: dict[str, type[PeerError]] = {kind.__name__: kind for kind in (Refused, Busy, Broken)}
@@ -128,11 +129,13 @@ class Channel:
         overdue = threading.Timer(patience, self._cancel)
         overdue.daemon = True
         overdue.start()
-        goodbye = ("end", {}) if error is None else ("error", describe(error))
-        with contextlib.suppress(Exception):  # whatever has happened to the call, it is over
-            write_frame(self._writer, *goodbye)
-        with contextlib.suppress(Exception):
-            self._writer.done_writing()  # which the caller's side alone has
+        # A writer that is done just when its reader fails, as it does at the deadline, makes gRPC abort the process.
+        if patience > _LEAST_SECONDS:
+            goodbye = ("end", {}) if error is None else ("error", describe(error))
+            with contextlib.suppress(Exception):  # whatever has happened to the call, it is over
+                write_frame(self._writer, *goodbye)
+            with contextlib.suppress(Exception):
+                self._writer.done_writing()  # which the caller's side alone has
         # Flight frees what the thread reads from as soon as the call is over.
         self._thread.submit(self._read_rest)
         self._thread.shutdown(wait=True)

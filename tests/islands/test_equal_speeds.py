@@ -100,6 +100,15 @@ def test_who_starts_while_others_train_takes_weights_that_are_not_older_than_its
     assert abs(heal.round - expected) <= 1
 
 
+def test_nobody_waits_for_one_that_is_not_ready_where_others_train():
+    world = World(4, durations=[ROUND] * 4, preparing=[1.0, 1.0, 5.0, 60.0], settings=SETTINGS, downtime=20.0)
+    world.run(120.0)
+    for name in ("i2", "i3"):
+        world.crash(world.nodes[name], "lose disk")
+    world.run(160.0)
+    assert world.nodes["i2"].heals and not world.nodes["i3"].heals
+
+
 def steps(pace: Pace, now: float, count: int) -> float:
     """The time after so many steps of a second."""
     for _ in range(count):
@@ -154,6 +163,25 @@ def test_who_was_held_up_itself_has_no_lead():
     pace.round_ended(0, now)
     pace.meet(0, Timing(0.0, Speed("other", 1.0, 0), None), now + 100.0, 0.0)  # sent long ago, and read now
     assert not any(pauses(pace, now + 100.0))
+
+
+def test_who_has_other_work_for_a_while_is_given_way_to_as_it_is_usually_as_fast():
+    pace = Pace("slow", is_kept=False)
+    now = steps(pace, 0.0, 100)
+    for _ in range(50):
+        pace.stride(now, 1)
+        now += 5.0
+    pace.round_ended(0, now)
+    timing = pace.timing(0, now)
+    assert timing is not None and timing.own is not None and timing.own.seconds == pytest.approx(1.0)
+    other = Pace("me", is_kept=False)
+    now = steps(other, 0.0, 100)
+    other.round_ended(0, now)
+    for _ in range(20):  # idle cores, meanwhile
+        other.stride(now, 1)
+        now += 0.4
+    other.meet(0, timing, now, 0.0)
+    assert other.pause() > 0
 
 
 def test_nobody_gives_way_to_a_partner_of_less_than_half_of_the_speed():

@@ -60,12 +60,15 @@ class World:
         addresses = [Address("127.0.0.1", port) for port in free_ports(len(NAMES))]
         self.roster = Roster("test", tuple(map(Island, NAMES, addresses)))
 
+    def open(self, member: Membership) -> Station:
+        arguments = (None, self.folder / member.name, lambda: False, self.lines.append)
+        station = open_station(member, self.config, self.solo, self.programs, *arguments)
+        assert station is not None
+        return station
+
     def join(self, name: str, **options: Any) -> tuple[Station, IslandSteps]:
         member = Membership(self.roster, name, None, **options)
-        station = open_station(
-            member, self.config, self.solo, self.programs, None, self.folder / name, lambda: False, self.lines.append
-        )
-        assert station is not None
+        station = self.open(member)
         steps = steps_of(member, self.own, station, self.solo, self.programs)
         assert begin(station, self.folder / name, lambda: False)
         return station, steps
@@ -323,6 +326,16 @@ def test_a_configuration_that_islands_cannot_follow_is_told_in_a_line(changes, l
     roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in NAMES))
     with pytest.raises(UserError, match=re.escape(line)):
         Membership(roster, "paris", None).check(from_dict({"num_replicas": 4} | changes))
+
+
+def test_an_island_has_begun_when_it_may_train(world, tmp_path):
+    """One that is killed while it compiles has no weights to lose, and waits for nobody's when it starts again."""
+    world.begin(tmp_path)
+    station = world.open(Membership(world.roster, "paris", None))
+    assert not _incarnation(tmp_path / "paris")[1]
+    assert begin(station, tmp_path / "paris", lambda: False)
+    assert _incarnation(tmp_path / "paris")[1]
+    station.close()
 
 
 def test_every_start_has_a_larger_incarnation_than_all_before(tmp_path):

@@ -13,8 +13,8 @@ changes nothing.
 Islands that do not keep pace, as they are as fast as each other, take every step all the same. Chance alone drives
 those apart, a hiccup here and there, until they would not meet any more. So who is earlier than a partner gives way:
 it pauses before its next inner steps, at a quarter of its speed, until its lead is gone or it hears from one that is
-not late. So corrections come late by few steps. For a partner of less than half of its speed that would be in vain,
-and one that is away says nothing to give way to.
+not late. So corrections come late by few steps. For a partner of usually less than half of its speed that would be in
+vain, and one that is away says nothing to give way to.
 """
 
 import math
@@ -26,12 +26,13 @@ from noloco_jax.islands.protocol.headers import Speed, Timing
 
 STEPS_KEPT = 16  # whose median is the island's speed
 STEPS_NEEDED = 4
+USUAL_STEPS = 256  # whose median is its usual speed, whatever other work its machine has just now
 ROUNDS_KNOWN = 16  # for which another island's speed is believed
 ENDS_KEPT = 64  # rounds; who asks for an older one is too far away to be waited for
 LONGEST_STRIDE = 64  # steps of the schedule that one inner step may stand for
 SHARE = 0.5  # of a delay, where the partner makes up for the other half
 MOST_GIVEN = 3.0  # inner steps, before each
-MOST_UNEQUAL = 2.0  # times the own inner step: that of the slowest partner to give way to
+MOST_UNEQUAL = 2.0  # times the own usual inner step: that of the slowest partner to give way to
 
 
 class _End(NamedTuple):
@@ -56,6 +57,7 @@ class Pace:
     def __init__(self, name: str, is_kept: bool = True):
         self._name, self._is_kept = name, is_kept
         self._seconds: deque[float] = deque(maxlen=STEPS_KEPT)
+        self._all_seconds: deque[float] = deque(maxlen=USUAL_STEPS)
         self._last: float | None = None
         self._others: dict[str, Speed] = {}
         self._carry = 0.0  # of a stride that was no whole number
@@ -68,7 +70,9 @@ class Pace:
     def stride(self, now: float, most: int) -> int:
         """Steps of the schedule, from 1 to `most`, that the inner step which begins now is to stand for."""
         if self._last is not None:
-            self._seconds.append(now - self._last - self._paused)
+            seconds = now - self._last - self._paused
+            self._seconds.append(seconds)
+            self._all_seconds.append(seconds)
         self._last, self._paused = now, 0.0
         self._steps += 1
         own, fastest = self._own_seconds(), self._fastest_seconds()
@@ -100,7 +104,7 @@ class Pace:
         """What a partner is told of this round; nothing of one that was ended before the last start."""
         if round not in self._ends:
             return None
-        seconds = self._own_seconds()
+        seconds = self._own_seconds() if self._is_kept else self._usual_seconds()
         own = Speed(self._name, seconds, max(self._ends)) if seconds else None
         return Timing(now - self._ends[round].time, own, self._fastest(own))
 
@@ -135,7 +139,7 @@ class Pace:
             return
         # In steps, not by the clock: who was held up itself has not been ahead meanwhile.
         ahead = self._steps - end.steps - (timing.ago + delay) / unit
-        in_vain = timing.own is None or timing.own.seconds > MOST_UNEQUAL * unit
+        in_vain = timing.own is None or timing.own.seconds > MOST_UNEQUAL * self._usual_seconds()
         self._behind = 0.0 if in_vain else -ahead
 
     def restart(self) -> None:
@@ -147,6 +151,9 @@ class Pace:
     def _own_seconds(self) -> float:
         """Of an inner step; 0 where that is not known yet."""
         return statistics.median(self._seconds) if len(self._seconds) >= STEPS_NEEDED else 0.0
+
+    def _usual_seconds(self) -> float:
+        return statistics.median(self._all_seconds) if len(self._all_seconds) >= STEPS_NEEDED else 0.0
 
     def _fastest_seconds(self) -> float:
         """Of an inner step of the fastest; 0 where not even the own ones are known."""
