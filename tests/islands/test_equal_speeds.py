@@ -184,7 +184,7 @@ def test_who_has_other_work_for_a_while_is_given_way_to_as_it_is_usually_as_fast
     assert other.pause() > 0
 
 
-def test_nobody_gives_way_to_a_partner_of_less_than_half_of_the_speed():
+def test_nobody_gives_way_to_a_partner_that_is_usually_slower():
     pace = Pace("me", is_kept=False)
     assert not any(pauses(pace, met(pace, lead=6, theirs=1.01 * MOST_UNEQUAL)))
 

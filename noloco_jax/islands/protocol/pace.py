@@ -13,8 +13,8 @@ changes nothing.
 Islands that do not keep pace, as they are as fast as each other, take every step all the same. Chance alone drives
 those apart, a hiccup here and there, until they would not meet any more. So who is earlier than a partner gives way:
 it pauses before its next inner steps, at a quarter of its speed, until its lead is gone or it hears from one that is
-not late. So corrections come late by few steps. For a partner of usually less than half of its speed that would be in
-vain, and one that is away says nothing to give way to.
+not late. So corrections come late by few steps. For a partner that is usually slower by more than a quarter that would be
+in vain, and one that is away says nothing to give way to.
 """
 
 import math
@@ -32,7 +32,7 @@ ENDS_KEPT = 64  # rounds; who asks for an older one is too far away to be waited
 LONGEST_STRIDE = 64  # steps of the schedule that one inner step may stand for
 SHARE = 0.5  # of a delay, where the partner makes up for the other half
 MOST_GIVEN = 3.0  # inner steps, before each
-MOST_UNEQUAL = 2.0  # times the own usual inner step: that of the slowest partner to give way to
+MOST_UNEQUAL = 1.25  # times the own usual inner step: that of the slowest partner to give way to
 
 
 class _End(NamedTuple):
