@@ -98,9 +98,10 @@ def _pairing(config: Config) -> "RandomPairing":
 def _describe_noloco(config: Config) -> str:
     outer = config.outer
     gamma = outer.lr if outer.consensus is None else outer.consensus
+    of_what = " of corrections" if outer.momentum_of == "corrections" else ""
     return (
         f"noloco: groups of {outer.group_size} average {_when(config)} "
-        f"(alpha {outer.momentum:g}, beta {outer.lr:g}, gamma {gamma:g}){_what(config)}"
+        f"(alpha {outer.momentum:g}{of_what}, beta {outer.lr:g}, gamma {gamma:g}){_what(config)}"
     )
 
 
@@ -117,6 +118,7 @@ def _what(config: Config) -> str:
     """What else an outer step does, or how; empty where it is as in the paper."""
     outer = config.outer
     parts = [
+        "in the order of a hypercube" if outer.order == "hypercube" else "",
         f"as {outer.wire}" if outer.wire != "float32" else "",
         f"entering {outer.delay} steps later" if outer.delay else "",
         f"moments in every {outer.moments}. meeting" if outer.moments > 1 else "moments too" if outer.moments else "",

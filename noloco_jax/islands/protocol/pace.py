@@ -13,8 +13,8 @@ changes nothing.
 Islands that do not keep pace, as they are as fast as each other, take every step all the same. Chance alone drives
 those apart, a hiccup here and there, until they would not meet any more. So who is earlier than a partner gives way:
 it pauses before its next inner steps, at a quarter of its speed, until its lead is gone or it hears from one that is
-not late. So corrections come late by few steps. For a partner that is usually slower by more than a quarter that would be
-in vain, and one that is away says nothing to give way to.
+not late. So corrections come late by few steps. For a partner that is usually slower by more than a quarter that would
+be in vain, and one that is away says nothing to give way to.
 """
 
 import math
