@@ -92,12 +92,13 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-# What is within float32's rounding of the middle between two values of a code may be sent as either; that share of the
-# weights may therefore lie a step of the code apart.
+# What is within float32's rounding of the middle between two values of a code may be sent as either, and training goes
+# on from there. Weights then differ by at most such a share of how far replicas are apart; by another wire's, by all of
+# it or more.
 @pytest.mark.parametrize(
-    ("fragments", "wire", "flipped"), [(1, "float32", 0), (2, "float32", 0), (2, "bfloat16", 0.1), (1, "int6", 0.1)]
+    ("fragments", "wire", "apart"), [(1, "float32", 0), (2, "float32", 0), (2, "bfloat16", 0.2), (1, "int6", 0.2)]
 )
-def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, fragments, wire, flipped):
+def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, fragments, wire, apart):
     world = World(small(fragments=fragments, wire=wire), tmp_path)
     config, meetings = world.config, meetings_of(world.config)
     assert meetings is not None
@@ -128,8 +129,11 @@ def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, fragments, 
     for path, expected in jax.tree.leaves_with_path(jax.device_get(state.params)):
         for replica in range(4):
             found = dict(jax.tree.leaves_with_path(final[replica]))[path][0]
-            differs = ~np.isclose(found, expected[replica], rtol=2e-4, atol=2e-6)
-            assert differs.mean() <= flipped, path
+            if apart:
+                distance = np.sqrt(np.mean(np.square(expected[0] - expected[1])))
+                assert np.sqrt(np.mean(np.square(found - expected[replica]))) <= apart * distance, path
+            else:
+                np.testing.assert_allclose(found, expected[replica], rtol=2e-4, atol=2e-6, err_msg=str(path))
             np.testing.assert_allclose(found, expected[replica], rtol=0, atol=2e-3, err_msg=str(path))
         assert np.abs(expected[0] - expected[1]).max() > 1e-4  # they are no copies of each other
 
