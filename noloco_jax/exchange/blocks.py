@@ -16,9 +16,9 @@ FOURS, EIGHTS = 4, 8
 def in_blocks(x: jax.Array, size: int = BLOCK, multiple: int = FOURS) -> jax.Array:
     """The array as (..., blocks, weights of a block), filled up with zeros to whole blocks of `size` weights.
 
-    An array that the partitioner may shard is cut along a dimension whose parts hold whole blocks, of fewer weights if
-    it has to be (a multiple of `multiple`), so that nothing is exchanged inside a replica; one that has no such
-    dimension is cut as if it were whole.
+    Blocks lie along the last dimension, and go on into the next row. An array that the partitioner may shard is cut
+    along a dimension whose parts hold whole blocks, of fewer weights if it has to be (a multiple of `multiple`), so
+    that nothing is exchanged inside a replica; one that has no such dimension is cut as if it were whole.
     """
     cut = _cut(x.shape, size, multiple)
     if cut is None:
@@ -48,7 +48,26 @@ def _cut(shape: tuple[int, ...], largest: int, multiple: int) -> tuple[int, int]
         for block in range(multiple, largest + 1, multiple)
         if size % (block * parts) == 0
     ]
-    return max(cuts, default=None)
+    return max(cuts, key=lambda cut: (min(cut[0], largest // 2), cut[1], cut[0]), default=None)
+
+
+def hidden_last(x: jax.Array) -> jax.Array:
+    """The array with its dimension of hidden states last, so that blocks lie along it: see `hidden_dimension`."""
+    return jnp.moveaxis(x, hidden_dimension(x.shape), -1) if x.ndim > 1 else x
+
+
+def hidden_back(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The array of that shape of which `hidden_last` made `x`."""
+    return jnp.moveaxis(x, -1, hidden_dimension(shape)) if x.ndim > 1 else x
+
+
+def hidden_dimension(shape: tuple[int, ...]) -> int:
+    """The smaller one of the last two dimensions: hidden states, where the other one is tokens or a wider layer.
+
+    Weights along it belong to one token and move alike, where neighbours among the tokens may be of a frequent and a
+    rare one.
+    """
+    return len(shape) - (2 if len(shape) > 1 and shape[-2] < shape[-1] else 1)
 
 
 def pack(numbers: jax.Array, bits: int) -> jax.Array:

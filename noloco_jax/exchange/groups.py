@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from noloco_jax.exchange.axes import AxisName, ReplicaAxes, names_of, num_parts, warn_if_sharded
+from noloco_jax.exchange.blocks import hidden_back, hidden_last
 from noloco_jax.exchange.buckets import packed
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.permute import permute
@@ -72,12 +73,9 @@ def group_mean(
     warn_if_sharded(tree, axes)
     wire = wire or Float32()
     if isinstance(wire, Modulo):
-        meeting = _Meeting(pairing, index, axes, Float32())
-        if axes.num_devices == 1 or num_parts() > 1:
-            return jax.tree.map(functools.partial(meeting.mean_by_windows, wire), tree, movement)
-        buckets, unpack = packed(tree, block_of(wire.name))
-        movements, _ = packed(jax.tree.map(lambda x, y: y.astype(x.dtype), tree, movement), block_of(wire.name))
-        return unpack([meeting.mean_by_windows(wire, x, y) for x, y in zip(buckets, movements, strict=True)])
+        turned, moved = jax.tree.map(hidden_last, (tree, movement))
+        mean = _mean_by_windows(turned, _Meeting(pairing, index, axes, Float32()), wire, moved, axes)
+        return jax.tree.map(lambda x, y: hidden_back(y, x.shape), tree, mean)
     meeting = _Meeting(pairing, index, axes, wire)
     if axes.num_devices == 1 or num_parts() > 1:  # nothing is sent, or packing would exchange data inside a replica
         return jax.tree.map(meeting.mean, tree)
@@ -85,6 +83,15 @@ def group_mean(
     if meeting.is_of_exact_pairs:  # averaged array by array, so that the packed message is not kept beside its answer
         return jax.tree.map(meeting.mean_of_two, tree, unpack([meeting.other(bucket) for bucket in buckets]))
     return unpack([meeting.mean(bucket) for bucket in buckets])
+
+
+def _mean_by_windows(tree: PyTree, meeting: "_Meeting", wire: Modulo, movement: PyTree, axes: ReplicaAxes) -> PyTree:
+    """The mean of pairs' trees through a code in windows; blocks lie along the last dimension of every array."""
+    if axes.num_devices == 1 or num_parts() > 1:
+        return jax.tree.map(functools.partial(meeting.mean_by_windows, wire), tree, movement)
+    buckets, unpack = packed(tree, block_of(wire.name))
+    movements, _ = packed(jax.tree.map(lambda x, y: y.astype(x.dtype), tree, movement), block_of(wire.name))
+    return unpack([meeting.mean_by_windows(wire, x, y) for x, y in zip(buckets, movements, strict=True)])
 
 
 class _Meeting:
