@@ -23,6 +23,8 @@ _LOGITS_AT_ONCE = 2**29
 # XLA wants rows of such a multiple for 16-bit products on a GPU, or copies kernel and logits into them for every chunk.
 _GPU_VOCAB_MULTIPLE = 64
 _NO_TOKEN = -1  # of columns that are padding
+# A logit of probability zero that, unlike -inf, can be subtracted from itself.
+_LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 class _Columns(NamedTuple):
@@ -68,6 +70,7 @@ def token_nll(
     vocab_multiple: int | None = None,
     vocab_size: int | None = None,
     axis_name: str | None = None,
+    one_pass: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the summed negative log-likelihood of the labels, and how many there are, both float32 scalars.
 
@@ -89,6 +92,8 @@ def token_nll(
         left out of the softmax. None: 64 a `tensor` device for 16-bit products on a GPU, else 1.
       vocab_size: tokens of the whole vocabulary; columns behind them are left out too. None: every column is a token.
       axis_name: the mesh axis whose shard i has the i-th part of the output matrix's columns, all else being the same.
+      one_pass: whether the softmax's normaliser comes of reading the logits once, not twice. None: on a GPU, which
+        waits for its memory; XLA's code of it for the CPU is slow.
     """
     batch, length = labels_BT.shape
     backend = jax.default_backend()
@@ -97,6 +102,8 @@ def token_nll(
     if vocab_multiple is None:
         on_tensor_cores = backend == "gpu" and h_BTD.dtype.itemsize == 2
         vocab_multiple = _GPU_VOCAB_MULTIPLE * num_devices("tensor") if on_tensor_cores else 1
+    if one_pass is None:
+        one_pass = backend == "gpu"
     # Chunks are cut along T, so that a batch that is sharded over devices stays so.
     num_chunks = min(length, math.ceil(batch * length / max(chunk_tokens, batch)))
     chunk = math.ceil(length / num_chunks)
@@ -109,7 +116,7 @@ def token_nll(
     if vocab_size is None:
         vocab_size = kernel_DV.shape[1] * (1 if axis_name is None else jax.lax.axis_size(axis_name))
     columns = _Columns(kernel_DV.shape[1], vocab_size, vocab_multiple, axis_name)
-    return _nll_sum(chunk, columns, h_BTD, kernel_DV, labels_BT, weight_B), num_tokens
+    return _nll_sum(chunk, columns, one_pass, h_BTD, kernel_DV, labels_BT, weight_B), num_tokens
 
 
 def loss(config: ModelConfig, params: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -124,19 +131,23 @@ def loss(config: ModelConfig, params: Params, batch: dict[str, jax.Array]) -> tu
 
 
 def _chunk_nll(
-    columns: _Columns, h_BCD: jax.Array, kernel_DV: jax.Array, labels_BC: jax.Array, weight_B: jax.Array | None
+    columns: _Columns,
+    one_pass: bool,
+    h_BCD: jax.Array,
+    kernel_DV: jax.Array,
+    labels_BC: jax.Array,
+    weight_B: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns a chunk's weighted loss, and the gradient of that with respect to its logits in the compute dtype."""
     logits_BCV = jnp.matmul(h_BCD, kernel_DV, preferred_element_type=jnp.float32)
     token_V = columns.tokens(kernel_DV.shape[1])
     if columns.is_padded:
-        logits_BCV = jnp.where((token_V != _NO_TOKEN)[None, None], logits_BCV, -jnp.inf)
+        logits_BCV = jnp.where((token_V != _NO_TOKEN)[None, None], logits_BCV, _LOWEST)
     # Compared rather than gathered: a gather along a vocabulary that is sharded over devices would collect it first.
     is_label_BCV = labels_BC[..., None] == token_V[None, None]
     valid_BC = labels_BC != IGNORED_LABEL
     weight_BC = valid_BC if weight_B is None else valid_BC * weight_B[:, None]
-    log_normaliser_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
-    label_logit_BC = jnp.sum(jnp.where(is_label_BCV, logits_BCV, 0.0), axis=-1)
+    log_normaliser_BC, label_logit_BC = _normaliser_and_label(logits_BCV, is_label_BCV, one_pass)
     if columns.axis_name is not None:
         of_shards = jax.lax.all_gather(jnp.stack([log_normaliser_BC, label_logit_BC]), columns.axis_name)
         log_normaliser_BC, label_logit_BC = jax.nn.logsumexp(of_shards[:, 0], axis=0), jnp.sum(of_shards[:, 1], axis=0)
@@ -145,10 +156,35 @@ def _chunk_nll(
     return nll_sum, (d_logits_BCV * weight_BC[..., None]).astype(h_BCD.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _normaliser_and_label(
+    logits_BCV: jax.Array, is_label_BCV: jax.Array, one_pass: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the log of the softmax's normaliser, and the label's logit, of every position."""
+    of_label_BCV = jnp.where(is_label_BCV, logits_BCV, 0.0)
+    if not one_pass:
+        return jax.nn.logsumexp(logits_BCV, axis=-1), jnp.sum(of_label_BCV, axis=-1)
+    parts = (logits_BCV, jnp.ones_like(logits_BCV), of_label_BCV)
+    highest_BC, sum_BC, label_logit_BC = jax.lax.reduce(parts, (_LOWEST, 0.0, 0.0), _join, dimensions=(2,))
+    return highest_BC + jnp.log(sum_BC), label_logit_BC
+
+
+_Part = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def _join(a: _Part, b: _Part) -> _Part:
+    """Joins two parts of a row: the highest logit h, the sum of exp(logit - h), and the sum of the labels' logits."""
+    (highest_a, sum_a, label_a), (highest_b, sum_b, label_b) = a, b
+    highest = jnp.maximum(highest_a, highest_b)
+    ratio = jnp.exp(jnp.minimum(highest_a, highest_b) - highest)
+    joined = jnp.where(highest_a >= highest_b, sum_a + ratio * sum_b, ratio * sum_a + sum_b)
+    return highest, joined, label_a + label_b
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _nll_sum(
     chunk: int,
     columns: _Columns,
+    one_pass: bool,
     h_BTD: jax.Array,
     kernel_DV: jax.Array,
     labels_BT: jax.Array,
@@ -159,12 +195,12 @@ def _nll_sum(
 
     def body(nll_sum: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
         h_BCD, labels_BC = _chunk(h_BTD, start, chunk), _chunk(labels_BT, start, chunk)
-        return nll_sum + _chunk_nll(columns, h_BCD, kernel_DV, labels_BC, weight_B)[0], None
+        return nll_sum + _chunk_nll(columns, one_pass, h_BCD, kernel_DV, labels_BC, weight_B)[0], None
 
     return jax.lax.scan(body, _zero(h_BTD), jnp.arange(0, h_BTD.shape[1], chunk))[0]
 
 
-def _nll_sum_forward(chunk, columns, h_BTD, kernel_DV, labels_BT, weight_B):
+def _nll_sum_forward(chunk, columns, one_pass, h_BTD, kernel_DV, labels_BT, weight_B):
     """Computes the loss and, while a chunk's logits are there, its gradients for a unit cotangent."""
     kernel_cast_DV = columns.cast(kernel_DV, h_BTD.dtype)
     parts = num_parts("fsdp", h_BTD.shape[0])
@@ -172,7 +208,7 @@ def _nll_sum_forward(chunk, columns, h_BTD, kernel_DV, labels_BT, weight_B):
     def body(carry, start):
         nll_sum, d_h_BTD, d_kernel_PDV = carry
         h_BCD, labels_BC = _chunk(h_BTD, start, chunk), _chunk(labels_BT, start, chunk)
-        chunk_sum, d_logits_BCV = _chunk_nll(columns, h_BCD, kernel_cast_DV, labels_BC, weight_B)
+        chunk_sum, d_logits_BCV = _chunk_nll(columns, one_pass, h_BCD, kernel_cast_DV, labels_BC, weight_B)
         d_h_BCD = jnp.einsum("bcv,dv->bcd", d_logits_BCV, kernel_cast_DV)
         d_h_BTD = jax.lax.dynamic_update_slice_in_dim(d_h_BTD, d_h_BCD, start, axis=1)
         # Summed over chunks in float32, whatever the compute dtype.
@@ -187,7 +223,7 @@ def _nll_sum_forward(chunk, columns, h_BTD, kernel_DV, labels_BT, weight_B):
     return nll_sum, (d_h_BTD, d_kernel_PDV.sum(axis=0)[:, : columns.number].astype(kernel_DV.dtype))
 
 
-def _nll_sum_backward(chunk, columns, gradients, cotangent):
+def _nll_sum_backward(chunk, columns, one_pass, gradients, cotangent):
     d_h_BTD, d_kernel_DV = gradients
     if columns.axis_name is not None:
         cotangent = jax.lax.psum(cotangent, columns.axis_name)  # every shard's loss depends on this shard's columns

@@ -1,12 +1,13 @@
 """The loss against a plain softmax in numpy, however it is cut into chunks."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import ModelConfig
@@ -44,10 +45,15 @@ def as_float32(inputs):
     return jnp.asarray(h_BTD, jnp.float32), jnp.asarray(kernel_DV, jnp.float32), jnp.asarray(labels_BT, jnp.int32)
 
 
+# Whether the normaliser is computed in one pass over the logits, as on a GPU, or in two, as on the CPU.
+PASSES = pytest.mark.parametrize("one_pass", [False, True], ids=["two_passes", "one_pass"])
+
+
+@PASSES
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 6, 9, 12, 10**6])
-def test_sum_count_and_gradients_are_the_softmaxs_for_every_chunk(inputs, chunk_tokens):
+def test_sum_count_and_gradients_are_the_softmaxs_for_every_chunk(inputs, chunk_tokens, one_pass):
     def scaled(h_BTD, kernel_DV, labels_BT):
-        nll_sum, num_tokens = token_nll(h_BTD, kernel_DV, labels_BT, chunk_tokens=chunk_tokens)
+        nll_sum, num_tokens = token_nll(h_BTD, kernel_DV, labels_BT, chunk_tokens=chunk_tokens, one_pass=one_pass)
         return 3.0 * nll_sum, (nll_sum, num_tokens)
 
     value_and_grad = jax.jit(jax.value_and_grad(scaled, argnums=(0, 1), has_aux=True))
@@ -60,10 +66,13 @@ def test_sum_count_and_gradients_are_the_softmaxs_for_every_chunk(inputs, chunk_
     np.testing.assert_allclose(d_kernel_DV, 3 * expected_d_kernel_DV, atol=2e-5)
 
 
+@PASSES
 @pytest.mark.parametrize("vocab_multiple", [V, 8, 64])
-def test_columns_of_zeros_behind_the_vocabulary_change_nothing(inputs, vocab_multiple):
+def test_columns_of_zeros_behind_the_vocabulary_change_nothing(inputs, vocab_multiple, one_pass):
+    how = {"chunk_tokens": 9, "vocab_multiple": vocab_multiple, "one_pass": one_pass}
+
     def padded(h_BTD, kernel_DV, labels_BT):
-        return token_nll(h_BTD, kernel_DV, labels_BT, chunk_tokens=9, vocab_multiple=vocab_multiple)[0]
+        return token_nll(h_BTD, kernel_DV, labels_BT, **how)[0]
 
     value, (d_h_BTD, d_kernel_DV) = jax.value_and_grad(padded, argnums=(0, 1))(*as_float32(inputs))
     expected_sum, _, expected_d_h_BTD, expected_d_kernel_DV = oracle(*inputs)
@@ -73,9 +82,10 @@ def test_columns_of_zeros_behind_the_vocabulary_change_nothing(inputs, vocab_mul
     np.testing.assert_allclose(d_kernel_DV, expected_d_kernel_DV, atol=2e-5)
 
 
+@PASSES
 @pytest.mark.parametrize(("num_shards", "vocab_multiple"), [(2, 1), (4, 1), (4, 8)])
 def test_a_kernel_whose_columns_are_sharded_has_the_loss_and_the_gradients_of_the_whole(
-    inputs, num_shards, vocab_multiple
+    inputs, num_shards, vocab_multiple, one_pass
 ):
     """With the weights of `weight_B`, in chunks, and columns behind the vocabulary that belong to no token."""
     h_BTD, kernel_DV, labels_BT = as_float32(inputs)
@@ -93,6 +103,7 @@ def test_a_kernel_whose_columns_are_sharded_has_the_loss_and_the_gradients_of_th
                 vocab_multiple=vocab_multiple,
                 vocab_size=V,
                 axis_name="shard",
+                one_pass=one_pass,
             )
             return sums[0] / num_shards, jnp.stack(sums)  # the gradient is that of the sum over shards
 
@@ -114,6 +125,22 @@ def test_a_kernel_whose_columns_are_sharded_has_the_loss_and_the_gradients_of_th
     np.testing.assert_allclose(d_h_BTD, 3 * expected_d_h_BTD, atol=1e-5)
     np.testing.assert_allclose(d_kernel_DV[:, :V], 3 * expected_d_kernel_DV, atol=2e-5)
     np.testing.assert_array_equal(d_kernel_DV[:, V:], 0.0)
+
+
+@PASSES
+def test_logits_of_a_vocabulary_that_the_partitioner_shards_are_never_collected(one_pass):
+    vocab_size, num_shards = 40, 4
+    mesh = jax.make_mesh((num_shards,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:num_shards])
+    whole, columns = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "tensor"))
+
+    def nll_sum(h_BTD, kernel_DV, labels_BT):
+        return token_nll(h_BTD, kernel_DV, labels_BT, chunk_tokens=6, one_pass=one_pass)[0]
+
+    shapes = ((B, T, D), jnp.float32, whole), ((D, vocab_size), jnp.float32, columns), ((B, T), jnp.int32, whole)
+    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in shapes]
+    text = jax.jit(jax.grad(nll_sum, argnums=(0, 1))).lower(*arguments).compile().as_text() or ""
+    logits = [int(width) for width in re.findall(rf"f32\[{B},2,(\d+)\]", text)]
+    assert vocab_size // num_shards in logits and vocab_size not in logits
 
 
 def test_the_value_without_a_gradient_is_the_same(inputs):
@@ -140,9 +167,10 @@ def test_kernel_gradients_of_a_bfloat16_computation_are_summed_over_chunks_in_fl
     np.testing.assert_allclose(grad(jnp.zeros((1, 2), jnp.float32)), [[-256.0, 256.0]], rtol=1e-6)
 
 
-def test_large_logits_do_not_overflow():
+@PASSES
+def test_large_logits_do_not_overflow(one_pass):
     h_BTD = jnp.full((1, 2, 1), 1e4, jnp.float32)
-    nll_sum, _ = token_nll(h_BTD, jnp.array([[1.0, -1.0]]), jnp.array([[0, 1]]))
+    nll_sum, _ = token_nll(h_BTD, jnp.array([[1.0, -1.0]]), jnp.array([[0, 1]]), one_pass=one_pass)
     np.testing.assert_allclose(nll_sum, 2e4)
 
 
