@@ -48,6 +48,7 @@ def _cut(shape: tuple[int, ...], largest: int, multiple: int) -> tuple[int, int]
         for block in range(multiple, largest + 1, multiple)
         if size % (block * parts) == 0
     ]
+    # Of blocks of at least half the largest size those along the last dimension, where weights belong together.
     return max(cuts, key=lambda cut: (min(cut[0], largest // 2), cut[1], cut[0]), default=None)
 
 
@@ -65,7 +66,7 @@ def hidden_dimension(shape: tuple[int, ...]) -> int:
     """The smaller one of the last two dimensions: hidden states, where the other one is tokens or a wider layer.
 
     Weights along it belong to one token and move alike, where neighbours among the tokens may be of a frequent and a
-    rare one.
+    rare one. Of a vocabulary that is smaller than (a fragment of) the hidden states it is the tokens.
     """
     return len(shape) - (2 if len(shape) > 1 and shape[-2] < shape[-1] else 1)
 

@@ -20,7 +20,7 @@ from noloco_jax.exchange.blocks import EIGHTS, from_blocks, in_blocks, pack, unp
 from noloco_jax.wires import MODULO_BITS
 
 # Half a window, in root mean squares of a block's movement and in its largest movement: whichever is more. Replicas of
-# a run lie 1.3 root mean squares apart, one weight in a thousand 5 and the farthest 8; where few weights of a block
+# a run lie 1.3 root mean squares apart, one weight in a thousand 5 and the farthest 9; where few weights of a block
 # move and most do not, the farthest lie beyond any multiple of the root mean square. What wraps stays wrapped.
 _REACH = 9.0
 _REACH_OF_LARGEST = 3.25

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import noloco_jax as nj
+from noloco_jax.exchange.blocks import hidden_last
 from noloco_jax.exchange.groups import group_mean
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.wires import MODULO_BITS
@@ -164,3 +166,13 @@ def test_weights_of_a_token_that_moves_a_hundred_times_as_far_as_its_neighbours_
         spreads.append(np.asarray(params["w"]).std(0) / rate)
     fast = np.moveaxis(np.mean(spreads[-20:], axis=0), shape.index(260), 0)[::50]
     assert fast.max() < 3
+
+
+@pytest.mark.parametrize(("hidden", "block"), [(128, 64), (96, 48)])
+@pytest.mark.parametrize("tokens_last", [True, False], ids=["head", "embedding"])
+def test_a_block_of_a_sharded_array_is_of_one_token_too(hidden, block, tokens_last):
+    mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:2])
+    x = jnp.ones((hidden, 256) if tokens_last else (256, hidden))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        windows = Modulo("modulo4").windows(hidden_last(x), hidden_last(x))
+    assert windows.shape == (256, hidden // block, 1)
