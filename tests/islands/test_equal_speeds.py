@@ -157,6 +157,16 @@ def test_a_word_that_was_long_on_its_way_is_no_lead():
     assert sum(pauses(pace, met(pace, lead=6, delay=5.0))) == pytest.approx(1.0)
 
 
+def test_steps_that_were_begun_early_and_wait_in_a_queue_are_no_lead():
+    pace = Pace("me", is_kept=False)
+    now = steps(pace, 0.0, 10)
+    pace.round_ended(0, now)
+    for _ in range(3):  # at once: the device takes a second for each
+        pace.stride(now, 1)
+    pace.meet(0, Timing(0.0, Speed("other", 1.0, 0), None), now + 0.5, 0.0)
+    assert sum(pauses(pace, now + 0.5)) == pytest.approx(0.5)
+
+
 def test_who_was_held_up_itself_has_no_lead():
     pace = Pace("me", is_kept=False)
     now = steps(pace, 0.0, 10)

@@ -137,8 +137,10 @@ class Pace:
             late = (timing.ago - (now - end.time)) / unit
             self._behind = SHARE * (late - (self.made_up - end.made_up))
             return
-        # In steps, not by the clock: who was held up itself has not been ahead meanwhile.
-        ahead = self._steps - end.steps - (timing.ago + delay) / unit
+        # By the clock, as some of the steps that were begun may wait in a queue; but no more than them, as who was
+        # held up itself has not been ahead meanwhile.
+        taken = min((now - end.time) / unit, self._steps - end.steps)
+        ahead = taken - (timing.ago + delay) / unit
         in_vain = timing.own is None or timing.own.seconds > MOST_UNEQUAL * self._usual_seconds()
         self._behind = 0.0 if in_vain else -ahead
 
