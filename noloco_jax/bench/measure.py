@@ -17,7 +17,7 @@ from noloco_jax.run.memory import compiled_peak, measured_peak, program_memory
 from noloco_jax.run.messages import messages_of, num_pairings
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import Programs
+from noloco_jax.spmd.programs import Programs, build_programs
 
 Result = dict[str, Any]
 
@@ -50,7 +50,8 @@ def measure(config: TrainConfig, options: Options) -> Result:
     """
     jax.config.update("jax_enable_compilation_cache", False)
     devices = jax.devices()
-    programs = compile_programs(config, make_mesh(config, devices), only=("inner_step", "outer_step"))
+    programs = build_programs(config, make_mesh(config, devices))
+    programs = compile_programs(config, programs, only=("inner_step", "outer_step"))
     memory = program_memory(programs)
     messages = messages_of(config, programs.mesh.shape)
     in_inner_steps = messages.mean_of_inner_steps

@@ -11,6 +11,7 @@ from noloco_jax.run.messages import num_pairings
 from noloco_jax.spmd.compile import PROGRAMS, compile_programs
 from noloco_jax.spmd.hlo import Collective, Traffic, read_hlo
 from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import build_programs
 from noloco_jax.spmd.shared_batch import spans_processes
 
 EVALUATION = ("evaluate", "merge", "spread")  # the programs that an evaluation runs
@@ -56,7 +57,8 @@ def inspect_run(
     """
     mesh = make_mesh(config, devices)
     shares_batches = spans_processes(mesh, len(devices) // num_processes)
-    programs = compile_programs(config, mesh, only=only, options=_options(), shares_batches=shares_batches)
+    programs = build_programs(config, mesh, shares_batches=shares_batches)
+    programs = compile_programs(config, programs, only=only, options=_options())
     mesh_shape = dict(programs.mesh.shape)
     params = jax.tree.leaves(programs.state.params)
     numel = sum(int(np.prod(x.sharding.shard_shape(x.shape))) for x in params)

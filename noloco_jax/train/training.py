@@ -52,7 +52,7 @@ from noloco_jax.run.record import write_start
 from noloco_jax.run.sample import sample_of_run, sample_prompt
 from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.batches import GlobalBatches
-from noloco_jax.spmd.compile import PROGRAMS, compile_programs
+from noloco_jax.spmd.compile import FIRST_WEIGHTS, PROGRAMS, compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.shared_batch import replicas_read_here
@@ -161,7 +161,8 @@ def train(
                 return _begins_again(console, stop)
             others.callback(station.close)
         streams.start()  # the first batches are made while the programs are compiled
-        programs = _compile(config, programs, console, alone=member is not None)
+        is_new = start is None and given is None
+        programs = _compile(config, programs, console, alone=member is not None, is_new=is_new)
         island = island_log = None
         if member is not None and station is not None and solo is not None:
             island = steps_of(member, config, station, solo, programs)
@@ -288,10 +289,10 @@ def _open_streams(
     return ReplicaStreams(streams)
 
 
-def _compile(config: TrainConfig, programs: Programs, console: Console, alone: bool) -> Programs:
+def _compile(config: TrainConfig, programs: Programs, console: Console, *, alone: bool, is_new: bool) -> Programs:
     started = time.perf_counter()
     needed = [name for name in PROGRAMS if not (alone and name == "outer_step")]
-    programs = compile_programs(config, programs.mesh, only=needed)
+    programs = compile_programs(config, programs, only=[*needed, FIRST_WEIGHTS] if is_new else needed)
     console.print(f"compiled in {time.perf_counter() - started:.1f} s; {compiled_memory(programs)}")
     return programs
 

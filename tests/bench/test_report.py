@@ -38,7 +38,7 @@ def test_what_muon_adds_to_the_models_operations_is_said_where_there_is_some(res
 
 
 def test_a_narrow_terminal_gets_two_tables_with_nothing_cut(result):
-    text = shown(rows_of(result), width=90)
+    text = shown(rows_of(result), width=110)
     assert text.count("num_replicas") == 2
     assert "…" not in text
 

@@ -13,6 +13,7 @@ from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.run.messages import messages_of, num_pairings
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import build_programs
 from noloco_jax.spmd.routing import draw_routes, route_pool
 from support.traffic import MODEL
 
@@ -34,9 +35,8 @@ def config_of(method: str, num_replicas: int, outer: dict[str, Any] | None = Non
 
 
 def compiled(config: TrainConfig, program: str) -> str:
-    programs = compile_programs(
-        config, make_mesh(config, jax.devices()), only=(program,), options={"xla_backend_optimization_level": 0}
-    )
+    programs = build_programs(config, make_mesh(config, jax.devices()))
+    programs = compile_programs(config, programs, only=(program,), options={"xla_backend_optimization_level": 0})
     return programs.compiled[program].as_text() or ""
 
 

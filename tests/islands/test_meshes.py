@@ -20,7 +20,7 @@ from noloco_jax.run.island import Membership, begin, open_station, steps_of
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import Programs, TrainState, shardings_of
+from noloco_jax.spmd.programs import Programs, TrainState, build_programs, shardings_of
 from noloco_jax.spmd.solo import build_solo
 from support.islands import free_ports
 from support.sites import side_by_side
@@ -56,7 +56,7 @@ def inner(programs: Programs, state: TrainState, step: int, replicas: range) -> 
 
 def trained_together(config: TrainConfig) -> TrainState:
     """By one program of two replicas."""
-    programs = compile_programs(config, make_mesh(config, jax.devices()[:2]), only=PROGRAMS)
+    programs = compile_programs(config, build_programs(config, make_mesh(config, jax.devices()[:2])), only=PROGRAMS)
     assert programs.outer_step is not None
     state = programs.init(draws.key(config.seed))
     for step in range(1, config.num_steps + 1):
@@ -78,7 +78,7 @@ def trained_as_islands(configs: list[TrainConfig], folder: Path) -> list[TrainSt
         member = Membership(roster, NAMES[replica], None, at_once=True)
         member.check(config)
         own = member.own(config)
-        programs = compile_programs(own, make_mesh(own, devices), only=PROGRAMS[:1])
+        programs = compile_programs(own, build_programs(own, make_mesh(own, devices)), only=PROGRAMS[:1])
         solo = build_solo(own, programs)
         station = open_station(
             member, config, solo, programs, None, folder / NAMES[replica], lambda: False, lambda line: None

@@ -13,6 +13,7 @@ from noloco_jax.methods import meetings_of
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import build_programs
 
 NUM_STEPS, SYNC_EVERY = 6, 2
 VIRTUAL = MeshConfig(replica=1)
@@ -52,7 +53,7 @@ def train(method: str, optimizer: str, outer: OuterConfig, mesh: MeshConfig) -> 
     sizes = [size for size in dataclasses.asdict(mesh).values() if isinstance(size, int)]
     devices = jax.devices()[: int(np.prod(sizes))]
     with jax.numpy_rank_promotion("allow"):
-        programs = compile_programs(config, make_mesh(config, devices), options=OPTIONS)
+        programs = compile_programs(config, build_programs(config, make_mesh(config, devices)), options=OPTIONS)
     params, inner, outer_state = programs.init(jax.random.key(config.seed))
     losses, grad_norms, history = [], [], []
     stream = batches()

@@ -11,6 +11,7 @@ from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, 
 from noloco_jax.methods import method_of
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import build_programs
 
 CONFIG = TrainConfig(
     num_replicas=4,
@@ -31,7 +32,8 @@ def shared(optimizer: str, round: int, wire: str = "float32") -> tuple[Any, Any,
         inner=dataclasses.replace(CONFIG.inner, optimizer=optimizer),
         outer=dataclasses.replace(CONFIG.outer, wire=wire),
     )
-    programs = compile_programs(config, make_mesh(config, jax.devices()[:2]), only=["share_moments"])
+    programs = build_programs(config, make_mesh(config, jax.devices()[:2]))
+    programs = compile_programs(config, programs, only=["share_moments"])
     rng = np.random.default_rng(0)
     inner = jax.tree.map(
         lambda x: jax.device_put(np.abs(rng.normal(size=x.shape)).astype(x.dtype), x.sharding), programs.state.inner
@@ -76,7 +78,8 @@ def test_beside_weights_in_windows_moments_travel_in_blocks(wire, moments):
 def test_adams_step_of_what_one_replica_alone_has_seen_is_no_longer_than_its_own(wire):
     """Rows of a rare token: the second moment of a partner that never met it must not divide by nearly zero."""
     config = dataclasses.replace(CONFIG, outer=dataclasses.replace(CONFIG.outer, wire=wire))
-    programs = compile_programs(config, make_mesh(config, jax.devices()[:2]), only=["share_moments"])
+    programs = build_programs(config, make_mesh(config, jax.devices()[:2]))
+    programs = compile_programs(config, programs, only=["share_moments"])
     rng = np.random.default_rng(0)
     gradients = {
         jax.tree_util.keystr(path[-1:]): rng.normal(size=x.shape) * (rng.uniform(size=x.shape) < 0.3)

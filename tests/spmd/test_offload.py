@@ -8,6 +8,7 @@ import pytest
 from noloco_jax.config import DataConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import build_programs
 
 CONFIG = TrainConfig(
     method="noloco",
@@ -20,7 +21,8 @@ CONFIG = TrainConfig(
 
 
 def test_the_outer_state_is_in_host_memory_between_outer_steps():
-    programs = compile_programs(CONFIG, make_mesh(CONFIG, jax.devices()[:2]), only=["outer_step"])
+    programs = build_programs(CONFIG, make_mesh(CONFIG, jax.devices()[:2]))
+    programs = compile_programs(CONFIG, programs, only=["outer_step"])
     params, _, outer = programs.init(jax.random.key(0))
     for _ in range(2):
         assert {x.sharding.memory_kind for x in jax.tree.leaves(outer)} == {"pinned_host"}
