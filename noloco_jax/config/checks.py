@@ -36,6 +36,8 @@ def check_field(path: str, field: FieldInfo, value: Any) -> None:
         raise UserError(f"{path}={shown(value)} is more than {_LARGEST_INT}, up to which programs count: lower it")
     if value in field.allowed:
         return
+    if value == "" and field.allowed.nonempty:
+        raise UserError(f"{path}={shown(value)} is empty: give {field.meaning.removesuffix('.')}")
     near = difflib.get_close_matches(value, field.allowed.choices, n=1) if isinstance(value, str) else []
     raise UserError(
         f"{path}={shown(value)} is unknown: did you mean {near[0]!r}?"

@@ -60,7 +60,7 @@ def compile_programs(
 
     def compile_one(name: str, lowered: jax.stages.Lowered, lowering_seconds: float) -> None:
         started = time.perf_counter()
-        compiled[name] = lowered.compile(options and dict(options) if name != FIRST_WEIGHTS else None)
+        compiled[name] = lowered.compile(dict(options) if options and name != FIRST_WEIGHTS else None)
         seconds[name] = lowering_seconds + time.perf_counter() - started
 
     with ThreadPoolExecutor(_at_once(programs), "compile") as threads:

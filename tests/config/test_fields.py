@@ -266,7 +266,10 @@ def test_a_refused_value_is_answered_with_what_to_give():
             (nested("inner.lr", 0.0), ["give more than 0"]),
             (nested("inner.b1", 1.0), ["give 0 or more and less than 1"]),
             (nested("mesh.fsdp", 0), ["give 1 or more, or -1"]),
-            (nested("data.tokenizer", ""), ["data.tokenizer='' is not allowed: give a text that is not empty"]),
+            (
+                nested("data.tokenizer", ""),
+                ["data.tokenizer='' is empty: give 'byte'", "folder of a transformers tokenizer"],
+            ),
             (nested("inner.lr", float("inf")), ["inner.lr=inf is not a finite number"]),
         ]
     )
