@@ -4,7 +4,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -56,29 +56,33 @@ def compile_programs(
         "spread": (params,),
         FIRST_WEIGHTS: (jax.eval_shape(lambda: draws.key(0)),),
     }
-    compiled, seconds = {}, {}
-
-    def compile_one(name: str, lowered: jax.stages.Lowered, lowering_seconds: float) -> None:
-        started = time.perf_counter()
-        compiled[name] = lowered.compile(dict(options) if options and name != FIRST_WEIGHTS else None)
-        seconds[name] = lowering_seconds + time.perf_counter() - started
-
-    with ThreadPoolExecutor(_at_once(programs), "compile") as threads:
-        compiling = []
+    compiling: dict[str, Future[tuple[jax.stages.Compiled, float]]] = {}
+    with ThreadPoolExecutor(_num_threads(programs), "compile") as threads:
         for name in only:
             program = getattr(programs, name)
             if program is not None:
                 started = time.perf_counter()
                 lowered = program.lower(*arguments[name])
-                compiling.append(threads.submit(compile_one, name, lowered, time.perf_counter() - started))
-        for one in compiling:
-            one.result()
-    compiled = {name: compiled[name] for name in only if name in compiled}
+                lowering_seconds = time.perf_counter() - started
+                its_options = None if name == FIRST_WEIGHTS else options
+                compiling[name] = threads.submit(_compiled, lowered, lowering_seconds, its_options)
+        done = {name: one.result() for name, one in compiling.items()}
+    compiled = {name: program for name, (program, _) in done.items()}
+    seconds = {name: seconds for name, (_, seconds) in done.items()}
     programs = dataclasses.replace(programs, **compiled, compiled=compiled, compile_seconds=seconds)
     return offloaded(programs) if config.outer.offload else programs
 
 
-def _at_once(programs: Programs) -> int:
+def _compiled(
+    lowered: jax.stages.Lowered, lowering_seconds: float, options: Mapping[str, Any] | None
+) -> tuple[jax.stages.Compiled, float]:
+    """The program, and the seconds that it took to lower and compile it."""
+    started = time.perf_counter()
+    program = lowered.compile(dict(options) if options else None)
+    return program, lowering_seconds + time.perf_counter() - started
+
+
+def _num_threads(programs: Programs) -> int:
     """How many programs are compiled at the same time."""
     on_cpu = programs.mesh.devices.flat[0].platform == "cpu"
     return max(len(os.sched_getaffinity(0)), 1) if on_cpu else 1
