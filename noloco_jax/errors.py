@@ -1,6 +1,7 @@
 """Errors that a user can mend, and how the command lines report them."""
 
 import sys
+import warnings
 from collections.abc import Callable
 
 
@@ -23,7 +24,11 @@ class TransientError(UserError):
 
 
 def main_with_errors(main: Callable[[], int | None]) -> None:
-    """Runs a command's `main` and exits with its status, or with a `UserError`'s, after one line of it to stderr."""
+    """Runs a command's `main` and exits with its status, or with a `UserError`'s, after one line of it to stderr.
+
+    Warnings for users are lines too, without the place in the code that they come from.
+    """
+    warnings.showwarning = _show_warning
     try:
         status = main()
     except UserError as error:
@@ -31,3 +36,13 @@ def main_with_errors(main: Callable[[], int | None]) -> None:
         sys.stderr.flush()
         status = error.exit_status
     sys.exit(status or 0)
+
+
+_show_as_python_does = warnings.showwarning
+
+
+def _show_warning(message, category, filename, lineno, file=None, line=None):
+    if category is UserWarning and file is None:
+        sys.stderr.write(f"warning: {message}\n")
+    else:
+        _show_as_python_does(message, category, filename, lineno, file, line)

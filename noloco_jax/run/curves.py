@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 CURVES_FILE = "curves.png"
 
 _RAW, _MAIN, _MERGED, _SPREAD, _OUTER = "#b9c6d8", "#1f5fa8", "#d1495b", "#2a7f62", "#8a8f98"
+_MOST = 1e9  # of a perplexity: of a replica that has diverged, which would flatten all others
 _LEGEND: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "framealpha": 0.85}
 
 
@@ -89,11 +90,12 @@ def _draw_perplexity(axes: "Axes", evals: list[dict[str, Any]]) -> None:
     steps, means = _column(evals, "perplexity")
     if not len(steps):
         return
+    means = _drawn(means)
     marker = "o" if len(steps) <= 30 else ""
     for index, replica in enumerate(_replicas(evals)):
-        axes.plot(steps, replica, color=_RAW, linewidth=1, label="each replica" if index == 0 else None)
+        axes.plot(steps, _drawn(replica), color=_RAW, linewidth=1, label="each replica" if index == 0 else None)
     axes.plot(steps, means, color=_MAIN, linewidth=2, marker=marker, markersize=4, label="mean of the replicas")
-    _, merged = _column(evals, "perplexity_merged")
+    merged = _drawn(_column(evals, "perplexity_merged")[1])
     axes.plot(steps, merged, color=_MERGED, linewidth=2, marker=marker, markersize=4, label="merged model")
     for value, other, color in ((means[-1], merged[-1], _MAIN), (merged[-1], means[-1], _MERGED)):
         if np.isfinite(value):
@@ -103,6 +105,11 @@ def _draw_perplexity(axes: "Axes", evals: list[dict[str, Any]]) -> None:
             )
     axes.legend(**_LEGEND)
     _label_plainly(axes)
+
+
+def _drawn(perplexities: np.ndarray) -> np.ndarray:
+    """Those that have a place in the picture, and NaN."""
+    return np.where(perplexities <= _MOST, perplexities, np.nan)
 
 
 def _replicas(evals: list[dict[str, Any]]) -> np.ndarray:

@@ -34,10 +34,13 @@ def evaluate(programs: Programs, params: PyTree, batches: Sequence[HostBatch]) -
     rounds = [batches[start : start + num_replicas] for start in range(0, len(batches), num_replicas)]
     rounds = [[*part, *[nothing] * (num_replicas - len(part))] for part in rounds]
     merged_sum, merged_tokens = _losses(programs, programs.merge(params), rounds).sum(axis=1)
+    with np.errstate(over="ignore"):  # of a replica that has diverged it is infinite
+        perplexity, perplexities = np.exp(losses.mean()), np.exp(losses)
+        merged = np.exp(merged_sum / merged_tokens)
     return {
-        "perplexity": float(np.exp(losses.mean())),
-        "perplexity_replicas": np.exp(losses).tolist(),
-        "perplexity_merged": float(np.exp(merged_sum / merged_tokens)),
+        "perplexity": float(perplexity),
+        "perplexity_replicas": perplexities.tolist(),
+        "perplexity_merged": float(merged),
         "replica_spread": float(programs.spread(params)),
     }
 

@@ -1,7 +1,8 @@
 """Whether a replica sends something out of all proportion: it is on its way to diverge, and to take others with it."""
 
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 _FACTOR = 10.0  # of what is usual; a warmup or a decay changes less in `_REMEMBERED` outer steps
@@ -16,20 +17,35 @@ class Proportion:
         self._usual: deque[float] = deque()
 
     def unusual(self, moved: Mapping[int, float]) -> list[str]:
-        """A line for every replica that moved ten times as far as usual, or is no longer finite.
+        """A line for the replicas that moved ten times as far as usual, and one for those that are no longer finite.
 
         Args:
           moved: replica -> root mean square of what its inner steps and its last outer step did to its weights.
         """
         values = [*self._usual, *moved.values()]
         usual = median(values) if len(values) >= _FEWEST else float("inf")
-        lines = [
-            f"replica {replica} moved {value / usual:.0f} times as far as usual since its last outer step "
-            f"(root mean square {value:.2g}, usually {usual:.2g}): a partner takes half of it"
-            for replica, value in moved.items()
-            if not value <= _FACTOR * usual
-        ]
+        lost = [replica for replica, value in moved.items() if not math.isfinite(value)]
+        far = {replica: value for replica, value in moved.items() if _FACTOR * usual < value < math.inf}
+        lines = []
+        if lost:
+            lines.append(f"{_named(lost, len(moved))} moved to what is not finite: a partner takes it over")
+        if far:
+            longest = max(far.values())
+            lines.append(
+                f"{_named(list(far), len(moved))} moved {longest / usual:.0f} times as far as usual since the last "
+                f"outer step (root mean square {longest:.2g}, usually {usual:.2g}): a partner takes half of it"
+            )
         self._usual.extend(value for value in moved.values() if value <= _FACTOR * usual)
         while len(self._usual) > _REMEMBERED * len(moved):
             self._usual.popleft()
         return lines
+
+
+def _named(replicas: Sequence[int], count: int) -> str:
+    """Some of `count` replicas, by their numbers or as all of them."""
+    if len(replicas) == 1:
+        return f"replica {replicas[0]}"
+    if len(replicas) == count:
+        return f"all {count} replicas"
+    *others, last = map(str, replicas)
+    return f"replicas {', '.join(others)} and {last}"

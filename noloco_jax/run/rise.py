@@ -26,7 +26,7 @@ class Rise:
             return None
         line = (
             f"the loss rises: {self._mean:.2f} on average, {self._lowest:.2f} at step {self._lowest_step}; the "
-            "replicas may be diverging together: lower inner.lr, outer.momentum or outer.lr"
+            "replicas may be diverging: lower inner.lr, outer.momentum, outer.lr or outer.consensus"
         )
         self._lowest, self._lowest_step = self._mean, step
         return line

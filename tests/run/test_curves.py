@@ -41,6 +41,7 @@ def is_picture(path: Path) -> bool:
         {"steps": 5, "replicas": 1},
         {"steps": 120, "replicas": 16},
         {"steps": 20, "bad": float("nan")},
+        {"steps": 20, "bad": 1e263},
         {"steps": 20, "spread": 0.0},
     ],
     ids=str,

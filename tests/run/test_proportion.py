@@ -10,6 +10,18 @@ def test_a_replica_that_moves_far_more_than_the_others_is_named():
     assert line.startswith("replica 2 moved 36 times as far as usual")
 
 
+def test_replicas_that_move_too_far_at_the_same_time_share_a_line():
+    proportion = Proportion()
+    assert not proportion.unusual(dict.fromkeys(range(4), 1.0))
+    (line,) = proportion.unusual({0: 20.0, 1: 1.0, 2: 30.0, 3: 40.0})
+    assert line.startswith("replicas 0, 2 and 3 moved 40 times as far as usual")
+    (line,) = proportion.unusual(dict.fromkeys(range(4), 25.0))
+    assert line.startswith("all 4 replicas moved 25 times as far as usual")
+    one, other = proportion.unusual({0: math.nan, 1: 1.0, 2: math.inf, 3: 40.0})
+    assert one.startswith("replicas 0 and 2 moved to what is not finite")
+    assert other.startswith("replica 3 moved 40 times as far as usual")
+
+
 def test_a_replica_alone_in_its_process_is_compared_with_its_own_past():
     proportion = Proportion()
     assert not any(proportion.unusual({5: 1.0}) for _ in range(6))

@@ -2,9 +2,11 @@
 
 import runpy
 import sys
+import warnings
 
 import pytest
 
+from noloco_jax.errors import main_with_errors
 from support.paths import ROOT, TOOLS
 
 
@@ -18,3 +20,13 @@ def test_a_command_ends_with_2_and_one_line_on_bad_input(tool, monkeypatch, caps
     captured = capsys.readouterr()
     assert (exit_.value.code, captured.out) == (2, "")
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+
+
+def test_a_warning_is_a_line_without_the_place_in_the_code(capsys):
+    def main() -> None:
+        warnings.warn("weights do not stay together", stacklevel=1)
+
+    with warnings.catch_warnings(), pytest.raises(SystemExit):
+        warnings.simplefilter("always")
+        main_with_errors(main)
+    assert capsys.readouterr().err == "warning: weights do not stay together\n"
