@@ -28,11 +28,11 @@ class Proportion:
         far = {replica: value for replica, value in moved.items() if _FACTOR * usual < value < math.inf}
         lines = []
         if lost:
-            lines.append(f"{_named(lost, len(moved))} moved to what is not finite: a partner takes it over")
+            lines.append(f"{_named(lost)} moved to what is not finite: a partner takes it over")
         if far:
             longest = max(far.values())
             lines.append(
-                f"{_named(list(far), len(moved))} moved {longest / usual:.0f} times as far as usual since the last "
+                f"{_named(list(far))} moved {longest / usual:.0f} times as far as usual since the last "
                 f"outer step (root mean square {longest:.2g}, usually {usual:.2g}): a partner takes half of it"
             )
         self._usual.extend(value for value in moved.values() if value <= _FACTOR * usual)
@@ -41,11 +41,11 @@ class Proportion:
         return lines
 
 
-def _named(replicas: Sequence[int], count: int) -> str:
-    """Some of `count` replicas, by their numbers or as all of them."""
-    if len(replicas) == 1:
-        return f"replica {replicas[0]}"
-    if len(replicas) == count:
-        return f"all {count} replicas"
-    *others, last = map(str, replicas)
-    return f"replicas {', '.join(others)} and {last}"
+def _named(replicas: Sequence[int]) -> str:
+    """Replicas by their numbers, which ascend."""
+    *others, last = replicas
+    if not others:
+        return f"replica {last}"
+    if len(replicas) == last - others[0] + 1 > 2:
+        return f"replicas {others[0]} to {last}"
+    return f"replicas {', '.join(map(str, others))} and {last}"
