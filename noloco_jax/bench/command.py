@@ -23,10 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from noloco_jax.bench import process
-from noloco_jax.bench.measure import Options
+from noloco_jax.bench.options import REFUSED, Options
+from noloco_jax.bench.process import measure_apart
 from noloco_jax.bench.report import VariantResult, show
 from noloco_jax.bench.variants import make_variants
+from noloco_jax.cluster.heap import keep_freed_memory
 from noloco_jax.config import parse_args, split_overrides, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
@@ -40,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _check(flags)
     options = Options(flags.steps, flags.data_seconds, flags.compile_only, flags.profile)
     if flags.result is not None:
-        return process.measure_here(config, options, flags.result)
+        keep_freed_memory()
+        from noloco_jax.bench.here import measure_here  # imports jax, for which the other processes need not wait
+
+        return measure_here(config, options, flags.result)
     overrides, _ = split_overrides(arguments)
     variants = make_variants(flags.config, overrides, flags.vary)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without ending the process
@@ -49,11 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number, variant in enumerate(variants, start=1):
         if len(variants) > 1:
             console.print(f"{number}/{len(variants)}  {variant.label}", style="dim")
-        rows.append((variant, process.measure_apart(flags.config, variant, options)))
+        rows.append((variant, measure_apart(flags.config, variant, options)))
         if flags.json is not None:
             _write(flags.json, flags.config, rows)
     statuses = {result["status"] for _, result in rows if "error" in result}
-    if len(rows) == 1 and statuses == {process.REFUSED}:
+    if len(rows) == 1 and statuses == {REFUSED}:
         raise UserError(rows[0][1]["error"])
     show(rows, _title(flags.config, rows), compile_only=flags.compile_only, console=console)
     if flags.json is not None:

@@ -1,12 +1,10 @@
 """Measures one configuration on the devices of this process."""
 
-import dataclasses
 import platform
-from pathlib import Path
-from typing import Any
 
 import jax
 
+from noloco_jax.bench.options import Options, Result
 from noloco_jax.bench.rates import data_rate, matrix_rate, matrix_side
 from noloco_jax.bench.timing import TimedRun, inner_times, outer_times, quartiles, trace
 from noloco_jax.config import TrainConfig
@@ -18,25 +16,6 @@ from noloco_jax.run.messages import messages_of, num_pairings
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
-
-Result = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What to measure.
-
-    Attributes:
-      steps: inner steps to time.
-      data_seconds: how long to drain the data pipeline; 0: not at all.
-      compile_only: only compile; allocate and run nothing.
-      profile: folder of a trace, or None.
-    """
-
-    steps: int
-    data_seconds: float
-    compile_only: bool
-    profile: Path | None
 
 
 def measure(config: TrainConfig, options: Options) -> Result:

@@ -7,31 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-import jax
-
-from noloco_jax.bench.measure import Options, Result, measure
+from noloco_jax.bench.options import FAILED, Options, Result
 from noloco_jax.bench.variants import Variant
-from noloco_jax.cluster.host import keep_freed_memory, use_cpu_cores, use_gpu_memory
-from noloco_jax.config import TrainConfig
-from noloco_jax.errors import UserError
-from noloco_jax.files import write_whole
-
-FAILED, REFUSED = 1, 2  # exit statuses
-
-
-def measure_here(config: TrainConfig, options: Options, path: Path) -> int:
-    """Measures in this process; writes the result, or why there is none, as JSON, and returns the exit status."""
-    keep_freed_memory()
-    use_gpu_memory()
-    use_cpu_cores(config)
-    try:
-        result, status = measure(config, options), 0
-    except UserError as error:
-        result, status = {"error": str(error)}, REFUSED
-    except (jax.errors.JaxRuntimeError, MemoryError) as error:  # the device's memory, first of all
-        result, status = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}, FAILED
-    write_whole(path, json.dumps(result))
-    return status
 
 
 def measure_apart(file: str, variant: Variant, options: Options) -> Result:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from noloco_jax.bench.measure import Result
+from noloco_jax.bench.options import Result
 from noloco_jax.bench.variants import Variant
 from noloco_jax.formatting import (
     format_bytes,

@@ -1,35 +1,14 @@
 """What a process takes of its machine: CPU devices, and memory of the host and of GPUs. Settled before JAX starts."""
 
-import ctypes
 import os
-import platform
-from pathlib import Path
 
 import jax
 
 from noloco_jax.config import MeshConfig, TrainConfig
 from noloco_jax.spmd.mesh import AXES
 
-# Parameters of glibc's mallopt, from its malloc.h.
-_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8
 _GPU_FRACTION = "0.92"  # the rest holds CUDA's own code and the buffers of NCCL
 _GPU_FRACTION_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # JAX refuses both at once
-
-
-def keep_freed_memory() -> None:
-    """Where the CPU trains, makes the allocator keep freed memory for the next step.
-
-    XLA allocates the temporaries of every step anew, and glibc hands blocks of that size back to the kernel, which
-    clears each page again: a tenth of a step. Has no effect with a GPU, without glibc, or on threads that allocated
-    before, so call it first.
-    """
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    on_cpu = platforms.startswith("cpu") if platforms else not Path("/dev/nvidiactl").exists()
-    if on_cpu and platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_ARENA_MAX, 1)  # only the first arena holds blocks of any size
-        libc.mallopt(_MMAP_MAX, 0)
-        libc.mallopt(_TRIM_THRESHOLD, -1)
 
 
 def use_cpu_cores(config: TrainConfig, num_processes: int = 1) -> None:

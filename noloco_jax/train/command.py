@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 
+from noloco_jax.cluster.heap import keep_freed_memory
 from noloco_jax.cluster.place import define_flags, find_place
 from noloco_jax.config import parse_args
 from noloco_jax.files import folder_of_flag
@@ -12,6 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and trains; returns the exit status."""
     config, flags = parse_args(argv, __doc__ or "", _define_flags, prog="python -m noloco_jax.train")
     place = find_place(flags, os.environ)
+    keep_freed_memory()
     from noloco_jax.train.training import train_at  # imports jax, for which help and wrong flags need not wait
 
     return train_at(

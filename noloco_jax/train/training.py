@@ -10,7 +10,7 @@ import jax
 from rich.console import Console
 
 from noloco_jax import draws
-from noloco_jax.cluster.host import keep_freed_memory, use_cpu_cores, use_gpu_memory
+from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
 from noloco_jax.cluster.join import joined
 from noloco_jax.cluster.place import Place
 from noloco_jax.cluster.processes import Processes, run_processes
@@ -69,7 +69,6 @@ def train_at(place: Place | None, config: TrainConfig, workdir: Path, *, start_t
       start_timeout: how many seconds the processes wait for one another.
       **choices: passed to `train`.
     """
-    keep_freed_memory()
     use_gpu_memory()
     with joined(place, to_dict(config), start_timeout), full_disk_told(workdir):
         use_cpu_cores(config, 1 if place is None else place.num_processes)

@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 
-from noloco_jax.bench import command, process
+from noloco_jax.bench import command
+from noloco_jax.bench.options import REFUSED
 from noloco_jax.errors import UserError
 from support import processes
 
@@ -37,7 +38,7 @@ def sigterm():
     ],
 )
 def test_bad_input_is_refused_in_one_line_before_anything_is_measured(arguments, message, config_file, monkeypatch):
-    monkeypatch.setattr(process, "measure_apart", lambda *_: pytest.fail("nothing is to be measured"))
+    monkeypatch.setattr(command, "measure_apart", lambda *_: pytest.fail("nothing is to be measured"))
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         command.main([f"--config={config_file}", *arguments])
     assert "\n" not in str(caught.value)
@@ -72,7 +73,7 @@ def test_a_variant_that_does_not_fit_the_devices_is_refused_and_the_others_go_on
     processes.set_environment(config_file, monkeypatch)
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # the variant says how many devices
     small = ["--config.mesh.fsdp=2", "--config.model.num_layers=1"]
-    assert command.main([*arguments, *small, "--vary", "data.batch_size=3,4"]) == process.REFUSED
+    assert command.main([*arguments, *small, "--vary", "data.batch_size=3,4"]) == REFUSED
     refused, measured = json.loads(path.read_text())["runs"]
     assert "data.batch_size=3 is not a multiple of mesh.fsdp=2" in refused["error"]
     assert measured["config"]["data"]["batch_size"] == 4 and measured["compile_seconds"]["outer_step"] > 0

@@ -1,7 +1,6 @@
-"""What a process takes of its machine: memory and devices of the CPU, memory of GPUs as JAX's own client reads it."""
+"""What a process takes of its machine: devices of the CPU, memory of GPUs as JAX's own client reads it."""
 
 import os
-import platform
 import subprocess
 import sys
 
@@ -14,18 +13,6 @@ from noloco_jax.config import MeshConfig
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
-# Allocates, fills and frees 256 MiB, and prints how many pages the second time had to fetch from the kernel.
-PAGES_FETCHED_AGAIN = """
-import resource
-import numpy as np
-{first}
-np.ones(2**25)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-np.ones(2**25)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-KEEP = "from noloco_jax.cluster.host import keep_freed_memory; keep_freed_memory()"
-
 
 def printed(program: str, **environment: str) -> int:
     """The number that a Python program prints."""
@@ -33,17 +20,6 @@ def printed(program: str, **environment: str) -> int:
         [sys.executable, "-c", program], env=os.environ | environment, capture_output=True, text=True, check=True
     )
     return int(run.stdout)
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators than glibc's are left as they are")
-def test_memory_once_freed_is_used_again_without_the_kernel():
-    kept, handed_back = (printed(PAGES_FETCHED_AGAIN.format(first=first)) for first in (KEEP, ""))
-    assert kept < 100 < handed_back
-
-
-def test_where_gpus_may_train_freed_memory_is_left_to_the_allocator():
-    fetched = printed(PAGES_FETCHED_AGAIN.format(first=KEEP), JAX_PLATFORMS="cuda")
-    assert fetched > 100
 
 
 @pytest.mark.parametrize(

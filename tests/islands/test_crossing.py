@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from noloco_jax import island
+from noloco_jax.island.command import main as island
 from support.events import shown
 from support.islands import free_ports
 from support.paths import ROOT
@@ -69,7 +69,7 @@ def crossed(tmp_path_factory) -> Crossed:
     ]
     roster.write_text('run = "test"\n' + "".join(islands))
     out = folder / "islands"
-    assert island.main(["scatter", f"--workdir={run}", f"--roster={roster}", f"--out={out}"]) == 0
+    assert island(["scatter", f"--workdir={run}", f"--roster={roster}", f"--out={out}"]) == 0
     return Crossed(config, whole, train_islands(config, roster, out))
 
 
@@ -79,7 +79,7 @@ def test_from_one_program_to_islands_and_back_the_weights_are_those_of_one_progr
     for folder in folders:
         cut(folder, step)
     together = crossed.config.parent / f"together{step}"
-    assert island.main(["gather", "--workdirs", *map(str, folders), f"--out={together}"]) == 0
+    assert island(["gather", "--workdirs", *map(str, folders), f"--out={together}"]) == 0
     trained(crossed.config, together.name, *COMMON)
     found, expected = weights(together), weights(crossed.whole)
     for name in expected:

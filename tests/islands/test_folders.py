@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import pytest
 
-from noloco_jax import island
 from noloco_jax.config import TrainConfig, from_dict, load_saved, save_config
 from noloco_jax.data import Stream, train_stream
 from noloco_jax.data.tokenizers import ByteTokenizer
 from noloco_jax.errors import UserError
+from noloco_jax.island.command import main as island
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.run import elastic
 from noloco_jax.run.checkpoint import Checkpointer
@@ -104,7 +104,7 @@ class Run:
     def scatter(self, *overrides: str, out: str = "islands") -> list[Path]:
         """The islands' folders, in DIR/out."""
         flags = [f"--workdir={self.folder / 'run'}", f"--roster={self.folder / 'roster.toml'}"]
-        assert island.main(["scatter", *flags, f"--out={self.folder / out}", *overrides]) == 0
+        assert island(["scatter", *flags, f"--out={self.folder / out}", *overrides]) == 0
         return [self.folder / out / name for name in NAMES]
 
 

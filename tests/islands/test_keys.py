@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import trustme
 
-from noloco_jax import island
 from noloco_jax.errors import UserError
+from noloco_jax.island.command import main as island
 from noloco_jax.islands.keys import credentials_for, load_keys
 from noloco_jax.islands.roster import read_roster
 from support.islands import keys_of, roster_at
@@ -40,7 +40,7 @@ def roster(tmp_path) -> Path:
 
 def make(roster: Path, *more: str) -> Path:
     out = roster.parent / "keys"
-    assert island.main(["keys", f"--roster={roster}", f"--out={out}", *more]) == 0
+    assert island(["keys", f"--roster={roster}", f"--out={out}", *more]) == 0
     return out
 
 

@@ -13,10 +13,10 @@ import jax
 import jax.monitoring
 import pytest
 
-from noloco_jax import island
 from noloco_jax.config import from_dict
 from noloco_jax.config.flags import load_config
 from noloco_jax.errors import UserError
+from noloco_jax.island.command import main as island
 from noloco_jax.islands.protocol.headers import Identity
 from noloco_jax.islands.roster import Roster, read_roster
 from noloco_jax.run.island import Membership, _identity
@@ -68,7 +68,7 @@ def command(config: Path, roster: Path, *more: str, name: str = "paris") -> list
 def told(arguments: list[str], compiled: list[str]) -> str:
     """The line with which the command ends."""
     with pytest.raises(UserError) as error:
-        island.main(arguments)
+        island(arguments)
     assert error.value.exit_status == 2 and "\n" not in str(error.value)
     assert compiled == []
     return str(error.value)
@@ -120,7 +120,7 @@ def test_keys_are_asked_for_where_an_address_is_not_loopback(config, tmp_path, c
 
 def test_keys_of_another_island_are_told(config, tmp_path, compiled):
     roster = written(tmp_path)
-    assert island.main(["keys", f"--roster={roster}", f"--out={tmp_path / 'keys'}"]) == 0
+    assert island(["keys", f"--roster={roster}", f"--out={tmp_path / 'keys'}"]) == 0
     line = told(command(config, roster, f"--keys={tmp_path / 'keys/berlin'}"), compiled)
     assert "cert.pem is made out to berlin, not to paris: have a new one made with `island keys --replac" in line
 

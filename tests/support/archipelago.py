@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import permutations
 from pathlib import Path
 
-from noloco_jax import island
+from noloco_jax.island.command import main as island
 from support import processes
 from support.fault_proxy import FaultProxy
 from support.islands import free_ports
@@ -45,7 +45,7 @@ class Archipelago:
         for name in names:
             self._roster(name).write_text("\n".join(self._lines(name)))
         roster = self._roster(self.names[0])
-        assert island.main(["keys", f"--roster={roster}", f"--out={folder / 'keys'}"]) == 0
+        assert island(["keys", f"--roster={roster}", f"--out={folder / 'keys'}"]) == 0
 
     def __enter__(self) -> "Archipelago":
         return self

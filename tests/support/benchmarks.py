@@ -1,6 +1,6 @@
 """The small runs that the tests of the benchmark measure."""
 
-from noloco_jax.bench.measure import Options
+from noloco_jax.bench.options import Options
 from noloco_jax.config import TrainConfig, from_dict
 
 SMALL = {

@@ -79,15 +79,24 @@ HEAVY = ("jax", "numpy", "optax", "flax", "orbax", "grain", "pyarrow", "rich", "
 
 
 @pytest.mark.parametrize(
-    ("flags", "status"),
-    [(["--help"], 0), (["--no_such_flag"], 2), (["--workdir=runs/x", "--config=no_such_file.py"], 2)],
-    ids=["help", "wrong-flag", "no-config"],
+    ("command", "status"),
+    [
+        (["train", "--help"], 0),
+        (["train", "--no_such_flag"], 2),
+        (["train", "--workdir=runs/x", "--config=no_such_file.py"], 2),
+        (["island", "--help"], 0),
+        (["island", "train", "--help"], 0),
+        (["island", "merge", "--help"], 0),
+        (["island", "status", "--no_such_flag"], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_help_and_wrong_flags_of_the_trainer_import_nothing_heavy(flags, status):
+def test_help_and_wrong_flags_of_what_trains_import_nothing_heavy(command, status):
+    tool, *flags = command
     program = (
         "import atexit, runpy, sys\n"
         f"atexit.register(lambda: print('imported:', [name for name in {HEAVY} if name in sys.modules]))\n"
-        "runpy.run_module('noloco_jax.train', run_name='__main__', alter_sys=True)"
+        f"runpy.run_module('noloco_jax.{tool}', run_name='__main__', alter_sys=True)"
     )
     done = subprocess.run([sys.executable, "-c", program, *flags], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (status, "imported: []"), done.stderr

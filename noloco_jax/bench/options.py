@@ -1,0 +1,25 @@
+"""What to measure of a variant, and what comes of it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]
+FAILED, REFUSED = 1, 2  # exit statuses of a variant's process
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure.
+
+    Attributes:
+      steps: inner steps to time.
+      data_seconds: how long to drain the data pipeline; 0: not at all.
+      compile_only: only compile; allocate and run nothing.
+      profile: folder of a trace, or None.
+    """
+
+    steps: int
+    data_seconds: float
+    compile_only: bool
+    profile: Path | None

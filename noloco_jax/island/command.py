@@ -1,0 +1,149 @@
+"""Islands: independent processes, one a replica, that train together over any network.
+
+    python -m noloco_jax.island keys --roster=roster.toml --out=keys     # an authority, and keys for each island
+    python -m noloco_jax.island train --config=configs/c4_125m.py --roster=roster.toml --name=paris --keys=keys/paris
+        --workdir=runs/paris
+    python -m noloco_jax.island status --roster=roster.toml --keys=keys   # a line for each island
+    python -m noloco_jax.island merge --roster=roster.toml --keys=keys --out=merged   # the mean of those that train
+    python -m noloco_jax.island merge --workdirs runs/paris runs/rome --out=merged    # of those that have ended
+    python -m noloco_jax.island report --workdirs runs/paris runs/rome --out=islands.png
+    python -m noloco_jax.island gather --workdirs runs/paris runs/rome --out=runs/together   # one program goes on
+    python -m noloco_jax.island scatter --workdir=runs/together --roster=roster.toml --out=runs   # islands go on
+
+`COMMAND --help` shows a command's flags.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from noloco_jax.cluster.heap import keep_freed_memory
+from noloco_jax.config import make_parser, parse_args, split_overrides
+from noloco_jax.files import folder_of_flag
+from noloco_jax.islands.roster import read_roster
+
+_TRAIN = "train as one of the islands"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that the first argument names."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["train"]:  # which takes a configuration's fields as well
+        return _train(arguments[1:])
+    overrides: Sequence[str] = []
+    if arguments[:1] in (["merge"], ["scatter"]):  # which take some of them
+        overrides, arguments = split_overrides(arguments)
+    flags = _parser().parse_args(arguments, argparse.Namespace(overrides=overrides))
+    if flags.command in ("keys", "status"):
+        from noloco_jax.island import peers as commands
+    else:
+        from noloco_jax.island import models as commands  # imports jax, for which the others need not wait
+    return getattr(commands, flags.command)(flags)
+
+
+def _train(argv: Sequence[str]) -> int:
+    config, flags = parse_args(argv, _TRAIN, _define_train_flags, prog="python -m noloco_jax.island train")
+    roster = read_roster(flags.roster)
+    keep_freed_memory()
+    from noloco_jax.island.training import train_island  # likewise
+
+    return train_island(config, roster, flags)
+
+
+def _define_train_flags(parser: argparse.ArgumentParser) -> None:
+    _define_roster_flag(parser)
+    parser.add_argument("--name", required=True, metavar="NAME", help="which of the roster's islands this is")
+    parser.add_argument(
+        "--keys", type=folder_of_flag, metavar="DIR", help="the island's keys; none are needed where all are loopback"
+    )
+    parser.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="the island's own folder")
+    parser.add_argument(
+        "--pace",
+        choices=("steps", "time"),
+        default="steps",
+        help="steps: every island takes every inner step; time: each takes as many of a round's as it has time for, "
+        "while the fastest takes all, and messages weigh accordingly; the same on all islands (default %(default)s)",
+    )
+    parser.add_argument(
+        "--at_once",
+        action="store_true",
+        help="wait for every exchange, as replicas of one program do: to compare with one, not to train",
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser(__doc__ or "", prog="python -m noloco_jax.island")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    commands.add_parser("train", help=_TRAIN, add_help=False)  # read by `_train`
+
+    keys = _command(commands, "keys", "make an authority and keys for each island that has none")
+    _define_roster_flag(keys)
+    keys.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="where they go, a folder each")
+    keys.add_argument("--days", type=int, default=730, help="for which certificates are valid (default %(default)s)")
+    keys.add_argument(
+        "--replace", action="append", default=[], metavar="NAME", help="make this island's anew; may be repeated"
+    )
+    status = _command(commands, "status", "show how all islands are")
+    _define_roster_flag(status)
+    _define_keys_flag(status)
+    status.add_argument("--seconds", type=float, default=10.0, help="to wait for each (default %(default)s)")
+    _define_merge_flags(_command(commands, "merge", "write the mean of islands' weights as a model's folder"))
+    report = _command(commands, "report", "show what became of islands, and draw it over time")
+    _define_workdirs_flag(report, required=True)
+    report.add_argument("--out", required=True, type=folder_of_flag, metavar="FILE", help="the picture, a PNG")
+    gathering = _command(commands, "gather", "make a run of one program of islands that have ended")
+    _define_workdirs_flag(gathering, required=True)
+    gathering.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="its workdir, new or empty")
+    scattering = _command(commands, "scatter", "make islands of a run of one program")
+    scattering.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="the run's folder")
+    _define_roster_flag(scattering)
+    scattering.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="gets a workdir for each")
+    return parser
+
+
+def _define_merge_flags(parser: argparse.ArgumentParser) -> None:
+    _define_roster_flag(parser, required=False)
+    _define_keys_flag(parser)
+    _define_workdirs_flag(parser, required=False)
+    parser.add_argument(
+        "--out", required=True, type=folder_of_flag, metavar="DIR", help="the folder to write, new or empty"
+    )
+    parser.add_argument(
+        "--at_least", type=int, default=1, metavar="K", help="refuse a mean of fewer islands (default %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="to wait for each one's weights (default %(default)s)"
+    )
+    parser.add_argument(
+        "--evaluate",
+        action="store_true",
+        help="print its validation perplexity too, computed on this machine's accelerators if it has some, with the "
+        "data at the islands' path, or at another --config.data.path",
+    )
+
+
+def _command(commands, name: str, help: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+    parser.set_defaults(command=name)
+    return parser
+
+
+def _define_roster_flag(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    parser.add_argument(
+        "--roster", required=required, type=folder_of_flag, metavar="FILE", help="the run's islands, a TOML file"
+    )
+
+
+def _define_keys_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--keys",
+        type=folder_of_flag,
+        metavar="DIR",
+        help="the folder that `island keys` made, or one island's own: that island itself is then not asked",
+    )
+
+
+def _define_workdirs_flag(parser: argparse.ArgumentParser, required: bool) -> None:
+    parser.add_argument(
+        "--workdirs", required=required, nargs="+", type=folder_of_flag, metavar="DIR", help="folders of islands"
+    )

@@ -1,0 +1,68 @@
+"""Islands as models and runs: merged, looked back at, made into one program and out of one."""
+
+import argparse
+
+import jax
+
+from noloco_jax.config import load_saved, overridden
+from noloco_jax.errors import UserError
+from noloco_jax.formatting import format_perplexity
+from noloco_jax.islands.roster import read_roster
+from noloco_jax.model.huggingface import check_new_folder
+from noloco_jax.run import island_folders
+from noloco_jax.run.console import make_console
+from noloco_jax.run.island_merge import mean_of, of_folders, of_live_islands, perplexity_of
+from noloco_jax.run.island_picture import draw_islands
+from noloco_jax.run.island_table import report_table, row_of
+from noloco_jax.run.model_folder import tokenizer_of, write_model_folder
+
+
+def merge(flags: argparse.Namespace) -> int:
+    """Writes the mean of the islands' weights, and says whose are in it."""
+    if (flags.roster is None) == (flags.workdirs is None):
+        raise UserError("give --roster=FILE of islands that train, or --workdirs DIR DIR ... of those that ended")
+    if not all(override.startswith("--config.data.") for override in flags.overrides):
+        raise UserError("merge takes no fields but --config.data.NAME=VALUE: the islands say what they train")
+    if not 0 < flags.seconds <= 86400:
+        raise UserError(f"--seconds={flags.seconds}: give more than 0 and up to 86400")
+    check_new_folder(flags.out)
+    if not flags.evaluate:
+        jax.config.update("jax_platforms", "cpu")  # accelerators may be a training's
+    if flags.roster is None:
+        source = of_folders(flags.workdirs)
+    else:
+        source = of_live_islands(read_roster(flags.roster), flags.keys, min(flags.seconds, 10.0), flags.seconds)
+    config = overridden(source.config, flags.overrides)
+    tokenizer = tokenizer_of(config.data)
+    if tokenizer is not None:
+        source.check_tokenizer(tokenizer)
+    merged = mean_of(source, print, flags.at_least)
+    for line in write_model_folder(flags.out, merged.params, config, tokenizer, str(merged)):
+        print(line)
+    if flags.evaluate:
+        perplexity = perplexity_of(config, merged.params, tokenizer)
+        print(f"merged model: validation perplexity {format_perplexity(perplexity)}")
+    return 0
+
+
+def report(flags: argparse.Namespace) -> int:
+    """Shows what became of each island, and draws it."""
+    rows = [row_of(workdir) for workdir in flags.workdirs]
+    make_console().print(report_table(rows))
+    print(f"picture: {draw_islands([row.history for row in rows], flags.out)}")
+    return 0
+
+
+def gather(flags: argparse.Namespace) -> int:
+    """Makes a run of one program of islands that have ended."""
+    jax.config.update("jax_platforms", "cpu")
+    island_folders.gather(flags.workdirs, flags.out, print)
+    return 0
+
+
+def scatter(flags: argparse.Namespace) -> int:
+    """Makes islands of a run of one program."""
+    jax.config.update("jax_platforms", "cpu")
+    config = overridden(load_saved(flags.workdir), flags.overrides)
+    island_folders.scatter(flags.workdir, config, read_roster(flags.roster), flags.out, print)
+    return 0
