@@ -1,18 +1,20 @@
 """What a run says of an island's exchanges."""
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from noloco_jax.formatting import format_bytes
-from noloco_jax.islands.protocol.headers import Status
-from noloco_jax.islands.results import Met
-from noloco_jax.run.island_log import IslandLog
+
+if TYPE_CHECKING:  # for whose imports a run of all replicas need not wait
+    from noloco_jax.islands.protocol.headers import Status
+    from noloco_jax.islands.results import Met
+    from noloco_jax.run.island_log import IslandLog
 
 LAST_SECONDS = 10.0  # for the last exchange of a run
 
 
 def exchange_figures(
-    met: Met, status: Status, seconds_exposed: float, log: IslandLog, seconds: float
+    met: "Met", status: "Status", seconds_exposed: float, log: "IslandLog", seconds: float
 ) -> dict[str, Any]:
     """For metrics: what became of a message, and what the island's exchanges have come to with it.
 
@@ -34,7 +36,7 @@ def exchange_figures(
     }
 
 
-def exchange_line(met: Met, status: Status, size: int | float) -> str:
+def exchange_line(met: "Met", status: "Status", size: int | float) -> str:
     """For people: round, partner, what came of it, bytes, participation so far."""
     what = {
         "met": f"met {met.partner}, {format_bytes(size)} each way",

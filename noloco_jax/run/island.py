@@ -24,6 +24,7 @@ from noloco_jax.islands.station import Station
 from noloco_jax.islands.steps import IslandSteps, state_specs, weight_specs
 from noloco_jax.methods import meetings_of, method_of
 from noloco_jax.run.checkpoint import Checkpointer
+from noloco_jax.run.island_log import IslandLog
 from noloco_jax.run.messages import Messages
 from noloco_jax.spmd.programs import Programs
 from noloco_jax.spmd.solo import SoloPrograms, compile_solo
@@ -113,69 +114,113 @@ class Membership:
 
         return of
 
+    @staticmethod
+    def messages(solo: SoloPrograms) -> Messages:
+        """What an island sends in a round that has a partner."""
+        size = sum(spec.nbytes for spec in specs_of(solo.code))
+        return Messages(of_outer_step=lambda round: size, of_inner_step=lambda step: 0)
 
-def open_station(
-    member: Membership,
-    config: TrainConfig,
-    solo: SoloPrograms,
-    programs: Programs,
-    journal: Journal | None,
-    workdir: Path,
-    is_stopping: Callable[[], bool],
-    report: Callable[[str], None],
-    fingerprint: str | None = None,
-) -> Station | None:
-    """Joins the others, who may refuse the island before it compiles; None where it was told to stop meanwhile.
+    def data_position(self, checkpoints: Checkpointer, step: int) -> dict[str, Any]:
+        """Where its data stand at `step`, also where the roster has become longer since: see `data.renumbered`.
 
-    `fingerprint` is that of its tokenizer, for who merges.
-    Raises `UserError` if its name or address is in use, or most of the others refuse it.
-    """
-    check_alone(member.roster, member.name, member.credentials)
-    incarnation, began_before = _incarnation(workdir)
-    identity = _identity(member, config, programs)
-    protocol = Island(
-        member.name,
-        [name for name in member.roster.names if name != member.name],
-        identity,
-        member.partner(config),
-        incarnation,
-        member.settings(config),
-        journal,
-        began_before,
-    )
-    station = Station(
-        member.roster,
-        member.name,
-        member.credentials,
-        protocol,
-        member.settings(config),
-        Codes(solo.wire, solo.message, solo.code),
-        state_specs(programs.state),
-        report,
-        Snapshots(weight_specs(config.model)),
-        {"identity": asdict(identity), "config": to_dict(config), "tokenizer": fingerprint},
-    )
-    try:
-        station.open()
-        if _until(station.admitted, is_stopping):
-            return station
-    except BaseException:
+        Raises `UserError` where the checkpoint is not this island's.
+        """
+        position, *others = checkpoints.positions(step)
+        if others or position["replica"] != self.replica:
+            of = f"all {1 + len(others)} replicas" if others else f"replica {position['replica']}"
+            raise UserError(
+                f"the checkpoint of step {step} is of {of}, and {self.name} is replica {self.replica}: give its own "
+                "--workdir, or have `island scatter` make one for each island"
+            )
+        return renumbered(position, self.replica, len(self.roster.islands))
+
+    @staticmethod
+    def journal(saved: dict[str, Any] | None, config: TrainConfig, start: int) -> Journal:
+        """The journal of a checkpoint; of one that no island has saved, that of a run whose exchanges are all done."""
+        if saved is not None:
+            return Journal.from_json(saved)
+        meetings = meetings_of(config)
+        assert meetings is not None
+        return Journal(meetings.total(start) - 1, True, {}, 0, ())
+
+    def open_station(
+        self,
+        config: TrainConfig,
+        solo: SoloPrograms,
+        programs: Programs,
+        journal: Journal | None,
+        workdir: Path,
+        is_stopping: Callable[[], bool],
+        report: Callable[[str], None],
+        fingerprint: str | None = None,
+    ) -> Station | None:
+        """Joins the others, who may refuse the island before it compiles; None where it was told to stop meanwhile.
+
+        `fingerprint` is that of its tokenizer, for who merges.
+        Raises `UserError` if its name or address is in use, or most of the others refuse it.
+        """
+        check_alone(self.roster, self.name, self.credentials)
+        incarnation, began_before = _incarnation(workdir)
+        identity = _identity(self, config, programs)
+        protocol = Island(
+            self.name,
+            [name for name in self.roster.names if name != self.name],
+            identity,
+            self.partner(config),
+            incarnation,
+            self.settings(config),
+            journal,
+            began_before,
+        )
+        station = Station(
+            self.roster,
+            self.name,
+            self.credentials,
+            protocol,
+            self.settings(config),
+            Codes(solo.wire, solo.message, solo.code),
+            state_specs(programs.state),
+            report,
+            Snapshots(weight_specs(config.model)),
+            {"identity": asdict(identity), "config": to_dict(config), "tokenizer": fingerprint},
+        )
+        try:
+            station.open()
+            if _until(station.admitted, is_stopping):
+                return station
+        except BaseException:
+            station.close()
+            raise
         station.close()
-        raise
-    station.close()
-    return None
+        return None
 
+    @staticmethod
+    def begin(station: Station, workdir: Path, is_stopping: Callable[[], bool]) -> bool:
+        """Waits, where it can train, until it is to: from its own weights or another's, which come with its first step.
 
-def begin(station: Station, workdir: Path, is_stopping: Callable[[], bool]) -> bool:
-    """An island that can train waits until it is to, from its own weights or another's: those come with its first step.
+        Islands that start at the same time begin together. False where it was told to stop meanwhile.
+        """
+        station.ready()
+        begins = _until(station.decided, is_stopping)
+        if begins:
+            _write(workdir, station.incarnation)
+        return begins
 
-    Islands that start at the same time begin together. False where it was told to stop meanwhile.
-    """
-    station.ready()
-    begins = _until(station.decided, is_stopping)
-    if begins:
-        _write(workdir, station.incarnation)
-    return begins
+    def steps(self, config: TrainConfig, station: Station, solo: SoloPrograms, programs: Programs) -> IslandSteps:
+        """The island's outer steps, compiled; `config` is its own."""
+        compiled = compile_solo(solo, programs)
+        meetings = meetings_of(config)
+        assert meetings is not None
+
+        def tokens_of_round(step: int) -> int:
+            return meetings.interval(step) * config.tokens_per_step
+
+        keeps_pace = self.pace == "time"
+        return IslandSteps(station, compiled, programs, tokens_of_round, keeps_pace=keeps_pace, at_once=self.at_once)
+
+    def log(self, workdir: Path) -> IslandLog:
+        """What happens to the island, written in its workdir."""
+        return IslandLog(workdir, self.name)
 
 
 def _until(is_known: Callable[[float], bool], is_stopping: Callable[[], bool]) -> bool:
@@ -183,49 +228,6 @@ def _until(is_known: Callable[[float], bool], is_stopping: Callable[[], bool]) -
         if is_stopping():
             return False
     return True
-
-
-def journal_of(saved: dict[str, Any] | None, config: TrainConfig, start: int) -> Journal:
-    """The journal of a checkpoint; of one that no island has saved, that of a run whose exchanges are all done."""
-    if saved is not None:
-        return Journal.from_json(saved)
-    meetings = meetings_of(config)
-    assert meetings is not None
-    return Journal(meetings.total(start) - 1, True, {}, 0, ())
-
-
-def data_position(member: Membership, checkpoints: Checkpointer, step: int) -> dict[str, Any]:
-    """Where its data stand at `step`, also where the roster has become longer since: see `data.renumbered`.
-
-    Raises `UserError` where the checkpoint is not this island's.
-    """
-    position, *others = checkpoints.positions(step)
-    if others or position["replica"] != member.replica:
-        of = f"all {1 + len(others)} replicas" if others else f"replica {position['replica']}"
-        raise UserError(
-            f"the checkpoint of step {step} is of {of}, and {member.name} is replica {member.replica}: give its own "
-            "--workdir, or have `island scatter` make one for each island"
-        )
-    return renumbered(position, member.replica, len(member.roster.islands))
-
-
-def steps_of(member: Membership, config: TrainConfig, station: Station, solo: SoloPrograms, programs: Programs):
-    """The island's outer steps, compiled; `config` is its own."""
-    compiled = compile_solo(solo, programs)
-    meetings = meetings_of(config)
-    assert meetings is not None
-
-    def tokens_of_round(step: int) -> int:
-        return meetings.interval(step) * config.tokens_per_step
-
-    keeps_pace = member.pace == "time"
-    return IslandSteps(station, compiled, programs, tokens_of_round, keeps_pace=keeps_pace, at_once=member.at_once)
-
-
-def messages_of_island(solo: SoloPrograms) -> Messages:
-    """What an island sends in a round that has a partner."""
-    size = sum(spec.nbytes for spec in specs_of(solo.code))
-    return Messages(of_outer_step=lambda round: size, of_inner_step=lambda step: 0)
 
 
 def _identity(member: Membership, config: TrainConfig, programs: Programs) -> Identity:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,7 +13,6 @@ from noloco_jax.cluster.stop import Stop
 from noloco_jax.config import TrainConfig
 from noloco_jax.data import HostBatch
 from noloco_jax.errors import UserError
-from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.meetings import Meetings
 from noloco_jax.methods import meetings_of, method_of
 from noloco_jax.run.checkpoint import Checkpointer
@@ -21,7 +20,6 @@ from noloco_jax.run.console import Progress
 from noloco_jax.run.evaluate import evaluate
 from noloco_jax.run.exchanges import LAST_SECONDS, exchange_figures, exchange_line
 from noloco_jax.run.flops import mfu, model_flops_per_token
-from noloco_jax.run.island_log import IslandLog
 from noloco_jax.run.messages import Messages, may_send_in_inner_steps, shares_moments
 from noloco_jax.run.metrics import MetricWriter
 from noloco_jax.run.proportion import Proportion
@@ -31,6 +29,10 @@ from noloco_jax.run.totals import Clock, Totals, wall_clock
 from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.inner import learning_rates
 from noloco_jax.spmd.programs import Programs, StepMetrics, TrainState
+
+if TYPE_CHECKING:  # for whose imports a run of all replicas need not wait
+    from noloco_jax.islands.steps import IslandSteps
+    from noloco_jax.run.island_log import IslandLog
 
 
 class Hooks:
@@ -75,8 +77,8 @@ class Run:
     stop: Stop
     processes: Processes
     hooks: Hooks
-    island: IslandSteps | None = None
-    island_log: IslandLog | None = None
+    island: "IslandSteps | None" = None
+    island_log: "IslandLog | None" = None
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,7 @@ def _correct_steps(run: Run, state: TrainState, meetings: Meetings, step: int) -
 
 
 def _hear_of_others(
-    run: Run, island: IslandSteps, state: TrainState, step: int, log: "_StepLog"
+    run: Run, island: "IslandSteps", state: TrainState, step: int, log: "_StepLog"
 ) -> tuple[TrainState, int]:
     """Enters what has come from other islands; (state, the inner steps behind it), as it may be another's."""
     state, behind = island.enter(state, step)
@@ -245,7 +247,7 @@ def _hear_of_others(
     return state, min(behind, run.config.num_steps - 1)
 
 
-def _tell_of_exchanges(run: Run, island: IslandSteps, step: int, log: "_StepLog") -> None:
+def _tell_of_exchanges(run: Run, island: "IslandSteps", step: int, log: "_StepLog") -> None:
     """Writes and shows what has become of messages."""
     met, status = island.station.take_met()
     for one in met:

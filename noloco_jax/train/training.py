@@ -4,7 +4,7 @@ import time
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from rich.console import Console
@@ -34,16 +34,6 @@ from noloco_jax.run.banner import banner_rows, compiled_memory, show_results
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress, banner, make_console
 from noloco_jax.run.extension import extension_note, rate_change
-from noloco_jax.run.island import (
-    Membership,
-    begin,
-    data_position,
-    journal_of,
-    messages_of_island,
-    open_station,
-    steps_of,
-)
-from noloco_jax.run.island_log import IslandLog
 from noloco_jax.run.loop import Hooks, Run, is_evaluated, train_steps
 from noloco_jax.run.messages import messages_of
 from noloco_jax.run.metrics import METRICS_FILE, MetricWriter, read_metrics
@@ -57,6 +47,9 @@ from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.shared_batch import replicas_read_here
 from noloco_jax.spmd.solo import build_solo
+
+if TYPE_CHECKING:
+    from noloco_jax.run.island import Membership  # for whose imports a run of all replicas need not wait
 
 
 def train_at(place: Place | None, config: TrainConfig, workdir: Path, *, start_timeout: float, **choices: Any) -> int:
@@ -84,7 +77,7 @@ def train(
     wandb_project: str | None = None,
     hooks: Hooks | None = None,
     processes: Processes | None = None,
-    member: Membership | None = None,
+    member: "Membership | None" = None,
 ) -> int:
     """Trains until `num_steps`, from the workdir's newest checkpoint if it has one; returns the exit status.
 
@@ -113,7 +106,7 @@ def train(
     whole, config = config, config if member is None else member.own(config)  # the replicas of all islands; those here
     programs = build_programs(config, make_mesh(config, jax.devices()))
     solo = None if member is None else build_solo(config, programs)
-    messages = messages_of(config, programs.mesh.shape) if solo is None else messages_of_island(solo)
+    messages = messages_of(config, programs.mesh.shape) if member is None or solo is None else member.messages(solo)
     banner([*([] if member is None else [("island", str(member))]), *banner_rows(config, programs, messages)], console)
     with (
         Stop(processes) as stop,
@@ -135,7 +128,7 @@ def train(
             if member is None:
                 positions = elastic.data_positions(checkpoints, start, config.num_replicas)
             else:
-                positions = [data_position(member, checkpoints, start)]
+                positions = [member.data_position(checkpoints, start)]
             streams.set_state(dict(enumerate(positions)))
             changed = checkpoints.changes(start)
         given = load_params(config.init_from, config.model) if config.init_from and start is None else None
@@ -144,9 +137,8 @@ def train(
 
         station = None
         if member is not None and solo is not None:
-            journal = None if start is None else journal_of(checkpoints.island_journal(start), config, start)
-            station = open_station(
-                member,
+            journal = None if start is None else member.journal(checkpoints.island_journal(start), config, start)
+            station = member.open_station(
                 whole,
                 solo,
                 programs,
@@ -164,14 +156,15 @@ def train(
         programs = _compile(config, programs, console, alone=member is not None, is_new=is_new)
         island = island_log = None
         if member is not None and station is not None and solo is not None:
-            island = steps_of(member, config, station, solo, programs)
-            island_log = IslandLog(workdir, member.name)
+            island = member.steps(config, station, solo, programs)
+            island_log = member.log(workdir)
         batches = GlobalBatches(streams, programs)
         if start is None:
             state, given = _make_state(config, programs, given), None  # the host does not keep what was given
         else:
             state = _restore_state(config, programs, checkpoints, start, from_step, console)
-        if station is not None and not begin(station, workdir, partial(stop.at, start or 0)):
+        is_stopping = partial(stop.at, start or 0)
+        if member is not None and station is not None and not member.begin(station, workdir, is_stopping):
             return _begins_again(console, stop)
         if jax.process_index() == 0:
             write_start(whole, workdir, start or 0, changed)
@@ -233,7 +226,7 @@ def _check_inputs(config: TrainConfig) -> Tokenizer | None:
     return tokenizer
 
 
-def _find_start(config: TrainConfig, member: Membership | None, checkpoints: Checkpointer, stop: Stop) -> int | None:
+def _find_start(config: TrainConfig, member: "Membership | None", checkpoints: Checkpointer, stop: Stop) -> int | None:
     """The step of the checkpoint to go on from, which fits the run; None to start anew."""
     start = checkpoints.start_step()
     stop.at(start or 0)  # from here on a SIGTERM means the next step, whichever that is
@@ -270,7 +263,7 @@ def _begins_again(console: Console, stop: Stop) -> int:
 
 
 def _open_streams(
-    config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs, member: Membership | None
+    config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs, member: "Membership | None"
 ) -> ReplicaStreams:
     """The training data of the replicas that this process reads; of an island, that of its place in the roster."""
     first, count = (0, config.num_replicas) if member is None else (member.replica, len(member.roster.islands))

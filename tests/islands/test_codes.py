@@ -12,7 +12,7 @@ from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.wire import wire_of
 from noloco_jax.islands.codes import Codes
-from noloco_jax.run.island import messages_of_island
+from noloco_jax.run.island import Membership
 from noloco_jax.run.messages import messages_of
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
@@ -89,7 +89,7 @@ def test_a_message_with_a_broken_value_has_no_finite_norm(name):
 @pytest.mark.parametrize("name", ["bfloat16", "int6"])
 def test_a_message_takes_the_bytes_that_it_takes_in_one_program(name):
     config = config_of(name)
-    of_island = messages_of_island(programs_of(config, 1)[1])
+    of_island = Membership.messages(programs_of(config, 1)[1])
     in_one = messages_of(config, make_mesh(config, jax.devices()[:4]).shape)
     assert of_island.of_outer_step(0) == in_one.of_outer_step(0) > 0
 

@@ -18,7 +18,7 @@ from noloco_jax.island.command import main as island
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.run import elastic
 from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.island import Membership, data_position
+from noloco_jax.run.island import Membership
 from noloco_jax.run.island_folders import gather
 from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.mesh import make_mesh
@@ -270,7 +270,7 @@ def member(name: str, *names: str) -> Membership:
 def test_an_island_goes_on_in_a_longer_roster_with_what_is_left_of_its_share(made, folders):
     config = replace(made.config, num_replicas=4)
     with Checkpointer(folders[1], config, read_only=True) as checkpoints:
-        position = data_position(member("berlin", *NAMES, "oslo"), checkpoints, 12)
+        position = member("berlin", *NAMES, "oslo").data_position(checkpoints, 12)
     one = stream(config, 1, 4)
     one.set_state(position)
     for batch, expected in zip(one, made.batches[1], strict=False):
@@ -287,7 +287,7 @@ def test_an_island_does_not_go_on_from_what_is_not_its_own(made, workdir, line):
         Checkpointer(made.folder / workdir, made.config, read_only=True) as checkpoints,
         pytest.raises(UserError, match=line),
     ):
-        data_position(member("berlin", *NAMES), checkpoints, 12)
+        member("berlin", *NAMES).data_position(checkpoints, 12)
 
 
 def documents_of_an_epoch(config: TrainConfig, replica: int, num_replicas: int, position: dict[str, Any]) -> list[str]:

@@ -12,10 +12,11 @@ import jax
 import numpy as np
 import pytest
 
-from noloco_jax import draws, island
+from noloco_jax import draws
 from noloco_jax.config import TrainConfig, from_dict, save_config, to_dict
 from noloco_jax.data import load_tokenizer
 from noloco_jax.errors import UserError
+from noloco_jax.island.command import main as island
 from noloco_jax.islands.keys import load_keys, make_keys
 from noloco_jax.islands.peer_errors import Busy
 from noloco_jax.islands.protocol.headers import Identity
@@ -26,7 +27,7 @@ from noloco_jax.islands.steps import IslandSteps, weight_specs
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.island import ISLAND_FILE, Membership, begin, open_station
+from noloco_jax.run.island import ISLAND_FILE, Membership
 from noloco_jax.run.island_merge import perplexity_of
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
@@ -57,7 +58,7 @@ def roster(tmp_path) -> Roster:
 
 def merge(folder: Path, *flags: str) -> int:
     files = [f"--roster={folder / 'roster.toml'}", f"--keys={folder / 'keys'}"]
-    return island.main(["merge", *files, f"--out={folder / 'merged'}", "--seconds=60", *flags])
+    return island(["merge", *files, f"--out={folder / 'merged'}", "--seconds=60", *flags])
 
 
 def merged(folder: Path) -> dict[str, np.ndarray]:
@@ -209,8 +210,8 @@ def test_islands_that_train_give_their_weights_between_two_steps(roster, tmp_pat
 
     def train(name: str) -> None:
         arguments = (None, tmp_path / name, lambda: False, lambda line: None)
-        station = open_station(members[name], CONFIG, solo, programs, *arguments, "byte")
-        assert station is not None and begin(station, tmp_path / name, lambda: False)
+        station = members[name].open_station(CONFIG, solo, programs, *arguments, "byte")
+        assert station is not None and members[name].begin(station, tmp_path / name, lambda: False)
         steps_of_island = IslandSteps(station, solo, programs, lambda step: 16)
         while not is_over.wait(0.005):
             steps[name] += 1
@@ -271,11 +272,11 @@ def ended(workdir: Path, config: TrainConfig, seed: int, round: int) -> dict[str
 def test_the_newest_checkpoints_of_folders_are_merged_whatever_their_rounds(tmp_path, capsys):
     models = [ended(tmp_path / name, CONFIG, seed, round) for seed, (name, round) in enumerate(ROUNDS.items())]
     flags = ["merge", "--workdirs", *(str(tmp_path / name) for name in ROUNDS), f"--out={tmp_path / 'merged'}"]
-    assert island.main(flags) == 0
+    assert island(flags) == 0
     assert_equal(merged(tmp_path), mean(*models))
     assert "the mean of 3 of 3 islands, up to 3 rounds apart" in capsys.readouterr().out
     with pytest.raises(UserError, match="already holds something"):
-        island.main(flags)
+        island(flags)
 
 
 def test_folders_that_do_not_belong_together_are_refused(tmp_path):
@@ -290,7 +291,7 @@ def test_folders_that_do_not_belong_together_are_refused(tmp_path):
         ((first, first), "names a folder twice"),
     ):
         with pytest.raises(UserError, match=line):
-            island.main(["merge", "--workdirs", *map(str, folders), f"--out={tmp_path / 'merged'}"])
+            island(["merge", "--workdirs", *map(str, folders), f"--out={tmp_path / 'merged'}"])
     assert not (tmp_path / "merged").exists()
 
 
@@ -303,7 +304,7 @@ def test_flags_that_contradict_each_other_are_told_before_anything_is_asked(tmp_
         ([out, "--workdirs", "b", "--seconds=0"], "--seconds=0.0: give more than 0"),
     ):
         with pytest.raises(UserError, match=re.escape(line)):
-            island.main(["merge", *flags])
+            island(["merge", *flags])
 
 
 def test_the_perplexity_of_a_merged_model_is_that_of_its_weights(tmp_path):

@@ -16,7 +16,7 @@ from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.islands.results import Healed
 from noloco_jax.islands.roster import Address, Island, Roster
-from noloco_jax.run.island import Membership, begin, open_station, steps_of
+from noloco_jax.run.island import Membership
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
@@ -80,12 +80,12 @@ def trained_as_islands(configs: list[TrainConfig], folder: Path) -> list[TrainSt
         own = member.own(config)
         programs = compile_programs(own, build_programs(own, make_mesh(own, devices)), only=PROGRAMS[:1])
         solo = build_solo(own, programs)
-        station = open_station(
-            member, config, solo, programs, None, folder / NAMES[replica], lambda: False, lambda line: None
+        station = member.open_station(
+            config, solo, programs, None, folder / NAMES[replica], lambda: False, lambda line: None
         )
         assert station is not None
-        assert begin(station, folder / NAMES[replica], lambda: False)
-        island = steps_of(member, own, station, solo, programs)
+        assert member.begin(station, folder / NAMES[replica], lambda: False)
+        island = member.steps(own, station, solo, programs)
         state, seconds = programs.init(draws.key(config.seed)), -time.perf_counter()
         for step in range(1, config.num_steps + 1):
             state = inner(programs, state, step, range(replica, replica + 1))

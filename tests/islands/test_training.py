@@ -19,7 +19,7 @@ from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.station import Station
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.methods import meetings_of
-from noloco_jax.run.island import Membership, _incarnation, _write, begin, open_station, steps_of
+from noloco_jax.run.island import Membership, _incarnation, _write
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
@@ -62,15 +62,15 @@ class World:
 
     def open(self, member: Membership) -> Station:
         arguments = (None, self.folder / member.name, lambda: False, self.lines.append)
-        station = open_station(member, self.config, self.solo, self.programs, *arguments)
+        station = member.open_station(self.config, self.solo, self.programs, *arguments)
         assert station is not None
         return station
 
     def join(self, name: str, **options: Any) -> tuple[Station, IslandSteps]:
         member = Membership(self.roster, name, None, **options)
         station = self.open(member)
-        steps = steps_of(member, self.own, station, self.solo, self.programs)
-        assert begin(station, self.folder / name, lambda: False)
+        steps = member.steps(self.own, station, self.solo, self.programs)
+        assert Membership.begin(station, self.folder / name, lambda: False)
         return station, steps
 
     def batch(self, step: int, replicas: range) -> dict[int, dict[str, np.ndarray]]:
@@ -337,7 +337,7 @@ def test_an_island_has_begun_when_it_may_train(world, tmp_path):
     world.begin(tmp_path)
     station = world.open(Membership(world.roster, "paris", None))
     assert not _incarnation(tmp_path / "paris")[1]
-    assert begin(station, tmp_path / "paris", lambda: False)
+    assert Membership.begin(station, tmp_path / "paris", lambda: False)
     assert _incarnation(tmp_path / "paris")[1]
     station.close()
 

@@ -119,3 +119,12 @@ def test_routes_of_one_replica_a_device_import_no_scipy():
         "lower(np.array([[1, 0, 3, 2]]), 4, 1); sys.exit('scipy.optimize' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+def test_a_run_of_all_replicas_imports_nothing_of_islands():
+    program = "import sys, noloco_jax.train.training; print([x for x in sys.modules if x.startswith(({names}))])"
+    names = "'noloco_jax.islands', 'noloco_jax.run.island', 'cryptography', 'pyarrow.flight'"
+    done = subprocess.run(
+        [sys.executable, "-c", program.format(names=names)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
