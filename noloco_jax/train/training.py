@@ -135,7 +135,7 @@ def train(
         if dry_run:
             return 0
 
-        station = None
+        station, is_stopping = None, partial(stop.at, start or 0)
         if member is not None and solo is not None:
             journal = None if start is None else member.journal(checkpoints.island_journal(start), config, start)
             station = member.open_station(
@@ -144,7 +144,7 @@ def train(
                 programs,
                 journal,
                 workdir,
-                partial(stop.at, start or 0),
+                is_stopping,
                 console.print,
                 None if tokenizer is None else tokenizer.fingerprint,
             )
@@ -163,7 +163,6 @@ def train(
             state, given = _make_state(config, programs, given), None  # the host does not keep what was given
         else:
             state = _restore_state(config, programs, checkpoints, start, from_step, console)
-        is_stopping = partial(stop.at, start or 0)
         if member is not None and station is not None and not member.begin(station, workdir, is_stopping):
             return _begins_again(console, stop)
         if jax.process_index() == 0:
