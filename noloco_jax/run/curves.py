@@ -24,12 +24,12 @@ def plot_curves(workdir: str | os.PathLike[str]) -> Path:
     """Draws WORKDIR/curves.png from WORKDIR/metrics.jsonl and returns its path.
 
     Three panels over the inner step: the training loss and its running mean; the validation perplexity of each replica,
-    their mean and the merged model; the replica spread on a logarithmic axis with the outer steps marked.
+    their mean and the merged model; the replica spread on a logarithmic axis with the outer steps counted, and marked
+    where each has a line of its own.
     """
     metrics = read_metrics(workdir)
     train = [entry for entry in metrics if entry["kind"] == "train" and "loss" in entry]
     evals = [entry for entry in metrics if entry["kind"] == "eval"]
-    outer = sorted({entry["step"] for entry in metrics if "outer_step_seconds" in entry})
     if not train and not evals:
         raise UserError(f"{workdir} has no training steps or evaluations to draw yet: train some more")
 
@@ -45,10 +45,17 @@ def plot_curves(workdir: str | os.PathLike[str]) -> Path:
         axes.spines[["top", "right"]].set_visible(False)
     _draw_loss(loss, train)
     _draw_perplexity(perplexity, evals)
-    _draw_spread(spread, evals, outer)
+    _draw_spread(spread, evals, *outer_steps(metrics))
     spread.set_xlabel("inner step")
 
     return write_picture(Path(workdir) / CURVES_FILE, figure)
+
+
+def outer_steps(metrics: list[dict[str, Any]]) -> tuple[int, list[int]]:
+    """How many outer steps there were, and at which inner steps; none of these where a line tells of several."""
+    lines = {entry["step"]: entry.get("outer_steps", 1) for entry in metrics if "outer_step_seconds" in entry}
+    count = sum(lines.values())
+    return count, sorted(lines) if len(lines) == count else []
 
 
 def _column(entries: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -130,26 +137,26 @@ def _label_plainly(axes: "Axes") -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _draw_spread(axes: "Axes", evals: list[dict[str, Any]], outer: list[int]) -> None:
+def _draw_spread(axes: "Axes", evals: list[dict[str, Any]], count: int, marked: list[int]) -> None:
     axes.set_ylabel("replica spread")
     axes.set_yscale("log")
     steps, spreads = _column(evals, "replica_spread")
     spreads = np.where(spreads > 0, spreads, np.nan)  # replicas start out equal, and ddp keeps them so
     if np.isfinite(spreads).any():
         axes.plot(steps, spreads, color=_SPREAD, linewidth=2, marker="o", markersize=4, label="spread at evaluations")
-    if outer:
+    if count:
         axes.plot(
-            outer,
-            [0.02] * len(outer),
+            marked,
+            [0.02] * len(marked),
             color=_OUTER,
             linestyle="",
-            marker="|",
+            marker="|" if marked else "",
             markersize=12,
             transform=axes.get_xaxis_transform(),
-            label=f"{len(outer)} outer steps",
+            label=f"{count:,} outer step{'s' * (count > 1)}",
         )
-        if len(outer) <= 60:
-            for step in outer:
+        if len(marked) <= 60:
+            for step in marked:
                 axes.axvline(step, color=_OUTER, linewidth=0.6, alpha=0.35)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(**_LEGEND)

@@ -391,6 +391,7 @@ class _StepLog:
         if may_send_in_inner_steps(self._run.config):
             figures["bytes_sent_inner_step"] = self._run.messages.of_inner_step(step)
         if self._untold is not None:
+            figures["outer_steps"] = self._untold.count
             figures["outer_step_seconds"] = self._untold.seconds
             figures["bytes_sent"] = self._bytes_of(self._untold)
             figures["round"] = self._untold.last

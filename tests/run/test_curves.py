@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from noloco_jax.errors import UserError
-from noloco_jax.run.curves import plot_curves, running_mean
-from noloco_jax.run.metrics import MetricWriter
+from noloco_jax.run.curves import outer_steps, plot_curves, running_mean
+from noloco_jax.run.metrics import MetricWriter, read_metrics
 
 
 def run(workdir: Path, steps: int, replicas: int = 4, bad: float = 1.0, spread: float = 1e-3) -> Path:
     writer = MetricWriter(workdir, resume_step=None, tensorboard=False)
     for step in range(1, steps + 1):
-        outer = {"outer_step_seconds": 0.01} if step % 4 == 0 else {}
+        outer = {"outer_steps": 1, "outer_step_seconds": 0.01} if step % 4 == 0 else {}
         writer.write(step, "train", loss=bad * (1 + 1 / step), lr=1e-3, **outer)
         if step % 5 == 0:
             perplexities = [bad * (5.0 + index) for index in range(replicas)]
@@ -60,6 +60,20 @@ def test_a_run_that_went_on_with_fewer_replicas_gives_a_picture(tmp_path):
         )
     writer.close()
     assert is_picture(plot_curves(tmp_path))
+
+
+@pytest.mark.parametrize("every, marked", [(1, [2, 4, 6, 8, 10, 12]), (3, [])])
+def test_outer_steps_are_counted_also_where_a_line_tells_of_several(tmp_path, every, marked):
+    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
+    for number in range(every, 7, every):  # of six outer steps, at steps 2, 4, 6, ..., every third one is written
+        writer.write(2 * number, "train", loss=1.0, lr=1e-3, outer_steps=every, outer_step_seconds=0.01)
+    writer.write(13, "train", loss=1.0, lr=1e-3)
+    writer.close()
+    assert outer_steps(read_metrics(tmp_path)) == (6, marked)
+
+
+def test_a_run_without_outer_steps_counts_none(tmp_path):
+    assert outer_steps(read_metrics(run(tmp_path, steps=3))) == (0, [])
 
 
 @pytest.mark.parametrize("text", [None, "", '{"step": 1, "kind": "other"}\n'])
