@@ -8,8 +8,12 @@ _LATE_WRITE = "Event loop is closed"  # what tensorstore says of a write that en
 
 
 def quiet_saves() -> None:
-    """Keeps orbax from logging every save, and a failed one with the stack of every thread; once is enough."""
+    """Keeps orbax from logging every save, and a failed one with the stack of every thread; once is enough.
+
+    Its other writes that failed beside that one would be told by asyncio, each with a stack of its own.
+    """
     logging.getLogger("absl").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     if sys.unraisablehook is sys.__unraisablehook__:
         sys.unraisablehook = _without_late_writes
 
