@@ -52,7 +52,10 @@ def plot_curves(workdir: str | os.PathLike[str]) -> Path:
 
 
 def outer_steps(metrics: list[dict[str, Any]]) -> tuple[int, list[int]]:
-    """How many outer steps there were, and at which inner steps; none of these where a line tells of several."""
+    """How many outer steps there were, and at which inner steps; none of these where a line tells of several.
+
+    A line that does not say how many it tells of, as lines did not once, counts as one.
+    """
     lines = {entry["step"]: entry.get("outer_steps", 1) for entry in metrics if "outer_step_seconds" in entry}
     count = sum(lines.values())
     return count, sorted(lines) if len(lines) == count else []
