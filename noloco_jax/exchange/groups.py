@@ -7,6 +7,7 @@ code is so short that sending all of it to everyone takes fewer bytes, that is d
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -164,10 +165,10 @@ class _Meeting:
         def code(member: jax.Array) -> jax.Array:
             return lax.dynamic_index_in_dim(codes, member % n, keepdims=False)
 
-        total = decode(code(own), shares[0])
-        for k in range(1, n):  # the member to whom we are k places further on gets its own share of us
-            total += decode(self._from(k, code(own - k)), total)
-        mean = total / n
+        mine = decode(code(own), shares[0])
+        # The member to whom we are k places further on gets its own share of us.
+        others = [decode(self._from(k, code(own - k)), mine) for k in range(1, n)]
+        mean = _mean_from(mine, others, n)
         means = jnp.stack([mean, *(self._from(k, mean) for k in range(1, n))])  # of members own, own + 1, ...
         mean = whole(jnp.take(means, (jnp.arange(n) - own) % n, axis=0))
         return mean if self._wire.exact else x + (mean - whole(jax.vmap(decode)(codes, shares)))
@@ -178,9 +179,18 @@ class _Meeting:
         n, decode, code = self._n, self._wire.decode, self._encoded(x)
         by_place = jnp.stack([code, *(self._from(k, code) for k in range(1, n))])  # of members own, own + 1, ...;
         by_member = jnp.take(by_place, (jnp.arange(n) - self._position) % self._size, axis=0)  # beyond the size, none
-        values = [jnp.where(member < self._size, decode(by_member[member], x), 0) for member in range(n)]
-        mean = functools.reduce(jnp.add, values) / self._size.astype(x.dtype)  # in the same order on all members
+        first = decode(by_member[0], x)
+        others = [jnp.where(member < self._size, decode(by_member[member], x), first) for member in range(1, n)]
+        mean = _mean_from(first, others, self._size.astype(x.dtype))  # in the same order on all members
         return mean if self._wire.exact else x + (mean - decode(code, x))
+
+
+def _mean_from(one: jax.Array, others: Sequence[jax.Array], count: jax.Array | int) -> jax.Array:
+    """The mean of `count` arrays, by how far the others are from one: of equal arrays it is that array to the bit.
+
+    Their sum over `count` may not be, as compilers divide by a constant as they multiply by its rounded reciprocal.
+    """
+    return one + functools.reduce(jnp.add, [other - one for other in others]) / count
 
 
 def _shares(x: jax.Array, n: int, block: int) -> tuple[jax.Array, Any] | None:
