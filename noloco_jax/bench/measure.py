@@ -5,8 +5,9 @@ import platform
 import jax
 
 from noloco_jax.bench.options import Options, Result
+from noloco_jax.bench.profile import parts_of
 from noloco_jax.bench.rates import data_rate, matrix_rate, matrix_side
-from noloco_jax.bench.timing import TimedRun, inner_times, outer_times, quartiles, trace
+from noloco_jax.bench.timing import TRACED_STEPS, TimedRun, inner_times, outer_times, quartiles, trace
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.methods import method_of
@@ -32,6 +33,7 @@ def measure(config: TrainConfig, options: Options) -> Result:
     programs = build_programs(config, make_mesh(config, devices))
     programs = compile_programs(config, programs, only=("inner_step", "outer_step"))
     memory = program_memory(programs)
+    peak = compiled_peak(memory)
     messages = messages_of(config, programs.mesh.shape)
     in_inner_steps = messages.mean_of_inner_steps
     result: Result = {
@@ -44,7 +46,8 @@ def measure(config: TrainConfig, options: Options) -> Result:
         "bytes_sent": in_inner_steps if method_of(config).averages_gradients else messages.mean_of_outer_steps,
         "bytes_sent_inner_step": in_inner_steps or None,
         "program_memory_bytes": memory,
-        "peak_memory_bytes": compiled_peak(memory),
+        "compiled_peak_memory_bytes": peak,
+        "peak_memory_bytes": peak,
         "peak_memory_from": "the compiled programs",
     }
     return result if options.compile_only else result | _run(config, programs, options)
@@ -91,5 +94,9 @@ def _steps(config: TrainConfig, programs: Programs, options: Options) -> Result:
         result |= {"peak_memory_bytes": peak, "peak_memory_from": "the devices' allocators"}
         result["peak_memory_bytes_before_outer_steps"] = peak_of_inner_steps
     if options.profile is not None:
-        result["profile"] = str(trace(run, options.profile, with_outer=programs.outer_step is not None))
+        times = {"inner_step": TRACED_STEPS} | ({"outer_step": 1} if programs.outer_step is not None else {})
+        perfetto = trace(run, options.profile, with_outer="outer_step" in times)
+        texts = {name: programs.compiled[name].as_text() or "" for name in times}
+        parts, idle = parts_of(next(perfetto.parent.glob("*.xplane.pb")), texts, times, len(devices))
+        result |= {"profile": str(perfetto), "profile_parts": [part._asdict() for part in parts], "profile_idle": idle}
     return result

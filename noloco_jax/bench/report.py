@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from noloco_jax.bench.options import Result
+from noloco_jax.bench.options import UNNAMED, Result
 from noloco_jax.bench.variants import Variant
 from noloco_jax.formatting import (
     format_bytes,
@@ -22,6 +22,8 @@ from noloco_jax.formatting import (
 from noloco_jax.methods import METHODS
 
 Column = tuple[str, Callable[[Result], str]]
+_MEASURED_PEAK = "peak_memory_bytes_before_outer_steps"  # of results from devices that count what they hold
+_MUCH_UNNAMED = 0.1
 _DATA_MARGIN = 3  # the data pipeline alone should be this many times as fast as the trainer
 
 
@@ -55,8 +57,9 @@ _OUTER_COLUMNS: list[Column] = [
     ("sent", _or_dash(format_bytes, "bytes_sent")),
     ("sent in\ninner", _or_dash(format_bytes, "bytes_sent_inner_step")),
 ]
+_MEMORY_COLUMN: Column = ("memory", _or_dash(format_memory, "peak_memory_bytes"))
+_ACCOUNT_COLUMN: Column = ("by XLA's\naccount", _or_dash(format_memory, "compiled_peak_memory_bytes"))
 _COMPILED_COLUMNS: list[Column] = [
-    ("memory", _or_dash(format_memory, "peak_memory_bytes")),
     ("compile\ninner", _or_dash(format_seconds, "compile_seconds", "inner_step")),
     ("compile\nouter", _or_dash(format_seconds, "compile_seconds", "outer_step")),
 ]
@@ -76,10 +79,12 @@ def show(rows: Sequence[VariantResult], title: str, *, compile_only: bool, conso
     """
     measured = [(variant, result) for variant, result in rows if "error" not in result]
     if measured:
+        is_measured = any(_MEASURED_PEAK in result for _, result in measured)
+        memory = [_MEMORY_COLUMN, *([_ACCOUNT_COLUMN] if is_measured else [])]
         parts = (
-            [[_PAIRINGS_COLUMN, *_COMPILED_COLUMNS]]
+            [[_PAIRINGS_COLUMN, *memory, *_COMPILED_COLUMNS]]
             if compile_only
-            else [_SPEED_COLUMNS, [*_OUTER_COLUMNS, *_COMPILED_COLUMNS]]
+            else [_SPEED_COLUMNS, [*_OUTER_COLUMNS, *memory, *_COMPILED_COLUMNS]]
         )
         whole = _table(measured, title, [column for part in parts for column in part], console)
         needed = Measurement.get(console, console.options.update(width=10_000), whole).maximum
@@ -92,18 +97,16 @@ def show(rows: Sequence[VariantResult], title: str, *, compile_only: bool, conso
                 console.print(_table(measured, title, part, console))
         for line in _notes(measured, compile_only):
             console.print(line)
+        for variant, result in measured:
+            if result.get("profile"):
+                _show_profile(variant, result, console)
     for variant, result in rows:
         if "error" in result:
             console.print(f"failed: {variant.label}: {result['error']}", style="bold red")
 
 
 def _table(rows: Sequence[VariantResult], title: str, columns: Sequence[Column], console: Console) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE if console.is_terminal else None,
-    )
+    table = _empty_table(title, console)
     fields = list(rows[0][0].varied)
     leaves = [field.rpartition(".")[2] for field in fields]
     for field, leaf in zip(fields, leaves, strict=True):
@@ -113,6 +116,11 @@ def _table(rows: Sequence[VariantResult], title: str, columns: Sequence[Column],
     for variant, result in rows:
         table.add_row(*variant.varied.values(), *(cell(result) for _, cell in columns))
     return table
+
+
+def _empty_table(title: str, console: Console) -> Table:
+    style = box.SIMPLE if console.is_terminal else None
+    return Table(title=title, title_justify="left", title_style="bold", box=style)
 
 
 def _notes(rows: Sequence[VariantResult], compile_only: bool) -> list[str]:
@@ -126,13 +134,11 @@ def _notes(rows: Sequence[VariantResult], compile_only: bool) -> list[str]:
             f"sent: bytes that a replica sends to others in an outer step{exception}, in the mean over replicas; in "
             "inner: in an inner step, for routed micro-batches too"
         )
-    memory = f"memory: the most on one device, by {first['peak_memory_from']}"
-    if "peak_memory_bytes_before_outer_steps" not in first:
-        memory += ": arguments + temporaries + outputs - aliased, and the state that lies beside"
-    lines.append(memory)
+    account = "arguments + temporaries + outputs - aliased, and the state that lies beside"
+    by = "; XLA's account" if _MEASURED_PEAK in first else ""
+    lines.append(f"memory: the most on one device, by {first['peak_memory_from']}{by}: {account}")
     notes = {f"{variant.label}: {variant.note}" for variant, _ in rows if variant.note}
-    profiles = [result["profile"] for _, result in rows if result.get("profile")]
-    return [*lines, *sorted(notes), *(line for path in profiles for line in _profile_note(path))]
+    return [*lines, *sorted(notes)]
 
 
 def _step_note(rows: Sequence[VariantResult]) -> str:
@@ -179,9 +185,23 @@ def _data_notes(rows: Sequence[VariantResult]) -> list[str]:
     return [*lines, *(f"data not measured: {reason}" for reason in missing)]
 
 
-def _profile_note(path: str) -> list[str]:
-    folder = path.rpartition("/plugins/")[0]
-    return [
-        f"profile: open {path} at https://ui.perfetto.dev,",
-        f"  or `tensorboard --logdir={folder}` with the package xprof installed",
-    ]
+def _show_profile(variant: Variant, result: Result, console: Console) -> None:
+    """Prints where the time of the traced steps went, and where the trace is."""
+    table = _empty_table(f"where the time goes, {variant.label}", console)
+    table.add_column("part", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    table.add_column("a step", justify="right", no_wrap=True)
+    table.add_column("its largest operations, as XLA names them")
+    for part in result["profile_parts"]:
+        largest = ", ".join(f"{name} {format_percent(share)}" for name, share in part["largest"])
+        table.add_row(part["name"], format_percent(part["share"]), format_seconds(part["seconds"]), largest)
+    console.print(table)
+    if any(part["name"] == UNNAMED and part["share"] > _MUCH_UNNAMED for part in result["profile_parts"]):
+        console.print(
+            "unnamed: copies, and what runs as a CUDA graph: XLA_FLAGS=--xla_gpu_enable_command_buffer= names it"
+        )
+    path = result["profile"]
+    idle = format_percent(result["profile_idle"])
+    console.print(f"share: of the operations' time on the devices, which ran none {idle} of the time")
+    console.print(f"profile: open {path} at https://ui.perfetto.dev,")
+    console.print(f"  or `tensorboard --logdir={path.rpartition('/plugins/')[0]}` with the package xprof installed")

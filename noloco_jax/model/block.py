@@ -57,9 +57,11 @@ class Block(nnx.Module):
           segments_BT: without a cache, the segment of every position, which attends to that alone. None: to all.
         """
         eps = self.config.norm_eps
-        x_BTD = rms_norm(h_BTD, self.attention_norm[...], eps)
-        h_BTD = h_BTD + self.attention(x_BTD, rotation_1T1J, cache, segments_BT)
-        return h_BTD + self.mlp(rms_norm(h_BTD, self.mlp_norm[...], eps))
+        with jax.named_scope("attention"):
+            x_BTD = rms_norm(h_BTD, self.attention_norm[...], eps)
+            h_BTD = h_BTD + self.attention(x_BTD, rotation_1T1J, cache, segments_BT)
+        with jax.named_scope("mlp"):
+            return h_BTD + self.mlp(rms_norm(h_BTD, self.mlp_norm[...], eps))
 
     def attention(
         self,

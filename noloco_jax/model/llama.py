@@ -79,6 +79,7 @@ class Llama(nnx.Module):
         """The hidden states after the last norm (B, T, D), which the head multiplies."""
         return self.final_norm(self.run_blocks(self.embed_tokens(ids_BT), cache, segments_BT))
 
+    @jax.named_scope("embed")
     def embed_tokens(self, ids_BT: jax.Array) -> jax.Array:
         """Looks up token embeddings: (B, T, D) in the compute dtype."""
         # The table stays: a device looks up its columns for the whole batch, then columns are exchanged for rows.

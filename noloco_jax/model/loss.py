@@ -60,6 +60,7 @@ class _Columns(NamedTuple):
         return jnp.where((column_V < self.number) & (token_V < self.vocab_size), token_V, _NO_TOKEN)
 
 
+@jax.named_scope("head")
 def token_nll(
     h_BTD: jax.Array,
     kernel_DV: jax.Array,

@@ -265,11 +265,13 @@ def _inner_step(
         gradient = computed(gradient)  # moments and norm are float32 whatever the parameters are
         if method_of(config).averages_gradients:
             gradient = all_mean(gradient, REPLICAS)
-        norm = jnp.sqrt(replica_square_norm(gradient))
-        if config.inner.clip_norm:
-            gradient = optax.tree.scale(jnp.minimum(1.0, config.inner.clip_norm / jnp.maximum(norm, 1e-30)), gradient)
-        updates, inner_state = inner.update(gradient, inner_state, computed(params))
-        return optax.apply_updates(params, updates), inner_state, norm
+        with jax.named_scope("optimizer"):
+            norm = jnp.sqrt(replica_square_norm(gradient))
+            if config.inner.clip_norm:
+                factor = jnp.minimum(1.0, config.inner.clip_norm / jnp.maximum(norm, 1e-30))
+                gradient = optax.tree.scale(factor, gradient)
+            updates, inner_state = inner.update(gradient, inner_state, computed(params))
+            return optax.apply_updates(params, updates), inner_state, norm
 
     params, inner_state, norm = jax.vmap(update, axis_name=SLOT)(params, inner_state, gradients)
     return params, inner_state, StepMetrics(loss, norm)

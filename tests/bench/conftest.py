@@ -15,8 +15,9 @@ def config_file(tmp_path) -> Path:
 
 @pytest.fixture(scope="session")
 def fast_matrices():
-    from noloco_jax.bench import rates
+    from noloco_jax.bench import measure, rates
 
+    assert measure.matrix_side  # taken as it is: the notes name the side of a user's matrices
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rates, "matrix_side", lambda backend: 64)
         patch.setattr(rates, "_MATRIX_SECONDS", 0.01)

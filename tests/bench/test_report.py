@@ -40,7 +40,7 @@ def test_what_muon_adds_to_the_models_operations_is_said_where_there_is_some(res
 def test_a_narrow_terminal_gets_two_tables_with_nothing_cut(result):
     steady = {"median": 0.0123, "lower_quartile": 0.0118, "upper_quartile": 0.0131}  # whatever this machine does
     text = shown(rows_of(result, step_seconds=steady), width=90)
-    assert text.count("num_replicas") == 2
+    assert len(re.findall(r"^ *num_replicas ", text, re.MULTILINE)) == 2  # in headings; warnings name variants too
     assert "…" not in text
 
 
@@ -55,3 +55,21 @@ def test_a_failed_variant_is_shown_beside_the_measured_ones(result):
     text = shown([*rows_of(result), failed])
     assert "failed: num_replicas=64: out of memory" in text
     assert re.search(r"^\s*4\s", text, re.MULTILINE)
+
+
+def test_what_devices_held_stands_beside_what_xla_said_that_they_would(result):
+    measured = {"peak_memory_bytes": 3 << 30, "peak_memory_bytes_before_outer_steps": 3 << 30}
+    text = shown(rows_of(result, compiled_peak_memory_bytes=2 << 30, peak_memory_from="the allocators", **measured))
+    [line] = [line for line in text.splitlines() if re.match(r"\s*4\s", line)]
+    assert re.search(r"3 GiB\s+2 GiB", line)
+    assert "account" in text and "account" not in shown(rows_of(result)).splitlines()[1]
+
+
+def test_a_profile_is_a_table_of_parts_with_their_largest_operations(result):
+    parts = [{"name": "mlp forward", "share": 0.6, "seconds": 0.02, "largest": [["dot.7", 0.5]]}]
+    profile = {"profile": "here/plugins/profile/now/trace.json.gz", "profile_parts": parts, "profile_idle": 0.03}
+    text = shown(rows_of(result, **profile))
+    assert re.search(r"mlp forward +60 % +20 ms +dot.7 50 %", text)
+    assert "ran none 3 % of the time" in text and "--logdir=here`" in text and "CUDA graph" not in text
+    unnamed = {"name": "unnamed", "share": 0.4, "seconds": 0.01, "largest": []}
+    assert "CUDA graph" in shown(rows_of(result, **profile | {"profile_parts": [*parts, unnamed]}))
