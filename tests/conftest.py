@@ -1,21 +1,17 @@
-"""Every test sees eight CPU devices and strict broadcasting; set in the environment so that child processes do too."""
+"""Every test sees eight CPU devices and strict broadcasting; set in the environment so that child processes do too.
 
-import os
+With `-m gpu`, the tests that are right on any device run on the GPUs that JAX finds, their other halves on the CPU.
+"""
+
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from support.xla_flags import QUICK_TO_COMPILE
+from support import platforms
 
 assert "jax" not in sys.modules, "jax read its environment before the tests could set it"
-
-os.environ["JAX_PLATFORMS"] = "cpu"
-XLA_FLAGS = ["--xla_force_host_platform_device_count=8", *QUICK_TO_COMPILE]
-os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS]).strip()
-os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a cache would hide what a test compiles
 
 # Started in the background a shell lets a process ignore Ctrl-C, and its children would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -32,6 +28,12 @@ LONG = (
     *("spmd/test_document_mask", "processes/test_kills", "islands/test_training", "islands/test_crossing"),
     "islands/test_meshes",
 )
+# What `-m gpu` runs: tests of numbers, which hold on any device. Those that ask for more GPUs than there are skip.
+ON_GPUS = (
+    *("model/test_golden", "model/test_attention", "model/test_document_mask", "model/test_decode"),
+    *("outer/test_golden", "outer/test_oracle", "outer/test_rules", "outer/test_fragments", "outer/test_sparseloco"),
+    *("exchange/test_modulo", "exchange/test_wire", "spmd/test_layouts", "spmd/test_offload", "run/test_train_resume"),
+)
 TESTS = Path(__file__).parent
 
 
@@ -44,17 +46,28 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: only with --slow")
     config.addinivalue_line("markers", "unit: starts no run and compiles nothing large; conftest.py sets it")
+    config.addinivalue_line("markers", "gpu: right on any device, and given alone on GPUs; conftest.py sets it")
+    (platforms.use_gpus if config.option.markexpr == "gpu" else platforms.use_cpu)()
+
+
+def pytest_sessionstart(session):
+    if session.config.option.markexpr == "gpu" and (reason := platforms.missing()):
+        pytest.exit(reason, returncode=2)
 
 
 def pytest_collection_modifyitems(config, items):
+    def name(item) -> str:
+        return item.path.relative_to(TESTS).as_posix()
+
     def place(item) -> int:
-        name = item.path.relative_to(TESTS).as_posix()
-        return next((i for i, prefix in enumerate(LONG) if name.startswith(prefix)), len(LONG))
+        return next((i for i, prefix in enumerate(LONG) if name(item).startswith(prefix)), len(LONG))
 
     items.sort(key=place)
     for item in items:
         if place(item) == len(LONG):
             item.add_marker("unit")
+        if name(item).startswith(ON_GPUS):
+            item.add_marker("gpu")
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes on few cores: run with --slow"))
 

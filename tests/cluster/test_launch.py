@@ -326,3 +326,36 @@ def test_launchers_name_files_that_are_there():
     named = {name for text in texts for name in re.findall(r"\b(?:launch|configs)/[\w.]+\.(?:sh|py|sbatch|yaml)", text)}
     assert named
     assert [name for name in sorted(named) if not Path(ROOT, name).exists()] == []
+
+
+def gpu(folder: Path, *parts: str) -> subprocess.CompletedProcess[str]:
+    """Runs gpu.sh with an interpreter that says what it is to run, and fails where that is pytest."""
+    interpreter = folder / "python"
+    interpreter.write_text('#!/bin/sh\necho "run: $*"\n[ "$2" != pytest ]\n')
+    interpreter.chmod(0o755)
+    command = ["bash", LAUNCH / "gpu.sh", folder / "out", *parts]
+    environment = os.environ | {"PYTHON": str(interpreter), "BENCH": "--steps=3 --config.data.batch_size=2"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_parts_for_a_gpu_run_one_after_another_and_one_that_fails_stops_no_other(tmp_path):
+    ended = gpu(tmp_path)
+    assert ended.returncode == 1
+    runs = [line.split()[2] for line in ended.stdout.splitlines() if line.startswith("run: -m")]
+    assert runs == ["pytest", "noloco_jax.train", *4 * ["noloco_jax.bench"], "noloco_jax.compare"]
+    assert "== tests failed" in ended.stdout and ended.stdout.count("failed") == 1
+    log = (tmp_path / "out/four.log").read_text()
+    assert f"--json={tmp_path}/out/four.json" in log and "--steps=3 --config.data.batch_size=2" in log
+
+
+def test_a_part_for_a_gpu_that_there_is_not_is_named_before_any_runs(tmp_path):
+    ended = gpu(tmp_path, "quickstart", "ate")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "error: ate is no part: choose from tests quickstart eight" in ended.stderr
+
+
+def test_an_interpreter_without_the_package_is_named_before_any_part_runs(tmp_path):
+    command = ["bash", LAUNCH / "gpu.sh", tmp_path / "out", "quickstart"]
+    ended = subprocess.run(command, env=os.environ | {"PYTHON": "false"}, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "error: false cannot run noloco_jax and its tests: pip install" in ended.stderr

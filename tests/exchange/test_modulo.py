@@ -13,7 +13,7 @@ from noloco_jax.exchange.blocks import hidden_last
 from noloco_jax.exchange.groups import group_mean
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.wires import MODULO_BITS
-from support.layouts import axis_of, compiled, over_replicas
+from support.layouts import axis_of, compiled, over_replicas, some_devices
 
 PAIRS = [[0, 3], [1, 2], [4, 6], [5, 7]]
 PARTNER = np.array([3, 2, 1, 0, 6, 7, 4, 5])
@@ -171,7 +171,7 @@ def test_weights_of_a_token_that_moves_a_hundred_times_as_far_as_its_neighbours_
 @pytest.mark.parametrize(("hidden", "block"), [(128, 64), (96, 48)])
 @pytest.mark.parametrize("tokens_last", [True, False], ids=["head", "embedding"])
 def test_a_block_of_a_sharded_array_is_of_one_token_too(hidden, block, tokens_last):
-    mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh((2,), ("tensor",), (AxisType.Auto,), devices=some_devices(2))
     x = jnp.ones((hidden, 256) if tokens_last else (256, hidden))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         windows = Modulo("modulo4").windows(hidden_last(x), hidden_last(x))

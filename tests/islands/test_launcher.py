@@ -15,7 +15,7 @@ from noloco_jax.islands.roster import read_roster
 from noloco_jax.model.huggingface import config_from_folder
 from support import processes
 from support.paths import ROOT
-from support.xla_flags import QUICK_TO_COMPILE
+from support.platforms import QUICK_TO_COMPILE
 
 # In place of `noloco_jax.island`: its commands say that they were called, and `train` runs a test's lines.
 FAKE = """

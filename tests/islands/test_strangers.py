@@ -131,6 +131,7 @@ def test_half_messages_of_those_who_may_call_leave_nothing_behind(ca):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux lists them")
 @pytest.mark.parametrize("is_tls", [True, False])
 def test_ten_thousand_half_messages_leave_nothing_behind(ca, is_tls):

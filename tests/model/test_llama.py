@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import ModelConfig, RopeScaling
-from noloco_jax.model.attention import causal_attention
 from noloco_jax.model.llama import Llama, init_params, num_params, param_shapes
 from noloco_jax.model.loss import loss
 from noloco_jax.model.rope import inverse_frequencies, rotate, rotation
@@ -191,39 +189,6 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_masters(params, batch,
         assert actual.dtype == jnp.float32
         cosine = np.vdot(actual, expected) / (np.linalg.norm(actual) * np.linalg.norm(expected))
         assert cosine > 0.999
-
-
-@pytest.mark.parametrize(("length", "kv_heads"), [(7, 4), (128, 2), (130, 1), (300, 2)])
-def test_attention_is_the_softmax_over_earlier_positions(length, kv_heads):
-    rng = np.random.default_rng(0)
-    q_BTHK, k_BTGK, v_BTGK = (rng.standard_normal((2, length, heads, 8)) for heads in (4, kv_heads, kv_heads))
-    k_BTHK, v_BTHK = (np.repeat(x, 4 // kv_heads, axis=2) for x in (k_BTGK, v_BTGK))
-    scores_BHTS = np.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK) / math.sqrt(8)
-    weights_BHTS = np.exp(scores_BHTS) * np.tril(np.ones((length, length)))
-    weights_BHTS /= weights_BHTS.sum(axis=-1, keepdims=True)
-    expected_BTHK = np.einsum("bhts,bshk->bthk", weights_BHTS, v_BTHK)
-    actual_BTHK = causal_attention(*(jnp.asarray(x, jnp.float32) for x in (q_BTHK, k_BTGK, v_BTGK)))
-    np.testing.assert_allclose(actual_BTHK, expected_BTHK, atol=2e-6)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "used"),
-    [
-        ({"compute_capability": "7.0"}, "xla"),
-        ({"compute_capability": "7.5"}, "xla"),
-        ({"compute_capability": "8.0"}, "cudnn"),
-        ({"compute_capability": "12.0"}, "cudnn"),
-        ({"compute_capability": "gfx90a"}, "xla"),
-        ({}, "cudnn"),
-    ],
-    ids=["V100", "T4", "A100", "RTX 5090", "MI250", "compiled without one"],
-)
-def test_16_bit_attention_is_cudnns_from_ampere_on(monkeypatch, gpu, used):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(**gpu)])
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *_, implementation, **__: implementation)
-    x_BTHK = jnp.zeros((1, 4, 2, 8), jnp.bfloat16)
-    assert causal_attention(x_BTHK, x_BTHK, x_BTHK) == used
 
 
 def test_rotation_turns_pair_j_at_position_t_by_t_times_its_frequency():

@@ -15,7 +15,7 @@ from noloco_jax.exchange.sparse import TopEntries, sparse_mean
 from noloco_jax.outer.rule import OuterState
 from noloco_jax.outer.sparseloco import Feedback
 from noloco_jax.wires import sparse_bytes
-from support.layouts import assert_trees_close, axis_of, other_collectives, over_replicas
+from support.layouts import assert_trees_close, axis_of, other_collectives, over_replicas, some_devices
 from support.wires import ROUNDED
 
 N = 8
@@ -180,7 +180,8 @@ def test_a_bfloat16_state_keeps_replicas_equal():
 
 
 def test_a_sharded_array_is_cut_where_its_shards_lie_and_nothing_is_gathered_inside_a_replica():
-    mesh = jax.make_mesh((2, 2, 2), ("replica", "fsdp", "tensor"), (AxisType.Auto,) * 3)
+    axes = ("replica", "fsdp", "tensor")
+    mesh = jax.make_mesh((2, 2, 2), axes, (AxisType.Auto,) * 3, devices=some_devices(8))
     entries, specs = TopEntries(64), {"blocks": P("replica", None, "fsdp", "tensor"), "norm": P("replica")}
     on_mesh = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
     shapes = {"blocks": (2, 2, 64, 128), "norm": (2, 64)}

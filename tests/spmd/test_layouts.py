@@ -1,4 +1,7 @@
-"""One configuration trains alike wherever its replicas lie: slots of one device, devices, slots of several, sharded."""
+"""One configuration trains alike wherever its replicas lie: slots of one device, devices, slots of several, sharded.
+
+With fewer GPUs than a layout asks for, it is on CPU devices, and compared with slots of a GPU.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -49,11 +52,18 @@ def batches() -> Iterator[dict[str, np.ndarray]]:
 def train(method: str, optimizer: str, outer: OuterConfig, mesh: MeshConfig) -> Run:
     inner_config = dataclasses.replace(CONFIG.inner, optimizer=optimizer)
     config = dataclasses.replace(CONFIG, method=method, inner=inner_config, outer=outer, mesh=mesh)
-    meetings = meetings_of(config)
     sizes = [size for size in dataclasses.asdict(mesh).values() if isinstance(size, int)]
-    devices = jax.devices()[: int(np.prod(sizes))]
+    num_devices = int(np.prod(sizes))
+    devices = jax.devices() if len(jax.devices()) >= num_devices else jax.devices("cpu")
+    with jax.default_device(devices[0]):
+        return _train_on(devices[:num_devices], config)
+
+
+def _train_on(devices: list, config: TrainConfig) -> Run:
+    meetings = meetings_of(config)
+    options = OPTIONS if devices[0].platform == "cpu" else None
     with jax.numpy_rank_promotion("allow"):
-        programs = compile_programs(config, build_programs(config, make_mesh(config, devices)), options=OPTIONS)
+        programs = compile_programs(config, build_programs(config, make_mesh(config, devices)), options=options)
     params, inner, outer_state = programs.init(jax.random.key(config.seed))
     losses, grad_norms, history = [], [], []
     stream = batches()

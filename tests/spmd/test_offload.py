@@ -9,6 +9,7 @@ from noloco_jax.config import DataConfig, MeshConfig, ModelConfig, OuterConfig, 
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
+from support.layouts import some_devices
 
 CONFIG = TrainConfig(
     method="noloco",
@@ -16,13 +17,14 @@ CONFIG = TrainConfig(
     model=ModelConfig(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=2, vocab_size=32),
     outer=OuterConfig(offload=True),
     data=DataConfig(sequence_length=8, batch_size=2),
-    mesh=MeshConfig(replica=2),
 )
 
 
-def test_the_outer_state_is_in_host_memory_between_outer_steps():
-    programs = build_programs(CONFIG, make_mesh(CONFIG, jax.devices()[:2]))
-    programs = compile_programs(CONFIG, programs, only=["outer_step"])
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_the_outer_state_is_in_host_memory_between_outer_steps(num_devices):
+    config = dataclasses.replace(CONFIG, mesh=MeshConfig(replica=num_devices))
+    programs = build_programs(config, make_mesh(config, some_devices(num_devices)))
+    programs = compile_programs(config, programs, only=["outer_step"])
     params, _, outer = programs.init(jax.random.key(0))
     for _ in range(2):
         assert {x.sharding.memory_kind for x in jax.tree.leaves(outer)} == {"pinned_host"}

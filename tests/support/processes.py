@@ -17,6 +17,7 @@ import pytest
 
 from noloco_jax.config import load_saved
 from noloco_jax.run.checkpoint import Checkpointer
+from support import platforms
 from support.paths import ROOT
 from support.texts import lines_of_words
 
@@ -56,16 +57,18 @@ def write_config(folder: Path) -> Path:
 
 
 def environment(config: Path, devices: int = 1) -> dict[str, str]:
-    """Of the processes of a run: so many CPU devices each, and programs kept beside the configuration."""
+    """Of the processes of a run: so many CPU devices each (or GPUs), and programs kept beside the configuration."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "SLURM_"))}
-    return inherited | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}",
-        "JAX_COMPILATION_CACHE_DIR": str(config.parent / "programs"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONPATH": str(ROOT),
-        "PYTHONUNBUFFERED": "1",
-    }
+    return (
+        inherited
+        | platforms.of_a_run(devices)
+        | {
+            "JAX_COMPILATION_CACHE_DIR": str(config.parent / "programs"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+        }
+    )
 
 
 def set_environment(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

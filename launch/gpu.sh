@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# What to run first on a GPU, half an hour on one of 80 GB: is it right, and how fast is it?
+#
+#     pip install -e '.[cuda12,test]'
+#     bash launch/gpu.sh OUT              # everything, in this order
+#     bash launch/gpu.sh OUT tests eight  # some parts
+#
+# tests        numbers against golden figures, numpy and the CPU; resume to the bit
+# quickstart   the small Llama of README, to its end
+# eight        125M, 8 virtual replicas, outer state on the device and in host memory
+# one, four    the same global batch as 1 and as 4 replicas
+# large        1.3B, one replica
+# dtypes       the quickstart's model in float32 and bfloat16, its perplexity
+#
+# OUT/PART.log has what a part printed, OUT/PART.json a benchmark's figures, OUT/PART a run's folder or a trace. A part
+# that fails stops no other, and makes the exit status 1. PYTHON is the interpreter, BENCH further flags of benchmarks:
+# BENCH="--config.data.batch_size=8" for a smaller GPU.
+set -uo pipefail
+
+fail() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+all="tests quickstart eight one four large dtypes"
+python=${PYTHON:-python}
+if [ $# -lt 1 ]; then fail "usage: bash launch/gpu.sh OUT [PART...], with parts of $all"; fi
+out=$(realpath -m "$1")
+shift
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+# shellcheck disable=SC2086
+if [ $# -eq 0 ]; then set -- $all; fi
+for name in "$@"; do
+    case " $all " in *" $name "*) ;; *) fail "$name is no part: choose from $all" ;; esac
+done
+if ! "$python" -c "import jax, pytest, noloco_jax.config" 2>/dev/null; then
+    fail "$python cannot run noloco_jax and its tests: pip install -e '.[cuda12,test]', or set PYTHON"
+fi
+mkdir -p "$out" || exit
+
+bench() {
+    local name=$1
+    shift
+    rm -f "$out/$name.json"
+    # shellcheck disable=SC2086
+    "$python" -m noloco_jax.bench "$@" --data_seconds=0 --json="$out/$name.json" --profile="$out/$name" ${BENCH:-}
+}
+
+part() {
+    case $1 in
+        tests) "$python" -m pytest -m gpu -q -n auto --maxprocesses=4 --durations=10 ;;
+        quickstart) "$python" -m noloco_jax.train --config=configs/quickstart.py --workdir="$out/quickstart" ;;
+        eight)
+            bench eight --config=configs/c4_125m.py --config.num_microbatches=8 --vary outer.offload=False,True
+            ;;
+        one) bench one --config=configs/c4_125m.py:local,replicas=1 --config.num_microbatches=64 ;;
+        four) bench four --config=configs/c4_125m.py:noloco,replicas=4 --config.num_microbatches=16 ;;
+        large) bench large --config=configs/c4_1b.py:local,replicas=1 --config.data.batch_size=8 ;;
+        dtypes)
+            JAX_DEFAULT_MATMUL_PRECISION=highest "$python" -m noloco_jax.compare --config=configs/quickstart.py \
+                --methods=noloco --vary model.dtype=float32,bfloat16 --workdir="$out/dtypes"
+            ;;
+    esac
+}
+
+status=0
+for name in "$@"; do
+    echo "== $name, $(date +%H:%M:%S)"
+    part "$name" 2>&1 | tee "$out/$name.log" || {
+        echo "== $name failed, see $out/$name.log"
+        status=1
+    }
+done
+exit $status
