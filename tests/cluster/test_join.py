@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from support import processes
+from support.ports import free_port
 
 # The roll call, which the lost process was at, is left out.
 LOST_BEFORE_JAX = """
@@ -18,7 +18,7 @@ with join.joined(Place("localhost:{port}", 2, 0), {{}}, timeout=2):
 
 def test_a_process_lost_between_the_roll_call_and_jax_ends_the_others_with_a_line_and_status_1():
     """JAX aborts them, which by itself is the signal's end."""
-    program = LOST_BEFORE_JAX.format(port=processes.free_port())
+    program = LOST_BEFORE_JAX.format(port=free_port())
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1, ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("error: JAX ended this process")

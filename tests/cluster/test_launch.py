@@ -172,11 +172,11 @@ def test_a_signal_to_the_local_launcher_lets_its_processes_save(number, expected
 
 
 def test_a_second_interrupt_ends_local_processes_at_once():
-    launcher = local(1, "signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(50)")
+    launcher = local(1, "signal.signal(signal.SIGTERM, lambda *_: print('deaf')); print('ready'); time.sleep(50)")
     pause_until(launcher, "ready")
     start = time.monotonic()
     launcher.send_signal(signal.SIGINT)
-    time.sleep(0.5)
+    pause_until(launcher, "deaf")
     launcher.send_signal(signal.SIGINT)
     assert result(launcher)[0] == 130
     assert time.monotonic() - start < 30

@@ -13,7 +13,7 @@ import pytest
 from noloco_jax.cluster import rollcall
 from noloco_jax.cluster.rollcall import ProcessInfo, call_the_roll
 from noloco_jax.errors import StartError, UserError, main_with_errors
-from support.processes import free_port
+from support.ports import free_port
 
 
 def roll_call(

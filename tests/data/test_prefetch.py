@@ -125,5 +125,5 @@ def is_running(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends while its file is open
         return False

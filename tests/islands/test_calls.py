@@ -14,7 +14,8 @@ from noloco_jax.islands.frames import ArraySpec, spec_of
 from noloco_jax.islands.peer_errors import Broken, Busy, Ended, Late, PeerError, Refused, Unreachable
 from noloco_jax.islands.roster import Address
 from noloco_jax.islands.server import Server
-from support.islands import Recorder, arrays, calling, free_ports, keys_of, nothing, roster_at, running
+from support.islands import Recorder, arrays, calling, keys_of, nothing, roster_at, running
+from support.ports import free_ports
 
 SECONDS = 60.0  # of calls that end long before
 

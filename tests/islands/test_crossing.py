@@ -11,9 +11,11 @@ import pytest
 
 from noloco_jax.island.command import main as island
 from support.events import shown
-from support.islands import free_ports
 from support.paths import ROOT
+from support.ports import free_ports
 from support.processes import environment, finish, metrics, report, trained, weights, write_config
+
+pytestmark = pytest.mark.timeout(900)
 
 NAMES = ("paris", "berlin")
 COMMON = ("--config.num_replicas=2", "--config.keep_checkpoints=9")

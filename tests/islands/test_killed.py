@@ -10,6 +10,8 @@ from noloco_jax.islands.protocol.settings import Settings
 from support import processes
 from support.archipelago import Archipelago
 
+pytestmark = pytest.mark.timeout(900)
+
 NAMES = ("berlin", "paris", "rome")
 ROUND = 4  # steps
 
@@ -71,4 +73,6 @@ def test_who_is_killed_or_stopped_costs_the_others_no_step_and_comes_back(config
         alone = {one["partner"] for one in islands.lines("berlin", "exchange") if one["outcome"] == "alone"}
         assert alone >= {"paris", "rome"}
         assert "goes on from another island's weights" in islands.said("rome")
-        assert not any(one["one_sided"] for name in NAMES for one in islands.lines(name, "exchange"))
+        doubted = {one["round"] for name in NAMES for one in islands.lines(name, "exchange") if one["one_sided"]}
+        under_way = {at - late for at in (killed + 1, stopped + 1) for late in range(Settings().patience + 2)}
+        assert doubted <= under_way  # when an island was killed or stopped, perhaps between two of its last words

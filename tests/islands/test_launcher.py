@@ -125,8 +125,9 @@ def test_an_island_that_is_killed_over_and_over_is_given_up(launch):
 
 
 def test_an_island_that_fails_lets_the_others_save_and_its_last_line_is_shown(launch):
-    fails = "time.sleep(1), print('error: it is all wrong'), sys.exit(2)"
-    launcher = launch(3, lines=f"({fails}) if name == 'island2' else until_stopped()")
+    ready = "all((workdir.parent / name / 'ready').exists() for name in ('island0', 'island1'))"
+    fails = f"    while not {ready}:\n        time.sleep(0.02)\n    print('error: it is all wrong')\n    sys.exit(2)"
+    launcher = launch(3, lines=f"if name == 'island2':\n{fails}\nuntil_stopped()")
     status, lines = launcher.result()
     assert status == 2
     assert "error: it is all wrong" in lines
@@ -147,13 +148,13 @@ def test_a_signal_lets_all_islands_say_goodbye(launch, sent, status):
 
 
 def test_a_second_interrupt_ends_all_at_once(launch):
-    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN), (workdir / 'ready').touch(), time.sleep(60)"
-    launcher = launch(2, lines=deaf)
+    deaf = "signal.signal(signal.SIGTERM, lambda *_: (workdir / 'deaf').touch())"
+    launcher = launch(2, lines=f"{deaf}; (workdir / 'ready').touch(); time.sleep(60)")
     launcher.ready("island0", "island1")
     started = time.monotonic()
-    for _ in range(2):
-        launcher.process.send_signal(signal.SIGINT)
-        time.sleep(1)
+    launcher.process.send_signal(signal.SIGINT)
+    wait_until(lambda: all((launcher.runs / name / "deaf").exists() for name in ("island0", "island1")))
+    launcher.process.send_signal(signal.SIGINT)
     assert launcher.result()[0] == 130
     assert time.monotonic() - started < 30
 

@@ -32,7 +32,7 @@ from noloco_jax.run.island_merge import perplexity_of
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
 from noloco_jax.spmd.solo import build_solo
-from support.islands import free_ports
+from support.ports import free_ports
 
 NAMES = ("paris", "berlin", "rome")
 ROUNDS = {"paris": 8, "berlin": 9, "rome": 6}

@@ -22,7 +22,7 @@ from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs, shardings_of
 from noloco_jax.spmd.solo import build_solo
-from support.islands import free_ports
+from support.ports import free_ports
 from support.sites import side_by_side
 
 NAMES = ("paris", "berlin")

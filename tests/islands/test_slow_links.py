@@ -1,5 +1,7 @@
 """An island behind a narrow line: what of its messages comes through, and that the others do not wait for it."""
 
+import statistics
+
 import numpy as np
 
 from noloco_jax.islands.protocol.settings import Settings
@@ -39,11 +41,14 @@ def test_one_slow_and_distant_island_holds_the_others_up_in_nothing():
     """1 Mbit/s and 100 ms."""
     with rosters(FOUR, far="rome") as (seen, proxies):
         narrow(proxies, rate=125e3, latency=0.1)
-        sites = [Site(name, seen[name], size=20_000) for name in FOUR]
+        settings = Settings(patience=6)  # nobody waits for it, and a busy machine may need it
+        sites = [Site(name, seen[name], size=20_000, settings=settings) for name in FOUR]
         train_all(sites, 13, 1.5)
     *others, far = sites
     for site in others:
         check_halves(site, far)
         assert site.share(without="rome") == 1, site.met
-        assert sum(site.seconds) < 1.5  # of 20: no round waits for a transfer, which takes a second
+        with_far = [one.round for one in site.met if one.partner == "rome"]
+        waits = [sum(site.seconds[round : round + 2]) for round in with_far]
+        assert statistics.median(waits) < 0.3  # for no transfer, which takes 0.64 s
     assert far.share() > 0.5, far.met

@@ -22,8 +22,8 @@ from noloco_jax.islands.roster import Roster, read_roster
 from noloco_jax.run.island import Membership, _identity
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
-from support.islands import free_ports
 from support.paths import ROOT
+from support.ports import free_ports
 from support.processes import write_config
 from support.sites import Site
 

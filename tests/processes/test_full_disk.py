@@ -47,12 +47,11 @@ def test_a_run_goes_on_when_a_full_disk_has_room_again(config, disk):
     disk.resize(5 * size // 2)  # room for two checkpoints and no third
     [result] = processes.run(config, workdir, *LONG)
     assert_told(*result, disk)
-    assert f"{workdir}/checkpoints: no space left on device" in result[1]
     assert saved(workdir) == [20, 40]
 
     disk.resize(5 * size)  # for all, but none for metrics
     before = (workdir / "metrics.jsonl").stat().st_ino
-    run = processes.start(config, workdir, *LONG, "--config.checkpoint_every=1000")
+    run = processes.start(config, workdir, *LONG, "--config.checkpoint_every=1000", seconds_per_step=0.2)
     assert processes.wait_until(lambda: (workdir / "metrics.jsonl").stat().st_ino != before, run)
     disk.fill()
     [result] = processes.finish(run)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from support import processes
+from support.ports import free_port
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -47,7 +48,7 @@ def test_a_run_goes_on_with_other_processes_and_meshes(config, alone):
     sharded = ("--config.mesh.replica=2", "--config.mesh.fsdp=2")
     step = 0
     for number, arguments, victim in ((4, sharded, 3), (2, (), 1)):
-        run = processes.start(config, workdir, LONG, *arguments, number=number)
+        run = processes.start(config, workdir, LONG, *arguments, number=number, seconds_per_step=0.2)
         processes.wait_until(processes.reached(workdir, step + 3), run)
         run[victim].send_signal(signal.SIGTERM)
         results = processes.finish(run)
@@ -81,7 +82,7 @@ def test_after_a_sigkill_of_any_process_all_continue_bitwise(config, two):
 
 
 def test_a_process_with_another_config_is_named_by_all(config):
-    workdir, place = config.parent / "odd", (f"--coordinator=127.0.0.1:{processes.free_port()}", "--num_processes=2")
+    workdir, place = config.parent / "odd", (f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2")
     first = processes.start(config, workdir, *place, "--process_id=0")
     second = processes.start(config, workdir, *place, "--process_id=1", "--config.seed=5")
     results = processes.finish([*first, *second])
@@ -91,7 +92,7 @@ def test_a_process_with_another_config_is_named_by_all(config):
 
 
 def test_a_missing_process_is_named_within_the_given_time(config):
-    place = (f"--coordinator=127.0.0.1:{processes.free_port()}", "--num_processes=2", "--process_id=0")
+    place = (f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2", "--process_id=0")
     [(status, output)] = processes.run(config, config.parent / "lonely", *place, "--start_timeout=2")
     assert status == 1
     assert "error: process 1 of 2 did not come within 2 s" in output

@@ -62,7 +62,7 @@ def test_an_offloaded_run_that_is_continued_is_bitwise_the_run_on_the_device(con
 
 def test_sigterm_saves_and_asks_for_a_restart(config, uninterrupted):
     workdir = config.parent / "terminated"
-    run = processes.start(config, workdir)
+    run = processes.start(config, workdir, seconds_per_step=0.2)
     processes.wait_until(processes.reached(workdir, 6), run)
     run[0].send_signal(signal.SIGTERM)
     [(status, output)] = processes.finish(run)

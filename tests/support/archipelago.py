@@ -1,6 +1,5 @@
 """Islands that train in real processes, with keys, and a network of proxies between every two of them."""
 
-import os
 import re
 import signal
 import subprocess
@@ -12,8 +11,8 @@ from pathlib import Path
 from noloco_jax.island.command import main as island
 from support import processes
 from support.fault_proxy import FaultProxy
-from support.islands import free_ports
 from support.paths import ROOT
+from support.ports import free_ports
 
 
 class Archipelago:
@@ -37,7 +36,7 @@ class Archipelago:
     ):
         self.folder, self.names = folder, tuple(names)
         self._arguments, self._seconds = tuple(arguments), seconds_per_step
-        self._environment = {**environment, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+        self._environment = environment
         self._ports = dict(zip(names, free_ports(len(names)), strict=True))
         self._proxies = {(one, other): FaultProxy(self._ports[other]) for one, other in permutations(names, 2)}
         self.running: dict[str, subprocess.Popen[str]] = {}

@@ -17,6 +17,7 @@ from support.archipelago import Archipelago
 from support.fault_tape import Strike
 from support.kills import newest_checkpoint
 from support.paths import ROOT
+from support.ports import free_port
 
 _LOOK_SECONDS = 0.1
 Later = Callable[[], None]
@@ -156,7 +157,7 @@ def run_together(
             running[:] = [
                 subprocess.Popen(
                     [*command, f"--workdir={workdir}", *arguments],
-                    env={**environment, "PORT": str(processes.free_port())},
+                    env={**environment, "PORT": str(free_port())},
                     cwd=ROOT,
                     stdin=subprocess.DEVNULL,
                     stdout=output,

@@ -28,3 +28,11 @@ def settled(count: Callable[[], int]) -> int:
         time.sleep(0.02)
         least = min(least, count())
     return least
+
+
+def in_time(holds: Callable[[], bool], patience: float = 60.0) -> bool:
+    """Whether something comes to hold; what is in other threads' hands takes long on a busy machine."""
+    deadline = time.monotonic() + patience
+    while not (held := holds()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return held

@@ -21,11 +21,13 @@ class Link:
         self.rate = rate
         self.carried = 0
         self._turn = threading.Lock()
+        self._free = 0.0  # when the last bytes were through, however late a busy machine noticed
 
-    def carry(self, size: int) -> None:
-        """Returns when the last of these bytes is through."""
+    def carry(self, size: int, come: float) -> None:
+        """Returns when the last of these bytes is through, which came at that time of the monotonic clock."""
         with self._turn:
-            time.sleep(size / self.rate)
+            self._free = max(self._free, come) + size / self.rate
+            time.sleep(max(self._free - time.monotonic(), 0.0))
             self.carried += size
 
 
@@ -137,7 +139,7 @@ class FaultProxy:
             if self.rate is not None:
                 time.sleep(len(data) / self.rate)
             if direction in self.links:
-                self.links[direction].carry(len(data))
+                self.links[direction].carry(len(data), due)
             place = self.flip.get(direction, -1) - sent
             if 0 <= place < len(data):
                 del self.flip[direction]

@@ -1,7 +1,6 @@
 """Islands on loopback, for tests: keys, rosters and servers."""
 
 import contextlib
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from noloco_jax.islands.frames import Frame
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.server import Handlers, Server
+from support.ports import free_ports
 
 NAMES = ("paris", "berlin", "rome")
 
@@ -21,13 +21,6 @@ def keys_of(ca: trustme.CA, name: str, **validity: Any) -> Credentials:
     """An island's keys, signed by `ca`."""
     issued = ca.issue_cert(name, **validity)
     return Credentials(ca.cert_pem.bytes(), issued.cert_chain_pems[0].bytes(), issued.private_key_pem.bytes())
-
-
-def free_ports(number: int) -> list[int]:
-    """Ports that nobody listens at just now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
-        return [one.getsockname()[1] for one in sockets]
 
 
 def roster_at(ports: Iterable[int], run: str = "test") -> Roster:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from support import processes
 from support.paths import ROOT
+from support.ports import free_port
 
 _SAVING, _PRUNING = "os.mkdir,os.rename", "os.remove,os.rmdir"
 _MOST_OPERATIONS = 120  # of either, which a few saves and deletions take
@@ -149,7 +150,7 @@ def newest_checkpoint(workdir: Path) -> int:
 def _start(run: SmallRun, log: Path, victim: int, operation: str) -> list[subprocess.Popen[str]]:
     place = {}
     if run.number > 1:
-        place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{processes.free_port()}", "JAX_NUM_PROCESSES": str(run.number)}
+        place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(run.number)}
     # Programs are read and none is written: JAX does not write them whole or not at all.
     place["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "1e9"
     started = []

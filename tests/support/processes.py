@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from noloco_jax.config import load_saved
 from noloco_jax.run.checkpoint import Checkpointer
 from support import platforms
 from support.paths import ROOT
+from support.ports import free_port
 from support.texts import lines_of_words
 
 PATIENCE = 600  # seconds: cores may be few and busy
@@ -65,7 +65,7 @@ def environment(config: Path, devices: int = 1) -> dict[str, str]:
         | {
             "JAX_COMPILATION_CACHE_DIR": str(config.parent / "programs"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),  # the latter for `support.paced`
             "PYTHONUNBUFFERED": "1",
         }
     )
@@ -80,20 +80,30 @@ def set_environment(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def command(config: Path, workdir: Path, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "noloco_jax.train", f"--config={config}", f"--workdir={workdir}", *arguments]
+def command(config: Path, workdir: Path, *arguments: str, seconds_per_step: float = 0.0) -> list[str]:
+    module = ["support.paced", str(seconds_per_step), "noloco_jax.train"] if seconds_per_step else ["noloco_jax.train"]
+    return [sys.executable, "-m", *module, f"--config={config}", f"--workdir={workdir}", *arguments]
 
 
 def start(
-    config: Path, workdir: Path, *arguments: str, number: int = 1, devices: int = 1, folders: Sequence[Path] = ()
+    config: Path,
+    workdir: Path,
+    *arguments: str,
+    number: int = 1,
+    devices: int = 1,
+    folders: Sequence[Path] = (),
+    seconds_per_step: float = 0.0,
 ) -> list[subprocess.Popen[str]]:
-    """Starts the processes of a run, with so many devices each, and each in a folder of its own if they are given."""
+    """Starts the processes of a run, with so many devices each, and each in a folder of its own if they are given.
+
+    A run that a test interrupts sleeps so many seconds before a step, so that it is not over before.
+    """
     place = {}
     if number > 1:
         place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(number)}
     return [
         subprocess.Popen(
-            command(config, workdir, *arguments),
+            command(config, workdir, *arguments, seconds_per_step=seconds_per_step),
             env=environment(config, devices) | place | {"JAX_PROCESS_ID": str(process)},
             cwd=folders[process] if folders else ROOT,
             stdin=subprocess.DEVNULL,
@@ -148,7 +158,7 @@ def trained(
 
 
 def wait_until(
-    condition: Callable[[], bool], processes: Sequence[subprocess.Popen[str]], patience: float = 200
+    condition: Callable[[], bool], processes: Sequence[subprocess.Popen[str]], patience: float = PATIENCE
 ) -> bool:
     """Waits for a condition; False if a process ended without it. None outlives a failure."""
     deadline = time.monotonic() + patience
@@ -207,8 +217,3 @@ def assert_same_training(workdir: Path, other: Path) -> None:
         np.testing.assert_allclose(line["perplexity_replicas"], expected["perplexity_replicas"], rtol=1e-5)
         np.testing.assert_allclose(line["perplexity_merged"], expected["perplexity_merged"], rtol=1e-5)
         np.testing.assert_allclose(line["replica_spread"], expected["replica_spread"], rtol=1e-3)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]

@@ -20,7 +20,7 @@ from noloco_jax.islands.snapshots import Snapshots
 from noloco_jax.islands.station import Station
 from support.fault_proxy import FaultProxy, Link
 from support.island_world import IDENTITY
-from support.islands import free_ports
+from support.ports import free_ports
 
 TOKENS = 100
 
