@@ -51,10 +51,14 @@ part() {
         tests) "$python" -m pytest -m gpu -q -n auto --maxprocesses=4 --durations=10 ;;
         quickstart) "$python" -m noloco_jax.train --config=configs/quickstart.py --workdir="$out/quickstart" ;;
         eight)
-            bench eight --config=configs/c4_125m.py --config.num_microbatches=8 --vary outer.offload=False,True
+            bench eight --config=configs/c4_125m.py --config.mesh.replica=1 --config.num_microbatches=8 \
+                --vary outer.offload=False,True
             ;;
         one) bench one --config=configs/c4_125m.py:local,replicas=1 --config.num_microbatches=64 ;;
-        four) bench four --config=configs/c4_125m.py:noloco,replicas=4 --config.num_microbatches=16 ;;
+        four)
+            bench four --config=configs/c4_125m.py:noloco,replicas=4 --config.mesh.replica=1 \
+                --config.num_microbatches=16
+            ;;
         large) bench large --config=configs/c4_1b.py:local,replicas=1 --config.data.batch_size=8 ;;
         dtypes)
             JAX_DEFAULT_MATMUL_PRECISION=highest "$python" -m noloco_jax.compare --config=configs/quickstart.py \

@@ -116,6 +116,12 @@ def _check(config: TrainConfig, flags: argparse.Namespace, late: Sequence[Late])
             f"outer.sync_every={config.outer.sync_every} is more than num_steps={config.num_steps}, "
             "which leaves no outer step: lower it, or raise num_steps"
         )
+    for name, usual in (("fragments", 1), ("final_steps", 0)):
+        if (value := getattr(config.outer, name)) != usual:
+            raise UserError(
+                f"outer.{name}={value}: who waits is measured of outer steps that are evenly apart, one every "
+                f"sync_every: leave it at {usual}"
+            )
     for method in flags.methods.split(","):
         if method not in _METHODS:
             raise UserError(

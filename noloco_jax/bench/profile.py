@@ -78,7 +78,8 @@ def parts_of(
     for (program, name), operations in in_parts.items():
         taken = sum(seconds for _, seconds in operations)
         largest = [(operation, seconds / total) for operation, seconds in operations[:_LARGEST]]
-        parts.append(Part(name, taken / total, taken / num_devices / times.get(program, 1), largest))
+        steps = times.get(program, max(times.values(), default=1))  # what has no program is of the inner steps most
+        parts.append(Part(name, taken / total, taken / num_devices / steps, largest))
     return sorted(parts, key=lambda part: -part.share), _idle_share(lines)
 
 
@@ -103,15 +104,15 @@ def _events(line: Any, all_of_them: bool) -> Iterator[Event]:
 
 
 def _own_seconds(line: list[Event]) -> Iterator[tuple[tuple[str, str], float]]:
-    """(program, operation) and the time of each event of a line, less that of the events inside it."""
+    """(program, operation) and the time of each event of a line, less that in which later ones run."""
     open_events: list[Event] = []
     for event in sorted(line, key=lambda event: (event.start, -event.end)):
         while open_events and open_events[-1].end <= event.start:
             open_events.pop()
-        took = event.end - event.start
-        if open_events:
-            yield (open_events[-1].program, open_events[-1].name), -took
-        yield (event.program, event.name), took
+        if open_events:  # a GPU may begin a kernel in the last moments of the one before
+            last = open_events[-1]
+            yield (last.program, last.name), event.start - min(event.end, last.end)
+        yield (event.program, event.name), event.end - event.start
         open_events.append(event)
 
 

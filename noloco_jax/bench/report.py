@@ -10,6 +10,7 @@ from rich.table import Table
 
 from noloco_jax.bench.options import UNNAMED, Result
 from noloco_jax.bench.variants import Variant
+from noloco_jax.config import TrainConfig
 from noloco_jax.formatting import (
     format_bytes,
     format_count,
@@ -19,7 +20,7 @@ from noloco_jax.formatting import (
     format_si,
     format_tokens_per_second,
 )
-from noloco_jax.methods import METHODS
+from noloco_jax.methods import METHODS, sync_pieces
 
 Column = tuple[str, Callable[[Result], str]]
 _MEASURED_PEAK = "peak_memory_bytes_before_outer_steps"  # of results from devices that count what they hold
@@ -142,11 +143,20 @@ def _notes(rows: Sequence[VariantResult], compile_only: bool) -> list[str]:
 
 
 def _step_note(rows: Sequence[VariantResult]) -> str:
-    every = sorted({variant.config.outer.sync_every for variant, result in rows if result["outer_step_seconds"]})
+    configs = [variant.config for variant, result in rows if result["outer_step_seconds"]]
     text = "step: median of the inner steps, one dispatched ahead, random tokens; tokens/s: of these steps"
-    if every:
-        text += f"; share of run: of the outer steps, one every {' or '.join(map(str, every))} inner steps"
+    if configs:
+        text += (
+            f"; share of run: of the outer steps, {' or '.join(dict.fromkeys(map(_how_often, configs)))} inner steps"
+        )
+        left_out = [name for name in ("delay", "moments") if any(getattr(config.outer, name) for config in configs)]
+        text += "".join(f", without what outer.{name} adds to them" for name in left_out)
     return text
+
+
+def _how_often(config: TrainConfig) -> str:
+    number = config.outer.fragments if config.outer.fragments > 1 else "one"
+    return f"{number} every {' and then '.join(str(every) for _, every in sync_pieces(config))}"
 
 
 def _flops_note(rows: Sequence[VariantResult]) -> str:
@@ -187,6 +197,16 @@ def _data_notes(rows: Sequence[VariantResult]) -> list[str]:
 
 def _show_profile(variant: Variant, result: Result, console: Console) -> None:
     """Prints where the time of the traced steps went, and where the trace is."""
+    path = result["profile"]
+    if result["profile_parts"]:
+        _show_parts(variant, result, console)
+    else:
+        console.print("the profiler saw no operation on the devices: on NVIDIA's it may need a permission (CUPTI)")
+    console.print(f"profile: open {path} at https://ui.perfetto.dev,")
+    console.print(f"  or `tensorboard --logdir={path.rpartition('/plugins/')[0]}` with the package xprof installed")
+
+
+def _show_parts(variant: Variant, result: Result, console: Console) -> None:
     table = _empty_table(f"where the time goes, {variant.label}", console)
     table.add_column("part", no_wrap=True)
     table.add_column("share", justify="right", no_wrap=True)
@@ -197,11 +217,7 @@ def _show_profile(variant: Variant, result: Result, console: Console) -> None:
         table.add_row(part["name"], format_percent(part["share"]), format_seconds(part["seconds"]), largest)
     console.print(table)
     if any(part["name"] == UNNAMED and part["share"] > _MUCH_UNNAMED for part in result["profile_parts"]):
-        console.print(
-            "unnamed: copies, and what runs as a CUDA graph: XLA_FLAGS=--xla_gpu_enable_command_buffer= names it"
-        )
-    path = result["profile"]
+        console.print("unnamed: copies between host and device")
     idle = format_percent(result["profile_idle"])
-    console.print(f"share: of the operations' time on the devices, which ran none {idle} of the time")
-    console.print(f"profile: open {path} at https://ui.perfetto.dev,")
-    console.print(f"  or `tensorboard --logdir={path.rpartition('/plugins/')[0]}` with the package xprof installed")
+    line = f"share: of the operations' time on the devices, which ran none {idle} of the time"
+    console.print(line + ("; while it is traced, XLA runs no CUDA graphs" if result["device"] != "cpu" else ""))

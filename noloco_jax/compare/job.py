@@ -85,11 +85,12 @@ class Job:
         """What a run that ended early said.
 
         Raises:
-          UserError: if it never began, for then the others will not either.
+          UserError: if it never began for a mistake, for then the others will not either. Other reasons, as too little
+            memory for this variant, are its own.
         """
         log = self._folder / LOG_FILE
         last = (log.read_text(errors="replace").strip().splitlines() or ["no word"])[-1].removeprefix("error: ")
-        if not (self._folder / METRICS_FILE).exists():
+        if self.status == UserError.exit_status and not (self._folder / METRICS_FILE).exists():
             raise UserError(f"{self.run.name} did not start (status {self.status}): {last} ({log})")
         return f"status {self.status}: {last} ({log})"
 

@@ -162,11 +162,13 @@ def _setting(plan: Plan, rows: Sequence[Row]) -> str:
 
 
 def _evaluated_when_equal(run: Run) -> bool:
-    """Whether a run's replicas are equal at each of its evaluations, for each follows an outer step."""
-    every, config = run.config.outer.sync_every, run.config
+    """Whether a run's replicas are equal at each of its evaluations, for each follows an outer step of all of them."""
+    config, outer = run.config, run.config.outer
+    is_of_all = outer.fragments == 1 and not outer.delay and not outer.final_steps
     return (
         METHODS[run.variant.method].equal_after_outer_steps
-        and config.eval_every % every == config.num_steps % every == 0
+        and is_of_all
+        and config.eval_every % outer.sync_every == config.num_steps % outer.sync_every == 0
     )
 
 

@@ -19,7 +19,7 @@ from noloco_jax.compare.job import Job
 from noloco_jax.compare.plan import Plan, Run
 from noloco_jax.compare.results import is_complete, last_perplexities, read_progress
 from noloco_jax.compare.rows import make_rows
-from noloco_jax.compare.shares import share_of_cores, share_of_gpus
+from noloco_jax.compare.shares import share_of_cores, share_of_gpus, visible_gpus
 from noloco_jax.files import write_whole
 from noloco_jax.formatting import format_perplexity, format_spread
 
@@ -43,6 +43,7 @@ class Comparison:
     def __init__(self, *, config_file: str, workdir: Path, plan: Plan, jobs: int, command: str, console: Console):
         self._config_file, self._workdir, self._plan = config_file, workdir, plan
         self._slots: list[Job | None] = [None] * jobs
+        self._gpus = visible_gpus(os.environ) if jobs > 1 else []
         self._command, self._console = command, console
         self._taken: list[Run] = []  # runs that have been started, or were finished before
         self._failed: set[Run] = set()
@@ -116,7 +117,7 @@ class Comparison:
                 return
             slot, jobs = self._slots.index(None), len(self._slots)
             cores = share_of_cores(sorted(os.sched_getaffinity(0)), jobs, slot)
-            environment = share_of_gpus(os.environ, jobs, slot)
+            environment = share_of_gpus(self._gpus, os.environ, jobs, slot)
             job = Job(run, self._workdir / run.name, label, self._arguments(run), cores, environment)
             self._taken.append(run)
             self._slots[slot] = job

@@ -131,7 +131,7 @@ def train_steps(run: Run, state: TrainState, start: int, *, evaluate_first: bool
     evaluation that belonged to the step: `evaluate_first`. Otherwise the evaluation precedes the save, so that a run
     that is killed in between does both again.
     """
-    log = _StepLog(run)
+    log = _StepLog(run, _untold(run, state, start))
     try:
         return _train_steps(run, state, start, log, evaluate_first)
     except UserError:
@@ -292,17 +292,13 @@ class _Step(NamedTuple):
 class _StepLog:
     """Writes the figures of steps, each one step late, so that the device has the next to do while the host writes."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, untold: _OuterSteps | None = None):
         self._run = run
         self._lr = learning_rates(run.config)
         self._flops_per_token = model_flops_per_token(run.config)
         self._throughput = Throughput()
-        meetings = meetings_of(run.config)
-        # Those of fragments may follow every inner step: they are told together.
-        self._tells_every_outer_step = (
-            meetings is None or meetings.fragments == 1 or meetings.shortest_gap >= run.config.log_every
-        )
-        self._untold: _OuterSteps | None = None
+        self._tells_every_outer_step = _tells_every_outer_step(run.config)
+        self._untold = untold
         self._proportion, self._rise = Proportion(), Rise()
         self._totals, self._clock = run.totals, Clock(run.totals.seconds)
         self._previous: _Step | None = None
@@ -396,6 +392,26 @@ class _StepLog:
             figures["bytes_sent"] = self._bytes_of(self._untold)
             figures["round"] = self._untold.last
         return figures
+
+
+def _tells_every_outer_step(config: TrainConfig) -> bool:
+    """Whether there is a line of each. Those of fragments may follow every inner step: they are told together."""
+    meetings = meetings_of(config)
+    return meetings is None or meetings.fragments == 1 or meetings.shortest_gap >= config.log_every
+
+
+def _untold(run: Run, state: TrainState, start: int) -> _OuterSteps | None:
+    """The outer steps up to step `start` that no line of an earlier start of the run tells of, which had them in mind
+    for its next line; their seconds are not known any more."""
+    meetings = meetings_of(run.config)
+    if meetings is None or state.outer is None or run.island is not None or _tells_every_outer_step(run.config):
+        return None
+    taken = int(state.outer.round)
+    since_last_line = meetings.total(start) - meetings.total(start - start % run.config.log_every)
+    first = taken - since_last_line
+    if run.metrics.last_round is not None:  # a line more, where the run was to end at that step
+        first = max(first, run.metrics.last_round + 1)
+    return _OuterSteps(first, taken - first, 0.0, None) if first < taken else None
 
 
 def _by_replica(values: jax.Array) -> dict[int, float]:

@@ -53,6 +53,9 @@ class MetricWriter:
       enabled: False makes every method do nothing, for the processes that do not report.
       run_config: what W&B shows as the run's configuration.
       process: of a run of several, the number of this one; those after the first write metrics.PROCESS.jsonl.
+
+    Attributes:
+      last_round: the last outer step that a line tells of, of those kept from an earlier start; None without one.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class MetricWriter:
         process: int = 0,
     ):
         self._file = self._tensorboard = self._wandb = None
+        self.last_round: int | None = None
         if not enabled:
             return
         wandb = _import_wandb() if wandb_project else None
@@ -77,7 +81,9 @@ class MetricWriter:
             if resume_step is None:
                 path.replace(path.with_name(path.name + ".old"))
             else:
-                _drop_after(path, resume_step)
+                kept = _drop_after(path, resume_step)
+                rounds = [line["round"] for line in kept if line.get("kind") == "train" and "round" in line]
+                self.last_round = max(rounds, default=None)
         self._file = path.open("a", encoding="utf-8")
         if tensorboard:
             from noloco_jax.run.tensorboard import TensorBoardWriter  # here: it loads protobuf, most tools do without
@@ -153,9 +159,11 @@ def _wandb_id(folder: Path, fresh: bool) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _drop_after(path: Path, step: int) -> None:
-    """Rewrites a metrics file without the lines of later steps, whole or not at all."""
-    write_whole(path, "".join(line for line, entry in _entries(path) if entry["step"] <= step))
+def _drop_after(path: Path, step: int) -> list[dict[str, Any]]:
+    """Rewrites a metrics file without the lines of later steps, whole or not at all; returns those that stay."""
+    kept = [(line, entry) for line, entry in _entries(path) if entry["step"] <= step]
+    write_whole(path, "".join(line for line, _ in kept))
+    return [entry for _, entry in kept]
 
 
 def _entries(path: Path) -> list[tuple[str, dict[str, Any]]]:

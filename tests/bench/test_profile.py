@@ -74,6 +74,21 @@ def test_an_operation_that_holds_others_counts_without_them(tmp_path):
     assert seconds(parts) == pytest.approx(expected)
 
 
+def test_a_kernel_that_begins_before_the_last_one_ends_takes_that_moment_over(tmp_path):
+    trace = saved(
+        tmp_path / "x.pb", "/device:GPU:0", line("Stream #13(compute)", ("dot.1", 0, 30), ("fusion.2", 28, 130))
+    )
+    parts, _ = parts_of(trace, {"inner_step": PROGRAM}, {"inner_step": 1}, num_devices=1)
+    assert seconds(parts) == pytest.approx({"mlp backward": 102e-6, "attention forward": 28e-6})
+
+
+def test_copies_of_several_steps_are_counted_by_step(tmp_path):
+    copies = [("a copy", 100 * step, 100 * step + 10) for step in range(3)]
+    trace = saved(tmp_path / "x.pb", "/device:GPU:0", line("Stream #14(copies)", *copies))
+    [part], _ = parts_of(trace, {"inner_step": PROGRAM}, {"inner_step": 3, "outer_step": 1}, num_devices=1)
+    assert (part.name, part.seconds) == ("unnamed", pytest.approx(10e-6))
+
+
 def test_a_gpus_time_is_that_of_its_streams_alone_and_copies_have_their_own_names(tmp_path):
     trace = saved(
         tmp_path / "x.pb",

@@ -70,6 +70,21 @@ def test_a_profile_is_a_table_of_parts_with_their_largest_operations(result):
     profile = {"profile": "here/plugins/profile/now/trace.json.gz", "profile_parts": parts, "profile_idle": 0.03}
     text = shown(rows_of(result, **profile))
     assert re.search(r"mlp forward +60 % +20 ms +dot.7 50 %", text)
-    assert "ran none 3 % of the time" in text and "--logdir=here`" in text and "CUDA graph" not in text
+    assert "ran none 3 % of the time" in text and "--logdir=here`" in text
+    assert "copies" not in text and "CUDA graphs" not in text
     unnamed = {"name": "unnamed", "share": 0.4, "seconds": 0.01, "largest": []}
-    assert "CUDA graph" in shown(rows_of(result, **profile | {"profile_parts": [*parts, unnamed]}))
+    text = shown(rows_of(result, device="NVIDIA H200", **profile | {"profile_parts": [*parts, unnamed]}))
+    assert "unnamed: copies" in text and "XLA runs no CUDA graphs" in text
+
+
+def test_a_profile_in_which_nothing_ran_says_why_it_may_be(result):
+    text = shown(rows_of(result, profile="here/plugins/profile/now/trace.json.gz", profile_parts=[], profile_idle=1.0))
+    assert "saw no operation" in text and "CUPTI" in text and "ran none" not in text
+
+
+def test_how_often_outer_steps_come_is_said_of_fragments_and_of_the_end_too(result):
+    assert "of the outer steps, one every 4 inner steps" in shown(rows_of(result))
+    outer = {"sync_every": 5, "fragments": 8, "delay": 2, "final_steps": 9, "final_sync_every": 3}
+    variant = Variant({"num_replicas": "4"}, (), small(outer=outer), "")
+    text = shown([(variant, result)])
+    assert "8 every 5 and then 3 inner steps, without what outer.delay adds to them" in text

@@ -8,7 +8,7 @@ import pytest
 
 from noloco_jax.compare import command as compare
 from noloco_jax.compare.plan import at_end
-from noloco_jax.compare.shares import share_of_cores, share_of_gpus
+from noloco_jax.compare.shares import share_of_cores, share_of_gpus, visible_gpus
 from noloco_jax.compare.variants import Choices, make_variants
 from noloco_jax.errors import UserError, main_with_errors
 from support.comparisons import METHODS, arguments, only, plan_of, train
@@ -148,9 +148,31 @@ def test_the_ends_of_a_list_are_its_least_and_greatest_number():
 def test_jobs_share_cores_and_gpus_and_one_alone_has_all():
     assert [share_of_cores([0, 1, 2, 3, 4], 2, slot) for slot in (0, 1)] == [{0, 1}, {2, 3, 4}]
     assert share_of_cores([0, 1], 1, 0) == share_of_cores([0, 1], 3, 2) == frozenset()
-    gpus = {"CUDA_VISIBLE_DEVICES": "3,5,6"}
-    assert [share_of_gpus(gpus, 2, slot)["CUDA_VISIBLE_DEVICES"] for slot in (0, 1)] == ["3", "5,6"]
-    assert share_of_gpus(gpus, 1, 0) == share_of_gpus(gpus, 4, 0) == share_of_gpus({}, 2, 0) == {}
+    assert [share_of_gpus(["3", "5", "6"], {}, 2, slot) for slot in (0, 1)] == [
+        {"CUDA_VISIBLE_DEVICES": "3"},
+        {"CUDA_VISIBLE_DEVICES": "5,6"},
+    ]
+    assert share_of_gpus(["3", "5"], {}, 1, 0) == share_of_gpus([], {}, 2, 0) == {}
+
+
+def test_jobs_that_share_a_gpu_share_its_memory():
+    shares = [share_of_gpus(["3", "5"], {}, 3, slot) for slot in range(3)]
+    assert [share["CUDA_VISIBLE_DEVICES"] for share in shares] == ["3", "5", "3"]
+    assert {share["XLA_CLIENT_MEM_FRACTION"] for share in shares} == {"0.45"}
+    own = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"}  # JAX refuses the two together
+    assert share_of_gpus(["3"], own, 2, 1) == {"CUDA_VISIBLE_DEVICES": "3"}
+
+
+def test_the_gpus_of_runs_are_those_that_are_named_or_all_that_the_driver_tells_of(tmp_path):
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\nprintf '0\\n1\\n'\n")
+    driver.chmod(0o755)
+    path = {"PATH": f"{tmp_path}:/bin:/usr/bin"}
+    assert visible_gpus(path) == ["0", "1"]
+    assert visible_gpus(path | {"CUDA_VISIBLE_DEVICES": "4,GPU-7e-1"}) == ["4", "GPU-7e-1"]
+    assert visible_gpus(path | {"CUDA_VISIBLE_DEVICES": ""}) == visible_gpus(path | {"JAX_PLATFORMS": "cpu"}) == []
+    driver.write_text("#!/bin/sh\nexit 9\n")
+    assert visible_gpus(path) == []
 
 
 def test_fields_that_refer_to_a_varied_one_follow_it(config_file):

@@ -94,11 +94,18 @@ def test_the_table_has_mean_and_spread_over_seeds(config_file, tmp_path):
 
 
 def test_diloco_that_is_evaluated_after_outer_steps_alone_is_remarked(config_file, tmp_path):
-    for every, remarked in ((4, False), (8, True)):
-        plan = finished(config_file, tmp_path / str(every), methods=["diloco"])
-        altered = tuple(replace(run, config=replace(run.config, eval_every=every)) for run in plan.runs)
-        plan = replace(plan, runs=altered)
-        page = report.markdown(plan, make_rows(plan, tmp_path / str(every)), "command", {}, [])
+    plan = finished(config_file, tmp_path, methods=["diloco"])
+    rows = make_rows(plan, tmp_path)
+    for every, changes, remarked in (
+        (4, {}, False),
+        (8, {}, True),
+        (8, {"fragments": 2}, False),
+        (8, {"delay": 1}, False),
+    ):
+        [run] = plan.runs
+        config = replace(run.config, eval_every=every, outer=replace(run.config.outer, **changes))
+        altered = [replace(row, runs=(replace(run, config=config),)) for row in rows]
+        page = report.markdown(plan, altered, "command", {}, [])
         assert ("right after outer steps alone" in page) == remarked
 
 

@@ -28,8 +28,9 @@ workdir = Path([a for a in sys.argv if a.startswith("--workdir=")][0].removepref
 plan = json.loads(sys.argv[1])
 fate = plan["fates"].get(workdir.name, plan["fates"].get(workdir.name.split("-")[0]))
 lr = float(next((a.partition("=")[2] for a in sys.argv if a.startswith("--config.inner.lr=")), 0))
-if fate == "start":
-    sys.exit("error: no such thing")
+if fate in ("start", "memory"):
+    print("error: no such thing" if fate == "start" else "RESOURCE_EXHAUSTED: Out of memory")
+    sys.exit(2 if fate == "start" else 1)
 workdir.mkdir(exist_ok=True)
 if fate == "hang":
     time.sleep(600)
@@ -51,7 +52,7 @@ for step in (4, 40):
 @pytest.fixture
 def stand_in(config_file, tmp_path, monkeypatch):
     """Makes the comparison call a stand-in, which does what `stand_in[method or name of the run]` says: fail at the
-    "start" or "later", "hang", or "meet" another one that trains at the same time."""
+    "start", for want of "memory" or "later", "hang", or "meet" another one that trains at the same time."""
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
     plans = (plan_of(config_file), plan_of(config_file, seeds=2, tune="inner.lr=0.02,0.03"))
@@ -87,6 +88,14 @@ def test_a_run_that_does_not_start_ends_the_comparison(config_file, tmp_path, st
     with pytest.raises(UserError, match=r"diloco-seed7 did not start .*: no such thing"):
         compare.main(arguments(config_file, out))
     assert "| ddp |" in (out / "comparison.md").read_text()
+
+
+def test_a_run_that_has_no_room_to_start_leaves_the_others(config_file, tmp_path, stand_in, capsys):
+    stand_in["diloco"] = "memory"
+    assert compare.main(arguments(config_file, tmp_path / "out", "--methods=ddp,diloco,noloco")) == 1
+    output = capsys.readouterr().out
+    assert "diloco-seed7: broke off with status 1: RESOURCE_EXHAUSTED: Out of memory" in output
+    assert "noloco-seed7: perplexity" in output
 
 
 @pytest.mark.usefixtures("stand_in")

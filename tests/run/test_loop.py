@@ -258,3 +258,21 @@ def test_a_step_that_stands_for_several_passes_over_no_evaluation_save_line_or_o
     assert island.outer_steps == outer_steps  # inner steps end at 3, 6, 8, 10, 13, 16, 19 and 20
     written = {json.loads(line)["step"] for line in (tmp_path / METRICS_FILE).read_text().splitlines()}
     assert written >= {8, 16, 20}  # the first behind 7 and 14, and the last
+
+
+@pytest.mark.parametrize(
+    ("start", "last_round", "untold"),
+    [
+        (19, 15, (16, 3)),
+        (19, None, (16, 3)),  # no file of metrics came along
+        (24, 23, None),
+        (20, 19, None),  # there is a line, as the run was to end there
+    ],
+)
+def test_a_run_goes_on_with_the_outer_steps_that_no_line_tells_of(start, last_round, untold):
+    """One after every inner step, and a line after every eighth."""
+    fields = {"num_replicas": 2, "num_steps": 40, "log_every": 8, "outer": {"fragments": 4, "sync_every": 4}}
+    run: Any = SimpleNamespace(config=from_dict(fields), island=None, metrics=SimpleNamespace(last_round=last_round))
+    state: Any = SimpleNamespace(outer=SimpleNamespace(round=np.int32(start)))
+    found = loop._untold(run, state, start)
+    assert (found and (found.first, found.count)) == untold

@@ -245,3 +245,13 @@ def test_tensorboard_gets_the_numbers_of_a_mapping_by_their_names(tmp_path):
     with MetricWriter(tmp_path, resume_step=None) as writer:
         writer.write(7, "train", loss_replicas={2: 1.5, 3: 2.5}, time="now")
     assert tensorboard(tmp_path) == [(7, "train/loss_replicas/2", 1.5), (7, "train/loss_replicas/3", 2.5)]
+
+
+def test_a_run_that_goes_on_knows_the_last_outer_step_that_its_lines_tell_of(tmp_path):
+    with MetricWriter(tmp_path, resume_step=None, tensorboard=False) as writer:
+        assert writer.last_round is None
+        for step, round in ((4, 3), (8, 7), (12, 11)):
+            writer.write(step, "train", round=round)
+            writer.write(step, "eval")
+    with MetricWriter(tmp_path, resume_step=10, tensorboard=False) as writer:
+        assert writer.last_round == 7
