@@ -83,8 +83,10 @@ start() {
     (
         if ((gpus > 0)); then
             export CUDA_VISIBLE_DEVICES=${gpu[i % gpus]}
-            if ((n > gpus)); then # several on one GPU
-                export XLA_CLIENT_MEM_FRACTION=${XLA_CLIENT_MEM_FRACTION:-.$((90 / ((n + gpus - 1) / gpus)))}
+            # Several on one GPU, and JAX refuses its two names of a fraction at once.
+            if ((n > gpus)) && [ -z "${XLA_CLIENT_MEM_FRACTION:-}${XLA_PYTHON_CLIENT_MEM_FRACTION:-}" ]; then
+                XLA_CLIENT_MEM_FRACTION=$(printf '0.%02d' $((90 / ((n + gpus - 1) / gpus))))
+                export XLA_CLIENT_MEM_FRACTION
             fi
         fi
         exec "${command[@]}"

@@ -31,7 +31,7 @@ else
 fi
 export JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES=$((n * nodes))
 if command -v nvidia-smi >/dev/null; then
-    gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c .)
+    gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ') # its parts and complaints have lines too
 else
     gpus=$(compgen -G "/dev/nvidia[0-9]*" | grep -c .) # a container may have the devices without the tool
 fi

@@ -40,6 +40,14 @@ def check_writable(folder: Path) -> None:
         raise UserError(f"{folder} cannot be written: {existing} is not yours to write; give another folder")
 
 
+def check_name(workdir: Path) -> None:
+    """Raises `UserError` where the path has characters that Orbax takes for a pattern: it would write checkpoints there
+    that nothing can read."""
+    path = str(workdir.absolute())
+    if found := [character for character in "[]\\" if character in path]:
+        raise UserError(f"checkpoints in {path} could not be read again for its {found[0]!r}: give another folder")
+
+
 def is_full_disk(error: BaseException) -> bool:
     """Whether an error tells of a disk or a quota that is used up; libraries other than Python say it in words."""
     numbers = (errno.ENOSPC, errno.EDQUOT)

@@ -21,6 +21,7 @@ from noloco_jax.model.decode import generate
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.model.llama import Params
 from noloco_jax.run.checkpoint import load_for_export
+from noloco_jax.run.model_folder import tokenizer_of
 from noloco_jax.run.sample import prompt_ids
 
 
@@ -79,8 +80,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--seed={args.seed} is below 0: raise it")
     if args.model and args.replica is not None:
         raise UserError(f"--replica={args.replica} is of a run: give --workdir instead of --model, or leave it out")
-    if args.workdir and args.tokenizer is not None:
-        raise UserError(f"--tokenizer={args.tokenizer} is for --model: a run in --workdir brings its own, leave it out")
 
 
 def _from_folder(args: argparse.Namespace) -> _Loaded:
@@ -95,7 +94,16 @@ def _from_folder(args: argparse.Namespace) -> _Loaded:
 
 def _from_workdir(args: argparse.Namespace) -> _Loaded:
     run = load_saved(args.workdir)
-    tokenizer = load_tokenizer(run.data.tokenizer)
+    tokenizer = tokenizer_of(run.data)
+    if tokenizer is None:
+        if args.tokenizer is None:
+            raise UserError(
+                f"the run in {args.workdir} read token ids, or its data are no longer there to tell: give --tokenizer, "
+                'a name or folder, or "byte"'
+            )
+        tokenizer = load_tokenizer(args.tokenizer)
+    elif args.tokenizer is not None:
+        raise UserError(f"--tokenizer={args.tokenizer}: the run in --workdir brings its own, leave it out")
     ids = _checked_prompt(args, run.model, tokenizer, add_bos=run.data.add_bos)
     return _Loaded(run.model, load_for_export(args.workdir, args.replica, tokenizer)[1], tokenizer, ids)
 

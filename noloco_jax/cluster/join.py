@@ -3,8 +3,10 @@
 import contextlib
 import importlib.metadata
 import os
+import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -59,6 +61,9 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
         yield
         relay.close()
         jax.distributed.shutdown()
+        if threading.current_thread() is threading.main_thread():
+            # All is done. Launchers that saw another process end first send a SIGTERM, whose status they would report.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except SystemExit:
         raise
     except BaseException as error:

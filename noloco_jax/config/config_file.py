@@ -19,7 +19,7 @@ def read_config_file(file: str) -> ConfigDict:
     `file` is the path of a .py file, or `path:argument` for a `get_config(argument)`, or the path of a .json file such
     as a run's config.json. Raises `UserError`, with the line, where it cannot be read.
     """
-    path, _, argument = file.partition(":")
+    path, _, argument = (file, "", "") if Path(file).is_file() else file.partition(":")
     if not Path(path).is_file():
         others = [str(other) for pattern in ("*.py", "*.json") for other in Path(path).parent.glob(pattern)]
         near = difflib.get_close_matches(path, others, n=1)

@@ -1,7 +1,7 @@
 """Finds data files in a folder and the folders below it."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from noloco_jax.data.source import SourceOptions
@@ -13,8 +13,9 @@ SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
 def find_files(options: SourceOptions, suffixes: Sequence[str]) -> list[Path]:
     """The files below the folder `options.path` in sorted order, or the one file that it is.
 
-    Hidden files and folders, and folders that hold caches or installed packages, are left out. So are the files below
-    `options.exclude` if that is inside `options.path`.
+    Hidden files and folders, and folders that hold caches or installed packages, are left out, and folders that are
+    links. So are the files below `options.exclude`, by their path or by the one that a link leads to, unless all of
+    `options.path` is.
 
     Raises `UserError` if there is no such file.
     """
@@ -23,20 +24,28 @@ def find_files(options: SourceOptions, suffixes: Sequence[str]) -> list[Path]:
         return [root]
     if not root.is_dir():
         raise UserError(f"{options.name}: there is no such file or folder")
-    exclude = Path(options.exclude).expanduser().resolve() if options.exclude else None
-    resolved = root.resolve()
-    if exclude is not None and (resolved.is_relative_to(exclude) or not exclude.is_relative_to(resolved)):
-        exclude = None
+    is_excluded = _excluder(root, Path(options.exclude).expanduser()) if options.exclude else lambda file: False
     found = [
         root / relative
         for relative in sorted(_files_below(root, tuple(suffixes)))
-        if os.path.isfile(os.path.join(root, relative))
-        and not (exclude and (resolved / relative).is_relative_to(exclude))
+        if os.path.isfile(file := os.path.join(root, relative)) and not is_excluded(file)
     ]
     if not found:
         patterns = ", ".join(f"*{suffix}" for suffix in suffixes)
         raise UserError(f"{options.name} holds no file {patterns}")
     return found
+
+
+def _excluder(root: Path, exclude: Path) -> Callable[[str], bool]:
+    """Whether a file below `root` is at or below `exclude`, as it is named or where it really is."""
+    named, real = os.path.abspath(exclude), os.path.realpath(exclude)
+    if root.resolve().is_relative_to(real):
+        return lambda file: False
+    return lambda file: _is_below(os.path.abspath(file), named) or _is_below(os.path.realpath(file), real)
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
 
 
 def _files_below(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:

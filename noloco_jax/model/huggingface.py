@@ -169,7 +169,8 @@ def save_folder(
 ) -> None:
     """Writes what `transformers` loads as a LlamaForCausalLM: config, weights and, where there is one, the tokenizer.
 
-    The folder appears whole or not at all. The weights keep their dtype.
+    The folder appears whole or not at all; one that is there already, perhaps a file system of its own, gets its
+    config last, without which it is no model. The weights keep their dtype.
 
     Args:
       folder: where to; it must not exist yet, or be empty.
@@ -180,8 +181,9 @@ def save_folder(
       bos_id, eos_id: the ids that begin and end a text, for the configs.
     """
     check_new_folder(folder)
-    folder = Path(folder)
-    unfinished = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    folder = Path(os.path.realpath(folder))
+    is_there, name = folder.exists(), f"{folder.name}.{os.getpid()}.tmp"
+    unfinished = folder / name if is_there else folder.with_name(name)
     unfinished.mkdir(parents=True)
     try:
         ids = {"bos_token_id": bos_id, "eos_token_id": eos_id}
@@ -190,7 +192,10 @@ def save_folder(
         if tokenizer is not None:  # ahead of the weights: it may not be there, and they are large
             _save_tokenizer(tokenizer, unfinished)
         _write_safetensors(unfinished / _WEIGHTS_FILE, params, config)
-        unfinished.replace(folder)
+        if not is_there:
+            unfinished.replace(folder)
+        for file in sorted(unfinished.iterdir(), key=lambda file: file.name == CONFIG_FILE) if is_there else ():
+            file.replace(folder / file.name)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

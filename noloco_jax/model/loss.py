@@ -27,6 +27,11 @@ _NO_TOKEN = -1  # of columns that are padding
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
+def logits_at_once(backend: str) -> int:
+    """Float32 logits that a device of this kind holds at once, if the caller does not say how many."""
+    return _CPU_LOGITS_AT_ONCE if backend == "cpu" else _LOGITS_AT_ONCE
+
+
 class _Columns(NamedTuple):
     """Which tokens the columns of a kernel are.
 
@@ -99,7 +104,7 @@ def token_nll(
     batch, length = labels_BT.shape
     backend = jax.default_backend()
     if chunk_tokens is None:
-        chunk_tokens = (_CPU_LOGITS_AT_ONCE if backend == "cpu" else _LOGITS_AT_ONCE) // kernel_DV.shape[1]
+        chunk_tokens = logits_at_once(backend) // kernel_DV.shape[1]
     if vocab_multiple is None:
         on_tensor_cores = backend == "gpu" and h_BTD.dtype.itemsize == 2
         vocab_multiple = _GPU_VOCAB_MULTIPLE * num_devices("tensor") if on_tensor_cores else 1

@@ -15,7 +15,7 @@ from noloco_jax.cluster.processes import Processes, is_of_exchange, run_processe
 from noloco_jax.config import Change, TrainConfig, load_saved
 from noloco_jax.data import Tokenizer
 from noloco_jax.errors import StartError, TransientError, UserError
-from noloco_jax.files import is_full_disk
+from noloco_jax.files import check_name, is_full_disk
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.run import record
 from noloco_jax.run.quiet import quiet_saves
@@ -73,6 +73,7 @@ class Checkpointer:
         read_only: bool = False,
     ):
         quiet_saves()
+        check_name(Path(workdir))
         self._folder = Path(workdir).absolute() / "checkpoints"
         self._config = config
         self._from_step = from_step

@@ -6,13 +6,18 @@ import jax
 import numpy as np
 
 from noloco_jax.config import TrainConfig
+from noloco_jax.model.loss import logits_at_once
 from noloco_jax.spmd.programs import Programs
 
 PyTree = Any
 
 
 def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
-    """Bytes on one device: of the state and the gradients, and (roughly) of what the backward pass keeps."""
+    """Bytes on one device: of the state and the gradients, and (roughly) of what the backward pass keeps.
+
+    Without stages that is of one micro-batch of one replica at a time; with them of all micro-batches of all replicas
+    that share the device, and where stages have devices of their own of the turns in which they wait, too.
+    """
 
     def on_one_device(tree: PyTree) -> int:
         leaves = jax.tree.leaves(tree)
@@ -25,8 +30,11 @@ def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
     everything = 10 * model.hidden_size + 4 * model.intermediate_size
     kept = {"none": everything, "dots": 6 * model.hidden_size, "full": 0, "stage": 0}
     kept_a_token = model.num_layers * (kept[model.remat] + model.hidden_size) * width
-    logits = 4 * min(data.batch_size * data.sequence_length * model.vocab_size, 2**26)
-    tokens = data.batch_size // config.num_microbatches * data.sequence_length
+    microbatches, tokens = config.num_microbatches, data.batch_size // config.num_microbatches * data.sequence_length
+    logits = 4 * min(tokens * model.vocab_size, logits_at_once(programs.mesh.devices.flat[0].platform))
+    if config.mesh.stage > 1:
+        turns = microbatches + shape["stage"] - 1 if shape["stage"] > 1 else microbatches
+        tokens *= turns * (config.num_replicas // shape["replica"])
     return held, (tokens * kept_a_token // shape["stage"] + logits) // shape["fsdp"] // shape["tensor"]
 
 

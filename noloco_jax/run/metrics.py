@@ -144,6 +144,11 @@ class MetricWriter:
         self.close()
 
 
+def check_wandb() -> None:
+    """Raises `UserError` where W&B is not installed."""
+    _import_wandb()
+
+
 def _import_wandb() -> Any:
     try:
         return importlib.import_module("wandb")

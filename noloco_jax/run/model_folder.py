@@ -14,7 +14,8 @@ PyTree = Any
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer | None:
-    """The tokenizer of a run's token ids; None where its data held ids, of a tokenizer that the run was not told."""
+    """The tokenizer of a run's token ids; None where its data held ids, of a tokenizer that the run was not told, or
+    are not there to tell."""
     if data.tokenizer == ByteTokenizer.name:
         try:
             holds_text = needs_tokenizer(data)
@@ -49,7 +50,8 @@ def write_model_folder(
     lines = [f"written: {folder}, {num_params(config.model)[0]:,} parameters, {of}"]
     if tokenizer is None:
         lines.append(
-            "no tokenizer files, no BOS and no EOS: the run read token ids, and data.tokenizer does not say whose"
+            "no tokenizer files, no BOS and no EOS: the run read token ids, and data.tokenizer does not say whose, or "
+            "its data are no longer there to tell"
         )
     elif tokenizer.name == "byte":
         lines.append(

@@ -156,7 +156,8 @@ def sharded_step(setting: Setting, fragments: int = 1) -> tuple[float, float]:
 def group_exchange(setting: Setting, fragments: int = 1) -> tuple[float, float]:
     """Bytes sent by a replica (on average) and seconds of NoLoCo's outer step, as `exchange.groups` does it.
 
-    One message of a fragment's V bytes to each other member of the group, in turn. In groups of n > 2 equal sizes an
+    One message of a fragment's V bytes to each other member of the group, in turn; by a modulo wire two one after the
+    other, the first of which settles the windows of the second. In groups of n > 2 equal sizes an
     n-th of it to each, and the float32 means of a share back, where that is less. A replica of a rest has fewer to
     send to.
     """
@@ -166,7 +167,8 @@ def group_exchange(setting: Setting, fragments: int = 1) -> tuple[float, float]:
         sent = (n - 1) * (size + _message_bytes(setting, "float32", fragments)) / n  # there and back
         return sent, 2 * (n - 1) * setting.latency + _transfer(setting, sent)
     others = ((replicas - rest) * (n - 1) + rest * (rest - 1)) / replicas
-    return others * size, (n - 1) * _message(setting, size)
+    windows = setting.latency if setting.wire in MODULO_BITS else 0.0
+    return others * size, (n - 1) * (windows + _message(setting, size))
 
 
 _EXCHANGES: dict[str, Callable[[Setting, int], tuple[float, float]]] = {

@@ -5,6 +5,7 @@ from jax.sharding import AxisType, Mesh
 
 from noloco_jax.config import MeshConfig, TrainConfig
 from noloco_jax.errors import UserError
+from noloco_jax.methods import METHODS
 
 AXES = ("replica", "stage", "fsdp", "tensor")
 
@@ -49,6 +50,12 @@ def _check(config: TrainConfig, shape: dict[str, int]) -> None:
         by = int(np.prod([shape[axis] for axis in axes]))
         if size % by:
             raise UserError(f"{name}={size} is not a multiple of mesh.{axes[0]}={by}: change one of them")
+    part = model.hidden_size // shape["fsdp"]
+    if part % config.outer.fragments and METHODS[config.method].has_outer_steps:
+        raise UserError(
+            f"model.hidden_size / mesh.fsdp={part} is not a multiple of outer.fragments={config.outer.fragments}: "
+            "change one of them"
+        )
     microbatch = data.batch_size // config.num_microbatches
     if microbatch % shape["fsdp"]:
         raise UserError(

@@ -17,6 +17,7 @@ from noloco_jax.cluster.processes import Processes, run_processes
 from noloco_jax.cluster.stop import Stop
 from noloco_jax.config import Change, TrainConfig, to_dict
 from noloco_jax.data import (
+    ByteTokenizer,
     ReplicaStreams,
     Tokenizer,
     check_data,
@@ -26,6 +27,7 @@ from noloco_jax.data import (
     train_stream,
     validation_batches,
 )
+from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable, full_disk_told
 from noloco_jax.model.huggingface import load_params
 from noloco_jax.model.llama import Params
@@ -36,7 +38,7 @@ from noloco_jax.run.console import Progress, banner, make_console
 from noloco_jax.run.extension import extension_note, rate_change
 from noloco_jax.run.loop import Hooks, Run, is_evaluated, train_steps
 from noloco_jax.run.messages import messages_of
-from noloco_jax.run.metrics import METRICS_FILE, MetricWriter, read_metrics
+from noloco_jax.run.metrics import METRICS_FILE, MetricWriter, check_wandb, read_metrics
 from noloco_jax.run.peaks import peak_of
 from noloco_jax.run.record import write_start
 from noloco_jax.run.sample import sample_of_run, sample_prompt
@@ -100,6 +102,8 @@ def train(
     console = _console_of_first_process()
     for folder in (workdir, workdir / "checkpoints"):
         check_writable(folder)
+    if wandb_project:
+        check_wandb()
     if member is not None:
         member.check(config)
     tokenizer = _check_inputs(config)
@@ -218,6 +222,11 @@ def _check_inputs(config: TrainConfig) -> Tokenizer | None:
     check_data(config.data, num_replicas=config.num_replicas, vocab_size=config.model.vocab_size)
     if not needs_tokenizer(config.data) and not config.sample_tokens:
         return None
+    if config.data.tokenizer == ByteTokenizer.name and not needs_tokenizer(config.data):
+        raise UserError(
+            f"sample_tokens={config.sample_tokens} is of text, and the data are token ids of a tokenizer that "
+            "data.tokenizer='byte' does not name: name it, or set sample_tokens=0"
+        )
     tokenizer = load_tokenizer(config.data.tokenizer)
     check_vocabulary(tokenizer, config.model.vocab_size)
     if config.sample_tokens:

@@ -97,6 +97,19 @@ def test_local_processes_take_a_gpu_each(tmp_path, monkeypatch):
     assert (status, sorted(lines)) == (0, ["[0] 0", "[1] 1", "[2] 2"])
 
 
+def test_lines_that_name_no_gpu_count_for_none(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    variables = with_gpus(tmp_path, 2)
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\necho 'NVIDIA-SMI has failed because it could not communicate with the driver.'; exit 9\n"
+    )
+    assert result(local(2, PRINT_GPUS, **variables))[0] == 0
+    tool.write_text("#!/bin/sh\nprintf 'GPU 0: H100 (UUID: GPU-0e-1)\\n  MIG 1g.10gb Device 0: (UUID: MIG-1)\\n'\n")
+    status, [line] = result(local(2, PRINT_GPUS, **variables))
+    assert status == 2 and "there are 1" in line
+
+
 def test_one_local_process_takes_all_gpus(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert result(local(1, PRINT_GPUS, **with_gpus(tmp_path, 2))) == (0, ["[0] all"])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from noloco_jax.config import TrainConfig, from_dict, load_config
+from noloco_jax.config.config_file import read_config_file
 from noloco_jax.errors import UserError
 from support.paths import CONFIGS
 
@@ -131,3 +132,10 @@ def test_best_changes_nothing_but_optimizer_and_outer_step_and_fits_any_number_o
     if name != "c4_tiny":
         orders = {replicas: load(name, f"best,replicas={replicas}").outer.order for replicas in (4, 6)}
         assert orders == {4: "hypercube", 6: "passes"}
+
+
+def test_a_record_may_lie_in_a_folder_with_a_colon(tmp_path):
+    folder = tmp_path / "2026-11-24T10:00"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"num_steps": 7}')
+    assert read_config_file(str(folder / "config.json")).num_steps == 7

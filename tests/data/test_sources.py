@@ -6,13 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from noloco_jax.config import DataConfig
 from noloco_jax.data import ByteTokenizer, check_data, validation_batches
+from noloco_jax.data.find_files import find_files
 from noloco_jax.data.json_lines import JsonLinesSource, find_c4_files, parse_text
 from noloco_jax.data.source import SourceOptions
 from noloco_jax.data.text import TextSource, find_text_files
 from noloco_jax.data.tokenizers import DocumentEncoder
+from noloco_jax.errors import UserError
 from support.data_makers import CountingTokenizer, open_streams, write_c4
 
 BYTE = ByteTokenizer()
@@ -126,3 +129,26 @@ def test_text_that_yields_no_token_is_skipped(tmp_path):
     config = DataConfig(kind="c4", path=str(tmp_path), sequence_length=7, batch_size=1, shuffle_buffer=1)
     (stream,) = open_streams(config, 1, BYTE)
     assert next(stream)["input_ids"].tolist() == [[256, 97, 98, 257, 256, 99, 257]]
+
+
+@pytest.mark.parametrize("excluded", ["snapshot/valid.txt", "blobs/2", "snapshot/held_out", "blobs"])
+def test_what_is_validated_on_is_not_trained_on_by_a_link_to_it(tmp_path, excluded):
+    """As in Hugging Face's cache, whose files are links."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    (snapshot / "held_out").mkdir(parents=True)
+    blobs.mkdir()
+    for number, name in enumerate(["train.txt", "held_out/x.txt", "valid.txt"]):
+        (blobs / str(number)).write_text(name)
+        (snapshot / name).symlink_to(blobs / str(number))
+    kept = {
+        "snapshot/valid.txt": ["held_out/x.txt", "train.txt"],
+        "blobs/2": ["held_out/x.txt", "train.txt"],
+        "snapshot/held_out": ["train.txt", "valid.txt"],
+    }
+    searched = options(snapshot)._replace(exclude=str(tmp_path / excluded))
+    if excluded == "blobs":
+        with pytest.raises(UserError, match=r"holds no file \*\.txt"):
+            find_files(searched, [".txt"])
+    else:
+        found = find_files(searched, [".txt"])
+        assert [str(file.relative_to(snapshot)) for file in found] == kept[excluded]

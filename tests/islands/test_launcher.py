@@ -197,9 +197,11 @@ def test_cores_are_shared_out(launch):
     assert not shares[0] & shares[1] and shares[0] | shares[1] == os.sched_getaffinity(0)
 
 
-@pytest.mark.parametrize(("gpus", "expected"), [(3, ["0 None", "1 None", "2 None"]), (2, ["0 .45", "1 .45", "0 .45"])])
+@pytest.mark.parametrize(
+    ("gpus", "expected"), [(3, ["0 None", "1 None", "2 None"]), (2, ["0 0.45", "1 0.45", "0 0.45"])]
+)
 def test_gpus_are_shared_out(launch, tmp_path, monkeypatch, gpus, expected):
-    for name in ("CUDA_VISIBLE_DEVICES", "XLA_CLIENT_MEM_FRACTION"):
+    for name in ("CUDA_VISIBLE_DEVICES", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\nseq 0 {gpus - 1}\n")
@@ -208,6 +210,19 @@ def test_gpus_are_shared_out(launch, tmp_path, monkeypatch, gpus, expected):
     launcher = launch(3, lines=lines, PATH=f"{tmp_path}:{os.environ['PATH']}", JAX_PLATFORMS="")
     assert launcher.result()[0] == 0
     assert [launcher.log(f"island{i}").splitlines()[-1] for i in range(3)] == expected
+
+
+def test_twelve_islands_on_a_gpu_have_a_twelfth_of_it_each_unless_the_user_says_how_much(launch, tmp_path, monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    machine = {"CUDA_VISIBLE_DEVICES": "0", "PATH": f"{tmp_path}:{os.environ['PATH']}", "JAX_PLATFORMS": ""}
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    lines = "print(os.environ.get('XLA_CLIENT_MEM_FRACTION'))"
+    for given, expected in (({}, "0.07"), ({"XLA_PYTHON_CLIENT_MEM_FRACTION": ".05"}, "None")):
+        launcher = launch(12, lines=lines, **machine, **given)
+        assert launcher.result()[0] == 0
+        assert {launcher.log(f"island{i}").splitlines()[-1] for i in range(12)} == {expected}
 
 
 @pytest.mark.slow

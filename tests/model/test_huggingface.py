@@ -269,3 +269,15 @@ def test_missing_and_broken_files_are_refused_by_name(folder, tmp_path):
     shutil.copy(__file__, folder / "config.json")
     with pytest.raises(UserError, match=r"config\.json is not JSON"):
         load_params(folder, CONFIG)
+
+
+@pytest.mark.parametrize("kind", ["there", "link", "here"])
+def test_a_folder_that_is_there_and_empty_is_filled(tmp_path, monkeypatch, kind):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    monkeypatch.chdir(tmp_path / "there")
+    save_folder("." if kind == "here" else tmp_path / kind, random_params(CONFIG), CONFIG, max_position_embeddings=64)
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {
+        *("config.json", "generation_config.json", "model.safetensors")
+    }
+    assert (tmp_path / "link").is_symlink() and config_from_folder(tmp_path / "there")

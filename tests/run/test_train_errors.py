@@ -6,9 +6,12 @@ What is refused before anything is compiled is tried in the tests' own process, 
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import NoReturn
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from noloco_jax.config import from_dict, load_config
@@ -206,3 +209,26 @@ def test_a_file_cut_short_that_one_process_reads_ends_all_with_its_name(config, 
         [line] = error_lines(output)
         assert name in line and f"process {reader} on" in line
     assert processes.weights(tmp_path)
+
+
+def test_a_dry_run_asks_for_wandb_where_it_is_wanted(config, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run = from_dict(load_config(str(config)))
+    with pytest.raises(UserError, match="pip install wandb"):
+        train(run, tmp_path / "run", wandb_project="p", dry_run=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_sample_of_token_ids_without_their_tokenizer_is_refused(tmp_path):
+    (tmp_path / "data").mkdir()
+    ids = pa.array([[1, 2, 3, 4] * 20] * 50)
+    pq.write_table(pa.table({"input_ids": ids, "labels": ids}), tmp_path / "data/train-0.parquet")
+    fields = {
+        "num_replicas": 2,
+        "num_steps": 1,
+        "sample_tokens": 5,
+        "inner": {"warmup_steps": 0},
+        "data": {"kind": "parquet", "path": str(tmp_path / "data")},
+    }
+    with pytest.raises(UserError, match="sample_tokens=5 is of text, and the data are token ids"):
+        train(from_dict(fields), tmp_path / "run")

@@ -29,3 +29,10 @@ def test_a_group_exchange_sends_what_the_outer_program_does(group, wire):
 def test_an_all_reduce_sends_what_dilocos_outer_program_does():
     params, expected = sent("diloco", 4)
     assert all_reduce(Setting(params=params, replicas=4))[0] == expected
+
+
+def test_windows_travel_ahead_of_what_is_sent_in_them():
+    coded, windowed = (Setting(params=1e6, latency=0.2, wire=wire) for wire in ("int4", "modulo4"))
+    bytes_sent, seconds = group_exchange(windowed)
+    assert bytes_sent < group_exchange(coded)[0]
+    assert seconds == pytest.approx(2 * 0.2 + 8 * bytes_sent / windowed.bandwidth)

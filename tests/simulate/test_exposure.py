@@ -76,7 +76,8 @@ def test_a_pair_sends_a_fragment_in_the_bits_of_its_wire(fragments, wire, megaby
     assert cost.bytes_per_sync == megabytes * 1e6
     assert cost.bytes_per_step == pytest.approx(megabytes * 1e6 * fragments / 10)
     assert cost.bytes_in_all == megabytes * 1e6 * (37 * fragments // 10)  # 37 inner steps
-    assert cost.seconds_per_sync == pytest.approx(0.1 + megabytes / 1000)
+    latencies = 2 if wire == "modulo3" else 1  # windows go ahead
+    assert cost.seconds_per_sync == pytest.approx(0.1 * latencies + megabytes / 1000)
 
 
 def test_dilocos_fragments_are_all_reduced_as_float32_where_the_wire_is_a_code():
@@ -135,7 +136,7 @@ def test_the_widest_wire_has_the_most_bits_that_stay_below_the_share():
     assert widest_wire(setting, 0.30) == "float32"
     assert widest_wire(setting, 0.02) == "bfloat16"
     assert widest_wire(setting, 0.01) == "int8"
-    slow = replace(setting, bandwidth=0.21e9 * 8)  # 2 s less the latency are 0.4 GB, 3.2 bits a weight
+    slow = replace(setting, bandwidth=0.22e9 * 8)  # 2 s less its two latencies are 0.4 GB, 3.2 bits a weight
     assert widest_wire(slow, 0.001) == "modulo3"
     in_fours = replace(setting, bandwidth=0.7e9 * 8, group_size=4)  # where only three windowed messages would fit
     assert widest_wire(in_fours, 0.001) is None

@@ -37,3 +37,13 @@ def test_a_mesh_that_leaves_a_process_without_a_device_is_refused(replicas, mesh
 def test_a_process_may_have_devices_to_spare():
     mesh = make_mesh(from_dict({"num_replicas": 3}), devices(4, 4))
     assert [device.id for device in mesh.devices.flat] == [0, 1, 2]
+
+
+def test_fragments_that_do_not_divide_what_is_left_of_the_model_are_refused():
+    fields = {"num_replicas": 2, "mesh": {"replica": 2, "fsdp": -1}, "data": {"batch_size": 4}}
+    config = from_dict(
+        fields | {"model": {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 2}, "outer": {"fragments": 32}}
+    )
+    with pytest.raises(UserError, match=r"model\.hidden_size / mesh\.fsdp=16 is not a multiple of outer.fragments=32"):
+        make_mesh(config, devices(4, 4))
+    assert make_mesh(config, devices(2, 2)).shape["fsdp"] == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from noloco_jax.errors import TransientError, UserError
-from noloco_jax.files import check_writable, folder_of_flag, full_disk_told, is_full_disk, write_whole
+from noloco_jax.files import check_name, check_writable, folder_of_flag, full_disk_told, is_full_disk, write_whole
 
 
 def test_text_is_utf_8_and_bytes_are_as_they_are(tmp_path):
@@ -102,3 +102,10 @@ def test_a_folder_without_permission_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root has every permission
     with pytest.raises(UserError, match=f"{tmp_path} is not yours to write"):
         check_writable(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["lr=[1e-3]/run", "back\\slash", "a]"])
+def test_a_path_in_which_checkpoints_could_not_be_read_again_is_refused(name):
+    with pytest.raises(UserError, match=r"could not be read again .*: give another folder"):
+        check_name(Path(name))
+    check_name(Path("with spaces, é, #, ?, * and {x}"))

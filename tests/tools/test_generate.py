@@ -113,10 +113,19 @@ def test_a_model_smaller_than_the_tokenizer_is_refused(tmp_path):
 
 
 def test_a_run_refuses_another_tokenizer_and_a_missing_replica(run):
-    with pytest.raises(UserError, match="--tokenizer=byte is for --model"):
+    with pytest.raises(UserError, match="--tokenizer=byte: the run in --workdir brings its own"):
         generate.main([f"--workdir={run[0]}", "--tokenizer=byte"])
     with pytest.raises(UserError, match="replica 2 does not exist: the run has 0 to 1"):
         generate.main([f"--workdir={run[0]}", "--replica=2"])
+
+
+def test_a_run_on_token_ids_asks_whose_they_are(tmp_path, capsys):
+    tokens = dataclasses.replace(CONFIG, data=DataConfig(kind="parquet", path=str(tmp_path / "no longer there")))
+    [first, second] = make_run(tmp_path / "run", tokens)
+    with pytest.raises(UserError, match="read token ids, or its data are no longer there to tell: give --tokenizer"):
+        generate.main([f"--workdir={tmp_path / 'run'}", "--prompt=def f"])
+    flags = f"--workdir={tmp_path / 'run'}", "--replica=1", "--tokenizer=byte", "--prompt=def f", "--max_new_tokens=9"
+    assert printed(capsys, *flags) == continuation(second, "def f") != continuation(first, "def f")
 
 
 def test_a_run_without_beginning_of_text_needs_a_prompt(tmp_path):
