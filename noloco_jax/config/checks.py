@@ -81,11 +81,12 @@ def _check_data(data: DataConfig) -> None:
             "data.kind='mixture' and data.mixture names no source: give data.mixture.NAME.kind, .path and .weight of "
             "each, under a NAME that you choose"
         )
-    for name in ("path", "validation_path"):
-        if getattr(data, name):
+    for name in ("path", "validation_path", "text_column"):
+        default = getattr(DataConfig, name)
+        if getattr(data, name) != default:
             raise UserError(
                 f"data.{name}={shown(getattr(data, name))} is not for data.kind='mixture': give it to a source, as "
-                f"--config.data.mixture.{next(iter(data.mixture))}.{name}, and --config.data.{name}= here"
+                f"--config.data.mixture.{next(iter(data.mixture))}.{name}, and --config.data.{name}={default} here"
             )
 
 

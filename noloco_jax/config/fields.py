@@ -234,6 +234,7 @@ class OuterConfig:
 
 
 DATA_KINDS = ("c4", "jsonl", "parquet", "text")
+_TEXT_COLUMN = "text"
 
 
 @dataclass(frozen=True)
@@ -255,6 +256,9 @@ class SourceConfig:
         "File or folder of its validation documents; empty: those found beside its path or held out of it.",
         on_resume="may change",
     )
+    text_column: str = setting(
+        _TEXT_COLUMN, "Field or column of its documents that holds their text.", on_resume="must match", nonempty=True
+    )
 
 
 @dataclass(frozen=True)
@@ -273,6 +277,13 @@ class DataConfig:
         "",
         "File or folder of the validation documents; empty: those found beside data.path or held out of it.",
         on_resume="may change",
+    )
+    text_column: str = setting(
+        _TEXT_COLUMN,
+        "Field of a JSON line or Parquet column that holds a document's text; one of another name than text is read "
+        "even where tokens stand beside it.",
+        on_resume="must match",
+        nonempty=True,
     )
     tokenizer: str = setting(
         "byte",

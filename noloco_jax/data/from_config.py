@@ -37,7 +37,13 @@ def configs_by_source(config: "DataConfig") -> dict[str, "DataConfig"]:
     if config.kind != "mixture":
         return {"data": config}
     return {
-        _group(name): replace(config, kind=source.kind, path=source.path, validation_path=source.validation_path)
+        _group(name): replace(
+            config,
+            kind=source.kind,
+            path=source.path,
+            validation_path=source.validation_path,
+            text_column=source.text_column,
+        )
         for name, source in config.mixture.items()
     }
 
@@ -93,6 +99,7 @@ def open_source(
         seed=seed,
         shuffle_buffer=config.shuffle_buffer,
         on_bad_shard=config.on_bad_shard,
+        text_column=config.text_column,
     )
     if validation:
         options = options._replace(seed=0)

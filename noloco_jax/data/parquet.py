@@ -79,10 +79,11 @@ class ParquetSource:
     ):
         self.name = options.name
         self._options, self._encode = options, encode
-        footers = _readable_footers(files, options.on_bad_shard)
+        footers = _readable_footers(files, options.text_column, options.on_bad_shard)
         self._footers = list(footers.values())
         self._converters = [
-            RowConverter(file, footer.columns, sequence_length, vocab_size) for file, footer in footers.items()
+            RowConverter(file, footer.columns, sequence_length, vocab_size, options.on_bad_shard)
+            for file, footer in footers.items()
         ]
         texts, tokens = ([c.path for c in self._converters if c.is_text is text] for text in (True, False))
         if texts and tokens:
@@ -175,10 +176,10 @@ class ParquetSource:
                 yield converter.empty_row
 
 
-def _readable_footers(files: Sequence[str], on_bad_shard: str) -> dict[str, FileFooter]:
+def _readable_footers(files: Sequence[str], text_column: str, on_bad_shard: str) -> dict[str, FileFooter]:
     """The footer of each file, without the damaged files if these are to be skipped."""
     footers = {}
-    for file, footer in zip(files, read_footers(files), strict=True):
+    for file, footer in zip(files, read_footers(files, text_column), strict=True):
         if isinstance(footer, DamagedFileError):
             stop_or_skip(footer, on_bad_shard)
         else:

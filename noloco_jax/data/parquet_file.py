@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -18,6 +18,7 @@ T = TypeVar("T")
 _ROWS_PER_BATCH = 128
 _COLUMN_BUFFER_BYTES = 1 << 20  # without it pyarrow holds whole row groups in memory
 _FOOTERS_AT_ONCE = 16
+_USUAL_TEXT_COLUMN = "text"  # beside tokens it holds what they were made of
 _DECODED_FOOTERS = 128  # kept in memory, where a row group takes 2 kB, however many streams read the file
 
 
@@ -38,26 +39,26 @@ def _state(path: str) -> _FileState:
     return path, stat.st_mtime_ns, stat.st_size
 
 
-def read_footers(paths: Sequence[str]) -> Sequence[FileFooter | DamagedFileError]:
+def read_footers(paths: Sequence[str], text_column: str) -> Sequence[FileFooter | DamagedFileError]:
     """The footer of each file, or why it is no Parquet file. Raises `UserError` for unknown columns.
 
     They are read once in a process, unless the files change.
     """
-    return _read_footers(tuple(map(_state, paths)))
+    return _read_footers(tuple(map(_state, paths)), text_column)
 
 
 @functools.lru_cache(maxsize=8)  # data sets
-def _read_footers(files: tuple[_FileState, ...]) -> tuple[FileFooter | DamagedFileError, ...]:
+def _read_footers(files: tuple[_FileState, ...], text_column: str) -> tuple[FileFooter | DamagedFileError, ...]:
     def read(file: _FileState) -> FileFooter | DamagedFileError:
         path, _, size = file
         try:
-            opened = _open(path)
+            with _open(path) as opened:
+                columns = choose_columns(path, opened.schema_arrow, text_column)
+                groups = [opened.metadata.row_group(group) for group in range(opened.num_row_groups)]
         except DamagedFileError as error:
             return error
-        with opened:
-            groups = [opened.metadata.row_group(group) for group in range(opened.num_row_groups)]
-            rows, group_bytes = tuple(g.num_rows for g in groups), tuple(g.total_byte_size for g in groups)
-            return FileFooter(choose_columns(path, opened.schema_arrow), rows, group_bytes, size)
+        rows, group_bytes = tuple(g.num_rows for g in groups), tuple(g.total_byte_size for g in groups)
+        return FileFooter(columns, rows, group_bytes, size)
 
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:  # a network file system answers many at once
         return tuple(pool.map(read, files))
@@ -89,24 +90,40 @@ def _decoding(path: str, read: Callable[[], T]) -> T:
         raise DamagedFileError(f"{path} is no readable Parquet file ({_one_line(error)}): fetch it again") from None
 
 
-def choose_columns(path: str, schema: "pa.Schema") -> tuple[str, ...]:
-    """The columns of a file to read: `input_ids` and what its labels are made from, or `text`.
+def choose_columns(path: str, schema: "pa.Schema", text_column: str) -> tuple[str, ...]:
+    """The columns of a file to read: `input_ids` and what its labels are made from, or the one of text.
 
-    Raises `UserError` if there are none, or if they hold something else.
+    Tokens come before a column `text` beside them; a text column of another name is read whatever there is.
+
+    Raises `UserError` if there are none, or if they hold something else; `DamagedFileError` if there are two of a name.
     """
-    kinds = {name: schema.field(name).type for name in schema.names}
-    beside = [name for name in ("labels", "label", "attention_mask") if name in kinds and "input_ids" in kinds]
+    columns = _choose_columns(path, dict(zip(schema.names, schema.types, strict=True)), text_column)
+    for name in columns:
+        if (number := schema.names.count(name)) > 1:
+            raise DamagedFileError(f"{path} has {number} columns named {name!r}: write it again with one")
+    return columns
+
+
+def _choose_columns(path: str, kinds: Mapping[str, "pa.DataType"], text_column: str) -> tuple[str, ...]:
+    beside: list[str] = []
+    if text_column == _USUAL_TEXT_COLUMN and "input_ids" in kinds:
+        beside = [name for name in ("labels", "label", "attention_mask") if name in kinds]
     fitting = [name for name in beside if _lists_integers(kinds[name])]
     if fitting and _lists_integers(kinds["input_ids"]):
         return "input_ids", fitting[0]
-    if "text" in kinds and _is_text(kinds["text"]):
-        return ("text",)
+    if text_column in kinds:
+        if not _is_text(kinds[text_column]):
+            raise UserError(f"{path}: column {text_column!r} is {kinds[text_column]}; it must be a string")
+        return (text_column,)
     for column in ("input_ids", *beside) if beside else ():
         if not _lists_integers(kinds[column]):
             raise UserError(f"{path}: column {column!r} is {kinds[column]}; it must be a list of integers")
+    if text_column != _USUAL_TEXT_COLUMN:
+        raise UserError(f"{path} has the columns {', '.join(kinds)}: text_column={text_column!r} is none of them")
     raise UserError(
-        f"{path} has the columns {', '.join(schema.names)}: expected input_ids and labels (equal to them, as Hugging "
-        "Face has it), input_ids and label (the ids that follow), input_ids and attention_mask, or text"
+        f"{path} has the columns {', '.join(kinds)}: expected input_ids and labels (equal to them, as Hugging Face has "
+        "it), input_ids and label (the ids that follow), input_ids and attention_mask, or text, whose name text_column "
+        "may change"
     )
 
 
@@ -120,6 +137,8 @@ def _lists_integers(kind: "pa.DataType") -> bool:
 def _is_text(kind: "pa.DataType") -> bool:
     import pyarrow.types as types
 
+    if types.is_dictionary(kind):
+        kind = kind.value_type
     return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
 

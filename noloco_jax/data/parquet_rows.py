@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from noloco_jax.data.read_errors import DamagedFileError, stop_or_skip
 from noloco_jax.data.source import PADDING
 from noloco_jax.errors import UserError
 from noloco_jax.labels import IGNORED_LABEL
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+_INT32 = np.iinfo(np.int32)
 
 
 class RowConverter(NamedTuple):
@@ -23,16 +26,18 @@ class RowConverter(NamedTuple):
       columns: the columns of its batches, see `parquet_file.choose_columns`.
       sequence_length: tokens of a sequence; sequences of padding alone are left out at the end of a row.
       vocab_size: the model's; None leaves the ids unchecked.
+      on_bad_shard: whether to "stop" at a text that is not UTF-8 or to "skip" it alone.
     """
 
     path: str
     columns: tuple[str, ...]
     sequence_length: int
     vocab_size: int | None
+    on_bad_shard: str
 
     @property
     def is_text(self) -> bool:
-        return self.columns == ("text",)
+        return len(self.columns) == 1
 
     @property
     def empty_row(self) -> Any:
@@ -46,17 +51,34 @@ class RowConverter(NamedTuple):
           batch: the columns.
           first_row: number of the batch's first row in the file.
 
-        Raises `UserError`, which names the row, for nulls and for tokens and labels that cannot be trained on.
+        Raises `UserError`, which names the row, for nulls, for text that is not UTF-8, and for tokens and labels that
+        cannot be trained on.
         """
         for name in self.columns:
             self._check_nulls(name, batch.column(name), first_row)
         if self.is_text:
-            return batch.column("text").to_pylist()
+            return self._texts(batch.column(0), first_row)
         return self._token_rows(batch, first_row)
 
+    def _texts(self, column: Any, first_row: int) -> list[str]:
+        try:
+            return column.to_pylist()
+        except UnicodeDecodeError:
+            return [self._text(value, first_row + k) for k, value in enumerate(column)]
+
+    def _text(self, value: Any, row: int) -> str:
+        try:
+            return value.as_py()
+        except UnicodeDecodeError as error:
+            reason = f"{error.reason} at position {error.start}"
+            damaged = DamagedFileError(
+                f"{self._row(row)}: {self.columns[0]} is not UTF-8 ({reason}): write the row again in that encoding"
+            )
+            stop_or_skip(damaged, self.on_bad_shard)
+            return self.empty_row
+
     def _token_rows(self, batch: "pa.RecordBatch", first_row: int) -> list[np.ndarray]:
-        ids_N, lengths_R = _flatten(batch.column("input_ids"))
-        other_N, other_lengths_R = _flatten(batch.column(self.columns[1]))
+        lengths_R, other_lengths_R = (_lengths(batch.column(name)) for name in self.columns)
         if not np.array_equal(lengths_R, other_lengths_R):
             k = int(np.flatnonzero(lengths_R != other_lengths_R)[0])
             raise UserError(
@@ -65,6 +87,7 @@ class RowConverter(NamedTuple):
             )
         ends_R = np.cumsum(lengths_R)
         starts_R = ends_R - lengths_R
+        ids_N, other_N = (self._integers(batch, name, ends_R, first_row) for name in self.columns)
         followed_N = np.ones(len(ids_N), bool)  # whether the next token is in the same row
         followed_N[ends_R[lengths_R > 0] - 1] = False
         labels_N = self._labels(ids_N, other_N, followed_N)
@@ -77,6 +100,22 @@ class RowConverter(NamedTuple):
         elif self.columns[1] == "labels":
             kept_R = self._lengths_in_use(labels_N != IGNORED_LABEL, starts_R, lengths_R)
         return [rows_2N[:, start : start + kept] for start, kept in zip(starts_R, kept_R, strict=True)]
+
+    def _integers(self, batch: "pa.RecordBatch", name: str, ends_R: np.ndarray, first_row: int) -> np.ndarray:
+        """The values of all rows, int32 (N,); of a mask 1 for what is not zero."""
+        values_N = batch.column(name).flatten().to_numpy(zero_copy_only=False)
+        if name == "attention_mask":
+            return (values_N != 0).astype(np.int32)
+        # Compared in the file's own type: a cast would wrap 2^32 + 5 to the token 5.
+        outside_N = (values_N < _INT32.min) | (values_N > _INT32.max)
+        if outside_N.any():
+            k = int(np.flatnonzero(outside_N)[0])
+            row = first_row + int(np.searchsorted(ends_R, k, side="right"))
+            raise UserError(
+                f"{self._row(row)}: {name} holds {values_N[k]}, and token ids are from 0 to below {_INT32.max + 1}: "
+                "write the row again"
+            )
+        return values_N.astype(np.int32, copy=False)
 
     def _labels(self, ids_N: np.ndarray, other_N: np.ndarray, followed_N: np.ndarray) -> np.ndarray:
         """The label of each token: the token that follows it in its row, or `IGNORED_LABEL`."""
@@ -117,7 +156,7 @@ class RowConverter(NamedTuple):
         if column.null_count:
             k = int(np.flatnonzero(np.asarray(column.is_null()))[0])
             raise UserError(f"{self._row(first_row + k)}: {name} is null: write the file again without the row")
-        if name == "text" or not column.flatten().null_count:
+        if self.is_text or not column.flatten().null_count:
             return
         ends_R = np.cumsum(_lengths(column))
         k = int(np.searchsorted(ends_R, np.flatnonzero(np.asarray(column.flatten().is_null()))[0], side="right"))
@@ -157,9 +196,3 @@ def _lengths(column: Any) -> np.ndarray:
     import pyarrow.compute as pc
 
     return pc.call_function("list_value_length", [column]).to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-def _flatten(column: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(values of all rows, int32 (N,); length of each row, int64 (R,)) of a list column without nulls."""
-    values = column.flatten().to_numpy(zero_copy_only=False).astype(np.int32, copy=False)
-    return values, _lengths(column)

@@ -85,6 +85,7 @@ class SourceOptions(NamedTuple):
       seed: seed of the shuffles.
       shuffle_buffer: number of documents that are shuffled together; 1 keeps the order of the files.
       on_bad_shard: whether to "stop" at a damaged file or to "skip" it.
+      text_column: the column or field that holds a document's text, of kinds that have more than one.
     """
 
     path: str
@@ -95,6 +96,7 @@ class SourceOptions(NamedTuple):
     seed: int
     shuffle_buffer: int
     on_bad_shard: str
+    text_column: str
 
     @property
     def name(self) -> str:
@@ -104,7 +106,16 @@ class SourceOptions(NamedTuple):
     @property
     def validation_field(self) -> str:
         """The field that names the validation documents."""
-        return f"{self.field.rpartition('.')[0]}.validation_path"
+        return f"{self._group}.validation_path"
+
+    @property
+    def text_column_field(self) -> str:
+        """The field that names the column of the text."""
+        return f"{self._group}.text_column"
+
+    @property
+    def _group(self) -> str:
+        return self.field.rpartition(".")[0]
 
     @property
     def part(self) -> str:

@@ -73,6 +73,39 @@ def test_other_negative_labels_are_refused(tmp_path):
             all_of_validation(config_for(8), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("input_ids", 2**32 + 5, pa.int64()),
+        ("input_ids", 2**64 - 5, pa.uint64()),
+        ("input_ids", -(2**32) + 5, pa.int64()),
+        ("label", 2**32 - 100, pa.int64()),
+        ("label", 2**64 - 100, pa.uint64()),
+        ("labels", 2**31, pa.uint32()),
+    ],
+)
+def test_an_integer_that_int32_cannot_hold_is_refused_and_never_wrapped(tmp_path, name, value, kind):
+    rows = random_rows(4, 8).tolist()
+    columns = {"input_ids": rows, "label" if name == "input_ids" else name: [[*row[1:], row[0]] for row in rows]}
+    columns[name] = [*rows[:2], [*rows[2][:5], value, *rows[2][6:]], rows[3]]
+    kinds = {other: pa.list_(kind if other == name else pa.int64()) for other in columns}
+    pq.write_table(
+        pa.table({other: pa.array(columns[other], kinds[other]) for other in columns}), tmp_path / "0.parquet"
+    )
+    with pytest.raises(UserError, match=rf"0\.parquet, row 2 .*: {name} holds {value}, .*below 2147483648") as caught:
+        all_of_validation(config_for(8), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("one", "kind"), [(2**32, pa.int64()), (2**63, pa.uint64()), (-(2**40), pa.int64())])
+def test_a_mask_is_what_is_not_zero_however_large(tmp_path, one, kind):
+    rows, mask = masked_rows()
+    masks = pa.array((mask.astype(object) * one).tolist(), pa.list_(kind))
+    pq.write_table(pa.table({"input_ids": rows.tolist(), "attention_mask": masks}), tmp_path / "0.parquet")
+    inputs, _ = all_of_validation(config_for(12), tmp_path)
+    np.testing.assert_array_equal(inputs, [behind(rows[k], mask[k]) for k in (0, 1, 3)])
+
+
 def test_masked_rows_keep_padding_out_of_the_loss(tmp_path):
     rows, mask = masked_rows()
     write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "attention_mask": list(mask)})
@@ -199,6 +232,78 @@ def test_a_text_column_is_tokenized(tmp_path):
     np.testing.assert_array_equal(inputs[0, : len(expected) - 1], expected[:-1])
     np.testing.assert_array_equal(labels[0, : len(expected) - 1], expected[1:])
     assert (labels[0, len(expected) - 1 :] == -100).all()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pa.dictionary(pa.int32(), pa.string()), pa.dictionary(pa.int8(), pa.large_string()), pa.large_string()],
+    ids=str,
+)
+def test_text_is_read_in_every_form_in_which_arrow_keeps_it(tmp_path, kind):
+    texts = ["one", "", "zwei drei", "one", "四"]
+    column = pa.array(texts).cast(kind)
+    pq.write_table(pa.table({"text": column}), tmp_path / "0.parquet", row_group_size=2)
+    assert needs_tokenizer(replace(config_for(2), path=str(tmp_path)))
+    inputs, _ = all_of_validation(config_for(64), tmp_path, ByteTokenizer())
+    expected = [token for text in texts if text for token in (256, *text.encode(), 257)]
+    np.testing.assert_array_equal(inputs[0, : len(expected) - 1], expected[:-1])
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "said"),
+    [
+        ([b"a", b"b"], pa.binary(), "binary"),
+        ([{"body": "a"}, {"body": "b"}], pa.struct([("body", pa.string())]), r"struct<body: string>"),
+        ([["a"], ["b"]], pa.list_(pa.string()), r"list<.*: string>"),
+    ],
+)
+def test_a_text_column_that_holds_no_text_is_named_with_what_it_holds(tmp_path, values, kind, said):
+    pq.write_table(pa.table({"text": pa.array(values, kind)}), tmp_path / "0.parquet")
+    with pytest.raises(UserError, match=rf"0\.parquet: column 'text' is {said}; it must be a string"):
+        needs_tokenizer(replace(config_for(2), path=str(tmp_path)))
+
+
+def of_invalid_utf8(path, texts, row_group_size):
+    """A file whose row 3 holds a byte that is not UTF-8."""
+    encoded = [text.encode() for text in texts]
+    encoded[3] = b"caf\xe9!"
+    column = pa.Array.from_buffers(pa.string(), len(encoded), pa.array(encoded).buffers())
+    pq.write_table(pa.table({"text": column}), path, row_group_size=row_group_size)
+
+
+@pytest.mark.parametrize("row_group_size", [2, 50])
+def test_text_that_is_not_utf8_is_refused_with_file_and_row_or_left_out(tmp_path, capfd, row_group_size):
+    texts = [f"text {k}" for k in range(9)]
+    of_invalid_utf8(tmp_path / "0.parquet", texts, row_group_size)
+    with pytest.raises(UserError, match=r"0\.parquet, row 3 .*: text is not UTF-8 .*position 3.*") as caught:
+        all_of_validation(config_for(64), tmp_path, ByteTokenizer())
+    assert "\n" not in str(caught.value) and caught.value.exit_status == 2
+    skipping = replace(config_for(200), on_bad_shard="skip")
+    inputs, _ = all_of_validation(skipping, tmp_path, ByteTokenizer())
+    expected = [token for k, text in enumerate(texts) if k != 3 for token in (256, *text.encode(), 257)]
+    np.testing.assert_array_equal(inputs[0, : len(expected) - 1], expected[:-1])
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def test_a_file_with_two_columns_of_a_name_that_is_read_is_refused_or_left_out(tmp_path, capfd):
+    text, ids = pa.array(["a", "b"]), pa.array([[1, 2], [3, 4]])
+    for name, twice in {
+        "text": pa.table([text, text], ["text", "text"]),
+        "input_ids": pa.table([ids, ids, ids], ["input_ids", "labels", "input_ids"]),
+    }.items():
+        pq.write_table(twice, tmp_path / "0.parquet")
+        (tmp_path / "1.parquet").unlink(missing_ok=True)
+        config = replace(config_for(2), path=str(tmp_path))
+        with pytest.raises(UserError, match=rf"0\.parquet has 2 columns named {name!r}: write it again with one"):
+            needs_tokenizer(config)
+        pq.write_table(pa.table({"text": ["c", "d"]}), tmp_path / "1.parquet")
+        assert needs_tokenizer(replace(config, on_bad_shard="skip"))
+        assert set(capfd.readouterr().err.splitlines()) == {
+            f"warning: skipped, as data.on_bad_shard='skip' says: {tmp_path / '0.parquet'} has 2 columns named {name!r}: "
+            "write it again with one"
+        }
+    pq.write_table(pa.table([text, ids, ids], ["text", "other", "other"]), tmp_path / "0.parquet")
+    assert needs_tokenizer(config)  # what is not read may be there twice
 
 
 def test_text_needs_a_tokenizer_and_tokens_need_none(tmp_path):

@@ -26,7 +26,17 @@ SPLITS = ("validation", "train")
 
 
 def options(path, split="train", both=False):
-    return SourceOptions(str(path), "data.path", split, both, exclude="", seed=0, shuffle_buffer=1, on_bad_shard="stop")
+    return SourceOptions(
+        str(path),
+        "data.path",
+        split,
+        both,
+        exclude="",
+        seed=0,
+        shuffle_buffer=1,
+        on_bad_shard="stop",
+        text_column="text",
+    )
 
 
 def read_texts(path, split="train", both=False):

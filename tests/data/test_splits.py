@@ -9,7 +9,9 @@ from noloco_jax.data.source import SourceOptions
 from noloco_jax.data.splits import HoldOut, split_files, split_in_name
 from noloco_jax.errors import UserError
 
-OPTIONS = SourceOptions("", "data.path", "train", True, exclude="", seed=0, shuffle_buffer=1, on_bad_shard="stop")
+OPTIONS = SourceOptions(
+    "", "data.path", "train", True, exclude="", seed=0, shuffle_buffer=1, on_bad_shard="stop", text_column="text"
+)
 
 
 def files_of(root, names, **options):
