@@ -3,19 +3,29 @@
 import functools
 import json
 import os
+import reprlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 
-from noloco_jax.data.line_reader import Line, LinePosition, LineReader
+from noloco_jax.data.line_reader import COMPRESSED, Line, LinePosition, LineReader
 from noloco_jax.data.read_errors import DamagedFileError, read_with_retries, stop_or_skip
 from noloco_jax.data.shuffle import WindowShuffledShard, seeded_permutation
 from noloco_jax.data.source import EncodeTexts, SourceOptions
 from noloco_jax.data.splits import HELD_OUT_EVERY
 from noloco_jax.errors import UserError
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+SUFFIXES = (".jsonl", *(f".jsonl{suffix}" for suffix in COMPRESSED))
+_JSON_KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
 _START = (0, 0, 0, 0, 0)  # the seek hint of the first window
 
 
@@ -30,21 +40,35 @@ def find_c4_files(options: SourceOptions) -> list[str]:
     return files
 
 
-def parse_text(line: Line) -> str:
-    """The document on a line: the "text" of a JSON object. Raises `DamagedFileError` if it has none."""
-    try:
-        text = json.loads(line.content)["text"]
-    except (ValueError, KeyError, TypeError):
-        text = None
-    if not isinstance(text, str):
+def parse_text(line: Line, options: SourceOptions) -> str:
+    """The document on a line: the field `text_column` of a JSON object. Raises `DamagedFileError` if it has none."""
+    name = options.text_column
+
+    def refuse(reason: str, remedy: str) -> NoReturn:
         raise DamagedFileError(
-            f'{line.path}, line {line.number} is not a JSON object with a string "text": fetch the file again'
+            f'{line.path}, line {line.number} is not a JSON object with a string "{name}" ({reason}): {remedy}'
         )
-    return text
+
+    try:
+        document = json.loads(line.content, parse_int=float)  # Python reads no integer of more than 4300 digits
+    except json.JSONDecodeError as error:
+        refuse(f"{error.msg} at column {error.colno}", "fetch the file again")
+    except UnicodeDecodeError as error:
+        refuse(str(error), "fetch the file again")
+    except RecursionError:
+        refuse("it is nested too deep to be read", "leave it out")
+    if not isinstance(document, dict):
+        refuse(f"it is {_JSON_KINDS[type(document)]}", "write it again or leave it out")
+    if name not in document:
+        fields = reprlib.repr(list(document))
+        refuse(f"its fields are {fields}", f"give {options.text_column_field} the name of the text's")
+    if not isinstance(document[name], str):
+        refuse(f'"{name}" is {_JSON_KINDS[type(document[name])]}', "write it again or leave it out")
+    return document[name]
 
 
 class JsonLinesSource:
-    """A document is the "text" of a line.
+    """A document is the text of a line, see `parse_text`.
 
     Shard i of N holds the files i, i + N, ... of the sorted list; where there are fewer files than shards, it holds
     every document of all files whose number is i modulo N. Shuffled, the files of a shard are in a new order in every
@@ -132,7 +156,7 @@ class JsonLinesSource:
 
     def _text(self, line: Line) -> str:
         try:
-            return parse_text(line)
+            return parse_text(line, self._options)
         except DamagedFileError as error:
             stop_or_skip(error, self._options.on_bad_shard)
             return ""

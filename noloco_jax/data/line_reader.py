@@ -1,8 +1,10 @@
 """Lines of plain and compressed files, read as streams."""
 
+import bz2
 import contextlib
 import gzip
 import io
+import lzma
 import zlib
 from collections.abc import Sequence
 from typing import IO, NamedTuple, cast
@@ -12,6 +14,8 @@ from isal import igzip, igzip_lib
 from noloco_jax.data.read_errors import DamagedFileError, read_with_retries, stop_or_skip
 
 _BUFFER_BYTES = 1 << 16
+_FIRST_BYTES = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\0"}
+COMPRESSED = tuple(_FIRST_BYTES)
 _BadStream: type[Exception] = igzip_lib.IsalError  # pyright: ignore[reportAssignmentType]
 
 
@@ -35,9 +39,12 @@ _START = LinePosition(0, 0, 0)
 
 
 def open_decompressed(path: str, *, damaged: bool = False) -> IO[bytes]:
-    """Opens a file, decompressed if its name ends with .gz or .zst.
+    """Opens a file, decompressed if its name ends with one of `COMPRESSED`.
 
-    Of a `damaged` one zlib gives all that precedes the damage; ISA-L, three times as fast, does not.
+    A `damaged` one gives all that can be decompressed of it, more slowly: with gzip from zlib, as ISA-L, three times as
+    fast, keeps back what precedes the damage; with zstd byte by byte, as Arrow loses all of the read that meets it.
+
+    Raises `DamagedFileError` for a compressed file of another name.
     """
     if path.endswith(".gz") and damaged:
         return cast(IO[bytes], gzip.open(path))
@@ -47,13 +54,23 @@ def open_decompressed(path: str, *, damaged: bool = False) -> IO[bytes]:
     if path.endswith(".zst"):
         import pyarrow as pa
 
-        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(path, "rb"), "zstd"), _BUFFER_BYTES)
+        buffer_bytes = 1 if damaged else _BUFFER_BYTES
+        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(path, "rb"), "zstd"), buffer_bytes)
+    if path.endswith(".bz2"):
+        return bz2.open(path)
+    if path.endswith(".xz"):
+        return lzma.open(path)
+    with open(path, "rb") as opened:
+        start = opened.read(8)
+    for suffix, first_bytes in _FIRST_BYTES.items():
+        if start.startswith(first_bytes):
+            raise DamagedFileError(f"{path} is compressed: name it {path}{suffix}")
     return open(path, "rb")
 
 
 def _go_to(start: int, opened: IO[bytes], path: str) -> None:
-    """Goes to byte `start` of a text. A compressed one is read up to there: neither form can be entered further on."""
-    if not path.endswith((".gz", ".zst")):
+    """Goes to byte `start` of a text. A compressed one is read up to there: no form of it can be entered further on."""
+    if not path.endswith(COMPRESSED):
         opened.seek(start)
         return
     while start and (block := opened.read(min(start, 1 << 20))):
@@ -81,8 +98,11 @@ class LineReader:
             path = self._files[file]
             try:
                 content = read_with_retries(self._read_line, path)
-            except (EOFError, OSError, zlib.error, _BadStream) as error:
-                if path.endswith(".gz") and self._damaged != file:
+            except DamagedFileError as error:
+                stop_or_skip(error, self._on_bad_shard)
+                content = b""
+            except (EOFError, OSError, zlib.error, lzma.LZMAError, _BadStream) as error:
+                if path.endswith(COMPRESSED) and self._damaged != file:
                     self._damaged = file  # it is opened once more, to come up to the damage
                     continue
                 damaged = DamagedFileError(

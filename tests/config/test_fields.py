@@ -214,6 +214,10 @@ def test_fields_that_contradict_each_other_are_refused_with_both_values():
             ({"data": {"kind": "mixture"}}, ["data.kind='mixture'", "names no source", "data.mixture.NAME.kind"]),
             (mixture("web", path="a"), ["data.path='a'", "--config.data.mixture.web.path"]),
             (mixture("web", validation_path="a"), ["data.validation_path='a'", "--config.data.mixture.web."]),
+            (
+                mixture("web", text_column="a"),
+                ["--config.data.mixture.web.text_column", "--config.data.text_column=text "],
+            ),
         ]
     )
 

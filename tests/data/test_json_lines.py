@@ -1,11 +1,15 @@
 """JSON lines of any name and compression, read as one data set."""
 
+import gzip
 import json
 from dataclasses import replace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from noloco_jax.config import DataConfig
+from noloco_jax.config import DataConfig, SourceConfig
+from noloco_jax.config.schema import Entries
 from noloco_jax.data import ByteTokenizer, check_data, validation_batches
 from noloco_jax.errors import UserError
 from support.data_makers import documents, open_streams, read_through, write_counting, write_json_lines
@@ -22,7 +26,8 @@ def test_plain_and_compressed_files_are_read_in_sorted_order(tmp_path):
     write_json_lines(tmp_path / "b.jsonl.gz", ["wo", "rl"])
     write_json_lines(tmp_path / "a.jsonl", ["hel"])
     write_json_lines(tmp_path / "a b.jsonl.zst", ["lo ", ""])
-    write_json_lines(tmp_path / "deep" / "c.jsonl", ["d!"])
+    write_json_lines(tmp_path / "deep" / "c.jsonl.bz2", ["d"])
+    write_json_lines(tmp_path / "deep" / "c.jsonl.xz", ["!"])
     write_json_lines(tmp_path / "notes.json", ["not this"])
     config = config_for("elsewhere", validation_path=str(tmp_path), sequence_length=11)
     (batch,) = validation_batches(config, BYTE, num_batches=5)
@@ -37,7 +42,7 @@ def test_a_file_named_outright_may_have_any_name(tmp_path):
     assert BYTE.decode(batch["input_ids"][0]) == "abcd"
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".bz2", ".xz"])
 def test_a_stream_resumes_in_the_middle_of_a_file(tmp_path, suffix):
     write_json_lines(tmp_path / f"0.jsonl{suffix}", [f"{first} {count}" for first, count in documents(60)])
     config = config_for(tmp_path, validation_path="elsewhere", shuffle_buffer=5)
@@ -68,3 +73,67 @@ def test_of_two_documents_one_is_held_out(tmp_path):
         check_data(config, num_replicas=1)
         with pytest.raises(UserError, match=r"num_replicas=3, but .* holds 1 train documents"):
             check_data(config, num_replicas=3)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "c4", "parquet"])
+def test_the_text_is_read_from_the_field_that_is_named(tmp_path, kind):
+    documents = [{"text": f"no {k}", "body": f"b{k}", "input_ids": [k], "labels": [k]} for k in range(9)]
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(documents), tmp_path / "0.parquet")
+    else:
+        lines = "".join(json.dumps(document) + "\n" for document in documents)
+        (tmp_path / "0.jsonl").write_text(lines)
+        (tmp_path / "c4-validation.0.json.gz").write_bytes(gzip.compress(lines.encode()))
+        (tmp_path / "c4-train.0.json.gz").write_bytes(gzip.compress(lines.encode()))
+    config = replace(config_for("elsewhere", validation_path=str(tmp_path), sequence_length=17), kind=kind)
+    config = replace(config, text_column="body", path=str(tmp_path) if kind == "c4" else config.path)
+    (batch,) = validation_batches(config, BYTE, num_batches=5)
+    assert BYTE.decode(batch["input_ids"][0]) == "".join(f"b{k}" for k in range(9))[:17]
+    missing = replace(config, text_column="content", path=str(tmp_path), validation_path="")
+    with pytest.raises(UserError, match="content") as caught:
+        check_data(missing)
+    assert "text_column" in str(caught.value) and "body" in str(caught.value)
+
+
+def test_every_source_of_a_mixture_has_a_text_field_of_its_own(tmp_path):
+    sources = {}
+    for name in ("body", "text"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.jsonl").write_text("".join(json.dumps({name: name[0] * 4}) + "\n" for _ in range(9)))
+        sources[name] = SourceConfig("jsonl", 1.0, str(tmp_path / name), "elsewhere", text_column=name)
+    config = replace(config_for(""), kind="mixture", mixture=Entries(sources))
+    (stream,) = open_streams(config, 1, BYTE)
+    assert {BYTE.decode(next(stream)["input_ids"][0]) for _ in range(8)} == {"bbbb", "tttt"}
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{broken", r"line 3 is not a JSON object with a string \"text\" \(Expecting property name"),
+        ("[" * 200_000 + "]" * 200_000, r"line 3 .* \(it is nested too deep to be read\)"),
+        ('["text"]', r"line 3 .* \(it is a list\)"),
+        (
+            '{"body": "a", "url": "b"}',
+            r"line 3 .* \(its fields are \['body', 'url'\]\): .*data\.text_column",
+        ),
+        ('{"text": null}', r"line 3 .* \(\"text\" is null\)"),
+        ('{"text": 3}', r"line 3 .* \(\"text\" is a number\)"),
+        ('{"text": ["' + "a" * 999 + '"]}', r"line 3 .* \(\"text\" is a list\)"),
+    ],
+)
+def test_a_line_without_a_text_is_refused_with_its_reason_or_left_out(tmp_path, capfd, line, reason):
+    good = json.dumps({"text": "abcd"})
+    (tmp_path / "0.jsonl").write_text("\n".join([good, good, line, good]) + "\n")
+    config = config_for("elsewhere", validation_path=str(tmp_path))
+    with pytest.raises(UserError, match=rf"0\.jsonl, {reason}") as caught:
+        validation_batches(config, BYTE, num_batches=5)
+    assert "\n" not in str(caught.value) and caught.value.exit_status == 2 and len(str(caught.value)) < 1000
+    batches = validation_batches(replace(config, on_bad_shard="skip"), BYTE, num_batches=5)
+    assert "".join(BYTE.decode(batch["input_ids"][0]) for batch in batches)[:11] == "abcdabcdabc"
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def test_a_long_number_beside_the_text_is_no_error(tmp_path):
+    (tmp_path / "0.jsonl").write_text('{"n": ' + "1" * 5000 + ', "text": "abcd"}\n{"text": "efgh"}\n')
+    (batch, *_) = validation_batches(config_for("elsewhere", validation_path=str(tmp_path)), BYTE, num_batches=5)
+    assert BYTE.decode(batch["input_ids"][0]) == "abcd"

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from noloco_jax.data.line_reader import LinePosition, LineReader
-from support.data_makers import write_json_lines
+from noloco_jax.errors import UserError
+from support.data_makers import compressed, write_json_lines
 
 START = LinePosition(0, 0, 0)
 
@@ -28,7 +29,7 @@ def random_texts(count, letters):
     return ["".join(map(chr, rng.integers(97, 123, letters))) for _ in range(count)]
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".bz2", ".xz"])
 def test_reading_goes_on_at_any_position(tmp_path, suffix):
     texts = random_texts(60, 9000)  # together many times what is read at once
     files = [str(tmp_path / f"{number}.jsonl{suffix}") for number in range(2)]
@@ -47,7 +48,7 @@ def test_blank_lines_are_left_out_and_counted(tmp_path):
     assert positions[1:] == [LinePosition(0, 1, 4), LinePosition(0, 4, 12)]
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz"])
 def test_a_damaged_file_that_is_skipped_ends_at_the_same_line_from_wherever_it_is_read(tmp_path, suffix):
     file = tmp_path / f"0.jsonl{suffix}"
     write_json_lines(file, random_texts(3000, 300))
@@ -56,3 +57,31 @@ def test_a_damaged_file_that_is_skipped_ends_at_the_same_line_from_wherever_it_i
     assert 1000 < len(lines) < 3000
     for k in (1, 100, 500, 777, 1000, len(lines) - 1):
         assert read_all([str(file)], positions[k], "skip")[0] == lines[k:]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz"])
+def test_a_torn_file_that_is_skipped_keeps_every_whole_line_that_can_be_decompressed(tmp_path, suffix):
+    """Its end is a part of its own (a member, frame or stream), of which half is missing."""
+    parts = [b"".join(b"%d %d\n" % (part, k) for k in range(1000)) for part in range(3)]
+    content = b"".join(compressed(part, suffix) for part in parts)
+    torn = tmp_path / f"0.jsonl{suffix}"
+    torn.write_bytes(content[: len(content) - len(compressed(parts[2], suffix)) // 2])
+    with pytest.raises(UserError, match=r"0\.jsonl.* cannot be decompressed after line \d+ .*truncated"):
+        read_all([str(torn)])
+    lines, _ = read_all([str(torn)], on_bad_shard="skip")
+    whole = b"".join(parts).splitlines(keepends=True)
+    assert len(lines) >= 2000
+    assert all(line.content == expected for line, expected in zip(lines, whole, strict=False))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz"])
+def test_a_compressed_file_without_the_suffix_is_named_for_what_it_is(tmp_path, capfd, suffix):
+    file = tmp_path / "0.jsonl"
+    file.write_bytes(compressed(b"one\ntwo\n", suffix))
+    (tmp_path / "1.jsonl").write_bytes(b"three\n")
+    with pytest.raises(UserError, match=rf"0\.jsonl is compressed: name it .*0\.jsonl\{suffix}") as caught:
+        read_all([str(file)])
+    assert "\n" not in str(caught.value) and caught.value.exit_status == 2
+    lines, _ = read_all([str(file), str(tmp_path / "1.jsonl")], on_bad_shard="skip")
+    assert [line.content for line in lines] == [b"three\n"]
+    assert len(capfd.readouterr().err.splitlines()) == 1

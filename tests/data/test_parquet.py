@@ -298,10 +298,8 @@ def test_a_file_with_two_columns_of_a_name_that_is_read_is_refused_or_left_out(t
             needs_tokenizer(config)
         pq.write_table(pa.table({"text": ["c", "d"]}), tmp_path / "1.parquet")
         assert needs_tokenizer(replace(config, on_bad_shard="skip"))
-        assert set(capfd.readouterr().err.splitlines()) == {
-            f"warning: skipped, as data.on_bad_shard='skip' says: {tmp_path / '0.parquet'} has 2 columns named {name!r}: "
-            "write it again with one"
-        }
+        (warning,) = set(capfd.readouterr().err.splitlines())
+        assert warning.startswith("warning: skipped") and f"0.parquet has 2 columns named {name!r}" in warning
     pq.write_table(pa.table([text, ids, ids], ["text", "other", "other"]), tmp_path / "0.parquet")
     assert needs_tokenizer(config)  # what is not read may be there twice
 

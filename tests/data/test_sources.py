@@ -118,7 +118,7 @@ def test_blank_lines_are_no_documents(tmp_path):
     source = JsonLinesSource(options(tmp_path), find_c4_files(options(tmp_path)), "all", "c4", ENCODE)
     documents = source.open_shard(0, 0, 1, ())
     lines = [documents.get(k) for k in range(3)]
-    assert [line and parse_text(line) for line in lines] == ["0 3", "3 4", None]
+    assert [line and parse_text(line, options(tmp_path)) for line in lines] == ["0 3", "3 4", None]
     documents.close()
 
 

@@ -1,8 +1,10 @@
 """Small data sets for the data tests, and ways to read streams to the end of an epoch."""
 
+import bz2
 import gzip
 import itertools
 import json
+import lzma
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,11 +62,15 @@ def write_json_lines(path: Path, texts: Iterable[str]) -> None:
     """A file of JSON lines, compressed as its name says."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = "".join(json.dumps({"id": number, "text": text}) + "\n" for number, text in enumerate(texts)).encode()
-    if path.suffix == ".gz":
-        content = gzip.compress(content)
-    elif path.suffix == ".zst":
-        content = pa.Codec("zstd").compress(content, asbytes=True)
-    path.write_bytes(content)
+    path.write_bytes(compressed(content, path.suffix))
+
+
+def compressed(content: bytes, suffix: str) -> bytes:
+    """`content` as a file whose name ends with `suffix` holds it."""
+    if suffix == ".zst":
+        return pa.Codec("zstd").compress(content, asbytes=True)
+    compress = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}.get(suffix, bytes)
+    return compress(content)
 
 
 def write_texts(folder: Path, texts: Iterable[str]) -> None:
@@ -93,7 +99,7 @@ def write_counting(kind: str, folder: Path, count: int, files: int = 3, first: i
         write_c4(folder, [[texts[k] for k in share] for share in shares])
         write_c4(folder, [["5 5"]], "validation")
     elif kind == "jsonl":
-        for number, (share, suffix) in enumerate(zip(shares, itertools.cycle(["", ".gz", ".zst"]))):
+        for number, (share, suffix) in enumerate(zip(shares, itertools.cycle(["", ".gz", ".zst", ".bz2", ".xz"]))):
             write_json_lines(folder / f"part {number}.jsonl{suffix}", [texts[k] for k in share])
     elif kind == "text":
         write_texts(folder, texts)
