@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import reprlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import NoReturn
 
 import numpy as np
 
+from noloco_jax.data.contents import file_state, sampled_contents
 from noloco_jax.data.line_reader import COMPRESSED, Line, LinePosition, LineReader
-from noloco_jax.data.read_errors import DamagedFileError, read_with_retries, stop_or_skip
+from noloco_jax.data.read_errors import DamagedFileError, stop_or_skip
 from noloco_jax.data.shuffle import WindowShuffledShard, seeded_permutation
 from noloco_jax.data.source import EncodeTexts, SourceOptions
 from noloco_jax.data.splits import HELD_OUT_EVERY
@@ -84,16 +84,21 @@ class JsonLinesSource:
 
     def __init__(self, options: SourceOptions, files: Sequence[str], part: str, kind: str, encode: EncodeTexts):
         self.name = options.name
-        self._options, self._files, self._part, self._encode = options, files, part, encode
+        self._options, self._files, self._part, self._kind, self._encode = options, files, part, kind, encode
         self._file_numbers = {file: number for number, file in enumerate(files)}
         self._remainder = -1 if part == "all" else self._find_remainder()
-        sizes = [read_with_retries(functools.partial(os.stat, file), file).st_size for file in self._files]
-        self.fingerprint: dict[str, int | str] = {
-            "kind": kind,
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, int | str]:
+        sizes = [file_state(file).size for file in self._files]
+        return {
+            "kind": self._kind,
             "files": len(self._files),
             "bytes": sum(sizes),
-            "names and sizes": options.digest(zip(self._files, sizes, strict=True)),
-            "part": part,
+            "names and sizes": self._options.digest(zip(self._files, sizes, strict=True)),
+            "sampled contents": sampled_contents(self._files),
+            "part": self._part,
+            "text column": self._options.text_column,
         }
 
     def _hash(self, line: Line) -> int:

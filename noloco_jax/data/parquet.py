@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from noloco_jax.data.contents import sampled_contents
 from noloco_jax.data.parquet_file import FileFooter, read_batches, read_footers
 from noloco_jax.data.parquet_rows import RowConverter
 from noloco_jax.data.read_errors import DamagedFileError, stop_or_skip
@@ -106,12 +107,19 @@ class ParquetSource:
         # Rows of each block that belong to the part.
         self._part_rows = self._count_part(first_rows, num_rows)
         self._total = int(self._part_rows.sum())
-        self.fingerprint: dict[str, int | str] = {
-            "kind": "parquet",
-            "files": len(footers),
-            "rows": rows,
+        self._files = list(footers)
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, int | str]:
+        facts: dict[str, int | str] = {"kind": "parquet"}
+        if self.is_text:
+            facts["text column"] = self._options.text_column
+        return facts | {
+            "files": len(self._files),
+            "rows": self._hold_out.count,
             "documents": self._total,
-            "names and sizes": options.digest(footers.items()),
+            "names and sizes": self._options.digest(zip(self._files, self._footers, strict=True)),
+            "sampled contents": sampled_contents(self._files),
         }
 
     def _count_part(self, first_row: Any, num_rows: Any) -> Any:

@@ -1,11 +1,11 @@
 """One Parquet file: its footer, and batches of its rows."""
 
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from noloco_jax.data.contents import FileState, file_state
 from noloco_jax.data.read_errors import DamagedFileError, read_with_retries
 from noloco_jax.errors import UserError
 
@@ -31,25 +31,17 @@ class FileFooter(NamedTuple):
     file_bytes: int
 
 
-_FileState = tuple[str, int, int]  # path, time of its last change, bytes
-
-
-def _state(path: str) -> _FileState:
-    stat = read_with_retries(functools.partial(os.stat, path), path)
-    return path, stat.st_mtime_ns, stat.st_size
-
-
 def read_footers(paths: Sequence[str], text_column: str) -> Sequence[FileFooter | DamagedFileError]:
     """The footer of each file, or why it is no Parquet file. Raises `UserError` for unknown columns.
 
     They are read once in a process, unless the files change.
     """
-    return _read_footers(tuple(map(_state, paths)), text_column)
+    return _read_footers(tuple(map(file_state, paths)), text_column)
 
 
 @functools.lru_cache(maxsize=8)  # data sets
-def _read_footers(files: tuple[_FileState, ...], text_column: str) -> tuple[FileFooter | DamagedFileError, ...]:
-    def read(file: _FileState) -> FileFooter | DamagedFileError:
+def _read_footers(files: tuple[FileState, ...], text_column: str) -> tuple[FileFooter | DamagedFileError, ...]:
+    def read(file: FileState) -> FileFooter | DamagedFileError:
         path, _, size = file
         try:
             with _open(path) as opened:
@@ -74,7 +66,7 @@ def _decoded_footer(path: str, modified: int, size: int) -> "pq.FileMetaData":
 def _open(path: str) -> "pq.ParquetFile":
     import pyarrow.parquet as pq
 
-    footer = _decoded_footer(*_state(path))
+    footer = _decoded_footer(*file_state(path))
     return _decoding(
         path, lambda: pq.ParquetFile(path, metadata=footer, pre_buffer=False, buffer_size=_COLUMN_BUFFER_BYTES)
     )

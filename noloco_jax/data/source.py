@@ -51,14 +51,17 @@ class Source(Protocol):
       chunk_size: number of documents that are worth loading together.
       shared_out_in_parts: what worker processes take turns with: the parts that are read (`EpochShard.part`), where
         reading is the work; otherwise chunks, where loading is.
-      fingerprint: facts about the files that must not change under a saved position.
     """
 
     name: str
     num_columns: int
     chunk_size: int
     shared_out_in_parts: bool
-    fingerprint: dict[str, int | str]
+
+    @property
+    def fingerprint(self) -> dict[str, int | str]:
+        """Facts about the files that must not change under a saved position; samples of them are read."""
+        ...
 
     def check_replicas(self, num_replicas: int) -> None:
         """Raises `UserError` where some replica would get no document."""

@@ -33,7 +33,7 @@ class HoldOut:
     """
 
     def __init__(self, count: int, part: str):
-        self._part = part
+        self._part, self.count = part, count
         self._every = max(1, min(HELD_OUT_EVERY, count))
 
     def count_before(self, item: Any) -> Any:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from noloco_jax.config import DataConfig
 
+# Facts of a source that checkpoints of earlier versions do not have.
+_NOT_ALWAYS_SAVED = ("sampled contents", "text column")
+
 
 class Stream(Iterator[HostBatch]):
     """A replica's endless batches, each {"input_ids", "labels"}, and "segment_ids" with a document mask: int32 (B, T).
@@ -68,6 +71,8 @@ class Stream(Iterator[HostBatch]):
             )
         saved, mine = state["source"], self._identity["source"]
         for name in mine | saved:
+            if name not in saved and name.endswith(_NOT_ALWAYS_SAVED):
+                continue
             if saved.get(name) != mine.get(name):
                 raise UserError(
                     f"the saved data position is of data with {name} {saved.get(name)!r}, this run's has "

@@ -1,11 +1,13 @@
 """Text files as documents: whole ones, and pieces of long ones."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
+from noloco_jax.data.contents import sampled_contents
 from noloco_jax.data.find_files import find_files
 from noloco_jax.data.read_errors import read_with_retries
 from noloco_jax.data.shuffle import seeded_permutation
@@ -63,12 +65,16 @@ class TextSource:
         else:
             chosen = HoldOut(len(numbers), options.part).mask(0, len(numbers))
         self._documents = np.stack([files, numbers], axis=1)[chosen]
-        self.fingerprint: dict[str, int | str] = {
+
+    @functools.cached_property
+    def fingerprint(self) -> dict[str, int | str]:
+        return {
             "kind": "text",
             "piece_bytes (by data.sequence_length)": self._piece,
             "files": len(self._files),
             "bytes": sum(size for _, size in self._files),
-            "names and sizes": options.digest(self._files),
+            "names and sizes": self._options.digest(self._files),
+            "sampled contents": sampled_contents([path for path, _ in self._files]),
             "documents": len(self._documents),
         }
 

@@ -2,14 +2,18 @@
 
 import itertools
 import json
+import os
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from noloco_jax.config import DataConfig
-from noloco_jax.data import load_tokenizer, train_stream, validation_batches
+from noloco_jax.data import contents, load_tokenizer, train_stream, validation_batches
+from noloco_jax.data.from_config import open_source
 from noloco_jax.errors import UserError
 from support.data_makers import (
     CountingTokenizer,
@@ -218,6 +222,46 @@ def test_a_state_of_a_folder_goes_on_where_it_was_moved_to(tmp_path, kind):
     (tmp_path / "data").rename(tmp_path / "moved")
     (other,) = open_streams(replace(config, path=str(tmp_path / "moved")), 1)
     other.set_state(stream.get_state())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_of_files_of_the_same_names_and_sizes_and_other_contents_is_refused(tmp_path, kind):
+    config, _ = write_counting(kind, tmp_path / "data", 23)
+    (stream,) = open_streams(config, 1)
+    take(stream, 3)
+    for file in sorted((tmp_path / "data").iterdir()):
+        if kind == "c4" and "validation" in file.name:
+            continue
+        before, times = file.read_bytes(), file.stat()
+        for place in (5,) if kind == "parquet" else (0, len(before) // 2, len(before) - 1):
+            file.write_bytes(before[:place] + bytes([before[place] ^ 1]) + before[place + 1 :])
+            os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))  # as rsync and cp -p set them
+            assert contents_of(config) != stream.source["sampled contents"], (file, place)
+        file.write_bytes(before)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns + 10**9))
+    (same,) = open_streams(config, 1)
+    same.set_state(stream.get_state())
+    same.set_state(stream.get_state() | {"source": {k: v for k, v in stream.source.items() if k != "sampled contents"}})
+    with pytest.raises(UserError, match=r"sampled contents '0', .*restore the former data"):
+        same.set_state(stream.get_state() | {"source": stream.source | {"sampled contents": "0"}})
+
+
+def contents_of(config):
+    """The digest of another process, which has read none of the files before."""
+    contents._sampled_contents.cache_clear()
+    source = open_source(config, CountingTokenizer(), validation=False, seed=0, vocab_size=None)
+    return source.fingerprint["sampled contents"]
+
+
+def test_a_state_of_text_in_another_field_is_refused(tmp_path):
+    documents = [{"text": f"{10 * k} 9", "body": f"{10 * k} 9"} for k in range(9)]
+    (tmp_path / "0.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    pq.write_table(pa.Table.from_pylist(documents), tmp_path / "0.parquet")
+    for kind in ("jsonl", "parquet"):
+        config = DataConfig(kind=kind, path=str(tmp_path), sequence_length=4, batch_size=1)
+        (text,), (body,) = open_streams(config, 1), open_streams(replace(config, text_column="body"), 1)
+        with pytest.raises(UserError, match="text column 'text', this run's has 'body'"):
+            body.set_state(text.get_state())
 
 
 def test_a_state_of_other_rows_in_files_of_the_same_names_and_counts_is_refused(tmp_path):

@@ -1,0 +1,87 @@
+"""Digests of sampled contents: what they see, at which cost, and what they do not see."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from noloco_jax.data import contents
+from noloco_jax.data.contents import sampled_contents
+
+
+@pytest.fixture(autouse=True)
+def sampling(monkeypatch):
+    """At most 4 KiB of at most 8 files, at 16 places; nothing is known of before."""
+    for name, value in {"_BYTES": 4096, "_FILES": 8, "_PLACES": 16}.items():
+        monkeypatch.setattr(contents, name, value)
+    contents._sampled_contents.cache_clear()
+
+
+def write(folder, sizes):
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    files = [folder / f"{k:03}" for k in range(len(sizes))]
+    for file, size in zip(files, sizes, strict=True):
+        file.write_bytes(rng.bytes(size))
+    return [str(file) for file in files]
+
+
+def seen(files, number, place):
+    """Whether another byte at a place of a file makes another digest."""
+    contents._sampled_contents.cache_clear()
+    before, path = sampled_contents(files), Path(files[number])
+    content = path.read_bytes()
+    path.write_bytes(content[:place] + bytes([content[place] ^ 255]) + content[place + 1 :])
+    contents._sampled_contents.cache_clear()
+    after = sampled_contents(files)
+    path.write_bytes(content)
+    return before != after
+
+
+def test_every_byte_of_a_small_data_set_is_seen(tmp_path):
+    files = write(tmp_path, [1, 100, 0, 200])
+    assert all(seen(files, number, place) for number, size in enumerate([1, 100, 0, 200]) for place in range(size))
+
+
+def test_of_a_large_file_places_all_over_it_are_seen_its_first_and_last_byte_among_them(tmp_path):
+    files = write(tmp_path, [16 * 4096])
+    places = range(0, 16 * 4096, 131)
+    found = [place for place in places if seen(files, 0, place)]
+    assert 0.04 < len(found) / len(places) < 0.09  # a sixteenth
+    assert max(np.diff(found)) < 2 * 4096
+    assert seen(files, 0, 0) and seen(files, 0, 16 * 4096 - 1)
+
+
+def test_of_several_files_each_ones_first_and_last_byte_are_seen(tmp_path):
+    files = write(tmp_path, [5000] * 8)
+    assert all(seen(files, number, place) for number in range(8) for place in (0, 4999))
+    files = write(tmp_path, [5000] * 20)
+    assert 6 <= sum(seen(files, number, 0) for number in range(20)) <= 8
+
+
+def test_no_more_is_read_than_the_samples(tmp_path, monkeypatch):
+    for sizes in ([10**6], [10**5] * 8, [10**4] * 100):
+        files = write(tmp_path / str(len(sizes)), sizes)
+        hashed = 0
+
+        class Counting:
+            def __init__(self, content=b""):
+                nonlocal hashed
+                hashed += len(content)
+                self._hash = hashlib.blake2b(content)
+                self.digest, self.hexdigest = self._hash.digest, self._hash.hexdigest
+
+            def update(self, content):
+                nonlocal hashed
+                hashed += len(content)
+                self._hash.update(content)
+
+        monkeypatch.setattr(contents, "sha256", Counting)
+        sampled_contents(files)
+        assert 2000 < hashed < 4096 + 2000, sizes
+
+
+def test_the_same_contents_elsewhere_have_the_same_digest_and_in_another_order_another(tmp_path):
+    first, second = (write(tmp_path / name, [5000, 10, 700]) for name in ("a", "b"))
+    assert sampled_contents(first) == sampled_contents(second) != sampled_contents(second[::-1])
