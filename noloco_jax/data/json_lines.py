@@ -10,6 +10,7 @@ from typing import NoReturn
 import numpy as np
 
 from noloco_jax.data.contents import file_state, sampled_contents
+from noloco_jax.data.find_files import without_repeats
 from noloco_jax.data.line_reader import COMPRESSED, Line, LinePosition, LineReader
 from noloco_jax.data.read_errors import DamagedFileError, stop_or_skip
 from noloco_jax.data.shuffle import WindowShuffledShard, seeded_permutation
@@ -34,7 +35,7 @@ def find_c4_files(options: SourceOptions) -> list[str]:
     folder, pattern = Path(options.path).expanduser(), f"c4-{options.split}.*.json.gz"
     if not folder.is_dir():
         raise UserError(f"{options.name}: there is no such folder; give the one that holds {pattern}")
-    files = sorted(str(file) for file in folder.glob(pattern))
+    files = without_repeats(sorted(folder.glob(pattern)))
     if not files:
         raise UserError(f"{options.name} holds no file {pattern}")
     return files

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from noloco_jax.data.find_files import find_files
+from noloco_jax.data.find_files import find_files, without_repeats
 from noloco_jax.data.source import SourceOptions
 from noloco_jax.errors import UserError
 
@@ -68,7 +68,7 @@ def _split_in_part(name: str) -> str | None:
 
 
 def split_files(options: SourceOptions, suffixes: Sequence[str]) -> tuple[list[str], str]:
-    """(sorted files of `options.split`, part of their documents that belongs to it, see `HoldOut`).
+    """(sorted files of `options.split`, each once, part of their documents that belongs to it, see `HoldOut`).
 
     Where some files are named after a split, training reads those of "train" alone, or else those that name none.
     Validation in the same folder reads those of "validation"; a part of the training files is held out if there are
@@ -78,18 +78,18 @@ def split_files(options: SourceOptions, suffixes: Sequence[str]) -> tuple[list[s
     """
     files = find_files(options, suffixes)
     root = Path(options.path).expanduser()
-    by_split: dict[str | None, list[str]] = {}
+    by_split: dict[str | None, list[Path]] = {}
     for file in files:
         split = None if file == root else _split_in_parts(file.parts[len(root.parts) :])
-        by_split.setdefault(split, []).append(str(file))
+        by_split.setdefault(split, []).append(file)
     if options.split == "validation" and not options.holds_both_splits:
-        return by_split.get("validation") or by_split.get("test") or [str(file) for file in files], "all"
+        return without_repeats(by_split.get("validation") or by_split.get("test") or files), "all"
     if options.split == "validation" and "validation" in by_split:
-        return by_split["validation"], "all"
+        return without_repeats(by_split["validation"]), "all"
     training = by_split.get("train") or by_split.get(None)
     if training is None:
         raise UserError(
             f"{options.name} holds no file to train on: the names of all {len(files)} say validation or test, as "
             f"{files[0].name}; rename them, or name a single file"
         )
-    return training, "all" if "validation" in by_split else options.part
+    return without_repeats(training), "all" if "validation" in by_split else options.part

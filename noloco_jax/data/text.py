@@ -8,7 +8,7 @@ from typing import BinaryIO
 import numpy as np
 
 from noloco_jax.data.contents import sampled_contents
-from noloco_jax.data.find_files import find_files
+from noloco_jax.data.find_files import find_files, without_repeats
 from noloco_jax.data.read_errors import read_with_retries
 from noloco_jax.data.shuffle import seeded_permutation
 from noloco_jax.data.source import EncodeTexts, SourceOptions
@@ -22,7 +22,7 @@ _MAX_LINE_BYTES = 4096  # a piece ends within a longer line
 
 def find_text_files(options: SourceOptions) -> list[tuple[str, int]]:
     """(path, bytes) of every text file that is not empty, see `find_files`."""
-    files = [str(file) for file in find_files(options, SUFFIXES)]
+    files = without_repeats(find_files(options, SUFFIXES))
     sized = [(file, read_with_retries(Path(file).stat, file).st_size) for file in files]
     sized = [(file, size) for file, size in sized if size]
     if not sized:
