@@ -81,10 +81,12 @@ class Llama(nnx.Module):
 
     @jax.named_scope("embed")
     def embed_tokens(self, ids_BT: jax.Array) -> jax.Array:
-        """Looks up token embeddings: (B, T, D) in the compute dtype."""
+        """Looks up token embeddings: (B, T, D) in the compute dtype; NaN of an id outside the vocabulary."""
         # The table stays: a device looks up its columns for the whole batch, then columns are exchanged for rows.
         table_VD, ids_BT = constrain(self.embed[...], None, ("tensor", "fsdp")), constrain(ids_BT, None, None)
+        is_token_BT1 = ((ids_BT >= 0) & (ids_BT < table_VD.shape[0]))[..., None]
         h_BTD = jnp.take(table_VD, ids_BT, axis=0, mode="clip").astype(self.config.dtype)
+        h_BTD = jnp.where(is_token_BT1, h_BTD, jnp.nan)
         h_BTD = constrain(constrain(h_BTD, None, None, ("tensor", "fsdp")), "fsdp", None, "tensor")
         return constrain(h_BTD, "fsdp", None, None)
 

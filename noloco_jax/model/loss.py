@@ -90,7 +90,8 @@ def token_nll(
     Args:
       h_BTD: hidden states after the last norm.
       kernel_DV: the output matrix.
-      labels_BT: the token that each position should predict; -100 is out of the loss.
+      labels_BT: the token that each position should predict; -100 is out of the loss. A label that is neither makes
+        the sum and its gradients NaN.
       weight_B: float32, what a sequence's likelihoods count in the sum; it takes no gradient. None: one.
       chunk_tokens: tokens whose logits are held at once (at least one position of the whole batch). None: as many as
         make 2**26 logits on the CPU, 2**29 elsewhere.
@@ -129,6 +130,7 @@ def loss(config: ModelConfig, params: Params, batch: dict[str, jax.Array]) -> tu
     """Returns the mean negative log-likelihood over a batch's labels, and how many there are (no label: 0, 0).
 
     `batch` holds `input_ids` and `labels`, both (B, T), the labels already shifted by one, and maybe `segment_ids`.
+    An id outside the vocabulary makes the loss and its gradients NaN, and so does a label there other than -100.
     """
     model = Llama.from_params(config, params)
     h_BTD = model.hidden(batch["input_ids"], segments_BT=batch.get("segment_ids"))
@@ -153,6 +155,8 @@ def _chunk_nll(
     is_label_BCV = labels_BC[..., None] == token_V[None, None]
     valid_BC = labels_BC != IGNORED_LABEL
     weight_BC = valid_BC if weight_B is None else valid_BC * weight_B[:, None]
+    is_token_BC = (labels_BC >= 0) & (labels_BC < columns.vocab_size)
+    weight_BC = jnp.where(is_token_BC | ~valid_BC, weight_BC, jnp.nan)  # it would be a loss of log Z, without an error
     log_normaliser_BC, label_logit_BC = _normaliser_and_label(logits_BCV, is_label_BCV, one_pass)
     if columns.axis_name is not None:
         of_shards = jax.lax.all_gather(jnp.stack([log_normaliser_BC, label_logit_BC]), columns.axis_name)

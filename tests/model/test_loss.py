@@ -182,3 +182,36 @@ def test_a_batch_without_labels_has_loss_and_gradient_zero():
     (value, num_tokens), grads = value_and_grad(params, batch)
     assert value == 0 and num_tokens == 0
     jax.tree.map(functools.partial(np.testing.assert_array_equal, 0.0), grads)
+
+
+@PASSES
+@pytest.mark.parametrize("label", [-1, -99, -101, V, V + 1000, 2**31 - 1, -(2**31)])
+def test_a_label_that_is_no_token_makes_loss_and_gradient_nan(inputs, label, one_pass):
+    h_BTD, kernel_DV, labels_BT = as_float32(inputs)
+    labels_BT = labels_BT.at[1, 3].set(label)
+    for weight_B in (None, jnp.zeros(B)):  # whatever the sequence counts
+
+        def nll_sum(h_BTD, kernel_DV, weight_B=weight_B):
+            padded_DV = jnp.pad(kernel_DV, ((0, 0), (0, 3)))  # columns of no token
+            how = {"chunk_tokens": 9, "vocab_size": V, "one_pass": one_pass}
+            return token_nll(h_BTD, padded_DV, labels_BT, weight_B, **how)[0]
+
+        value, (d_h_BTD, d_kernel_DV) = jax.jit(jax.value_and_grad(nll_sum, argnums=(0, 1)))(h_BTD, kernel_DV)
+        assert jnp.isnan(nll_sum(h_BTD, kernel_DV)) and jnp.isnan(value)
+        assert jnp.isnan(d_h_BTD[1, 3]).all() and not jnp.isnan(d_h_BTD[0]).any()
+        assert jnp.isnan(d_kernel_DV).any(axis=0).all()
+
+
+@pytest.mark.parametrize("token", [-1, 9, 500, -(2**31), 2**31 - 1])
+def test_a_token_outside_the_vocabulary_makes_loss_and_gradient_nan(token):
+    config = ModelConfig(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=2, vocab_size=9)
+    params = random_params(config)
+    ids_BT = jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
+    value_and_grad = jax.jit(jax.value_and_grad(functools.partial(loss, config), has_aux=True))
+    batch = {"input_ids": ids_BT, "labels": ids_BT + 1}
+    (value, _), _ = value_and_grad(params, batch)
+    assert jnp.isfinite(value)
+    for what in batch:
+        (value, _), grads = value_and_grad(params, batch | {what: batch[what].at[1, 2].set(token)})
+        assert jnp.isnan(value), what
+        assert all(jnp.isnan(leaf).any() for leaf in jax.tree.leaves(grads)), what
