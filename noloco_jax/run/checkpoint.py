@@ -227,9 +227,10 @@ class Checkpointer:
     def totals(self, step: int) -> Totals:
         """What the run had come to at `step`; of an earlier version's checkpoint the tokens alone are known."""
         run = self._record(step)
-        if "totals" not in run:
-            return Totals(tokens=step * self.saved_config(step).tokens_per_step)
-        return Totals.from_json(run["totals"])
+        with self._reading(step):
+            if "totals" not in run:
+                return Totals(tokens=step * self.saved_config(step).tokens_per_step)
+            return Totals.from_json(run["totals"])
 
     def check_tokenizer(self, step: int, tokenizer: Tokenizer) -> None:
         """Raises `UserError` where the run trained on the tokens of another tokenizer, whatever its name."""
@@ -287,7 +288,8 @@ class Checkpointer:
     def saved_shape(self, step: int) -> SavedShape:
         """The sizes of the state saved at `step`."""
         run = self._record(step)
-        return SavedShape(*(run[name] for name in SavedShape._fields))
+        with self._reading(step):
+            return SavedShape(*(run[name] for name in SavedShape._fields))
 
     def _record(self, step: int) -> dict[str, Any]:
         missing = [name for name in _ITEMS if not (self._folder / str(step) / name / "commit_success.txt").exists()]
@@ -310,12 +312,12 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:
-        """Tells what goes wrong in its body as damage of the checkpoint, unless something around it is at fault."""
+        """Report errors in the body as a damaged checkpoint, except those of storage, memory, devices or exchanges."""
         try:
             yield
         except FileNotFoundError as error:
             raise self._damaged(step, error) from error
-        except (OSError, MemoryError, jax.errors.JaxRuntimeError):
+        except (UserError, OSError, MemoryError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:  # of many kinds: what is cut short or does not decode
             if is_of_exchange(error):
@@ -328,6 +330,8 @@ class Checkpointer:
                 f"the checkpoint {self._folder / str(step)} was deleted while it was read: the same command takes the "
                 "newest that is there"
             )
+        while isinstance(reason, BaseException) and reason.__cause__ is not None:
+            reason = reason.__cause__  # what orbax raises itself names a method of its own instead of the file
         reason = (str(reason).strip().splitlines() or [type(reason).__name__])[0][:200]
         return UserError(
             f"the checkpoint {self._folder / str(step)} is not whole ({reason}): delete that folder to go on from the "

@@ -1,12 +1,14 @@
 """A checkpoint whose bytes have changed since they were saved is refused by the name of the file."""
 
 import dataclasses
+import gc
 import os
 import random
 import re
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -229,3 +231,45 @@ def test_what_another_process_has_found_damaged_is_refused_here_too(workdir, mon
         pytest.raises(UserError, match=r"not whole \(state/d/1 is missing\)"),
     ):
         checkpoints.verify(3)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the arrays read beside the first
+@pytest.mark.parametrize("content", [b"", b"3", b"[]", b'{"a": 1}', b"\xff\xfe\x00", b'{"cut'])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_CHECKPOINT_METADATA",
+        "run/metadata",
+        "data/metadata",
+        "state/_METADATA",
+        "state/manifest.ocdbt",
+        "state/array_metadatas/process_0",
+    ],
+)
+def test_damaged_metadata_is_one_line_or_changes_nothing_without_digests_too(saved, workdir, name, content):
+    (workdir / STEP / "digests.txt").unlink()
+    (workdir / STEP / name).write_bytes(content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            state = resume(workdir)
+        except UserError as error:
+            told = error.exit_status, str(error)
+        else:
+            assert name in ("_CHECKPOINT_METADATA", "state/array_metadatas/process_0")
+            jax.tree.map(np.testing.assert_array_equal, state, saved[1])
+            return
+    gc.collect()
+    assert told[0] == 2
+    assert "checkpoints/3" in told[1]
+    assert "\n" not in told[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*unchecked:UserWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_line_of_a_damaged_array_names_what_could_not_be_read(workdir):
+    (workdir / STEP / "digests.txt").unlink()
+    path = max((workdir / STEP / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
+    path.unlink()
+    with pytest.raises(UserError, match=r"not whole \([A-Z_]+: Error reading \"(params|inner|outer)\.\S+\" in OCDBT"):
+        resume(workdir)
+    gc.collect()
