@@ -3,6 +3,9 @@
 import contextlib
 import functools
 import itertools
+import json
+import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -16,8 +19,9 @@ from noloco_jax.config import Change, TrainConfig, load_saved
 from noloco_jax.data import Tokenizer
 from noloco_jax.errors import StartError, TransientError, UserError
 from noloco_jax.files import check_name, is_full_disk
+from noloco_jax.formatting import format_bytes, format_seconds
 from noloco_jax.model.llama import param_shapes
-from noloco_jax.run import record
+from noloco_jax.run import digests, record
 from noloco_jax.run.quiet import quiet_saves
 from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.programs import TrainState
@@ -28,6 +32,7 @@ T = TypeVar("T")
 _ITEMS = ("state", "data", "run")
 _SET_ASIDE = "checkpoints_set_aside"
 _SAVE_SECONDS = 24 * 3600  # orbax gives up after 20 minutes, in which slow storage takes some 50 GB
+_WRITTEN = "async_write_complete"  # in the name of the barrier that orbax's processes come to once all have written
 _NEWEST_ATTEMPTS = 5  # to read the newest checkpoint before the run that writes them prunes it
 
 
@@ -52,7 +57,7 @@ class Checkpointer:
     """Saves and restores the runs of one workdir, under WORKDIR/checkpoints.
 
     A checkpoint is written beside the others and renamed when it is whole, so that a killed run leaves only whole ones.
-    Several processes each write their part of the arrays.
+    Several processes each write their part of the arrays, and its digests: what is read again is compared with them.
 
     Args:
       workdir: the run's folder, the same for all processes.
@@ -78,18 +83,93 @@ class Checkpointer:
         self._config = config
         self._from_step = from_step
         self._processes = processes or run_processes()
+        self._verified: dict[int, str] = {}
         if not read_only:
             self._folder.mkdir(parents=True, exist_ok=True)
+        self._check_step_metadata()
+        saves = ocp.AsyncOptions(
+            timeout_secs=_SAVE_SECONDS,
+            barrier_sync_fn=self._digest_and_wait,
+            post_finalization_callback=lambda: digests.write_digests(self._unfinished()),
+        )
         options = ocp.CheckpointManagerOptions(
             max_to_keep=None if read_only else config.keep_checkpoints,
             keep_period=config.keep_period or None,
             enable_async_checkpointing=not read_only,
-            async_options=ocp.AsyncOptions(timeout_secs=_SAVE_SECONDS),
+            async_options=None if read_only else saves,
             cleanup_tmp_directories=not read_only,
             read_only=read_only,
             create=not read_only,
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options, item_names=_ITEMS)
+
+    def _check_step_metadata(self) -> None:
+        """Raise `UserError` for a file that Orbax reads of each checkpoint, and stumbles over, to list them."""
+        for path in self._folder.glob(f"*/{digests.STEP_METADATA}"):
+            try:
+                content = json.loads(path.read_bytes())
+            except (ValueError, FileNotFoundError):
+                continue  # Orbax does without; where that checkpoint is restored, its digest tells
+            if not isinstance(content, dict):
+                raise UserError(
+                    f"the checkpoint {path.parent} is not whole ({path.name} is no JSON object): delete that folder to "
+                    "go on from the one before it, or restore it"
+                )
+
+    def _digest_and_wait(self, *, key: str, timeout_ms: int) -> None:
+        """Wait at a barrier of Orbax, before the one after the arrays are written with their digests written too.
+
+        Orbax calls this in a thread of its own, and only of several processes.
+        """
+        if _WRITTEN in key:
+            digests.write_own_digests(self._unfinished(), jax.process_index())
+        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
+    def _unfinished(self) -> Path:
+        """Return the folder of the checkpoint that is being saved."""
+        return max(self._folder.glob(f"*{digests.UNFINISHED}"), key=lambda path: path.stat().st_mtime)
+
+    def verify(self, step: int) -> str:
+        """Compare all files of the checkpoint of `step` with the digests that were saved with them.
+
+        Of several processes, each has to call this, and reads a share of the files. Once is enough: later calls return
+        at once, and `restore`, `restore_each` and `restore_params` begin with one.
+
+        Returns:
+          A line on what was checked; none where an earlier version saved no digests, which is warned of.
+
+        Raises:
+          UserError: if a file is not as it was saved, by its name.
+        """
+        if step not in self._verified:
+            self._verified[step] = self._verify(step)
+        return self._verified[step]
+
+    def _verify(self, step: int) -> str:
+        folder, started = self._folder / str(step), time.perf_counter()
+        entries, damage = None, None
+        try:
+            entries = digests.read_digests(folder)
+            if entries is not None:
+                digests.check_files(folder, digests.share_of(entries, jax.process_index(), jax.process_count()))
+        except (digests.MismatchError, FileNotFoundError) as error:
+            damage = str(error)
+        found = [reason for reason in self._processes.gather(damage) if reason is not None]
+        if found:
+            raise self._damaged(step, found[0])
+        if entries is None:
+            with self._reading(step):
+                self._manager.item_metadata(step)  # the names and shapes of arrays, and of their files nothing
+            if jax.process_index() == 0:
+                warnings.warn(
+                    f"the checkpoint {folder} is unchecked: it was saved without digests, as by an earlier version, "
+                    "and a bit that has flipped in it would not be noticed",
+                    stacklevel=2,
+                )
+            return ""
+        size = format_bytes(sum(entry.size for entry in entries.values()))
+        seconds = format_seconds(time.perf_counter() - started)
+        return f"the checkpoint of step {step} is as it was saved: {len(entries)} files, {size}, compared in {seconds}"
 
     def steps(self) -> list[int]:
         """Those of which there are checkpoints, whole or not."""
@@ -147,9 +227,10 @@ class Checkpointer:
     def totals(self, step: int) -> Totals:
         """What the run had come to at `step`; of an earlier version's checkpoint the tokens alone are known."""
         run = self._record(step)
-        if "totals" not in run:
-            return Totals(tokens=step * self.saved_config(step).tokens_per_step)
-        return Totals.from_json(run["totals"])
+        with self._reading(step):
+            if "totals" not in run:
+                return Totals(tokens=step * self.saved_config(step).tokens_per_step)
+            return Totals.from_json(run["totals"])
 
     def check_tokenizer(self, step: int, tokenizer: Tokenizer) -> None:
         """Raises `UserError` where the run trained on the tokens of another tokenizer, whatever its name."""
@@ -207,27 +288,36 @@ class Checkpointer:
     def saved_shape(self, step: int) -> SavedShape:
         """The sizes of the state saved at `step`."""
         run = self._record(step)
-        return SavedShape(*(run[name] for name in SavedShape._fields))
+        with self._reading(step):
+            return SavedShape(*(run[name] for name in SavedShape._fields))
 
     def _record(self, step: int) -> dict[str, Any]:
         missing = [name for name in _ITEMS if not (self._folder / str(step) / name / "commit_success.txt").exists()]
         if missing:
             raise self._damaged(step, f"no complete {' or '.join(missing)}")
-        try:
-            return self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
-        except ValueError as error:
-            if is_of_exchange(error):
-                raise
-            raise self._damaged(step, error) from error
+        return self._json(step, "run")
+
+    def _json(self, step: int, item: str) -> dict[str, Any]:
+        """Return what a checkpoint holds beside its arrays; each process reads it, and so compares its digest."""
+        folder = self._folder / str(step)
+        with self._reading(step):
+            entries = digests.read_digests(folder)
+            if entries is not None:
+                names = [name for name in entries if name.startswith(f"{item}/")]
+                digests.check_files(folder, {name: entries[name] for name in names})
+            content = self._manager.restore(step, args=ocp.args.Composite(**{item: ocp.args.JsonRestore()}))[item]
+            if not isinstance(content, dict):
+                raise ValueError(f"{item}/metadata is no JSON object")
+            return content
 
     @contextlib.contextmanager
     def _reading(self, step: int) -> Iterator[None]:
-        """Tells what goes wrong in its body as damage of the checkpoint, unless something around it is at fault."""
+        """Report errors in the body as a damaged checkpoint, except those of storage, memory, devices or exchanges."""
         try:
             yield
         except FileNotFoundError as error:
             raise self._damaged(step, error) from error
-        except (OSError, MemoryError, jax.errors.JaxRuntimeError):
+        except (UserError, OSError, MemoryError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:  # of many kinds: what is cut short or does not decode
             if is_of_exchange(error):
@@ -240,6 +330,8 @@ class Checkpointer:
                 f"the checkpoint {self._folder / str(step)} was deleted while it was read: the same command takes the "
                 "newest that is there"
             )
+        while isinstance(reason, BaseException) and reason.__cause__ is not None:
+            reason = reason.__cause__  # what orbax raises itself names a method of its own instead of the file
         reason = (str(reason).strip().splitlines() or [type(reason).__name__])[0][:200]
         return UserError(
             f"the checkpoint {self._folder / str(step)} is not whole ({reason}): delete that folder to go on from the "
@@ -313,6 +405,7 @@ class Checkpointer:
           step: a step that was saved.
           like: shapes as they were saved, dtypes and shardings; the mesh may be another than the one that saved.
         """
+        self.verify(step)
         arguments = ocp.args.Composite(state=ocp.args.StandardRestore(like._asdict()))
         with self._reading(step):
             return TrainState(**self._manager.restore(step, args=arguments)["state"])
@@ -327,6 +420,7 @@ class Checkpointer:
           like: see `restore`.
           conversions: a tree like it of functions, array as saved -> what to keep of it.
         """
+        self.verify(step)
         shapes, structure = jax.tree.flatten(like)
 
         def read(number: int, reader: ocp.PyTreeCheckpointer) -> jax.Array:
@@ -348,10 +442,10 @@ class Checkpointer:
 
     def positions(self, step: int) -> list[dict]:
         """The data position at `step` of every replica, in their order."""
+        saved = self._json(step, "data")
         with self._reading(step):
-            restored = self._manager.restore(step, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
-        data = {int(replica): position for replica, position in restored["data"].items()}
-        return [data[replica] for replica in range(len(data))]
+            data = {int(replica): position for replica, position in saved.items()}
+            return [data[replica] for replica in range(len(data))]
 
     def restore_params(self, step: int, keep: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> PyTree:
         """The fast weights alone at `step`, as numpy arrays with the replicas in front.
@@ -361,6 +455,7 @@ class Checkpointer:
           keep: array of all replicas -> what to keep of it, again with replicas in front. Applied before the next array
             is read: whoever keeps one model never holds all.
         """
+        self.verify(step)
         with ocp.PyTreeCheckpointer() as reader:
 
             def read(path: tuple[Any, ...], _: Any) -> np.ndarray:

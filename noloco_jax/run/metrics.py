@@ -7,7 +7,8 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from noloco_jax.errors import TransientError, UserError
 from noloco_jax.files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
+_NAMED = 5  # lines that a warning names by their numbers
 
 
 def _plain(value: Any) -> Any:
@@ -45,8 +47,8 @@ class MetricWriter:
 
     Args:
       workdir: the run's folder; made when missing.
-      resume_step: the step that the run goes on from. Lines of later steps, which it will write again, and a torn last
-        line are dropped. None for a new run: figures of an earlier one are moved to metrics.jsonl.old and
+      resume_step: the step that the run goes on from. Lines of later steps, which it will write again, and damaged
+        ones are dropped. None for a new run: figures of an earlier one are moved to metrics.jsonl.old and
         tensorboard.old.
       tensorboard: whether to write WORKDIR/tensorboard as well.
       wandb_project: the W&B project to log to, or None. A resumed run goes on in its W&B run, which keeps what it has.
@@ -166,28 +168,36 @@ def _wandb_id(folder: Path, fresh: bool) -> str:
 
 def _drop_after(path: Path, step: int) -> list[dict[str, Any]]:
     """Rewrites a metrics file without the lines of later steps, whole or not at all; returns those that stay."""
-    kept = [(line, entry) for line, entry in _entries(path) if entry["step"] <= step]
-    write_whole(path, "".join(line for line, _ in kept))
+    kept = [(line, entry) for line, entry in _entries(path, path.read_bytes()) if entry["step"] <= step]
+    write_whole(path, b"".join(line for line, _ in kept))
     return [entry for _, entry in kept]
 
 
-def _entries(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(line, parsed line) of a metrics file, without a last line that a killed run left torn."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
-    return _parsed(path, lines)
+def _entries(path: Path, content: bytes, before: int = 0) -> list[tuple[bytes, dict[str, Any]]]:
+    """Return the lines of a metrics file, each with what it says; warn of those that are damaged and leave them out.
 
+    A last line without its end is left out in silence: the run is writing it, or was killed meanwhile.
 
-def _parsed(path: Path, lines: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    entries = []
-    for number, line in enumerate(lines, start=1):
+    Args:
+      path: of the file.
+      content: of the file, from the beginning of a line on.
+      before: lines of the file before `content`.
+    """
+    entries, damaged = [], []
+    for number, line in enumerate(content.split(b"\n")[:-1], start=before + 1):
         try:
             entry = json.loads(line)
-            int(entry["step"])
-        except (ValueError, TypeError, KeyError):
-            raise UserError(f"{path} line {number} is not a metrics line: mend or remove it") from None
-        entries.append((line, entry))
+        except ValueError:  # no JSON, or no text
+            entry = None
+        if isinstance(entry, dict) and type(entry.get("step")) is int and isinstance(entry.get("kind"), str):
+            entries.append((line + b"\n", entry))
+        else:
+            damaged.append(number)
+    if damaged:
+        named = ", ".join(map(str, damaged[:_NAMED])) + (", ..." if len(damaged) > _NAMED else "")
+        warnings.warn(
+            f"{path}: {len(damaged)} damaged line{'s' * (len(damaged) > 1)} left out (line {named})", stacklevel=2
+        )
     return entries
 
 
@@ -202,7 +212,7 @@ class NewLines:
     def __init__(self, workdir: str | os.PathLike[str]):
         self._path = Path(workdir) / METRICS_FILE
         self._file: tuple[int, int] | None = None  # device and number of the file
-        self._read = 0  # bytes of it
+        self._read = self._lines = 0  # bytes and lines of it
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """The whole lines that are new, and whether they begin the file anew, so that earlier ones count no more."""
@@ -211,14 +221,15 @@ class NewLines:
                 status = os.fstat(file.fileno())
                 is_new = self._file != (status.st_dev, status.st_ino) or status.st_size < self._read
                 if is_new:
-                    self._file, self._read = (status.st_dev, status.st_ino), 0
+                    self._file, self._read, self._lines = (status.st_dev, status.st_ino), 0, 0
                 file.seek(self._read)
                 added = file.read()
         except FileNotFoundError:
             return [], False
         whole = added[: added.rfind(b"\n") + 1]
-        entries = _parsed(self._path, whole.decode(errors="replace").splitlines(keepends=True))
+        entries = _entries(self._path, whole, before=self._lines)
         self._read += len(whole)
+        self._lines += whole.count(b"\n")
         return [entry for _, entry in entries], is_new
 
 
@@ -230,6 +241,6 @@ def read_metrics(workdir: str | os.PathLike[str], process: int = 0) -> list[dict
     """What a process of a run has written so far, a dict {"step", "kind", ...} a line, in the order of writing."""
     path = Path(workdir) / _file_name(process)
     try:
-        return [entry for _, entry in _entries(path)]
+        return [entry for _, entry in _entries(path, path.read_bytes())]
     except FileNotFoundError:
         raise UserError(f"{path} is not there: give the --workdir of a run that was started") from None

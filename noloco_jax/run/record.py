@@ -82,7 +82,7 @@ def version_changes(record: Mapping[str, Any]) -> list[str]:
 
 
 def write_start(config: TrainConfig, workdir: Path, step: int, changed: Sequence[Change]) -> None:
-    """Writes config.json, and adds a line on this start to config.history.jsonl: none of the lines before is lost.
+    """Writes config.json, and adds a line on this start to config.history.jsonl: nothing before it is lost or read.
 
     A line has the time, the step that the run goes on from (0 if it starts anew), what is changed in comparison with
     that checkpoint as field -> [before, now], the versions, and the whole configuration.
@@ -95,6 +95,8 @@ def write_start(config: TrainConfig, workdir: Path, step: int, changed: Sequence
         "config": to_dict(config),
     }
     history = workdir / HISTORY_FILE
-    former = history.read_text(encoding="utf-8") if history.exists() else ""
-    write_whole(history, former + json.dumps(line) + "\n")
+    former = history.read_bytes() if history.exists() else b""
+    if former and not former.endswith(b"\n"):
+        former += b"\n"  # after damage, the new line stands alone all the same
+    write_whole(history, former + json.dumps(line).encode() + b"\n")
     save_config(config, workdir)

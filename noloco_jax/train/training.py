@@ -89,7 +89,8 @@ def train(
       config: the run.
       workdir: its folder, the same one for all processes.
       from_step: the checkpoint to go back to, see `Checkpointer.start_step`; None: the newest.
-      dry_run: check everything, and stop before anything is compiled or written.
+      dry_run: check everything, the files of the checkpoint to resume from included, and stop before anything is
+        compiled or written.
       wandb_project: also log there.
       hooks: called in the course of the run.
       processes: those that train it together; None: those that JAX knows of.
@@ -135,6 +136,8 @@ def train(
                 positions = [member.data_position(checkpoints, start)]
             streams.set_state(dict(enumerate(positions)))
             changed = checkpoints.changes(start)
+            if line := checkpoints.verify(start):
+                console.print(line)
         given = load_params(config.init_from, config.model) if config.init_from and start is None else None
         if dry_run:
             return 0

@@ -105,11 +105,57 @@ def test_a_process_that_does_not_report_writes_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("line", ["not json\n", "3\n", '{"kind": "train"}\n'])
-def test_a_broken_line_in_the_middle_is_named(tmp_path, line):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "kind": "train"}\n' + line + '{"step": 2, "kind": "train"}\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl line 2"):
-        read_metrics(tmp_path)
+DAMAGED = {
+    "torn": b'{"step": 2, "ki\n',
+    "NUL": bytes(300) + b"\n",
+    "binary": bytes(range(256)),  # with an end of line and all that str.splitlines takes for one
+    "no object": b"3\n",
+    "no step": b'{"kind": "train"}\n',
+    "no kind": b'{"step": 2, "kinf": "train"}\n',
+    "a step in words": b'{"step": "two", "kind": "train"}\n',
+    "two in one": b'{"step": 2, "kind": "tr{"step": 3, "kind": "train"}\n',
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+def test_damaged_lines_are_left_out_with_one_note_and_all_others_are_read(tmp_path, damage):
+    path = tmp_path / "metrics.jsonl"
+    write(tmp_path, range(1, 4), None)
+    first, second, third = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + second + damage.rstrip(b"\n") + b"\n" + third)
+    with pytest.warns(UserWarning) as told:
+        assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3]
+    [note] = [str(warning.message) for warning in told]
+    number = len(damage.rstrip(b"\n").split(b"\n"))
+    lines = ", ".join(str(3 + line) for line in range(number))
+    assert note == f"{path}: {number} damaged line{'s' * (number > 1)} left out (line {lines})"
+
+
+def test_a_note_of_many_damaged_lines_stays_a_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b"?\n" * 1000)
+    with pytest.warns(UserWarning, match=r"1000 damaged lines left out \(line 1, 2, 3, 4, 5, \.\.\.\)$"):
+        assert read_metrics(tmp_path) == []
+
+
+def test_a_run_goes_on_over_damaged_lines_and_leaves_none_behind(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(tmp_path, range(1, 4), None)
+    whole = path.read_bytes()
+    path.write_bytes(DAMAGED["NUL"] + whole)
+    with pytest.warns(UserWarning, match=r"1 damaged line left out \(line 1\)"):
+        write(tmp_path, range(0), 100)
+    assert path.read_bytes() == whole
+
+
+def test_new_lines_tell_where_in_the_file_a_damaged_one_is(tmp_path):
+    path, lines = tmp_path / "metrics.jsonl", NewLines(tmp_path)
+    write(tmp_path, range(1, 4), None)
+    assert steps_of(lines)[0] == [1, 2, 3]
+    with path.open("ab") as file:
+        file.write(b'?\n{"step": 4, "kind": "train"}\n')
+    with pytest.warns(UserWarning, match=r"\(line 4\)"):
+        assert steps_of(lines)[0] == [4]
+    assert steps_of(lines)[0] == []
 
 
 def test_reading_where_no_run_was_is_an_error(tmp_path):

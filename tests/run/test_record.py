@@ -92,6 +92,15 @@ def test_every_start_leaves_a_line_and_the_configuration_of_the_last_can_be_read
     assert load_saved(tmp_path) == OTHER
 
 
+@pytest.mark.parametrize("former", [b"\xff\x00\n\xfe", b"cut sho", b"whole\n"])
+def test_a_history_of_any_bytes_is_kept_and_added_to(tmp_path, former):
+    (tmp_path / "config.history.jsonl").write_bytes(former)
+    write_start(CONFIG, tmp_path, 3, [])
+    *before, line = (tmp_path / "config.history.jsonl").read_bytes().splitlines(keepends=True)
+    assert b"".join(before).rstrip(b"\n") == former.rstrip(b"\n")
+    assert json.loads(line)["step"] == 3
+
+
 def test_a_checkpoint_of_a_version_without_records_is_refused_in_words(tmp_path):
     with pytest.raises(UserError, match="holds no configuration, as an earlier version"):
         saved_config({"method": "noloco"}, tmp_path)

@@ -163,9 +163,12 @@ def test_a_checkpoint_half_written_is_not_taken_for_a_whole_one(config, trained,
     assert "going on from the checkpoint of step 4" in output
 
 
-def test_weights_that_cannot_be_read_are_refused(config, trained, tmp_path):
+@pytest.mark.parametrize("has_digests", [True, False])
+def test_weights_that_cannot_be_read_are_refused(config, trained, tmp_path, has_digests):
     workdir = tmp_path / "damaged"
     shutil.copytree(trained, workdir)
+    if not has_digests:
+        (workdir / "checkpoints/8/digests.txt").unlink()
     for path in (workdir / "checkpoints/8/state").rglob("*"):
         if path.is_file() and path.parent.name == "d":
             path.write_bytes(path.read_bytes()[:100])
@@ -175,6 +178,23 @@ def test_weights_that_cannot_be_read_are_refused(config, trained, tmp_path):
     assert contents(workdir) == before
     [line] = error_lines(output)
     assert "checkpoints/8 is not whole (" in line
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("command", [[], ["--config.num_replicas=2", "--config.elastic=merge"]], ids=["same", "fewer"])
+def test_a_dry_run_refuses_a_checkpoint_whose_arrays_could_not_be_restored(config, trained, tmp_path, command):
+    workdir = tmp_path / "no_arrays"
+    shutil.copytree(trained, workdir)
+    for path in (workdir / "checkpoints/8/state").rglob("d/*"):
+        path.unlink()
+    line = refusal(config, workdir, "--config.num_steps=24", *command, dry_run=True)
+    assert re.search(r"checkpoints/8 is not whole \(state/\S+ is missing\): delete that folder", line)
+
+
+def test_a_dry_run_says_what_it_has_compared(config, trained, capsys):
+    assert train_here(config, trained, "--config.num_steps=24", dry_run=True) == 0
+    number = sum(path.is_file() for path in (trained / "checkpoints/8").rglob("*")) - 2
+    assert f"the checkpoint of step 8 is as it was saved: {number} files, " in capsys.readouterr().out
 
 
 def cut_short(folder: Path, shard: int) -> tuple[str, list[str]]:

@@ -1,0 +1,129 @@
+"""Digests of a checkpoint's files: a bit that flips on disk or on its way is noticed before it is trained on.
+
+Orbax has no such check: its zarr3 codec adds a checksum to the index of an array's chunks and none to the chunks, and
+OCDBT to its tree and not to the values in it.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from noloco_jax.files import write_whole
+
+DIGESTS_FILE = "digests.txt"
+UNFINISHED = ".orbax-checkpoint-tmp"  # what orbax adds to the name of a folder until all in it is written
+STEP_METADATA = "_CHECKPOINT_METADATA"
+_PIECE = 4 << 20  # bytes read at a time: few enough to stay in a core's cache
+_FILES_AT_ONCE = 8
+
+
+class Entry(NamedTuple):
+    """The size in bytes and the XXH3 digest (128 bits, hexadecimal) of a file."""
+
+    size: int
+    digest: str
+
+
+class MismatchError(Exception):
+    """A file is not as it was saved; the message begins with its name."""
+
+
+def write_own_digests(step_folder: Path, process: int) -> None:
+    """Write the digests of the arrays that a process has saved, whose files it may still have in memory.
+
+    Args:
+      step_folder: of a checkpoint that is being saved by several processes.
+      process: the number of the calling one.
+    """
+    files = step_folder.glob(f"state*/ocdbt.process_{process}/**/*")
+    _write(step_folder / f"{DIGESTS_FILE}.{process}", _entries_of({_name(step_folder, file): file for file in files}))
+
+
+def write_digests(step_folder: Path) -> None:
+    """Write the digests of all files of a checkpoint, those included that `write_own_digests` has left there."""
+    parts = list(step_folder.glob(f"{DIGESTS_FILE}.*"))
+    entries: dict[str, Entry] = {}
+    for part in parts:
+        entries |= _read(part)
+    files = {_name(step_folder, file): file for file in step_folder.rglob("*") if file not in parts}
+    _write(step_folder / DIGESTS_FILE, entries | _entries_of(files, without=entries.keys()))
+    for part in parts:
+        part.unlink()
+
+
+def read_digests(step_folder: Path) -> dict[str, Entry] | None:
+    """Return the entries of a checkpoint by the names of its files; None where an earlier version saved it.
+
+    Raises:
+      MismatchError: if they are themselves damaged.
+    """
+    path = step_folder / DIGESTS_FILE
+    return _read(path) if path.exists() else None
+
+
+def share_of(entries: Mapping[str, Entry], index: int, count: int) -> dict[str, Entry]:
+    """Return the files that reader `index` of `count` reads, so that all have about as many bytes to read."""
+    largest_first = sorted(entries, key=lambda name: (-entries[name].size, name))
+    return {name: entries[name] for name in largest_first[index::count]}
+
+
+def check_files(step_folder: Path, expected: Mapping[str, Entry]) -> None:
+    """Read files of a checkpoint and compare them with their digests.
+
+    Raises:
+      MismatchError: for the first by name that is not there or is not as it was saved.
+    """
+    found = _entries_of({name: step_folder / name for name in expected})
+    for name in sorted(expected):
+        if name not in found:
+            raise MismatchError(f"{name} is missing")
+        if found[name].size != expected[name].size:
+            raise MismatchError(f"{name} has {found[name].size} bytes, it was saved with {expected[name].size}")
+        if found[name].digest != expected[name].digest:
+            raise MismatchError(f"{name} does not match its digest in {DIGESTS_FILE}")
+
+
+def _name(step_folder: Path, file: Path) -> str:
+    """The name of a file in the finished checkpoint."""
+    return file.relative_to(step_folder).as_posix().replace(f"{UNFINISHED}/", "/")
+
+
+def _entries_of(files: Mapping[str, Path], without: Iterable[str] = ()) -> dict[str, Entry]:
+    """The entries of those that are files, read by several threads: xxhash and reading let go of the GIL."""
+    names = [name for name, file in files.items() if name not in without and file.is_file()]
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
+        return dict(zip(names, threads.map(lambda name: _entry(files[name]), names), strict=True))
+
+
+def _entry(file: Path) -> Entry:
+    if file.name == STEP_METADATA:
+        content = _without_commit_time(file.read_bytes())
+        return Entry(len(content), xxhash.xxh3_128_hexdigest(content))
+    digest, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(_PIECE))
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+    return Entry(size, digest.hexdigest())
+
+
+def _without_commit_time(metadata: bytes) -> bytes:
+    """The one thing that orbax writes after the digests."""
+    return re.sub(rb'"commit_timestamp_nsecs": (null|\d+)', b"", metadata)
+
+
+def _write(path: Path, entries: Mapping[str, Entry]) -> None:
+    lines = "".join(f"{entry.digest} {entry.size} {name}\n" for name, entry in sorted(entries.items())).encode()
+    write_whole(path, xxhash.xxh3_128_hexdigest(lines).encode() + b"\n" + lines)
+
+
+def _read(path: Path) -> dict[str, Entry]:
+    head, _, lines = path.read_bytes().partition(b"\n")
+    if xxhash.xxh3_128_hexdigest(lines) != head.decode(errors="replace"):
+        raise MismatchError(f"{path.name} does not match the digest in its first line")
+    entries = (line.split(" ", 2) for line in lines.decode().splitlines())
+    return {name: Entry(int(size), digest) for digest, size, name in entries}

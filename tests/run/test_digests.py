@@ -1,0 +1,275 @@
+"""A checkpoint whose bytes have changed since they were saved is refused by the name of the file."""
+
+import dataclasses
+import gc
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import xxhash
+
+from noloco_jax.cluster.processes import OneProcess
+from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, TrainConfig, save_config
+from noloco_jax.errors import TransientError, UserError
+from noloco_jax.run import digests, elastic
+from noloco_jax.run.checkpoint import Checkpointer, load_for_export
+from noloco_jax.run.digests import Entry
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import Programs, TrainState, build_programs
+from support.paths import ROOT
+
+CONFIG = TrainConfig(
+    num_replicas=4,
+    model=ModelConfig(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=2, vocab_size=32),
+    inner=InnerConfig(warmup_steps=1),
+    data=DataConfig(sequence_length=8, batch_size=2),
+    mesh=MeshConfig(replica=1),
+)
+FEWER = dataclasses.replace(CONFIG, num_replicas=2, elastic="merge")
+STEP = Path("checkpoints/3")
+
+
+def programs_of(config: TrainConfig) -> Programs:
+    return build_programs(config, make_mesh(config, jax.devices()[:1]))
+
+
+def random_state() -> TrainState:
+    rng = np.random.default_rng(0)
+
+    def draw(x: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put(rng.normal(size=x.shape).astype(x.dtype), x.sharding)
+
+    return jax.tree.map(draw, programs_of(CONFIG).state)
+
+
+def save(workdir: Path, *steps: int) -> TrainState:
+    shard = [0, 0, 4, 10, 1, 3, []]
+    position = {"num_replicas": 4, "source": {"files": 4}, "epoch": 0, "shards": [shard]}
+    state = random_state()
+    with Checkpointer(workdir, CONFIG) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, state, {replica: {"replica": replica} | position for replica in range(4)})
+    save_config(CONFIG, workdir)
+    return state
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[Path, TrainState]:
+    """A workdir with a checkpoint of step 3, and what is in it."""
+    workdir = tmp_path_factory.mktemp("saved")
+    return workdir, save(workdir, 3)
+
+
+@pytest.fixture
+def workdir(saved, tmp_path) -> Path:
+    """A copy that may be damaged."""
+    shutil.copytree(saved[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def resume(workdir: Path) -> TrainState:
+    """What a run reads to go on."""
+    with Checkpointer(workdir, CONFIG, read_only=True) as checkpoints:
+        step = checkpoints.start_step()
+        assert step == 3
+        checkpoints.verify(step)
+        checkpoints.totals(step)
+        elastic.data_positions(checkpoints, step, 4)
+        return checkpoints.restore(step, programs_of(CONFIG).state)
+
+
+def resume_with_fewer_replicas(workdir: Path) -> None:
+    with Checkpointer(workdir, FEWER, read_only=True) as checkpoints:
+        elastic.restore(checkpoints, 3, FEWER, programs_of(FEWER))
+
+
+def flip_a_bit(path: Path, rng: random.Random) -> None:
+    """Anywhere in a file, but for the time of the save, which orbax writes behind all else of its metadata."""
+    content = bytearray(path.read_bytes())
+    end = content.index(b'"commit_timestamp') if path.name == "_CHECKPOINT_METADATA" else len(content)
+    content[rng.randrange(end)] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_in_any_file_is_refused_by_the_files_name_or_changes_nothing(saved, workdir):
+    """The mark of a whole checkpoint has no digest: it is written last, and nothing reads what it says."""
+    rng, state = random.Random(0), saved[1]
+    names = files_of(workdir / STEP)
+    assert {"run/metadata", "data/metadata", "state/_METADATA", "state/manifest.ocdbt"} < set(names)
+    assert sum("/d/" in name for name in names) > 3
+    for name in names:
+        path = workdir / STEP / name
+        before = path.read_bytes()
+        for _ in range(3):
+            flip_a_bit(path, rng)
+            if name == "commit_success.txt":
+                jax.tree.map(np.testing.assert_array_equal, resume(workdir), state)
+                continue
+            with pytest.raises(
+                UserError, match=rf"checkpoints/3 is not whole \({re.escape(name)} .*: delete that"
+            ) as refused:
+                resume(workdir)
+            assert refused.value.exit_status == 2
+            assert "\n" not in str(refused.value)
+            path.write_bytes(before)
+        path.write_bytes(before)
+    jax.tree.map(np.testing.assert_array_equal, resume(workdir), state)
+
+
+@pytest.mark.parametrize("read", [resume, resume_with_fewer_replicas, load_for_export])
+@pytest.mark.parametrize("damage", ["a bit", "an end", "a file"])
+def test_every_reader_of_weights_refuses_damaged_arrays(workdir, read: Callable, damage):
+    path = max((workdir / STEP / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
+    if damage == "a bit":
+        flip_a_bit(path, random.Random(1))
+        reason = "does not match its digest in digests.txt"
+    elif damage == "an end":
+        path.write_bytes(path.read_bytes()[:-1])
+        reason = r"has \d+ bytes, it was saved with \d+"
+    else:
+        path.unlink()
+        reason = "is missing"
+    with pytest.raises(UserError, match=rf"\({path.relative_to(workdir / STEP)} {reason}\)"):
+        read(workdir)
+
+
+def test_digests_are_those_of_the_files_on_disk(workdir):
+    """The oracle reads each file whole."""
+    first, *lines = (workdir / STEP / "digests.txt").read_text().splitlines(keepends=True)
+    assert first.strip() == xxhash.xxh3_128_hexdigest("".join(lines).encode())
+    listed = {name: (digest, int(size)) for digest, size, name in (line.split() for line in lines)}
+    content = {name: (workdir / STEP / name).read_bytes() for name in files_of(workdir / STEP)}
+    own = {"commit_success.txt", "digests.txt", "_CHECKPOINT_METADATA"}
+    assert listed.keys() == content.keys() - (own - {"_CHECKPOINT_METADATA"})
+    for name in content.keys() - own:
+        assert listed[name] == (xxhash.xxh3_128_hexdigest(content[name]), len(content[name]))
+
+
+def test_a_checkpoint_of_an_earlier_version_is_restored_with_one_line_that_it_is_unchecked(saved, workdir):
+    (workdir / STEP / "digests.txt").unlink()
+    with pytest.warns(UserWarning) as told:
+        state = resume(workdir)
+    jax.tree.map(np.testing.assert_array_equal, state, saved[1])
+    [line] = [str(warning.message) for warning in told]
+    assert "checkpoints/3 is unchecked" in line
+
+
+def test_files_that_were_never_saved_do_no_harm(workdir):
+    (workdir / STEP / ".DS_Store").write_bytes(b"of a file manager")
+    resume(workdir)
+
+
+def test_a_save_that_is_killed_before_its_digests_are_whole_leaves_the_checkpoint_before(tmp_path):
+    save(tmp_path, 3)
+    script = (
+        "import os, sys; from pathlib import Path; from noloco_jax.run import digests\n"
+        "sys.path.insert(0, sys.argv[2]); import test_digests\n"
+        "digests.write_whole = lambda path, content: (path.write_bytes(b'torn'), os._exit(9))\n"
+        "test_digests.save(Path(sys.argv[1]), 7)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path), str(Path(__file__).parent)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    assert subprocess.run(command, env=environment, check=False).returncode == 9
+    assert [path.name for path in (tmp_path / "checkpoints").glob("7*")] == ["7.orbax-checkpoint-tmp"]
+    resume(tmp_path)
+    save(tmp_path, 8)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["3", "8"]
+
+
+def test_a_save_whose_digests_cannot_be_written_is_told_as_any_save_that_fails(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    save(tmp_path, 3)
+    monkeypatch.setattr(digests, "write_whole", fail)
+    with pytest.raises(TransientError, match="could not be saved"):
+        save(tmp_path, 7)
+    monkeypatch.undo()
+    resume(tmp_path)
+
+
+def test_each_file_is_read_once_however_many_arrays_are_restored(workdir, monkeypatch):
+    read, entry = [], digests._entry
+
+    def counted(file: Path) -> Entry:
+        read.append(file)
+        return entry(file)
+
+    monkeypatch.setattr(digests, "_entry", counted)
+    resume_with_fewer_replicas(workdir)
+    arrays = [file for file in read if "/d/" in str(file)]
+    assert len(arrays) == len(set(arrays)) > 1
+
+
+def test_the_shares_of_several_readers_are_all_files_once_and_about_as_large():
+    rng = random.Random(0)
+    entries = {f"{number:03}": Entry(rng.randrange(1, 100), "") for number in range(200)}
+    shares = [digests.share_of(entries, index, 7) for index in range(7)]
+    assert sorted(name for share in shares for name in share) == sorted(entries)
+    sizes = [sum(entry.size for entry in share.values()) for share in shares]
+    assert max(sizes) - min(sizes) <= 100
+
+
+def test_what_another_process_has_found_damaged_is_refused_here_too(workdir, monkeypatch):
+    processes = OneProcess()
+    monkeypatch.setattr(processes, "gather", lambda reason: [reason, "state/d/1 is missing"])
+    with (
+        Checkpointer(workdir, CONFIG, processes, read_only=True) as checkpoints,
+        pytest.raises(UserError, match=r"not whole \(state/d/1 is missing\)"),
+    ):
+        checkpoints.verify(3)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the arrays read beside the first
+@pytest.mark.parametrize("content", [b"", b"3", b"[]", b'{"a": 1}', b"\xff\xfe\x00", b'{"cut'])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_CHECKPOINT_METADATA",
+        "run/metadata",
+        "data/metadata",
+        "state/_METADATA",
+        "state/manifest.ocdbt",
+        "state/array_metadatas/process_0",
+    ],
+)
+def test_damaged_metadata_is_one_line_or_changes_nothing_without_digests_too(saved, workdir, name, content):
+    (workdir / STEP / "digests.txt").unlink()
+    (workdir / STEP / name).write_bytes(content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            state = resume(workdir)
+        except UserError as error:
+            told = error.exit_status, str(error)
+        else:
+            assert name in ("_CHECKPOINT_METADATA", "state/array_metadatas/process_0")
+            jax.tree.map(np.testing.assert_array_equal, state, saved[1])
+            return
+    gc.collect()
+    assert told[0] == 2
+    assert "checkpoints/3" in told[1]
+    assert "\n" not in told[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*unchecked:UserWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_the_line_of_a_damaged_array_names_what_could_not_be_read(workdir):
+    (workdir / STEP / "digests.txt").unlink()
+    path = max((workdir / STEP / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
+    path.unlink()
+    with pytest.raises(UserError, match=r"not whole \([A-Z_]+: Error reading \"(params|inner|outer)\.\S+\" in OCDBT"):
+        resume(workdir)
+    gc.collect()

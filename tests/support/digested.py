@@ -1,0 +1,28 @@
+"""A command that trains and writes down the files that its process reads to take their digests.
+
+python -m support.digested FILE noloco_jax.train ARGUMENT...
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+from noloco_jax.run import digests
+
+
+def main() -> None:
+    _, log, module, *arguments = sys.argv
+    entry = digests._entry
+
+    def logged(file: Path) -> digests.Entry:
+        with Path(log).open("a") as lines:
+            lines.write(f"{file}\n")
+        return entry(file)
+
+    digests._entry = logged
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
