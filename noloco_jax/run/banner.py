@@ -124,6 +124,7 @@ def show_results(console: Console, workdir: Path, values: dict[str, Any], sample
     """Prints the last evaluation and the sample, and draws the curves."""
     results_table(values, console)
     if sample is not None:
-        console.print("the merged model writes:", style="bold")
+        writer = f"island {values['island']}" if "island" in values else "the merged model"
+        console.print(f"{writer} writes:", style="bold")
         console.print(sample)
     console.print(f"curves: {plot_curves(workdir)}")
