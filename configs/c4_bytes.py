@@ -40,8 +40,6 @@ def get_config():
     config.inner.warmup_steps = 50
 
     config.outer = ConfigDict()
-    config.outer.lr = 0.7
-    config.outer.momentum = 0.5
     config.outer.sync_every = 10
 
     config.data = ConfigDict()

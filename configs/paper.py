@@ -2,7 +2,8 @@
 
 They take an argument after a colon: a method, and optionally replicas and pipeline stages, as in
 `--config=configs/c4_1b.py:noloco,replicas=16,stages=2`. The global batch is the paper's however many replicas share it,
-also where `--config.num_replicas` says how many.
+also where `--config.num_replicas` says how many. `:diloco` is the paper's baseline; `--config.method=diloco` in its
+place leaves out what is here for noloco's outer step, and takes DiLoCo's own defaults.
 
 `best` in place of a method is NoLoCo with all that we have found to bring it closer to data parallel training at a
 68th of the bytes; README, "How to choose", has the figures, which are of small models.
@@ -30,9 +31,11 @@ def outer_config(method: str) -> ConfigDict:
     config = ConfigDict()
     if method in OUTER:
         config.lr, config.momentum, config.sync_every = OUTER[method]
-        config.group_size = 2
     if method == "noloco":
+        config.group_size = 2
         config.order = "independent"  # a pairing a round, whatever was drawn before
+    if method == "diloco":
+        config.nesterov = False  # the paper's baseline is heavy ball; DiLoCo's own defaults are Nesterov 0.7, 0.9
     return config
 
 

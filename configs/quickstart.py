@@ -41,8 +41,6 @@ def get_config():
     config.inner.b2 = 0.98  # a short memory, for a short run
 
     config.outer = ConfigDict()
-    config.outer.lr = 0.7
-    config.outer.momentum = 0.5
     config.outer.sync_every = 10
 
     config.data = ConfigDict()

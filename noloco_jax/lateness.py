@@ -77,10 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = make_console()
     results = {}
     for method in flags.methods.split(","):
-        folder = flags.workdir / method
-        own = [f"--workdir={folder}", f"--config.method={method}", "--worker"]  # the last of a flag counts
+        folder, run = flags.workdir / method, replace(config, method=method)
+        common = f"--config.outer.sync_every={run.outer.sync_every}"  # and not each method's own
+        own = [f"--workdir={folder}", f"--config.method={method}", common, "--worker"]  # the last of a flag counts
         _launch([*arguments, *own], flags.processes, folder)
-        results[method] = measured(folder, replace(config, method=method), late)
+        results[method] = measured(folder, run, late)
         _show(console, method, results[method])
     path = write_whole(flags.workdir / "lateness.json", json.dumps(results, indent=1))
     console.print(f"the figures: {path}")
@@ -111,11 +112,6 @@ def _check(config: TrainConfig, flags: argparse.Namespace, late: Sequence[Late])
     for x in late:
         if not (0 <= x.process < flags.processes and 0 < x.step <= config.num_steps):
             raise UserError(f"--late={x.process}:{x.step}:{x.seconds:g} is of no process or step: see --processes")
-    if config.outer.sync_every > config.num_steps:
-        raise UserError(
-            f"outer.sync_every={config.outer.sync_every} is more than num_steps={config.num_steps}, "
-            "which leaves no outer step: lower it, or raise num_steps"
-        )
     for name, usual in (("fragments", 1), ("final_steps", 0)):
         if (value := getattr(config.outer, name)) != usual:
             raise UserError(
@@ -127,7 +123,13 @@ def _check(config: TrainConfig, flags: argparse.Namespace, late: Sequence[Late])
             raise UserError(
                 f"--methods={flags.methods}: {method!r} has no outer steps, choose from {','.join(_METHODS)}"
             )
-        validate(replace(config, method=method))
+        run = replace(config, method=method)
+        validate(run)
+        if run.outer.sync_every > run.num_steps:
+            raise UserError(
+                f"outer.sync_every={run.outer.sync_every} is more than num_steps={run.num_steps}, "
+                "which leaves no outer step: lower it, or raise num_steps"
+            )
         folder = flags.workdir / method
         if (folder / CONFIG_FILE).exists():
             raise UserError(f"{folder} holds a run already: give another --workdir, or delete that folder")

@@ -1,4 +1,8 @@
-"""The methods of training, a row each. A new one is a row here, a rule in `outer`, and a line in the tests' table."""
+"""The methods of training, a row each. A new one is a row here, a rule in `outer`, and a line in the tests' table.
+
+A row holds the only defaults of the fields of `outer` that methods disagree on: the configuration, the transforms' own
+arguments and what is simulated take them from here.
+"""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -29,13 +33,16 @@ class Method:
       check: config -> None; raises `UserError` where the configuration does not make sense for the method.
       outer_optimizer: (config, axis_name, how parameters are cut) -> the outer optimizer; None for methods without
         outer steps.
+      defaults: field of `outer` -> its value where the configuration gives none (None: worked out from others). A field
+        that another row has and this one lacks changes nothing here.
       pairing: config -> who meets whom; None where all do, or nobody.
       num_partners: config -> to how many others a replica sends in an outer step; None where not to some of them.
       averages_gradients: whether gradients are averaged over all replicas at every step.
       outer_collectives: the kinds of collectives by which an outer step crosses replicas.
-      unused: fields of the configuration that change nothing; "outer." stands for all that begin so.
-      baseline: field -> what it has as the paper's baseline (Section 4) where the configuration is noloco's.
-      sync_factor: inner steps between its outer steps as that baseline, for every one of noloco's.
+      also_unused: further fields of the configuration that change nothing; "outer." stands for all that begin so.
+      baseline: field -> its value beside a configuration of noloco's (DiLoCo's is the baseline of the paper's Section
+        4), which then is not that of `defaults`; None: that of `defaults` after all.
+      sync_factor: inner steps between its outer steps beside such a configuration, for every one of noloco's.
       equal_after_outer_steps: whether all replicas have equal weights after an outer step.
     """
 
@@ -43,12 +50,13 @@ class Method:
     describe: Callable[[Config], str]
     check: Callable[[Config], None] = lambda config: None
     outer_optimizer: "Callable[[Config, Any, Fragments], OuterOptimizer] | None" = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     pairing: "Callable[[Config], RandomPairing | RandomNeighbours] | None" = None
     num_partners: Callable[[Config], int] | None = None
     averages_gradients: bool = False
     outer_collectives: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    baseline: Mapping[str, float] = field(default_factory=dict)
+    also_unused: tuple[str, ...] = ()
+    baseline: Mapping[str, Any] = field(default_factory=dict)
     sync_factor: int = 1
     equal_after_outer_steps: bool = False
 
@@ -64,8 +72,11 @@ class Method:
         return pairing.pool[int(pairing.pool_index(pairing_round(round, config.outer.fragments)))]
 
     def is_unused(self, field: str) -> bool:
-        """Whether a field of the configuration, by its dotted path, changes nothing for this method."""
-        return field.startswith(self.unused)
+        """Return whether a field of the configuration, by its dotted path, changes nothing for this method."""
+        group, _, name = field.rpartition(".")
+        return field.startswith(self.also_unused) or (
+            group == "outer" and name in METHOD_FIELDS and name not in self.defaults
+        )
 
 
 def _noloco(config: Config, axis_name: Any, fragments: "Fragments") -> "OuterOptimizer":
@@ -119,7 +130,7 @@ def _what(config: Config) -> str:
     outer = config.outer
     parts = [
         "in the order of a hypercube" if outer.order == "hypercube" else "",
-        f"as {outer.wire}" if outer.wire != "float32" else "",
+        f"as {outer.wire}" if outer.wire not in (None, "float32") else "",
         f"entering {outer.delay} steps later" if outer.delay else "",
         f"moments in every {outer.moments}. meeting" if outer.moments > 1 else "moments too" if outer.moments else "",
         "merged at the end" if outer.final_merge else "",
@@ -252,7 +263,7 @@ def _check_sparseloco(config: Config) -> None:
 
 
 def _check_wire(config: Config) -> None:
-    if config.outer.wire != "float32":
+    if config.outer.wire not in (None, "float32"):
         raise UserError(
             f"outer.wire={config.outer.wire!r} is for noloco's and epidemic's messages and "
             f"method={config.method!r}: leave it at 'float32'"
@@ -269,9 +280,6 @@ def _check_not_offloaded(config: Config) -> None:
         raise UserError(f"outer.offload=True and method={config.method!r} has no outer state: leave it out")
 
 
-# Fields of one method each.
-_EPIDEMIC, _SPARSELOCO = ("outer.neighbours",), ("outer.error_decay", "outer.top_k")
-
 METHODS: dict[str, Method] = {
     row.name: row
     for row in (
@@ -280,27 +288,22 @@ METHODS: dict[str, Method] = {
             _describe_noloco,
             _check_noloco,
             _noloco,
-            _pairing,
+            defaults={  # the paper's, but for the order of pairings
+                **{"lr": 0.7, "momentum": 0.5, "consensus": None, "momentum_of": "steps"},
+                **{"sync_every": 50, "group_size": 2, "order": "passes", "wire": "float32"},
+            },
+            pairing=_pairing,
             num_partners=lambda config: config.outer.group_size - 1,
             outer_collectives=("collective-permute",),
-            unused=("outer.nesterov", *_EPIDEMIC, *_SPARSELOCO),
         ),
         Method(
             "diloco",
             _describe_diloco,
             _check_wire,
             _diloco,
+            defaults={"lr": 0.7, "momentum": 0.9, "nesterov": True, "sync_every": 100},  # its own paper's optimizer
             outer_collectives=("all-reduce",),
-            unused=(
-                "outer.momentum_of",
-                "outer.consensus",
-                "outer.group_size",
-                "outer.order",
-                "outer.wire",
-                *_EPIDEMIC,
-                *_SPARSELOCO,
-            ),
-            baseline={"outer.lr": 0.7, "outer.momentum": 0.3},
+            baseline={"lr": 0.7, "momentum": 0.3, "nesterov": False},
             sync_factor=2,
             equal_after_outer_steps=True,
         ),
@@ -309,25 +312,21 @@ METHODS: dict[str, Method] = {
             _describe_epidemic,
             _check_epidemic,
             _epidemic,
-            _neighbours,
+            defaults={"sync_every": 1, "neighbours": None, "order": "passes", "wire": "float32"},
+            pairing=_neighbours,
             num_partners=_num_neighbours,
             outer_collectives=("collective-permute",),
-            unused=(
-                *("outer.lr", "outer.momentum", "outer.consensus", "outer.group_size", "outer.nesterov"),
-                *("outer.state_dtype", "outer.offload", *_SPARSELOCO),
-            ),
+            also_unused=("outer.state_dtype", "outer.offload"),
         ),
         Method(
             "sparseloco",
             _describe_sparseloco,
             _check_sparseloco,
             _sparseloco,
+            defaults={"lr": 1.0, "error_decay": 0.95, "top_k": 64, "sync_every": 30},
             outer_collectives=("all-gather", "collective-permute"),  # the latter, in a ring, if replicas are sharded
-            unused=(
-                *("outer.momentum", "outer.consensus", "outer.group_size", "outer.order", "outer.nesterov"),
-                *("outer.wire", "outer.delay", "outer.moments", *_EPIDEMIC),
-            ),
-            baseline={"outer.lr": 1.0},
+            also_unused=("outer.delay", "outer.moments"),
+            baseline={"lr": None},
             equal_after_outer_steps=True,
         ),
         Method(
@@ -335,11 +334,17 @@ METHODS: dict[str, Method] = {
             lambda config: "ddp: gradients averaged every step",
             _check_no_outer_steps,
             averages_gradients=True,
-            unused=("outer.",),
+            also_unused=("outer.",),
         ),
-        Method("local", lambda config: "local: replicas never meet", _check_no_outer_steps, unused=("outer.",)),
+        Method("local", lambda config: "local: replicas never meet", _check_no_outer_steps, also_unused=("outer.",)),
     )
 }
+METHOD_FIELDS = tuple(dict.fromkeys(name for row in METHODS.values() for name in row.defaults))
+
+
+def defaults_of(field: str) -> dict[str, Any]:
+    """Map each method that uses a field of `outer` to its default there."""
+    return {name: row.defaults[field] for name, row in METHODS.items() if field in row.defaults}
 
 
 def sync_pieces(config: Config) -> tuple[tuple[int, int], ...]:

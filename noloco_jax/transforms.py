@@ -15,6 +15,7 @@ from noloco_jax.exchange.neighbours import neighbour_mean
 from noloco_jax.exchange.sparse import TopEntries, sparse_mean
 from noloco_jax.exchange.wire import wire_of
 from noloco_jax.meetings import Meetings
+from noloco_jax.methods import METHODS
 from noloco_jax.outer.diloco import DiLoCo
 from noloco_jax.outer.epidemic import Epidemic
 from noloco_jax.outer.fragments import Fragments
@@ -30,19 +31,23 @@ from noloco_jax.wires import CHUNK, MODULO_BITS, moments_wire
 
 PyTree = Any
 
+_NOLOCO, _DILOCO, _EPIDEMIC, _SPARSELOCO = (
+    METHODS[name].defaults for name in ("noloco", "diloco", "epidemic", "sparseloco")
+)
+
 
 def noloco(
     pairing: Pairing,
-    outer_lr: Number = 0.7,
-    outer_momentum: Number = 0.5,
-    consensus: Number | None = None,
-    sync_every: int | Sequence[tuple[int, int]] = 50,
+    outer_lr: Number = _NOLOCO["lr"],
+    outer_momentum: Number = _NOLOCO["momentum"],
+    consensus: Number | None = _NOLOCO["consensus"],
+    sync_every: int | Sequence[tuple[int, int]] = _NOLOCO["sync_every"],
     axis_name: AxisName = "replica",
     state_dtype: jax.typing.DTypeLike = "float32",
-    wire: str = "float32",
+    wire: str = _NOLOCO["wire"],
     fragments: int | Fragments | None = None,
     delay: int | None = None,
-    momentum_of: str = "steps",
+    momentum_of: str = _NOLOCO["momentum_of"],
 ) -> OuterOptimizer:
     """Every `sync_every` inner steps, a momentum step towards and along with a random group of replicas.
 
@@ -136,10 +141,10 @@ def noloco(
 
 
 def diloco(
-    outer_lr: Number = 0.7,
-    outer_momentum: Number = 0.9,
-    nesterov: bool = True,
-    sync_every: int | Sequence[tuple[int, int]] = 100,
+    outer_lr: Number = _DILOCO["lr"],
+    outer_momentum: Number = _DILOCO["momentum"],
+    nesterov: bool = _DILOCO["nesterov"],
+    sync_every: int | Sequence[tuple[int, int]] = _DILOCO["sync_every"],
     axis_name: AxisName = "replica",
     state_dtype: jax.typing.DTypeLike = "float32",
     fragments: int | Fragments | None = None,
@@ -186,9 +191,9 @@ def diloco(
 
 def epidemic(
     neighbours: RandomNeighbours,
-    sync_every: int | Sequence[tuple[int, int]] = 1,
+    sync_every: int | Sequence[tuple[int, int]] = _EPIDEMIC["sync_every"],
     axis_name: AxisName = "replica",
-    wire: str = "float32",
+    wire: str = _EPIDEMIC["wire"],
     fragments: int | Fragments | None = None,
     delay: int | None = None,
 ) -> OuterOptimizer:
@@ -233,10 +238,10 @@ def epidemic(
 
 
 def sparseloco(
-    outer_lr: Number = 1.0,
-    error_decay: Number = 0.95,
-    top_k: int = 64,
-    sync_every: int | Sequence[tuple[int, int]] = 30,
+    outer_lr: Number = _SPARSELOCO["lr"],
+    error_decay: Number = _SPARSELOCO["error_decay"],
+    top_k: int = _SPARSELOCO["top_k"],
+    sync_every: int | Sequence[tuple[int, int]] = _SPARSELOCO["sync_every"],
     axis_name: AxisName = "replica",
     state_dtype: jax.typing.DTypeLike = "float32",
     fragments: int | Fragments | None = None,

@@ -4,11 +4,12 @@
 
 A variant is a name, a method and settings. --methods names those of the methods themselves; the configuration is
 noloco's, ddp and local take it as it is, and diloco has the paper's settings beside it: outer.lr 0.7, outer.momentum
-0.3 and twice noloco's outer.sync_every. --variant="often:outer.fragments=8,outer.wire=int6,outer.sync_every=2" adds
-another of noloco; `method=ddp` among its settings makes it one of ddp. `--set=diloco:outer.sync_every=50` sets a field
-of one variant, over all else, and `--vary=outer.sync_every=25,50,100` trains every variant that the field matters to
-with each value. A variant's gap is above the ddp that has its inner.optimizer and is most like it, or above the variant
-that `reference=NAME` among its settings names.
+0.3 without Nesterov, and twice noloco's outer.sync_every. Other methods meet as often as noloco and have their own
+defaults beside it. --variant="often:outer.fragments=8,outer.wire=int6,outer.sync_every=2" adds another of noloco;
+`method=ddp` among its settings makes it one of ddp. `--set=diloco:outer.sync_every=50` sets a field of one variant,
+over all else, and `--vary=outer.sync_every=25,50,100` trains every variant that the field matters to with each value. A
+variant's gap is above the ddp that has its inner.optimizer and is most like it, or above the variant that
+`reference=NAME` among its settings names.
 
 `--tune=inner.lr=1e-3,2e-3,4e-3` trains the first seed of each variant, ddp's too, with every value, and its other seeds
 with the one of them that ended with the lowest perplexity. More values may be added later.

@@ -171,10 +171,11 @@ def _run(
         common[tune.field] = value
     flags = [*overrides, *_flags(common)]
     row = METHODS[variant.method]
-    if row.sync_factor != 1:
+    if row.has_outer_steps:  # the file's is noloco's, and would be left out with another method
         sync_every = from_dict(load_config(file, flags)).outer.sync_every
         flags += _flags({"outer.sync_every": sync_every * row.sync_factor})
-    flags += _flags({field: common.get(field, baseline) for field, baseline in row.baseline.items()})
+    baseline = {f"outer.{name}": value for name, value in row.baseline.items()}
+    flags += _flags({field: common.get(field, value) for field, value in baseline.items()})
     flags += _flags({"method": variant.method, **dict(variant.settings)})
     label = f"-{tune.field}={value}" if tune is not None and value is not None else ""
     name = re.sub(r"[^\w.=+-]", "_", f"{variant.name}{label}-seed{seed}")

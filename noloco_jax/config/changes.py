@@ -41,3 +41,11 @@ def unused_settings(config: TrainConfig) -> list[str]:
         for path, field in known_fields().items()
         if row.is_unused(path) and values.get(path) != field.default
     ]
+
+
+def default_settings(config: TrainConfig) -> list[str]:
+    """Return "FIELD=VALUE" of every field of `outer` whose value is the default of the configuration's method."""
+    defaults, outer = METHODS[config.method].defaults, config.outer
+    return [
+        f"{name}={value}" for name, value in defaults.items() if value is not None and getattr(outer, name) == value
+    ]

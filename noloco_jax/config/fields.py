@@ -6,7 +6,7 @@ reads it through `changes.py`.
 Names and meanings are part of the public interface: `--config.outer.sync_every=25` sets `TrainConfig.outer.sync_every`.
 """
 
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, replace
 
 from noloco_jax.config.schema import NO_ENTRIES, Entries, setting
 from noloco_jax.methods import METHODS
@@ -130,12 +130,17 @@ class InnerConfig:
 
 @dataclass(frozen=True)
 class OuterConfig:
-    """The step between replicas; all methods but `ddp` and `local` take it every `sync_every` inner steps."""
+    """The step between replicas; all methods but `ddp` and `local` take it every `sync_every` inner steps.
 
-    lr: float = setting(0.7, "Outer learning rate, the paper's beta.", on_resume="may change", above=0)
-    momentum: float = setting(0.5, "Outer momentum, the paper's alpha.", on_resume="may change", minimum=0, below=1)
+    Fields that are None by default are the method's own: a `TrainConfig` fills those that its method uses from the
+    method's row in `methods.py`, and the others stay None. What a config file sets of them is meant for the file's
+    method: where a flag names another method, that one's own defaults hold, unless flags set the fields too.
+    """
+
+    lr: float = setting(None, "Outer learning rate, the paper's beta.", on_resume="may change", above=0)
+    momentum: float = setting(None, "Outer momentum, the paper's alpha.", on_resume="may change", minimum=0, below=1)
     momentum_of: str = setting(
-        "steps",
+        None,
         "What outer momentum carries: steps, as in the paper, or corrections: what came from the others alone, which "
         "leaves the replicas' mean as it is (noloco only).",
         on_resume="may change",
@@ -147,24 +152,27 @@ class OuterConfig:
         on_resume="may change",
         minimum=0,
     )
-    sync_every: int = setting(50, "Inner steps between two outer steps.", on_resume="may change", minimum=1)
+    sync_every: int = setting(None, "Inner steps between two outer steps.", on_resume="may change", minimum=1)
     group_size: int = setting(
-        2, "Replicas that average with one another in an outer step (noloco only).", on_resume="may change", minimum=1
+        None,
+        "Replicas that average with one another in an outer step (noloco only).",
+        on_resume="may change",
+        minimum=1,
     )
     order: str = setting(
-        "passes",
+        None,
         "How pairings are drawn: in shuffled passes over their pool, one by one independently, as in the paper, or so "
         "that log2(num_replicas) rounds in a row average all, where that is a whole number (hypercube; noloco only).",
         on_resume="may change",
         choices=("passes", "independent", "hypercube"),
     )
     nesterov: bool = setting(
-        False,
+        None,
         "Whether the outer momentum is Nesterov's, as in DiLoCo's own paper; False: heavy ball (diloco only).",
         on_resume="may change",
     )
     wire: str = setting(
-        "float32",
+        None,
         "Form in which messages between replicas travel; int8, int6 and int4: in blocks of weights with a scale each "
         "(noloco only).",
         on_resume="may change",
@@ -215,14 +223,14 @@ class OuterConfig:
         minimum=1,
     )
     error_decay: float = setting(
-        0.95,
+        None,
         "Share that an outer step keeps of what was not sent yet, SparseLoCo's beta (sparseloco only).",
         on_resume="may change",
         minimum=0,
         below=1,
     )
     top_k: int = setting(
-        64,
+        None,
         "Entries that are sent of every chunk of 4096 weights, rounded up to a multiple of 4 (sparseloco only).",
         on_resume="may change",
         minimum=1,
@@ -409,6 +417,12 @@ class TrainConfig:
     sample_prompt: str = setting("", "Text that the merged model continues at the end of the run.", on_resume="free")
     sample_tokens: int = setting(0, "Tokens of that continuation; 0: none is made.", on_resume="free", minimum=0)
     log_replicas: bool = setting(False, "Whether training metrics have the loss of each replica.", on_resume="free")
+
+    def __post_init__(self) -> None:
+        """Fill the method's own fields that are not given from its defaults."""
+        defaults = METHODS[self.method].defaults if self.method in METHODS else {}
+        own = {name: value for name, value in defaults.items() if getattr(self.outer, name) is None}
+        object.__setattr__(self, "outer", replace(self.outer, **own))
 
     @property
     def tokens_per_step(self) -> int:

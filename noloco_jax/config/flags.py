@@ -1,6 +1,8 @@
 """The command line: `--config=FILE[:ARGUMENT]`, `--config.FIELD=VALUE` for every field, and a tool's own flags.
 
-A config file sets the fields that it cares about, flags set any field over it, and the dataclasses supply the rest.
+A config file sets the fields that it cares about, flags set any field over it, and the dataclasses supply the rest,
+with the method's own values for the fields of `outer` that methods disagree on. `--config.method` with another method
+than the file's leaves out what the file sets of these, as it was chosen for the file's method.
 """
 
 import argparse
@@ -20,28 +22,36 @@ from noloco_jax.config.config_file import read_config_file
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.schema import FieldInfo, shown
 from noloco_jax.errors import UserError
+from noloco_jax.methods import METHOD_FIELDS, defaults_of
 
 _OVERRIDE = re.compile(r"--?(?P<no>no)?config\.(?P<path>[^=]+)(=(?P<text>.*))?", re.DOTALL)
 _BOOLS = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 
 
 def load_config(file: str, overrides: Sequence[str] = ()) -> ConfigDict:
-    """What `file` sets, with `overrides` (`--config.FIELD=VALUE`) over it; `from_dict` checks and completes it.
+    """Return what `file` sets with `overrides` (`--config.FIELD=VALUE`) over it; `from_dict` checks and completes it.
 
-    References between the file's fields (`config.get_ref`) follow the overrides. See `read_config_file` for `file`.
+    References between the file's fields (`config.get_ref`) follow the overrides. Where these name another method than
+    the file's, the file's values of `METHOD_FIELDS` are left out. See `read_config_file` for `file`.
     """
-    config = read_config_file(file)
-    for override in overrides:
-        _assign(config, *_parse_override(override))
-    return config
+    return _with_overrides(read_config_file(file), overrides)
 
 
 def overridden(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:
-    """The checked configuration with `overrides` (`--config.FIELD=VALUE`) over it."""
-    values = ConfigDict(to_dict(config))
-    for override in overrides:
-        _assign(values, *_parse_override(override))
-    return from_dict(values)
+    """Return the checked configuration with `overrides` over it, as those of `load_config` over a file."""
+    return from_dict(_with_overrides(ConfigDict(to_dict(config)), overrides))
+
+
+def _with_overrides(config: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
+    parsed = [_parse_override(override) for override in overrides]
+    given, before, outer = dict(parsed), config.get("method", TrainConfig.method), config.get("outer")
+    if given.get("method", before) != before and isinstance(outer, ConfigDict):
+        for name in METHOD_FIELDS:
+            if name in outer and f"outer.{name}" not in given:
+                del outer[name]  # chosen for the method before
+    for path, value in parsed:
+        _assign(config, path, value)
+    return config
 
 
 def _assign(config: ConfigDict, path: str, value: Any) -> None:
@@ -172,8 +182,16 @@ def _fields_help() -> str:
     lines = ["config fields, each set by --config.FIELD=VALUE, and their defaults where the file gives no value:"]
     for path, field in known_fields().items():
         values = ", ".join(filter(None, (field.type_name, str(field.allowed))))
-        default = "" if field.default is dataclasses.MISSING else f" (default {field.default!r})"
+        default = "" if field.default is dataclasses.MISSING else f" (default {_default_of(path, field)})"
         resume = ", must match on resume" if field.on_resume == "must match" else ""
         lines.append(f"  {path}  {values}{default}{resume}")
         lines.append(textwrap.indent(textwrap.fill(field.meaning, 100), " " * 6))
     return "\n".join(lines)
+
+
+def _default_of(path: str, field: FieldInfo) -> str:
+    """Return a field's default, or that of each method where these disagree."""
+    values = defaults_of(path.removeprefix("outer.")) if path.startswith("outer.") else {}
+    if len(set(values.values())) <= 1:
+        return repr(next(iter(values.values()), field.default))
+    return ", ".join(f"{value!r} with {method}" for method, value in values.items())

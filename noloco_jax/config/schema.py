@@ -134,6 +134,7 @@ def fields_of(cls: type) -> Mapping[str, FieldInfo]:
         by_name = typing.get_origin(kind) is Entries
         if by_name:
             (kind,) = typing.get_args(kind)
+        optional = optional or entry.default is None  # also where None does not outlive the configuration's building
         infos[entry.name] = FieldInfo(kind, optional, entry.default, **entry.metadata, by_name=by_name)
     return types.MappingProxyType(infos)
 

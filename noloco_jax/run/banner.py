@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from noloco_jax.config import DataConfig, TrainConfig, unused_settings
+from noloco_jax.config import DataConfig, TrainConfig, default_settings, unused_settings
 from noloco_jax.formatting import format_bytes, format_count, format_memory, format_si
 from noloco_jax.methods import method_of
 from noloco_jax.model.llama import num_params
@@ -26,7 +26,7 @@ def banner_rows(config: TrainConfig, programs: Programs, messages: Messages) -> 
         ("versions", _versions()),
         ("devices", _devices(programs)),
         ("mode", _mode(config, programs)),
-        ("method", "\n".join([method_of(config).describe(config), *_without_effect(config)])),
+        ("method", "\n".join([method_of(config).describe(config), *_of_defaults(config), *_without_effect(config)])),
         ("parameters", _parameters(config)),
         ("batch", _batch(config)),
         *([("data", _mixture(config.data))] if config.data.kind == "mixture" else []),
@@ -54,6 +54,12 @@ def _mode(config: TrainConfig, programs: Programs) -> str:
         return f"virtual: {config.num_replicas} replicas on one device"
     axes = " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1)
     return f"mesh {axes}" + (f", {slots} replicas on each" if slots > 1 else "")
+
+
+def _of_defaults(config: TrainConfig) -> list[str]:
+    """Return a line on the fields that are as the method has them by default, if there are any."""
+    settings = default_settings(config)
+    return [f"at {config.method}'s defaults: {', '.join(settings)}"] if settings else []
 
 
 def _without_effect(config: TrainConfig) -> list[str]:
@@ -118,6 +124,7 @@ def show_results(console: Console, workdir: Path, values: dict[str, Any], sample
     """Prints the last evaluation and the sample, and draws the curves."""
     results_table(values, console)
     if sample is not None:
-        console.print("the merged model writes:", style="bold")
+        writer = f"island {values['island']}" if "island" in values else "the merged model"
+        console.print(f"{writer} writes:", style="bold")
         console.print(sample)
     console.print(f"curves: {plot_curves(workdir)}")

@@ -44,14 +44,24 @@ def banner(rows: Sequence[tuple[str, object]], console: Console | None = None) -
 
 
 def results_table(values: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints an evaluation: the perplexity of each replica, their mean, the merged model's, and the replica spread.
+    """Print an evaluation: the perplexity of each replica, their mean, the merged model's, and the replica spread.
 
-    `values` has `perplexity_replicas` (a list), `perplexity`, `perplexity_merged` and `replica_spread`, as in
-    metrics.jsonl.
+    Args:
+      values: as `evaluate` returns them and metrics.jsonl has them; of an island, which has one replica, `island`, its
+        name, and `perplexity` alone.
+      console: where to print.
     """
-    replicas = values["perplexity_replicas"]
     table = Table("model", title="validation", title_justify="left", title_style="bold")
     table.add_column("perplexity", justify="right")
+    if "island" in values:
+        table.add_row(f"island {values['island']}", format_perplexity(values["perplexity"]))
+    else:
+        _add_replicas(table, values)
+    (console or make_console()).print(table)
+
+
+def _add_replicas(table: Table, values: Mapping[str, Any]) -> None:
+    replicas = values["perplexity_replicas"]
     if len(replicas) <= _MANY:
         for index, perplexity in enumerate(replicas):
             table.add_row(f"replica {index}", format_perplexity(perplexity))
@@ -63,7 +73,6 @@ def results_table(values: Mapping[str, Any], console: Console | None = None) -> 
     table.add_row("merged model", format_perplexity(values["perplexity_merged"]), style="bold")
     table.add_section()
     table.add_row("replica spread", format_spread(values["replica_spread"]))
-    (console or make_console()).print(table)
 
 
 def _groups(groups: Sequence[Sequence[int]]) -> str:
@@ -140,10 +149,13 @@ class Progress:
 
     def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
         """An evaluation is done; `values` as for `results_table`."""
+        text = f"{self._where(step)}  perplexity {format_perplexity(values['perplexity'])}"
+        if "island" in values:
+            self.note(f"{text} of island {values['island']}")
+            return
         replicas = sorted(values["perplexity_replicas"], key=or_infinity)
         self.note(
-            f"{self._where(step)}  perplexity {format_perplexity(values['perplexity'])} "
-            f"(replicas {format_perplexity(replicas[0])} to {format_perplexity(replicas[-1])}), "
+            f"{text} (replicas {format_perplexity(replicas[0])} to {format_perplexity(replicas[-1])}), "
             f"merged {format_perplexity(values['perplexity_merged'])}, spread {format_spread(values['replica_spread'])}"
         )
 

@@ -12,6 +12,7 @@ from noloco_jax.run.metrics import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 CURVES_FILE = "curves.png"
 
@@ -24,12 +25,13 @@ def plot_curves(workdir: str | os.PathLike[str]) -> Path:
     """Draws WORKDIR/curves.png from WORKDIR/metrics.jsonl and returns its path.
 
     Three panels over the inner step: the training loss and its running mean; the validation perplexity of each replica,
-    their mean and the merged model; the replica spread on a logarithmic axis with the outer steps counted, and marked
-    where each has a line of its own.
+    their mean and the merged model; the replica spread on a logarithmic axis. The outer steps are counted, and marked
+    where each has a line of its own. An island, which has one replica, has its own perplexity and no third panel.
     """
     metrics = read_metrics(workdir)
     train = [entry for entry in metrics if entry["kind"] == "train" and "loss" in entry]
     evals = [entry for entry in metrics if entry["kind"] == "eval"]
+    evals = [entry for entry in evals if ("island" in entry) == ("island" in evals[-1])]  # a run may become an island
     if not train and not evals:
         raise UserError(f"{workdir} has no training steps or evaluations to draw yet: train some more")
 
@@ -38,17 +40,29 @@ def plot_curves(workdir: str | os.PathLike[str]) -> Path:
 
     figure = Figure(figsize=(9, 9.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    loss, perplexity, spread = figure.subplots(3, 1, sharex=True, height_ratios=(1.1, 1.1, 0.9))
-    for axes in (loss, perplexity, spread):
+    draw_on(figure, train, evals, *outer_steps(metrics))
+    return write_picture(Path(workdir) / CURVES_FILE, figure)
+
+
+def draw_on(
+    figure: "Figure", train: list[dict[str, Any]], evals: list[dict[str, Any]], count: int, marked: list[int]
+) -> None:
+    """Draw the panels of `plot_curves`; the last two arguments are as `outer_steps` returns them."""
+    is_island = bool(evals) and "island" in evals[-1]
+    heights = (1.1, 1.1) if is_island else (1.1, 1.1, 0.9)
+    panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    for axes in panels:
         axes.grid(True, color="#e6e8ec", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    _draw_loss(loss, train)
-    _draw_perplexity(perplexity, evals)
-    _draw_spread(spread, evals, *outer_steps(metrics))
-    spread.set_xlabel("inner step")
-
-    return write_picture(Path(workdir) / CURVES_FILE, figure)
+    _draw_loss(panels[0], train)
+    (_draw_own_perplexity if is_island else _draw_perplexity)(panels[1], evals)
+    if not is_island:
+        _draw_spread(panels[2], evals)
+    _draw_outer_steps(panels[-1], count, marked)
+    if panels[-1].get_legend_handles_labels()[0]:
+        panels[-1].legend(**_LEGEND)
+    panels[-1].set_xlabel("inner step")
 
 
 def outer_steps(metrics: list[dict[str, Any]]) -> tuple[int, list[int]]:
@@ -101,20 +115,38 @@ def _draw_perplexity(axes: "Axes", evals: list[dict[str, Any]]) -> None:
     if not len(steps):
         return
     means = _drawn(means)
-    marker = "o" if len(steps) <= 30 else ""
+    marker = _marker(steps)
     for index, replica in enumerate(_replicas(evals)):
         axes.plot(steps, _drawn(replica), color=_RAW, linewidth=1, label="each replica" if index == 0 else None)
     axes.plot(steps, means, color=_MAIN, linewidth=2, marker=marker, markersize=4, label="mean of the replicas")
     merged = _drawn(_column(evals, "perplexity_merged")[1])
     axes.plot(steps, merged, color=_MERGED, linewidth=2, marker=marker, markersize=4, label="merged model")
-    for value, other, color in ((means[-1], merged[-1], _MAIN), (merged[-1], means[-1], _MERGED)):
-        if np.isfinite(value):
-            aside = (6, 5 if value > other else -5)  # apart, where the two lines end close together
-            axes.annotate(
-                f"{value:.2f}", (steps[-1], value), aside, textcoords="offset points", color=color, va="center"
-            )
+    for values, others, color in ((means, merged, _MAIN), (merged, means, _MERGED)):
+        up = 5 if values[-1] > others[-1] else -5  # apart, where the two lines end close together
+        _annotate(axes, steps, values, up, color)
     axes.legend(**_LEGEND)
     _label_plainly(axes)
+
+
+def _draw_own_perplexity(axes: "Axes", evals: list[dict[str, Any]]) -> None:
+    axes.set_ylabel("validation perplexity")
+    axes.set_yscale("log")
+    steps, perplexities = _column(evals, "perplexity")
+    perplexities, label = _drawn(perplexities), f"island {evals[-1]['island']}"
+    axes.plot(steps, perplexities, color=_MAIN, linewidth=2, marker=_marker(steps), markersize=4, label=label)
+    _annotate(axes, steps, perplexities, 0, _MAIN)
+    _label_plainly(axes)
+
+
+def _marker(steps: np.ndarray) -> str:
+    return "o" if len(steps) <= 30 else ""
+
+
+def _annotate(axes: "Axes", steps: np.ndarray, perplexities: np.ndarray, up: float, color: str) -> None:
+    """Write the last perplexity beside the end of its line, so many points above it."""
+    if np.isfinite(perplexities[-1]):
+        text, end = f"{perplexities[-1]:.2f}", (steps[-1], perplexities[-1])
+        axes.annotate(text, end, (6, up), textcoords="offset points", color=color, va="center")
 
 
 def _drawn(perplexities: np.ndarray) -> np.ndarray:
@@ -140,13 +172,17 @@ def _label_plainly(axes: "Axes") -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _draw_spread(axes: "Axes", evals: list[dict[str, Any]], count: int, marked: list[int]) -> None:
+def _draw_spread(axes: "Axes", evals: list[dict[str, Any]]) -> None:
     axes.set_ylabel("replica spread")
     axes.set_yscale("log")
     steps, spreads = _column(evals, "replica_spread")
     spreads = np.where(spreads > 0, spreads, np.nan)  # replicas start out equal, and ddp keeps them so
     if np.isfinite(spreads).any():
         axes.plot(steps, spreads, color=_SPREAD, linewidth=2, marker="o", markersize=4, label="spread at evaluations")
+
+
+def _draw_outer_steps(axes: "Axes", count: int, marked: list[int]) -> None:
+    """Count the outer steps in the legend, and mark them at the lower edge."""
     if count:
         axes.plot(
             marked,
@@ -161,5 +197,3 @@ def _draw_spread(axes: "Axes", evals: list[dict[str, Any]], count: int, marked: 
         if len(marked) <= 60:
             for step in marked:
                 axes.axvline(step, color=_OUTER, linewidth=0.6, alpha=0.35)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(**_LEGEND)

@@ -1,4 +1,4 @@
-"""Validation: perplexity of every replica and of the merged model, and the replica spread."""
+"""Validation: perplexity of every replica and of the merged model, and the replica spread; of an island, its own."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,9 +26,7 @@ def evaluate(programs: Programs, params: PyTree, batches: Sequence[HostBatch]) -
       `perplexity`: exp of the token loss averaged over the replicas; `perplexity_replicas`: each replica's;
       `perplexity_merged`: that of the plain mean of their weights; `replica_spread`: sqrt(Σ|mean − θ_i|²/(numel · N)).
     """
-    num_replicas = programs.batch["input_ids"].shape[0]
-    replica_losses = _losses(programs, params, [[batch] * num_replicas for batch in batches])
-    losses = replica_losses[0] / replica_losses[1]
+    losses, num_replicas = _replica_losses(programs, params, batches), programs.batch["input_ids"].shape[0]
     # The merged model is the same on every replica, so each evaluates other batches.
     nothing = batches[0] | {"labels": np.full_like(batches[0]["labels"], IGNORED_LABEL)}
     rounds = [batches[start : start + num_replicas] for start in range(0, len(batches), num_replicas)]
@@ -43,6 +41,20 @@ def evaluate(programs: Programs, params: PyTree, batches: Sequence[HostBatch]) -
         "perplexity_merged": float(merged),
         "replica_spread": float(programs.spread(params)),
     }
+
+
+def own_perplexity(programs: Programs, params: PyTree, batches: Sequence[HostBatch]) -> float:
+    """Return exp of the token loss of a run's only replica; the arguments are those of `evaluate`. Blocks."""
+    (loss,) = _replica_losses(programs, params, batches)
+    with np.errstate(over="ignore"):
+        return float(np.exp(loss))
+
+
+def _replica_losses(programs: Programs, params: PyTree, batches: Sequence[HostBatch]) -> np.ndarray:
+    """Mean token loss of every replica on the same batches: float64 (N,)."""
+    num_replicas = programs.batch["input_ids"].shape[0]
+    sums, tokens = _losses(programs, params, [[batch] * num_replicas for batch in batches])
+    return sums / tokens
 
 
 def _losses(programs: Programs, params: PyTree, rounds: Sequence[Sequence[HostBatch]]) -> np.ndarray:

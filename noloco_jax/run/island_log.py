@@ -24,6 +24,7 @@ class IslandLog:
       name: of the island.
 
     Attributes:
+      name: of the island.
       one_sided: exchanges so far, of all of the island's processes, of which the partner alone may have applied its
         half.
     """
@@ -31,7 +32,7 @@ class IslandLog:
     def __init__(self, workdir: Path, name: str):
         workdir.mkdir(parents=True, exist_ok=True)
         self._path = workdir / LOG_FILE
-        self._name = name
+        self.name = name
         self._gave_way = 0.0  # up to the last round
         if self._path.exists():  # the process before this one may have been killed in the middle of a line
             content = self._path.read_bytes()
@@ -43,7 +44,7 @@ class IslandLog:
 
     def start(self, step: int, seconds: float) -> None:
         """A process of the island begins to train, after inner step `step`, which took the run so many seconds."""
-        event = self._write("start", name=self._name, step=step, seconds=seconds)
+        event = self._write("start", name=self.name, step=step, seconds=seconds)
         self._first = self._first or event
 
     def goodput(self, seconds: float) -> float:

@@ -22,7 +22,7 @@ from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.steps import weight_specs
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.evaluate import evaluate
+from noloco_jax.run.evaluate import own_perplexity
 from noloco_jax.run.island import ISLAND_FILE
 from noloco_jax.run.island_folders import configs_of_islands
 from noloco_jax.spmd.mesh import make_mesh
@@ -206,7 +206,7 @@ def perplexity_of(config: TrainConfig, params: PyTree, tokenizer: Tokenizer | No
     )
     programs = build_programs(alone, make_mesh(alone, jax.devices()[:1]))
     placed = jax.device_put(jax.tree.map(lambda x: x[None], params), shardings_of(programs.state.params))
-    return evaluate(programs, placed, batches)["perplexity"]
+    return own_perplexity(programs, placed, batches)
 
 
 def _read(workdir: Path, config: TrainConfig) -> Part:

@@ -17,7 +17,7 @@ from noloco_jax.meetings import Meetings
 from noloco_jax.methods import meetings_of, method_of
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress
-from noloco_jax.run.evaluate import evaluate
+from noloco_jax.run.evaluate import evaluate, own_perplexity
 from noloco_jax.run.exchanges import LAST_SECONDS, exchange_figures, exchange_line
 from noloco_jax.run.flops import mfu, model_flops_per_token
 from noloco_jax.run.messages import Messages, may_send_in_inner_steps, shares_moments
@@ -271,7 +271,11 @@ def _save(run: Run, state: TrainState, step: int, log: "_StepLog") -> TrainState
 
 
 def _evaluate(run: Run, state: TrainState, step: int, log: "_StepLog") -> dict[str, Any]:
-    evaluation = evaluate(run.programs, state.params, run.validation)
+    if run.island_log is None:
+        evaluation = evaluate(run.programs, state.params, run.validation)
+    else:
+        perplexity = own_perplexity(run.programs, state.params, run.validation)
+        evaluation = {"island": run.island_log.name, "perplexity": perplexity}  # it has no other replica to merge with
     if jax.process_index() == 0:
         totals = log.totals
         run.metrics.write(step, "eval", **evaluation, tokens=totals.tokens, seconds=totals.seconds, time=wall_clock())

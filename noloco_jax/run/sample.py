@@ -60,7 +60,9 @@ def sample_text(config: TrainConfig, tokenizer: Tokenizer, params: PyTree) -> st
 
 
 def sample_of_run(config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs, params: PyTree) -> str | None:
-    """What the merged model of a run writes, on the first process; the others only bring their parts of it.
+    """Return what the merged model of a run writes, on the first process; the others only bring their parts of it.
+
+    The one replica of an island is its own.
 
     Args:
       config: the run.
@@ -75,5 +77,6 @@ def sample_of_run(config: TrainConfig, tokenizer: Tokenizer | None, programs: Pr
         lambda params: resize_vocabulary(jax.tree.map(lambda x: x[0], params), config.model.vocab_size),
         out_shardings=everywhere,
     )
-    merged = jax.tree.map(lambda x: x.addressable_data(0), first(programs.merge(params)))
+    merged = params if config.num_replicas == 1 else programs.merge(params)
+    merged = jax.tree.map(lambda x: x.addressable_data(0), first(merged))
     return sample_text(config, tokenizer, merged) if jax.process_index() == 0 else None

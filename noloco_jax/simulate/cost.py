@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from noloco_jax.config import OuterConfig, TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.meetings import Meetings
+from noloco_jax.methods import defaults_of
 from noloco_jax.simulate.blocking import waiting_per_step
 from noloco_jax.wires import FLOAT_BYTES, MODULO_BITS, WIRES, block_bytes, block_of, goes_by_shares
 
@@ -49,11 +50,11 @@ class Setting:
     latency: float = 0.04
     step_time: float = 1.0
     replicas: int = 16
-    sync_every: int = OuterConfig.sync_every
-    group_size: int = OuterConfig.group_size
+    sync_every: int = defaults_of("sync_every")["noloco"]
+    group_size: int = defaults_of("group_size")["noloco"]
     steps: int = TrainConfig.num_steps
     fragments: int = OuterConfig.fragments
-    wire: str = OuterConfig.wire
+    wire: str = defaults_of("wire")["noloco"]
     delay: int = OuterConfig.delay
     all_reduce: str = "halving"
     step_spread: float = 0.0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from noloco_jax.config import OuterConfig
+from noloco_jax.methods import METHODS
 from noloco_jax.outer.pairing import consensus_limit
 from noloco_jax.simulate import blocking, latency, pictures, quadratic, theory
 from noloco_jax.simulate.table import markdown_table
@@ -74,7 +74,8 @@ def theory_section(seed: int, out: Path | None) -> str:
 
 
 # The defaults of a training run, the consensus strength being the learning rate.
-_OUTER = theory.Outer(OuterConfig.momentum, OuterConfig.lr, OuterConfig.lr, OuterConfig.group_size)
+_NOLOCO = METHODS["noloco"].defaults
+_OUTER = theory.Outer(_NOLOCO["momentum"], _NOLOCO["lr"], _NOLOCO["lr"], _NOLOCO["group_size"])
 
 
 def _loss(inner_lr: float) -> theory.Quadratic:

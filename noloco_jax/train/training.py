@@ -294,7 +294,7 @@ def _open_streams(
 
 def _compile(config: TrainConfig, programs: Programs, console: Console, *, alone: bool, is_new: bool) -> Programs:
     started = time.perf_counter()
-    needed = [name for name in PROGRAMS if not (alone and name == "outer_step")]
+    needed = [name for name in PROGRAMS if not (alone and name in ("outer_step", "merge", "spread"))]
     programs = compile_programs(config, programs, only=[*needed, FIRST_WEIGHTS] if is_new else needed)
     console.print(f"compiled in {time.perf_counter() - started:.1f} s; {compiled_memory(programs)}")
     return programs

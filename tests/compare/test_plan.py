@@ -30,9 +30,16 @@ def test_diloco_has_the_papers_settings_beside_nolocos(config_file):
     runs = plan_of(config_file)
     noloco, diloco = only(runs, "noloco").config.outer, only(runs, "diloco").config.outer
     assert (noloco.lr, noloco.momentum, noloco.sync_every) == (0.6, 0.4, 4)
-    assert (diloco.lr, diloco.momentum, diloco.sync_every) == (0.7, 0.3, 8)
+    assert (diloco.lr, diloco.momentum, diloco.sync_every, diloco.nesterov) == (0.7, 0.3, 8, False)
     paper = runpy.run_path(str(ROOT / "configs/paper.py"))["OUTER"]
     assert paper["diloco"] == (diloco.lr, diloco.momentum, paper["noloco"][2] * diloco.sync_every // noloco.sync_every)
+
+
+def test_methods_without_a_baseline_have_their_own_settings_and_meet_as_often_as_noloco(config_file):
+    runs = plan_of(config_file, "--config.outer.lr=0.8", methods=["noloco", "epidemic", "sparseloco"])
+    noloco, epidemic, sparseloco = (run.config.outer for run in runs.runs)
+    assert (noloco.lr, noloco.sync_every, epidemic.sync_every, sparseloco.sync_every) == (0.8, 4, 4, 4)
+    assert (sparseloco.lr, sparseloco.top_k, epidemic.order) == (1.0, 64, "passes")
 
 
 def test_set_changes_one_method_over_all_else(config_file):

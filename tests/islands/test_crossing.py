@@ -46,6 +46,8 @@ def train_islands(config: Path, roster: Path, folder: Path) -> list[Path]:
     ]
     results = finish(processes)
     assert [status for status, _ in results] == [0, 0], report(results)
+    for name, (_, output) in zip(NAMES, results, strict=True):
+        (folder / f"{name}.log").write_text(output)
     return [folder / name for name in NAMES]
 
 
@@ -88,6 +90,20 @@ def test_from_one_program_to_islands_and_back_the_weights_are_those_of_one_progr
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=2e-5, err_msg=name)
     perplexity = metrics(crossed.whole)[-1]["perplexity"]
     assert metrics(together)[-1]["perplexity"] == pytest.approx(perplexity, rel=1e-4)
+
+
+def test_an_islands_evaluation_is_its_own_under_its_own_name_and_tells_of_no_merged_model_or_spread(crossed):
+    for name, folder in zip(NAMES, crossed.islands, strict=True):
+        *_, line = [line for line in metrics(folder) if line["kind"] == "eval"]
+        figures = line.keys() - {"step", "kind", "tokens", "seconds", "time"}
+        assert (figures, line["island"]) == ({"island", "perplexity"}, name)
+        tags = {tag for _, tag, _ in shown(folder) if tag.startswith("eval/")}
+        assert tags == {"eval/perplexity", "eval/tokens", "eval/seconds"}
+        said = (folder.parent / f"{name}.log").read_text()
+        assert f"perplexity {line['perplexity']:.3f} of island {name}\n" in said
+        assert f"│ island {name}" in said
+        for word in ("replica 0", "replicas", "merged", "spread"):
+            assert word not in said[said.index(" of island ") :], word
 
 
 def test_metrics_and_tensorboard_tell_of_every_exchange(crossed):

@@ -155,6 +155,16 @@ def test_the_results_table_has_each_replica_their_mean_the_merged_model_and_the_
         assert row in rows(console)
 
 
+def test_an_island_has_its_own_perplexity_under_its_own_name_and_no_other_row():
+    console = plain_console()
+    values = {"island": "paris", "perplexity": 5.4}
+    results_table(values, console)
+    assert [row for row in rows(console) if re.search(r"\d", row)] == ["island paris 5.400"]
+    console = plain_console()
+    Progress(8, console=console).evaluation(4, values)
+    assert shown(console) == "step 4/8  perplexity 5.400 of island paris\n"
+
+
 def test_the_results_table_of_many_replicas_shows_the_best_and_the_worst():
     console = plain_console()
     results_table(VALUES | {"perplexity_replicas": [5.0 + i for i in range(64)]}, console)

@@ -1,12 +1,14 @@
 """The picture of a run."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from noloco_jax.errors import UserError
-from noloco_jax.run.curves import outer_steps, plot_curves, running_mean
+from noloco_jax.run.curves import draw_on, outer_steps, plot_curves, running_mean
 from noloco_jax.run.metrics import MetricWriter, read_metrics
 
 
@@ -58,6 +60,39 @@ def test_a_run_that_went_on_with_fewer_replicas_gives_a_picture(tmp_path):
         writer.write(
             step, "eval", perplexity=5.0, perplexity_replicas=replicas, perplexity_merged=4.0, replica_spread=1e-3
         )
+    writer.close()
+    assert is_picture(plot_curves(tmp_path))
+
+
+def drawn(metrics: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """The lines of each panel of a picture, by the panel's label."""
+    figure = Figure()
+    evals = [entry for entry in metrics if entry["kind"] == "eval"]
+    draw_on(figure, [entry for entry in metrics if entry["kind"] == "train"], evals, *outer_steps(metrics))
+    return {axes.get_ylabel(): axes.get_legend_handles_labels()[1] for axes in figure.axes}
+
+
+def test_the_picture_of_an_island_has_its_own_perplexity_and_neither_merged_model_nor_spread(tmp_path):
+    lines = [line for line in read_metrics(run(tmp_path, steps=20)) if line["kind"] == "train"]
+    lines += [{"step": 10, "kind": "eval", "island": "paris", "perplexity": 5.0}]
+    panels = drawn(lines)
+    assert list(panels) == ["training loss", "validation perplexity"]
+    assert panels["validation perplexity"] == ["island paris", "5 outer steps"]
+
+
+def test_the_picture_of_all_replicas_has_the_merged_model_and_the_spread(tmp_path):
+    panels = drawn(read_metrics(run(tmp_path, steps=20)))
+    assert panels["validation perplexity"] == ["each replica", "mean of the replicas", "merged model"]
+    assert panels["replica spread"] == ["spread at evaluations", "5 outer steps"]
+
+
+@pytest.mark.parametrize("is_island_first", [True, False])
+def test_a_run_that_became_islands_or_one_program_again_gives_a_picture_of_the_latter(tmp_path, is_island_first):
+    writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
+    whole = {"perplexity": 5.0, "perplexity_replicas": [5.0] * 2, "perplexity_merged": 4.0, "replica_spread": 1e-3}
+    island = {"island": "paris", "perplexity": 5.0}
+    for step, values in enumerate((island, whole) if is_island_first else (whole, island), start=1):
+        writer.write(step, "eval", **values)
     writer.close()
     assert is_picture(plot_curves(tmp_path))
 

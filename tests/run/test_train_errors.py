@@ -131,6 +131,14 @@ def test_a_dry_run_writes_nothing(config, tmp_path):
     assert not (tmp_path / "workdir").exists()
 
 
+def test_the_banner_names_what_is_as_the_method_has_it_by_default(config, tmp_path, capsys):
+    flags = ["--config.method=diloco", "--config.outer.lr=0.6", "--config.outer.sync_every=3"]
+    assert train_here(config, tmp_path / "workdir", *flags, dry_run=True) == 0
+    banner = capsys.readouterr().out
+    assert "all average every 3 steps (Nesterov, alpha 0.9, beta 0.6)\n" in banner
+    assert "at diloco's defaults: momentum=0.9, nesterov=True\n" in banner
+
+
 def test_a_sample_that_would_begin_with_no_token_is_refused(config, tmp_path):
     line = refusal(config, tmp_path, "--config.sample_tokens=5", "--config.data.add_bos=False")
     assert "sample_prompt='' is no token" in line

@@ -47,7 +47,8 @@ def test_a_runs_outer_steps_are_those_of_the_equations_with_the_groups_that_it_l
 
     monkeypatch.setattr(trainer, "compile_programs", compile_and_watch)
     monkeypatch.setattr(Progress, "outer", lambda self, step, count, round, *rest: logged.append((round, rest[0])))
-    run = from_dict(load_config(str(config), [f"--config.method={method}"]))
+    flags = ["--config.outer.momentum=0.5", "--config.outer.sync_every=4", "--config.outer.nesterov=False"]
+    run = from_dict(load_config(str(config), [f"--config.method={method}", *flags]))
     assert trainer.train(run, tmp_path / "run") == 0
 
     assert [round for round, _ in logged] == list(range(6))

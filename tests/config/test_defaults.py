@@ -1,0 +1,185 @@
+"""The defaults of a method: where its numbers come from when a configuration gives none of its own."""
+
+import dataclasses
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+
+import noloco_jax as nj
+from noloco_jax.config import (
+    OuterConfig,
+    TrainConfig,
+    changes,
+    default_settings,
+    from_dict,
+    load_config,
+    overridden,
+    save_config,
+    to_dict,
+    unused_settings,
+)
+from noloco_jax.errors import UserError
+from noloco_jax.methods import METHOD_FIELDS, METHODS, defaults_of
+from support.paths import CONFIGS
+
+# Written down from the papers and from what the four transforms took before there was a table.
+OWN = {
+    "noloco": {
+        **{"lr": 0.7, "momentum": 0.5, "momentum_of": "steps", "consensus": None, "sync_every": 50},
+        **{"group_size": 2, "order": "passes", "wire": "float32"},
+    },
+    "diloco": {"lr": 0.7, "momentum": 0.9, "sync_every": 100, "nesterov": True},
+    "epidemic": {"sync_every": 1, "order": "passes", "wire": "float32", "neighbours": None},
+    "sparseloco": {"lr": 1.0, "sync_every": 30, "error_decay": 0.95, "top_k": 64},
+    "ddp": {},
+    "local": {},
+}
+NOTHING = dict.fromkeys(METHOD_FIELDS)
+# As the outer fields were called in a record of a run before each method had its own.
+BEFORE = {
+    **{"lr": 0.7, "momentum": 0.5, "momentum_of": "steps", "consensus": None, "sync_every": 50, "group_size": 2},
+    **{"order": "passes", "nesterov": False, "wire": "float32", "neighbours": None, "error_decay": 0.95, "top_k": 64},
+}
+
+
+def own_fields(config: TrainConfig) -> dict:
+    return {name: getattr(config.outer, name) for name in METHOD_FIELDS}
+
+
+def loaded(name: str, *overrides: str) -> TrainConfig:
+    given = ["--config.data.tokenizer=byte"] if name.startswith("c4_tiny") else []
+    file, _, argument = name.partition(":")
+    return from_dict(load_config(f"{CONFIGS / file}.py{':' if argument else ''}{argument}", [*given, *overrides]))
+
+
+@pytest.mark.parametrize("method", OWN)
+def test_what_is_not_given_is_the_methods_own_and_what_it_has_no_use_for_is_none(method):
+    assert own_fields(from_dict({"method": method})) == own_fields(TrainConfig(method=method)) == NOTHING | OWN[method]
+
+
+def test_the_fields_that_are_none_by_default_are_those_of_the_table():
+    fields = dataclasses.fields(OuterConfig)
+    assert {field.name for field in fields if field.default is None} == set(METHOD_FIELDS) == set(BEFORE)
+
+
+@pytest.mark.parametrize("method", ["noloco", "diloco", "epidemic", "sparseloco"])
+def test_a_transform_has_the_defaults_of_its_row(method):
+    """A method without options is the same whether it is chained in Optax or chosen in a configuration."""
+    parameters = dict(inspect.signature(getattr(nj, method)).parameters)
+    common = {parameters.pop(name).default for name in ("axis_name", "state_dtype") if name in parameters}
+    assert common <= {"replica", OuterConfig.state_dtype}
+    for number in ("fragments", "delay"):
+        if number in parameters:
+            assert parameters.pop(number).default is None
+    row = dict(OWN[method])
+    if method in ("noloco", "epidemic"):  # in their first argument
+        parameters |= inspect.signature(
+            {"noloco": nj.RandomPairing, "epidemic": nj.RandomNeighbours}[method]
+        ).parameters
+        for name in ("num_replicas", "seed", "max_pool", "pairing" if method == "noloco" else "neighbours"):
+            parameters.pop(name)
+    names = {"outer_lr": "lr", "outer_momentum": "momentum", "degree": "neighbours"}
+    assert {names.get(name, name): parameter.default for name, parameter in parameters.items()} == row
+
+
+@pytest.mark.parametrize("file", ["quickstart", "c4_bytes", "c4_tiny", "c4_125m", "c4_125m:best", "reddit_7b"])
+@pytest.mark.parametrize("method", ["diloco", "epidemic", "sparseloco"])
+def test_a_method_that_a_flag_chooses_has_its_own_numbers_whatever_the_file_gave_noloco(file, method):
+    config = loaded(file, f"--config.method={method}")
+    assert own_fields(config) == NOTHING | OWN[method]
+    assert unused_settings(config) == []
+
+
+def test_flags_beside_the_method_count_before_its_defaults():
+    for flags in (
+        ["--config.method=diloco", "--config.outer.momentum=0.3", "--config.outer.sync_every=20"],
+        ["--config.outer.sync_every=20", "--config.outer.momentum=0.3", "--config.method=diloco"],
+    ):
+        outer = loaded("quickstart", *flags).outer
+        assert (outer.lr, outer.momentum, outer.nesterov, outer.sync_every) == (0.7, 0.3, True, 20)
+
+
+def test_naming_the_files_own_method_changes_nothing():
+    assert loaded("quickstart", "--config.method=noloco") == loaded("quickstart")
+    assert loaded("c4_125m:diloco", "--config.method=diloco") == loaded("c4_125m:diloco")
+
+
+def test_a_flag_of_none_is_the_methods_own():
+    assert loaded("quickstart", "--config.outer.sync_every=None").outer.sync_every == 50
+
+
+def test_fields_that_refer_to_one_of_another_method_keep_its_value_and_follow_a_flag(tmp_path):
+    file = tmp_path / "a.py"
+    file.write_text(
+        "from ml_collections import ConfigDict\n\ndef get_config():\n"
+        "    config = ConfigDict({'outer': {'sync_every': 10, 'lr': 0.6, 'delay': 3}})\n"
+        "    config.eval_every = config.outer.get_oneway_ref('sync_every') * 5\n    return config\n"
+    )
+    plain, with_flag = (
+        from_dict(load_config(str(file), ["--config.method=diloco", *more]))
+        for more in ([], ["--config.outer.sync_every=20"])
+    )
+    assert (plain.outer.sync_every, plain.outer.lr, plain.outer.delay, plain.eval_every) == (100, 0.7, 3, 50)
+    assert (with_flag.outer.sync_every, with_flag.eval_every) == (20, 100)
+
+
+def test_a_saved_configuration_of_another_method_leaves_its_numbers_behind(tmp_path):
+    saved = save_config(loaded("quickstart"), tmp_path)
+    record = json.loads(Path(saved).read_text())
+    assert (record["outer"]["momentum"], record["outer"]["sync_every"], record["outer"]["nesterov"]) == (0.5, 10, None)
+    for config in (
+        from_dict(load_config(str(saved), ["--config.method=diloco"])),
+        overridden(loaded("quickstart"), ["--config.method=diloco"]),
+    ):
+        assert own_fields(config) == NOTHING | OWN["diloco"]
+    assert from_dict(load_config(str(saved))) == loaded("quickstart")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_record_from_before_the_table_is_the_same_run(method):
+    """Such a record has a value for every field: what the method uses is compared, and nothing else."""
+    now = from_dict({"method": method})
+    values = to_dict(now)
+    before = from_dict(values | {"outer": values["outer"] | BEFORE | OWN[method]})
+    assert changes(before, now) == []
+
+
+def test_the_wire_that_a_method_has_no_use_for_may_be_float32_alone():
+    assert from_dict({"method": "diloco", "outer": {"wire": "float32"}}).outer.wire == "float32"
+    with pytest.raises(UserError, match="wire='int8'"):
+        from_dict({"method": "diloco", "outer": {"wire": "int8"}})
+
+
+PAPER = [f"{data}_{size}" for data in ("c4", "reddit") for size in ("125m", "1b", "7b")]
+BEST = {
+    **{"lr": 1.0, "momentum": 0.3, "momentum_of": "corrections", "consensus": 1.0, "sync_every": 5, "group_size": 2},
+    **{"order": "hypercube", "wire": "modulo4"},
+}
+BASELINE = {"lr": 0.7, "momentum": 0.3, "sync_every": 100, "nesterov": False}
+SHIPPED = {
+    "quickstart": OWN["noloco"] | {"sync_every": 10},
+    "c4_bytes": OWN["noloco"] | {"sync_every": 10},
+    **{file: OWN["noloco"] | {"order": "independent"} for file in ("c4_tiny", *PAPER)},
+    **{f"{file}:diloco": BASELINE for file in ("c4_tiny", *PAPER)},
+    **{f"{file}:best": BEST for file in ("c4_tiny", *PAPER)},
+}
+
+
+@pytest.mark.parametrize("file", SHIPPED)
+def test_a_shipped_file_keeps_the_outer_step_of_its_own_method(file):
+    """The numbers with which the results in the README, and the paper's, were measured."""
+    config = loaded(file)
+    assert {name: getattr(config.outer, name) for name in SHIPPED[file]} == SHIPPED[file]
+
+
+def test_the_values_that_are_the_methods_defaults_are_named():
+    config = loaded("quickstart", "--config.method=diloco", "--config.outer.lr=0.5")
+    assert default_settings(config) == ["momentum=0.9", "nesterov=True", "sync_every=100"]
+    assert default_settings(loaded("quickstart", "--config.method=ddp")) == []
+
+
+def test_a_field_that_methods_disagree_on_has_the_default_of_each():
+    assert defaults_of("sync_every") == {"noloco": 50, "diloco": 100, "epidemic": 1, "sparseloco": 30}
+    assert defaults_of("fragments") == {}
