@@ -24,8 +24,10 @@ def run(config: Path, workdir: Path, log: Path, *arguments: str) -> tuple[list[t
     log.mkdir()
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "support.digested", str(log / str(number)), "noloco_jax.train"]
-            + [f"--config={config}", f"--workdir={workdir}", *arguments],
+            [
+                *(sys.executable, "-m", "support.digested", str(log / str(number)), "noloco_jax.train"),
+                *(f"--config={config}", f"--workdir={workdir}", *arguments),
+            ],
             env=processes.environment(config) | place | {"JAX_PROCESS_ID": str(number)},
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
