@@ -1,6 +1,7 @@
 """Pools and draws: who meets whom, how often, and how strongly consensus may pull."""
 
 import itertools
+import time
 import warnings
 from collections import Counter
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import noloco_jax as nj
-from noloco_jax.outer.pairing import consensus_limit, groups_of_rounds
+from noloco_jax.outer.pairing import components, consensus_limit, groups_of_rounds
 
 
 def pairs_of(round_):
@@ -42,7 +43,7 @@ def test_every_round_is_a_partition_into_full_groups_and_a_remainder(n, group_si
         assert sorted(map(len, round_)) == sorted([group_size] * full + [rest] * (rest > 0))
 
 
-@pytest.mark.parametrize("n", [2, 4, 8, 16])
+@pytest.mark.parametrize("n", [2, 4, 8, 16, 128])
 def test_aligned_blocks_of_a_power_of_two_replicas_meet_as_wholes(n):
     for round_ in nj.RandomPairing(n).pool:
         partner = {i: j for pair in round_ for i, j in (pair, pair[::-1])}
@@ -56,6 +57,45 @@ def test_a_tournament_of_more_rounds_than_the_cap_is_sampled():
     assert len(nj.RandomPairing(64).pool) == 63
     for pool, cap in ((nj.RandomPairing(66).pool, 64), (nj.RandomPairing(8, max_pool=5).pool, 5)):
         assert len(set(pool)) == len(pool) == cap
+
+
+@pytest.mark.parametrize(("n", "most"), [(128, 0.5), (256, 0.66), (1024, 0.69)])
+def test_a_sample_of_the_rounds_of_a_power_of_two_mixes_as_all_of_them(n, most):
+    """E[WᵀW] on the deviations from the mean, under independent draws: all rounds have (1 − 1 / (n − 1)) / 2."""
+    pool = nj.RandomPairing(n).pool
+    mixing = np.zeros((n, n))
+    for round_ in pool:
+        for i, j in round_:
+            mixing[np.ix_([i, j], [i, j])] += 0.5 / len(pool)
+    *kept, whole = np.linalg.eigvalsh(mixing)
+    assert whole == pytest.approx(1)
+    assert np.mean(kept) == pytest.approx((1 - 1 / (n - 1)) / 2)
+    assert max(kept) <= most + 1e-9
+
+
+@pytest.mark.parametrize(("n", "max_pool"), [(128, 64), (1024, 64), (8, 5), (8, 3), (16, 4)])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_pass_of_a_sample_brings_a_power_of_two_replicas_to_their_exact_mean(n, max_pool, seed):
+    pairing = nj.RandomPairing(n, seed=seed, max_pool=max_pool)
+    assert len(set(pairing.pool)) == len(pairing.pool) == max_pool
+    values = n * np.random.default_rng(seed).integers(0, 1000, n)
+    mean = values.sum() / n
+    for round_ in groups_of_rounds(pairing, max_pool):
+        pairs = np.array(round_)
+        values[pairs] = values[pairs].sum(1, keepdims=True) / 2
+    np.testing.assert_array_equal(values, mean)
+
+
+def test_samples_of_different_seeds_differ():
+    assert len({frozenset(nj.RandomPairing(128, seed=seed).pool) for seed in range(5)}) == 5
+
+
+def test_replicas_that_ever_meet_are_listed_together_and_quickly_for_many():
+    rounds = [[[0, 3], [1, 4, 5], [2], [6, 7]], [[7, 2], [0], [1], [3], [4], [5], [6]]]
+    assert components(nj.ExplicitPairing(rounds)) == [[0, 3], [1, 4, 5], [2, 6, 7]]
+    pairing, start = nj.RandomPairing(1024, order="independent"), time.process_time()
+    assert components(pairing) == [list(range(1024))]
+    assert time.process_time() - start < 1
 
 
 def test_independent_draws_are_uniform_over_the_pool_and_independent_of_the_draw_before():
