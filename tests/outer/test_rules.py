@@ -157,6 +157,17 @@ def test_weights_do_not_freeze_under_a_bfloat16_state_whichever_form_takes_the_s
     assert rounded == pytest.approx(exact, rel=0.05)
 
 
+def test_a_bfloat16_state_rounds_leaves_of_equal_numbers_apart():
+    """Otherwise the errors of a layer's weights would add up over layers that start alike."""
+    outer = nj.diloco(state_dtype="bfloat16")
+    values = np.broadcast_to(random_tree(0, 1)["matrix"], (2, 3, 4))
+    pushed, params = ({name: x for name in "ab"} for x in (values * 1.001, values))
+    state: Any = jax.vmap(outer.init)(params)
+    _, state = jax.vmap(outer.step, axis_name="replica")(pushed, state)
+    for tree in (state.rule.slow, state.rule.momentum):
+        assert (np.asarray(tree["a"]) != np.asarray(tree["b"])).any()
+
+
 @pytest.mark.parametrize("wire", ["bfloat16", "int4"])
 def test_a_drift_that_a_wire_does_not_hold_comes_through_it(wire):
     """Messages hold γφ, near one: rounding them, rather than their difference, froze weights."""

@@ -5,12 +5,15 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.methods import method_of
+from noloco_jax.outer.fragments import Fragments
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.moments import share_moments
 from noloco_jax.spmd.programs import build_programs
 
 CONFIG = TrainConfig(
@@ -72,6 +75,19 @@ def test_beside_weights_in_windows_moments_travel_in_blocks(wire, moments):
     for in_windows, in_blocks in zip(after[0], after[1], strict=True):
         np.testing.assert_array_equal(in_windows, in_blocks)
     assert any((coded != exact).any() for coded, exact in zip(after[0], after[2], strict=True))
+
+
+def test_a_second_moment_keeps_a_quarter_of_itself_where_a_code_rounds_its_roots_mean_to_zero():
+    params = {"w": np.ones((4, 8), np.float32)}
+    adam = optax.scale_by_adam()
+    inner: Any = jax.tree.map(lambda x: x + np.ones_like(x), adam.init(params))
+
+    def rounds_to_zero(tree: Any, number: Any, movement: Any) -> Any:
+        return jax.tree.map(np.zeros_like, tree)
+
+    after = share_moments(inner, params, jax.numpy.int32(0), Fragments(), rounds_to_zero)
+    np.testing.assert_array_equal(after.mu["w"], 0)
+    np.testing.assert_array_equal(after.nu["w"], inner.nu["w"] / 4)
 
 
 @pytest.mark.parametrize("wire", ["float32", "int8", "int4"])

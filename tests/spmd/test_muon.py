@@ -1,5 +1,6 @@
 """Muon's steps against numpy's, a layer's matrix by itself, wherever the layers lie."""
 
+import dataclasses
 import functools
 from collections import Counter
 from typing import Any
@@ -96,6 +97,16 @@ def test_adam_steps_the_rest_at_a_rate_of_its_own_on_the_same_schedule(three_ste
         params, trained, gradients = params[name], trained[name], [tree[name] for tree in gradients]
     expected = adam_in_numpy(params, gradients, rates * INNER.adam_lr / INNER.lr)
     np.testing.assert_allclose(trained, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_tenth_of_muons_rate_is_adams_where_none_is_given():
+    config = run_config()
+    config = dataclasses.replace(config, inner=dataclasses.replace(INNER, adam_lr=None))
+    optimizer, params, [gradient] = inner_optimizer(config), random_params(config.model), gradients_of(config, 1)
+    updates: PyTree
+    updates, _ = optimizer.update(gradient, optimizer.init(params), params)
+    expected = adam_in_numpy(params["embed"], [gradient["embed"]], learning_rates(config)[:1] / 10)
+    np.testing.assert_allclose(params["embed"] + updates["embed"], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_first_step_is_that_of_optax_contrib():
