@@ -1,5 +1,6 @@
 """When the replicas of a run meet: no jax here, as the configuration asks too."""
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,19 @@ class Meetings:
 
         Raises:
           ValueError: if a number is out of its range.
+          TypeError: if a number of inner steps is traced, and there are fragments or a delay.
         """
-        if fragments == 1 and not delay and getattr(sync_every, "ndim", None) == 0:
-            return cls(((0, sync_every),))  # an array, perhaps traced: a number of optax.inject_hyperparams
-        pieces = ((0, sync_every),) if isinstance(sync_every, int) else tuple((int(a), int(b)) for a, b in sync_every)
+        try:
+            pieces = ((0, operator.index(sync_every)),)
+        except TypeError:
+            if getattr(sync_every, "ndim", None) == 0:  # a traced number of optax.inject_hyperparams
+                if fragments > 1 or delay:
+                    raise TypeError(
+                        "sync_every is traced, and with fragments or a delay it must be known: name it in the "
+                        "static_args of optax.inject_hyperparams"
+                    ) from None
+                return cls(((0, sync_every),))
+            pieces = tuple((int(a), int(b)) for a, b in sync_every)
         starts = [first for first, _ in pieces]
         if any(every < 1 for _, every in pieces) or not pieces:
             raise ValueError(f"sync_every is {sync_every}: it must be at least 1")
@@ -59,7 +69,8 @@ class Meetings:
         for first, every in self.pieces:
             phase = (step - first - 1) % every
             here = (phase + 1) * self.fragments // every - phase * self.fragments // every
-            since = step > first
+            past = step - first
+            since = (abs(past) - abs(past - 1) + 1) // 2  # 1 where past > 0, else 0; no boolean becomes a number
             count = count * (1 - since) + here * since
         return count
 

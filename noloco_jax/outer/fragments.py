@@ -22,6 +22,7 @@ PyTree = Any
 # Path and shape of a parameter -> the dimension along which it is cut; FLAT: as a vector, filled up with zeros.
 Dimension = Callable[[tuple, tuple[int, ...]], int]
 FLAT = -1
+WHOLE = -2  # instead of a dimension: no array of parameters, but a scalar of the state
 
 
 def smallest_dimension(shape: tuple[int, ...], count: int) -> int:
@@ -85,18 +86,15 @@ class Fragments:
         """The rule's state with that fragment replaced, and the scalars of `part`."""
         if self.count == 1:
             return part
-        # Pairs of (whole, part), as map_params passes on one state alone.
-        structure = jax.tree.structure(state)
-        pairs = structure.unflatten(list(zip(jax.tree.leaves(state), jax.tree.leaves(part), strict=True)))
-        placed: Any = optax.tree.map_params(
-            init,
-            lambda pair, cut: _put(pair[0], pair[1], cut, self.count, number % self.count),
-            pairs,
-            cuts,
-            is_leaf=lambda x: type(x) is tuple,
-            transform_non_params=lambda pair: pair[1],
+        cuts_of_state = optax.tree.map_params(
+            init, lambda _, cut: cut, state, cuts, transform_non_params=lambda _: WHOLE
         )
-        return placed
+        return jax.tree.map(
+            lambda x, y, cut: y if cut == WHOLE else _put(x, y, cut, self.count, number % self.count),
+            state,
+            part,
+            cuts_of_state,
+        )
 
 
 def _take(x: jax.Array, cut: int, count: int, fragment: jax.Array) -> jax.Array:
