@@ -84,10 +84,17 @@ def check_surroundings() -> None:
 
 
 def _runs_last(frame: FrameType) -> bool:
-    """Whether a frame of `optax.chain` or `named_chain` is at the last of its transforms; True for any other frame."""
+    """Return False if a frame is of `optax.chain` or `named_chain` and not at the last of its transforms.
+
+    Any other frame, and one that another version of Optax has written otherwise, counts as the last.
+    """
     names = frame.f_locals
-    if "update_fns" in names and "fn" in names:
-        return names["fn"] is names["update_fns"][-1]
-    if "transforms" in names and "tx" in names:
-        return names["tx"] is names["transforms"][-1][1]
+    try:
+        match frame.f_code.co_qualname.partition(".")[0]:
+            case "chain":
+                return names["fn"] is names["update_fns"][-1]
+            case "named_chain":
+                return names["tx"] is names["transforms"][-1][1]
+    except (LookupError, TypeError):
+        pass
     return True
