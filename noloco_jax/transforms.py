@@ -1,12 +1,14 @@
 """The outer optimizers as users chain them: a rule, and the exchange that brings it the mean of its group."""
 
 import math
+import operator
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 
 from noloco_jax.exchange.axes import AxisName, names_of
 from noloco_jax.exchange.groups import all_mean, group_mean
@@ -120,8 +122,7 @@ def noloco(
     _check_number("outer_lr", outer_lr)
     _check_number("consensus", gamma)
     _check_momentum(outer_momentum)
-    cut = fragments if isinstance(fragments, Fragments) else Fragments(fragments or 1)
-    meetings = Meetings.every(sync_every, cut.count, delay or 0)
+    cut, meetings = _schedule(sync_every, fragments, delay)
     _warn_if_apart(pairing, outer_momentum, gamma)
     if wire in MODULO_BITS and largest_group(pairing) > 2:
         raise ValueError(f"wire={wire!r} is for pairs and the pairing has groups of {largest_group(pairing)}: use int8")
@@ -130,6 +131,7 @@ def noloco(
         code = wire_of(wire)
 
         def exchange(message: PyTree, round: Any, movement: PyTree) -> PyTree:
+            _check_real(wire, message)
             return group_mean(message, pairing, pairing.pool_index(round), axis_name, code, movement)
 
         return exchange
@@ -176,8 +178,7 @@ def diloco(
     """
     _check_number("outer_lr", outer_lr)
     _check_momentum(outer_momentum)
-    cut = fragments if isinstance(fragments, Fragments) else Fragments(fragments or 1)
-    meetings = Meetings.every(sync_every, cut.count, delay or 0)
+    cut, meetings = _schedule(sync_every, fragments, delay)
 
     def exchange(message: PyTree, round: Any, movement: PyTree) -> PyTree:
         del round, movement
@@ -222,8 +223,7 @@ def epidemic(
     Raises:
       ValueError: if a number is out of its range, or a name unknown.
     """
-    cut = fragments if isinstance(fragments, Fragments) else Fragments(fragments or 1)
-    meetings = Meetings.every(sync_every, cut.count, delay or 0)
+    cut, meetings = _schedule(sync_every, fragments, delay)
     code = wire_of(wire)
     if isinstance(code, Modulo):
         raise ValueError(f"wire={wire!r} is for pairs, which send to each other: use int8")
@@ -283,8 +283,7 @@ def sparseloco(
         raise ValueError(f"error_decay is {error_decay}: it must be in [0, 1]")
     if not 1 <= top_k <= CHUNK:
         raise ValueError(f"top_k is {top_k}: it must be between 1 and {CHUNK}")
-    cut = fragments if isinstance(fragments, Fragments) else Fragments(fragments or 1)
-    meetings = Meetings.every(sync_every, cut.count)
+    cut, meetings = _schedule(sync_every, fragments)
     entries = TopEntries(top_k)
 
     def exchange(message: Split, round: Any, movement: PyTree) -> Split:
@@ -295,9 +294,30 @@ def sparseloco(
     return outer_optimizer(OuterSteps(rule, exchange, exchange, cut), meetings, names_of(axis_name))
 
 
+def _schedule(
+    sync_every: int | Sequence[tuple[int, int]], fragments: int | Fragments | None, delay: int | None = None
+) -> tuple[Fragments, Meetings]:
+    """Return how parameters are cut, and when each fragment has its outer steps."""
+    for name, value in {"fragments": fragments, "delay": delay}.items():
+        if isinstance(value, jax.core.Tracer):
+            raise TypeError(f"{name} is traced and must be known: name it in the static_args of inject_hyperparams")
+    if not isinstance(fragments, Fragments):
+        fragments = Fragments(1 if fragments is None else operator.index(fragments))
+    return fragments, Meetings.every(sync_every, fragments.count, 0 if delay is None else operator.index(delay))
+
+
 def _known(value: Any) -> float | None:
     """The value of a number that is known now: no schedule, and not traced."""
     return None if callable(value) or isinstance(value, jax.core.Tracer) else float(value)
+
+
+def _check_real(wire: str, message: PyTree) -> None:
+    """Raise unless the wire holds the numbers of the message: all but float32 round real ones."""
+    for leaf in jax.tree.leaves(message):
+        if wire != "float32" and not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"wire={wire!r} rounds real numbers and the parameters hold {leaf.dtype}: use wire='float32'"
+            )
 
 
 def _check_number(name: str, value: Number) -> None:

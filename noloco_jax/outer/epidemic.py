@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from noloco_jax.outer.rule import added, computed
 
@@ -23,9 +24,9 @@ class Epidemic:
         return ()
 
     def message(self, state: tuple[()], theta: PyTree, round: Any) -> PyTree:
-        """m = θ."""
+        """m = θ, in arrays of its own: of numpy's, under a `vmap` that is not compiled, JAX knows no sharding."""
         del state, round
-        return theta
+        return jax.tree.map(lambda x: jnp.array(x, copy=True), theta)
 
     def movement(self, state: tuple[()], theta: PyTree, round: Any) -> PyTree:
         """Unknown, as no earlier weights are kept: |θ|, which it does not exceed by much."""

@@ -88,12 +88,18 @@ def at(value: Number, round: Any) -> Any:
 
 def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """The dtype in which a leaf's outer step is computed: float32, or the leaf's own if it is wider or complex."""
-    return jnp.promote_types(dtype, jnp.float32)
+    return common_dtype(dtype, jnp.float32)
+
+
+def common_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
+    """The dtype that JAX promotes these to, also where `jax_numpy_dtype_promotion` is "strict"."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*dtypes)
 
 
 def computed(tree: PyTree) -> PyTree:
-    """Every leaf in its `compute_dtype`."""
-    return jax.tree.map(lambda x: x.astype(compute_dtype(x.dtype)), tree)
+    """Every leaf as a JAX array in its `compute_dtype`."""
+    return jax.tree.map(lambda x: x.astype(compute_dtype(x.dtype)), jax.tree.map(jnp.asarray, tree))
 
 
 def added(tree: PyTree, other: PyTree) -> PyTree:

@@ -17,7 +17,8 @@ class Late(NamedTuple):
     """State of a rule whose corrections enter some inner steps after the solo step.
 
     Attributes:
-      entered: int32 scalar, corrections that have entered; the same on every replica.
+      entered: int32 scalar, corrections that have entered, in the order of their outer steps: at most as many as outer
+        steps were taken, at least all but the last one of every fragment. The same on every replica.
       rule: the rule's own state.
       correction: of the parameters' shapes: c = mean − m of the last outer step of every fragment.
     """
@@ -56,6 +57,8 @@ class OuterSteps:
         """Outer step `state.round`: (the fragment's new parameters in their compute precision, the new rule state)."""
         number = state.round
         part, held = self._part(params, state.rule, number)
+        if self.is_late:  # in this fragment's place there is room for one correction
+            part, held = self._correct(part, held, number - self.fragments.count)
         own = OuterState(state.count, own_round(number, self.fragments.count), held.rule if self.is_late else held)
 
         def exchange(message: PyTree, round: Any, movement: PyTree) -> PyTree:
@@ -79,14 +82,12 @@ class OuterSteps:
         squares = sum(jnp.sum(jnp.square(jnp.abs(x)), dtype=jnp.float32) for x in movement)
         return jnp.sqrt(squares / float(sum(x.size for x in movement)))
 
-    def correct(self, params: PyTree, state: Late) -> tuple[PyTree, PyTree]:
-        """Enters the oldest correction that is on its way: the fragment's parameters and the state, as for `step`."""
-        number = state.entered
-        part, held = self._part(params, state, number)
-        theta, rule = self.rule.correct(
-            held.rule, computed(part), held.correction, own_round(number, self.fragments.count)
-        )
-        return theta, self._with(params, state, Late(number + 1, rule, held.correction), number)
+    def correct(self, params: PyTree, state: OuterState) -> tuple[PyTree, PyTree]:
+        """Enters the oldest correction that is on its way, if one is: results as of `step`."""
+        number = state.rule.entered
+        part, held = self._part(params, state.rule, number)
+        theta, held = self._correct(part, held, state.round - 1)
+        return theta, self._with(params, state.rule, held, number)
 
     def solo(self, params: PyTree, state: OuterState) -> tuple[PyTree, PyTree, PyTree]:
         """As `step`, but alone, whoever the exchange would bring; also the message that others may be sent later."""
@@ -118,6 +119,17 @@ class OuterSteps:
     def put(self, params: PyTree, part: PyTree, number: Any) -> PyTree:
         """A tree like the parameters with that fragment replaced."""
         return self.fragments.put(params, part, self.fragments.cuts(params), number)
+
+    def _correct(self, part: PyTree, held: Late, last: Any) -> tuple[PyTree, Late]:
+        """A fragment and its state after its correction entered, if that is of outer step `last` or an earlier one.
+
+        If not, a correction of zero enters: its arithmetic costs less than a branch, which would copy both.
+        """
+        is_due = held.entered <= last
+        correction = jax.tree.map(lambda c: jnp.where(is_due, c, jnp.zeros_like(c)), held.correction)
+        round = own_round(held.entered, self.fragments.count)
+        theta, rule = self.rule.correct(held.rule, computed(part), correction, round)
+        return theta, held._replace(entered=held.entered + is_due.astype(jnp.int32), rule=rule)
 
     def _part(self, params: PyTree, state: PyTree, number: Any) -> tuple[PyTree, Any]:
         cuts = self.fragments.cuts(params)

@@ -11,7 +11,7 @@ import optax
 from noloco_jax.meetings import Meetings
 from noloco_jax.outer.counters import shared
 from noloco_jax.outer.misuse import check_params, check_surroundings
-from noloco_jax.outer.rule import Exchange, OuterState, Rule, computed
+from noloco_jax.outer.rule import Exchange, OuterState, Rule, common_dtype
 from noloco_jax.outer.step import OuterSteps
 
 PyTree = Any
@@ -24,7 +24,8 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
       init: params -> `OuterState`.
       update: see `noloco`.
       step: (params, state) -> (params, state): one outer step, for a program of its own. It counts rounds by itself.
-      correct: likewise, for the oldest correction that has not entered yet; None where there is no delay.
+      correct: likewise, for the oldest correction that has not entered yet, without effect where all have; None where
+        there is no delay. One that has not entered by its fragment's next `step` enters there.
       moved: (params, state) -> how far the replica has moved, see `OuterSteps.moved`.
       rule: what a replica does in an outer step.
       share_moments: (fragment of a tree, number of the outer step, how far its numbers have moved) -> the mean of the
@@ -41,14 +42,9 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
     solo: Callable[[PyTree, OuterState], tuple[PyTree, OuterState, PyTree]]
     enter: Callable[[PyTree, OuterState, PyTree, Any], tuple[PyTree, OuterState]]
 
-    def __new__(
-        cls, init: Any, update: Any, step: Any, correct: Any, solo: Any, enter: Any, steps: OuterSteps
-    ) -> "OuterOptimizer":
+    def __new__(cls, init: Any, update: Any, **more: Any) -> "OuterOptimizer":
         made = super().__new__(cls, init, update)
-        made.step, made.correct, made.rule = step, correct, steps.rule
-        made.share_moments = steps.meet_moments
-        made.moved = lambda params, state: steps.moved(params, state._replace(round=shared(state.round)))
-        made.solo, made.enter = solo, enter
+        vars(made).update(more)  # after a call without them, as copies make, the copied ones follow
         return made
 
 
@@ -73,8 +69,9 @@ def outer_optimizer(steps: OuterSteps, meetings: Meetings, axis_names: Sequence[
     def correct_fn(params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
         check_params(params, axis_names)
         number = shared(state.rule.entered)
-        part, rule_state = steps.correct(params, state.rule._replace(entered=number))
-        rule_state = rule_state._replace(entered=state.rule.entered + 1)
+        before = state._replace(round=shared(state.round), rule=state.rule._replace(entered=number))
+        part, rule_state = steps.correct(params, before)
+        rule_state = rule_state._replace(entered=state.rule.entered + (rule_state.entered - number))
         return placed(params, part, number), state._replace(rule=rule_state)
 
     def solo_fn(params: PyTree, state: OuterState) -> tuple[PyTree, OuterState, PyTree]:
@@ -114,11 +111,13 @@ def outer_optimizer(steps: OuterSteps, meetings: Meetings, axis_names: Sequence[
         state = state._replace(count=jnp.asarray(optax.safe_increment(state.count)))
         if sync is not None and not sync:
             return updates, state
+        params = jax.tree.map(jnp.asarray, params)
+        # Narrower ones would round φ − θ and land beside φ, each replica elsewhere.
+        updates = jax.tree.map(lambda u, p: u.astype(common_dtype(u.dtype, p.dtype)), updates, params)
 
         def landing(updates: PyTree, part: PyTree, number: Any) -> PyTree:
-            before = steps.part(computed(params), number)
-            difference = jax.tree.map(jnp.subtract, part, before)
-            return steps.put(updates, difference, number)
+            before = steps.part(params, number)
+            return steps.put(updates, jax.tree.map(_difference, part, before), number)
 
         def land(updates: PyTree, round: jax.Array, rule_state: PyTree) -> tuple[PyTree, PyTree]:
             before = state._replace(round=round, rule=rule_state)
@@ -126,7 +125,8 @@ def outer_optimizer(steps: OuterSteps, meetings: Meetings, axis_names: Sequence[
             return landing(updates, part, round), rule_state
 
         def land_late(updates: PyTree, number: jax.Array, rule_state: Any) -> tuple[PyTree, PyTree]:
-            part, rule_state = steps.correct(_moved(params, updates), rule_state._replace(entered=number))
+            before = state._replace(round=shared(state.round), rule=rule_state._replace(entered=number))
+            part, rule_state = steps.correct(_moved(params, updates), before)
             return landing(updates, part, number), rule_state
 
         if sync is not None:
@@ -140,13 +140,25 @@ def outer_optimizer(steps: OuterSteps, meetings: Meetings, axis_names: Sequence[
             for i in range(meetings.most):
                 updates, rule_state = _if_due(i < waiting, land_late, updates, entered + i, rule_state)
             rule_state = rule_state._replace(entered=state.rule.entered + jnp.clip(waiting, 0, meetings.most))
-        due = meetings.due(count)
+        due = shared(jnp.asarray(meetings.due(count), count.dtype))  # `sync_every` may be a batched hyperparameter
         for i in range(meetings.most):
             updates, rule_state = _if_due(i < due, land, updates, round + i, rule_state)
         return updates, state._replace(round=state.round + due, rule=rule_state)
 
-    correct = correct_fn if steps.is_late else None
-    return OuterOptimizer(init_fn, update_fn, step_fn, correct, solo_fn, enter_fn, steps)
+    def moved_fn(params: PyTree, state: OuterState) -> jax.Array:
+        return steps.moved(params, state._replace(round=shared(state.round)))
+
+    return OuterOptimizer(
+        init_fn,
+        update_fn,
+        step=step_fn,
+        correct=correct_fn if steps.is_late else None,
+        moved=moved_fn,
+        rule=steps.rule,
+        share_moments=steps.meet_moments,
+        solo=solo_fn,
+        enter=enter_fn,
+    )
 
 
 def _if_due(is_due: Any, land: Any, updates: PyTree, number: jax.Array, rule_state: PyTree) -> tuple[PyTree, PyTree]:
@@ -161,4 +173,13 @@ def _if_due(is_due: Any, land: Any, updates: PyTree, number: jax.Array, rule_sta
 
 def _moved(params: PyTree, updates: PyTree) -> PyTree:
     """θ: the parameters after the inner optimizer's updates."""
-    return optax.apply_updates(params, updates)
+    return jax.tree.map(lambda p, u: (p.astype(u.dtype) + u).astype(p.dtype), params, updates)
+
+
+def _difference(target: jax.Array, x: jax.Array) -> jax.Array:
+    """Return the update that takes `x` to `target`, as `x` can hold it: two that land there then land alike."""
+    rounded = target
+    if x.dtype != target.dtype:  # a compiler may leave out a conversion there and back
+        info = jnp.finfo(x.dtype)
+        rounded = jax.lax.reduce_precision(target, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    return rounded - x.astype(target.dtype)

@@ -9,11 +9,13 @@ import pytest
 
 import noloco_jax as nj
 from noloco_jax.meetings import Meetings, pairing_round
+from noloco_jax.outer import counters
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.momentum import Momentum
 from noloco_jax.outer.rule import OuterState
 from noloco_jax.outer.step import Late
 from support.layouts import assert_trees_close, axis_of, over_replicas
+from support.oracle import diloco_step
 from support.rules import RULES
 
 N = 8
@@ -125,6 +127,100 @@ def test_a_correction_that_enters_at_once_makes_the_step_without_delay(rule, cou
         late_params, late_state = correct(*begin(late_params, late_state))
         assert_trees_close(late_params, params, atol=3e-6)
         assert_trees_close(late_state.rule.rule, state.rule, atol=3e-6)
+
+
+@every_rule
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_correction_enters_once_however_often_it_is_called_for(rule, count, state_dtype):
+    outer = rule.make(N, "replica", fragments=count, delay=1, state_dtype=state_dtype)
+    step, correct = (jax.jit(jax.vmap(f, axis_name="replica")) for f in (outer.step, outer.correct))
+    params, state = tree(0), initial(outer)
+    for number in range(count + 1):
+        once = correct(*step(params, state))
+        params, state = correct(*correct(*once))
+        jax.tree.map(np.testing.assert_array_equal, (params, state), once)
+        np.testing.assert_array_equal(state.rule.entered, number + 1)
+
+
+@every_rule
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_correction_that_was_not_called_for_enters_before_its_fragments_next_outer_step(rule, count):
+    outer = rule.make(N, "replica", fragments=count, delay=1)
+    step, correct = (jax.jit(jax.vmap(f, axis_name="replica")) for f in (outer.step, outer.correct))
+    params, state = tree(0), initial(outer)
+    expected, after = params, state
+    for number in range(3 * count):
+        params, state = step(params, state)
+        if number >= count:
+            expected, after = correct(expected, after)
+        expected, after = step(expected, after)
+        assert_trees_close((params, state), (expected, after), atol=3e-6)
+    for _ in range(count):
+        params, state = correct(params, state)
+        expected, after = correct(expected, after)
+    assert_trees_close((params, state), (expected, after), atol=3e-6)
+    np.testing.assert_array_equal(state.rule.entered, state.round)
+
+
+@pytest.mark.parametrize("form", ["step", "step and correct", "solo and enter"])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_schedules_go_by_the_rounds_of_a_fragment_and_a_correction_by_that_of_its_step(form, nesterov):
+    count, betas, alphas = 2, np.array([0.9, 0.5, 0.2]), np.array([0.3, 0.6, 0.1])
+    delay = 1 if form == "step and correct" else None
+    outer = nj.diloco(
+        lambda round: jnp.asarray(betas, jnp.float32)[round],
+        lambda round: jnp.asarray(alphas, jnp.float32)[round],
+        nesterov,
+        fragments=count,
+        delay=delay,
+    )
+
+    def taken(params: Any, state: OuterState) -> Any:
+        if form == "step and correct":
+            assert outer.correct is not None
+            return outer.correct(*outer.step(params, state))
+        if form == "step":
+            return outer.step(params, state)
+        number = state.round
+        params, state, message = outer.solo(params, state)
+        correction = jax.tree.map(lambda m: jax.lax.pmean(m, "replica") - m, message)
+        return outer.enter(params, state, correction, counters.shared(number))
+
+    step = jax.jit(jax.vmap(taken, axis_name="replica"))
+    params, state = tree(0), initial(outer)
+    slow = {name: x.astype(np.float64) for name, x in params.items()}
+    momentum = {name: np.zeros(x.shape) for name, x in params.items()}
+    for number in range(3 * count):
+        theta, fragment, round = tree(10 + number), number % count, number // count
+        params, state = step(theta, state)
+        for name, shape in SHAPES.items():
+            mask = members(shape, count)[fragment]
+            alpha, beta, before = alphas[round], betas[round], (slow[name], momentum[name])
+            after = diloco_step(theta[name], *before, alpha=alpha, beta=beta, nesterov=nesterov)
+            slow[name], momentum[name] = (np.where(mask, x, y) for x, y in zip(after, before, strict=True))
+            assert_trees_close(params[name], np.where(mask, slow[name], theta[name]), atol=3e-6)
+
+
+def test_parameters_may_hold_tuples():
+    nested = {"pair": (tree(0)["even"], tree(0)["odd"]), "list": [tree(0)["scalar"], ()]}
+    outer = nj.noloco(nj.RandomPairing(N), fragments=2)
+    leaves, structure = jax.tree.flatten(nested)
+    state: Any = jax.vmap(outer.init)(nested)
+    flat: Any = jax.vmap(outer.init)(leaves)
+    actual = jax.vmap(outer.step, axis_name="replica")(nested, state)
+    expected = jax.vmap(outer.step, axis_name="replica")(leaves, flat)
+    assert jax.tree.structure(actual[0]) == structure
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(actual), jax.tree.leaves(expected))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_numbers_of_numpy_are_as_good_as_pythons(count):
+    numpys: Any = (np.int64(5), np.int64(count), np.int64(2))
+    assert Meetings.every(*numpys) == Meetings.every(5, count, 2)
+    nj.noloco(nj.RandomPairing(N), sync_every=numpys[0], fragments=numpys[1], delay=numpys[2])
+    with pytest.raises(ValueError, match="sync_every is 0"):
+        Meetings.every(np.int64(0))
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -105,6 +105,34 @@ def test_bfloat16_parameters_keep_their_dtype_beside_float32_slow_weights(make):
 
 
 @both
+def test_updates_narrower_than_the_parameters_land_on_the_slow_weights_to_one_rounding(make):
+    """Rounded to bfloat16, φ − θ would leave replicas apart that DiLoCo makes equal."""
+    params, tx = random_tree(0, N), make(1)
+    inner = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), random_tree(1, N))
+    update = jax.jit(jax.vmap(tx.update, axis_name="replica"))
+    updates, state = update(inner, jax.vmap(tx.init)(random_tree(2, N)), params)
+    landed = jax.device_get(optax.apply_updates(params, updates))
+    for name, slow in jax.device_get(state.rule.slow).items():
+        bound = np.spacing(np.maximum(np.abs(slow), np.abs(slow - params[name])))
+        assert (np.abs(landed[name] - slow) <= bound).all()
+
+
+@pytest.mark.parametrize("narrow", [jnp.bfloat16, jnp.float16])
+def test_narrow_parameters_near_one_another_land_on_the_same_numbers(narrow):
+    """Between φ / 2 and 2 φ the difference from a rounded φ has no rounding of its own."""
+    params = {"w": jnp.asarray(np.random.default_rng(0).uniform(1, 1.9, size=(N, 1000)), narrow)}
+    tx = diloco(1)
+    state = jax.vmap(tx.init)(jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), params))
+    updates, state = jax.jit(jax.vmap(tx.update, axis_name="replica"))(
+        jax.tree.map(jnp.zeros_like, params), state, params
+    )
+    landed = optax.apply_updates(params, updates)
+    for x, slow in zip(jax.tree.leaves(landed), jax.tree.leaves(state.rule.slow), strict=True):
+        assert x.dtype == narrow
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(slow.astype(narrow)))
+
+
+@both
 @pytest.mark.parametrize(("layout", "counter_axis"), [(N, 0), (N, None), ((2, 2), 0)])
 def test_an_outer_step_is_a_conditional_under_vmap(make, layout, counter_axis):
     """All that happens at a step without outer step is counting: nothing of floats, nothing sent."""

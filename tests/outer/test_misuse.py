@@ -1,5 +1,8 @@
 """Unusual but legitimate code of an outside user: it does the right thing, or says what is wrong."""
 
+import copy
+import sys
+import types
 import warnings
 from typing import Any
 
@@ -12,6 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import noloco_jax as nj
+from noloco_jax.outer import misuse
+from noloco_jax.wires import WIRES
 from support.layouts import assert_trees_close, compiled, mesh_of, other_collectives, random_tree
 
 N = 4
@@ -174,6 +179,114 @@ def test_accumulation_and_skipping_around_the_inner_optimizer_alone_are_welcome(
         params = optax.apply_updates(params, updates)
     outer_state: Any = state
     np.testing.assert_array_equal(outer_state[1][1].round, 1)
+
+
+PARTS: dict[str, Any] = {
+    "partition": lambda tx: optax.partition({"on": tx, "off": optax.set_to_zero()}, {"matrix": "on", "scalar": "off"}),
+    "multi_transform": lambda tx: optax.multi_transform(
+        {"on": optax.chain(optax.identity(), tx), "off": optax.set_to_zero()}, {"matrix": "on", "scalar": "off"}
+    ),
+    "selective_transform": lambda tx: optax.selective_transform(tx, freeze_mask={"matrix": False, "scalar": True}),
+    "masked": lambda tx: optax.masked(tx, {"matrix": True, "scalar": False}),
+}
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("wrap", PARTS.values(), ids=PARTS)
+def test_a_part_of_the_parameters_may_have_outer_steps(wrap, fragments):
+    whole, params, inner = noloco(fragments=fragments), random_tree(0, N), random_tree(1, N)
+    tx, only = wrap(whole), {"matrix": params["matrix"]}
+    updates, _ = vmapped(tx)(inner, jax.vmap(tx.init)(params), params)
+    expected, _ = vmapped(whole)({"matrix": inner["matrix"]}, jax.vmap(whole.init)(only), only)
+    assert_trees_close(updates["matrix"], expected["matrix"])
+
+
+def test_a_chain_of_unknown_make_counts_as_right(monkeypatch):
+    """Frames are read for a better message alone, and another version of Optax may name its variables otherwise."""
+    frame: Any = types.SimpleNamespace(
+        f_globals={"__name__": "optax.transforms._combining"}, f_back=None, f_locals={"stages": ()}
+    )
+    for name in ("chain.<locals>.update_fn", "named_chain.<locals>.update_fn", "merged"):
+        frame.f_code = types.SimpleNamespace(co_qualname=name)
+        monkeypatch.setattr(sys, "_getframe", lambda depth: frame)
+        misuse.check_surroundings()
+
+
+def test_a_number_of_inner_steps_may_be_injected_and_leaves_outer_steps_conditional():
+    injected, params = optax.inject_hyperparams(nj.noloco)(nj.RandomPairing(N), sync_every=2), random_tree(0, N)
+    plain, inner = noloco(sync_every=2), random_tree(1, N)
+    state, before = jax.vmap(injected.init)(params), jax.vmap(plain.init)(params)
+    update = jax.vmap(injected.update, axis_name="replica")
+    assert " conditional(" in compiled(update, inner, state, params)
+    for _ in range(2):
+        updates, state = jax.jit(update)(inner, state, params)
+        expected, before = vmapped(plain)(inner, before, params)
+        assert_trees_close(updates, expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({"fragments": 2}, "fragments"), ({"delay": 1}, "delay"), ({"delay": 1, "static_args": "delay"}, "sync_every")],
+)
+def test_a_traced_number_that_shapes_the_program_is_an_error_that_names_it(settings, name):
+    static = settings.pop("static_args", ())
+    tx: Any = optax.inject_hyperparams(nj.noloco, static_args=static)(nj.RandomPairing(N), sync_every=2, **settings)
+    params = random_tree(0, N)
+    with pytest.raises(TypeError, match=f"{name} is traced.* static_args"):
+        jax.eval_shape(vmapped(tx), params, jax.eval_shape(jax.vmap(tx.init), params), params)
+
+
+MAKERS: dict[str, Any] = {
+    "noloco": noloco,
+    "int8": lambda **settings: noloco(wire="int8", **settings),
+    "groups of three": lambda **settings: nj.noloco(nj.RandomPairing(N, 3), **settings),
+    "bfloat16 state": lambda **settings: noloco(state_dtype="bfloat16", **settings),
+    "late fragments": lambda **settings: noloco(fragments=2, delay=1, **settings),
+    "diloco": nj.diloco,
+    "epidemic": lambda **settings: nj.epidemic(nj.RandomNeighbours(N), **settings),
+    "sparseloco": nj.sparseloco,
+}
+every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+@every_maker
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_a_program_without_implicit_promotion_runs(make, dtype):
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), random_tree(0, N))
+    with jax.numpy_dtype_promotion("strict"):
+        tx = make(sync_every=2)
+        state = jax.vmap(tx.init)(params)
+        updates, state = vmapped(tx)(params, state, params)
+        params = optax.apply_updates(params, updates)
+        params, state = jax.vmap(tx.step, axis_name="replica")(params, state)
+        if tx.correct:
+            jax.vmap(tx.correct, axis_name="replica")(params, state)
+
+
+@every_maker
+def test_arrays_of_numpy_need_no_compiler(make):
+    tx, params = make(sync_every=1), random_tree(0, N)
+    state = jax.vmap(tx.init)(params)
+    here = jax.vmap(tx.step, axis_name="replica")(params, state)
+    assert_trees_close(here, jax.jit(jax.vmap(tx.step, axis_name="replica"))(params, state))
+
+
+@every_maker
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_has_all_that_its_original_has(make, copied):
+    tx = make(sync_every=2)
+    other = copied(tx)
+    assert type(other) is type(tx) and tuple(other) == tuple(tx)
+    assert vars(other).keys() == vars(tx).keys()
+    for name in ("step", "correct", "moved", "rule", "solo", "enter"):
+        assert getattr(other, name) == getattr(tx, name)
+
+
+@pytest.mark.parametrize("wire", [wire for wire in WIRES if wire != "float32"])
+def test_complex_parameters_and_a_wire_of_real_numbers_are_an_error_that_names_the_way(wire):
+    outer, params = noloco(wire=wire), {"w": np.ones((N, 8), np.complex64)}
+    with pytest.raises(TypeError, match=f"wire='{wire}' rounds real numbers.* complex64: use wire='float32'"):
+        jax.eval_shape(jax.vmap(outer.step, axis_name="replica"), params, jax.eval_shape(jax.vmap(outer.init), params))
 
 
 def test_integers_are_an_error_that_names_the_leaf():
