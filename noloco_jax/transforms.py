@@ -71,9 +71,9 @@ def noloco(
 
     `update(updates, state, params, *, sync=None)` is the transform. It must come last in an `optax.chain`, so that it
     sees the update that the inner optimizer would make, and returns updates that land on φ after an outer step, and
-    its input otherwise. `sync=None` decides by the state's counter with `lax.cond`, so that steps in between cost
-    nothing, under `vmap` too; `True` and `False` are static, for callers that compile a program with and one without
-    the outer step.
+    its input otherwise; updates that are narrower than the parameters come back as wide. `sync=None` decides by the
+    state's counter with `lax.cond`, so that steps in between cost nothing, under `vmap` too; `True` and `False` are
+    static, for callers that compile a program with and one without the outer step.
 
     Both count their outer steps in the state, which decides who meets whom: the first is round 0. All replicas must
     take the same steps; what skips steps by one replica's gradient belongs around the inner optimizer alone.

@@ -278,7 +278,7 @@ def test_a_copy_has_all_that_its_original_has(make, copied):
     other = copied(tx)
     assert type(other) is type(tx) and tuple(other) == tuple(tx)
     assert vars(other).keys() == vars(tx).keys()
-    for name in ("step", "correct", "moved", "rule", "solo", "enter"):
+    for name in ("step", "correct", "moved", "solo", "enter"):
         assert getattr(other, name) == getattr(tx, name)
 
 
