@@ -21,7 +21,9 @@ def read_config_file(file: str) -> ConfigDict:
     """
     path, _, argument = (file, "", "") if Path(file).is_file() else file.partition(":")
     if not Path(path).is_file():
-        others = [str(other) for pattern in ("*.py", "*.json") for other in Path(path).parent.glob(pattern)]
+        others = [
+            str(other) for pattern in ("*.py", "*.json") for other in Path(path).parent.glob(pattern) if other.is_file()
+        ]
         near = difflib.get_close_matches(path, others, n=1)
         raise UserError(
             f"config file {path} does not exist: {f'did you mean {near[0]}?' if near else 'check --config'}"

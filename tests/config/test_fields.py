@@ -214,6 +214,11 @@ def test_fields_that_contradict_each_other_are_refused_with_both_values():
             ({"data": {"kind": "mixture"}}, ["data.kind='mixture'", "names no source", "data.mixture.NAME.kind"]),
             (mixture("web", path="a"), ["data.path='a'", "--config.data.mixture.web.path"]),
             (mixture("web", validation_path="a"), ["data.validation_path='a'", "--config.data.mixture.web."]),
+            ({"data": {"kind": "text", "text_column": "a"}}, ["data.text_column='a'", "data.kind='text'", "columns"]),
+            (
+                mixture("web", source={"kind": "text", "weight": 1.0, "text_column": "a"}),
+                ["data.mixture.web.text_column='a'", "data.mixture.web.kind='text'"],
+            ),
             (
                 mixture("web", text_column="a"),
                 ["--config.data.mixture.web.text_column", "--config.data.text_column=text "],
@@ -274,6 +279,7 @@ def test_a_refused_value_is_answered_with_what_to_give():
                 nested("data.tokenizer", ""),
                 ["data.tokenizer='' is empty: give 'byte'", "folder of a transformers tokenizer"],
             ),
+            (nested("data.text_column", ""), ["data.text_column='' is empty: give the field of a JSON line or the"]),
             (nested("inner.lr", float("inf")), ["inner.lr=inf is not a finite number"]),
         ]
     )
