@@ -65,7 +65,7 @@ def check_memory(config: TrainConfig, programs: Programs) -> None:
         )
 
 
-def device_memory(device: jax.Device) -> int | None:
+def device_memory(device: Any) -> int | None:
     """Return the bytes that a device may fill, a CPU device an equal part of the host's; None where it does not say."""
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
