@@ -23,6 +23,15 @@ class TransientError(UserError):
     exit_status = 1
 
 
+def described(error: BaseException) -> str:
+    """Return an error's type and message in one line, the type alone where there is no message to print."""
+    try:
+        message = " ".join(str(error).split())
+    except Exception:  # of the error's own __str__
+        message = ""
+    return ": ".join(filter(None, (type(error).__name__, message)))
+
+
 def main_with_errors(main: Callable[[], int | None]) -> None:
     """Runs a command's `main` and exits with its status, or with a `UserError`'s, after one line of it to stderr.
 

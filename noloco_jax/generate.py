@@ -6,10 +6,12 @@ python -m noloco_jax.generate --model=FOLDER --prompt="Once" --temperature=0.8  
 
 import argparse
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from noloco_jax import draws
@@ -17,10 +19,14 @@ from noloco_jax.config import ModelConfig, from_dict, load_saved, make_parser
 from noloco_jax.data import Tokenizer, check_vocabulary, load_tokenizer
 from noloco_jax.errors import UserError, main_with_errors
 from noloco_jax.files import folder_of_flag
+from noloco_jax.formatting import format_memory
+from noloco_jax.model.cache import Cache
 from noloco_jax.model.decode import generate
 from noloco_jax.model.huggingface import config_from_folder, load_params
+from noloco_jax.model.huggingface_config import max_positions
 from noloco_jax.model.llama import Params
 from noloco_jax.run.checkpoint import load_for_export
+from noloco_jax.run.memory import device_memory
 from noloco_jax.run.model_folder import tokenizer_of
 from noloco_jax.run.sample import prompt_ids
 
@@ -88,7 +94,7 @@ def _from_folder(args: argparse.Namespace) -> _Loaded:
     if args.tokenizer is None and not any(folder.glob("tokenizer*")):
         raise UserError(f'{folder} has no tokenizer: give --tokenizer, a name or folder, or "byte"')
     tokenizer = load_tokenizer(str(folder.absolute()) if args.tokenizer is None else args.tokenizer)
-    ids = _checked_prompt(args, config, tokenizer, add_bos=True)
+    ids = _checked_prompt(args, config, tokenizer, add_bos=True, trained_length=max_positions(folder))
     return _Loaded(config, load_params(folder, config), tokenizer, ids)
 
 
@@ -104,12 +110,14 @@ def _from_workdir(args: argparse.Namespace) -> _Loaded:
         tokenizer = load_tokenizer(args.tokenizer)
     elif args.tokenizer is not None:
         raise UserError(f"--tokenizer={args.tokenizer}: the run in --workdir brings its own, leave it out")
-    ids = _checked_prompt(args, run.model, tokenizer, add_bos=run.data.add_bos)
+    ids = _checked_prompt(args, run.model, tokenizer, add_bos=run.data.add_bos, trained_length=run.data.sequence_length)
     return _Loaded(run.model, load_for_export(args.workdir, args.replica, tokenizer)[1], tokenizer, ids)
 
 
-def _checked_prompt(args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer, *, add_bos: bool) -> list[int]:
-    """The prompt as the model saw texts in training, before any weights are read."""
+def _checked_prompt(
+    args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer, *, add_bos: bool, trained_length: int | None
+) -> list[int]:
+    """Return the prompt as the model saw texts in training, before any weights are read."""
     check_vocabulary(tokenizer, config.vocab_size)
     if args.top_k is not None and args.top_k > config.vocab_size:
         raise UserError(f"--top_k={args.top_k} is more than the vocabulary of {config.vocab_size}: lower it")
@@ -118,7 +126,25 @@ def _checked_prompt(args: argparse.Namespace, config: ModelConfig, tokenizer: To
         raise UserError(
             f"--prompt={args.prompt!r} is no token, and {tokenizer.name!r} no BOS to start from: give a prompt"
         )
+    _check_length(config, len(ids), args.max_new_tokens, trained_length)
     return ids
+
+
+def _check_length(config: ModelConfig, prompt: int, new: int, trained_length: int | None) -> None:
+    """Warn of positions that the model has not seen in training, the text's last tokens; `UserError` if none fit."""
+    size, device = Cache.num_bytes(config, prompt + new), jax.local_devices()[0]
+    available = device_memory(device)
+    if available is not None and size > available:
+        raise UserError(
+            f"a prompt of {prompt} tokens and --max_new_tokens={new} need {format_memory(size)} for keys and values, "
+            f"and the device has {format_memory(available)}: lower it"
+        )
+    if trained_length is not None and prompt + new > trained_length:
+        warnings.warn(
+            f"a prompt of {prompt} tokens and --max_new_tokens={new} are more than the {trained_length} tokens of a "
+            "sequence in training: text beyond them may be poor; shorten the prompt, or write less",
+            stacklevel=2,
+        )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from noloco_jax.config.checks import validate
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.schema import Entries, FieldInfo, field_at, fields_of, leaf_fields, shown
-from noloco_jax.errors import UserError
+from noloco_jax.errors import UserError, described
 from noloco_jax.files import write_whole
 
 CONFIG_FILE = "config.json"
@@ -44,7 +44,7 @@ def _resolved(values: ConfigDict) -> dict[str, Any]:
     try:
         return values.to_dict()
     except Exception as error:  # of the user's own arithmetic
-        raise UserError(f"config fields that refer to others have no value: {type(error).__name__}: {error}") from error
+        raise UserError(f"config fields that refer to others have no value: {described(error)}") from error
 
 
 def _build(cls: type, values: Any, prefix: str) -> Any:

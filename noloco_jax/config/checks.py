@@ -37,7 +37,8 @@ def check_field(path: str, field: FieldInfo, value: Any) -> None:
     if value in field.allowed:
         return
     if value == "" and field.allowed.nonempty:
-        raise UserError(f"{path}={shown(value)} is empty: give {field.meaning.removesuffix('.')}")
+        meaning = field.meaning[0].lower() + field.meaning[1:].removesuffix(".")
+        raise UserError(f"{path}={shown(value)} is empty: give {meaning}")
     near = difflib.get_close_matches(value, field.allowed.choices, n=1) if isinstance(value, str) else []
     raise UserError(
         f"{path}={shown(value)} is unknown: did you mean {near[0]!r}?"
@@ -69,6 +70,15 @@ def _check_model(model: ModelConfig) -> None:
 
 
 def _check_data(data: DataConfig) -> None:
+    for group, one in {
+        "data": data,
+        **{f"data.mixture.{name}": source for name, source in data.mixture.items()},
+    }.items():
+        if one.kind == "text" and one.text_column != DataConfig.text_column:
+            raise UserError(
+                f"{group}.text_column={shown(one.text_column)} and {group}.kind='text', whose files have no columns: "
+                "leave it out, or give another kind"
+            )
     if data.kind != "mixture":
         if data.mixture:
             raise UserError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from noloco_jax.errors import UserError
+from noloco_jax.errors import UserError, described
 
 
 def read_config_file(file: str) -> ConfigDict:
@@ -21,7 +21,9 @@ def read_config_file(file: str) -> ConfigDict:
     """
     path, _, argument = (file, "", "") if Path(file).is_file() else file.partition(":")
     if not Path(path).is_file():
-        others = [str(other) for pattern in ("*.py", "*.json") for other in Path(path).parent.glob(pattern)]
+        others = [
+            str(other) for pattern in ("*.py", "*.json") for other in Path(path).parent.glob(pattern) if other.is_file()
+        ]
         near = difflib.get_close_matches(path, others, n=1)
         raise UserError(
             f"config file {path} does not exist: {f'did you mean {near[0]}?' if near else 'check --config'}"
@@ -32,10 +34,10 @@ def read_config_file(file: str) -> ConfigDict:
             values = values.as_configdict()
         elif isinstance(values, dict):
             values = ConfigDict(values)
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except Exception as error:
-        raise UserError(f"config file {path}{_where(path, error)}: {type(error).__name__}: {error}") from error
+    except BaseException as error:  # a file's sys.exit() is its error too
+        raise UserError(f"config file {path}{_where(path, error)}: {described(error)}") from error
     if not isinstance(values, ConfigDict):
         raise UserError(f"config file {path}: it gives a {type(values).__name__}, not a ConfigDict of fields")
     return values
@@ -62,7 +64,7 @@ def _check_argument(path: str, argument: str, takes_one: bool) -> None:
         raise UserError(f"config file {path} takes no argument, got {argument!r}: leave ':{argument}' out")
 
 
-def _where(path: str, error: Exception) -> str:
+def _where(path: str, error: BaseException) -> str:
     """The last line of the file itself that led to the error."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(path)]
     return f" line {lines[-1]}" if lines else ""

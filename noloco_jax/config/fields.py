@@ -265,7 +265,10 @@ class SourceConfig:
         on_resume="may change",
     )
     text_column: str = setting(
-        _TEXT_COLUMN, "Field or column of its documents that holds their text.", on_resume="must match", nonempty=True
+        _TEXT_COLUMN,
+        "The field or column of its documents that holds their text.",
+        on_resume="must match",
+        nonempty=True,
     )
 
 
@@ -288,8 +291,8 @@ class DataConfig:
     )
     text_column: str = setting(
         _TEXT_COLUMN,
-        "Field of a JSON line or Parquet column that holds a document's text; one of another name than text is read "
-        "even where tokens stand beside it.",
+        "The field of a JSON line or the Parquet column that holds a document's text; one of another name "
+        "than text is read even where tokens stand beside it.",
         on_resume="must match",
         nonempty=True,
     )

@@ -113,8 +113,9 @@ def shown(value: Any) -> str:
     """`repr`, in one line and no longer than a message bears."""
     try:
         text = " ".join(repr(value).split())
-    except ValueError:  # Python prints no integer of more than 4300 digits
-        text = "a number of thousands of digits"
+    except Exception as error:  # of the value's own __repr__; Python prints no integer of more than 4300 digits
+        is_number = isinstance(value, int) and isinstance(error, ValueError)
+        text = "a number of thousands of digits" if is_number else "a value that cannot be printed"
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 

@@ -105,17 +105,20 @@ def _choose_columns(path: str, kinds: Mapping[str, "pa.DataType"], text_column: 
         return "input_ids", fitting[0]
     if text_column in kinds:
         if not _is_text(kinds[text_column]):
-            raise UserError(f"{path}: column {text_column!r} is {kinds[text_column]}; it must be a string")
+            raise UserError(
+                f"{path}: column {text_column!r} is {kinds[text_column]}; it must be a string: write it again as "
+                "one, or name another column, data.text_column"
+            )
         return (text_column,)
     for column in ("input_ids", *beside) if beside else ():
         if not _lists_integers(kinds[column]):
             raise UserError(f"{path}: column {column!r} is {kinds[column]}; it must be a list of integers")
     if text_column != _USUAL_TEXT_COLUMN:
-        raise UserError(f"{path} has the columns {', '.join(kinds)}: text_column={text_column!r} is none of them")
+        raise UserError(f"{path} has the columns {', '.join(kinds)}: data.text_column={text_column!r} is none of them")
     raise UserError(
         f"{path} has the columns {', '.join(kinds)}: expected input_ids and labels (equal to them, as Hugging Face has "
-        "it), input_ids and label (the ids that follow), input_ids and attention_mask, or text, whose name text_column "
-        "may change"
+        "it), input_ids and label (the ids that follow), input_ids and attention_mask, or text, for which "
+        "data.text_column may name another"
     )
 
 

@@ -55,6 +55,12 @@ def config_from_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return fields | _rope_fields(path, theirs)
 
 
+def max_positions(folder: str | os.PathLike[str]) -> int | None:
+    """Return the tokens of the longest sequence that a folder's model is meant for; None where it does not say."""
+    found = read_json(Path(folder).expanduser() / CONFIG_FILE).get("max_position_embeddings")
+    return found if type(found) is int else None
+
+
 def _check_architecture(path: Path, theirs: dict[str, Any]) -> None:
     if theirs.get("model_type") != "llama":
         raise UserError(f"{path}: model_type={theirs.get('model_type')!r} is not 'llama': only a Llama can be imported")

@@ -1,15 +1,20 @@
 """The memory of a device that a run takes: estimated, by the compiler's account of its programs, and measured."""
 
+import os
+import warnings
 from typing import Any
 
 import jax
 import numpy as np
 
 from noloco_jax.config import TrainConfig
+from noloco_jax.errors import UserError
+from noloco_jax.formatting import format_memory
 from noloco_jax.model.loss import logits_at_once
 from noloco_jax.spmd.programs import Programs
 
 PyTree = Any
+_LARGEST = 1 << 46  # bytes: no device, and no host, has more
 
 
 def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
@@ -36,6 +41,35 @@ def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
         turns = microbatches + shape["stage"] - 1 if shape["stage"] > 1 else microbatches
         tokens *= turns * (config.num_replicas // shape["replica"])
     return held, (tokens * kept_a_token // shape["stage"] + logits) // shape["fsdp"] // shape["tensor"]
+
+
+def check_memory(config: TrainConfig, programs: Programs) -> None:
+    """Compare the estimate with what there is: warn where it is more than this process's first device has.
+
+    Raises:
+      UserError: if it is more than any device has.
+    """
+    estimate, device = sum(memory_estimate(config, programs)), jax.local_devices()[0]
+    remedy = "lower data.batch_size or the model's sizes, or spread a replica over more devices (mesh)"
+    if estimate > _LARGEST:
+        raise UserError(
+            f"the run is estimated at {format_memory(estimate)} a device, and none has more than "
+            f"{format_memory(_LARGEST)}: {remedy}"
+        )
+    available = device_memory(device)
+    if available is not None and estimate > available and jax.process_index() == 0:
+        warnings.warn(
+            f"the run is estimated at {format_memory(estimate)} a device, and the first one here has "
+            f"{format_memory(available)}: it may not fit; {remedy}",
+            stacklevel=2,
+        )
+
+
+def device_memory(device: Any) -> int | None:
+    """Return the bytes that a device may fill, a CPU device an equal part of the host's; None where it does not say."""
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def program_memory(programs: Programs) -> dict[str, dict[str, int]]:

@@ -16,6 +16,7 @@ from noloco_jax.errors import TransientError, UserError
 from noloco_jax.files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
 _NAMED = 5  # lines that a warning names by their numbers
 
 
@@ -90,7 +91,7 @@ class MetricWriter:
         if tensorboard:
             from noloco_jax.run.tensorboard import TensorBoardWriter  # here: it loads protobuf, most tools do without
 
-            events = folder / "tensorboard"
+            events = folder / TENSORBOARD_FOLDER
             if resume_step is None and events.exists():
                 shutil.rmtree(folder / "tensorboard.old", ignore_errors=True)
                 events.rename(folder / "tensorboard.old")

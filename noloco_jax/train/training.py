@@ -15,7 +15,7 @@ from noloco_jax.cluster.join import joined
 from noloco_jax.cluster.place import Place
 from noloco_jax.cluster.processes import Processes, run_processes
 from noloco_jax.cluster.stop import Stop
-from noloco_jax.config import Change, TrainConfig, to_dict
+from noloco_jax.config import CONFIG_FILE, Change, TrainConfig, to_dict
 from noloco_jax.data import (
     ByteTokenizer,
     ReplicaStreams,
@@ -28,7 +28,7 @@ from noloco_jax.data import (
     validation_batches,
 )
 from noloco_jax.errors import UserError
-from noloco_jax.files import check_writable, full_disk_told
+from noloco_jax.files import check_file, check_writable, full_disk_told
 from noloco_jax.model.huggingface import load_params
 from noloco_jax.model.llama import Params
 from noloco_jax.run import elastic
@@ -37,10 +37,11 @@ from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress, banner, make_console
 from noloco_jax.run.extension import extension_note, rate_change
 from noloco_jax.run.loop import Hooks, Run, is_evaluated, train_steps
+from noloco_jax.run.memory import check_memory
 from noloco_jax.run.messages import messages_of
-from noloco_jax.run.metrics import METRICS_FILE, MetricWriter, check_wandb, read_metrics
+from noloco_jax.run.metrics import METRICS_FILE, TENSORBOARD_FOLDER, MetricWriter, check_wandb, read_metrics
 from noloco_jax.run.peaks import peak_of
-from noloco_jax.run.record import write_start
+from noloco_jax.run.record import HISTORY_FILE, write_start
 from noloco_jax.run.sample import sample_of_run, sample_prompt
 from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.batches import GlobalBatches
@@ -101,8 +102,10 @@ def train(
     """
     processes = processes or run_processes()
     console = _console_of_first_process()
-    for folder in (workdir, workdir / "checkpoints"):
+    for folder in (workdir, workdir / "checkpoints", workdir / TENSORBOARD_FOLDER):
         check_writable(folder)
+    for name in (CONFIG_FILE, HISTORY_FILE, METRICS_FILE):
+        check_file(workdir / name)
     if wandb_project:
         check_wandb()
     if member is not None:
@@ -113,6 +116,7 @@ def train(
     solo = None if member is None else build_solo(config, programs)
     messages = messages_of(config, programs.mesh.shape) if member is None or solo is None else member.messages(solo)
     banner([*([] if member is None else [("island", str(member))]), *banner_rows(config, programs, messages)], console)
+    check_memory(config, programs)
     with (
         Stop(processes) as stop,
         Checkpointer(workdir, whole, processes, from_step=from_step, read_only=dry_run) as checkpoints,

@@ -178,6 +178,7 @@ def test_the_values_that_are_the_methods_defaults_are_named():
     config = loaded("quickstart", "--config.method=diloco", "--config.outer.lr=0.5")
     assert default_settings(config) == ["momentum=0.9", "nesterov=True", "sync_every=100"]
     assert default_settings(loaded("quickstart", "--config.method=ddp")) == []
+    assert not any(setting.startswith("consensus") for setting in default_settings(loaded("quickstart")))
 
 
 def test_a_field_that_methods_disagree_on_has_the_default_of_each():

@@ -214,6 +214,11 @@ def test_fields_that_contradict_each_other_are_refused_with_both_values():
             ({"data": {"kind": "mixture"}}, ["data.kind='mixture'", "names no source", "data.mixture.NAME.kind"]),
             (mixture("web", path="a"), ["data.path='a'", "--config.data.mixture.web.path"]),
             (mixture("web", validation_path="a"), ["data.validation_path='a'", "--config.data.mixture.web."]),
+            ({"data": {"kind": "text", "text_column": "a"}}, ["data.text_column='a'", "data.kind='text'", "columns"]),
+            (
+                mixture("web", source={"kind": "text", "weight": 1.0, "text_column": "a"}),
+                ["data.mixture.web.text_column='a'", "data.mixture.web.kind='text'"],
+            ),
             (
                 mixture("web", text_column="a"),
                 ["--config.data.mixture.web.text_column", "--config.data.text_column=text "],
@@ -246,11 +251,17 @@ def test_every_field_refuses_what_is_outside_its_choices_or_range_by_name():
 def test_the_edges_of_ranges_are_where_they_were_meant():
     accepted = {"inner.b1": 0.0, "outer.momentum": 0.0, "outer.consensus": 0.0, "inner.min_lr": 0.0, "seed": 0}
     accepted |= {"inner.clip_norm": 0.0, "eval_every": 0, "keep_period": 0}
+    accepted |= {"log_every": 2**31 - 1}
     for path, value in (accepted | {"mesh.replica": -1, "sample_tokens": 0, "inner.lr": 1e-4}).items():
         from_dict({"inner": {"min_lr": 0.0}} | nested(path, value))
     refused = {"inner.lr": 0.0, "outer.lr": 0.0, "inner.b2": 1.0, "outer.momentum": 1.0, "mesh.stage": -1}
     for path, value in (refused | {"num_steps": 0, "num_replicas": 0, "data.tokenizer": "", "mesh.tensor": 0}).items():
         assert f"{path}={value!r}" in refusal(nested(path, value))
+
+
+def test_true_is_no_number():
+    for path in ("inner.lr", "num_steps"):
+        assert f"config field {path}: expected" in refusal(nested(path, True))
 
 
 def test_the_fields_with_choices_are_the_words_that_the_program_tells_apart():
@@ -274,6 +285,7 @@ def test_a_refused_value_is_answered_with_what_to_give():
                 nested("data.tokenizer", ""),
                 ["data.tokenizer='' is empty: give 'byte'", "folder of a transformers tokenizer"],
             ),
+            (nested("data.text_column", ""), ["data.text_column='' is empty: give the field of a JSON line or the"]),
             (nested("inner.lr", float("inf")), ["inner.lr=inf is not a finite number"]),
         ]
     )

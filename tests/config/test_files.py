@@ -139,3 +139,39 @@ def test_a_record_may_lie_in_a_folder_with_a_colon(tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text('{"num_steps": 7}')
     assert read_config_file(str(folder / "config.json")).num_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise SystemExit(7)", "SystemExit: 7"),
+        ("import sys; sys.exit()", "SystemExit"),
+        ("raise Unprintable", "Unprintable"),
+        ("raise OfItsOwn('no')", "OfItsOwn: no"),
+        ("raise ValueError('one\\n\\n  two')", "ValueError: one two"),
+    ],
+)
+def test_whatever_a_file_raises_is_one_line_with_its_place(tmp_path, body, said):
+    file = tmp_path / "c.py"
+    file.write_text(
+        "class Unprintable(Exception):\n    def __str__(self): raise ValueError\n"
+        f"class OfItsOwn(BaseException): pass\ndef get_config():\n    {body}\n"
+    )
+    with pytest.raises(UserError) as caught:
+        read_config_file(str(file))
+    assert str(caught.value) == f"config file {file} line 5: {said}"
+
+
+def test_a_keyboards_interrupt_is_not_a_files_error(tmp_path):
+    (tmp_path / "c.py").write_text("def get_config():\n    raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        read_config_file(str(tmp_path / "c.py"))
+
+
+def test_a_value_that_cannot_be_printed_is_named_by_its_type():
+    class Unprintable:
+        def __repr__(self) -> str:
+            raise OSError
+
+    with pytest.raises(UserError, match="num_steps: expected int, got a value that cannot be printed"):
+        from_dict({"num_steps": Unprintable()})

@@ -85,3 +85,9 @@ def test_no_more_is_read_than_the_samples(tmp_path, monkeypatch):
 def test_the_same_contents_elsewhere_have_the_same_digest_and_in_another_order_another(tmp_path):
     first, second = (write(tmp_path / name, [5000, 10, 700]) for name in ("a", "b"))
     assert sampled_contents(first) == sampled_contents(second) != sampled_contents(second[::-1])
+
+
+def test_of_many_files_some_all_over_them_are_seen_and_the_rest_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(contents, "_FILES", 3)
+    files = write(tmp_path, [10] * 7)
+    assert [seen(files, number, 5) for number in range(7)] == [True, False, False, True, False, False, True]

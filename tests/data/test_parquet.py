@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from noloco_jax.config import DataConfig
-from noloco_jax.data import ByteTokenizer, needs_tokenizer, train_stream, validation_batches
+from noloco_jax.data import ByteTokenizer, check_data, needs_tokenizer, train_stream, validation_batches
 from noloco_jax.errors import UserError
 from support.data_makers import write_rows
 
@@ -87,7 +87,7 @@ def test_other_negative_labels_are_refused(tmp_path):
 def test_an_integer_that_int32_cannot_hold_is_refused_and_never_wrapped(tmp_path, name, value, kind):
     rows = random_rows(4, 8).tolist()
     columns = {"input_ids": rows, "label" if name == "input_ids" else name: [[*row[1:], row[0]] for row in rows]}
-    columns[name] = [*rows[:2], [*rows[2][:5], value, *rows[2][6:]], rows[3]]
+    columns[name] = [*rows[:2], [value, *rows[2][1:]], rows[3]]
     kinds = {other: pa.list_(kind if other == name else pa.int64()) for other in columns}
     pq.write_table(
         pa.table({other: pa.array(columns[other], kinds[other]) for other in columns}), tmp_path / "0.parquet"
@@ -95,6 +95,14 @@ def test_an_integer_that_int32_cannot_hold_is_refused_and_never_wrapped(tmp_path
     with pytest.raises(UserError, match=rf"0\.parquet, row 2 .*: {name} holds {value}, .*below 2147483648") as caught:
         all_of_validation(config_for(8), tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_label_outside_the_vocabulary_is_refused_where_all_ids_are_inside(tmp_path):
+    write_rows(tmp_path / "0.parquet", {"input_ids": [[1, 2, 3]] * 4, "label": [[2, 3, 40]] * 4})
+    config = replace(config_for(2), path=str(tmp_path))
+    check_data(config, vocab_size=41)
+    with pytest.raises(UserError, match=r"holds token id 40, but model\.vocab_size=40"):
+        check_data(config, vocab_size=40)
 
 
 @pytest.mark.parametrize(("one", "kind"), [(2**32, pa.int64()), (2**63, pa.uint64()), (-(2**40), pa.int64())])

@@ -17,6 +17,7 @@ import pytest
 from noloco_jax.config import from_dict, load_config
 from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import UserError
+from noloco_jax.run import memory
 from noloco_jax.train import training as trainer
 from noloco_jax.train.training import train
 from support import processes
@@ -115,7 +116,7 @@ def test_a_dry_run_refuses_the_checkpoint_of_another_run(config, trained):
     assert "model.num_layers=2, the config has 3: give --config.model.num_layers=2" in line
 
 
-@pytest.mark.parametrize("name", ["", "checkpoints"], ids=["the workdir", "its checkpoints"])
+@pytest.mark.parametrize("name", ["", "checkpoints", "tensorboard"])
 def test_a_file_in_the_place_of_a_folder_is_refused(config, tmp_path, name):
     workdir = tmp_path / "workdir"
     if name:
@@ -123,6 +124,31 @@ def test_a_file_in_the_place_of_a_folder_is_refused(config, tmp_path, name):
     (workdir / name).write_text("")
     for dry_run in (True, False):
         assert f"{workdir / name} is in the way" in refusal(config, workdir, dry_run=dry_run)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "config.history.jsonl"])
+def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_is_compiled(
+    config, trained, tmp_path, no_compiling, name
+):
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run" / name).unlink()
+    (tmp_path / "run" / name).mkdir()
+    for dry_run in (True, False):
+        line = refusal(config, tmp_path / "run", "--config.num_steps=24", dry_run=dry_run)
+        assert f"{tmp_path / 'run' / name} is in the way" in line
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_what_no_device_holds_is_refused_before_a_batch_is_made(config, tmp_path, monkeypatch, no_compiling, dry_run):
+    monkeypatch.setattr(trainer, "validation_batches", lambda *_, **__: pytest.fail("a batch is made"))
+    line = refusal(config, tmp_path, "--config.data.batch_size=2147483647", dry_run=dry_run)
+    assert re.search(r"estimated at [\d.]+ TiB a device, and none has more than 64 TiB: lower data\.batch_size", line)
+
+
+def test_an_estimate_above_what_the_device_has_is_warned_of(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "device_memory", lambda _: 3 << 10)
+    with pytest.warns(UserWarning, match=r"estimated at [\d.]+ [KM]iB a device, and the first one here has 3 KiB: "):
+        assert train_here(config, tmp_path / "workdir", dry_run=True) == 0
 
 
 def test_a_dry_run_writes_nothing(config, tmp_path):

@@ -100,6 +100,26 @@ def test_wrong_flags_are_refused_in_one_line(folder, flags, message):
     assert "\n" not in str(caught.value)
 
 
+def test_more_tokens_than_the_device_holds_are_refused_before_any_weights_are_read(run, folder, monkeypatch):
+    monkeypatch.setattr(generate, "load_for_export", lambda *_: pytest.fail("weights are read"))
+    monkeypatch.setattr(generate, "load_params", lambda *_: pytest.fail("weights are read"))
+    for flags in ([f"--workdir={run[0]}"], [f"--model={folder}", "--tokenizer=byte"]):
+        with pytest.raises(
+            UserError, match=r"--max_new_tokens=1000000000 need 119 GiB .*, and the device has .*: lower"
+        ):
+            generate.main([*flags, "--prompt=a", "--max_new_tokens=1000000000"])
+
+
+@pytest.mark.parametrize("source", ["run", "folder"])
+def test_more_tokens_than_a_sequence_in_training_are_warned_of(run, folder, capsys, source):
+    length = CONFIG.data.sequence_length if source == "run" else 64
+    flags = [f"--workdir={run[0]}"] if source == "run" else [f"--model={folder}", "--tokenizer=byte"]
+    prompt = "x" * (length - 3)  # and a BOS
+    printed(capsys, *flags, f"--prompt={prompt}", "--max_new_tokens=2")
+    with pytest.warns(UserWarning, match=f"{length - 2} tokens and --max_new_tokens=3 are more than the {length} tok"):
+        printed(capsys, *flags, f"--prompt={prompt}", "--max_new_tokens=3")
+
+
 def test_a_folder_without_tokenizer_asks_for_one(folder):
     with pytest.raises(UserError, match="has no tokenizer: give --tokenizer"):
         generate.main([f"--model={folder}"])
