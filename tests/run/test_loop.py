@@ -260,6 +260,14 @@ def test_a_step_that_stands_for_several_passes_over_no_evaluation_save_line_or_o
     assert written >= {8, 16, 20}  # the first behind 7 and 14, and the last
 
 
+def test_an_island_saves_what_the_run_has_come_to_by_then(tmp_path, monkeypatch):
+    config = from_dict({"num_replicas": 2, "num_steps": 6, "checkpoint_every": 3, "inner": {"warmup_steps": 0}})
+    before = Totals(tokens=7)
+    result = Result(tmp_path, monkeypatch, config=config, island=SlowIsland(), totals=before)
+    assert result.done[-1] == ("save", 6)
+    assert result.totals.tokens == before.tokens + 2 * config.tokens_per_step  # of two inner steps
+
+
 @pytest.mark.parametrize(
     ("start", "last_round", "untold"),
     [
