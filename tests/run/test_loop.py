@@ -107,7 +107,7 @@ class Result:
             run |= {"programs": Programs(nan_at), "batches": Batches(damaged_at), "stop": recorder}
             run |= {
                 "totals": totals,
-                "messages": Messages(lambda _: 100, lambda step: step),
+                "messages": Messages(lambda _: 100, lambda step: step, lambda: 10**6),
                 "peak_flops_per_second": peak,
             }
             run |= {"checkpoints": recorder, "progress": Progress(6, console=Console(quiet=True))}
@@ -183,6 +183,14 @@ def test_totals_go_on_where_the_checkpoint_had_them(tmp_path, monkeypatch):
     assert second.lines[3]["seconds"] > first.totals.seconds >= second.lines[2]["seconds"] > 0
     times = [line["time"] for line in second.lines]
     assert times == sorted(times)
+
+
+def test_the_last_line_counts_what_the_final_merge_sends(tmp_path, monkeypatch):
+    without = Result(tmp_path / "without", monkeypatch)
+    monkeypatch.setattr(Programs, "final_merge", lambda self, params: params)
+    merged = Result(tmp_path / "merged", monkeypatch)
+    sent, sent_merged = ([line["bytes_sent_total"] for line in each.lines] for each in (without, merged))
+    assert sent_merged == [*sent[:-1], sent[-1] + 10**6]
 
 
 def test_the_last_step_has_a_line_whatever_the_interval(tmp_path, monkeypatch):
