@@ -54,9 +54,8 @@ class Exchanging:
     def end_round(self, round: int) -> list[Any]:
         """What it does then; it dials "b"."""
         actions = self.island.handle(RoundEnded(round, 1, (1.0,)), float(round))
-        self.dials = [
-            (each.channel, each.header) for each in actions if isinstance(getattr(each, "header", None), Hello)
-        ]
+        calls = [each for each in actions if isinstance(each, Open)]
+        self.dials = [(call.channel, call.header) for call in calls if isinstance(call.header, Hello)]
         return actions
 
     def arrive(self, channel: Any, header: Any, norm: float | None = None) -> list[Any]:
