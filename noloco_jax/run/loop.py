@@ -244,7 +244,7 @@ def _hear_of_others(
     if behind != step:
         run.progress.note(f"after step {step}: goes on from another island's weights, after step {behind}")
     _tell_of_exchanges(run, island, step, log)
-    return state, min(behind, run.config.num_steps - 1)
+    return state, behind
 
 
 def _tell_of_exchanges(run: Run, island: "IslandSteps", step: int, log: "_StepLog") -> None:

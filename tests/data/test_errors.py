@@ -196,6 +196,15 @@ def test_documents_without_a_token(tmp_path):
         validation_batches(config, None, num_batches=1)
 
 
+def test_documents_without_a_token_at_both_ends_of_the_data_are_no_error(tmp_path):
+    """From the last document of an epoch to the first of the next the data seem empty, and are not."""
+    rows = {"input_ids": [[0, 0], [1, 2], [3, 4], [0, 0]], "attention_mask": [[0, 0], [1, 1], [1, 1], [0, 0]]}
+    write_rows(tmp_path / "0.parquet", rows)
+    config = DataConfig(kind="parquet", path=str(tmp_path), validation_path="elsewhere", shuffle_buffer=1)
+    (stream,) = open_streams(replace(config, sequence_length=4, batch_size=1), 1)
+    assert [next(stream)["input_ids"].tolist() for _ in range(5)] == [[[1, 2, 3, 4]]] * 5
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "text"])
 def test_too_little_to_hold_a_part_out(tmp_path, kind):
     if kind == "text":

@@ -37,6 +37,7 @@ def test_a_shard_is_shuffled_within_each_window():
     for start in (0, 10, 20):
         window = found[start : start + 10]
         assert sorted(window) == list(range(25))[start : start + 10] != window
+    assert [document + 10 for document in found[:10]] != found[10:20]  # each in an order of its own
     assert shard.get(25) is None
     assert shard.get(40) is None
 

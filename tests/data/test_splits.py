@@ -68,6 +68,7 @@ def test_a_validation_folder_of_its_own_may_have_any_names(tmp_path):
     assert files_of(tmp_path / "a", ["train-0.x", "val-0.x"], **alone) == (["val-0.x"], "all")
     assert files_of(tmp_path / "b", ["train-0.x", "test-0.x"], **alone) == (["test-0.x"], "all")
     assert files_of(tmp_path / "c", ["1.x", "0.x"], **alone) == (["0.x", "1.x"], "all")
+    assert files_of(tmp_path / "d", ["test-0.x", "val-0.x"], **alone) == (["val-0.x"], "all")
 
 
 def test_files_of_the_other_path_inside_are_left_out(tmp_path):

@@ -15,6 +15,7 @@ from noloco_jax.islands.protocol.events import (
     Open,
     Opened,
     Ready,
+    RoundEnded,
     Send,
     Start,
     Tick,
@@ -102,6 +103,36 @@ def test_a_checkpoint_is_taken_while_it_is_within_patience_and_else_a_donor():
 def test_one_island_far_ahead_makes_nobody_heal():
     answers = {"b": status(900), "c": status(6), "d": status(5)}
     assert started(answers, journal=journal(5))[1] == [Begin(fresh=False)]
+
+
+@pytest.mark.parametrize(("rounds", "heals"), [((7, 7, 9), False), ((7, 8), True)])
+def test_an_island_heals_that_is_late_by_its_patience_in_two_rounds_in_a_row(rounds, heals):
+    """It ends its rounds 5, 6, ... when the others have ended those of `rounds`."""
+    island, actions = started({}, journal=journal(4))
+    for own, others in enumerate(rounds, start=5):
+        for name in OTHERS:
+            island.peers[name].told(1, others, 0.0)
+        actions = asked(island, RoundEnded(own, 1, (1.0,)), dict.fromkeys(OTHERS, status(others)))
+    assert any(isinstance(action, Open) and isinstance(action.header, StateRequest) for action in actions) is heals
+
+
+@pytest.mark.parametrize("late", ["b", "c"])
+def test_a_donor_that_is_itself_far_behind_comes_last(late):
+    answers = {"b": status(50), "c": status(50)} | {late: status(40)}
+    assert donor_of(started(answers)[1]) != late
+
+
+@pytest.mark.parametrize("round", [4, 5])
+def test_a_state_that_is_no_further_than_the_own_weights_is_not_taken(round):
+    island, actions = started(dict.fromkeys(OTHERS, status(40)), journal=journal(5))
+    after: list[Any] = island.handle(Arrived(actions[-1].channel, State(round, True), Content(1.0)), 2.0)
+    assert island.round == 5 and isinstance(after[-1].header, StateRequest)  # to the next donor
+
+
+def test_an_island_that_has_ended_no_round_is_no_donor():
+    donor, actions = started({})
+    assert actions == [Begin(fresh=True)]
+    assert donor.handle(Opened("x", "b", request("b", lineage=False)), 1.0)[0] == Send("x", NotPartner("no state yet"))
 
 
 def test_a_donor_without_a_lineage_is_refused_on_both_sides():

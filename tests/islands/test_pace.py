@@ -158,6 +158,14 @@ def test_who_is_late_makes_up_half_of_it_once():
     assert sum(after(pace, 60, 2.0, now)[0]) == pytest.approx(120 + 15, abs=1)
 
 
+def test_who_goes_on_from_anothers_weights_makes_up_for_no_delay_of_the_old_ones():
+    pace = Pace("me")
+    _, now = after(pace, 10, 1.0)
+    told(pace, now, 1.0, late=30.0)
+    pace.restart()
+    assert set(after(pace, 60, 1.0, now)[0]) == {1}
+
+
 def test_a_partner_of_absurd_speed_moves_nobody_by_more_than_the_limit():
     pace = Pace("me")
     _, now = after(pace, 10, 1.0)

@@ -6,11 +6,14 @@ import math
 import numpy as np
 import pytest
 
+from noloco_jax.islands.protocol.context import LONGEST_PAUSE, Backoff, Context
 from noloco_jax.islands.protocol.headers import ExchangeId, Outcome
 from noloco_jax.islands.protocol.ledger import ROUNDS_KEPT, Ledger
 from noloco_jax.islands.protocol.meeting import Meeting
-from noloco_jax.islands.protocol.peers import Norms
+from noloco_jax.islands.protocol.peers import Norms, Peer
+from noloco_jax.islands.protocol.settings import Settings
 from noloco_jax.islands.protocol.transfers import Transfers
+from support.island_world import IDENTITY
 from support.paths import ROOT
 
 XID = ExchangeId(3, 0, "a", 1, 1)
@@ -100,3 +103,25 @@ def test_what_is_forgotten_is_not_called_aborted():
     assert ledger.settle(XID) is Outcome.COMMITTED
     ledger.forget(4 + ROUNDS_KEPT)
     assert ledger.settle(XID) is Outcome.FORGOTTEN
+
+
+def test_pauses_between_tries_double_up_to_the_longest():
+    context = Context("a", ["b"], IDENTITY, Settings(retry_seconds=0.5), 1, Ledger())
+    backoff, pauses = Backoff(context), []
+    for _ in range(9):
+        backoff.start()
+        assert backoff.at is not None
+        pauses.append(backoff.at - context.now)
+        context.now = backoff.at
+        assert backoff.due() and not backoff.due()
+    assert pauses[:3] == [0.5, 1.0, 2.0] and pauses[-3:] == [0.5 * LONGEST_PAUSE] * 3
+
+
+def test_a_word_that_another_overtook_puts_a_peer_back_to_no_earlier_round():
+    peer = Peer("b")
+    for incarnation, round in ((1, 7), (1, 6)):
+        peer.told(incarnation, round, 0.0)
+    assert peer.round == 7
+    peer.told(2, 4, 0.0)  # from an earlier checkpoint
+    peer.told(1, 9, 0.0)
+    assert (peer.incarnation, peer.round) == (2, 4)

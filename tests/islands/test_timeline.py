@@ -149,6 +149,14 @@ def test_a_log_goes_on_after_a_process_that_was_killed_in_the_middle_of_a_line(t
     assert figures_of(log).sent == 300
 
 
+def test_a_round_is_told_the_seconds_that_were_given_way_in_it_alone(tmp_path):
+    log = IslandLog(tmp_path, "paris")
+    log.start(0, 0.0)
+    for number, gave_way in enumerate((2.0, 2.0, 5.0)):
+        log.round(number, 10 * (number + 1), gave_way)
+    assert [event["gave_way"] for event in read_log(tmp_path).events[1:]] == [2.0, 0.0, 3.0]
+
+
 def test_goodput_is_what_the_run_has_behind_it_of_the_time_since_the_first_start(tmp_path, monkeypatch):
     now = 1000.0
     monkeypatch.setattr(island_log.time, "time", lambda: now)

@@ -107,7 +107,7 @@ class Result:
             run |= {"programs": Programs(nan_at), "batches": Batches(damaged_at), "stop": recorder}
             run |= {
                 "totals": totals,
-                "messages": Messages(lambda _: 100, lambda step: step),
+                "messages": Messages(lambda _: 100, lambda step: step, lambda: 10**6),
                 "peak_flops_per_second": peak,
             }
             run |= {"checkpoints": recorder, "progress": Progress(6, console=Console(quiet=True))}
@@ -185,6 +185,14 @@ def test_totals_go_on_where_the_checkpoint_had_them(tmp_path, monkeypatch):
     assert times == sorted(times)
 
 
+def test_the_last_line_counts_what_the_final_merge_sends(tmp_path, monkeypatch):
+    without = Result(tmp_path / "without", monkeypatch)
+    monkeypatch.setattr(Programs, "final_merge", lambda self, params: params)
+    merged = Result(tmp_path / "merged", monkeypatch)
+    sent, sent_merged = ([line["bytes_sent_total"] for line in each.lines] for each in (without, merged))
+    assert sent_merged == [*sent[:-1], sent[-1] + 10**6]
+
+
 def test_the_last_step_has_a_line_whatever_the_interval(tmp_path, monkeypatch):
     config = replace(CONFIG, log_every=4)
     assert [line["step"] for line in Result(tmp_path, monkeypatch, config=config).lines] == [4, 6]
@@ -258,6 +266,14 @@ def test_a_step_that_stands_for_several_passes_over_no_evaluation_save_line_or_o
     assert island.outer_steps == outer_steps  # inner steps end at 3, 6, 8, 10, 13, 16, 19 and 20
     written = {json.loads(line)["step"] for line in (tmp_path / METRICS_FILE).read_text().splitlines()}
     assert written >= {8, 16, 20}  # the first behind 7 and 14, and the last
+
+
+def test_an_island_saves_what_the_run_has_come_to_by_then(tmp_path, monkeypatch):
+    config = from_dict({"num_replicas": 2, "num_steps": 6, "checkpoint_every": 3, "inner": {"warmup_steps": 0}})
+    before = Totals(tokens=7)
+    result = Result(tmp_path, monkeypatch, config=config, island=SlowIsland(), totals=before)
+    assert result.done[-1] == ("save", 6)
+    assert result.totals.tokens == before.tokens + 2 * config.tokens_per_step  # of two inner steps
 
 
 @pytest.mark.parametrize(

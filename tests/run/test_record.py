@@ -82,6 +82,15 @@ def test_another_version_is_told(tmp_path, monkeypatch):
     assert version_changes(made) == [f"jax: version {made['versions']['jax']} before, 9.9 now"]
 
 
+def test_a_package_that_came_or_went_is_told(monkeypatch):
+    monkeypatch.setattr(record, "versions", lambda: {"numpy": "2.0", "jax": "0.10"})
+    before = {"versions": {"numpy": "2.0", "optax": "0.2"}}
+    assert version_changes(before) == [
+        "optax: version 0.2 before, None now",
+        "jax: version None before, 0.10 now",
+    ]
+
+
 def test_every_start_leaves_a_line_and_the_configuration_of_the_last_can_be_read(tmp_path):
     write_start(CONFIG, tmp_path, 0, [])
     write_start(OTHER, tmp_path, 8, changes(CONFIG, OTHER))
