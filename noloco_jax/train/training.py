@@ -1,7 +1,7 @@
 """A training run from its first check to its last picture."""
 
+import contextlib
 import time
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from noloco_jax.cluster.join import joined
 from noloco_jax.cluster.place import Place
 from noloco_jax.cluster.processes import Processes, run_processes
 from noloco_jax.cluster.stop import Stop
+from noloco_jax.cluster.workdir_lock import holder_of, workdir_locked
 from noloco_jax.config import Change, TrainConfig, to_dict
 from noloco_jax.data import (
     ByteTokenizer,
@@ -113,10 +114,13 @@ def train(
     solo = None if member is None else build_solo(config, programs)
     messages = messages_of(config, programs.mesh.shape) if member is None or solo is None else member.messages(solo)
     banner([*([] if member is None else [("island", str(member))]), *banner_rows(config, programs, messages)], console)
+    if dry_run and (holder := holder_of(workdir)) is not None:
+        console.print(f"{workdir} was taken by {holder} and not given back: while that runs, another is refused")
     with (
+        contextlib.nullcontext() if dry_run else workdir_locked(workdir, processes, console.print),
         Stop(processes) as stop,
         Checkpointer(workdir, whole, processes, from_step=from_step, read_only=dry_run) as checkpoints,
-        ExitStack() as others,
+        contextlib.ExitStack() as others,
     ):
         start = _find_start(config, member, checkpoints, stop)
         evaluate_first = start is not None and _lacks_evaluation(config, workdir, start, processes)
