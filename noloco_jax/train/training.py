@@ -179,7 +179,7 @@ def train(
         if jax.process_index() == 0:
             write_start(whole, workdir, start or 0, changed)
         progress = Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console)
-        with _open_metrics(config, workdir, start, wandb_project) as metrics, progress:
+        with _open_metrics(config, workdir, start, wandb_project, member) as metrics, progress:
             processes.barrier("start")  # all clocks start together
             run = Run(
                 config=config,
@@ -337,7 +337,9 @@ def _restore_state(
     return state
 
 
-def _open_metrics(config: TrainConfig, workdir: Path, start: int | None, wandb_project: str | None) -> MetricWriter:
+def _open_metrics(
+    config: TrainConfig, workdir: Path, start: int | None, wandb_project: str | None, member: "Membership | None"
+) -> MetricWriter:
     """Where figures go."""
     process = jax.process_index()
     return MetricWriter(
@@ -345,6 +347,6 @@ def _open_metrics(config: TrainConfig, workdir: Path, start: int | None, wandb_p
         resume_step=start,
         tensorboard=process == 0,
         wandb_project=wandb_project if process == 0 else None,
-        run_config=to_dict(config),
+        run_config=to_dict(config) | ({} if member is None else {"island": member.name}),
         process=process,
     )
