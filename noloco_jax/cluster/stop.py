@@ -57,7 +57,7 @@ class Stop:
 
     @property
     def reason(self) -> str:
-        names = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP"}
+        names: dict[int | None, str] = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP"}
         return f"stopped by {names.get(self._received, 'SIGTERM')}"
 
     @property

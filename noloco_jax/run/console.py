@@ -37,15 +37,17 @@ class _StandardOutput:
     """`sys.stdout`, without which a run goes on where it can no longer be written, as after `| head` or a full disk."""
 
     def __init__(self):
-        self._is_lost = sys.stdout is None
+        # While rich shows a bar, it puts a stream of its own into sys.stdout, which writes here.
+        self._stream: IO[str] = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+        self._is_lost = self._stream is None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stdout, name)
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         if not self._is_lost:
             try:
-                return sys.stdout.write(text)
+                return self._stream.write(text)
             except OSError as error:
                 self._give_up(error)
         return len(text)
@@ -53,17 +55,17 @@ class _StandardOutput:
     def flush(self) -> None:
         if not self._is_lost:
             try:
-                sys.stdout.flush()
+                self._stream.flush()
             except OSError as error:
                 self._give_up(error)
 
     def isatty(self) -> bool:
-        return not self._is_lost and sys.stdout.isatty()
+        return not self._is_lost and self._stream.isatty()
 
     def _give_up(self, error: OSError) -> None:
         self._is_lost = True
         with contextlib.suppress(OSError):  # what stands in its buffer would fail again at the interpreter's end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
         tell(f"warning: standard output cannot be written ({error.strerror}): the command goes on without it")
 
 

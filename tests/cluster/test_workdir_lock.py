@@ -52,7 +52,7 @@ def test_a_dead_process_of_this_machine_holds_nothing_even_if_its_number_is_in_u
 
 def test_a_silent_holder_on_another_machine_is_followed_after_a_wait_that_is_announced(tmp_path):
     path, said = write(tmp_path, ELSEWHERE), []
-    os.utime(path, (time.time() + 9e5,) * 2)  # its clock is of no account
+    os.utime(path, (0, time.time() + 9e5))  # its clock is of no account
     started = time.monotonic()
     with WorkdirLock(tmp_path, said.append):
         assert time.monotonic() - started >= workdir_lock.SILENT_SECONDS

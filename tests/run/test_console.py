@@ -184,14 +184,19 @@ def test_text_that_the_terminals_encoding_lacks_is_replaced(monkeypatch):
     ("number", "words"),
     [(errno.EPIPE, "Broken pipe"), (errno.EIO, "Input/output error"), (errno.ENOSPC, "No space left")],
 )
-def test_a_standard_output_that_fails_is_told_once_and_given_up(monkeypatch, capsys, number, words):
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_standard_output_that_fails_is_told_once_and_given_up(monkeypatch, capsys, number, words, is_terminal):
     class Failing(io.StringIO):
         def flush(self) -> None:
             raise OSError(number, os.strerror(number))
 
-    console = make_console()
+        def isatty(self) -> bool:
+            return is_terminal
+
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("sys.stdout", Failing())
-    console.print("one")
-    console.print("two")
+    with Progress(8, console=make_console()) as progress:
+        progress.note("one")
+        progress.note("two")
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: standard output cannot be written ({words}")
