@@ -22,6 +22,7 @@ BEAT_SECONDS = 10.0  # between two signs of life
 SILENT_SECONDS = 60.0  # without one, until a trainer on another machine is taken for dead; NFS may cache times as long
 _FIRST_BEAT_SECONDS = 2.0  # two may take a lock at once where a file system keeps machines' flocks apart
 _POLL_SECONDS = 0.5
+_OTHERS_SECONDS = 600.0  # by which processes of a run may come here at different times, on cold storage
 
 
 class Holder(NamedTuple):
@@ -66,7 +67,7 @@ def workdir_locked(workdir: Path, processes: Processes, report: Callable[[str], 
       UserError: if another run holds the lock.
     """
     with WorkdirLock(workdir, report) if jax.process_index() == 0 else contextlib.nullcontext():
-        processes.barrier("workdir")
+        processes.wait_at("workdir", SILENT_SECONDS + _OTHERS_SECONDS)
         yield
 
 
