@@ -1,5 +1,6 @@
 """Errors that a user can mend, and how the command lines report them."""
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable
@@ -41,10 +42,16 @@ def main_with_errors(main: Callable[[], int | None]) -> None:
     try:
         status = main()
     except UserError as error:
-        sys.stderr.write(f"error: {error}\n")  # at once: a library's threads may be writing too
-        sys.stderr.flush()
+        tell(f"error: {error}")
         status = error.exit_status
     sys.exit(status or 0)
+
+
+def tell(line: str) -> None:
+    """Write a line to standard error; where nothing can be written, as after its terminal is gone, go on without."""
+    with contextlib.suppress(OSError, AttributeError):  # the latter where it was closed from the start
+        sys.stderr.write(f"{line}\n")  # at once: a library's threads may be writing too
+        sys.stderr.flush()
 
 
 _show_as_python_does = warnings.showwarning
@@ -52,6 +59,6 @@ _show_as_python_does = warnings.showwarning
 
 def _show_warning(message, category, filename, lineno, file=None, line=None):
     if category is UserWarning and file is None:
-        sys.stderr.write(f"warning: {message}\n")
+        tell(f"warning: {message}")
     else:
         _show_as_python_does(message, category, filename, lineno, file, line)

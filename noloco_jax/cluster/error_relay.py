@@ -10,6 +10,8 @@ from typing import Any
 
 from jax._src import distributed  # the key-value store that processes share has no public name
 
+from noloco_jax.errors import tell
+
 _ERRORS = "noloco_jax/errors"
 _POLL_SECONDS = 1.0
 _LEAVE_SECONDS = 10  # the time in which the others have to hear of an error
@@ -59,7 +61,7 @@ class ErrorRelay:
 
     def _end(self, error: str, status: int) -> None:
         sys.stdout.flush()
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        tell(f"error: {error}")
         with contextlib.suppress(Exception):  # a process does not come
             self._client.wait_at_barrier(_ERRORS, _LEAVE_SECONDS * 1000)
         if self._process_id == 0:

@@ -20,7 +20,7 @@ from noloco_jax.cluster.processes import is_of_exchange
 from noloco_jax.cluster.rollcall import ProcessInfo, call_the_roll
 from noloco_jax.cluster.stop import INTERRUPTED
 from noloco_jax.config import flatten
-from noloco_jax.errors import UserError
+from noloco_jax.errors import UserError, tell
 
 CONNECT_SECONDS = 60  # for which JAX waits for a process that was there at the roll call
 _MUST_MATCH = ("jax", "jaxlib", "flax", "optax")  # packages of which all processes need one version
@@ -76,13 +76,12 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
             line = f"{error}{here}"
             if relay is not None:
                 relay.end_all(line, status)
-            print(f"error: {line}", file=sys.stderr)
+            tell(f"error: {line}")
         elif is_of_exchange(error):
             reason = " ".join(str(error).split())[:300]
-            print(
+            tell(
                 f"error: another process has ended, or is out of reach ({reason}): the same command goes on from the "
-                f"last checkpoint{here}",
-                file=sys.stderr,
+                f"last checkpoint{here}"
             )
         elif not isinstance(error, KeyboardInterrupt):
             traceback.print_exc()

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax._src import distributed  # whose barriers have no public name
 from jax.experimental import multihost_utils
 
 PyTree = Any
@@ -32,6 +33,14 @@ class Processes(Protocol):
         """Returns once every process has come here; all give the same `name`."""
         ...
 
+    def wait_at(self, name: str, seconds: float) -> None:
+        """Return once every process has come here, of which one may take so many seconds longer than the others.
+
+        Unlike `barrier`, this exchanges nothing between devices, whose libraries wait for half a minute. All give the
+        same `name`, and each name is given once.
+        """
+        ...
+
     def agree_to_stop(self, step: int, received: bool) -> bool:
         """Whether all processes stop after `step`. To be called after every step; no process waits for another.
 
@@ -51,6 +60,9 @@ class OneProcess:
         return [value]
 
     def barrier(self, name: str) -> None:
+        pass
+
+    def wait_at(self, name: str, seconds: float) -> None:
         pass
 
     def agree_to_stop(self, step: int, received: bool) -> bool:
@@ -73,6 +85,10 @@ class DistributedProcesses:
 
     def barrier(self, name: str) -> None:
         multihost_utils.sync_global_devices(name)
+
+    def wait_at(self, name: str, seconds: float) -> None:
+        client: Any = distributed.global_state.client
+        client.wait_at_barrier(f"noloco_jax/{name}", int(seconds * 1000))
 
     def agree_to_stop(self, step: int, received: bool) -> bool:
         return multihost_utils.reached_preemption_sync_point(step)

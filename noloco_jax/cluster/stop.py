@@ -1,20 +1,23 @@
-"""How a run is told to stop: by SIGTERM, or by Ctrl-C, between two steps and with everything saved."""
+"""How a run is told to stop: by SIGTERM, SIGHUP or Ctrl-C, between two steps and with everything saved."""
 
+import os
 import signal
+from collections.abc import Callable
 from types import FrameType
 
 from noloco_jax.cluster.processes import Processes
 
-RESTART = 75  # EX_TEMPFAIL: stopped by SIGTERM with everything saved; the same command goes on
+RESTART = 75  # EX_TEMPFAIL: stopped by SIGTERM or SIGHUP with everything saved; the same command goes on
 INTERRUPTED = 130  # what shells report of Ctrl-C
 
 
 class Stop:
-    """Catches SIGTERM and SIGINT while it is open, so that a loop can save and stop between two steps.
+    """Catches SIGTERM, SIGHUP and SIGINT while it is open, so that a loop can save and stop between two steps.
 
-    A second Ctrl-C ends the process at once; further SIGTERMs change nothing, for a save may be under way. Of several
-    processes, a SIGTERM to any makes all stop after the same step: JAX's coordination service catches it and spreads
-    the word, so nothing is caught here, and Ctrl-C ends a process as it always does.
+    A second Ctrl-C ends the process at once; further SIGTERMs change nothing, for a save may be under way. A SIGHUP, as
+    of a connection that drops, is ignored where it was before, as under `nohup`. Of several processes, a SIGTERM to any
+    makes all stop after the same step: JAX's coordination service catches it and spreads the word, so only a SIGHUP is
+    caught here, and made a SIGTERM, and Ctrl-C ends a process as it always does.
 
     Args:
       processes: those that stop together.
@@ -30,9 +33,13 @@ class Stop:
         self._former: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> "Stop":
+        handlers: dict[int, Callable[[int, FrameType | None], None]] = {signal.SIGHUP: _terminate}
         if self._processes.alone:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._former[number] = signal.signal(number, self._receive)
+            handlers = dict.fromkeys((signal.SIGTERM, signal.SIGHUP, signal.SIGINT), self._receive)
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            del handlers[signal.SIGHUP]
+        for number, handler in handlers.items():
+            self._former[number] = signal.signal(number, handler)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -50,8 +57,13 @@ class Stop:
 
     @property
     def reason(self) -> str:
-        return "stopped by Ctrl-C" if self._received == signal.SIGINT else "stopped by SIGTERM"
+        names: dict[int | None, str] = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP"}
+        return f"stopped by {names.get(self._received, 'SIGTERM')}"
 
     @property
     def exit_status(self) -> int:
         return INTERRUPTED if self._received == signal.SIGINT else RESTART
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,12 +1,11 @@
 """Errors of reading data files: transient ones are retried, damaged files are refused or skipped."""
 
 import errno
-import sys
 from collections.abc import Callable
 from time import sleep
 from typing import TypeVar
 
-from noloco_jax.errors import TransientError, UserError
+from noloco_jax.errors import TransientError, UserError, tell
 
 T = TypeVar("T")
 
@@ -58,5 +57,4 @@ def stop_or_skip(error: UserError, on_bad_shard: str) -> None:
         raise error
     if str(error) not in _reported:
         _reported.add(str(error))
-        sys.stderr.write(f"warning: skipped, as data.on_bad_shard='skip' says: {error}\n")
-        sys.stderr.flush()
+        tell(f"warning: skipped, as data.on_bad_shard='skip' says: {error}")

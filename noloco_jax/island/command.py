@@ -21,6 +21,7 @@ from noloco_jax.cluster.heap import keep_freed_memory
 from noloco_jax.config import make_parser, parse_args, split_overrides
 from noloco_jax.files import folder_of_flag
 from noloco_jax.islands.roster import read_roster
+from noloco_jax.train.flags import define_run_flags
 
 _TRAIN = "train as one of the islands"
 
@@ -57,6 +58,7 @@ def _define_train_flags(parser: argparse.ArgumentParser) -> None:
         "--keys", type=folder_of_flag, metavar="DIR", help="the island's keys; none are needed where all are loopback"
     )
     parser.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="the island's own folder")
+    define_run_flags(parser)
     parser.add_argument(
         "--pace",
         choices=("steps", "time"),

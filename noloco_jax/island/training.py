@@ -19,4 +19,11 @@ def train_island(config: TrainConfig, roster: Roster, flags: argparse.Namespace)
     use_gpu_memory()
     with full_disk_told(flags.workdir):
         use_cpu_cores(member.own(config))
-        return train(config, flags.workdir, member=member)
+        return train(
+            config,
+            flags.workdir,
+            from_step=flags.from_step,
+            dry_run=flags.dry_run,
+            wandb_project=flags.wandb,
+            member=member,
+        )

@@ -1,16 +1,19 @@
 """What a run shows: a banner, a progress bar on a terminal or plain lines elsewhere, and the table of its results."""
 
+import contextlib
 import io
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
+from noloco_jax.errors import tell
 from noloco_jax.formatting import (
     format_clock,
     format_perplexity,
@@ -27,7 +30,43 @@ def make_console() -> Console:
     """Standard output; rich finds out whether it is a terminal. Text is shown as it is, without markup."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
-    return Console(highlight=False, markup=False, soft_wrap=True)
+    return Console(file=cast(IO[str], _StandardOutput()), highlight=False, markup=False, soft_wrap=True)
+
+
+class _StandardOutput:
+    """`sys.stdout`, without which a run goes on where it can no longer be written, as after `| head` or a full disk."""
+
+    def __init__(self):
+        # While rich shows a bar, it puts a stream of its own into sys.stdout, which writes here.
+        self._stream: IO[str] = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+        self._is_lost = self._stream is None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        if not self._is_lost:
+            try:
+                return self._stream.write(text)
+            except OSError as error:
+                self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._is_lost:
+            try:
+                self._stream.flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def isatty(self) -> bool:
+        return not self._is_lost and self._stream.isatty()
+
+    def _give_up(self, error: OSError) -> None:
+        self._is_lost = True
+        with contextlib.suppress(OSError):  # what stands in its buffer would fail again at the interpreter's end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        tell(f"warning: standard output cannot be written ({error.strerror}): the command goes on without it")
 
 
 def banner(rows: Sequence[tuple[str, object]], console: Console | None = None) -> None:

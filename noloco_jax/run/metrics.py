@@ -154,8 +154,10 @@ def check_wandb() -> None:
 
 def _import_wandb() -> Any:
     try:
-        return importlib.import_module("wandb")
-    except ImportError:
+        wandb = importlib.import_module("wandb")
+        _ = wandb.init  # lacking where a folder of that name, as of offline runs, is found in place of the package
+        return wandb
+    except (ImportError, AttributeError):
         raise UserError("--wandb needs the wandb package, which is not installed: pip install wandb") from None
 
 

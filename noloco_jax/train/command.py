@@ -7,6 +7,7 @@ from noloco_jax.cluster.heap import keep_freed_memory
 from noloco_jax.cluster.place import define_flags, find_place
 from noloco_jax.config import parse_args
 from noloco_jax.files import folder_of_flag
+from noloco_jax.train.flags import define_run_flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,13 +36,5 @@ def _define_flags(parser) -> None:
         metavar="DIR",
         help="where checkpoints, metrics and curves go",
     )
-    parser.add_argument(
-        "--from_step",
-        type=int,
-        metavar="N",
-        help="go back to the checkpoint of step N: later ones are moved to DIR/checkpoints_set_aside, and metrics of "
-        "later steps are dropped; given again, the same command goes on from what it has saved since",
-    )
-    parser.add_argument("--dry_run", action="store_true", help="check everything, print the banner and stop")
-    parser.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project as well")
+    define_run_flags(parser)
     define_flags(parser)

@@ -1,7 +1,7 @@
 """A training run from its first check to its last picture."""
 
+import contextlib
 import time
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from noloco_jax.cluster.join import joined
 from noloco_jax.cluster.place import Place
 from noloco_jax.cluster.processes import Processes, run_processes
 from noloco_jax.cluster.stop import Stop
+from noloco_jax.cluster.workdir_lock import holder_of, workdir_locked
 from noloco_jax.config import CONFIG_FILE, Change, TrainConfig, to_dict
 from noloco_jax.data import (
     ByteTokenizer,
@@ -117,10 +118,13 @@ def train(
     messages = messages_of(config, programs.mesh.shape) if member is None or solo is None else member.messages(solo)
     banner([*([] if member is None else [("island", str(member))]), *banner_rows(config, programs, messages)], console)
     check_memory(config, programs)
+    if dry_run and (holder := holder_of(workdir)) is not None:
+        console.print(f"{workdir} was taken by {holder} and not given back: while that runs, another is refused")
     with (
+        contextlib.nullcontext() if dry_run else workdir_locked(workdir, processes, console.print),
         Stop(processes) as stop,
         Checkpointer(workdir, whole, processes, from_step=from_step, read_only=dry_run) as checkpoints,
-        ExitStack() as others,
+        contextlib.ExitStack() as others,
     ):
         start = _find_start(config, member, checkpoints, stop)
         evaluate_first = start is not None and _lacks_evaluation(config, workdir, start, processes)
@@ -179,7 +183,7 @@ def train(
         if jax.process_index() == 0:
             write_start(whole, workdir, start or 0, changed)
         progress = Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console)
-        with _open_metrics(config, workdir, start, wandb_project) as metrics, progress:
+        with _open_metrics(config, workdir, start, wandb_project, member) as metrics, progress:
             processes.barrier("start")  # all clocks start together
             run = Run(
                 config=config,
@@ -337,7 +341,9 @@ def _restore_state(
     return state
 
 
-def _open_metrics(config: TrainConfig, workdir: Path, start: int | None, wandb_project: str | None) -> MetricWriter:
+def _open_metrics(
+    config: TrainConfig, workdir: Path, start: int | None, wandb_project: str | None, member: "Membership | None"
+) -> MetricWriter:
     """Where figures go."""
     process = jax.process_index()
     return MetricWriter(
@@ -345,6 +351,6 @@ def _open_metrics(config: TrainConfig, workdir: Path, start: int | None, wandb_p
         resume_step=start,
         tensorboard=process == 0,
         wandb_project=wandb_project if process == 0 else None,
-        run_config=to_dict(config),
+        run_config=to_dict(config) | ({} if member is None else {"island": member.name}),
         process=process,
     )

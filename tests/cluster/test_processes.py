@@ -125,3 +125,27 @@ def test_a_process_that_has_lost_another_ends_with_a_line_that_says_so_and_statu
         and f"the same command goes on from the last checkpoint (process {1 - victim} on" in line
     )
     assert "Traceback" not in output
+
+
+# The second is later than Gloo waits for, which `gather` would begin with.
+WAITING = """
+import os, time
+from argparse import Namespace
+from noloco_jax.cluster.join import joined
+from noloco_jax.cluster.place import find_place
+from noloco_jax.cluster.processes import run_processes
+
+place = find_place(Namespace(coordinator=None, num_processes=None, process_id=None), os.environ)
+with joined(place, {}, 60):
+    processes = run_processes()
+    time.sleep(35 * place.process_id)
+    processes.wait_at("late", 60)
+    print("RESULT", processes.gather(place.process_id))
+"""
+
+
+@pytest.mark.slow
+def test_processes_wait_for_one_that_is_busy_for_long():
+    results = run_both(WAITING)
+    assert [status for status, _ in results] == [0, 0], processes.report(results)
+    assert all("RESULT [0, 1]" in output for _, output in results)

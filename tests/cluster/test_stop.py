@@ -56,3 +56,31 @@ def test_several_processes_stop_when_they_agree_and_leave_signals_to_jax():
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
         assert [stop.at(step) for step in (2, 3)] == [False, True]
     assert (stop.exit_status, stop.reason) == (75, "stopped by SIGTERM")
+
+
+def test_a_hangup_stops_a_process_after_its_step_as_a_sigterm_does():
+    with Stop(OneProcess()) as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.at(1)
+    assert (stop.exit_status, stop.reason) == (75, "stopped by SIGHUP")
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop(OneProcess()) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.at(1)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_hangup_of_one_of_several_processes_is_the_sigterm_that_jax_spreads():
+    received: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        with Stop(Agreed()):
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [signal.SIGTERM]

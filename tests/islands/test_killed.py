@@ -76,3 +76,26 @@ def test_who_is_killed_or_stopped_costs_the_others_no_step_and_comes_back(config
         doubted = {one["round"] for name in NAMES for one in islands.lines(name, "exchange") if one["one_sided"]}
         under_way = {at - late for at in (killed + 1, stopped + 1) for late in range(Settings().patience + 2)}
         assert doubted <= under_way  # when an island was killed or stopped, perhaps between two of its last words
+
+
+def test_islands_go_back_to_a_step_together_and_train_on_from_it(config, tmp_path):
+    names = ("berlin", "paris")
+    arguments = [f"--config={config}", "--config.num_replicas=2", "--config.eval_every=100"]
+
+    def trained(num_steps: int, *more: str) -> Archipelago:
+        every = [*arguments, f"--config.num_steps={num_steps}", *more]
+        with Archipelago(tmp_path, names, every, processes.environment(config), seconds_per_step=0.1) as islands:
+            for name in names:
+                islands.start(name)
+            ended = [islands.running[name].wait(processes.PATIENCE) for name in names]
+            assert ended == [0, 0], [islands.said(name)[-2000:] for name in names]
+        return islands
+
+    trained(12)
+    islands = trained(16, "--from_step=8")
+    for name in names:
+        assert "going on from the checkpoint of step 8 " in islands.said(name)
+        aside = islands.workdir(name) / "checkpoints_set_aside"
+        assert [path.name for path in aside.iterdir()] == ["12"]
+        assert islands.step(name) == 16
+        assert any(line["outcome"] == "met" and line["round"] >= 2 for line in islands.lines(name, "exchange"))

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import jax
 import jax.monitoring
 import pytest
 
+from noloco_jax.cluster.workdir_lock import WorkdirLock
 from noloco_jax.config import from_dict
 from noloco_jax.config.flags import load_config
 from noloco_jax.errors import UserError
@@ -123,6 +125,33 @@ def test_keys_of_another_island_are_told(config, tmp_path, compiled):
     assert island(["keys", f"--roster={roster}", f"--out={tmp_path / 'keys'}"]) == 0
     line = told(command(config, roster, f"--keys={tmp_path / 'keys/berlin'}"), compiled)
     assert "cert.pem is made out to berlin, not to paris: have a new one made with `island keys --replac" in line
+
+
+def test_a_dry_run_writes_nothing_and_meets_nobody(config, tmp_path, compiled, capsys):
+    roster = written(tmp_path)
+    with socket.create_server(read_roster(roster).address("paris")):
+        assert island(command(config, roster, "--dry_run")) == 0
+    assert "paris, 1 of 2 of test" in capsys.readouterr().out
+    assert compiled == [] and not (tmp_path / "workdir").exists()
+
+
+@pytest.mark.parametrize("module", [None, types.ModuleType("wandb")], ids=["missing", "a folder of that name"])
+@pytest.mark.parametrize("more", [[], ["--dry_run"]], ids=["train", "dry_run"])
+def test_a_missing_wandb_is_told(config, tmp_path, compiled, monkeypatch, module, more):
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    line = told(command(config, written(tmp_path), "--wandb=p", *more), compiled)
+    assert line.endswith("not installed: pip install wandb") and not (tmp_path / "workdir").exists()
+
+
+def test_a_step_to_go_back_to_that_was_not_saved_is_told(config, tmp_path, compiled):
+    line = told(command(config, written(tmp_path), "--from_step=5"), compiled)
+    assert "--from_step=5: " in line and "holds no checkpoint of that step (there are none)" in line
+
+
+def test_a_workdir_in_which_a_trainer_is_at_work_is_told(config, tmp_path, compiled):
+    with WorkdirLock(tmp_path / "workdir", print):
+        line = told(command(config, written(tmp_path)), compiled)
+    assert f"workdir is in use by the trainer on {socket.gethostname()} (process {os.getpid()}, since " in line
 
 
 def test_a_port_in_use_is_told(config, tmp_path, compiled):

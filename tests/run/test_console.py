@@ -1,6 +1,8 @@
 """What a run shows, on a terminal and where there is none."""
 
+import errno
 import io
+import os
 import re
 
 import pytest
@@ -176,3 +178,25 @@ def test_text_that_the_terminals_encoding_lacks_is_replaced(monkeypatch):
     monkeypatch.setattr("sys.stdout", stream)
     make_console().print("café [x]")
     assert stream.buffer.getvalue() == b"caf? [x]\n"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(errno.EPIPE, "Broken pipe"), (errno.EIO, "Input/output error"), (errno.ENOSPC, "No space left")],
+)
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_standard_output_that_fails_is_told_once_and_given_up(monkeypatch, capsys, number, words, is_terminal):
+    class Failing(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(number, os.strerror(number))
+
+        def isatty(self) -> bool:
+            return is_terminal
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout", Failing())
+    with Progress(8, console=make_console()) as progress:
+        progress.note("one")
+        progress.note("two")
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: standard output cannot be written ({words}")

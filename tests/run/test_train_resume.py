@@ -2,6 +2,7 @@
 
 import random
 import signal
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from noloco_jax.config import from_dict, load_config
 from noloco_jax.run.loop import Hooks
 from noloco_jax.train.training import train
 from support import processes
+from support.paths import ROOT
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -60,11 +62,12 @@ def test_an_offloaded_run_that_is_continued_is_bitwise_the_run_on_the_device(con
     assert_same_run(workdir, uninterrupted)
 
 
-def test_sigterm_saves_and_asks_for_a_restart(config, uninterrupted):
-    workdir = config.parent / "terminated"
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
+def test_a_signal_saves_and_asks_for_a_restart(config, uninterrupted, number):
+    workdir = config.parent / f"signalled{number}"
     run = processes.start(config, workdir, seconds_per_step=0.2)
     processes.wait_until(processes.reached(workdir, 6), run)
-    run[0].send_signal(signal.SIGTERM)
+    run[0].send_signal(number)
     [(status, output)] = processes.finish(run)
     assert status == 75, output
     assert "everything is saved" in output
@@ -74,6 +77,33 @@ def test_sigterm_saves_and_asks_for_a_restart(config, uninterrupted):
     [(status, output)] = processes.run(config, workdir)
     assert status == 0, output
     assert f"going on from the checkpoint of step {saved}" in output
+    assert_same_run(workdir, uninterrupted)
+
+
+def test_a_run_whose_reader_has_gone_comes_to_the_same_end(config, uninterrupted):
+    workdir = config.parent / "unread"
+    [run] = processes.start(config, workdir, seconds_per_step=0.1)
+    assert run.stdout is not None
+    run.stdout.close()  # of standard error too
+    assert run.wait(processes.PATIENCE) == 0
+    assert_same_run(workdir, uninterrupted)
+
+
+def test_a_full_standard_output_is_told_as_such_and_stops_nothing(config, uninterrupted):
+    workdir = config.parent / "full"
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            processes.command(config, workdir),
+            env=processes.environment(config),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=processes.PATIENCE,
+            cwd=ROOT,
+        )
+    assert run.returncode == 0, run.stderr
+    [line] = [line for line in run.stderr.splitlines() if "No space left" in line]
+    assert line.startswith("warning: standard output cannot be written") and str(workdir) not in line
     assert_same_run(workdir, uninterrupted)
 
 
