@@ -4,14 +4,15 @@ import math
 import operator
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 
 from noloco_jax.exchange.axes import AxisName, names_of
-from noloco_jax.exchange.groups import all_mean, group_mean
+from noloco_jax.exchange.blocks import windows_of
+from noloco_jax.exchange.groups import all_mean, group_mean, pair_mean_in_windows
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.neighbours import neighbour_mean
 from noloco_jax.exchange.sparse import TopEntries, sparse_mean
@@ -36,6 +37,9 @@ PyTree = Any
 _NOLOCO, _DILOCO, _EPIDEMIC, _SPARSELOCO = (
     METHODS[name].defaults for name in ("noloco", "diloco", "epidemic", "sparseloco")
 )
+
+# Momentum of corrections beside a code whose step is a share of the replicas' distance: 0.8 diverges, 0.6 does not.
+_SAFE_BESIDE_MODULO = 0.6
 
 
 def noloco(
@@ -91,11 +95,11 @@ def noloco(
         small steps are not lost); they are computed in float32. Parameters of float64 or complex numbers keep their
         precision.
       wire: "float32"; or "bfloat16", "int8", "int6" or "int4", for messages of 16, 8, 6 or 4 bits a weight (the last
-        three in blocks of 64 weights of an array, with a scale of 2 bytes each). Partners then come together by the
+        three in blocks of up to 64 weights, with a scale of 2 bytes each). Partners then come together by the
         difference of their rounded messages, so that equal replicas stay equal, the replicas' mean stays where it is
         and what is too small for the wire is kept. For pairs also "modulo6", "modulo4" and "modulo3": of 6, 4 or 3 bits
-        in windows that follow the replicas' movement, a byte for each of a block (see `exchange.modulo`); they round
-        far less than block codes of the same bits.
+        in windows that follow the replicas' distance, with two bytes a block beside them (see `exchange.modulo`); they
+        round far less than block codes of the same bits.
       fragments: F. An outer step is of one of F equal parts of the parameters, the next one of the next, each with
         draws of its own; in `sync_every` inner steps there are F of them. A number, or how to cut; None: whole ones.
       delay: inner steps after which what the others sent enters, at most `sync_every`; until then a replica goes on
@@ -130,15 +134,31 @@ def noloco(
     def exchange_by(wire: str) -> Exchange:
         code = wire_of(wire)
 
-        def exchange(message: PyTree, round: Any, movement: PyTree) -> PyTree:
-            _check_real(wire, message)
-            return group_mean(message, pairing, pairing.pool_index(round), axis_name, code, movement)
+        def exchange(message: PyTree, round: Any, movement: PyTree, windows: PyTree, cuts: PyTree) -> Any:
+            meeting = message, pairing, pairing.pool_index(round), axis_name
+            if isinstance(code, Modulo):
+                return pair_mean_in_windows(*meeting, code, movement, windows, cuts)
+            return group_mean(*meeting, code, cuts), windows
 
         return exchange
 
     of_corrections = momentum_of == "corrections"
-    rule = NoLoCo(outer_lr, outer_momentum, gamma, check_state_dtype(state_dtype), of_corrections)
-    steps = OuterSteps(rule, exchange_by(wire), exchange_by(moments_wire(wire)), cut, is_late=bool(delay))
+    alpha = _known(outer_momentum)
+    if of_corrections and wire in MODULO_BITS and alpha is not None and alpha > _SAFE_BESIDE_MODULO:
+        warnings.warn(
+            f"outer_momentum {alpha:g} of corrections hardly lets replicas come together, and the rounding of "
+            f"wire={wire!r}, a share of their distance, may then drive them apart: use at most {_SAFE_BESIDE_MODULO}",
+            stacklevel=2,
+        )
+    rule = NoLoCo(outer_lr, outer_momentum, gamma, check_state_dtype(state_dtype), of_corrections, cut.origin)
+    steps = OuterSteps(
+        rule,
+        exchange_by(wire),
+        exchange_by(moments_wire(wire)),
+        cut,
+        is_late=bool(delay),
+        windows=partial(windows_of, cut) if wire in MODULO_BITS else None,
+    )
     return outer_optimizer(steps, meetings, names_of(axis_name))
 
 
@@ -180,11 +200,11 @@ def diloco(
     _check_momentum(outer_momentum)
     cut, meetings = _schedule(sync_every, fragments, delay)
 
-    def exchange(message: PyTree, round: Any, movement: PyTree) -> PyTree:
-        del round, movement
-        return all_mean(message, axis_name)
+    def exchange(message: PyTree, round: Any, movement: PyTree, windows: PyTree, cuts: PyTree) -> tuple[PyTree, PyTree]:
+        del round, movement, cuts
+        return all_mean(message, axis_name), windows
 
-    rule = DiLoCo(outer_lr, outer_momentum, nesterov, check_state_dtype(state_dtype))
+    rule = DiLoCo(outer_lr, outer_momentum, nesterov, check_state_dtype(state_dtype), cut.origin)
     return outer_optimizer(
         OuterSteps(rule, exchange, exchange, cut, is_late=bool(delay)), meetings, names_of(axis_name)
     )
@@ -228,9 +248,9 @@ def epidemic(
     if isinstance(code, Modulo):
         raise ValueError(f"wire={wire!r} is for pairs, which send to each other: use int8")
 
-    def exchange(message: PyTree, round: Any, movement: PyTree) -> PyTree:
+    def exchange(message: PyTree, round: Any, movement: PyTree, windows: PyTree, cuts: PyTree) -> tuple[PyTree, PyTree]:
         del movement
-        return neighbour_mean(message, neighbours, neighbours.pool_index(round), axis_name, code)
+        return neighbour_mean(message, neighbours, neighbours.pool_index(round), axis_name, code, cuts), windows
 
     return outer_optimizer(
         OuterSteps(Epidemic(), exchange, exchange, cut, is_late=bool(delay)), meetings, names_of(axis_name)
@@ -286,11 +306,14 @@ def sparseloco(
     cut, meetings = _schedule(sync_every, fragments)
     entries = TopEntries(top_k)
 
-    def exchange(message: Split, round: Any, movement: PyTree) -> Split:
+    def exchange(message: Split, round: Any, movement: PyTree, windows: PyTree, cuts: PyTree) -> tuple[Split, PyTree]:
         del round, movement
-        return message._replace(sent=sparse_mean(message.sent, entries, axis_name))
+        return message._replace(sent=sparse_mean(message.sent, entries, axis_name, cuts)), windows
 
-    rule = SparseLoCo(outer_lr, error_decay, entries.sparsify, check_state_dtype(state_dtype))
+    def sparsify(tree: PyTree) -> PyTree:
+        return entries.sparsify(tree, cut.hidden(tree))
+
+    rule = SparseLoCo(outer_lr, error_decay, sparsify, check_state_dtype(state_dtype), cut.origin)
     return outer_optimizer(OuterSteps(rule, exchange, exchange, cut), meetings, names_of(axis_name))
 
 
@@ -309,15 +332,6 @@ def _schedule(
 def _known(value: Any) -> float | None:
     """The value of a number that is known now: no schedule, and not traced."""
     return None if callable(value) or isinstance(value, jax.core.Tracer) else float(value)
-
-
-def _check_real(wire: str, message: PyTree) -> None:
-    """Raise unless the wire holds the numbers of the message: all but float32 round real ones."""
-    for leaf in jax.tree.leaves(message):
-        if wire != "float32" and not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(
-                f"wire={wire!r} rounds real numbers and the parameters hold {leaf.dtype}: use wire='float32'"
-            )
 
 
 def _check_number(name: str, value: Number) -> None:

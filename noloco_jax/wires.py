@@ -1,19 +1,48 @@
 """The forms in which messages travel, by their sizes alone: no jax here, as the configuration reads this table."""
 
+from typing import NamedTuple
+
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
 BLOCK_BITS = {"int8": 8, "int6": 6, "int4": 4}  # of a weight; every block of weights has a scale beside them
 MODULO_BITS = {"modulo6": 6, "modulo4": 4, "modulo3": 3}  # likewise, with a byte for its window
 MOMENTS_WIRE = {"modulo6": "int6", "modulo4": "int4", "modulo3": "int4"}  # see `moments_wire`
 WIRES = (*FLOAT_BYTES, *BLOCK_BITS, *MODULO_BITS)
 
-BLOCK = 64  # weights
+BLOCK = 64  # weights of a block, at most
 SCALE_BYTES = 2
 WINDOW_BYTES = 1
+CHECK_BYTES = 1  # beside the numbers of a block in a modulo code: see `exchange.modulo`
+NOT_REAL = "wire={wire!r} rounds real numbers and the parameters hold {dtype}: use wire='float32'"
 
 
-def block_of(wire: str) -> int:
-    """Weights that are coded together: an array travels in whole blocks, its last one filled up."""
-    return BLOCK if wire in BLOCK_BITS or wire in MODULO_BITS else 1
+class Cut(NamedTuple):
+    """How an array (..., rows, length) is cut into blocks. Only its shape counts, never the mesh that it lies on.
+
+    Attributes:
+      rows: so many neighbouring rows are put together, where one is shorter than half a block.
+      count: blocks of such a row.
+      size: weights of a block; a multiple of 8, so that numbers of any bits fill whole bytes. The last block of a row
+        is filled up with zeros.
+    """
+
+    rows: int
+    count: int
+    size: int
+
+
+def cut_of(shape: tuple[int, ...], largest: int = BLOCK) -> Cut:
+    """The blocks of an array of that shape: nearly equal parts of its rows, of at most `largest` weights.
+
+    Rows are put together by 2, 4 or 8, and only where there are 32 or more, as pipeline stages divide the vocabulary
+    by multiples of 8 rows and stacked layers, of which there are few, by one.
+    """
+    length = shape[-1]
+    rows = 1
+    if len(shape) > 1 and shape[-2] >= 32:
+        while rows < 8 and 2 * rows * length <= largest:
+            rows *= 2
+    count = max(1, -(-rows * length // largest))
+    return Cut(rows, count, max(8, -(-rows * length // (8 * count)) * 8))
 
 
 def moments_wire(wire: str) -> str:
@@ -26,10 +55,15 @@ def moments_wire(wire: str) -> str:
 
 
 def block_bytes(wire: str) -> int:
-    """Bytes of a block, with its scale or window."""
+    """Bytes of a full block, with its scale, or its window and check."""
     if wire in MODULO_BITS:
-        return WINDOW_BYTES + BLOCK * MODULO_BITS[wire] // 8
+        return WINDOW_BYTES + BLOCK * MODULO_BITS[wire] // 8 + CHECK_BYTES
     return SCALE_BYTES + BLOCK * BLOCK_BITS[wire] // 8 if wire in BLOCK_BITS else FLOAT_BYTES[wire]
+
+
+def block_of(wire: str) -> int:
+    """Weights that are coded together, at most."""
+    return BLOCK if wire in BLOCK_BITS or wire in MODULO_BITS else 1
 
 
 def goes_by_shares(wire: str, n: int) -> bool:
@@ -46,11 +80,6 @@ ENTRY_BITS = 2  # of an entry that is kept: its sign, and which of two sizes it 
 SIZE_BYTES = 4  # of those two
 
 
-def chunk_of(size: int) -> int:
-    """Elements of a chunk of an array of this size: a smaller array is one chunk, in whole eights."""
-    return min(CHUNK, max(8, -(-size // 8) * 8))
-
-
 def kept_of(chunk: int, top_k: int) -> int:
     """Entries kept of a chunk of so many elements where `top_k` are of one of 4096; in fours, which fill bytes."""
     return max(4, -(-chunk * top_k // (4 * CHUNK)) * 4)
@@ -59,13 +88,3 @@ def kept_of(chunk: int, top_k: int) -> int:
 def position_bits(chunk: int) -> int:
     """Bits of a place in a chunk."""
     return 8 if chunk <= 256 else 12
-
-
-def sparse_bytes(top_k: int, sizes: list[int]) -> int:
-    """Bytes of a sparse message of arrays of these sizes."""
-    total = 0
-    for size in sizes:
-        chunk = chunk_of(size)
-        kept = kept_of(chunk, top_k)
-        total += -(-size // chunk) * (SIZE_BYTES + kept * (position_bits(chunk) + ENTRY_BITS) // 8)
-    return total

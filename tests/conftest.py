@@ -13,8 +13,9 @@ from support import platforms
 
 assert "jax" not in sys.modules, "jax read its environment before the tests could set it"
 
-# Started in the background a shell lets a process ignore Ctrl-C, and its children would too.
+# Started in the background a shell lets a process ignore these, and its children would too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup` has them ignore
 
 
 # Files and rooms whose tests start runs or compile whole training programs, the longest first and those of several
@@ -22,7 +23,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 LONG = (
     *("processes/test_train", "spmd/test_pipeline", "processes/test_pipeline", "run/test_train_errors"),
     *("processes/test_full_disk", "processes/test_workdir_lock"),
-    *("processes/test_elastic", "spmd/test_layouts", "run/test_train_resume", "model/test_llama", "inspect/"),
+    *("processes/test_elastic", "spmd/test_layouts", "run/test_train_resume", "model/test_llama", "communication/"),
     *("processes/test_lateness", "bench/", "compare/test_runs", "model/test_decode", "spmd/test_offload"),
     *("processes/test_shared_batch", "run/test_checkpoint", "spmd/test_programs", "spmd/test_muon"),
     *("spmd/test_document_mask", "processes/test_kills", "islands/test_training", "islands/test_crossing"),

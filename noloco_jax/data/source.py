@@ -58,7 +58,7 @@ class Source(Protocol):
     chunk_size: int
     shared_out_in_parts: bool
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> dict[str, int | str]:
         """Facts about the files that must not change under a saved position; samples of them are read."""
         ...

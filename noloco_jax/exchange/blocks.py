@@ -1,74 +1,136 @@
-"""Cuts arrays into blocks of weights, and packs integers of a few bits into bytes."""
+"""Cuts arrays into blocks of weights, and packs integers of a few bits into bytes.
+
+Blocks lie along the dimension of hidden states: weights along it belong to one token or one unit and move alike, where
+neighbours among the tokens may be of a frequent and a rare one. Where they begin and end follows from the shape of a
+replica's parameter alone (`wires.cut_of`), so that a message is the same on every mesh.
+"""
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from noloco_jax.exchange.axes import num_parts
-from noloco_jax.wires import BLOCK
+from noloco_jax.outer.fragments import FLAT, Fragments
+from noloco_jax.wires import BLOCK, cut_of
 
-# Weights of a block are a multiple of this: four numbers of six bits are whole bytes, eight of any number of bits.
-FOURS, EIGHTS = 4, 8
+PyTree = Any
 
 
-def in_blocks(x: jax.Array, size: int = BLOCK, multiple: int = FOURS) -> jax.Array:
-    """The array as (..., blocks, weights of a block), filled up with zeros to whole blocks of `size` weights.
+def cuts_or_last(tree: PyTree, cuts: PyTree = None) -> PyTree:
+    """`cuts`, or if it is None the last dimension of every array."""
+    return jax.tree.map(lambda x: x.ndim - 1 if x.ndim else FLAT, tree) if cuts is None else cuts
 
-    Blocks lie along the last dimension, and go on into the next row. An array that the partitioner may shard is cut
-    along a dimension whose parts hold whole blocks, of fewer weights if it has to be (a multiple of `multiple`), so
-    that nothing is exchanged inside a replica; one that has no such dimension is cut as if it were whole.
+
+def tree_in_blocks(tree: PyTree, cuts: PyTree = None, largest: int = BLOCK) -> PyTree:
+    """The arrays as blocks (..., blocks, weights of a block).
+
+    Args:
+      tree: arrays of any shapes.
+      cuts: the dimension of each along which blocks lie, a tree like it; FLAT: along all of it as a vector. None: the
+        last dimension.
+      largest: weights of a block, at most.
     """
-    cut = _cut(x.shape, size, multiple)
-    if cut is None:
-        flat = jnp.ravel(x)
-        return jnp.pad(flat, (0, -x.size % size)).reshape(-1, size)
-    block, dim = cut
-    moved = jnp.moveaxis(x, dim, -1)
-    return moved.reshape(*moved.shape[:-1], -1, block)
+
+    def one(x: jax.Array, cut: int) -> jax.Array:
+        turned = _hidden_last(x, cut)
+        if num_parts() > 1 and (cut == FLAT or largest > BLOCK or cut_of(turned.shape, largest).rows > 1):
+            # Such blocks may lie across shards: gathered, as XLA aborts on some of them otherwise (jax 0.10.2).
+            turned = jax.lax.with_sharding_constraint(turned, PartitionSpec(*[None] * turned.ndim))
+        return in_blocks(turned, largest)
+
+    return jax.tree.map(one, tree, cuts_or_last(tree, cuts))
 
 
-def from_blocks(blocks: jax.Array, shape: tuple[int, ...], size: int = BLOCK, multiple: int = FOURS) -> jax.Array:
-    """The array of that shape that `in_blocks` cut, with the same `size` and `multiple`."""
-    cut = _cut(shape, size, multiple)
-    if cut is None:
-        return jnp.ravel(blocks)[: math.prod(shape)].reshape(shape)
-    return jnp.moveaxis(blocks.reshape(*blocks.shape[:-2], -1), -1, cut[1])
+def tree_from_blocks(blocks: PyTree, like: PyTree, cuts: PyTree = None, largest: int = BLOCK) -> PyTree:
+    """The arrays of the shapes of `like` that `tree_in_blocks` cut, in the dtype of their blocks."""
+
+    def one(x: Any, cut: int, blocks: jax.Array) -> jax.Array:
+        turned = from_blocks(blocks, _turned(x, cut), largest)
+        return turned.reshape(x.shape) if cut == FLAT else jnp.moveaxis(turned, -1, cut)
+
+    return jax.tree.map(one, like, cuts_or_last(like, cuts), blocks)
 
 
-def _cut(shape: tuple[int, ...], largest: int, multiple: int) -> tuple[int, int] | None:
-    """The weights of a block and the dimension along which they lie; None: along the flattened array."""
-    parts = num_parts()
-    if parts == 1:
-        return None
-    cuts = [
-        (block, dim)
-        for dim, size in enumerate(shape)
-        for block in range(multiple, largest + 1, multiple)
-        if size % (block * parts) == 0
-    ]
-    # Of blocks of at least half the largest size those along the last dimension, where weights belong together.
-    return max(cuts, key=lambda cut: (min(cut[0], largest // 2), cut[1], cut[0]), default=None)
+def in_blocks(x: jax.Array, largest: int = BLOCK) -> jax.Array:
+    """An array (..., length) as (..., blocks, weights of a block), its rows filled up with zeros."""
+    rows, count, size = cut_of(x.shape, largest)
+    if rows > 1:
+        x = _filled(x, -2, rows)
+        x = x.reshape(*x.shape[:-2], x.shape[-2] // rows, rows * x.shape[-1])
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, count * size - x.shape[-1])])
+    return x.reshape(*x.shape[:-1], count, size)
 
 
-def hidden_last(x: jax.Array) -> jax.Array:
-    """The array with its dimension of hidden states last, so that blocks lie along it: see `hidden_dimension`."""
-    return jnp.moveaxis(x, hidden_dimension(x.shape), -1) if x.ndim > 1 else x
+def from_blocks(blocks: jax.Array, shape: tuple[int, ...], largest: int = BLOCK) -> jax.Array:
+    """The array of that shape that `in_blocks` cut."""
+    rows = cut_of(shape, largest).rows
+    joined = blocks.reshape(*blocks.shape[:-2], math.prod(blocks.shape[-2:]))[..., : rows * shape[-1]]
+    if rows > 1:
+        joined = joined.reshape(*joined.shape[:-2], rows * joined.shape[-2], shape[-1])[..., : shape[-2], :]
+    return joined
 
 
-def hidden_back(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The array of that shape of which `hidden_last` made `x`."""
-    return jnp.moveaxis(x, -1, hidden_dimension(shape)) if x.ndim > 1 else x
+def windows_of(fragments: Fragments, params: PyTree, cuts: PyTree) -> PyTree:
+    """Zeros, uint8, one for every block of every fragment of one replica's parameters: `OuterState.windows`.
 
-
-def hidden_dimension(shape: tuple[int, ...]) -> int:
-    """The smaller one of the last two dimensions: hidden states, where the other one is tokens or a wider layer.
-
-    Weights along it belong to one token and move alike, where neighbours among the tokens may be of a frequent and a
-    rare one. Of a vocabulary that is smaller than (a fragment of) the hidden states it is the tokens.
+    Args:
+      fragments: how parameters are cut.
+      params: arrays of one replica, or what stands for the tree of them.
+      cuts: of `fragments`.
     """
-    return len(shape) - (2 if len(shape) > 1 and shape[-2] < shape[-1] else 1)
+
+    def shape_of_part(x: Any, cut: int) -> jax.ShapeDtypeStruct:
+        if fragments.count == 1:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        if cut == FLAT:
+            return jax.ShapeDtypeStruct((-(-math.prod(x.shape) // fragments.count),), x.dtype)
+        return jax.ShapeDtypeStruct((*x.shape[:cut], x.shape[cut] // fragments.count, *x.shape[cut + 1 :]), x.dtype)
+
+    def windows(part: jax.ShapeDtypeStruct, cut: int, hidden: int) -> jax.Array:
+        counts = list(block_counts(part.shape, hidden))
+        if fragments.count > 1:
+            counts[0 if cut == FLAT else cut] *= fragments.count
+        return jnp.zeros(counts, jnp.uint8)
+
+    parts = jax.tree.map(shape_of_part, params, cuts)
+    return jax.tree.map(windows, parts, cuts, fragments.hidden(parts))
+
+
+def block_counts(shape: tuple[int, ...], hidden: int) -> tuple[int, ...]:
+    """The shape of an array that has one value for every block of an array of that shape.
+
+    The dimension `hidden`, along which blocks lie, counts those of a row, and the last other one groups of rows.
+    """
+    turned = _turned(jax.ShapeDtypeStruct(shape, jnp.float32), hidden)
+    rows, count, _ = cut_of(turned)
+    counts = [*turned[:-1], count]
+    if rows > 1:
+        counts[-2] = -(-counts[-2] // rows)
+    if hidden != FLAT:
+        counts.insert(hidden, counts.pop())
+    return tuple(counts)
+
+
+def _hidden_last(x: jax.Array, cut: int) -> jax.Array:
+    return jnp.ravel(x) if cut == FLAT else jnp.moveaxis(x, cut, -1)
+
+
+def _turned(x: Any, cut: int) -> tuple[int, ...]:
+    """The shape of `_hidden_last(x, cut)`."""
+    if cut == FLAT:
+        return (math.prod(x.shape),)
+    return (*x.shape[:cut], *x.shape[cut + 1 :], x.shape[cut])
+
+
+def _filled(x: jax.Array, dim: int, multiple: int) -> jax.Array:
+    """The array with a dimension filled up with zeros to a multiple."""
+    padding = [(0, 0)] * x.ndim
+    padding[dim] = (0, -x.shape[dim] % multiple)
+    return jnp.pad(x, padding)
 
 
 def pack(numbers: jax.Array, bits: int) -> jax.Array:
@@ -91,6 +153,6 @@ def unpack(packed: jax.Array, bits: int) -> jax.Array:
 
 
 def _word(bits: int) -> tuple[int, int]:
-    """The fewest numbers that fill whole bytes, and these bytes; at most four of them, as a word has 32 bits."""
+    """The fewest numbers that fill whole bytes, and these bytes; at most eight numbers, as a word has 32 bits."""
     size = math.lcm(bits, 8)
     return size // bits, size // 8

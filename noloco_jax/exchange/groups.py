@@ -16,14 +16,14 @@ import numpy as np
 from jax import lax
 
 from noloco_jax.exchange.axes import AxisName, ReplicaAxes, names_of, num_parts, warn_if_sharded
-from noloco_jax.exchange.blocks import hidden_back, hidden_last
-from noloco_jax.exchange.buckets import packed
+from noloco_jax.exchange.blocks import cuts_or_last, tree_from_blocks, tree_in_blocks
+from noloco_jax.exchange.buckets import bucketing, unbucketed
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.permute import permute
 from noloco_jax.exchange.routes import lower
-from noloco_jax.exchange.wire import Float32, Wire
+from noloco_jax.exchange.wire import Float32, Wire, from_code, to_code
 from noloco_jax.outer.pairing import Pairing, largest_group
-from noloco_jax.wires import block_of, goes_by_shares
+from noloco_jax.wires import goes_by_shares
 
 PyTree = Any
 
@@ -41,8 +41,8 @@ def group_mean(
     pairing: Pairing,
     index: jax.Array,
     axis_name: AxisName,
-    wire: Wire | Modulo | None = None,
-    movement: PyTree = None,
+    wire: Wire | None = None,
+    cuts: PyTree = None,
 ) -> PyTree:
     """The mean of every replica's tree over its group in entry `index` of the pairing's pool.
 
@@ -58,41 +58,75 @@ def group_mean(
         run every branch.
       axis_name: where the replicas live.
       wire: the code in which values travel; None: as they are.
-      movement: a tree like `tree`, how far each value has moved since it last met others; for a `Modulo` code alone.
+      cuts: the dimension of every array along which a code's blocks lie; None: the last.
 
     Raises:
       ValueError: if the axes hold another number of replicas than the pairing.
     """
+    axes = _checked_axes(tree, pairing, axis_name)
+    if largest_group(pairing) == 1:
+        return tree
+    wire = wire or Float32()
+    meeting = _Meeting(pairing, index, axes, wire)
+    blocks = to_code(wire, tree, cuts)
+    pack, unpack = _buckets(blocks, axes, int(wire.takes_blocks))
+    if meeting.is_of_exact_pairs:  # averaged array by array, so that the packed message is not kept beside its answer
+        return jax.tree.map(meeting.mean_of_two, tree, unpack([meeting.other(bucket) for bucket in pack(tree)]))
+    return from_code(wire, unpack([meeting.mean(bucket) for bucket in pack(blocks)]), tree, cuts)
+
+
+def pair_mean_in_windows(
+    tree: PyTree,
+    pairing: Pairing,
+    index: jax.Array,
+    axis_name: AxisName,
+    code: Modulo,
+    movement: PyTree,
+    remembered: PyTree,
+    cuts: PyTree = None,
+) -> tuple[PyTree, PyTree]:
+    """As `group_mean`, of pairs, through a code in windows; also returns what the blocks are to remember.
+
+    Args:
+      tree, pairing, index, axis_name, cuts: as there.
+      code: in which values travel.
+      movement: a tree like `tree`, how far each value has moved since it last met others.
+      remembered: uint8, a tree like `tree` of arrays of `blocks.block_counts`; zeros in the beginning.
+
+    Raises:
+      ValueError: as there.
+      TypeError: if numbers are not real.
+    """
+    axes = _checked_axes(tree, pairing, axis_name)
+    if largest_group(pairing) == 1:
+        return tree, remembered
+    meeting = _Meeting(pairing, index, axes, Float32())
+    cuts = cuts_or_last(tree, cuts)
+    blocks = tree_in_blocks(tree, cuts)
+    pack, unpack = _buckets(blocks, axes, 1)
+    moved = jax.tree.map(lambda x: jnp.max(jnp.abs(x), axis=-1, keepdims=True), tree_in_blocks(movement, cuts))
+    remembered = jax.tree.map(lambda x, cut: jnp.moveaxis(x, cut, -1)[..., None], remembered, cuts)
+    met = [meeting.mean_in_windows(code, *parts) for parts in zip(*map(pack, (blocks, moved, remembered)), strict=True)]
+    means, remembered = (unpack([of_bucket[i] for of_bucket in met]) for i in range(2))
+    return tree_from_blocks(means, tree, cuts), jax.tree.map(
+        lambda x, cut: jnp.moveaxis(x[..., 0], -1, cut), remembered, cuts
+    )
+
+
+def _checked_axes(tree: PyTree, pairing: Pairing, axis_name: AxisName) -> ReplicaAxes:
     axes = ReplicaAxes.bound(axis_name)
     if axes.num_devices * axes.num_slots != pairing.num_replicas:
         raise ValueError(
             f"the pairing is of {pairing.num_replicas} replicas, axis {axis_name!r} holds "
             f"{axes.num_devices * axes.num_slots}: make the two equal"
         )
-    if pairing.num_replicas == 1 or largest_group(pairing) == 1:
-        return tree
     warn_if_sharded(tree, axes)
-    wire = wire or Float32()
-    if isinstance(wire, Modulo):
-        turned, moved = jax.tree.map(hidden_last, (tree, movement))
-        mean = _mean_by_windows(turned, _Meeting(pairing, index, axes, Float32()), wire, moved, axes)
-        return jax.tree.map(lambda x, y: hidden_back(y, x.shape), tree, mean)
-    meeting = _Meeting(pairing, index, axes, wire)
-    if axes.num_devices == 1 or num_parts() > 1:  # nothing is sent, or packing would exchange data inside a replica
-        return jax.tree.map(meeting.mean, tree)
-    buckets, unpack = packed(tree, block_of(wire.name))
-    if meeting.is_of_exact_pairs:  # averaged array by array, so that the packed message is not kept beside its answer
-        return jax.tree.map(meeting.mean_of_two, tree, unpack([meeting.other(bucket) for bucket in buckets]))
-    return unpack([meeting.mean(bucket) for bucket in buckets])
+    return axes
 
 
-def _mean_by_windows(tree: PyTree, meeting: "_Meeting", wire: Modulo, movement: PyTree, axes: ReplicaAxes) -> PyTree:
-    """The mean of pairs' trees through a code in windows; blocks lie along the last dimension of every array."""
-    if axes.num_devices == 1 or num_parts() > 1:
-        return jax.tree.map(functools.partial(meeting.mean_by_windows, wire), tree, movement)
-    buckets, unpack = packed(tree, block_of(wire.name))
-    movements, _ = packed(jax.tree.map(lambda x, y: y.astype(x.dtype), tree, movement), block_of(wire.name))
-    return unpack([meeting.mean_by_windows(wire, x, y) for x, y in zip(buckets, movements, strict=True)])
+def _buckets(tree: PyTree, axes: ReplicaAxes, kept_dims: int) -> Any:
+    """Buckets of a tree's arrays, where some are sent and packing would not exchange data inside a replica."""
+    return unbucketed(tree) if axes.num_devices == 1 or num_parts() > 1 else bucketing(tree, kept_dims)
 
 
 class _Meeting:
@@ -122,14 +156,19 @@ class _Meeting:
         mean = (x + other) / 2
         return mean if self._equal_sizes else jnp.where(self._size == 2, mean, x)
 
-    def mean_by_windows(self, wire: Modulo, x: jax.Array, movement: jax.Array) -> jax.Array:
-        """The mean of a pair's arrays through a code in windows, as this replica is to see it."""
+    def mean_in_windows(
+        self, code: Modulo, x: jax.Array, moved: jax.Array, remembered: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The mean of a pair's blocks through a code in windows, as this replica is to see it, and their memory."""
         # Behind barriers, as in `_encoded`: what is sent and what is reckoned with here is rounded once.
-        windows = lax.optimization_barrier(wire.windows(x, movement))
+        windows = lax.optimization_barrier(code.windows(x, moved, remembered))
         windows = jnp.maximum(windows, self._from(1, windows))
-        code = lax.optimization_barrier(wire.encode(x, windows))
-        mean = x + wire.correction(code, self._from(1, code), windows, x)
-        return mean if self._equal_sizes else jnp.where(self._size == 2, mean, x)
+        payload = lax.optimization_barrier(code.encode(x, windows))
+        correction, remembered = code.correction(payload, self._from(1, payload), windows)
+        mean = x + correction.astype(x.dtype)
+        if self._equal_sizes:
+            return mean, remembered
+        return jnp.where(self._size == 2, mean, x), jnp.where(self._size == 2, remembered, windows)
 
     def mean(self, x: jax.Array) -> jax.Array:
         """The group's mean of an array, as this replica is to see it."""
@@ -139,7 +178,7 @@ class _Meeting:
             mean = self._mean_of_coded_pair(x)
             return mean if self._equal_sizes else jnp.where(self._size == 2, mean, x)
         if self._equal_sizes and goes_by_shares(self._wire.name, self._n):
-            shares = _shares(x, self._n, block_of(self._wire.name))
+            shares = _shares(x, self._n, int(self._wire.takes_blocks))
             if shares is not None:
                 return self._mean_by_shares(x, *shares)
         return self._mean_of_all(x)
@@ -154,8 +193,8 @@ class _Meeting:
 
     def _mean_of_coded_pair(self, x: jax.Array) -> jax.Array:
         code = self._encoded(x)
-        other = self._wire.decode(self._from(1, code), x)
-        return x + (other - self._wire.decode(code, x)) / 2
+        other = self._wire.decode(self._from(1, code))
+        return x + ((other - self._wire.decode(code)) / 2).astype(x.dtype)
 
     def _mean_by_shares(self, x: jax.Array, shares: jax.Array, whole: Any) -> jax.Array:
         """`shares` has the n members' shares in front, `whole` puts such an array together again."""
@@ -165,13 +204,15 @@ class _Meeting:
         def code(member: jax.Array) -> jax.Array:
             return lax.dynamic_index_in_dim(codes, member % n, keepdims=False)
 
-        mine = decode(code(own), shares[0])
+        mine = decode(code(own))
         # The member to whom we are k places further on gets its own share of us.
-        others = [decode(self._from(k, code(own - k)), mine) for k in range(1, n)]
-        mean = _mean_from(mine, others, n)
+        others = [decode(self._from(k, code(own - k))) for k in range(1, n)]
+        # In the same order whoever adds up a share, so that the bits do not depend on how an array is cut.
+        by_member = jnp.take(jnp.stack([mine, *others]), (jnp.arange(n) - own) % n, axis=0)
+        mean = _mean_from(by_member[0], list(by_member[1:]), n)
         means = jnp.stack([mean, *(self._from(k, mean) for k in range(1, n))])  # of members own, own + 1, ...
         mean = whole(jnp.take(means, (jnp.arange(n) - own) % n, axis=0))
-        return mean if self._wire.exact else x + (mean - whole(jax.vmap(decode)(codes, shares)))
+        return mean if self._wire.exact else x + (mean - whole(jax.vmap(decode)(codes))).astype(x.dtype)
 
     def _mean_of_all(self, x: jax.Array) -> jax.Array:
         """Everyone sends everything to everyone: where that takes fewer bytes, for groups of unequal sizes, and for
@@ -179,10 +220,10 @@ class _Meeting:
         n, decode, code = self._n, self._wire.decode, self._encoded(x)
         by_place = jnp.stack([code, *(self._from(k, code) for k in range(1, n))])  # of members own, own + 1, ...;
         by_member = jnp.take(by_place, (jnp.arange(n) - self._position) % self._size, axis=0)  # beyond the size, none
-        first = decode(by_member[0], x)
-        others = [jnp.where(member < self._size, decode(by_member[member], x), first) for member in range(1, n)]
-        mean = _mean_from(first, others, self._size.astype(x.dtype))  # in the same order on all members
-        return mean if self._wire.exact else x + (mean - decode(code, x))
+        first = decode(by_member[0])
+        others = [jnp.where(member < self._size, decode(by_member[member]), first) for member in range(1, n)]
+        mean = _mean_from(first, others, self._size.astype(first.dtype))  # in the same order on all members
+        return mean if self._wire.exact else x + (mean - decode(code)).astype(x.dtype)
 
 
 def _mean_from(one: jax.Array, others: Sequence[jax.Array], count: jax.Array | int) -> jax.Array:
@@ -193,19 +234,22 @@ def _mean_from(one: jax.Array, others: Sequence[jax.Array], count: jax.Array | i
     return one + functools.reduce(jnp.add, [other - one for other in others]) / count
 
 
-def _shares(x: jax.Array, n: int, block: int) -> tuple[jax.Array, Any] | None:
-    """`x` as n equal shares in front, each of whole blocks, and how to put them together; None if an array must stay
-    whole and does not divide.
+def _shares(x: jax.Array, n: int, kept_dims: int) -> tuple[jax.Array, Any] | None:
+    """`x` as n equal shares in front, and how to put them together; None if an array must stay whole and does not
+    divide. The last `kept_dims` dimensions, a code's blocks, stay whole.
 
     An array that the partitioner may shard is cut along a dimension of which n divides every part, and a share takes
     every n-th of it, so that shares lie where the array does.
     """
     parts = num_parts()
+    divided = x.ndim - kept_dims
     if parts == 1:
-        padding = -x.size % (n * block)
-        flat = jnp.pad(jnp.ravel(x), (0, padding))
-        return flat.reshape(n, -1), lambda shares: shares.reshape(-1)[: x.size].reshape(x.shape)
-    dims = [dim for by in (n * parts, n) for dim, size in enumerate(x.shape) if size % by == 0]
+        flat = x.reshape(-1, *x.shape[divided:])
+        padded = jnp.pad(flat, [(0, -len(flat) % n)] + [(0, 0)] * kept_dims)
+        return padded.reshape(n, -1, *flat.shape[1:]), lambda shares: shares.reshape(padded.shape)[: len(flat)].reshape(
+            x.shape
+        )
+    dims = [dim for by in (n * parts, n) for dim, size in enumerate(x.shape[:divided]) if size % by == 0]
     if not dims:
         return None
     dim = dims[0]

@@ -1,4 +1,4 @@
-"""Codes of a few bits whose window follows how far replicas move, not how large their weights are.
+"""Codes of a few bits whose window follows how far replicas are apart, not how large their weights are.
 
 After Moniqua (arXiv 2002.11787): both of a pair round their values to a grid of step s and send the grid index modulo
 2^bits. Of two numbers with the same rest a replica takes the one that is nearest to its own, which is right as long as
@@ -6,8 +6,18 @@ the two are less than half a window, s · 2^bits / 2, apart. So the step can be 
 where a block code's is a fraction of the weights themselves, a hundred times as large late in a run.
 
 The window has to be known to both. Every block of weights first sends one byte for the window that its sender would
-choose, by its own movement since it last met anyone, and the pair takes the larger. Differences are integers times a
-common step, so that the corrections of a pair are exactly opposite whatever is rounded or wrapped.
+choose, and the pair takes the larger. A block chooses by the larger of two things: how far it has moved since it last
+met anyone, and what it remembers. After every exchange it remembers a window for the distance that it then had from
+its partner, or one a sixth narrower than the last where that is wider, as others may still be as far away. So a row
+that stops moving stays in a wide window until all have come together.
+
+A value farther away than half a window comes back wrong by a multiple of the window: it wraps. A check byte beside each
+block, of what the code leaves out of its indices, tells so: both of the pair then refuse the block, keep what they
+have, and remember a window four times as wide. (Of several wraps in a block, one case in 128 passes for none, and moves
+the two apart by half a window at most.)
+
+Differences are integers times a common step, so that the corrections of a pair are exactly opposite, and one refuses
+exactly what the other does.
 """
 
 from dataclasses import dataclass
@@ -16,24 +26,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from noloco_jax.exchange.blocks import EIGHTS, from_blocks, in_blocks, pack, unpack
-from noloco_jax.wires import MODULO_BITS
+from noloco_jax.draws import CHECK, uint32s
+from noloco_jax.exchange.blocks import pack, unpack
+from noloco_jax.wires import BLOCK, MODULO_BITS, NOT_REAL
 
-# Half a window, in root mean squares of a block's movement and in its largest movement: whichever is more. Replicas of
-# a run lie 1.3 root mean squares apart, one weight in a thousand 5 and the farthest 9; where few weights of a block
-# move and most do not, the farthest lie beyond any multiple of the root mean square. What wraps stays wrapped.
-_REACH = 9.0
-_REACH_OF_LARGEST = 3.25
+# Half a window, in a block's largest movement and in the largest difference that it last had from a partner.
+_REACH = 1.5
 # Windows are 2^(e / 4), nearly: mantissas of few bits, so that small integers times a step are exact.
 _MANTISSAS = np.array([1.0, 1.1875, 1.40625, 1.6875], np.float32)
-_OFFSET = 200  # of e in a byte: steps from 2^-50 to 2^13
+_OFFSET = 120  # of e in a byte: steps from 2^-30 to 2^33
+_NARROWER, _WIDER = -1, 8  # of e, after an exchange: by a sixth at most, and four times as wide after a refusal
 _BROKEN = 255  # a block that holds what is no number
+# Odd. By this seed neither those of a whole block nor of its first half sum to a multiple of 8, so that blocks that
+# wrapped as a whole, or half of them, are found as well.
+_FACTORS = (uint32s(40, CHECK, np.arange(BLOCK)) & 0xFF | 1).astype(np.int32)
 _PRECISION = 2.0**-22  # of its block's largest value a step is at least: grid indices are exact in float32
 
 
 @dataclass(frozen=True)
 class Modulo:
-    """Real numbers as grid indices modulo 2^bits, in blocks that share a step.
+    """Real numbers as grid indices modulo 2^bits, in blocks that share a step. Arrays are in blocks (..., blocks, B).
 
     Attributes:
       name: of `noloco_jax.wires`, which knows its sizes.
@@ -41,43 +53,57 @@ class Modulo:
 
     name: str
 
-    def windows(self, x: jax.Array, movement: jax.Array) -> jax.Array:
-        """uint8 (..., blocks, 1): for every block of x the exponent of the step that its sender would choose.
+    def windows(self, blocks: jax.Array, moved: jax.Array, remembered: jax.Array) -> jax.Array:
+        """uint8 (..., blocks, 1): for every block the exponent of the step that its sender would choose.
 
         Args:
-          x: what is to be sent.
-          movement: of the same shape, how far each value has moved; its mean square over a block and its largest count.
+          blocks: what is to be sent, real numbers.
+          moved: (..., blocks, 1), how far a block's values have moved at the most since it last met anyone.
+          remembered: uint8 (..., blocks, 1), what `correction` gave last; zeros in the beginning.
+
+        Raises:
+          TypeError: if the numbers are not real.
         """
-        blocks, movement = _in_blocks(x), _in_blocks(movement)
-        typical = jnp.sqrt(jnp.mean(jnp.square(movement), axis=-1, keepdims=True))
-        farthest = jnp.max(jnp.abs(movement), axis=-1, keepdims=True)
-        half_window = jnp.maximum(_REACH * typical, _REACH_OF_LARGEST * farthest)
+        if not jnp.issubdtype(blocks.dtype, jnp.floating):
+            raise TypeError(NOT_REAL.format(wire=self.name, dtype=blocks.dtype))
+        blocks, moved = blocks.astype(jnp.float32), moved.astype(jnp.float32)
         largest = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
-        step = jnp.maximum(2 * half_window / 2**self._bits, _PRECISION * largest)
+        step = jnp.maximum(2 * _REACH / 2**self._bits * moved, _PRECISION * largest)
         exponent = jnp.ceil(4 * jnp.log2(jnp.maximum(step, 1e-30))) + _OFFSET
-        is_sound = jnp.all(jnp.isfinite(blocks + movement), axis=-1, keepdims=True) & (exponent < _BROKEN)
-        return jnp.where(is_sound, jnp.clip(exponent, 0, _BROKEN - 1), _BROKEN).astype(jnp.uint8)
+        exponent = jnp.maximum(jnp.clip(exponent, 0, _BROKEN - 1), remembered.astype(jnp.float32))
+        is_sound = jnp.all(jnp.isfinite(blocks), axis=-1, keepdims=True) & jnp.isfinite(moved)
+        return jnp.where(is_sound, exponent, _BROKEN).astype(jnp.uint8)
 
-    def encode(self, x: jax.Array, windows: jax.Array) -> jax.Array:
-        """uint8 (..., blocks, bytes): the grid indices modulo 2^bits, packed to their bits."""
-        indices = jnp.round(_in_blocks(x) / _steps(windows))
-        return pack(jnp.nan_to_num(indices).astype(jnp.int32).astype(jnp.uint32) & (2**self._bits - 1), self._bits)
+    def encode(self, blocks: jax.Array, windows: jax.Array) -> jax.Array:
+        """uint8 (..., blocks, bytes): the grid indices modulo 2^bits, packed to their bits, and a check byte."""
+        grid = jnp.nan_to_num(jnp.round(blocks.astype(jnp.float32) / _steps(windows)))
+        indices = jnp.clip(grid, -(2.0**30), 2.0**30).astype(jnp.int32)
+        check = self._checksum(indices >> self._bits)
+        return jnp.concatenate([pack(indices.astype(jnp.uint32) & (2**self._bits - 1), self._bits), check], axis=-1)
 
-    def correction(self, own: jax.Array, other: jax.Array, windows: jax.Array, like: jax.Array) -> jax.Array:
-        """What brings the own value to the pair's mean, or part of the way; the other's is exactly opposite.
+    def correction(self, own: jax.Array, other: jax.Array, windows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What brings the own values to the pair's mean, or part of the way; the other's is exactly opposite.
 
         Args:
           own: what was sent.
           other: what was received.
           windows: of the pair.
-          like: of the shape and dtype of the result.
+
+        Returns:
+          float32 (..., blocks, B), zero where a block is refused; and what the block is to remember, for `windows`.
         """
         half = 2 ** (self._bits - 1)
-        difference = (unpack(other, self._bits) - unpack(own, self._bits) + half) & (2 * half - 1)
-        steps = difference.astype(jnp.int32) - half
-        steps = jnp.where(steps == -half, 0, steps)  # as far up as down
-        values = jnp.where(windows == _BROKEN, jnp.nan, steps * _steps(windows))
-        return (self._gain * from_blocks(values, like.shape, multiple=EIGHTS)).astype(like.dtype)
+        mine, theirs = unpack(own[..., :-1], self._bits), unpack(other[..., :-1], self._bits)
+        steps = ((theirs - mine + half) & (2 * half - 1)).astype(jnp.int32) - half
+        # What the other's check byte is if these are the differences: its indices lie so many windows above one's own.
+        expected = own[..., -1:] + self._checksum((mine.astype(jnp.int32) + steps) >> self._bits)
+        farthest = jnp.max(jnp.abs(steps), axis=-1, keepdims=True)
+        is_refused = (expected != other[..., -1:]) | (farthest == half)  # of half a window: as far up as down
+        values = jnp.where(is_refused, 0, self._gain * steps.astype(jnp.float32) * _steps(windows))
+        change = jnp.where(is_refused, _WIDER, jnp.asarray(_changes(half))[farthest])
+        remembered = jnp.clip(windows.astype(jnp.int32) + change, 0, _BROKEN - 1)
+        is_broken = windows == _BROKEN
+        return jnp.where(is_broken, jnp.nan, values), jnp.where(is_broken, 0, remembered).astype(jnp.uint8)
 
     @property
     def _bits(self) -> int:
@@ -88,9 +114,17 @@ class Modulo:
         """Share of the difference that is made up for: with three bits a whole half would follow the rounding."""
         return 0.5 if self._bits > 3 else 0.375
 
+    def _checksum(self, numbers: jax.Array) -> jax.Array:
+        """uint8 (..., blocks, 1) of int32 (..., blocks, B). It is linear, so that both of a pair find the same errors;
+        the factors are odd, so that it finds every single one."""
+        factors = jnp.asarray(_FACTORS[: numbers.shape[-1]]).reshape(*[1] * (numbers.ndim - 1), -1)
+        return jnp.sum(numbers * factors, axis=-1, keepdims=True, dtype=jnp.int32).astype(jnp.uint8)
 
-def _in_blocks(x: jax.Array) -> jax.Array:
-    return in_blocks(x.astype(jnp.float32), multiple=EIGHTS)
+
+def _changes(half: int) -> np.ndarray:
+    """int32 (half + 1,): by how much e changes after a difference of so many steps at the most."""
+    reach = _REACH * np.maximum(np.arange(half + 1), 1e-3) / half  # of half a window
+    return np.maximum(np.ceil(4 * np.log2(reach)), _NARROWER).astype(np.int32)
 
 
 def _steps(windows: jax.Array) -> jax.Array:

@@ -1,23 +1,29 @@
 """Averages over a replica and those that send to it, in a directed graph."""
 
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from noloco_jax.exchange.axes import AxisName, ReplicaAxes, num_parts, warn_if_sharded
-from noloco_jax.exchange.buckets import packed
+from noloco_jax.exchange.buckets import bucketing
 from noloco_jax.exchange.permute import permute
 from noloco_jax.exchange.routes import lower
-from noloco_jax.exchange.wire import Wire
+from noloco_jax.exchange.wire import Wire, from_code, to_code
 from noloco_jax.outer.neighbours import RandomNeighbours
-from noloco_jax.wires import block_of
 
 PyTree = Any
 
 
 def neighbour_mean(
-    tree: PyTree, neighbours: RandomNeighbours, index: jax.Array, axis_name: AxisName, wire: Wire
+    tree: PyTree,
+    neighbours: RandomNeighbours,
+    index: jax.Array,
+    axis_name: AxisName,
+    wire: Wire,
+    cuts: PyTree = None,
 ) -> PyTree:
     """x_i + Σ (Q(x_j) − Q(x_i)) / (s + 1) over the s replicas j that send to i in graph `index`.
 
@@ -30,6 +36,7 @@ def neighbour_mean(
       index: int32 scalar, equal on every replica and not batched by `vmap`.
       axis_name: where the replicas live.
       wire: the code in which values travel.
+      cuts: the dimension of every array along which a code's blocks lie; None: the last.
 
     Raises:
       ValueError: if the axes hold another number of replicas than the graphs.
@@ -49,11 +56,12 @@ def neighbour_mean(
     def mean(x: jax.Array) -> jax.Array:
         # What is sent is what the sender decodes: behind a barrier, a compiler does not round twice and differently.
         code = x if wire.exact else lax.optimization_barrier(wire.encode(x))
-        own = wire.decode(code, x)
-        difference = sum(wire.decode(permute(code, route, index, axes), x) - own for route in routes)
-        return x + difference / (neighbours.degree + 1)
+        own = wire.decode(code)
+        differences = [wire.decode(permute(code, route, index, axes)) - own for route in routes]
+        return x + (functools.reduce(jnp.add, differences) / (neighbours.degree + 1)).astype(x.dtype)
 
+    blocks = to_code(wire, tree, cuts)
     if axes.num_devices == 1 or num_parts() > 1:  # nothing is sent, or packing would exchange data inside a replica
-        return jax.tree.map(mean, tree)
-    buckets, unpack = packed(tree, block_of(wire.name))
-    return unpack([mean(bucket) for bucket in buckets])
+        return from_code(wire, jax.tree.map(mean, blocks), tree, cuts)
+    pack, unpack = bucketing(blocks, int(wire.takes_blocks))
+    return from_code(wire, unpack([mean(bucket) for bucket in pack(blocks)]), tree, cuts)

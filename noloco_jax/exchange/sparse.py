@@ -1,9 +1,10 @@
 """The mean of sparse messages over all replicas: few entries of an array, two bits each, and where they are.
 
-An array is cut into chunks of up to 4096 elements. Of a chunk the entries of largest size are kept, each as a sign and
-one of two sizes that the chunk has: the means of the smaller and of the larger ones among them (zero and the mean of
-the others, where a chunk has so few others that zeros are among them). What travels is those two in bfloat16, the
-positions in 12 bits (8 in chunks of up to 256) and two bits an entry, packed to bytes.
+An array is cut into chunks of up to 4096 elements, along hidden states (`exchange.blocks`). Of a chunk the entries of
+largest size are kept, each as a sign and one of two sizes that the chunk has: the means of the smaller and of the
+larger ones among them (zero and the mean of the others, where a chunk has so few others that zeros are among them).
+What travels is those two in bfloat16, the positions in 12 bits (8 in chunks of up to 256) and two bits an entry, packed
+to bytes.
 
 The paper's text gives an entry two bits; which four values they stand for is this module's choice, of means, which are
 nearest to the entries in the sense of least squares.
@@ -19,9 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from noloco_jax.exchange.axes import AxisName, ReplicaAxes, num_parts, warn_if_sharded
-from noloco_jax.exchange.blocks import EIGHTS, from_blocks, in_blocks, pack, unpack
-from noloco_jax.exchange.buckets import packed
-from noloco_jax.wires import ENTRY_BITS, SIZE_BYTES, chunk_of, kept_of, position_bits
+from noloco_jax.exchange.blocks import pack, tree_from_blocks, tree_in_blocks, unpack
+from noloco_jax.exchange.buckets import bucketing, unbucketed
+from noloco_jax.wires import CHUNK, ENTRY_BITS, SIZE_BYTES, kept_of, position_bits
 
 PyTree = Any
 
@@ -36,17 +37,22 @@ class TopEntries:
 
     top_k: int
 
-    def sparsify(self, x: jax.Array) -> jax.Array:
-        """The array with the largest entries of every chunk rounded to two sizes, and zeros elsewhere.
+    def sparsify(self, tree: PyTree, cuts: PyTree = None) -> PyTree:
+        """The arrays with the largest entries of every chunk rounded to two sizes, and zeros elsewhere.
 
         A chunk with a NaN keeps that one and has NaN among its sizes.
 
         Raises:
           TypeError: if its numbers are not real.
         """
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"sparseloco rounds real numbers and the parameters hold {x.dtype}: use another method")
-        chunks = _in_chunks(x)
+        chunks = tree_in_blocks(tree, cuts, CHUNK)
+        return tree_from_blocks(jax.tree.map(self._sparsified, chunks), tree, cuts, CHUNK)
+
+    def _sparsified(self, chunks: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(chunks.dtype, jnp.floating):
+            raise TypeError(
+                f"sparseloco rounds real numbers and the parameters hold {chunks.dtype}: use another method"
+            )
         positions, values = self._largest(chunks)
         sizes = jnp.abs(values)
         least = jnp.min(sizes, axis=-1, keepdims=True)
@@ -54,59 +60,58 @@ class TopEntries:
         small, large = (jnp.mean(sizes, axis=-1, keepdims=True, where=which) for which in (~is_large, is_large))
         rounded = jnp.sign(values) * lax.reduce_precision(jnp.where(is_large, large, small), 8, 7)
         # Behind a barrier, so that what is sent and what it leaves are computed from the same bits.
-        return lax.optimization_barrier(_out_of_chunks(chunks, positions, rounded, x))
+        return lax.optimization_barrier(_filled(chunks.shape, positions, rounded).astype(chunks.dtype))
 
-    def encode(self, x: jax.Array) -> jax.Array:
-        """uint8 (..., chunks, bytes) of an array that `sparsify` made, exactly: `decode` gives it back."""
-        positions, values = self._largest(_in_chunks(x))
+    def encode(self, chunks: jax.Array) -> jax.Array:
+        """uint8 (..., chunks, bytes) of chunks (..., chunks, C) that `sparsify` made: `decode` gives them back."""
+        positions, values = self._largest(chunks.astype(jnp.float32))
         sizes = jnp.abs(values)
         small, large = jnp.min(sizes, axis=-1, keepdims=True), jnp.max(sizes, axis=-1, keepdims=True)
         both = lax.bitcast_convert_type(jnp.concatenate([small, large], axis=-1), jnp.uint32) >> 16
         entries = (values < 0).astype(jnp.uint32) + 2 * (sizes > small).astype(jnp.uint32)
-        bits = position_bits(_in_chunks(x).shape[-1])
+        bits = position_bits(chunks.shape[-1])
         parts = [pack(both, 16), pack(positions.astype(jnp.uint32), bits), pack(entries, ENTRY_BITS)]
         return jnp.concatenate(parts, axis=-1)
 
-    def decode(self, code: jax.Array, like: jax.Array) -> jax.Array:
-        """The array that was encoded, of the shape and dtype of `like`."""
-        chunks = jnp.zeros_like(_in_chunks(like))
-        bits, kept = position_bits(chunks.shape[-1]), kept_of(chunks.shape[-1], self.top_k)
+    def decode(self, code: jax.Array, size: int) -> jax.Array:
+        """The chunks, float32 (..., chunks, size), that were encoded."""
+        bits, kept = position_bits(size), kept_of(size, self.top_k)
         end = SIZE_BYTES + kept * bits // 8
         both = lax.bitcast_convert_type(unpack(code[..., :SIZE_BYTES], 16) << 16, jnp.float32)
         positions = unpack(code[..., SIZE_BYTES:end], bits).astype(jnp.int32)
         entries = unpack(code[..., end:], ENTRY_BITS)
         sizes = jnp.where(entries >= 2, both[..., 1:], both[..., :1])
-        return _out_of_chunks(chunks, positions, jnp.where(entries % 2 == 1, -sizes, sizes), like)
+        return _filled((*code.shape[:-1], size), positions, jnp.where(entries % 2 == 1, -sizes, sizes))
 
     def _largest(self, chunks: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Positions and values of the entries that are kept of every chunk."""
         kept, sizes = kept_of(chunks.shape[-1], self.top_k), jnp.abs(chunks)
-        if num_parts() == 1:
-            _, positions = lax.top_k(sizes, kept)
-        else:  # the partitioner gathers what top_k reads, and not what is sorted
-            ascending = jnp.where(jnp.isnan(sizes), -jnp.inf, -sizes)
-            positions = jnp.argsort(ascending, axis=-1, stable=True)[..., :kept].astype(jnp.int32)
+        _, positions = lax.top_k(sizes, kept)
         return positions, jnp.take_along_axis(chunks, positions, axis=-1)
 
 
-def sparse_mean(tree: PyTree, entries: TopEntries, axis_name: AxisName) -> PyTree:
+def sparse_mean(tree: PyTree, entries: TopEntries, axis_name: AxisName, cuts: PyTree = None) -> PyTree:
     """The mean over all replicas of arrays that `entries` made sparse, the same bits on all of them.
 
     Args:
       tree: arrays of the replica, any shapes.
       entries: their form.
       axis_name: where the replicas live.
+      cuts: the dimension of every array along which its chunks lie; None: the last.
     """
     axes = ReplicaAxes.bound(axis_name)
     warn_if_sharded(tree, axes)
-    codes = jax.tree.map(entries.encode, tree)
+    chunks = tree_in_blocks(tree, cuts, CHUNK)
+    codes = jax.tree.map(entries.encode, chunks)
     # Packing would exchange data inside a replica that is sharded.
-    buckets, unpacked = packed(codes) if num_parts() == 1 else packed(codes, bucket_bytes=0)
-    of_all = [_gathered(bucket, axes) for bucket in buckets]
+    packed, unpacked = bucketing(codes) if num_parts() == 1 else unbucketed(codes)
+    of_all = [_gathered(bucket, axes) for bucket in packed(codes)]
     num_replicas = axes.num_devices * axes.num_slots
 
     def sent_by(replica: Any) -> PyTree:
-        return jax.tree.map(entries.decode, unpacked([code[replica] for code in of_all]), tree)
+        sent = unpacked([code[replica] for code in of_all])
+        sent = jax.tree.map(lambda code, x: entries.decode(code, x.shape[-1]).astype(x.dtype), sent, chunks)
+        return tree_from_blocks(sent, tree, cuts, CHUNK)
 
     def plus(replica: Any, total: PyTree) -> PyTree:
         return jax.tree.map(jnp.add, total, sent_by(replica))
@@ -140,17 +145,12 @@ def _gathered_in_a_ring(block: jax.Array, axes: ReplicaAxes) -> jax.Array:
     return blocks.reshape(-1, *block.shape[1:])
 
 
-def _in_chunks(x: jax.Array) -> jax.Array:
-    return in_blocks(x.astype(jnp.float32), chunk_of(x.size), EIGHTS)
-
-
-def _out_of_chunks(chunks: jax.Array, positions: jax.Array, values: jax.Array, like: jax.Array) -> jax.Array:
-    """An array like `like` that is zero but for the values at these positions of its chunks."""
+def _filled(shape: tuple[int, ...], positions: jax.Array, values: jax.Array) -> jax.Array:
+    """Chunks of that shape that are zero but for the values at these positions."""
 
     def fill(row: jax.Array, places: jax.Array, entries: jax.Array) -> jax.Array:
         return row.at[places].set(entries, unique_indices=True)
 
-    for _ in range(chunks.ndim - 1):  # chunk by chunk, so that the partitioner sees that each is filled by itself
+    for _ in range(len(shape) - 1):  # chunk by chunk, so that the partitioner sees that each is filled by itself
         fill = jax.vmap(fill)
-    filled = fill(jnp.zeros_like(chunks), positions, values)
-    return from_blocks(filled, like.shape, chunk_of(like.size), EIGHTS).astype(like.dtype)
+    return fill(jnp.zeros(shape, values.dtype), positions, values)

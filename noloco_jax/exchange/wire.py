@@ -1,14 +1,16 @@
 """What a message is while it travels: its own float32, or a code of fewer bits."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from noloco_jax.exchange.blocks import from_blocks, in_blocks, pack, unpack
+from noloco_jax.exchange.blocks import pack, tree_from_blocks, tree_in_blocks, unpack
 from noloco_jax.exchange.modulo import Modulo
-from noloco_jax.wires import BLOCK_BITS, MODULO_BITS, SCALE_BYTES
+from noloco_jax.wires import BLOCK_BITS, MODULO_BITS, NOT_REAL, SCALE_BYTES
+
+PyTree = Any
 
 
 class Wire(Protocol):
@@ -17,6 +19,7 @@ class Wire(Protocol):
     Attributes:
       name: of `noloco_jax.wires`, which knows its sizes.
       exact: whether `decode` gives back every value.
+      takes_blocks: whether arrays must come in blocks (..., blocks, B), as of `blocks.blocks_of`.
     """
 
     @property
@@ -25,12 +28,19 @@ class Wire(Protocol):
     @property
     def exact(self) -> bool: ...
 
+    @property
+    def takes_blocks(self) -> bool: ...
+
     def encode(self, x: jax.Array) -> jax.Array:
-        """What is sent of an array."""
+        """Return the payload of an array.
+
+        Raises:
+          TypeError: if the code is of real numbers and the array's are not.
+        """
         ...
 
-    def decode(self, code: jax.Array, like: jax.Array) -> jax.Array:
-        """Q(x): the array that the code stands for, of the shape and dtype of `like`."""
+    def decode(self, code: jax.Array) -> jax.Array:
+        """Return Q(x), the array that a payload stands for; in float32 where `exact` is False."""
         ...
 
 
@@ -39,12 +49,12 @@ class Float32:
 
     name = "float32"
     exact = True
+    takes_blocks = False
 
     def encode(self, x: jax.Array) -> jax.Array:
         return x
 
-    def decode(self, code: jax.Array, like: jax.Array) -> jax.Array:
-        del like
+    def decode(self, code: jax.Array) -> jax.Array:
         return code
 
 
@@ -53,14 +63,15 @@ class BFloat16:
 
     name = "bfloat16"
     exact = False
+    takes_blocks = False
 
     def encode(self, x: jax.Array) -> jax.Array:
         _check_real(self.name, x)
         # As bits: a backend that has no messages of this type, like the CPU, would widen them to float32.
         return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
 
-    def decode(self, code: jax.Array, like: jax.Array) -> jax.Array:
-        return jax.lax.bitcast_convert_type(code, jnp.bfloat16).astype(like.dtype)
+    def decode(self, code: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(code, jnp.bfloat16).astype(jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -80,11 +91,12 @@ class Blocks:
 
     name: str
     exact = False
+    takes_blocks = True
 
     def encode(self, x: jax.Array) -> jax.Array:
         """uint8 (..., blocks, bytes): of every block its scale, then its numbers, packed to their bits."""
         _check_real(self.name, x)
-        blocks = in_blocks(x.astype(jnp.promote_types(x.dtype, jnp.float32)))
+        blocks = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         largest = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
         scale = jax.lax.reduce_precision((largest / self._limit).astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
         scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0, scale)
@@ -93,11 +105,11 @@ class Blocks:
         scale_bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) >> 16
         return jnp.concatenate([pack(scale_bits, 8 * SCALE_BYTES), pack(numbers, self._bits)], axis=-1)
 
-    def decode(self, code: jax.Array, like: jax.Array) -> jax.Array:
+    def decode(self, code: jax.Array) -> jax.Array:
         scale_bits = unpack(code[..., :SCALE_BYTES], 8 * SCALE_BYTES)
         scale = jax.lax.bitcast_convert_type(scale_bits << 16, jnp.float32)
         numbers = unpack(code[..., SCALE_BYTES:], self._bits).astype(jnp.float32) - self._limit
-        return from_blocks(numbers * scale, like.shape).astype(like.dtype)
+        return numbers * scale
 
     @property
     def _bits(self) -> int:
@@ -109,9 +121,19 @@ class Blocks:
         return 2 ** (self._bits - 1) - 1
 
 
+def to_code(wire: Wire, tree: PyTree, cuts: PyTree = None) -> PyTree:
+    """The arrays as `wire.encode` takes them: in blocks along the dimensions `cuts`, or as they are."""
+    return tree_in_blocks(tree, cuts) if wire.takes_blocks else tree
+
+
+def from_code(wire: Wire, decoded: PyTree, like: PyTree, cuts: PyTree = None) -> PyTree:
+    """Arrays of the shapes of `like` that `to_code` gave that form."""
+    return tree_from_blocks(decoded, like, cuts) if wire.takes_blocks else decoded
+
+
 def _check_real(name: str, x: jax.Array) -> None:
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"wire={name!r} rounds real numbers and the parameters hold {x.dtype}: use wire='float32'")
+        raise TypeError(NOT_REAL.format(wire=name, dtype=x.dtype))
 
 
 WIRES: dict[str, Wire | Modulo] = {

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from noloco_jax.errors import UserError
-from noloco_jax.exchange.wire import Wire
+from noloco_jax.exchange.wire import Wire, from_code
 from noloco_jax.islands.frames import ArraySpec
 
 PyTree = Any
@@ -37,6 +37,7 @@ class Codes:
       wire: the code.
       message: shapes and dtypes of a message; the first axis counts replicas, of which each is encoded by itself.
       code: the same of what the wire makes of it.
+      cuts: the dimension of every array of one replica along which the code's blocks lie; None: the last.
 
     Attributes:
       specs: what each array of a message must be when it comes.
@@ -44,7 +45,7 @@ class Codes:
     Raises `UserError` where JAX has been told to use an accelerator alone, and the code has to be decoded.
     """
 
-    def __init__(self, wire: Wire, message: PyTree, code: PyTree):
+    def __init__(self, wire: Wire, message: PyTree, code: PyTree, cuts: PyTree = None):
         self.specs = specs_of(code)
         self._is_exact = wire.exact
         if wire.exact:
@@ -60,7 +61,8 @@ class Codes:
         there = jax.sharding.SingleDeviceSharding(self._host)
         sent = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in jax.tree.leaves(code)]
         likes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(message)]  # of one replica
-        self._decode = jax.jit(partial(_decoded, wire, likes)).lower(sent).compile()
+        of_leaves = None if cuts is None else jax.tree.leaves(cuts)
+        self._decode = jax.jit(partial(_decoded, wire, likes, of_leaves)).lower(sent).compile()
 
     def values(self, arrays: Arrays) -> Arrays:
         """Q(m) of a message as it travels."""
@@ -82,7 +84,10 @@ class Codes:
         return [np.float32(weight) * (theirs - mine) for mine, theirs in pairs]
 
 
-def _decoded(wire: Wire, likes: Sequence[Any], codes: Sequence[jax.Array]) -> list[jax.Array]:
-    return [
-        jax.vmap(lambda one, like=like: wire.decode(one, like))(code) for code, like in zip(codes, likes, strict=True)
-    ]
+def _decoded(
+    wire: Wire, likes: Sequence[Any], cuts: Sequence[int] | None, codes: Sequence[jax.Array]
+) -> list[jax.Array]:
+    def of_one(codes: Sequence[jax.Array]) -> list[jax.Array]:
+        return from_code(wire, list(map(wire.decode, codes)), list(likes), cuts and list(cuts))
+
+    return jax.vmap(of_one)(list(codes))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from noloco_jax.outer.momentum import Momentum, initial, kept, moved
+from noloco_jax.outer.momentum import Momentum, Origin, initial, kept, moved
 from noloco_jax.outer.rule import Number, added, at, computed
 
 PyTree = Any
@@ -23,12 +23,14 @@ class DiLoCo:
       outer_momentum: α.
       nesterov: true Nesterov momentum, instead of heavy ball.
       state_dtype: in which φ and δ are kept; they are computed in float32.
+      origin: where the part of an array that a device holds begins: see `momentum.kept`.
     """
 
     outer_lr: Number
     outer_momentum: Number
     nesterov: bool
     state_dtype: jnp.dtype
+    origin: Origin | None = None
 
     def init(self, params: PyTree) -> Momentum:
         """Slow weights equal to the parameters, no momentum."""
@@ -51,11 +53,11 @@ class DiLoCo:
         momentum = jax.tree.map(lambda delta, m: alpha * delta + m, computed(state.momentum), mean)
         step = jax.tree.map(lambda delta, m: alpha * delta + m, momentum, mean) if self.nesterov else momentum
         slow = added(computed(state.slow), step)
-        return slow, kept(slow, momentum, self.state_dtype, round)
+        return slow, kept(slow, momentum, self.state_dtype, round, self.origin)
 
     def correct(self, state: Momentum, theta: PyTree, correction: PyTree, round: Any) -> tuple[PyTree, Momentum]:
         """δ gains c; φ and θ gain c, or with Nesterov (1 + α) c."""
         gain = 1 + at(self.outer_momentum, round) if self.nesterov else 1
         step = jax.tree.map(lambda c: gain * c, correction)
         slow, momentum = added(computed(state.slow), step), added(computed(state.momentum), correction)
-        return added(computed(theta), step), kept(slow, momentum, self.state_dtype, round)
+        return added(computed(theta), step), kept(slow, momentum, self.state_dtype, round, self.origin)

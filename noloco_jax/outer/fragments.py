@@ -8,7 +8,7 @@ stripe, and which weights are in which fragment does not depend on how many devi
 Outer step k = 0, 1, ... is of fragment k mod F, for which it is round k // F.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,10 +45,12 @@ class Fragments:
     Attributes:
       count: F; 1 leaves them whole.
       dimension: path and shape of an array of one replica -> the dimension to cut; None: `smallest_dimension`.
+      origin: where the part of an array that a device holds begins, if a caller cuts replicas by hand (`momentum`).
     """
 
     count: int = 1
     dimension: Dimension | None = None
+    origin: Callable[[tuple, tuple[int, ...]], Sequence[Any]] | None = None
 
     def __post_init__(self):
         if self.count < 1:
@@ -56,10 +58,12 @@ class Fragments:
 
     def cuts(self, params: PyTree) -> PyTree:
         """The dimension of every array, a tree like the parameters."""
-        if self.dimension is None:
-            return jax.tree.map(lambda x: smallest_dimension(x.shape, self.count), params)
-        dimension = self.dimension
-        return jax.tree.map_with_path(lambda path, x: dimension(path, x.shape), params)
+        return jax.tree.map_with_path(lambda path, x: self._cut(path, x.shape), params)
+
+    def hidden(self, part: PyTree) -> PyTree:
+        """The dimension of hidden states of every array of a fragment: along it, weights belong to one unit."""
+        whole = Fragments(1, self.dimension)
+        return jax.tree.map_with_path(lambda path, x: 0 if x.ndim == 1 else whole._cut(path, x.shape), part)
 
     def part(self, tree: PyTree, cuts: PyTree, number: jax.Array) -> PyTree:
         """The fragment of outer step `number`, of a tree like the parameters."""
@@ -95,6 +99,11 @@ class Fragments:
             part,
             cuts_of_state,
         )
+
+    def _cut(self, path: tuple, shape: tuple[int, ...]) -> int:
+        if self.dimension is None or not shape:
+            return smallest_dimension(shape, self.count)
+        return self.dimension(path, shape)
 
 
 def _take(x: jax.Array, cut: int, count: int, fragment: jax.Array) -> jax.Array:

@@ -1,5 +1,6 @@
 """The state of a momentum rule: slow weights and outer momentum, in full or rounded at random to 16 bits."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +11,8 @@ from noloco_jax.draws import ROUNDING, uint32s
 from noloco_jax.outer.rule import compute_dtype
 
 PyTree = Any
+# Path and shape of what a device holds of an array -> the index at which that begins along every dimension.
+Origin = Callable[[tuple, tuple[int, ...]], Sequence[Any]]
 STATE_DTYPES = ("float32", "bfloat16")
 
 
@@ -54,19 +57,28 @@ def moved(state: Momentum, theta: PyTree) -> PyTree:
     return jax.tree.map(one, state.slow, state.momentum, theta)
 
 
-def kept(slow: PyTree, momentum: PyTree, state_dtype: jnp.dtype, round: Any) -> Momentum:
+def kept(slow: PyTree, momentum: PyTree, state_dtype: jnp.dtype, round: Any, origin: Origin | None = None) -> Momentum:
     """The state as it is kept after a round, from what was computed in float32 (or wider).
 
     Float32 values are rounded to bfloat16 stochastically: up or down with the probabilities that make the mean right.
     Rounded to the nearest, a weight that moves by less than half a step of bfloat16 a round would never move. The draws
-    are a function of round, leaf and position alone, so that replicas with equal values keep equal ones.
+    are a function of round, leaf and position alone, so that replicas with equal values keep equal ones, on any mesh.
+
+    Args:
+      slow, momentum: φ and δ of one replica, or of the part of one that a device holds.
+      state_dtype: in which they are kept.
+      round: of the outer step.
+      origin: where such a part begins; None: arrays are whole.
     """
     leaves, structure = jax.tree.flatten(Momentum(slow, momentum))
-    rounded = [
-        x if _kept_dtype(x.dtype, state_dtype) == x.dtype else _stochastic_bfloat16(x, round, number)
-        for number, x in enumerate(leaves)
-    ]
-    return structure.unflatten(rounded)
+    paths = [path for path, _ in jax.tree.leaves_with_path(slow)] * 2
+
+    def rounded(number: int, path: tuple, x: jax.Array) -> jax.Array:
+        if _kept_dtype(x.dtype, state_dtype) == x.dtype:
+            return x
+        return _stochastic_bfloat16(x, round, number, [0] * x.ndim if origin is None else origin(path, x.shape))
+
+    return structure.unflatten(map(rounded, range(len(leaves)), paths, leaves))
 
 
 def _kept_dtype(dtype: jax.typing.DTypeLike, state_dtype: jnp.dtype) -> jnp.dtype:
@@ -75,10 +87,11 @@ def _kept_dtype(dtype: jax.typing.DTypeLike, state_dtype: jnp.dtype) -> jnp.dtyp
     return state_dtype if computed == jnp.float32 else computed
 
 
-def _stochastic_bfloat16(x: jax.Array, round: Any, leaf: int) -> jax.Array:
+def _stochastic_bfloat16(x: jax.Array, round: Any, leaf: int, starts: Sequence[Any]) -> jax.Array:
     position = jnp.zeros(x.shape, jnp.uint32)
-    for dim, size in enumerate(x.shape):  # wraps around above 2**32 positions, which does no harm
-        position = position * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim)
+    for dim, start in enumerate(starts):  # by constants and not by sizes, which on a device are those of a part
+        along = jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) + jnp.asarray(start).astype(jnp.uint32)
+        position = position * np.uint32(0x9E3779B1) + along
     noise = uint32s(0, ROUNDING, round, leaf, position) & np.uint32(0xFFFF)
     bits = (jax.lax.bitcast_convert_type(x, jnp.uint32) + noise) & np.uint32(0xFFFF0000)
     truncated = jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from noloco_jax.outer.momentum import Momentum, initial, kept, moved
+from noloco_jax.outer.momentum import Momentum, Origin, initial, kept, moved
 from noloco_jax.outer.rule import Number, added, at, computed
 
 PyTree = Any
@@ -26,6 +26,7 @@ class NoLoCo:
       state_dtype: in which φ and δ are kept; they are computed in float32.
       of_corrections: whether momentum carries corrections alone: φ ← φ + αδ + mean(m) − γφ; δ ← αδ + mean(m) − m. The
         corrections of a group sum to zero, so that the replicas' mean moves as without momentum.
+      origin: where the part of an array that a device holds begins: see `momentum.kept`.
     """
 
     outer_lr: Number
@@ -33,6 +34,7 @@ class NoLoCo:
     consensus: Number
     state_dtype: jnp.dtype
     of_corrections: bool = False
+    origin: Origin | None = None
 
     def init(self, params: PyTree) -> Momentum:
         """Slow weights equal to the parameters, no momentum."""
@@ -55,9 +57,9 @@ class NoLoCo:
         step = jax.tree.map(lambda before, m, phi: before + (m - gamma * phi), carried, mean, slow)
         momentum = added(carried, jax.tree.map(jnp.subtract, mean, message)) if self.of_corrections else step
         slow = added(slow, step)
-        return slow, kept(slow, momentum, self.state_dtype, round)
+        return slow, kept(slow, momentum, self.state_dtype, round, self.origin)
 
     def correct(self, state: Momentum, theta: PyTree, correction: PyTree, round: Any) -> tuple[PyTree, Momentum]:
         """δ, φ and θ gain c."""
         slow, momentum = added(computed(state.slow), correction), added(computed(state.momentum), correction)
-        return added(computed(theta), correction), kept(slow, momentum, self.state_dtype, round)
+        return added(computed(theta), correction), kept(slow, momentum, self.state_dtype, round, self.origin)

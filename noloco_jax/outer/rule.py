@@ -15,9 +15,11 @@ import jax.numpy as jnp
 PyTree = Any
 Number = float | jax.Array | Callable[[Any], Any]  # of a round: a number, or an optax.Schedule of the round
 
-# (message, round, movement) -> the mean of the group's messages as this replica is to see it. `movement` is a tree like
-# the message: how far each of its numbers has moved since the replica last met others.
-Exchange = Callable[[PyTree, Any, PyTree], PyTree]
+# (message, round, movement, windows, cuts) -> (the mean of the group's messages as this replica is to see it, windows).
+# `movement` is a tree like the message: how far each of its numbers has moved since the replica last met others.
+# `windows` is what the exchange's code remembers of this fragment, or None: see `OuterState`. `cuts` has the dimension
+# of hidden states of every array, along which codes cut blocks.
+Exchange = Callable[[PyTree, Any, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 
 class Rule(Protocol):
@@ -59,26 +61,20 @@ class OuterState(NamedTuple):
       count: int32 scalar, inner steps that passed through `update`; the same on every replica.
       round: int32 scalar, outer steps taken; the same on every replica.
       rule: the rule's own state; for `noloco` and `diloco` a `Momentum`, with the slow weights.
+      windows: what a code that follows the replicas' distance remembers of it: uint8, a tree like the parameters, one
+        value a block (`exchange.modulo`). None for every other wire.
     """
 
     count: Any
     round: Any
     rule: Any
+    windows: PyTree = None
 
 
-def outer_step(rule: Rule, exchange: Exchange, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
-    """One outer step of a replica: (new parameters in their compute precision, new state with the next round)."""
-    theta = computed(params)
-    message, movement = rule.message(state.rule, theta, state.round), rule.movement(state.rule, theta, state.round)
-    mean = exchange(message, state.round, movement)
-    theta, rule_state = rule.receive(state.rule, message, mean, state.round)
-    return theta, OuterState(state.count, state.round + 1, rule_state)
-
-
-def alone(message: PyTree, round: Any, movement: PyTree) -> PyTree:
-    """The exchange of a replica that meets nobody: with it an outer step is the solo step."""
-    del round, movement
-    return message
+def solo_step(rule: Rule, theta: PyTree, state: PyTree, round: Any) -> tuple[PyTree, PyTree, PyTree]:
+    """The outer step of a replica that meets nobody: (new θ, the rule's new state, the message it would have sent)."""
+    message = rule.message(state, theta, round)
+    return *rule.receive(state, message, message, round), message
 
 
 def at(value: Number, round: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from noloco_jax.outer.momentum import initial, kept
+from noloco_jax.outer.momentum import Origin, initial, kept
 from noloco_jax.outer.rule import Number, added, at, computed
 
 PyTree = Any
@@ -46,14 +46,16 @@ class SparseLoCo:
     Attributes:
       outer_lr: α.
       error_decay: β.
-      sparsify: Q(TOP-k(x)) of an array of one replica, of its shape and dtype.
+      sparsify: Q(TOP-k(x)) of a tree of one replica's arrays, of their shapes and dtypes.
       state_dtype: in which φ and e are kept; they are computed in float32.
+      origin: where the part of an array that a device holds begins: see `momentum.kept`.
     """
 
     outer_lr: Number
     error_decay: Number
-    sparsify: Callable[[jax.Array], jax.Array]
+    sparsify: Callable[[PyTree], PyTree]
     state_dtype: jnp.dtype
+    origin: Origin | None = None
 
     def init(self, params: PyTree) -> Feedback:
         """Slow weights equal to the parameters, nothing left over."""
@@ -65,7 +67,7 @@ class SparseLoCo:
         error = jax.tree.map(
             lambda e, th, phi: beta * e + (th - phi), computed(state.error), theta, computed(state.slow)
         )
-        sent = jax.tree.map(self.sparsify, error)
+        sent = self.sparsify(error)
         return Split(sent, jax.tree.map(jnp.subtract, error, sent))
 
     def movement(self, state: Feedback, theta: PyTree, round: Any) -> Split:
@@ -78,13 +80,15 @@ class SparseLoCo:
         """φ ← φ + α mean(Δ̂); θ ← φ; e is the rest."""
         del message
         slow = added(computed(state.slow), self._step(mean, round))
-        return slow, Feedback(*kept(slow, mean.rest, self.state_dtype, round))
+        return slow, Feedback(*kept(slow, mean.rest, self.state_dtype, round, self.origin))
 
     def correct(self, state: Feedback, theta: PyTree, correction: Split, round: Any) -> tuple[PyTree, Feedback]:
         """φ and θ gain α c."""
         step = self._step(correction, round)
         slow = added(computed(state.slow), step)
-        return added(computed(theta), step), Feedback(*kept(slow, computed(state.error), self.state_dtype, round))
+        return added(computed(theta), step), Feedback(
+            *kept(slow, computed(state.error), self.state_dtype, round, self.origin)
+        )
 
     def _step(self, message: Split, round: Any) -> PyTree:
         return jax.tree.map(lambda x: at(self.outer_lr, round) * x, message.sent)

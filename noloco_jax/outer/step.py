@@ -1,5 +1,6 @@
 """An outer step of whole parameters: of a fragment of them, with a correction that may come late."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 
 from noloco_jax.meetings import own_round, pairing_round
 from noloco_jax.outer.fragments import Fragments
-from noloco_jax.outer.rule import Exchange, OuterState, Rule, alone, computed, outer_step
+from noloco_jax.outer.rule import Exchange, OuterState, Rule, computed, solo_step
 
 PyTree = Any
 
@@ -38,6 +39,8 @@ class OuterSteps:
       moments: likewise, of the inner optimizer's moments.
       fragments: how parameters are cut.
       is_late: whether `step` is the solo step and `correct` brings what the others sent.
+      windows: (parameters, dimension along which fragments cut each) -> `OuterState.windows` in the beginning; None for
+        an exchange that keeps none.
     """
 
     rule: Rule
@@ -45,34 +48,40 @@ class OuterSteps:
     moments: Exchange
     fragments: Fragments
     is_late: bool = False
+    windows: Callable[[PyTree, PyTree], PyTree] | None = None
 
-    def init(self, params: PyTree) -> PyTree:
+    def init(self, params: PyTree) -> OuterState:
+        """The state before the first round."""
+        windows = None if self.windows is None else self.windows(params, self.fragments.cuts(params))
+        return OuterState(jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32), self.init_rule(params), windows)
+
+    def init_rule(self, params: PyTree) -> PyTree:
         """The state before the first round, as `OuterState.rule`."""
         state = self.rule.init(params)
         if not self.is_late:
             return state
         return Late(jnp.zeros([], jnp.int32), state, jax.tree.map(jnp.zeros_like, computed(params)))
 
-    def step(self, params: PyTree, state: OuterState) -> tuple[PyTree, PyTree]:
-        """Outer step `state.round`: (the fragment's new parameters in their compute precision, the new rule state)."""
-        number = state.round
+    def step(self, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
+        """Outer step `state.round`: (the fragment's new parameters in their compute precision, the state after it).
+
+        The state's counters are left to the caller.
+        """
+        number, cuts = state.round, self.fragments.cuts(params)
         part, held = self._part(params, state.rule, number)
         if self.is_late:  # in this fragment's place there is room for one correction
             part, held = self._correct(part, held, number - self.fragments.count)
-        own = OuterState(state.count, own_round(number, self.fragments.count), held.rule if self.is_late else held)
-
-        def exchange(message: PyTree, round: Any, movement: PyTree) -> PyTree:
-            del round  # the fragment's own, which does not tell fragments apart
-            return self.meet(message, number, movement)
-
-        if not self.is_late:
-            theta, new = outer_step(self.rule, exchange, part, own)
-            return theta, self._with(params, state.rule, new.rule, number)
-        message = self.rule.message(own.rule, computed(part), own.round)
-        movement = self.rule.movement(own.rule, computed(part), own.round)
-        correction = jax.tree.map(jnp.subtract, exchange(message, own.round, movement), message)
-        theta, new = outer_step(self.rule, alone, part, own)
-        return theta, self._with(params, state.rule, Late(held.entered, new.rule, correction), number)
+        rule, round = held.rule if self.is_late else held, own_round(number, self.fragments.count)
+        theta = computed(part)
+        message, movement = self.rule.message(rule, theta, round), self.rule.movement(rule, theta, round)
+        seen = None if state.windows is None else self.fragments.part(state.windows, cuts, number)
+        hidden = self.fragments.hidden(part)
+        mean, seen = self.exchange(message, pairing_round(number, self.fragments.count), movement, seen, hidden)
+        theta, rule = self.rule.receive(rule, message, message if self.is_late else mean, round)
+        if self.is_late:
+            rule = Late(held.entered, rule, jax.tree.map(jnp.subtract, mean, message))
+        windows = None if state.windows is None else self.fragments.put(state.windows, seen, cuts, number)
+        return theta, state._replace(rule=self._with(params, state.rule, rule, number), windows=windows)
 
     def moved(self, params: PyTree, state: OuterState) -> jax.Array:
         """How far the fragment of the next outer step has moved: the root mean square over its weights, float32."""
@@ -93,10 +102,8 @@ class OuterSteps:
         """As `step`, but alone, whoever the exchange would bring; also the message that others may be sent later."""
         number = state.round
         part, rule = self._part(params, state.rule, number)
-        own = OuterState(state.count, own_round(number, self.fragments.count), rule)
-        message = self.rule.message(rule, computed(part), own.round)
-        theta, new = outer_step(self.rule, alone, part, own)
-        return theta, self._with(params, state.rule, new.rule, number), message
+        theta, rule, message = solo_step(self.rule, computed(part), rule, own_round(number, self.fragments.count))
+        return theta, self._with(params, state.rule, rule, number), message
 
     def enter(self, params: PyTree, state: PyTree, correction: PyTree, number: Any) -> tuple[PyTree, PyTree]:
         """Enters a correction of the solo step `number` whenever it comes: results as of `step`."""
@@ -104,13 +111,9 @@ class OuterSteps:
         theta, rule = self.rule.correct(rule, computed(part), correction, own_round(number, self.fragments.count))
         return theta, self._with(params, state, rule, number)
 
-    def meet(self, message: PyTree, number: Any, movement: PyTree) -> PyTree:
-        """The mean of a fragment's messages over the group of outer step `number`."""
-        return self.exchange(message, pairing_round(number, self.fragments.count), movement)
-
-    def meet_moments(self, moments: PyTree, number: Any, movement: PyTree) -> PyTree:
-        """As `meet`, of a fragment of the moments."""
-        return self.moments(moments, pairing_round(number, self.fragments.count), movement)
+    def meet_moments(self, moments: PyTree, number: Any, movement: PyTree, cuts: PyTree) -> PyTree:
+        """The mean of a fragment of the inner optimizer's moments over the group of outer step `number`."""
+        return self.moments(moments, pairing_round(number, self.fragments.count), movement, None, cuts)[0]
 
     def part(self, params: PyTree, number: Any) -> PyTree:
         """The fragment that outer step `number` is of, of a tree like the parameters."""
@@ -135,8 +138,8 @@ class OuterSteps:
         cuts = self.fragments.cuts(params)
         return (
             self.fragments.part(params, cuts, number),
-            self.fragments.part_of_state(self.init, state, cuts, number),
+            self.fragments.part_of_state(self.init_rule, state, cuts, number),
         )
 
     def _with(self, params: PyTree, state: PyTree, part: PyTree, number: Any) -> PyTree:
-        return self.fragments.put_in_state(self.init, state, part, self.fragments.cuts(params), number)
+        return self.fragments.put_in_state(self.init_rule, state, part, self.fragments.cuts(params), number)

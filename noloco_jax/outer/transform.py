@@ -11,7 +11,7 @@ import optax
 from noloco_jax.meetings import Meetings
 from noloco_jax.outer.counters import shared
 from noloco_jax.outer.misuse import check_params, check_surroundings
-from noloco_jax.outer.rule import Exchange, OuterState, Rule, common_dtype
+from noloco_jax.outer.rule import OuterState, Rule, common_dtype
 from noloco_jax.outer.step import OuterSteps
 
 PyTree = Any
@@ -28,8 +28,8 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
         there is no delay. One that has not entered by its fragment's next `step` enters there.
       moved: (params, state) -> how far the replica has moved, see `OuterSteps.moved`.
       rule: what a replica does in an outer step.
-      share_moments: (fragment of a tree, number of the outer step, how far its numbers have moved) -> the mean of the
-        group that meets in it, for the inner optimizer's moments.
+      share_moments: (fragment of a tree, number of the outer step, how far its numbers have moved, dimension of every
+        array along which codes cut blocks) -> the mean of the group of that step, for the inner optimizer's moments.
       solo: as `step`, but alone: (params, state) -> (params, state, message), for replicas that meet by other means.
       enter: (params, state, correction, round) -> (params, state): what came of the message of that round's `solo`.
     """
@@ -38,7 +38,7 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
     correct: Callable[[PyTree, OuterState], tuple[PyTree, OuterState]] | None
     moved: Callable[[PyTree, OuterState], jax.Array]
     rule: Rule
-    share_moments: Exchange
+    share_moments: Callable[[PyTree, Any, PyTree, PyTree], PyTree]
     solo: Callable[[PyTree, OuterState], tuple[PyTree, OuterState, PyTree]]
     enter: Callable[[PyTree, OuterState, PyTree, Any], tuple[PyTree, OuterState]]
 
@@ -58,13 +58,13 @@ def outer_optimizer(steps: OuterSteps, meetings: Meetings, axis_names: Sequence[
     """
 
     def init_fn(params: PyTree) -> OuterState:
-        return OuterState(jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32), steps.init(params))
+        return steps.init(params)
 
     def step_fn(params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
         check_params(params, axis_names)
         number = shared(state.round)
-        part, rule_state = steps.step(params, state._replace(round=number))
-        return placed(params, part, number), state._replace(round=state.round + 1, rule=rule_state)
+        part, after = steps.step(params, state._replace(round=number))
+        return placed(params, part, number), after._replace(round=state.round + 1)
 
     def correct_fn(params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
         check_params(params, axis_names)
@@ -119,31 +119,35 @@ def outer_optimizer(steps: OuterSteps, meetings: Meetings, axis_names: Sequence[
             before = steps.part(params, number)
             return steps.put(updates, jax.tree.map(_difference, part, before), number)
 
-        def land(updates: PyTree, round: jax.Array, rule_state: PyTree) -> tuple[PyTree, PyTree]:
-            before = state._replace(round=round, rule=rule_state)
-            part, rule_state = steps.step(_moved(params, updates), before)
-            return landing(updates, part, round), rule_state
+        def land(updates: PyTree, round: jax.Array, held: Any) -> tuple[PyTree, Any]:
+            rule_state, windows = held
+            before = state._replace(round=round, rule=rule_state, windows=windows)
+            part, after = steps.step(_moved(params, updates), before)
+            return landing(updates, part, round), (after.rule, after.windows)
 
-        def land_late(updates: PyTree, number: jax.Array, rule_state: Any) -> tuple[PyTree, PyTree]:
+        def land_late(updates: PyTree, number: jax.Array, held: Any) -> tuple[PyTree, Any]:
+            rule_state, windows = held
             before = state._replace(round=shared(state.round), rule=rule_state._replace(entered=number))
             part, rule_state = steps.correct(_moved(params, updates), before)
-            return landing(updates, part, number), rule_state
+            return landing(updates, part, number), (rule_state, windows)
 
+        held = state.rule, state.windows
         if sync is not None:
-            updates, rule_state = land(updates, shared(state.round), state.rule)
-            return updates, state._replace(round=state.round + 1, rule=rule_state)
+            updates, (rule_state, windows) = land(updates, shared(state.round), held)
+            return updates, state._replace(round=state.round + 1, rule=rule_state, windows=windows)
 
-        count, round, rule_state = shared(state.count), shared(state.round), state.rule
+        count, round = shared(state.count), shared(state.round)
         if steps.is_late:
-            entered = shared(rule_state.entered)
+            entered = shared(state.rule.entered)
             waiting = round - entered - meetings.on_the_way(count)
             for i in range(meetings.most):
-                updates, rule_state = _if_due(i < waiting, land_late, updates, entered + i, rule_state)
-            rule_state = rule_state._replace(entered=state.rule.entered + jnp.clip(waiting, 0, meetings.most))
+                updates, held = _if_due(i < waiting, land_late, updates, entered + i, held)
+            entered = state.rule.entered + jnp.clip(waiting, 0, meetings.most)
+            held = held[0]._replace(entered=entered), held[1]
         due = shared(jnp.asarray(meetings.due(count), count.dtype))  # `sync_every` may be a batched hyperparameter
         for i in range(meetings.most):
-            updates, rule_state = _if_due(i < due, land, updates, round + i, rule_state)
-        return updates, state._replace(round=state.round + due, rule=rule_state)
+            updates, held = _if_due(i < due, land, updates, round + i, held)
+        return updates, state._replace(round=state.round + due, rule=held[0], windows=held[1])
 
     def moved_fn(params: PyTree, state: OuterState) -> jax.Array:
         return steps.moved(params, state._replace(round=shared(state.round)))
@@ -161,14 +165,14 @@ def outer_optimizer(steps: OuterSteps, meetings: Meetings, axis_names: Sequence[
     )
 
 
-def _if_due(is_due: Any, land: Any, updates: PyTree, number: jax.Array, rule_state: PyTree) -> tuple[PyTree, PyTree]:
-    """What `land` makes of the updates and the rule's state, or the two as they are."""
+def _if_due(is_due: Any, land: Any, updates: PyTree, number: jax.Array, held: Any) -> tuple[PyTree, Any]:
+    """What `land` makes of the updates and of what is held between outer steps, or the two as they are."""
 
-    def skip(updates: PyTree, number: jax.Array, rule_state: PyTree) -> tuple[PyTree, PyTree]:
+    def skip(updates: PyTree, number: jax.Array, held: Any) -> tuple[PyTree, Any]:
         del number
-        return updates, rule_state
+        return updates, held
 
-    return jax.lax.cond(is_due, land, skip, updates, number, rule_state)
+    return jax.lax.cond(is_due, land, skip, updates, number, held)
 
 
 def _moved(params: PyTree, updates: PyTree) -> PyTree:

@@ -178,7 +178,7 @@ class Membership:
             self.credentials,
             protocol,
             self.settings(config),
-            Codes(solo.wire, solo.message, solo.code),
+            Codes(solo.wire, solo.message, solo.code, solo.cuts),
             state_specs(programs.state),
             report,
             Snapshots(weight_specs(config.model)),

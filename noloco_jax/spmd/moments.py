@@ -8,12 +8,17 @@ import jax
 import jax.numpy as jnp
 
 from noloco_jax.outer.fragments import Fragments
-from noloco_jax.outer.rule import Exchange
 
 PyTree = Any
 
 
-def share_moments(inner: PyTree, params: PyTree, number: jax.Array, fragments: Fragments, exchange: Exchange) -> PyTree:
+def share_moments(
+    inner: PyTree,
+    params: PyTree,
+    number: jax.Array,
+    fragments: Fragments,
+    exchange: Callable[[PyTree, Any, PyTree, PyTree], PyTree],
+) -> PyTree:
     """The inner state with the moments of one fragment at the mean of its group.
 
     A second moment travels as its square root, and its mean is the square of theirs: the first moment of a row that
@@ -25,7 +30,8 @@ def share_moments(inner: PyTree, params: PyTree, number: jax.Array, fragments: F
       params: the parameters, or their shapes: what ends with a parameter's path and has its shape is a moment.
       number: int32 scalar, of the outer step that this goes with.
       fragments: how parameters, and so their moments, are cut.
-      exchange: (tree, number, how far its numbers have moved: by all that they are) -> the mean of the group.
+      exchange: (tree, number, how far its numbers have moved: by all that they are, dimensions of hidden states) -> the
+        mean of the group.
     """
     cuts = dict(jax.tree.leaves_with_path(fragments.cuts(params)))
     moments, cut_of, codes = {}, {}, {}
@@ -37,7 +43,7 @@ def share_moments(inner: PyTree, params: PyTree, number: jax.Array, fragments: F
             codes[name] = _SECOND if any(getattr(key, "name", None) == "nu" for key in path) else _FIRST
     parts = fragments.part(moments, cut_of, number)
     sent = {name: codes[name].sent(part) for name, part in parts.items()}
-    means = exchange(sent, number, sent)
+    means = exchange(sent, number, sent, cut_of)
     means = {name: codes[name].received(mean, sent[name]) for name, mean in means.items()}
     moments = fragments.put(moments, means, cut_of, number)
     return jax.tree.map_with_path(lambda path, x: moments.get(jax.tree_util.keystr(path), x), inner)

@@ -124,7 +124,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
       shares_batches: whether to make `share_batch`; None: where the devices ask for it.
     """
     inner, make_outer = inner_optimizer(config), method_of(config).outer_optimizer
-    fragments = Fragments(config.outer.fragments, sharding.hidden_dimension)
+    fragments = sharding.fragments_of(config.outer.fragments)
     outer = None if make_outer is None else make_outer(config, REPLICAS, fragments)
     losses = build_losses(config, mesh)
     vocab_size = padded_vocab_size(config.model.vocab_size, mesh.shape)

@@ -8,6 +8,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.rule import OuterState
 from noloco_jax.outer.transform import OuterOptimizer
 
@@ -61,6 +62,30 @@ def hidden_dimension(path: tuple, shape: tuple[int, ...]) -> int:
     return spec.index("fsdp") if "fsdp" in spec else len(shape) - 1
 
 
+def fragments_of(count: int) -> Fragments:
+    """The parameters in `count` fragments, along hidden states."""
+    return Fragments(count, hidden_dimension, stage_origin)
+
+
+def stage_origin(path: tuple, shape: tuple[int, ...]) -> list[Any]:
+    """The index at which a stage's part of one replica's array begins, along every dimension.
+
+    Args:
+      path: of the parameter.
+      shape: of the part.
+    """
+    if "stage" not in jax.sharding.get_abstract_mesh().manual_axes:
+        return [0] * len(shape)
+    stage = jax.lax.axis_index("stage")
+    return [
+        stage * size if "stage" in _names(names) else 0 for size, names in zip(shape, parameter_spec(path), strict=True)
+    ]
+
+
+def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else names or ()
+
+
 def _fitting(dim: int, names: str | tuple[str, ...] | None, mesh: Mesh) -> str | tuple[str, ...] | None:
     """The first of a dimension's axes, as many as divide it together."""
     if not isinstance(names, tuple):
@@ -87,17 +112,19 @@ def inner_specs(inner: optax.GradientTransformation, params: PyTree, specs: PyTr
 
 
 def outer_specs(outer: OuterOptimizer, state: OuterState, specs: PyTree) -> OuterState:
-    """Specs of an outer optimizer's state: what has a parameter's shape lies where the parameter does."""
+    """Specs of an outer optimizer's state: what has a parameter's shape lies where the parameter does.
+
+    A code's windows are few, and lie on all the devices of a replica's stage.
+    """
     placed: Any = optax.tree.map_params(outer, lambda _, spec: spec, state, specs, transform_non_params=lambda _: P())
-    return placed
+    return placed._replace(windows=manual(placed.windows))
 
 
 def manual(specs: PyTree) -> PyTree:
     """The part of the specs that `shard_map` is told: the manual axes."""
 
     def part(names: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
-        names = (names,) if isinstance(names, str) else names or ()
-        return tuple(name for name in names if name in MANUAL_AXES) or None
+        return tuple(name for name in _names(names) if name in MANUAL_AXES) or None
 
     return jax.tree.map(lambda spec: P(*map(part, spec)), specs)
 

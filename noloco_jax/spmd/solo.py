@@ -11,9 +11,8 @@ import optax
 
 from noloco_jax.config import TrainConfig
 from noloco_jax.exchange.modulo import Modulo
-from noloco_jax.exchange.wire import Wire, wire_of
+from noloco_jax.exchange.wire import Wire, to_code, wire_of
 from noloco_jax.methods import method_of
-from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.rule import OuterState
 from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.spmd import sharding
@@ -34,6 +33,7 @@ class SoloPrograms:
       message: shapes and dtypes of a message, and of corrections.
       code: shapes and dtypes of a message as it travels.
       wire: the form in which it does.
+      cuts: the dimension of every array of a replica's message along which the code's blocks lie.
     """
 
     step: Callable[..., tuple[PyTree, OuterState, PyTree, jax.Array]]
@@ -41,6 +41,7 @@ class SoloPrograms:
     message: PyTree
     code: PyTree
     wire: Wire
+    cuts: PyTree
 
 
 def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
@@ -52,13 +53,15 @@ def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
     """
     make_outer = method_of(config).outer_optimizer
     assert make_outer is not None
-    outer = make_outer(config, SLOT, Fragments(config.outer.fragments, sharding.hidden_dimension))
+    fragments = sharding.fragments_of(config.outer.fragments)
+    outer = make_outer(config, SLOT, fragments)
     params, _, state = programs.state
     placed = shardings_of((params, state))
     _, _, message = jax.eval_shape(partial(_solo, outer), params, state)
     wire = wire_of(config.outer.wire)
     assert not isinstance(wire, Modulo)  # which takes two messages
-    step = partial(_step, outer, wire)
+    cuts = fragments.hidden(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), message))
+    step = partial(_step, outer, wire, cuts)
     _, _, code, _ = jax.eval_shape(step, params, state)
     return SoloPrograms(
         step=jax.jit(step, donate_argnums=(0, 1), out_shardings=(*placed, None, None)),
@@ -66,6 +69,7 @@ def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
         message=message,
         code=code,
         wire=wire,
+        cuts=cuts,
     )
 
 
@@ -78,9 +82,10 @@ def compile_solo(solo: SoloPrograms, programs: Programs) -> SoloPrograms:
     return replace(solo, step=from_rest(step, programs), enter=from_rest(enter, programs))
 
 
-def _step(outer: OuterOptimizer, wire: Wire, params: PyTree, state: Any) -> Any:
+def _step(outer: OuterOptimizer, wire: Wire, cuts: PyTree, params: PyTree, state: Any) -> Any:
     params, state, message = _solo(outer, params, state)
-    return params, state, jax.tree.map(jax.vmap(wire.encode), message), optax.tree.norm(message)
+    code = jax.vmap(lambda one: jax.tree.map(wire.encode, to_code(wire, one, cuts)))(message)
+    return params, state, code, optax.tree.norm(message)
 
 
 def _solo(outer: OuterOptimizer, params: PyTree, state: Any) -> Any:

@@ -1,8 +1,8 @@
 """What all pipeline stages of a replica share: the vocabulary, in as many parts, and the last norm, whole on each.
 
-Vocabulary parallelism (arXiv 2411.05288): of V' tokens, V rounded up to a multiple of the S stages, every stage holds
-V'/S rows of the embedding and V'/S columns of the head. The tokens from V on are padding, and stay zero: no position
-looks them up, and no softmax counts them. The norm's weight is small: every stage holds a copy.
+Vocabulary parallelism (arXiv 2411.05288): of V' tokens, V rounded up to a multiple of 8 S, every one of the S stages
+holds V'/S rows of the embedding and V'/S columns of the head. The tokens from V on are padding, and stay zero: no
+position looks them up, and no softmax counts them. The norm's weight is small: every stage holds a copy.
 """
 
 from collections.abc import Mapping
@@ -20,12 +20,13 @@ _ON_EVERY_STAGE = "norm"
 def padded_vocab_size(vocab_size: int, mesh_shape: Mapping[str, int]) -> int:
     """V': the tokens that the tables of a run have, for the devices along every axis of its mesh.
 
-    Of several stages it is a multiple of the `tensor` devices as well, which share a stage's part.
+    Of several stages it is a multiple of the `tensor` devices as well, which share a stage's part, and each has a
+    multiple of 8, so that the blocks of a code lie as in whole tables (`wires.cut_of`).
     """
     if mesh_shape["stage"] == 1:
         return vocab_size
-    num_parts = mesh_shape["stage"] * mesh_shape["tensor"]
-    return -(-vocab_size // num_parts) * num_parts
+    multiple = 8 * mesh_shape["stage"] * mesh_shape["tensor"]
+    return -(-vocab_size // multiple) * multiple
 
 
 def resize_vocabulary(tree: PyTree, vocab_size: int) -> PyTree:

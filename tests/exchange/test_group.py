@@ -3,6 +3,7 @@
 import functools
 import re
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import noloco_jax as nj
-from noloco_jax.exchange.buckets import packed
+from noloco_jax.exchange.buckets import bucketing
 from noloco_jax.exchange.groups import group_mean
 from noloco_jax.exchange.routes import lower
 from noloco_jax.exchange.wire import WIRES
@@ -134,7 +135,8 @@ def test_diloco_sends_by_all_reduce_alone(d, slots):
 def test_a_member_of_a_group_sends_what_a_ring_would(n, wire):
     """2 (n − 1) messages of an n-th: half of them in the wire's code, half float32, as the mean has to be exact."""
     size, pairing = 60, nj.ExplicitPairing([[list(range(n))]])
-    mean = functools.partial(group_mean, axis_name="replica", wire=WIRES[wire], pairing=pairing, index=jnp.int32(0))
+    code: Any = WIRES[wire]
+    mean = functools.partial(group_mean, axis_name="replica", wire=code, pairing=pairing, index=jnp.int32(0))
     hlo = compiled(over_replicas(mean, (n, 1)), np.zeros((n, size), np.float32))
     assert not other_collectives(hlo)
     operands = Counter(re.findall(r"= (\w+)\[(?:1,)?(\d+)\]\S* collective-permute\(", hlo))
@@ -168,7 +170,8 @@ def test_large_arrays_travel_by_themselves_and_small_ones_together():
     tree: dict = {name: rng.normal(size=shape).astype(np.float32) for name, shape in sizes.items()}
     tree["f"] = rng.normal(size=4).astype(np.float16)  # of another dtype
     tree = jax.tree.map(jnp.asarray, tree)
-    buckets, unpack = packed(tree, bucket_bytes=4 * 12)
+    pack, unpack = bucketing(tree, bucket_bytes=4 * 12)
+    buckets = pack(tree)
     assert sorted(bucket.size for bucket in buckets) == [4, 9, 12, 40]  # f; e; a, c, d; b
     assert any(bucket is tree["b"] for bucket in buckets)
     assert_trees_close(unpack(buckets), tree, rtol=0, atol=0)

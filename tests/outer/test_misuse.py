@@ -239,6 +239,7 @@ def test_a_traced_number_that_shapes_the_program_is_an_error_that_names_it(setti
 MAKERS: dict[str, Any] = {
     "noloco": noloco,
     "int8": lambda **settings: noloco(wire="int8", **settings),
+    "modulo4": lambda **settings: noloco(wire="modulo4", **settings),
     "groups of three": lambda **settings: nj.noloco(nj.RandomPairing(N, 3), **settings),
     "bfloat16 state": lambda **settings: noloco(state_dtype="bfloat16", **settings),
     "late fragments": lambda **settings: noloco(fragments=2, delay=1, **settings),

@@ -89,7 +89,8 @@ def test_muons_state_comes_back_and_trains_on_bitwise(tmp_path):
         (2, 1, 32, ""),
         (1, 2, 32, ""),
         (4, 2, 32, ""),
-        (4, 2, 30, "embedding and head are padded to 30 tokens, before 32"),
+        (4, 2, 30, ""),
+        (4, 2, 40, "embedding and head are padded to 48 tokens, before 64"),
         (1, 4, 29, "embedding and head are padded to 32 tokens, before 29"),
     ],
 )

@@ -66,14 +66,17 @@ def test_a_group_of_four_sends_what_a_ring_does_one_that_leaves_a_rest_all_to_al
     assert messages("noloco", wire="bfloat16").of_outer_step(0) == 2 * PARAMETERS
 
 
-@pytest.mark.parametrize(("wire", "block_bytes"), [("int8", 2 + 64), ("int6", 2 + 48), ("int4", 2 + 32)])
-def test_a_message_in_blocks_counts_scales_and_what_fills_the_last_block_of_every_array(wire, block_bytes):
-    sizes = [V * D, V * D, D * 16, D * 8, D * 8, 16 * D, *[D * F] * 3, D, D, D]
-    assert sum(sizes) == PARAMETERS
-    blocks = sum(math.ceil(size / 64) for size in sizes)
-    assert messages("noloco", wire=wire).of_outer_step(0) == blocks * block_bytes
-    # A group of four sends everything to everyone: codes of all are shorter than a quarter's mean in float32.
-    assert messages("noloco", wire=wire, group_size=4).of_outer_step(0) == 3 * blocks * block_bytes
+@pytest.mark.parametrize(
+    ("wire", "bits", "beside"), [("int8", 8, 2), ("int6", 6, 2), ("int4", 4, 2), ("modulo4", 4, 2), ("modulo6", 6, 2)]
+)
+def test_a_message_in_blocks_counts_what_goes_beside_a_block_and_what_fills_the_last_of_every_array(wire, bits, beside):
+    """Rows of 16 hidden states: four of a table, or of 32 units, are a block of 64, of fewer each is one of 16."""
+    full = 2 * math.ceil(V / 4) + 3 * F // 4
+    small = 16 + 8 + 8 + 16 + 3  # attention's q, k, v, o, and the norms
+    message = full * (64 * bits // 8 + beside) + small * (16 * bits // 8 + beside)
+    assert messages("noloco", wire=wire).of_outer_step(0) == message
+    if wire == "int4":  # a group of four sends everything to everyone: less than a quarter's mean in float32
+        assert messages("noloco", wire=wire, group_size=4).of_outer_step(0) == 3 * message
 
 
 def test_of_an_odd_number_of_replicas_the_one_that_is_alone_sends_nothing():
@@ -83,7 +86,7 @@ def test_of_an_odd_number_of_replicas_the_one_that_is_alone_sends_nothing():
 
 def test_stages_send_their_parts_of_the_vocabulary_with_its_padding_and_each_the_last_norm():
     stages = 2
-    weights = 2 * (V + 1) * D + stages * LAYER + stages * D
+    weights = 2 * (V + 13) * D + stages * LAYER + stages * D  # a multiple of 8 tokens a stage
     found = messages("noloco", 4, {"stage": stages, "routing": "fixed"})
     assert found.of_outer_step(0) == 4 * weights
     assert found.of_inner_step(1) == 0
@@ -121,16 +124,10 @@ def test_epidemic_sends_whole_messages_to_each_of_its_neighbours():
     assert num_pairings(run("epidemic")) == 3  # two of the three shifts
 
 
-def test_sparseloco_sends_14_bits_of_an_entry_and_four_bytes_a_chunk_to_all_others():
-    # Of 259 * 16 weights, two chunks.
-    sizes = [2 * 4096, 2 * 4096, 256, 128, 128, 256, *[512] * 3, 16, 16, 16]
-
-    def bytes_of(size: int) -> int:
-        chunk = min(4096, size)
-        kept = max(4, 4 * math.ceil(chunk / 64 / 4))
-        return size // chunk * (4 + kept * ((8 if chunk <= 256 else 12) + 2) // 8)
-
-    assert messages("sparseloco").of_outer_step(0) == 3 * sum(map(bytes_of, sizes))
+def test_sparseloco_sends_its_entries_and_four_bytes_a_chunk_to_all_others():
+    """Of eight rows of a table, or of 32 units, a chunk of 128, of fewer each one of 16; four entries of 10 bits."""
+    chunks = 2 * math.ceil(V / 8) + 3 * F // 8 + 16 + 8 + 8 + 16 + 3
+    assert messages("sparseloco").of_outer_step(0) == 3 * chunks * (4 + 4 * 10 // 8)
     assert num_outer_steps(run("sparseloco")) == 10
 
 

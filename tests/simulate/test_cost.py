@@ -34,5 +34,5 @@ def test_an_all_reduce_sends_what_dilocos_outer_program_does():
 def test_windows_travel_ahead_of_what_is_sent_in_them():
     coded, windowed = (Setting(params=1e6, latency=0.2, wire=wire) for wire in ("int4", "modulo4"))
     bytes_sent, seconds = group_exchange(windowed)
-    assert bytes_sent < group_exchange(coded)[0]
+    assert bytes_sent == group_exchange(coded)[0]  # a window and a check in place of a scale
     assert seconds == pytest.approx(2 * 0.2 + 8 * bytes_sent / windowed.bandwidth)

@@ -82,7 +82,7 @@ def test_a_second_moment_keeps_a_quarter_of_itself_where_a_code_rounds_its_roots
     adam = optax.scale_by_adam()
     inner: Any = jax.tree.map(lambda x: x + np.ones_like(x), adam.init(params))
 
-    def rounds_to_zero(tree: Any, number: Any, movement: Any) -> Any:
+    def rounds_to_zero(tree: Any, number: Any, movement: Any, cuts: Any) -> Any:
         return jax.tree.map(np.zeros_like, tree)
 
     after = share_moments(inner, params, jax.numpy.int32(0), Fragments(), rounds_to_zero)
