@@ -9,7 +9,7 @@ whose licence has to be accepted once on its page:
     python -m noloco_jax.train --config=configs/c4_125m.py --workdir=runs/c4_125m \\
         --config.data.path=c4/en
 
-`--config=configs/c4_125m.py:diloco` runs another method (noloco, diloco, ddp, local; best: README, "How to choose");
+`--config=configs/c4_125m.py:diloco` runs another method (noloco, diloco, ddp, local; best: configs/README.md);
 `:noloco,replicas=4,stages=2` shares the same global batch out among other replicas. The paper's FSDP is `:ddp`, or,
 with one copy sharded over 8 devices, `:ddp,replicas=1 --config.mesh.fsdp=8`.
 

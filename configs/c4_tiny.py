@@ -4,7 +4,7 @@
         --config.data.path=c4/en --config.data.tokenizer=TOKENIZER_FOLDER
 
 The vocabulary of 4096 fits a small byte-level BPE; set `--config.model.vocab_size` for another tokenizer.
-`--config=configs/c4_tiny.py:diloco` runs another method (noloco, diloco, ddp, local; best: README, "How to choose").
+`--config=configs/c4_tiny.py:diloco` runs another method (noloco, diloco, ddp, local; best: configs/README.md).
 The paper measured nothing of this size. A few thousand documents are enough to run it, and are then seen several times
 over.
 """

@@ -5,8 +5,8 @@ The data is two folders of parquet files with Llama 3 tokens: `input_ids` beside
     python -m noloco_jax.train --config=configs/reddit_125m.py --workdir=runs/reddit_125m \\
         --config.data.path=reddit/train --config.data.validation_path=reddit/dev
 
-`--config=configs/reddit_125m.py:diloco` runs another method (noloco, diloco, ddp, local; best: README, "How to
-choose"); `:noloco,replicas=4,stages=2` shares the same global batch out among other replicas. The paper's FSDP is
+`--config=configs/reddit_125m.py:diloco` runs another method (noloco, diloco, ddp, local; best: configs/README.md);
+`:noloco,replicas=4,stages=2` shares the same global batch out among other replicas. The paper's FSDP is
 `:ddp`, or, with one copy sharded over 8 devices, `:ddp,replicas=1 --config.mesh.fsdp=8`.
 
 This file quotes no figure of the paper's for Reddit. On C4 it measured perplexities of 29.1 (FSDP), 32.1 (DiLoCo) and

@@ -5,7 +5,7 @@ The data is two folders of parquet files with Llama 3 tokens: `input_ids` beside
     python -m noloco_jax.train --config=configs/reddit_7b.py --workdir=runs/reddit_7b \\
         --config.data.path=reddit/train --config.data.validation_path=reddit/dev
 
-`--config=configs/reddit_7b.py:diloco` runs another method (noloco, diloco, ddp, local; best: README, "How to choose");
+`--config=configs/reddit_7b.py:diloco` runs another method (noloco, diloco, ddp, local; best: configs/README.md);
 `:noloco,replicas=32,stages=4` shares the same global batch out among other replicas. The paper's FSDP is `:ddp`, or,
 with one copy sharded over 8 devices, `:ddp,replicas=1 --config.mesh.fsdp=8`.
 

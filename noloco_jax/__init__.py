@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from noloco_jax.outer.pairing import ExplicitPairing, RandomPairing
     from noloco_jax.transforms import diloco, epidemic, noloco, sparseloco
 
+__version__ = "0.1.0"  # pyproject.toml reads it from here, without importing
 __all__ = ["ExplicitPairing", "RandomNeighbours", "RandomPairing", "diloco", "epidemic", "noloco", "sparseloco"]
 _HOMES = {
     "RandomNeighbours": "outer.neighbours",

@@ -1,9 +1,12 @@
 """Errors that a user can mend, and how the command lines report them."""
 
 import contextlib
+import importlib
+import re
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -45,6 +48,43 @@ def main_with_errors(main: Callable[[], int | None]) -> None:
         tell(f"error: {error}")
         status = error.exit_status
     sys.exit(status or 0)
+
+
+def run_command(module: str) -> None:
+    """Import `module` and run its `main` as `main_with_errors` does; a missing package is one line too.
+
+    Importing here rather than in `__main__` is what lets a package that is not installed be reported so.
+    """
+
+    def import_and_run() -> int | None:
+        try:
+            return importlib.import_module(module).main()
+        except ModuleNotFoundError as error:
+            missing = _missing_requirements()
+            if not missing or (error.name or "").startswith("noloco_jax"):
+                raise  # a fault of the code, not of the installation
+            packages = " ".join(f"'{requirement}'" for requirement in missing)
+            raise UserError(f"this needs {error.name}, which is not installed: pip install {packages}") from None
+
+    main_with_errors(import_and_run)
+
+
+def _missing_requirements() -> list[str]:
+    """Return the requirements of noloco_jax that are not installed, without its extras, as pip takes them."""
+    import importlib.metadata as metadata  # here, as only a failed command needs it
+
+    def is_missing(requirement: str) -> bool:
+        try:
+            metadata.distribution(re.split(r"[^\w.-]", requirement, maxsplit=1)[0])
+        except metadata.PackageNotFoundError:
+            return True
+        return False
+
+    try:
+        requirements = metadata.requires("noloco-jax") or []
+    except metadata.PackageNotFoundError:  # run from a clone that was never installed
+        return [str(Path(__file__).parents[1])]
+    return [requirement for requirement in requirements if "extra ==" not in requirement and is_missing(requirement)]
 
 
 def tell(line: str) -> None:

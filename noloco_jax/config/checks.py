@@ -10,7 +10,7 @@ from noloco_jax.config.schema import FieldInfo, field_at, flatten, shown
 from noloco_jax.errors import UserError
 from noloco_jax.methods import METHODS, sync_pieces
 
-_LARGEST_INT = 2**31 - 1
+LARGEST_INT = 2**31 - 1
 
 
 def validate(config: TrainConfig) -> None:
@@ -32,8 +32,8 @@ def check_field(path: str, field: FieldInfo, value: Any) -> None:
     """Raises `UserError` for a value that the field at `path` does not take, whatever the others are."""
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{path}={value} is not a finite number: give one")
-    if type(value) is int and field.allowed.below is None and value > _LARGEST_INT:
-        raise UserError(f"{path}={shown(value)} is more than {_LARGEST_INT}, up to which programs count: lower it")
+    if type(value) is int and field.allowed.below is None and value > LARGEST_INT:
+        raise UserError(f"{path}={shown(value)} is more than {LARGEST_INT}, up to which programs count: lower it")
     if value in field.allowed:
         return
     if value == "" and field.allowed.nonempty:

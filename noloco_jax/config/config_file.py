@@ -10,20 +10,26 @@ from typing import Any
 
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from noloco_jax.errors import UserError, described
+from noloco_jax.errors import UserError, described, tell
 
 
 def read_config_file(file: str) -> ConfigDict:
     """What a file sets, with its references between fields.
 
     `file` is the path of a .py file, or `path:argument` for a `get_config(argument)`, or the path of a .json file such
-    as a run's config.json. Raises `UserError`, with the line, where it cannot be read.
+    as a run's config.json. Where configs/NAME.py does not exist, the package's own file of that name is read. Raises
+    `UserError`, with the line, where it cannot be read.
     """
     path, _, argument = (file, "", "") if Path(file).is_file() else file.partition(":")
+    if not Path(path).is_file() and (bundled := _bundled(path)) is not None:
+        tell(f"{path} is not in this folder: using {bundled}")
+        path = str(bundled)
     if not Path(path).is_file():
         others = [
             str(other) for pattern in ("*.py", "*.json") for other in Path(path).parent.glob(pattern) if other.is_file()
         ]
+        if Path(path).parent == Path("configs"):
+            others += [f"configs/{other.name}" for other in _bundled_folder().glob("*.py")]
         near = difflib.get_close_matches(path, others, n=1)
         raise UserError(
             f"config file {path} does not exist: {f'did you mean {near[0]}?' if near else 'check --config'}"
@@ -41,6 +47,24 @@ def read_config_file(file: str) -> ConfigDict:
     if not isinstance(values, ConfigDict):
         raise UserError(f"config file {path}: it gives a {type(values).__name__}, not a ConfigDict of fields")
     return values
+
+
+def bundled_names() -> list[str]:
+    """Return the names of the package's own configs, which `--config=configs/NAME.py` finds from any folder."""
+    return sorted(file.stem for file in _bundled_folder().glob("*.py") if file.stem != "paper")
+
+
+def _bundled(path: str) -> Path | None:
+    """Return the package's own file for a path configs/NAME.py, or None."""
+    file = _bundled_folder() / Path(path).name
+    return file if Path(path).parent == Path("configs") and file.is_file() else None
+
+
+def _bundled_folder() -> Path:
+    """Return the folder of the package's own configs: inside an installed package, beside that of a clone."""
+    package = Path(__file__).parents[1]
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
 
 
 def _read_json(path: str, argument: str) -> Any:

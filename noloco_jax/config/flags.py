@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from noloco_jax.config.build import find_field, from_dict, known_fields, to_dict
 from noloco_jax.config.checks import check_field
-from noloco_jax.config.config_file import read_config_file
+from noloco_jax.config.config_file import bundled_names, read_config_file
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.schema import FieldInfo, shown
 from noloco_jax.errors import UserError
@@ -150,7 +150,8 @@ def parse_args(
         "--config",
         required=True,
         metavar="FILE[:ARGUMENT]",
-        help="a config file such as configs/quickstart.py, or a run's config.json",
+        help="a config file, or a run's config.json; configs/NAME.py that does not exist is the package's own of that "
+        f"name: {', '.join(bundled_names())}",
     )
     if define_flags is not None:
         define_flags(parser)
@@ -179,7 +180,10 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _fields_help() -> str:
     """Every field with its type, the values that it takes, its default, whether it must match, and its meaning."""
-    lines = ["config fields, each set by --config.FIELD=VALUE, and their defaults where the file gives no value:"]
+    lines = [
+        "config fields, each set by --config.FIELD=VALUE, and their defaults where the file gives no value",
+        "(as tables: configs/FIELDS.md in the repository):",
+    ]
     for path, field in known_fields().items():
         values = ", ".join(filter(None, (field.type_name, str(field.allowed))))
         default = "" if field.default is dataclasses.MISSING else f" (default {_default_of(path, field)})"

@@ -1,7 +1,6 @@
-"""Runs `python -m noloco_jax.train`; what it does stands in `command` and `training`."""
+"""Runs `python -m noloco_jax.train`; what it does stands in `command`."""
 
-from noloco_jax.errors import main_with_errors
-from noloco_jax.train.command import main
+from noloco_jax.errors import run_command
 
 if __name__ == "__main__":
-    main_with_errors(main)
+    run_command("noloco_jax.train.command")

@@ -1,4 +1,7 @@
-"""Trains a Llama: `python -m noloco_jax.train --config=configs/quickstart.py --workdir=DIR`."""
+"""Trains a Llama on text, with NoLoCo or another method, in one program over all devices.
+
+python -m noloco_jax.train --config=configs/quickstart.py --workdir=DIR
+"""
 
 import os
 from collections.abc import Sequence

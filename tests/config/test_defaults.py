@@ -169,7 +169,7 @@ SHIPPED = {
 
 @pytest.mark.parametrize("file", SHIPPED)
 def test_a_shipped_file_keeps_the_outer_step_of_its_own_method(file):
-    """The numbers with which the results in the README, and the paper's, were measured."""
+    """The numbers with which the results in configs/README.md, and the paper's, were measured."""
     config = loaded(file)
     assert {name: getattr(config.outer, name) for name in SHIPPED[file]} == SHIPPED[file]
 

@@ -1,8 +1,7 @@
-"""The Llama as a module in a loop of one's own: the README's example, and its gradient beside the trainer's."""
+"""The Llama as a module in a loop of one's own: a README's example, and its gradient beside the trainer's."""
 
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +13,13 @@ from noloco_jax.config import ModelConfig
 from noloco_jax.model.llama import Llama
 from noloco_jax.model.loss import loss
 from support.model_makers import random_params
-from support.paths import ROOT
+from support.readmes import python_examples
 
 
 def test_the_readme_example_trains_the_module():
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    (example,) = (block for block in blocks if "nnx.Optimizer(" in block)
+    ((page, example),) = python_examples("nnx.Optimizer(")
     names: dict = {}
-    exec(compile(example, "README.md", "exec"), names)
+    exec(compile(example, page, "exec"), names)
     losses = names["losses"]
     assert abs(losses[0] - math.log(names["model"].config.vocab_size)) < 0.1  # of a model that knows nothing yet
     assert losses[-1] < losses[0] / 2

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from noloco_jax import lateness
 from noloco_jax.errors import UserError
-from noloco_jax.lateness import Late, linked
+from noloco_jax.lateness import command as lateness
+from noloco_jax.lateness.command import Late, linked
 from support import processes
 from support.paths import ROOT
 

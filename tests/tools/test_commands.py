@@ -7,13 +7,11 @@ import warnings
 import pytest
 
 from noloco_jax.errors import main_with_errors
-from support.paths import ROOT, TOOLS
+from support.paths import TOOLS
 
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_command_ends_with_2_and_one_line_on_bad_input(tool, monkeypatch, capsys):
-    if not (ROOT / "noloco_jax" / tool).is_dir():
-        monkeypatch.delitem(sys.modules, f"noloco_jax.{tool}", raising=False)  # runpy warns of a second import
     monkeypatch.setattr(sys, "argv", [tool, "--no_such_flag"])
     with pytest.raises(SystemExit) as exit_:
         runpy.run_module(f"noloco_jax.{tool}", run_name="__main__")

@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from noloco_jax import export
 from noloco_jax.config import DataConfig, ModelConfig, TrainConfig, from_dict
 from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import TransientError, UserError
+from noloco_jax.export import command as export
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.run.checkpoint import Checkpointer, load_for_export
 from support.model_makers import make_run

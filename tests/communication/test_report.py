@@ -5,9 +5,9 @@ import math
 import jax
 import pytest
 
+from noloco_jax.communication.promises import broken_promises, verdict
+from noloco_jax.communication.report import PROGRAMS, Report, inspect_run
 from noloco_jax.config import from_dict
-from noloco_jax.inspect.promises import broken_promises, verdict
-from noloco_jax.inspect.report import PROGRAMS, Report, inspect_run
 from noloco_jax.run.messages import messages_of
 from noloco_jax.spmd.hlo import Collective, Traffic
 from noloco_jax.wires import WIRES
@@ -25,6 +25,7 @@ def report_of(
     num_layers: int = 1,
     batch_size: int = 4,
     wire: str = "float32",
+    hidden_size: int = MODEL["hidden_size"],
     **mesh: int,
 ) -> Report:
     config = from_dict(
@@ -32,7 +33,7 @@ def report_of(
             "method": method,
             "num_replicas": num_replicas,
             "num_microbatches": 2 if "stage" in mesh else 1,
-            "model": MODEL | {"num_layers": num_layers},
+            "model": MODEL | {"num_layers": num_layers, "hidden_size": hidden_size},
             "outer": {"group_size": group_size, "wire": wire},
             "data": {"batch_size": batch_size, "sequence_length": 8},
             "mesh": {"replica": -1} | mesh,
@@ -136,8 +137,10 @@ def test_a_replica_sends_the_bytes_that_its_run_reports(num_replicas, group_size
     ],
 )
 def test_codes_and_shares_of_sharded_arrays_are_made_where_the_shards_lie(mesh, group_size, wire):
+    """Where every device has whole blocks of hidden states, as in all but tiny models."""
     num_devices = group_size * math.prod(mesh.values())
-    report = report_of("noloco", group_size, num_devices, OUTER, group_size, num_layers=2, wire=wire, **mesh)
+    size = {"num_layers": 2, "hidden_size": 128}
+    report = report_of("noloco", group_size, num_devices, OUTER, group_size, wire=wire, **size, **mesh)
     assert axes_of(report, "outer_step") == {"replica"}
 
 
@@ -210,10 +213,10 @@ def test_sparseloco_gathers_its_packed_messages_from_all_replicas():
     assert broken_promises(report) == []
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"stage": 2}], ids=str)
-def test_sparse_messages_of_sharded_replicas_are_made_where_the_shards_lie(mesh):
+@pytest.mark.parametrize(("mesh", "inside"), [({"fsdp": 2}, {"fsdp"}), ({"stage": 2}, set())], ids=str)
+def test_sparse_messages_are_of_chunks_that_a_sharded_replica_gathers_and_its_stages_have_whole(mesh, inside):
     report = report_of("sparseloco", 2, 2 * math.prod(mesh.values()), OUTER, num_layers=2, **mesh)
-    assert axes_of(report, "outer_step") == {"replica"}
+    assert axes_of(report, "outer_step") == {"replica"} | inside
     assert broken_promises(report) == []
 
 

@@ -1,7 +1,7 @@
 """Shows what a run communicates: every collective of its compiled programs, what it crosses, and its bytes.
 
-    python -m noloco_jax.inspect --config=configs/quickstart.py --devices=8
-    python -m noloco_jax.inspect --config=configs/c4_125m.py --config.mesh.fsdp=2 --devices=8 --json
+    python -m noloco_jax.communication --config=configs/quickstart.py --devices=8
+    python -m noloco_jax.communication --config=configs/c4_125m.py --config.mesh.fsdp=2 --devices=8 --json
 
 Compiles what a training run would, for the same devices or for `--devices` forced CPU devices, without data and without
 allocating any of its arrays. Exit status: 0; 2 for bad input; with --check, 1 if a program crosses replicas where its
@@ -16,17 +16,17 @@ from collections.abc import Sequence
 import jax
 
 from noloco_jax.cluster.host import use_cpu_cores
+from noloco_jax.communication.promises import broken_promises
+from noloco_jax.communication.report import inspect_run
+from noloco_jax.communication.table import show, to_json
 from noloco_jax.config import parse_args
 from noloco_jax.errors import UserError
-from noloco_jax.inspect.promises import broken_promises
-from noloco_jax.inspect.report import inspect_run
-from noloco_jax.inspect.table import show, to_json
 from noloco_jax.run.console import make_console
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line and prints the report; returns the exit status."""
-    config, flags = parse_args(argv, __doc__ or "", _define_flags, prog="python -m noloco_jax.inspect")
+    config, flags = parse_args(argv, __doc__ or "", _define_flags, prog="python -m noloco_jax.communication")
     if flags.devices is None:
         use_cpu_cores(config)
     elif flags.devices < 1:

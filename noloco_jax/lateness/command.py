@@ -26,7 +26,7 @@ from rich.table import Table
 from noloco_jax.cluster.join import joined
 from noloco_jax.cluster.place import define_flags, find_place
 from noloco_jax.config import CONFIG_FILE, TrainConfig, parse_args, to_dict, validate
-from noloco_jax.errors import UserError, main_with_errors
+from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable, folder_of_flag, write_whole
 from noloco_jax.methods import METHODS, method_of
 from noloco_jax.outer.pairing import Round
@@ -236,7 +236,3 @@ def _show(console: Console, method: str, rows: Sequence[dict[str, Any]]) -> None
         cells = [f"{s:.2f}" + ("*" if i in row["can_wait"] else " ") for i, s in enumerate(row["seconds"])]
         table.add_row(str(row["step"]), *cells)
     console.print(table)
-
-
-if __name__ == "__main__":
-    main_with_errors(main)

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import jax
 
 from noloco_jax.config import load_saved, make_parser
-from noloco_jax.errors import main_with_errors
 from noloco_jax.files import folder_of_flag
 from noloco_jax.model.huggingface import check_new_folder
 from noloco_jax.run.checkpoint import load_for_export
@@ -41,7 +40,3 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--replica", type=int, help="export this replica's weights, counted from 0")
     which.add_argument("--merged", action="store_true", help="export the mean of all replicas' weights (the default)")
     return parser
-
-
-if __name__ == "__main__":
-    main_with_errors(main)

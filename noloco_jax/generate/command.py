@@ -17,7 +17,7 @@ import numpy as np
 from noloco_jax import draws
 from noloco_jax.config import ModelConfig, from_dict, load_saved, make_parser
 from noloco_jax.data import Tokenizer, check_vocabulary, load_tokenizer
-from noloco_jax.errors import UserError, main_with_errors
+from noloco_jax.errors import UserError
 from noloco_jax.files import folder_of_flag
 from noloco_jax.formatting import format_memory
 from noloco_jax.model.cache import Cache
@@ -145,7 +145,3 @@ def _check_length(config: ModelConfig, prompt: int, new: int, trained_length: in
             "sequence in training: text beyond them may be poor; shorten the prompt, or write less",
             stacklevel=2,
         )
-
-
-if __name__ == "__main__":
-    main_with_errors(main)

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from noloco_jax.communication.report import EVALUATION, Report, bytes_across_replicas, crosses_replicas, operands_text
 from noloco_jax.formatting import format_bytes
-from noloco_jax.inspect.report import EVALUATION, Report, bytes_across_replicas, crosses_replicas, operands_text
 from noloco_jax.methods import Method, method_of
 from noloco_jax.spmd.hlo import Collective, Traffic
 

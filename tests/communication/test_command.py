@@ -1,13 +1,13 @@
-"""The command `python -m noloco_jax.inspect`: what it prints, and how it ends."""
+"""The command `python -m noloco_jax.communication`: what it prints, and how it ends."""
 
 import json
 
 import jax
 import pytest
 
+from noloco_jax.communication import command
+from noloco_jax.communication.report import PROGRAMS, Report
 from noloco_jax.errors import UserError
-from noloco_jax.inspect import command
-from noloco_jax.inspect.report import PROGRAMS, Report
 from noloco_jax.spmd.hlo import Collective, Traffic
 from support.traffic import MODEL, numel
 

@@ -8,8 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from noloco_jax.inspect.promises import broken_promises, verdict
-from noloco_jax.inspect.report import Report, bytes_across_replicas, operands_text
+from noloco_jax.communication.promises import broken_promises, verdict
+from noloco_jax.communication.report import Report, bytes_across_replicas, operands_text
 from noloco_jax.spmd.hlo import Collective, Traffic
 
 _FILE_WIDTH = 120  # of the table where there is no terminal to fit

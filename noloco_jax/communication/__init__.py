@@ -1,0 +1,1 @@
+"""The report of what a run's compiled programs communicate."""

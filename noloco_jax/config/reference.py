@@ -1,0 +1,74 @@
+"""The page `configs/FIELDS.md`: a table for each group of fields, made from `fields.py` and `methods.py`.
+
+`python -m noloco_jax.config.reference > configs/FIELDS.md` writes it again after a field or a default has changed.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Sequence
+
+from noloco_jax.config.checks import LARGEST_INT
+from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config.schema import NAME, FieldInfo, fields_of
+from noloco_jax.methods import METHOD_FIELDS, METHODS
+
+_HEAD = f"""# Fields of the configuration
+
+Made by `python -m noloco_jax.config.reference > configs/FIELDS.md`; edit `noloco_jax/config/fields.py` instead.
+
+`config.outer.sync_every = 25` in a config file or the flag `--config.outer.sync_every=25` sets a field. Numbers are
+finite, and integers without another upper bound are at most {LARGEST_INT}. With another value at a resume from a
+checkpoint,
+
+* "must match": the run is refused,
+* "may change": the run resumes and prints the change,
+* "free": the run resumes without a message."""
+_BY_METHOD = "[by the method](#defaults-by-method)"
+
+
+def page() -> str:
+    """Return the page as Markdown."""
+    root = FieldInfo(TrainConfig, optional=False, default=dataclasses.MISSING)
+    return "\n\n".join([_HEAD, *_sections("", root), _methods()]) + "\n"
+
+
+def _sections(path: str, group: FieldInfo) -> Iterator[str]:
+    """Yield a section with the fields of the group at a dotted path, then those of the groups in it."""
+    infos = {f"{path}.{name}".lstrip("."): info for name, info in fields_of(group.type).items()}
+    rows = [_row(inside, info) for inside, info in infos.items() if not info.is_group]
+    meaning = inspect.cleandoc(group.type.__doc__ or "") + (
+        "\n\nThe group is None by default." if group.optional else ""
+    )
+    table = _table(["field", "type", "default", "values", "at a resume", "meaning"], rows)
+    yield f"## {f'`{path}`' if path else 'Top level'}\n\n{meaning}\n\n{table}"
+    for inside, info in infos.items():
+        if info.is_group:
+            yield from _sections(f"{inside}.{NAME}" if info.by_name else inside, info)
+
+
+def _row(path: str, info: FieldInfo) -> list[str]:
+    if path.startswith("outer.") and path.removeprefix("outer.") in METHOD_FIELDS:
+        default = _BY_METHOD
+    else:
+        default = "required" if info.default is dataclasses.MISSING else f"`{info.default!r}`"
+    return [f"`{path}`", info.type_name, default, str(info.allowed), info.on_resume, info.meaning]
+
+
+def _methods() -> str:
+    """Return the section with each method's defaults."""
+    rows = [
+        [f"`outer.{name}`", *(f"`{row.defaults[name]!r}`" if name in row.defaults else "" for row in METHODS.values())]
+        for name in METHOD_FIELDS
+    ]
+    table = _table(["field", *(f"`{name}`" for name in METHODS)], rows)
+    return (
+        f"## Defaults by method\n\nA method does not use a field of this table that it has no default for.\n\n{table}"
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
+
+
+if __name__ == "__main__":
+    print(page(), end="")

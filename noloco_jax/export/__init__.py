@@ -1,0 +1,1 @@
+"""A trained model written for other programs."""

@@ -1,0 +1,6 @@
+"""Runs `python -m noloco_jax.export`; what it does stands in `command`."""
+
+from noloco_jax.errors import run_command
+
+if __name__ == "__main__":
+    run_command("noloco_jax.export.command")

@@ -1,1 +1,0 @@
-"""What a run's compiled programs communicate."""

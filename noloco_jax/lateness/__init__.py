@@ -1,0 +1,1 @@
+"""A measurement of what late processes cost each method."""

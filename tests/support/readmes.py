@@ -1,0 +1,17 @@
+"""The READMEs, and the Python examples in them."""
+
+import re
+
+from support.paths import ROOT
+
+READMES = [ROOT / "README.md", *sorted(ROOT.glob("[!.]*/**/README.md"))]
+
+
+def python_examples(containing: str) -> list[tuple[str, str]]:
+    """Return (page, code) of every Python example in the READMEs that contains a text."""
+    return [
+        (str(page.relative_to(ROOT)), code)
+        for page in READMES
+        for code in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        if containing in code
+    ]

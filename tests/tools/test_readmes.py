@@ -1,0 +1,48 @@
+"""The READMEs: their links lead somewhere, and their commands name what there is."""
+
+import re
+
+import pytest
+
+from noloco_jax.config.fields import TrainConfig
+from noloco_jax.config.schema import field_at
+from support.paths import ROOT, TOOLS
+from support.readmes import READMES
+
+every_page = pytest.mark.parametrize("page", READMES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def anchors(page) -> set[str]:
+    """Return the anchors that GitHub gives a page's headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@every_page
+def test_every_relative_link_leads_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in link:
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@every_page
+def test_commands_name_tools_files_and_fields_that_exist(page):
+    text = page.read_text()
+    assert set(re.findall(r"python -m noloco_jax\.([a-z]+)", text)) <= set(TOOLS)
+    for file in re.findall(r"\b(?:launch|configs|examples)/\w+\.(?:sh|py|yaml|sbatch|png)", text):
+        assert (ROOT / file).exists(), file
+    for path in re.findall(r"--config\.([a-z_.]+)", text):
+        assert path.startswith("data.mixture.") or field_at(TrainConfig, path), path
+    for path in re.findall(r"\b((?:outer|inner|data|mesh|model)\.[a-z_]+)=", text):
+        assert field_at(TrainConfig, path), path
+
+
+def test_the_first_page_is_short_and_its_first_screen_says_what_has_not_run():
+    text = READMES[0].read_text()
+    assert len(text.encode()) <= 10_000
+    assert any("No GPU has run this code yet" in line for line in text.splitlines()[:30])
