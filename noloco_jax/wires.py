@@ -16,7 +16,7 @@ NOT_REAL = "wire={wire!r} rounds real numbers and the parameters hold {dtype}: u
 
 
 class Cut(NamedTuple):
-    """How an array (..., rows, length) is cut into blocks. Only its shape counts, never the mesh that it lies on.
+    """The blocks of an array (..., rows, length). Only its shape counts, never the mesh that it lies on.
 
     Attributes:
       rows: so many neighbouring rows are put together, where one is shorter than half a block.

@@ -1,4 +1,4 @@
-"""How a run is told to stop: by SIGTERM, SIGHUP or Ctrl-C, between two steps and with everything saved."""
+"""Stops a run on SIGTERM, SIGHUP or Ctrl-C: between two steps, with everything saved."""
 
 import os
 import signal

@@ -49,7 +49,7 @@ def tree_from_blocks(blocks: PyTree, like: PyTree, cuts: PyTree = None, largest:
     """The arrays of the shapes of `like` that `tree_in_blocks` cut, in the dtype of their blocks."""
 
     def one(x: Any, cut: int, blocks: jax.Array) -> jax.Array:
-        turned = from_blocks(blocks, _turned(x, cut), largest)
+        turned = from_blocks(blocks, _turned(x.shape, cut), largest)
         return turned.reshape(x.shape) if cut == FLAT else jnp.moveaxis(turned, -1, cut)
 
     return jax.tree.map(one, like, cuts_or_last(like, cuts), blocks)
@@ -83,20 +83,13 @@ def windows_of(fragments: Fragments, params: PyTree, cuts: PyTree) -> PyTree:
       cuts: of `fragments`.
     """
 
-    def shape_of_part(x: Any, cut: int) -> jax.ShapeDtypeStruct:
-        if fragments.count == 1:
-            return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        if cut == FLAT:
-            return jax.ShapeDtypeStruct((-(-math.prod(x.shape) // fragments.count),), x.dtype)
-        return jax.ShapeDtypeStruct((*x.shape[:cut], x.shape[cut] // fragments.count, *x.shape[cut + 1 :]), x.dtype)
-
     def windows(part: jax.ShapeDtypeStruct, cut: int, hidden: int) -> jax.Array:
         counts = list(block_counts(part.shape, hidden))
         if fragments.count > 1:
             counts[0 if cut == FLAT else cut] *= fragments.count
         return jnp.zeros(counts, jnp.uint8)
 
-    parts = jax.tree.map(shape_of_part, params, cuts)
+    parts = jax.eval_shape(lambda tree: fragments.part(tree, cuts, jnp.int32(0)), params)
     return jax.tree.map(windows, parts, cuts, fragments.hidden(parts))
 
 
@@ -105,7 +98,7 @@ def block_counts(shape: tuple[int, ...], hidden: int) -> tuple[int, ...]:
 
     The dimension `hidden`, along which blocks lie, counts those of a row, and the last other one groups of rows.
     """
-    turned = _turned(jax.ShapeDtypeStruct(shape, jnp.float32), hidden)
+    turned = _turned(shape, hidden)
     rows, count, _ = cut_of(turned)
     counts = [*turned[:-1], count]
     if rows > 1:
@@ -119,11 +112,9 @@ def _hidden_last(x: jax.Array, cut: int) -> jax.Array:
     return jnp.ravel(x) if cut == FLAT else jnp.moveaxis(x, cut, -1)
 
 
-def _turned(x: Any, cut: int) -> tuple[int, ...]:
-    """The shape of `_hidden_last(x, cut)`."""
-    if cut == FLAT:
-        return (math.prod(x.shape),)
-    return (*x.shape[:cut], *x.shape[cut + 1 :], x.shape[cut])
+def _turned(shape: tuple[int, ...], cut: int) -> tuple[int, ...]:
+    """The shape that `_hidden_last` gives an array of that shape."""
+    return (math.prod(shape),) if cut == FLAT else (*shape[:cut], *shape[cut + 1 :], shape[cut])
 
 
 def _filled(x: jax.Array, dim: int, multiple: int) -> jax.Array:

@@ -85,16 +85,16 @@ def pair_mean_in_windows(
     remembered: PyTree,
     cuts: PyTree = None,
 ) -> tuple[PyTree, PyTree]:
-    """As `group_mean`, of pairs, through a code in windows; also returns what the blocks are to remember.
+    """Return the means of pairs through a code in windows, and what its blocks are to remember.
 
     Args:
-      tree, pairing, index, axis_name, cuts: as there.
+      tree, pairing, index, axis_name, cuts: as for `group_mean`.
       code: in which values travel.
       movement: a tree like `tree`, how far each value has moved since it last met others.
       remembered: uint8, a tree like `tree` of arrays of `blocks.block_counts`; zeros in the beginning.
 
     Raises:
-      ValueError: as there.
+      ValueError: as by `group_mean`.
       TypeError: if numbers are not real.
     """
     axes = _checked_axes(tree, pairing, axis_name)

@@ -82,7 +82,7 @@ class Modulo:
         return jnp.concatenate([pack(indices.astype(jnp.uint32) & (2**self._bits - 1), self._bits), check], axis=-1)
 
     def correction(self, own: jax.Array, other: jax.Array, windows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What brings the own values to the pair's mean, or part of the way; the other's is exactly opposite.
+        """Return what brings the own values to the pair's mean, or part of the way; the other's is exactly opposite.
 
         Args:
           own: what was sent.

@@ -166,7 +166,7 @@ def outer_optimizer(steps: OuterSteps, meetings: Meetings, axis_names: Sequence[
 
 
 def _if_due(is_due: Any, land: Any, updates: PyTree, number: jax.Array, held: Any) -> tuple[PyTree, Any]:
-    """What `land` makes of the updates and of what is held between outer steps, or the two as they are."""
+    """Return the updates and what is held between outer steps, passed through `land` if that is due."""
 
     def skip(updates: PyTree, number: jax.Array, held: Any) -> tuple[PyTree, Any]:
         del number
