@@ -60,8 +60,9 @@ start_all() {
 signal_all() { if ((${#pids[@]})); then kill "-$1" "${pids[@]}" 2>/dev/null; fi; }
 
 on_interrupt() {
-    if [ -n "$stopping" ]; then signal_all KILL; else signal_all TERM; fi
-    stopping=130
+    local before=$stopping
+    stopping=130 # first, as bash may run this again for the next interrupt before it ends
+    if [ -n "$before" ]; then signal_all KILL; else signal_all TERM; fi
 }
 
 on_terminate() {

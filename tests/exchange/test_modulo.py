@@ -243,7 +243,7 @@ def test_rows_that_move_rarely_stay_as_close_as_in_float32_and_come_together_onc
 
 def test_momentum_of_corrections_that_hardly_lets_replicas_meet_is_warned_of():
     with pytest.warns(UserWarning, match="outer_momentum 0.8 of corrections.*wire='modulo4'.*use at most 0.6"):
-        nj.noloco(nj.RandomPairing(8), 1.0, 0.8, 1.0, wire="modulo4", momentum_of="corrections")
+        nj.noloco(nj.RandomPairing(8), 0.7, 0.8, 0.7, wire="modulo4", momentum_of="corrections")
 
 
 def rms(x):
