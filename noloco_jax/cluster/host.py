@@ -1,6 +1,7 @@
 """What a process takes of its machine: CPU devices, and memory of the host and of GPUs. Settled before JAX starts."""
 
 import os
+from pathlib import Path
 
 import jax
 
@@ -20,7 +21,12 @@ def use_cpu_cores(config: TrainConfig, num_processes: int = 1) -> None:
     if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
     cores = len(os.sched_getaffinity(0))
-    jax.config.update("jax_num_cpu_devices", num_cpu_devices(config.mesh, config.num_replicas, cores, num_processes))
+    count = num_cpu_devices(config.mesh, config.num_replicas, cores, num_processes)
+    if config.outer.delay and (count > 1 or num_processes > 1):
+        count = 2 * max(
+            count, len(list(Path("/dev").glob("nvidia[0-9]*")))
+        )  # `spmd.background` exchanges on half of them
+    jax.config.update("jax_num_cpu_devices", count)
 
 
 def num_cpu_devices(mesh: MeshConfig, num_replicas: int, cores: int, num_processes: int = 1) -> int:

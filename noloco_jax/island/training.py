@@ -5,6 +5,7 @@ import argparse
 from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
 from noloco_jax.config import TrainConfig
 from noloco_jax.files import full_disk_told
+from noloco_jax.island.mode import IslandMode
 from noloco_jax.islands.keys import credentials_for
 from noloco_jax.islands.roster import Roster
 from noloco_jax.run.island import Membership
@@ -25,5 +26,5 @@ def train_island(config: TrainConfig, roster: Roster, flags: argparse.Namespace)
             from_step=flags.from_step,
             dry_run=flags.dry_run,
             wandb_project=flags.wandb,
-            member=member,
+            mode=IslandMode(member),
         )

@@ -354,8 +354,8 @@ class Checkpointer:
                 "on from the last one that is whole"
             ) from error
 
-    def island_journal(self, step: int) -> dict[str, Any] | None:
-        """What an island has saved with the weights of `step`; None where it was no island."""
+    def beside(self, step: int) -> dict[str, Any] | None:
+        """Return what the exchanges of an island have saved beside the state of `step`; None for a run without."""
         return self._record(step).get("island")
 
     def save(
@@ -364,7 +364,7 @@ class Checkpointer:
         state: TrainState,
         data: dict[int, dict],
         totals: Totals | None = None,
-        island: Mapping[str, Any] | None = None,
+        beside: Mapping[str, Any] | None = None,
     ) -> None:
         """Starts to save the state after inner step `step`; the arrays may be donated as soon as this returns.
 
@@ -373,7 +373,7 @@ class Checkpointer:
           state: arrays on their devices.
           data: replica -> where its data stream stands, for the replicas of this process.
           totals: what the run has come to; None: nothing is known of it but its steps.
-          island: the journal of an island.
+          beside: what the run's exchanges keep beside the state, as the journal of an island.
 
         Raises:
           TransientError: if the storage did not take this checkpoint or the one before, as a full disk does not.
@@ -386,8 +386,8 @@ class Checkpointer:
         run = record.make_record(self._config, positions["0"]["source"], self._from_step)
         if totals is not None:
             run["totals"] = totals.to_json()
-        if island is not None:
-            run["island"] = dict(island)
+        if beside:
+            run["island"] = dict(beside)
         with self._saving():
             self._manager.save(
                 step,

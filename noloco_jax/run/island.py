@@ -24,8 +24,8 @@ from noloco_jax.islands.station import Station
 from noloco_jax.islands.steps import IslandSteps, state_specs, weight_specs
 from noloco_jax.methods import meetings_of, method_of
 from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.island_log import IslandLog
 from noloco_jax.run.messages import Messages
+from noloco_jax.run.mode import Resumed
 from noloco_jax.spmd.programs import Programs
 from noloco_jax.spmd.solo import SoloPrograms, compile_solo
 from noloco_jax.wires import BLOCK_BITS, FLOAT_BYTES
@@ -135,13 +135,15 @@ class Membership:
         return renumbered(position, self.replica, len(self.roster.islands))
 
     @staticmethod
-    def journal(saved: dict[str, Any] | None, config: TrainConfig, start: int) -> Journal:
+    def journal(resumed: Resumed, config: TrainConfig) -> Journal | None:
         """The journal of a checkpoint; of one that no island has saved, that of a run whose exchanges are all done."""
-        if saved is not None:
-            return Journal.from_json(saved)
+        if resumed.beside is not None:
+            return Journal.from_json(dict(resumed.beside))
+        if resumed.step == 0:
+            return None
         meetings = meetings_of(config)
         assert meetings is not None
-        return Journal(meetings.total(start) - 1, True, {}, 0, ())
+        return Journal(meetings.total(resumed.step) - 1, True, {}, 0, ())
 
     def open_station(
         self,
@@ -217,10 +219,6 @@ class Membership:
 
         keeps_pace = self.pace == "time"
         return IslandSteps(station, compiled, programs, tokens_of_round, keeps_pace=keeps_pace, at_once=self.at_once)
-
-    def log(self, workdir: Path) -> IslandLog:
-        """What happens to the island, written in its workdir."""
-        return IslandLog(workdir, self.name)
 
 
 def _until(is_known: Callable[[float], bool], is_stopping: Callable[[], bool]) -> bool:

@@ -211,7 +211,7 @@ def perplexity_of(config: TrainConfig, params: PyTree, tokenizer: Tokenizer | No
 
 def _read(workdir: Path, config: TrainConfig) -> Part:
     def read(checkpoints: Checkpointer, step: int) -> Part:
-        journal = checkpoints.island_journal(step)
+        journal = checkpoints.beside(step)
         arrays = jax.tree.leaves(checkpoints.restore_params(step))
         return Part(-1 if journal is None else journal["round"], [x[0] for x in arrays])
 

@@ -1,9 +1,9 @@
 """The training loop: inner steps, outer steps, and what happens between them."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -11,28 +11,21 @@ import numpy as np
 from noloco_jax.cluster.processes import Processes
 from noloco_jax.cluster.stop import Stop
 from noloco_jax.config import TrainConfig
-from noloco_jax.data import HostBatch
 from noloco_jax.errors import UserError
-from noloco_jax.meetings import Meetings
-from noloco_jax.methods import meetings_of, method_of
+from noloco_jax.methods import meetings_of
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress
-from noloco_jax.run.evaluate import evaluate, own_perplexity
-from noloco_jax.run.exchanges import LAST_SECONDS, exchange_figures, exchange_line
 from noloco_jax.run.flops import mfu, model_flops_per_token
-from noloco_jax.run.messages import Messages, may_send_in_inner_steps, shares_moments
+from noloco_jax.run.messages import Messages, may_send_in_inner_steps
 from noloco_jax.run.metrics import MetricWriter
 from noloco_jax.run.proportion import Proportion
 from noloco_jax.run.rise import Rise
+from noloco_jax.run.sync import OuterSteps, Sync
 from noloco_jax.run.throughput import Throughput
 from noloco_jax.run.totals import Clock, Totals, wall_clock
 from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.inner import learning_rates
 from noloco_jax.spmd.programs import Programs, StepMetrics, TrainState
-
-if TYPE_CHECKING:  # for whose imports a run of all replicas need not wait
-    from noloco_jax.islands.steps import IslandSteps
-    from noloco_jax.run.island_log import IslandLog
 
 
 class Hooks:
@@ -50,7 +43,7 @@ class Run:
       config: what to do.
       programs: compiled.
       batches: the training data of this process's replicas.
-      validation: batches for evaluations, the same on every process.
+      evaluate: fast weights -> the figures of an evaluation.
       checkpoints: where the state is saved.
       totals: what earlier starts of the run have come to.
       messages: what replicas send each other.
@@ -60,14 +53,13 @@ class Run:
       stop: whether the run has been told to stop.
       processes: those of the run.
       hooks: called in the course of it.
-      island: the outer steps of a run that is one of several islands.
-      island_log: what happens to that island.
+      sync: what happens between its inner steps.
     """
 
     config: TrainConfig
     programs: Programs
     batches: GlobalBatches
-    validation: Sequence[HostBatch]
+    evaluate: Callable[[Any], dict[str, Any]]
     checkpoints: Checkpointer
     totals: Totals
     messages: Messages
@@ -77,8 +69,7 @@ class Run:
     stop: Stop
     processes: Processes
     hooks: Hooks
-    island: "IslandSteps | None" = None
-    island_log: "IslandLog | None" = None
+    sync: Sync
 
 
 @dataclass(frozen=True)
@@ -94,28 +85,6 @@ class Outcome:
     state: TrainState
     evaluation: dict[str, Any]
     finished: bool
-
-
-@dataclass(frozen=True)
-class _OuterSteps:
-    """Outer steps that were taken: how many, from which round on, and the seconds that this process was in them.
-
-    `moved` is how far replicas had moved before the last of them that was looked at, (N,); None where it is not known.
-    """
-
-    first: int
-    count: int
-    seconds: float
-    moved: jax.Array | None
-
-    @property
-    def last(self) -> int:
-        return self.first + self.count - 1
-
-    def __add__(self, later: "_OuterSteps | None") -> "_OuterSteps":
-        if later is None:
-            return self
-        return _OuterSteps(self.first, self.count + later.count, self.seconds + later.seconds, later.moved)
 
 
 def is_evaluated(config: TrainConfig, step: int) -> bool:
@@ -140,43 +109,37 @@ def train_steps(run: Run, state: TrainState, start: int, *, evaluate_first: bool
 
 
 def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evaluate_first: bool) -> Outcome:
-    config = run.config
+    config, sync = run.config, run.sync
     evaluation = _evaluate(run, state, start, log) if evaluate_first else {}
-    meetings = meetings_of(config)
     step = start
     while step < config.num_steps:
-        stride = 1  # steps of the schedule that an inner step stands for
-        if run.island is not None:
-            state, step = _hear_of_others(run, run.island, state, step, log)
-            state, stride = run.island.advance(state, step, _steps_at_once(config, step))
+        state, step, stride = sync.before_step(state, step, _steps_at_once(config, step))
+        _tell_news(run, step, log)
         step += stride
         run.hooks.before_step(step)
         state, metrics, waited = _inner_step(run, state, step)
         log.write_previous()
-        outer_steps = None
-        if meetings is not None:
-            state = _correct_steps(run, state, meetings, step)
-            state, outer_steps = _outer_steps(run, state, step, meetings.total(step) - meetings.total(step - stride))
-        bytes_merging = 0
-        if step == config.num_steps and run.programs.final_merge is not None:
-            state = state._replace(params=run.programs.final_merge(state.params))
-            bytes_merging = run.messages.of_final_merge()
-        log.remember(step, stride, metrics, waited, outer_steps, bytes_merging)
-
+        state, outer_steps = sync.after_step(state, step, stride)
         is_last, is_stopping = step == config.num_steps, run.stop.at(step)
-        if is_last and run.island is not None:
-            state = run.island.settle(state, LAST_SECONDS)
-            _tell_of_exchanges(run, run.island, step, log)
+        bytes_merging = 0
+        if is_last:
+            state = sync.finish(state, step)
+            bytes_merging = 0 if run.programs.final_merge is None else run.messages.of_final_merge()
+        log.remember(step, stride, metrics, waited, outer_steps, bytes_merging)
+        _tell_news(run, step, log)
+
         is_evaluating = is_evaluated(config, step) and not is_stopping
         is_saving = is_last or is_stopping or step % config.checkpoint_every == 0
         if is_evaluating or is_saving:
             log.write_previous()
         if is_evaluating:
             evaluation = _evaluate(run, state, step, log)
-        if run.island is not None and (is_last or is_stopping):
-            run.island.station.leave()
+        if is_last or is_stopping:
+            sync.leave()
         if is_saving:
-            state = _save(run, state, step, log)
+            state, beside = sync.settle(state)
+            if beside is not None:
+                run.checkpoints.save(step, state, run.batches.get_state(), log.totals, beside)
         if is_evaluating or is_saving:
             log.restart_clock()
         if is_stopping:
@@ -200,82 +163,15 @@ def _inner_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, Ste
     return TrainState(params, inner, outer), metrics, waited
 
 
-def _outer_steps(run: Run, state: TrainState, step: int, count: int) -> tuple[TrainState, _OuterSteps | None]:
-    """Takes that many outer steps."""
-    if count == 0:
-        return state, None
-    params, inner, outer = state
-    assert outer is not None
-    round = int(outer.round)
-    moved = None if run.programs.moved is None else run.programs.moved(params, outer)
-    jax.block_until_ready(params)
-    started = time.perf_counter()
-    if run.island is not None:
-        state = run.island.take(state, step, count)
-        if run.island_log is not None:
-            for number in range(round, round + count):
-                run.island_log.round(number, step, run.island.gave_way)
-        return state, _OuterSteps(round, count, time.perf_counter() - started, moved)
-    assert run.programs.outer_step is not None
-    for number in range(round, round + count):
-        params, outer = run.programs.outer_step(params, outer)
-        if run.programs.share_moments is not None and shares_moments(run.config, number):
-            inner = run.programs.share_moments(inner, np.int32(number))
-    jax.block_until_ready((params, inner, outer))
-    return TrainState(params, inner, outer), _OuterSteps(round, count, time.perf_counter() - started, moved)
-
-
-def _correct_steps(run: Run, state: TrainState, meetings: Meetings, step: int) -> TrainState:
-    """Enters the corrections that are due after inner step `step`."""
-    if run.programs.correct_step is None:
-        return state
-    params, inner, outer = state
-    assert outer is not None
-    for _ in range(int(outer.round) - int(outer.rule.entered) - meetings.on_the_way(step)):
-        params, outer = run.programs.correct_step(params, outer)
-    return TrainState(params, inner, outer)
-
-
-def _hear_of_others(
-    run: Run, island: "IslandSteps", state: TrainState, step: int, log: "_StepLog"
-) -> tuple[TrainState, int]:
-    """Enters what has come from other islands; (state, the inner steps behind it), as it may be another's."""
-    state, behind = island.enter(state, step)
-    if behind != step:
-        run.progress.note(f"after step {step}: goes on from another island's weights, after step {behind}")
-    _tell_of_exchanges(run, island, step, log)
-    return state, behind
-
-
-def _tell_of_exchanges(run: Run, island: "IslandSteps", step: int, log: "_StepLog") -> None:
-    """Writes and shows what has become of messages."""
-    met, status = island.station.take_met()
-    for one in met:
-        size = run.messages.of_outer_step(one.round)
-        run.progress.note(exchange_line(one, status, size))
-        if run.island_log is not None:
-            run.island_log.exchange(one, size if one.outcome in ("met", "late") else 0)
-            figures = exchange_figures(one, status, island.seconds_exposed, run.island_log, log.totals.seconds)
-            run.metrics.write(step, "exchange", **figures)
-
-
-def _save(run: Run, state: TrainState, step: int, log: "_StepLog") -> TrainState:
-    """Saves; an island first enters what has come, as its journal tells of it."""
-    if run.island is None:
-        run.checkpoints.save(step, state, run.batches.get_state(), log.totals)
-        return state
-    state, journal = run.island.at_rest(state)
-    if journal is not None:  # else the state is about to be replaced by another island's
-        run.checkpoints.save(step, state, run.batches.get_state(), log.totals, island=journal.to_json())
-    return state
+def _tell_news(run: Run, step: int, log: "_StepLog") -> None:
+    for news in run.sync.news(log.totals.seconds):
+        run.progress.note(news.line)
+        if news.kind:
+            run.metrics.write(step, news.kind, **news.figures)
 
 
 def _evaluate(run: Run, state: TrainState, step: int, log: "_StepLog") -> dict[str, Any]:
-    if run.island_log is None:
-        evaluation = evaluate(run.programs, state.params, run.validation)
-    else:
-        perplexity = own_perplexity(run.programs, state.params, run.validation)
-        evaluation = {"island": run.island_log.name, "perplexity": perplexity}  # it has no other replica to merge with
+    evaluation = run.evaluate(state.params)
     if jax.process_index() == 0:
         totals = log.totals
         run.metrics.write(step, "eval", **evaluation, tokens=totals.tokens, seconds=totals.seconds, time=wall_clock())
@@ -289,14 +185,14 @@ class _Step(NamedTuple):
     step: int
     stride: int
     metrics: StepMetrics
-    outer: _OuterSteps | None
+    outer: OuterSteps | None
     totals: Totals
 
 
 class _StepLog:
     """Writes the figures of steps, each one step late, so that the device has the next to do while the host writes."""
 
-    def __init__(self, run: Run, untold: _OuterSteps | None = None):
+    def __init__(self, run: Run, untold: OuterSteps | None = None):
         self._run = run
         self._lr = learning_rates(run.config)
         self._flops_per_token = model_flops_per_token(run.config)
@@ -318,7 +214,7 @@ class _StepLog:
         stride: int,
         metrics: StepMetrics,
         waited: float,
-        outer_steps: _OuterSteps | None,
+        outer_steps: OuterSteps | None,
         bytes_merging: int | float = 0,
     ) -> None:
         """Keeps a step that has been dispatched."""
@@ -330,7 +226,7 @@ class _StepLog:
         )
         self._previous = _Step(step, stride, metrics, outer_steps, self._totals)
 
-    def _bytes_of(self, outer_steps: _OuterSteps | None) -> int | float:
+    def _bytes_of(self, outer_steps: OuterSteps | None) -> int | float:
         if outer_steps is None:
             return 0
         return sum(map(self._run.messages.of_outer_step, range(outer_steps.first, outer_steps.last + 1)))
@@ -375,11 +271,9 @@ class _StepLog:
         if line := self._rise.told(step, loss):
             run.progress.note(line)
         if is_told and self._untold:
-            if run.island is not None:  # which tells of its exchanges when they are over
-                self._untold = None
-                return
-            groups = method_of(config).groups(config, self._untold.last)
-            run.progress.outer(step, self._untold.count, self._untold.last, groups, self._untold.seconds)
+            groups = run.sync.groups(self._untold.last)
+            if groups is not None:
+                run.progress.outer(step, self._untold.count, self._untold.last, groups, self._untold.seconds)
             if self._untold.moved is not None:
                 for line in self._proportion.unusual(_by_replica(self._untold.moved)):
                     run.progress.note(line)
@@ -404,18 +298,18 @@ def _tells_every_outer_step(config: TrainConfig) -> bool:
     return meetings is None or meetings.fragments == 1 or meetings.shortest_gap >= config.log_every
 
 
-def _untold(run: Run, state: TrainState, start: int) -> _OuterSteps | None:
+def _untold(run: Run, state: TrainState, start: int) -> OuterSteps | None:
     """The outer steps up to step `start` that no line of an earlier start of the run tells of, which had them in mind
     for its next line; their seconds are not known any more."""
     meetings = meetings_of(run.config)
-    if meetings is None or state.outer is None or run.island is not None or _tells_every_outer_step(run.config):
+    if meetings is None or state.outer is None or run.sync.groups(0) is None or _tells_every_outer_step(run.config):
         return None
     taken = int(state.outer.round)
     since_last_line = meetings.total(start) - meetings.total(start - start % run.config.log_every)
     first = taken - since_last_line
     if run.metrics.last_round is not None:  # a line more, where the run was to end at that step
         first = max(first, run.metrics.last_round + 1)
-    return _OuterSteps(first, taken - first, 0.0, None) if first < taken else None
+    return OuterSteps(first, taken - first, 0.0, None) if first < taken else None
 
 
 def _by_replica(values: jax.Array) -> dict[int, float]:

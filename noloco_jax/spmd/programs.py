@@ -142,18 +142,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
     replica_sharding = NamedSharding(mesh, sharding.REPLICA_SPEC)
     one_value = NamedSharding(mesh, P())
 
-    def compiled(body, in_specs, out_specs, out_shardings, donate=()):
-        """A program written for the slots of one device, over the whole mesh."""
-        mapped = jax.shard_map(
-            body,
-            mesh=mesh,
-            in_specs=sharding.manual(in_specs),
-            out_specs=sharding.manual(out_specs),
-            axis_names=set(sharding.MANUAL_AXES),
-            check_vma=False,
-        )
-        return jax.jit(mapped, out_shardings=out_shardings, donate_argnums=donate)
-
+    compiled = partial(over_mesh, mesh)
     per_replica = sharding.REPLICA_SPEC
     inner_step = compiled(
         partial(_inner_step, config, losses, inner),
@@ -233,6 +222,26 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         spread=jax.jit(partial(_spread, config.model.vocab_size), out_shardings=one_value),
         share_batch=share_program(mesh, names) if shares_batches else None,
     )
+
+
+def over_mesh(
+    mesh: Mesh,
+    body: Callable[..., Any],
+    in_specs: Any,
+    out_specs: Any,
+    out_shardings: Any,
+    donate: tuple[int, ...] = (),
+) -> Any:
+    """A program written for the slots of one device, over the whole mesh; `fsdp` and `tensor` go to the partitioner."""
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=sharding.manual(in_specs),
+        out_specs=sharding.manual(out_specs),
+        axis_names=set(sharding.MANUAL_AXES),
+        check_vma=False,
+    )
+    return jax.jit(mapped, out_shardings=out_shardings, donate_argnums=donate)
 
 
 def shardings_of(shapes: PyTree) -> PyTree:

@@ -2,9 +2,10 @@
 
 import contextlib
 import time
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -39,21 +40,18 @@ from noloco_jax.run.console import Progress, banner, make_console
 from noloco_jax.run.extension import extension_note, rate_change
 from noloco_jax.run.loop import Hooks, Run, is_evaluated, train_steps
 from noloco_jax.run.memory import check_memory
-from noloco_jax.run.messages import messages_of
 from noloco_jax.run.metrics import METRICS_FILE, TENSORBOARD_FOLDER, MetricWriter, check_wandb, read_metrics
+from noloco_jax.run.mode import Mode, Resumed, WholeRun
 from noloco_jax.run.peaks import peak_of
 from noloco_jax.run.record import HISTORY_FILE, write_start
 from noloco_jax.run.sample import sample_of_run, sample_prompt
 from noloco_jax.run.totals import Totals
+from noloco_jax.spmd.background import training_devices
 from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.compile import FIRST_WEIGHTS, PROGRAMS, compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.shared_batch import replicas_read_here
-from noloco_jax.spmd.solo import build_solo
-
-if TYPE_CHECKING:
-    from noloco_jax.run.island import Membership  # for whose imports a run of all replicas need not wait
 
 
 def train_at(place: Place | None, config: TrainConfig, workdir: Path, *, start_timeout: float, **choices: Any) -> int:
@@ -81,7 +79,7 @@ def train(
     wandb_project: str | None = None,
     hooks: Hooks | None = None,
     processes: Processes | None = None,
-    member: "Membership | None" = None,
+    mode: Mode | None = None,
 ) -> int:
     """Trains until `num_steps`, from the workdir's newest checkpoint if it has one; returns the exit status.
 
@@ -96,7 +94,7 @@ def train(
       wandb_project: also log there.
       hooks: called in the course of the run.
       processes: those that train it together; None: those that JAX knows of.
-      member: which of several islands the run is; None: it is all replicas.
+      mode: how this process takes part; None: as `WholeRun`.
 
     Raises:
       UserError: if the configuration does not fit the devices, the data or what the workdir holds.
@@ -109,14 +107,13 @@ def train(
         check_file(workdir / name)
     if wandb_project:
         check_wandb()
-    if member is not None:
-        member.check(config)
+    mode = mode or WholeRun()
+    mode.check(config)
     tokenizer = _check_inputs(config)
-    whole, config = config, config if member is None else member.own(config)  # the replicas of all islands; those here
-    programs = build_programs(config, make_mesh(config, jax.devices()))
-    solo = None if member is None else build_solo(config, programs)
-    messages = messages_of(config, programs.mesh.shape) if member is None or solo is None else member.messages(solo)
-    banner([*([] if member is None else [("island", str(member))]), *banner_rows(config, programs, messages)], console)
+    whole, config = config, mode.own(config)
+    programs = build_programs(config, make_mesh(config, training_devices(config, jax.devices())))
+    messages = mode.prepare(config, programs)
+    banner([*mode.rows, *banner_rows(config, programs, messages)], console)
     check_memory(config, programs)
     if dry_run and (holder := holder_of(workdir)) is not None:
         console.print(f"{workdir} was taken by {holder} and not given back: while that runs, another is refused")
@@ -126,7 +123,7 @@ def train(
         Checkpointer(workdir, whole, processes, from_step=from_step, read_only=dry_run) as checkpoints,
         contextlib.ExitStack() as others,
     ):
-        start = _find_start(config, member, checkpoints, stop)
+        start = _find_start(config, mode, checkpoints, stop)
         evaluate_first = start is not None and _lacks_evaluation(config, workdir, start, processes)
         if start is not None and start >= config.num_steps and not evaluate_first and not dry_run:
             note = extension_note(checkpoints.saved_config(start), whole, start)
@@ -135,14 +132,10 @@ def train(
         validation = validation_batches(
             config.data, tokenizer, num_batches=config.eval_batches, vocab_size=config.model.vocab_size
         )
-        streams = _open_streams(config, tokenizer, programs, member)
+        streams = _open_streams(config, tokenizer, programs, mode)
         changed: list[Change] = []
         if start is not None:
-            if member is None:
-                positions = elastic.data_positions(checkpoints, start, config.num_replicas)
-            else:
-                positions = [member.data_position(checkpoints, start)]
-            streams.set_state(dict(enumerate(positions)))
+            streams.set_state(dict(enumerate(mode.data_positions(config, checkpoints, start))))
             changed = checkpoints.changes(start)
             if line := checkpoints.verify(start):
                 console.print(line)
@@ -150,48 +143,36 @@ def train(
         if dry_run:
             return 0
 
-        station, is_stopping = None, partial(stop.at, start or 0)
-        if member is not None and solo is not None:
-            journal = None if start is None else member.journal(checkpoints.island_journal(start), config, start)
-            station = member.open_station(
-                whole,
-                solo,
-                programs,
-                journal,
-                workdir,
-                is_stopping,
-                console.print,
-                None if tokenizer is None else tokenizer.fingerprint,
-            )
-            if station is None:
-                return _begins_again(console, stop)
-            others.callback(station.close)
+        is_stopping = partial(stop.at, start or 0)
+        others.callback(mode.close)
+        resumed = Resumed(0, None) if start is None else Resumed(start, checkpoints.beside(start))
+        fingerprint = None if tokenizer is None else tokenizer.fingerprint
+        if not mode.connect(whole, workdir, resumed, is_stopping, console.print, fingerprint):
+            return _begins_again(console, stop)
         streams.start()  # the first batches are made while the programs are compiled
         is_new = start is None and given is None
-        programs = _compile(config, programs, console, alone=member is not None, is_new=is_new)
-        island = island_log = None
-        if member is not None and station is not None and solo is not None:
-            island = member.steps(config, station, solo, programs)
-            island_log = member.log(workdir)
+        programs = _compile(config, programs, console, unused=mode.unused, is_new=is_new)
+        sync = mode.sync(config, programs)
         batches = GlobalBatches(streams, programs)
         if start is None:
             state, given = _make_state(config, programs, given), None  # the host does not keep what was given
         else:
             state = _restore_state(config, programs, checkpoints, start, from_step, console)
-        if member is not None and station is not None and not member.begin(station, workdir, is_stopping):
+        totals = Totals() if start is None else checkpoints.totals(start)
+        if not mode.begin(is_stopping, start or 0, totals.seconds):
             return _begins_again(console, stop)
         if jax.process_index() == 0:
             write_start(whole, workdir, start or 0, changed)
         progress = Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console)
-        with _open_metrics(config, workdir, start, wandb_project, member) as metrics, progress:
+        with _open_metrics(config, workdir, start, wandb_project, mode) as metrics, progress:
             processes.barrier("start")  # all clocks start together
             run = Run(
                 config=config,
                 programs=programs,
                 batches=batches,
-                validation=validation,
+                evaluate=partial(mode.evaluate, programs, validation),
                 checkpoints=checkpoints,
-                totals=Totals() if start is None else checkpoints.totals(start),
+                totals=totals,
                 messages=messages,
                 peak_flops_per_second=_peak(config, programs),
                 metrics=metrics,
@@ -199,14 +180,10 @@ def train(
                 stop=stop,
                 processes=processes,
                 hooks=hooks or Hooks(),
-                island=island,
-                island_log=island_log,
+                sync=sync,
             )
-            if island_log is not None:
-                island_log.start(start or 0, run.totals.seconds)
             outcome = train_steps(run, state, start or 0, evaluate_first=evaluate_first)
-        if island_log is not None:
-            island_log.end(outcome.finished)
+        sync.close(outcome.finished)
 
     streams.close()  # when everything is saved; where a run fails, the process closes them at its end
     if not outcome.finished:
@@ -245,12 +222,12 @@ def _check_inputs(config: TrainConfig) -> Tokenizer | None:
     return tokenizer
 
 
-def _find_start(config: TrainConfig, member: "Membership | None", checkpoints: Checkpointer, stop: Stop) -> int | None:
+def _find_start(config: TrainConfig, mode: Mode, checkpoints: Checkpointer, stop: Stop) -> int | None:
     """The step of the checkpoint to go on from, which fits the run; None to start anew."""
     start = checkpoints.start_step()
     stop.at(start or 0)  # from here on a SIGTERM means the next step, whichever that is
-    if start is not None and member is None:  # an island's is looked at with its position in the data
-        elastic.check_elastic(config, checkpoints.saved_shape(start))
+    if start is not None:
+        mode.check_start(config, checkpoints, start)
     return start
 
 
@@ -281,11 +258,9 @@ def _begins_again(console: Console, stop: Stop) -> int:
     return stop.exit_status
 
 
-def _open_streams(
-    config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs, member: "Membership | None"
-) -> ReplicaStreams:
-    """The training data of the replicas that this process reads; of an island, that of its place in the roster."""
-    first, count = (0, config.num_replicas) if member is None else (member.replica, len(member.roster.islands))
+def _open_streams(config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs, mode: Mode) -> ReplicaStreams:
+    """The training data of the replicas that this process reads."""
+    first, count = mode.replica_numbers(config)
     streams = {
         replica: train_stream(
             config.data,
@@ -300,9 +275,11 @@ def _open_streams(
     return ReplicaStreams(streams)
 
 
-def _compile(config: TrainConfig, programs: Programs, console: Console, *, alone: bool, is_new: bool) -> Programs:
+def _compile(
+    config: TrainConfig, programs: Programs, console: Console, *, unused: Collection[str], is_new: bool
+) -> Programs:
     started = time.perf_counter()
-    needed = [name for name in PROGRAMS if not (alone and name in ("outer_step", "merge", "spread"))]
+    needed = [name for name in PROGRAMS if name not in unused]
     programs = compile_programs(config, programs, only=[*needed, FIRST_WEIGHTS] if is_new else needed)
     console.print(f"compiled in {time.perf_counter() - started:.1f} s; {compiled_memory(programs)}")
     return programs
@@ -342,7 +319,7 @@ def _restore_state(
 
 
 def _open_metrics(
-    config: TrainConfig, workdir: Path, start: int | None, wandb_project: str | None, member: "Membership | None"
+    config: TrainConfig, workdir: Path, start: int | None, wandb_project: str | None, mode: Mode
 ) -> MetricWriter:
     """Where figures go."""
     process = jax.process_index()
@@ -351,6 +328,6 @@ def _open_metrics(
         resume_step=start,
         tensorboard=process == 0,
         wandb_project=wandb_project if process == 0 else None,
-        run_config=to_dict(config) | ({} if member is None else {"island": member.name}),
+        run_config=to_dict(config) | dict(mode.labels),
         process=process,
     )

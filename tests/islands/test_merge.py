@@ -265,7 +265,7 @@ def ended(workdir: Path, config: TrainConfig, seed: int, round: int) -> dict[str
     save_config(config, workdir)
     (workdir / ISLAND_FILE).write_text("{}")
     with Checkpointer(workdir, config) as checkpointer:
-        checkpointer.save(9, state, {0: {"source": {"tokenizer": "byte"}}}, island=journal)
+        checkpointer.save(9, state, {0: {"source": {"tokenizer": "byte"}}}, beside=journal)
     return named(params)
 
 

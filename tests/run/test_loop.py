@@ -16,7 +16,7 @@ from rich.console import Console
 from noloco_jax.cluster.processes import OneProcess
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.errors import UserError
-from noloco_jax.run import loop
+from noloco_jax.run import loop, sync
 from noloco_jax.run.console import Progress
 from noloco_jax.run.flops import model_flops_per_token
 from noloco_jax.run.messages import Messages
@@ -59,10 +59,12 @@ class Recorder:
     def __init__(self, stop_at: int | None):
         self.done: list[tuple[str, int]] = []
         self.totals = Totals()
+        self.beside: Any = None
         self._stop_at = stop_at
 
-    def save(self, step: int, state: Any, data: Any, totals: Totals, island: Any = None) -> None:
+    def save(self, step: int, state: Any, data: Any, totals: Totals, beside: Any) -> None:
         self.done.append(("save", step))
+        self.beside = beside
         self.totals = totals
 
     def at(self, step: int) -> bool:
@@ -93,7 +95,7 @@ class Result:
         totals=NOTHING,
         peak=None,
         config=CONFIG,
-        island=None,
+        exchanges=None,
     ):
         recorder = Recorder(stop_at)
         with MetricWriter(workdir, resume_step=start or None, tensorboard=False) as metrics:
@@ -103,7 +105,7 @@ class Result:
                 return {}
 
             monkeypatch.setattr(loop, "_evaluate", evaluate)
-            run: Any = {"validation": [], "processes": OneProcess(), "hooks": loop.Hooks(), "metrics": metrics}
+            run: Any = {"evaluate": None, "processes": OneProcess(), "hooks": loop.Hooks(), "metrics": metrics}
             run |= {"programs": Programs(nan_at), "batches": Batches(damaged_at), "stop": recorder}
             run |= {
                 "totals": totals,
@@ -111,7 +113,7 @@ class Result:
                 "peak_flops_per_second": peak,
             }
             run |= {"checkpoints": recorder, "progress": Progress(6, console=Console(quiet=True))}
-            run |= {"island": island}
+            run |= {"sync": exchanges or sync.CollectiveSync(config, run["programs"])}
             self.outcome, self.error = None, None
             try:
                 outer: Any = SimpleNamespace(round=0)
@@ -121,7 +123,7 @@ class Result:
                 )
             except UserError as error:
                 self.error = str(error)
-        self.done, self.totals = recorder.done, recorder.totals
+        self.done, self.totals, self.beside = recorder.done, recorder.totals, recorder.beside
         self.lines = [json.loads(line) for line in (workdir / METRICS_FILE).read_text().splitlines()]
 
 
@@ -222,48 +224,50 @@ def test_the_losses_of_replicas_go_by_their_numbers(devices):
     assert loop._by_replica(losses) == {replica: float(replica) for replica in range(8)}
 
 
-class SlowIsland:
-    """An island whose inner steps stand for three each, where they may."""
-
-    station = SimpleNamespace(take_met=lambda: ([], None), leave=lambda: None)
+class SlowSync:
+    """Exchanges of an island whose inner steps stand for three each, where they may, and what the loop asked of it."""
 
     def __init__(self):
-        self.outer_steps: list[tuple[int, int]] = []
+        self.strides: list[tuple[int, int]] = []
+        self.asked: list[str] = []
+        self.told: list[sync.News] = []
 
-    def enter(self, state: Any, step: int) -> tuple[Any, int]:
-        return state, step
+    def before_step(self, state: Any, step: int, most: int) -> tuple[Any, int, int]:
+        return state, step, min(3, most)
 
-    def advance(self, state: Any, step: int, most: int) -> tuple[Any, int]:
-        return state, min(3, most)
+    def after_step(self, state: Any, step: int, stride: int) -> tuple[Any, None]:
+        self.strides.append((step, stride))
+        return state, None
 
-    def take(self, state: Any, step: int, count: int) -> Any:
-        self.outer_steps.append((step, count))
+    def finish(self, state: Any, step: int) -> Any:
+        self.asked.append("finish")
         return state
 
-    def settle(self, state: Any, seconds: float) -> Any:
-        return state
+    def settle(self, state: Any) -> tuple[Any, dict[str, Any]]:
+        self.asked.append("settle")
+        return state, {"journal": len(self.strides)}
 
-    def at_rest(self, state: Any) -> tuple[Any, Any]:
-        return state, SimpleNamespace(to_json=dict)
+    def leave(self) -> None:
+        self.asked.append("leave")
+
+    def groups(self, number: int) -> None:
+        return None
+
+    def news(self, seconds: float) -> list[sync.News]:
+        told, self.told = self.told, []
+        return told
+
+    def close(self, finished: bool) -> None:
+        pass
 
 
-@pytest.mark.parametrize(
-    ("sync_every", "outer_steps"),
-    [
-        (4, [(6, 1), (8, 1), (13, 1), (16, 1), (20, 1)]),
-        (2, [(3, 1), (6, 2), (8, 1), (10, 1), (13, 1), (16, 2), (19, 1), (20, 1)]),
-    ],
-)
-def test_a_step_that_stands_for_several_passes_over_no_evaluation_save_line_or_outer_step(
-    tmp_path, monkeypatch, sync_every, outer_steps
-):
+def test_a_step_that_stands_for_several_passes_over_no_evaluation_save_or_line(tmp_path, monkeypatch):
     shape = {"num_replicas": 2, "num_steps": 20, "eval_every": 8, "checkpoint_every": 10, "log_every": 7}
-    config = from_dict(shape | {"inner": {"warmup_steps": 0}, "outer": {"sync_every": sync_every}})
-    island: Any = SlowIsland()
-    result = Result(tmp_path, monkeypatch, config=config, island=island)
+    slow = SlowSync()
+    result = Result(tmp_path, monkeypatch, config=from_dict(shape | {"inner": {"warmup_steps": 0}}), exchanges=slow)
     saves_and_evaluations = [("evaluate", 8), ("save", 10), ("evaluate", 16), ("evaluate", 20), ("save", 20)]
     assert result.done == saves_and_evaluations
-    assert island.outer_steps == outer_steps  # inner steps end at 3, 6, 8, 10, 13, 16, 19 and 20
+    assert slow.strides == [(3, 3), (6, 3), (8, 2), (10, 2), (13, 3), (16, 3), (19, 3), (20, 1)]
     written = {json.loads(line)["step"] for line in (tmp_path / METRICS_FILE).read_text().splitlines()}
     assert written >= {8, 16, 20}  # the first behind 7 and 14, and the last
 
@@ -271,9 +275,24 @@ def test_a_step_that_stands_for_several_passes_over_no_evaluation_save_line_or_o
 def test_an_island_saves_what_the_run_has_come_to_by_then(tmp_path, monkeypatch):
     config = from_dict({"num_replicas": 2, "num_steps": 6, "checkpoint_every": 3, "inner": {"warmup_steps": 0}})
     before = Totals(tokens=7)
-    result = Result(tmp_path, monkeypatch, config=config, island=SlowIsland(), totals=before)
+    result = Result(tmp_path, monkeypatch, config=config, exchanges=SlowSync(), totals=before)
     assert result.done[-1] == ("save", 6)
     assert result.totals.tokens == before.tokens + 2 * config.tokens_per_step  # of two inner steps
+
+
+def test_exchanges_are_completed_and_left_before_the_last_save_settles_them(tmp_path, monkeypatch):
+    slow = SlowSync()
+    result = Result(tmp_path, monkeypatch, exchanges=slow)
+    assert slow.asked == ["settle", "finish", "leave", "settle"]  # saves after steps 3 and 6
+    assert result.beside == {"journal": 2}
+
+
+def test_news_of_exchanges_are_lines_of_metrics_of_their_own(tmp_path, monkeypatch):
+    slow = SlowSync()
+    slow.told = [sync.News("met rome", "exchange", {"round": 4}), sync.News("for people alone")]
+    result = Result(tmp_path, monkeypatch, exchanges=slow)
+    assert [line["round"] for line in result.lines if line["kind"] == "exchange"] == [4]
+    assert {line["kind"] for line in result.lines} == {"exchange", "train"}
 
 
 @pytest.mark.parametrize(
@@ -288,7 +307,8 @@ def test_an_island_saves_what_the_run_has_come_to_by_then(tmp_path, monkeypatch)
 def test_a_run_goes_on_with_the_outer_steps_that_no_line_tells_of(start, last_round, untold):
     """One after every inner step, and a line after every eighth."""
     fields = {"num_replicas": 2, "num_steps": 40, "log_every": 8, "outer": {"fragments": 4, "sync_every": 4}}
-    run: Any = SimpleNamespace(config=from_dict(fields), island=None, metrics=SimpleNamespace(last_round=last_round))
+    exchanges = SimpleNamespace(groups=lambda number: ((0, 1),))
+    run: Any = SimpleNamespace(config=from_dict(fields), sync=exchanges, metrics=SimpleNamespace(last_round=last_round))
     state: Any = SimpleNamespace(outer=SimpleNamespace(round=np.int32(start)))
     found = loop._untold(run, state, start)
     assert (found and (found.first, found.count)) == untold

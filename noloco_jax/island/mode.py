@@ -1,0 +1,92 @@
+"""A run as one island among several: what differs from a run of all replicas."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from noloco_jax.config import TrainConfig
+from noloco_jax.data import HostBatch
+from noloco_jax.island.sync import IslandSync
+from noloco_jax.islands.station import Station
+from noloco_jax.run.checkpoint import Checkpointer
+from noloco_jax.run.evaluate import own_perplexity
+from noloco_jax.run.island import Membership
+from noloco_jax.run.island_log import IslandLog
+from noloco_jax.run.messages import Messages
+from noloco_jax.run.mode import Resumed
+from noloco_jax.run.sync import Sync
+from noloco_jax.spmd.programs import Programs, PyTree
+from noloco_jax.spmd.solo import SoloPrograms, build_solo
+
+
+class IslandMode:
+    """One replica in a program of its own, which exchanges with other processes over the network.
+
+    Args:
+      member: which of the islands it is.
+    """
+
+    unused: Collection[str] = ("outer_step", "merge", "spread")
+
+    def __init__(self, member: Membership):
+        self._member = member
+        self.rows: Sequence[tuple[str, str]] = [("island", str(member))]
+        self.labels: Mapping[str, Any] = {"island": member.name}
+        self._station: Station | None = None
+
+    def check(self, config: TrainConfig) -> None:
+        self._member.check(config)
+
+    def own(self, config: TrainConfig) -> TrainConfig:
+        return self._member.own(config)
+
+    def prepare(self, config: TrainConfig, programs: Programs) -> Messages:
+        self._solo: SoloPrograms = build_solo(config, programs)
+        self._programs, self._messages = programs, self._member.messages(self._solo)
+        return self._messages
+
+    def check_start(self, config: TrainConfig, checkpoints: Checkpointer, step: int) -> None:
+        pass  # `data_positions` finds the checkpoint of another island
+
+    def replica_numbers(self, config: TrainConfig) -> tuple[int, int]:
+        return self._member.replica, len(self._member.roster.islands)
+
+    def data_positions(self, config: TrainConfig, checkpoints: Checkpointer, step: int) -> list[dict[str, Any]]:
+        return [self._member.data_position(checkpoints, step)]
+
+    def connect(
+        self,
+        config: TrainConfig,
+        workdir: Path,
+        resumed: Resumed,
+        is_stopping: Callable[[], bool],
+        report: Callable[[str], None],
+        tokenizer: str | None,
+    ) -> bool:
+        self._workdir = workdir
+        journal = self._member.journal(resumed, config)
+        self._station = self._member.open_station(
+            config, self._solo, self._programs, journal, workdir, is_stopping, report, tokenizer
+        )
+        return self._station is not None
+
+    def sync(self, config: TrainConfig, programs: Programs) -> Sync:
+        assert self._station is not None
+        steps = self._member.steps(config, self._station, self._solo, programs)
+        self._log = IslandLog(self._workdir, self._member.name)
+        return IslandSync(config, steps, self._log, self._messages)
+
+    def begin(self, is_stopping: Callable[[], bool], step: int, seconds: float) -> bool:
+        assert self._station is not None
+        begins = self._member.begin(self._station, self._workdir, is_stopping)
+        if begins:
+            self._log.start(step, seconds)
+        return begins
+
+    def evaluate(self, programs: Programs, batches: Sequence[HostBatch], params: PyTree) -> dict[str, Any]:
+        """Return the island's own perplexity: it has no other replica to merge with."""
+        return {**self.labels, "perplexity": own_perplexity(programs, params, batches)}
+
+    def close(self) -> None:
+        if self._station is not None:
+            self._station.close()

@@ -1,0 +1,110 @@
+"""The exchanges of an island, as a run's `Sync`: with other processes, over the network, and never waited for."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from noloco_jax.formatting import format_bytes
+from noloco_jax.islands.protocol.headers import Status
+from noloco_jax.islands.results import Met
+from noloco_jax.islands.steps import IslandSteps
+from noloco_jax.methods import meetings_of
+from noloco_jax.outer.pairing import Round
+from noloco_jax.run.island_log import IslandLog
+from noloco_jax.run.messages import Messages
+from noloco_jax.run.sync import News, OuterSteps
+from noloco_jax.spmd.programs import TrainState
+
+_LAST_SECONDS = 10.0  # for the last exchange of a run
+
+
+class IslandSync:
+    """The exchanges of an island.
+
+    Args:
+      config: its own.
+      steps: its outer steps.
+      log: what happens to it.
+      messages: what it sends.
+    """
+
+    def __init__(self, config: Any, steps: IslandSteps, log: IslandLog, messages: Messages):
+        self._steps, self._log, self._messages = steps, log, messages
+        self._meetings = meetings_of(config)
+        self._lines: list[News] = []
+
+    def before_step(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int, int]:
+        state, behind = self._steps.enter(state, step)
+        if behind != step:
+            self._lines.append(
+                News(f"after step {step}: training continues from another island's weights, after step {behind}")
+            )
+        state, stride = self._steps.advance(state, behind, most)
+        return state, behind, stride
+
+    def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterSteps | None]:
+        assert self._meetings is not None and state.outer is not None
+        count = self._meetings.total(step) - self._meetings.total(step - stride)
+        if count == 0:
+            return state, None
+        first = int(state.outer.round)
+        jax.block_until_ready(state.params)
+        started = time.perf_counter()
+        state = self._steps.take(state, step, count)
+        seconds = time.perf_counter() - started
+        for number in range(first, first + count):
+            self._log.round(number, step, self._steps.gave_way)
+        return state, OuterSteps(first, count, seconds, None)
+
+    def finish(self, state: TrainState, step: int) -> TrainState:
+        return self._steps.settle(state, _LAST_SECONDS)
+
+    def settle(self, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
+        state, journal = self._steps.at_rest(state)
+        return state, None if journal is None else journal.to_json()
+
+    def leave(self) -> None:
+        self._steps.station.leave()
+
+    def groups(self, number: int) -> Round | None:
+        return None
+
+    def news(self, seconds: float) -> Sequence[News]:
+        lines, self._lines = self._lines, []
+        met, status = self._steps.station.take_met()
+        for one in met:
+            size = self._messages.of_outer_step(one.round)
+            self._log.exchange(one, size if one.outcome in ("met", "late") else 0)
+            lines.append(News(_line(one, status, size), "exchange", self._figures(one, status, seconds)))
+        return lines
+
+    def close(self, finished: bool) -> None:
+        self._log.end(finished)
+
+    def _figures(self, met: Met, status: Status, seconds: float) -> dict[str, Any]:
+        """Return what became of a message, and what the exchanges have come to with it, for metrics."""
+        return {
+            **dataclasses.asdict(met),
+            "participation": status.committed / status.due if status.due else 1.0,
+            "committed": status.committed,
+            "due": status.due,
+            "one_sided_commits": self._log.one_sided,
+            "seconds_exposed": self._steps.seconds_exposed,
+            "goodput": self._log.goodput(seconds),
+        }
+
+
+def _line(met: Met, status: Status, size: int | float) -> str:
+    """Return round, partner, what came of it, bytes, and participation so far, for people."""
+    what = {
+        "met": f"met {met.partner}, {format_bytes(size)} each way",
+        "late": f"met {met.partner} late by {met.lag}, {format_bytes(size)} each way",
+        "healed": f"these weights came from {met.partner}",
+        "alone": f"alone{f', without {met.partner}' if met.partner else ''}: {met.reason}",
+    }[met.outcome]
+    sided = ", one-sided" if met.one_sided else ""
+    share = f", participation {100 * status.committed / status.due:.0f} %" if status.due else ""
+    return f"round {met.round + 1}: {what}{sided}{share}"

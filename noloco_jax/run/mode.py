@@ -1,0 +1,158 @@
+"""How a process takes part in a run: here with all replicas of one program. `island.mode` has the other way."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from noloco_jax.config import TrainConfig
+from noloco_jax.data import HostBatch
+from noloco_jax.run import elastic
+from noloco_jax.run.checkpoint import Checkpointer
+from noloco_jax.run.evaluate import evaluate
+from noloco_jax.run.messages import Messages, messages_of
+from noloco_jax.run.sync import BackgroundSync, CollectiveSync, Sync
+from noloco_jax.spmd.background import build_background, compile_background, host_mesh, is_in_background
+from noloco_jax.spmd.programs import Programs, PyTree
+
+
+class Resumed(NamedTuple):
+    """Where a run begins: the step of its checkpoint and what that keeps beside the state; 0 and None for a new run."""
+
+    step: int
+    beside: Mapping[str, Any] | None
+
+
+class Mode(Protocol):
+    """What differs between a run of all replicas and an island of one. Methods are called in this order, once.
+
+    Attributes:
+      rows: for the banner.
+      labels: what its metrics call it, beside the configuration.
+      unused: names of programs that it does not run.
+    """
+
+    rows: Sequence[tuple[str, str]]
+    labels: Mapping[str, Any]
+    unused: Collection[str]
+
+    def check(self, config: TrainConfig) -> None:
+        """Raise `UserError` where the configuration does not fit."""
+        ...
+
+    def own(self, config: TrainConfig) -> TrainConfig:
+        """Return the configuration of the programs of this process, from that of the whole run."""
+        ...
+
+    def prepare(self, config: TrainConfig, programs: Programs) -> Messages:
+        """Build what its outer steps take beside the programs; return what replicas send. `config` is its own."""
+        ...
+
+    def check_start(self, config: TrainConfig, checkpoints: Checkpointer, step: int) -> None:
+        """Raise `UserError` where the checkpoint of `step` cannot be resumed by this configuration."""
+        ...
+
+    def replica_numbers(self, config: TrainConfig) -> tuple[int, int]:
+        """Return the number of the first replica here among those that share the data, and how many share them."""
+        ...
+
+    def data_positions(self, config: TrainConfig, checkpoints: Checkpointer, step: int) -> list[dict[str, Any]]:
+        """Return the position in the data of each replica here, from the checkpoint of `step`."""
+        ...
+
+    def connect(
+        self,
+        config: TrainConfig,
+        workdir: Path,
+        resumed: Resumed,
+        is_stopping: Callable[[], bool],
+        report: Callable[[str], None],
+        tokenizer: str | None,
+    ) -> bool:
+        """Join the others, before anything is compiled; return False if the run was told to stop meanwhile.
+
+        Args:
+          config: of the whole run.
+          workdir: the run's folder.
+          resumed: where it begins.
+          is_stopping: whether it has been told to stop.
+          report: is given lines for people.
+          tokenizer: the fingerprint of the run's, if it has one.
+        """
+        ...
+
+    def sync(self, config: TrainConfig, programs: Programs) -> Sync:
+        """Return the exchanges, compiled; `config` is its own."""
+        ...
+
+    def begin(self, is_stopping: Callable[[], bool], step: int, seconds: float) -> bool:
+        """Wait until the run is to take its first step; return False if it was told to stop meanwhile.
+
+        Args:
+          is_stopping: whether it has been told to stop.
+          step: after which it begins.
+          seconds: which the run has taken so far.
+        """
+        ...
+
+    def evaluate(self, programs: Programs, batches: Sequence[HostBatch], params: PyTree) -> dict[str, Any]:
+        """Return the figures of an evaluation."""
+        ...
+
+    def close(self) -> None:
+        """End its connections, also where the run has failed."""
+        ...
+
+
+class WholeRun:
+    """All replicas in one program, over one process or several."""
+
+    rows: Sequence[tuple[str, str]] = ()
+    labels: Mapping[str, Any] = {}
+    unused: Collection[str] = ()
+
+    def check(self, config: TrainConfig) -> None:
+        pass
+
+    def own(self, config: TrainConfig) -> TrainConfig:
+        return config
+
+    def prepare(self, config: TrainConfig, programs: Programs) -> Messages:
+        self._background = None
+        if is_in_background(config, programs.mesh):
+            self._background = build_background(config, programs, host_mesh(programs.mesh))
+            self.unused = ("outer_step",)
+        return messages_of(config, programs.mesh.shape)
+
+    def check_start(self, config: TrainConfig, checkpoints: Checkpointer, step: int) -> None:
+        elastic.check_elastic(config, checkpoints.saved_shape(step))
+
+    def replica_numbers(self, config: TrainConfig) -> tuple[int, int]:
+        return 0, config.num_replicas
+
+    def data_positions(self, config: TrainConfig, checkpoints: Checkpointer, step: int) -> list[dict[str, Any]]:
+        return elastic.data_positions(checkpoints, step, config.num_replicas)
+
+    def connect(
+        self,
+        config: TrainConfig,
+        workdir: Path,
+        resumed: Resumed,
+        is_stopping: Callable[[], bool],
+        report: Callable[[str], None],
+        tokenizer: str | None,
+    ) -> bool:
+        return True
+
+    def sync(self, config: TrainConfig, programs: Programs) -> Sync:
+        if self._background is None:
+            return CollectiveSync(config, programs)
+        return BackgroundSync(config, programs, compile_background(self._background, programs))
+
+    def begin(self, is_stopping: Callable[[], bool], step: int, seconds: float) -> bool:
+        return True
+
+    def evaluate(self, programs: Programs, batches: Sequence[HostBatch], params: PyTree) -> dict[str, Any]:
+        return evaluate(programs, params, batches)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,234 @@
+"""An outer step whose exchange runs beside the training: between the hosts' CPU devices, over JAX's own collectives.
+
+The devices take the solo step and go on. Messages are copied to CPU devices of the same processes, which mirror the
+devices of the mesh; there the exchange is the program that it is on the devices, with the same codecs, so its results
+are the same. Its corrections are copied back when they are due. No program of the devices holds a collective between
+replicas, so nobody waits for a partner before the correction of an exchange with it is due.
+"""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from noloco_jax.config import TrainConfig
+from noloco_jax.errors import UserError
+from noloco_jax.methods import method_of
+from noloco_jax.outer.rule import OuterState
+from noloco_jax.outer.step import Outgoing
+from noloco_jax.outer.transform import OuterOptimizer
+from noloco_jax.spmd import sharding
+from noloco_jax.spmd.offload import from_rest
+from noloco_jax.spmd.programs import REPLICAS, SLOT, Programs, outer_axes, over_mesh
+
+PyTree = Any
+
+
+def is_in_background(config: TrainConfig, mesh: Mesh) -> bool:
+    """Return whether the run's exchanges go over the hosts: they have a delay, and replicas lie on several devices."""
+    return config.outer.delay > 0 and method_of(config).has_outer_steps and mesh.shape["replica"] > 1
+
+
+def training_devices(config: TrainConfig, devices: list) -> list:
+    """The devices to train on: of CPU devices, those of every process that `host_mesh` does not need for exchanges."""
+    if config.outer.delay == 0 or not method_of(config).has_outer_steps or len(devices) == 1:
+        return devices
+    if devices[0].platform != "cpu":
+        return devices
+    by_process: dict[int, list] = {}
+    for device in devices:
+        by_process.setdefault(device.process_index, []).append(device)
+    if min(map(len, by_process.values())) < 2:
+        raise UserError(
+            f"outer.delay={config.outer.delay} exchanges on CPU devices beside those that train, and a process has "
+            "one: leave xla_force_host_platform_device_count out of XLA_FLAGS, or make it at least 2"
+        )
+    return [device for own in by_process.values() for device in own[: len(own) // 2]]
+
+
+def host_mesh(mesh: Mesh) -> Mesh:
+    """The mesh of CPU devices that mirrors a mesh: for each device one of its process, on which nothing is trained.
+
+    Raises:
+      UserError: if a process has too few.
+    """
+    try:
+        hosts = jax.devices("cpu")
+    except RuntimeError:
+        raise UserError(
+            "outer.delay exchanges over the hosts, and JAX has no CPU devices: add cpu to JAX_PLATFORMS, as in cuda,cpu"
+        ) from None
+    taken = set(mesh.devices.flat)
+    free: dict[int, list] = {}
+    for host in hosts:
+        if host not in taken:
+            free.setdefault(host.process_index, []).append(host)
+    mirrored = []
+    for device in mesh.devices.flat:
+        if not free.get(device.process_index):
+            raise UserError(
+                f"outer.delay exchanges over the hosts, a CPU device for each device, and process "
+                f"{device.process_index} has too few: raise jax_num_cpu_devices (JAX_NUM_CPU_DEVICES)"
+            )
+        mirrored.append(free[device.process_index].pop(0))
+    return Mesh(np.array(mirrored).reshape(mesh.devices.shape), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+@dataclass(frozen=True)
+class BackgroundPrograms:
+    """The programs of an outer step in three parts. What the first and the last take is donated.
+
+    Attributes:
+      solo: (params, outer at rest) -> (params, outer at rest, Outgoing), on the run's devices.
+      exchange: (Outgoing, number of the outer step) -> (correction, windows), on the hosts.
+      keep: (params, outer at rest, correction, windows, number) -> (params, outer at rest), on the run's devices:
+        `Programs.correct_step` enters what is kept.
+      outgoing: shapes and shardings of an Outgoing on the run's devices.
+      arriving: those of a correction and windows there.
+      hosts: the mesh of the exchange.
+    """
+
+    solo: Callable[..., Any]
+    exchange: Callable[..., Any]
+    keep: Callable[..., Any]
+    outgoing: Outgoing
+    arriving: tuple[PyTree, PyTree]
+    hosts: Mesh
+
+
+def build_background(config: TrainConfig, programs: Programs, hosts: Mesh) -> BackgroundPrograms:
+    """The programs of a run whose outer steps have a delay; they are compiled at their first call.
+
+    Args:
+      config: the run.
+      programs: its others.
+      hosts: see `host_mesh`.
+    """
+    make_outer, mesh = method_of(config).outer_optimizer, programs.mesh
+    assert make_outer is not None
+    outer = make_outer(config, REPLICAS, sharding.fragments_of(config.outer.fragments))
+    params, _, state = programs.state
+    assert state is not None
+    specs, state_specs = (jax.tree.map(lambda x: x.sharding.spec, tree) for tree in (params, state))
+    windows = state_specs.windows
+    outgoing_specs = Outgoing(specs, None if windows is None else specs, windows)
+    solo = over_mesh(
+        mesh,
+        partial(_solo, outer),
+        in_specs=(specs, state_specs),
+        out_specs=(specs, state_specs, outgoing_specs),
+        out_shardings=sharding.shardings(mesh, (specs, state_specs, outgoing_specs)),
+        donate=(0, 1),
+    )
+    exchange = over_mesh(
+        hosts,
+        partial(_exchange, outer),
+        in_specs=(outgoing_specs, P()),
+        out_specs=(specs, windows),
+        out_shardings=sharding.shardings(hosts, (specs, windows)),
+    )
+    keep = over_mesh(
+        mesh,
+        partial(_keep, outer),
+        in_specs=(specs, state_specs, specs, windows, P()),
+        out_specs=(specs, state_specs),
+        out_shardings=sharding.shardings(mesh, (specs, state_specs)),
+        donate=(0, 1),
+    )
+    _, _, outgoing = jax.eval_shape(solo, params, state)
+    outgoing = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+        outgoing,
+        outgoing_specs,
+    )
+    return BackgroundPrograms(solo, exchange, keep, outgoing, (outgoing.message, outgoing.windows), hosts)
+
+
+def compile_background(background: BackgroundPrograms, programs: Programs) -> BackgroundPrograms:
+    """The same, compiled for the run's shapes; the outer state they take and return is at rest."""
+    params, _, outer = programs.state
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    solo = background.solo.lower(params, outer).compile()  # type: ignore[attr-defined]
+    keep = background.keep.lower(params, outer, *background.arriving, number).compile()  # type: ignore[attr-defined]
+    sent = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(background.hosts, x.sharding.spec)),
+        background.outgoing,
+    )
+    exchange = background.exchange.lower(sent, number).compile()  # type: ignore[attr-defined]
+    return replace(background, solo=from_rest(solo, programs), keep=from_rest(keep, programs), exchange=exchange)
+
+
+class HostExchange:
+    """Exchanges on their way over the hosts, in a thread that hands them on in the order of their outer steps.
+
+    Every process begins the same exchanges in the same order. Several may be on their way at once.
+
+    Args:
+      background: compiled.
+      mesh: the run's devices.
+    """
+
+    def __init__(self, background: BackgroundPrograms, mesh: Mesh):
+        self._background = background
+        pairs = list(zip(mesh.devices.flat, background.hosts.devices.flat, strict=True))
+        self._host_of, self._device_of = dict(pairs), {host: device for device, host in pairs}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="exchange")
+        self._under_way: dict[int, Future[Any]] = {}
+
+    @property
+    def under_way(self) -> list[int]:
+        """Numbers of the outer steps whose corrections have not been taken, in their order."""
+        return sorted(self._under_way)
+
+    def begin(self, outgoing: Outgoing, number: int) -> None:
+        """Exchange what the solo step of outer step `number` sends, as soon as it is computed."""
+        self._under_way[number] = self._thread.submit(self._exchange, outgoing, np.int32(number))
+
+    def take(self, number: int) -> tuple[PyTree, PyTree]:
+        """Wait for the correction of outer step `number`; return it and the windows, on the run's devices."""
+        arrived = jax.block_until_ready(self._under_way.pop(number).result())
+        return jax.tree.map(
+            lambda x, like: _moved(x, like.sharding, self._device_of), arrived, self._background.arriving
+        )
+
+    def close(self) -> None:
+        """End the thread, once what it has begun is handed on."""
+        self._thread.shutdown()
+
+    def _exchange(self, outgoing: Outgoing, number: np.int32) -> Any:
+        hosts = self._background.hosts
+        sent = jax.tree.map(
+            lambda x: _moved(x, NamedSharding(hosts, x.sharding.spec), self._host_of), jax.block_until_ready(outgoing)
+        )
+        return self._background.exchange(sent, number)
+
+
+def _moved(x: jax.Array, sharding: NamedSharding, to: dict[Any, Any]) -> jax.Array:
+    """Return the array with every shard on the device that `to` gives for the shard's own."""
+    parts = [jax.device_put(shard.data, SingleDeviceSharding(to[shard.device])) for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+
+def _solo(outer: OuterOptimizer, params: PyTree, state: OuterState) -> Any:
+    axes = outer_axes(outer)
+    solo = jax.vmap(outer.solo, in_axes=(0, axes), out_axes=(0, axes, 0), axis_name=SLOT)
+    return solo(params, state)
+
+
+def _exchange(outer: OuterOptimizer, outgoing: Outgoing, number: jax.Array) -> Any:
+    return jax.vmap(outer.correction, in_axes=(0, None), axis_name=SLOT)(outgoing, number)
+
+
+def _keep(
+    outer: OuterOptimizer, params: PyTree, state: OuterState, correction: PyTree, windows: PyTree, number: jax.Array
+) -> Any:
+    axes = outer_axes(outer)
+    keep = jax.vmap(outer.keep, in_axes=(axes, 0, 0, None), out_axes=axes, axis_name=SLOT)
+    return params, keep(state, correction, windows, number)
