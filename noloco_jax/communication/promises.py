@@ -17,9 +17,9 @@ def _may_cross(method: Method, program: str, collective: Collective) -> bool:
     In an inner step only where it averages gradients, and for micro-batches on their way to another replica's stage.
     Nothing that brings batches to devices may: each replica's data are its own.
     """
-    if program in ("share_batch", "moved"):
+    if program in ("share_batch", "moved", "solo", "keep"):
         return False
-    if program in ("outer_step", "share_moments"):
+    if program in ("outer_step", "exchange", "share_moments"):
         return collective.kind in method.outer_collectives
     if program == "final_merge":
         return collective.kind == _MESSAGE
@@ -38,6 +38,9 @@ _TITLES = {
     "share_batch": "batches",
     "inner_step": "inner step",
     "outer_step": "outer step",
+    "solo": "solo step",
+    "exchange": "exchange",
+    "keep": "arrival",
     "moved": "movement",
     "correct_step": "correction",
     "share_moments": "moments",
@@ -55,8 +58,8 @@ def broken_promises(report: Report) -> list[str]:
         if crosses_replicas(collective) and not _may_cross(method, program, collective)
     ]
     num_partners = _num_partners(report)
-    if num_partners is not None:
-        _, sent = bytes_across_replicas(report.traffic["outer_step"])
+    if num_partners is not None and report.exchanging is not None:
+        _, sent = bytes_across_replicas(report.exchanging)
         due = num_partners * report.slots * report.parameter_bytes
         if sent > due:
             broken.append(f"outer step: a device sends {format_bytes(sent)} and its parameters are {format_bytes(due)}")
@@ -67,8 +70,8 @@ def verdict(report: Report) -> list[str]:
     """The findings in plain words, a line a program."""
     lines = [_batch_verdict(report.traffic["share_batch"])] if "share_batch" in report.traffic else []
     lines.append(_inner_verdict(report))
-    if "outer_step" in report.traffic:
-        lines.append(_outer_verdict(report))
+    if report.exchanging is not None:
+        lines.append(_outer_verdict(report, report.exchanging))
     lines.append(f"evaluation: {_crossing([report.traffic[name] for name in EVALUATION]) or 'nothing crosses replica'}")
     if report.mesh_shape["replica"] == 1:
         lines.append(f"the replica axis has one device: all {report.slots} replicas meet in its memory")
@@ -93,15 +96,17 @@ def _inside(traffic: Traffic) -> str:
     return f"inside a replica {text}" if text else ""
 
 
-def _outer_verdict(report: Report) -> str:
-    traffic, partners = report.traffic["outer_step"], _num_partners(report)
+def _outer_verdict(report: Report, traffic: Traffic) -> str:
+    partners, name = _num_partners(report), "outer step"
+    if "exchange" in report.traffic:
+        name = "outer step, over the hosts while the devices train"
     crossing = [collective for collective in traffic.collectives() if crosses_replicas(collective)]
     if partners is None or {collective.kind for collective in crossing} != {_MESSAGE}:
-        return f"outer step: {_crossing([traffic]) or 'nothing crosses replica'}"
+        return f"{name}: {_crossing([traffic]) or 'nothing crosses replica'}"
     least, most = (format_bytes(sent / report.slots / partners) for sent in bytes_across_replicas(traffic))
     _, pieces = traffic.extent(lambda collective: int(crosses_replicas(collective)))
     text = (
-        f"outer step: collective-permute alone crosses replica: a replica sends {most} to "
+        f"{name}: collective-permute alone crosses replica: a replica sends {most} to "
         f"{f'each of its {partners} partners' if partners > 1 else 'its partner'} "
         f"(its parameters are {format_bytes(report.parameter_bytes)}) in {pieces} pieces; "
         f"{report.num_pairings} pairings"

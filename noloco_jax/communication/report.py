@@ -8,6 +8,7 @@ import numpy as np
 
 from noloco_jax.config import TrainConfig
 from noloco_jax.run.messages import num_pairings
+from noloco_jax.spmd.background import build_background, host_mesh, is_in_background, lower_background
 from noloco_jax.spmd.compile import PROGRAMS, compile_programs
 from noloco_jax.spmd.hlo import Collective, Traffic, read_hlo
 from noloco_jax.spmd.mesh import make_mesh
@@ -26,7 +27,8 @@ class Report:
       mesh_shape: mesh axis -> devices.
       parameter_bytes: a replica's parameters on one device, in float32 as they are sent.
       num_pairings: partitions of the replicas that outer steps draw from; 0 for methods without.
-      traffic: program -> its collectives: those of `PROGRAMS` that there are.
+      traffic: program -> its collectives: those of `PROGRAMS` that there are; where exchanges run over the hosts
+        "solo", "exchange" and "keep" in the place of "outer_step".
     """
 
     config: TrainConfig
@@ -34,6 +36,11 @@ class Report:
     parameter_bytes: int
     num_pairings: int
     traffic: dict[str, Traffic]
+
+    @property
+    def exchanging(self) -> Traffic | None:
+        """Of the program by which replicas meet, on the devices or the hosts."""
+        return self.traffic.get("exchange", self.traffic.get("outer_step"))
 
     @property
     def slots(self) -> int:
@@ -58,6 +65,11 @@ def inspect_run(
     mesh = make_mesh(config, devices)
     shares_batches = spans_processes(mesh, len(devices) // num_processes)
     programs = build_programs(config, mesh, shares_batches=shares_batches)
+    beside: dict[str, jax.stages.Compiled] = {}
+    if is_in_background(config, mesh):
+        lowered = lower_background(build_background(config, programs, host_mesh(mesh)), programs)
+        beside = {name: program.compile(_options() or None) for name, program in lowered.items()}
+        only = [name for name in only if name != "outer_step"]
     programs = compile_programs(config, programs, only=only, options=_options())
     mesh_shape = dict(programs.mesh.shape)
     params = jax.tree.leaves(programs.state.params)
@@ -67,7 +79,10 @@ def inspect_run(
         mesh_shape=mesh_shape,
         parameter_bytes=4 * numel * mesh_shape["replica"] // config.num_replicas,
         num_pairings=num_pairings(config),
-        traffic={name: read_hlo(program.as_text() or "", mesh_shape) for name, program in programs.compiled.items()},
+        traffic={
+            name: read_hlo(program.as_text() or "", mesh_shape)
+            for name, program in {**programs.compiled, **beside}.items()
+        },
     )
 
 

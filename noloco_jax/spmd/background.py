@@ -151,18 +151,27 @@ def build_background(config: TrainConfig, programs: Programs, hosts: Mesh) -> Ba
     return BackgroundPrograms(solo, exchange, keep, outgoing, (outgoing.message, outgoing.windows), hosts)
 
 
-def compile_background(background: BackgroundPrograms, programs: Programs) -> BackgroundPrograms:
-    """The same, compiled for the run's shapes; the outer state they take and return is at rest."""
+def lower_background(background: BackgroundPrograms, programs: Programs) -> dict[str, jax.stages.Lowered]:
+    """Lower the programs for the run's shapes, by their names."""
     params, _, outer = programs.state
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    solo = background.solo.lower(params, outer).compile()  # type: ignore[attr-defined]
-    keep = background.keep.lower(params, outer, *background.arriving, number).compile()  # type: ignore[attr-defined]
     sent = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(background.hosts, x.sharding.spec)),
         background.outgoing,
     )
-    exchange = background.exchange.lower(sent, number).compile()  # type: ignore[attr-defined]
-    return replace(background, solo=from_rest(solo, programs), keep=from_rest(keep, programs), exchange=exchange)
+    arguments = {
+        "solo": (params, outer),
+        "exchange": (sent, number),
+        "keep": (params, outer, *background.arriving, number),
+    }
+    return {name: getattr(background, name).lower(*given) for name, given in arguments.items()}
+
+
+def compile_background(background: BackgroundPrograms, programs: Programs) -> BackgroundPrograms:
+    """The same, compiled for the run's shapes; the outer state they take and return is at rest."""
+    compiled = {name: program.compile() for name, program in lower_background(background, programs).items()}
+    solo, keep = (from_rest(compiled[name], programs) for name in ("solo", "keep"))
+    return replace(background, solo=solo, keep=keep, exchange=compiled["exchange"])
 
 
 class HostExchange:

@@ -1,0 +1,42 @@
+"""Runs over several processes whose exchanges run over the hosts while the devices train."""
+
+import signal
+
+import numpy as np
+import pytest
+
+from support import processes
+
+pytestmark = pytest.mark.timeout(900)
+
+LATE = (
+    *("--config.num_steps=40", "--config.outer.delay=3", "--config.outer.fragments=2"),
+    "--config.checkpoint_every=10",
+)
+
+
+def test_exchanges_over_the_hosts_train_as_in_one_program_and_resume_bitwise(config):
+    """Stopped by a SIGTERM to one of them, with corrections on their way."""
+    alone = processes.trained(config, "alone", "--config.mesh.replica=1", *LATE)
+    whole, stopped = config.parent / "whole", config.parent / "stopped"
+    results = processes.run(config, whole, *LATE, number=2, devices=2)
+    assert [status for status, _ in results] == [0, 0], processes.report(results)
+    processes.assert_same_training(whole, alone)
+
+    run = processes.start(config, stopped, *LATE, number=2, devices=2, seconds_per_step=0.2)
+    processes.wait_until(processes.reached(stopped, 15), run)
+    run[1].send_signal(signal.SIGTERM)
+    results = processes.finish(run)
+    assert [status for status, _ in results] == [75, 75], processes.report(results)
+    results = processes.run(config, stopped, *LATE, number=2, devices=2)
+    assert [status for status, _ in results] == [0, 0], processes.report(results)
+    assert processes.metrics(stopped) == processes.metrics(whole)
+    mine, theirs = processes.weights(stopped), processes.weights(whole)
+    for name in theirs:
+        np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
+
+
+def test_a_process_without_devices_for_exchanges_is_told_what_to_do(config):
+    results = processes.run(config, config.parent / "refused", *LATE, number=2, devices=1)
+    assert [status for status, _ in results] == [2, 2], processes.report(results)
+    assert "exchanges on CPU devices beside those that train" in results[0][1]
