@@ -132,6 +132,11 @@ def _check_outer(config: TrainConfig) -> None:
     if outer.final_steps > config.num_steps:
         raise UserError(f"outer.final_steps={outer.final_steps} is more than num_steps={config.num_steps}: lower it")
     shortest = min(every for _, every in sync_pieces(config))
+    if outer.delay and outer.moments:
+        raise UserError(
+            f"outer.moments={outer.moments} averages the inner optimizer's moments at once, for which replicas wait, and "
+            f"outer.delay={outer.delay} is for waiting for nobody: set one of them to 0"
+        )
     if outer.delay > shortest:
         raise UserError(
             f"outer.delay={outer.delay} is more than the {shortest} inner steps after which a fragment has its next "

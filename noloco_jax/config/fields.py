@@ -195,8 +195,8 @@ class OuterConfig:
     )
     delay: int = setting(
         0,
-        "Inner steps from an outer step until the peers' contribution is applied, so that exchange and training "
-        "overlap; at most sync_every.",
+        "Inner steps from an outer step until the peers' contribution is applied; exchange and training overlap, over "
+        "the hosts where replicas are on several devices; at most sync_every.",
         on_resume="must match",
         minimum=0,
     )
