@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from noloco_jax.data.read_errors import DamagedFileError, stop_or_skip
+from noloco_jax.data.reading import DamagedFileError, stop_or_skip
 from noloco_jax.data.source import PADDING
 from noloco_jax.errors import UserError
 from noloco_jax.labels import IGNORED_LABEL
@@ -19,7 +19,7 @@ _INT32 = np.iinfo(np.int32)
 
 
 class RowConverter(NamedTuple):
-    """Converts the batches of one file.
+    """Converter of the batches of one file.
 
     Attributes:
       path: the file.
