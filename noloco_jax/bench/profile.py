@@ -1,4 +1,4 @@
-"""Where the time of traced steps goes: the operations of a profile, by the part of the step that they belong to."""
+"""Time of traced steps by part of the step: the operations of a profile, attributed to the parts."""
 
 import re
 from collections import defaultdict
@@ -22,7 +22,7 @@ class Part(NamedTuple):
     """A part of a step.
 
     Attributes:
-      name: the scope, and which pass where it has two; or the program, for what is in no scope.
+      name: the scope, and the pass where it has two; or the program, for operations in no scope.
       share: of the time of all operations.
       seconds: of one device in a step.
       largest: the operations that take most, each with its share.

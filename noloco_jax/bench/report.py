@@ -1,4 +1,4 @@
-"""The table of what was measured, and what there is to say about it."""
+"""Table of the measured figures, and notes on them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -70,7 +70,7 @@ VariantResult = tuple[Variant, Result]
 
 
 def show(rows: Sequence[VariantResult], title: str, *, compile_only: bool, console: Console) -> None:
-    """Prints the table, in two parts where the terminal is too narrow, and the notes below it.
+    """Print the table, in two parts where the terminal is too narrow, and the notes below it.
 
     Args:
       rows: the variants with their results; a result of an `error` alone is one that failed.
@@ -196,7 +196,7 @@ def _data_notes(rows: Sequence[VariantResult]) -> list[str]:
 
 
 def _show_profile(variant: Variant, result: Result, console: Console) -> None:
-    """Prints where the time of the traced steps went, and where the trace is."""
+    """Print the time of the traced steps by part, and the path of the trace."""
     path = result["profile"]
     if result["profile_parts"]:
         _show_parts(variant, result, console)

@@ -1,4 +1,4 @@
-"""A lock on a run's folder, so that one trainer at a time writes there; whoever only reads takes none."""
+"""A lock on a run's folder, so that one trainer at a time writes there; readers take none."""
 
 import contextlib
 import fcntl
@@ -79,7 +79,7 @@ def holder_of(workdir: Path) -> Holder | None:
 
 
 class WorkdirLock:
-    """Holds `LOCK_FILE` in a folder as a context: a file that names the holder and is deleted at the end.
+    """Lock of a folder as a context, by `LOCK_FILE`: a file that names the holder and is deleted at the end.
 
     On one machine the kernel's `flock` of the file decides: it ends with its process, however that ends, and whatever
     process gets the same number later. Some shared file systems do not pass it on to other machines, and some keep that
@@ -95,7 +95,7 @@ class WorkdirLock:
     def __init__(self, workdir: Path, report: Callable[[str], None]):
         self._workdir, self._path, self._report = workdir, workdir / LOCK_FILE, report
         self._file = -1  # an open file, while the lock is held
-        self._line = b""  # what it then says
+        self._line = b""  # the content written last
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="workdir lock", daemon=True)
 
