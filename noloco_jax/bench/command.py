@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return work(config, options, flags.result)
     overrides, _ = split_overrides(arguments)
     variants = make_variants(flags.config, overrides, flags.vary)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without ending the process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # SIGTERM ends the variant's process too
     console = make_console()
     rows: list[VariantResult] = []
     for number, variant in enumerate(variants, start=1):

@@ -78,7 +78,9 @@ def parts_of(
     for (program, name), operations in in_parts.items():
         taken = sum(seconds for _, seconds in operations)
         largest = [(operation, seconds / total) for operation, seconds in operations[:_LARGEST]]
-        steps = times.get(program, max(times.values(), default=1))  # what has no program is of the inner steps most
+        steps = times.get(
+            program, max(times.values(), default=1)
+        )  # most operations without a program belong to inner steps
         parts.append(Part(name, taken / total, taken / num_devices / steps, largest))
     return sorted(parts, key=lambda part: -part.share), _idle_share(lines)
 

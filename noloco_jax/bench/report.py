@@ -23,7 +23,7 @@ from noloco_jax.formatting import (
 from noloco_jax.methods import METHODS, sync_pieces
 
 Column = tuple[str, Callable[[Result], str]]
-_MEASURED_PEAK = "peak_memory_bytes_before_outer_steps"  # of results from devices that count what they hold
+_MEASURED_PEAK = "peak_memory_bytes_before_outer_steps"  # given by devices that count their memory
 _MUCH_UNNAMED = 0.1
 _DATA_MARGIN = 3  # the data pipeline alone should be this many times as fast as the trainer
 

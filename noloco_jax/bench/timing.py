@@ -16,10 +16,10 @@ from noloco_jax.spmd.programs import Programs
 from noloco_jax.spmd.shared_batch import replicas_read_here
 
 _WARMUP = 3  # inner steps before the first that is timed
-_OUTER_STEPS = 5  # that are timed
+_OUTER_STEPS = 5  # timed
 TRACED_STEPS = 3
 _DIFFERENT_BATCHES = 4
-_DOCUMENTS = 4  # that begin in a sequence, about, where attention stays inside documents
+_DOCUMENTS = 4  # that begin in a sequence, roughly, with a document mask
 
 
 class RandomStreams:

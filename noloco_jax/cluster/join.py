@@ -22,7 +22,7 @@ from noloco_jax.cluster.stop import INTERRUPTED
 from noloco_jax.config import flatten
 from noloco_jax.errors import UserError, tell
 
-CONNECT_SECONDS = 60  # for which JAX waits for a process that was there at the roll call
+CONNECT_SECONDS = 60  # timeout of JAX for a process that was there at the roll call
 _MUST_MATCH = ("jax", "jaxlib", "flax", "optax")  # packages of which all processes need one version
 _ABORT_LINE = (
     "error: JAX ended this process, for the reason above: the same command resumes from the last checkpoint{}\n"
@@ -51,7 +51,7 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
     try:
         call_the_roll(place.coordinator, place.num_processes, _process_info(place, config), timeout)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        end_with_status_on_abort(here)  # which JAX calls where a process is lost, from here on
+        end_with_status_on_abort(here)  # from here on JAX aborts where a process is lost
         jax.distributed.initialize(
             place.coordinator,
             place.num_processes,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from noloco_jax.cluster.local_gpus import gpus_of_machine, own_gpus
 from noloco_jax.errors import UserError
 
-_FIRST_PORT, _NUM_PORTS = 61440, 4096  # above the ports that Linux gives away by itself
+_FIRST_PORT, _NUM_PORTS = 61440, 4096  # Linux assigns none of these ports by itself
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _from_environment(environment: Mapping[str, str]) -> _Found:
     if "JAX_NUM_PROCESSES" in environment:
         process_id = _number(environment, "JAX_PROCESS_ID")
         if process_id is None:
-            process_id = _number(environment, "JOB_COMPLETION_INDEX")  # of a pod of a Kubernetes Indexed Job
+            process_id = _number(environment, "JOB_COMPLETION_INDEX")  # a pod of a Kubernetes Indexed Job
         return _Found(num_processes=_number(environment, "JAX_NUM_PROCESSES"), process_id=process_id)
     # Before Slurm: inside a Slurm job, mpirun starts its ranks below a Slurm task of its own on every node.
     if _number(environment, "OMPI_COMM_WORLD_SIZE") is not None:

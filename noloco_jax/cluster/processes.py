@@ -13,7 +13,7 @@ _EXCHANGES = (
     "Gloo ",
     "coordination service",
     "CoordinationService",
-)  # what an error names when one failed
+)  # named by the error of one that failed
 
 
 class Processes(Protocol):

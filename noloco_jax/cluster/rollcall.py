@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from noloco_jax.errors import StartError, UserError
 
 _RETRY_SECONDS = 0.2
-_ANSWER_SECONDS = 10.0  # for a message between two processes that are there
+_ANSWER_SECONDS = 10.0  # timeout of a message between two processes that are up
 _MAX_NAMED = 16  # processes that a message names one by one
 
 
@@ -58,7 +58,9 @@ def call_the_roll(coordinator: str, num_processes: int, info: ProcessInfo, timeo
       UserError: on every process that came, if one differs, or is there twice; it names process and host.
     """
     host, _, port = coordinator.rpartition(":")
-    info = info._replace(must_match=json.loads(json.dumps(info.must_match)))  # as the others will see it
+    info = info._replace(
+        must_match=json.loads(json.dumps(info.must_match))
+    )  # JSON changes tuples: compare the same form
     if info.process_id == 0:
         verdict = _collect(int(port), num_processes, info, timeout)
     else:

@@ -8,7 +8,7 @@ from types import FrameType
 from noloco_jax.cluster.processes import Processes
 
 RESTART = 75  # EX_TEMPFAIL: stopped by SIGTERM or SIGHUP with everything saved; the same command resumes
-INTERRUPTED = 130  # what shells report of Ctrl-C
+INTERRUPTED = 130  # the status that shells give after Ctrl-C
 
 
 class Stop:

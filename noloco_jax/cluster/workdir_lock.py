@@ -22,7 +22,7 @@ BEAT_SECONDS = 10.0  # between two signs of life
 SILENT_SECONDS = 60.0  # without one, until a trainer on another machine is taken for dead; NFS may cache times as long
 _FIRST_BEAT_SECONDS = 2.0  # two may take a lock at once where a file system keeps machines' flocks apart
 _POLL_SECONDS = 0.5
-_OTHERS_SECONDS = 600.0  # by which processes of a run may come here at different times, on cold storage
+_OTHERS_SECONDS = 600.0  # most that cold storage delays one process of a run behind another
 
 
 class Holder(NamedTuple):
@@ -157,7 +157,7 @@ class WorkdirLock:
             self._line = _line_of(Holder(socket.gethostname(), os.getpid(), now, _kernel(), status.st_dev))
             os.pwrite(file, self._line, 0)  # before the end is cut off: readers take the first line
             os.ftruncate(file, len(self._line))
-            os.fsync(file)  # for NFS to show it to other machines
+            os.fsync(file)  # NFS shows it to other machines only then
             self._file, file = file, -1
             return None
         finally:

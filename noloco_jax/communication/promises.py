@@ -8,7 +8,7 @@ from noloco_jax.formatting import format_bytes
 from noloco_jax.methods import Method, method_of
 from noloco_jax.spmd.hlo import Collective, Traffic
 
-_MESSAGE = "collective-permute"  # what goes to a partner, who alone has to wait for it
+_MESSAGE = "collective-permute"  # sent to a partner, who alone waits for it
 
 
 def _may_cross(method: Method, program: str, collective: Collective) -> bool:

@@ -12,7 +12,7 @@ from noloco_jax.communication.promises import broken_promises, verdict
 from noloco_jax.communication.report import Report, bytes_across_replicas, operands_text
 from noloco_jax.spmd.hlo import Collective, Traffic
 
-_FILE_WIDTH = 120  # of the table where there is no terminal to fit
+_FILE_WIDTH = 120  # of the table without a terminal
 
 
 def to_json(report: Report) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
     axes.set_xscale("log")
     axes.axhline(0, color=_GREY, linewidth=0.8)
     sizes = [sent for _, _, sent, *_ in shown if sent > 0]
-    aside = max(max(sizes) / min(sizes), 2.0) ** 0.006  # so that the bars of a variant do not hide each other
+    aside = max(max(sizes) / min(sizes), 2.0) ** 0.006  # the bars of a variant must not hide each other
     legend = []
     for row, (color, _, mark), sent, gaps, merged, _ in sorted(shown, key=lambda entry: -entry[2]):
         gap, merged_gap = mean_and_std(gaps)[0], mean_and_std(merged)[0]

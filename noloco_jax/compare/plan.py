@@ -220,7 +220,7 @@ def check_folder(workdir: Path, runs: Sequence[Run]) -> None:
                 "values may be added), or another --workdir"
             )
         for field, there, here, on_resume in changes(load_saved(path.parent), planned[name]):
-            if on_resume != "free":  # what may change in one run would make another of a comparison
+            if on_resume != "free":  # a change that one run may make still makes a different comparison
                 raise UserError(
                     f"{workdir} holds another comparison: {name} has {field}={there!r} and this one {here!r}: "
                     "give the same value, or another --workdir"

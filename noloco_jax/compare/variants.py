@@ -10,7 +10,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.methods import METHODS
 
 _METHODS = "ddp,diloco,noloco,local"
-_OWN_FLAGS = {"method": "--methods or --variant", "seed": "--seeds"}  # what settles a field of every run
+_OWN_FLAGS = {"method": "--methods or --variant", "seed": "--seeds"}  # flags that set a field of every run
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def _resolved(values: ConfigDict) -> dict[str, Any]:
     """Replace by plain values references between fields."""
     try:
         return values.to_dict()
-    except Exception as error:  # of the user's own arithmetic
+    except Exception as error:  # the user's own arithmetic may raise anything
         raise UserError(f"config fields that refer to others have no value: {described(error)}") from error
 
 

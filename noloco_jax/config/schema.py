@@ -113,7 +113,7 @@ def shown(value: Any) -> str:
     """Return the `repr` in one line, shortened for a message."""
     try:
         text = " ".join(repr(value).split())
-    except Exception as error:  # of the value's own __repr__; Python prints no integer of more than 4300 digits
+    except Exception as error:  # the value's own __repr__ may raise; Python prints no integer of more than 4300 digits
         is_number = isinstance(value, int) and isinstance(error, ValueError)
         text = "a number of thousands of digits" if is_number else "a value that cannot be printed"
     return text if len(text) <= 100 else f"{text[:100]}..."

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _SPAN = 2**64
 _STEP = 0x9E3779B97F4A7C15  # the odd integer next to _SPAN divided by the golden ratio
-_BYTES_PER_TOKEN = 4  # of text, about, for any vocabulary of subwords
+_BYTES_PER_TOKEN = 4  # roughly, of text, for any vocabulary of subwords
 
 
 def _no_encoder(texts: Sequence[str]) -> list[np.ndarray]:

@@ -127,7 +127,7 @@ class LineReader:
                 _go_to(self.position.bytes, self._opened, path)
             return self._opened.readline()
         except Exception:
-            self.close()  # so that another attempt opens the file again
+            self.close()  # another attempt opens the file again
             raise
 
     def close(self) -> None:

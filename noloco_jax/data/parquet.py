@@ -212,7 +212,7 @@ class ParquetEpochShard(WindowShuffledShard):
         self._source, self._order, self._ends, self._start, self._stop = source, order, ends, start, stop
         self._rows: Iterator[Any] = iter(())
         self._next_row = -1  # number of the row that `_rows` yields next
-        self._windows_and_part = -1, -1  # of the document that `part` was last asked about
+        self._windows_and_part = -1, -1  # the last answer of `part`
 
     def has(self, document: int) -> bool:
         return document < self._stop - self._start

@@ -17,7 +17,7 @@ T = TypeVar("T")
 _ROWS_PER_BATCH = 128
 _COLUMN_BUFFER_BYTES = 1 << 20  # without it pyarrow holds whole row groups in memory
 _FOOTERS_AT_ONCE = 16
-_USUAL_TEXT_COLUMN = "text"  # beside tokens it holds what they were made of
+_USUAL_TEXT_COLUMN = "text"  # beside tokens it holds their source, not other documents
 _DECODED_FOOTERS = 128  # kept in memory, where a row group takes 2 kB, however many streams read the file
 
 
@@ -26,7 +26,7 @@ class FileFooter(NamedTuple):
 
     columns: tuple[str, ...]
     group_rows: tuple[int, ...]
-    group_bytes: tuple[int, ...]  # of the values before compression: a fingerprint, as other values mostly have others
+    group_bytes: tuple[int, ...]  # before compression; it changes with most changes of the values
     file_bytes: int
 
 
@@ -153,7 +153,7 @@ def read_batches(path: str, groups: range, columns: Sequence[str]) -> Iterator["
             if opened is None:
                 opened = _open(path)
                 batches = opened.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=columns, use_threads=False)
-                for _ in range(num_read):  # of an earlier attempt
+                for _ in range(num_read):  # batches that an earlier attempt delivered
                     next(batches)
             return next(batches, None)
         except Exception:

@@ -88,7 +88,7 @@ class RowConverter(NamedTuple):
         ends_R = np.cumsum(lengths_R)
         starts_R = ends_R - lengths_R
         ids_N, other_N = (self._integers(batch, name, ends_R, first_row) for name in self.columns)
-        followed_N = np.ones(len(ids_N), bool)  # whether the next token is in the same row
+        followed_N = np.ones(len(ids_N), bool)  # the next token is in the same row
         followed_N[ends_R[lengths_R > 0] - 1] = False
         labels_N = self._labels(ids_N, other_N, followed_N)
         self._check_ids(ids_N, labels_N)

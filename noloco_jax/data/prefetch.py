@@ -69,7 +69,7 @@ class DocumentReader:
         self._documents = documents
         self._epoch, self._shards = position
         self._open_shards: dict[tuple[int, ...], EpochShard] = {}
-        self._parts: dict[tuple[int, ...], int] = {}  # of the document before, by open shard
+        self._parts: dict[tuple[int, ...], int] = {}  # open shard -> part of the document before
         self._current: tuple[int, ...] = ()  # the shard of the current document
 
     def advance(self) -> None:

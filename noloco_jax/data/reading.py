@@ -18,7 +18,7 @@ TRANSIENT_ERRNOS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOENT)
 RETRY_DELAYS = (0.1, 0.4, 1.0, 2.0, 4.0)  # seconds
 
 _BYTES = 1 << 26  # read at most, of all files together
-_FILES = 1 << 14  # of more, some evenly spaced ones are sampled
+_FILES = 1 << 14  # sampled at most, evenly spaced
 _PLACES = 1 << 10  # in all files together, as long as each has two
 _READ_AT_ONCE = 16  # files: a network file system answers many at once
 

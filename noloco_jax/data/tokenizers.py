@@ -11,7 +11,7 @@ import numpy as np
 
 from noloco_jax.errors import TransientError, UserError
 
-_ANSWER_SECONDS = 3.0  # in which the Hugging Face hub has to answer
+_ANSWER_SECONDS = 3.0  # timeout of the Hugging Face hub
 
 # Cases, accents in both forms, digits, spaces, line ends, and scripts without spaces and beyond 16 bits.
 _PROBE = (
@@ -174,7 +174,7 @@ def _unreachable_hub() -> str:
         return ""
     try:
         get_session().head(constants.ENDPOINT, timeout=_ANSWER_SECONDS)
-    except Exception as error:  # of whichever library it uses
+    except Exception as error:  # its HTTP library has errors of its own
         return f"{constants.ENDPOINT} does not answer ({' '.join(str(error).split()) or type(error).__name__})"
     return ""
 

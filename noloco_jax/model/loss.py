@@ -22,7 +22,7 @@ _CPU_LOGITS_AT_ONCE = 2**26
 _LOGITS_AT_ONCE = 2**29
 # XLA wants rows of such a multiple for 16-bit products on a GPU, or copies kernel and logits into them for every chunk.
 _GPU_VOCAB_MULTIPLE = 64
-_NO_TOKEN = -1  # of columns that are padding
+_NO_TOKEN = -1  # token of a padding column
 # A logit of probability zero that, unlike -inf, can be subtracted from itself.
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
