@@ -226,7 +226,6 @@ def train_stream(
     replica: int,
     num_replicas: int,
     seed: int,
-    batch_size: int | None = None,
     vocab_size: int | None = None,
 ) -> Stream:
     """Open the training batches of one replica of `num_replicas`: epoch after epoch of its share of the documents.
@@ -242,7 +241,6 @@ def train_stream(
 
     Args:
       tokenizer: may be None for data that are tokens already, see `needs_tokenizer`.
-      batch_size: sequences per batch; `config.batch_size` if None.
       vocab_size: the model's, which the ids in Parquet files must fit; unchecked if None.
 
     Raises:
@@ -269,7 +267,7 @@ def train_stream(
         "num_replicas": num_replicas,
         "source": _fingerprint(sources) | _token_facts(config, tokenizer, sources) | {"seed": seed},
     }
-    return Stream(open_sequences, mixture, config.batch_size if batch_size is None else batch_size, identity)
+    return Stream(open_sequences, mixture, config.batch_size, identity)
 
 
 def _fingerprint(sources: Mapping[str, Source]) -> dict[str, Any]:
@@ -293,7 +291,6 @@ def validation_batches(
     tokenizer: Tokenizer | None,
     *,
     num_batches: int,
-    batch_size: int | None = None,
     vocab_size: int | None = None,
 ) -> list[HostBatch]:
     """Return the first `num_batches` batches of the validation documents in an order that no seed changes.
@@ -308,7 +305,7 @@ def validation_batches(
     """
     sources = open_sources(config, tokenizer, validation=True, seed=0, vocab_size=vocab_size)
     mixture = mixture_of(config)
-    batch_size = config.batch_size if batch_size is None else batch_size
+    batch_size = config.batch_size
     rows: list[HostSequence] = []
     with ExitStack() as stack:
         sequences = {
