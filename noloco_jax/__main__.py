@@ -1,4 +1,4 @@
-"""Lists the commands: `python -m noloco_jax`."""
+"""List the commands: `python -m noloco_jax`."""
 
 import ast
 import sys
@@ -10,7 +10,7 @@ from noloco_jax.errors import UserError, main_with_errors
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints a line for each command, or with `--version` the version."""
+    """Print a line for each command, or with `--version` the version."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments == ["--version"]:
         print(noloco_jax.__version__)

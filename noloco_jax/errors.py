@@ -1,4 +1,4 @@
-"""Errors that a user can mend, and how the command lines report them."""
+"""Errors that a user can mend, and their report on the command line."""
 
 import contextlib
 import importlib
@@ -37,7 +37,7 @@ def described(error: BaseException) -> str:
 
 
 def main_with_errors(main: Callable[[], int | None]) -> None:
-    """Runs a command's `main` and exits with its status, or with a `UserError`'s, after one line of it to stderr.
+    """Run a command's `main` and exit with its status, or with a `UserError`'s, after one line of it to stderr.
 
     Warnings for users are lines too, without the place in the code that they come from.
     """
@@ -88,7 +88,7 @@ def _missing_requirements() -> list[str]:
 
 
 def tell(line: str) -> None:
-    """Write a line to standard error; where nothing can be written, as after its terminal is gone, go on without."""
+    """Write a line to standard error; where nothing can be written, as after its terminal is gone, continue without."""
     with contextlib.suppress(OSError, AttributeError):  # the latter where it was closed from the start
         sys.stderr.write(f"{line}\n")  # at once: a library's threads may be writing too
         sys.stderr.flush()

@@ -31,7 +31,7 @@ def folder_of_flag(text: str) -> Path:
 
 
 def check_writable(folder: Path) -> None:
-    """Raises `UserError` where `folder` cannot be written, or not be made. Writes nothing."""
+    """Raise `UserError` where `folder` cannot be written, or not be made. Writes nothing."""
     absolute = folder.absolute()
     existing = next(path for path in (absolute, *absolute.parents) if os.path.lexists(path))
     if not existing.is_dir():
@@ -49,7 +49,7 @@ def check_file(path: Path) -> None:
 
 
 def check_name(workdir: Path) -> None:
-    """Raises `UserError` where the path has characters that Orbax takes for a pattern: it would write checkpoints there
+    """Raise `UserError` where the path has characters that Orbax takes for a pattern: it would write checkpoints there
     that nothing can read."""
     path = str(workdir.absolute())
     if found := [character for character in "[]\\" if character in path]:
@@ -57,27 +57,27 @@ def check_name(workdir: Path) -> None:
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether an error tells of a disk or a quota that is used up; libraries other than Python say it in words."""
+    """Return True for an error of a full disk or quota; libraries other than Python say it in words."""
     numbers = (errno.ENOSPC, errno.EDQUOT)
     return getattr(error, "errno", None) in numbers or any(os.strerror(number) in str(error) for number in numbers)
 
 
 @contextlib.contextmanager
 def full_disk_told(folder: Path) -> Iterator[None]:
-    """Makes a `TransientError` of a full disk that its body meets while it writes to `folder`."""
+    """Make a `TransientError` of a full disk that its body meets while it writes to `folder`."""
     try:
         yield
     except OSError as error:
         if not is_full_disk(error):
             raise
         raise TransientError(
-            f"{error.filename or folder}: no space left on device: make room, the same command goes on from the last "
+            f"{error.filename or folder}: no space left on device: make room, the same command resumes from the last "
             "checkpoint"
         ) from error
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> Path:
-    """Writes a file beside `path` and renames it, so that a process killed meanwhile leaves the former file or none.
+    """Write a file beside `path` and rename it, so that a process killed meanwhile leaves the former file or none.
 
     What it leaves beside is written over by the next write: so one process at a time may write a path. Text is written
     as UTF-8. The folder is made when missing. Returns the path.
@@ -95,7 +95,7 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> Path:
 
 
 def write_picture(path: str | os.PathLike[str], figure: "Figure") -> Path:
-    """Writes a figure as a PNG, in the resolution that it has, as `write_whole` does."""
+    """Write a figure as a PNG, in the resolution that it has, as `write_whole` does."""
     content = io.BytesIO()
     figure.savefig(content, format="png")
     return write_whole(path, content.getvalue())

@@ -1,1 +1,1 @@
-"""How fast a configuration trains."""
+"""Measurement of a configuration's speed and memory."""

@@ -1,11 +1,11 @@
-"""Measures how fast a configuration trains, and its variants: time, FLOPs, memory, messages, data, compilation.
+"""Measure how fast a configuration trains, and its variants: time, FLOPs, memory, messages, data, compilation.
 
     python -m noloco_jax.bench --config=configs/quickstart.py --vary num_replicas=2,4,8
     python -m noloco_jax.bench --config=configs/c4_125m.py --vary method=noloco,diloco,ddp --json=bench.json
     python -m noloco_jax.bench --config=configs/quickstart.py --vary num_replicas=2,16,64 --compile_only
 
 Every variant runs in a process of its own, one after another, on random tokens. Data that are there are read as fast as
-they can be, without training. `--json` writes all figures and the whole configurations.
+possible, without training. `--json` writes all figures and the whole configurations.
 
 Model FLOPs per token are 3 times those of the forward pass: 2 per weight of every matrix product (the head is in, the
 embedding out) and causal attention counted once, 2 x T x heads x head size per layer at sequence length T; what is
@@ -23,11 +23,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from noloco_jax.bench.launcher import launch
 from noloco_jax.bench.options import REFUSED, Options
-from noloco_jax.bench.process import measure_apart
 from noloco_jax.bench.report import VariantResult, show
 from noloco_jax.bench.variants import make_variants
-from noloco_jax.cluster.heap import keep_freed_memory
+from noloco_jax.cluster.host import keep_freed_memory
 from noloco_jax.config import parse_args, split_overrides, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
@@ -35,25 +35,25 @@ from noloco_jax.run.console import make_console
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures every variant, or, as the process of one, that one; returns the exit status."""
+    """Measure every variant, or, as the process of one, that one; return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     config, flags = parse_args(arguments, __doc__ or "", _define_flags, prog="python -m noloco_jax.bench")
     _check(flags)
     options = Options(flags.steps, flags.data_seconds, flags.compile_only, flags.profile)
     if flags.result is not None:
         keep_freed_memory()
-        from noloco_jax.bench.here import measure_here  # imports jax, for which the other processes need not wait
+        from noloco_jax.bench.worker import work  # imports jax, for which the other processes need not wait
 
-        return measure_here(config, options, flags.result)
+        return work(config, options, flags.result)
     overrides, _ = split_overrides(arguments)
     variants = make_variants(flags.config, overrides, flags.vary)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without ending the process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # SIGTERM ends the variant's process too
     console = make_console()
     rows: list[VariantResult] = []
     for number, variant in enumerate(variants, start=1):
         if len(variants) > 1:
             console.print(f"{number}/{len(variants)}  {variant.label}", style="dim")
-        rows.append((variant, measure_apart(flags.config, variant, options)))
+        rows.append((variant, launch(flags.config, variant, options)))
         if flags.json is not None:
             _write(flags.json, flags.config, rows)
     statuses = {result["status"] for _, result in rows if "error" in result}
@@ -112,7 +112,7 @@ def _title(file: str, rows: Sequence[VariantResult]) -> str:
 
 
 def _write(path: Path, file: str, rows: Sequence[VariantResult]) -> None:
-    """Writes what is measured so far."""
+    """Write the figures measured so far."""
     runs: list[dict[str, Any]] = [
         {"varied": variant.varied, "note": variant.note, **result, "config": to_dict(variant.config)}
         for variant, result in rows

@@ -1,4 +1,4 @@
-"""What to measure of a variant, and what comes of it."""
+"""Options and results of measuring a variant."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +11,11 @@ FAILED, REFUSED = 1, 2  # exit statuses of a variant's process
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure.
+    """Options of one measurement.
 
     Attributes:
       steps: inner steps to time.
-      data_seconds: how long to drain the data pipeline; 0: not at all.
+      data_seconds: seconds to drain the data pipeline for; 0: not at all.
       compile_only: only compile; allocate and run nothing.
       profile: folder of a trace, or None.
     """

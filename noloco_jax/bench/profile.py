@@ -1,4 +1,4 @@
-"""Where the time of traced steps goes: the operations of a profile, by the part of the step that they belong to."""
+"""Time of traced steps by part of the step: the operations of a profile, attributed to the parts."""
 
 import re
 from collections import defaultdict
@@ -22,7 +22,7 @@ class Part(NamedTuple):
     """A part of a step.
 
     Attributes:
-      name: the scope, and which pass where it has two; or the program, for what is in no scope.
+      name: the scope, and the pass where it has two; or the program, for operations in no scope.
       share: of the time of all operations.
       seconds: of one device in a step.
       largest: the operations that take most, each with its share.
@@ -78,7 +78,9 @@ def parts_of(
     for (program, name), operations in in_parts.items():
         taken = sum(seconds for _, seconds in operations)
         largest = [(operation, seconds / total) for operation, seconds in operations[:_LARGEST]]
-        steps = times.get(program, max(times.values(), default=1))  # what has no program is of the inner steps most
+        steps = times.get(
+            program, max(times.values(), default=1)
+        )  # most operations without a program belong to inner steps
         parts.append(Part(name, taken / total, taken / num_devices / steps, largest))
     return sorted(parts, key=lambda part: -part.share), _idle_share(lines)
 

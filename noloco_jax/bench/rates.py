@@ -89,7 +89,7 @@ def data_rate(config: TrainConfig, seconds: float) -> float:
         ]
 
         def drain(most_rounds: float) -> tuple[int, float]:
-            """Rounds taken from all streams, and the seconds that took."""
+            """Return the rounds taken from all streams, and the seconds that took."""
             rounds, started = 0, time.perf_counter()
             while rounds < most_rounds and (rounds == 0 or time.perf_counter() - started < seconds):
                 for stream in streams:

@@ -1,4 +1,4 @@
-"""The table of what was measured, and what there is to say about it."""
+"""Table of the measured figures, and notes on them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ from noloco_jax.formatting import (
 from noloco_jax.methods import METHODS, sync_pieces
 
 Column = tuple[str, Callable[[Result], str]]
-_MEASURED_PEAK = "peak_memory_bytes_before_outer_steps"  # of results from devices that count what they hold
+_MEASURED_PEAK = "peak_memory_bytes_before_outer_steps"  # given by devices that count their memory
 _MUCH_UNNAMED = 0.1
 _DATA_MARGIN = 3  # the data pipeline alone should be this many times as fast as the trainer
 
@@ -70,7 +70,7 @@ VariantResult = tuple[Variant, Result]
 
 
 def show(rows: Sequence[VariantResult], title: str, *, compile_only: bool, console: Console) -> None:
-    """Prints the table, in two parts where the terminal is too narrow, and the notes below it.
+    """Print the table, in two parts where the terminal is too narrow, and the notes below it.
 
     Args:
       rows: the variants with their results; a result of an `error` alone is one that failed.
@@ -196,7 +196,7 @@ def _data_notes(rows: Sequence[VariantResult]) -> list[str]:
 
 
 def _show_profile(variant: Variant, result: Result, console: Console) -> None:
-    """Prints where the time of the traced steps went, and where the trace is."""
+    """Print the time of the traced steps by part, and the path of the trace."""
     path = result["profile"]
     if result["profile_parts"]:
         _show_parts(variant, result, console)

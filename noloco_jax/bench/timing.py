@@ -1,4 +1,4 @@
-"""Times inner and outer steps, dispatched as the trainer dispatches them, and traces a few."""
+"""Timing of inner and outer steps, dispatched as the trainer dispatches them, and a trace of a few."""
 
 import itertools
 import time
@@ -16,10 +16,10 @@ from noloco_jax.spmd.programs import Programs
 from noloco_jax.spmd.shared_batch import replicas_read_here
 
 _WARMUP = 3  # inner steps before the first that is timed
-_OUTER_STEPS = 5  # that are timed
+_OUTER_STEPS = 5  # timed
 TRACED_STEPS = 3
 _DIFFERENT_BATCHES = 4
-_DOCUMENTS = 4  # that begin in a sequence, about, where attention stays inside documents
+_DOCUMENTS = 4  # that begin in a sequence, roughly, with a document mask
 
 
 class RandomStreams:
@@ -63,7 +63,7 @@ class TimedRun:
         self._steps = 0
 
     def inner(self) -> Any:
-        """Dispatches an inner step; its metrics, which are ready when it is done."""
+        """Dispatch an inner step; return its metrics, which are ready when it is done."""
         self._steps += 1
         self._params, self._inner, metrics = self._programs.inner_step(
             self._params, self._inner, next(self._batches), np.int32(self._steps)
@@ -71,7 +71,7 @@ class TimedRun:
         return metrics
 
     def outer(self, round: int) -> float:
-        """Takes outer step `round` (0, 1, ...), with nothing else in flight; the seconds it took."""
+        """Take outer step `round` (0, 1, ...), with nothing else in flight; return the seconds it took."""
         assert self._programs.outer_step is not None and self._outer is not None
         self._outer = self._outer._replace(round=jax.device_put(np.int32(round), self._outer.round.sharding))
         jax.block_until_ready(self._params)
@@ -90,7 +90,7 @@ def inner_times(run: TimedRun, steps: int) -> list[float]:
 
 
 def _one_ahead(run: TimedRun, steps: int) -> Iterator[Any]:
-    """The metrics of every step, when the next one has been dispatched."""
+    """Yield the metrics of every step once the next one is dispatched."""
     metrics = run.inner()
     for _ in range(steps):
         following = run.inner()
@@ -111,7 +111,7 @@ def outer_times(run: TimedRun) -> list[float]:
 
 
 def trace(run: TimedRun, folder: Path, *, with_outer: bool) -> Path:
-    """Writes a profile of a few inner steps and one outer step; returns the file for Perfetto."""
+    """Write a profile of a few inner steps and one outer step; return the file for Perfetto."""
     with jax.profiler.trace(folder, create_perfetto_trace=True):
         for number in range(TRACED_STEPS):
             with jax.profiler.StepTraceAnnotation("inner_step", step_num=number):

@@ -1,1 +1,1 @@
-"""Processes and machines: where a process stands, how processes start, agree and stop as one run."""
+"""Processes and machines: the rank of a process, and the start, agreement and end of several as one run."""

@@ -19,7 +19,7 @@ _SERVICE_SECONDS = 1.0  # process 0 holds the store, and its end would abort who
 
 
 class ErrorRelay:
-    """Listens, from its making on, for the errors of other processes, and ends this one with the first of them.
+    """Listener, from its making on, for the errors of other processes, which ends this one with the first of them.
 
     It goes through JAX's coordination service, in a thread of its own: no collective, and no process waits for another.
 
@@ -36,16 +36,16 @@ class ErrorRelay:
         self._thread.start()
 
     def close(self) -> None:
-        """Listens no more."""
+        """Stop listening."""
         self._closed.set()
         self._thread.join()
 
     def ignore_others(self) -> None:
-        """Keeps other processes' errors from ending this one. Does not return if one of them does so already."""
+        """Keep other processes' errors from ending this one. Does not return if one of them does so already."""
         self._ending.acquire()
 
     def end_all(self, error: str, status: int) -> None:
-        """Ends this process and all others with `error` and exit `status`; call `ignore_others` before."""
+        """End this process and all others with `error` and exit `status`; call `ignore_others` before."""
         with contextlib.suppress(Exception):  # the service may be gone
             self._client.key_value_set(f"{_ERRORS}/{self._process_id}", json.dumps([error, status]))
         self._end(error, status)

@@ -1,6 +1,7 @@
-"""How several processes start and end as one run."""
+"""Start and end of several processes as one run."""
 
 import contextlib
+import ctypes
 import importlib.metadata
 import os
 import signal
@@ -13,7 +14,6 @@ from typing import Any
 
 import jax
 
-from noloco_jax.cluster.abort import end_with_status_on_abort
 from noloco_jax.cluster.error_relay import ErrorRelay
 from noloco_jax.cluster.place import Place
 from noloco_jax.cluster.processes import is_of_exchange
@@ -22,13 +22,17 @@ from noloco_jax.cluster.stop import INTERRUPTED
 from noloco_jax.config import flatten
 from noloco_jax.errors import UserError, tell
 
-CONNECT_SECONDS = 60  # for which JAX waits for a process that was there at the roll call
+CONNECT_SECONDS = 60  # timeout of JAX for a process that was there at the roll call
 _MUST_MATCH = ("jax", "jaxlib", "flax", "optax")  # packages of which all processes need one version
+_ABORT_LINE = (
+    "error: JAX ended this process, for the reason above: the same command resumes from the last checkpoint{}\n"
+)
+_abort_handlers: list[object] = []  # called by C: kept from the garbage collector
 
 
 @contextlib.contextmanager
 def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> Iterator[None]:
-    """Runs its body as one of the run's processes: all are there and agree, `jax.distributed` is up.
+    """Run the body as one of the run's processes: all are there and agree, `jax.distributed` is up.
 
     A `UserError` in one process ends all of them with its exit status, see `ErrorRelay`. Any other error ends it at
     once, without JAX's farewell, in which it would wait for the others while they wait for it; their next exchange with
@@ -47,7 +51,7 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
     try:
         call_the_roll(place.coordinator, place.num_processes, _process_info(place, config), timeout)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        end_with_status_on_abort(here)  # which JAX calls where a process is lost, from here on
+        end_with_status_on_abort(here)  # from here on JAX aborts where a process is lost
         jax.distributed.initialize(
             place.coordinator,
             place.num_processes,
@@ -80,7 +84,7 @@ def joined(place: Place | None, config: Mapping[str, Any], timeout: float) -> It
         elif is_of_exchange(error):
             reason = " ".join(str(error).split())[:300]
             tell(
-                f"error: another process has ended, or is out of reach ({reason}): the same command goes on from the "
+                f"error: another process has ended, or is out of reach ({reason}): the same command resumes from the "
                 f"last checkpoint{here}"
             )
         elif not isinstance(error, KeyboardInterrupt):
@@ -93,3 +97,23 @@ def _process_info(place: Place, config: Mapping[str, Any]) -> ProcessInfo:
     versions = {name: importlib.metadata.version(name) for name in _MUST_MATCH}
     must_match = {"--num_processes": place.num_processes, **versions, **flatten(config, "config.")}
     return ProcessInfo(place.process_id, socket.gethostname(), must_match)
+
+
+def end_with_status_on_abort(place: str) -> None:
+    """Make an abort(), from now on, end this process with one line and exit status 1, as a retry may succeed.
+
+    A process dies of the signal otherwise, which reads as a crash. Python's own handlers run between two of its
+    instructions, which an aborting process does not live to see, and JAX can tell Python of no lost process: it calls
+    `missed_heartbeat_callback` with a status that has no form in Python (jaxlib 0.10 and 0.12).
+
+    Args:
+      place: what the line ends with, such as the process's number and host.
+    """
+    line = _ABORT_LINE.format(place).encode()
+
+    def end(_: int) -> None:
+        os.write(2, line)
+        os._exit(1)
+
+    _abort_handlers.append(handler := ctypes.CFUNCTYPE(None, ctypes.c_int)(end))
+    ctypes.CDLL(None).signal(signal.SIGABRT, handler)

@@ -19,7 +19,7 @@ from noloco_jax.errors import UserError
 
 
 def gpus_of_machine() -> int:
-    """The number of NVIDIA GPUs that the system shows, without starting CUDA, which reads its settings only once."""
+    """Count the NVIDIA GPUs that the system shows, without starting CUDA, which reads its settings only once."""
     devices = list(Path("/dev").glob("nvidia[0-9]*"))  # in a container, those that it was given
     return len(devices) or len(list(Path("/proc/driver/nvidia/gpus").glob("*")))  # not all systems make devices at boot
 
@@ -27,7 +27,7 @@ def gpus_of_machine() -> int:
 def own_gpus(
     environment: Mapping[str, str], local_rank: int, num_local: int, count_gpus: Callable[[], int]
 ) -> tuple[int, ...] | None:
-    """The GPUs that a process takes of those that it sees.
+    """Choose the GPUs that a process takes of those that it sees.
 
     Processes that were given GPUs of their own take all that they see. Processes that all see the same GPUs take equal
     shares of them, in the order of their ranks.
@@ -62,7 +62,7 @@ def own_gpus(
 
 
 def _visible_gpus(environment: Mapping[str, str]) -> int | None:
-    """How many GPUs CUDA_VISIBLE_DEVICES lists, up to the first that is none (such as -1); None: it is not set."""
+    """Count the GPUs that CUDA_VISIBLE_DEVICES lists, up to the first that is none (as -1); None if not set."""
     if "CUDA_VISIBLE_DEVICES" not in environment:
         return None
     entries = environment["CUDA_VISIBLE_DEVICES"].split(",")
@@ -70,7 +70,7 @@ def _visible_gpus(environment: Mapping[str, str]) -> int | None:
 
 
 def _has_its_own(environment: Mapping[str, str], visible: int, num_local: int) -> bool:
-    """Whether the GPUs that a process sees are its own, where there are `num_local` processes on the machine."""
+    """Return True if a process sees its own GPUs alone, with `num_local` processes on the machine."""
     if visible == _gpus_per_task(environment):
         return True
     on_node = environment.get("SLURM_GPUS_ON_NODE", "")

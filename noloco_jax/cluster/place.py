@@ -1,4 +1,4 @@
-"""Where a process stands among those of its run, by flags or by what its launcher put into the environment."""
+"""Rank and coordinator of a process in its run, from flags or from the environment that its launcher made."""
 
 import re
 from argparse import ArgumentParser, Namespace
@@ -9,12 +9,12 @@ from typing import NamedTuple
 from noloco_jax.cluster.local_gpus import gpus_of_machine, own_gpus
 from noloco_jax.errors import UserError
 
-_FIRST_PORT, _NUM_PORTS = 61440, 4096  # above the ports that Linux gives away by itself
+_FIRST_PORT, _NUM_PORTS = 61440, 4096  # Linux assigns none of these ports by itself
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands among those of the run.
+    """Rank of this process in the run, and the coordinator.
 
     Attributes:
       coordinator: HOST:PORT on which process 0 listens.
@@ -30,7 +30,7 @@ class Place:
 
 
 def define_flags(parser: ArgumentParser) -> None:
-    """Adds the flags that say where a process stands, for machines whose environment does not."""
+    """Add the flags that give a process its place, for machines whose environment does not."""
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens (several processes only)")
     parser.add_argument("--num_processes", type=int, metavar="N", help="processes of the run")
     parser.add_argument("--process_id", type=int, metavar="I", help="this process, from 0 to N - 1")
@@ -42,7 +42,7 @@ def define_flags(parser: ArgumentParser) -> None:
 def find_place(
     flags: Namespace, environment: Mapping[str, str], count_gpus: Callable[[], int] = gpus_of_machine
 ) -> Place | None:
-    """Where this process stands, by its flags, JAX_* variables, Kubernetes, Open MPI or Slurm; None if it is alone.
+    """Find the place of this process by its flags, JAX_* variables, Kubernetes, Open MPI or Slurm; None if it is alone.
 
     Args:
       flags: as `define_flags` makes them; they go before the environment.
@@ -75,7 +75,7 @@ def find_place(
 
 
 class _Found(NamedTuple):
-    """What the environment says of a process; None where it does not.
+    """Facts about a process in its environment; None where it has none.
 
     Attributes:
       coordinator, num_processes, process_id: as in `Place`.
@@ -94,7 +94,7 @@ def _from_environment(environment: Mapping[str, str]) -> _Found:
     if "JAX_NUM_PROCESSES" in environment:
         process_id = _number(environment, "JAX_PROCESS_ID")
         if process_id is None:
-            process_id = _number(environment, "JOB_COMPLETION_INDEX")  # of a pod of a Kubernetes Indexed Job
+            process_id = _number(environment, "JOB_COMPLETION_INDEX")  # a pod of a Kubernetes Indexed Job
         return _Found(num_processes=_number(environment, "JAX_NUM_PROCESSES"), process_id=process_id)
     # Before Slurm: inside a Slurm job, mpirun starts its ranks below a Slurm task of its own on every node.
     if _number(environment, "OMPI_COMM_WORLD_SIZE") is not None:

@@ -13,7 +13,7 @@ _EXCHANGES = (
     "Gloo ",
     "coordination service",
     "CoordinationService",
-)  # what an error names when one failed
+)  # named by the error of one that failed
 
 
 class Processes(Protocol):
@@ -26,11 +26,11 @@ class Processes(Protocol):
     alone: bool
 
     def gather(self, value: PyTree) -> list[PyTree]:
-        """Returns every process's value, by process number; `value` is small and made of what JSON can hold."""
+        """Return every process's value, by process number; `value` is small and made of what JSON can hold."""
         ...
 
     def barrier(self, name: str) -> None:
-        """Returns once every process has come here; all give the same `name`."""
+        """Return once every process has come here; all give the same `name`."""
         ...
 
     def wait_at(self, name: str, seconds: float) -> None:
@@ -42,11 +42,11 @@ class Processes(Protocol):
         ...
 
     def agree_to_stop(self, step: int, received: bool) -> bool:
-        """Whether all processes stop after `step`. To be called after every step; no process waits for another.
+        """Return True if all processes stop after `step`. Every process asks after every step; none waits for another.
 
         Args:
           step: the number of the step that this process has dispatched.
-          received: whether this process was told to stop. Of several processes, JAX itself sees a SIGTERM to any.
+          received: this process was told to stop. Of several processes, JAX itself sees a SIGTERM to any.
         """
         ...
 
@@ -95,7 +95,7 @@ class DistributedProcesses:
 
 
 def is_of_exchange(error: BaseException) -> bool:
-    """Whether an error says that an exchange between processes failed, as it does when one of them is lost.
+    """Return True for an error by which an exchange between processes failed, as when one of them is lost.
 
     It may come from any call that all processes make together, of whatever library, and as a `ValueError`.
     """
@@ -103,5 +103,5 @@ def is_of_exchange(error: BaseException) -> bool:
 
 
 def run_processes() -> Processes:
-    """The processes that JAX knows of: those of `jax.distributed`, or this one alone."""
+    """Return the processes that JAX knows of: those of `jax.distributed`, or this one alone."""
     return OneProcess() if jax.process_count() == 1 else DistributedProcesses()

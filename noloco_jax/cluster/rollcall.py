@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from noloco_jax.errors import StartError, UserError
 
 _RETRY_SECONDS = 0.2
-_ANSWER_SECONDS = 10.0  # for a message between two processes that are there
+_ANSWER_SECONDS = 10.0  # timeout of a message between two processes that are up
 _MAX_NAMED = 16  # processes that a message names one by one
 
 
 class ProcessInfo(NamedTuple):
-    """What a process tells process 0 of itself.
+    """Report of a process to process 0.
 
     Attributes:
       process_id: its number.
@@ -33,10 +33,10 @@ class ProcessInfo(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What process 0 tells all that came.
+    """Answer of process 0 to all that reported.
 
     Attributes:
-      error: what is wrong; empty if nothing is.
+      error: the reason to end; empty if there is none.
       retry: whether they only did not come together, so that starting them again may help.
     """
 
@@ -45,7 +45,7 @@ class Verdict(NamedTuple):
 
 
 def call_the_roll(coordinator: str, num_processes: int, info: ProcessInfo, timeout: float) -> None:
-    """Returns once every process has reported to process 0 and all match.
+    """Return once every process has reported to process 0 and all match.
 
     Args:
       coordinator: HOST:PORT at which process 0 listens.
@@ -58,7 +58,9 @@ def call_the_roll(coordinator: str, num_processes: int, info: ProcessInfo, timeo
       UserError: on every process that came, if one differs, or is there twice; it names process and host.
     """
     host, _, port = coordinator.rpartition(":")
-    info = info._replace(must_match=json.loads(json.dumps(info.must_match)))  # as the others will see it
+    info = info._replace(
+        must_match=json.loads(json.dumps(info.must_match))
+    )  # JSON changes tuples: compare the same form
     if info.process_id == 0:
         verdict = _collect(int(port), num_processes, info, timeout)
     else:
@@ -68,7 +70,7 @@ def call_the_roll(coordinator: str, num_processes: int, info: ProcessInfo, timeo
 
 
 def _report(host: str, port: int, info: ProcessInfo, timeout: float) -> Verdict:
-    """Reports to process 0, as soon as it listens, and returns its verdict."""
+    """Report to process 0, as soon as it listens, and return its verdict."""
     reason: Exception | None = None
     deadline = time.monotonic() + timeout
     while (left := deadline - time.monotonic()) > 0:
@@ -91,7 +93,7 @@ def _report(host: str, port: int, info: ProcessInfo, timeout: float) -> Verdict:
 
 
 def _collect(port: int, num_processes: int, mine: ProcessInfo, timeout: float) -> Verdict:
-    """Collects the others' reports and tells all of them the verdict."""
+    """Collect the others' reports and tell all of them the verdict."""
     dual = socket.has_dualstack_ipv6()
     try:
         listener = socket.create_server(
@@ -140,7 +142,7 @@ def _collect(port: int, num_processes: int, mine: ProcessInfo, timeout: float) -
 
 
 def _still_there(connection: socket.socket) -> bool:
-    """Whether a process that has reported still waits: then it sends an empty line back."""
+    """Return True if a process that has reported still waits: then it answers an empty line with another."""
     with contextlib.suppress(OSError):
         connection.sendall(b"\n")
         return connection.recv(1) == b"\n"

@@ -1,4 +1,4 @@
-"""Stops a run on SIGTERM, SIGHUP or Ctrl-C: between two steps, with everything saved."""
+"""Stop a run on SIGTERM, SIGHUP or Ctrl-C: between two steps, with everything saved."""
 
 import os
 import signal
@@ -7,12 +7,12 @@ from types import FrameType
 
 from noloco_jax.cluster.processes import Processes
 
-RESTART = 75  # EX_TEMPFAIL: stopped by SIGTERM or SIGHUP with everything saved; the same command goes on
-INTERRUPTED = 130  # what shells report of Ctrl-C
+RESTART = 75  # EX_TEMPFAIL: stopped by SIGTERM or SIGHUP with everything saved; the same command resumes
+INTERRUPTED = 130  # the status that shells give after Ctrl-C
 
 
 class Stop:
-    """Catches SIGTERM, SIGHUP and SIGINT while it is open, so that a loop can save and stop between two steps.
+    """Handler of SIGTERM, SIGHUP and SIGINT while it is open, so that a loop can save and stop between two steps.
 
     A second Ctrl-C ends the process at once; further SIGTERMs change nothing, for a save may be under way. A SIGHUP, as
     of a connection that drops, is ignored where it was before, as under `nohup`. Of several processes, a SIGTERM to any
@@ -23,8 +23,8 @@ class Stop:
       processes: those that stop together.
 
     Attributes:
-      reason: what the run says when it has stopped.
-      exit_status: what it then exits with.
+      reason: the message after the stop.
+      exit_status: the status after the stop.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -52,7 +52,7 @@ class Stop:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def at(self, step: int) -> bool:
-        """Whether to stop after `step`. To be asked after every step, by every process."""
+        """Return True if the run stops after `step`. Every process asks after every step."""
         return self._processes.agree_to_stop(step, self._received is not None)
 
     @property

@@ -1,4 +1,4 @@
-"""A lock on a run's folder, so that one trainer at a time writes there; whoever only reads takes none."""
+"""A lock on a run's folder, so that one trainer at a time writes there; readers take none."""
 
 import contextlib
 import fcntl
@@ -22,7 +22,7 @@ BEAT_SECONDS = 10.0  # between two signs of life
 SILENT_SECONDS = 60.0  # without one, until a trainer on another machine is taken for dead; NFS may cache times as long
 _FIRST_BEAT_SECONDS = 2.0  # two may take a lock at once where a file system keeps machines' flocks apart
 _POLL_SECONDS = 0.5
-_OTHERS_SECONDS = 600.0  # by which processes of a run may come here at different times, on cold storage
+_OTHERS_SECONDS = 600.0  # most that cold storage delays one process of a run behind another
 
 
 class Holder(NamedTuple):
@@ -79,7 +79,7 @@ def holder_of(workdir: Path) -> Holder | None:
 
 
 class WorkdirLock:
-    """Holds `LOCK_FILE` in a folder as a context: a file that names the holder and is deleted at the end.
+    """Lock of a folder as a context, by `LOCK_FILE`: a file that names the holder and is deleted at the end.
 
     On one machine the kernel's `flock` of the file decides: it ends with its process, however that ends, and whatever
     process gets the same number later. Some shared file systems do not pass it on to other machines, and some keep that
@@ -95,7 +95,7 @@ class WorkdirLock:
     def __init__(self, workdir: Path, report: Callable[[str], None]):
         self._workdir, self._path, self._report = workdir, workdir / LOCK_FILE, report
         self._file = -1  # an open file, while the lock is held
-        self._line = b""  # what it then says
+        self._line = b""  # the content written last
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="workdir lock", daemon=True)
 
@@ -157,7 +157,7 @@ class WorkdirLock:
             self._line = _line_of(Holder(socket.gethostname(), os.getpid(), now, _kernel(), status.st_dev))
             os.pwrite(file, self._line, 0)  # before the end is cut off: readers take the first line
             os.ftruncate(file, len(self._line))
-            os.fsync(file)  # for NFS to show it to other machines
+            os.fsync(file)  # NFS shows it to other machines only then
             self._file, file = file, -1
             return None
         finally:

@@ -1,1 +1,1 @@
-"""The report of what a run's compiled programs communicate."""
+"""Report of the communication in a run's compiled programs."""

@@ -1,4 +1,4 @@
-"""Shows what a run communicates: every collective of its compiled programs, what it crosses, and its bytes.
+"""Show the communication of a run: every collective of its compiled programs, the axes it crosses, and its bytes.
 
     python -m noloco_jax.communication --config=configs/quickstart.py --devices=8
     python -m noloco_jax.communication --config=configs/c4_125m.py --config.mesh.fsdp=2 --devices=8 --json
@@ -26,7 +26,7 @@ from noloco_jax.spmd.background import training_devices
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses the command line and prints the report; returns the exit status."""
+    """Parse the command line and print the report; return the exit status."""
     config, flags = parse_args(argv, __doc__ or "", _define_flags, prog="python -m noloco_jax.communication")
     if flags.devices is None:
         use_cpu_cores(config)

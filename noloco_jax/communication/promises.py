@@ -1,4 +1,4 @@
-"""What each method promises of its communication, and whether a run's compiled programs keep it."""
+"""Promises of each method about its communication, checked in a run's compiled programs."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,14 +8,14 @@ from noloco_jax.formatting import format_bytes
 from noloco_jax.methods import Method, method_of
 from noloco_jax.spmd.hlo import Collective, Traffic
 
-_MESSAGE = "collective-permute"  # what goes to a partner, who alone has to wait for it
+_MESSAGE = "collective-permute"  # sent to a partner, who alone waits for it
 
 
 def _may_cross(method: Method, program: str, collective: Collective) -> bool:
-    """Whether the method allows a collective of a program to cross replicas.
+    """Return True if the method allows a collective of a program to cross replicas.
 
-    In an inner step only where it averages gradients, and for micro-batches on their way to another replica's stage.
-    Nothing that brings batches to devices may: each replica's data are its own.
+    An inner step may only where the method averages gradients, and for micro-batches on their way to another replica's
+    stage. A program that brings batches to devices never may: each replica's data are its own.
     """
     if program in ("share_batch", "moved", "solo", "keep"):
         return False
@@ -29,7 +29,7 @@ def _may_cross(method: Method, program: str, collective: Collective) -> bool:
 
 
 def _num_partners(report: Report) -> int | None:
-    """To how many others a replica sends in an outer step; None where all replicas wait for each other."""
+    """Return the number of others that a replica sends to in an outer step; None where all wait for each other."""
     num_partners = method_of(report.config).num_partners
     return num_partners and num_partners(report.config)
 
@@ -49,7 +49,7 @@ _TITLES = {
 
 
 def broken_promises(report: Report) -> list[str]:
-    """What crosses replicas although the method has it that it does not, a line each."""
+    """Return a line for each collective that crosses replicas against the method's promise, and for each excess."""
     method = method_of(report.config)
     broken = [
         f"{title}: {collective.kind} of {operands_text(collective)} crosses {' and '.join(collective.axes)}"
@@ -67,7 +67,7 @@ def broken_promises(report: Report) -> list[str]:
 
 
 def verdict(report: Report) -> list[str]:
-    """The findings in plain words, a line a program."""
+    """Return the findings in plain words, a line a program."""
     lines = [_batch_verdict(report.traffic["share_batch"])] if "share_batch" in report.traffic else []
     lines.append(_inner_verdict(report))
     if report.exchanging is not None:
@@ -91,7 +91,7 @@ def _inner_verdict(report: Report) -> str:
 
 
 def _inside(traffic: Traffic) -> str:
-    """What stays inside replicas, or nothing."""
+    """Describe the collectives inside replicas; empty if there are none."""
     text = _by_axes([traffic], lambda collective: collective.axes and not crosses_replicas(collective))
     return f"inside a replica {text}" if text else ""
 
@@ -115,7 +115,7 @@ def _outer_verdict(report: Report, traffic: Traffic) -> str:
 
 
 def _crossing(traffics: Sequence[Traffic]) -> str:
-    """What crosses replicas, or nothing."""
+    """Describe the collectives that cross replicas; empty if there are none."""
     text = _by_axes(traffics, crosses_replicas)
     blocking = any(
         crosses_replicas(collective) and collective.kind != _MESSAGE

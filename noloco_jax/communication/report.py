@@ -1,4 +1,4 @@
-"""Compiles a run's programs and reads what they communicate."""
+"""Compilation of a run's programs, and the collectives that they hold."""
 
 import dataclasses
 from collections.abc import Collection
@@ -20,7 +20,7 @@ EVALUATION = ("evaluate", "merge", "spread")  # the programs that an evaluation 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a run's programs communicate.
+    """Communication of a run's programs.
 
     Attributes:
       config: the run.
@@ -51,7 +51,7 @@ class Report:
 def inspect_run(
     config: TrainConfig, devices: list, only: Collection[str] = PROGRAMS, *, num_processes: int = 1
 ) -> Report:
-    """Compiles a run's programs, each once, and reads their collectives.
+    """Compile a run's programs, each once, and read their collectives.
 
     Args:
       config: the run.
@@ -92,16 +92,16 @@ def _options() -> dict[str, int]:
 
 
 def crosses_replicas(collective: Collective) -> bool:
-    """Whether data goes from one replica's devices to another's."""
+    """Return True if data goes from one replica's devices to another's."""
     return "replica" in collective.axes
 
 
 def bytes_across_replicas(traffic: Traffic) -> tuple[int, int]:
-    """The least and the most bytes that a device puts into collectives that cross replicas."""
+    """Return the least and the most bytes that a device puts into collectives that cross replicas."""
     return traffic.extent(lambda collective: collective.bytes * crosses_replicas(collective))
 
 
 def operands_text(collective: Collective) -> str:
-    """The first of a collective's operands, and how many more there are."""
+    """Return the first of a collective's operands and the number of further ones, as text."""
     first, *others = collective.operands or ("nothing",)
     return f"{first} +{len(others)}" if others else first

@@ -12,11 +12,11 @@ from noloco_jax.communication.promises import broken_promises, verdict
 from noloco_jax.communication.report import Report, bytes_across_replicas, operands_text
 from noloco_jax.spmd.hlo import Collective, Traffic
 
-_FILE_WIDTH = 120  # of the table where there is no terminal to fit
+_FILE_WIDTH = 120  # of the table without a terminal
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """The report as plain values. Bytes are of the operands on one device; `times` of one run of the program."""
+    """Return the report as plain values. Bytes are of the operands on one device; `times` of one run of the program."""
 
     def program(traffic: Traffic) -> dict[str, Any]:
         least, most = bytes_across_replicas(traffic)
@@ -46,7 +46,7 @@ def to_json(report: Report) -> dict[str, Any]:
 
 
 def show(report: Report, console: Console) -> None:
-    """Prints the table of all collectives, and the verdict."""
+    """Print the table of all collectives, and the verdict."""
     axes = " x ".join(f"{axis} {size}" for axis, size in report.mesh_shape.items())
     table = Table(
         "program",

@@ -1,1 +1,1 @@
-"""The same model trained with several methods: which runs, their results, the table and the picture."""
+"""Comparison of methods on one model: the runs, their results, the table and the pictures."""

@@ -1,4 +1,4 @@
-"""Trains the same model on the same tokens in several ways, and compares them in a table and two pictures.
+"""Train one model on the same tokens in several ways, and compare these in a table and two pictures.
 
     python -m noloco_jax.compare --config=configs/c4_tiny.py --methods=ddp,diloco,noloco,local --seeds=3 --workdir=DIR
 
@@ -16,7 +16,7 @@ with the one of them that ended with the lowest perplexity. More values may be a
 
 Each run has a workdir of `python -m noloco_jax.train`, DIR/NAME-seedK. `--jobs=2` trains two at a time, each on its
 share of the cores and of the GPUs that CUDA_VISIBLE_DEVICES names: worth it where one run does not fill them. The same
-command again goes on where it was stopped; with more variants, seeds or values it adds them. What is finished stands in
+command again resumes; with more variants, seeds or values it adds them. Finished runs are in
 DIR/comparison.md, .csv, .png and DIR/comparison_bytes.png after every run. Once a run is finished, its checkpoints are
 no longer needed.
 
@@ -42,7 +42,7 @@ from noloco_jax.run.console import make_console
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains what is not finished yet; returns the exit status, 1 where a run broke off."""
+    """Train the runs that are not finished; return the exit status, 1 where a run broke off."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     overrides, own = split_overrides(arguments)
     flags = _parser().parse_args(own)

@@ -22,9 +22,9 @@ class Job:
     """The trainer of a run, started at once.
 
     Args:
-      run: what it trains.
+      run: the run to train.
       folder: its workdir.
-      label: what is printed before all that is said of it.
+      label: the beginning of every line printed about it.
       arguments: of the Python interpreter.
       cores: that it may use; all where there are none.
       environment: variables that are its own.
@@ -68,12 +68,12 @@ class Job:
         return self._process.poll()
 
     def send(self, number: int) -> None:
-        """Sends a signal; of SIGTERM and SIGINT it stops with everything saved."""
+        """Send a signal; of SIGTERM and SIGINT it stops with everything saved."""
         if self._process.poll() is None:
             self._process.send_signal(number)
 
     def end(self, patience: float = 600.0) -> None:
-        """Stops it, with everything saved if that takes no more than so many seconds, and waits for it."""
+        """Stop it, with everything saved if that takes no more than `patience` seconds, and wait for its end."""
         self.send(signal.SIGTERM)
         try:
             self._process.wait(timeout=patience)
@@ -82,7 +82,7 @@ class Job:
             self._process.wait()
 
     def failure(self) -> str:
-        """What a run that ended early said.
+        """Return the last words of a run that ended early.
 
         Raises:
           UserError: if it never began for a mistake, for then the others will not either. Other reasons, as too little
@@ -96,11 +96,11 @@ class Job:
 
 
 class Progress:
-    """How far a run is.
+    """Progress of a run.
 
     Args:
       run: the run.
-      label: what its lines begin with.
+      label: the beginning of its lines.
       folder: its workdir.
     """
 
@@ -111,7 +111,7 @@ class Progress:
         self._told: int | None = None  # the last evaluation that has a line
 
     def read(self) -> None:
-        """Reads what is new."""
+        """Read the new lines of the run's metrics."""
         try:
             lines, is_new_file = self._new_lines.read()
         except UserError:  # a broken line, which the trainer will tell of
@@ -122,7 +122,7 @@ class Progress:
 
     @property
     def line(self) -> str:
-        """Of a terminal, where the next one replaces it."""
+        """The line for a terminal, where the next one replaces it."""
         parts, training = [self._label], self._last.get("train")
         if training is None:
             return f"{self._label}  starting"
@@ -133,7 +133,7 @@ class Progress:
         return "  ".join([*parts, format_tokens_per_second(training["tokens_per_second"] or 0)])
 
     def news(self) -> str | None:
-        """A line of a log, once an evaluation."""
+        """Return a line for a log once an evaluation; None in between."""
         evaluation = self._last.get("eval")
         if evaluation is None or evaluation["step"] == self._told:
             return None

@@ -1,4 +1,4 @@
-"""Which runs make up a comparison, which of them are due, and whether a folder holds that comparison or another."""
+"""Runs of a comparison: all of them, those due next, and the check that a folder holds this comparison."""
 
 import math
 import re
@@ -56,27 +56,27 @@ class Plan:
     references: Mapping[Variant, Variant]
 
     def runs_of(self, variant: Variant, seed: int) -> list[Run]:
-        """One for every value that is tuned."""
+        """Return the runs of a variant and a seed, one for every value that is tuned."""
         return [run for run in self.runs if run.variant == variant and run.seed == seed]
 
     @property
     def total(self) -> int:
-        """How many runs are trained in all."""
+        """The number of runs that are trained in all."""
         first = sum(run.seed == self.seeds[0] for run in self.runs)
         return first + len(self.variants) * (len(self.seeds) - 1)
 
     def best_value(self, variant: Variant, perplexities: Mapping[Run, float]) -> str | None:
-        """The tuned value with the least perplexity of the first seed, of the runs that have one."""
+        """Return the tuned value with the least perplexity of the first seed, of the runs that have one."""
         finished = [run for run in self.runs_of(variant, self.seeds[0]) if run in perplexities]
         return min(finished, key=lambda run: _order(perplexities[run])).tuned if finished else None
 
     def chosen(self, variant: Variant, perplexities: Mapping[Run, float]) -> list[Run]:
-        """The finished runs of a variant, a seed each, at its best value."""
+        """Return the finished runs of a variant, a seed each, at its best value."""
         best = self.best_value(variant, perplexities)
         return [run for run in self.runs if run.variant == variant and run.tuned == best and run in perplexities]
 
     def due(self, perplexities: Mapping[Run, float], failed: Collection[Run] = ()) -> list[Run]:
-        """The runs that are known to be needed, finished ones included, in the order in which to train them.
+        """Return the runs that are known to be needed, finished ones included, in the order in which to train them.
 
         Args:
           perplexities: of the finished runs; NaN where it is not finite.
@@ -99,7 +99,7 @@ def _order(perplexity: float) -> float:
 
 
 def at_end(tune: Choices, value: str) -> bool:
-    """Whether a value is the least or the greatest of the list, so that a better one may lie beyond."""
+    """Return True if a value is the least or the greatest of the list: a better one may lie beyond."""
     try:
         numbers = {text: float(text) for text in tune.values}
     except ValueError:
@@ -187,7 +187,7 @@ def _flags(values: Mapping[str, object]) -> list[str]:
 
 
 def _references(variants: Sequence[Variant], runs: Sequence[Run]) -> dict[Variant, Variant]:
-    """What each variant's gap is above: what it names, or the ddp of its inner optimizer that is most like it."""
+    """Map each variant to its reference: the one that it names, or the ddp of its inner optimizer most like it."""
     configs = {variant: next(run.config for run in runs if run.variant == variant) for variant in variants}
 
     def unlike(variant: Variant, other: Variant) -> int:
@@ -208,7 +208,7 @@ def _references(variants: Sequence[Variant], runs: Sequence[Run]) -> dict[Varian
 
 
 def check_folder(workdir: Path, runs: Sequence[Run]) -> None:
-    """Raises `UserError` if what a folder holds is not a part of these runs."""
+    """Raise `UserError` if what a folder holds is not a part of these runs."""
     if (workdir / CONFIG_FILE).exists():
         raise UserError(f"{workdir} is the workdir of a run: give another --workdir for the comparison")
     planned = {run.name: run.config for run in runs}
@@ -220,7 +220,7 @@ def check_folder(workdir: Path, runs: Sequence[Run]) -> None:
                 "values may be added), or another --workdir"
             )
         for field, there, here, on_resume in changes(load_saved(path.parent), planned[name]):
-            if on_resume != "free":  # what may change in one run would make another of a comparison
+            if on_resume != "free":  # a change that one run may make still makes a different comparison
                 raise UserError(
                     f"{workdir} holds another comparison: {name} has {field}={there!r} and this one {here!r}: "
                     "give the same value, or another --workdir"

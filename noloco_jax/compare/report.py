@@ -16,7 +16,7 @@ PAPERS_CORRELATION = "the paper finds 0.91 to 0.97"
 
 
 def format_share(share: float) -> str:
-    """A share of the bytes of data parallel training, as they are compared: `1/17`, `1/2.3`, `1.2 x`."""
+    """Format a share of the bytes of data parallel training: `1/17`, `1/2.3`, `1.2 x`."""
     if share in (0, 1):
         return f"{share:g}"
     return f"1/{1 / share:.3g}" if share <= 1 else f"{share:.3g} x"
@@ -42,7 +42,7 @@ def markdown(plan: Plan, rows: Sequence[Row], command: str, pictures: Mapping[st
 
     Args:
       plan: which runs.
-      rows: what is finished.
+      rows: the finished runs.
       command: that makes the comparison.
       pictures: what a picture shows -> its file name.
       missing: runs that are known to be needed and are not finished.
@@ -72,7 +72,7 @@ def markdown(plan: Plan, rows: Sequence[Row], command: str, pictures: Mapping[st
 
 
 def table(plan: Plan, rows: Sequence[Row], brief: bool = False) -> list[str]:
-    """The lines of the table; `brief` leaves out what is not about perplexity and bytes."""
+    """The lines of the table; `brief` keeps the columns of perplexity and bytes."""
     columns = [column for column in _COLUMNS if not (brief and column[1] in _NOT_BRIEF)]
     titles = ["variant", *_own_titles(plan, rows), "seeds", "outer steps", *(title for title, _, _ in columns)]
     titles.append("what its bytes buy")
@@ -101,7 +101,7 @@ def _own_cells(plan: Plan, rows: Sequence[Row], row: Row) -> list[str]:
 
 
 def _has_references(rows: Sequence[Row]) -> bool:
-    """Whether there is more than one reference, so that the table has to name them."""
+    """Return True with more than one reference, which the table then names."""
     return len({row.reference for row in rows}) > 1
 
 
@@ -114,7 +114,7 @@ def _bought(worth: Worth) -> str:
 
 
 def remarks(plan: Plan, rows: Sequence[Row]) -> list[str]:
-    """What a reader of the table has to know of single variants."""
+    """Return the notes on single variants that belong under the table."""
     said = []
     ends = [f"{row.label} ({row.tuned})" for row in rows if row.is_at_end]
     if plan.tune is not None and ends:
@@ -162,7 +162,7 @@ def _setting(plan: Plan, rows: Sequence[Row]) -> str:
 
 
 def _evaluated_when_equal(run: Run) -> bool:
-    """Whether a run's replicas are equal at each of its evaluations, for each follows an outer step of all of them."""
+    """Return True if each evaluation follows an outer step of all replicas, which makes them equal."""
     config, outer = run.config, run.config.outer
     is_of_all = outer.fragments == 1 and not outer.delay and not outer.final_steps
     return (
@@ -184,7 +184,7 @@ def _figure(values: np.ndarray, write: Callable[[float], str], with_deviation: b
 
 
 def table_csv(plan: Plan, rows: Sequence[Row]) -> str:
-    """The same table for programs: a mean and a std of every figure, empty where there is none."""
+    """Return the table as CSV for programs: a mean and a std of every figure, empty where there is none."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     own = [choices.field for choices in (plan.vary, plan.tune) if choices]
@@ -207,5 +207,5 @@ def _number(value: float) -> str:
 
 
 def correlations(rows: Sequence[Row]) -> list[str]:
-    """A line for each row on how replica spread goes with the learning rate."""
+    """Return a line for each row: the correlation of replica spread with the learning rate."""
     return [f"{row.label}: {_figure(row.figures['spread_lr_correlation'], lambda x: f'{x:.3f}')}" for row in rows]

@@ -1,4 +1,4 @@
-"""What a comparison reads of its runs: how far each is, its evaluations and what it sent, from its metrics.jsonl."""
+"""Progress, evaluations and bytes sent of a comparison's runs, read from their metrics.jsonl."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -40,14 +40,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: its evaluations, and its last line of training; none of one that has not begun."""
+    """Progress of a run: its evaluations and its last line of training, empty before it begins."""
 
     evaluations: Sequence[dict[str, Any]] = ()
     last: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_progress(workdir: Path) -> Progress:
-    """How far the run in a workdir is."""
+    """Read the progress of the run in a workdir."""
     try:
         status = (workdir / METRICS_FILE).stat()
     except FileNotFoundError:
@@ -64,13 +64,13 @@ def _progress(workdir: Path, *version: int) -> Progress:
 
 
 def is_complete(run: Run, workdir: Path) -> bool:
-    """Whether the run in `workdir`/NAME has its last evaluation."""
+    """Return True if the run in `workdir`/NAME has its last evaluation."""
     evaluations = read_progress(workdir / run.name).evaluations
     return bool(evaluations) and evaluations[-1]["step"] >= run.config.num_steps
 
 
 def read_curve(run: Run, workdir: Path) -> Curve:
-    """The evaluations of a run in `workdir`/NAME. What was not finite is NaN."""
+    """Read the evaluations of a run in `workdir`/NAME; values that are not finite become NaN."""
     config = run.config
     evaluations = read_progress(workdir / run.name).evaluations
     steps = np.array([entry["step"] for entry in evaluations], int)
@@ -91,13 +91,13 @@ def read_curve(run: Run, workdir: Path) -> Curve:
 
 
 def bytes_sent(workdir: Path) -> float:
-    """What a replica sent in the whole run; NaN of a run of an earlier version, which did not add it up."""
+    """Return the bytes that a replica sent in the whole run; NaN for a run of an earlier version, which kept no sum."""
     last = read_progress(workdir).last
     return float(last["bytes_sent_total"]) if "bytes_sent_total" in last else float("nan")
 
 
 def correlation(curve: Curve, warmup_steps: int) -> float:
-    """Pearson's r between replica spread and learning rate over the evaluations after the warmup.
+    """Return Pearson's r between replica spread and learning rate over the evaluations after the warmup.
 
     NaN where fewer than three of them have a spread, or the learning rate does not change.
     """
@@ -109,7 +109,7 @@ def correlation(curve: Curve, warmup_steps: int) -> float:
 
 
 def last_perplexities(runs: Sequence[Run], workdir: Path) -> dict[Run, float]:
-    """Of the finished runs; NaN of those that ended with one that is not finite."""
+    """Return the last perplexity of every finished run; NaN where it is not finite."""
     return {
         run: float(np.array(read_progress(workdir / run.name).evaluations[-1]["perplexity"], float))
         for run in runs

@@ -1,4 +1,4 @@
-"""What a comparison says of each variant: its figures over the seeds, against its reference, and what its bytes buy."""
+"""Figures of each variant over the seeds, against its reference, and the worth of its bytes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class Row:
 
 
 def mean_and_std(values: np.ndarray) -> tuple[float, float]:
-    """Over the entries there are, the std that of a sample; NaN for the mean of none and the std of fewer than two."""
+    """Return mean and sample std of the finite entries; NaN for the mean of none and the std of fewer than two."""
     there = values[np.isfinite(values)]
     return (
         float(there.mean()) if len(there) else float("nan"),
@@ -51,7 +51,7 @@ def mean_and_std(values: np.ndarray) -> tuple[float, float]:
 
 
 def make_rows(plan: Plan, workdir: Path) -> list[Row]:
-    """A row for every variant that has finished runs, in the order of the plan."""
+    """Return a row for every variant that has finished runs, in the order of the plan."""
     perplexities = last_perplexities(plan.runs, workdir)
     chosen = {variant: plan.chosen(variant, perplexities) for variant in plan.variants}
     rows = []
@@ -96,19 +96,19 @@ def make_rows(plan: Plan, workdir: Path) -> list[Row]:
 
 
 def _gap(values: np.ndarray, reference: np.ndarray) -> float:
-    """How far the last perplexity is above a reference's, in percent."""
+    """Return the last perplexity's distance above a reference's, in percent."""
     return 100 * (values[-1] / reference[-1] - 1)
 
 
 @dataclass(frozen=True)
 class Worth:
-    """What a variant's bytes buy, by mean gaps and among the variants with the same reference.
+    """Worth of a variant's bytes, by mean gaps and among the variants with the same reference.
 
     Attributes:
       beaten_by: the variant that sends no more and has the least gap, where that is smaller; None where there is none.
       cheaper: the next cheaper variant that is not beaten, where this one is not either and both send something.
-      points: by how many percentage points its gap is below that one's.
-      times: how many times that one's bytes it sends.
+      points: percentage points of its gap below that one's.
+      times: its bytes over that one's.
     """
 
     beaten_by: str | None
@@ -118,7 +118,7 @@ class Worth:
 
 
 def worths(rows: Sequence[Row]) -> list[Worth]:
-    """Of every row."""
+    """Return the worth of every row's bytes."""
     sent = [mean_and_std(row.figures["bytes_sent"])[0] for row in rows]
     gaps = [mean_and_std(row.figures["gap_percent"])[0] for row in rows]
 

@@ -1,10 +1,12 @@
-"""Trains the runs of a comparison, so many at a time in processes of their own, and writes what is finished."""
+"""Train the runs of a comparison, some at a time in processes of their own, and write their results."""
 
 import os
 import shlex
+import shutil
 import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -13,13 +15,11 @@ from rich.text import Text
 
 from noloco_jax.cluster.stop import INTERRUPTED, RESTART
 from noloco_jax.compare import report
-from noloco_jax.compare.bytes_chart import draw_bytes
-from noloco_jax.compare.chart import draw
+from noloco_jax.compare.chart import draw, draw_bytes
 from noloco_jax.compare.job import Job
 from noloco_jax.compare.plan import Plan, Run
 from noloco_jax.compare.results import is_complete, last_perplexities, read_progress
 from noloco_jax.compare.rows import make_rows
-from noloco_jax.compare.shares import share_of_cores, share_of_gpus, visible_gpus
 from noloco_jax.files import write_whole
 from noloco_jax.formatting import format_perplexity, format_spread
 
@@ -50,7 +50,7 @@ class Comparison:
         self._stopped: int | None = None  # the signal that ends the comparison
 
     def list_runs(self) -> None:
-        """Prints the command of each run, and whether it is finished."""
+        """Print the command of each run, and whether it is finished."""
         due = self._plan.due(last_perplexities(self._plan.runs, self._workdir))
         for run in due:
             state = "finished" if is_complete(run, self._workdir) else "to do"
@@ -62,9 +62,9 @@ class Comparison:
             )
 
     def run(self) -> int:
-        """Trains all that is not finished; returns the exit status.
+        """Train all that is not finished; return the exit status.
 
-        SIGTERM and Ctrl-C stop what is being trained with everything saved.
+        SIGTERM and Ctrl-C stop the runs in training with everything saved.
         """
         former = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -74,7 +74,7 @@ class Comparison:
                 self._train_all(self._say_on_terminal(live) if self._console.is_terminal else self._say_in_log)
             if self._stopped is not None:
                 self._write()
-                self._console.print("stopped: the same command goes on")
+                self._console.print("stopped: the same command resumes")
                 return INTERRUPTED if self._stopped == signal.SIGINT else RESTART
         finally:
             for job in filter(None, self._slots):  # left over by an error alone
@@ -87,7 +87,7 @@ class Comparison:
         return _FAILED if self._failed else 0
 
     def _train_all(self, say: Callable[[], None]) -> None:
-        """Starts what is due wherever there is room, until nothing is due and nothing trains, or all is to stop."""
+        """Start due runs in free slots until none is due and none trains, or all have to stop."""
         told = time.monotonic()
         self._fill()
         while any(self._slots):
@@ -103,7 +103,7 @@ class Comparison:
                 say()
 
     def _fill(self) -> None:
-        """Starts runs in all free slots."""
+        """Start runs in all free slots."""
         due = self._plan.due(last_perplexities(self._plan.runs, self._workdir), self._failed)
         for run in due:
             if run in self._taken:
@@ -125,7 +125,7 @@ class Comparison:
                 job.send(self._stopped)
 
     def _finish(self, job: Job) -> None:
-        """Says how a run ended."""
+        """Print the end of a run."""
         if is_complete(job.run, self._workdir):
             self._write()
             self._say_result(job.run, job.label)
@@ -143,7 +143,7 @@ class Comparison:
             job.send(number)
 
     def _say_on_terminal(self, live: Live) -> Callable[[], None]:
-        """Shows a line for each run that trains, in the place of the lines before."""
+        """Show a line for each run that trains, in the place of the lines before."""
 
         def say() -> None:
             jobs = [job for job in self._slots if job is not None]
@@ -155,7 +155,7 @@ class Comparison:
         return say
 
     def _say_in_log(self) -> None:
-        """Prints a line for every evaluation that is new."""
+        """Print a line for every evaluation that is new."""
         for job in filter(None, self._slots):
             job.progress.read()
             news = job.progress.news()
@@ -170,7 +170,7 @@ class Comparison:
         )
 
     def _write(self, show: bool = False) -> None:
-        """Writes table and pictures of what is finished, and shows the table."""
+        """Write table and pictures of the finished runs, and show the table."""
         plan, rows = self._plan, make_rows(self._plan, self._workdir)
         due = plan.due(last_perplexities(plan.runs, self._workdir), self._failed)
         missing = [run for run in due if not is_complete(run, self._workdir)]
@@ -192,3 +192,42 @@ class Comparison:
                 self._console.print(f"  {line}")
             written = ", ".join(["comparison.csv", *pictures.values()])
             self._console.print(f"\nwritten: {self._workdir / 'comparison.md'}, {written}")
+
+
+def share_of_cores(cores: Sequence[int], jobs: int, slot: int) -> frozenset[int]:
+    """Return adjacent cores for job `slot` of `jobs`; empty, for all, where one job is alone or there are too many."""
+    if jobs == 1 or jobs > len(cores):
+        return frozenset()
+    cores = sorted(cores)
+    return frozenset(cores[slot * len(cores) // jobs : (slot + 1) * len(cores) // jobs])
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """Return the GPUs that runs may use: those that CUDA_VISIBLE_DEVICES names, or all that the driver lists."""
+    if environment.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return []
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    if named is None and shutil.which("nvidia-smi", path=environment.get("PATH")):
+        called = subprocess.run(
+            ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"],
+            env=dict(environment),
+            capture_output=True,
+            text=True,
+        )
+        named = ",".join(called.stdout.split()) if called.returncode == 0 else ""
+    return [gpu for gpu in (named or "").split(",") if gpu]
+
+
+def share_of_gpus(gpus: Sequence[str], environment: Mapping[str, str], jobs: int, slot: int) -> dict[str, str]:
+    """Return the environment of job `slot` of `jobs`: its GPUs, or one that several share and a part of its memory.
+
+    The part is left out where the environment limits memory already.
+    """
+    if jobs == 1 or not gpus:
+        return {}
+    if jobs <= len(gpus):
+        own = gpus[slot * len(gpus) // jobs : (slot + 1) * len(gpus) // jobs]
+        return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+    own, is_settled = gpus[slot % len(gpus)], any(name.endswith("CLIENT_MEM_FRACTION") for name in environment)
+    part = {} if is_settled else {"XLA_CLIENT_MEM_FRACTION": f"{0.9 / -(-jobs // len(gpus)):.2f}"}
+    return {"CUDA_VISIBLE_DEVICES": own, **part}

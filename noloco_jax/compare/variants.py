@@ -1,4 +1,4 @@
-"""The variants that a comparison's flags ask for: what each is called, its method and its settings."""
+"""Variants of a comparison, from its flags: name, method and settings."""
 
 import difflib
 import re
@@ -10,7 +10,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.methods import METHODS
 
 _METHODS = "ddp,diloco,noloco,local"
-_OWN_FLAGS = {"method": "--methods or --variant", "seed": "--seeds"}  # what settles a field of every run
+_OWN_FLAGS = {"method": "--methods or --variant", "seed": "--seeds"}  # flags that set a field of every run
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Variant:
     Attributes:
       title: as the table calls it.
       method: how it trains.
-      settings: (field, value) of what is its own, over all else.
+      settings: (field, value) of its own settings, over all else.
       reference: the title of the variant that its gap is above; None for the ddp that is most like it.
       value: of the field that the comparison varies, as written; None where that makes no other run.
       name: as its folders are called: the title, and the varied field with its value.
@@ -43,19 +43,19 @@ class Variant:
 
     @property
     def written(self) -> str:
-        """What makes it, as a flag has it."""
+        """Method and settings as a flag has them."""
         return ",".join(f"{field}={value}" for field, value in (("method", self.method), *self.settings))
 
     def sets(self, field: str) -> bool:
         return field in dict(self.settings)
 
     def heeds(self, field: str) -> bool:
-        """Whether another value of the field, given to all variants, makes another run of this one."""
+        """Return True if another value of the field, given to all variants, makes another run of this one."""
         return not self.sets(field) and not METHODS[self.method].is_unused(field)
 
 
 def parse_methods(text: str) -> list[Variant]:
-    """ "ddp,noloco" as variants, each method once and by its own name."""
+    """Parse "ddp,noloco" as variants, each method once and by its own name."""
     methods = [name.strip() for name in text.split(",")]
     for name in methods:
         _check_method(name, f"--methods={text}")
@@ -72,7 +72,7 @@ def _check_method(name: str, flag: str) -> None:
 
 
 def parse_variant(text: str) -> Variant:
-    """ "often:outer.fragments=8,outer.sync_every=2" as a variant.
+    """Parse "often:outer.fragments=8,outer.sync_every=2" as a variant.
 
     Its method is that of `method=`, else the one it is named like, else noloco; `reference=` names its reference.
     """
@@ -99,7 +99,7 @@ def parse_variant(text: str) -> Variant:
 
 
 def parse_choices(text: str, flag: str) -> Choices:
-    """ "outer.sync_every=25,50" as a field and its values; what they mean is the configuration's to check."""
+    """Parse "outer.sync_every=25,50" as a field and its values, which the configuration checks later."""
     field, equals, rest = text.partition("=")
     values = tuple(value.strip() for value in rest.split(","))
     if not equals or not all(values):
@@ -111,7 +111,7 @@ def parse_choices(text: str, flag: str) -> Choices:
 
 
 def with_settings(variants: Sequence[Variant], texts: Sequence[str]) -> list[Variant]:
-    """The variants with "diloco:outer.momentum=0.5" and its like added to the one that is named."""
+    """Return the variants with settings such as "diloco:outer.momentum=0.5" added to the one that is named."""
     titled = {variant.title: variant for variant in variants}
     for text in texts:
         title, colon, rest = text.partition(":")
@@ -129,7 +129,7 @@ def with_settings(variants: Sequence[Variant], texts: Sequence[str]) -> list[Var
 def make_variants(
     methods: str | None, variants: Sequence[str], settings: Sequence[str], vary: Choices | None
 ) -> list[Variant]:
-    """All that the flags name, each as often as the varied field has values that make another run of it."""
+    """Make the variants that the flags name, each once for every value of the varied field that changes its run."""
     if methods is None and not variants:
         methods = _METHODS
     named = [*(parse_methods(methods) if methods is not None else []), *map(parse_variant, variants)]

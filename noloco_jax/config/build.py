@@ -1,4 +1,4 @@
-"""From a ConfigDict or a mapping to the checked dataclasses, once, at the boundary; and to a run's record and back."""
+"""Conversion of a ConfigDict or a mapping to the checked dataclasses, and to a run's record and back."""
 
 import dataclasses
 import difflib
@@ -25,7 +25,7 @@ _ENTRY_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 def from_dict(values: ConfigDict | Mapping[str, Any]) -> TrainConfig:
-    """The checked configuration; fields that `values` leaves out take the dataclasses' defaults.
+    """Build the checked configuration; fields that `values` leaves out take the dataclasses' defaults.
 
     Raises `UserError` for an unknown field, a value of another type, or fields that contradict each other.
     """
@@ -35,15 +35,15 @@ def from_dict(values: ConfigDict | Mapping[str, Any]) -> TrainConfig:
 
 
 def unchecked(values: ConfigDict | Mapping[str, Any]) -> TrainConfig:
-    """`from_dict` with no check but that of types, for a caller that changes a field and then calls `validate`."""
+    """Build the configuration with types checked alone, for a caller that changes a field and then calls `validate`."""
     return _build(TrainConfig, _resolved(values) if isinstance(values, ConfigDict) else values, "")
 
 
 def _resolved(values: ConfigDict) -> dict[str, Any]:
-    """Plain values in place of references between fields."""
+    """Replace by plain values references between fields."""
     try:
         return values.to_dict()
-    except Exception as error:  # of the user's own arithmetic
+    except Exception as error:  # the user's own arithmetic may raise anything
         raise UserError(f"config fields that refer to others have no value: {described(error)}") from error
 
 
@@ -88,7 +88,7 @@ def _entries(path: str, field: FieldInfo, values: Any) -> Entries[Any]:
 
 
 def _typed(path: str, field: FieldInfo, value: Any) -> Any:
-    """`value` as the field holds it: an int becomes a float where one is due; anything else must match."""
+    """Convert `value` to the field's type: an int becomes a float where one is due; anything else must match."""
     if value is None and field.optional:
         return None
     if field.type is float and type(value) is int and abs(value) <= sys.float_info.max:
@@ -143,12 +143,12 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
 
 
 def save_config(config: TrainConfig, workdir: str | os.PathLike[str]) -> Path:
-    """Writes the resolved configuration to WORKDIR/config.json, whole or not at all, and returns its path."""
+    """Write the resolved configuration to WORKDIR/config.json, whole or not at all, and return its path."""
     return write_whole(Path(workdir) / CONFIG_FILE, json.dumps(to_dict(config), indent=2) + "\n")
 
 
 def load_saved(workdir: str | os.PathLike[str]) -> TrainConfig:
-    """The configuration that a run in `workdir` was started with.
+    """Load the configuration that a run in `workdir` was started with.
 
     Raises `UserError` where the folder holds none, or a broken one.
     """

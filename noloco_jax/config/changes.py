@@ -1,4 +1,4 @@
-"""What differs between two configurations of a run, before and now; and what is set in one to no effect."""
+"""Differences between two configurations of a run, and settings that its method ignores."""
 
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ class Change(NamedTuple):
 
 
 def changes(before: TrainConfig, now: TrainConfig) -> list[Change]:
-    """Fields with different values in their order, without those that neither configuration's method uses."""
+    """Return the fields with different values, in their order, but those that neither configuration's method uses."""
     left, right = flatten(to_dict(before)), flatten(to_dict(now))
     rows = [METHODS[config.method] for config in (before, now)]
     return [
@@ -34,7 +34,7 @@ def changes(before: TrainConfig, now: TrainConfig) -> list[Change]:
 
 
 def unused_settings(config: TrainConfig) -> list[str]:
-    """ "FIELD=VALUE" of every field that is not at its default and that the configuration's method does not use."""
+    """Return "FIELD=VALUE" of every non-default field that the configuration's method does not use."""
     values, row = flatten(to_dict(config)), METHODS[config.method]
     return [
         f"{path}={values.get(path)!r}"

@@ -1,4 +1,4 @@
-"""What makes a configuration consistent, in a field and between fields, as far as shows without devices or data."""
+"""Checks of a configuration, in a field and between fields, as far as they need no devices and no data."""
 
 import dataclasses
 import difflib
@@ -14,7 +14,7 @@ LARGEST_INT = 2**31 - 1
 
 
 def validate(config: TrainConfig) -> None:
-    """Raises `UserError` at the first field that is out of range or at odds with another."""
+    """Raise `UserError` at the first field that is out of range or at odds with another."""
     for path, value in flatten(dataclasses.asdict(config)).items():
         field = field_at(TrainConfig, path)
         if value is not None and field is not None:
@@ -29,7 +29,7 @@ def validate(config: TrainConfig) -> None:
 
 
 def check_field(path: str, field: FieldInfo, value: Any) -> None:
-    """Raises `UserError` for a value that the field at `path` does not take, whatever the others are."""
+    """Raise `UserError` for a value that the field at `path` does not take, whatever the others are."""
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{path}={value} is not a finite number: give one")
     if type(value) is int and field.allowed.below is None and value > LARGEST_INT:

@@ -1,4 +1,4 @@
-"""Reads a config file: Python with a `get_config()`, or the JSON record of a run."""
+"""Read a config file: Python with a `get_config()`, or the JSON record of a run."""
 
 import difflib
 import importlib.util
@@ -14,7 +14,7 @@ from noloco_jax.errors import UserError, described, tell
 
 
 def read_config_file(file: str) -> ConfigDict:
-    """What a file sets, with its references between fields.
+    """Read the settings of a file, with its references between fields.
 
     `file` is the path of a .py file, or `path:argument` for a `get_config(argument)`, or the path of a .json file such
     as a run's config.json. Where configs/NAME.py does not exist, the package's own file of that name is read. Raises

@@ -55,7 +55,7 @@ def _with_overrides(config: ConfigDict, overrides: Sequence[str]) -> ConfigDict:
 
 
 def _assign(config: ConfigDict, path: str, value: Any) -> None:
-    """Sets a field in place, so that references to it follow, and makes the groups that are missing."""
+    """Set a field in place, so that references to it follow, and make the groups that are missing."""
     *groups, name = path.split(".")
     for depth, group in enumerate(groups, start=1):
         with config.unlocked():
@@ -134,7 +134,7 @@ def parse_args(
     define_flags: Callable[[argparse.ArgumentParser], Any] | None = None,
     prog: str | None = None,
 ) -> tuple[TrainConfig, argparse.Namespace]:
-    """The checked configuration and the values of a tool's own flags.
+    """Parse the command line into the checked configuration and the values of a tool's own flags.
 
     Args:
       argv: the arguments without the program's name; None takes `sys.argv[1:]`.
@@ -161,7 +161,7 @@ def parse_args(
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """`argv` as (overrides, the rest); `--config.FIELD VALUE` becomes `--config.FIELD=VALUE`."""
+    """Split `argv` into (overrides, the rest); `--config.FIELD VALUE` becomes `--config.FIELD=VALUE`."""
     overrides, rest, arguments = [], [], iter(argv)
     for argument in arguments:
         match = _match_override(argument)

@@ -1,4 +1,4 @@
-"""How a field of a configuration describes itself: its type, default and meaning, and which values it takes."""
+"""Description of a configuration's fields: type, default, meaning and allowed values."""
 
 import dataclasses
 import functools
@@ -11,13 +11,13 @@ from typing import Any, Literal, NoReturn, TypeVar
 NAME = "NAME"  # stands in a dotted path for the name that the user gives to an entry
 T = TypeVar("T")
 
-# What a run that goes on from a checkpoint may do with a field: keep its value, take another and say so, or take any.
+# Changes of a field on resume: keep its value, take another and say so, or take any.
 OnResume = Literal["must match", "may change", "free"]
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """Which values of its type a field takes. Printed, it completes "give ...".
+    """Values of its type that a field takes. Printed, it completes "give ...".
 
     Attributes:
       choices: the words that it takes; none: any.
@@ -69,7 +69,7 @@ class FieldInfo:
       default: its value where none is given; `dataclasses.MISSING` where one has to be.
       meaning: one sentence; a group's is its dataclass's docstring.
       allowed: the values that it takes.
-      on_resume: whether a run may go on from a checkpoint with another value; "free" are fields that change no figure.
+      on_resume: whether a run may resume from a checkpoint with another value; "free" are fields that change no figure.
       by_name: whether it holds any number of such groups, its entries, each under a name that the user chooses.
     """
 
@@ -110,10 +110,10 @@ NO_ENTRIES: Entries[Any] = Entries()
 
 
 def shown(value: Any) -> str:
-    """`repr`, in one line and no longer than a message bears."""
+    """Return the `repr` in one line, shortened for a message."""
     try:
         text = " ".join(repr(value).split())
-    except Exception as error:  # of the value's own __repr__; Python prints no integer of more than 4300 digits
+    except Exception as error:  # the value's own __repr__ may raise; Python prints no integer of more than 4300 digits
         is_number = isinstance(value, int) and isinstance(error, ValueError)
         text = "a number of thousands of digits" if is_number else "a value that cannot be printed"
     return text if len(text) <= 100 else f"{text[:100]}..."

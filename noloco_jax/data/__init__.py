@@ -1,12 +1,10 @@
-"""From files to batches: sources, tokenizers, packing, and one checkpointable stream a replica."""
+"""Batches from files: sources, tokenizers, packing, and one checkpointable stream a replica."""
 
 from noloco_jax.data.from_config import check_data, needs_tokenizer
 from noloco_jax.data.packing import HostBatch
 from noloco_jax.data.positions import redistribute, renumbered
-from noloco_jax.data.stream import Stream, train_stream
-from noloco_jax.data.streams import ReplicaStreams
+from noloco_jax.data.stream import ReplicaStreams, Stream, train_stream, validation_batches
 from noloco_jax.data.tokenizers import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
-from noloco_jax.data.validation import validation_batches
 
 __all__ = [
     "ByteTokenizer",

@@ -1,19 +1,21 @@
-"""Opens and checks the data set, or the several, that a configuration names."""
+"""Opening and checking of the data sets that a configuration names, and the order of several."""
 
-from collections.abc import Sequence
+import itertools
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from noloco_jax.data.find_files import split_files
 from noloco_jax.data.json_lines import SUFFIXES as JSON_LINES_SUFFIXES
 from noloco_jax.data.json_lines import JsonLinesSource, find_c4_files
-from noloco_jax.data.mixture import Mixture
 from noloco_jax.data.parquet import SUFFIXES as PARQUET_SUFFIXES
 from noloco_jax.data.parquet import ParquetSource
 from noloco_jax.data.source import EncodeTexts, Source, SourceOptions
-from noloco_jax.data.splits import split_files
 from noloco_jax.data.text import TextSource, piece_bytes
 from noloco_jax.data.tokenizers import DocumentEncoder, Tokenizer
 from noloco_jax.errors import UserError
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
     from noloco_jax.config import DataConfig
 
 
-_BYTES_PER_TOKEN = 4  # of text, about, for any vocabulary of subwords
+_SPAN = 2**64
+_STEP = 0x9E3779B97F4A7C15  # the odd integer next to _SPAN divided by the golden ratio
+_BYTES_PER_TOKEN = 4  # roughly, of text, for any vocabulary of subwords
 
 
 def _no_encoder(texts: Sequence[str]) -> list[np.ndarray]:
@@ -30,7 +34,7 @@ def _no_encoder(texts: Sequence[str]) -> list[np.ndarray]:
 
 
 def configs_by_source(config: "DataConfig") -> dict[str, "DataConfig"]:
-    """Each source's configuration as if it were the only one, by the group of its fields: "data.mixture.web".
+    """Return each source's configuration as if it were the only one, by the group of its fields: "data.mixture.web".
 
     The only one itself is "data".
     """
@@ -48,8 +52,29 @@ def configs_by_source(config: "DataConfig") -> dict[str, "DataConfig"]:
     }
 
 
+class Mixture:
+    """A fixed order of sources in which each has its share of the places.
+
+    Place k belongs to the source in whose part of [0, 1) the point k times the golden ratio modulo 1 lies. Each point
+    falls into one of the largest gaps that those before it left (Knuth, The Art of Computer Programming, volume 3,
+    section 6.4), so that any consecutive places, wherever they begin, have every source in its share but for a few.
+    Nothing but k has to be remembered, and the weights may change at any place.
+    """
+
+    def __init__(self, weights: Mapping[str, float]):
+        total = sum(map(Fraction, weights.values()))
+        self.shares = {name: float(Fraction(weight) / total) for name, weight in weights.items()}
+        self._names = tuple(weights)
+        ends = itertools.accumulate(map(Fraction, weights.values()))
+        self._ends = [int(_SPAN * end / total) for end in ends][:-1]
+
+    def source_at(self, place: int) -> str:
+        """Return the name of the source of the sequence at `place`, counted from 0."""
+        return self._names[bisect_right(self._ends, place * _STEP % _SPAN)]
+
+
 def mixture_of(config: "DataConfig") -> Mixture:
-    """The order of the sources, with the keys of `configs_by_source`."""
+    """Return the order of the sources, with the keys of `configs_by_source`."""
     if config.kind != "mixture":
         return Mixture({"data": 1.0})
     return Mixture({_group(name): source.weight for name, source in config.mixture.items()})
@@ -62,7 +87,7 @@ def _group(name: str) -> str:
 def open_sources(
     config: "DataConfig", tokenizer: Tokenizer | None, *, validation: bool, seed: int, vocab_size: int | None
 ) -> dict[str, Source]:
-    """The training or the validation documents of `config`; the latter in an order that no seed changes.
+    """Open the training or the validation documents of `config`; the latter in an order that no seed changes.
 
     `tokenizer` may be None where nothing will be tokenized. The keys are those of `configs_by_source`. Raises
     `UserError` for data that are missing or of another form.
@@ -82,7 +107,7 @@ def open_source(
     vocab_size: int | None,
     group: str = "data",
 ) -> Source:
-    """`open_sources` for a configuration of one source, whose fields are those of `group` in error messages."""
+    """Open the source of a configuration that has one, whose fields are those of `group` in error messages."""
     if not config.path:
         raise UserError(f'{group}.path is "": name the folder or file with the training data')
     if config.kind != "c4" and config.validation_path and _same_place(config.path, config.validation_path):
@@ -130,7 +155,7 @@ def _same_place(path: str, other: str) -> bool:
 
 
 def needs_tokenizer(config: "DataConfig") -> bool:
-    """Whether `config` names texts to be tokenized, not tokens. Raises `UserError` as `check_data` does."""
+    """Return True if `config` names texts to be tokenized, not tokens. Raises `UserError` as `check_data` does."""
     if any(one.kind != "parquet" for one in configs_by_source(config).values()):
         return True
     splits = [open_sources(config, None, validation=which, seed=0, vocab_size=None) for which in (False, True)]
@@ -138,7 +163,7 @@ def needs_tokenizer(config: "DataConfig") -> bool:
 
 
 def check_data(config: "DataConfig", *, num_replicas: int = 1, vocab_size: int | None = None) -> None:
-    """Raises `UserError` for what can be found in a moment to be wrong with the data of `config`.
+    """Raise `UserError` for what can be found in a moment to be wrong with the data of `config`.
 
     Checks the folders, file names, the schema of every Parquet file, the first document or row, and that each of
     `num_replicas` gets a document. Errors deeper inside (a truncated file) show when they are read.

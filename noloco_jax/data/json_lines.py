@@ -9,13 +9,10 @@ from typing import NoReturn
 
 import numpy as np
 
-from noloco_jax.data.contents import file_state, sampled_contents
-from noloco_jax.data.find_files import without_repeats
+from noloco_jax.data.find_files import HELD_OUT_EVERY, without_repeats
 from noloco_jax.data.line_reader import COMPRESSED, Line, LinePosition, LineReader
-from noloco_jax.data.read_errors import DamagedFileError, stop_or_skip
-from noloco_jax.data.shuffle import WindowShuffledShard, seeded_permutation
-from noloco_jax.data.source import EncodeTexts, SourceOptions
-from noloco_jax.data.splits import HELD_OUT_EVERY
+from noloco_jax.data.reading import DamagedFileError, file_state, sampled_contents, stop_or_skip
+from noloco_jax.data.source import EncodeTexts, SourceOptions, WindowShuffledShard, seeded_permutation
 from noloco_jax.errors import UserError
 
 SUFFIXES = (".jsonl", *(f".jsonl{suffix}" for suffix in COMPRESSED))
@@ -31,7 +28,7 @@ _START = (0, 0, 0, 0, 0)  # the seek hint of the first window
 
 
 def find_c4_files(options: SourceOptions) -> list[str]:
-    """The sorted files `c4-{split}.*.json.gz` of a folder."""
+    """Find the sorted files `c4-{split}.*.json.gz` of a folder."""
     folder, pattern = Path(options.path).expanduser(), f"c4-{options.split}.*.json.gz"
     if not folder.is_dir():
         raise UserError(f"{options.name}: there is no such folder; give the one that holds {pattern}")
@@ -42,7 +39,7 @@ def find_c4_files(options: SourceOptions) -> list[str]:
 
 
 def parse_text(line: Line, options: SourceOptions) -> str:
-    """The document on a line: the field `text_column` of a JSON object. Raises `DamagedFileError` if it has none."""
+    """Return the document on a line, the field `text_column` of a JSON object; `DamagedFileError` if it has none."""
     name = options.text_column
 
     def refuse(reason: str, remedy: str) -> NoReturn:
@@ -69,7 +66,7 @@ def parse_text(line: Line, options: SourceOptions) -> str:
 
 
 class JsonLinesSource:
-    """A document is the text of a line, see `parse_text`.
+    """Source of JSON lines: a document is the text of a line, see `parse_text`.
 
     Shard i of N holds the files i, i + N, ... of the sorted list; where there are fewer files than shards, it holds
     every document of all files whose number is i modulo N. Shuffled, the files of a shard are in a new order in every
@@ -120,7 +117,7 @@ class JsonLinesSource:
         return self._part == "all" or (self._hash(line) == self._remainder) == (self._part == "held_out")
 
     def check_replicas(self, num_replicas: int) -> None:
-        """Also reads the first document, so that a folder of something else is found at once."""
+        """Count documents up to `num_replicas`, and parse the first: a folder of something else is found at once."""
         lines = LineReader(self._files, on_bad_shard=self._options.on_bad_shard)
         needed = num_replicas if len(self._files) < num_replicas else 1
         found = 0

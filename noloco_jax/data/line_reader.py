@@ -11,7 +11,7 @@ from typing import IO, NamedTuple, cast
 
 from isal import igzip, igzip_lib
 
-from noloco_jax.data.read_errors import DamagedFileError, read_with_retries, stop_or_skip
+from noloco_jax.data.reading import DamagedFileError, read_with_retries, stop_or_skip
 
 _BUFFER_BYTES = 1 << 16
 _FIRST_BYTES = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\0"}
@@ -28,7 +28,7 @@ class Line(NamedTuple):
 
 
 class LinePosition(NamedTuple):
-    """Where reading goes on: the number of a file, and how many lines and bytes of its text come before."""
+    """Position to continue reading at: the number of a file, and the lines and bytes of its text before."""
 
     file: int
     lines: int
@@ -39,7 +39,7 @@ _START = LinePosition(0, 0, 0)
 
 
 def open_decompressed(path: str, *, damaged: bool = False) -> IO[bytes]:
-    """Opens a file, decompressed if its name ends with one of `COMPRESSED`.
+    """Open a file, decompressed if its name ends with one of `COMPRESSED`.
 
     A `damaged` one gives all that can be decompressed of it, more slowly: with gzip from zlib, as ISA-L, three times as
     fast, keeps back what precedes the damage; with zstd byte by byte, as Arrow loses all of the read that meets it.
@@ -69,7 +69,7 @@ def open_decompressed(path: str, *, damaged: bool = False) -> IO[bytes]:
 
 
 def _go_to(start: int, opened: IO[bytes], path: str) -> None:
-    """Goes to byte `start` of a text. A compressed one is read up to there: no form of it can be entered further on."""
+    """Go to byte `start` of a text. A compressed one is read up to there: no form of it can be entered further on."""
     if not path.endswith(COMPRESSED):
         opened.seek(start)
         return
@@ -78,7 +78,7 @@ def _go_to(start: int, opened: IO[bytes], path: str) -> None:
 
 
 class LineReader:
-    """Reads the lines of some files one after another, blank ones left out; it can begin at any `position`."""
+    """Reader of the lines of some files one after another, blank ones left out, from any `position` on."""
 
     def __init__(self, files: Sequence[str], position: LinePosition = _START, *, on_bad_shard: str = "stop"):
         self._files, self.position, self._on_bad_shard = files, position, on_bad_shard
@@ -86,7 +86,7 @@ class LineReader:
         self._damaged: int | None = None  # number of the file
 
     def next(self) -> Line | None:
-        """The next document's line; None after the last one of the last file.
+        """Read the next document's line; None after the last one of the last file.
 
         Raises `DamagedFileError` for a file that cannot be decompressed, unless `on_bad_shard` is "skip": its further
         lines are then left out.
@@ -127,7 +127,7 @@ class LineReader:
                 _go_to(self.position.bytes, self._opened, path)
             return self._opened.readline()
         except Exception:
-            self.close()  # so that another attempt opens the file again
+            self.close()  # another attempt opens the file again
             raise
 
     def close(self) -> None:

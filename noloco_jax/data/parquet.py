@@ -6,13 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from noloco_jax.data.contents import sampled_contents
+from noloco_jax.data.find_files import HoldOut
 from noloco_jax.data.parquet_file import FileFooter, read_batches, read_footers
 from noloco_jax.data.parquet_rows import RowConverter
-from noloco_jax.data.read_errors import DamagedFileError, stop_or_skip
-from noloco_jax.data.shuffle import WindowShuffledShard, seeded_permutation
-from noloco_jax.data.source import EncodeTexts, SourceOptions
-from noloco_jax.data.splits import HoldOut
+from noloco_jax.data.reading import DamagedFileError, sampled_contents, stop_or_skip
+from noloco_jax.data.source import EncodeTexts, SourceOptions, WindowShuffledShard, seeded_permutation
 from noloco_jax.errors import UserError
 
 SUFFIXES = (".parquet",)
@@ -32,7 +30,7 @@ class RowBlock(NamedTuple):
 
 @functools.lru_cache(maxsize=8)  # shared by the streams of a process
 def _blocks(footers: tuple[FileFooter, ...], min_rows: int) -> np.ndarray:
-    """Divides the files into blocks of at least `min_rows` rows, fewer at a file's end: int64 (blocks, `RowBlock`)."""
+    """Divide the files into blocks of at least `min_rows` rows, fewer at a file's end: int64 (blocks, `RowBlock`)."""
     blocks = []
     file_start = 0
     for file, footer in enumerate(footers):
@@ -49,7 +47,7 @@ def _blocks(footers: tuple[FileFooter, ...], min_rows: int) -> np.ndarray:
 
 
 class ParquetSource:
-    """Every row is a document, whatever its length: of text, or of tokens and the labels beside them.
+    """Source of Parquet rows, each a document of any length: of text, or of tokens and the labels beside them.
 
     A row of `sequence_length` tokens is a sequence; a longer one is split, shorter ones are packed one after another,
     as all documents are. The label of a token is made from the column beside `input_ids`:
@@ -126,7 +124,7 @@ class ParquetSource:
         return self._hold_out.count_before(first_row + num_rows) - self._hold_out.count_before(first_row)
 
     def check_replicas(self, num_replicas: int) -> None:
-        """Also reads a first row, so that ids outside the model's vocabulary may be found at once."""
+        """Check the number of rows and read the first one, so that ids outside the vocabulary may be found at once."""
         if self._total < num_replicas:
             raise UserError(
                 f"num_replicas={num_replicas}, but {self._options.name} holds {self._total} {self._options.split} "
@@ -185,7 +183,7 @@ class ParquetSource:
 
 
 def _readable_footers(files: Sequence[str], text_column: str, on_bad_shard: str) -> dict[str, FileFooter]:
-    """The footer of each file, without the damaged files if these are to be skipped."""
+    """The footer of each file, without the damaged files where on_bad_shard is "skip"."""
     footers = {}
     for file, footer in zip(files, read_footers(files, text_column), strict=True):
         if isinstance(footer, DamagedFileError):
@@ -214,7 +212,7 @@ class ParquetEpochShard(WindowShuffledShard):
         self._source, self._order, self._ends, self._start, self._stop = source, order, ends, start, stop
         self._rows: Iterator[Any] = iter(())
         self._next_row = -1  # number of the row that `_rows` yields next
-        self._windows_and_part = -1, -1  # of the document that `part` was last asked about
+        self._windows_and_part = -1, -1  # the last answer of `part`
 
     def has(self, document: int) -> bool:
         return document < self._stop - self._start

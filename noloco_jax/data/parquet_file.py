@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from noloco_jax.data.contents import FileState, file_state
-from noloco_jax.data.read_errors import DamagedFileError, read_with_retries
+from noloco_jax.data.reading import DamagedFileError, FileState, file_state, read_with_retries
 from noloco_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,21 +17,21 @@ T = TypeVar("T")
 _ROWS_PER_BATCH = 128
 _COLUMN_BUFFER_BYTES = 1 << 20  # without it pyarrow holds whole row groups in memory
 _FOOTERS_AT_ONCE = 16
-_USUAL_TEXT_COLUMN = "text"  # beside tokens it holds what they were made of
+_USUAL_TEXT_COLUMN = "text"  # beside tokens it holds their source, not other documents
 _DECODED_FOOTERS = 128  # kept in memory, where a row group takes 2 kB, however many streams read the file
 
 
 class FileFooter(NamedTuple):
-    """What a file's footer says: the columns to read, the rows and bytes of each row group; and the file's bytes."""
+    """Facts of a file's footer: the columns to read, the rows and bytes of each row group; and the file's bytes."""
 
     columns: tuple[str, ...]
     group_rows: tuple[int, ...]
-    group_bytes: tuple[int, ...]  # of the values before they were compressed: others have others, as a rule
+    group_bytes: tuple[int, ...]  # before compression; it changes with most changes of the values
     file_bytes: int
 
 
 def read_footers(paths: Sequence[str], text_column: str) -> Sequence[FileFooter | DamagedFileError]:
-    """The footer of each file, or why it is no Parquet file. Raises `UserError` for unknown columns.
+    """Read the footer of each file, or the reason why it is no Parquet file. Raises `UserError` for unknown columns.
 
     They are read once in a process, unless the files change.
     """
@@ -73,7 +72,7 @@ def _open(path: str) -> "pq.ParquetFile":
 
 
 def _decoding(path: str, read: Callable[[], T]) -> T:
-    """The result of `read`. Raises `DamagedFileError` for what cannot be decoded."""
+    """Call `read` with retries and return its result; `DamagedFileError` for bytes that cannot be decoded."""
     import pyarrow as pa
 
     try:
@@ -83,7 +82,7 @@ def _decoding(path: str, read: Callable[[], T]) -> T:
 
 
 def choose_columns(path: str, schema: "pa.Schema", text_column: str) -> tuple[str, ...]:
-    """The columns of a file to read: `input_ids` and what its labels are made from, or the one of text.
+    """Choose the columns of a file to read: `input_ids` and what its labels are made from, or the one of text.
 
     Tokens come before a column `text` beside them; a text column of another name is read whatever there is.
 
@@ -138,7 +137,7 @@ def _is_text(kind: "pa.DataType") -> bool:
 
 
 def read_batches(path: str, groups: range, columns: Sequence[str]) -> Iterator["pa.RecordBatch"]:
-    """Some row groups of a file, a few rows at a time.
+    """Yield some row groups of a file, a few rows at a time.
 
     Transient errors are retried. Raises `DamagedFileError` where the file cannot be decoded.
     """
@@ -154,7 +153,7 @@ def read_batches(path: str, groups: range, columns: Sequence[str]) -> Iterator["
             if opened is None:
                 opened = _open(path)
                 batches = opened.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=columns, use_threads=False)
-                for _ in range(num_read):  # of an earlier attempt
+                for _ in range(num_read):  # batches that an earlier attempt delivered
                     next(batches)
             return next(batches, None)
         except Exception:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from noloco_jax.data.read_errors import DamagedFileError, stop_or_skip
+from noloco_jax.data.reading import DamagedFileError, stop_or_skip
 from noloco_jax.data.source import PADDING
 from noloco_jax.errors import UserError
 from noloco_jax.labels import IGNORED_LABEL
@@ -19,7 +19,7 @@ _INT32 = np.iinfo(np.int32)
 
 
 class RowConverter(NamedTuple):
-    """Converts the batches of one file.
+    """Converter of the batches of one file.
 
     Attributes:
       path: the file.
@@ -88,7 +88,7 @@ class RowConverter(NamedTuple):
         ends_R = np.cumsum(lengths_R)
         starts_R = ends_R - lengths_R
         ids_N, other_N = (self._integers(batch, name, ends_R, first_row) for name in self.columns)
-        followed_N = np.ones(len(ids_N), bool)  # whether the next token is in the same row
+        followed_N = np.ones(len(ids_N), bool)  # the next token is in the same row
         followed_N[ends_R[lengths_R > 0] - 1] = False
         labels_N = self._labels(ids_N, other_N, followed_N)
         self._check_ids(ids_N, labels_N)

@@ -1,17 +1,17 @@
-"""Where a replica stands in the data, and how positions are divided anew when the number of replicas changes.
+"""Positions of replicas in the data, and their redistribution when the number of replicas changes.
 
 Replica i reads shard i of epoch 0, then shard i of epoch 1, and so on. After a change of the number of replicas it
-first reads what is left of the shards of the old division (`redistribute`).
+first reads the rest of the shards of the old division (`redistribute`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from noloco_jax.errors import UserError
 
 
 class ShardPosition(NamedTuple):
-    """What is left to read of one shard of one epoch: documents `document`, `document + stride`, ... of it.
+    """Remainder of one shard of one epoch: documents `document`, `document + stride`, ... of it.
 
     Attributes:
       epoch, shard, num_shards: the shard.
@@ -34,11 +34,11 @@ class ShardPosition(NamedTuple):
 
 
 class DataPosition(NamedTuple):
-    """Where a replica stands.
+    """Position of a replica in a source.
 
     Attributes:
-      epoch: the latest epoch that it has begun; later ones it reads as its own shard from the start.
-      shards: what it still has to read of this and earlier epochs; the next document is the first one's.
+      epoch: the latest epoch begun; of later ones the replica reads its own shard from the start.
+      shards: the remainder of this and earlier epochs; the next document is the first one's.
     """
 
     epoch: int
@@ -48,23 +48,23 @@ class DataPosition(NamedTuple):
         return {"epoch": self.epoch, "shards": [[*shard[:-1], list(shard.seek_hint)] for shard in self.shards]}
 
     @classmethod
-    def from_json(cls, state: dict[str, Any]) -> "DataPosition":
+    def from_json(cls, state: Mapping[str, Any]) -> "DataPosition":
         shards = (ShardPosition._make([*shard[:-1], tuple(shard[-1])]) for shard in state["shards"])
         return cls(state["epoch"], tuple(shards))
 
 
 def shard_start(epoch: int, shard: int, num_shards: int) -> ShardPosition:
-    """The beginning of a shard of an epoch."""
+    """Return the beginning of a shard of an epoch."""
     return ShardPosition(epoch, shard, num_shards, document=0, stride=1, token=0, seek_hint=())
 
 
 def start_position(replica: int, num_replicas: int) -> DataPosition:
-    """The beginning of epoch 0."""
+    """Return the beginning of epoch 0."""
     return DataPosition(0, (shard_start(0, replica, num_replicas),))
 
 
 def after_document(shards: tuple[ShardPosition, ...]) -> tuple[ShardPosition, ...]:
-    """What is left to read after the next document.
+    """Return the shards left to read after the next document.
 
     Single documents come first. Shards of one epoch take turns, a document each, and all of them come before those of
     a later epoch.
@@ -77,27 +77,27 @@ def after_document(shards: tuple[ShardPosition, ...]) -> tuple[ShardPosition, ..
 
 
 def renumbered(state: dict[str, Any], replica: int, num_replicas: int) -> dict[str, Any]:
-    """A replica's data position, for a stream of replica `replica` of `num_replicas` over the same data.
+    """Return a replica's data position for a stream of replica `replica` of `num_replicas` over the same data.
 
-    It reads what is left of its own share of the epochs that it has begun, and then its share of the new division. So
-    the shares of replicas that are not renumbered along are left out of these epochs, and what others read as a new
-    replica may be in its own.
+    The replica first reads the rest of its own share of the epochs that it has begun, then its share of the new
+    division. Shares of replicas that are not renumbered too are left out of these epochs, and documents that others
+    read under their new numbers may be in its own.
     """
     return state | {"replica": replica, "num_replicas": num_replicas}
 
 
 def redistribute(states: Sequence[dict[str, Any]], num_replicas: int) -> list[dict[str, Any]]:
-    """Divides the data positions of N replicas anew among M = `num_replicas`.
+    """Divide the data positions of N replicas among M = `num_replicas`.
 
     `states[i]` is `Stream.get_state()` of replica i of N, all of them from one checkpoint. The j-th result is for
     `set_state` of a stream of replica j of M over the same data.
 
     M < N: replica j takes over from the replicas i with i % M == j: first the rest of the documents that they had
-    begun, one after another, then the rest of their shards in turns. M > N: what is left of replica i goes to the
-    replicas j with j % N == i. The k-th of these c replicas takes documents k, k + c, k + 2c, ... of what is left of
+    begun, one after another, then the rest of their shards in turns. M > N: the rest of replica i goes to the
+    replicas j with j % N == i. The k-th of these c replicas takes documents k, k + c, k + 2c, ... of the rest of
     each shard; the first one also takes the rest of the document that replica i had begun.
 
-    Of a mixture, the positions in every source are divided so, and the guarantee is for each; replica j goes on in the
+    Of a mixture, the positions in every source are divided so, with the guarantee for each; replica j continues in the
     order of the sources where replica j % N was.
 
     Guarantee: let E be the latest epoch that any replica has begun. Each token of the epochs up to E that was not an
@@ -107,7 +107,8 @@ def redistribute(states: Sequence[dict[str, Any]], num_replicas: int) -> list[di
     document, the label is the next token of the new stream, as between any two documents. The result can be
     redistributed again.
 
-    Raises `UserError` for states that do not belong together.
+    Raises:
+      UserError: for states that do not belong together.
     """
     _check_one_checkpoint(states)
     if num_replicas < 1:
@@ -133,7 +134,7 @@ def redistribute(states: Sequence[dict[str, Any]], num_replicas: int) -> list[di
 
 
 def _divide(states: Sequence[dict[str, Any]], num_replicas: int) -> list[DataPosition]:
-    """`redistribute` for one source: `states` have its positions at their top."""
+    """Redistribute one source, whose positions stand at the top of `states`."""
     last_epoch = max(state["epoch"] for state in states)
     remainders = [_remainder(state, last_epoch) for state in states]
     divided: list[tuple[ShardPosition, ...]] = []
@@ -171,7 +172,7 @@ def _check_one_checkpoint(states: Sequence[dict[str, Any]]) -> None:
 
 
 def _remainder(state: dict[str, Any], last_epoch: int) -> tuple[list[ShardPosition], list[ShardPosition]]:
-    """What a replica has left to read up to `last_epoch`: (documents that it has begun, shards)."""
+    """Return the remainder of a replica up to `last_epoch`: (documents begun, shards)."""
     position = DataPosition.from_json(state)
     shards = position.shards
     begun = [shard for shard in shards if not shard.stride]

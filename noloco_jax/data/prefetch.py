@@ -1,46 +1,31 @@
-"""Batches prefetched with Grain: documents are loaded in worker processes or a thread, and packed ahead of time.
+"""Sequences of a replica's documents, made ahead of time: Grain's worker processes or its threads do the loading.
 
-A saved position knows nothing of workers and prefetching: every chunk of documents carries the positions before each
-of them, so a pipeline with any number of workers can continue where another one stopped.
+Nothing here keeps a position to save. Every chunk of documents carries the positions before each of them, and every
+sequence the position after it, so any number of workers can continue where any other number stopped.
 """
 
-import atexit
 import functools
 import multiprocessing
 import os
 import threading
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import grain
 import numpy as np
 from absl import flags
 from grain.experimental import ThreadPrefetchIterDataset
 
-from noloco_jax.data.packing import HostBatch, Packer
-from noloco_jax.data.positions import DataPosition
-from noloco_jax.data.reader import DocumentReader
-from noloco_jax.data.source import Source
+from noloco_jax.data.packing import HostSequence, Packer
+from noloco_jax.data.positions import DataPosition, after_document, shard_start
+from noloco_jax.data.source import EpochShard, Source
 from noloco_jax.errors import UserError
 
-_PREFETCHED_BATCHES = 4
+T = TypeVar("T")
+
 _PREFETCHED_CHUNKS = 2  # per worker process
-
-
-class _Closable(Protocol):
-    def close(self) -> None: ...
-
-
-closed_at_exit: weakref.WeakSet[_Closable] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """Ends threads and worker processes while Grain can still do so; at the interpreter's end it cannot."""
-    for closable in list(closed_at_exit):
-        closable.close()
 
 
 @dataclass(frozen=True)
@@ -54,113 +39,228 @@ class Chunk(TypedDict):
     """Some consecutive documents: one array, which Grain can pass between processes in shared memory."""
 
     tokens: np.ndarray  # int32 (C, N), one document after another
-    ends: np.ndarray  # int64 (documents,), where each of them ends
+    ends: np.ndarray  # int64 (documents,), the end of each of them in `tokens`
     positions: Positions
-    ends_turn: bool  # whether the next chunk is another worker's
+    ends_turn: bool  # the next chunk is another worker's
 
 
 @dataclass(frozen=True)
 class ReplicaDocuments:
-    """The documents that a pipeline reads: those of one replica."""
+    """One replica's documents of a source."""
 
     source: Source
     replica: int
     num_replicas: int
 
 
-class _ChunkIterator(grain.DatasetIterator[Chunk]):
-    """The chunks of a replica's documents from a position on that are made by one worker of several."""
+class DocumentReader:
+    """Walk through a replica's documents from a position on, epoch after epoch without end.
 
-    def __init__(self, documents: ReplicaDocuments, position: DataPosition, worker: int, num_workers: int):
-        super().__init__()
-        self._source = documents.source
-        self._reader = DocumentReader(documents.source, documents.replica, documents.num_replicas, position)
-        self._worker, self._num_workers = worker, num_workers
-        self._turn = 0  # counted over all workers
-        self._ahead = False  # whether the reader has gone to the next chunk's first document
+    Attributes:
+      position: the one before the current document.
+      begins_part: true where the current document is of another part than the one before it in its shard, see
+        `EpochShard.part`.
+    """
 
-    def __next__(self) -> Chunk:
+    position: DataPosition
+    begins_part: bool
+
+    def __init__(self, documents: ReplicaDocuments, position: DataPosition):
+        self._documents = documents
+        self._epoch, self._shards = position
+        self._open_shards: dict[tuple[int, ...], EpochShard] = {}
+        self._parts: dict[tuple[int, ...], int] = {}  # open shard -> part of the document before
+        self._current: tuple[int, ...] = ()  # the shard of the current document
+
+    def advance(self) -> None:
+        """Go to the next document, at first to the first one, without reading it where its shard can tell.
+
+        Raises:
+          UserError: where the replica's own shard of an epoch is empty.
+        """
+        source, replica, num_replicas = self._documents.source, self._documents.replica, self._documents.num_replicas
+        if self._current and not self.position.shards[0].stride:
+            self._close(self._current)
         while True:
-            mine = self._turn % self._num_workers == self._worker
-            positions, records, ends_turn = self._next_chunk(mine)
-            self._turn += ends_turn
+            if not self._shards:
+                self._epoch += 1
+                self._shards = (shard_start(self._epoch, replica, num_replicas),)
+            position, *rest = self._shards
+            # Two positions may be in the same shard (divided once and merged again); each reads it at its own pace.
+            start = position.document % position.stride if position.stride else position.document
+            key = (position.epoch, position.shard, position.num_shards, position.stride, start)
+            if key not in self._open_shards:
+                self._open_shards[key] = source.open_shard(
+                    position.epoch, position.shard, position.num_shards, position.seek_hint
+                )
+            shard = self._open_shards[key]
+            if shard.has(position.document):
+                if position.seek_hint != shard.seek_hint:
+                    position = position._replace(seek_hint=shard.seek_hint)
+                self.position = DataPosition(self._epoch, (position, *rest))
+                self._shards = after_document(self.position.shards)
+                part = shard.part(position.document)
+                self.begins_part = self._parts.get(key) != part
+                self._parts[key], self._current = part, key
+                return
+            self._close(key)
+            own = (position.shard, position.num_shards) == (replica, num_replicas)
+            if own and position.document == 0:
+                raise UserError(
+                    f"replica {replica} of {num_replicas} gets no document of {source.name}: "
+                    "use fewer replicas or more data"
+                )
+            self._shards = tuple(rest)
+
+    def read(self) -> Any:
+        """Return the current document's record."""
+        return self._open_shards[self._current].get(self.position.shards[0].document)
+
+    def _close(self, key: tuple[int, ...]) -> None:
+        self._open_shards.pop(key).close()
+        self._parts.pop(key, None)
+        self._current = ()
+
+    def close(self) -> None:
+        for shard in self._open_shards.values():
+            shard.close()
+        self._open_shards.clear()
+
+
+def chunks(
+    documents: ReplicaDocuments, position: DataPosition, worker: int = 0, num_workers: int = 1
+) -> Generator[Chunk]:
+    """Yield a replica's documents from `position` on in chunks: those of one worker of several.
+
+    Workers take turns. A turn is a part of the files where reading is the work (`Source.shared_out_in_parts`), else one
+    chunk, whose documents every worker finds and one loads.
+    """
+    source, by_part = documents.source, documents.source.shared_out_in_parts
+    turn = 0  # counted over all workers
+    is_ahead = False  # the reader has gone to the next chunk's first document
+    with closing(DocumentReader(documents, position)) as reader:
+        while True:
+            mine = turn % num_workers == worker
+            positions: list[DataPosition] = []
+            records: list[Any] = []
+            ends_turn = not by_part
+            while len(positions) < source.chunk_size:
+                if not is_ahead:
+                    reader.advance()
+                positions.append(reader.position)
+                if mine:
+                    records.append(reader.read())
+                is_ahead = by_part
+                if is_ahead:
+                    reader.advance()
+                    if reader.begins_part:
+                        ends_turn = True
+                        break
+            turn += ends_turn
             if mine:
-                arrays = self._source.load(records)
-                return {
+                arrays = source.load(records)
+                yield {
                     "tokens": np.concatenate(arrays, axis=1),
                     "ends": np.cumsum([array.shape[1] for array in arrays]),
                     "positions": Positions(positions),
                     "ends_turn": ends_turn,
                 }
 
-    def _next_chunk(self, read: bool) -> tuple[list[DataPosition], list[Any], bool]:
-        """(positions before its documents, their records if they are to be read, whether it ends a turn)."""
-        positions: list[DataPosition] = []
-        records: list[Any] = []
-        while len(positions) < self._source.chunk_size:
-            if not self._ahead:
-                self._reader.advance()
-            positions.append(self._reader.position)
-            if read:
-                records.append(self._reader.read())
-            self._ahead = self._source.shared_out_in_parts
-            if self._ahead:
-                self._reader.advance()
-                if self._reader.begins_part:
-                    return positions, records, True
-        return positions, records, not self._source.shared_out_in_parts
+
+def _chunks_of_workers(documents: ReplicaDocuments, position: DataPosition, num_workers: int) -> Generator[Chunk]:
+    """Yield `chunks`, made by worker processes that take turns of unequal lengths."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # Grain reads flags of its own; a command line need not have parsed them
+    options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=_PREFETCHED_CHUNKS)
+    workers = []
+    try:
+        for worker in range(num_workers):
+            made = _Made(functools.partial(chunks, documents, position, worker, num_workers))
+            # A thread starts the process now: Grain by itself does so when the first chunk is asked for.
+            workers.append(_in_thread(made.mp_prefetch(options, worker_init_fn=_init_worker), 1))
+            workers[-1].start_prefetch()
+        turn = 0
+        while True:
+            chunk = next(workers[turn])
+            turn = (turn + chunk["ends_turn"]) % num_workers
+            chunk["tokens"] = np.array(chunk["tokens"])  # a copy frees the shared memory
+            yield chunk
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def sequences(
+    documents: ReplicaDocuments, position: DataPosition, sequence_length: int, document_mask: bool, num_workers: int
+) -> Generator[tuple[HostSequence, DataPosition]]:
+    """Yield the sequences from `position` on without end, each with the position after it.
+
+    Args:
+      num_workers: number of worker processes that read and tokenize; 0 does it here. The sequences are the same.
+
+    Raises:
+      UserError: where a file is damaged, and where an epoch of documents holds no token.
+    """
+    source = documents.source
+    packer = Packer(source.num_columns, sequence_length, document_mask=document_mask)
+    made = _chunks_of_workers(documents, position, num_workers) if num_workers else chunks(documents, position)
+    with closing(made):
+        empty_since = None  # the epoch of the first of consecutive documents without a token
+        for chunk in made:
+            arrays = np.split(chunk["tokens"], chunk["ends"][:-1], axis=1)
+            for array, before in zip(arrays, chunk["positions"].positions, strict=True):
+                packer.add(array, before)
+                if array.shape[1]:
+                    empty_since = None
+                elif empty_since is None:
+                    empty_since = before.epoch
+                elif before.epoch > empty_since + 1:
+                    raise UserError(
+                        f"the documents of replica {documents.replica} of {documents.num_replicas} hold no token: "
+                        f"{source.name} has nothing but empty documents or padding"
+                    )
+            while packer.full:
+                sequence = packer.pop()
+                yield sequence, packer.position
+
+
+class _Made(grain.IterDataset[T]):
+    """The elements of a generator, for Grain to prefetch. They carry their positions, so Grain has no state to keep."""
+
+    def __init__(self, make: Callable[[], Generator[T]]):
+        super().__init__()
+        self._make = make
+
+    def __iter__(self) -> grain.DatasetIterator[T]:
+        return _MadeIterator(self._make())
+
+
+class _MadeIterator(grain.DatasetIterator[T]):
+    def __init__(self, elements: Generator[T]):
+        super().__init__()
+        self._elements = elements
+
+    def __next__(self) -> T:
+        return next(self._elements)
 
     def get_state(self) -> dict[str, Any]:
-        return {}  # the chunks carry their positions
+        return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError("make a new data set from a chunk's positions")
+        raise NotImplementedError("begin anew from the position that an element carries")
 
     def close(self) -> None:
         super().close()
-        self._reader.close()
+        self._elements.close()
 
 
-class ChunkDataset(grain.IterDataset[Chunk]):
-    """A replica's documents from a position on, in chunks: those of one worker of several."""
-
-    def __init__(self, documents: ReplicaDocuments, position: DataPosition, worker: int = 0, num_workers: int = 1):
-        super().__init__()
-        self._arguments = (documents, position, worker, num_workers)
-
-    def __iter__(self) -> grain.DatasetIterator[Chunk]:
-        return _ChunkIterator(*self._arguments)
+def _in_thread(dataset: grain.IterDataset[T], buffer_size: int) -> grain.DatasetIterator[T]:
+    return iter(ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=buffer_size))
 
 
-class _WorkerChunks:
-    """The chunks of worker processes, which take turns of unequal lengths."""
-
-    def __init__(self, documents: ReplicaDocuments, position: DataPosition, num_workers: int):
-        if not flags.FLAGS.is_parsed():
-            flags.FLAGS.mark_as_parsed()  # Grain reads flags of its own; a command line need not have parsed them
-        options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=_PREFETCHED_CHUNKS)
-        datasets = [ChunkDataset(documents, position, worker, num_workers) for worker in range(num_workers)]
-        # The threads start the processes now: Grain by itself does so when a process's first chunk is asked for.
-        self._workers = [
-            iter(
-                ThreadPrefetchIterDataset(
-                    dataset.mp_prefetch(options, worker_init_fn=_init_worker), prefetch_buffer_size=1
-                )
-            )
-            for dataset in datasets
-        ]
-        for worker in self._workers:
-            worker.start_prefetch()
-        self._turn = 0
-
-    def __next__(self) -> Chunk:
-        chunk = next(self._workers[self._turn])
-        self._turn = (self._turn + chunk["ends_turn"]) % len(self._workers)
-        return chunk
-
-    def close(self) -> None:
-        for worker in self._workers:
-            worker.close()
+def prefetched(make: Callable[[], Generator[T]], buffer_size: int) -> grain.DatasetIterator[T]:
+    """Return an iterator over the elements of `make()`, which a thread makes up to `buffer_size` ahead of time."""
+    return _in_thread(_Made(make), buffer_size)
 
 
 def _init_worker(index: int, count: int) -> None:
@@ -169,101 +269,8 @@ def _init_worker(index: int, count: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Ends a worker whose trainer is killed: nobody takes its chunks any more, and it would wait for that for ever."""
+    """End a worker whose trainer is killed: nobody takes its chunks any more, and it would wait for that for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-class _BatchIterator(grain.DatasetIterator[HostBatch]):
-    """A replica's endless batches from a position on; the state is the position after those delivered, as JSON."""
-
-    def __init__(
-        self,
-        documents: ReplicaDocuments,
-        batch_size: int,
-        sequence_length: int,
-        num_workers: int,
-        position: DataPosition,
-        document_mask: bool,
-    ):
-        super().__init__()
-        self._documents, self._num_workers = documents, num_workers
-        self._new_packer = functools.partial(
-            Packer, documents.source.num_columns, batch_size, sequence_length, document_mask=document_mask
-        )
-        self._position = position
-        self._packer = self._new_packer()
-        self._chunks: grain.DatasetIterator[Chunk] | _WorkerChunks | None = None
-
-    def _open_chunks(self) -> grain.DatasetIterator[Chunk] | _WorkerChunks:
-        if self._num_workers:
-            return _WorkerChunks(self._documents, self._position, self._num_workers)
-        return iter(ChunkDataset(self._documents, self._position))
-
-    def __next__(self) -> HostBatch:
-        if self._chunks is None:
-            self._chunks = self._open_chunks()
-        empty_since = None  # the epoch of the first of consecutive documents without a token
-        try:
-            while not self._packer.full:
-                chunk = next(self._chunks)
-                tokens = np.array(chunk["tokens"])  # frees the shared memory
-                documents = np.split(tokens, chunk["ends"][:-1], axis=1)
-                for document, position in zip(documents, chunk["positions"].positions, strict=True):
-                    self._packer.add(document, position)
-                    if document.shape[1]:
-                        empty_since = None
-                    elif empty_since is None:
-                        empty_since = position.epoch
-                    elif position.epoch > empty_since + 1:
-                        raise UserError(
-                            f"the documents of replica {self._documents.replica} of {self._documents.num_replicas} "
-                            f"hold no token: {self._documents.source.name} has nothing but empty documents or padding"
-                        )
-        except BaseException:
-            self._reset(self._position)  # so that the next call meets the same error again
-            raise
-        batch = self._packer.pop()
-        self._position = self._packer.position
-        return batch
-
-    def _reset(self, position: DataPosition) -> None:
-        if self._chunks is not None:
-            self._chunks.close()
-        self._chunks, self._packer, self._position = None, self._new_packer(), position
-
-    def get_state(self) -> dict[str, Any]:
-        return self._position.to_json()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._reset(DataPosition.from_json(state))
-
-    def close(self) -> None:
-        super().close()
-        self._reset(self._position)
-
-
-class BatchDataset(grain.IterDataset[HostBatch]):
-    """A replica's endless batches, for Grain to iterate over."""
-
-    def __init__(
-        self,
-        documents: ReplicaDocuments,
-        batch_size: int,
-        sequence_length: int,
-        num_workers: int,
-        position: DataPosition,
-        document_mask: bool,
-    ):
-        super().__init__()
-        self._arguments = (documents, batch_size, sequence_length, num_workers, position, document_mask)
-
-    def __iter__(self) -> grain.DatasetIterator[HostBatch]:
-        return _BatchIterator(*self._arguments)
-
-
-def prefetched_batches(dataset: grain.IterDataset[HostBatch]) -> grain.DatasetIterator[HostBatch]:
-    """Batches that a thread makes ahead of time; the iterator's state is that of the batches delivered."""
-    return iter(ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=_PREFETCHED_BATCHES))

@@ -1,4 +1,4 @@
-"""What a data set offers to whoever reads it, whatever the format of its files.
+"""Interface of a data set to its readers, the same for every file format; shuffles.
 
 The documents of an epoch are divided into as many *shards* as there are replicas, one each. A source gives the
 documents of a shard an order that is a function of (epoch, shard, number of shards) and the run's seed alone, so a
@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -28,7 +29,7 @@ class EpochShard(Protocol):
         ...
 
     def has(self, document: int) -> bool:
-        """Whether there is a document of that number; it is read if there is no other way to know."""
+        """Return True if there is a document of that number; it is read if there is no other way to know."""
         ...
 
     def part(self, document: int) -> int:
@@ -64,7 +65,7 @@ class Source(Protocol):
         ...
 
     def check_replicas(self, num_replicas: int) -> None:
-        """Raises `UserError` where some replica would get no document."""
+        """Raise `UserError` where some replica would get no document."""
         ...
 
     def open_shard(self, epoch: int, shard: int, num_shards: int, seek_hint: tuple[int, ...]) -> EpochShard:
@@ -77,7 +78,7 @@ class Source(Protocol):
 
 
 class SourceOptions(NamedTuple):
-    """What a source reads, and in which order.
+    """Options of a source: its data and their order.
 
     Attributes:
       path: a folder or a file.
@@ -122,13 +123,13 @@ class SourceOptions(NamedTuple):
 
     @property
     def part(self) -> str:
-        """The part of the documents, see `splits.HoldOut`, that belongs to the split if no file is named after it."""
+        """The part of the documents, see `HoldOut`, that belongs to the split if no file is named after it."""
         if not self.holds_both_splits:
             return "all"
         return "rest" if self.split == "train" else "held_out"
 
     def digest(self, files: Iterable[tuple[str, Any]]) -> str:
-        """Tells the files of `path` from others: their names below it, in order, and what is known of each as JSON.
+        """Digest the files of `path`: their names below it, in order, and the facts about each, as JSON.
 
         A folder may be moved, and a single file renamed: what they hold is the same.
         """
@@ -141,3 +142,60 @@ def _digest(root: str, files: tuple[tuple[str, Any], ...]) -> str:
     for file, facts in files:
         found.update(json.dumps([os.path.relpath(file, root), facts]).encode())
     return found.hexdigest()[:16]
+
+
+@functools.lru_cache(maxsize=16)
+def seeded_permutation(count: int, *key: int) -> np.ndarray:
+    """A permutation of range(count) as a function of the non-negative integers `key`: int64 (count,), read-only.
+
+    It is built from a bit generator's raw output, which numpy promises never to change (it makes no such promise for
+    `permutation`), so that a saved position means the same under every version of numpy.
+    """
+    # An integer is as many 32-bit words as it needs. Without the length, (1,) and (1, 0) would be the same seed, and
+    # without the number of words of each (2**32, 0) and (0, 1); where all have one it is left out.
+    words = tuple(max(-(-int(number).bit_length() // 32), 1) for number in key)
+    seed = np.random.SeedSequence((len(key), *key), spawn_key=words if max(words, default=1) > 1 else ())
+    order = np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")
+    order.setflags(write=False)  # callers share it
+    return order
+
+
+class WindowShuffledShard(ABC):
+    """An epoch's shard that is read in sequence and shuffled within windows of `window_size` documents.
+
+    The place of a document depends on the shard and on `key` alone, so a position is saved without a shuffle buffer:
+    reading the window again restores it. A window of 1 keeps the order of the files.
+    """
+
+    def __init__(self, window_size: int, key: tuple[int, ...]):
+        self._window_size, self._key = window_size, key
+        self._window, self._records = -1, []
+
+    @property
+    @abstractmethod
+    def seek_hint(self) -> tuple[int, ...]:
+        """Start of the current window in the files; empty where a window is found without it."""
+
+    @abstractmethod
+    def read_window(self, window: int) -> list[Any]:
+        """The records of a window in the order of the files: `window_size` of them, fewer at the shard's end."""
+
+    def has(self, document: int) -> bool:
+        return self.get(document) is not None
+
+    def part(self, document: int) -> int:
+        return 0
+
+    def get(self, document: int) -> Any | None:
+        """The record of document number `document`, or None beyond the end. Reading in ascending order is fast."""
+        window, slot = divmod(document, self._window_size)
+        if window != self._window:
+            self._records = self.read_window(window)
+            self._window = window
+        if slot >= len(self._records):
+            return None
+        return self._records[seeded_permutation(len(self._records), *self._key, window)[slot]]
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files."""

@@ -1,63 +1,151 @@
-"""Batches to train on.
+"""Batches to train on, whose iterator owns the position in the data, and batches to validate on.
 
 Shapes: B sequences of T tokens.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+import atexit
+import functools
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from noloco_jax.data.from_config import mixture_of, open_sources
-from noloco_jax.data.packing import HostBatch
-from noloco_jax.data.positions import start_position
+import numpy as np
+
+from noloco_jax.data.from_config import Mixture, mixture_of, open_sources
+from noloco_jax.data.packing import HostBatch, HostSequence, Packer
+from noloco_jax.data.positions import DataPosition, start_position
 from noloco_jax.data.source import Source
 from noloco_jax.data.tokenizers import Tokenizer
 from noloco_jax.errors import UserError
+from noloco_jax.labels import IGNORED_LABEL
 
 if TYPE_CHECKING:
     import grain
 
     from noloco_jax.config import DataConfig
 
+_PREFETCHED_BATCHES = 4
 # Facts of a source that checkpoints of earlier versions do not have.
 _NOT_ALWAYS_SAVED = ("sampled contents", "text column")
+
+# A source's name and a position -> its sequences from there on, each with the position after it.
+OpenSequences = Callable[[str, DataPosition], Generator[tuple[HostSequence, DataPosition]]]
+
+
+class StreamPosition(NamedTuple):
+    """The position of a stream in all of its sources.
+
+    Attributes:
+      drawn: number of sequences taken; the order of the sources continues from there.
+      by_source: name of a source -> the position in it.
+    """
+
+    drawn: int
+    by_source: Mapping[str, DataPosition]
+
+    def to_json(self) -> dict[str, Any]:
+        if list(self.by_source) == ["data"]:
+            return self.by_source["data"].to_json()
+        positions = {name: position.to_json() for name, position in self.by_source.items()}
+        return {"drawn": self.drawn, "positions": positions}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> "StreamPosition":
+        if "positions" not in state:
+            return cls(0, {"data": DataPosition.from_json(state)})
+        positions = {name: DataPosition.from_json(position) for name, position in state["positions"].items()}
+        return cls(state["drawn"], positions)
+
+
+def _batches(
+    open_sequences: OpenSequences, mixture: Mixture, replica: int, batch_size: int, position: StreamPosition
+) -> Generator[tuple[HostBatch, StreamPosition]]:
+    """Yield the batches from a position on without end, each with the position after it.
+
+    Replica i stands i places further in the order of sources than replica 0: what all replicas read at a time is then
+    a stretch of that order too, and has every source in its share.
+    """
+    drawn, by_source = position.drawn, dict(position.by_source)
+    with ExitStack() as stack:
+        sources = {name: stack.enter_context(closing(open_sequences(name, start))) for name, start in by_source.items()}
+        while True:
+            rows = []
+            for _ in range(batch_size):
+                name = mixture.source_at(replica + drawn)
+                row, by_source[name] = next(sources[name])
+                rows.append(row)
+                drawn += 1
+            batch = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+            yield batch, StreamPosition(drawn, dict(by_source))
+
+
+_closed_at_exit: "weakref.WeakSet[Stream]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End threads and worker processes while Grain can still do so; at the interpreter's end it cannot."""
+    for stream in list(_closed_at_exit):
+        stream.close()
 
 
 class Stream(Iterator[HostBatch]):
     """A replica's endless batches, each {"input_ids", "labels"}, and "segment_ids" with a document mask: int32 (B, T).
 
     The state is the position after the batches delivered, whatever has been prefetched. It is small and can be written
-    as JSON. A stream of the same configuration that is set to it yields bitwise the batches that this one would.
+    as JSON. A stream of the same configuration that is set to it yields bitwise the batches that this one would. After
+    an error the next call meets the same one, or yields its batch if the cause is gone.
+
+    Args:
+      open_sequences: opens a source at a position.
+      mixture: the order of the sources.
+      batch_size: sequences of a batch.
+      identity: "replica", "num_replicas" and "source", the facts of the data; a state is of use where these agree.
     """
 
-    def __init__(self, iterator: "grain.DatasetIterator[HostBatch]", identity: dict[str, Any]):
-        self._open_iterator: grain.DatasetIterator[HostBatch] | None = iterator
+    def __init__(self, open_sequences: OpenSequences, mixture: Mixture, batch_size: int, identity: dict[str, Any]):
+        replica, num_replicas = identity["replica"], identity["num_replicas"]
         self._identity = identity
-
-    @property
-    def _iterator(self) -> "grain.DatasetIterator[HostBatch]":
-        if self._open_iterator is None:
-            raise ValueError("the stream is closed")
-        return self._open_iterator
+        self._make = functools.partial(_batches, open_sequences, mixture, replica, batch_size)
+        self._position = StreamPosition(0, dict.fromkeys(mixture.shares, start_position(replica, num_replicas)))
+        self._prefetched: grain.DatasetIterator[tuple[HostBatch, StreamPosition]] | None = None
+        self._is_closed = False
+        _closed_at_exit.add(self)
 
     def start(self) -> None:
-        """Begins to make batches ahead of time; without it, the first one that is asked for does."""
-        self._iterator.start_prefetch()
+        """Begin to make batches ahead of time; without it, the first one that is asked for does."""
+        from noloco_jax.data.prefetch import prefetched  # Grain takes a second to import.
+
+        self._check_open()
+        if self._prefetched is None:
+            self._prefetched = prefetched(functools.partial(self._make, self._position), _PREFETCHED_BATCHES)
+        self._prefetched.start_prefetch()
 
     def __next__(self) -> HostBatch:
-        return next(self._iterator)
+        self.start()
+        assert self._prefetched is not None
+        try:
+            batch, self._position = next(self._prefetched)
+        except Exception:
+            self._stop()  # the next call begins anew from the position
+            raise
+        return batch
 
     @property
     def source(self) -> dict[str, Any]:
-        """What tells its data and their tokens from others; a position is of use with the same alone."""
+        """Facts that tell its data and their tokens from others."""
         return self._identity["source"]
 
     def get_state(self) -> dict[str, Any]:
-        return self._identity | self._iterator.get_state()
+        return self._identity | self._position.to_json()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continues from a `get_state` of the same replica, or from a `redistribute`d one.
+        """Continue from a `get_state` of the same replica, or from a `redistribute`d one.
 
-        Raises `UserError` for the state of another replica, number of replicas or data set.
+        Raises:
+          UserError: for the state of another replica, number of replicas or data set.
         """
         if state["num_replicas"] != self._identity["num_replicas"]:
             raise UserError(
@@ -78,13 +166,57 @@ class Stream(Iterator[HostBatch]):
                     f"the saved data position is of data with {name} {saved.get(name)!r}, this run's has "
                     f"{mine.get(name)!r}: restore the former data and configuration, or start afresh"
                 )
-        self._iterator.set_state(state)
+        self._check_open()
+        self._stop()
+        self._position = StreamPosition.from_json(state)
 
     def close(self) -> None:
-        """Ends the thread and the worker processes. The stream yields nothing afterwards."""
-        if self._open_iterator is not None:
-            self._open_iterator.close()
-            self._open_iterator = None
+        """End the thread and the worker processes. The stream yields nothing afterwards."""
+        self._is_closed = True
+        self._stop()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ValueError("the stream is closed")
+
+    def _stop(self) -> None:
+        if self._prefetched is not None:
+            self._prefetched.close()
+            self._prefetched = None
+
+
+class ReplicaStreams(Iterator[dict[int, HostBatch]]):
+    """The streams of the replicas that one process reads, side by side: replica -> its next batch.
+
+    Args:
+      streams: replica -> stream.
+    """
+
+    def __init__(self, streams: Mapping[int, Stream]):
+        self._streams = dict(streams)
+
+    def start(self) -> None:
+        """Begin to make batches ahead of time, of all streams at once. An error is raised with the batch it spoils."""
+        for stream in self._streams.values():
+            stream.start()
+
+    def __next__(self) -> dict[int, HostBatch]:
+        self.start()  # all make batches while one is waited for
+        return {replica: next(stream) for replica, stream in self._streams.items()}
+
+    def get_state(self) -> dict[int, dict]:
+        """Return replica -> the state of its stream."""
+        return {replica: stream.get_state() for replica, stream in self._streams.items()}
+
+    def set_state(self, states: Mapping[int, dict]) -> None:
+        """Continue from the states of `get_state`; those of other replicas are left out."""
+        for replica, stream in self._streams.items():
+            stream.set_state(states[replica])
+
+    def close(self) -> None:
+        """End all threads and worker processes, each of which may be in the middle of a batch."""
+        with ThreadPoolExecutor(max(len(self._streams), 1)) as threads:
+            list(threads.map(Stream.close, self._streams.values()))  # waits, and raises what closing raises
 
 
 def train_stream(
@@ -94,10 +226,9 @@ def train_stream(
     replica: int,
     num_replicas: int,
     seed: int,
-    batch_size: int | None = None,
     vocab_size: int | None = None,
 ) -> Stream:
-    """The training batches of replica `replica` of `num_replicas`: epoch after epoch of its share of the documents.
+    """Open the training batches of one replica of `num_replicas`: epoch after epoch of its share of the documents.
 
     The batches are a function of the arguments alone. In every epoch each document goes to exactly one replica, in an
     order drawn from `seed` and the epoch. Replicas with unequal shares begin the next epoch at different steps.
@@ -105,71 +236,116 @@ def train_stream(
     A sequence is of one source. Of a mixture, each source has its share of the sequences in the order of `Mixture`,
     whatever the lengths of its documents, and comes to the end of its epochs at its own pace.
 
-    Args:
-      tokenizer: may be None for data that are tokens already, see `needs_tokenizer`.
-      batch_size: sequences per batch; `config.batch_size` if None.
-      vocab_size: the model's, which the ids in Parquet files must fit; unchecked if None.
-
     With `config.num_workers` 0 a thread prefetches the batches; otherwise as many processes read and tokenize for this
     stream, at least one for each source. The batches are the same.
 
-    Raises `UserError` for data that are missing or of another form, and for a replica that would get no document. The
-    stream itself raises it where it meets a damaged file.
+    Args:
+      tokenizer: may be None for data that are tokens already, see `needs_tokenizer`.
+      vocab_size: the model's, which the ids in Parquet files must fit; unchecked if None.
+
+    Raises:
+      UserError: for data that are missing or of another form, and for a replica that would get no document. The stream
+        itself raises it where it meets a damaged file.
     """
-    # Grain takes a second to import.
-    from noloco_jax.data.mixed_batches import MixedDataset
-    from noloco_jax.data.prefetch import BatchDataset, ReplicaDocuments, closed_at_exit, prefetched_batches
+    from noloco_jax.data.prefetch import ReplicaDocuments, sequences  # Grain takes a second to import.
 
     sources = open_sources(config, tokenizer, validation=False, seed=seed, vocab_size=vocab_size)
     if not 0 <= replica < num_replicas:
         raise UserError(f"replica {replica} of {num_replicas}: replicas are numbered from 0")
     for source in sources.values():
         source.check_replicas(num_replicas)
-    batch_size = config.batch_size if batch_size is None else batch_size
+    mixture = mixture_of(config)
 
-    def batches(group: str, batch_size: int, num_workers: int) -> BatchDataset:
-        documents = ReplicaDocuments(sources[group], replica, num_replicas)
-        position = start_position(replica, num_replicas)
-        shape = batch_size, config.sequence_length
-        return BatchDataset(documents, *shape, num_workers, position, document_mask=config.document_mask)
+    def open_sequences(name: str, position: DataPosition) -> Generator[tuple[HostSequence, DataPosition]]:
+        documents = ReplicaDocuments(sources[name], replica, num_replicas)
+        # The sequences do not depend on the number of workers.
+        workers = max(1, round(config.num_workers * mixture.shares[name])) if config.num_workers else 0
+        return sequences(documents, position, config.sequence_length, config.document_mask, workers)
 
-    if config.kind == "mixture":
-        mixture = mixture_of(config)
-        sequences = {
-            group: batches(group, 1, _workers_of_share(config.num_workers, share))
-            for group, share in mixture.shares.items()
-        }
-        dataset = MixedDataset(sequences, mixture, replica, batch_size)
-    else:
-        dataset = batches("data", batch_size, config.num_workers)
     identity = {
         "replica": replica,
         "num_replicas": num_replicas,
-        "source": _fingerprint(sources) | _what_tells_tokens_apart(config, tokenizer, sources) | {"seed": seed},
+        "source": _fingerprint(sources) | _token_facts(config, tokenizer, sources) | {"seed": seed},
     }
-    stream = Stream(prefetched_batches(dataset), identity)
-    closed_at_exit.add(stream)
-    return stream
-
-
-def _workers_of_share(num_workers: int, share: float) -> int:
-    """A source's part of the processes, at least one; the batches do not depend on it."""
-    return max(1, round(num_workers * share)) if num_workers else 0
+    return Stream(open_sequences, mixture, config.batch_size, identity)
 
 
 def _fingerprint(sources: Mapping[str, Source]) -> dict[str, Any]:
-    """The facts on the files; those of a mixture with the source in front of the name."""
+    """Return the facts on the files; those of a mixture with the source in front of the name."""
     if list(sources) == ["data"]:
         return dict(sources["data"].fingerprint)
     facts = {f"{group} {name}": fact for group, source in sources.items() for name, fact in source.fingerprint.items()}
     return {"kind": "mixture"} | facts
 
 
-def _what_tells_tokens_apart(
-    config: "DataConfig", tokenizer: Tokenizer | None, sources: Mapping[str, Source]
-) -> dict[str, Any]:
-    """Besides files and seed, what a position depends on: it is an offset into a replica's tokens."""
+def _token_facts(config: "DataConfig", tokenizer: Tokenizer | None, sources: Mapping[str, Source]) -> dict[str, Any]:
+    """Return what a position, an offset into a replica's tokens, depends on besides files and seed."""
     known: dict[str, Any] = {"shuffle_buffer": config.shuffle_buffer}
     if tokenizer is not None and any(source.num_columns == 1 for source in sources.values()):
         known |= {"tokenizer": tokenizer.fingerprint, "add_bos": config.add_bos, "add_eos": config.add_eos}
     return known
+
+
+def validation_batches(
+    config: "DataConfig",
+    tokenizer: Tokenizer | None,
+    *,
+    num_batches: int,
+    vocab_size: int | None = None,
+) -> list[HostBatch]:
+    """Return the first `num_batches` batches of the validation documents in an order that no seed changes.
+
+    Of a mixture, each source has its share of the sequences. There are fewer batches where the documents, those of any
+    source, hold fewer: none is repeated, and the last one is filled up with ignored labels.
+
+    Args: see `train_stream`.
+
+    Raises:
+      UserError: as `train_stream`, and for documents without a label to score.
+    """
+    sources = open_sources(config, tokenizer, validation=True, seed=0, vocab_size=vocab_size)
+    mixture = mixture_of(config)
+    batch_size = config.batch_size
+    rows: list[HostSequence] = []
+    with ExitStack() as stack:
+        sequences = {
+            group: stack.enter_context(closing(_validation_sequences(group, source, config)))
+            for group, source in sources.items()
+        }
+        for place in range(num_batches * batch_size):
+            row = next(sequences[mixture.source_at(place)], None)
+            if row is None:
+                break
+            rows.append(row)
+    if rows:
+        ignored = {key: np.full_like(x, IGNORED_LABEL if key == "labels" else 0) for key, x in rows[0].items()}
+        rows += [ignored] * (-len(rows) % batch_size)
+    return [
+        {key: np.stack([row[key] for row in rows[start : start + batch_size]]) for key in rows[0]}
+        for start in range(0, len(rows), batch_size)
+    ]
+
+
+def _validation_sequences(group: str, source: Source, config: "DataConfig") -> Generator[HostSequence]:
+    """Yield the documents as sequences; the last one may be filled up with ignored labels."""
+    packer = Packer(source.num_columns, config.sequence_length, document_mask=config.document_mask)
+    position = start_position(0, 1)  # nobody asks where these sequences end
+    start, any_yet = 0, False
+    with closing(source.open_shard(0, 0, 1, ())) as shard:
+        while True:
+            records = [shard.get(start + k) for k in range(source.chunk_size)]
+            for document in source.load([record for record in records if record is not None]):
+                packer.add(document, position)
+            while packer.full:
+                any_yet = True
+                yield packer.pop()
+            start += source.chunk_size
+            if records[-1] is None:
+                break
+    rest = packer.pop_rest()
+    if rest is not None:
+        yield rest
+    elif not any_yet:
+        raise UserError(
+            f"the validation documents of {source.name} hold no token to predict: give {group}.validation_path"
+        )

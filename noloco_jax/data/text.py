@@ -7,12 +7,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from noloco_jax.data.contents import sampled_contents
-from noloco_jax.data.find_files import find_files, without_repeats
-from noloco_jax.data.read_errors import read_with_retries
-from noloco_jax.data.shuffle import seeded_permutation
-from noloco_jax.data.source import EncodeTexts, SourceOptions
-from noloco_jax.data.splits import HELD_OUT_EVERY, HoldOut
+from noloco_jax.data.find_files import HELD_OUT_EVERY, HoldOut, find_files, without_repeats
+from noloco_jax.data.reading import read_with_retries, sampled_contents
+from noloco_jax.data.source import EncodeTexts, SourceOptions, seeded_permutation
 from noloco_jax.errors import UserError
 
 SUFFIXES = (".md", ".py", ".rst", ".txt")
@@ -21,7 +18,7 @@ _MAX_LINE_BYTES = 4096  # a piece ends within a longer line
 
 
 def find_text_files(options: SourceOptions) -> list[tuple[str, int]]:
-    """(path, bytes) of every text file that is not empty, see `find_files`."""
+    """Return (path, bytes) of every text file that is not empty, see `find_files`."""
     files = without_repeats(find_files(options, SUFFIXES))
     sized = [(file, read_with_retries(Path(file).stat, file).st_size) for file in files]
     sized = [(file, size) for file, size in sized if size]
@@ -36,7 +33,7 @@ def piece_bytes(sequence_length: int, token_bytes: int) -> int:
 
 
 class TextSource:
-    """A document is a file, or a piece of a longer file that ends at the end of a line.
+    """Source of text files: a document is a file, or a piece of a longer file that ends at the end of a line.
 
     Batches are consecutive tokens, so pieces are short (`piece_bytes`): shuffled, they make batches of many files.
     Files are read as UTF-8; bytes that are not UTF-8 become U+FFFD. The documents are shuffled globally, anew in every

@@ -11,7 +11,7 @@ import numpy as np
 
 from noloco_jax.errors import TransientError, UserError
 
-_ANSWER_SECONDS = 3.0  # in which the Hugging Face hub has to answer
+_ANSWER_SECONDS = 3.0  # timeout of the Hugging Face hub
 
 # Cases, accents in both forms, digits, spaces, line ends, and scripts without spaces and beyond 16 bits.
 _PROBE = (
@@ -21,7 +21,7 @@ _PROBE = (
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline and text generation need of a tokenizer.
+    """Interface of a tokenizer to the data pipeline and text generation.
 
     `vocab_size` is one more than the largest id that `encode` can return or that BOS or EOS has: the smallest
     vocabulary that a model may have.
@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Tells it from tokenizers that make other ids of a text, whatever their names."""
+        """Digest that differs for tokenizers that make other ids of a text, whatever their names."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
@@ -84,7 +84,7 @@ class FastTokenizer:
         self.fingerprint = self._make_fingerprint()
 
     def _make_fingerprint(self) -> str:
-        """Of the vocabulary, BOS and EOS, and of the ids of a text that shows how it is cut up and normalized.
+        """Digest the vocabulary, BOS and EOS, and the ids of a text that exercises splitting and normalization.
 
         The tokenizer's file would not do: libraries of other versions write it in other forms.
         """
@@ -117,7 +117,7 @@ class FastTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer `name`: "byte", a folder, or a name on the Hugging Face hub.
+    """Load the tokenizer `name`: "byte", a folder, or a name on the Hugging Face hub.
 
     A gated one is fetched with the token in the environment variable HF_TOKEN. Where the hub does not answer, what was
     fetched before is taken.
@@ -166,7 +166,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _unreachable_hub() -> str:
-    """Why the Hugging Face hub cannot be asked; empty if it answers. Its own client retries for a minute, aloud."""
+    """Return the reason why the Hugging Face hub does not answer, or "". Its own client retries for a minute, aloud."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -174,13 +174,13 @@ def _unreachable_hub() -> str:
         return ""
     try:
         get_session().head(constants.ENDPOINT, timeout=_ANSWER_SECONDS)
-    except Exception as error:  # of whichever library it uses
+    except Exception as error:  # its HTTP library has errors of its own
         return f"{constants.ENDPOINT} does not answer ({' '.join(str(error).split()) or type(error).__name__})"
     return ""
 
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
-    """Raises `UserError` where the model has no embedding for some of the tokenizer's ids."""
+    """Raise `UserError` where the model has no embedding for some of the tokenizer's ids."""
     if tokenizer.vocab_size > model_vocab_size:
         raise UserError(
             f"model.vocab_size={model_vocab_size} is smaller than the {tokenizer.vocab_size} ids of "
@@ -189,7 +189,7 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int) -> None:
 
 
 class DocumentEncoder:
-    """Encodes documents for a training stream: BOS if `add_bos`, the text's ids, EOS if `add_eos`; int32 (1, n) each.
+    """Encoder of documents for a stream: BOS if `add_bos`, the text's ids, EOS if `add_eos`; int32 (1, n) each.
 
     An empty text becomes no token at all. Raises `UserError` for a BOS or EOS that the tokenizer does not have.
     """

@@ -1,4 +1,4 @@
-"""Writes a trained model as a folder that `transformers` loads as a LlamaForCausalLM.
+"""Write a trained model as a folder that `transformers` loads as a LlamaForCausalLM.
 
     python -m noloco_jax.export --workdir=DIR --out=DIR2                 # the merged model: the mean of all replicas
     python -m noloco_jax.export --workdir=DIR --out=DIR2 --replica=2     # one replica
@@ -20,7 +20,7 @@ from noloco_jax.run.model_folder import tokenizer_of, write_model_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exports, and says what was written."""
+    """Export, and print what was written."""
     args = _parser().parse_args(argv)
     check_new_folder(args.out)
     tokenizer = tokenizer_of(load_saved(args.workdir).data)

@@ -1,4 +1,4 @@
-"""Runs `python -m noloco_jax.generate`; what it does stands in `command`."""
+"""Run `python -m noloco_jax.generate`; see `command`."""
 
 from noloco_jax.errors import run_command
 

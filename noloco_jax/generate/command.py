@@ -1,4 +1,4 @@
-"""Continues a text with a trained model, greedily or by sampling.
+"""Continue a text with a trained model, greedily or by sampling.
 
 python -m noloco_jax.generate --workdir=DIR --prompt="def "                         # the mean of a run's replicas
 python -m noloco_jax.generate --model=FOLDER --prompt="Once" --temperature=0.8      # a Hugging Face Llama folder
@@ -39,7 +39,7 @@ class _Loaded(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the prompt and what follows it."""
+    """Print the prompt and what follows it."""
     args = _parser().parse_args(argv)
     _check(args)
     loaded = _from_folder(args) if args.model else _from_workdir(args)
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises `UserError` for values that no model could make sense of."""
+    """Raise `UserError` for values that no model could make sense of."""
     if args.max_new_tokens < 1:
         raise UserError(f"--max_new_tokens={args.max_new_tokens} is below 1: raise it")
     if not (args.temperature >= 0 and math.isfinite(args.temperature)):

@@ -17,7 +17,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from noloco_jax.cluster.heap import keep_freed_memory
+from noloco_jax.cluster.host import keep_freed_memory
 from noloco_jax.config import make_parser, parse_args, split_overrides
 from noloco_jax.files import folder_of_flag
 from noloco_jax.islands.roster import read_roster

@@ -1,13 +1,16 @@
-"""Causal grouped-query attention, by the fastest way that the backend has.
+"""Causal grouped-query attention, by the fastest way that the backend has, and rotary position embedding.
 
-Axes: B batch, T queries, S keys, H heads, G key-value heads, R = H/G queries a key-value head, K head width.
+Axes: B batch, T queries, S keys, H heads, G key-value heads, R = H/G queries a key-value head, K head width, J = K/2
+rotated pairs. Rotation is in Hugging Face's layout: the first half of a head rotates against the second.
 """
 
+import math
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from noloco_jax.model.placement import map_shards
 
@@ -63,7 +66,7 @@ def _library_attention(
 
 
 def _same_segment(queries_BT: jax.Array, keys_BS: jax.Array) -> jax.Array:
-    """Whether each query's segment is each key's: bool (B, T, S)."""
+    """Compare each query's segment with each key's: bool (B, T, S)."""
     return queries_BT[:, :, None] == keys_BS[:, None, :]
 
 
@@ -79,7 +82,7 @@ def attention_from(start: jax.Array, q_BTHK: jax.Array, keys_BSGK: jax.Array, va
 
 
 def _ampere_or_later() -> bool:
-    """Whether the GPU is an NVIDIA Ampere or newer.
+    """Return True for an NVIDIA Ampere GPU or newer.
 
     AMD's compute capabilities are names. A device without the attribute is one that is only compiled for: it counts as
     new.
@@ -123,3 +126,36 @@ def _cpu_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segm
         blocks.append(mixed_BGRTK / weights_BGRTS.sum(axis=-1, keepdims=True))
     mixed_BGRTK = jnp.concatenate(blocks, axis=3).astype(q_BTHK.dtype)
     return mixed_BGRTK.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim)
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: Any = None) -> np.ndarray:
+    """Return the float32 angle per position of every rotated pair, shape (head_dim / 2,).
+
+    Args:
+      head_dim: K, even.
+      theta: the base; pair j turns by theta**(-2j/K) radians a position.
+      scaling: None, or Llama 3's `RopeScaling` (factor, low_freq_factor, high_freq_factor,
+        original_max_position_embeddings): pairs whose wavelength exceeds original/low turn `factor` times slower, those
+        under original/high are left alone, those between are blended linearly in original/wavelength.
+    """
+    inverse_J = np.float32(1.0) / np.float32(theta) ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)
+    if scaling is None:
+        return inverse_J
+    turns_J = scaling.original_max_position_embeddings * inverse_J / np.float32(2 * math.pi)
+    kept_J = (turns_J - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept_J = np.clip(kept_J, 0.0, 1.0)
+    return ((1.0 - kept_J) * inverse_J / scaling.factor + kept_J * inverse_J).astype(np.float32)
+
+
+def rotation(inverse_J: np.ndarray, positions_T: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return float32 (cosines, sines), each (1, T, 1, J): they broadcast over batch and heads."""
+    angles_1T1J = positions_T.astype(jnp.float32)[None, :, None, None] * inverse_J[None, None, None, :]
+    return jnp.cos(angles_1T1J), jnp.sin(angles_1T1J)
+
+
+def rotate(x_BTHK: jax.Array, rotation_1T1J: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Turn every pair (x_j, x_{j+J}) by its position's angle, in float32; return the dtype of `x_BTHK`."""
+    cos, sin = rotation_1T1J
+    first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BTHK.dtype)

@@ -1,6 +1,7 @@
-"""One decoder layer of a Llama.
+"""One decoder layer of a Llama, and its multiplication by a weight matrix.
 
-Axes: B batch, T positions, D hidden width, F feed-forward width, H heads, G key-value heads, K head width, J = K/2.
+Axes: B batch, T positions, D hidden width, F feed-forward width, H heads, G key-value heads, K head width, J = K/2;
+of a multiplication I inputs, O outputs.
 """
 
 import functools
@@ -10,10 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.model.attention import causal_attention
+from noloco_jax.model.attention import causal_attention, rotate
 from noloco_jax.model.cache import Cache
-from noloco_jax.model.dense import dense
-from noloco_jax.model.rope import rotate
 
 KERNEL_INIT = nnx.initializers.normal(0.02)
 
@@ -48,7 +47,7 @@ class Block(nnx.Module):
         cache: Cache | None = None,
         segments_BT: jax.Array | None = None,
     ) -> jax.Array:
-        """Applies the layer to the residual stream (B, T, D).
+        """Apply the layer to the residual stream (B, T, D).
 
         Args:
           h_BTD: the residual stream.
@@ -92,7 +91,7 @@ def _project(x_BTI: jax.Array, kernel_IO: nnx.Param) -> jax.Array:
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def rms_norm(x_BTD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
-    """Divides by the root mean square over D and scales, in float32; returns the dtype of `x_BTD`.
+    """Divide by the root mean square over D and scale, in float32; return the dtype of `x_BTD`.
 
     The backward pass computes it again from `x_BTD`, rather than keep float32 copies of bfloat16 activations.
     """
@@ -105,3 +104,33 @@ def rms_norm(x_BTD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
 def swiglu(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
     """silu(gate) * up; the backward pass computes it again rather than keep four arrays of this size."""
     return jax.nn.silu(gate_BTF) * up_BTF
+
+
+@jax.custom_vjp
+def dense(x_BTI: jax.Array, kernel_IO: jax.Array) -> jax.Array:
+    """Return `x_BTI @ kernel_IO`, both of one dtype.
+
+    A product over positions needs one of its operands transposed, and on the CPU the transposition fuses with the
+    elementwise chain before it, which then runs through memory with a stride. JAX's own derivative transposes the
+    output's cotangent, four times as wide as the input in a Llama's gate and up projections; here the narrower of the
+    two is transposed. On other backends nothing changes.
+    """
+    return x_BTI @ kernel_IO
+
+
+def _dense_forward(x_BTI: jax.Array, kernel_IO: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return x_BTI @ kernel_IO, (x_BTI, kernel_IO)
+
+
+def _dense_backward(saved: tuple[jax.Array, jax.Array], d_y_BTO: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x_BTI, kernel_IO = saved
+    if x_BTI.shape[-1] <= d_y_BTO.shape[-1]:
+        d_kernel_IO = jnp.einsum("bti,bto->io", x_BTI, d_y_BTO)
+    else:
+        # Behind a barrier, or XLA moves the last transposition to the wide operand again.
+        d_kernel_OI = jnp.einsum("bto,bti->oi", d_y_BTO, x_BTI)
+        d_kernel_IO = jax.lax.optimization_barrier(d_kernel_OI).T
+    return jnp.einsum("bto,io->bti", d_y_BTO, kernel_IO), d_kernel_IO
+
+
+dense.defvjp(_dense_forward, _dense_backward)

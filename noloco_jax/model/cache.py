@@ -45,7 +45,7 @@ class Cache:
         )
 
     def attend(self, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) -> jax.Array:
-        """Writes a layer's keys and values of T new positions, and lets those attend to all positions up to their own.
+        """Write a layer's keys and values of T new positions, and let those attend to all positions up to their own.
 
         Returns the mixed values (B, T, H, K); the next layer's turn is next.
         """
@@ -57,6 +57,6 @@ class Cache:
         return attention_from(self.length, q_BTHK, keys_BSGK, values_BSGK)
 
     def finish_pass(self, filled: "Cache", num_positions: int) -> None:
-        """Takes over what a pass of all layers over `num_positions` new ones has written into its copy, `filled`."""
+        """Take over what a pass of all layers over `num_positions` new ones has written into its copy, `filled`."""
         self.keys_LBSGK, self.values_LBSGK = filled.keys_LBSGK, filled.values_LBSGK
         self.length += num_positions

@@ -25,7 +25,7 @@ def generate(
     key: jax.Array | None = None,
     eos_id: int | None = None,
 ) -> jax.Array:
-    """Continues prompts of one length; compiles once for each pair of prompt length and `max_new_tokens`.
+    """Continue prompts of one length; compiles once for each pair of prompt length and `max_new_tokens`.
 
     Args:
       config: the model.
@@ -60,7 +60,7 @@ def _generate(config, params, prompt_BP, key, temperature, *, max_new_tokens, to
     model = Llama.from_params(config, cast_kernels(params, config.dtype))  # cast once, not for every token
 
     def next_ids(h_BTD: jax.Array, position: jax.Array | int) -> jax.Array:
-        """Chooses the token at `position` by the hidden state before it, the last of `h_BTD`."""
+        """Choose the token at `position` by the hidden state before it, the last of `h_BTD`."""
         logits_BV = model.logits(h_BTD[:, -1:])[:, 0]
         if key is None:
             return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
@@ -74,7 +74,7 @@ def _generate(config, params, prompt_BP, key, temperature, *, max_new_tokens, to
         return (position < max_length) & ~jnp.all(finished_B)
 
     def step(carry):
-        """Runs the newest token through the model and writes the one after it."""
+        """Run the newest token through the model and write the one after it."""
         position, ids_BS, cache, finished_B = carry
         newest_B1 = jax.lax.dynamic_slice_in_dim(ids_BS, position - 1, 1, axis=1)
         h_B1D = model.hidden(newest_B1, cache)

@@ -86,7 +86,7 @@ def _slots(config: ModelConfig) -> dict[str, _Slot]:
 
 
 def load_params(folder: str | os.PathLike[str], config: ModelConfig) -> Params:
-    """Reads the weights of a folder, in one file or sharded with an index, float32, bfloat16 or float16.
+    """Read the weights of a folder, in one file or sharded with an index, float32, bfloat16 or float16.
 
     Returns the parameter dict in `config.param_dtype` as numpy arrays: put them on the devices that they belong on.
     Raises `UserError` where the folder is not whole, or holds another model than `config`.
@@ -133,7 +133,7 @@ def _check_same_model(folder: Path, config: ModelConfig) -> None:
 
 
 def _tensors(folder: Path) -> Iterator[tuple[Path, str, Any]]:
-    """Yields (file, tensor name, the open reader of the file) of every tensor of a folder."""
+    """Yield (file, tensor name, the open reader of the file) of every tensor of a folder."""
     if (folder / _INDEX_FILE).exists():
         weight_map = read_json(folder / _INDEX_FILE).get("weight_map") or {}
         files = sorted(set(weight_map.values()))
@@ -168,7 +168,7 @@ def _check_digest(path: Path, expected: str | None) -> None:
 
 
 def check_new_folder(folder: str | os.PathLike[str]) -> None:
-    """Raises `UserError` where writing `folder` would overwrite something."""
+    """Raise `UserError` where writing `folder` would overwrite something."""
     path = Path(folder)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UserError(f"{path} already holds something: name a new folder")
@@ -185,7 +185,7 @@ def save_folder(
     bos_id: int | None = None,
     eos_id: int | None = None,
 ) -> None:
-    """Writes what `transformers` loads as a LlamaForCausalLM: config, weights and, where there is one, the tokenizer.
+    """Write what `transformers` loads as a LlamaForCausalLM: config, weights and, where there is one, the tokenizer.
 
     The folder appears whole or not at all; one that is there already, perhaps a file system of its own, gets its
     config last, without which it is no model. The weights keep their dtype.
@@ -219,7 +219,7 @@ def save_folder(
 
 
 def _write_safetensors(path: Path, params: Params, config: ModelConfig) -> None:
-    """Writes one tensor after another; `safetensors.numpy.save_file` needs transposed copies of all of them at once."""
+    """Write one tensor after another; `safetensors.numpy.save_file` needs transposed copies of all of them at once."""
     dtype = np.dtype(config.param_dtype)
     dtype_name = next(theirs for theirs, ours in _DTYPES.items() if ours == config.param_dtype)
     slots = dict(sorted(_slots(config).items()))

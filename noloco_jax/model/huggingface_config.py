@@ -28,7 +28,7 @@ _ROPE_SCALING_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "origin
 
 
 def config_from_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads a folder's config.json into `ModelConfig` fields; dtype, param_dtype and remat are a run's own choice.
+    """Read a folder's config.json into `ModelConfig` fields; dtype, param_dtype and remat are a run's own choice.
 
     The rotary settings may stand under `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
     Raises `UserError` where there is no config.json, or it describes another architecture than `model.llama` has.
@@ -100,7 +100,7 @@ def their_config(config: ModelConfig, max_position_embeddings: int) -> dict[str,
         **{name: getattr(config, ours) for ours, name in _CONFIG_NAMES.items()},
         "head_dim": config.hidden_size // config.num_heads,
         "max_position_embeddings": max_position_embeddings,
-        # Both names of transformers 5 and, for whoever reads older folders, those before it.
+        # Both names of transformers 5 and, for readers of older folders, those before it.
         "rope_parameters": {"rope_theta": config.rope_theta} | (their_scaling or {"rope_type": "default"}),
         "rope_theta": config.rope_theta,
         "rope_scaling": their_scaling,
@@ -115,7 +115,7 @@ def their_config(config: ModelConfig, max_position_embeddings: int) -> dict[str,
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Raises `UserError` where the file is missing or broken."""
+    """Raise `UserError` where the file is missing or broken."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from noloco_jax.config import ModelConfig
+from noloco_jax.model.attention import inverse_frequencies, rotation
 from noloco_jax.model.block import KERNEL_INIT, Block, rms_norm
 from noloco_jax.model.cache import Cache
 from noloco_jax.model.placement import constrain
-from noloco_jax.model.rope import inverse_frequencies, rotation
 
 Params = dict[str, Any]
 
@@ -81,7 +81,7 @@ class Llama(nnx.Module):
 
     @jax.named_scope("embed")
     def embed_tokens(self, ids_BT: jax.Array) -> jax.Array:
-        """Looks up token embeddings: (B, T, D) in the compute dtype; NaN of an id outside the vocabulary."""
+        """Look up token embeddings: (B, T, D) in the compute dtype; NaN of an id outside the vocabulary."""
         # The table stays: a device looks up its columns for the whole batch, then columns are exchanged for rows.
         table_VD, ids_BT = constrain(self.embed[...], None, ("tensor", "fsdp")), constrain(ids_BT, None, None)
         is_token_BT1 = ((ids_BT >= 0) & (ids_BT < table_VD.shape[0]))[..., None]
@@ -93,7 +93,7 @@ class Llama(nnx.Module):
     def run_blocks(
         self, h_BTD: jax.Array, cache: Cache | None = None, segments_BT: jax.Array | None = None
     ) -> jax.Array:
-        """Applies the stacked layers in turn to the residual stream (B, T, D).
+        """Apply the stacked layers in turn to the residual stream (B, T, D).
 
         `config.remat` says what the backward pass computes again: nothing ("none"), everything but a layer's input
         ("full"), or everything but the results of its weight matrices ("dots").
@@ -125,7 +125,7 @@ class Llama(nnx.Module):
         return h_BTD
 
     def final_norm(self, h_BTD: jax.Array) -> jax.Array:
-        """Normalises the residual stream after the last layer."""
+        """Normalise the residual stream after the last layer."""
         return rms_norm(h_BTD, self.norm[...], self.config.norm_eps)
 
     def head_kernel(self) -> jax.Array:
@@ -154,10 +154,10 @@ def _recomputed(config: ModelConfig, layer: Callable) -> Callable:
 
 
 def _unrolled(config: ModelConfig, num_layers: int) -> bool:
-    """Whether layers are unrolled in training: where they are few, and nothing is computed again.
+    """Return True to unroll the layers in training: few layers, and no rematerialization.
 
     A loop stacks what the backward pass needs, which takes a tenth of a step on the CPU and much traffic on a GPU. But
-    without a loop XLA's CPU compiler merges what is computed again with the first computation.
+    without a loop XLA's CPU compiler merges a rematerialized computation with the first one.
     """
     return num_layers <= _MAX_UNROLLED_LAYERS and config.remat == "none"
 
@@ -170,7 +170,7 @@ def _abstract(config: ModelConfig) -> tuple[nnx.GraphDef[Llama], Params]:
 
 
 def init_params(config: ModelConfig, key: jax.Array) -> Params:
-    """Draws the parameter dict of a new `Llama` from a typed PRNG key."""
+    """Draw the parameter dict of a new `Llama` from a typed PRNG key."""
     return Llama(config, rngs=nnx.Rngs(params=key)).to_params()
 
 
@@ -180,12 +180,12 @@ def param_shapes(config: ModelConfig) -> Params:
 
 
 def num_params(config: ModelConfig) -> tuple[int, int]:
-    """Returns the number of parameters, in all and without the input embedding and the head."""
+    """Return the number of parameters, in all and without the input embedding and the head."""
     shapes = param_shapes(config)
     sizes = {name: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(part)) for name, part in shapes.items()}
     return sum(sizes.values()), sizes["blocks"] + sizes["norm"]
 
 
 def cast_kernels(params: Params, dtype: jax.typing.DTypeLike) -> Params:
-    """Casts all parameters but the norms' weights: of the whole dict, or of a part of it."""
+    """Cast all parameters but the norms' weights: of the whole dict, or of a part of it."""
     return jax.tree.map_with_path(lambda path, leaf: leaf if "norm" in path[-1].key else leaf.astype(dtype), params)

@@ -22,7 +22,7 @@ _CPU_LOGITS_AT_ONCE = 2**26
 _LOGITS_AT_ONCE = 2**29
 # XLA wants rows of such a multiple for 16-bit products on a GPU, or copies kernel and logits into them for every chunk.
 _GPU_VOCAB_MULTIPLE = 64
-_NO_TOKEN = -1  # of columns that are padding
+_NO_TOKEN = -1  # token of a padding column
 # A logit of probability zero that, unlike -inf, can be subtracted from itself.
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -33,7 +33,7 @@ def logits_at_once(backend: str) -> int:
 
 
 class _Columns(NamedTuple):
-    """Which tokens the columns of a kernel are.
+    """Tokens of the columns of a kernel.
 
     Attributes:
       number: columns of the kernel.
@@ -78,7 +78,7 @@ def token_nll(
     axis_name: str | None = None,
     one_pass: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the summed negative log-likelihood of the labels, and how many there are, both float32 scalars.
+    """Return the summed negative log-likelihood of the labels, and how many there are, both float32 scalars.
 
     Logits are a product in the dtype of `h_BTD` accumulated in float32; the softmax is float32. Where a gradient is
     asked for, it is computed beside the loss, chunk by chunk, so that no logits are kept or computed twice.
@@ -99,7 +99,7 @@ def token_nll(
         left out of the softmax. None: 64 a `tensor` device for 16-bit products on a GPU, else 1.
       vocab_size: tokens of the whole vocabulary; columns behind them are left out too. None: every column is a token.
       axis_name: the mesh axis whose shard i has the i-th part of the output matrix's columns, all else being the same.
-      one_pass: whether the softmax's normaliser comes of reading the logits once, not twice. None: on a GPU, which
+      one_pass: reads the logits once, not twice, for the softmax's normaliser. None: on a GPU, which
         waits for its memory; XLA's code of it for the CPU is slow.
     """
     batch, length = labels_BT.shape
@@ -127,7 +127,7 @@ def token_nll(
 
 
 def loss(config: ModelConfig, params: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Returns the mean negative log-likelihood over a batch's labels, and how many there are (no label: 0, 0).
+    """Return the mean negative log-likelihood over a batch's labels, and how many there are (no label: 0, 0).
 
     `batch` holds `input_ids` and `labels`, both (B, T), the labels already shifted by one, and maybe `segment_ids`.
     An id outside the vocabulary makes the loss and its gradients NaN, and so does a label there other than -100.
@@ -146,7 +146,7 @@ def _chunk_nll(
     labels_BC: jax.Array,
     weight_B: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns a chunk's weighted loss, and the gradient of that with respect to its logits in the compute dtype."""
+    """Return a chunk's weighted loss, and the gradient of that with respect to its logits in the compute dtype."""
     logits_BCV = jnp.matmul(h_BCD, kernel_DV, preferred_element_type=jnp.float32)
     token_V = columns.tokens(kernel_DV.shape[1])
     if columns.is_padded:
@@ -169,7 +169,7 @@ def _chunk_nll(
 def _normaliser_and_label(
     logits_BCV: jax.Array, is_label_BCV: jax.Array, one_pass: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns the log of the softmax's normaliser, and the label's logit, of every position."""
+    """Return the log of the softmax's normaliser, and the label's logit, of every position."""
     of_label_BCV = jnp.where(is_label_BCV, logits_BCV, 0.0)
     if not one_pass:
         return jax.nn.logsumexp(logits_BCV, axis=-1), jnp.sum(of_label_BCV, axis=-1)
@@ -182,7 +182,7 @@ _Part = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def _join(a: _Part, b: _Part) -> _Part:
-    """Joins two parts of a row: the highest logit h, the sum of exp(logit - h), and the sum of the labels' logits."""
+    """Join two parts of a row: the highest logit h, the sum of exp(logit - h), and the sum of the labels' logits."""
     (highest_a, sum_a, label_a), (highest_b, sum_b, label_b) = a, b
     highest = jnp.maximum(highest_a, highest_b)
     ratio = jnp.exp(jnp.minimum(highest_a, highest_b) - highest)
@@ -211,7 +211,7 @@ def _nll_sum(
 
 
 def _nll_sum_forward(chunk, columns, one_pass, h_BTD, kernel_DV, labels_BT, weight_B):
-    """Computes the loss and, while a chunk's logits are there, its gradients for a unit cotangent."""
+    """Compute the loss and, while a chunk's logits are there, its gradients for a unit cotangent."""
     kernel_cast_DV = columns.cast(kernel_DV, h_BTD.dtype)
     parts = num_parts("fsdp", h_BTD.shape[0])
 

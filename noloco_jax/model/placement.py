@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 
 def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
-    """Shards each dimension of `x` over the mesh axes that are named for it: one, several as a tuple, or None.
+    """Shard each dimension of `x` over the mesh axes that are named for it: one, several as a tuple, or None.
 
     Only axes that the surrounding mesh leaves to the partitioner are used, and only where they divide the dimension.
     Without such axes, as outside a mesh, this returns `x` itself.
@@ -16,7 +16,7 @@ def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
 
 
 def map_shards(fn: Callable[..., jax.Array], *arguments: tuple[jax.Array, Sequence[str | None]]) -> jax.Array:
-    """Computes `fn(*arrays)` as a `shard_map` over the axes that the surrounding mesh leaves to the partitioner.
+    """Compute `fn(*arrays)` as a `shard_map` over the axes that the surrounding mesh leaves to the partitioner.
 
     This is for functions that the partitioner cannot split, such as cuDNN's attention inside another `shard_map`.
 

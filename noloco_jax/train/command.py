@@ -6,7 +6,7 @@ python -m noloco_jax.train --config=configs/quickstart.py --workdir=DIR
 import os
 from collections.abc import Sequence
 
-from noloco_jax.cluster.heap import keep_freed_memory
+from noloco_jax.cluster.host import keep_freed_memory
 from noloco_jax.cluster.place import define_flags, find_place
 from noloco_jax.config import parse_args
 from noloco_jax.files import folder_of_flag

@@ -15,9 +15,9 @@ def config_file(tmp_path) -> Path:
 
 @pytest.fixture(scope="session")
 def fast_matrices():
-    from noloco_jax.bench import measure, rates
+    from noloco_jax.bench import rates, worker
 
-    assert measure.matrix_side  # taken as it is: the notes name the side of a user's matrices
+    assert worker.matrix_side  # taken as it is: the notes name the side of a user's matrices
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rates, "matrix_side", lambda backend: 64)
         patch.setattr(rates, "_MATRIX_SECONDS", 0.01)
@@ -26,7 +26,7 @@ def fast_matrices():
 
 @pytest.fixture(scope="session")
 def result(fast_matrices, tmp_path_factory) -> dict:
-    from noloco_jax.bench.measure import measure
+    from noloco_jax.bench.worker import measure
     from support import benchmarks, processes
 
     data = processes.write_config(tmp_path_factory.mktemp("run") / "made").parent / "data"
@@ -37,7 +37,7 @@ def result(fast_matrices, tmp_path_factory) -> dict:
 @pytest.fixture(scope="session")
 def ddp_result(fast_matrices, tmp_path_factory) -> dict:
     """Of a run without data, with a trace."""
-    from noloco_jax.bench.measure import measure
+    from noloco_jax.bench.worker import measure
     from support import benchmarks
 
     return measure(benchmarks.small(method="ddp"), replace(benchmarks.QUICK, profile=tmp_path_factory.mktemp("trace")))

@@ -38,7 +38,7 @@ def sigterm():
     ],
 )
 def test_bad_input_is_refused_in_one_line_before_anything_is_measured(arguments, message, config_file, monkeypatch):
-    monkeypatch.setattr(command, "measure_apart", lambda *_: pytest.fail("nothing is to be measured"))
+    monkeypatch.setattr(command, "launch", lambda *_: pytest.fail("nothing is to be measured"))
     with pytest.raises(UserError, match=re.escape(message)) as caught:
         command.main([f"--config={config_file}", *arguments])
     assert "\n" not in str(caught.value)

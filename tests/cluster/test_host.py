@@ -1,6 +1,7 @@
-"""What a process takes of its machine: devices of the CPU, memory of GPUs as JAX's own client reads it."""
+"""Devices of the CPU, memory of GPUs as JAX's own client reads it, and freed memory that a process on the CPU keeps."""
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -9,9 +10,48 @@ from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 from noloco_jax.cluster.host import num_cpu_devices, use_gpu_memory
 from noloco_jax.config import MeshConfig
+from support.paths import ROOT
 
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+KEEP = "from noloco_jax.cluster.host import keep_freed_memory; keep_freed_memory()"
+
+# A thread that has begun and ended leaves an arena, where it may have one of its own. Then another thread allocates,
+# fills and frees 256 MiB, and prints how many pages the second time had to fetch.
+PAGES_FETCHED_AGAIN = """
+import resource, threading
+{first}
+import numpy as np
+
+def pages_fetched() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def twice():
+    np.ones(2**25)
+    before = pages_fetched()
+    np.ones(2**25)
+    print(pages_fetched() - before)
+
+for run in (lambda: bytes(100_000), twice):
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+"""
+
+# Runs a command until it settles what is kept, and prints what was imported by then that starts threads.
+FIRST = """
+import os, runpy, sys
+from noloco_jax.cluster import host
+
+def keep():
+    print([name for name in ("numpy", "jax", "pyarrow", "grain") if name in sys.modules])
+    sys.stdout.flush()
+    os._exit(0)
+
+host.keep_freed_memory = keep
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 
 
 def printed(program: str, **environment: str) -> int:
@@ -76,3 +116,36 @@ def test_limits_that_the_environment_sets_stay(monkeypatch, no_limits_set, name)
     use_gpu_memory()
     assert generate_pjrt_gpu_plugin_options()["memory_fraction"] == 0.5
     assert os.environ[HOST_LIMIT] == "7"
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators than glibc's are left as they are")
+def test_memory_that_a_thread_once_freed_is_used_again_without_the_kernel():
+    kept, handed_back = (printed(PAGES_FETCHED_AGAIN.format(first=first)) for first in (KEEP, ""))
+    assert kept < 100 < handed_back
+
+
+def test_where_gpus_may_train_freed_memory_is_left_to_the_allocator():
+    assert printed(PAGES_FETCHED_AGAIN.format(first=KEEP), JAX_PLATFORMS="cuda") > 100
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["noloco_jax.train", "--config=configs/quickstart.py", "--workdir={tmp}/run"],
+        ["noloco_jax.bench", "--config=configs/quickstart.py", "--result={tmp}/result"],
+        [
+            *("noloco_jax.island", "train", "--config=configs/quickstart.py", "--workdir={tmp}/run"),
+            *("--roster={tmp}/roster.toml", "--name=paris"),
+        ],
+    ],
+    ids=["train", "bench", "island"],
+)
+def test_what_trains_settles_it_before_anything_starts_threads(command, tmp_path):
+    of = '\n[[island]]\nname = "{}"\naddress = "127.0.0.1:{}"\n'
+    islands = of.format("paris", 1) + of.format("rome", 2)
+    (tmp_path / "roster.toml").write_text(f'run = "c4"\n{islands}')
+    arguments = [part.format(tmp=tmp_path) for part in command]
+    run = subprocess.run(
+        [sys.executable, "-c", FIRST, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout == "[]\n", run.stderr

@@ -122,7 +122,7 @@ def test_a_process_that_has_lost_another_ends_with_a_line_that_says_so_and_statu
     line = output.splitlines()[-1]
     assert (
         line.startswith("error: ")
-        and f"the same command goes on from the last checkpoint (process {1 - victim} on" in line
+        and f"the same command resumes from the last checkpoint (process {1 - victim} on" in line
     )
     assert "Traceback" not in output
 

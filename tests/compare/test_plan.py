@@ -8,7 +8,7 @@ import pytest
 
 from noloco_jax.compare import command as compare
 from noloco_jax.compare.plan import at_end
-from noloco_jax.compare.shares import share_of_cores, share_of_gpus, visible_gpus
+from noloco_jax.compare.runner import share_of_cores, share_of_gpus, visible_gpus
 from noloco_jax.compare.variants import Choices, make_variants
 from noloco_jax.errors import UserError, main_with_errors
 from support.comparisons import METHODS, arguments, only, plan_of, train

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.compare import report, results
-from noloco_jax.compare.bytes_chart import draw_bytes
-from noloco_jax.compare.chart import draw
+from noloco_jax.compare.chart import draw, draw_bytes
 from noloco_jax.compare.rows import make_rows, worths
 from support.comparisons import finished, only, plan_of, train
 

@@ -152,7 +152,7 @@ def test_a_comparison_that_is_stopped_goes_on_to_its_table(tmp_path, monkeypatch
     running.send_signal(signal.SIGTERM)
     [(status, output)] = processes.finish([running])
     assert status == RESTART, output
-    assert output.endswith("stopped: the same command goes on\n")
+    assert output.endswith("stopped: the same command resumes\n")
     evaluated = [line["step"] for line in processes.metrics(out / "ddp-seed0") if line["kind"] == "eval"]
     finished_in_time = 12 in evaluated
     assert compare.main(flags) == 0

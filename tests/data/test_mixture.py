@@ -1,21 +1,20 @@
 """Mixtures: every source has its share of the tokens, and is read as if it were the only one."""
 
+import itertools
 import json
 import math
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 
-import grain
 import numpy as np
 import pytest
 
 from noloco_jax.config import DataConfig, SourceConfig
 from noloco_jax.config.schema import Entries
-from noloco_jax.data import check_data, needs_tokenizer, redistribute, train_stream, validation_batches
-from noloco_jax.data.from_config import configs_by_source
-from noloco_jax.data.mixed_batches import MixedDataset
-from noloco_jax.data.mixture import Mixture
+from noloco_jax.data import Stream, check_data, needs_tokenizer, redistribute, train_stream, validation_batches
+from noloco_jax.data.from_config import Mixture, configs_by_source
+from noloco_jax.data.positions import DataPosition, shard_start
 from noloco_jax.errors import UserError
 from support.data_makers import (
     SOURCE_IDS,
@@ -303,51 +302,33 @@ def test_what_is_wrong_with_the_data_of_a_source_is_said_with_its_name(tmp_path)
     assert stream.get_state()["drawn"] < 18
 
 
-class NumberedSequences(grain.DatasetIterator):
-    """Sequences of one number each, counted up; the one numbered `broken` is there at the second attempt."""
+def test_a_batch_that_fails_halfway_loses_no_sequence_of_any_source():
+    """The documents of a source are its sequences, of one number each; one is there at the second attempt."""
 
-    def __init__(self, first, broken):
-        super().__init__()
-        self.next, self.broken = first, broken
+    def stream_of(broken):
+        broken = {("b", broken)}
 
-    def __next__(self):
-        if self.next == self.broken:
-            self.broken = None
-            raise OSError("not now")
-        self.next += 1
-        return {"input_ids": np.array([[self.next - 1]])}
+        def numbers(name, position):
+            for number in itertools.count(position.shards[0].document):
+                if (name, number) in broken:
+                    broken.remove((name, number))
+                    raise OSError("not now")
+                after = shard_start(0, 0, 1)._replace(document=number + 1)
+                yield {"input_ids": np.array([number + 1000 * (name == "b")])}, DataPosition(0, (after,))
 
-    def get_state(self):
-        return {"next": self.next}
+        return Stream(numbers, Mixture({"a": 0.7, "b": 0.3}), 8, {"replica": 0, "num_replicas": 1, "source": {}})
 
-    def set_state(self, state):
-        self.next = state["next"]
-
-
-class Numbered(grain.IterDataset):
-    def __init__(self, *arguments):
-        super().__init__()
-        self.arguments = arguments
-
-    def __iter__(self):
-        return NumberedSequences(*self.arguments)
-
-
-def test_a_batch_that_fails_halfway_loses_no_sequence_of_the_other_sources():
-    def batches(broken):
-        numbered = {"a": Numbered(0, None), "b": Numbered(1000, broken)}
-        return iter(MixedDataset(numbered, Mixture({"a": 0.7, "b": 0.3}), replica=0, batch_size=8))
-
-    whole, interrupted = batches(None), batches(1003)  # the fourth sequence of the second batch
-    for _ in range(6):
+    whole, interrupted = stream_of(None), stream_of(3)  # the fourth sequence of b, in the second batch
+    for k in range(6):
         expected, before = next(whole), interrupted.get_state()
-        try:
-            found = next(interrupted)
-        except OSError:
+        if k == 1:
+            with pytest.raises(OSError):
+                next(interrupted)
             assert interrupted.get_state() == before
-            found = next(interrupted)
-        np.testing.assert_array_equal(found["input_ids"], expected["input_ids"])
+        np.testing.assert_array_equal(next(interrupted)["input_ids"], expected["input_ids"])
     assert interrupted.get_state() == whole.get_state()
+    whole.close()
+    interrupted.close()
 
 
 def test_a_mixture_needs_a_tokenizer_where_a_source_holds_texts(tmp_path):

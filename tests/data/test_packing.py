@@ -22,16 +22,16 @@ def random_documents(columns: int, count: int = 40) -> list[np.ndarray]:
 
 
 def pack(
-    documents: list[np.ndarray], batch_size: int, sequence_length: int, *, document_mask: bool = False
+    documents: list[np.ndarray], sequence_length: int, *, document_mask: bool = False
 ) -> tuple[list, list, Packer]:
-    packer = Packer(len(documents[0]), batch_size, sequence_length, document_mask=document_mask)
-    batches, positions = [], []
+    packer = Packer(len(documents[0]), sequence_length, document_mask=document_mask)
+    sequences, positions = [], []
     for number, document in enumerate(documents):
         packer.add(document, position(number))
         while packer.full:
-            batches.append(packer.pop())
+            sequences.append(packer.pop())
             positions.append(packer.position)
-    return batches, positions, packer
+    return sequences, positions, packer
 
 
 @pytest.mark.parametrize("columns", [1, 2])
@@ -39,37 +39,36 @@ def test_sequences_are_slices_of_the_concatenated_documents(columns):
     documents = random_documents(columns)
     tokens = np.concatenate(documents, axis=1)
     labels = tokens[1, :] if columns == 2 else tokens[0, 1:]
-    for batch_size, sequence_length in [(1, 1), (1, 7), (3, 5), (2, 64)]:
-        batches, _, _ = pack(documents, batch_size, sequence_length)
-        assert len(batches) == (tokens.shape[1] - 1) // (batch_size * sequence_length)
-        for number, batch in enumerate(batches):
-            for row in range(batch_size):
-                start = (number * batch_size + row) * sequence_length
-                np.testing.assert_array_equal(batch["input_ids"][row], tokens[0, start : start + sequence_length])
-                np.testing.assert_array_equal(batch["labels"][row], labels[start : start + sequence_length])
-            assert batch["input_ids"].dtype == batch["labels"].dtype == np.int32
+    for sequence_length in (1, 7, 15, 64):
+        sequences, _, _ = pack(documents, sequence_length)
+        assert len(sequences) == (tokens.shape[1] - 1) // sequence_length
+        for number, sequence in enumerate(sequences):
+            start = number * sequence_length
+            np.testing.assert_array_equal(sequence["input_ids"], tokens[0, start : start + sequence_length])
+            np.testing.assert_array_equal(sequence["labels"], labels[start : start + sequence_length])
+            assert sequence["input_ids"].dtype == sequence["labels"].dtype == np.int32
 
 
 def test_the_position_is_that_of_the_next_input_token():
     documents = random_documents(1)
     owners = np.concatenate([np.full(d.shape[1], k) for k, d in enumerate(documents)])
     offsets = np.concatenate([np.arange(d.shape[1]) for d in documents])
-    _, positions, _ = pack(documents, 2, 5)
+    _, positions, _ = pack(documents, 10)
     for number, found in enumerate(positions):
         shard = found.shards[0]
         assert (shard.document, shard.token) == (owners[(number + 1) * 10], offsets[(number + 1) * 10])
 
 
 def test_a_document_is_taken_from_its_positions_token_on():
-    packer = Packer(1, 1, 4, document_mask=False)
+    packer = Packer(1, 4, document_mask=False)
     packer.add(np.arange(10, dtype=np.int32)[None], position(0, token=7))
     packer.add(np.arange(20, 30, dtype=np.int32)[None], position(1, token=8))
-    assert packer.pop()["input_ids"].tolist() == [[7, 8, 9, 28]]
+    assert packer.pop()["input_ids"].tolist() == [7, 8, 9, 28]
 
 
 def test_a_token_beyond_the_documents_end_says_that_the_data_changed():
     with pytest.raises(UserError, match="token 7 of a document of 5"):
-        Packer(1, 1, 4, document_mask=False).add(np.zeros((1, 5), np.int32), position(0, token=7))
+        Packer(1, 4, document_mask=False).add(np.zeros((1, 5), np.int32), position(0, token=7))
 
 
 @pytest.mark.parametrize("columns", [1, 2])
@@ -77,8 +76,8 @@ def test_the_rest_is_filled_up_with_ignored_labels(columns):
     documents = random_documents(columns, count=9)
     tokens = np.concatenate(documents, axis=1)
     inputs, labels = (tokens[0, :-1], tokens[0, 1:]) if columns == 1 else tokens
-    batches, _, packer = pack(documents, 2, 16)
-    taken = len(batches) * 32
+    sequences, _, packer = pack(documents, 32)
+    taken = len(sequences) * 32
     rest = packer.pop_rest()
     assert rest is not None
     np.testing.assert_array_equal(rest["input_ids"].ravel()[: len(inputs) - taken], inputs[taken:])
@@ -87,14 +86,14 @@ def test_the_rest_is_filled_up_with_ignored_labels(columns):
 
 
 def test_a_rest_without_a_label_is_none():
-    packer = Packer(1, 2, 4, document_mask=False)
+    packer = Packer(1, 4, document_mask=False)
     packer.add(np.array([[3]], np.int32), position(0))  # no token follows it
     assert packer.pop_rest() is None
 
 
-def test_without_a_document_mask_a_batch_holds_ids_and_labels_alone():
-    batches, _, packer = pack(random_documents(1), 2, 5)
-    assert {name for batch in [*batches, packer.pop_rest()] for name in batch} == {"input_ids", "labels"}
+def test_without_a_document_mask_a_sequence_holds_ids_and_labels_alone():
+    sequences, _, packer = pack(random_documents(1), 5)
+    assert {name for sequence in [*sequences, packer.pop_rest()] for name in sequence} == {"input_ids", "labels"}
 
 
 @pytest.mark.parametrize("columns", [1, 2])
@@ -103,10 +102,10 @@ def test_segments_number_the_documents_of_each_sequence_and_the_last_token_of_on
     owners = [k for k, d in enumerate(documents) for _ in range(d.shape[1])]
     followed = [one == other for one, other in itertools.pairwise(owners)]
     owners = owners[: len(followed)] if columns == 1 else owners  # the last token of all is only a label
-    plain, _, plain_packer = pack(documents, 2, 16)
-    masked, _, packer = pack(documents, 2, 16, document_mask=True)
-    rows = [row for batch in [*masked, packer.pop_rest()] for row in zip(*batch.values(), strict=True)]
-    plain_rows = [row for batch in [*plain, plain_packer.pop_rest()] for row in zip(*batch.values(), strict=True)]
+    plain, _, plain_packer = pack(documents, 16)
+    masked, _, packer = pack(documents, 16, document_mask=True)
+    rows = [tuple(sequence.values()) for sequence in [*masked, packer.pop_rest()]]
+    plain_rows = [tuple(sequence.values()) for sequence in [*plain, plain_packer.pop_rest()]]
     for number, ((ids, labels, segments), (same_ids, same_labels)) in enumerate(zip(rows, plain_rows, strict=True)):
         here = slice(16 * number, 16 * number + 16)
         distinct = sorted(set(owners[here]))
@@ -135,14 +134,14 @@ def padded_documents(sequence_length: int, seed: int) -> list[np.ndarray]:
 @pytest.mark.parametrize("seed", range(4))
 def test_padding_is_never_in_front_of_a_token_of_its_sequence(seed):
     documents = padded_documents(8, seed)
-    batches, _, packer = pack(documents, 2, 8, document_mask=True)
+    sequences, _, packer = pack(documents, 8, document_mask=True)
     rest = packer.pop_rest()
-    batches += [] if rest is None else [rest]
-    segments = np.concatenate([batch["segment_ids"] for batch in batches])
+    sequences += [] if rest is None else [rest]
+    segments = np.stack([sequence["segment_ids"] for sequence in sequences])
     assert (np.diff((segments == 0).astype(int), axis=1) >= 0).all()
     assert 0 < (segments == 0).sum() < sum((d[0] == PADDING).sum() for d in documents)  # some kept, some dropped
-    inputs = np.concatenate([batch["input_ids"] for batch in batches])
-    labels = np.concatenate([batch["labels"] for batch in batches])
+    inputs = np.stack([sequence["input_ids"] for sequence in sequences])
+    labels = np.stack([sequence["labels"] for sequence in sequences])
     tokens = inputs[segments > 0]
     np.testing.assert_array_equal(tokens, np.arange(len(tokens)))  # every token once, in order
     assert len(tokens) == sum((d[0] != PADDING).sum() for d in documents)
@@ -152,21 +151,21 @@ def test_padding_is_never_in_front_of_a_token_of_its_sequence(seed):
 
 def test_rows_as_long_as_a_sequence_stay_one_sequence_each_with_their_padding():
     documents = [d for d in padded_documents(8, 0) if d.shape[1] == 8]
-    batches, _, _ = pack([*documents, documents[0]], 1, 8)
-    for batch, document in zip(batches, documents, strict=True):
-        np.testing.assert_array_equal(batch["input_ids"][0], np.maximum(document[0], 0))
+    sequences, _, _ = pack([*documents, documents[0]], 8)
+    for sequence, document in zip(sequences, documents, strict=True):
+        np.testing.assert_array_equal(sequence["input_ids"], np.maximum(document[0], 0))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_packer_that_goes_on_from_a_position_keeps_the_same_padding(seed):
     documents = padded_documents(8, seed)
-    batches, positions, _ = pack(documents, 1, 8, document_mask=True)
+    sequences, positions, _ = pack(documents, 8, document_mask=True)
     for number, found in enumerate(positions[:-1], start=1):
         shard = found.shards[0]
-        packer = Packer(2, 1, 8, document_mask=True)
+        packer = Packer(2, 8, document_mask=True)
         packer.add(documents[shard.document], found)
         for k in range(shard.document + 1, len(documents)):
             packer.add(documents[k], position(k))
-        expected = batches[number]
+        expected = sequences[number]
         for name, x in packer.pop().items():
             np.testing.assert_array_equal(x, expected[name])

@@ -14,7 +14,7 @@ from noloco_jax.config import DataConfig
 from noloco_jax.data import parquet, redistribute
 from noloco_jax.data.from_config import open_source
 from noloco_jax.data.positions import DataPosition, start_position
-from noloco_jax.data.prefetch import ChunkDataset, ReplicaDocuments
+from noloco_jax.data.prefetch import ReplicaDocuments, chunks
 from support.data_makers import CountingTokenizer, open_streams, write_counting, write_rows
 
 KINDS = ["c4", "jsonl", "parquet", "text"]
@@ -43,17 +43,17 @@ def documents_of(config, replica=0, num_replicas=1):
 
 def in_turns(documents, position, num_workers):
     """The chunks of several workers: each goes on until one of its own ends its turn."""
-    workers = [iter(ChunkDataset(documents, position, worker, num_workers)) for worker in range(num_workers)]
+    workers = [chunks(documents, position, worker, num_workers) for worker in range(num_workers)]
     for worker in itertools.cycle(workers):
         while not (chunk := next(worker))["ends_turn"]:
             yield chunk
         yield chunk
 
 
-def positions_and_tokens(chunks, count):
+def positions_and_tokens(made, count):
     """Of the first `count` documents."""
     found = []
-    for chunk in chunks:
+    for chunk in made:
         tokens = np.split(chunk["tokens"], chunk["ends"][:-1], axis=1)
         found += zip(chunk["positions"].positions, (array.tolist() for array in tokens), strict=True)
         if len(found) >= count:
@@ -95,7 +95,7 @@ def test_workers_share_out_the_row_groups_of_tokens(tmp_path, monkeypatch, row_g
     monkeypatch.setattr(parquet, "read_batches", counting)
     documents, position = documents_of(config), start_position(0, 1)
     for worker in range(5):
-        for chunk in iter(ChunkDataset(documents, position, worker, 5)):
+        for chunk in chunks(documents, position, worker, 5):
             if chunk["positions"].positions[-1].epoch:
                 break
     assert 1000 <= num_read < 2000  # five workers that read everything would have read 5000 rows

@@ -19,7 +19,7 @@ from noloco_jax.config.schema import Entries
 from noloco_jax.data import Stream, train_stream
 from noloco_jax.data.from_config import open_source
 from noloco_jax.data.positions import DataPosition
-from noloco_jax.data.reader import DocumentReader
+from noloco_jax.data.prefetch import DocumentReader, ReplicaDocuments
 
 
 class CountingTokenizer:
@@ -153,7 +153,8 @@ def open_streams(config: DataConfig, num_replicas: int, tokenizer: Any = None, s
 def before_next_document(config: DataConfig, state: dict[str, Any]) -> dict[str, Any]:
     """`state` without the shards in front that hold no further document; a redistributed state may have some."""
     source = open_source(config, CountingTokenizer(), validation=False, seed=0, vocab_size=None)
-    reader = DocumentReader(source, state["replica"], state["num_replicas"], DataPosition.from_json(state))
+    documents = ReplicaDocuments(source, state["replica"], state["num_replicas"])
+    reader = DocumentReader(documents, DataPosition.from_json(state))
     reader.advance()
     reader.close()
     return state | reader.position.to_json()

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from noloco_jax.bench import timing
-from noloco_jax.bench.measure import measure
+from noloco_jax.bench.worker import measure
 from support.benchmarks import QUICK, SMALL, small
 
 # By hand: embedding and head, attention's q, k, v, o, the MLP's three, three norms.

@@ -1,4 +1,4 @@
-"""A process for each variant: it may need other CPU devices, and its peak memory is its own."""
+"""The launcher: a process for each variant, as it may need other CPU devices, and its peak memory is its own."""
 
 import json
 import signal
@@ -11,8 +11,8 @@ from noloco_jax.bench.options import FAILED, Options, Result
 from noloco_jax.bench.variants import Variant
 
 
-def measure_apart(file: str, variant: Variant, options: Options) -> Result:
-    """Measures a variant of a config file in a new process; of one that fails, the result has `error` and `status`."""
+def launch(file: str, variant: Variant, options: Options) -> Result:
+    """Measure a variant of a config file in a new process; of one that fails, the result has `error` and `status`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         command = [

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import DataConfig
-from noloco_jax.data import check_data, line_reader, load_tokenizer, parquet_file, read_errors, validation_batches
-from noloco_jax.data.read_errors import RETRY_DELAYS, read_with_retries
+from noloco_jax.data import check_data, line_reader, load_tokenizer, parquet_file, reading, validation_batches
+from noloco_jax.data.reading import RETRY_DELAYS, read_with_retries
 from noloco_jax.errors import TransientError, UserError
 from support.data_makers import (
     documents,
@@ -31,7 +31,7 @@ BYTE = load_tokenizer("byte")
 def naps(monkeypatch):
     """The seconds that reads have waited, without waiting."""
     waited = []
-    monkeypatch.setattr(read_errors, "sleep", waited.append)
+    monkeypatch.setattr(reading, "sleep", waited.append)
     return waited
 
 
@@ -74,7 +74,7 @@ def test_a_file_that_comes_back_interrupts_nothing(tmp_path, naps, monkeypatch, 
     config = replace(config, sequence_length=1, batch_size=1)
     (stream,) = open_streams(config, 1)
     (tmp_path / "data").rename(tmp_path / "gone")
-    monkeypatch.setattr(read_errors, "sleep", lambda _: (tmp_path / "gone").rename(tmp_path / "data"))
+    monkeypatch.setattr(reading, "sleep", lambda _: (tmp_path / "gone").rename(tmp_path / "data"))
     assert sorted(read_through(stream, 0)) == list(range(count))
 
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from noloco_jax.model.dense import dense
+from noloco_jax.model.block import dense
 
 
 @pytest.mark.parametrize(("width_in", "width_out"), [(3, 5), (5, 3), (4, 4)])

@@ -1,15 +1,19 @@
-"""Measures one configuration on the devices of this process."""
+"""The worker: the process of one variant, which measures it on its devices."""
 
+import json
 import platform
+from pathlib import Path
 
 import jax
 
-from noloco_jax.bench.options import Options, Result
+from noloco_jax.bench.options import FAILED, REFUSED, Options, Result
 from noloco_jax.bench.profile import parts_of
 from noloco_jax.bench.rates import data_rate, matrix_rate, matrix_side
 from noloco_jax.bench.timing import TRACED_STEPS, TimedRun, inner_times, outer_times, quartiles, trace
+from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
+from noloco_jax.files import write_whole
 from noloco_jax.methods import meetings_of, method_of
 from noloco_jax.run.flops import mfu, model_flops_per_token, newton_schulz_flops
 from noloco_jax.run.memory import compiled_peak, measured_peak, program_memory
@@ -19,8 +23,22 @@ from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
 
 
+def work(config: TrainConfig, options: Options, path: Path) -> int:
+    """Measure in this process; write the result, or the error, as JSON, and return the exit status."""
+    use_gpu_memory()
+    use_cpu_cores(config)
+    try:
+        result, status = measure(config, options), 0
+    except UserError as error:
+        result, status = {"error": str(error)}, REFUSED
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:  # the device's memory, first of all
+        result, status = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}, FAILED
+    write_whole(path, json.dumps(result))
+    return status
+
+
 def measure(config: TrainConfig, options: Options) -> Result:
-    """Measures a run's programs; plain values, by names that hold their unit.
+    """Measure a run's programs; plain values, by names that hold their unit.
 
     Compilations are timed without a cache. Figures that do not apply are None: those of outer steps for methods without
     them, those of the data where they are not there (`data_missing` says why), all that has to run for `compile_only`.
