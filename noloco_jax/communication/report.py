@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection
+from typing import Any
 
 import jax
 import numpy as np
@@ -68,7 +69,7 @@ def inspect_run(
     beside: dict[str, jax.stages.Compiled] = {}
     if is_in_background(config, mesh):
         lowered = lower_background(build_background(config, programs, host_mesh(mesh)), programs)
-        beside = {name: program.compile(_options() or None) for name, program in lowered.items()}
+        beside = {name: program.compile(dict(_options()) or None) for name, program in lowered.items()}
         only = [name for name in only if name != "outer_step"]
     programs = compile_programs(config, programs, only=only, options=_options())
     mesh_shape = dict(programs.mesh.shape)
@@ -86,7 +87,7 @@ def inspect_run(
     )
 
 
-def _options() -> dict[str, int]:
+def _options() -> dict[str, Any]:
     # Collectives are settled before machine code is made, which on the CPU takes longer than all the rest.
     return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
 

@@ -134,8 +134,8 @@ def _check_outer(config: TrainConfig) -> None:
     shortest = min(every for _, every in sync_pieces(config))
     if outer.delay and outer.moments:
         raise UserError(
-            f"outer.moments={outer.moments} averages the inner optimizer's moments at once, for which replicas wait, and "
-            f"outer.delay={outer.delay} is for waiting for nobody: set one of them to 0"
+            f"outer.moments={outer.moments} averages the inner optimizer's moments at once, for which replicas wait, "
+            f"and outer.delay={outer.delay} is for waiting for nobody: set one of them to 0"
         )
     if outer.delay > shortest:
         raise UserError(
