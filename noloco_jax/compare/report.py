@@ -164,7 +164,7 @@ def _setting(plan: Plan, rows: Sequence[Row]) -> str:
 def _evaluated_when_equal(run: Run) -> bool:
     """Whether a run's replicas are equal at each of its evaluations, for each follows an outer step of all of them."""
     config, outer = run.config, run.config.outer
-    is_of_all = outer.fragments == 1 and not outer.delay and not outer.final_steps
+    is_of_all = outer.fragments == 1 and not outer.delay
     return (
         METHODS[run.variant.method].equal_after_outer_steps
         and is_of_all

@@ -22,7 +22,7 @@ from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.snapshots import Snapshots
 from noloco_jax.islands.station import Station
 from noloco_jax.islands.steps import IslandSteps, state_specs, weight_specs
-from noloco_jax.methods import meetings_of, method_of
+from noloco_jax.methods import method_of, schedule_of
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.island_log import IslandLog
 from noloco_jax.run.messages import Messages
@@ -139,9 +139,9 @@ class Membership:
         """The journal of a checkpoint; of one that no island has saved, that of a run whose exchanges are all done."""
         if saved is not None:
             return Journal.from_json(saved)
-        meetings = meetings_of(config)
-        assert meetings is not None
-        return Journal(meetings.total(start) - 1, True, {}, 0, ())
+        schedule = schedule_of(config)
+        assert schedule is not None
+        return Journal(schedule.total(start) - 1, True, {}, 0, ())
 
     def open_station(
         self,
@@ -209,11 +209,11 @@ class Membership:
     def steps(self, config: TrainConfig, station: Station, solo: SoloPrograms, programs: Programs) -> IslandSteps:
         """The island's outer steps, compiled; `config` is its own."""
         compiled = compile_solo(solo, programs)
-        meetings = meetings_of(config)
-        assert meetings is not None
+        schedule = schedule_of(config)
+        assert schedule is not None
 
         def tokens_of_round(step: int) -> int:
-            return meetings.interval(step) * config.tokens_per_step
+            return schedule.sync_every * config.tokens_per_step
 
         keeps_pace = self.pace == "time"
         return IslandSteps(station, compiled, programs, tokens_of_round, keeps_pace=keeps_pace, at_once=self.at_once)

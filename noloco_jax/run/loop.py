@@ -13,8 +13,7 @@ from noloco_jax.cluster.stop import Stop
 from noloco_jax.config import TrainConfig
 from noloco_jax.data import HostBatch
 from noloco_jax.errors import UserError
-from noloco_jax.meetings import Meetings
-from noloco_jax.methods import meetings_of, method_of
+from noloco_jax.methods import method_of, schedule_of
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress
 from noloco_jax.run.evaluate import evaluate, own_perplexity
@@ -26,6 +25,7 @@ from noloco_jax.run.proportion import Proportion
 from noloco_jax.run.rise import Rise
 from noloco_jax.run.throughput import Throughput
 from noloco_jax.run.totals import Clock, Totals, wall_clock
+from noloco_jax.schedule import SyncSchedule
 from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.inner import learning_rates
 from noloco_jax.spmd.programs import Programs, StepMetrics, TrainState
@@ -142,7 +142,7 @@ def train_steps(run: Run, state: TrainState, start: int, *, evaluate_first: bool
 def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evaluate_first: bool) -> Outcome:
     config = run.config
     evaluation = _evaluate(run, state, start, log) if evaluate_first else {}
-    meetings = meetings_of(config)
+    schedule = schedule_of(config)
     step = start
     while step < config.num_steps:
         stride = 1  # steps of the schedule that an inner step stands for
@@ -154,9 +154,9 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         state, metrics, waited = _inner_step(run, state, step)
         log.write_previous()
         outer_steps = None
-        if meetings is not None:
-            state = _correct_steps(run, state, meetings, step)
-            state, outer_steps = _outer_steps(run, state, step, meetings.total(step) - meetings.total(step - stride))
+        if schedule is not None:
+            state = _correct_steps(run, state, schedule, step)
+            state, outer_steps = _outer_steps(run, state, step, schedule.total(step) - schedule.total(step - stride))
         bytes_merging = 0
         if step == config.num_steps and run.programs.final_merge is not None:
             state = state._replace(params=run.programs.final_merge(state.params))
@@ -225,13 +225,13 @@ def _outer_steps(run: Run, state: TrainState, step: int, count: int) -> tuple[Tr
     return TrainState(params, inner, outer), _OuterSteps(round, count, time.perf_counter() - started, moved)
 
 
-def _correct_steps(run: Run, state: TrainState, meetings: Meetings, step: int) -> TrainState:
+def _correct_steps(run: Run, state: TrainState, schedule: SyncSchedule, step: int) -> TrainState:
     """Enters the corrections that are due after inner step `step`."""
     if run.programs.correct_step is None:
         return state
     params, inner, outer = state
     assert outer is not None
-    for _ in range(int(outer.round) - int(outer.rule.entered) - meetings.on_the_way(step)):
+    for _ in range(int(outer.round) - int(outer.rule.entered) - schedule.on_the_way(step)):
         params, outer = run.programs.correct_step(params, outer)
     return TrainState(params, inner, outer)
 
@@ -400,18 +400,18 @@ class _StepLog:
 
 def _tells_every_outer_step(config: TrainConfig) -> bool:
     """Whether there is a line of each. Those of fragments may follow every inner step: they are told together."""
-    meetings = meetings_of(config)
-    return meetings is None or meetings.fragments == 1 or meetings.shortest_gap >= config.log_every
+    schedule = schedule_of(config)
+    return schedule is None or schedule.fragments == 1 or schedule.gap >= config.log_every
 
 
 def _untold(run: Run, state: TrainState, start: int) -> _OuterSteps | None:
     """The outer steps up to step `start` that no line of an earlier start of the run tells of, which had them in mind
     for its next line; their seconds are not known any more."""
-    meetings = meetings_of(run.config)
-    if meetings is None or state.outer is None or run.island is not None or _tells_every_outer_step(run.config):
+    schedule = schedule_of(run.config)
+    if schedule is None or state.outer is None or run.island is not None or _tells_every_outer_step(run.config):
         return None
     taken = int(state.outer.round)
-    since_last_line = meetings.total(start) - meetings.total(start - start % run.config.log_every)
+    since_last_line = schedule.total(start) - schedule.total(start - start % run.config.log_every)
     first = taken - since_last_line
     if run.metrics.last_round is not None:  # a line more, where the run was to end at that step
         first = max(first, run.metrics.last_round + 1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from noloco_jax.meetings import Meetings
+from noloco_jax.schedule import SyncSchedule
 from noloco_jax.simulate.cost import Setting, all_reduce, cost_of, exposed_seconds, group_exchange
 from noloco_jax.simulate.hiding import exposed_share, shortest_interval, smallest_delay, widest_wire
 
@@ -40,8 +40,8 @@ def replayed(seconds: float, step_time: float, sync_every: int, fragments: int, 
 
 
 def predicted(seconds: float, step_time: float, sync_every: int, fragments: int, delay: int) -> float:
-    meetings = Meetings.every(sync_every, fragments, delay)
-    return exposed_seconds(seconds, meetings, step_time) / meetings.shortest_gap
+    schedule = SyncSchedule(sync_every, fragments, delay)
+    return exposed_seconds(seconds, schedule, step_time) / schedule.gap
 
 
 @pytest.mark.parametrize(("sync_every", "fragments"), [(12, 1), (12, 4), (12, 12), (2, 8), (1, 1), (1, 3)])
