@@ -95,9 +95,8 @@ def noloco(
       wire: "float32"; or "bfloat16", "int8", "int6" or "int4", for messages of 16, 8, 6 or 4 bits a weight (the last
         three in blocks of up to 64 weights, with a scale of 2 bytes each). Partners then come together by the
         difference of their rounded messages, so that equal replicas stay equal, the replicas' mean stays where it is
-        and what is too small for the wire is kept. For pairs also "modulo6", "modulo4" and "modulo3": of 6, 4 or 3 bits
-        in windows that follow the replicas' distance, with two bytes a block beside them (see `exchange.modulo`); they
-        round far less than block codes of the same bits.
+        and what is too small for the wire is kept. For pairs also "modulo4": of 4 bits in windows that follow the
+        replicas' distance, with two bytes a block beside them (see `exchange.modulo`); it rounds far less than "int4".
       fragments: F. An outer step is of one of F equal parts of the parameters, the next one of the next, each with
         draws of its own; in `sync_every` inner steps there are F of them. A number, or how to cut; None: whole ones.
       delay: inner steps after which what the others sent enters, at most `sync_every`; until then a replica goes on
