@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from noloco_jax.errors import UserError
-from noloco_jax.meetings import Meetings, pairing_round
+from noloco_jax.schedule import SyncSchedule, pairing_round
 from noloco_jax.wires import MODULO_BITS
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _noloco(config: Config, axis_name: Any, fragments: "Fragments") -> "OuterOpt
         outer_lr=outer.lr,
         outer_momentum=outer.momentum,
         consensus=outer.consensus,
-        sync_every=sync_pieces(config),
+        sync_every=outer.sync_every,
         axis_name=axis_name,
         state_dtype=outer.state_dtype,
         fragments=fragments,
@@ -117,12 +117,9 @@ def _describe_noloco(config: Config) -> str:
 
 
 def _when(config: Config) -> str:
-    outer, pieces = config.outer, sync_pieces(config)
+    outer = config.outer
     each = f"each of {outer.fragments} fragments " if outer.fragments > 1 else ""
-    times = f"every {pieces[0][1]} steps" + (
-        f", from step {pieces[1][0]} on every {pieces[1][1]}" if pieces[1:] else ""
-    )
-    return each + times
+    return f"{each}every {outer.sync_every} steps"
 
 
 def _what(config: Config) -> str:
@@ -163,7 +160,7 @@ def _diloco(config: Config, axis_name: Any, fragments: "Fragments") -> "OuterOpt
         outer_lr=outer.lr,
         outer_momentum=outer.momentum,
         nesterov=outer.nesterov,
-        sync_every=sync_pieces(config),
+        sync_every=outer.sync_every,
         axis_name=axis_name,
         state_dtype=outer.state_dtype,
         fragments=fragments,
@@ -183,7 +180,7 @@ def _epidemic(config: Config, axis_name: Any, fragments: "Fragments") -> "OuterO
     outer = config.outer
     return epidemic(
         _neighbours(config),
-        sync_every=sync_pieces(config),
+        sync_every=outer.sync_every,
         axis_name=axis_name,
         wire=outer.wire,
         fragments=fragments,
@@ -238,7 +235,7 @@ def _sparseloco(config: Config, axis_name: Any, fragments: "Fragments") -> "Oute
         outer_lr=outer.lr,
         error_decay=outer.error_decay,
         top_k=outer.top_k,
-        sync_every=sync_pieces(config),
+        sync_every=outer.sync_every,
         axis_name=axis_name,
         state_dtype=outer.state_dtype,
         fragments=fragments,
@@ -347,19 +344,11 @@ def defaults_of(field: str) -> dict[str, Any]:
     return {name: row.defaults[field] for name, row in METHODS.items() if field in row.defaults}
 
 
-def sync_pieces(config: Config) -> tuple[tuple[int, int], ...]:
-    """The inner steps between outer steps, as pieces of a run; see `Meetings`."""
-    outer, last = config.outer, config.num_steps - config.outer.final_steps
-    if outer.final_steps == 0:
-        return ((0, outer.sync_every),)
-    return ((0, outer.sync_every), (last, outer.final_sync_every)) if last > 0 else ((0, outer.final_sync_every),)
-
-
-def meetings_of(config: Config) -> Meetings | None:
+def schedule_of(config: Config) -> SyncSchedule | None:
     """When a run takes outer steps; None if its method has none."""
     if not method_of(config).has_outer_steps:
         return None
-    return Meetings.every(sync_pieces(config), config.outer.fragments, config.outer.delay)
+    return SyncSchedule(config.outer.sync_every, config.outer.fragments, config.outer.delay)
 
 
 def method_of(config: Config) -> Method:

@@ -3,7 +3,6 @@
 import math
 import operator
 import warnings
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.neighbours import neighbour_mean
 from noloco_jax.exchange.sparse import TopEntries, sparse_mean
 from noloco_jax.exchange.wire import wire_of
-from noloco_jax.meetings import Meetings
 from noloco_jax.methods import METHODS
 from noloco_jax.outer.diloco import DiLoCo
 from noloco_jax.outer.epidemic import Epidemic
@@ -30,6 +28,7 @@ from noloco_jax.outer.rule import Exchange, Number
 from noloco_jax.outer.sparseloco import SparseLoCo, Split
 from noloco_jax.outer.step import OuterSteps
 from noloco_jax.outer.transform import OuterOptimizer, outer_optimizer
+from noloco_jax.schedule import SyncSchedule
 from noloco_jax.wires import CHUNK, MODULO_BITS, moments_wire
 
 PyTree = Any
@@ -47,7 +46,7 @@ def noloco(
     outer_lr: Number = _NOLOCO["lr"],
     outer_momentum: Number = _NOLOCO["momentum"],
     consensus: Number | None = _NOLOCO["consensus"],
-    sync_every: int | Sequence[tuple[int, int]] = _NOLOCO["sync_every"],
+    sync_every: int = _NOLOCO["sync_every"],
     axis_name: AxisName = "replica",
     state_dtype: jax.typing.DTypeLike = "float32",
     wire: str = _NOLOCO["wire"],
@@ -88,8 +87,7 @@ def noloco(
       outer_momentum: α, in [0, 1); likewise.
       consensus: γ, the pull towards the group's mean; likewise. None: equal to `outer_lr`, as in the authors' code. A
         number outside the interval in which pure consensus is mean-square stable (`consensus_limit`) gives a warning.
-      sync_every: inner steps between outer steps, for `sync=None`; or pieces (first inner step, inner steps between
-        outer steps), as `((0, 50), (20_000, 10))` for closer meetings at the end.
+      sync_every: inner steps between outer steps, for `sync=None`.
       axis_name: name of the axis of replicas; or a tuple of mesh axes, a `vmap` axis, or both in this order.
       state_dtype: dtype in which slow weights and momentum are kept, float32 or bfloat16 (rounded at random, so that
         small steps are not lost); they are computed in float32. Parameters of float64 or complex numbers keep their
@@ -97,9 +95,8 @@ def noloco(
       wire: "float32"; or "bfloat16", "int8", "int6" or "int4", for messages of 16, 8, 6 or 4 bits a weight (the last
         three in blocks of up to 64 weights, with a scale of 2 bytes each). Partners then come together by the
         difference of their rounded messages, so that equal replicas stay equal, the replicas' mean stays where it is
-        and what is too small for the wire is kept. For pairs also "modulo6", "modulo4" and "modulo3": of 6, 4 or 3 bits
-        in windows that follow the replicas' distance, with two bytes a block beside them (see `exchange.modulo`); they
-        round far less than block codes of the same bits.
+        and what is too small for the wire is kept. For pairs also "modulo4": of 4 bits in windows that follow the
+        replicas' distance, with two bytes a block beside them (see `exchange.modulo`); it rounds far less than "int4".
       fragments: F. An outer step is of one of F equal parts of the parameters, the next one of the next, each with
         draws of its own; in `sync_every` inner steps there are F of them. A number, or how to cut; None: whole ones.
       delay: inner steps after which what the others sent enters, at most `sync_every`; until then a replica goes on
@@ -126,7 +123,7 @@ def noloco(
     _check_number("outer_lr", outer_lr)
     _check_number("consensus", gamma)
     _check_momentum(outer_momentum)
-    cut, meetings = _schedule(sync_every, fragments, delay)
+    cut, schedule = _schedule(sync_every, fragments, delay)
     _warn_if_apart(pairing, outer_momentum, gamma)
     if wire in MODULO_BITS and largest_group(pairing) > 2:
         raise ValueError(f"wire={wire!r} is for pairs and the pairing has groups of {largest_group(pairing)}: use int8")
@@ -159,14 +156,14 @@ def noloco(
         is_late=bool(delay),
         windows=partial(windows_of, cut) if wire in MODULO_BITS else None,
     )
-    return outer_optimizer(steps, meetings, names_of(axis_name))
+    return outer_optimizer(steps, schedule, names_of(axis_name))
 
 
 def diloco(
     outer_lr: Number = _DILOCO["lr"],
     outer_momentum: Number = _DILOCO["momentum"],
     nesterov: bool = _DILOCO["nesterov"],
-    sync_every: int | Sequence[tuple[int, int]] = _DILOCO["sync_every"],
+    sync_every: int = _DILOCO["sync_every"],
     axis_name: AxisName = "replica",
     state_dtype: jax.typing.DTypeLike = "float32",
     fragments: int | Fragments | None = None,
@@ -198,7 +195,7 @@ def diloco(
     """
     _check_number("outer_lr", outer_lr)
     _check_momentum(outer_momentum)
-    cut, meetings = _schedule(sync_every, fragments, delay)
+    cut, schedule = _schedule(sync_every, fragments, delay)
 
     def exchange(message: PyTree, round: Any, movement: PyTree, windows: PyTree, cuts: PyTree) -> tuple[PyTree, PyTree]:
         del round, movement, cuts
@@ -206,13 +203,13 @@ def diloco(
 
     rule = DiLoCo(outer_lr, outer_momentum, nesterov, check_state_dtype(state_dtype), cut.origin)
     return outer_optimizer(
-        OuterSteps(rule, exchange, exchange, cut, is_late=bool(delay)), meetings, names_of(axis_name)
+        OuterSteps(rule, exchange, exchange, cut, is_late=bool(delay)), schedule, names_of(axis_name)
     )
 
 
 def epidemic(
     neighbours: RandomNeighbours,
-    sync_every: int | Sequence[tuple[int, int]] = _EPIDEMIC["sync_every"],
+    sync_every: int = _EPIDEMIC["sync_every"],
     axis_name: AxisName = "replica",
     wire: str = _EPIDEMIC["wire"],
     fragments: int | Fragments | None = None,
@@ -243,7 +240,7 @@ def epidemic(
     Raises:
       ValueError: if a number is out of its range, or a name unknown.
     """
-    cut, meetings = _schedule(sync_every, fragments, delay)
+    cut, schedule = _schedule(sync_every, fragments, delay)
     code = wire_of(wire)
     if isinstance(code, Modulo):
         raise ValueError(f"wire={wire!r} is for pairs, which send to each other: use int8")
@@ -253,7 +250,7 @@ def epidemic(
         return neighbour_mean(message, neighbours, neighbours.pool_index(round), axis_name, code, cuts), windows
 
     return outer_optimizer(
-        OuterSteps(Epidemic(), exchange, exchange, cut, is_late=bool(delay)), meetings, names_of(axis_name)
+        OuterSteps(Epidemic(), exchange, exchange, cut, is_late=bool(delay)), schedule, names_of(axis_name)
     )
 
 
@@ -261,7 +258,7 @@ def sparseloco(
     outer_lr: Number = _SPARSELOCO["lr"],
     error_decay: Number = _SPARSELOCO["error_decay"],
     top_k: int = _SPARSELOCO["top_k"],
-    sync_every: int | Sequence[tuple[int, int]] = _SPARSELOCO["sync_every"],
+    sync_every: int = _SPARSELOCO["sync_every"],
     axis_name: AxisName = "replica",
     state_dtype: jax.typing.DTypeLike = "float32",
     fragments: int | Fragments | None = None,
@@ -303,7 +300,7 @@ def sparseloco(
         raise ValueError(f"error_decay is {error_decay}: it must be in [0, 1]")
     if not 1 <= top_k <= CHUNK:
         raise ValueError(f"top_k is {top_k}: it must be between 1 and {CHUNK}")
-    cut, meetings = _schedule(sync_every, fragments)
+    cut, schedule = _schedule(sync_every, fragments)
     entries = TopEntries(top_k)
 
     def exchange(message: Split, round: Any, movement: PyTree, windows: PyTree, cuts: PyTree) -> tuple[Split, PyTree]:
@@ -314,19 +311,19 @@ def sparseloco(
         return entries.sparsify(tree, cut.hidden(tree))
 
     rule = SparseLoCo(outer_lr, error_decay, sparsify, check_state_dtype(state_dtype), cut.origin)
-    return outer_optimizer(OuterSteps(rule, exchange, exchange, cut), meetings, names_of(axis_name))
+    return outer_optimizer(OuterSteps(rule, exchange, exchange, cut), schedule, names_of(axis_name))
 
 
 def _schedule(
-    sync_every: int | Sequence[tuple[int, int]], fragments: int | Fragments | None, delay: int | None = None
-) -> tuple[Fragments, Meetings]:
+    sync_every: int, fragments: int | Fragments | None, delay: int | None = None
+) -> tuple[Fragments, SyncSchedule]:
     """Return how parameters are cut, and when each fragment has its outer steps."""
     for name, value in {"fragments": fragments, "delay": delay}.items():
         if isinstance(value, jax.core.Tracer):
             raise TypeError(f"{name} is traced and must be known: name it in the static_args of inject_hyperparams")
     if not isinstance(fragments, Fragments):
         fragments = Fragments(1 if fragments is None else operator.index(fragments))
-    return fragments, Meetings.every(sync_every, fragments.count, 0 if delay is None else operator.index(delay))
+    return fragments, SyncSchedule(sync_every, fragments.count, 0 if delay is None else operator.index(delay))
 
 
 def _known(value: Any) -> float | None:

@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 FLOAT_BYTES = {"float32": 4, "bfloat16": 2}
 BLOCK_BITS = {"int8": 8, "int6": 6, "int4": 4}  # of a weight; every block of weights has a scale beside them
-MODULO_BITS = {"modulo6": 6, "modulo4": 4, "modulo3": 3}  # likewise, with a byte for its window
-MOMENTS_WIRE = {"modulo6": "int6", "modulo4": "int4", "modulo3": "int4"}  # see `moments_wire`
+MODULO_BITS = {"modulo4": 4}  # likewise, with a byte for its window
 WIRES = (*FLOAT_BYTES, *BLOCK_BITS, *MODULO_BITS)
 
 BLOCK = 64  # weights of a block, at most
@@ -51,7 +50,7 @@ def moments_wire(wire: str) -> str:
     Moments differ by as much as they are large, which is too much for windows that follow a small movement. A block's
     scale follows what is sent.
     """
-    return MOMENTS_WIRE.get(wire, wire)
+    return "int4" if wire in MODULO_BITS else wire
 
 
 def block_bytes(wire: str) -> int:

@@ -20,7 +20,7 @@ from noloco_jax.formatting import (
     format_si,
     format_tokens_per_second,
 )
-from noloco_jax.methods import METHODS, sync_pieces
+from noloco_jax.methods import METHODS
 
 Column = tuple[str, Callable[[Result], str]]
 _MEASURED_PEAK = "peak_memory_bytes_before_outer_steps"  # given by devices that count their memory
@@ -156,7 +156,7 @@ def _step_note(rows: Sequence[VariantResult]) -> str:
 
 def _how_often(config: TrainConfig) -> str:
     number = config.outer.fragments if config.outer.fragments > 1 else "one"
-    return f"{number} every {' and then '.join(str(every) for _, every in sync_pieces(config))}"
+    return f"{number} every {config.outer.sync_every}"
 
 
 def _flops_note(rows: Sequence[VariantResult]) -> str:

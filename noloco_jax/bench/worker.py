@@ -14,7 +14,7 @@ from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
-from noloco_jax.methods import meetings_of, method_of
+from noloco_jax.methods import method_of, schedule_of
 from noloco_jax.run.flops import mfu, model_flops_per_token, newton_schulz_flops
 from noloco_jax.run.memory import compiled_peak, measured_peak, program_memory
 from noloco_jax.run.messages import messages_of, num_pairings
@@ -106,9 +106,9 @@ def _steps(config: TrainConfig, programs: Programs, options: Options) -> Result:
     if programs.outer_step is not None:
         outer = quartiles(outer_times(run))
         result["outer_step_seconds"] = outer
-        meetings = meetings_of(config)
-        assert meetings is not None
-        in_outer_steps = meetings.total(config.num_steps) * outer["median"]
+        schedule = schedule_of(config)
+        assert schedule is not None
+        in_outer_steps = schedule.total(config.num_steps) * outer["median"]
         result["outer_share"] = in_outer_steps / (in_outer_steps + config.num_steps * inner["median"])
     peak = measured_peak(devices)
     if peak is not None:

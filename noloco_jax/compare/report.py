@@ -164,7 +164,7 @@ def _setting(plan: Plan, rows: Sequence[Row]) -> str:
 def _evaluated_when_equal(run: Run) -> bool:
     """Return True if each evaluation follows an outer step of all replicas, which makes them equal."""
     config, outer = run.config, run.config.outer
-    is_of_all = outer.fragments == 1 and not outer.delay and not outer.final_steps
+    is_of_all = outer.fragments == 1 and not outer.delay
     return (
         METHODS[run.variant.method].equal_after_outer_steps
         and is_of_all

@@ -8,7 +8,7 @@ from typing import Any
 from noloco_jax.config.fields import DataConfig, ModelConfig, TrainConfig
 from noloco_jax.config.schema import FieldInfo, field_at, flatten, shown
 from noloco_jax.errors import UserError
-from noloco_jax.methods import METHODS, sync_pieces
+from noloco_jax.methods import METHODS
 
 LARGEST_INT = 2**31 - 1
 
@@ -129,18 +129,15 @@ def _check_outer(config: TrainConfig) -> None:
     if config.mesh.fsdp > 1:
         part = config.model.hidden_size // config.mesh.fsdp
         _need_multiple("model.hidden_size / mesh.fsdp", part, "outer.fragments", outer.fragments)
-    if outer.final_steps > config.num_steps:
-        raise UserError(f"outer.final_steps={outer.final_steps} is more than num_steps={config.num_steps}: lower it")
-    shortest = min(every for _, every in sync_pieces(config))
     if outer.delay and outer.moments:
         raise UserError(
             f"outer.moments={outer.moments} averages the inner optimizer's moments at once, for which replicas wait, "
             f"and outer.delay={outer.delay} is for waiting for nobody: set one of them to 0"
         )
-    if outer.delay > shortest:
+    if outer.delay > outer.sync_every:
         raise UserError(
-            f"outer.delay={outer.delay} is more than the {shortest} inner steps after which a fragment has its next "
-            f"outer step: lower it to {shortest}"
+            f"outer.delay={outer.delay} is more than the {outer.sync_every} inner steps after which a fragment has its "
+            f"next outer step: lower it to {outer.sync_every}"
         )
 
 

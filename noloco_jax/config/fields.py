@@ -206,18 +206,6 @@ class OuterConfig:
         on_resume="may change",
         minimum=0,
     )
-    final_steps: int = setting(
-        0,
-        "Inner steps at the end of the run that use outer.final_sync_every; 0: none.",
-        on_resume="may change",
-        minimum=0,
-    )
-    final_sync_every: int = setting(
-        1,
-        "Inner steps from one outer step to the next in the last outer.final_steps.",
-        on_resume="may change",
-        minimum=1,
-    )
     final_merge: bool = setting(
         False,
         "Merge all replicas into the mean of their weights at the end, by log2(num_replicas) rounds of pairs.",

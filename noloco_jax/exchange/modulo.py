@@ -99,7 +99,7 @@ class Modulo:
         expected = own[..., -1:] + self._checksum((mine.astype(jnp.int32) + steps) >> self._bits)
         farthest = jnp.max(jnp.abs(steps), axis=-1, keepdims=True)
         is_refused = (expected != other[..., -1:]) | (farthest == half)  # of half a window: as far up as down
-        values = jnp.where(is_refused, 0, self._gain * steps.astype(jnp.float32) * _steps(windows))
+        values = jnp.where(is_refused, 0, 0.5 * steps.astype(jnp.float32) * _steps(windows))
         change = jnp.where(is_refused, _WIDER, jnp.asarray(_changes(half))[farthest])
         remembered = jnp.clip(windows.astype(jnp.int32) + change, 0, _BROKEN - 1)
         is_broken = windows == _BROKEN
@@ -108,11 +108,6 @@ class Modulo:
     @property
     def _bits(self) -> int:
         return MODULO_BITS[self.name]
-
-    @property
-    def _gain(self) -> float:
-        """Share of the difference that is made up for: with three bits a whole half would follow the rounding."""
-        return 0.5 if self._bits > 3 else 0.375
 
     def _checksum(self, numbers: jax.Array) -> jax.Array:
         """uint8 (..., blocks, 1) of int32 (..., blocks, B). It is linear, so that both of a pair find the same errors;

@@ -11,7 +11,7 @@ from noloco_jax.formatting import format_bytes
 from noloco_jax.islands.protocol.headers import Status
 from noloco_jax.islands.results import Met
 from noloco_jax.islands.steps import IslandSteps
-from noloco_jax.methods import meetings_of
+from noloco_jax.methods import schedule_of
 from noloco_jax.outer.pairing import Round
 from noloco_jax.run.island_log import IslandLog
 from noloco_jax.run.messages import Messages
@@ -33,7 +33,7 @@ class IslandSync:
 
     def __init__(self, config: Any, steps: IslandSteps, log: IslandLog, messages: Messages):
         self._steps, self._log, self._messages = steps, log, messages
-        self._meetings = meetings_of(config)
+        self._schedule = schedule_of(config)
         self._lines: list[News] = []
 
     def before_step(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int, int]:
@@ -46,8 +46,8 @@ class IslandSync:
         return state, behind, stride
 
     def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterSteps | None]:
-        assert self._meetings is not None and state.outer is not None
-        count = self._meetings.total(step) - self._meetings.total(step - stride)
+        assert self._schedule is not None and state.outer is not None
+        count = self._schedule.total(step) - self._schedule.total(step - stride)
         if count == 0:
             return state, None
         first = int(state.outer.round)

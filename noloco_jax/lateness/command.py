@@ -112,12 +112,11 @@ def _check(config: TrainConfig, flags: argparse.Namespace, late: Sequence[Late])
     for x in late:
         if not (0 <= x.process < flags.processes and 0 < x.step <= config.num_steps):
             raise UserError(f"--late={x.process}:{x.step}:{x.seconds:g} is of no process or step: see --processes")
-    for name, usual in (("fragments", 1), ("final_steps", 0)):
-        if (value := getattr(config.outer, name)) != usual:
-            raise UserError(
-                f"outer.{name}={value}: who waits is measured of outer steps that are evenly apart, one every "
-                f"sync_every: leave it at {usual}"
-            )
+    if config.outer.fragments != 1:
+        raise UserError(
+            f"outer.fragments={config.outer.fragments}: who waits is measured of outer steps that are evenly apart, "
+            "one every sync_every: leave it at 1"
+        )
     for method in flags.methods.split(","):
         if method not in _METHODS:
             raise UserError(

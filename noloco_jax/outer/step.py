@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from noloco_jax.meetings import own_round, pairing_round
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.rule import Exchange, OuterState, Rule, computed
+from noloco_jax.schedule import own_round, pairing_round
 
 PyTree = Any
 

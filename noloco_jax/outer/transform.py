@@ -8,11 +8,11 @@ import jax.core
 import jax.numpy as jnp
 import optax
 
-from noloco_jax.meetings import Meetings
 from noloco_jax.outer.counters import shared
 from noloco_jax.outer.misuse import check_params, check_surroundings
 from noloco_jax.outer.rule import OuterState, Rule, common_dtype
 from noloco_jax.outer.step import OuterSteps, Outgoing
+from noloco_jax.schedule import SyncSchedule
 
 PyTree = Any
 
@@ -52,12 +52,12 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
         return made
 
 
-def outer_optimizer(steps: OuterSteps, meetings: Meetings, axis_names: Sequence[str]) -> OuterOptimizer:
+def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Sequence[str]) -> OuterOptimizer:
     """The transform that lands an update on an outer step's result where one is due, and lets the others pass.
 
     Args:
       steps: what a replica does.
-      meetings: when, for an update that is not told.
+      schedule: when, for an update that is not told.
       axis_names: the axes of replicas.
     """
 
@@ -143,13 +143,13 @@ def outer_optimizer(steps: OuterSteps, meetings: Meetings, axis_names: Sequence[
         count, round = shared(state.count), shared(state.round)
         if steps.is_late:
             entered = shared(state.rule.entered)
-            waiting = round - entered - meetings.on_the_way(count)
-            for i in range(meetings.most):
+            waiting = round - entered - schedule.on_the_way(count)
+            for i in range(schedule.most):
                 updates, held = _if_due(i < waiting, land_late, updates, entered + i, held)
-            entered = state.rule.entered + jnp.clip(waiting, 0, meetings.most)
+            entered = state.rule.entered + jnp.clip(waiting, 0, schedule.most)
             held = held[0]._replace(entered=entered), held[1]
-        due = shared(jnp.asarray(meetings.due(count), count.dtype))  # `sync_every` may be a batched hyperparameter
-        for i in range(meetings.most):
+        due = shared(jnp.asarray(schedule.due(count), count.dtype))  # `sync_every` may be a batched hyperparameter
+        for i in range(schedule.most):
             updates, held = _if_due(i < due, land, updates, round + i, held)
         return updates, state._replace(round=state.round + due, rule=held[0], windows=held[1])
 

@@ -22,7 +22,7 @@ from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.snapshots import Snapshots
 from noloco_jax.islands.station import Station
 from noloco_jax.islands.steps import IslandSteps, state_specs, weight_specs
-from noloco_jax.methods import meetings_of, method_of
+from noloco_jax.methods import method_of, schedule_of
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.messages import Messages
 from noloco_jax.run.mode import Resumed
@@ -141,9 +141,9 @@ class Membership:
             return Journal.from_json(dict(resumed.beside))
         if resumed.step == 0:
             return None
-        meetings = meetings_of(config)
-        assert meetings is not None
-        return Journal(meetings.total(resumed.step) - 1, True, {}, 0, ())
+        schedule = schedule_of(config)
+        assert schedule is not None
+        return Journal(schedule.total(resumed.step) - 1, True, {}, 0, ())
 
     def open_station(
         self,
@@ -211,11 +211,11 @@ class Membership:
     def steps(self, config: TrainConfig, station: Station, solo: SoloPrograms, programs: Programs) -> IslandSteps:
         """The island's outer steps, compiled; `config` is its own."""
         compiled = compile_solo(solo, programs)
-        meetings = meetings_of(config)
-        assert meetings is not None
+        schedule = schedule_of(config)
+        assert schedule is not None
 
         def tokens_of_round(step: int) -> int:
-            return meetings.interval(step) * config.tokens_per_step
+            return schedule.sync_every * config.tokens_per_step
 
         keeps_pace = self.pace == "time"
         return IslandSteps(station, compiled, programs, tokens_of_round, keeps_pace=keeps_pace, at_once=self.at_once)

@@ -12,7 +12,7 @@ from noloco_jax.cluster.processes import Processes
 from noloco_jax.cluster.stop import Stop
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
-from noloco_jax.methods import meetings_of
+from noloco_jax.methods import schedule_of
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress
 from noloco_jax.run.flops import mfu, model_flops_per_token
@@ -294,18 +294,18 @@ class _StepLog:
 
 def _tells_every_outer_step(config: TrainConfig) -> bool:
     """Whether there is a line of each. Those of fragments may follow every inner step: they are told together."""
-    meetings = meetings_of(config)
-    return meetings is None or meetings.fragments == 1 or meetings.shortest_gap >= config.log_every
+    schedule = schedule_of(config)
+    return schedule is None or schedule.fragments == 1 or schedule.gap >= config.log_every
 
 
 def _untold(run: Run, state: TrainState, start: int) -> OuterSteps | None:
     """The outer steps up to step `start` that no line of an earlier start of the run tells of, which had them in mind
     for its next line; their seconds are not known any more."""
-    meetings = meetings_of(run.config)
-    if meetings is None or state.outer is None or run.sync.groups(0) is None or _tells_every_outer_step(run.config):
+    schedule = schedule_of(run.config)
+    if schedule is None or state.outer is None or run.sync.groups(0) is None or _tells_every_outer_step(run.config):
         return None
     taken = int(state.outer.round)
-    since_last_line = meetings.total(start) - meetings.total(start - start % run.config.log_every)
+    since_last_line = schedule.total(start) - schedule.total(start - start % run.config.log_every)
     first = taken - since_last_line
     if run.metrics.last_round is not None:  # a line more, where the run was to end at that step
         first = max(first, run.metrics.last_round + 1)

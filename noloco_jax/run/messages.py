@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from noloco_jax.config import TrainConfig
-from noloco_jax.meetings import own_round
-from noloco_jax.methods import meetings_of, method_of
+from noloco_jax.methods import method_of, schedule_of
+from noloco_jax.schedule import own_round
 from noloco_jax.spmd.programs import build_programs
 from noloco_jax.spmd.sent import bytes_between_replicas
 from noloco_jax.spmd.sharding import MANUAL_AXES
@@ -115,8 +115,8 @@ def may_send_in_inner_steps(config: TrainConfig) -> bool:
 
 def num_outer_steps(config: TrainConfig) -> int:
     """Outer steps of the whole run; 0 for methods without."""
-    meetings = meetings_of(config)
-    return meetings.total(config.num_steps) if meetings else 0
+    schedule = schedule_of(config)
+    return schedule.total(config.num_steps) if schedule else 0
 
 
 def shares_moments(config: TrainConfig, round: int) -> bool:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from noloco_jax.config import TrainConfig
-from noloco_jax.methods import meetings_of, method_of
+from noloco_jax.methods import method_of, schedule_of
 from noloco_jax.outer.pairing import Round
 from noloco_jax.run.messages import shares_moments
 from noloco_jax.spmd.background import BackgroundPrograms, HostExchange
@@ -112,15 +112,15 @@ class CollectiveSync:
 
     def __init__(self, config: TrainConfig, programs: Programs):
         self._config, self._programs = config, programs
-        self._meetings = meetings_of(config)
+        self._schedule = schedule_of(config)
 
     def before_step(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int, int]:
         return state, step, 1
 
     def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterSteps | None]:
-        if self._meetings is None:
+        if self._schedule is None:
             return state, None
-        return self._outer_steps(self._corrected(state, step), int(self._meetings.due(step)))
+        return self._outer_steps(self._corrected(state, step), int(self._schedule.due(step)))
 
     def finish(self, state: TrainState, step: int) -> TrainState:
         if self._programs.final_merge is None:
@@ -146,9 +146,9 @@ class CollectiveSync:
         """Apply the corrections that are due after inner step `step`."""
         if self._programs.correct_step is None:
             return state
-        assert self._meetings is not None and state.outer is not None
+        assert self._schedule is not None and state.outer is not None
         entered = int(state.outer.rule.entered)
-        for number in range(entered, int(state.outer.round) - self._meetings.on_the_way(step)):
+        for number in range(entered, int(state.outer.round) - self._schedule.on_the_way(step)):
             state = self._kept(state, number)
             params, outer = self._programs.correct_step(state.params, state.outer)
             state = state._replace(params=params, outer=outer)

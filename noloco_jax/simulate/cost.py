@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields, replace
 
 from noloco_jax.config import OuterConfig, TrainConfig
 from noloco_jax.errors import UserError
-from noloco_jax.meetings import Meetings
 from noloco_jax.methods import defaults_of
+from noloco_jax.schedule import SyncSchedule
 from noloco_jax.simulate.blocking import waiting_per_step
 from noloco_jax.wires import FLOAT_BYTES, MODULO_BITS, WIRES, block_bytes, block_of, goes_by_shares
 
@@ -189,22 +189,22 @@ def costs(setting: Setting, seed: int) -> list[Cost]:
 
 def cost_of(setting: Setting, method: str, waiting: float = 0.0) -> Cost:
     """What a method costs on these links, and `waiting` seconds a step for stragglers."""
-    meetings = _meetings(setting, method)
-    every = meetings.shortest_gap
-    sent, seconds = _EXCHANGES[method](setting, meetings.fragments)
-    exposed = exposed_seconds(seconds, meetings, setting.step_time) / every
+    schedule = _schedule_of(setting, method)
+    every = schedule.gap
+    sent, seconds = _EXCHANGES[method](setting, schedule.fragments)
+    exposed = exposed_seconds(seconds, schedule, setting.step_time) / every
     share = setting.step_time / (setting.step_time + exposed + waiting)
-    return Cost(method, every, sent, sent * meetings.total(setting.steps), seconds, exposed, waiting, share)
+    return Cost(method, every, sent, sent * schedule.total(setting.steps), seconds, exposed, waiting, share)
 
 
-def exposed_seconds(seconds: float, meetings: Meetings, step_time: float) -> float:
+def exposed_seconds(seconds: float, schedule: SyncSchedule, step_time: float) -> float:
     """What computing does not hide of an exchange of so many seconds.
 
     It runs beside `delay` inner steps, or beside those until the next exchange wants the link if these are fewer: that
     one begins later then. Outer steps count as evenly spaced, which they are where F divides H or H divides F; where
     they are not, a run waits for an exchange less than a tenth of a step more (a test replays it).
     """
-    left = seconds - min(meetings.delay, meetings.shortest_gap) * step_time
+    left = seconds - min(schedule.delay, schedule.gap) * step_time
     return left if left > 1e-9 * seconds else 0.0  # no rest of the subtraction
 
 
@@ -213,10 +213,10 @@ def with_replicas(setting: Setting, replicas: int) -> Setting:
     return replace(setting, replicas=replicas, group_size=min(setting.group_size, replicas))
 
 
-def _meetings(setting: Setting, method: str) -> Meetings:
+def _schedule_of(setting: Setting, method: str) -> SyncSchedule:
     if method in OUTER_METHODS:
-        return Meetings.every(setting.sync_every, setting.fragments, setting.delay)
-    return Meetings.every(1)
+        return SyncSchedule(setting.sync_every, setting.fragments, setting.delay)
+    return SyncSchedule(1)
 
 
 def _waiting(setting: Setting, seed: int) -> dict[str, float]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from noloco_jax.simulate.cost import Setting, cost_of
-from noloco_jax.wires import MODULO_BITS, WIRES, block_bytes, block_of
+from noloco_jax.wires import BLOCK_BITS, FLOAT_BYTES
 
 _LONGEST = 10**9  # inner steps that are looked at
 
@@ -36,8 +36,7 @@ def shortest_interval(setting: Setting, method: str, share: float) -> int | None
 
 def widest_wire(setting: Setting, share: float) -> str | None:
     """The wire with the most bits of which at most this share of the wall clock is exposed, with NoLoCo."""
-    fitting = [wire for wire in WIRES if setting.group_size == 2 or wire not in MODULO_BITS]
-    widest_first = sorted(fitting, key=lambda wire: -block_bytes(wire) / block_of(wire))
+    widest_first = (*FLOAT_BYTES, *BLOCK_BITS)  # modulo4 has int4's bytes and a round of windows ahead of them
     return next((w for w in widest_first if exposed_share(replace(setting, wire=w), "NoLoCo") <= share), None)
 
 

@@ -82,9 +82,9 @@ def test_a_profile_in_which_nothing_ran_says_why_it_may_be(result):
     assert "saw no operation" in text and "CUPTI" in text and "ran none" not in text
 
 
-def test_how_often_outer_steps_come_is_said_of_fragments_and_of_the_end_too(result):
+def test_how_often_outer_steps_come_is_said_of_fragments_too(result):
     assert "of the outer steps, one every 4 inner steps" in shown(rows_of(result))
-    outer = {"sync_every": 5, "fragments": 8, "delay": 2, "final_steps": 9, "final_sync_every": 3}
+    outer = {"sync_every": 5, "fragments": 8, "delay": 2}
     variant = Variant({"num_replicas": "4"}, (), small(outer=outer), "")
     text = shown([(variant, result)])
-    assert "8 every 5 and then 3 inner steps, without what outer.delay adds to them" in text
+    assert "8 every 5 inner steps, without what outer.delay adds to them" in text

@@ -34,10 +34,10 @@ def test_a_measured_run_has_every_figure_and_they_agree(result):
 
 
 def test_outer_steps_of_every_fragment_count_in_their_share_of_the_run(fast_matrices):
-    config = small(outer={"sync_every": 4, "fragments": 2, "final_steps": 20, "final_sync_every": 2}, num_steps=100)
+    config = small(outer={"sync_every": 4, "fragments": 2}, num_steps=100)
     result = measure(config, replace(QUICK, data_seconds=0))
     step, outer = (result[name]["median"] for name in ("step_seconds", "outer_step_seconds"))
-    outer_steps = 2 * 80 // 4 + 2 * 20 // 2
+    outer_steps = 2 * 100 // 4
     assert result["outer_share"] == pytest.approx(outer_steps * outer / (outer_steps * outer + 100 * step))
 
 

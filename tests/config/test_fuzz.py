@@ -8,7 +8,7 @@ import pytest
 from noloco_jax.config import TrainConfig, from_dict, known_fields, load_config, to_dict
 from noloco_jax.config.schema import FieldInfo
 from noloco_jax.errors import UserError
-from noloco_jax.methods import METHODS, meetings_of
+from noloco_jax.methods import METHODS, schedule_of
 from noloco_jax.spmd.mesh import mesh_shape
 from support.paths import ROOT
 
@@ -87,9 +87,9 @@ def plan(config: TrainConfig) -> None:
     """What a run asks of its configuration before anything is built."""
     method = METHODS[config.method]
     assert method.describe(config)
-    meetings = meetings_of(config)
-    assert (meetings is not None) == method.has_outer_steps
-    assert meetings is None or meetings.due(config.num_steps) <= meetings.most
+    schedule = schedule_of(config)
+    assert (schedule is not None) == method.has_outer_steps
+    assert schedule is None or schedule.due(config.num_steps) <= schedule.most
     for devices in (1, 8, 96):
         try:
             shape = mesh_shape(config, devices)

@@ -16,22 +16,23 @@ from support.layouts import axis_of, compiled, over_replicas
 
 PAIRS = [[0, 3], [1, 2], [4, 6], [5, 7]]
 PARTNER = np.array([3, 2, 1, 0, 6, 7, 4, 5])
-every_wire = pytest.mark.parametrize("wire", MODULO_BITS)
+BITS = MODULO_BITS["modulo4"]
+CODE = Modulo("modulo4")
 
 
-def meet(tree, movement, wire, groups=PAIRS, layout=8, remembered=None):
+def meet(tree, movement, groups=PAIRS, layout=8, remembered=None):
     """What the replicas receive in a round of these groups."""
-    return met(tree, movement, wire, groups, layout, remembered)[0]
+    return met(tree, movement, groups, layout, remembered)[0]
 
 
-def met(tree, movement, wire, groups=PAIRS, layout=8, remembered=None):
+def met(tree, movement, groups=PAIRS, layout=8, remembered=None):
     """Likewise, with what their blocks then remember."""
     if remembered is None:
         remembered = jax.tree.map(lambda x: memory_of(x.shape), tree)
 
     def mean(tree, movement, remembered):
         pairing, axes = nj.ExplicitPairing([groups]), axis_of(layout)
-        return pair_mean_in_windows(tree, pairing, jnp.int32(0), axes, Modulo(wire), movement, remembered)
+        return pair_mean_in_windows(tree, pairing, jnp.int32(0), axes, CODE, movement, remembered)
 
     return jax.device_get(jax.jit(over_replicas(mean, layout))(tree, movement, remembered))
 
@@ -52,32 +53,29 @@ def like(tree, value):
     return jax.tree.map(lambda x: np.full_like(x, value), tree)
 
 
-@every_wire
 @pytest.mark.parametrize("layout", [8, (8, 1), (2, 4)])
-def test_a_pair_comes_together_by_half_its_difference_to_within_the_step(wire, layout):
+def test_a_pair_comes_together_by_half_its_difference_to_within_the_step(layout):
     """The step is 3 / 2^bits of the movement, and up to a fourth of an octave more."""
     distance = 1e-3
     tree = replicas(distance)
-    means = meet(tree, like(tree, 5 * distance), wire, layout=layout)
-    share = 0.375 if wire == "modulo3" else 0.5
-    step = 3 / 2 ** MODULO_BITS[wire] * 5 * distance * 2**0.3
+    means = meet(tree, like(tree, 5 * distance), layout=layout)
+    step = 3 / 2**BITS * 5 * distance * 2**0.3
     difference = tree["w"][PARTNER].astype(np.float64) - tree["w"]
-    np.testing.assert_allclose(means["w"] - tree["w"], share * difference, atol=share * step + 1e-7)
+    np.testing.assert_allclose(means["w"] - tree["w"], difference / 2, atol=step / 2 + 1e-7)
     assert np.abs(means["w"] - tree["w"]).max() > 0
 
 
-@every_wire
 @pytest.mark.parametrize("distance", [1e-4, 1e-3, 1.0, 100.0], ids=lambda x: f"distance {x:g}")
-def test_corrections_are_exactly_opposite_also_where_blocks_are_refused(wire, distance):
+def test_corrections_are_exactly_opposite_also_where_blocks_are_refused(distance):
     x = np.random.default_rng(1).standard_t(1, size=(8, 10, 64)).astype(np.float32) * distance
-    corrections, remembered = meet_corrections(x, 1e-3, wire)
+    corrections, remembered = meet_corrections(x, 1e-3)
     np.testing.assert_array_equal(corrections + corrections[PARTNER], np.zeros_like(corrections))
     np.testing.assert_array_equal(remembered, remembered[PARTNER])
 
 
-def meet_corrections(blocks, movement, wire):
+def meet_corrections(blocks, movement):
     """The corrections themselves, and what blocks remember: of larger weights, what is left of a sum is rounded."""
-    code, partner = Modulo(wire), jnp.asarray(PARTNER)
+    code, partner = CODE, jnp.asarray(PARTNER)
 
     @jax.jit
     def meet(x):
@@ -89,8 +87,7 @@ def meet_corrections(blocks, movement, wire):
     return jax.device_get(meet(blocks))
 
 
-@every_wire
-def test_a_block_with_a_value_beyond_the_window_is_refused_by_both_and_the_next_window_is_wide_enough(wire):
+def test_a_block_with_a_value_beyond_the_window_is_refused_by_both_and_the_next_window_is_wide_enough():
     """By one value, up or down, in any place, by half a window or by any number of windows."""
     rng = np.random.default_rng(0)
     half = 1.5e-3  # for a movement of 1e-3
@@ -98,75 +95,69 @@ def test_a_block_with_a_value_beyond_the_window_is_refused_by_both_and_the_next_
         x = np.broadcast_to(rng.normal(size=(1, 5, 64)), (8, 5, 64)).astype(np.float32)
         for pair in PAIRS:
             x[pair[0], 2, rng.choice(64, places, replace=False)] += np.float32(2.4 * half * windows)
-        corrections, remembered = meet_corrections(x, 1e-3, wire)
+        corrections, remembered = meet_corrections(x, 1e-3)
         assert not corrections.any()
-        wide = 2.0 ** ((remembered[:, 2].astype(float) - 120) / 4) * 2 ** MODULO_BITS[wire] / 2
+        wide = 2.0 ** ((remembered[:, 2].astype(float) - 120) / 4) * 2**BITS / 2
         assert (wide >= 3 * half).all()
         assert (remembered[:, [0, 1, 3, 4]] < remembered[:, 2:3]).all()
 
 
-@every_wire
-def test_a_refused_block_comes_together_within_a_few_rounds(wire):
+def test_a_refused_block_comes_together_within_a_few_rounds():
     """A hundred windows apart, as after a partition or from another run's weights."""
     tree = {"w": np.zeros((8, 64), np.float32)}
     tree["w"][[0, 1, 4, 5]] = 0.3
     remembered = {"w": memory_of(tree["w"].shape)}
     for _ in range(60):
-        means, remembered = met(tree, like(tree, 1e-3), wire, remembered=remembered)
+        means, remembered = met(tree, like(tree, 1e-3), remembered=remembered)
         tree = {"w": np.asarray(means["w"])}
     assert np.abs(tree["w"] - tree["w"][PARTNER]).max() < 1e-3
     np.testing.assert_allclose(tree["w"].mean(axis=0), 0.15, atol=1e-6)
 
 
-@every_wire
 @pytest.mark.parametrize("distance", [6e3, 1e5, 1e9])
-def test_blocks_that_moved_far_come_together_like_others(wire, distance):
+def test_blocks_that_moved_far_come_together_like_others(distance):
     tree = replicas(distance)
-    means = meet(tree, like(tree, 5 * distance), wire)
+    means = meet(tree, like(tree, 5 * distance))
     assert np.isfinite(means["w"]).all()
     apart = np.abs(tree["w"] - tree["w"][PARTNER]).mean()
     assert np.abs(means["w"] - means["w"][PARTNER]).mean() < 0.8 * apart
 
 
-@every_wire
-def test_equal_replicas_stay_bitwise_equal_and_who_is_alone_as_it_is(wire):
+def test_equal_replicas_stay_bitwise_equal_and_who_is_alone_as_it_is():
     rng = np.random.default_rng(0)
     one = rng.standard_t(1, size=(1, 333)).astype(np.float32)
     tree = {"w": np.broadcast_to(one, (5, 333))}
-    means = meet(tree, like(tree, 1e-3), wire, groups=[[0, 3], [1, 2], [4]], layout=5)
+    means = meet(tree, like(tree, 1e-3), groups=[[0, 3], [1, 2], [4]], layout=5)
     np.testing.assert_array_equal(means["w"], tree["w"])
     apart = replicas(1e-3)
     alone = {"w": apart["w"][:5]}
-    means = meet(alone, like(alone, 1e-3), wire, groups=[[0, 3], [1, 2], [4]], layout=5)
+    means = meet(alone, like(alone, 1e-3), groups=[[0, 3], [1, 2], [4]], layout=5)
     np.testing.assert_array_equal(means["w"][4], alone["w"][4])
 
 
-@every_wire
-def test_both_take_the_larger_window_so_that_who_stood_still_reaches_who_did_not(wire):
+def test_both_take_the_larger_window_so_that_who_stood_still_reaches_who_did_not():
     tree = replicas(1.0)
     movement = like(tree, 0.0)
     movement["w"][[0, 1, 4, 5]] = 5.0
-    means = meet(tree, movement, wire)
-    both = meet(tree, like(tree, 5.0), wire)
+    means = meet(tree, movement)
+    both = meet(tree, like(tree, 5.0))
     np.testing.assert_array_equal(means["w"], both["w"])
 
 
-@every_wire
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_so_for_both_of_its_pair_and_in_its_block_alone(wire, value):
+def test_what_is_not_finite_is_so_for_both_of_its_pair_and_in_its_block_alone(value):
     tree = {"w": np.random.default_rng(0).normal(size=(8, 640)).astype(np.float32)}
-    clean = meet(tree, like(tree, 5.0), wire)
+    clean = meet(tree, like(tree, 5.0))
     broken = {"w": tree["w"].copy()}
     broken["w"][3, 130] = value
-    means = meet(broken, like(tree, 5.0), wire)
+    means = meet(broken, like(tree, 5.0))
     block = np.zeros((8, 640), bool)
     block[[0, 3], 128:192] = True
     assert np.isnan(means["w"][block]).all()
     np.testing.assert_array_equal(means["w"][~block], clean["w"][~block])
 
 
-@every_wire
-def test_a_message_is_a_byte_a_block_for_its_window_and_then_the_bits_and_a_check_byte(wire):
+def test_a_message_is_a_byte_a_block_for_its_window_and_then_the_bits_and_a_check_byte():
     """A row of 321 weights is six blocks of 56; three weights are a block of 8."""
     tree = {"w": np.zeros((8, 5 * 64 + 1), np.float32), "b": np.zeros((8, 3), np.float32)}
     memory = jax.tree.map(lambda x: memory_of(x.shape), tree)
@@ -175,16 +166,15 @@ def test_a_message_is_a_byte_a_block_for_its_window_and_then_the_bits_and_a_chec
         pairing=nj.ExplicitPairing([PAIRS]),
         index=jnp.int32(0),
         axis_name="replica",
-        code=Modulo(wire),
+        code=CODE,
     )
     text = compiled(over_replicas(lambda t, m: meeting(t, movement=t, remembered=m), (8, 1)), tree, memory)
     sent = [line for line in text.splitlines() if " collective-permute(" in line]
     sizes = [int(np.prod([int(n) for n in line.split("u8[")[1].split("]")[0].split(",")])) for line in sent]
-    bits = MODULO_BITS[wire]
-    assert sum(sizes) == 6 * (1 + 56 * bits // 8 + 1) + (1 + 8 * bits // 8 + 1)
+    assert sum(sizes) == 6 * (1 + 56 * BITS // 8 + 1) + (1 + 8 * BITS // 8 + 1)
 
 
-@pytest.mark.parametrize(("wire", "limit"), [("float32", 1.1), ("modulo6", 1.2), ("modulo4", 1.5), ("modulo3", 2.2)])
+@pytest.mark.parametrize(("wire", "limit"), [("float32", 1.1), ("modulo4", 1.5)])
 def test_replicas_stay_together_while_the_steps_they_take_become_a_hundredth(wire, limit):
     """Their spread over their steps, at the end; of block codes of 4 bits it would be 30 times the exact one."""
     outer = nj.noloco(nj.RandomPairing(8), 1.0, 0.0, 1.0, sync_every=1, axis_name="replica", wire=wire)
@@ -232,12 +222,10 @@ RARE = [
 
 
 @pytest.mark.parametrize("setting", RARE, ids=lambda setting: f"{setting[0]} replicas, pushed {setting[-1]:g}")
-@pytest.mark.parametrize("wire", ["modulo6", "modulo4"])
-def test_rows_that_move_rarely_stay_as_close_as_in_float32_and_come_together_once_they_are_quiet(wire, setting):
+def test_rows_that_move_rarely_stay_as_close_as_in_float32_and_come_together_once_they_are_quiet(setting):
     """As the rows of rare tokens in an embedding. A window that forgets wraps there, and feeds on what it does."""
-    exact, coded = (spreads(setting, wire) for wire in ("float32", wire))
-    limit = 1.5 if wire == "modulo6" else 3  # four bits are coarse
-    assert rms(coded[100:200]) < limit * rms(exact[100:200])
+    exact, coded = (spreads(setting, wire) for wire in ("float32", "modulo4"))
+    assert rms(coded[100:200]) < 3 * rms(exact[100:200])  # four bits are coarse
     assert coded[-1].max() < 5e-2 * rms(coded[100:200])
 
 

@@ -18,7 +18,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.station import Station
 from noloco_jax.islands.steps import IslandSteps
-from noloco_jax.methods import meetings_of
+from noloco_jax.methods import schedule_of
 from noloco_jax.run.island import Membership, _incarnation, _write
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.mesh import make_mesh
@@ -100,8 +100,8 @@ def wait_until(condition: Callable[[], object]) -> None:
 )
 def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, fragments, wire, apart):
     world = World(small(fragments=fragments, wire=wire), tmp_path)
-    config, meetings = world.config, meetings_of(world.config)
-    assert meetings is not None
+    config, schedule = world.config, schedule_of(world.config)
+    assert schedule is not None
     final: dict[int, Any] = {}
 
     def train(replica: int) -> None:
@@ -109,10 +109,10 @@ def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, fragments, 
         state = world.programs.init(draws.key(config.seed))
         for step in range(1, config.num_steps + 1):
             state = world.inner(world.programs, state, step, range(replica, replica + 1))
-            state = island.take(state, step, meetings.due(step))
+            state = island.take(state, step, schedule.due(step))
         final[replica] = jax.device_get(state.params)
         met, status = station.take_met()
-        assert status.committed == status.due == meetings.total(config.num_steps)
+        assert status.committed == status.due == schedule.total(config.num_steps)
         assert {one.outcome for one in met} == {"met"}
         station.close()
 
@@ -122,7 +122,7 @@ def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, fragments, 
     state = together.init(draws.key(config.seed))
     for step in range(1, config.num_steps + 1):
         state = world.inner(together, state, step, range(4))
-        for _ in range(meetings.due(step)):
+        for _ in range(schedule.due(step)):
             assert together.outer_step is not None
             params, outer = together.outer_step(state.params, state.outer)
             state = TrainState(params, state.inner, outer)
@@ -146,8 +146,8 @@ def learning_rate_counts(state: TrainState) -> set[int]:
 
 def test_an_island_of_a_quarter_of_the_speed_ends_its_rounds_with_the_fast_one_and_weighs_less(tmp_path):
     world = World(small(sync_every=8), tmp_path)
-    meetings, rounds = meetings_of(world.config), 24
-    assert meetings is not None
+    schedule, rounds = schedule_of(world.config), 24
+    assert schedule is not None
     ends: dict[str, list[float]] = {}
     weights: dict[str, list[float]] = {}
     shares: dict[str, float] = {}
@@ -172,7 +172,7 @@ def test_an_island_of_a_quarter_of_the_speed_ends_its_rounds_with_the_fast_one_a
             time.sleep(seconds)
             before, step, taken = step, step + stride, taken + 1
             state = world.inner(world.programs, state, step, range(replica, replica + 1))
-            count = meetings.total(step) - meetings.total(before)
+            count = schedule.total(step) - schedule.total(before)
             state = island.take(state, step, count)
             ends.setdefault(name, []).extend([time.monotonic()] * count)
         shares[name] = taken / (rounds * 8)

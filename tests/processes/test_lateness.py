@@ -75,7 +75,6 @@ def test_runs_that_are_there_are_not_measured_again(finished, config):
         ("--config.outer.sync_every=3", "outer.sync_every=3 is more than num_steps=2"),
         ("--processes=3", "--processes=3 and num_replicas=2"),
         ("--config.outer.fragments=2 --config.outer.sync_every=2", "outer.fragments=2: who waits is measured of outer"),
-        ("--config.outer.final_steps=1", "outer.final_steps=1: who waits is measured of outer steps that are evenly"),
         ("--late=1:3:5", "--late=1:3:5 is of no process or step"),
         ("--late=1:2:nan", "--late=1:2:nan: nan is no time to be late by"),
         ("--methods=noloco,diloco --config.outer.wire=bfloat16", "epidemic's messages and method='diloco'"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from noloco_jax.meetings import Meetings
+from noloco_jax.schedule import SyncSchedule
 from noloco_jax.simulate.cost import Setting, all_reduce, cost_of, exposed_seconds, group_exchange
 from noloco_jax.simulate.hiding import exposed_share, shortest_interval, smallest_delay, widest_wire
 
@@ -40,8 +40,8 @@ def replayed(seconds: float, step_time: float, sync_every: int, fragments: int, 
 
 
 def predicted(seconds: float, step_time: float, sync_every: int, fragments: int, delay: int) -> float:
-    meetings = Meetings.every(sync_every, fragments, delay)
-    return exposed_seconds(seconds, meetings, step_time) / meetings.shortest_gap
+    schedule = SyncSchedule(sync_every, fragments, delay)
+    return exposed_seconds(seconds, schedule, step_time) / schedule.gap
 
 
 @pytest.mark.parametrize(("sync_every", "fragments"), [(12, 1), (12, 4), (12, 12), (2, 8), (1, 1), (1, 3)])
@@ -68,7 +68,7 @@ def test_unevenly_spaced_exchanges_wait_hardly_longer(sync_every, fragments):
         (4, "float32", 1000.0),
         (4, "int8", 257.8125),  # 66 bytes for 64 weights
         (4, "int6", 195.3125),  # 50
-        (8, "modulo3", 50.78125),  # 26
+        (8, "modulo4", 66.40625),  # 34
     ],
 )
 def test_a_pair_sends_a_fragment_in_the_bits_of_its_wire(fragments, wire, megabytes):
@@ -76,7 +76,7 @@ def test_a_pair_sends_a_fragment_in_the_bits_of_its_wire(fragments, wire, megaby
     assert cost.bytes_per_sync == megabytes * 1e6
     assert cost.bytes_per_step == pytest.approx(megabytes * 1e6 * fragments / 10)
     assert cost.bytes_in_all == megabytes * 1e6 * (37 * fragments // 10)  # 37 inner steps
-    latencies = 2 if wire == "modulo3" else 1  # windows go ahead
+    latencies = 2 if wire == "modulo4" else 1  # windows go ahead
     assert cost.seconds_per_sync == pytest.approx(0.1 * latencies + megabytes / 1000)
 
 
@@ -136,7 +136,6 @@ def test_the_widest_wire_has_the_most_bits_that_stay_below_the_share():
     assert widest_wire(setting, 0.30) == "float32"
     assert widest_wire(setting, 0.02) == "bfloat16"
     assert widest_wire(setting, 0.01) == "int8"
-    slow = replace(setting, bandwidth=0.23e9 * 8)  # 2 s less its two latencies are 0.41 GB, 3.3 bits a weight
-    assert widest_wire(slow, 0.001) == "modulo3"
-    in_fours = replace(setting, bandwidth=0.7e9 * 8, group_size=4)  # where only three windowed messages would fit
-    assert widest_wire(in_fours, 0.001) is None
+    slow = replace(setting, bandwidth=0.4e9 * 8)  # 2 s less the latency are 0.76 GB, 6.1 bits a weight
+    assert widest_wire(slow, 0.001) == "int4"
+    assert widest_wire(replace(slow, group_size=4), 0.001) is None  # three of its messages do not fit

@@ -9,7 +9,7 @@ import pytest
 
 from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.errors import UserError
-from noloco_jax.methods import meetings_of
+from noloco_jax.methods import schedule_of
 from noloco_jax.run.sync import BackgroundSync, CollectiveSync, Sync
 from noloco_jax.spmd.background import build_background, compile_background, host_mesh, training_devices
 from noloco_jax.spmd.compile import compile_programs
@@ -115,7 +115,7 @@ def test_a_mesh_that_leaves_no_devices_for_exchanges_is_refused():
 def test_a_correction_is_waited_for_when_it_is_due_and_not_before():
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(replica=4), outer=OuterConfig(sync_every=4, delay=3))
     programs = programs_of(config)
-    sync, schedule = background_of(config, programs), meetings_of(config)
+    sync, schedule = background_of(config, programs), schedule_of(config)
     assert schedule is not None
     state = programs.init(jax.random.key(0))
     waiting = []

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
-from noloco_jax.methods import meetings_of
+from noloco_jax.methods import schedule_of
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
@@ -63,7 +63,7 @@ def train(method: str, optimizer: str, outer: OuterConfig, mesh: MeshConfig) -> 
 
 
 def _train_on(devices: list, config: TrainConfig) -> Run:
-    meetings = meetings_of(config)
+    schedule = schedule_of(config)
     options = OPTIONS if devices[0].platform == "cpu" else None
     with jax.numpy_rank_promotion("allow"):
         programs = compile_programs(config, build_programs(config, make_mesh(config, devices)), options=options)
@@ -73,7 +73,7 @@ def _train_on(devices: list, config: TrainConfig) -> Run:
     for step in range(1, NUM_STEPS + 1):
         batch = place_batch(dict(enumerate(_rows(next(stream)))), programs.batch)
         params, inner, metrics = programs.inner_step(params, inner, batch, np.int32(step))
-        for _ in range(meetings.due(step) if meetings else 0):
+        for _ in range(schedule.due(step) if schedule else 0):
             assert programs.outer_step is not None
             params, outer_state = programs.outer_step(params, outer_state)
         if programs.correct_step is not None and step % SYNC_EVERY == 1 and step > 1:

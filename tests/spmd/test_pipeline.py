@@ -10,7 +10,7 @@ import pytest
 
 from noloco_jax.config import from_dict
 from noloco_jax.errors import UserError
-from noloco_jax.methods import meetings_of
+from noloco_jax.methods import schedule_of
 from noloco_jax.model.llama import Llama, init_params
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
@@ -60,8 +60,8 @@ def batches(num_steps, vocab_size=V):
 def train(config, num_devices, num_steps=4):
     """Losses (steps, N) and gradient norms of a run with its outer steps, state, evaluation."""
     programs = build_programs(config, make_mesh(config, jax.devices()[:num_devices]))
-    meetings = meetings_of(config)
-    assert programs.outer_step is not None and meetings is not None
+    schedule = schedule_of(config)
+    assert programs.outer_step is not None and schedule is not None
     params, inner, outer = programs.init(jax.random.key(0))
     losses, norms = [], []
     for step, batch in enumerate(batches(num_steps, config.model.vocab_size), start=1):
@@ -69,7 +69,7 @@ def train(config, num_devices, num_steps=4):
         params, inner, metrics = programs.inner_step(params, inner, batch, jnp.int32(step))
         losses.append(np.asarray(metrics.loss))
         norms.append(np.asarray(metrics.grad_norm))
-        for _ in range(meetings.due(step)):
+        for _ in range(schedule.due(step)):
             params, outer = programs.outer_step(params, outer)
     evaluation = jax.tree.map(np.asarray, programs.evaluate(params, batch))
     return np.array(losses), np.array(norms), TrainState(params, inner, outer), evaluation
