@@ -37,14 +37,6 @@ def parse_bandwidth(text: str, name: str) -> float:
     return _positive(number * _SCALES[scale] * _BITS[kind], name, text)
 
 
-def parse_percent(text: str, name: str) -> float:
-    """A share between 0 and 1: `5%`, or `5` for short."""
-    number, unit = _split(text.replace("%", "percent"), name, "a percentage such as 5%")
-    if unit not in ("", "percent") or not 0 < number < 100:
-        raise UserError(f"{name}={text}: write a percentage between 0 and 100, such as 5%")
-    return number / 100
-
-
 def format_count(value: float) -> str:
     """A count with three digits: `125M`, `12.3k`."""
     return _scaled(value, _COUNT)

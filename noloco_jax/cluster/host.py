@@ -52,9 +52,7 @@ def use_cpu_cores(config: "TrainConfig", num_processes: int = 1) -> None:
     if config.outer.delay and (count > 1 or num_processes > 1):
         # Exchanges have CPU devices of their own (`spmd.background`): one for every GPU, or for every other CPU device.
         gpus = (
-            0
-            if str(jax.config.read("jax_platforms")).startswith("cpu")
-            else len(list(Path("/dev").glob("nvidia[0-9]*")))
+            0 if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") else len(list(Path("/dev").glob("nvidia[0-9]*")))
         )
         count = gpus or 2 * count
     jax.config.update("jax_num_cpu_devices", count)

@@ -1,1 +1,1 @@
-"""What the paper's analysis claims, in numbers: latency, blocking, cost on given links, and the theorem. numpy only."""
+"""The command that says which setting fits a link, and the paper's analysis in numbers. numpy only."""

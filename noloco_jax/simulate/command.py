@@ -1,10 +1,11 @@
-"""The paper's analysis in numbers and pictures, and what each method would cost on your own links.
+"""Which setting fits your links: the smallest delay that hides an exchange, and what each method costs.
 
     python -m noloco_jax.simulate --params=1.3B --bandwidth=1Gbit --latency=40ms --step-time=2s --replicas=16
-    python -m noloco_jax.simulate --only=cost --params=1.3B --fragments=8 --wire=int6 --delay=3
-    python -m noloco_jax.simulate --out=DIR
+    python -m noloco_jax.simulate --params=1.3B --fragments=8 --wire=int6 --sync-every=25
+    python -m noloco_jax.simulate --analysis --out=DIR
 
-Prints Markdown; `--out` also writes it and the pictures to DIR. The whole takes about ten seconds.
+Prints Markdown; `--out` also writes it and pictures to DIR. `--analysis` adds the paper's analysis in numbers (latency,
+blocking, the theorem on a quadratic loss), which takes ten seconds more.
 """
 
 import argparse
@@ -21,47 +22,37 @@ from noloco_jax.formatting import (
     format_seconds,
     parse_bandwidth,
     parse_count,
-    parse_percent,
     parse_seconds,
 )
-from noloco_jax.simulate import sections
-from noloco_jax.simulate.cost import ALL_REDUCES, Setting
-from noloco_jax.simulate.cost_section import cost_section
+from noloco_jax.simulate import analysis, pictures
+from noloco_jax.simulate.cost import Setting
+from noloco_jax.simulate.report import report
 from noloco_jax.wires import WIRES
 
 REPORT = "simulate.md"
-_PICTURES = {
-    "cost": ["cost.png", "exposed.png"],
-    "latency": ["latency.png"],
-    "blocking": ["blocking.png"],
-    "theory": ["quadratic.png", "stability.png"],
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the chosen sections, one as soon as it is done."""
+    """Print the report, and the sections of the analysis each as soon as it is done."""
     args = vars(_parser().parse_args(argv))
-    out, seed, chosen, below = (args.pop(name) for name in ("out", "seed", "only", "exposed_below"))
+    out, with_analysis = args.pop("out"), args.pop("analysis")
     setting = Setting(**args)
     setting.check()
-    if seed < 0:
-        raise UserError(f"--seed={seed} is below 0: raise it")
-    chosen = _sections(chosen)
+    sections: list[tuple[Callable[[Path | None], str], tuple[str, ...]]] = [(lambda _: report(setting), ())]
+    if with_analysis:
+        sections += analysis.SECTIONS
+    costs = ("cost.png", "exposed.png")
     if out:
-        _claim(out, [REPORT, *(name for section in chosen for name in _PICTURES[section])])
-    compute: dict[str, Callable[[], str]] = {
-        "cost": lambda: cost_section(setting, below, seed, out),
-        "latency": lambda: sections.latency_section(seed, out),
-        "blocking": lambda: sections.blocking_section(seed, out),
-        "theory": lambda: sections.theory_section(seed, out),
-    }
-    report = []
-    for section in chosen:
-        text = compute[section]()
+        _claim(out, [REPORT, *costs, *(name for _, names in sections for name in names)])
+    texts = []
+    for section, names in sections:
+        text = section(out)
         print(text, end="\n\n", flush=True)
-        report += [text, *(f"![{section}]({name})" for name in _PICTURES[section])]
+        texts += [text, *(f"![{name.removesuffix('.png')}]({name})" for name in (names or costs))]
     if out:
-        write_whole(out / REPORT, "\n\n".join(report) + "\n")
+        pictures.costs(setting, out / costs[0])
+        pictures.exposed(setting, out / costs[1])
+        write_whole(out / REPORT, "\n\n".join(texts) + "\n")
         print(f"written: {out / REPORT} and its pictures", file=sys.stderr)
     return 0
 
@@ -71,17 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=folder_of_flag, help="folder for the report and the pictures; nothing there is overwritten"
     )
-    parser.add_argument("--only", help=f"sections to compute, separated by commas: {','.join(_PICTURES)}")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default %(default)s)")
-    parser.add_argument(
-        "--exposed-below",
-        type=lambda s: parse_percent(s, "--exposed-below"),
-        default=0.05,
-        metavar="X",
-        help="percent of the time that links may cost; what keeps below it is looked for (default 5%%)",
-    )
+    parser.add_argument("--analysis", action="store_true", help="add the paper's analysis in numbers")
     links = parser.add_argument_group("your model and links")
-    links_default = Setting()
+    default = Setting()
 
     def flag(name: str, parse: Callable[[str], object], meaning: str, default: object) -> None:
         # SUPPRESS: a flag that is not given leaves the default to Setting.
@@ -89,52 +72,38 @@ def _parser() -> argparse.ArgumentParser:
             f"--{name}", type=parse, default=argparse.SUPPRESS, metavar="X", help=f"{meaning} (default {default})"
         )
 
-    flag("params", lambda s: parse_count(s, "--params"), "parameters: 125M, 1.3B", format_count(links_default.params))
+    flag("params", lambda s: parse_count(s, "--params"), "parameters: 125M, 1.3B", format_count(default.params))
     flag(
         "bandwidth",
         lambda s: parse_bandwidth(s, "--bandwidth"),
         "of a replica's link, each way: 100Mbit, 1GB/s",
-        format_bandwidth(links_default.bandwidth),
+        format_bandwidth(default.bandwidth),
     )
     flag(
         "latency",
         lambda s: parse_seconds(s, "--latency", zero=True),
         "of a message, one way: 40ms",
-        format_seconds(links_default.latency),
+        format_seconds(default.latency),
     )
     flag(
         "step-time",
         lambda s: parse_seconds(s, "--step-time"),
         "computing time of a step: 1.2s",
-        format_seconds(links_default.step_time),
+        format_seconds(default.step_time),
     )
-    flag("replicas", int, "number of replicas; for FSDP, of shards", links_default.replicas)
-    flag("sync-every", int, "inner steps between outer steps", links_default.sync_every)
-    flag("group-size", int, "replicas that average together in NoLoCo", links_default.group_size)
-    flag("steps", int, "inner steps of the run", links_default.steps)
-    flag("fragments", int, "equal parts of the parameters that DiLoCo and NoLoCo send in turn", links_default.fragments)
-    flag(
-        "wire",
-        str,
-        f"form of messages: {', '.join(WIRES)}; where that is a code, all but NoLoCo send float32",
-        links_default.wire,
-    )
-    flag("delay", int, "inner steps beside which DiLoCo and NoLoCo exchange", links_default.delay)
-    flag("all-reduce", str, f"algorithm of DiLoCo and DDP: {', '.join(ALL_REDUCES)}", links_default.all_reduce)
-    flag("step-spread", float, "standard deviation over mean of a step's time", f"{links_default.step_spread:g}")
+    flag("replicas", int, "number of replicas; for FSDP, of shards", default.replicas)
+    flag("sync-every", int, "inner steps between outer steps", default.sync_every)
+    flag("group-size", int, "replicas that average together in NoLoCo", default.group_size)
+    flag("steps", int, "inner steps of the run", default.steps)
+    flag("fragments", int, "equal parts of the parameters that DiLoCo and NoLoCo send in turn", default.fragments)
+    flag("wire", str, f"wire format of NoLoCo's messages: {', '.join(WIRES)}", default.wire)
+    flag("delay", int, "inner steps beside which DiLoCo and NoLoCo exchange", default.delay)
+    flag("step-spread", float, "standard deviation over mean of a step's time", f"{default.step_spread:g}")
     return parser
 
 
-def _sections(only: str | None) -> list[str]:
-    chosen = only.split(",") if only else list(_PICTURES)
-    for name in chosen:
-        if name not in _PICTURES:
-            raise UserError(f"--only={only}: there is no section {name!r}, choose from {', '.join(_PICTURES)}")
-    return chosen
-
-
 def _claim(out: Path, names: Sequence[str]) -> None:
-    """Makes the folder, unless that or writing these files would destroy something."""
+    """Create the folder; raise UserError if writing these files there would destroy something."""
     check_writable(out)
     for name in names:
         if (out / name).exists():

@@ -1,15 +1,16 @@
-"""The pictures of `python -m noloco_jax.simulate`. Each function takes figures that were computed elsewhere."""
+"""Pictures of `python -m noloco_jax.simulate`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from noloco_jax.files import write_picture
 from noloco_jax.formatting import format_bandwidth, format_count, format_seconds
-from noloco_jax.simulate import cost, hiding, theory
+from noloco_jax.simulate import cost, theory
+from noloco_jax.simulate.report import schedule
 from noloco_jax.wires import FLOAT_BYTES
 
 if TYPE_CHECKING:
@@ -21,60 +22,34 @@ _DASHES = {"FSDP": "-", "DDP": ":", "DiLoCo": "--", "NoLoCo": "-"}
 
 
 def latency(sizes: Sequence[int], ratios: Mapping[float, np.ndarray], path: Path) -> None:
-    """Tree all-reduce over pair exchange, against the number of replicas, a line for each std/mean of a message."""
-    figure = _figure(6.4)
-    axes = figure.subplots()
-    for (variation, ratio), color in zip(ratios.items(), _shades(len(ratios)), strict=True):
-        axes.plot(sizes, ratio, marker="o", markersize=4, color=color)
-        axes.annotate(
-            f"std/mean {variation:g}: {ratio[-1]:.1f}",
-            (sizes[-1], float(ratio[-1])),
-            xytext=(8, 0),
-            textcoords="offset points",
-            va="center",
-            color=color,
-        )
+    """Draw tree all-reduce over pair exchange against replicas, a line for each std/mean of a message."""
+    named = {f"std/mean {variation:g}: {ratio[-1]:.1f}": ratio for variation, ratio in ratios.items()}
+    figure, axes = _ratios(sizes, named, "time of an all-reduce / time of a pair's exchange")
     axes.plot(sizes, np.log2(sizes), "k--", lw=1.2, label=r"paper's estimate, $\log_2 n$", zorder=3)
-    _log_2_axis(axes, sizes)
-    axes.set_xlim(right=sizes[-1] * 5)
     axes.set_ylim(bottom=0)
-    axes.set_ylabel("time of an all-reduce / time of a pair's exchange")
     axes.legend(frameon=False, loc="upper left")
     axes.set_title("A tree all-reduce against NoLoCo's pair, log-normal message times")
     _save(figure, path)
 
 
 def blocking(sizes: Sequence[int], ratios: Mapping[int, Sequence[float]], title: str, path: Path) -> None:
-    """DiLoCo's run time over NoLoCo's, against the number of replicas, a line for each number of inner steps."""
-    figure = _figure(6.4)
-    axes = figure.subplots()
-    for (steps, ratio), color in zip(ratios.items(), _shades(len(ratios)), strict=True):
-        axes.plot(sizes, ratio, marker="o", markersize=4, color=color)
-        axes.annotate(
-            f"{steps} inner steps",
-            (sizes[-1], ratio[-1]),
-            xytext=(8, 0),
-            textcoords="offset points",
-            va="center",
-            color=color,
-        )
-    _log_2_axis(axes, sizes)
-    axes.set_xlim(right=sizes[-1] * 6)
+    """Draw DiLoCo's run time over NoLoCo's against replicas, a line for each number of inner steps."""
+    named = {f"{steps} inner steps": ratio for steps, ratio in ratios.items()}
+    figure, axes = _ratios(sizes, named, "DiLoCo's run time / NoLoCo's")
     axes.set_ylim(bottom=1)
-    axes.set_ylabel("DiLoCo's run time / NoLoCo's")
     axes.set_title(title)
     _save(figure, path)
 
 
 def costs(setting: cost.Setting, path: Path) -> None:
-    """Seconds that communication adds to a step against replicas, and share spent computing against bandwidth."""
+    """Draw seconds of communication a step against replicas, and share of time computing against bandwidth."""
     figure = _figure(11)
     left, right = figure.subplots(1, 2)
     replicas, bandwidths = [2**k for k in range(1, 13)], _bandwidths_around(setting)
     hidden: list[str] = []
     for method in cost.METHODS:
         style = {"color": _COLORS[method], "ls": _DASHES[method], "lw": 2, "label": method}
-        added = [cost.cost_of(cost.with_replicas(setting, n), method).exposed_per_step for n in replicas]
+        added = [cost.cost_of(_with_replicas(setting, n), method).exposed_per_step for n in replicas]
         left.plot(replicas, added, **style)
         hidden += [] if any(added) else [method]
         share = [100 * cost.cost_of(replace(setting, bandwidth=b), method).compute_share for b in bandwidths]
@@ -101,36 +76,35 @@ def costs(setting: cost.Setting, path: Path) -> None:
     right.set_ylim(0, 101)
     right.set_title(f"{setting.replicas} replicas")
     right.legend(frameon=False)
-    figure.suptitle(f"{format_count(setting.params)} parameters, DiLoCo and NoLoCo {_schedule(setting)}")
+    figure.suptitle(f"{format_count(setting.params)} parameters, DiLoCo and NoLoCo {schedule(setting)}")
     _save(figure, path)
 
 
 def exposed(setting: cost.Setting, path: Path) -> None:
-    """Share of the time that NoLoCo's exchanges cost against bandwidth: float32 whole, and in fragments, and coded.
+    """Draw the share of time that NoLoCo's exchanges cost against bandwidth: float32 whole, in fragments, quantized.
 
-    What the setting leaves at its default is chosen so that there is something to see: 8 fragments, int6, and the delay
-    from one fragment to the next.
+    Where the setting has its defaults, 8 fragments, int6 and the delay from one fragment to the next are drawn.
     """
     fragments = setting.fragments if setting.fragments > 1 else 8
-    code = "int6" if setting.wire in FLOAT_BYTES else setting.wire
+    quantized = "int6" if setting.wire in FLOAT_BYTES else setting.wire
     delay = setting.delay or max(setting.sync_every // fragments, 1)
     whole = replace(setting, wire="float32", fragments=1, delay=delay)
     in_parts = replace(whole, fragments=fragments)
     lines = {
         "float32, whole": whole,
         f"float32, {fragments} fragments": in_parts,
-        f"{code}, {fragments} fragments": replace(in_parts, wire=code),
+        f"{quantized}, {fragments} fragments": replace(in_parts, wire=quantized),
     }
     figure, bandwidths = _figure(6.4), _bandwidths_around(setting)
     axes = figure.subplots()
     for (name, line), color in zip(lines.items(), _shades(len(lines)), strict=True):
-        shares = [100 * hiding.exposed_share(replace(line, bandwidth=b), "NoLoCo") for b in bandwidths]
+        shares = [100 * cost.exposed_share(replace(line, bandwidth=b)) for b in bandwidths]
         axes.plot(bandwidths, shares, color=color, lw=2, label=name)
     _bandwidth_axis(axes, setting)
     axes.set_ylabel("share of the time that waits for links (%)")
     axes.set_ylim(-1, 101)
     axes.legend(frameon=False)
-    axes.set_title(f"{format_count(setting.params)} parameters, NoLoCo {_schedule(whole)}")
+    axes.set_title(f"{format_count(setting.params)} parameters, NoLoCo {schedule(whole)}")
     _save(figure, path)
 
 
@@ -141,7 +115,7 @@ def quadratic(
     simulated: Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]],
     path: Path,
 ) -> None:
-    """The theorem on the quadratic loss.
+    """Draw the theorem on the quadratic loss.
 
     Args:
       trajectories: for an inner learning rate, the exact and the simulated distance of mean φ from the optimum by
@@ -185,7 +159,7 @@ def stability(
     marks: Mapping[str, tuple],
     path: Path,
 ) -> None:
-    """Spectral radius of the second-moment operator over (α, γ), with the exact limit of γ.
+    """Draw the spectral radius of the second-moment operator over (α, γ), with the exact limit of γ.
 
     Args:
       num_replicas: N of the map; the limit is also drawn for 2 replicas and for very many.
@@ -229,6 +203,20 @@ def _figure(width: float) -> "Figure":
     return Figure(figsize=(width, 4.6), dpi=150, layout="constrained")
 
 
+def _ratios(sizes: Sequence[int], named: Mapping[str, Any], ylabel: str) -> "tuple[Figure, Axes]":
+    """Return a figure with a labelled line a name over the numbers of replicas."""
+    figure = _figure(6.4)
+    axes = figure.subplots()
+    for (name, ratio), color in zip(named.items(), _shades(len(named)), strict=True):
+        axes.plot(sizes, ratio, marker="o", markersize=4, color=color)
+        end = (sizes[-1], float(ratio[-1]))
+        axes.annotate(name, end, xytext=(8, 0), textcoords="offset points", va="center", color=color)
+    _log_2_axis(axes, sizes)
+    axes.set_xlim(right=sizes[-1] * 6)
+    axes.set_ylabel(ylabel)
+    return figure, axes
+
+
 def _save(figure: "Figure", path: Path) -> None:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
@@ -248,10 +236,8 @@ def _log_2_axis(axes: "Axes", sizes: Sequence[int]) -> None:
     axes.set_xlabel("replicas")
 
 
-def _schedule(setting: cost.Setting) -> str:
-    every = f"every {setting.sync_every} steps" if setting.sync_every > 1 else "every step"
-    parts = f", {setting.fragments} fragments" if setting.fragments > 1 else ""
-    return f"synchronizing {every}{parts}" + (f", delay {setting.delay}" if setting.delay else "")
+def _with_replicas(setting: cost.Setting, replicas: int) -> cost.Setting:
+    return replace(setting, replicas=replicas, group_size=min(setting.group_size, replicas))
 
 
 def _bandwidths_around(setting: cost.Setting) -> np.ndarray:

@@ -1,15 +1,20 @@
-"""The second moments of NoLoCo's outer step, exactly: when replicas stay together, and how far from each other and
-from the optimum they end on a quadratic loss.
+"""Second moments of NoLoCo's outer step on the paper's quadratic loss: exactly, and simulated step by step.
+
+They tell when replicas stay together, and how far from each other and from the optimum they end.
 
 W, the average over a round's random groups, is an orthogonal projection independent of the past, and all replicas are
 alike: on the deviations from the mean over replicas E[W] = (1 − p) I, with p the share of their mean square that one
 round of averaging removes. So the second moments of slow weights φ and momentum δ obey a linear 3×3 recursion in
 (E|φ|², E⟨φ,δ⟩, E|δ|²), for the deviations and, with p = 0, for the mean over replicas.
 
-Shapes: D directions of the loss; a leading ... is any shape that the arguments broadcast to.
+Shapes: R independent runs, N replicas, D directions of the loss, T outer steps; a leading ... is any shape that the
+arguments broadcast to.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,7 +48,7 @@ class Quadratic:
 
     @property
     def pull_D(self) -> np.ndarray:
-        """1 − (1 − ωa)^m: the share of φ that m inner steps take off, E Δ = −pull φ."""
+        """Share of φ that m inner steps take off, 1 − (1 − ωa)^m: E Δ = −pull φ."""
         return 1 - (1 - self.inner_lr * np.array(self.curvatures)) ** self.inner_steps
 
     @property
@@ -55,7 +60,7 @@ class Quadratic:
 
 
 def removed_share(num_replicas: int, group_size: int = 2) -> float:
-    """p = (N − G)/(N − 1) with G groups, the last one the remainder: the trace of W is G, one of it on the mean."""
+    """Return p = (N − G)/(N − 1) with G groups, the last the remainder: the trace of W is G, one of it on the mean."""
     num_groups = -(-num_replicas // group_size)
     return (num_replicas - num_groups) / (num_replicas - 1)
 
@@ -63,7 +68,7 @@ def removed_share(num_replicas: int, group_size: int = 2) -> float:
 def moment_operator(
     momentum: np.ndarray | float, consensus: np.ndarray | float, removed: float, pull: np.ndarray | float = 0.0
 ) -> np.ndarray:
-    """The 3×3 map of (E|φ|², E⟨φ,δ⟩, E|δ|²) over one outer step, without noise.
+    """Return the 3×3 map of (E|φ|², E⟨φ,δ⟩, E|δ|²) over one outer step, without noise.
 
     δ' = αδ − (pull W + γ (I − W)) φ and φ' = φ + δ', so with k = pull (1 − p) + γp and l = pull² (1 − p) + γ² p
     (W and I − W are projections orthogonal to each other)
@@ -93,12 +98,12 @@ def moment_operator(
 
 
 def spectral_radius(operator: np.ndarray) -> np.ndarray:
-    """Largest modulus of an eigenvalue of (..., k, k) matrices: below one, every second moment dies out."""
+    """Return the largest modulus of an eigenvalue of (..., k, k) matrices: below one, every second moment dies out."""
     return np.abs(np.linalg.eigvals(operator)).max(axis=-1)
 
 
 def stable_consensus_interval(momentum: float, num_replicas: int, group_size: int = 2) -> tuple[float, float]:
-    """The γ for which replicas without gradients come together in mean square, found from the spectral radius.
+    """Return the γ for which replicas without gradients come together in mean square, found from the spectral radius.
 
     Bisection, with no use of the closed form 0 < γ < 2(1 − α²)/(1 + α − 2αp) of `noloco_jax.outer.pairing`.
     """
@@ -114,7 +119,7 @@ def stable_consensus_interval(momentum: float, num_replicas: int, group_size: in
 
 
 def stationary_variances(loss: Quadratic, outer: Outer, num_replicas: int) -> tuple[float, float]:
-    """Where NoLoCo settles on the quadratic loss, summed over its directions.
+    """Return the variances at which NoLoCo settles on the quadratic loss, summed over its directions.
 
     Returns:
       The variance of φ over replicas, E Σ_i |φ_i − mean φ|² / (N − 1), and the variance of mean φ about the optimum.
@@ -128,7 +133,7 @@ def stationary_variances(loss: Quadratic, outer: Outer, num_replicas: int) -> tu
 
 
 def mean_trajectory(loss: Quadratic, outer: Outer, start_D: np.ndarray, num_rounds: int) -> np.ndarray:
-    """(num_rounds + 1, D) of E φ from `start_D` at rest: a heavy ball, δ ← αδ − β pull φ, the same for any γ."""
+    """Return E φ (num_rounds + 1, D) from `start_D` at rest: a heavy ball, δ ← αδ − β pull φ, the same for any γ."""
     phi_D, delta_D = np.array(start_D, float), np.zeros(len(start_D))
     out = [phi_D]
     for _ in range(num_rounds):
@@ -139,6 +144,67 @@ def mean_trajectory(loss: Quadratic, outer: Outer, start_D: np.ndarray, num_roun
 
 
 def _stationary(operator_D33: np.ndarray, noise_D: np.ndarray) -> np.ndarray:
-    """E|φ|² of the fixed point when every step adds noise of this variance to δ, and so to φ."""
+    """Return E|φ|² of the fixed point when every step adds noise of this variance to δ, and so to φ."""
     source_D3 = np.repeat(noise_D[:, None], 3, axis=1)
     return np.linalg.solve(np.eye(3) - operator_D33, source_D3[..., None])[:, 0, 0]
+
+
+class Trace(NamedTuple):
+    """Moments over the replicas, recorded by a simulation.
+
+    Attributes:
+      mean_TRD: mean of φ over replicas after each outer step.
+      spread_TR: Σ_i |φ_i − mean|² / (N − 1) after each outer step.
+    """
+
+    mean_TRD: np.ndarray
+    spread_TR: np.ndarray
+
+
+def simulate(
+    loss: Quadratic,
+    outer: Outer,
+    num_replicas: int,
+    num_rounds: int,
+    num_runs: int,
+    start_D: np.ndarray,
+    seed: int | Sequence[int],
+) -> Trace:
+    """Run NoLoCo from φ = `start_D` and δ = 0, with SGD steps one by one and fresh random groups every outer step."""
+    rng = np.random.default_rng(seed)
+    curvature_D = np.array(loss.curvatures)
+    phi_RND = np.broadcast_to(start_D, (num_runs, num_replicas, len(curvature_D))).copy()
+    delta_RND = np.zeros_like(phi_RND)
+    runs_R1 = np.arange(num_runs)[:, None]
+    means, spreads = [], []
+    for _ in range(num_rounds):
+        theta_RND = phi_RND.copy()
+        for _ in range(loss.inner_steps):
+            target_RND = loss.noise * rng.standard_normal(theta_RND.shape)
+            theta_RND -= loss.inner_lr * curvature_D * (theta_RND - target_RND)
+        order_RN = rng.permuted(np.tile(np.arange(num_replicas), (num_runs, 1)), axis=1)
+        gradient_RND = _group_mean(theta_RND - phi_RND, order_RN, runs_R1, outer.group_size)
+        slow_RND = _group_mean(phi_RND, order_RN, runs_R1, outer.group_size)
+        delta_RND = outer.momentum * delta_RND + outer.lr * gradient_RND + outer.consensus * (slow_RND - phi_RND)
+        phi_RND = phi_RND + delta_RND
+        means.append(phi_RND.mean(axis=1))
+        spreads.append(phi_RND.var(axis=1, ddof=1).sum(axis=-1))
+    return Trace(np.stack(means), np.stack(spreads))
+
+
+def log_log_slope(x: np.ndarray, y_XR: np.ndarray) -> tuple[float, float]:
+    """Return the mean over R independent runs of the slope of log y over log x, and its standard error."""
+    centred = np.log(x) - np.log(x).mean()
+    slopes_R = centred @ np.log(y_XR) / (centred @ centred)
+    return float(slopes_R.mean()), float(slopes_R.std(ddof=1) / math.sqrt(len(slopes_R)))
+
+
+def _group_mean(x_RND: np.ndarray, order_RN: np.ndarray, runs_R1: np.ndarray, group_size: int) -> np.ndarray:
+    """Return every replica's mean over its group: neighbours in `order_RN`, the last group the remainder."""
+    num_replicas = order_RN.shape[1]
+    starts = np.arange(0, num_replicas, group_size)
+    sizes = np.minimum(group_size, num_replicas - starts)
+    mean_RGD = np.add.reduceat(x_RND[runs_R1, order_RN], starts, axis=1) / sizes[:, None]
+    out_RND = np.empty_like(x_RND)
+    out_RND[runs_R1, order_RN] = np.repeat(mean_RGD, sizes, axis=1)
+    return out_RND

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from noloco_jax.config import parse_args
 from noloco_jax.errors import UserError
 from noloco_jax.simulate import command as simulate
 
@@ -14,31 +15,54 @@ def table(text: str) -> dict[str, list[str]]:
     return {cells[0]: cells for cells in rows if cells}
 
 
-def test_costs_on_the_users_links_answer_in_a_table(capsys):
-    argv = "--only=cost --params=1B --bandwidth=1Gbit --latency=0 --step-time=1s --replicas=8 --sync-every=10"
+def test_costs_on_the_users_links_answer_in_tables(capsys):
+    argv = "--params=1B --bandwidth=1Gbit --latency=0 --step-time=1s --replicas=8 --sync-every=10"
     simulate.main([*argv.split(), "--wire=bfloat16", "--steps=25"])
-    costs, hiding = capsys.readouterr().out.split("What would hide")
-    rows = table(costs)
-    # 2 GB of weights take 16 s on 1 Gbit/s; every 10 steps that is 1.6 s a step.
-    assert rows["NoLoCo"][1:] == ["10 steps", "2 GB", "200 MB", "4 GB", "16 s", "1.6 s", "160 %", "38.5 %"]
+    rows = table(capsys.readouterr().out)
+    # 2 GB of weights take 16 s on 1 Gbit/s, more than 10 steps of 1 s; every 10 steps that is 1.6 s a step.
+    assert rows["bfloat16"][1:] == ["2 GB", "16 s", "61.5 %", "none", "16"]
+    assert rows["int8"][1:] == ["1.03 GB", "8.25 s", "45.2 %", "9", "9"]
+    assert rows["NoLoCo"][1:] == ["10 steps", "200 MB", "4 GB", "16 s", "1.6 s", "38.5 %", "none"]
     # An all-reduce over 8 sends 2 · 7/8 of them, FSDP's three collectives 3 · 7/8.
-    assert rows["DiLoCo"][2:7] == ["3.5 GB", "350 MB", "7 GB", "28 s", "2.8 s"]
-    assert rows["DDP"][2:7] == ["3.5 GB", "3.5 GB", "87.5 GB", "28 s", "28 s"]
-    assert rows["FSDP"][2:7] == ["5.25 GB", "5.25 GB", "131 GB", "42 s", "42 s"]
-    # No delay of 10 steps hides 16 s. Every 304 steps 5 % of the time are exposed: 16 / 304 = 0.05 / 0.95.
-    assert table(hiding)["NoLoCo"][1:] == ["61.5 %", "none", "304", "none"]
+    assert rows["DiLoCo"][2:6] == ["350 MB", "7 GB", "28 s", "2.8 s"]
+    assert rows["DDP"][2:6] == ["3.5 GB", "87.5 GB", "28 s", "28 s"]
+    assert rows["FSDP"][2:6] == ["5.25 GB", "131 GB", "42 s", "42 s"]
+
+
+@pytest.mark.parametrize(
+    ("sync_every", "words", "flags"),
+    [
+        (50, "fits the link: an exchange takes 32 s, and outer.delay=32", "sync_every=50 float32 delay=32"),
+        (10, "does not fit the link: an exchange takes 32 s, and the 10 steps", "sync_every=10 int8 delay=9"),
+        (1, "does not fit the link", "sync_every=4 modulo3 delay=4"),
+    ],
+)
+def test_the_answer_comes_first_as_flags_that_the_trainer_takes(sync_every, words, flags, capsys):
+    argv = "--params=1B --bandwidth=1Gbit --latency=0 --step-time=1s --replicas=8"
+    simulate.main([*argv.split(), f"--sync-every={sync_every}"])
+    setting, answer, command, *_ = capsys.readouterr().out.split("\n\n")
+    assert setting.startswith("1B parameters, 8 replicas, 1 Gbit/s")
+    assert words in answer
+    config, _ = parse_args(["--config=configs/quickstart.py", *command.split()], "", lambda _: None)
+    outer = config.outer
+    assert f"sync_every={outer.sync_every} {outer.wire} delay={outer.delay}" == flags
+
+
+def test_the_papers_analysis_is_printed_only_on_request(capsys):
+    simulate.main([])
+    assert "##" not in capsys.readouterr().out
 
 
 def test_the_report_and_every_picture_are_written_and_never_overwritten(tmp_path):
     out = tmp_path / "new" / "folder"
-    assert simulate.main(["--only=theory,cost", f"--out={out}"]) == 0
-    names = {"simulate.md", "cost.png", "exposed.png", "quadratic.png", "stability.png"}
-    assert {p.name for p in out.iterdir()} == names
+    assert simulate.main(["--analysis", f"--out={out}"]) == 0
+    names = {"cost.png", "exposed.png", "latency.png", "blocking.png", "quadratic.png", "stability.png"}
+    assert {p.name for p in out.iterdir()} == {"simulate.md", *names}
     assert all(p.stat().st_size > 500 for p in out.iterdir())
-    assert set(re.findall(r"!\[\w+\]\((.+?)\)", (out / "simulate.md").read_text())) == names - {"simulate.md"}
+    assert set(re.findall(r"!\[\w+\]\((.+?)\)", (out / "simulate.md").read_text())) == names
     before = {p: p.stat().st_mtime_ns for p in out.iterdir()}
     with pytest.raises(UserError, match="already holds"):
-        simulate.main(["--only=cost", f"--out={out}"])
+        simulate.main([f"--out={out}"])
     assert {p: p.stat().st_mtime_ns for p in out.iterdir()} == before
 
 
@@ -60,14 +84,8 @@ def test_the_report_and_every_picture_are_written_and_never_overwritten(tmp_path
         (["--delay=11", "--sync-every=10"], "--delay=11 is more than the --sync-every=10 steps"),
         (["--wire=int5"], "--wire=int5: choose one of float32, bfloat16, int8"),
         (["--wire=modulo4", "--group-size=4"], "--wire=modulo4 is for pairs and --group-size=4"),
-        (["--exposed-below=much"], "--exposed-below=much: write a percentage such as 5%"),
-        (["--exposed-below=100%"], "--exposed-below=100%: write a percentage between 0 and 100"),
-        (["--exposed-below=5x"], "--exposed-below=5x: write a percentage between 0 and 100"),
         (["--step-spread=1", "--delay=2"], "leave it out, or --fragments and --delay"),
         (["--step-spread=-1"], "--step-spread=-1.0"),
-        (["--all-reduce=star"], "--all-reduce=star: choose one of"),
-        (["--seed=-1"], "--seed=-1 is below 0"),
-        (["--only=cost,magic"], "no section 'magic'"),
         (["--replica=4"], "unknown argument '--replica=4': did you mean '--replicas'?"),
         (["--replicas=1000000", "--step-spread=1"], "--replicas=1000000 times --sync-every=50"),
     ],

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from noloco_jax.outer.pairing import consensus_limit
-from noloco_jax.simulate.quadratic import log_log_slope, simulate
 from noloco_jax.simulate.theory import (
     Outer,
     Quadratic,
+    log_log_slope,
     mean_trajectory,
     moment_operator,
     removed_share,
+    simulate,
     spectral_radius,
     stable_consensus_interval,
     stationary_variances,

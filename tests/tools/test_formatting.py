@@ -16,7 +16,6 @@ from noloco_jax.formatting import (
     format_tokens_per_second,
     parse_bandwidth,
     parse_count,
-    parse_percent,
     parse_seconds,
 )
 
@@ -27,7 +26,6 @@ from noloco_jax.formatting import (
         (parse_count, ["125M", "1.3B", "6.8e9", "2k"], [125e6, 1.3e9, 6.8e9, 2000]),
         (parse_seconds, ["40ms", "1.2s", "2min", "0.5", "3 us"], [0.04, 1.2, 120, 0.5, 3e-6]),
         (parse_bandwidth, ["1Gbit", "100Mbit/s", "10Gbps", "25GB/s", "1Tb"], [1e9, 1e8, 1e10, 2e11, 1e12]),
-        (parse_percent, ["5%", "0.5 %", "20"], [0.05, 0.005, 0.2]),
     ],
 )
 def test_units_are_read_as_people_write_them(parse, texts, values):

@@ -60,7 +60,7 @@ def test_there_is_no_import_circle():
 
 
 def test_drawing_is_what_imports_matplotlib():
-    modules = "noloco_jax.run.curves, noloco_jax.compare.chart, noloco_jax.simulate.sections"
+    modules = "noloco_jax.run.curves, noloco_jax.compare.chart, noloco_jax.simulate.command"
     program = f"import sys, {modules}; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 

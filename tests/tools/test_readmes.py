@@ -33,8 +33,13 @@ def test_every_relative_link_leads_somewhere(page):
 @every_page
 def test_commands_name_tools_files_and_fields_that_exist(page):
     text = page.read_text()
-    assert set(re.findall(r"python -m noloco_jax\.([a-z]+)", text)) <= set(TOOLS)
-    for file in re.findall(r"\b(?:launch|configs|examples)/\w+\.(?:sh|py|yaml|sbatch|png)", text):
+    examples = {f"examples.{path.stem}" for path in (ROOT / "noloco_jax/examples").glob("[!_]*.py")}
+    assert set(re.findall(r"python -m noloco_jax\.([a-z]+(?:\.[a-z]+)?)", text)) <= {
+        *TOOLS,
+        *examples,
+        "config.reference",
+    }
+    for file in re.findall(r"\b(?:launch|configs)/\w+\.(?:sh|py|yaml|sbatch|png)", text):
         assert (ROOT / file).exists(), file
     for path in re.findall(r"--config\.([a-z_.]+)", text):
         assert path.startswith("data.mixture.") or field_at(TrainConfig, path), path

@@ -1,4 +1,4 @@
-"""The sections of `python -m noloco_jax.simulate`: each computes its figures, draws its pictures, returns Markdown."""
+"""The paper's analysis in numbers: each section computes its figures, draws its pictures and returns Markdown."""
 
 import math
 from pathlib import Path
@@ -7,20 +7,22 @@ import numpy as np
 
 from noloco_jax.methods import METHODS
 from noloco_jax.outer.pairing import consensus_limit
-from noloco_jax.simulate import blocking, latency, pictures, quadratic, theory
-from noloco_jax.simulate.table import markdown_table
+from noloco_jax.simulate import pictures, theory, waiting
+from noloco_jax.simulate.report import markdown_table
+
+_SEED = 0
 
 
-def latency_section(seed: int, out: Path | None) -> str:
-    """Tree all-reduce against a pair's exchange; picture latency.png."""
+def latency_section(out: Path | None) -> str:
+    """Compare a tree all-reduce with a pair's exchange; picture latency.png."""
     variations, levels, runs = (0.0, 0.5, 1.0, 2.0), 10, 4000
     sizes = [2**k for k in range(1, levels + 1)]
-    ratios = {v: latency.tree_over_pair(v, levels, runs, seed) for v in variations}
+    ratios = {v: waiting.tree_over_pair(v, levels, runs, _SEED) for v in variations}
     shown = (1, 3, 5, 7, 9)
     rows = []
     for variation, ratio in ratios.items():
-        sigma = latency.log_sigma(variation)
-        slowest = latency.expected_max_of_two(-(sigma**2) / 2, sigma)
+        sigma = waiting.log_sigma(variation)
+        slowest = waiting.expected_max_of_two(-(sigma**2) / 2, sigma)
         rows.append([f"{variation:g}", f"{slowest:.3f}", *(f"{ratio[k]:.1f}" for k in shown)])
     rows.append(["log₂ n", "", *(f"{k + 1:.1f}" for k in shown)])
     if out:
@@ -40,13 +42,13 @@ def latency_section(seed: int, out: Path | None) -> str:
     )
 
 
-def blocking_section(seed: int, out: Path | None) -> str:
-    """Run time of DiLoCo over NoLoCo's; picture blocking.png."""
+def blocking_section(out: Path | None) -> str:
+    """Compute the run time of DiLoCo over NoLoCo's; picture blocking.png."""
     mu, variance, rounds = 1.0, 0.5, 100
     runs, steps = {16: 64, 64: 16, 256: 4, 1024: 4, 4096: 1}, (100, 50, 25, 10, 5)
     sizes = list(runs)
     ratios = {
-        k: [blocking.idle_time_ratio(n, k, rounds, runs[n], mu, math.sqrt(variance), seed) for n in sizes]
+        k: [waiting.idle_time_ratio(n, k, rounds, runs[n], mu, math.sqrt(variance), _SEED) for n in sizes]
         for k in steps
     }
     rows = [[str(k), *(f"{r:.2f}" for r in ratio)] for k, ratio in ratios.items()]
@@ -68,9 +70,9 @@ def blocking_section(seed: int, out: Path | None) -> str:
     )
 
 
-def theory_section(seed: int, out: Path | None) -> str:
-    """The theorem on the quadratic loss and the stable consensus strengths; pictures quadratic.png, stability.png."""
-    return "\n\n".join([_quadratic_part(seed, out), _stability_part(out)])
+def theory_section(out: Path | None) -> str:
+    """Check theorem and stable consensus strengths; pictures quadratic.png, stability.png."""
+    return "\n\n".join([_quadratic_part(out), _stability_part(out)])
 
 
 # The defaults of a training run, the consensus strength being the learning rate.
@@ -82,11 +84,11 @@ def _loss(inner_lr: float) -> theory.Quadratic:
     return theory.Quadratic(curvatures=(0.5, 1.0, 2.0), noise=1.0, inner_lr=inner_lr, inner_steps=10)
 
 
-def _quadratic_part(seed: int, out: Path | None) -> str:
+def _quadratic_part(out: Path | None) -> str:
     replicas, runs = 64, 16
     small_W = np.geomspace(1e-5, 1e-3, 5)
-    spread_WR = np.stack([_settled(lr, replicas, runs, [seed, i]) for i, lr in enumerate(small_W)])
-    slope, error = quadratic.log_log_slope(small_W, spread_WR)
+    spread_WR = np.stack([_settled(lr, replicas, runs, [_SEED, i]) for i, lr in enumerate(small_W)])
+    slope, error = theory.log_log_slope(small_W, spread_WR)
     rows = []
     for lr, simulated_R in zip(small_W, spread_WR, strict=True):
         spread, mean = theory.stationary_variances(_loss(lr), _OUTER, replicas)
@@ -96,7 +98,7 @@ def _quadratic_part(seed: int, out: Path | None) -> str:
     start_D, num_rounds = np.ones(3), 240
     large_W = np.array([0.003, 0.01, 0.03])
     traces = [
-        quadratic.simulate(_loss(lr), _OUTER, replicas, num_rounds, runs, start_D, [seed, 10 + i])
+        theory.simulate(_loss(lr), _OUTER, replicas, num_rounds, runs, start_D, [_SEED, 10 + i])
         for i, lr in enumerate(large_W)
     ]
     exact_W = [theory.mean_trajectory(_loss(lr), _OUTER, start_D, num_rounds) for lr in large_W]
@@ -150,13 +152,13 @@ def _quadratic_part(seed: int, out: Path | None) -> str:
 
 
 def _settled(inner_lr: float, replicas: int, runs: int, seed: list[int]) -> np.ndarray:
-    """(R,) variances over replicas, averaged over 100 outer steps after 50 to forget the start."""
-    trace = quadratic.simulate(_loss(inner_lr), _OUTER, replicas, 150, runs, np.zeros(3), seed)
+    """Return (R,) variances over replicas, averaged over 100 outer steps after 50 to forget the start."""
+    trace = theory.simulate(_loss(inner_lr), _OUTER, replicas, 150, runs, np.zeros(3), seed)
     return trace.spread_TR[50:].mean(axis=0)
 
 
 def _estimate(x_R: np.ndarray) -> tuple[float, float]:
-    """Mean over independent runs and its standard error."""
+    """Return the mean over independent runs and its standard error."""
     return float(x_R.mean()), float(x_R.std(ddof=1) / math.sqrt(len(x_R)))
 
 
@@ -186,3 +188,11 @@ def _stability_part(out: Path | None) -> str:
             "The paper's Eq. 74 is not this bound: at α = 0.9 it admits only γ that diverge.",
         ]
     )
+
+
+# A section, and the pictures that it draws into the folder, if one is given.
+SECTIONS = [
+    (latency_section, ("latency.png",)),
+    (blocking_section, ("blocking.png",)),
+    (theory_section, ("quadratic.png", "stability.png")),
+]

@@ -6,9 +6,15 @@ import math
 import numpy as np
 import pytest
 
-from noloco_jax.simulate.blocking import idle_time_ratio, run_times, waiting_per_step
 from noloco_jax.simulate.cost import Setting, all_reduce, costs, group_exchange, sharded_step
-from noloco_jax.simulate.latency import expected_max_of_two, log_sigma, tree_over_pair
+from noloco_jax.simulate.waiting import (
+    expected_max_of_two,
+    idle_time_ratio,
+    log_sigma,
+    run_times,
+    tree_over_pair,
+    waiting_per_step,
+)
 
 # The independent figures come from simulations as well: to one or two percent, the noise of either side.
 TOLERANCE = 0.02
@@ -93,13 +99,11 @@ def test_methods_send_the_bytes_that_a_count_by_hand_gives():
     with_rest = dataclasses.replace(SETTING, replicas=6, group_size=4)
     assert group_exchange(with_rest) == pytest.approx(((4 * 3 + 2 * 1) / 6 * 2e9, 6.3))
     assert all_reduce(SETTING) == pytest.approx((3.5e9, 2 * 3 * 0.1 + 3.5))
-    assert all_reduce(dataclasses.replace(SETTING, all_reduce="ring")) == pytest.approx((3.5e9, 14 * 0.1 + 3.5))
-    assert all_reduce(dataclasses.replace(SETTING, all_reduce="tree")) == pytest.approx((3.5e9, 2 * 3 * 2.1))
     assert sharded_step(SETTING) == pytest.approx((5.25e9, 3 * 3 * 0.1 + 5.25))
 
 
 def test_outer_methods_spread_their_cost_over_the_inner_steps():
-    by_name = {c.method: c for c in costs(SETTING, seed=0)}
+    by_name = {c.method: c for c in costs(SETTING)}
     noloco, ddp = by_name["NoLoCo"], by_name["DDP"]
     assert (noloco.every, noloco.bytes_per_step, noloco.exposed_per_step) == (10, 2e8, pytest.approx(0.21))
     assert noloco.compute_share == pytest.approx(2 / 2.21)
@@ -108,7 +112,7 @@ def test_outer_methods_spread_their_cost_over_the_inner_steps():
 
 def test_stragglers_cost_most_where_all_wait_every_step():
     setting = dataclasses.replace(SETTING, step_spread=0.8, replicas=32)
-    waiting = {c.method: c.waiting_per_step for c in costs(setting, seed=0)}
+    waiting = {c.method: c.waiting_per_step for c in costs(setting)}
     assert waiting["FSDP"] == waiting["DDP"] > waiting["DiLoCo"] > waiting["NoLoCo"] > 0
 
 

@@ -1,7 +1,7 @@
 """NoLoCo in a plain Optax loop: four replicas of a Flax NNX classifier tell two spirals apart.
 
-    python examples/mlp.py                  # Adam inside each replica
-    python examples/mlp.py --inner=muon     # optax.contrib.muon: any inner optimizer will do
+    python -m noloco_jax.examples.mlp                  # Adam inside each replica
+    python -m noloco_jax.examples.mlp --inner=muon     # optax.contrib.muon: any inner optimizer will do
 
 Replicas live side by side on one device, on the axis of a `vmap`; on many devices the same update runs in
 `jax.shard_map`. Each replica sees points of its own; a straight line gets two in three of them right.
@@ -18,7 +18,7 @@ from optax.contrib import muon
 
 import noloco_jax as nj
 
-REPLICAS, SYNC_EVERY = 4, 20
+REPLICAS, SYNC_EVERY, STEPS = 4, 20, 300
 INNER = {"adam": lambda: optax.adam(1e-2), "muon": lambda: muon(2e-2)}
 
 
@@ -29,7 +29,7 @@ def mlp(width: int, seed: int) -> nnx.Module:
 
 
 def spirals(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarray]:
-    """Points (..., 2) on two arms of a turn and a half, a little off, and the arm of each (...)."""
+    """Draw points (..., 2) on two arms of a turn and a half, a little off, and return them with their arms (...)."""
     arm = rng.integers(0, 2, shape)
     turn = np.sqrt(rng.uniform(0.02, 1, shape))
     angle = 3 * np.pi * turn + np.pi * arm
@@ -37,8 +37,8 @@ def spirals(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarr
     return (2 * points + 0.1 * rng.normal(size=points.shape)).astype(np.float32), arm
 
 
-def train(inner: str, steps: int = 300, width: int = 32, seed: int = 0):
-    """Returns the accuracy of each replica and of the merged model, and the spread of the replicas after each step."""
+def train(inner: str, steps: int = STEPS, width: int = 32, seed: int = 0):
+    """Train; return the accuracy of each replica and of the merged model, and the replicas' spread after each step."""
     graph, params = nnx.split(mlp(width, seed), nnx.Param)
     pairing = nj.RandomPairing(REPLICAS, seed=seed)
     tx = optax.chain(INNER[inner](), nj.noloco(pairing, sync_every=SYNC_EVERY))  # noloco comes last
@@ -69,7 +69,9 @@ def train(inner: str, steps: int = 300, width: int = 32, seed: int = 0):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inner", choices=INNER, default="adam")
-    replicas, merged, spreads = train(parser.parse_args().inner)
+    inner = parser.parse_args().inner
+    print(f"{REPLICAS} replicas, {STEPS} steps of {inner}, each averaging with a random other every {SYNC_EVERY} steps")
+    replicas, merged, spreads = train(inner)
     print("accuracy of each replica:", *(f"{a:.3f}" for a in replicas))
     print(f"accuracy of the merged model: {merged:.3f}")
-    print(f"spread before and after the last outer step: {spreads[-2]:.2e} {spreads[-1]:.2e}")
+    print(f"spread of the replicas before the last outer step {spreads[-2]:.2e}, after it {spreads[-1]:.2e}")

@@ -1,16 +1,58 @@
-"""What waiting for others costs a whole run when inner steps take log-normal times; messages themselves are free.
+"""Waiting times where messages or inner steps take log-normal times: all-reduces against pairs, all against a partner.
 
 Shapes: R runs, N replicas, S inner steps drawn at once.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
-from noloco_jax.simulate.latency import log_sigma
-
 _DRAWS_AT_ONCE = 2**17  # stays in the cache
 _DRAWS_OF_WAITING = 2**24
+
+
+def log_sigma(variation: float) -> float:
+    """Return σ of the log-normal law with standard deviation / mean = `variation`: σ² = ln(1 + variation²)."""
+    return math.sqrt(math.log1p(variation**2))
+
+
+def expected_max_of_two(mu: float, sigma: float) -> float:
+    """Return E max(t₁, t₂) of two independent log-normal(μ, σ²) times: (1 + erf(σ/2)) exp(μ + σ²/2)."""
+    return (1 + math.erf(sigma / 2)) * math.exp(mu + sigma**2 / 2)
+
+
+def tree_over_pair(variation: float, num_levels: int, num_runs: int, seed: int) -> np.ndarray:
+    """Return the expected time of a tree all-reduce over n = 2, 4, ..., 2^num_levels over that of a pair's exchange.
+
+    Reduction: at each level two subtrees send their sums to be joined, and the later arrival decides,
+    T(2n) = max(T(n) + t, T'(n) + t') with T(1) = 0 and fresh log-normal t, t'. The broadcast back is the same tree run
+    the other way, so the all-reduce takes 2 E T(n); the pair, a tree of n = 2, takes 2 E max(t, t'). Their ratio is
+    log₂ n if every level is counted as E max(t, t'), the paper's 2 t log₂ n; the waits that pile up make it larger.
+
+    Args:
+      variation: standard deviation over mean of a message's time.
+      num_levels: the largest tree has 2^num_levels replicas.
+      num_runs: independent trees R that the expectation is taken over.
+      seed: of the draws.
+
+    Returns:
+      (num_levels,) the ratio for each n.
+    """
+    rng = np.random.default_rng(seed)
+    sigma = log_sigma(variation)
+    mu = -(sigma**2) / 2
+    totals = np.zeros(num_levels)
+    at_once = min(num_runs, max(1, 2**20 >> num_levels))  # keeps the working set in the cache
+    for start in range(0, num_runs, at_once):
+        runs = min(at_once, num_runs - start)
+        finish_RN = np.zeros((runs, 2**num_levels))
+        for level in range(num_levels):
+            message_RN = np.exp(mu + sigma * rng.standard_normal(finish_RN.shape))
+            arrival_RN = finish_RN + message_RN
+            finish_RN = np.maximum(arrival_RN[:, ::2], arrival_RN[:, 1::2])
+            totals[level] += finish_RN.mean(axis=1).sum()
+    return totals / num_runs / expected_max_of_two(mu, sigma)
 
 
 class RunTimes(NamedTuple):
@@ -30,10 +72,11 @@ def run_times(
     seed: int,
     group_size: int = 2,
 ) -> RunTimes:
-    """Runs of `num_rounds` outer steps, each after `sync_every` log-normal(μ, σ²) inner steps on every replica.
+    """Simulate `num_rounds` outer steps, each after `sync_every` log-normal(μ, σ²) inner steps on every replica.
 
     DiLoCo starts a round when the slowest of all replicas has ended the last one: time = Σ_rounds max_i S_i.
     NoLoCo's replica waits for its random group only: t_i ← max_{j in g(i)} (t_j + S_j). Both see the same S.
+    Messages are free.
     """
     rng = np.random.default_rng(seed)
     diloco_R = np.zeros(num_runs)
@@ -49,7 +92,7 @@ def run_times(
 def idle_time_ratio(
     num_replicas: int, sync_every: int, num_rounds: int, num_runs: int, mu: float, sigma: float, seed: int
 ) -> float:
-    """DiLoCo's total run time over NoLoCo's, averaged over runs: the paper's figure on blocking (μ = 1, σ² = 0.5)."""
+    """Return DiLoCo's run time over NoLoCo's, averaged over runs: the paper's figure on blocking (μ = 1, σ² = 0.5)."""
     times = run_times(num_replicas, sync_every, num_rounds, num_runs, mu, sigma, seed)
     return float(np.mean(times.diloco / times.noloco))
 
@@ -57,7 +100,7 @@ def idle_time_ratio(
 def waiting_per_step(
     num_replicas: int, sync_every: int, group_size: int, step_time: float, variation: float, seed: int
 ) -> tuple[float, float]:
-    """Seconds a step loses to waiting, DiLoCo's and NoLoCo's, when a step takes `step_time` on average.
+    """Return the seconds that a step loses to waiting for stragglers: DiLoCo's and NoLoCo's.
 
     Args:
       num_replicas: N.
@@ -66,9 +109,6 @@ def waiting_per_step(
       step_time: mean time of a step, seconds.
       variation: standard deviation over mean of a step's time.
       seed: of the draws.
-
-    Returns:
-      (DiLoCo's seconds, NoLoCo's).
     """
     sigma = log_sigma(variation)
     steps_a_round = num_replicas * sync_every
@@ -82,7 +122,7 @@ def waiting_per_step(
 def _block_times(
     rng: np.random.Generator, num_runs: int, num_replicas: int, num_steps: int, mu: float, sigma: float
 ) -> np.ndarray:
-    """(R, N) sums of `num_steps` log-normal times, drawn in float32 for speed and at most so many at once."""
+    """Return (R, N) sums of `num_steps` log-normal times, drawn in float32 for speed and at most so many at once."""
     total_RN = np.zeros((num_runs, num_replicas))
     at_once = max(1, _DRAWS_AT_ONCE // (num_runs * num_replicas))
     for start in range(0, num_steps, at_once):
@@ -95,7 +135,7 @@ def _block_times(
 
 
 def _wait_for_group(clock_RN: np.ndarray, group_size: int) -> np.ndarray:
-    """Every group of neighbours leaves at its last arrival; the last group is the remainder."""
+    """Set every clock to the last arrival of its group of neighbours; the last group is the remainder."""
     starts = np.arange(0, clock_RN.shape[1], group_size)
     latest = np.maximum.reduceat(clock_RN, starts, axis=1)
     return np.repeat(latest, group_size, axis=1)[:, : clock_RN.shape[1]]

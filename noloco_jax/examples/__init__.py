@@ -1,0 +1,1 @@
+"""Small programs that show the transforms: `python -m noloco_jax.examples.NAME`."""
