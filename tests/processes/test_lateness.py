@@ -10,32 +10,55 @@ import pytest
 
 from noloco_jax.errors import UserError
 from noloco_jax.lateness import command as lateness
-from noloco_jax.lateness.command import Late, linked
+from noloco_jax.lateness.command import Late, held_up, linked, seconds_stood, summary
 from support import processes
 from support.paths import ROOT
 
 LATE, SECONDS = 3, 6.0
 
 
-def test_lateness_spreads_by_meetings_alone():
-    rounds = [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2))]
-    assert linked(rounds, [Late(2, 15, 1.0)], sync_every=10) == [set(), {0, 2}, {0, 1, 2, 3}]
-    assert linked(rounds, [Late(2, 10, 1.0)], sync_every=10) == [{2, 3}, {0, 1, 2, 3}, {0, 1, 2, 3}]
-    assert linked([((0, 1, 2, 3),)], [Late(0, 1, 1.0)], sync_every=10) == [{0, 1, 2, 3}]
+def test_lateness_spreads_by_exchanges_alone():
+    rounds = [(10, ((0, 1), (2, 3))), (20, ((0, 2), (1, 3))), (30, ((0, 3), (1, 2)))]
+    assert linked(rounds, [Late(2, 15, 1.0)]) == [set(), {0, 2}, {0, 1, 2, 3}]
+    assert linked(rounds, [Late(2, 10, 1.0)]) == [{2, 3}, {0, 1, 2, 3}, {0, 1, 2, 3}]
+    assert linked([(10, ((0, 1, 2, 3),))], [Late(0, 1, 1.0)]) == [{0, 1, 2, 3}]
+
+
+ROWS = [
+    {"step": 5, "seconds": [9.0, 0.0, 0.0]},  # before anybody is late
+    {"step": 10, "seconds": [0.7, 0.0, 0.1]},
+    {"step": 12, "seconds": [0.4, 0.2, 0.9]},  # as for a correction that is due
+    {"step": 20, "seconds": [0.0, 2.0, 0.0]},
+]
+
+
+def test_those_held_up_stood_for_half_of_the_lateness_soon_after_it():
+    assert held_up(ROWS, [Late(2, 8, 2.0)], window=5) == 1  # replica 0, for 1.1 s; 2 itself is late
+    assert held_up(ROWS, [Late(2, 8, 2.0)], window=4) == 0
+    assert held_up(ROWS, [Late(2, 8, 2.0)], window=13) == 2
+
+
+def test_the_sums_of_all_outer_steps_end_in_a_sentence_on_those_that_are_never_late():
+    assert seconds_stood(ROWS) == pytest.approx([10.1, 2.2, 1.0])
+    stood = {"noloco, delay 0": [3.0, 1.0, 9.0], "diloco": [2.5, 2.5, 0.0]}
+    assert summary(stood, [Late(2, 8, 2.0)]) == (
+        "For 2 s of lateness each of the others stood, on average, 2 s with noloco, delay 0; 2.5 s with diloco: "
+        "least with noloco, delay 0."
+    )
 
 
 def arguments(config: Path, workdir: Path) -> list[str]:
-    """The flags of two processes that train two steps with noloco and meet after each, the workdir apart."""
-    fields = {"num_replicas": 2, "num_steps": 2, "outer.sync_every": 1, "inner.warmup_steps": 1}
+    """Return the flags of two processes that train four steps with noloco, a fragment after each."""
+    fields = {"num_replicas": 2, "outer.sync_every": 2, "outer.fragments": 2}
     return [
-        *(f"--config={config}", "--workdir", str(workdir), "--processes=2", "--methods=noloco"),
-        *(f"--config.{name}={x}" for name, x in fields.items()),
+        *(f"--config={config}", "--workdir", str(workdir), "--methods=noloco", "--delays=0,1", "--steps=4"),
+        *("--late=1:3:1", "--step_seconds=0", *(f"--config.{name}={x}" for name, x in fields.items())),
     ]
 
 
 @pytest.fixture(scope="module")
-def finished(config) -> Path:
-    """The workdir of a call that came to its end."""
+def finished(config) -> tuple[Path, str]:
+    """The workdir of a call that came to its end, and what it printed."""
     workdir = config.parent / "finished"
     called = subprocess.run(
         [sys.executable, "-m", "noloco_jax.lateness", *arguments(config, workdir)],
@@ -46,22 +69,41 @@ def finished(config) -> Path:
         timeout=processes.PATIENCE,
     )
     assert called.returncode == 0, called.stdout + called.stderr
-    return workdir
+    return workdir, called.stdout
 
 
 @pytest.mark.timeout(processes.PATIENCE)
-def test_of_every_outer_step_each_process_has_its_seconds(finished):
-    rows = json.loads((finished / "lateness.json").read_text())["noloco"]
-    assert [row["step"] for row in rows] == [1, 2]
+def test_each_process_has_its_seconds_of_every_outer_step_of_a_fragment(finished):
+    rows = json.loads((finished[0] / "lateness.json").read_text())["noloco, delay 0"]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["groups"] == [[[0, 1]]] for row in rows)
     assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows)
+    assert [row["linked"] for row in rows] == [[], [], [0, 1], [0, 1]]
+    assert rows[2]["seconds"][0] > 0.8  # for process 1, which sleeps a second before step 3
+
+
+@pytest.mark.timeout(processes.PATIENCE)
+def test_a_line_says_what_runs_and_a_row_and_a_sentence_compare_the_delays(finished):
+    lines = finished[1].splitlines()
+    assert lines[:2] == [
+        "process 1 of 2 is 1 s late before step 3",
+        "noloco, delay 0 (1 of 2): 2 processes compile, then take 4 steps",
+    ]
+    assert [line.split("\u2502")[1].strip() for line in lines if line.startswith("\u2502")] == [
+        "noloco, delay 0",
+        "noloco, delay 1",
+    ]
+    assert lines[-1].startswith("For 1 s of lateness each of the others stood, on average, ")
+    assert len(lines) < 15
 
 
 @pytest.mark.timeout(processes.PATIENCE)
 def test_runs_that_are_there_are_not_measured_again(finished, config):
-    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
+    workdir, _ = finished
+    before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
     with pytest.raises(UserError, match="noloco holds a run already: give another --workdir"):
-        lateness.main([*arguments(config, finished), "--late=1:2:5"])
-    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
+        lateness.main(arguments(config, workdir))
+    assert {path: path.stat().st_mtime_ns for path in workdir.rglob("*")} == before
 
 
 @pytest.mark.parametrize(
@@ -72,10 +114,12 @@ def test_runs_that_are_there_are_not_measured_again(finished, config):
             "--methods=noloco,ddp: 'ddp' has no outer steps, choose from noloco,diloco,epidemic,sparseloco",
         ),
         ("--methods=local", "'local' has no outer steps"),
-        ("--config.outer.sync_every=3", "outer.sync_every=3 is more than num_steps=2"),
-        ("--processes=3", "--processes=3 and num_replicas=2"),
-        ("--config.outer.fragments=2 --config.outer.sync_every=2", "outer.fragments=2: who waits is measured of outer"),
-        ("--late=1:3:5", "--late=1:3:5 is of no process or step"),
+        ("--config.outer.sync_every=5", "outer.sync_every=5 is more than --steps=4"),
+        ("--delays=0,3", "outer.delay=3"),
+        ("--delays=soon", "--delays=soon: give numbers of steps"),
+        ("--step_seconds=-1", "--step_seconds=-1.0: give seconds from 0"),
+        ("--late=2:3:5", "--late=2:3:5 is of no process or step: there are num_replicas=2 processes and --steps=4"),
+        ("--late=1:5:5", "--late=1:5:5 is of no process or step"),
         ("--late=1:2:nan", "--late=1:2:nan: nan is no time to be late by"),
         ("--methods=noloco,diloco --config.outer.wire=bfloat16", "epidemic's messages and method='diloco'"),
     ],
@@ -108,10 +152,11 @@ def rows(tmp_path_factory) -> dict[str, list[dict]]:
     """Rounds after steps 3, 6, 9 and 12; one process is late at step 8. Till 12 nothing else spans them."""
     folder = tmp_path_factory.mktemp("lateness")
     config = processes.write_config(folder)
-    fields = {"num_replicas": 8, "num_steps": 12, "outer.sync_every": 3, "eval_every": 12, "checkpoint_every": 12}
+    fields = {"num_replicas": 8, "outer.sync_every": 3}
     command = [
         *(sys.executable, "-m", "noloco_jax.lateness", f"--config={config}", f"--workdir={folder / 'runs'}"),
-        *("--processes=8", f"--late={LATE}:8:{SECONDS}", *(f"--config.{name}={x}" for name, x in fields.items())),
+        *("--steps=12", "--delays=0", "--step_seconds=0", f"--late={LATE}:8:{SECONDS}"),
+        *(f"--config.{name}={x}" for name, x in fields.items()),
     ]
     called = subprocess.run(
         command, env=processes.environment(config), cwd=ROOT, capture_output=True, text=True, timeout=800
@@ -123,21 +168,23 @@ def rows(tmp_path_factory) -> dict[str, list[dict]]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_with_noloco_only_those_linked_to_the_late_process_wait(rows):
-    _, before, during, after = rows["noloco"]  # in the first round, processes also wait for those that started later
+    _, before, during, after = rows[
+        "noloco, delay 0"
+    ]  # in the first round, processes also wait for those that started later
     assert max(before["seconds"]) < SECONDS / 2
-    [partners] = [group for group in during["groups"] if LATE in group]
-    assert sorted(partners) == during["can_wait"]
+    [partners] = [group for group in during["groups"][0] if LATE in group]
+    assert sorted(partners) == during["linked"]
     waited = {i for i, seconds in enumerate(during["seconds"]) if seconds > SECONDS / 2}
     assert waited == set(partners) - {LATE}
     waited = {i for i, seconds in enumerate(after["seconds"]) if seconds > SECONDS / 2}
-    assert waited <= set(after["can_wait"])
-    assert len(after["can_wait"]) == 4
+    assert waited <= set(after["linked"])
+    assert len(after["linked"]) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_with_diloco_all_wait_for_the_late_process(rows):
     _, _, during, _ = rows["diloco"]
-    assert during["can_wait"] == list(range(8))
+    assert during["linked"] == list(range(8))
     others = np.delete(during["seconds"], LATE)
     assert min(others) > SECONDS / 2
