@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from noloco_jax.cluster.host import use_cpu_cores
 from noloco_jax.cluster.join import joined
 from noloco_jax.cluster.place import define_flags, find_place
 from noloco_jax.config import CONFIG_FILE, TrainConfig, parse_args, to_dict
@@ -207,6 +208,7 @@ def _train(config: TrainConfig, workdir: Path, flags: argparse.Namespace, late: 
     """Train as one of the processes, which sleeps before its steps."""
     place = find_place(flags, os.environ)
     process = 0 if place is None else place.process_id
+    use_cpu_cores(config, 1 if place is None else place.num_processes)
     with joined(place, to_dict(config), flags.start_timeout):
         hooks = _Sleep([x for x in late if x.process == process], flags.step_seconds)
         return train(config, workdir, hooks=hooks)
