@@ -49,15 +49,11 @@ class HoldOut:
         return held_out if self._part == "held_out" else ~held_out
 
 
-def split_in_name(file: Path) -> str | None:
-    """The split that a relative path names: "train", "validation", "test", or None.
+def _split_in_parts(parts: Sequence[str]) -> str | None:
+    """The split that the parts of a relative path name: "train", "validation", "test", or None.
 
     `train-00000-of-00002.parquet` and `val/0.jsonl` name one. The file's own name counts first, then the folder's.
     """
-    return _split_in_parts(file.parts)
-
-
-def _split_in_parts(parts: Sequence[str]) -> str | None:
     return next((split for name in reversed(parts) if (split := _split_in_part(name))), None)
 
 

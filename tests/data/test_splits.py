@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.data.source import SourceOptions
-from noloco_jax.data.splits import HoldOut, split_files, split_in_name
+from noloco_jax.data.splits import HoldOut, split_files
 from noloco_jax.errors import UserError
 
 OPTIONS = SourceOptions(
@@ -23,8 +23,9 @@ def files_of(root, names, **options):
     return [Path(file).relative_to(root).as_posix() for file in files], part
 
 
-def test_a_name_says_its_split_as_hugging_face_has_it():
-    for name, split in {
+def test_a_name_says_its_split_as_hugging_face_has_it(tmp_path):
+    """Beside files of both splits: one that names no split, or a third, is in neither."""
+    for name, expected in {
         "train-00000-of-00004.parquet": "train",
         "c4-train.00000-of-01024.jsonl.gz": "train",
         "validation-00000-of-00001.parquet": "validation",
@@ -39,7 +40,11 @@ def test_a_name_says_its_split_as_hugging_face_has_it():
         "develop/0.parquet": None,
         "0.parquet": None,
     }.items():
-        assert split_in_name(Path(name)) == split, name
+        names, root = [f"{name}.x", "train-z.x", "validation-z.x"], tmp_path / str(abs(hash(name)))
+        listed = {split: files_of(root, names, split=split)[0] for split in ("train", "validation")}
+        assert [split for split in listed if names[0] in listed[split]] == [
+            split for split in listed if split == expected
+        ]
 
 
 def test_training_reads_the_files_named_train_alone_and_holds_none_of_them_out(tmp_path):
