@@ -11,10 +11,10 @@ import jax.core
 
 from noloco_jax.exchange.axes import AxisName, names_of
 from noloco_jax.exchange.blocks import windows_of
-from noloco_jax.exchange.groups import all_mean, group_mean, pair_mean_in_windows
+from noloco_jax.exchange.groups import AllExchange, GroupExchange
 from noloco_jax.exchange.modulo import Modulo
-from noloco_jax.exchange.neighbours import neighbour_mean
-from noloco_jax.exchange.sparse import TopEntries, sparse_mean
+from noloco_jax.exchange.neighbours import NeighbourExchange
+from noloco_jax.exchange.sparse import SparseExchange, TopEntries
 from noloco_jax.exchange.wire import wire_of
 from noloco_jax.methods import METHODS
 from noloco_jax.outer.diloco import DiLoCo
@@ -24,8 +24,8 @@ from noloco_jax.outer.momentum import check_state_dtype
 from noloco_jax.outer.neighbours import RandomNeighbours
 from noloco_jax.outer.noloco import MOMENTUM_OF, NoLoCo
 from noloco_jax.outer.pairing import Pairing, components, consensus_limit, largest_group
-from noloco_jax.outer.rule import Exchange, Number
-from noloco_jax.outer.sparseloco import SparseLoCo, Split
+from noloco_jax.outer.rule import Number
+from noloco_jax.outer.sparseloco import SparseLoCo
 from noloco_jax.outer.step import OuterSteps
 from noloco_jax.outer.transform import OuterOptimizer, outer_optimizer
 from noloco_jax.schedule import SyncSchedule
@@ -128,17 +128,6 @@ def noloco(
     if wire in MODULO_BITS and largest_group(pairing) > 2:
         raise ValueError(f"wire={wire!r} is for pairs and the pairing has groups of {largest_group(pairing)}: use int8")
 
-    def exchange_by(wire: str) -> Exchange:
-        code = wire_of(wire)
-
-        def exchange(message: PyTree, round: Any, movement: PyTree, windows: PyTree, cuts: PyTree) -> Any:
-            meeting = message, pairing, pairing.pool_index(round), axis_name
-            if isinstance(code, Modulo):
-                return pair_mean_in_windows(*meeting, code, movement, windows, cuts)
-            return group_mean(*meeting, code, cuts), windows
-
-        return exchange
-
     of_corrections = momentum_of == "corrections"
     alpha = _known(outer_momentum)
     if of_corrections and wire in MODULO_BITS and alpha is not None and alpha > _SAFE_BESIDE_MODULO:
@@ -150,8 +139,8 @@ def noloco(
     rule = NoLoCo(outer_lr, outer_momentum, gamma, check_state_dtype(state_dtype), of_corrections, cut.origin)
     steps = OuterSteps(
         rule,
-        exchange_by(wire),
-        exchange_by(moments_wire(wire)),
+        GroupExchange(pairing, wire_of(wire), axis_name),
+        GroupExchange(pairing, wire_of(moments_wire(wire)), axis_name),
         cut,
         is_late=bool(delay),
         windows=partial(windows_of, cut) if wire in MODULO_BITS else None,
@@ -197,10 +186,7 @@ def diloco(
     _check_momentum(outer_momentum)
     cut, schedule = _schedule(sync_every, fragments, delay)
 
-    def exchange(message: PyTree, round: Any, movement: PyTree, windows: PyTree, cuts: PyTree) -> tuple[PyTree, PyTree]:
-        del round, movement, cuts
-        return all_mean(message, axis_name), windows
-
+    exchange = AllExchange(axis_name)
     rule = DiLoCo(outer_lr, outer_momentum, nesterov, check_state_dtype(state_dtype), cut.origin)
     return outer_optimizer(
         OuterSteps(rule, exchange, exchange, cut, is_late=bool(delay)), schedule, names_of(axis_name)
@@ -245,10 +231,7 @@ def epidemic(
     if isinstance(code, Modulo):
         raise ValueError(f"wire={wire!r} is for pairs, which send to each other: use int8")
 
-    def exchange(message: PyTree, round: Any, movement: PyTree, windows: PyTree, cuts: PyTree) -> tuple[PyTree, PyTree]:
-        del movement
-        return neighbour_mean(message, neighbours, neighbours.pool_index(round), axis_name, code, cuts), windows
-
+    exchange = NeighbourExchange(neighbours, code, axis_name)
     return outer_optimizer(
         OuterSteps(Epidemic(), exchange, exchange, cut, is_late=bool(delay)), schedule, names_of(axis_name)
     )
@@ -303,9 +286,7 @@ def sparseloco(
     cut, schedule = _schedule(sync_every, fragments)
     entries = TopEntries(top_k)
 
-    def exchange(message: Split, round: Any, movement: PyTree, windows: PyTree, cuts: PyTree) -> tuple[Split, PyTree]:
-        del round, movement
-        return message._replace(sent=sparse_mean(message.sent, entries, axis_name, cuts)), windows
+    exchange = SparseExchange(entries, axis_name)
 
     def sparsify(tree: PyTree) -> PyTree:
         return entries.sparsify(tree, cut.hidden(tree))

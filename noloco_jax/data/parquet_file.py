@@ -22,12 +22,11 @@ _DECODED_FOOTERS = 128  # kept in memory, where a row group takes 2 kB, however 
 
 
 class FileFooter(NamedTuple):
-    """Facts of a file's footer: the columns to read, the rows and bytes of each row group; and the file's bytes."""
+    """Facts of a file's footer: the columns to read, the rows and bytes of each row group."""
 
     columns: tuple[str, ...]
     group_rows: tuple[int, ...]
     group_bytes: tuple[int, ...]  # before compression; it changes with most changes of the values
-    file_bytes: int
 
 
 def read_footers(paths: Sequence[str], text_column: str) -> Sequence[FileFooter | DamagedFileError]:
@@ -41,7 +40,7 @@ def read_footers(paths: Sequence[str], text_column: str) -> Sequence[FileFooter 
 @functools.lru_cache(maxsize=8)  # data sets
 def _read_footers(files: tuple[FileState, ...], text_column: str) -> tuple[FileFooter | DamagedFileError, ...]:
     def read(file: FileState) -> FileFooter | DamagedFileError:
-        path, _, size = file
+        path, _, _ = file
         try:
             with _open(path) as opened:
                 columns = choose_columns(path, opened.schema_arrow, text_column)
@@ -49,7 +48,7 @@ def _read_footers(files: tuple[FileState, ...], text_column: str) -> tuple[FileF
         except DamagedFileError as error:
             return error
         rows, group_bytes = tuple(g.num_rows for g in groups), tuple(g.total_byte_size for g in groups)
-        return FileFooter(columns, rows, group_bytes, size)
+        return FileFooter(columns, rows, group_bytes)
 
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:  # a network file system answers many at once
         return tuple(pool.map(read, files))

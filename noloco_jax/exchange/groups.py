@@ -7,7 +7,8 @@ code is so short that sending all of it to everyone takes fewer bytes, that is d
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,11 +22,83 @@ from noloco_jax.exchange.buckets import bucketing, unbucketed
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.permute import permute
 from noloco_jax.exchange.routes import lower
-from noloco_jax.exchange.wire import Float32, Wire, from_code, to_code
+from noloco_jax.exchange.wire import Float32, Wire, bytes_of, from_code, to_code
 from noloco_jax.outer.pairing import Pairing, largest_group
 from noloco_jax.wires import goes_by_shares
 
 PyTree = Any
+
+
+@dataclass(frozen=True)
+class AllExchange:
+    """The mean over all replicas by an all-reduce: an `outer.rule.Exchange`."""
+
+    axis_name: AxisName
+
+    def __call__(
+        self, message: PyTree, round: Any, movement: PyTree, windows: PyTree, cuts: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        del round, movement, cuts
+        return all_mean(message, self.axis_name), windows
+
+    def sent(self, message: PyTree, cuts: PyTree, num_replicas: int, parts: int) -> Callable[[int], int]:
+        """See `outer.rule.Exchange`."""
+        del cuts, parts
+        total = all_mean_bytes(message, num_replicas)
+        return lambda round: total
+
+
+@dataclass(frozen=True)
+class GroupExchange:
+    """The mean of a replica's group in a wire format: an `outer.rule.Exchange`.
+
+    Attributes:
+      pairing: who averages with whom in which round.
+      wire: in which messages travel; `Modulo` for pairs alone.
+      axis_name: where the replicas live.
+    """
+
+    pairing: Pairing
+    wire: Wire | Modulo
+    axis_name: AxisName
+
+    def __call__(
+        self, message: PyTree, round: Any, movement: PyTree, windows: PyTree, cuts: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        meeting = message, self.pairing, self.pairing.pool_index(round), self.axis_name
+        if isinstance(self.wire, Modulo):
+            return pair_mean_in_windows(*meeting, self.wire, movement, windows, cuts)
+        return group_mean(*meeting, self.wire, cuts), windows
+
+    def sent(self, message: PyTree, cuts: PyTree, num_replicas: int, parts: int) -> Callable[[int], int]:
+        """See `outer.rule.Exchange`."""
+        del num_replicas
+        each = bytes_of(lambda tree: self._to_each(tree, cuts, parts), message)
+        in_all = [each * sum(len(group) * (len(group) - 1) for group in groups) for groups in self.pairing.pool]
+        return lambda round: in_all[int(self.pairing.pool_index(round))]
+
+    def _to_each(self, tree: PyTree, cuts: PyTree, parts: int) -> list[Any]:
+        """Everything that a member sends to each of the others of its group, in one direction or the other."""
+        wire, n = self.wire, largest_group(self.pairing)
+        if isinstance(wire, Modulo):
+            blocks = jax.tree.leaves(tree_in_blocks(tree, cuts))
+            windows = [jnp.zeros((*x.shape[:-1], 1), jnp.uint8) for x in blocks]
+            return [windows, list(map(wire.encode, blocks, windows))]
+        blocks, kept_dims = to_code(wire, tree, cuts), int(wire.takes_blocks)
+        if not _is_by_shares(self.pairing, wire):
+            return list(map(wire.encode, jax.tree.leaves(blocks)))
+        pack = jax.tree.leaves if parts > 1 else bucketing(blocks, kept_dims)[0]
+        sent = []
+        for x in pack(blocks):
+            shares = _shares(x, n, kept_dims, parts)
+            code = wire.encode(x if shares is None else shares[0][0])
+            sent += [code] if shares is None else [code, wire.decode(code)]
+        return sent
+
+
+def all_mean_bytes(tree: PyTree, num_replicas: int) -> int:
+    """The bytes that all replicas together send for the mean of such a tree, as rings."""
+    return 2 * (num_replicas - 1) * bytes_of(lambda tree: tree, tree)
 
 
 def all_mean(tree: PyTree, axis_name: AxisName) -> PyTree:
@@ -137,6 +210,7 @@ class _Meeting:
         sizes, positions, sources = _tables(pairing)
         self._n = int(sizes.max())
         self._equal_sizes = bool((sizes == self._n).all())
+        self._is_by_shares = _is_by_shares(pairing, wire)
         self._routes = [lower(sources[:, k], axes.num_devices, axes.num_slots) for k in range(self._n - 1)]
         replica = axes.replica()
         self._size = jnp.asarray(sizes)[index, replica]
@@ -177,8 +251,8 @@ class _Meeting:
         if self._n == 2:
             mean = self._mean_of_coded_pair(x)
             return mean if self._equal_sizes else jnp.where(self._size == 2, mean, x)
-        if self._equal_sizes and goes_by_shares(self._wire.name, self._n):
-            shares = _shares(x, self._n, int(self._wire.takes_blocks))
+        if self._is_by_shares:
+            shares = _shares(x, self._n, int(self._wire.takes_blocks), num_parts())
             if shares is not None:
                 return self._mean_by_shares(x, *shares)
         return self._mean_of_all(x)
@@ -234,14 +308,20 @@ def _mean_from(one: jax.Array, others: Sequence[jax.Array], count: jax.Array | i
     return one + functools.reduce(jnp.add, [other - one for other in others]) / count
 
 
-def _shares(x: jax.Array, n: int, kept_dims: int) -> tuple[jax.Array, Any] | None:
+def _is_by_shares(pairing: Pairing, wire: Wire) -> bool:
+    """Return True if members average shares of the message, rather than send all of it to everyone."""
+    n = largest_group(pairing)
+    has_equal_sizes = all(len(group) == n for groups in pairing.pool for group in groups)
+    return n > 2 and has_equal_sizes and goes_by_shares(wire.name, n)
+
+
+def _shares(x: jax.Array, n: int, kept_dims: int, parts: int) -> tuple[jax.Array, Any] | None:
     """`x` as n equal shares in front, and how to put them together; None if an array must stay whole and does not
     divide. The last `kept_dims` dimensions, a code's blocks, stay whole.
 
-    An array that the partitioner may shard is cut along a dimension of which n divides every part, and a share takes
-    every n-th of it, so that shares lie where the array does.
+    An array that the partitioner may shard into `parts` is cut along a dimension of which n divides every part, and a
+    share takes every n-th of it, so that shares lie where the array does.
     """
-    parts = num_parts()
     divided = x.ndim - kept_dims
     if parts == 1:
         flat = x.reshape(-1, *x.shape[divided:])

@@ -9,7 +9,8 @@ import numpy as np
 from noloco_jax.exchange.axes import AxisName, ReplicaAxes
 from noloco_jax.exchange.permute import permute
 from noloco_jax.exchange.routes import lower
-from noloco_jax.outer.rule import compute_dtype
+from noloco_jax.exchange.wire import bytes_of
+from noloco_jax.outer.rule import compute_dtype, computed
 
 PyTree = Any
 
@@ -48,6 +49,12 @@ def merge_rounds(num_replicas: int) -> list[MergeRound]:
         taken = np.where(is_extra, 1.0, 0.0)
         rounds.append(MergeRound(nearest, 1 - taken, taken))
     return rounds
+
+
+def merge_bytes(tree: PyTree, num_replicas: int) -> int:
+    """The bytes that all replicas together send to others in `mean_by_pairs` of such a tree."""
+    messages = sum(int(np.sum(round.partner != np.arange(num_replicas))) for round in merge_rounds(num_replicas))
+    return messages * bytes_of(computed, tree)
 
 
 def mean_by_pairs(tree: PyTree, axis_name: AxisName) -> PyTree:

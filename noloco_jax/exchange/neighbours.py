@@ -1,6 +1,8 @@
 """Averages over a replica and those that send to it, in a directed graph."""
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,10 +13,32 @@ from noloco_jax.exchange.axes import AxisName, ReplicaAxes, num_parts, warn_if_s
 from noloco_jax.exchange.buckets import bucketing
 from noloco_jax.exchange.permute import permute
 from noloco_jax.exchange.routes import lower
-from noloco_jax.exchange.wire import Wire, from_code, to_code
+from noloco_jax.exchange.wire import Wire, bytes_of, from_code, to_code
 from noloco_jax.outer.neighbours import RandomNeighbours
 
 PyTree = Any
+
+
+@dataclass(frozen=True)
+class NeighbourExchange:
+    """The mean over a replica and those that send to it, in a wire format: an `outer.rule.Exchange`."""
+
+    neighbours: RandomNeighbours
+    wire: Wire
+    axis_name: AxisName
+
+    def __call__(
+        self, message: PyTree, round: Any, movement: PyTree, windows: PyTree, cuts: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        del movement
+        index = self.neighbours.pool_index(round)
+        return neighbour_mean(message, self.neighbours, index, self.axis_name, self.wire, cuts), windows
+
+    def sent(self, message: PyTree, cuts: PyTree, num_replicas: int, parts: int) -> Callable[[int], int]:
+        """See `outer.rule.Exchange`."""
+        del parts
+        each = bytes_of(lambda tree: jax.tree.map(self.wire.encode, to_code(self.wire, tree, cuts)), message)
+        return lambda round: num_replicas * self.neighbours.degree * each
 
 
 def neighbour_mean(

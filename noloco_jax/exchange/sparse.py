@@ -12,6 +12,7 @@ nearest to the entries in the sense of least squares.
 Everyone sends its message to everyone, as two replicas keep different entries: it is an all-gather.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from jax import lax
 from noloco_jax.exchange.axes import AxisName, ReplicaAxes, num_parts, warn_if_sharded
 from noloco_jax.exchange.blocks import pack, tree_from_blocks, tree_in_blocks, unpack
 from noloco_jax.exchange.buckets import bucketing, unbucketed
+from noloco_jax.exchange.wire import bytes_of
 from noloco_jax.wires import CHUNK, ENTRY_BITS, SIZE_BYTES, kept_of, position_bits
 
 PyTree = Any
@@ -88,6 +90,24 @@ class TopEntries:
         kept, sizes = kept_of(chunks.shape[-1], self.top_k), jnp.abs(chunks)
         _, positions = lax.top_k(sizes, kept)
         return positions, jnp.take_along_axis(chunks, positions, axis=-1)
+
+
+@dataclass(frozen=True)
+class SparseExchange:
+    """The mean over all replicas of what `entries` leaves of a message: an `outer.rule.Exchange`."""
+
+    entries: TopEntries
+    axis_name: AxisName
+
+    def __call__(self, message: Any, round: Any, movement: PyTree, windows: PyTree, cuts: PyTree) -> tuple[Any, PyTree]:
+        del round, movement
+        return message._replace(sent=sparse_mean(message.sent, self.entries, self.axis_name, cuts)), windows
+
+    def sent(self, message: PyTree, cuts: PyTree, num_replicas: int, parts: int) -> Callable[[int], int]:
+        """See `outer.rule.Exchange`."""
+        del parts
+        each = bytes_of(lambda tree: jax.tree.map(self.entries.encode, tree_in_blocks(tree, cuts, CHUNK)), message)
+        return lambda round: num_replicas * (num_replicas - 1) * each
 
 
 def sparse_mean(tree: PyTree, entries: TopEntries, axis_name: AxisName, cuts: PyTree = None) -> PyTree:

@@ -1,5 +1,6 @@
 """What a message is while it travels: its own float32, or a code of fewer bits."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -129,6 +130,11 @@ def to_code(wire: Wire, tree: PyTree, cuts: PyTree = None) -> PyTree:
 def from_code(wire: Wire, decoded: PyTree, like: PyTree, cuts: PyTree = None) -> PyTree:
     """Arrays of the shapes of `like` that `to_code` gave that form."""
     return tree_from_blocks(decoded, like, cuts) if wire.takes_blocks else decoded
+
+
+def bytes_of(make: Callable[[PyTree], PyTree], tree: PyTree) -> int:
+    """The bytes of the arrays that `make` makes of such a tree, which may be of shapes; nothing is computed."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(make, tree)))
 
 
 def _check_real(name: str, x: jax.Array) -> None:

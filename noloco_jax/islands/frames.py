@@ -57,11 +57,6 @@ class _Writer(Protocol):
     def write_batch(self, batch: pa.RecordBatch, /) -> None: ...
 
 
-def spec_of(array: np.ndarray) -> ArraySpec:
-    """What a receiver has to expect to be given this array."""
-    return ArraySpec(array.shape, array.dtype)
-
-
 def write_frame(
     writer: _Writer, kind: str, header: Mapping[str, Any], arrays: Sequence[np.ndarray] | None = None
 ) -> None:

@@ -149,11 +149,6 @@ def drawn(size: int, seed: int, order: str, round: Any) -> Any:
     return permutation(size, seed, PAIRING, round // size)[round % size]
 
 
-def groups_of_rounds(pairing: Pairing, num_rounds: int) -> list[Round]:
-    """The partitions of rounds 0 to `num_rounds` - 1, on the host: what a run will do, for logs and tests."""
-    return [pairing.pool[int(pairing.pool_index(round))] for round in range(num_rounds)]
-
-
 def largest_group(pairing: Pairing) -> int:
     """The size of the largest group in any entry of the pool."""
     return max(len(group) for round_ in pairing.pool for group in round_)

@@ -15,11 +15,34 @@ import jax.numpy as jnp
 PyTree = Any
 Number = float | jax.Array | Callable[[Any], Any]  # of a round: a number, or an optax.Schedule of the round
 
-# (message, round, movement, windows, cuts) -> (the mean of the group's messages as this replica is to see it, windows).
-# `movement` is a tree like the message: how far each of its numbers has moved since the replica last met others.
-# `windows` is what the exchange's code remembers of this fragment, or None: see `OuterState`. `cuts` has the dimension
-# of hidden states of every array, along which codes cut blocks.
-Exchange = Callable[[PyTree, Any, PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+
+class Exchange(Protocol):
+    """How a replica's message becomes the mean of its group's, and what that sends."""
+
+    def __call__(
+        self, message: PyTree, round: Any, movement: PyTree, windows: PyTree, cuts: PyTree
+    ) -> tuple[PyTree, PyTree]:
+        """Return the mean of the group's messages as this replica is to see it, and the windows to keep.
+
+        Args:
+          message: of this replica.
+          round: of the pairing.
+          movement: a tree like the message: how far each of its numbers has moved since the replica last met others.
+          windows: what the exchange's code remembers of this fragment, or None: see `OuterState`.
+          cuts: the dimension of hidden states of every array, along which codes cut blocks.
+        """
+        ...
+
+    def sent(self, message: PyTree, cuts: PyTree, num_replicas: int, parts: int) -> Callable[[int], int]:
+        """Map a round to the bytes that all replicas together send to others in it.
+
+        Args:
+          message: shapes of what is averaged of one replica's message.
+          cuts: as above.
+          num_replicas: N.
+          parts: over how many devices the partitioner may shard the arrays of a replica.
+        """
+        ...
 
 
 class Rule(Protocol):

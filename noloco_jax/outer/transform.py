@@ -10,7 +10,7 @@ import optax
 
 from noloco_jax.outer.counters import shared
 from noloco_jax.outer.misuse import check_params, check_surroundings
-from noloco_jax.outer.rule import OuterState, Rule, common_dtype
+from noloco_jax.outer.rule import Exchange, OuterState, Rule, common_dtype
 from noloco_jax.outer.step import OuterSteps, Outgoing
 from noloco_jax.schedule import SyncSchedule
 
@@ -28,6 +28,7 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
         there is no delay. One that has not entered by its fragment's next `step` enters there.
       moved: (params, state) -> how far the replica has moved, see `OuterSteps.moved`.
       rule: what a replica does in an outer step.
+      exchange, moments: how a fragment of the parameters, and of the inner optimizer's moments, meets others.
       share_moments: (fragment of a tree, number of the outer step, how far its numbers have moved, dimension of every
         array along which codes cut blocks) -> the mean of the group of that step, for the inner optimizer's moments.
       solo: as `step`, but alone: (params, state) -> (params, state, Outgoing), for an exchange elsewhere or later.
@@ -40,6 +41,8 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
     correct: Callable[[PyTree, OuterState], tuple[PyTree, OuterState]] | None
     moved: Callable[[PyTree, OuterState], jax.Array]
     rule: Rule
+    exchange: Exchange
+    moments: Exchange
     share_moments: Callable[[PyTree, Any, PyTree, PyTree], PyTree]
     solo: Callable[[PyTree, OuterState], tuple[PyTree, OuterState, Outgoing]]
     correction: Callable[[Outgoing, Any], tuple[PyTree, PyTree]]
@@ -163,6 +166,8 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
         correct=correct_fn if steps.is_late else None,
         moved=moved_fn,
         rule=steps.rule,
+        exchange=steps.exchange,
+        moments=steps.moments,
         share_moments=steps.meet_moments,
         solo=solo_fn,
         correction=steps.correction,

@@ -1,29 +1,34 @@
-"""What a run's replicas send to each other: how many bytes, how often, in which pairings; read from its programs.
+"""What a run's replicas send to each other: how many bytes, how often, in which pairings.
 
-The programs are traced, not compiled, for a mesh with one replica a device and the run's own stages: replicas that
-share a device send nothing, and a method is to be judged by what they would send.
+The exchanges count their own bytes by the shapes of what they send, for one replica a device and the run's own stages:
+replicas that share a device send nothing, and a method is to be judged by what they would send.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from noloco_jax.config import TrainConfig
+from noloco_jax.exchange.groups import all_mean_bytes
+from noloco_jax.exchange.merge import merge_bytes
 from noloco_jax.methods import method_of, schedule_of
-from noloco_jax.schedule import own_round
-from noloco_jax.spmd.programs import build_programs
-from noloco_jax.spmd.sent import bytes_between_replicas
-from noloco_jax.spmd.sharding import MANUAL_AXES
+from noloco_jax.outer.rule import computed
+from noloco_jax.schedule import own_round, pairing_round
+from noloco_jax.spmd import sharding
+from noloco_jax.spmd.moments import share_moments
+from noloco_jax.spmd.programs import REPLICAS, build_programs
+from noloco_jax.spmd.routing import routed_bytes
 
-_AT_ONCE = 4096  # rounds or steps that are counted together
 _TYPICAL = 1024  # how many make a mean
 Bytes = int | float
+PyTree = Any
 
 
 @dataclass(frozen=True)
@@ -58,58 +63,74 @@ def messages_of(config: TrainConfig, mesh_shape: Mapping[str, int]) -> Messages:
 
     Args:
       config: the run.
-      mesh_shape: of its mesh. How many devices hold a replica matters: of a sharded array, blocks of a code may hold
-        fewer weights, and the vocabulary is padded.
+      mesh_shape: of its mesh. How many devices hold a replica matters: the vocabulary is padded, and the shares of a
+        sharded array are cut along a dimension.
     """
-    sizes = dict(mesh_shape) | {"replica": config.num_replicas, "stage": config.mesh.stage}
+    num_replicas, stages, fragments = config.num_replicas, config.mesh.stage, config.outer.fragments
+    sizes = dict(mesh_shape) | {"replica": num_replicas, "stage": stages}
     # In a mesh's place: nothing is put on its devices, of which there are none.
     mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-    programs = build_programs(config, mesh, shares_batches=False)
-    params, inner, outer = programs.state
+    state = build_programs(config, mesh, shares_batches=False).state
+    params, inner = _of_one_stage(state.params, mesh), _of_one_stage(state.inner, mesh)
+    method = method_of(config)
 
-    def per_replica(program: Any, arguments: tuple[Any, ...], decides: Any = None) -> Callable[[int], Bytes]:
-        """The bytes by the argument that decides which messages are sent, counted when they are first asked for."""
-        traced = program.trace(*arguments).jaxpr
-        position = next((i for i, x in enumerate(jax.tree.leaves(arguments)) if x is decides), -1)
-        manual = {axis: sizes[axis] for axis in MANUAL_AXES}
+    def per_replica(of_one_stage: int, of_all_stages: int = 0) -> Bytes:
+        whole, rest = divmod(stages * of_one_stage + of_all_stages, num_replicas)
+        return whole + rest / num_replicas if rest else whole
 
-        @cache
-        def counted(part: int) -> np.ndarray:
-            values = np.arange(part * _AT_ONCE, (part + 1) * _AT_ONCE)
-            return bytes_between_replicas(traced, position, values, manual)
+    gradients = all_mean_bytes(jax.eval_shape(computed, params), num_replicas) if method.averages_gradients else 0
+    routed = routed_bytes(config) if stages > 1 else None
 
-        def of(value: int) -> Bytes:
-            whole, rest = divmod(int(counted(value // _AT_ONCE)[value % _AT_ONCE]), config.num_replicas)
-            return whole + rest / config.num_replicas if rest else whole
+    def of_inner_step(step: int) -> Bytes:
+        return per_replica(gradients, routed(step) if routed else 0)
 
-        return of
+    if method.outer_optimizer is None:
+        return Messages(lambda round: 0, of_inner_step)
 
-    of_inner_step = of_outer_step = of_moments = of_final_merge = _nothing
-    if programs.outer_step is not None:
-        assert outer is not None
-        of_outer_step = per_replica(programs.outer_step, (params, outer), outer.round)
-    if may_send_in_inner_steps(config):
-        step = jax.ShapeDtypeStruct((), jnp.int32)
-        of_inner_step = per_replica(programs.inner_step, (params, inner, programs.batch, step), step)
-    if programs.share_moments is not None:
-        number = jax.ShapeDtypeStruct((), jnp.int32)
-        of_moments = per_replica(programs.share_moments, (inner, number), number)
-    if programs.final_merge is not None:
-        of_final_merge = per_replica(programs.final_merge, (params,))
+    cut = sharding.fragments_of(fragments)
+    outer = method.outer_optimizer(config, REPLICAS, cut)
+    parts = math.prod(size for axis, size in sizes.items() if axis not in sharding.MANUAL_AXES)
+    part = jax.eval_shape(lambda tree: cut.part(computed(tree), cut.cuts(tree), jnp.int32(0)), params)
+    of_weights = outer.exchange.sent(part, cut.hidden(part), num_replicas, parts)
+    of_moments = _moments_sent(outer, cut, params, inner, num_replicas, parts) if config.outer.moments else None
+    merge = per_replica(merge_bytes(params, num_replicas)) if config.outer.final_merge else 0
 
-    def of_both(round: int) -> Bytes:
-        return of_outer_step(round) + (of_moments(round) if shares_moments(config, round) else 0)
+    def of_outer_step(number: int) -> Bytes:
+        round = pairing_round(number, fragments)
+        weights = per_replica(of_weights(round))
+        return weights + per_replica(of_moments(round)) if of_moments and shares_moments(config, number) else weights
 
-    return Messages(of_both, of_inner_step, lambda: of_final_merge(0))
+    return Messages(of_outer_step, of_inner_step, lambda: merge)
 
 
-def _nothing(value: int) -> Bytes:
-    del value
-    return 0
+def _of_one_stage(tree: PyTree, mesh: Any) -> PyTree:
+    """Shapes of one stage's part of one replica's arrays."""
+
+    def one(x: Any) -> jax.ShapeDtypeStruct:
+        along = NamedSharding(mesh, sharding.manual(x.sharding.spec))
+        return jax.ShapeDtypeStruct(along.shard_shape(x.shape)[1:], x.dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def _moments_sent(
+    outer: Any, cut: Any, params: PyTree, inner: PyTree, num_replicas: int, parts: int
+) -> Callable[[int], int]:
+    """Map a round to the bytes that all replicas together send of their moments."""
+    counted: list[Callable[[int], int]] = []
+
+    def exchange(sent: PyTree, number: Any, movement: PyTree, cuts: PyTree) -> PyTree:
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sent)
+        counted.append(outer.moments.sent(shapes, cuts, num_replicas, parts))
+        return sent
+
+    share = partial(share_moments, params=params, number=jnp.int32(0), fragments=cut, exchange=exchange)
+    jax.eval_shape(share, inner)
+    return counted[0]
 
 
 def may_send_in_inner_steps(config: TrainConfig) -> bool:
-    """Whether replicas may exchange anything in an inner step: all others are spared the time of tracing it."""
+    """Return True if replicas may exchange anything in an inner step."""
     return method_of(config).averages_gradients or config.mesh.stage > 1
 
 

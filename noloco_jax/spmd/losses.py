@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from noloco_jax.config import TrainConfig
 from noloco_jax.spmd import pipeline, virtual_pipeline
 from noloco_jax.spmd.gradients import Batch, nll_sum, replica_gradient, token_share
-from noloco_jax.spmd.routing import draw_routes, route_pool
+from noloco_jax.spmd.routing import draw_routes, num_ticks, route_pool
 from noloco_jax.spmd.stages import sum_copies
 
 PyTree = Any
@@ -51,7 +51,7 @@ def _whole_evaluate(config: TrainConfig, params: PyTree, batch: Batch):
 
 def _routed_gradient(config: TrainConfig, routed_nll, params: PyTree, batch: Batch, step: jax.Array):
     pool = route_pool(config.num_replicas, config.mesh.stage, config.seed, config.mesh.routing)
-    routes = draw_routes(len(pool), _num_ticks(config), config.seed, step)
+    routes = draw_routes(len(pool), num_ticks(config), config.seed, step)
 
     def objective(params: PyTree):
         weighted_L, _ = routed_nll(pool, params, batch, token_share(batch), routes)
@@ -65,8 +65,4 @@ def _routed_gradient(config: TrainConfig, routed_nll, params: PyTree, batch: Bat
 def _routed_evaluate(config: TrainConfig, routed_nll, params: PyTree, batch: Batch):
     pool = route_pool(config.num_replicas, config.mesh.stage, config.seed, "fixed")
     one_L = jnp.ones_like(token_share(batch))
-    return routed_nll(pool, params, batch, one_L, jnp.zeros(_num_ticks(config), jnp.int32))
-
-
-def _num_ticks(config: TrainConfig) -> int:
-    return config.num_microbatches + config.mesh.stage - 1
+    return routed_nll(pool, params, batch, one_L, jnp.zeros(num_ticks(config), jnp.int32))

@@ -1,8 +1,12 @@
 """Which replica's next stage a micro-batch enters (arXiv 2506.10911, Section 3: random pipeline routing)."""
 
-import jax
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
 import numpy as np
 
+from noloco_jax.config import TrainConfig
 from noloco_jax.draws import ROUTES, below
 
 # Fewer replicas than this get several Latin squares, for more variety.
@@ -31,7 +35,32 @@ def route_pool(num_replicas: int, num_stages: int, seed: int, routing: str) -> n
     return np.concatenate(pool).astype(np.int32)
 
 
-def draw_routes(pool_size: int, num_ticks: int, seed: int, step: jax.Array) -> jax.Array:
+def routed_bytes(config: TrainConfig) -> Callable[[int], int]:
+    """Map an inner step to the bytes that all replicas together send to other replicas' stages in it.
+
+    At each of M + S - 1 ticks, also those of the bubble, every stage but the last sends a micro-batch's hidden states,
+    labels, segments if there are any, and weight; the gradient of the hidden states comes back.
+    """
+    data, model = config.data, config.model
+    tokens = data.batch_size // config.num_microbatches * data.sequence_length
+    states = tokens * model.hidden_size * jnp.dtype(model.dtype).itemsize
+    message = 2 * states + 4 * tokens * (2 if data.document_mask else 1) + 4
+    pool = route_pool(config.num_replicas, config.mesh.stage, config.seed, config.mesh.routing)
+    to_others = np.sum(pool != np.arange(config.num_replicas), axis=(1, 2))
+
+    def sent(step: int) -> int:
+        entries = draw_routes(len(pool), num_ticks(config), config.seed, step)
+        return message * int(to_others[np.asarray(entries)].sum())
+
+    return sent
+
+
+def num_ticks(config: TrainConfig) -> int:
+    """Ticks of an inner step: all micro-batches, and the stages but one."""
+    return config.num_microbatches + config.mesh.stage - 1
+
+
+def draw_routes(pool_size: int, num_ticks: int, seed: int, step: Any) -> Any:
     """The pool entry of every tick of inner step `step`: int32 (ticks,), uniform, a function of seed and step.
 
     Micro-batch m crosses boundary s at tick m + s, along `pool[entry[m + s], s]`: every micro-batch and boundary has a

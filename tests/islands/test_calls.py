@@ -10,7 +10,8 @@ import trustme
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands import server as server_module
-from noloco_jax.islands.frames import ArraySpec, spec_of
+from noloco_jax.islands.codes import specs_of
+from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.peer_errors import Broken, Busy, Ended, Late, PeerError, Refused, Unreachable
 from noloco_jax.islands.roster import Address
 from noloco_jax.islands.server import Server
@@ -26,7 +27,7 @@ def ca() -> trustme.CA:
 
 
 def specs(header):
-    return [spec_of(array) for array in arrays()] if header.get("data") else None
+    return specs_of(arrays()) if header.get("data") else None
 
 
 def both_send(recorder: Recorder, port: int, keys=None, own=arrays, expects=specs) -> list[np.ndarray]:
@@ -75,9 +76,7 @@ def test_messages_larger_than_all_buffers_cross_without_a_deadlock():
         return [np.full(16 << 20, seed, np.float32)]
 
     with running(recorder) as server:
-        got = both_send(
-            recorder, server.port, own=large, expects=lambda h: [spec_of(large(0)[0])] if "data" in h else None
-        )
+        got = both_send(recorder, server.port, own=large, expects=lambda h: specs_of(large(0)) if "data" in h else None)
     assert same(got, large(1)) and same(recorder.got[0].arrays or [], large(2))
 
 
@@ -85,7 +84,7 @@ def test_state_comes_array_by_array_under_its_names(ca):
     state = {"slow": np.arange(6.0).reshape(2, 3), "momentum": np.ones(4, np.float32), "step": np.asarray(7)}
     recorder = Recorder()
     recorder.state = lambda caller, request: ((name, state[name]) for name in request["names"])
-    expected = {name: spec_of(array) for name, array in state.items()}
+    expected = {name: specs_of(array)[0] for name, array in state.items()}
     with running(recorder, keys_of(ca, "paris")) as server:
         client = calling(server.port, keys_of(ca, "berlin"))
         got = dict(client.state({"names": list(state)}, expected, SECONDS))

@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 
 from noloco_jax.islands import frames
-from noloco_jax.islands.frames import SCHEMA, ArraySpec, Frame, read_frame, spec_of, write_frame
+from noloco_jax.islands.codes import specs_of
+from noloco_jax.islands.frames import SCHEMA, ArraySpec, Frame, read_frame, write_frame
 from noloco_jax.islands.peer_errors import Broken, PeerError, Refused
 
 HEADER = {"round": 7, "text": "ü", "none": None, "list": [1, 2.5]}
@@ -56,7 +57,7 @@ def sent() -> list[np.ndarray]:
 
 
 def expected(_=None) -> list[ArraySpec]:
-    return [spec_of(array) for array in sent()]
+    return specs_of(sent())
 
 
 def written() -> list:

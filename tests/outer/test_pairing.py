@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import noloco_jax as nj
-from noloco_jax.outer.pairing import components, consensus_limit, groups_of_rounds
+from noloco_jax.outer.pairing import components, consensus_limit
 
 
 def pairs_of(round_):
@@ -163,6 +163,11 @@ def test_explicit_rounds_come_in_turn_and_start_over():
     pairing = nj.ExplicitPairing([[[0, 1], [2]], [[0], [1, 2]]])
     a, b = pairing.pool
     assert groups_of_rounds(pairing, 5) == [a, b, a, b, a]
+
+
+def groups_of_rounds(pairing, num_rounds):
+    """The partitions of the first rounds, on the host."""
+    return [pairing.pool[int(pairing.pool_index(round))] for round in range(num_rounds)]
 
 
 def partitions(members, sizes):

@@ -1,6 +1,11 @@
-"""What replicas send, against a count by hand, and for routed micro-batches against a walk along the routes."""
+"""What replicas send, against a count by hand, and for routed micro-batches against a walk along the routes.
 
+`tests/communication/test_messages.py` holds the same figures to the collectives of the compiled programs.
+"""
+
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,12 +15,13 @@ import pytest
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.run.messages import Messages, may_send_in_inner_steps, messages_of, num_outer_steps, num_pairings
 from noloco_jax.spmd.routing import draw_routes, route_pool
+from support.messages import CASES, ONE_DEVICE, ROUNDS, STEPS
 
 V, D, F = 259, 16, 32
 LAYER = D * (16 + 8 + 8 + 16) + 3 * D * F + 2 * D  # attention's q, k, v, o, the MLP's three, two norms
 PARAMETERS = 2 * V * D + LAYER + D
 RING = 4 * PARAMETERS * 3 // 2  # all but one of four parts, twice
-ONE_DEVICE = {"replica": 1, "stage": 1, "fsdp": 1, "tensor": 1}
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden/messages/bytes.json").read_text())
 
 
 def run(method: str, num_replicas: int = 4, mesh: dict[str, Any] | None = None, **outer) -> TrainConfig:
@@ -53,6 +59,18 @@ def test_messages_are_of_the_parameters_size(method, in_outer_step, in_inner_ste
     assert [found.of_outer_step(round) for round in (0, 1, 5000)] == [in_outer_step] * 3
     assert [found.of_inner_step(step) for step in (1, 2, 5000)] == [in_inner_step] * 3
     assert found.mean_of_outer_steps == in_outer_step and found.mean_of_inner_steps == in_inner_step
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_are_those_once_read_from_the_traced_programs(name):
+    found = messages_of(*CASES[name])
+    figures = {
+        "outer": [found.of_outer_step(round) for round in ROUNDS],
+        "inner": [found.of_inner_step(step) for step in STEPS],
+        "merge": [found.of_final_merge()],
+    }
+    golden = {key: np.broadcast_to(value, len(figures[key])).tolist() for key, value in GOLDEN[name].items()}
+    assert figures == golden
 
 
 def test_outer_steps_are_counted_for_methods_that_have_them():
@@ -110,12 +128,9 @@ def test_routed_micro_batches_send_what_a_walk_along_the_routes_comes_to(num_rep
         assert found.of_inner_step(step) == pytest.approx(others * message / num_replicas, rel=1e-12)
 
 
-@pytest.mark.parametrize("method", ["noloco", "diloco", "local"])
-def test_inner_steps_that_are_not_counted_send_nothing(method, monkeypatch):
-    """They are spared the time of tracing them."""
-    assert not may_send_in_inner_steps(run(method))
-    monkeypatch.setattr("noloco_jax.run.messages.may_send_in_inner_steps", lambda _: True)
-    assert messages(method).mean_of_inner_steps == 0
+@pytest.mark.parametrize("method", ["noloco", "diloco", "local", "ddp"])
+def test_inner_steps_may_send_where_they_do(method):
+    assert may_send_in_inner_steps(run(method)) == (messages(method).mean_of_inner_steps > 0)
 
 
 def test_epidemic_sends_whole_messages_to_each_of_its_neighbours():

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from noloco_jax.exchange.wire import Float32
-from noloco_jax.islands.codes import Codes, norm_of
-from noloco_jax.islands.frames import spec_of
+from noloco_jax.islands.codes import Codes, norm_of, specs_of
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.settings import Settings
@@ -70,7 +69,7 @@ class Site:
         partner = partner_of(roster.names, name)
         protocol = Island(name, others, identity, partner, incarnation, settings, journal)
         message = self.message(0)
-        arguments = settings, Codes(Float32(), [message], [message]), [spec_of(message)], self.lines.append
+        arguments = settings, Codes(Float32(), [message], [message]), specs_of(message), self.lines.append
         self.station = Station(roster, name, credentials, protocol, *arguments, Snapshots({}), {})
 
     def message(self, round: int) -> np.ndarray:

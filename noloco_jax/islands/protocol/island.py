@@ -124,11 +124,6 @@ class Island:
         """What is known of the others, for a table of them."""
         return self._context.peers
 
-    @property
-    def unsettled(self) -> bool:
-        """Whether an exchange's outcome is still being asked for: worth a few seconds before the process ends."""
-        return bool(self._exchanges.doubts.exchanges)
-
     def is_meeting(self, round: int) -> bool:
         """Whether the message of this round, or of an earlier one, may still be exchanged."""
         doubts = (exchange.xid.round for exchange in self._exchanges.doubts.exchanges)
