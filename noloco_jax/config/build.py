@@ -39,6 +39,31 @@ def unchecked(values: ConfigDict | Mapping[str, Any]) -> TrainConfig:
     return _build(TrainConfig, _resolved(values) if isinstance(values, ConfigDict) else values, "")
 
 
+# Fields that earlier versions had and saved, with the value that changed nothing; None: any value.
+_DELETED = {"outer": {"final_steps": 0, "final_sync_every": None}}
+
+
+def without_deleted(values: Any) -> Any:
+    """Return a saved configuration without the fields that earlier versions had.
+
+    Raises:
+      UserError: if one was set, as its run cannot be resumed as it was.
+    """
+    if not isinstance(values, Mapping):
+        return values
+    values = dict(values)
+    for group, fields in _DELETED.items():
+        if isinstance(values.get(group), Mapping):
+            for name, unused in fields.items():
+                if unused is not None and values[group].get(name, unused) != unused:
+                    raise UserError(
+                        f"{group}.{name}={values[group][name]} was set by an earlier version, and this one does not "
+                        "have it: resume with the version that saved it, or give another --workdir"
+                    )
+            values[group] = {name: value for name, value in values[group].items() if name not in fields}
+    return values
+
+
 def _resolved(values: ConfigDict) -> dict[str, Any]:
     """Replace by plain values references between fields."""
     try:
@@ -160,6 +185,6 @@ def load_saved(workdir: str | os.PathLike[str]) -> TrainConfig:
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): restore it, or start afresh in another --workdir") from None
     try:
-        return from_dict(values)
+        return from_dict(without_deleted(values))
     except UserError as error:
         raise UserError(f"{path}: {error}") from None

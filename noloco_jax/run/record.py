@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from noloco_jax.config import Change, TrainConfig, changes, find_field, save_config, to_dict, unchecked
+from noloco_jax.config import Change, TrainConfig, changes, find_field, save_config, to_dict, unchecked, without_deleted
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
 
@@ -44,7 +44,7 @@ def saved_config(record: Mapping[str, Any], where: Path) -> TrainConfig:
             f"{where} holds no configuration, as an earlier version of noloco_jax saved it: go on with that version, "
             "or give another --workdir"
         )
-    return unchecked(record["config"])
+    return unchecked(without_deleted(record["config"]))
 
 
 def permitted_changes(before: TrainConfig, now: TrainConfig, where: Path) -> list[Change]:

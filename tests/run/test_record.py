@@ -115,6 +115,15 @@ def test_a_checkpoint_of_a_version_without_records_is_refused_in_words(tmp_path)
         saved_config({"method": "noloco"}, tmp_path)
 
 
+def test_a_checkpoint_with_a_field_that_is_gone_resumes_where_the_field_changed_nothing(tmp_path):
+    before = make_record(CONFIG, {}, None)
+    before["config"]["outer"] |= {"final_steps": 0, "final_sync_every": 7}
+    assert saved_config(before, tmp_path) == CONFIG
+    before["config"]["outer"]["final_steps"] = 200
+    with pytest.raises(UserError, match=r"outer\.final_steps=200 was set by an earlier version"):
+        saved_config(before, tmp_path)
+
+
 def test_what_is_set_and_not_used_by_the_method_is_named():
     outer = {"outer": {"sync_every": 5, "nesterov": True, "group_size": 3}}
     assert unused_settings(from_dict(outer)) == ["outer.nesterov=True"]
