@@ -27,8 +27,9 @@ OPENINGS = (
     "the same",
 )
 MOST = 0.03  # of a room's docstrings
-# Rooms that are being rewritten; each goes from this list with its docstrings.
+# Rooms and modules that are being rewritten; each goes from this list with its docstrings.
 NOT_YET = {"exchange", "island", "islands", "lateness", "outer", "run", "simulate", "spmd", "train"}
+NOT_YET |= {"meetings.py", "methods.py", "transforms.py", "wires.py"}
 
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
@@ -46,13 +47,16 @@ def opens_badly(text: str) -> bool:
 
 
 def rooms() -> dict[str, list[Path]]:
+    """Map each room to its files; the modules that stand beside the rooms are together "noloco_jax"."""
     found: dict[str, list[Path]] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        found.setdefault(path.relative_to(PACKAGE).parts[0], []).append(path)
+        first, *below = path.relative_to(PACKAGE).parts
+        if first not in NOT_YET:
+            found.setdefault(first if below else PACKAGE.name, []).append(path)
     return found
 
 
-@pytest.mark.parametrize("room", sorted(rooms().keys() - NOT_YET))
+@pytest.mark.parametrize("room", sorted(rooms()))
 def test_docstrings_open_with_a_verb_or_a_noun(room):
     texts = [(f"{path.name}:{line}", text) for path in rooms()[room] for line, text in docstrings(path)]
     bad = [f"{place} {text.splitlines()[0]}" for place, text in texts if opens_badly(text)]
