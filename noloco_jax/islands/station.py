@@ -165,7 +165,7 @@ class Station:
             if any(isinstance(item, Healed) for item in self._inbox):
                 return  # these weights are about to be replaced
             self._own[round] = message
-            self._handle(RoundEnded(round, tokens, (norm,)))
+            self._handle(RoundEnded(round, tokens, norm))
             for old in [old for old in self._own if not self._protocol.is_meeting(old)]:
                 del self._own[old]
             for xid in [xid for xid in self._others if xid.round not in self._own]:
@@ -280,7 +280,7 @@ class Station:
                 )
                 self._inbox.append(Correction(xid.round, formed))
                 self._met.append(Met(xid.round, peer, "late" if lag else "met", lag))
-            case Drop(round, _, peer, reason, one_sided):
+            case Drop(round, peer, reason, one_sided):
                 self._met.append(Met(round, peer, "alone", reason=reason, one_sided=one_sided))
             case Admitted():
                 self._admitted = True

@@ -10,7 +10,7 @@ from noloco_jax.islands.protocol.headers import Caller, ExchangeId, HeaderError,
 
 IDENTITY = Identity("run", "config", "model", "roster", "codec", "pace")
 CALLER = Caller(IDENTITY, "paris", "oslo", 3, 7)
-XID = ExchangeId(7, 1, "paris", 3, 2)
+XID = ExchangeId(7, "paris", 3, 2)
 HELLO = Hello(CALLER, XID, 1000)
 ALL = [
     HELLO,

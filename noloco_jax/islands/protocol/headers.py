@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-VERSION = 2  # of this protocol
+VERSION = 3  # of this protocol
 LONGEST_TEXT = 256
 PAST_INCARNATION = "a past incarnation"
 
@@ -31,18 +31,16 @@ class Outcome(StrEnum):
 
 
 class ExchangeId(NamedTuple):
-    """One attempt of two islands to exchange a fragment; no other attempt, restart or round has the same.
+    """One attempt of two islands to exchange their messages; no other attempt, restart or round has the same.
 
     Attributes:
       round: the round whose messages are exchanged.
-      fragment: which part of them.
       dialler: the island that dialled.
       incarnation: of the dialler.
       attempt: the dialler's count of its attempts in this round.
     """
 
     round: int
-    fragment: int
     dialler: str
     incarnation: int
     attempt: int
@@ -57,7 +55,7 @@ class Identity:
       config: of the configuration, as far as it has to agree.
       model: of names, shapes and dtypes of the parameters.
       roster: of the roster.
-      codec: the form in which messages travel, and their number of fragments.
+      codec: the form in which messages travel, and the number of fragments of parameters.
       pace: "steps", or "time" for islands that fit their inner steps to common rounds.
       protocol: its version.
     """
@@ -177,7 +175,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Message:
-    """The header of the arrays of a message's fragment."""
+    """The header of a message's arrays."""
 
     xid: ExchangeId
 
@@ -217,7 +215,7 @@ class Status:
       incarnation, round: see `Caller`.
       training: whether it has weights and trains; not while it starts, waits for others, or leaves.
       lineage: whether a committed exchange is in the past of its weights, through checkpoints and healings.
-      committed, due: fragments exchanged, and fragments that had a partner, since the start.
+      committed, due: messages exchanged, and messages that had a partner, since the start.
       lag: mean rounds between a message and its correction.
       partner: of the last round; empty: alone.
       outcome: of the exchange that was asked for.

@@ -68,8 +68,9 @@ class Journal(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Journal":
-        outcomes = {ExchangeId(*xid): Outcome(outcome) for *xid, outcome in values["outcomes"]}
-        doubts = tuple((ExchangeId(*xid), peer) for *xid, peer in values["doubts"])
+        # Behind the round, journals of earlier versions have a number more.
+        outcomes = {ExchangeId(round, *xid[-3:]): Outcome(outcome) for round, *xid, outcome in values["outcomes"]}
+        doubts = tuple((ExchangeId(round, *xid[-3:]), peer) for round, *xid, peer in values["doubts"])
         return cls(values["round"], values["lineage"], outcomes, values["floor"], doubts)
 
 
@@ -222,7 +223,7 @@ class Island:
     def _start(self) -> None:
         for xid, peer in self._lost:
             reason = "in doubt when the weights were saved"
-            self._context.actions.append(Drop(xid.round, xid.fragment, peer, reason, one_sided=True))
+            self._context.actions.append(Drop(xid.round, peer, reason, one_sided=True))
         self._healing.start()
 
     def _ready(self) -> None:
