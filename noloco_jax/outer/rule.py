@@ -71,12 +71,6 @@ class OuterState(NamedTuple):
     windows: PyTree = None
 
 
-def solo_step(rule: Rule, theta: PyTree, state: PyTree, round: Any) -> tuple[PyTree, PyTree, PyTree]:
-    """The outer step of a replica that meets nobody: (new θ, the rule's new state, the message it would have sent)."""
-    message = rule.message(state, theta, round)
-    return *rule.receive(state, message, message, round), message
-
-
 def at(value: Number, round: Any) -> Any:
     """A number, or a schedule's value in this round."""
     return value(round) if callable(value) else value

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from noloco_jax.meetings import own_round, pairing_round
 from noloco_jax.outer.fragments import Fragments
-from noloco_jax.outer.rule import Exchange, OuterState, Rule, computed, solo_step
+from noloco_jax.outer.rule import Exchange, OuterState, Rule, computed
 
 PyTree = Any
 
@@ -27,6 +27,20 @@ class Late(NamedTuple):
     entered: Any
     rule: Any
     correction: PyTree
+
+
+class Outgoing(NamedTuple):
+    """What a replica sends of a fragment in an outer step, each a tree like the fragment's parameters.
+
+    Attributes:
+      message: m, in its compute precision.
+      movement: how far every number of it has moved since the replica last met others; None without windows.
+      windows: the fragment's part of `OuterState.windows`; None for an exchange that keeps none.
+    """
+
+    message: PyTree
+    movement: PyTree
+    windows: PyTree
 
 
 @dataclass(frozen=True)
@@ -63,25 +77,47 @@ class OuterSteps:
         return Late(jnp.zeros([], jnp.int32), state, jax.tree.map(jnp.zeros_like, computed(params)))
 
     def step(self, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
-        """Outer step `state.round`: (the fragment's new parameters in their compute precision, the state after it).
+        """Take outer step `state.round`.
 
-        The state's counters are left to the caller.
+        Returns:
+          The fragment's new parameters in their compute precision, and the state; its counters are left to the caller.
         """
-        number, cuts = state.round, self.fragments.cuts(params)
+        number = state.round
+        if self.is_late:
+            theta, state, outgoing = self.solo(params, state)
+            return theta, self.keep(state, *self.correction(outgoing, number), number)
+        part, rule = self._part(params, state.rule, number)
+        theta, round = computed(part), own_round(number, self.fragments.count)
+        outgoing = self._outgoing(rule, theta, state, params)
+        mean, windows = self._mean(outgoing, number, self.fragments.hidden(part))
+        theta, rule = self.rule.receive(rule, outgoing.message, mean, round)
+        state = state._replace(rule=self._with(params, state.rule, rule, number))
+        return theta, self._with_windows(state, windows, params, number)
+
+    def solo(self, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState, Outgoing]:
+        """Take outer step `state.round` alone: results as of `step`, and what others are to be sent."""
+        number = state.round
         part, held = self._part(params, state.rule, number)
         if self.is_late:  # in this fragment's place there is room for one correction
             part, held = self._correct(part, held, number - self.fragments.count)
-        rule, round = held.rule if self.is_late else held, own_round(number, self.fragments.count)
-        theta = computed(part)
-        message, movement = self.rule.message(rule, theta, round), self.rule.movement(rule, theta, round)
-        seen = None if state.windows is None else self.fragments.part(state.windows, cuts, number)
-        hidden = self.fragments.hidden(part)
-        mean, seen = self.exchange(message, pairing_round(number, self.fragments.count), movement, seen, hidden)
-        theta, rule = self.rule.receive(rule, message, message if self.is_late else mean, round)
-        if self.is_late:
-            rule = Late(held.entered, rule, jax.tree.map(jnp.subtract, mean, message))
-        windows = None if state.windows is None else self.fragments.put(state.windows, seen, cuts, number)
-        return theta, state._replace(rule=self._with(params, state.rule, rule, number), windows=windows)
+        rule, theta = held.rule if self.is_late else held, computed(part)
+        outgoing = self._outgoing(rule, theta, state, params)
+        own = outgoing.message
+        theta, rule = self.rule.receive(rule, own, own, own_round(number, self.fragments.count))
+        held = held._replace(rule=rule) if self.is_late else rule
+        return theta, state._replace(rule=self._with(params, state.rule, held, number)), outgoing
+
+    def correction(self, outgoing: Outgoing, number: Any) -> tuple[PyTree, PyTree]:
+        """Exchange what `solo` sends: c = mean − m of outer step `number`, and the exchange's windows after it."""
+        mean, windows = self._mean(outgoing, number, self.fragments.hidden(outgoing.message))
+        return jax.tree.map(jnp.subtract, mean, outgoing.message), windows
+
+    def keep(self, state: OuterState, correction: PyTree, windows: PyTree, number: Any) -> OuterState:
+        """Keep the correction of outer step `number` until it is due, and its exchange's windows."""
+        kept = state.rule.correction
+        kept = self.fragments.put(kept, correction, self.fragments.cuts(kept), number)
+        state = state._replace(rule=state.rule._replace(correction=kept))
+        return self._with_windows(state, windows, kept, number)
 
     def moved(self, params: PyTree, state: OuterState) -> jax.Array:
         """How far the fragment of the next outer step has moved: the root mean square over its weights, float32."""
@@ -97,13 +133,6 @@ class OuterSteps:
         part, held = self._part(params, state.rule, number)
         theta, held = self._correct(part, held, state.round - 1)
         return theta, self._with(params, state.rule, held, number)
-
-    def solo(self, params: PyTree, state: OuterState) -> tuple[PyTree, PyTree, PyTree]:
-        """As `step`, but alone, whoever the exchange would bring; also the message that others may be sent later."""
-        number = state.round
-        part, rule = self._part(params, state.rule, number)
-        theta, rule, message = solo_step(self.rule, computed(part), rule, own_round(number, self.fragments.count))
-        return theta, self._with(params, state.rule, rule, number), message
 
     def enter(self, params: PyTree, state: PyTree, correction: PyTree, number: Any) -> tuple[PyTree, PyTree]:
         """Enters a correction of the solo step `number` whenever it comes: results as of `step`."""
@@ -122,6 +151,25 @@ class OuterSteps:
     def put(self, params: PyTree, part: PyTree, number: Any) -> PyTree:
         """A tree like the parameters with that fragment replaced."""
         return self.fragments.put(params, part, self.fragments.cuts(params), number)
+
+    def _outgoing(self, rule: PyTree, theta: PyTree, state: OuterState, params: PyTree) -> Outgoing:
+        """Return what a fragment θ sends; `rule` is its part of the rule's state."""
+        round = own_round(state.round, self.fragments.count)
+        message = self.rule.message(rule, theta, round)
+        if state.windows is None:
+            return Outgoing(message, None, None)
+        windows = self.fragments.part(state.windows, self.fragments.cuts(params), state.round)
+        return Outgoing(message, self.rule.movement(rule, theta, round), windows)
+
+    def _mean(self, outgoing: Outgoing, number: Any, hidden: PyTree) -> tuple[PyTree, PyTree]:
+        message, movement, windows = outgoing
+        return self.exchange(message, pairing_round(number, self.fragments.count), movement, windows, hidden)
+
+    def _with_windows(self, state: OuterState, windows: PyTree, params: PyTree, number: Any) -> OuterState:
+        if windows is None:
+            return state
+        cuts = self.fragments.cuts(params)
+        return state._replace(windows=self.fragments.put(state.windows, windows, cuts, number))
 
     def _correct(self, part: PyTree, held: Late, last: Any) -> tuple[PyTree, Late]:
         """A fragment and its state after its correction entered, if that is of outer step `last` or an earlier one.

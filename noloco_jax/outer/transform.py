@@ -12,7 +12,7 @@ from noloco_jax.meetings import Meetings
 from noloco_jax.outer.counters import shared
 from noloco_jax.outer.misuse import check_params, check_surroundings
 from noloco_jax.outer.rule import OuterState, Rule, common_dtype
-from noloco_jax.outer.step import OuterSteps
+from noloco_jax.outer.step import OuterSteps, Outgoing
 
 PyTree = Any
 
@@ -30,7 +30,9 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
       rule: what a replica does in an outer step.
       share_moments: (fragment of a tree, number of the outer step, how far its numbers have moved, dimension of every
         array along which codes cut blocks) -> the mean of the group of that step, for the inner optimizer's moments.
-      solo: as `step`, but alone: (params, state) -> (params, state, message), for replicas that meet by other means.
+      solo: as `step`, but alone: (params, state) -> (params, state, Outgoing), for an exchange elsewhere or later.
+      correction: (Outgoing, number of the outer step) -> (correction, windows): the exchange by itself.
+      keep: (state, correction, windows, number) -> state that holds the correction for `correct`; for a delay.
       enter: (params, state, correction, round) -> (params, state): what came of the message of that round's `solo`.
     """
 
@@ -39,7 +41,9 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
     moved: Callable[[PyTree, OuterState], jax.Array]
     rule: Rule
     share_moments: Callable[[PyTree, Any, PyTree, PyTree], PyTree]
-    solo: Callable[[PyTree, OuterState], tuple[PyTree, OuterState, PyTree]]
+    solo: Callable[[PyTree, OuterState], tuple[PyTree, OuterState, Outgoing]]
+    correction: Callable[[Outgoing, Any], tuple[PyTree, PyTree]]
+    keep: Callable[[OuterState, PyTree, PyTree, Any], OuterState]
     enter: Callable[[PyTree, OuterState, PyTree, Any], tuple[PyTree, OuterState]]
 
     def __new__(cls, init: Any, update: Any, **more: Any) -> "OuterOptimizer":
@@ -74,11 +78,11 @@ def outer_optimizer(steps: OuterSteps, meetings: Meetings, axis_names: Sequence[
         rule_state = rule_state._replace(entered=state.rule.entered + (rule_state.entered - number))
         return placed(params, part, number), state._replace(rule=rule_state)
 
-    def solo_fn(params: PyTree, state: OuterState) -> tuple[PyTree, OuterState, PyTree]:
+    def solo_fn(params: PyTree, state: OuterState) -> tuple[PyTree, OuterState, Outgoing]:
         check_params(params, axis_names)
         number = shared(state.round)
-        part, rule_state, message = steps.solo(params, state._replace(round=number))
-        return placed(params, part, number), state._replace(round=state.round + 1, rule=rule_state), message
+        part, after, outgoing = steps.solo(params, state._replace(round=number))
+        return placed(params, part, number), after._replace(round=state.round + 1), outgoing
 
     def enter_fn(params: PyTree, state: OuterState, correction: PyTree, round: Any) -> tuple[PyTree, OuterState]:
         check_params(params, axis_names)
@@ -161,6 +165,8 @@ def outer_optimizer(steps: OuterSteps, meetings: Meetings, axis_names: Sequence[
         rule=steps.rule,
         share_moments=steps.meet_moments,
         solo=solo_fn,
+        correction=steps.correction,
+        keep=steps.keep,
         enter=enter_fn,
     )
 

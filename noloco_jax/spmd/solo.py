@@ -90,7 +90,9 @@ def _step(outer: OuterOptimizer, wire: Wire, cuts: PyTree, params: PyTree, state
 
 def _solo(outer: OuterOptimizer, params: PyTree, state: Any) -> Any:
     axes = outer_axes(outer)
-    return jax.vmap(outer.solo, in_axes=(0, axes), out_axes=(0, axes, 0), axis_name=SLOT)(params, state)
+    solo = jax.vmap(outer.solo, in_axes=(0, axes), out_axes=(0, axes, 0), axis_name=SLOT)
+    params, state, outgoing = solo(params, state)
+    return params, state, outgoing.message
 
 
 def _enter(outer: OuterOptimizer, params: PyTree, state: Any, correction: PyTree, round: jax.Array) -> Any:

@@ -183,8 +183,8 @@ def test_schedules_go_by_the_rounds_of_a_fragment_and_a_correction_by_that_of_it
         if form == "step":
             return outer.step(params, state)
         number = state.round
-        params, state, message = outer.solo(params, state)
-        correction = jax.tree.map(lambda m: jax.lax.pmean(m, "replica") - m, message)
+        params, state, outgoing = outer.solo(params, state)
+        correction = jax.tree.map(lambda m: jax.lax.pmean(m, "replica") - m, outgoing.message)
         return outer.enter(params, state, correction, counters.shared(number))
 
     step = jax.jit(jax.vmap(taken, axis_name="replica"))

@@ -10,7 +10,7 @@ import pytest
 
 import noloco_jax as nj
 from noloco_jax.outer.momentum import Momentum
-from noloco_jax.outer.rule import OuterState, solo_step
+from noloco_jax.outer.rule import OuterState
 from support.layouts import assert_trees_close, axis_of, over_replicas, random_tree
 from support.rules import ALPHA, BETA, GAMMA, RULES, groups_of
 
@@ -77,7 +77,7 @@ def test_a_correction_after_the_solo_step_is_the_step_with_the_mean(rule):
     def both(params: Any, state: OuterState) -> Any:
         drawn = outer.step(params, state)
         message = outer.rule.message(state.rule, params, state.round)
-        solo, after_solo, _ = solo_step(outer.rule, params, state.rule, state.round)
+        solo, after_solo = outer.rule.receive(state.rule, message, message, state.round)
         mean = jax.tree.map(lambda m: jax.lax.pmean(m, "replica"), message)
         correction = jax.tree.map(jnp.subtract, mean, message)
         moved = jax.tree.map(lambda x: x + 1, solo)
