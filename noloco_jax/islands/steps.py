@@ -96,10 +96,10 @@ class IslandSteps:
             params, inner, outer = state
             assert outer is not None
             round = int(outer.round)
-            params, outer, code, norm = self._solo.step(params, outer)
+            params, outer, kept, norm = self._solo.step(params, outer)
             norm = float(norm)  # once it is computed
             with self._exposed():
-                arrays = [np.asarray(x) for x in jax.device_get(jax.tree.leaves(code))]
+                arrays = [np.asarray(x) for x in jax.device_get(jax.tree.leaves(kept))]
                 self.station.end_round(round, tokens, arrays, norm)
             state = TrainState(params, inner, outer)
             if self._at_once:
@@ -156,7 +156,7 @@ class IslandSteps:
             if isinstance(item, Healed):
                 return self.healed(item.arrays)
             params, inner, outer = state
-            correction = jax.tree.unflatten(jax.tree.structure(self._solo.message), item.arrays.result())
+            correction = jax.tree.unflatten(jax.tree.structure(self._solo.correction), item.arrays.result())
             params, outer = self._solo.enter(params, outer, correction, np.int32(item.round))
             return TrainState(params, inner, outer), step
 

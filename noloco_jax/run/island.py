@@ -12,7 +12,7 @@ from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.data import renumbered
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
-from noloco_jax.islands.codes import Codes, specs_of
+from noloco_jax.islands.codes import codec_of, specs_of
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.look import check_alone
 from noloco_jax.islands.protocol.headers import Identity
@@ -28,10 +28,8 @@ from noloco_jax.run.island_log import IslandLog
 from noloco_jax.run.messages import Messages
 from noloco_jax.spmd.programs import Programs
 from noloco_jax.spmd.solo import SoloPrograms, compile_solo
-from noloco_jax.wires import BLOCK_BITS, FLOAT_BYTES
 
 ISLAND_FILE = "island.json"
-_WIRES = (*FLOAT_BYTES, *BLOCK_BITS)
 # Groups and fields of a configuration that all islands must have equal; what is left is each one's own affair.
 COMMON = ("method", "num_steps", "num_replicas", "seed", "model", "inner", "outer")
 
@@ -81,11 +79,6 @@ class Membership:
             )
         if config.method != "noloco":
             raise UserError(f"method={config.method!r}: islands meet in pairs, give --config.method=noloco")
-        if outer.wire not in _WIRES:
-            raise UserError(
-                f"outer.wire={outer.wire!r} takes two messages, windows first, and islands send one: give "
-                f"--config.outer.wire={', '.join(_WIRES[:-1])} or {_WIRES[-1]}"
-            )
         for name, wanted, given, why in (
             ("outer.group_size", 2, outer.group_size, "they meet in pairs"),
             ("outer.delay", 0, outer.delay, "whose corrections enter when they come, late by themselves"),
@@ -178,7 +171,7 @@ class Membership:
             self.credentials,
             protocol,
             self.settings(config),
-            Codes(solo.wire, solo.message, solo.code, solo.cuts),
+            codec_of(solo.wire, solo.message, solo.code, solo.cuts),
             state_specs(programs.state),
             report,
             Snapshots(weight_specs(config.model)),

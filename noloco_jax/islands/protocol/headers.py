@@ -1,7 +1,8 @@
 """What islands tell each other: small headers, which travel as JSON and are checked when they come.
 
-Only `Message` and `State` are followed by arrays. The transport sees to it that those are whole; here is what decides
-what happens to them. The first header of a call is an opener: `Hello`, `StatusRequest`, `StateRequest` or `Leave`.
+Only `Windows`, `Message` and `State` are followed by arrays. The transport sees to it that those are whole; here is
+what decides what happens to them. The first header of a call is an opener: `Hello`, `StatusRequest`, `StateRequest` or
+`Leave`.
 """
 
 import dataclasses
@@ -181,6 +182,13 @@ class Message:
 
 
 @dataclass(frozen=True)
+class Windows:
+    """The header of the arrays that a message's code needs ahead of it: of no concern to the protocol's machine."""
+
+    xid: ExchangeId
+
+
+@dataclass(frozen=True)
 class Received:
     """The verdict on the partner's message: good if it came whole, finite and of a plausible size."""
 
@@ -258,7 +266,7 @@ class Leave:
 
 
 Opener = Hello | StatusRequest | StateRequest | Leave
-Answer = Accept | Busy | AtRound | NotPartner | Wrong | Done | Message | Received | Commit | Status | State
+Answer = Accept | Busy | AtRound | NotPartner | Wrong | Done | Windows | Message | Received | Commit | Status | State
 Header = Opener | Answer
 
 KINDS: dict[str, type] = {kind.__name__: kind for kind in (*typing.get_args(Opener), *typing.get_args(Answer))}
