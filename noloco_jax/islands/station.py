@@ -21,6 +21,7 @@ from noloco_jax.islands.client import Client
 from noloco_jax.islands.codes import Arrays, Codec, norm_of, pair_windows
 from noloco_jax.islands.frames import ArraySpec, Expects
 from noloco_jax.islands.keys import Credentials
+from noloco_jax.islands.look import ask_all
 from noloco_jax.islands.protocol.events import (
     Action,
     Admitted,
@@ -97,8 +98,9 @@ class Station:
         self._codes = codes
         self.snapshots, self._about = snapshots, dict(about)
         self._changed = threading.Condition(threading.RLock())
+        self._clients = {other: Client(roster, name, credentials, other) for other in roster.names if other != name}
         self._switchboard = Switchboard(
-            {other: Client(roster, name, credentials, other) for other in roster.names if other != name},
+            self._clients,
             {**codes.specs, State.__name__: state},
             settings.answer_seconds,
             self._changed,
@@ -235,12 +237,26 @@ class Station:
         with self._changed:
             self._changed.wait_for(lambda: not self._protocol.is_meeting(round), seconds)
 
-    def leave(self) -> None:
-        """Says goodbye: nothing is committed any more, so that what is saved next has seen all that there is."""
+    def leave(self, finished: bool = False) -> None:
+        """Says goodbye: nothing is committed any more, so that what is saved next has seen all that there is.
+
+        `finished`: whether all steps of the run are taken; the weights are served on then, until `close`.
+        """
         with self._changed:
             if self._server is not None and not self._left:
                 self._left = True
-                self._handle(Stop())
+                self._handle(Stop(finished))
+
+    def unfinished(self, ask_seconds: float = 0.0) -> list[str]:
+        """The islands that are not known to have taken all steps of the run; they are asked where seconds are given."""
+        with self._changed:
+            names = [name for name, peer in self._protocol.peers.items() if not peer.finished]
+        answers = ask_all({name: self._clients[name] for name in names}, ask_seconds) if ask_seconds else {}
+        with self._changed:
+            for name, answer in answers.items():
+                if isinstance(answer, Status) and answer.finished:
+                    self._protocol.peers[name].finished = True
+            return [name for name, peer in self._protocol.peers.items() if not peer.finished]
 
     def close(self) -> None:
         """Leaves, and ends all calls."""
@@ -374,4 +390,4 @@ class Station:
     def _tell_about(self, caller: str, argument: Mapping[str, Any]) -> dict[str, Any]:
         with self._changed:
             status = self._protocol.status()
-        return {**self._about, "round": status.round, "training": status.training}
+        return {**self._about, "round": status.round, "training": status.training or status.finished}

@@ -47,7 +47,8 @@ class Membership:
         has time for while the fastest takes all of them. Steps, rounds and learning rates go by the run's schedule
         then, of which `num_steps` is the length for all: one inner step may stand for several steps of it. Messages
         weigh as much as the inner steps that were taken for them.
-      at_once: whether outer steps wait for their exchange, for comparisons with one program.
+      linger: seconds for which an island that has taken its last step serves its weights, until all have.
+      at_once: whether outer steps wait for their exchange, for tests that compare islands with one program.
     """
 
     roster: Roster
@@ -56,6 +57,7 @@ class Membership:
     patience: int = 2
     pace: str = "steps"
     at_once: bool = False
+    linger: float = 600.0
 
     def __str__(self) -> str:
         """For the banner: secrets have no place in it."""
@@ -83,7 +85,12 @@ class Membership:
             ("outer.group_size", 2, outer.group_size, "they meet in pairs"),
             ("outer.delay", 0, outer.delay, "whose corrections enter when they come, late by themselves"),
             ("outer.moments", 0, outer.moments, "which exchange weights alone"),
-            ("outer.final_merge", False, outer.final_merge, "which wait for no mean of all: `island merge` makes it"),
+            (
+                "outer.final_merge",
+                False,
+                outer.final_merge,
+                "who may not agree on who is there: `island merge` makes it",
+            ),
             ("mesh.stage", 1, config.mesh.stage, "whose models mesh.fsdp and mesh.tensor spread over devices"),
         ):
             if given != wanted:

@@ -174,7 +174,7 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         if is_evaluating:
             evaluation = _evaluate(run, state, step, log)
         if run.island is not None and (is_last or is_stopping):
-            run.island.station.leave()
+            run.island.station.leave(finished=not is_stopping)
         if is_saving:
             state = _save(run, state, step, log)
         if is_evaluating or is_saving:

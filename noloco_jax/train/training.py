@@ -207,6 +207,9 @@ def train(
             outcome = train_steps(run, state, start or 0, evaluate_first=evaluate_first)
         if island_log is not None:
             island_log.end(outcome.finished)
+        if member is not None and island is not None and outcome.finished:
+            stops = partial(stop.at, config.num_steps)
+            island.linger(outcome.state, config.num_steps, member.linger, stops, console.print)
 
     streams.close()  # when everything is saved; where a run fails, the process closes them at its end
     if not outcome.finished:

@@ -33,8 +33,8 @@ def train_islands(config: Path, roster: Path, folder: Path) -> list[Path]:
     processes = [
         subprocess.Popen(
             [
-                *(sys.executable, "-m", "noloco_jax.island", "train", f"--config={config}", f"--roster={roster}"),
-                *(f"--name={name}", f"--workdir={folder / name}", "--at_once", *COMMON),
+                *(sys.executable, "-m", "support.waiting", f"--config={config}", f"--roster={roster}"),
+                *(f"--name={name}", f"--workdir={folder / name}", *COMMON),
             ],
             env=environment(config),
             cwd=ROOT,

@@ -31,7 +31,8 @@ ALL = [
     headers.Status(1, 2, True, False, 3, 4, 0.5, "oslo", Outcome.FORGOTTEN),
     headers.StateRequest(CALLER, True),
     headers.State(7, True),
-    headers.Leave(CALLER),
+    headers.Leave(CALLER, finished=True),
+    headers.Windows(XID),
 ]
 
 

@@ -15,9 +15,11 @@ import pytest
 from noloco_jax import draws
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.errors import UserError
+from noloco_jax.islands.client import Client
+from noloco_jax.islands.look import About, ask_about, fetch_weights
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.station import Station
-from noloco_jax.islands.steps import IslandSteps
+from noloco_jax.islands.steps import IslandSteps, weight_specs
 from noloco_jax.methods import meetings_of
 from noloco_jax.run.island import Membership, _incarnation, _write
 from noloco_jax.spmd.batches import place_batch
@@ -313,6 +315,58 @@ def test_an_island_that_comes_later_goes_on_from_the_state_of_one_that_trains(wo
 
     side_by_side(lambda: donor(0), lambda: donor(1), joiner)
     assert given
+
+
+def test_islands_that_have_finished_serve_their_weights_until_all_have(world, tmp_path):
+    world.begin(tmp_path)
+    together = threading.Barrier(4, timeout=100)
+    is_first_through, is_served = threading.Event(), threading.Event()
+    said: dict[str, list[str]] = {name: [] for name in NAMES}
+    final: list[Any] = []
+    served: list[dict[str, np.ndarray]] = []
+
+    def one(replica: int) -> None:
+        name = NAMES[replica]
+        station, island = world.join(name)
+        together.wait()
+        state, step = train(world, island, world.programs.init(draws.key(0)), 0, replica)
+        if name == "paris":
+            final.append(jax.device_get(state.params))
+        if name == "oslo":
+            assert is_served.wait(60)
+        station.leave(finished=True)
+        if name == "paris":
+            is_first_through.set()
+        island.linger(state, step, 100.0, lambda: False, said[name].append)
+        station.close()
+
+    def merge() -> None:
+        assert is_first_through.wait(100)
+        client = Client(world.roster, "oslo", None, "paris")
+        (about,) = ask_about({"paris": client}, 10.0).values()
+        assert isinstance(about, About) and about.training
+        served.append(fetch_weights(client, weight_specs(world.config.model), 30.0).arrays)
+        is_served.set()
+
+    started = time.monotonic()
+    side_by_side(*[lambda i=i: one(i) for i in range(4)], merge)
+    assert time.monotonic() - started < 90
+    for found, expected in zip(served[0].values(), jax.tree.leaves(final[0]), strict=True):
+        np.testing.assert_array_equal(found, expected[0])
+    assert not any("leaves" in line for lines in said.values() for line in lines)
+    assert "oslo" in said["paris"][0]
+
+
+def test_who_serves_for_others_in_vain_names_them(world, tmp_path):
+    world.begin(tmp_path)
+    said: list[str] = []
+    station, island = world.join("paris")
+    state, step = train(world, island, world.programs.init(draws.key(0)), 0, 0)
+    station.leave(finished=True)
+    island.linger(state, step, 0.5, lambda: False, said.append)
+    island.linger(state, step, 100.0, lambda: True, said.append)
+    station.close()
+    assert said[1] == said[3] == "leaves; not known to be through: berlin, rome, oslo"
 
 
 def test_an_island_of_another_configuration_is_refused_before_it_compiles(world, tmp_path):

@@ -68,7 +68,12 @@ class Tick(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """The island is to end. It says goodbye, and settles what it is in doubt about as long as it is let."""
+    """The island is to end. It says goodbye, and settles what it is in doubt about as long as it is let.
+
+    `finished`: whether it has taken all steps of the run.
+    """
+
+    finished: bool = False
 
 
 Event = Start | Ready | RoundEnded | Opened | Arrived | Broken | Tick | Stop

@@ -228,6 +228,7 @@ class Status:
       partner: of the last round; empty: alone.
       outcome: of the exchange that was asked for.
       starting: whether it still makes itself ready to train.
+      finished: whether it has taken all steps, and still serves its weights.
     """
 
     incarnation: int
@@ -240,6 +241,7 @@ class Status:
     partner: str
     outcome: Outcome | None = None
     starting: bool = False
+    finished: bool = False
 
 
 @dataclass(frozen=True)
@@ -260,9 +262,10 @@ class State:
 
 @dataclass(frozen=True)
 class Leave:
-    """Says goodbye, so that nobody dials in vain."""
+    """Says goodbye, so that nobody dials in vain. `finished`: whether the sender has taken all steps of the run."""
 
     caller: Caller
+    finished: bool = False
 
 
 Opener = Hello | StatusRequest | StateRequest | Leave

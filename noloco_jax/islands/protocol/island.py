@@ -108,6 +108,7 @@ class Island:
         self._partner = partner
         self._exchanges = Exchanges(context, partner)
         self._healing = Healing(context, journal is not None, began_before)
+        self._finished = False
         self._curious: list[Channel] = []  # calls of those who wait until this island is ready
 
     @property
@@ -176,6 +177,7 @@ class Island:
             lag,
             partner or "",
             starting=not self._healing.is_ready,
+            finished=self._finished,
         )
 
     def next_deadline(self) -> float | None:
@@ -216,7 +218,7 @@ class Island:
                 self._exchanges.tick()
                 self._healing.tick()
             case Stop():
-                self._stop()
+                self._stop(event.finished)
         self._exchanges.go_on()
         return context.actions
 
@@ -264,6 +266,7 @@ class Island:
             case Leave():
                 peer = context.peers[event.peer]
                 peer.away = header.caller.incarnation >= peer.incarnation
+                peer.finished = header.finished if peer.away else peer.finished
                 self._exchanges.doubts.goodbye(channel, event.peer)
 
     def _refusal(self, peer: str, header: Opener) -> Wrong | None:
@@ -282,13 +285,15 @@ class Island:
         self._context.renew(healed.round, healed.lineage)
         self._context.actions.append(healed)
 
-    def _stop(self) -> None:
+    def _stop(self, finished: bool) -> None:
         context = self._context
+        self._finished = finished
         self._healing.stop()
         for channel in self._curious:
             context.close(channel)
         self._curious.clear()
         self._exchanges.leave()
         for peer in context.peers.values():
-            if peer.seen is not None and not peer.away:
-                context.open(peer.name, Leave(context.caller(peer.name)))
+            waits = finished and peer.finished  # to hear that all have
+            if peer.seen is not None and (waits or not peer.away):
+                context.open(peer.name, Leave(context.caller(peer.name), finished))
