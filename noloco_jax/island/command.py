@@ -67,9 +67,12 @@ def _define_train_flags(parser: argparse.ArgumentParser) -> None:
         "while the fastest takes all, and messages weigh accordingly; the same on all islands (default %(default)s)",
     )
     parser.add_argument(
-        "--at_once",
-        action="store_true",
-        help="wait for every exchange, as replicas of one program do: to compare with one, not to train",
+        "--linger",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="after the last step, serve the weights to `island merge` until all islands have taken it, at most this "
+        "long; 0: leave at once (default %(default)s)",
     )
 
 

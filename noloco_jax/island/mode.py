@@ -15,7 +15,7 @@ from noloco_jax.run.island_log import IslandLog
 from noloco_jax.run.messages import Messages
 from noloco_jax.run.mode import Resumed
 from noloco_jax.run.sync import Sync
-from noloco_jax.spmd.programs import Programs, PyTree
+from noloco_jax.spmd.programs import Programs, PyTree, TrainState
 from noloco_jax.spmd.solo import SoloPrograms, build_solo
 
 
@@ -63,7 +63,7 @@ class IslandMode:
         report: Callable[[str], None],
         tokenizer: str | None,
     ) -> bool:
-        self._workdir = workdir
+        self._workdir, self._is_stopping, self._report = workdir, is_stopping, report
         journal = self._member.journal(resumed, config)
         self._station = self._member.open_station(
             config, self._solo, self._programs, journal, workdir, is_stopping, report, tokenizer
@@ -74,7 +74,11 @@ class IslandMode:
         assert self._station is not None
         steps = self._member.steps(config, self._station, self._solo, programs)
         self._log = IslandLog(self._workdir, self._member.name)
-        return IslandSync(config, steps, self._log, self._messages)
+
+        def linger(state: TrainState) -> None:
+            steps.linger(state, config.num_steps, self._member.linger, self._is_stopping, self._report)
+
+        return IslandSync(config, steps, self._log, self._messages, linger)
 
     def begin(self, is_stopping: Callable[[], bool], step: int, seconds: float) -> bool:
         assert self._station is not None

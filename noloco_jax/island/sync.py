@@ -2,11 +2,12 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
+from noloco_jax.config import TrainConfig
 from noloco_jax.formatting import format_bytes
 from noloco_jax.islands.protocol.headers import Status
 from noloco_jax.islands.results import Met
@@ -29,10 +30,18 @@ class IslandSync:
       steps: its outer steps.
       log: what happens to it.
       messages: what it sends.
+      linger: state after the last step -> None, serving its weights to islands that are later.
     """
 
-    def __init__(self, config: Any, steps: IslandSteps, log: IslandLog, messages: Messages):
-        self._steps, self._log, self._messages = steps, log, messages
+    def __init__(
+        self,
+        config: TrainConfig,
+        steps: IslandSteps,
+        log: IslandLog,
+        messages: Messages,
+        linger: Callable[[TrainState], None],
+    ):
+        self._steps, self._log, self._messages, self._linger = steps, log, messages, linger
         self._schedule = schedule_of(config)
         self._lines: list[News] = []
 
@@ -66,8 +75,8 @@ class IslandSync:
         state, journal = self._steps.at_rest(state)
         return state, None if journal is None else journal.to_json()
 
-    def leave(self) -> None:
-        self._steps.station.leave()
+    def leave(self, finished: bool) -> None:
+        self._steps.station.leave(finished=finished)
 
     def groups(self, number: int) -> Round | None:
         return None
@@ -81,8 +90,10 @@ class IslandSync:
             lines.append(News(_line(one, status, size), "exchange", self._figures(one, status, seconds)))
         return lines
 
-    def close(self, finished: bool) -> None:
+    def close(self, state: TrainState, finished: bool) -> None:
         self._log.end(finished)
+        if finished:
+            self._linger(state)
 
     def _figures(self, met: Met, status: Status, seconds: float) -> dict[str, Any]:
         """Return what became of a message, and what the exchanges have come to with it, for metrics."""

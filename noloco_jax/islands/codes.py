@@ -1,19 +1,24 @@
 """The form in which messages travel between islands: what must come, what it stands for, what two of them correct.
 
 Messages are encoded by the program that makes them, and decoded here, on the host's own processor and in whichever
-thread asks: neither the accelerator nor the training is held up.
+thread asks: neither the accelerator nor the training is held up. A code in windows is encoded here too, once the other
+island's windows are there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+import optax
 
 from noloco_jax.errors import UserError
+from noloco_jax.exchange import windows
+from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.wire import Wire, from_code
 from noloco_jax.islands.frames import ArraySpec
+from noloco_jax.islands.protocol.headers import Message, Windows
 
 PyTree = Any
 Arrays = Sequence[np.ndarray]
@@ -30,39 +35,86 @@ def norm_of(arrays: Arrays) -> float:
     return float(np.sqrt(sum(squares)))
 
 
-class Codes:
-    """Messages on their way: Q(m), what arrays stand for that `wire` has encoded.
+class Read(NamedTuple):
+    """Another island's message, as far as it was read.
+
+    Attributes:
+      arrays: for `Codec.correction`.
+      norm: Euclidean, of what the message stands for; not finite where a value is not.
+    """
+
+    arrays: Arrays
+    norm: float
+
+
+class Codec(Protocol):
+    """A form in which messages travel.
+
+    A message is given as the step program has made it: `spmd.solo.SoloPrograms.step`.
+
+    Attributes:
+      specs: the kind of a header -> what each array behind it must be when it comes.
+    """
+
+    @property
+    def specs(self) -> Mapping[str, Sequence[ArraySpec]]: ...
+
+    def windows(self, own: Arrays) -> Arrays | None:
+        """What is sent ahead of a message; None: nothing."""
+        ...
+
+    def payload(self, own: Arrays, windows: Arrays) -> Arrays:
+        """A message as it travels; `windows` of the pair, empty where none are sent ahead."""
+        ...
+
+    def read(self, own: Arrays, windows: Arrays, others: Arrays) -> Read:
+        """The payload that another island has sent."""
+        ...
+
+    def correction(self, own: Arrays, read: Arrays, weight: float) -> Arrays:
+        """c = weight · (Q(m_j) − Q(m_i)), and what a code in windows remembers behind it."""
+        ...
+
+
+def codec_of(wire: Wire | Modulo, message: PyTree, code: PyTree, cuts: PyTree = None) -> Codec:
+    """The codec of a wire; see `SoloPrograms` for what it is made of.
 
     Args:
       wire: the code.
       message: shapes and dtypes of a message; the first axis counts replicas, of which each is encoded by itself.
-      code: the same of what the wire makes of it.
+      code: the same of what travels.
       cuts: the dimension of every array of one replica along which the code's blocks lie; None: the last.
-
-    Attributes:
-      specs: what each array of a message must be when it comes.
 
     Raises `UserError` where JAX has been told to use an accelerator alone, and the code has to be decoded.
     """
+    if isinstance(wire, Modulo):
+        return WindowCodes(wire, message, code, cuts)
+    return Codes(wire, message, code, cuts)
+
+
+class Codes:
+    """Messages of codes that need no windows: Q(m), what arrays stand for that `wire` has encoded. See `codec_of`."""
 
     def __init__(self, wire: Wire, message: PyTree, code: PyTree, cuts: PyTree = None):
-        self.specs = specs_of(code)
+        self.specs = {Message.__name__: specs_of(code)}
         self._is_exact = wire.exact
         if wire.exact:
             return
-        try:
-            self._host = jax.local_devices(backend="cpu")[0]
-        except RuntimeError:
-            raise UserError(
-                f"JAX has no CPU, on which messages of outer.wire={wire.name} are decoded: add cpu to JAX_PLATFORMS, "
-                "as in cuda,cpu"
-            ) from None
-        # Compiled here, as the first message has no time for it.
-        there = jax.sharding.SingleDeviceSharding(self._host)
-        sent = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in jax.tree.leaves(code)]
-        likes = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(message)]  # of one replica
-        of_leaves = None if cuts is None else jax.tree.leaves(cuts)
-        self._decode = jax.jit(partial(_decoded, wire, likes, of_leaves)).lower(sent).compile()
+        self._host = _host(wire.name)
+        self._decode = _compiled(
+            partial(_decoded, wire, _of_one(message), cuts and jax.tree.leaves(cuts)), self._host, code
+        )
+
+    def windows(self, own: Arrays) -> None:
+        del own
+
+    def payload(self, own: Arrays, windows: Arrays) -> Arrays:
+        del windows
+        return own
+
+    def read(self, own: Arrays, windows: Arrays, others: Arrays) -> Read:
+        del own, windows
+        return Read(others, norm_of(self.values(others)))
 
     def values(self, arrays: Arrays) -> Arrays:
         """Q(m) of a message as it travels."""
@@ -70,18 +122,75 @@ class Codes:
             return arrays
         return [np.asarray(x) for x in self._decode(jax.device_put(list(arrays), self._host))]
 
-    def norm(self, arrays: Arrays) -> float:
-        """Euclidean, of all of Q(m); not finite where a value is not."""
-        return norm_of(self.values(arrays))
-
-    def correction(self, own: Arrays, others: Arrays, weight: float) -> Arrays:
-        """c = weight · (Q(m_j) − Q(m_i)), from the messages of islands i and j as they travelled.
-
-        Both islands subtract the same numbers, so that with equal weights their corrections are exactly opposite, and
-        zero for equal messages.
+    def correction(self, own: Arrays, read: Arrays, weight: float) -> Arrays:
+        """Both islands subtract the same numbers, so that with equal weights their corrections are exactly opposite,
+        and zero for equal messages.
         """
-        pairs = zip(self.values(own), self.values(others), strict=True)
+        pairs = zip(self.values(own), self.values(read), strict=True)
         return [np.float32(weight) * (theirs - mine) for mine, theirs in pairs]
+
+
+class WindowCodes:
+    """Messages of a code in windows, which travel behind the windows that each of a pair proposes. See `codec_of`.
+
+    Of another island's message only the difference to the own one can be known. What it stands for is the own message
+    and that difference: its norm is held against those of earlier messages, as with every wire, so that wide windows
+    bring no weights from far away; blocks that are refused count as equal.
+    """
+
+    def __init__(self, wire: Modulo, message: PyTree, code: PyTree, cuts: PyTree = None):
+        proposed, payload = code
+        self.specs = {Windows.__name__: specs_of(proposed), Message.__name__: specs_of(payload)}
+        self._count = len(self.specs[Windows.__name__])
+        self._host = _host(wire.name)
+        like = _of_one(message)
+        of_leaves = [x.ndim - 1 for x in like] if cuts is None else jax.tree.leaves(cuts)
+        self._encode = _compiled(partial(_encoded, wire, of_leaves), self._host, message, proposed)
+        self._read = _compiled(partial(_read, wire, like, of_leaves), self._host, message, proposed, payload)
+
+    def windows(self, own: Arrays) -> Arrays:
+        return own[: self._count]
+
+    def payload(self, own: Arrays, windows: Arrays) -> Arrays:
+        code = self._encode(*jax.device_put((list(own[self._count :]), list(windows)), self._host))
+        return [np.asarray(x) for x in code]
+
+    def read(self, own: Arrays, windows: Arrays, others: Arrays) -> Read:
+        arguments = list(own[self._count :]), list(windows), list(others)
+        corrections, remembered, norm = self._read(*jax.device_put(arguments, self._host))
+        return Read([np.asarray(x) for x in (*corrections, *remembered)], float(norm))
+
+    def correction(self, own: Arrays, read: Arrays, weight: float) -> Arrays:
+        """Half the difference is scaled, so that with equal weights corrections are exactly opposite."""
+        halves, remembered = read[: self._count], read[self._count :]
+        return [*(np.float32(2 * weight) * half for half in halves), *remembered]
+
+
+def pair_windows(own: Arrays, others: Arrays) -> Arrays:
+    """Of every block the larger of the two windows that a pair proposes."""
+    return [np.maximum(mine, theirs) for mine, theirs in zip(own, others, strict=True)]
+
+
+def _host(wire: str) -> Any:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        raise UserError(
+            f"JAX has no CPU, on which messages of outer.wire={wire} are decoded: add cpu to JAX_PLATFORMS, as in "
+            "cuda,cpu"
+        ) from None
+
+
+def _compiled(function: Callable[..., Any], host: Any, *arguments: PyTree) -> Callable[..., Any]:
+    """Compiled for lists of arrays like these, beforehand, as the first message has no time for it."""
+    there = jax.sharding.SingleDeviceSharding(host)
+    shapes = [[jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in jax.tree.leaves(a)] for a in arguments]
+    return jax.jit(function).lower(*shapes).compile()
+
+
+def _of_one(message: PyTree) -> list[jax.ShapeDtypeStruct]:
+    """One replica's arrays."""
+    return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(message)]
 
 
 def _decoded(
@@ -91,3 +200,24 @@ def _decoded(
         return from_code(wire, list(map(wire.decode, codes)), list(likes), cuts and list(cuts))
 
     return jax.vmap(of_one)(list(codes))
+
+
+def _encoded(wire: Modulo, cuts: list[int], message: list[jax.Array], of_pair: list[jax.Array]) -> list[jax.Array]:
+    return jax.vmap(lambda message, of_pair: windows.encoded(wire, message, of_pair, cuts))(message, of_pair)
+
+
+def _read(
+    wire: Modulo,
+    like: list[jax.ShapeDtypeStruct],
+    cuts: list[int],
+    message: list[jax.Array],
+    of_pair: list[jax.Array],
+    others: list[jax.Array],
+) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+    def of_one(message: list[jax.Array], of_pair: list[jax.Array], others: list[jax.Array]) -> Any:
+        own = windows.encoded(wire, message, of_pair, cuts)
+        return windows.corrected(wire, own, others, of_pair, like, cuts)
+
+    corrections, remembered = jax.vmap(of_one)(message, of_pair, others)
+    norm = optax.tree.norm([m + 2 * half for m, half in zip(message, corrections, strict=True)])
+    return corrections, remembered, norm

@@ -36,8 +36,10 @@ class Conversation:
         self._channel: Channel | None = None
         self._cancelled = False
 
-    def send(self, header: Answer, arrays: Sequence[np.ndarray] | None = None) -> None:
-        """Sends a header when those before it are sent, and the arrays behind it."""
+    def send(
+        self, header: Answer, arrays: Sequence[np.ndarray] | Callable[[], Sequence[np.ndarray]] | None = None
+    ) -> None:
+        """Sends a header when those before it are sent, and the arrays behind it, or those that are made then."""
         self._todo.put((header, arrays))
 
     def end(self) -> None:
@@ -68,7 +70,8 @@ class Conversation:
                 self._arrived(self, frame)
             else:
                 header, arrays = item
-                channel.send(to_json(header), arrays)
+                made: Any = arrays() if callable(arrays) else arrays
+                channel.send(to_json(header), made)
 
     def _look(self) -> None:
         self._todo.put(_LOOK)

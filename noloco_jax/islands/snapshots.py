@@ -49,6 +49,11 @@ class Snapshots:
         finally:
             self._taken.release()
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether somebody waits for a copy or is sent one."""
+        return self._taken.locked()
+
     def close(self) -> None:
         """The training is over: nobody waits any longer."""
         with self._changed:

@@ -5,19 +5,23 @@ which is held for as long as it takes to decide, never while anything is sent, c
 """
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from noloco_jax.errors import UserError
+from noloco_jax.islands import peer_errors
 from noloco_jax.islands.channel import Channel
 from noloco_jax.islands.client import Client
-from noloco_jax.islands.codes import Arrays, Codes, norm_of
+from noloco_jax.islands.codes import Arrays, Codec, norm_of, pair_windows
 from noloco_jax.islands.frames import ArraySpec, Expects
 from noloco_jax.islands.keys import Credentials
+from noloco_jax.islands.look import ask_all
 from noloco_jax.islands.protocol.events import (
     Action,
     Admitted,
@@ -47,6 +51,7 @@ from noloco_jax.islands.protocol.headers import (
     Message,
     State,
     Status,
+    Windows,
 )
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.settings import Settings
@@ -82,7 +87,7 @@ class Station:
         credentials: Credentials | None,
         protocol: Island,
         settings: Settings,
-        codes: Codes,
+        codes: Codec,
         state: Sequence[ArraySpec],
         report: Callable[[str], None],
         snapshots: Snapshots,
@@ -93,16 +98,19 @@ class Station:
         self._codes = codes
         self.snapshots, self._about = snapshots, dict(about)
         self._changed = threading.Condition(threading.RLock())
+        self._clients = {other: Client(roster, name, credentials, other) for other in roster.names if other != name}
         self._switchboard = Switchboard(
-            {other: Client(roster, name, credentials, other) for other in roster.names if other != name},
-            {Message.__name__: codes.specs, State.__name__: state},
+            self._clients,
+            {**codes.specs, State.__name__: state},
             settings.answer_seconds,
             self._changed,
-            Listener(self._happened, self._ended, self._content, report),
+            Listener(self._happened, self._ended, self._read, report),
         )
         self._former = ThreadPoolExecutor(1, thread_name_prefix="corrections")
         self._own: dict[int, Arrays] = {}
-        self._others: dict[ExchangeId, Arrays] = {}
+        self._others: dict[ExchangeId, Arrays] = {}  # as far as read
+        self._windows: dict[ExchangeId, Arrays] = {}  # of both
+        self._proposed: dict[Any, Message] = {}  # calls through which windows were sent, and what is to follow
         self._states: dict[Any, Arrays] = {}
         self._inbox: list[Correction | Healed] = []
         self._met: list[Met] = []
@@ -165,11 +173,12 @@ class Station:
             if any(isinstance(item, Healed) for item in self._inbox):
                 return  # these weights are about to be replaced
             self._own[round] = message
-            self._handle(RoundEnded(round, tokens, (norm,)))
+            self._handle(RoundEnded(round, tokens, norm))
             for old in [old for old in self._own if not self._protocol.is_meeting(old)]:
                 del self._own[old]
-            for xid in [xid for xid in self._others if xid.round not in self._own]:
-                del self._others[xid]
+            for arrays in (self._others, self._windows):
+                for xid in [xid for xid in arrays if xid.round not in self._own]:
+                    del arrays[xid]
             if not self._protocol.status().partner:
                 self._met.append(Met(round, "", "alone", reason="an odd number of islands"))
 
@@ -228,12 +237,26 @@ class Station:
         with self._changed:
             self._changed.wait_for(lambda: not self._protocol.is_meeting(round), seconds)
 
-    def leave(self) -> None:
-        """Says goodbye: nothing is committed any more, so that what is saved next has seen all that there is."""
+    def leave(self, finished: bool = False) -> None:
+        """Says goodbye: nothing is committed any more, so that what is saved next has seen all that there is.
+
+        `finished`: whether all steps of the run are taken; the weights are served on then, until `close`.
+        """
         with self._changed:
             if self._server is not None and not self._left:
                 self._left = True
-                self._handle(Stop())
+                self._handle(Stop(finished))
+
+    def unfinished(self, ask_seconds: float = 0.0) -> list[str]:
+        """The islands that are not known to have taken all steps of the run; they are asked where seconds are given."""
+        with self._changed:
+            names = [name for name, peer in self._protocol.peers.items() if not peer.finished]
+        answers = ask_all({name: self._clients[name] for name in names}, ask_seconds) if ask_seconds else {}
+        with self._changed:
+            for name, answer in answers.items():
+                if isinstance(answer, Status) and answer.finished:
+                    self._protocol.peers[name].finished = True
+            return [name for name, peer in self._protocol.peers.items() if not peer.finished]
 
     def close(self) -> None:
         """Leaves, and ends all calls."""
@@ -268,9 +291,10 @@ class Station:
                 self._switchboard.dial(action)
             case Send(channel, State() as header):
                 self._waiting.append((channel, header))
+            case Send(channel, Message() as header):
+                self._send_message(channel, header)
             case Send(channel, header):
-                arrays = self._own[header.xid.round] if isinstance(header, Message) else None
-                self._switchboard.send(channel, header, arrays)
+                self._switchboard.send(channel, header, None)
             case Close(channel):
                 self._waiting = [(key, header) for key, header in self._waiting if key != channel]
                 self._switchboard.end(channel)
@@ -280,7 +304,7 @@ class Station:
                 )
                 self._inbox.append(Correction(xid.round, formed))
                 self._met.append(Met(xid.round, peer, "late" if lag else "met", lag))
-            case Drop(round, _, peer, reason, one_sided):
+            case Drop(round, peer, reason, one_sided):
                 self._met.append(Met(round, peer, "alone", reason=reason, one_sided=one_sided))
             case Admitted():
                 self._admitted = True
@@ -288,7 +312,7 @@ class Station:
                 self._decided = True
             case Heal(peer, round):
                 self._decided = True
-                self._own, self._others = {}, {}
+                self._own, self._others, self._windows = {}, {}, {}
                 self._inbox = [Healed(peer, round, self._states.popitem()[1])]
                 self._met.append(Met(round, peer, "healed"))
             case Refused():
@@ -307,10 +331,31 @@ class Station:
                 else:
                     self._changed.wait(None if wait is None else min(wait, threading.TIMEOUT_MAX))
 
+    def _send_message(self, channel: Any, header: Message) -> None:
+        """Sends a message, or what its code needs ahead of it."""
+        own = self._own[header.xid.round]
+        windows = self._codes.windows(own)
+        if windows is None:
+            self._switchboard.send(channel, header, self._codes.payload(own, ()))
+        else:
+            self._proposed[channel] = header
+            self._switchboard.send(channel, Windows(header.xid), windows)
+
+    def _take_windows(self, channel: Any, xid: ExchangeId, windows: Arrays) -> None:
+        """Sends the message in the windows of both, once the other island's have come; its call's thread encodes it."""
+        header, own = self._proposed.pop(channel, None), self._own.get(xid.round)
+        if header is None or header.xid != xid or own is None:
+            raise peer_errors.Refused("windows came that were not asked for")
+        both = self._windows[xid] = pair_windows(self._codes.windows(own) or (), windows)
+        self._switchboard.send(channel, header, partial(self._codes.payload, own, both))
+
     # What the calls bring.
 
     def _happened(self, event: Opened | Arrived | Broken, arrays: Arrays | None) -> None:
         with self._changed:
+            if isinstance(event, Arrived) and isinstance(event.header, Windows) and arrays is not None:
+                self._take_windows(event.channel, event.header.xid, arrays)
+                return
             if isinstance(event, Arrived) and arrays is not None:
                 if isinstance(event.header, Message):
                     self._others[event.header.xid] = arrays
@@ -321,10 +366,23 @@ class Station:
     def _ended(self, channel: Any) -> None:
         with self._changed:
             self._states.pop(channel, None)
+            self._proposed.pop(channel, None)
             self._waiting = [(key, header) for key, header in self._waiting if key != channel]
 
-    def _content(self, header: Header, arrays: Arrays) -> Content:
-        return Content(self._codes.norm(arrays) if isinstance(header, Message) else norm_of(arrays))
+    def _read(self, header: Header, arrays: Arrays) -> tuple[Content, Arrays]:
+        """What came behind a header, for the protocol and to be kept; in the thread of the call."""
+        if isinstance(header, Windows):
+            return Content(0.0), arrays
+        if not isinstance(header, Message):
+            return Content(norm_of(arrays)), arrays
+        with self._changed:
+            own, windows = self._own.get(header.xid.round), self._windows.get(header.xid)
+        if own is None:
+            return Content(math.nan), arrays  # the round is over, and the call has been ended
+        if windows is None and Windows.__name__ in self._codes.specs:
+            raise peer_errors.Refused("a message came ahead of its windows")
+        read = self._codes.read(own, windows or (), arrays)
+        return Content(read.norm), read.arrays
 
     def _called(self, caller: str, hello: Mapping[str, Any], connect: Callable[[Expects], Channel]) -> None:
         self._switchboard.called(caller, hello, connect)
@@ -332,4 +390,4 @@ class Station:
     def _tell_about(self, caller: str, argument: Mapping[str, Any]) -> dict[str, Any]:
         with self._changed:
             status = self._protocol.status()
-        return {**self._about, "round": status.round, "training": status.training}
+        return {**self._about, "round": status.round, "training": status.training or status.finished}

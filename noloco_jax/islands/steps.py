@@ -20,6 +20,7 @@ from noloco_jax.spmd.programs import Programs, TrainState, shardings_of
 from noloco_jax.spmd.solo import SoloPrograms
 
 PyTree = Any
+_ASK_EVERY_SECONDS, _ASK_SECONDS = 10.0, 2.0  # others, whether they have finished; to wait for an answer
 _AT_ONCE_SECONDS = 600.0  # of the mode that waits for what is to be compared with other runs
 
 
@@ -96,10 +97,10 @@ class IslandSteps:
             params, inner, outer = state
             assert outer is not None
             round = int(outer.round)
-            params, outer, code, norm = self._solo.step(params, outer)
+            params, outer, kept, norm = self._solo.step(params, outer)
             norm = float(norm)  # once it is computed
             with self._exposed():
-                arrays = [np.asarray(x) for x in jax.device_get(jax.tree.leaves(code))]
+                arrays = [np.asarray(x) for x in jax.device_get(jax.tree.leaves(kept))]
                 self.station.end_round(round, tokens, arrays, norm)
             state = TrainState(params, inner, outer)
             if self._at_once:
@@ -122,10 +123,46 @@ class IslandSteps:
         if self.station.wants_state and state.outer is not None and int(state.outer.round) > 0:
             copies = self._copies(state)
             self.station.give(int(state.outer.round) - 1, [np.asarray(step, np.int64), *copies])
+        self._serve(state, step)
+        return state, step
+
+    def _serve(self, state: TrainState, step: int) -> None:
+        """Gives the weights to who waits for them."""
         if self.station.snapshots.wanted and state.outer is not None:
             copies = [x[0] for x in self._copies(state.params)]
             self.station.snapshots.give(int(state.outer.round) - 1, step, copies)
-        return state, step
+
+    def linger(
+        self,
+        state: TrainState,
+        step: int,
+        seconds: float,
+        is_stopping: Callable[[], bool],
+        report: Callable[[str], None],
+    ) -> None:
+        """Serves the weights after the last step until all islands have taken it.
+
+        Args:
+          state: after inner step `step`.
+          step: the last.
+          seconds: to serve them at most.
+          is_stopping: whether to leave now.
+          report: is given lines for people.
+        """
+        if seconds and (unfinished := self.station.unfinished()):
+            report(f"serves its weights until {', '.join(unfinished)} are through, {seconds:g} s at most")
+        ask_at = time.monotonic()
+        deadline = ask_at + seconds
+        while (now := time.monotonic()) < deadline and not is_stopping():
+            self._serve(state, step)
+            is_asking = now >= ask_at  # a goodbye may have been lost, or said before this island could hear it
+            unfinished = self.station.unfinished(_ASK_SECONDS if is_asking else 0.0)
+            ask_at = now + _ASK_EVERY_SECONDS if is_asking else ask_at
+            if not unfinished and not self.station.snapshots.is_serving:
+                break
+            time.sleep(0.1)
+        if unfinished := self.station.unfinished():
+            report(f"leaves; not known to be through: {', '.join(unfinished)}")
 
     def settle(self, state: TrainState, seconds: float) -> TrainState:
         """Waits for what will come of the messages so far, and enters it; a state that would replace this one waits."""
@@ -156,7 +193,7 @@ class IslandSteps:
             if isinstance(item, Healed):
                 return self.healed(item.arrays)
             params, inner, outer = state
-            correction = jax.tree.unflatten(jax.tree.structure(self._solo.message), item.arrays.result())
+            correction = jax.tree.unflatten(jax.tree.structure(self._solo.correction), item.arrays.result())
             params, outer = self._solo.enter(params, outer, correction, np.int32(item.round))
             return TrainState(params, inner, outer), step
 

@@ -37,13 +37,13 @@ class Listener:
     Attributes:
       happened: what it is, and the arrays that came with it; under the lock.
       ended: a call's name, when nothing more can come of it; under the lock.
-      content: from a header and its arrays to what the protocol is to know of them.
+      read: from a header and its arrays to what the protocol is to know of them, and what is kept of them.
       report: lines for people.
     """
 
     happened: Callable[[Opened | Arrived | Broken, Arrays | None], None]
     ended: Callable[[Any], None]
-    content: Callable[[Header, Arrays], Content]
+    read: Callable[[Header, Arrays], tuple[Content, Arrays]]
     report: Callable[[str], None]
 
 
@@ -77,8 +77,8 @@ class Switchboard:
         arguments = (conversation, action.peer, action.header)
         threading.Thread(target=self._run, args=arguments, daemon=True, name=f"to-{action.peer}").start()
 
-    def send(self, channel: Any, header: Answer, arrays: Arrays | None) -> None:
-        """Sends through a call, if it is still there."""
+    def send(self, channel: Any, header: Answer, arrays: Arrays | Callable[[], Arrays] | None) -> None:
+        """Sends through a call, if it is still there; arrays may be made by its thread."""
         if (conversation := self._conversations.get(channel)) is not None:
             conversation.send(header, arrays)
 
@@ -146,7 +146,7 @@ class Switchboard:
             header = from_json(frame.header)
         except HeaderError as error:
             raise Refused(str(error)) from None
-        content = None if frame.arrays is None else self._listener.content(header, frame.arrays)
+        content, arrays = (None, None) if frame.arrays is None else self._listener.read(header, frame.arrays)
         with self._lock:
             if not conversation.ended_here:
-                self._listener.happened(Arrived(conversation.key, header, content), frame.arrays)
+                self._listener.happened(Arrived(conversation.key, header, content), arrays)

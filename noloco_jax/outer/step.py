@@ -92,7 +92,7 @@ class OuterSteps:
         mean, windows = self._mean(outgoing, number, self.fragments.hidden(part))
         theta, rule = self.rule.receive(rule, outgoing.message, mean, round)
         state = state._replace(rule=self._with(params, state.rule, rule, number))
-        return theta, self._with_windows(state, windows, params, number)
+        return theta, self.with_windows(state, windows, params, number)
 
     def solo(self, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState, Outgoing]:
         """Take outer step `state.round` alone: results as of `step`, and what others are to be sent."""
@@ -117,7 +117,7 @@ class OuterSteps:
         kept = state.rule.correction
         kept = self.fragments.put(kept, correction, self.fragments.cuts(kept), number)
         state = state._replace(rule=state.rule._replace(correction=kept))
-        return self._with_windows(state, windows, kept, number)
+        return self.with_windows(state, windows, kept, number)
 
     def moved(self, params: PyTree, state: OuterState) -> jax.Array:
         """How far the fragment of the next outer step has moved: the root mean square over its weights, float32."""
@@ -165,7 +165,8 @@ class OuterSteps:
         message, movement, windows = outgoing
         return self.exchange(message, pairing_round(number, self.fragments.count), movement, windows, hidden)
 
-    def _with_windows(self, state: OuterState, windows: PyTree, params: PyTree, number: Any) -> OuterState:
+    def with_windows(self, state: OuterState, windows: PyTree, params: PyTree, number: Any) -> OuterState:
+        """The state once the exchange of outer step `number` has left these windows; None: it keeps none."""
         if windows is None:
             return state
         cuts = self.fragments.cuts(params)

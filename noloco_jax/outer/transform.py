@@ -34,7 +34,8 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
       solo: as `step`, but alone: (params, state) -> (params, state, Outgoing), for an exchange elsewhere or later.
       correction: (Outgoing, number of the outer step) -> (correction, windows): the exchange by itself.
       keep: (state, correction, windows, number) -> state that holds the correction for `correct`; for a delay.
-      enter: (params, state, correction, round) -> (params, state): what came of the message of that round's `solo`.
+      enter: (params, state, correction, round, windows) -> (params, state): what came of the message of that round's
+        `solo`; windows of `correction`, None for an exchange that keeps none.
     """
 
     step: Callable[[PyTree, OuterState], tuple[PyTree, OuterState]]
@@ -47,7 +48,7 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
     solo: Callable[[PyTree, OuterState], tuple[PyTree, OuterState, Outgoing]]
     correction: Callable[[Outgoing, Any], tuple[PyTree, PyTree]]
     keep: Callable[[OuterState, PyTree, PyTree, Any], OuterState]
-    enter: Callable[[PyTree, OuterState, PyTree, Any], tuple[PyTree, OuterState]]
+    enter: Callable[..., tuple[PyTree, OuterState]]
 
     def __new__(cls, init: Any, update: Any, **more: Any) -> "OuterOptimizer":
         made = super().__new__(cls, init, update)
@@ -87,10 +88,13 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
         part, after, outgoing = steps.solo(params, state._replace(round=number))
         return placed(params, part, number), after._replace(round=state.round + 1), outgoing
 
-    def enter_fn(params: PyTree, state: OuterState, correction: PyTree, round: Any) -> tuple[PyTree, OuterState]:
+    def enter_fn(
+        params: PyTree, state: OuterState, correction: PyTree, round: Any, windows: PyTree = None
+    ) -> tuple[PyTree, OuterState]:
         check_params(params, axis_names)
         part, rule_state = steps.enter(params, state.rule, correction, round)
-        return placed(params, part, round), state._replace(rule=rule_state)
+        after = steps.with_windows(state._replace(rule=rule_state), windows, params, round)
+        return placed(params, part, round), after
 
     def placed(params: PyTree, part: PyTree, number: Any) -> PyTree:
         if steps.fragments.count > 1:

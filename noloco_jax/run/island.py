@@ -12,7 +12,7 @@ from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.data import renumbered
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
-from noloco_jax.islands.codes import Codes, specs_of
+from noloco_jax.islands.codes import codec_of, specs_of
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.look import check_alone
 from noloco_jax.islands.protocol.headers import Identity
@@ -28,10 +28,8 @@ from noloco_jax.run.messages import Messages
 from noloco_jax.run.mode import Resumed
 from noloco_jax.spmd.programs import Programs
 from noloco_jax.spmd.solo import SoloPrograms, compile_solo
-from noloco_jax.wires import BLOCK_BITS, FLOAT_BYTES
 
 ISLAND_FILE = "island.json"
-_WIRES = (*FLOAT_BYTES, *BLOCK_BITS)
 # Groups and fields of a configuration that all islands must have equal; what is left is each one's own affair.
 COMMON = ("method", "num_steps", "num_replicas", "seed", "model", "inner", "outer")
 
@@ -49,7 +47,8 @@ class Membership:
         has time for while the fastest takes all of them. Steps, rounds and learning rates go by the run's schedule
         then, of which `num_steps` is the length for all: one inner step may stand for several steps of it. Messages
         weigh as much as the inner steps that were taken for them.
-      at_once: whether outer steps wait for their exchange, for comparisons with one program.
+      linger: seconds for which an island that has taken its last step serves its weights, until all have.
+      at_once: whether outer steps wait for their exchange, for tests that compare islands with one program.
     """
 
     roster: Roster
@@ -58,6 +57,7 @@ class Membership:
     patience: int = 2
     pace: str = "steps"
     at_once: bool = False
+    linger: float = 600.0
 
     def __str__(self) -> str:
         """For the banner: secrets have no place in it."""
@@ -81,16 +81,16 @@ class Membership:
             )
         if config.method != "noloco":
             raise UserError(f"method={config.method!r}: islands meet in pairs, give --config.method=noloco")
-        if outer.wire not in _WIRES:
-            raise UserError(
-                f"outer.wire={outer.wire!r} takes two messages, windows first, and islands send one: give "
-                f"--config.outer.wire={', '.join(_WIRES[:-1])} or {_WIRES[-1]}"
-            )
         for name, wanted, given, why in (
             ("outer.group_size", 2, outer.group_size, "they meet in pairs"),
             ("outer.delay", 0, outer.delay, "whose corrections enter when they come, late by themselves"),
             ("outer.moments", 0, outer.moments, "which exchange weights alone"),
-            ("outer.final_merge", False, outer.final_merge, "which wait for no mean of all: `island merge` makes it"),
+            (
+                "outer.final_merge",
+                False,
+                outer.final_merge,
+                "who may not agree on who is there: `island merge` makes it",
+            ),
             ("mesh.stage", 1, config.mesh.stage, "whose models mesh.fsdp and mesh.tensor spread over devices"),
         ):
             if given != wanted:
@@ -180,7 +180,7 @@ class Membership:
             self.credentials,
             protocol,
             self.settings(config),
-            Codes(solo.wire, solo.message, solo.code, solo.cuts),
+            codec_of(solo.wire, solo.message, solo.code, solo.cuts),
             state_specs(programs.state),
             report,
             Snapshots(weight_specs(config.model)),

@@ -19,7 +19,7 @@ def status_table(roster: Roster, answers: Mapping[str, Status | str]) -> Table:
         table.add_row(
             island.name,
             str(answer.round + 1),
-            "training" if answer.training else "starting or leaving",
+            "finished" if answer.finished else "training" if answer.training else "starting or leaving",
             f"{answer.committed} of {answer.due}" if answer.due else "none due yet",
             f"{answer.lag:.2f} rounds",
             answer.partner or "nobody",

@@ -135,7 +135,7 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         if is_evaluating:
             evaluation = _evaluate(run, state, step, log)
         if is_last or is_stopping:
-            sync.leave()
+            sync.leave(is_last and not is_stopping)
         if is_saving:
             state, beside = sync.settle(state)
             if beside is not None:

@@ -90,8 +90,8 @@ class Sync(Protocol):
         """
         ...
 
-    def leave(self) -> None:
-        """Begin no further exchange: the run is over, or stops, with the save that follows."""
+    def leave(self, finished: bool) -> None:
+        """Begin no further exchange, as a save follows with which the run stops, or is `finished`."""
         ...
 
     def groups(self, number: int) -> Round | None:
@@ -102,8 +102,8 @@ class Sync(Protocol):
         """Return what is to be told since the last call; `seconds` is the run's time up to now."""
         ...
 
-    def close(self, finished: bool) -> None:
-        """End: everything is saved, and all steps are taken if `finished`."""
+    def close(self, state: TrainState, finished: bool) -> None:
+        """End with this state: everything is saved, and all steps are taken if `finished`."""
         ...
 
 
@@ -130,7 +130,7 @@ class CollectiveSync:
     def settle(self, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
         return state, {}
 
-    def leave(self) -> None:
+    def leave(self, finished: bool) -> None:
         pass
 
     def groups(self, number: int) -> Round | None:
@@ -139,7 +139,7 @@ class CollectiveSync:
     def news(self, seconds: float) -> Sequence[News]:
         return ()
 
-    def close(self, finished: bool) -> None:
+    def close(self, state: TrainState, finished: bool) -> None:
         pass
 
     def _corrected(self, state: TrainState, step: int) -> TrainState:
@@ -205,7 +205,7 @@ class BackgroundSync(CollectiveSync):
             state = self._kept(state, number)
         return state, {}
 
-    def close(self, finished: bool) -> None:
+    def close(self, state: TrainState, finished: bool) -> None:
         self._exchange.close()
 
     def _outer_step(self, params: Any, outer: Any, number: int) -> tuple[Any, Any]:

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import optax
 
 from noloco_jax.config import TrainConfig
+from noloco_jax.exchange import windows
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.wire import Wire, to_code, wire_of
 from noloco_jax.methods import method_of
 from noloco_jax.outer.rule import OuterState
+from noloco_jax.outer.step import Outgoing
 from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.spmd import sharding
 from noloco_jax.spmd.offload import from_rest
@@ -27,12 +29,14 @@ class SoloPrograms:
     """Compiled for a run of one replica, whose arrays have a leading axis of one. What they take is donated.
 
     Attributes:
-      step: (params, outer) -> (params, outer, code, norm): the solo step, the message as it travels, and the
-        message's Euclidean norm, float32.
+      step: (params, outer) -> (params, outer, kept, norm): the solo step, what is kept of its message for an exchange,
+        and the message's Euclidean norm, float32. Kept is the message as it travels; of a code in windows, the windows
+        that this replica proposes, and the message.
       enter: (params, outer, correction, round) -> (params, outer): the correction of that round's solo step.
-      message: shapes and dtypes of a message, and of corrections.
-      code: shapes and dtypes of a message as it travels.
-      wire: the form in which it does.
+      message: shapes and dtypes of a message.
+      code: shapes and dtypes of what travels: the message's code; of a code in windows, the windows, and the code.
+      correction: shapes and dtypes of a correction; of a code in windows, the correction, and the windows to remember.
+      wire: the form in which messages travel.
       cuts: the dimension of every array of a replica's message along which the code's blocks lie.
     """
 
@@ -40,7 +44,8 @@ class SoloPrograms:
     enter: Callable[..., tuple[PyTree, OuterState]]
     message: PyTree
     code: PyTree
-    wire: Wire
+    correction: PyTree
+    wire: Wire | Modulo
     cuts: PyTree
 
 
@@ -57,17 +62,23 @@ def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
     outer = make_outer(config, SLOT, fragments)
     params, _, state = programs.state
     placed = shardings_of((params, state))
-    _, _, message = jax.eval_shape(partial(_solo, outer), params, state)
+    _, _, outgoing = jax.eval_shape(partial(_solo, outer), params, state)
+    message = outgoing.message
     wire = wire_of(config.outer.wire)
-    assert not isinstance(wire, Modulo)  # which takes two messages
     cuts = fragments.hidden(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), message))
     step = partial(_step, outer, wire, cuts)
-    _, _, code, _ = jax.eval_shape(step, params, state)
+    _, _, kept, _ = jax.eval_shape(step, params, state)
+    if isinstance(wire, Modulo):
+        encode = jax.vmap(lambda windows_of_pair, one: windows.encoded(wire, one, windows_of_pair, cuts))
+        code, correction = (kept[0], jax.eval_shape(encode, *kept)), (message, outgoing.windows)
+    else:
+        code, correction = kept, message
     return SoloPrograms(
         step=jax.jit(step, donate_argnums=(0, 1), out_shardings=(*placed, None, None)),
-        enter=jax.jit(partial(_enter, outer), donate_argnums=(0, 1), out_shardings=placed),
+        enter=jax.jit(partial(_enter, outer, wire), donate_argnums=(0, 1), out_shardings=placed),
         message=message,
         code=code,
+        correction=correction,
         wire=wire,
         cuts=cuts,
     )
@@ -78,24 +89,31 @@ def compile_solo(solo: SoloPrograms, programs: Programs) -> SoloPrograms:
     params, _, outer = programs.state
     round = jax.ShapeDtypeStruct((), jnp.int32)
     step = solo.step.lower(params, outer).compile()  # type: ignore[attr-defined]
-    enter = solo.enter.lower(params, outer, solo.message, round).compile()  # type: ignore[attr-defined]
+    enter = solo.enter.lower(params, outer, solo.correction, round).compile()  # type: ignore[attr-defined]
     return replace(solo, step=from_rest(step, programs), enter=from_rest(enter, programs))
 
 
-def _step(outer: OuterOptimizer, wire: Wire, cuts: PyTree, params: PyTree, state: Any) -> Any:
-    params, state, message = _solo(outer, params, state)
-    code = jax.vmap(lambda one: jax.tree.map(wire.encode, to_code(wire, one, cuts)))(message)
-    return params, state, code, optax.tree.norm(message)
+def _step(outer: OuterOptimizer, wire: Wire | Modulo, cuts: PyTree, params: PyTree, state: Any) -> Any:
+    params, state, outgoing = _solo(outer, params, state)
+
+    def kept(message: PyTree, movement: PyTree, remembered: PyTree) -> PyTree:
+        if isinstance(wire, Modulo):
+            return windows.proposed(wire, message, movement, remembered, cuts), message
+        return jax.tree.map(wire.encode, to_code(wire, message, cuts))
+
+    return params, state, jax.vmap(kept)(*outgoing), optax.tree.norm(outgoing.message)
 
 
-def _solo(outer: OuterOptimizer, params: PyTree, state: Any) -> Any:
+def _solo(outer: OuterOptimizer, params: PyTree, state: Any) -> tuple[PyTree, Any, Outgoing]:
     axes = outer_axes(outer)
     solo = jax.vmap(outer.solo, in_axes=(0, axes), out_axes=(0, axes, 0), axis_name=SLOT)
-    params, state, outgoing = solo(params, state)
-    return params, state, outgoing.message
+    return solo(params, state)
 
 
-def _enter(outer: OuterOptimizer, params: PyTree, state: Any, correction: PyTree, round: jax.Array) -> Any:
+def _enter(
+    outer: OuterOptimizer, wire: Wire | Modulo, params: PyTree, state: Any, correction: PyTree, round: jax.Array
+) -> Any:
+    correction, remembered = correction if isinstance(wire, Modulo) else (correction, None)
     axes = outer_axes(outer)
-    enter = jax.vmap(outer.enter, in_axes=(0, axes, 0, None), out_axes=(0, axes), axis_name=SLOT)
-    return enter(params, state, correction, round)
+    enter = jax.vmap(outer.enter, in_axes=(0, axes, 0, None, 0), out_axes=(0, axes), axis_name=SLOT)
+    return enter(params, state, correction, round, remembered)

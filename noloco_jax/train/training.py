@@ -183,7 +183,7 @@ def train(
                 sync=sync,
             )
             outcome = train_steps(run, state, start or 0, evaluate_first=evaluate_first)
-        sync.close(outcome.finished)
+        sync.close(outcome.state, outcome.finished)
 
     streams.close()  # when everything is saved; where a run fails, the process closes them at its end
     if not outcome.finished:

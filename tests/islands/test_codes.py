@@ -1,16 +1,22 @@
 """Messages of islands in few bits: what travels, and what becomes of two that have met."""
 
 import dataclasses
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from noloco_jax import draws
 from noloco_jax.config import TrainConfig, from_dict
+from noloco_jax.exchange import windows
+from noloco_jax.exchange.blocks import block_counts
+from noloco_jax.exchange.groups import pair_mean_in_windows
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.wire import to_code, wire_of
-from noloco_jax.islands.codes import Codes
+from noloco_jax.islands.codes import Codes, Read, codec_of, pair_windows
+from noloco_jax.outer.pairing import RandomPairing
 from noloco_jax.run.island import Membership
 from noloco_jax.run.messages import messages_of
 from noloco_jax.spmd.mesh import make_mesh
@@ -84,13 +90,98 @@ def test_corrections_of_a_pair_are_exactly_opposite_and_those_of_equal_islands_n
 def test_a_message_with_a_broken_value_has_no_finite_norm(name):
     codes, messages, sent = codes_of(name)
     norm = np.sqrt(sum((ROUNDED.get(name, lambda x: x)(x[0]).astype(float) ** 2).sum() for x in messages[0]))
-    assert codes.norm(sent[0]) == pytest.approx(norm, rel=1e-5)
+    assert codes.read(sent[0], (), sent[0]).norm == pytest.approx(norm, rel=1e-5)
     broken = [x.copy() for x in messages[0]]
     broken[0][0, 3, 40] = np.nan
-    assert not np.isfinite(codes.norm(encoded(name, broken)))
+    assert not np.isfinite(codes.read(sent[0], (), encoded(name, broken)).norm)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "int6"])
+class InWindows:
+    """Two messages in windows, and what islands make of them.
+
+    Args:
+      distance: of the two, where values are about 1.
+      moved: how far each value has moved, so far as the islands know.
+    """
+
+    def __init__(self, distance: float, moved: float = 0.05, remembered: int = 0):
+        code = Modulo("modulo4")
+        rng = np.random.default_rng(0)
+        shared = [rng.standard_normal(shape) for shape in SHAPES]
+        apart = [[distance * rng.standard_normal(shape) for shape in SHAPES] for _ in range(2)]
+        self.messages = [[(x + d).astype(np.float32) for x, d in zip(shared, one, strict=True)] for one in apart]
+        self.cuts = [1, 0]
+        self.movement = [np.full(shape, moved * (1 + i), np.float32) for i, shape in enumerate(SHAPES)]
+        counts = [block_counts(shape[1:], len(shape) - 2) for shape in SHAPES]
+        self.remembered = [np.full((1, *count), remembered, np.uint8) for count in counts]
+
+        def kept(message: list[jax.Array]) -> Any:
+            arguments = message, self.movement, self.remembered
+            return jax.vmap(lambda m, moved, seen: (windows.proposed(code, m, moved, seen, self.cuts), m))(*arguments)
+
+        def travels(message: list[jax.Array], of_pair: list[jax.Array]) -> Any:
+            return jax.vmap(lambda one, its: windows.encoded(code, one, its, self.cuts))(message, of_pair)
+
+        self.kept = [[np.asarray(x) for x in jax.tree.leaves(jax.jit(kept)(message))] for message in self.messages]
+        shapes = self.kept[0][:2], jax.eval_shape(travels, self.messages[0], self.kept[0][:2])
+        self.codec = codec_of(code, self.messages[0], shapes, self.cuts)
+
+    def read(self, own: int, sent: list[np.ndarray] | None = None) -> Read:
+        """What island `own` reads of the other's message, or of `sent`."""
+        other = 1 - own
+        both = pair_windows(self.codec.windows(self.kept[own]) or (), self.codec.windows(self.kept[other]) or ())
+        return self.codec.read(self.kept[own], both, sent or self.codec.payload(self.kept[other], both))
+
+    def corrections(self, weights: tuple[float, float] = (0.5, 0.5)) -> list[list[np.ndarray]]:
+        """Of both islands: of every array, then the windows to remember."""
+        return [list(self.codec.correction(self.kept[i], self.read(i).arrays, weights[i])) for i in range(2)]
+
+
+@pytest.mark.parametrize("remembered", [0, 100])
+@pytest.mark.parametrize("distance", [0.01, 0.03, 10.0])
+def test_islands_correct_in_windows_what_a_pair_in_one_program_does(distance, remembered):
+    """Of the second distance some blocks are refused, of the third nearly all."""
+    pair = InWindows(distance, remembered=remembered)
+    axis, pairing = "replica", RandomPairing(2, 2, 0)
+
+    def mean(message: Any, movement: Any, seen: Any) -> Any:
+        code = Modulo("modulo4")
+        return pair_mean_in_windows(message, pairing, jnp.int32(0), axis, code, movement, seen, pair.cuts)
+
+    both = [np.concatenate([one, other]) for one, other in zip(*pair.messages, strict=True)]
+    others = [[np.concatenate([x, x]) for x in tree] for tree in (pair.movement, pair.remembered)]
+    means, remembered_then = jax.device_get(jax.jit(jax.vmap(mean, axis_name=axis))(both, *others))
+    for i, found in enumerate(pair.corrections()):
+        for message, correction, expected in zip(pair.messages[i], found, means, strict=False):
+            np.testing.assert_array_equal(message[0] + correction[0], expected[i])
+        for windows_found, expected in zip(found[2:], remembered_then, strict=True):
+            np.testing.assert_array_equal(windows_found[0], expected[i])
+    assert distance > 0.01 or np.abs(means[0] - both[0]).max() > distance
+
+
+@pytest.mark.parametrize(("weights", "exact"), [((0.5, 0.5), True), ((0.2, 0.8), False)])
+def test_corrections_in_windows_cancel_by_weight(weights, exact):
+    pair = InWindows(0.01)
+    (mine, theirs) = pair.corrections(weights)
+    for one, other in zip(mine[:2], theirs[:2], strict=True):
+        np.testing.assert_allclose(weights[1] * one, -weights[0] * other, rtol=0 if exact else 1e-6)
+    for message, other, correction in zip(*pair.messages, mine[:2], strict=True):
+        assert (
+            np.abs(correction - weights[0] * (other - message)).max() < weights[0] * 0.03
+        )  # a step of the second array
+    for one, other in zip(mine[2:], theirs[2:], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_the_norm_of_a_message_in_windows_is_that_of_the_message_as_far_as_it_is_read():
+    pair = InWindows(0.01)
+    norm = np.sqrt(sum((x.astype(float) ** 2).sum() for x in pair.messages[1]))
+    assert pair.read(0).norm == pytest.approx(norm, rel=1e-2)
+    broken = InWindows(0.01, moved=np.nan)
+    assert not np.isfinite(broken.read(0).norm)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int6", "modulo4"])
 def test_a_message_takes_the_bytes_that_it_takes_in_one_program(name):
     config = config_of(name)
     of_island = Membership.messages(programs_of(config, 1)[1])

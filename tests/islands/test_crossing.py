@@ -28,13 +28,24 @@ def cut(workdir: Path, step: int) -> None:
             shutil.rmtree(folder)
 
 
-def train_islands(config: Path, roster: Path, folder: Path) -> list[Path]:
+def two_islands(folder: Path) -> Path:
+    """A roster."""
+    roster = folder / "roster.toml"
+    islands = [
+        f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{port}"\n'
+        for name, port in zip(NAMES, free_ports(2), strict=True)
+    ]
+    roster.write_text('run = "test"\n' + "".join(islands))
+    return roster
+
+
+def train_islands(config: Path, roster: Path, folder: Path, *options: str) -> list[Path]:
     """Trains both to the end, each exchange waited for; returns their folders."""
     processes = [
         subprocess.Popen(
             [
-                *(sys.executable, "-m", "noloco_jax.island", "train", f"--config={config}", f"--roster={roster}"),
-                *(f"--name={name}", f"--workdir={folder / name}", "--at_once", *COMMON),
+                *(sys.executable, "-m", "support.waiting", f"--config={config}", f"--roster={roster}"),
+                *(f"--name={name}", f"--workdir={folder / name}", *COMMON, *options),
             ],
             env=environment(config),
             cwd=ROOT,
@@ -66,12 +77,7 @@ def crossed(tmp_path_factory) -> Crossed:
     whole = trained(config, "whole", *COMMON)
     run = shutil.copytree(whole, folder / "run")
     cut(run, 8)
-    roster = folder / "roster.toml"
-    islands = [
-        f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{port}"\n'
-        for name, port in zip(NAMES, free_ports(2), strict=True)
-    ]
-    roster.write_text('run = "test"\n' + "".join(islands))
+    roster = two_islands(folder)
     out = folder / "islands"
     assert island(["scatter", f"--workdir={run}", f"--roster={roster}", f"--out={out}"]) == 0
     return Crossed(config, whole, train_islands(config, roster, out))
@@ -90,6 +96,22 @@ def test_from_one_program_to_islands_and_back_the_weights_are_those_of_one_progr
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=2e-5, err_msg=name)
     perplexity = metrics(crossed.whole)[-1]["perplexity"]
     assert metrics(together)[-1]["perplexity"] == pytest.approx(perplexity, rel=1e-4)
+
+
+def test_islands_that_send_few_bits_often_have_the_weights_of_one_program(tmp_path):
+    """As `best` does. What is within rounding of the middle between two values of a code may be sent as either."""
+    best = {"wire": "modulo4", "fragments": 8, "order": "hypercube", "momentum": 0.3, "momentum_of": "corrections"}
+    options = [f"--config.outer.{name}={value}" for name, value in {**best, "lr": 1.0, "sync_every": 8}.items()]
+    config = write_config(tmp_path)
+    expected = weights(trained(config, "whole", *COMMON, *options))
+    folders = train_islands(config, two_islands(tmp_path), tmp_path, *options)
+    for replica, folder in enumerate(folders):
+        lines = [line for line in metrics(folder) if line["kind"] == "exchange"]
+        assert len(lines) == 24 and {line["outcome"] for line in lines} == {"met"}
+        for name, found in weights(folder).items():
+            one, other = expected[name]
+            apart = np.sqrt(np.mean(np.square(one - other)))
+            assert np.sqrt(np.mean(np.square(found[0] - expected[name][replica]))) <= 0.2 * apart > 0, name
 
 
 def test_an_islands_evaluation_is_its_own_under_its_own_name_and_tells_of_no_merged_model_or_spread(crossed):

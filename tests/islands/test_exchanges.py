@@ -53,7 +53,7 @@ class Exchanging:
 
     def end_round(self, round: int) -> list[Any]:
         """What it does then; it dials "b"."""
-        actions = self.island.handle(RoundEnded(round, 1, (1.0,)), float(round))
+        actions = self.island.handle(RoundEnded(round, 1, 1.0), float(round))
         calls = [each for each in actions if isinstance(each, Open)]
         self.dials = [(call.channel, call.header) for call in calls if isinstance(call.header, Hello)]
         return actions
@@ -73,7 +73,7 @@ class Exchanging:
         """What it does about a dial of "b", whom its own does not reach: its answer, and what follows the message."""
         for channel, _ in self.dials:
             self.island.handle(Broken(channel), 1.0)
-        xid, channel = ExchangeId(round, 0, "b", 1, attempt), ("in", round, attempt)
+        xid, channel = ExchangeId(round, "b", 1, attempt), ("in", round, attempt)
         actions = self.island.handle(Opened(channel, "b", Hello(Caller(IDENTITY, "b", "a", 1, round), xid, 1)), 1.0)
         actions += self.arrive(channel, Message(xid), norm)
         return actions + self.arrive(channel, Received(xid, True))
@@ -103,7 +103,7 @@ def test_a_doubt_is_given_up_a_round_after_its_message():
 
 def test_only_who_dialled_may_ask_how_an_exchange_ended():
     a = Exchanging()
-    xid = ExchangeId(0, 0, "b", 1, 1)
+    xid = ExchangeId(0, "b", 1, 1)
     answer: Any = a.island.handle(Opened("x", "c", StatusRequest(IDENTITY, xid)), 1.0)[0]
     assert answer.header.outcome is None
     assert any(isinstance(action, Apply) for action in a.answer(0, GOOD))  # it is as open as before

@@ -43,7 +43,6 @@ from noloco_jax.islands.protocol.headers import (
     Timing,
 )
 from noloco_jax.islands.protocol.island import Island
-from noloco_jax.islands.protocol.settings import Settings
 from support.island_world import IDENTITY, ROUND, Fault, World
 
 FOREVER = None
@@ -91,13 +90,13 @@ def test_a_commit_that_is_lost_with_its_sender_is_logged_as_one_sided():
     faults = [Fault("Commit", 0, "drop"), Fault("Apply", 0, "vanish", "after it is sent")]
     world = World(2, faults, downtime=FOREVER).run(65.0).finish()
     (alive,) = [node for node in world.nodes.values() if node.machine is not None]
-    assert alive.one_sided == {(0, 0)} and alive.weights == {}
+    assert alive.one_sided == {0} and alive.weights == {}
 
 
 def test_a_partner_that_has_restarted_knows_nothing_of_the_exchange_and_meets_again():
     world = World(2, [Fault("Received", 0, "kill", "before it arrives")], downtime=3.0).run(65.0).finish()
     attempts = [{action.xid for action in node.applied if action.xid.round == 0} for node in world.nodes.values()]
-    assert attempts[0] == attempts[1] and attempts[0] != {ExchangeId(0, 0, "i1", 1, 1)}
+    assert attempts[0] == attempts[1] and attempts[0] != {ExchangeId(0, "i1", 1, 1)}
     assert rounds_of(world)[0] >= {2, 3, 4}
     assert not any(node.one_sided for node in world.nodes.values())
 
@@ -161,18 +160,9 @@ def test_another_model_run_config_or_roster_is_refused_before_any_data_and_only_
 
 def test_a_name_that_the_certificate_does_not_say_is_refused():
     island = trained("a", ["b", "c"])
-    hello = Hello(Caller(IDENTITY, "b", "a", 1, 0), ExchangeId(0, 0, "b", 1, 1), 1)
+    hello = Hello(Caller(IDENTITY, "b", "a", 1, 0), ExchangeId(0, "b", 1, 1), 1)
     answer = island.handle(Opened("x", "c", hello), 20.0)[1]
     assert isinstance(answer, Send) and "name" in getattr(answer.header, "what", "")
-
-
-def test_a_link_that_carries_half_a_message_a_round_brings_every_fragment_in_its_turn():
-    settings = Settings(fragments=4, patience=1, answer_seconds=3.0)
-    world = World(2, settings=settings, durations=[ROUND, ROUND])
-    world.transfer = 0.8 * 2 * ROUND
-    world.run(125.0).finish()
-    assert 0.3 < world.participation(2, 10) < 0.7
-    assert {action.xid.fragment for action in world.nodes["i0"].applied} == {0, 1, 2, 3}
 
 
 def test_a_stopped_partner_is_given_up_at_the_deadline_of_past_transfers():
@@ -187,7 +177,7 @@ def test_a_stopped_partner_is_given_up_at_the_deadline_of_past_transfers():
 def test_clocks_are_only_compared_with_themselves():
     def actions(offset: float):
         island = make("a", ["b"])
-        events = [Start(), Tick(), Ready(), Tick(), RoundEnded(0, 5, (1.0,)), Tick(), RoundEnded(1, 5, (1.0,)), Tick()]
+        events = [Start(), Tick(), Ready(), Tick(), RoundEnded(0, 5, 1.0), Tick(), RoundEnded(1, 5, 1.0), Tick()]
         return [island.handle(event, offset + 10.0 * time) for time, event in enumerate(events)]
 
     assert actions(0.0) == actions(1e7) == actions(-1e7)
@@ -227,12 +217,12 @@ def trained(name: str, others: list[str], **arguments) -> Island:
     """An island after round 0, which nobody has answered yet."""
     island = make(name, others, **arguments)
     begin(island)
-    island.handle(RoundEnded(0, 3, (1.0,)), 20.0)
+    island.handle(RoundEnded(0, 3, 1.0), 20.0)
     return island
 
 
 def hello(island: str, peer: str, round: int = 0, **arguments) -> Hello:
-    xid = ExchangeId(round, 0, peer, 1, 1)
+    xid = ExchangeId(round, peer, 1, 1)
     return Hello(Caller(IDENTITY, peer, island, 1, round), xid._replace(**arguments), 1)
 
 
@@ -249,7 +239,7 @@ def test_two_dials_that_cross_become_one(round, answer):
 
 def test_who_has_missed_the_partners_dial_by_a_moment_dials_again_at_once():
     """The partner's "not there yet" was on its way when it got there, and its own dial crossed this one's."""
-    island, channel, _ = dialled(fragments=1, name="a", partner="b")
+    island, channel, _ = dialled(name="a", partner="b")
     assert isinstance(headers(island.handle(Opened("x", "b", hello("a", "b")), 20.1))[0], Busy)
     (again,) = headers(island.handle(Arrived(channel, AtRound(-1)), 20.2))
     assert isinstance(again, Hello) and again.xid.attempt == 2
@@ -260,10 +250,10 @@ def test_who_finds_its_partner_behind_gives_way_at_once():
     begin(island)
     for second in range(20, 30):
         island.stride(float(second), 1)
-    island.handle(RoundEnded(0, 3, (1.0,)), 30.0)
+    island.handle(RoundEnded(0, 3, 1.0), 30.0)
     for second in range(30, 40):
         island.stride(float(second), 1)
-    call = island.handle(RoundEnded(1, 3, (1.0,)), 40.0)[-1]
+    call = island.handle(RoundEnded(1, 3, 1.0), 40.0)[-1]
     assert isinstance(call, Open)
     ended = Timing(4.0, Speed("b", 1.0, 0), None)  # four of its steps ago, and "a" has taken ten since
     island.handle(Arrived(call.channel, AtRound(0, ended)), 40.5)  # or five, by the time that it is read
@@ -271,7 +261,7 @@ def test_who_finds_its_partner_behind_gives_way_at_once():
 
 
 def test_who_is_told_twice_that_the_partner_is_not_there_waits_for_it():
-    island, channel, _ = dialled(fragments=1, name="a", partner="b")
+    island, channel, _ = dialled(name="a", partner="b")
     island.handle(Opened("x", "b", hello("a", "b")), 20.1)
     (call,) = [a for a in island.handle(Arrived(channel, AtRound(-1)), 20.2) if isinstance(a, Open)]
     assert headers(island.handle(Arrived(call.channel, AtRound(-1)), 20.3)) == []
@@ -299,7 +289,7 @@ def test_an_island_whose_name_another_has_taken_says_so_once():
     begin(island)
     told: list[str] = []
     for round in range(3):
-        (call,) = [a for a in island.handle(RoundEnded(round, 3, (1.0,)), 20.0 + round) if isinstance(a, Open)]
+        (call,) = [a for a in island.handle(RoundEnded(round, 3, 1.0), 20.0 + round) if isinstance(a, Open)]
         actions = island.handle(Arrived(call.channel, NotPartner(PAST_INCARNATION)), 20.5 + round)
         told += [action.line for action in actions if isinstance(action, Tell)]
     assert [line.split(",")[0] for line in told] == ["another a has started since"]
@@ -322,24 +312,26 @@ def test_after_a_goodbye_nobody_dials_in_vain():
     assert world.nodes["i0"].round >= 8
 
 
-def dialled(fragments: int, name: str = "b", partner: str = "a") -> tuple[Island, Any, Hello]:
+def dialled(name: str = "b", partner: str = "a") -> tuple[Island, Any, Hello]:
     """An island after its dial of round 0, the channel and what went through it."""
-    island = make(name, [partner], settings=Settings(fragments=fragments))
+    island = make(name, [partner])
     begin(island)
-    (call,) = [a for a in island.handle(RoundEnded(0, 3, (1.0,) * fragments), 20.0) if isinstance(a, Open)]
+    (call,) = [a for a in island.handle(RoundEnded(0, 3, 1.0), 20.0) if isinstance(a, Open)]
     assert isinstance(call.header, Hello)
     return island, call.channel, call.header
 
 
 def test_what_the_partner_committed_with_a_past_incarnation_is_logged_and_never_taken_up_again():
-    island, channel, _ = dialled(fragments=2)
+    island, channel, _ = dialled()
     drop = island.handle(Arrived(channel, Done(Outcome.COMMITTED)), 20.1)[-1]
-    assert isinstance(drop, Drop) and (drop.fragment, drop.one_sided) == (0, True)
-    assert headers(island.handle(Opened("x", "a", hello("b", "a")), 20.2)) == [Done(Outcome.ABORTED)]
+    assert isinstance(drop, Drop) and (drop.round, drop.one_sided) == (0, True)
+    assert headers(island.handle(Opened("x", "a", hello("b", "a")), 20.2)) == [
+        NotPartner("no message of that round is left")
+    ]
 
 
-def test_a_fragment_in_doubt_is_not_exchanged_until_it_is_settled():
-    island, channel, call = dialled(fragments=1)
+def test_a_message_in_doubt_is_not_exchanged_until_it_is_settled():
+    island, channel, call = dialled()
     island.handle(Arrived(channel, Accept(1, 0, 5)), 20.1)
     island.handle(Arrived(channel, Message(call.xid), Content(1.0)), 21.0)
     (question,) = [a for a in island.handle(Broken(channel), 21.1) if isinstance(a, Open)]
@@ -354,7 +346,7 @@ def test_a_fragment_in_doubt_is_not_exchanged_until_it_is_settled():
 @pytest.mark.parametrize("outcome", [Outcome.COMMITTED, None])
 def test_who_says_goodbye_is_asked_what_only_it_knows_before_it_may_go(outcome):
     """Its last commit may be on its way when it goes: one-sided, if nobody asked then."""
-    island, channel, call = dialled(fragments=1)
+    island, channel, call = dialled()
     island.handle(Arrived(channel, Accept(1, 0, 5)), 20.1)
     island.handle(Arrived(channel, Message(call.xid), Content(1.0)), 21.0)
     (question,) = [a for a in island.handle(Broken(channel), 21.1) if isinstance(a, Open)]
@@ -370,14 +362,14 @@ def test_who_says_goodbye_is_asked_what_only_it_knows_before_it_may_go(outcome):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_what_was_in_doubt_is_applied_when_it_is_known_to_be_committed_even_a_round_after_its_message(late):
-    island, channel, call = dialled(fragments=1)
+    island, channel, call = dialled()
     island.handle(Arrived(channel, Accept(1, 0, 5)), 20.1)
     island.handle(Arrived(channel, Message(call.xid), Content(1.0)), 21.0)
     actions = island.handle(Broken(channel), 21.1)
     (question,) = [a for a in actions if isinstance(a, Open)]
     if late:
         for round in (1, 2):
-            dropped = [a for a in island.handle(RoundEnded(round, 3, (1.0,)), 21.1) if isinstance(a, Drop)]
+            dropped = [a for a in island.handle(RoundEnded(round, 3, 1.0), 21.1) if isinstance(a, Drop)]
             assert dropped == []
     answer = Status(1, 0, True, True, 1, 1, 0.0, "b", Outcome.COMMITTED)
     (correction,) = [a for a in island.handle(Arrived(question.channel, answer), 22.0) if isinstance(a, Apply)]

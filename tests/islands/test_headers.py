@@ -10,7 +10,7 @@ from noloco_jax.islands.protocol.headers import Caller, ExchangeId, HeaderError,
 
 IDENTITY = Identity("run", "config", "model", "roster", "codec", "pace")
 CALLER = Caller(IDENTITY, "paris", "oslo", 3, 7)
-XID = ExchangeId(7, 1, "paris", 3, 2)
+XID = ExchangeId(7, "paris", 3, 2)
 HELLO = Hello(CALLER, XID, 1000)
 ALL = [
     HELLO,
@@ -31,7 +31,8 @@ ALL = [
     headers.Status(1, 2, True, False, 3, 4, 0.5, "oslo", Outcome.FORGOTTEN),
     headers.StateRequest(CALLER, True),
     headers.State(7, True),
-    headers.Leave(CALLER),
+    headers.Leave(CALLER, finished=True),
+    headers.Windows(XID),
 ]
 
 

@@ -40,7 +40,7 @@ UNKNOWN = None
 
 
 def journal(round: int = 5, lineage: bool = True, doubts=()) -> Journal:
-    return Journal(round, lineage, {ExchangeId(5, 0, "b", 1, 1): Outcome.COMMITTED}, 0, doubts)
+    return Journal(round, lineage, {ExchangeId(5, "b", 1, 1): Outcome.COMMITTED}, 0, doubts)
 
 
 def status(round: int, *, training: bool = True, lineage: bool = True) -> Status:
@@ -112,7 +112,7 @@ def test_an_island_heals_that_is_late_by_its_patience_in_two_rounds_in_a_row(rou
     for own, others in enumerate(rounds, start=5):
         for name in OTHERS:
             island.peers[name].told(1, others, 0.0)
-        actions = asked(island, RoundEnded(own, 1, (1.0,)), dict.fromkeys(OTHERS, status(others)))
+        actions = asked(island, RoundEnded(own, 1, 1.0), dict.fromkeys(OTHERS, status(others)))
     assert any(isinstance(action, Open) and isinstance(action.header, StateRequest) for action in actions) is heals
 
 
@@ -195,7 +195,7 @@ def test_after_a_donor_that_fails_the_next_one_is_asked(failure):
 
 def test_questions_are_answered_for_the_weights_that_an_island_has():
     """Committed by the weights of the checkpoint, and unknown to those of the donor that replace them."""
-    xid = ExchangeId(5, 0, "b", 1, 1)
+    xid = ExchangeId(5, "b", 1, 1)
     island, actions = started(dict.fromkeys(OTHERS, status(40)), journal=journal())
 
     def outcome() -> Outcome | None:
@@ -208,15 +208,15 @@ def test_questions_are_answered_for_the_weights_that_an_island_has():
 
 
 def test_what_was_in_doubt_when_the_weights_were_saved_is_logged():
-    doubts = ((ExchangeId(5, 1, "a", 6, 1), "b"),)
+    doubts = ((ExchangeId(5, "a", 6, 1), "b"),)
     island = Island("a", OTHERS, IDENTITY, lambda round: "b", 7, journal=journal(doubts=doubts))
     actions: list[Any] = island.handle(Start(), 0.0)
-    assert actions[0][:3] == (5, 1, "b") and actions[0].one_sided
+    assert actions[0][:2] == (5, "b") and actions[0].one_sided
 
 
 def test_the_journal_survives_json():
-    assert Journal.from_json(journal(doubts=((ExchangeId(5, 1, "a", 6, 1), "b"),)).to_json()) == journal(
-        doubts=((ExchangeId(5, 1, "a", 6, 1), "b"),)
+    assert Journal.from_json(journal(doubts=((ExchangeId(5, "a", 6, 1), "b"),)).to_json()) == journal(
+        doubts=((ExchangeId(5, "a", 6, 1), "b"),)
     )
 
 

@@ -15,9 +15,11 @@ import pytest
 from noloco_jax import draws
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.errors import UserError
+from noloco_jax.islands.client import Client
+from noloco_jax.islands.look import About, ask_about, fetch_weights
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.station import Station
-from noloco_jax.islands.steps import IslandSteps
+from noloco_jax.islands.steps import IslandSteps, weight_specs
 from noloco_jax.methods import schedule_of
 from noloco_jax.run.island import Membership, _incarnation, _write
 from noloco_jax.spmd.batches import place_batch
@@ -92,14 +94,28 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+# Of `configs/*:best`.
+BEST = {
+    **{"fragments": 8, "wire": "modulo4", "order": "hypercube", "momentum": 0.3, "momentum_of": "corrections"},
+    **{"sync_every": 8, "lr": 1.0},
+}
+
+
 # What is within float32's rounding of the middle between two values of a code may be sent as either, and training goes
 # on from there. Weights then differ by at most such a share of how far replicas are apart; by another wire's, by all of
 # it or more.
 @pytest.mark.parametrize(
-    ("fragments", "wire", "apart"), [(1, "float32", 0), (2, "float32", 0), (2, "bfloat16", 0.2), (1, "int6", 0.2)]
+    ("outer", "apart"),
+    [
+        ({}, 0),
+        ({"fragments": 2}, 0),
+        ({"fragments": 2, "wire": "bfloat16"}, 0.2),
+        ({"wire": "int6"}, 0.2),
+        (BEST, 0.2),
+    ],
 )
-def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, fragments, wire, apart):
-    world = World(small(fragments=fragments, wire=wire), tmp_path)
+def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, outer, apart):
+    world = World(small(**outer), tmp_path)
     config, schedule = world.config, schedule_of(world.config)
     assert schedule is not None
     final: dict[int, Any] = {}
@@ -301,6 +317,58 @@ def test_an_island_that_comes_later_goes_on_from_the_state_of_one_that_trains(wo
     assert given
 
 
+def test_islands_that_have_finished_serve_their_weights_until_all_have(world, tmp_path):
+    world.begin(tmp_path)
+    together = threading.Barrier(4, timeout=100)
+    is_first_through, is_served = threading.Event(), threading.Event()
+    said: dict[str, list[str]] = {name: [] for name in NAMES}
+    final: list[Any] = []
+    served: list[dict[str, np.ndarray]] = []
+
+    def one(replica: int) -> None:
+        name = NAMES[replica]
+        station, island = world.join(name)
+        together.wait()
+        state, step = train(world, island, world.programs.init(draws.key(0)), 0, replica)
+        if name == "paris":
+            final.append(jax.device_get(state.params))
+        if name == "oslo":
+            assert is_served.wait(60)
+        station.leave(finished=True)
+        if name == "paris":
+            is_first_through.set()
+        island.linger(state, step, 100.0, lambda: False, said[name].append)
+        station.close()
+
+    def merge() -> None:
+        assert is_first_through.wait(100)
+        client = Client(world.roster, "oslo", None, "paris")
+        (about,) = ask_about({"paris": client}, 10.0).values()
+        assert isinstance(about, About) and about.training
+        served.append(fetch_weights(client, weight_specs(world.config.model), 30.0).arrays)
+        is_served.set()
+
+    started = time.monotonic()
+    side_by_side(*[lambda i=i: one(i) for i in range(4)], merge)
+    assert time.monotonic() - started < 90
+    for found, expected in zip(served[0].values(), jax.tree.leaves(final[0]), strict=True):
+        np.testing.assert_array_equal(found, expected[0])
+    assert not any("leaves" in line for lines in said.values() for line in lines)
+    assert "oslo" in said["paris"][0]
+
+
+def test_who_serves_for_others_in_vain_names_them(world, tmp_path):
+    world.begin(tmp_path)
+    said: list[str] = []
+    station, island = world.join("paris")
+    state, step = train(world, island, world.programs.init(draws.key(0)), 0, 0)
+    station.leave(finished=True)
+    island.linger(state, step, 0.5, lambda: False, said.append)
+    island.linger(state, step, 100.0, lambda: True, said.append)
+    station.close()
+    assert said[1] == said[3] == "leaves; not known to be through: berlin, rome, oslo"
+
+
 def test_an_island_of_another_configuration_is_refused_before_it_compiles(world, tmp_path):
     world.begin(tmp_path)
     stations = [world.join(name)[0] for name in NAMES[:2]]
@@ -319,11 +387,6 @@ def test_an_island_of_another_configuration_is_refused_before_it_compiles(world,
     [
         ({"num_replicas": 5}, "num_replicas=5 and the roster of test has 4 islands: give --config.num_replicas=4"),
         ({"method": "diloco"}, "method='diloco': islands meet in pairs"),
-        (
-            {"outer": {"wire": "modulo4"}},
-            "outer.wire='modulo4' takes two messages, windows first, and islands send one: give "
-            "--config.outer.wire=float32, bfloat16, int8, int6 or int4",
-        ),
     ],
 )
 def test_a_configuration_that_islands_cannot_follow_is_told_in_a_line(changes, line):

@@ -247,7 +247,7 @@ class SlowSync:
         self.asked.append("settle")
         return state, {"journal": len(self.strides)}
 
-    def leave(self) -> None:
+    def leave(self, finished: bool) -> None:
         self.asked.append("leave")
 
     def groups(self, number: int) -> None:
@@ -257,7 +257,7 @@ class SlowSync:
         told, self.told = self.told, []
         return told
 
-    def close(self, finished: bool) -> None:
+    def close(self, state: Any, finished: bool) -> None:
         pass
 
 

@@ -61,7 +61,7 @@ class Archipelago:
         command = [sys.executable, "-m", "support.paced", str(self._seconds), "noloco_jax.island", "train"]
         with self.log(name).open("a") as output:
             self.running[name] = subprocess.Popen(
-                [*command, *(f"--{flag}={value}" for flag, value in flags.items()), *self._arguments],
+                [*command, "--linger=0", *(f"--{flag}={value}" for flag, value in flags.items()), *self._arguments],
                 env=self._environment,
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,

@@ -90,11 +90,11 @@ class Node:
     ends: dict = field(default_factory=dict)  # round -> time
     calls: dict = field(default_factory=dict)
     tick_at: float | None = None
-    messages: dict = field(default_factory=dict)  # (round, fragment) -> (number, tokens)
+    messages: dict = field(default_factory=dict)  # round -> (number, tokens)
     received: dict = field(default_factory=dict)  # xid -> number
     open: set = field(default_factory=set)  # due, and neither applied nor dropped
     weights: dict = field(default_factory=dict)  # xid -> (tokens, correction, peer): what the weights have seen
-    one_sided: set = field(default_factory=set)  # (round, fragment) logged as such
+    one_sided: set = field(default_factory=set)  # rounds logged as such
     lost: set = field(default_factory=set)  # xids whose halves, applied or not, went down with weights
     drops: list = field(default_factory=list)
     applied: list = field(default_factory=list)
@@ -270,21 +270,19 @@ class World:
             node.disk = node.machine.journal(), dict(node.weights)
         node.round = round
         tokens = self.random.randrange(0, 5)
-        fragments = range(self.settings.fragments)
-        numbers = [1000.0 + self.random.random() for _ in fragments]
+        number = 1000.0 + self.random.random()
         if self.steps is not None:
             tokens, node.steps = node.steps, 0
-        for fragment in fragments:
-            node.messages[round, fragment] = numbers[fragment], tokens
-            if self.partner(node.name)(round) is not None:
-                node.open.add((round, fragment))
+        node.messages[round] = number, tokens
+        if self.partner(node.name)(round) is not None:
+            node.open.add(round)
         if self.steps is None:
             self._train(node)
         node.ends[round] = self.now
-        self._handle(node, RoundEnded(round, tokens, tuple(numbers)))
-        late = [key for key in node.open if key[0] < round - self.settings.patience]
+        self._handle(node, RoundEnded(round, tokens, number))
+        late = [key for key in node.open if key < round - self.settings.patience]
         assert not late, f"{node.name} still waits for {late} in round {round}"
-        for key in [key for key in node.messages if key[0] < round - self.settings.patience]:
+        for key in [key for key in node.messages if key < round - self.settings.patience]:
             del node.messages[key]
 
     def _train(self, node: Node) -> None:
@@ -358,7 +356,7 @@ class World:
             case Apply():
                 self._point(node, "Apply", self._apply, action)
             case Drop():
-                key = action.round, action.fragment
+                key = action.round
                 assert key in node.open or key not in node.messages, f"{node.name} drops {key} twice: {action}"
                 node.open.discard(key)
                 node.drops.append(action)
@@ -388,8 +386,8 @@ class World:
                 raise AssertionError(action)
 
     def _apply(self, node: Node, action: Apply, nth: int) -> None:
-        key = action.xid[:2]
-        assert key not in {xid[:2] for xid in node.weights}, f"{node.name} applies {key} twice"
+        key = action.xid.round
+        assert key not in {xid.round for xid in node.weights}, f"{node.name} applies {key} twice"
         assert key in node.open, f"{node.name} applies {key}, which was applied or dropped"
         node.open.remove(key)
         own, tokens = node.messages[key]
@@ -434,10 +432,10 @@ class World:
         """A header on its way to a side of a call, with what the tape says of it."""
         kind = type(header).__name__
         heavy = isinstance(header, Message | State)
-        wait = LATENCY * (0.5 + self.random.random()) + (self.transfer / self.settings.fragments if heavy else 0)
+        wait = LATENCY * (0.5 + self.random.random()) + (self.transfer if heavy else 0)
         number = None
         if isinstance(header, Message):
-            number = call.sides[1 - side].messages[header.xid[:2]][0]
+            number = call.sides[1 - side].messages[header.xid.round][0]
         event: Any = header, number, 1000.0, opener
         copies = 1
         for fault in self.faults if self.now < self.quiet_after else ():
@@ -531,19 +529,18 @@ class World:
                     assert abs(total) < 1e-9, f"{xid}: {correction} and {theirs} do not cancel"
                     assert tokens + their_tokens > 0 or abs(correction + theirs) < 1e-9
                 else:
-                    known = xid in other.lost or xid[:2] in other.one_sided
+                    known = xid in other.lost or xid.round in other.one_sided
                     assert known, f"{xid}: {node.name} has applied it, {peer} has not, and nobody says so"
 
     def participation(self, first: int, last: int) -> float:
-        """Applied of all fragments that were due in these rounds."""
+        """Applied of all messages that were due in these rounds."""
         due = [
-            (node, (round, fragment))
+            (node, round)
             for node in self.nodes.values()
             for round in range(first, last)
-            for fragment in range(self.settings.fragments)
             if self.partner(node.name)(round) is not None
         ]
-        return sum(key in {action.xid[:2] for action in node.applied} for node, key in due) / len(due)
+        return sum(key in {action.xid.round for action in node.applied} for node, key in due) / len(due)
 
 
 def all_points(world: World) -> list[tuple[str, int]]:

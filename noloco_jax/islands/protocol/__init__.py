@@ -1,7 +1,7 @@
 """The protocol of islands: a state machine without sockets, threads, files or clocks (design §12).
 
-`island.py` takes events and gives actions (`events.py`); `headers.py` holds what islands tell each other. An exchange
-of one fragment, with what each side sends:
+`island.py` takes events and gives actions (`events.py`); `headers.py` holds what islands tell each other. An exchange,
+with what each side sends:
 
     dialler                                   who answers
     OFFERED    -- Hello ------------------->              its round's message is here? else AtRound, and it dials itself

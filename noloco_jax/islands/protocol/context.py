@@ -36,7 +36,7 @@ class Context:
         self.identity = identity
         self.settings = settings
         self.peers = {other: Peer(other) for other in others}
-        self.norms = [Norms() for _ in range(settings.fragments)]
+        self.norms = Norms()
         self.ledger = ledger
         self.incarnation = incarnation
         self.round = -1

@@ -31,9 +31,9 @@ class Doubts:
     def exchanges(self) -> list[Exchange]:
         return [doubt.exchange for doubt in self._doubts.values()]
 
-    def about(self, round: int, fragment: int) -> bool:
-        """Whether this round's fragment may have been committed."""
-        return any(xid[:2] == (round, fragment) for xid in self._doubts)
+    def about(self, round: int) -> bool:
+        """Whether this round's message may have been committed."""
+        return any(xid.round == round for xid in self._doubts)
 
     def add(self, exchange: Exchange) -> None:
         doubt = self._doubts[exchange.xid] = _Doubt(exchange, Backoff(self._context))

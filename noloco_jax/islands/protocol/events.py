@@ -32,12 +32,12 @@ class RoundEnded(NamedTuple):
     Attributes:
       round: the one after the last.
       tokens: trained on in the round: the island's weight.
-      norms: Euclidean norm of each fragment of the message.
+      norm: Euclidean, of the message.
     """
 
     round: int
     tokens: int
-    norms: tuple[float, ...]
+    norm: float
 
 
 class Opened(NamedTuple):
@@ -68,7 +68,12 @@ class Tick(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """The island is to end. It says goodbye, and settles what it is in doubt about as long as it is let."""
+    """The island is to end. It says goodbye, and settles what it is in doubt about as long as it is let.
+
+    `finished`: whether it has taken all steps of the run.
+    """
+
+    finished: bool = False
 
 
 Event = Start | Ready | RoundEnded | Opened | Arrived | Broken | Tick | Stop
@@ -83,7 +88,7 @@ class Open(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Send a header; behind a `Message` the arrays of its round and fragment, behind a `State` those of the state."""
+    """Send a header; behind a `Message` the arrays of its round, behind a `State` those of the state."""
 
     channel: Channel
     header: Answer
@@ -109,7 +114,7 @@ class Apply(NamedTuple):
     """Apply the correction c_i = weight (m_j − m_i) between two inner steps (design §12).
 
     Attributes:
-      xid: the exchange; m_j are the arrays that came with it, m_i those of its round and fragment.
+      xid: the exchange; m_j are the arrays that came with it, m_i those of its round.
       peer: j.
       weight: w_j/(w_i + w_j), w the tokens of the round, so that Σ w c = 0.
       lag: rounds ended since the message's.
@@ -122,17 +127,16 @@ class Apply(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """A round's fragment gets no correction.
+    """A round's message gets no correction.
 
     Attributes:
-      round, fragment: which.
+      round: which.
       peer: the partner.
       reason: a few words.
       one_sided: whether the partner may have applied its half. Only then may the mean of the islands move.
     """
 
     round: int
-    fragment: int
     peer: str
     reason: str
     one_sided: bool = False

@@ -66,19 +66,16 @@ class Exchanges:
         name = self._partner(event.round)
         if name is None:
             return
-        count = context.settings.fragments
-        order = [(event.round + i) % count for i in range(count)]  # each is the first one in its turn
         peer = context.peers[name]
-        meeting = Meeting(event.round, peer, event.tokens, order, Backoff(context))
+        meeting = Meeting(event.round, peer, event.tokens, Backoff(context))
         self.meetings[event.round] = meeting
-        self.due += count
-        if not all(map(math.isfinite, event.norms)):
+        self.due += 1
+        if not math.isfinite(event.norm):
             self._end(meeting, "the own message is not finite")
         elif peer.quarantined_until > event.round:
             self._end(meeting, "the partner is in quarantine")
         else:
-            for norms, norm in zip(context.norms, event.norms, strict=True):
-                norms.add(norm)
+            context.norms.add(event.norm)
             self._dial(meeting)
 
     def leave(self) -> None:
@@ -120,13 +117,12 @@ class Exchanges:
 
     def _dial(self, meeting: Meeting) -> None:
         context = self._context
-        free = [fragment for fragment in meeting.left if not self.doubts.about(meeting.round, fragment)]
-        if not free or meeting.running is not None or meeting.peer.away:
+        if self.doubts.about(meeting.round) or meeting.running is not None or meeting.peer.away:
             return
         if self._lines.are_taken(meeting, self.meetings.values()):
             return
         meeting.attempts += 1
-        xid = ExchangeId(meeting.round, free[0], context.name, context.incarnation, meeting.attempts)
+        xid = ExchangeId(meeting.round, context.name, context.incarnation, meeting.attempts)
         hello = Hello(context.caller(meeting.peer.name), xid, meeting.tokens, self._timing(meeting))
         channel = context.open(meeting.peer.name, hello)
         deadline = context.now + context.settings.answer_seconds
@@ -161,8 +157,8 @@ class Exchanges:
                 self._context.is_wrong(exchange.peer.name, header)
             case Done(Outcome.COMMITTED):  # with a past incarnation of this island, whose weights are lost
                 self._end_exchange(meeting)
-                self._finish(meeting, exchange.xid.fragment)
-                self._drop(meeting.round, exchange.xid.fragment, meeting.peer, "committed before", one_sided=True)
+                del self.meetings[meeting.round]
+                self._drop(meeting.round, meeting.peer, "committed before", one_sided=True)
             case _:
                 self._failed(meeting)
 
@@ -194,7 +190,7 @@ class Exchanges:
         if self._leaving:
             return NotPartner("leaving")
         context, meeting = self._context, self.meetings.get(xid.round)
-        is_in_doubt = self.doubts.about(xid.round, xid.fragment)
+        is_in_doubt = self.doubts.about(xid.round)
         said = refusal(context, peer, xid, self._partner(xid.round), meeting, is_in_doubt)
         if said is None and meeting and self._lines.are_taken(meeting, self.meetings.values(), by_offers=False):
             return Busy(context.settings.retry_seconds)
@@ -240,7 +236,7 @@ class Exchanges:
                     self._judge(meeting, exchange, content)
             case Received() if header.xid == exchange.xid and not header.good:
                 self._end_exchange(meeting, known_aborted=True)
-                self._try_later(meeting, exchange)
+                meeting.retry.start()
             case Received() if header.xid == exchange.xid and not exchange.dials:
                 exchange.approved = True
                 if exchange.stage is Stage.HELD:
@@ -283,7 +279,7 @@ class Exchanges:
 
     def _judge(self, meeting: Meeting, exchange: Exchange, content: Content) -> None:
         """The partner's message came whole: is it one that a sound island sends?"""
-        context, norms = self._context, self._context.norms[exchange.xid.fragment]
+        context, norms = self._context, self._context.norms
         if not norms.believe(content.norm):
             context.send(exchange.channel, Received(exchange.xid, False))
             self._failed(meeting)
@@ -304,10 +300,6 @@ class Exchanges:
         self._lines.took(exchange, context.now)
         meeting.running = None
         self._apply(exchange)
-        if meeting.left and exchange.dials:
-            self._dial(meeting)
-        else:
-            meeting.retry.start()  # the partner goes on; this side in case it does not
 
     def _apply(self, exchange: Exchange) -> None:
         context, xid = self._context, exchange.xid
@@ -317,17 +309,11 @@ class Exchanges:
         exchange.peer.broken = 0
         self.lags.append(context.round - xid.round)
         context.actions.append(Apply(xid, exchange.peer.name, exchange.weight, self.lags[-1]))
-        if xid.round in self.meetings:
-            self._finish(self.meetings[xid.round], xid.fragment)
-
-    def _finish(self, meeting: Meeting, fragment: int) -> None:
-        meeting.left.remove(fragment)
-        if not meeting.left:
-            del self.meetings[meeting.round]
+        self.meetings.pop(xid.round, None)
 
     def _resolve(self, exchange: Exchange, outcome: Outcome) -> None:
         """What was in doubt is known."""
-        round, fragment = exchange.xid.round, exchange.xid.fragment
+        round = exchange.xid.round
         if outcome is Outcome.COMMITTED:
             self._apply(exchange)
             return
@@ -336,19 +322,12 @@ class Exchanges:
         if round in self.meetings and outcome is Outcome.ABORTED:
             self._dial(self.meetings[round])
             return
-        if round in self.meetings:
-            self._finish(self.meetings[round], fragment)
-        self._drop(round, fragment, exchange.peer, f"{outcome} by the partner", outcome is Outcome.FORGOTTEN)
+        self.meetings.pop(round, None)
+        self._drop(round, exchange.peer, f"{outcome} by the partner", outcome is Outcome.FORGOTTEN)
 
     def _failed(self, meeting: Meeting, *, closed: bool = False, least: float = 0.0) -> None:
         """The exchange under way leads to nothing; another attempt may."""
-        exchange = meeting.running
-        assert exchange is not None
         self._end_exchange(meeting, closed=closed)
-        self._try_later(meeting, exchange, least)
-
-    def _try_later(self, meeting: Meeting, exchange: Exchange, least: float = 0.0) -> None:
-        meeting.postpone(exchange.xid.fragment)
         meeting.retry.start(least)
 
     def _end_exchange(self, meeting: Meeting, *, closed: bool = False, known_aborted: bool = False) -> None:
@@ -364,20 +343,19 @@ class Exchanges:
             self._context.ledger.close(exchange.xid, Outcome.ABORTED)
 
     def _end(self, meeting: Meeting, reason: str) -> None:
-        """Drops what is left of a meeting, but for what is in doubt."""
+        """Drops a meeting, but for what is in doubt."""
         if meeting.running is not None:
             self._end_exchange(meeting)
         del self.meetings[meeting.round]
-        for fragment in meeting.left:
-            if not self.doubts.about(meeting.round, fragment):
-                self._drop(meeting.round, fragment, meeting.peer, reason)
+        if not self.doubts.about(meeting.round):
+            self._drop(meeting.round, meeting.peer, reason)
 
-    def _drop(self, round: int, fragment: int, peer: Peer, reason: str, one_sided: bool = False) -> None:
-        self._context.actions.append(Drop(round, fragment, peer.name, reason, one_sided))
+    def _drop(self, round: int, peer: Peer, reason: str, one_sided: bool = False) -> None:
+        self._context.actions.append(Drop(round, peer.name, reason, one_sided))
 
     def _give_up(self, round: int, reason: str) -> None:
         for exchange in self.doubts.give_up(round):
-            self._drop(exchange.xid.round, exchange.xid.fragment, exchange.peer, reason, one_sided=True)
+            self._drop(exchange.xid.round, exchange.peer, reason, one_sided=True)
 
     def _is_broken(self, peer: Peer) -> None:
         """A broken message: several in a row are no accident."""

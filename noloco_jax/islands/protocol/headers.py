@@ -1,7 +1,8 @@
 """What islands tell each other: small headers, which travel as JSON and are checked when they come.
 
-Only `Message` and `State` are followed by arrays. The transport sees to it that those are whole; here is what decides
-what happens to them. The first header of a call is an opener: `Hello`, `StatusRequest`, `StateRequest` or `Leave`.
+Only `Windows`, `Message` and `State` are followed by arrays. The transport sees to it that those are whole; here is
+what decides what happens to them. The first header of a call is an opener: `Hello`, `StatusRequest`, `StateRequest` or
+`Leave`.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-VERSION = 2  # of this protocol
+VERSION = 3  # of this protocol
 LONGEST_TEXT = 256
 PAST_INCARNATION = "a past incarnation"
 
@@ -31,18 +32,16 @@ class Outcome(StrEnum):
 
 
 class ExchangeId(NamedTuple):
-    """One attempt of two islands to exchange a fragment; no other attempt, restart or round has the same.
+    """One attempt of two islands to exchange their messages; no other attempt, restart or round has the same.
 
     Attributes:
       round: the round whose messages are exchanged.
-      fragment: which part of them.
       dialler: the island that dialled.
       incarnation: of the dialler.
       attempt: the dialler's count of its attempts in this round.
     """
 
     round: int
-    fragment: int
     dialler: str
     incarnation: int
     attempt: int
@@ -57,7 +56,7 @@ class Identity:
       config: of the configuration, as far as it has to agree.
       model: of names, shapes and dtypes of the parameters.
       roster: of the roster.
-      codec: the form in which messages travel, and their number of fragments.
+      codec: the form in which messages travel, and the number of fragments of parameters.
       pace: "steps", or "time" for islands that fit their inner steps to common rounds.
       protocol: its version.
     """
@@ -177,7 +176,14 @@ class Done:
 
 @dataclass(frozen=True)
 class Message:
-    """The header of the arrays of a message's fragment."""
+    """The header of a message's arrays."""
+
+    xid: ExchangeId
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The header of the arrays that a message's code needs ahead of it: of no concern to the protocol's machine."""
 
     xid: ExchangeId
 
@@ -217,11 +223,12 @@ class Status:
       incarnation, round: see `Caller`.
       training: whether it has weights and trains; not while it starts, waits for others, or leaves.
       lineage: whether a committed exchange is in the past of its weights, through checkpoints and healings.
-      committed, due: fragments exchanged, and fragments that had a partner, since the start.
+      committed, due: messages exchanged, and messages that had a partner, since the start.
       lag: mean rounds between a message and its correction.
       partner: of the last round; empty: alone.
       outcome: of the exchange that was asked for.
       starting: whether it still makes itself ready to train.
+      finished: whether it has taken all steps, and still serves its weights.
     """
 
     incarnation: int
@@ -234,6 +241,7 @@ class Status:
     partner: str
     outcome: Outcome | None = None
     starting: bool = False
+    finished: bool = False
 
 
 @dataclass(frozen=True)
@@ -254,13 +262,14 @@ class State:
 
 @dataclass(frozen=True)
 class Leave:
-    """Says goodbye, so that nobody dials in vain."""
+    """Says goodbye, so that nobody dials in vain. `finished`: whether the sender has taken all steps of the run."""
 
     caller: Caller
+    finished: bool = False
 
 
 Opener = Hello | StatusRequest | StateRequest | Leave
-Answer = Accept | Busy | AtRound | NotPartner | Wrong | Done | Message | Received | Commit | Status | State
+Answer = Accept | Busy | AtRound | NotPartner | Wrong | Done | Windows | Message | Received | Commit | Status | State
 Header = Opener | Answer
 
 KINDS: dict[str, type] = {kind.__name__: kind for kind in (*typing.get_args(Opener), *typing.get_args(Answer))}

@@ -68,8 +68,9 @@ class Journal(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Journal":
-        outcomes = {ExchangeId(*xid): Outcome(outcome) for *xid, outcome in values["outcomes"]}
-        doubts = tuple((ExchangeId(*xid), peer) for *xid, peer in values["doubts"])
+        # Behind the round, journals of earlier versions have a number more.
+        outcomes = {ExchangeId(round, *xid[-3:]): Outcome(outcome) for round, *xid, outcome in values["outcomes"]}
+        doubts = tuple((ExchangeId(round, *xid[-3:]), peer) for round, *xid, peer in values["doubts"])
         return cls(values["round"], values["lineage"], outcomes, values["floor"], doubts)
 
 
@@ -107,6 +108,7 @@ class Island:
         self._partner = partner
         self._exchanges = Exchanges(context, partner)
         self._healing = Healing(context, journal is not None, began_before)
+        self._finished = False
         self._curious: list[Channel] = []  # calls of those who wait until this island is ready
 
     @property
@@ -170,6 +172,7 @@ class Island:
             lag,
             partner or "",
             starting=not self._healing.is_ready,
+            finished=self._finished,
         )
 
     def next_deadline(self) -> float | None:
@@ -210,14 +213,14 @@ class Island:
                 self._exchanges.tick()
                 self._healing.tick()
             case Stop():
-                self._stop()
+                self._stop(event.finished)
         self._exchanges.go_on()
         return context.actions
 
     def _start(self) -> None:
         for xid, peer in self._lost:
             reason = "in doubt when the weights were saved"
-            self._context.actions.append(Drop(xid.round, xid.fragment, peer, reason, one_sided=True))
+            self._context.actions.append(Drop(xid.round, peer, reason, one_sided=True))
         self._healing.start()
 
     def _ready(self) -> None:
@@ -258,6 +261,7 @@ class Island:
             case Leave():
                 peer = context.peers[event.peer]
                 peer.away = header.caller.incarnation >= peer.incarnation
+                peer.finished = header.finished if peer.away else peer.finished
                 self._exchanges.doubts.goodbye(channel, event.peer)
 
     def _refusal(self, peer: str, header: Opener) -> Wrong | None:
@@ -276,13 +280,15 @@ class Island:
         self._context.renew(healed.round, healed.lineage)
         self._context.actions.append(healed)
 
-    def _stop(self) -> None:
+    def _stop(self, finished: bool) -> None:
         context = self._context
+        self._finished = finished
         self._healing.stop()
         for channel in self._curious:
             context.close(channel)
         self._curious.clear()
         self._exchanges.leave()
         for peer in context.peers.values():
-            if peer.seen is not None and not peer.away:
-                context.open(peer.name, Leave(context.caller(peer.name)))
+            waits = finished and peer.finished  # to hear that all have
+            if peer.seen is not None and (waits or not peer.away):
+                context.open(peer.name, Leave(context.caller(peer.name), finished))

@@ -17,7 +17,7 @@ class Ledger:
     def __init__(self, outcomes: Mapping[ExchangeId, Outcome] | None = None, floor: int = 0):
         self.outcomes: dict[ExchangeId, Outcome] = {}
         self.floor = floor
-        self._applied: set[tuple[int, int]] = set()
+        self._applied: set[int] = set()
         for xid, outcome in (outcomes or {}).items():
             self.close(xid, outcome)
 
@@ -25,19 +25,19 @@ class Ledger:
         """An exchange has ended, for good.
 
         Raises:
-          ValueError: if it had ended otherwise, or another exchange of its round and fragment was committed.
+          ValueError: if it had ended otherwise, or another exchange of its round was committed.
         """
         known = self.outcomes.setdefault(xid, outcome)
         if known is not outcome:
             raise ValueError(f"{xid} had ended as {known}, not {outcome}")
         if outcome is Outcome.COMMITTED:
-            if self.has_committed(xid.round, xid.fragment):
-                raise ValueError(f"{xid} would be the second correction of its round and fragment")
-            self._applied.add((xid.round, xid.fragment))
+            if self.has_committed(xid.round):
+                raise ValueError(f"{xid} would be the second correction of its round")
+            self._applied.add(xid.round)
 
-    def has_committed(self, round: int, fragment: int) -> bool:
-        """Whether the weights have seen a correction of this round and fragment."""
-        return (round, fragment) in self._applied
+    def has_committed(self, round: int) -> bool:
+        """Whether the weights have seen a correction of this round."""
+        return round in self._applied
 
     def settle(self, xid: ExchangeId) -> Outcome:
         """The answer to a question after an exchange, which settles it: what is not committed by now never will be."""
@@ -50,4 +50,4 @@ class Ledger:
         if round - ROUNDS_KEPT > self.floor:
             self.floor = round - ROUNDS_KEPT
             self.outcomes = {xid: outcome for xid, outcome in self.outcomes.items() if xid.round >= self.floor}
-            self._applied = {key for key in self._applied if key[0] >= self.floor}
+            self._applied = {round for round in self._applied if round >= self.floor}

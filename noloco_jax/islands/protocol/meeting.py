@@ -1,4 +1,4 @@
-"""A round's meeting with its partner, and the exchange of a fragment in it."""
+"""A round's meeting with its partner, and the exchange in it."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,7 +19,7 @@ class Stage(StrEnum):
 
 @dataclass
 class Exchange:
-    """An attempt at a fragment.
+    """An attempt at a round's exchange.
 
     Attributes:
       xid: which.
@@ -54,9 +54,8 @@ class Meeting:
       round: whose messages are exchanged.
       peer: the partner.
       tokens: this side's weight.
-      left: fragments that have neither been committed nor dropped, in the order in which they are tried.
       retry: when to dial next.
-      running: the exchange under way; one at a time, so that a slow link ends one before the next.
+      running: the exchange under way.
       attempts: made by this side.
       waits: whether it is to be dialled when the line is free.
     """
@@ -64,7 +63,6 @@ class Meeting:
     round: int
     peer: Peer
     tokens: int
-    left: list[int]
     retry: Backoff
     running: Exchange | None = None
     attempts: int = 0
@@ -73,8 +71,3 @@ class Meeting:
     def weight(self, tokens: int) -> float:
         """w_j/(w_i + w_j) for a partner of so many tokens: with it w_i c_i + w_j c_j = 0."""
         return tokens / (self.tokens + tokens) if self.tokens + tokens else 0.5
-
-    def postpone(self, fragment: int) -> None:
-        """The others are tried first."""
-        self.left.remove(fragment)
-        self.left.append(fragment)

@@ -20,6 +20,7 @@ class Peer:
       incarnation, round: the latest that it told; -1: none.
       seen: when something last came from it; none: never.
       away: whether it has said goodbye.
+      finished: whether it has taken all steps of the run.
       wrong: what it finds wrong with this island, or nothing.
       broken: broken messages in a row.
       quarantined_until: the round in which it may be met again.
@@ -32,6 +33,7 @@ class Peer:
     round: int = -1
     seen: float | None = None
     away: bool = False
+    finished: bool = False
     wrong: str | None = None
     broken: int = 0
     quarantined_until: int = 0
@@ -43,6 +45,7 @@ class Peer:
         if incarnation < self.incarnation:
             return
         self.seen = now
+        self.finished = self.finished and incarnation == self.incarnation
         self.round = round if incarnation > self.incarnation else max(self.round, round)
         self.incarnation, self.away, self.wrong = incarnation, False, None
 

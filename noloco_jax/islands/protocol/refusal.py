@@ -17,13 +17,13 @@ def refusal(
       xid: the exchange.
       partner: whom the island meets in the exchange's round.
       meeting: what is left of that round's; None: its message is not here yet, or no more.
-      is_in_doubt: whether the round's fragment may have been committed.
+      is_in_doubt: whether the round's message may have been committed.
     """
     if peer.quarantined_until > xid.round:
         return NotPartner("in quarantine")
-    if xid.fragment not in range(context.settings.fragments) or partner != peer.name:
+    if partner != peer.name:
         return NotPartner("not in this round")
-    if context.ledger.has_committed(xid.round, xid.fragment):
+    if context.ledger.has_committed(xid.round):
         return Done(Outcome.COMMITTED)
     if xid in context.ledger.outcomes:
         return Done(Outcome.ABORTED)
@@ -32,8 +32,6 @@ def refusal(
         if is_recent:
             return NotPartner("no message of that round is left")
         return AtRound(context.round, context.pace.timing(context.round, context.now))
-    if xid.fragment not in meeting.left:
-        return Done(Outcome.ABORTED)  # it was given up here
     if is_in_doubt or _prefers_its_own(context, meeting, xid):
         return Busy(context.settings.retry_seconds)
     return None

@@ -8,8 +8,6 @@ class Settings:
     """Rounds and seconds of the protocol.
 
     Attributes:
-      fragments: parts of a message, each exchanged and committed by itself, one after the other: a link that carries
-        half a message a round then brings half of it together.
       patience: rounds that a message waits for its partner's; each costs the memory of a message, and corrections that
         come later than 2 rounds do harm. An island that is further behind the median of the others meets nobody any
         more: it takes another one's state. With 1, what is almost a round behind, as islands are that have just healed,
@@ -25,7 +23,6 @@ class Settings:
       keeps_pace: whether an island fits its inner steps to common rounds, see `pace.py`.
     """
 
-    fragments: int = 1
     patience: int = 2
     reach_seconds: float = 5.0
     quarantine_rounds: int = 16
@@ -37,5 +34,5 @@ class Settings:
     keeps_pace: bool = False
 
     def __post_init__(self):
-        if self.fragments < 1 or self.patience < 1:
-            raise ValueError(f"fragments is {self.fragments}, patience {self.patience}: both must be at least 1")
+        if self.patience < 1:
+            raise ValueError(f"patience is {self.patience}: it must be at least 1")

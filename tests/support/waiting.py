@@ -1,0 +1,15 @@
+"""An island that waits for every exchange, as replicas of one program do: to be compared with one.
+
+python -m support.waiting ARGUMENT...    those of `noloco_jax.island train`
+"""
+
+import sys
+from functools import partial
+
+from noloco_jax.errors import run_command
+from noloco_jax.island import training
+
+if __name__ == "__main__":
+    training.Membership = partial(training.Membership, at_once=True)  # pyright: ignore[reportAttributeAccessIssue]
+    sys.argv = ["noloco_jax.island", "train", *sys.argv[1:]]
+    run_command("noloco_jax.island.command")
