@@ -34,7 +34,7 @@ def test_costs_on_the_users_links_answer_in_tables(capsys):
     [
         (50, "fits the link: an exchange takes 32 s, and outer.delay=32", "sync_every=50 float32 delay=32"),
         (10, "does not fit the link: an exchange takes 32 s, and the 10 steps", "sync_every=10 int8 delay=9"),
-        (1, "does not fit the link", "sync_every=4 modulo3 delay=4"),
+        (1, "does not fit the link", "sync_every=5 modulo4 delay=5"),
     ],
 )
 def test_the_answer_comes_first_as_flags_that_the_trainer_takes(sync_every, words, flags, capsys):
