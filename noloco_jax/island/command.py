@@ -46,7 +46,7 @@ def _train(argv: Sequence[str]) -> int:
     config, flags = parse_args(argv, _TRAIN, _define_train_flags, prog="python -m noloco_jax.island train")
     roster = read_roster(flags.roster)
     keep_freed_memory()
-    from noloco_jax.island.training import train_island  # likewise
+    from noloco_jax.island.mode import train_island  # likewise
 
     return train_island(config, roster, flags)
 

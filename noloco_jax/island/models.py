@@ -7,13 +7,12 @@ import jax
 from noloco_jax.config import load_saved, overridden
 from noloco_jax.errors import UserError
 from noloco_jax.formatting import format_perplexity
+from noloco_jax.island import folders
+from noloco_jax.island.merge import mean_of, of_folders, of_live_islands, perplexity_of
+from noloco_jax.island.report import draw_islands, report_table, row_of
 from noloco_jax.islands.roster import read_roster
 from noloco_jax.model.huggingface import check_new_folder
-from noloco_jax.run import island_folders
 from noloco_jax.run.console import make_console
-from noloco_jax.run.island_merge import mean_of, of_folders, of_live_islands, perplexity_of
-from noloco_jax.run.island_picture import draw_islands
-from noloco_jax.run.island_table import report_table, row_of
 from noloco_jax.run.model_folder import tokenizer_of, write_model_folder
 
 
@@ -56,7 +55,7 @@ def report(flags: argparse.Namespace) -> int:
 def gather(flags: argparse.Namespace) -> int:
     """Makes a run of one program of islands that have ended."""
     jax.config.update("jax_platforms", "cpu")
-    island_folders.gather(flags.workdirs, flags.out, print)
+    folders.gather(flags.workdirs, flags.out, print)
     return 0
 
 
@@ -64,5 +63,5 @@ def scatter(flags: argparse.Namespace) -> int:
     """Makes islands of a run of one program."""
     jax.config.update("jax_platforms", "cpu")
     config = overridden(load_saved(flags.workdir), flags.overrides)
-    island_folders.scatter(flags.workdir, config, read_roster(flags.roster), flags.out, print)
+    folders.scatter(flags.workdir, config, read_roster(flags.roster), flags.out, print)
     return 0

@@ -1,14 +1,17 @@
 """What islands know of one another: their keys, and how all of them are. Needs no jax."""
 
 import argparse
+from collections.abc import Mapping
+
+from rich.table import Table
 
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable
 from noloco_jax.islands.keys import AUTHORITY_KEY, make_keys
 from noloco_jax.islands.look import ask_all, clients_of
-from noloco_jax.islands.roster import read_roster
+from noloco_jax.islands.protocol.headers import Status
+from noloco_jax.islands.roster import Roster, read_roster
 from noloco_jax.run.console import make_console
-from noloco_jax.run.island_status import status_table
 
 
 def keys(flags: argparse.Namespace) -> int:
@@ -38,3 +41,22 @@ def status(flags: argparse.Namespace) -> int:
         raise UserError(f"--seconds={flags.seconds}: give more than 0 and up to 600")
     make_console().print(status_table(roster, ask_all(clients_of(roster, flags.keys), flags.seconds)))
     return 0
+
+
+def status_table(roster: Roster, answers: Mapping[str, Status | str]) -> Table:
+    """A row an island: its round, whether it trains, how many of its exchanges came about and how late, its partner."""
+    table = Table("island", "round", "state", "exchanged", "lag", "partner", title=f"islands of {roster.run}")
+    for island in roster.islands:
+        answer = answers[island.name]
+        if isinstance(answer, str):
+            table.add_row(island.name, "", f"away: {answer.removeprefix(island.name).lstrip(' :')}")
+            continue
+        table.add_row(
+            island.name,
+            str(answer.round + 1),
+            "finished" if answer.finished else "training" if answer.training else "starting or leaving",
+            f"{answer.committed} of {answer.due}" if answer.due else "none due yet",
+            f"{answer.lag:.2f} rounds",
+            answer.partner or "nobody",
+        )
+    return table

@@ -9,12 +9,12 @@ import jax
 
 from noloco_jax.config import TrainConfig
 from noloco_jax.formatting import format_bytes
+from noloco_jax.island.log import IslandLog
 from noloco_jax.islands.protocol.headers import Status
 from noloco_jax.islands.results import Met
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.methods import schedule_of
 from noloco_jax.outer.pairing import Round
-from noloco_jax.run.island_log import IslandLog
 from noloco_jax.run.messages import Messages
 from noloco_jax.run.sync import News, OuterSteps
 from noloco_jax.spmd.programs import TrainState

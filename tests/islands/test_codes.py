@@ -15,9 +15,9 @@ from noloco_jax.exchange.blocks import block_counts
 from noloco_jax.exchange.groups import pair_mean_in_windows
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.wire import to_code, wire_of
+from noloco_jax.island.membership import Membership
 from noloco_jax.islands.codes import Codes, Read, codec_of, pair_windows
 from noloco_jax.outer.pairing import RandomPairing
-from noloco_jax.run.island import Membership
 from noloco_jax.run.messages import messages_of
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs

@@ -15,11 +15,11 @@ from noloco_jax.data import Stream, train_stream
 from noloco_jax.data.tokenizers import ByteTokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
+from noloco_jax.island.folders import gather
+from noloco_jax.island.membership import Membership
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.run import elastic
 from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.island import Membership
-from noloco_jax.run.island_folders import gather
 from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs

@@ -17,6 +17,8 @@ from noloco_jax.config import TrainConfig, from_dict, save_config, to_dict
 from noloco_jax.data import load_tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
+from noloco_jax.island.membership import ISLAND_FILE, Membership
+from noloco_jax.island.merge import perplexity_of
 from noloco_jax.islands.keys import load_keys, make_keys
 from noloco_jax.islands.peer_errors import Busy
 from noloco_jax.islands.protocol.headers import Identity
@@ -27,8 +29,6 @@ from noloco_jax.islands.steps import IslandSteps, weight_specs
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.island import ISLAND_FILE, Membership
-from noloco_jax.run.island_merge import perplexity_of
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
 from noloco_jax.spmd.solo import build_solo

@@ -12,11 +12,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from noloco_jax.errors import UserError
+from noloco_jax.island import log
+from noloco_jax.island.log import LOG_FILE, History, IslandLog, read_log
+from noloco_jax.island.report import draw_islands, draw_on
+from noloco_jax.island.timeline import Link, died, figures_of, links_of, timeline_of
 from noloco_jax.islands.station import Met
-from noloco_jax.run import island_log
-from noloco_jax.run.island_log import LOG_FILE, History, IslandLog, read_log
-from noloco_jax.run.island_picture import draw_islands, draw_on
-from noloco_jax.run.island_timeline import Link, died, figures_of, links_of, timeline_of
 
 
 def start(time: float, name: str) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def test_a_round_is_told_the_seconds_that_were_given_way_in_it_alone(tmp_path):
 
 def test_goodput_is_what_the_run_has_behind_it_of_the_time_since_the_first_start(tmp_path, monkeypatch):
     now = 1000.0
-    monkeypatch.setattr(island_log.time, "time", lambda: now)
+    monkeypatch.setattr(log.time, "time", lambda: now)
     first = IslandLog(tmp_path, "paris")
     first.start(0, 20.0)  # of a run of one program before
     now = 1010.0

@@ -15,13 +15,13 @@ import pytest
 from noloco_jax import draws
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.errors import UserError
+from noloco_jax.island.membership import Membership, _incarnation, _write
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.look import About, ask_about, fetch_weights
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.station import Station
 from noloco_jax.islands.steps import IslandSteps, weight_specs
 from noloco_jax.methods import schedule_of
-from noloco_jax.run.island import Membership, _incarnation, _write
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs

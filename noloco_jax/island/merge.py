@@ -15,6 +15,8 @@ import numpy as np
 from noloco_jax.config import MeshConfig, TrainConfig, from_dict
 from noloco_jax.data import Tokenizer, validation_batches
 from noloco_jax.errors import UserError
+from noloco_jax.island.folders import configs_of_islands
+from noloco_jax.island.membership import ISLAND_FILE
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.look import About, ask_about, clients_of, fetch_weights
 from noloco_jax.islands.peer_errors import PeerError
@@ -23,8 +25,6 @@ from noloco_jax.islands.steps import weight_specs
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.evaluate import own_perplexity
-from noloco_jax.run.island import ISLAND_FILE
-from noloco_jax.run.island_folders import configs_of_islands
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs, shardings_of
 

@@ -1,13 +1,20 @@
-"""The picture of islands: time from left to right, a row an island, its rounds as ticks, exchanges between the rows."""
+"""Report of what became of a run's islands, as a table and a picture.
+
+The picture has time from left to right, a row an island, its rounds as ticks, and exchanges between the rows.
+"""
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.table import Table
 
 from noloco_jax.files import write_picture
-from noloco_jax.run.island_log import History
-from noloco_jax.run.island_timeline import died, links_of, timeline_of
+from noloco_jax.formatting import format_bytes, format_perplexity
+from noloco_jax.island.log import History, read_log
+from noloco_jax.island.timeline import died, figures_of, links_of, timeline_of
+from noloco_jax.run.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,11 +26,48 @@ _SCALES = ((120, 1.0, "seconds"), (7200, 60.0, "minutes"), (math.inf, 3600.0, "h
 _TICK = 0.13  # half a round's tick, in rows
 
 
+class Row(NamedTuple):
+    """An island's log, and the perplexity of its last evaluation; None before the first."""
+
+    history: History
+    perplexity: float | None
+
+
+def row_of(workdir: Path) -> Row:
+    """What an island's folder tells. Raises `UserError` where it is none."""
+    history = read_log(workdir)
+    lines = read_metrics(workdir) if (workdir / METRICS_FILE).exists() else []
+    evaluations = [line["perplexity"] for line in lines if line["kind"] == "eval"]
+    return Row(history, evaluations[-1] if evaluations else None)
+
+
+def report_table(rows: Sequence[Row]) -> Table:
+    """A row an island: its rounds, exchanges, how late and how large they were, starts, healings, perplexity."""
+    every = [figures_of(row.history) for row in rows]
+    gave_way = sum(figures.gave_way for figures in every)
+    title = f"islands (lag: rounds by which corrections were late; gave way {gave_way:.0f} s in all)"
+    table = Table("island", title=title, title_justify="left")
+    for name in ("rounds", "exchanged", "lag", "sent", "starts", "healed", "perplexity"):
+        table.add_column(name, justify="right")
+    for (history, perplexity), figures in zip(rows, every, strict=True):
+        table.add_row(
+            history.name,
+            str(figures.rounds),
+            f"{figures.met} of {figures.due}" if figures.due else "none due",
+            f"{figures.lag:.2f}",
+            format_bytes(figures.sent),
+            str(figures.starts),
+            str(figures.healings),
+            "not yet" if perplexity is None else format_perplexity(perplexity),
+        )
+    return table
+
+
 def draw_islands(histories: Sequence[History], path: Path) -> Path:
     """Draws what has happened to these islands, the first one on top; returns the picture's path.
 
     Args:
-      histories: of one island or more, as `island_log.read_log` returns them.
+      histories: of one island or more, as `log.read_log` returns them.
       path: of the PNG.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: slow to import, and not pyplot, so that no

@@ -14,11 +14,11 @@ import numpy as np
 from noloco_jax.config import CONFIG_FILE, MeshConfig, TrainConfig, load_saved, save_config
 from noloco_jax.data import renumbered
 from noloco_jax.errors import UserError
+from noloco_jax.island.membership import Membership, common_values
 from noloco_jax.islands.roster import Roster
 from noloco_jax.model.huggingface import check_new_folder
 from noloco_jax.run import elastic
 from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.island import Membership, common_values
 from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from noloco_jax.run.island_log import History
+from noloco_jax.island.log import History
 
 _SILENT_INTERVALS = 10  # between an island's events, after which it is taken for dead
 
