@@ -85,12 +85,6 @@ class Membership:
             ("outer.group_size", 2, outer.group_size, "they meet in pairs"),
             ("outer.delay", 0, outer.delay, "whose corrections enter when they come, late by themselves"),
             ("outer.moments", 0, outer.moments, "which exchange weights alone"),
-            (
-                "outer.final_merge",
-                False,
-                outer.final_merge,
-                "who may not agree on who is there: `island merge` makes it",
-            ),
             ("mesh.stage", 1, config.mesh.stage, "whose models mesh.fsdp and mesh.tensor spread over devices"),
         ):
             if given != wanted:

@@ -11,6 +11,7 @@ from noloco_jax.config import TrainConfig
 from noloco_jax.data import HostBatch
 from noloco_jax.errors import UserError
 from noloco_jax.files import full_disk_told
+from noloco_jax.island.final_merge import FinalMerge
 from noloco_jax.island.log import IslandLog
 from noloco_jax.island.membership import Membership
 from noloco_jax.island.sync import IslandSync
@@ -34,7 +35,7 @@ class IslandMode:
       member: which of the islands it is.
     """
 
-    unused: Collection[str] = ("outer_step", "merge", "spread")
+    unused: Collection[str] = ("outer_step", "merge", "spread", "final_merge")
 
     def __init__(self, member: Membership):
         self._member = member
@@ -86,7 +87,12 @@ class IslandMode:
         def linger(state: TrainState) -> None:
             steps.linger(state, config.num_steps, self._member.linger, self._is_stopping, self._report)
 
-        return IslandSync(config, steps, self._log, self._messages, linger)
+        merge = None
+        if config.outer.final_merge:
+            names, seconds = self._member.roster.names, self._member.linger
+            waits = seconds, self._is_stopping, self._report
+            merge = FinalMerge(steps, names, self._member.name, config.model, *waits)
+        return IslandSync(config, steps, self._log, self._messages, linger, merge)
 
     def begin(self, is_stopping: Callable[[], bool], step: int, seconds: float) -> bool:
         assert self._station is not None

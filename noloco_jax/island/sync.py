@@ -31,6 +31,7 @@ class IslandSync:
       log: what happens to it.
       messages: what it sends.
       linger: state after the last step -> None, serving its weights to islands that are later.
+      merge: (state, last step) -> the state with the mean of all islands' weights; None unless the run ends with it.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class IslandSync:
         log: IslandLog,
         messages: Messages,
         linger: Callable[[TrainState], None],
+        merge: Callable[[TrainState, int], TrainState] | None,
     ):
-        self._steps, self._log, self._messages, self._linger = steps, log, messages, linger
+        self._steps, self._log, self._messages = steps, log, messages
+        self._linger, self._merge = linger, merge
         self._schedule = schedule_of(config)
         self._lines: list[News] = []
 
@@ -69,7 +72,8 @@ class IslandSync:
         return state, OuterSteps(first, count, seconds, None)
 
     def finish(self, state: TrainState, step: int) -> TrainState:
-        return self._steps.settle(state, _LAST_SECONDS)
+        state = self._steps.settle(state, _LAST_SECONDS)
+        return state if self._merge is None else self._merge(state, step)
 
     def settle(self, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
         state, journal = self._steps.at_rest(state)
@@ -92,7 +96,7 @@ class IslandSync:
 
     def close(self, state: TrainState, finished: bool) -> None:
         self._log.end(finished)
-        if finished:
+        if finished and self._merge is None:
             self._linger(state)
 
     def _figures(self, met: Met, status: Status, seconds: float) -> dict[str, Any]:

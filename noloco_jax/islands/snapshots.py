@@ -31,6 +31,7 @@ class Snapshots:
         self._arrays: list[np.ndarray] | None = None
         self._closed = False
         self.wanted = False  # by somebody who waits for `give`
+        self.served: set[str] = set()  # islands in whose names copies were taken whole
 
     def give(self, round: int, step: int, arrays: Sequence[np.ndarray]) -> None:
         """A copy of the weights after `step` inner steps, in round `round` + 1, which nobody will change."""
@@ -46,6 +47,7 @@ class Snapshots:
             raise Busy("another merge is under way: try again")
         try:
             yield from zip((PROGRESS, *self._specs), self._next(), strict=True)
+            self.served.add(caller)
         finally:
             self._taken.release()
 

@@ -98,9 +98,9 @@ class Station:
         self._codes = codes
         self.snapshots, self._about = snapshots, dict(about)
         self._changed = threading.Condition(threading.RLock())
-        self._clients = {other: Client(roster, name, credentials, other) for other in roster.names if other != name}
+        self.clients = {other: Client(roster, name, credentials, other) for other in roster.names if other != name}
         self._switchboard = Switchboard(
-            self._clients,
+            self.clients,
             {**codes.specs, State.__name__: state},
             settings.answer_seconds,
             self._changed,
@@ -251,7 +251,7 @@ class Station:
         """The islands that are not known to have taken all steps of the run; they are asked where seconds are given."""
         with self._changed:
             names = [name for name, peer in self._protocol.peers.items() if not peer.finished]
-        answers = ask_all({name: self._clients[name] for name in names}, ask_seconds) if ask_seconds else {}
+        answers = ask_all({name: self.clients[name] for name in names}, ask_seconds) if ask_seconds else {}
         with self._changed:
             for name, answer in answers.items():
                 if isinstance(answer, Status) and answer.finished:

@@ -123,11 +123,11 @@ class IslandSteps:
         if self.station.wants_state and state.outer is not None and int(state.outer.round) > 0:
             copies = self._copies(state)
             self.station.give(int(state.outer.round) - 1, [np.asarray(step, np.int64), *copies])
-        self._serve(state, step)
+        self.serve(state, step)
         return state, step
 
-    def _serve(self, state: TrainState, step: int) -> None:
-        """Gives the weights to who waits for them."""
+    def serve(self, state: TrainState, step: int) -> None:
+        """Give the weights to a peer or a tool that waits for them."""
         if self.station.snapshots.wanted and state.outer is not None:
             copies = [x[0] for x in self._copies(state.params)]
             self.station.snapshots.give(int(state.outer.round) - 1, step, copies)
@@ -154,7 +154,7 @@ class IslandSteps:
         ask_at = time.monotonic()
         deadline = ask_at + seconds
         while (now := time.monotonic()) < deadline and not is_stopping():
-            self._serve(state, step)
+            self.serve(state, step)
             is_asking = now >= ask_at  # a goodbye may have been lost, or said before this island could hear it
             unfinished = self.station.unfinished(_ASK_SECONDS if is_asking else 0.0)
             ask_at = now + _ASK_EVERY_SECONDS if is_asking else ask_at

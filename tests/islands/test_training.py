@@ -15,6 +15,7 @@ import pytest
 from noloco_jax import draws
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.errors import UserError
+from noloco_jax.island.final_merge import FinalMerge
 from noloco_jax.island.membership import Membership, _incarnation, _write
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.look import About, ask_about, fetch_weights
@@ -355,6 +356,48 @@ def test_islands_that_have_finished_serve_their_weights_until_all_have(world, tm
         np.testing.assert_array_equal(found, expected[0])
     assert not any("leaves" in line for lines in said.values() for line in lines)
     assert "oslo" in said["paris"][0]
+
+
+def merged_by(world: World, name: str, station: Station, island: IslandSteps, seconds: float, say: Any) -> FinalMerge:
+    return FinalMerge(island, world.roster.names, name, world.config.model, seconds, lambda: False, say)
+
+
+def test_islands_that_end_with_a_merge_have_the_mean_of_all_last_weights(world, tmp_path):
+    world.begin(tmp_path)
+    together = threading.Barrier(4, timeout=100)
+    last, merged = {}, {}
+    said: dict[str, list[str]] = {name: [] for name in NAMES}
+
+    def one(replica: int) -> None:
+        name = NAMES[replica]
+        station, island = world.join(name)
+        together.wait()
+        state, step = train(world, island, world.programs.init(draws.key(0)), 0, replica)
+        last[name] = jax.device_get(jax.tree.leaves(state.params))
+        time.sleep(replica)  # one after the other
+        state = merged_by(world, name, station, island, 100.0, said[name].append)(state, step)
+        merged[name] = jax.device_get(jax.tree.leaves(state.params))
+        station.close()
+
+    side_by_side(*[lambda i=i: one(i) for i in range(4)])
+    for number, found in enumerate(zip(*merged.values(), strict=True)):
+        mean = np.mean([np.float64(last[name][number]) for name in NAMES], axis=0)
+        np.testing.assert_allclose(found[0], mean, rtol=2e-7, atol=1e-7)
+        for other in found[1:]:
+            np.testing.assert_array_equal(found[0], other)
+    assert {lines[-1] for lines in said.values()} == {"merged model: the mean of 4 of 4 islands"}
+
+
+def test_a_merge_names_the_islands_that_it_leaves_out(world, tmp_path):
+    world.begin(tmp_path)
+    said: list[str] = []
+    station, island = world.join("paris")
+    state, step = train(world, island, world.programs.init(draws.key(0)), 0, 0)
+    before = jax.device_get(state.params)
+    merged = merged_by(world, "paris", station, island, 0.5, said.append)(state, step)
+    station.close()
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(merged.params), before)
+    assert said[-1] == "merged model: the mean of 1 of 4 islands, without berlin, rome, oslo"
 
 
 def test_who_serves_for_others_in_vain_names_them(world, tmp_path):

@@ -1,0 +1,109 @@
+"""The end of an island's run with the mean of all islands' last weights: `outer.final_merge`.
+
+Every island that has taken its last step says so, serves its weights, and fetches those of the others that have. All
+add them up in the roster's order, so those that merge the same islands get the same bits. One that is missing when
+`--linger` is over is left out, and named.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import numpy as np
+
+from noloco_jax.config import ModelConfig
+from noloco_jax.islands.client import Client
+from noloco_jax.islands.look import fetch_weights
+from noloco_jax.islands.peer_errors import Busy, PeerError
+from noloco_jax.islands.steps import IslandSteps, weight_specs
+from noloco_jax.spmd.programs import TrainState, shardings_of
+
+_RETRY_SECONDS = 0.1  # before asking again an island that serves another
+_FETCH_SECONDS = 3600.0  # for the weights of one island
+
+
+class FinalMerge:
+    """The merge of an island's last weights with those of the others.
+
+    Args:
+      steps: the island's outer steps.
+      names: of all islands, in the roster's order.
+      own: its name.
+      model: what its weights are of.
+      seconds: to wait for islands that are later, and again for those that fetch its weights, at most.
+      is_stopping: whether to stop waiting.
+      report: is given lines for people.
+    """
+
+    def __init__(
+        self,
+        steps: IslandSteps,
+        names: Sequence[str],
+        own: str,
+        model: ModelConfig,
+        seconds: float,
+        is_stopping: Callable[[], bool],
+        report: Callable[[str], None],
+    ):
+        self._steps, self._station = steps, steps.station
+        self._names, self._own, self._specs = names, own, weight_specs(model)
+        self._seconds, self._is_stopping, self._report = seconds, is_stopping, report
+
+    def __call__(self, state: TrainState, step: int) -> TrainState:
+        """Return the state after the last inner step with the mean of the islands' weights, where there are others."""
+        self._station.snapshots.served.clear()  # of copies taken while it trained
+        self._station.leave(finished=True)
+        self._steps.linger(state, step, self._seconds, self._is_stopping, self._report)
+        late = self._station.unfinished()
+        peers = [name for name in self._names if name not in (self._own, *late)]
+        own = [np.asarray(x, np.float32) for x in jax.device_get(jax.tree.leaves(state.params))]
+        deadline = time.monotonic() + self._seconds
+        with ThreadPoolExecutor(1, thread_name_prefix="merge") as thread:
+            merging = thread.submit(self._mean, own, peers, deadline)
+            while not (merging.done() and self._station.snapshots.served >= set(peers)):
+                if time.monotonic() > deadline or self._is_stopping():
+                    break
+                self._steps.serve(state, step)
+                time.sleep(0.02)
+            mean, merged = merging.result()
+        missing = [name for name in self._names if name not in merged]
+        without = f", without {', '.join(missing)}" if missing else ""
+        self._report(f"merged model: the mean of {len(merged)} of {len(self._names)} islands{without}")
+        leaves = [x.astype(like.dtype) for x, like in zip(mean, jax.tree.leaves(state.params), strict=True)]
+        params = jax.tree.unflatten(jax.tree.structure(state.params), leaves)
+        return state._replace(params=jax.device_put(params, shardings_of(state.params)))
+
+    def _mean(
+        self, own: list[np.ndarray], peers: Sequence[str], deadline: float
+    ) -> tuple[list[np.ndarray], Sequence[str]]:
+        """Return the mean of the own weights and the peers', added up in the roster's order, and whose are in it."""
+        total, merged = [np.zeros_like(x) for x in own], []
+        for name in self._names:
+            if name == self._own:
+                weights = own
+            elif name in peers:
+                found = self._fetch(self._station.clients[name], deadline)
+                if isinstance(found, str):
+                    self._report(f"{name} is left out of the merge: {found}")
+                    continue
+                weights = found
+            else:
+                continue
+            for x, y in zip(total, weights, strict=True):
+                x += y.reshape(x.shape)
+            merged.append(name)
+        return [x / np.float32(len(merged)) for x in total], merged
+
+    def _fetch(self, client: Client, deadline: float) -> list[np.ndarray] | str:
+        """Return a peer's weights, or why they cannot be had."""
+        while True:
+            try:
+                arrays = fetch_weights(client, self._specs, _FETCH_SECONDS).arrays
+                return [np.asarray(arrays[name], np.float32) for name in self._specs]
+            except Busy as error:
+                if time.monotonic() > deadline or self._is_stopping():
+                    return str(error)
+                time.sleep(_RETRY_SECONDS)
+            except PeerError as error:
+                return str(error)
