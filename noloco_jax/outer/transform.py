@@ -115,7 +115,8 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
             )
         if sync is not None and steps.is_late:
             raise ValueError(
-                "sync is set, and with a delay the update uses its step counter: leave sync out, or call step and correct"
+                "sync is set, and with a delay the update uses its step counter: leave sync out, or call step and "
+                "correct"
             )
         check_surroundings()
         check_params(params, axis_names)
