@@ -189,13 +189,13 @@ class _Instruction:
 
     @property
     def operation_name(self) -> str:
-        """Of the metadata; nothing where it has none."""
+        """Return the operation name in the metadata; empty without one."""
         match = _OPERATION_NAME.search(self.text)
         return match[1] if match else ""
 
 
 def _parse(hlo: str) -> tuple[dict[str, dict[str, _Instruction]], str]:
-    """Computation name -> instruction name -> instruction; and the name of the entry computation."""
+    """Return computation name -> instruction name -> instruction, and the name of the entry computation."""
     computations: dict[str, dict[str, _Instruction]] = {}
     entry, current = "", None
     for line in re.sub(r"/\*.*?\*/", "", hlo).splitlines():
@@ -210,7 +210,7 @@ def _parse(hlo: str) -> tuple[dict[str, dict[str, _Instruction]], str]:
 
 
 def _balanced(text: str, start: int) -> int:
-    """The position after the parenthesis that closes the one at `start`."""
+    """Return the position after the parenthesis that closes the one at `start`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, start):
         depth += 1 if match[0] == "(" else -1
