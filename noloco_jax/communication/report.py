@@ -40,7 +40,7 @@ class Report:
 
     @property
     def exchanging(self) -> Traffic | None:
-        """Of the program by which replicas meet, on the devices or the hosts."""
+        """Traffic of the program by which replicas meet, on the devices or the hosts."""
         return self.traffic.get("exchange", self.traffic.get("outer_step"))
 
     @property
