@@ -1,7 +1,7 @@
-"""The methods of training, a row each. A new one is a row here, a rule in `outer`, and a line in the tests' table.
+"""Table of training methods. A new method is a row here, a rule in `outer`, and a line in the tests' table.
 
-A row holds the only defaults of the fields of `outer` that methods disagree on: the configuration, the transforms' own
-arguments and what is simulated take them from here.
+The rows hold the only defaults of the `outer` fields on which methods differ: the configuration, the arguments of the
+transforms and the simulation take them from here.
 """
 
 import functools
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
     from noloco_jax.outer.transform import OuterOptimizer
 
 
-Config = Any  # a `TrainConfig`, which reads this table and so cannot be imported here
+Config = Any  # a `TrainConfig`; its module imports this table and so cannot be imported here
 
 
 @dataclass(frozen=True)
 class Method:
-    """What tells a method of training from the others.
+    """Row of a training method.
 
     Attributes:
-      name: `config.method`.
+      name: value of `config.method`.
       describe: config -> a line for people.
-      check: config -> None; raises `UserError` where the configuration does not make sense for the method.
-      outer_optimizer: (config, axis_name, how parameters are cut) -> the outer optimizer; None for methods without
-        outer steps.
-      defaults: field of `outer` -> its value where the configuration gives none (None: worked out from others). A field
-        that another row has and this one lacks changes nothing here.
-      pairing: config -> who meets whom; None where all do, or nobody.
-      num_partners: config -> to how many others a replica sends in an outer step; None where not to some of them.
-      averages_gradients: whether gradients are averaged over all replicas at every step.
-      outer_collectives: the kinds of collectives by which an outer step crosses replicas.
-      also_unused: further fields of the configuration that change nothing; "outer." stands for all that begin so.
-      baseline: field -> its value beside a configuration of noloco's (DiLoCo's is the baseline of the paper's Section
-        4), which then is not that of `defaults`; None: that of `defaults` after all.
-      sync_factor: inner steps between its outer steps beside such a configuration, for every one of noloco's.
-      equal_after_outer_steps: whether all replicas have equal weights after an outer step.
+      check: config -> None; raises `UserError` if the configuration does not fit the method.
+      outer_optimizer: (config, axis_name, cut of the parameters) -> the outer optimizer; None for methods without outer
+        steps.
+      defaults: field of `outer` -> its default (None: derived from other fields). The method ignores a field that only
+        other rows have.
+      pairing: config -> the pairing or graphs; None if all replicas or none exchange.
+      num_partners: config -> number of other replicas to which a replica sends in an outer step; None if all or none.
+      averages_gradients: True if gradients are averaged over all replicas at every step.
+      outer_collectives: the kinds of collectives between replicas in an outer step.
+      also_unused: further fields of the configuration that the method ignores; "outer." stands for all of that group.
+      baseline: field -> its value when the method is compared with a noloco configuration, instead of `defaults`
+        (DiLoCo's is the baseline of the paper's Section 4); None: the value in `defaults`.
+      sync_factor: ratio of its `sync_every` to noloco's in such a comparison.
+      equal_after_outer_steps: True if all replicas have equal weights after an outer step.
     """
 
     name: str
@@ -65,14 +65,14 @@ class Method:
         return self.outer_optimizer is not None
 
     def groups(self, config: Config, round: int) -> "Round":
-        """The groups that meet in outer step `round` (0, 1, ...); of neighbours, each replica and who sends to it."""
+        """Return the groups of outer step `round` (0, 1, ...); for directed graphs, each replica and its senders."""
         if self.pairing is None:
             return (tuple(range(config.num_replicas)),)
         pairing = self.pairing(config)
         return pairing.pool[int(pairing.pool_index(pairing_round(round, config.outer.fragments)))]
 
     def is_unused(self, field: str) -> bool:
-        """Return whether a field of the configuration, by its dotted path, changes nothing for this method."""
+        """Return True if the method ignores a field of the configuration, given by its dotted path."""
         group, _, name = field.rpartition(".")
         return field.startswith(self.also_unused) or (
             group == "outer" and name in METHOD_FIELDS and name not in self.defaults
@@ -80,7 +80,7 @@ class Method:
 
 
 def _noloco(config: Config, axis_name: Any, fragments: "Fragments") -> "OuterOptimizer":
-    from noloco_jax.transforms import noloco  # here, as the configuration reads this table without jax
+    from noloco_jax.transforms import noloco  # imported late, since the configuration reads this table without jax
 
     outer = config.outer
     return noloco(
@@ -98,9 +98,9 @@ def _noloco(config: Config, axis_name: Any, fragments: "Fragments") -> "OuterOpt
     )
 
 
-@functools.lru_cache(maxsize=8)  # asked for at every outer step, to log who met
+@functools.lru_cache(maxsize=8)  # called at every outer step, to log the groups
 def _pairing(config: Config) -> "RandomPairing":
-    """A function of the configuration alone, whatever devices the run is on."""
+    """Build the pairing from the configuration alone, so that it is the same on any devices."""
     from noloco_jax.outer.pairing import RandomPairing
 
     return RandomPairing(config.num_replicas, config.outer.group_size, config.seed, config.outer.order)
@@ -123,13 +123,13 @@ def _when(config: Config) -> str:
 
 
 def _what(config: Config) -> str:
-    """What else an outer step does, or how; empty where it is as in the paper."""
+    """Describe deviations of an outer step from the paper; empty if there are none."""
     outer = config.outer
     parts = [
         "in the order of a hypercube" if outer.order == "hypercube" else "",
         f"as {outer.wire}" if outer.wire not in (None, "float32") else "",
-        f"entering {outer.delay} steps later" if outer.delay else "",
-        f"moments in every {outer.moments}. meeting" if outer.moments > 1 else "moments too" if outer.moments else "",
+        f"applied {outer.delay} steps later" if outer.delay else "",
+        f"moments every {outer.moments} rounds" if outer.moments > 1 else "moments too" if outer.moments else "",
         "merged at the end" if outer.final_merge else "",
     ]
     return "".join(f", {part}" for part in parts if part)
@@ -285,7 +285,7 @@ METHODS: dict[str, Method] = {
             _describe_noloco,
             _check_noloco,
             _noloco,
-            defaults={  # the paper's, but for the order of pairings
+            defaults={  # the paper's, except for the order of pairings
                 **{"lr": 0.7, "momentum": 0.5, "consensus": None, "momentum_of": "steps"},
                 **{"sync_every": 50, "group_size": 2, "order": "passes", "wire": "float32"},
             },
@@ -321,7 +321,7 @@ METHODS: dict[str, Method] = {
             _check_sparseloco,
             _sparseloco,
             defaults={"lr": 1.0, "error_decay": 0.95, "top_k": 64, "sync_every": 30},
-            outer_collectives=("all-gather", "collective-permute"),  # the latter, in a ring, if replicas are sharded
+            outer_collectives=("all-gather", "collective-permute"),  # the latter (a ring) if replicas are sharded
             also_unused=("outer.delay", "outer.moments"),
             baseline={"lr": None},
             equal_after_outer_steps=True,
@@ -345,12 +345,12 @@ def defaults_of(field: str) -> dict[str, Any]:
 
 
 def schedule_of(config: Config) -> SyncSchedule | None:
-    """When a run takes outer steps; None if its method has none."""
+    """Return the schedule of a run's outer steps; None if its method has none."""
     if not method_of(config).has_outer_steps:
         return None
     return SyncSchedule(config.outer.sync_every, config.outer.fragments, config.outer.delay)
 
 
 def method_of(config: Config) -> Method:
-    """The row of a configuration's method."""
+    """Return the row of a configuration's method."""
     return METHODS[config.method]

@@ -1,4 +1,4 @@
-"""When replicas take outer steps: no jax here, as the configuration asks too."""
+"""Schedule of outer steps. Free of jax, since the configuration uses it too."""
 
 import operator
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """`fragments` outer steps, evenly, in every `sync_every` inner steps, so that each fragment has one in them.
+    """Schedule of `fragments` outer steps, evenly spaced, in every `sync_every` inner steps: one for each fragment.
 
     Attributes:
       sync_every: inner steps from one outer step of a fragment to its next, at least 1. It may be a traced number of
-        `optax.inject_hyperparams` where there are neither fragments nor a delay.
+        `optax.inject_hyperparams` if there are neither fragments nor a delay.
       fragments: F, at least 1.
-      delay: inner steps from an outer step to its correction, at most `sync_every`; 0: it needs none.
+      delay: inner steps from an outer step to its correction, at most `sync_every`; 0: no corrections.
 
     Raises:
       ValueError: if a number is out of its range.
-      TypeError: if `sync_every` is no integer, or traced and there are fragments or a delay.
+      TypeError: if `sync_every` is not an integer, or is traced and there are fragments or a delay.
     """
 
     sync_every: Any
@@ -42,43 +42,43 @@ class SyncSchedule:
             raise ValueError(f"sync_every is {every}: it must be at least 1")
         if not 0 <= self.delay <= every:
             raise ValueError(f"delay is {self.delay}: it must be between 0 and sync_every, {every}")
-        object.__setattr__(self, "sync_every", every)  # numpy's integers would promote JAX's counters
+        object.__setattr__(self, "sync_every", every)  # numpy integers would promote JAX's counters
 
     @property
     def gap(self) -> float:
-        """Inner steps between outer steps of any fragment; below 1 where several follow one inner step."""
+        """Return the inner steps between outer steps of any fragment; below 1 if several follow one inner step."""
         return self.sync_every / self.fragments
 
     @property
     def most(self) -> int:
-        """The most outer steps that follow one inner step."""
+        """Return the most outer steps that follow one inner step."""
         return 1 if self.fragments == 1 else -(-self.fragments // self.sync_every)
 
     def due(self, step: Any) -> Any:
-        """Outer steps that follow inner step `step` (1, 2, ...), 0 before the first: integers, of numpy or of JAX."""
+        """Count the outer steps that follow inner step `step` (1, 2, ...); 0 for step 0. Numpy or JAX integers."""
         phase = (step - 1) % self.sync_every
         here = (phase + 1) * self.fragments // self.sync_every - phase * self.fragments // self.sync_every
-        has_begun = (abs(step) - abs(step - 1) + 1) // 2  # 1 where step > 0, else 0; no boolean becomes a number
+        has_begun = (abs(step) - abs(step - 1) + 1) // 2  # 1 if step > 0, else 0, without a boolean-to-integer cast
         return here * has_begun
 
     def on_the_way(self, step: Any) -> Any:
-        """Outer steps before inner step `step` whose corrections do not enter by then."""
+        """Count the outer steps before inner step `step` whose corrections are still pending after it."""
         return sum((self.due(step - back) for back in range(1, self.delay)), start=0 * step)
 
     def total(self, step: int) -> int:
-        """Outer steps in the first `step` inner steps."""
+        """Return the outer steps in the first `step` inner steps."""
         return step * self.fragments // self.sync_every
 
 
-# Fragments draw their groups independently: each counts its rounds from a multiple of this. No run has as many.
+# Fragments draw their groups independently: each counts rounds from a multiple of this, which no run reaches.
 _ROUNDS = 2**20
 
 
 def own_round(number: Any, fragments: int) -> Any:
-    """The round of its fragment that outer step `number` is."""
+    """Return the round of outer step `number` among those of its fragment."""
     return number // fragments
 
 
 def pairing_round(number: Any, fragments: int) -> Any:
-    """The round of a pairing by which outer step `number` meets: every fragment has draws of its own."""
+    """Return the pairing round of outer step `number`; every fragment has draws of its own."""
     return number % fragments * _ROUNDS + number // fragments

@@ -1,4 +1,4 @@
-"""The outer optimizers as users chain them: a rule, and the exchange that brings it the mean of its group."""
+"""Public outer optimizers for `optax.chain`: each combines a rule with the exchange that averages its messages."""
 
 import math
 import operator
@@ -37,7 +37,7 @@ _NOLOCO, _DILOCO, _EPIDEMIC, _SPARSELOCO = (
     METHODS[name].defaults for name in ("noloco", "diloco", "epidemic", "sparseloco")
 )
 
-# Momentum of corrections beside a code whose step is a share of the replicas' distance: 0.8 diverges, 0.6 does not.
+# Largest momentum of corrections with a wire format whose step follows the replicas' distance: 0.8 diverges, 0.6 not.
 _SAFE_BESIDE_MODULO = 0.6
 
 
@@ -54,7 +54,7 @@ def noloco(
     delay: int | None = None,
     momentum_of: str = _NOLOCO["momentum_of"],
 ) -> OuterOptimizer:
-    """Every `sync_every` inner steps, a momentum step towards and along with a random group of replicas.
+    """NoLoCo (arXiv 2506.10911): every `sync_every` inner steps, a momentum step with a random group of replicas.
 
     With θ the fast weights, φ the slow ones, δ the outer momentum, and the mean over the replica's group:
 
@@ -69,20 +69,20 @@ def noloco(
     `check_vma=False`, as for any collective over such a `vmap`).
 
     `step(params, state) -> (params, state)` is one outer step, to be compiled as a program of its own and called after
-    every `sync_every` inner steps, which know nothing of it. This is the form for devices: on GPUs all devices of one
-    process meet before a program that holds a collective, so that an inner step should hold none.
+    every `sync_every` inner steps, which do not depend on it. Use this form on accelerators: on GPUs all devices of a
+    process synchronize before a program with a collective, so inner steps should contain none.
 
     `update(updates, state, params, *, sync=None)` is the transform. It must come last in an `optax.chain`, so that it
-    sees the update that the inner optimizer would make, and returns updates that land on φ after an outer step, and
-    its input otherwise; updates that are narrower than the parameters come back as wide. `sync=None` decides by the
-    state's counter with `lax.cond`, so that steps in between cost nothing, under `vmap` too; `True` and `False` are
-    static, for callers that compile a program with and one without the outer step.
+    sees the final update of the inner optimizer. It returns updates that end on φ after an outer step, and its input
+    otherwise; updates that are narrower than the parameters are returned in the parameters' dtype. `sync=None` decides
+    by the state's counter with `lax.cond`, so that steps in between cost nothing, also under `vmap`; `True` and `False`
+    are static, for callers that compile one program with the outer step and one without.
 
-    Both count their outer steps in the state, which decides who meets whom: the first is round 0. All replicas must
-    take the same steps; what skips steps by one replica's gradient belongs around the inner optimizer alone.
+    Both count their outer steps in the state, and this count selects the pairing: the first is round 0. All replicas
+    must take the same steps; a transform that skips steps by one replica's gradient may wrap only the inner optimizer.
 
     Args:
-      pairing: who averages with whom: `RandomPairing`, `ExplicitPairing`.
+      pairing: the groups of every round: `RandomPairing`, `ExplicitPairing`.
       outer_lr: β, outer learning rate, at least 0; a number or a schedule of the round.
       outer_momentum: α, in [0, 1); likewise.
       consensus: γ, the pull towards the group's mean; likewise. None: equal to `outer_lr`, as in the authors' code. A
@@ -92,23 +92,25 @@ def noloco(
       state_dtype: dtype in which slow weights and momentum are kept, float32 or bfloat16 (rounded at random, so that
         small steps are not lost); they are computed in float32. Parameters of float64 or complex numbers keep their
         precision.
-      wire: "float32"; or "bfloat16", "int8", "int6" or "int4", for messages of 16, 8, 6 or 4 bits a weight (the last
-        three in blocks of up to 64 weights, with a scale of 2 bytes each). Partners then come together by the
-        difference of their rounded messages, so that equal replicas stay equal, the replicas' mean stays where it is
-        and what is too small for the wire is kept. For pairs also "modulo4": of 4 bits in windows that follow the
-        replicas' distance, with two bytes a block beside them (see `exchange.modulo`); it rounds far less than "int4".
-      fragments: F. An outer step is of one of F equal parts of the parameters, the next one of the next, each with
-        draws of its own; in `sync_every` inner steps there are F of them. A number, or how to cut; None: whole ones.
-      delay: inner steps after which what the others sent enters, at most `sync_every`; until then a replica goes on
-        from its own message. That is what an exchange in the background does. None: at once. With a delay there is
-        `correct(params, state) -> (params, state)` beside `step`, for the oldest correction that has not entered.
+      wire: wire format of messages: "float32"; or "bfloat16", "int8", "int6" or "int4", which quantize to 16, 8, 6 or 4
+        bits a weight (the last three in blocks of up to 64 weights, with a scale of 2 bytes each). Partners then move
+        by the difference of their quantized messages, so that equal replicas stay equal, the replicas' mean does not
+        change, and each replica keeps what is below the format's resolution. For pairs also "modulo4": 4 bits in
+        windows that follow the replicas' distance, plus two bytes a block (see `exchange.modulo`); its quantization
+        error is far smaller than that of "int4".
+      fragments: F. Every outer step exchanges one of F equal parts of the parameters, in turn, each with a pairing of
+        its own; there are F outer steps in `sync_every` inner steps. A number, or a `Fragments`; None: no fragments.
+      delay: inner steps after an outer step at which the group's correction is applied, at most `sync_every`; until
+        then a replica continues from its own message, so that the exchange can overlap with training. None: at once.
+        With a delay there is also `correct(params, state) -> (params, state)`, which applies the oldest pending
+        correction.
 
-      momentum_of: "steps": δ is as above. "corrections": it carries what came from the group alone,
+      momentum_of: "steps": δ is as above. "corrections": it accumulates only corrections from the group,
 
             δ ← α δ + c,  c = mean(m) − m,  m = βΔ + γφ;    φ ← φ + α δ + mean(m) − γφ
 
         as in gossip with heavy-ball momentum (arXiv 1810.13084). Inner momentum drives replicas apart in the same
-        directions for many steps; this momentum goes on to bring them together, and leaves their mean alone, as
+        directions for many steps; this momentum keeps pulling them together, and does not change their mean, since
         corrections sum to zero.
 
     Returns:
@@ -132,8 +134,8 @@ def noloco(
     alpha = _known(outer_momentum)
     if of_corrections and wire in MODULO_BITS and alpha is not None and alpha > _SAFE_BESIDE_MODULO:
         warnings.warn(
-            f"outer_momentum {alpha:g} of corrections hardly lets replicas come together, and the rounding of "
-            f"wire={wire!r}, a share of their distance, may then drive them apart: use at most {_SAFE_BESIDE_MODULO}",
+            f"with outer_momentum {alpha:g} of corrections replicas hardly converge, and the quantization error of "
+            f"wire={wire!r}, a share of their distance, may drive them apart: use at most {_SAFE_BESIDE_MODULO}",
             stacklevel=2,
         )
     rule = NoLoCo(outer_lr, outer_momentum, gamma, check_state_dtype(state_dtype), of_corrections, cut.origin)
@@ -158,7 +160,7 @@ def diloco(
     fragments: int | Fragments | None = None,
     delay: int | None = None,
 ) -> OuterOptimizer:
-    """Every `sync_every` inner steps, a momentum step along the outer gradient averaged over all replicas.
+    """DiLoCo (arXiv 2311.08105): every `sync_every` inner steps, a momentum step along the mean outer gradient.
 
         Δ = θ − φ
         δ ← α δ + β mean(Δ)
@@ -201,24 +203,24 @@ def epidemic(
     fragments: int | Fragments | None = None,
     delay: int | None = None,
 ) -> OuterOptimizer:
-    """Epidemic Learning (arXiv 2310.01972): the mean of a replica's weights and those that random others send.
+    """Epidemic Learning (arXiv 2310.01972): the mean of a replica's weights and those of random senders.
 
     Every `sync_every` inner steps (1 in the paper) a replica sends its weights θ to s others, receives those of s
-    others, and goes on from the mean of what it has:
+    others, and continues from the mean of its own and the received weights:
 
         θ_i ← (θ_i + Σ_{j sends to i} θ_j) / (s + 1)         (Algorithm 1)
 
-    Of the paper's two forms this is EL-Oracle: a random graph in which each replica sends to s and receives from s
-    others, so that the mean over all replicas stays where it is. EL-Local, where everyone draws its s by itself and
-    receives from none or many, is not for collectives that are compiled.
+    This is the paper's EL-Oracle: a random graph in which each replica sends to s and receives from s others, so that
+    the mean over all replicas does not change. EL-Local, in which every replica draws its s receivers by itself and
+    receives from none or many, cannot be expressed by compiled collectives.
 
     There are no slow weights, and no outer state but counters. Used as `noloco` is, with the same `step` and `update`.
 
     Args:
-      neighbours: who sends to whom.
+      neighbours: the communication graphs.
       sync_every: as for `noloco`.
       axis_name: name of the axis of replicas; or a tuple of mesh axes, a `vmap` axis, or both in this order.
-      wire, fragments, delay: as for `noloco`, but for the modulo wires, whose windows belong to pairs.
+      wire, fragments, delay: as for `noloco`, without the modulo wire formats, whose windows belong to pairs.
 
     Returns:
       A transform whose state is an `OuterState`.
@@ -246,26 +248,26 @@ def sparseloco(
     state_dtype: jax.typing.DTypeLike = "float32",
     fragments: int | Fragments | None = None,
 ) -> OuterOptimizer:
-    """SparseLoCo (arXiv 2508.15706): all replicas average a few coarse entries of what each has gathered.
+    """SparseLoCo (arXiv 2508.15706): all replicas average top-k, 2-bit messages, with error feedback.
 
-    With θ the fast weights, φ those after the last outer step, and the error e, which is a replica's own:
+    With θ the fast weights, φ those after the last outer step, and the error e of each replica:
 
-        Δ = θ − φ                    (the paper's with its sign turned)
+        Δ = θ − φ                    (the paper's with the opposite sign)
         e ← β e + Δ
         Δ̂ = Q(TOP-k(e))              k of the entries of every chunk of 4096, 2 bits each
         e ← e − Δ̂
         φ ← φ + α mean(Δ̂);  θ ← φ
 
-    Q gives an entry its sign and one of two sizes, the means of the smaller and of the larger entries of its chunk
-    (`exchange.sparse`). An entry travels as these two bits and the 12 of its position: with k = 64 a message is 1/141
+    Q gives an entry its sign and one of two magnitudes, the means of the smaller and of the larger entries of its chunk
+    (`exchange.sparse`). An entry is sent as these two bits and 12 bits of its position: with k = 64 a message is 1/141
     of the weights in float32.
 
-    Every replica needs the message of every other: it is an all-gather, N − 1 messages sent by each, for which all
-    wait. Used as `noloco` is, with the same `step` and `update`.
+    Every replica needs the message of every other: it is an all-gather, in which each replica sends N − 1 messages and
+    all wait. Used as `noloco` is, with the same `step` and `update`.
 
     Args:
       outer_lr: α, outer learning rate, at least 0; a number or a schedule of the round.
-      error_decay: β, in [0, 1]; likewise. At 1 nothing is ever forgotten: what was sent and e add up to all Δ.
+      error_decay: β, in [0, 1]; likewise. With 1 nothing is lost: sent messages and e add up to the sum of all Δ.
       top_k: k, of 1 to 4096; chunks of smaller arrays keep the same share. It is rounded up to a multiple of 4.
       sync_every: as for `noloco`.
       axis_name: name of the axis of replicas; or a tuple of mesh axes, a `vmap` axis, or both in this order.
@@ -298,7 +300,7 @@ def sparseloco(
 def _schedule(
     sync_every: int, fragments: int | Fragments | None, delay: int | None = None
 ) -> tuple[Fragments, SyncSchedule]:
-    """Return how parameters are cut, and when each fragment has its outer steps."""
+    """Return the cut of the parameters and the schedule of outer steps."""
     for name, value in {"fragments": fragments, "delay": delay}.items():
         if isinstance(value, jax.core.Tracer):
             raise TypeError(f"{name} is traced and must be known: name it in the static_args of inject_hyperparams")
@@ -308,7 +310,7 @@ def _schedule(
 
 
 def _known(value: Any) -> float | None:
-    """The value of a number that is known now: no schedule, and not traced."""
+    """Return the value of a concrete number; None for a schedule or a traced number."""
     return None if callable(value) or isinstance(value, jax.core.Tracer) else float(value)
 
 
@@ -325,7 +327,7 @@ def _check_momentum(value: Number) -> None:
 
 
 def _warn_if_apart(pairing: Pairing, outer_momentum: Number, gamma: Number) -> None:
-    """Warns of settings under which the replicas' weights do not stay together."""
+    """Warn about settings with which the replicas' weights do not stay together."""
     if pairing.num_replicas == 1:
         return
     alpha, known = _known(outer_momentum), _known(gamma)
@@ -341,6 +343,6 @@ def _warn_if_apart(pairing: Pairing, outer_momentum: Number, gamma: Number) -> N
     if len(apart) > 1:
         warnings.warn(
             f"the pairing never mixes all replicas: {' and '.join(map(str, apart[:4]))} meet in none of its rounds, "
-            "and their weights do not stay together",
+            "and their weights do not stay together: add rounds that connect them",
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""How the messages of an outer step cross one SPMD program: over mesh axes, over `vmap` axes, or over both.
+"""Exchange of outer-step messages inside one SPMD program: over mesh axes, over `vmap` axes, or over both.
 
-The only rooms in which data goes from one replica to another are this one and `spmd.pipeline`, which uses `permute`.
+Data goes from one replica to another only here and in `spmd.pipeline`, which uses `permute`.
 """

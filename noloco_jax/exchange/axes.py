@@ -1,4 +1,4 @@
-"""Where replicas live: axes of a mesh, an axis of `vmap`, or several replicas on each device of mesh axes."""
+"""Axes of replicas: axes of a mesh, an axis of `vmap`, or several replicas on each device of mesh axes."""
 
 import math
 import warnings
@@ -12,7 +12,7 @@ AxisName = str | tuple[str, ...]
 
 
 class ReplicaAxes(NamedTuple):
-    """The axes of replicas as far as they are bound here. Replica i = device · L + slot, with L slots a device.
+    """Replica axes that are bound in the current trace. Replica i = device · L + slot, with L slots a device.
 
     Attributes:
       device: mesh axes, in the order in which their devices are numbered; empty under `vmap` alone.
@@ -24,10 +24,10 @@ class ReplicaAxes(NamedTuple):
 
     @classmethod
     def bound(cls, axis_name: AxisName) -> "ReplicaAxes":
-        """The axes of that name: mesh axes first, then at most one `vmap` axis.
+        """Look up the axes of that name: mesh axes first, then at most one `vmap` axis.
 
         Raises:
-          ValueError: if they come in another order.
+          ValueError: if they are in another order.
           NameError: if an axis is not bound (JAX's own).
         """
         names = names_of(axis_name)
@@ -52,31 +52,31 @@ class ReplicaAxes(NamedTuple):
         return lax.axis_size(self.slot) if self.slot else 1
 
     def replica(self) -> jax.Array | int:
-        """This replica's number."""
+        """Return this replica's number."""
         device = lax.axis_index(self.device) if self.device else 0
         return device * self.num_slots + (lax.axis_index(self.slot) if self.slot else 0)
 
 
 def num_parts() -> int:
-    """Over how many devices, on mesh axes that are left to it, the partitioner may shard the arrays of a replica."""
+    """Return the number of devices over which the partitioner may shard a replica's arrays (on its auto axes)."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[name] for name in mesh.axis_names if name not in mesh.manual_axes)
 
 
 def names_of(axis_name: AxisName) -> tuple[str, ...]:
-    """The name or names as a tuple."""
+    """Return the name or names as a tuple."""
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
 
 
 def warn_if_sharded(tree: PyTree, axes: ReplicaAxes) -> None:
-    """Warns, once it is compiled, if the replicas of a `vmap` alone turn out to lie on several devices."""
+    """Warn at compile time if the replicas of a plain `vmap` are sharded over several devices."""
     if axes.device or axes.slot is None:
         return
 
     def look(sharding: Any) -> None:
         if len(sharding.device_set) > 1 and not sharding.is_fully_replicated:
             warnings.warn(
-                f"the replicas of vmap axis {axes.slot!r} lie on {len(sharding.device_set)} devices, where every "
+                f"the replicas of vmap axis {axes.slot!r} lie on {len(sharding.device_set)} devices, and every "
                 "outer step gathers all weights on all of them: run the step in jax.shard_map over a mesh axis of "
                 f"replicas (for several a device with this vmap inside, axis_name=(MESH_AXIS, {axes.slot!r}))",
                 stacklevel=2,

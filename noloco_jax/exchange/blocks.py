@@ -1,8 +1,8 @@
-"""Cuts arrays into blocks of weights, and packs integers of a few bits into bytes.
+"""Blocks of weights, and packing of integers of a few bits into bytes.
 
-Blocks lie along the dimension of hidden states: weights along it belong to one token or one unit and move alike, where
-neighbours among the tokens may be of a frequent and a rare one. Where they begin and end follows from the shape of a
-replica's parameter alone (`wires.cut_of`), so that a message is the same on every mesh.
+Blocks lie along the hidden dimension: weights along it belong to one token or one unit and move alike, whereas
+neighbouring tokens may be a frequent and a rare one. Block boundaries depend only on the shape of a replica's
+parameter (`wires.cut_of`), so that a message is the same on every mesh.
 """
 
 import functools
@@ -21,24 +21,24 @@ PyTree = Any
 
 
 def cuts_or_last(tree: PyTree, cuts: PyTree = None) -> PyTree:
-    """`cuts`, or if it is None the last dimension of every array."""
+    """Return `cuts`, or the last dimension of every array if it is None."""
     return jax.tree.map(lambda x: x.ndim - 1 if x.ndim else FLAT, tree) if cuts is None else cuts
 
 
 def tree_in_blocks(tree: PyTree, cuts: PyTree = None, largest: int = BLOCK) -> PyTree:
-    """The arrays as blocks (..., blocks, weights of a block).
+    """Reshape arrays to blocks (..., blocks, weights of a block).
 
     Args:
       tree: arrays of any shapes.
-      cuts: the dimension of each along which blocks lie, a tree like it; FLAT: along all of it as a vector. None: the
+      cuts: the dimension of each array along which blocks lie, a tree like it; FLAT: the array is raveled. None: the
         last dimension.
-      largest: weights of a block, at most.
+      largest: maximum number of weights in a block.
     """
 
     def one(x: jax.Array, cut: int) -> jax.Array:
         turned = _hidden_last(x, cut)
         if num_parts() > 1 and (cut == FLAT or largest > BLOCK or cut_of(turned.shape, largest).rows > 1):
-            # Such blocks may lie across shards: gathered, as XLA aborts on some of them otherwise (jax 0.10.2).
+            # Such blocks may straddle shards, on which XLA can abort (jax 0.10.2), so the array is gathered first.
             turned = jax.lax.with_sharding_constraint(turned, PartitionSpec(*[None] * turned.ndim))
         return in_blocks(turned, largest)
 
@@ -46,7 +46,7 @@ def tree_in_blocks(tree: PyTree, cuts: PyTree = None, largest: int = BLOCK) -> P
 
 
 def tree_from_blocks(blocks: PyTree, like: PyTree, cuts: PyTree = None, largest: int = BLOCK) -> PyTree:
-    """The arrays of the shapes of `like` that `tree_in_blocks` cut, in the dtype of their blocks."""
+    """Invert `tree_in_blocks`: return arrays of the shapes of `like`, in the dtype of their blocks."""
 
     def one(x: Any, cut: int, blocks: jax.Array) -> jax.Array:
         turned = from_blocks(blocks, _turned(x.shape, cut), largest)
@@ -56,7 +56,7 @@ def tree_from_blocks(blocks: PyTree, like: PyTree, cuts: PyTree = None, largest:
 
 
 def in_blocks(x: jax.Array, largest: int = BLOCK) -> jax.Array:
-    """An array (..., length) as (..., blocks, weights of a block), its rows filled up with zeros."""
+    """Reshape an array (..., length) to (..., blocks, weights of a block), padding its rows with zeros."""
     rows, count, size = cut_of(x.shape, largest)
     if rows > 1:
         x = _filled(x, -2, rows)
@@ -66,7 +66,7 @@ def in_blocks(x: jax.Array, largest: int = BLOCK) -> jax.Array:
 
 
 def from_blocks(blocks: jax.Array, shape: tuple[int, ...], largest: int = BLOCK) -> jax.Array:
-    """The array of that shape that `in_blocks` cut."""
+    """Invert `in_blocks` for an array of that shape."""
     rows = cut_of(shape, largest).rows
     joined = blocks.reshape(*blocks.shape[:-2], math.prod(blocks.shape[-2:]))[..., : rows * shape[-1]]
     if rows > 1:
@@ -75,12 +75,12 @@ def from_blocks(blocks: jax.Array, shape: tuple[int, ...], largest: int = BLOCK)
 
 
 def windows_of(fragments: Fragments, params: PyTree, cuts: PyTree) -> PyTree:
-    """Zeros, uint8, one for every block of every fragment of one replica's parameters: `OuterState.windows`.
+    """Return the initial `OuterState.windows`: a uint8 zero for every block of every fragment of the parameters.
 
     Args:
-      fragments: how parameters are cut.
-      params: arrays of one replica, or what stands for the tree of them.
-      cuts: of `fragments`.
+      fragments: cut of the parameters into fragments.
+      params: arrays, or shapes, of one replica.
+      cuts: the dimensions along which `fragments` cuts them.
     """
 
     def windows(part: jax.ShapeDtypeStruct, cut: int, hidden: int) -> jax.Array:
@@ -94,9 +94,10 @@ def windows_of(fragments: Fragments, params: PyTree, cuts: PyTree) -> PyTree:
 
 
 def block_counts(shape: tuple[int, ...], hidden: int) -> tuple[int, ...]:
-    """The shape of an array that has one value for every block of an array of that shape.
+    """Return the shape of an array with one value for every block of an array of the given shape.
 
-    The dimension `hidden`, along which blocks lie, counts those of a row, and the last other one groups of rows.
+    The dimension `hidden`, along which blocks lie, counts the blocks of a row; the last other dimension counts groups
+    of rows.
     """
     turned = _turned(shape, hidden)
     rows, count, _ = cut_of(turned)
@@ -113,21 +114,22 @@ def _hidden_last(x: jax.Array, cut: int) -> jax.Array:
 
 
 def _turned(shape: tuple[int, ...], cut: int) -> tuple[int, ...]:
-    """The shape that `_hidden_last` gives an array of that shape."""
+    """Return the shape that `_hidden_last` gives an array of that shape."""
     return (math.prod(shape),) if cut == FLAT else (*shape[:cut], *shape[cut + 1 :], shape[cut])
 
 
 def _filled(x: jax.Array, dim: int, multiple: int) -> jax.Array:
-    """The array with a dimension filled up with zeros to a multiple."""
+    """Pad a dimension with zeros to a multiple of `multiple`."""
     padding = [(0, 0)] * x.ndim
     padding[dim] = (0, -x.shape[dim] % multiple)
     return jnp.pad(x, padding)
 
 
 def pack(numbers: jax.Array, bits: int) -> jax.Array:
-    """Integers of `bits` bits each, uint32 (..., n), as uint8 (..., n · bits / 8).
+    """Pack integers of `bits` bits each, uint32 (..., n), into uint8 (..., n · bits / 8).
 
-    A word holds as few numbers as fill whole bytes, from as many runs of the array; its bytes go to runs likewise.
+    The array is split into equal contiguous runs, as many as the fewest numbers that fill whole bytes. Each word
+    combines one number of every run, and each of its bytes goes to a run of the result.
     """
     count, size = _word(bits)
     runs = numbers.reshape(*numbers.shape[:-1], count, -1)
@@ -136,7 +138,7 @@ def pack(numbers: jax.Array, bits: int) -> jax.Array:
 
 
 def unpack(packed: jax.Array, bits: int) -> jax.Array:
-    """The uint32 (..., n) that `pack` packed."""
+    """Invert `pack`: return uint32 (..., n)."""
     count, size = _word(bits)
     runs = packed.reshape(*packed.shape[:-1], size, -1).astype(jnp.uint32)
     word = functools.reduce(jnp.bitwise_or, [runs[..., j, :] << (8 * j) for j in range(size)])
@@ -144,6 +146,6 @@ def unpack(packed: jax.Array, bits: int) -> jax.Array:
 
 
 def _word(bits: int) -> tuple[int, int]:
-    """The fewest numbers that fill whole bytes, and these bytes; at most eight numbers, as a word has 32 bits."""
+    """Return the fewest numbers that fill whole bytes, and their bytes. They must fit into a word of 32 bits."""
     size = math.lcm(bits, 8)
     return size // bits, size // 8

@@ -1,4 +1,4 @@
-"""Packs the arrays of a message into few larger ones, so that small arrays do not each cost a message's latency."""
+"""Bucketing of a message's arrays, so that small arrays do not each cost a message's latency."""
 
 import math
 from collections.abc import Callable
@@ -9,20 +9,20 @@ import jax.numpy as jnp
 
 PyTree = Any
 
-# Arrays of at least this size travel by themselves, without being copied; smaller ones together, up to this size.
+# Arrays of at least this size are sent by themselves without a copy; smaller ones share buckets of up to this size.
 BUCKET_BYTES = 2**27
 
 
 def bucketing(
     tree: PyTree, kept_dims: int = 0, bucket_bytes: int = BUCKET_BYTES
 ) -> tuple[Callable[[PyTree], list[jax.Array]], Callable[[list[jax.Array]], PyTree]]:
-    """Return the functions that pack trees like this one into buckets, and that make trees of buckets again.
+    """Return a function that packs trees like this one into buckets, and its inverse.
 
     Args:
       tree: arrays of any shapes and dtypes; those of one bucket share a dtype.
-      kept_dims: so many dimensions at the end of every array stay as they are, and are equal within a bucket. The
-        others become one, in front of them. Trees and buckets may have other sizes there than `tree`.
-      bucket_bytes: how large a bucket of several arrays may be.
+      kept_dims: number of trailing dimensions that stay as they are and are equal within a bucket. The others are
+        merged into one in front of them. Packed trees may have other sizes in the trailing dimensions than `tree`.
+      bucket_bytes: maximum size of a bucket of several arrays, in bytes.
     """
     leaves, structure = jax.tree.flatten(tree)
     heads = [leaf.shape[: leaf.ndim - kept_dims] for leaf in leaves]
@@ -56,12 +56,12 @@ def bucketing(
 
 
 def unbucketed(tree: PyTree) -> tuple[Callable[[PyTree], list[jax.Array]], Callable[[list[jax.Array]], PyTree]]:
-    """Likewise, with every array by itself and as it is."""
+    """Return the functions of `bucketing` with one unchanged array a bucket."""
     return jax.tree.leaves, jax.tree.structure(tree).unflatten
 
 
 def _groups(leaves: list[jax.Array], kept_dims: int, bucket_bytes: int) -> list[list[int]]:
-    """The leaves of every bucket, by index, in their order."""
+    """Return the leaf indices of every bucket, in order."""
     groups: list[list[int]] = []
     filling: dict[tuple, tuple[list[int], int]] = {}
     for i, leaf in enumerate(leaves):

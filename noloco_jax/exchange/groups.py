@@ -1,9 +1,10 @@
 """Averages over groups of replicas.
 
-Each of a pair sends its whole message. In groups of n > 2 equal sizes a member owns a share of the message: all send it
-their part of that share, and it sends back the mean. That costs what a ring costs, 2 (n − 1)/n messages, in two rounds
-of messages instead of 2 (n − 1), and all members receive the same bits. The mean travels as float32; where a message's
-code is so short that sending all of it to everyone takes fewer bytes, that is done instead.
+Both members of a pair send their whole message. In groups of n > 2, all of that size, every member owns a share of the
+message: the others send it their part of that share, and it sends back the mean. That costs as much as a ring,
+2 (n − 1)/n messages, in two rounds of messages instead of 2 (n − 1), and all members receive the same bits. The mean is
+sent as float32. If the quantized message is so short that sending all of it to every member takes fewer bytes, that is
+done instead.
 """
 
 import functools
@@ -53,9 +54,9 @@ class GroupExchange:
     """The mean of a replica's group in a wire format: an `outer.rule.Exchange`.
 
     Attributes:
-      pairing: who averages with whom in which round.
-      wire: in which messages travel; `Modulo` for pairs alone.
-      axis_name: where the replicas live.
+      pairing: the groups of every round.
+      wire: wire format of the messages; `Modulo` for pairs only.
+      axis_name: axes of the replicas.
     """
 
     pairing: Pairing
@@ -78,7 +79,7 @@ class GroupExchange:
         return lambda round: in_all[int(self.pairing.pool_index(round))]
 
     def _to_each(self, tree: PyTree, cuts: PyTree, parts: int) -> list[Any]:
-        """Everything that a member sends to each of the others of its group, in one direction or the other."""
+        """Return the arrays that a member sends to each other member of its group, over both rounds of messages."""
         wire, n = self.wire, largest_group(self.pairing)
         if isinstance(wire, Modulo):
             blocks = jax.tree.leaves(tree_in_blocks(tree, cuts))
@@ -97,14 +98,14 @@ class GroupExchange:
 
 
 def all_mean_bytes(tree: PyTree, num_replicas: int) -> int:
-    """The bytes that all replicas together send for the mean of such a tree, as rings."""
+    """Return the bytes that all replicas together send for the mean of such a tree by ring all-reduce."""
     return 2 * (num_replicas - 1) * bytes_of(lambda tree: tree, tree)
 
 
 def all_mean(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """The mean over all replicas: an all-reduce. What NoLoCo avoids; DiLoCo's outer step, and every step of ddp."""
+    """Return the mean over all replicas by an all-reduce, as in DiLoCo's outer step and every step of DDP."""
     for name in reversed(names_of(axis_name)):
-        if lax.axis_size(name) > 1:  # over one device XLA's partitioner refuses it beside axes that are left to it
+        if lax.axis_size(name) > 1:  # XLA's partitioner refuses an all-reduce over one device beside auto axes
             tree = lax.pmean(tree, name)
     return tree
 
@@ -117,21 +118,21 @@ def group_mean(
     wire: Wire | None = None,
     cuts: PyTree = None,
 ) -> PyTree:
-    """The mean of every replica's tree over its group in entry `index` of the pairing's pool.
+    """Average every replica's tree over its group in entry `index` of the pairing's pool.
 
-    Messages go over `lax.ppermute`; to whom is decided at run time, by a `lax.switch` over the pool. Through a wire
-    that rounds, a replica receives x + mean(Q(x)) − Q(x), with its own value rounded too in the difference: replicas
-    with equal values keep them, the differences of a pair are exactly opposite, and what is too small for the wire is
-    kept.
+    Messages are sent by `lax.ppermute`; a `lax.switch` over the pool chooses the receivers at run time. With a lossy
+    wire format a replica obtains x + mean(Q(x)) − Q(x), where its own value is quantized in the difference too.
+    Replicas with equal values therefore keep them, the corrections of a pair are exactly opposite, and a replica keeps
+    the part of its value that is below the format's resolution.
 
     Args:
       tree: arrays of the replica, any shapes.
       pairing: the pool. Its number of replicas must be that of the axes.
-      index: int32 scalar, equal on every replica and not batched by `vmap` (`counters.shared` sees to it), which would
-        run every branch.
-      axis_name: where the replicas live.
-      wire: the code in which values travel; None: as they are.
-      cuts: the dimension of every array along which a code's blocks lie; None: the last.
+      index: int32 scalar, equal on every replica and not batched by `vmap`, since that would run every branch
+        (`counters.shared` unbatches it).
+      axis_name: axes of the replicas.
+      wire: wire format of the values; None: unchanged.
+      cuts: the dimension of every array along which the wire format's blocks lie; None: the last.
 
     Raises:
       ValueError: if the axes hold another number of replicas than the pairing.
@@ -143,7 +144,7 @@ def group_mean(
     meeting = _Meeting(pairing, index, axes, wire)
     blocks = to_code(wire, tree, cuts)
     pack, unpack = _buckets(blocks, axes, int(wire.takes_blocks))
-    if meeting.is_of_exact_pairs:  # averaged array by array, so that the packed message is not kept beside its answer
+    if meeting.is_of_exact_pairs:  # average array by array: the packed message need not be kept until the answer
         return jax.tree.map(meeting.mean_of_two, tree, unpack([meeting.other(bucket) for bucket in pack(tree)]))
     return from_code(wire, unpack([meeting.mean(bucket) for bucket in pack(blocks)]), tree, cuts)
 
@@ -158,13 +159,13 @@ def pair_mean_in_windows(
     remembered: PyTree,
     cuts: PyTree = None,
 ) -> tuple[PyTree, PyTree]:
-    """Return the means of pairs through a code in windows, and what its blocks are to remember.
+    """Average pairs through the modulo wire format; return the means and the new windows of its blocks.
 
     Args:
       tree, pairing, index, axis_name, cuts: as for `group_mean`.
-      code: in which values travel.
-      movement: a tree like `tree`, how far each value has moved since it last met others.
-      remembered: uint8, a tree like `tree` of arrays of `blocks.block_counts`; zeros in the beginning.
+      code: the wire format.
+      movement: a tree like `tree`, the movement of each value since its last exchange.
+      remembered: windows of the blocks, uint8, a tree like `tree` with shapes `blocks.block_counts`; zeros initially.
 
     Raises:
       ValueError: as by `group_mean`.
@@ -198,12 +199,12 @@ def _checked_axes(tree: PyTree, pairing: Pairing, axis_name: AxisName) -> Replic
 
 
 def _buckets(tree: PyTree, axes: ReplicaAxes, kept_dims: int) -> Any:
-    """Buckets of a tree's arrays, where some are sent and packing would not exchange data inside a replica."""
+    """Return (pack, unpack): buckets, unless nothing is sent or packing would move data inside a sharded replica."""
     return unbucketed(tree) if axes.num_devices == 1 or num_parts() > 1 else bucketing(tree, kept_dims)
 
 
 class _Meeting:
-    """One round of a pairing: who is in this replica's group, and how arrays of the group are averaged."""
+    """Averaging of arrays over this replica's group in one round of a pairing."""
 
     def __init__(self, pairing: Pairing, index: jax.Array, axes: ReplicaAxes, wire: Wire):
         self._index, self._axes, self._wire = index, axes, wire
@@ -218,23 +219,23 @@ class _Meeting:
 
     @property
     def is_of_exact_pairs(self) -> bool:
-        """Whether groups are pairs (or single replicas) whose messages travel as they are."""
+        """Return True if all groups are pairs (or single replicas) and messages are not quantized."""
         return self._n == 2 and self._wire.exact
 
     def other(self, x: jax.Array) -> jax.Array:
-        """The array of the other of a pair."""
+        """Return the array of this replica's partner."""
         return self._from(1, x)
 
     def mean_of_two(self, x: jax.Array, other: jax.Array) -> jax.Array:
-        """The mean of a pair's arrays; of a replica alone its own."""
+        """Return the mean of a pair's arrays; a replica without a partner keeps its own."""
         mean = (x + other) / 2
         return mean if self._equal_sizes else jnp.where(self._size == 2, mean, x)
 
     def mean_in_windows(
         self, code: Modulo, x: jax.Array, moved: jax.Array, remembered: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """The mean of a pair's blocks through a code in windows, as this replica is to see it, and their memory."""
-        # Behind barriers, as in `_encoded`: what is sent and what is reckoned with here is rounded once.
+        """Return the mean of a pair's blocks through the modulo wire format, and the new windows of the blocks."""
+        # The barriers, as in `_encoded`, make the sent and the locally used values one and the same rounding.
         windows = lax.optimization_barrier(code.windows(x, moved, remembered))
         windows = jnp.maximum(windows, self._from(1, windows))
         payload = lax.optimization_barrier(code.encode(x, windows))
@@ -245,7 +246,7 @@ class _Meeting:
         return jnp.where(self._size == 2, mean, x), jnp.where(self._size == 2, remembered, windows)
 
     def mean(self, x: jax.Array) -> jax.Array:
-        """The group's mean of an array, as this replica is to see it."""
+        """Return the group's mean of an array, as this replica obtains it."""
         if self.is_of_exact_pairs:
             return self.mean_of_two(x, self.other(x))
         if self._n == 2:
@@ -258,11 +259,11 @@ class _Meeting:
         return self._mean_of_all(x)
 
     def _from(self, k: int, tree: PyTree) -> PyTree:
-        """What the member k places further on in the group sends."""
+        """Receive from the group member k places after this one."""
         return permute(tree, self._routes[k - 1], self._index, self._axes)
 
     def _encoded(self, x: jax.Array) -> jax.Array:
-        # What is sent is what the sender decodes: behind a barrier, a compiler does not round twice and differently.
+        # The sender must decode exactly what it sends: without the barrier a compiler may round twice, differently.
         return x if self._wire.exact else lax.optimization_barrier(self._wire.encode(x))
 
     def _mean_of_coded_pair(self, x: jax.Array) -> jax.Array:
@@ -271,7 +272,7 @@ class _Meeting:
         return x + ((other - self._wire.decode(code)) / 2).astype(x.dtype)
 
     def _mean_by_shares(self, x: jax.Array, shares: jax.Array, whole: Any) -> jax.Array:
-        """`shares` has the n members' shares in front, `whole` puts such an array together again."""
+        """Average over shares: `shares` is (n, ...), one share a member, and `whole` joins such an array again."""
         n, own, decode = self._n, self._position, self._wire.decode
         codes = jax.vmap(self._encoded)(shares)
 
@@ -279,9 +280,9 @@ class _Meeting:
             return lax.dynamic_index_in_dim(codes, member % n, keepdims=False)
 
         mine = decode(code(own))
-        # The member to whom we are k places further on gets its own share of us.
+        # The member k places before this one receives its own share of this replica's message.
         others = [decode(self._from(k, code(own - k))) for k in range(1, n)]
-        # In the same order whoever adds up a share, so that the bits do not depend on how an array is cut.
+        # Every share is summed in the order of members, so that the bits do not depend on how an array is cut.
         by_member = jnp.take(jnp.stack([mine, *others]), (jnp.arange(n) - own) % n, axis=0)
         mean = _mean_from(by_member[0], list(by_member[1:]), n)
         means = jnp.stack([mean, *(self._from(k, mean) for k in range(1, n))])  # of members own, own + 1, ...
@@ -289,11 +290,11 @@ class _Meeting:
         return mean if self._wire.exact else x + (mean - whole(jax.vmap(decode)(codes))).astype(x.dtype)
 
     def _mean_of_all(self, x: jax.Array) -> jax.Array:
-        """Everyone sends everything to everyone: where that takes fewer bytes, for groups of unequal sizes, and for
-        arrays that have no n shares."""
+        """Average by sending whole messages to every member: for groups of unequal sizes, for arrays that have no n
+        equal shares, and if that takes fewer bytes."""
         n, decode, code = self._n, self._wire.decode, self._encoded(x)
-        by_place = jnp.stack([code, *(self._from(k, code) for k in range(1, n))])  # of members own, own + 1, ...;
-        by_member = jnp.take(by_place, (jnp.arange(n) - self._position) % self._size, axis=0)  # beyond the size, none
+        by_place = jnp.stack([code, *(self._from(k, code) for k in range(1, n))])  # of members own, own + 1, ...
+        by_member = jnp.take(by_place, (jnp.arange(n) - self._position) % self._size, axis=0)  # unused from `_size` on
         first = decode(by_member[0])
         others = [jnp.where(member < self._size, decode(by_member[member]), first) for member in range(1, n)]
         mean = _mean_from(first, others, self._size.astype(first.dtype))  # in the same order on all members
@@ -301,26 +302,27 @@ class _Meeting:
 
 
 def _mean_from(one: jax.Array, others: Sequence[jax.Array], count: jax.Array | int) -> jax.Array:
-    """The mean of `count` arrays, by how far the others are from one: of equal arrays it is that array to the bit.
+    """Return the mean of `count` arrays as `one` plus the mean difference, so that equal arrays give exactly `one`.
 
-    Their sum over `count` may not be, as compilers divide by a constant as they multiply by its rounded reciprocal.
+    Sum / count may differ from it, since compilers turn a division by a constant into a multiplication by its rounded
+    reciprocal.
     """
     return one + functools.reduce(jnp.add, [other - one for other in others]) / count
 
 
 def _is_by_shares(pairing: Pairing, wire: Wire) -> bool:
-    """Return True if members average shares of the message, rather than send all of it to everyone."""
+    """Return True if members average shares of the message instead of sending whole messages to every member."""
     n = largest_group(pairing)
     has_equal_sizes = all(len(group) == n for groups in pairing.pool for group in groups)
     return n > 2 and has_equal_sizes and goes_by_shares(wire.name, n)
 
 
 def _shares(x: jax.Array, n: int, kept_dims: int, parts: int) -> tuple[jax.Array, Any] | None:
-    """`x` as n equal shares in front, and how to put them together; None if an array must stay whole and does not
-    divide. The last `kept_dims` dimensions, a code's blocks, stay whole.
+    """Split `x` into n equal shares (n, ...); return them and the function that joins them, or None if it cannot.
 
-    An array that the partitioner may shard into `parts` is cut along a dimension of which n divides every part, and a
-    share takes every n-th of it, so that shares lie where the array does.
+    The last `kept_dims` dimensions, a wire format's blocks, stay whole. An array that the partitioner may shard into
+    `parts` is not raveled: it is cut along a dimension whose parts n divides, and a share takes every n-th element, so
+    that the shares are sharded like the array. Without such a dimension there are no shares.
     """
     divided = x.ndim - kept_dims
     if parts == 1:
@@ -338,9 +340,9 @@ def _shares(x: jax.Array, n: int, kept_dims: int, parts: int) -> tuple[jax.Array
 
 
 def _tables(pairing: Pairing) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of every pool entry and replica: its group's size, its place there, and who is k = 1, 2, ... places further on.
+    """Return each replica's group size, its position there, and the members k = 1, 2, ... places after it.
 
-    int32 (pool, N), (pool, N) and (pool, k, N). In groups smaller than k the source is the replica itself.
+    int32 (pool, N), (pool, N) and (pool, k, N). In groups of at most k members the source is the replica itself.
     """
     pool, n = pairing.pool, pairing.num_replicas
     sizes, positions = np.zeros((2, len(pool), n), np.int32)

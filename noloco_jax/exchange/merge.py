@@ -1,4 +1,4 @@
-"""The mean over all replicas by rounds of pairs: no replica waits for more than one other at a time."""
+"""Mean over all replicas by rounds of pairs, in which no replica waits for more than one other at a time."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ PyTree = Any
 
 
 class MergeRound(NamedTuple):
-    """One round of messages, each (N,): the partner of every replica, itself if it has none, and two weights."""
+    """One round of messages, arrays (N,): each replica's partner (itself if it has none) and the two weights."""
 
     partner: np.ndarray
     own: np.ndarray
@@ -24,10 +24,11 @@ class MergeRound(NamedTuple):
 
 
 def merge_rounds(num_replicas: int) -> list[MergeRound]:
-    """The rounds after which every replica holds the mean: log2 N of them, and two more if N is no power of two.
+    """Return the rounds that bring every replica to the mean: log2 N, and two more if N is not a power of two.
 
-    In round j replica i averages with i XOR 2^j, whose values stand for as many other replicas as its own. Those beyond
-    the largest power of two give their values to another one before, and take the result after.
+    In round j replica i averages with i XOR 2^j, weighted by the number of replicas that each value already covers.
+    Replicas beyond the largest power of two send their values to another one in a first round and receive the result
+    in a last one.
     """
     replicas = np.arange(num_replicas)
     core = 1 << (num_replicas.bit_length() - 1)
@@ -52,17 +53,17 @@ def merge_rounds(num_replicas: int) -> list[MergeRound]:
 
 
 def merge_bytes(tree: PyTree, num_replicas: int) -> int:
-    """The bytes that all replicas together send to others in `mean_by_pairs` of such a tree."""
+    """Return the bytes that all replicas together send in `mean_by_pairs` of such a tree."""
     messages = sum(int(np.sum(round.partner != np.arange(num_replicas))) for round in merge_rounds(num_replicas))
     return messages * bytes_of(computed, tree)
 
 
 def mean_by_pairs(tree: PyTree, axis_name: AxisName) -> PyTree:
-    """The mean of all replicas' trees, in their dtypes; for a power of two bitwise the same on all of them.
+    """Return the mean of all replicas' trees, in their dtypes; bitwise equal on all if N is a power of two.
 
     Args:
       tree: arrays of the replica, any shapes.
-      axis_name: where the replicas live.
+      axis_name: axes of the replicas.
     """
     axes = ReplicaAxes.bound(axis_name)
     replica = axes.replica()

@@ -1,4 +1,4 @@
-"""Averages over a replica and those that send to it, in a directed graph."""
+"""Averages over a replica and its senders in a directed graph."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class NeighbourExchange:
-    """The mean over a replica and those that send to it, in a wire format: an `outer.rule.Exchange`."""
+    """The mean over a replica and its senders, in a wire format: an `outer.rule.Exchange`."""
 
     neighbours: RandomNeighbours
     wire: Wire
@@ -49,18 +49,18 @@ def neighbour_mean(
     wire: Wire,
     cuts: PyTree = None,
 ) -> PyTree:
-    """x_i + Σ (Q(x_j) − Q(x_i)) / (s + 1) over the s replicas j that send to i in graph `index`.
+    """Return x_i + Σ (Q(x_j) − Q(x_i)) / (s + 1) over the s senders j of replica i in graph `index`.
 
-    For a wire that is exact this is the mean over i and them. As all send as often as they receive, the replicas' mean
-    stays where it is; equal replicas stay equal.
+    With an exact wire format this is the mean over i and its senders. Since every replica has as many receivers as
+    senders, the replicas' mean does not change; equal replicas stay equal.
 
     Args:
       tree: arrays of the replica, any shapes.
       neighbours: the graphs. Their number of replicas must be that of the axes.
       index: int32 scalar, equal on every replica and not batched by `vmap`.
-      axis_name: where the replicas live.
-      wire: the code in which values travel.
-      cuts: the dimension of every array along which a code's blocks lie; None: the last.
+      axis_name: axes of the replicas.
+      wire: wire format of the values.
+      cuts: the dimension of every array along which the wire format's blocks lie; None: the last.
 
     Raises:
       ValueError: if the axes hold another number of replicas than the graphs.
@@ -78,7 +78,7 @@ def neighbour_mean(
     routes = [lower(sources[:, k], axes.num_devices, axes.num_slots) for k in range(neighbours.degree)]
 
     def mean(x: jax.Array) -> jax.Array:
-        # What is sent is what the sender decodes: behind a barrier, a compiler does not round twice and differently.
+        # The sender must decode exactly what it sends: without the barrier a compiler may round twice, differently.
         code = x if wire.exact else lax.optimization_barrier(wire.encode(x))
         own = wire.decode(code)
         differences = [wire.decode(permute(code, route, index, axes)) - own for route in routes]

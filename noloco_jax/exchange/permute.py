@@ -1,4 +1,4 @@
-"""Moves replicas' arrays along a permutation of a pool that is chosen at run time."""
+"""Permutation of replicas' arrays by an entry of a compiled pool, chosen at run time."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,28 +14,28 @@ PyTree = Any
 
 
 def permute(tree: PyTree, routes: Routes, index: jax.Array, axes: ReplicaAxes) -> PyTree:
-    """Every replica receives the tree of its source under entry `index` of the routes.
+    """Give every replica the tree of its source under entry `index` of the routes.
 
     Args:
       tree: arrays of one replica.
       routes: the pool of permutations, lowered to these axes.
       index: int32 scalar, equal on all replicas and not batched by `vmap`.
-      axes: where the replicas live.
+      axes: axes of the replicas.
     """
     if axes.slot is None or routes.num_slots == 1:
         return _send(tree, routes, index, axes.device)
-    # The block of a device's replicas as one array: under vmap an all_gather is only the unbatched view.
+    # Over a `vmap` axis, all_gather costs nothing: it is the unbatched view of the device's replicas.
     received, positions_L = _deliver(lax.all_gather(tree, axes.slot), routes, index, axes.device)
     return _rows(received, positions_L[lax.axis_index(axes.slot)])
 
 
 def permute_blocks(tree: PyTree, routes: Routes, index: jax.Array, device_axes: tuple[str, ...]) -> PyTree:
-    """Every slot of every device receives from its source under entry `index` of the routes.
+    """Give every slot of every device the arrays of its source under entry `index` of the routes.
 
     Args:
       tree: arrays (L, ...), the slots of this device in front.
-      routes: where they go. What a device without destination holds is not sent; who has no source receives zeros.
-      index: int32 scalar, the same on all devices.
+      routes: the destinations. A device without a destination sends nothing; one without a source receives zeros.
+      index: int32 scalar, equal on all devices.
       device_axes: the mesh axes in the order in which devices are numbered.
     """
     received, positions_L = _deliver(tree, routes, index, device_axes)
@@ -43,7 +43,7 @@ def permute_blocks(tree: PyTree, routes: Routes, index: jax.Array, device_axes: 
 
 
 def _deliver(block: PyTree, routes: Routes, index: jax.Array, device_axes: tuple[str, ...]) -> tuple[PyTree, jax.Array]:
-    """What arrives at this device, and at which position each of its slots finds its own (L,)."""
+    """Return the block that arrives at this device, and the position of each slot's data in it (L,)."""
     if routes.num_devices == 1:
         return block, jnp.asarray(routes.receive)[index, 0]
     device = lax.axis_index(device_axes)
@@ -54,12 +54,12 @@ def _deliver(block: PyTree, routes: Routes, index: jax.Array, device_axes: tuple
 
 
 def _rows(tree: PyTree, index: jax.Array) -> PyTree:
-    """Of every array the given rows. `x[index]` would want 64 bits for a vector of all parameters of a large model."""
+    """Take the given rows of every array. `x[index]` would need 64-bit indices for the arrays of a large model."""
     return jax.tree.map(lambda x: jnp.take(x, index, axis=0, mode="clip"), tree)
 
 
 def _send(tree: PyTree, routes: Routes, index: jax.Array, device_axes: tuple[str, ...]) -> PyTree:
-    """Sends blocks between devices along the pattern of entry `index`."""
+    """Send blocks between devices along the pattern of entry `index`."""
     branches: Sequence[Callable[[PyTree], PyTree]] = [
         lambda t, pattern=pattern: jax.tree.map(lambda x: _send_array(x, pattern, routes.num_slots, device_axes), t)
         for pattern in routes.patterns
@@ -70,7 +70,7 @@ def _send(tree: PyTree, routes: Routes, index: jax.Array, device_axes: tuple[str
 
 
 def _send_array(x: jax.Array, pattern: Pattern, num_slots: int, device_axes: tuple[str, ...]) -> jax.Array:
-    """`x` is one replica's array if a device holds one, else the block (slots, ...) in the order of `Routes.send`."""
+    """Send `x`: a replica's array if a device holds one replica, else its block (L, ...) ordered by `Routes.send`."""
     parts, start = [], 0
     for destinations, count in pattern:
         part = x if count == num_slots else lax.slice_in_dim(x, start, start + count)

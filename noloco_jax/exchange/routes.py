@@ -1,4 +1,4 @@
-"""Lowers permutations of replicas to permutations of devices, when a device holds several replicas."""
+"""Lowering of replica permutations to device permutations, when a device holds several replicas."""
 
 import functools
 from typing import NamedTuple
@@ -7,12 +7,12 @@ import numpy as np
 
 # Destination of a device that sends nothing.
 NOWHERE = -1
-# One exchange between devices: (destination of every device, number of replicas that each sends), one after another.
+# One exchange between devices: a sequence of (destination of every device, number of replicas that each sends).
 Pattern = tuple[tuple[tuple[int, ...], int], ...]
 
 
 class Routes(NamedTuple):
-    """How blocks of replicas move for each entry of a pool of permutations.
+    """Movement of blocks of replicas for each entry of a pool of permutations.
 
     Attributes:
       num_devices: D.
@@ -20,7 +20,7 @@ class Routes(NamedTuple):
       patterns: the distinct exchanges between devices.
       pattern_of: (pool,) the pattern of each entry.
       send: (pool, D, L) the slots in the order in which a device sends them; in their own order when D is 1.
-      receive: (pool, D, L) the position, among what a device received, of what each of its slots gets.
+      receive: (pool, D, L) the position of each slot's data in the block that its device received.
     """
 
     num_devices: int
@@ -32,11 +32,11 @@ class Routes(NamedTuple):
 
 
 def lower(sources: np.ndarray, num_devices: int, num_slots: int) -> Routes:
-    """Routes for permutations of N = D·L replicas, replica i in slot i mod L of device i // L.
+    """Compute the routes of permutations of N = D·L replicas, replica i in slot i mod L of device i // L.
 
-    The number of replicas that go from one device to another is a D×D matrix whose rows and columns all sum to L, so it
-    is a sum of permutation matrices (Birkhoff, König): each is one `ppermute`. Permutations that move the devices'
-    blocks as wholes take a single one.
+    The numbers of replicas that go from one device to another form a D×D matrix whose rows and columns all sum to L, so
+    it is a sum of permutation matrices (Birkhoff, König), each of which is one `ppermute`. Permutations that move whole
+    blocks of devices take a single one.
 
     Args:
       sources: int (pool, N), the replica that each replica receives from; each row a permutation.
@@ -66,25 +66,27 @@ def _lower(sources: tuple[tuple[int, ...], ...], num_devices: int, num_slots: in
 
 
 def _lower_one(sources: tuple[int, ...], num_devices: int, num_slots: int) -> tuple[Pattern, np.ndarray, np.ndarray]:
-    waiting: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (device, device) -> [(slot, slot)] still to be sent
+    waiting: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (device, device) -> [(slot, slot)] not yet sent
     counts = np.zeros((num_devices, num_devices), int)
     for replica, source in enumerate(sources):
         (there, slot_there), (here, slot_here) = divmod(source, num_slots), divmod(replica, num_slots)
         waiting.setdefault((there, here), []).append((slot_there, slot_here))
         counts[there, here] += 1
     for slots in waiting.values():
-        slots.sort(reverse=True)  # popped in the order of the sending slots: one device alone sends its block as it is
+        slots.sort(
+            reverse=True
+        )  # popped in the order of the sending slots, so that one device keeps its block as it is
     pattern = []
     send = np.zeros((num_devices, num_slots), np.int32)
     receive = np.zeros((num_devices, num_slots), np.int32)
     start = 0
     while start < num_slots:
-        if counts.diagonal().all():  # what stays on its device needs no message
+        if counts.diagonal().all():  # replicas that stay on their device need no message
             destinations = np.arange(num_devices)
-        elif num_slots == 1 or num_devices == 2:  # the counts are a permutation already, or several times one
+        elif num_slots == 1 or num_devices == 2:  # the counts are a multiple of a permutation matrix already
             destinations = counts.argmax(axis=1)
         else:
-            from scipy.optimize import linear_sum_assignment  # where it is needed: it takes as long as jax itself
+            from scipy.optimize import linear_sum_assignment  # imported only here: it takes as long as importing jax
 
             _, destinations = linear_sum_assignment(np.where(counts > 0, -counts, num_devices * num_slots))
         count = int(counts[np.arange(num_devices), destinations].min())

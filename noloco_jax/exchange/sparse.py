@@ -1,15 +1,15 @@
-"""The mean of sparse messages over all replicas: few entries of an array, two bits each, and where they are.
+"""Mean of sparse messages over all replicas: the largest entries of an array, two bits each, and their positions.
 
-An array is cut into chunks of up to 4096 elements, along hidden states (`exchange.blocks`). Of a chunk the entries of
-largest size are kept, each as a sign and one of two sizes that the chunk has: the means of the smaller and of the
-larger ones among them (zero and the mean of the others, where a chunk has so few others that zeros are among them).
-What travels is those two in bfloat16, the positions in 12 bits (8 in chunks of up to 256) and two bits an entry, packed
-to bytes.
+An array is cut into chunks of up to 4096 elements along the hidden dimension (`exchange.blocks`). The entries of
+largest magnitude of a chunk are kept, each as a sign and one of the chunk's two magnitudes: the mean of the smaller and
+the mean of the larger ones among them (zero and the mean of the nonzero ones, if fewer are nonzero than are kept). The
+payload is these two magnitudes in bfloat16, the positions in 12 bits (8 in chunks of up to 256) and two bits an entry,
+packed to bytes.
 
-The paper's text gives an entry two bits; which four values they stand for is this module's choice, of means, which are
-nearest to the entries in the sense of least squares.
+The paper's text specifies two bits an entry; the four values are this module's choice. It uses means, which minimize
+the squared error.
 
-Everyone sends its message to everyone, as two replicas keep different entries: it is an all-gather.
+Two replicas keep different entries, so every replica sends its message to all others: it is an all-gather.
 """
 
 from collections.abc import Callable
@@ -31,21 +31,21 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class TopEntries:
-    """Q(TOP-k(x)), and its form while it travels.
+    """Top-k sparsification Q(TOP-k(x)) and its wire format.
 
     Attributes:
-      top_k: entries that are kept of a chunk of 4096; of smaller chunks in proportion.
+      top_k: entries kept of a chunk of 4096; proportionally fewer of smaller chunks.
     """
 
     top_k: int
 
     def sparsify(self, tree: PyTree, cuts: PyTree = None) -> PyTree:
-        """The arrays with the largest entries of every chunk rounded to two sizes, and zeros elsewhere.
+        """Quantize the largest entries of every chunk to two magnitudes, and set the others to zero.
 
-        A chunk with a NaN keeps that one and has NaN among its sizes.
+        A chunk with a NaN keeps it and has NaN among its magnitudes.
 
         Raises:
-          TypeError: if its numbers are not real.
+          TypeError: if the arrays are not real.
         """
         chunks = tree_in_blocks(tree, cuts, CHUNK)
         return tree_from_blocks(jax.tree.map(self._sparsified, chunks), tree, cuts, CHUNK)
@@ -61,11 +61,11 @@ class TopEntries:
         is_large = sizes > jnp.where(least == 0, 0, jnp.mean(sizes, axis=-1, keepdims=True))
         small, large = (jnp.mean(sizes, axis=-1, keepdims=True, where=which) for which in (~is_large, is_large))
         rounded = jnp.sign(values) * lax.reduce_precision(jnp.where(is_large, large, small), 8, 7)
-        # Behind a barrier, so that what is sent and what it leaves are computed from the same bits.
+        # The barrier makes the message and the remaining error use the same bits.
         return lax.optimization_barrier(_filled(chunks.shape, positions, rounded).astype(chunks.dtype))
 
     def encode(self, chunks: jax.Array) -> jax.Array:
-        """uint8 (..., chunks, bytes) of chunks (..., chunks, C) that `sparsify` made: `decode` gives them back."""
+        """Encode sparsified chunks (..., chunks, C), losslessly, as uint8 (..., chunks, bytes)."""
         positions, values = self._largest(chunks.astype(jnp.float32))
         sizes = jnp.abs(values)
         small, large = jnp.min(sizes, axis=-1, keepdims=True), jnp.max(sizes, axis=-1, keepdims=True)
@@ -76,7 +76,7 @@ class TopEntries:
         return jnp.concatenate(parts, axis=-1)
 
     def decode(self, code: jax.Array, size: int) -> jax.Array:
-        """The chunks, float32 (..., chunks, size), that were encoded."""
+        """Return the encoded chunks, float32 (..., chunks, size)."""
         bits, kept = position_bits(size), kept_of(size, self.top_k)
         end = SIZE_BYTES + kept * bits // 8
         both = lax.bitcast_convert_type(unpack(code[..., :SIZE_BYTES], 16) << 16, jnp.float32)
@@ -86,7 +86,7 @@ class TopEntries:
         return _filled((*code.shape[:-1], size), positions, jnp.where(entries % 2 == 1, -sizes, sizes))
 
     def _largest(self, chunks: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Positions and values of the entries that are kept of every chunk."""
+        """Return positions and values of the kept entries of every chunk."""
         kept, sizes = kept_of(chunks.shape[-1], self.top_k), jnp.abs(chunks)
         _, positions = lax.top_k(sizes, kept)
         return positions, jnp.take_along_axis(chunks, positions, axis=-1)
@@ -94,7 +94,7 @@ class TopEntries:
 
 @dataclass(frozen=True)
 class SparseExchange:
-    """The mean over all replicas of what `entries` leaves of a message: an `outer.rule.Exchange`."""
+    """The mean over all replicas of messages sparsified by `entries`: an `outer.rule.Exchange`."""
 
     entries: TopEntries
     axis_name: AxisName
@@ -111,19 +111,19 @@ class SparseExchange:
 
 
 def sparse_mean(tree: PyTree, entries: TopEntries, axis_name: AxisName, cuts: PyTree = None) -> PyTree:
-    """The mean over all replicas of arrays that `entries` made sparse, the same bits on all of them.
+    """Return the mean over all replicas of arrays sparsified by `entries`, bitwise equal on all of them.
 
     Args:
       tree: arrays of the replica, any shapes.
-      entries: their form.
-      axis_name: where the replicas live.
+      entries: their wire format.
+      axis_name: axes of the replicas.
       cuts: the dimension of every array along which its chunks lie; None: the last.
     """
     axes = ReplicaAxes.bound(axis_name)
     warn_if_sharded(tree, axes)
     chunks = tree_in_blocks(tree, cuts, CHUNK)
     codes = jax.tree.map(entries.encode, chunks)
-    # Packing would exchange data inside a replica that is sharded.
+    # Packing a sharded replica would move data between its devices.
     packed, unpacked = bucketing(codes) if num_parts() == 1 else unbucketed(codes)
     of_all = [_gathered(bucket, axes) for bucket in packed(codes)]
     num_replicas = axes.num_devices * axes.num_slots
@@ -136,13 +136,13 @@ def sparse_mean(tree: PyTree, entries: TopEntries, axis_name: AxisName, cuts: Py
     def plus(replica: Any, total: PyTree) -> PyTree:
         return jax.tree.map(jnp.add, total, sent_by(replica))
 
-    total = lax.fori_loop(1, num_replicas, plus, sent_by(0))  # one after another: dense, a message is a whole model
+    total = lax.fori_loop(1, num_replicas, plus, sent_by(0))  # sequential: a dense message is as large as the model
     return jax.tree.map(lambda x: x / num_replicas, total)
 
 
 def _gathered(x: jax.Array, axes: ReplicaAxes) -> jax.Array:
-    """The arrays of all N replicas, in front."""
-    block = x[None] if axes.slot is None else lax.all_gather(x, axes.slot)  # under vmap only the unbatched view
+    """Gather the arrays of all replicas, (N, ...)."""
+    block = x[None] if axes.slot is None else lax.all_gather(x, axes.slot)  # under vmap this is the unbatched view
     if axes.num_devices == 1:
         return block
     if num_parts() == 1:
@@ -151,7 +151,7 @@ def _gathered(x: jax.Array, axes: ReplicaAxes) -> jax.Array:
 
 
 def _gathered_in_a_ring(block: jax.Array, axes: ReplicaAxes) -> jax.Array:
-    """All devices' blocks, one after another: of an all-gather the partitioner would first gather each whole."""
+    """Gather all devices' blocks by a ring; for an all-gather the partitioner would first unshard every block."""
     number = axes.num_devices
     ring = [(device, (device + 1) % number) for device in range(number)]
 
@@ -160,17 +160,17 @@ def _gathered_in_a_ring(block: jax.Array, axes: ReplicaAxes) -> jax.Array:
         return held, held
 
     _, others = lax.scan(pass_on, block, length=number - 1)
-    blocks = jnp.concatenate([block[None], others])  # of this device, the one before it, the one before that, ...
+    blocks = jnp.concatenate([block[None], others])  # from this device, the one before it, the one before that, ...
     blocks = jnp.take(blocks, (lax.axis_index(axes.device) - jnp.arange(number)) % number, axis=0)
     return blocks.reshape(-1, *block.shape[1:])
 
 
 def _filled(shape: tuple[int, ...], positions: jax.Array, values: jax.Array) -> jax.Array:
-    """Chunks of that shape that are zero but for the values at these positions."""
+    """Return chunks of that shape that are zero except for the values at the given positions."""
 
     def fill(row: jax.Array, places: jax.Array, entries: jax.Array) -> jax.Array:
         return row.at[places].set(entries, unique_indices=True)
 
-    for _ in range(len(shape) - 1):  # chunk by chunk, so that the partitioner sees that each is filled by itself
+    for _ in range(len(shape) - 1):  # by vmap over chunks, so that the partitioner sees that they are independent
         fill = jax.vmap(fill)
     return fill(jnp.zeros(shape, values.dtype), positions, values)

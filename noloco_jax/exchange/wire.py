@@ -1,4 +1,4 @@
-"""What a message is while it travels: its own float32, or a code of fewer bits."""
+"""Wire formats of messages: float32 as it is, or quantized to fewer bits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ PyTree = Any
 
 
 class Wire(Protocol):
-    """A code for arrays on their way to another replica.
+    """Wire format of arrays that are sent to another replica.
 
     Attributes:
-      name: of `noloco_jax.wires`, which knows its sizes.
-      exact: whether `decode` gives back every value.
-      takes_blocks: whether arrays must come in blocks (..., blocks, B), as of `blocks.blocks_of`.
+      name: name in `noloco_jax.wires`, which defines its sizes.
+      exact: True if `decode` restores every value exactly.
+      takes_blocks: True if arrays must be in blocks (..., blocks, B), as from `blocks.in_blocks`.
     """
 
     @property
@@ -36,17 +36,17 @@ class Wire(Protocol):
         """Return the payload of an array.
 
         Raises:
-          TypeError: if the code is of real numbers and the array's are not.
+          TypeError: if the format is for real numbers only and the array is not real.
         """
         ...
 
     def decode(self, code: jax.Array) -> jax.Array:
-        """Return Q(x), the array that a payload stands for; in float32 where `exact` is False."""
+        """Return Q(x), the decoded array of a payload; in float32 if `exact` is False."""
         ...
 
 
 class Float32:
-    """Arrays as they are."""
+    """Arrays unchanged."""
 
     name = "float32"
     exact = True
@@ -68,7 +68,7 @@ class BFloat16:
 
     def encode(self, x: jax.Array) -> jax.Array:
         _check_real(self.name, x)
-        # As bits: a backend that has no messages of this type, like the CPU, would widen them to float32.
+        # Sent as integers: a backend that cannot send bfloat16, like the CPU, would widen it to float32.
         return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
 
     def decode(self, code: jax.Array) -> jax.Array:
@@ -77,14 +77,15 @@ class BFloat16:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Real numbers as integers k of a few bits, times a scale that a block of them shares: Q(x) = k · scale.
+    """Block quantization: integers k of a few bits times a scale shared by a block, Q(x) = k · scale.
 
     scale = largest |x| of the block / (2^(bits−1) − 1), rounded to bfloat16, which has float32's range in half its
-    bytes. That rounding moves x / scale by less than half, so that the largest keeps its k; and k · scale, of 8 bits
-    each, is exact in float32, so that both ends of a message hold the same Q(x) however a compiler fuses them.
+    bytes. That rounding moves x / scale by less than half, so that the largest value keeps its k. The product k · scale
+    of two 8-bit mantissas is exact in float32, so that sender and receiver hold the same Q(x) however a compiler fuses
+    the operations.
 
-    A block with a NaN or an infinity arrives as such, all of it; others are not touched. What float32 has no normal
-    number for arrives as zero or as an infinity.
+    A block with a NaN or an infinity is decoded as non-finite values; other blocks are not affected. Values outside
+    float32's normal range are decoded as zero or infinity.
 
     Attributes:
       name: "int8", "int6" or "int4".
@@ -95,7 +96,7 @@ class Blocks:
     takes_blocks = True
 
     def encode(self, x: jax.Array) -> jax.Array:
-        """uint8 (..., blocks, bytes): of every block its scale, then its numbers, packed to their bits."""
+        """Return the payload, uint8 (..., blocks, bytes): the scale and then the packed numbers of every block."""
         _check_real(self.name, x)
         blocks = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         largest = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
@@ -123,17 +124,17 @@ class Blocks:
 
 
 def to_code(wire: Wire, tree: PyTree, cuts: PyTree = None) -> PyTree:
-    """The arrays as `wire.encode` takes them: in blocks along the dimensions `cuts`, or as they are."""
+    """Convert arrays to the form that `wire.encode` takes: in blocks along the dimensions `cuts`, or unchanged."""
     return tree_in_blocks(tree, cuts) if wire.takes_blocks else tree
 
 
 def from_code(wire: Wire, decoded: PyTree, like: PyTree, cuts: PyTree = None) -> PyTree:
-    """Arrays of the shapes of `like` that `to_code` gave that form."""
+    """Invert `to_code`: return arrays of the shapes of `like`."""
     return tree_from_blocks(decoded, like, cuts) if wire.takes_blocks else decoded
 
 
 def bytes_of(make: Callable[[PyTree], PyTree], tree: PyTree) -> int:
-    """The bytes of the arrays that `make` makes of such a tree, which may be of shapes; nothing is computed."""
+    """Return the bytes of `make(tree)`; nothing is computed, and the tree may hold shapes."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(make, tree)))
 
 
@@ -148,7 +149,7 @@ WIRES: dict[str, Wire | Modulo] = {
 
 
 def wire_of(name: str) -> Wire | Modulo:
-    """The code of that name.
+    """Return the wire format of that name.
 
     Raises:
       ValueError: if there is none.

@@ -1,1 +1,1 @@
-"""A measurement of what late processes cost each method."""
+"""Measurement of the cost of late processes for each method."""

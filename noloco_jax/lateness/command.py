@@ -1,12 +1,12 @@
-"""Who waits when a process is late: methods and delays side by side, in real processes on this machine.
+"""Measure how long late processes hold up the others, by method and delay, in real processes on this machine.
 
     python -m noloco_jax.lateness --config=configs/quickstart.py --workdir=runs/late
 
 trains the configuration for a few steps with each method, one process a replica, and lets a process sleep before a
-step. The table says how long training stood: the seconds in outer steps, which wait for late partners and for
+step. The table shows how long training stood: the seconds in outer steps, which wait for late partners and for
 corrections that are due. noloco runs once for each of `--delays`. Every process sleeps `--step_seconds` before each
-step, in place of a larger model's computing, beside which a delayed exchange runs. The processes compute on the CPU;
-set JAX_PLATFORMS=cuda on a machine with as many GPUs, and each takes one of its own.
+step, which stands for the computation of a larger model that a delayed exchange overlaps with. The processes compute on
+the CPU; set JAX_PLATFORMS=cuda on a machine with as many GPUs, and each takes one of its own.
 """
 
 import argparse
@@ -45,7 +45,7 @@ _PROG = "python -m noloco_jax.lateness"
 
 @dataclass(frozen=True)
 class Late:
-    """A process that sleeps before a step."""
+    """Sleep of a process before a step."""
 
     process: int
     step: int
@@ -63,11 +63,11 @@ class Variant:
 
 
 def linked(rounds: Sequence[tuple[int, Round]], late: Sequence[Late]) -> list[set[int]]:
-    """Return, for every round, the replicas whom exchanges so far link to a late one, itself included.
+    """Return, for every round, the replicas that exchanges so far connect to a late one, itself included.
 
     Args:
-      rounds: the step after which a round comes, and who averages with whom in it.
-      late: one process a replica.
+      rounds: (step after which the round follows, its groups).
+      late: the sleeps, with one process a replica.
     """
     reached: set[int] = set()
     history = []
@@ -79,7 +79,7 @@ def linked(rounds: Sequence[tuple[int, Round]], late: Sequence[Late]) -> list[se
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the processes of each variant and compare; or, as one of the processes, train with the sleeps."""
+    """Run the processes of each variant and compare them; with --worker, train as one of the processes."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     config, flags = parse_args(arguments, __doc__ or "", _define_flags, prog=_PROG)
     late = [_parse(text) for text in flags.late or [_usual_late(config)]]
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _train(config, flags.workdir, flags, late)
     variants = _variants(config, flags, arguments, late)
     check_writable(flags.workdir)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # not without ending the processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # an exception ends the processes
     console = make_console()
     for x in late:
         console.print(f"process {x.process} of {config.num_replicas} is {x.seconds:g} s late before step {x.step}")
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number, variant in enumerate(variants, start=1):
         what = f"{variant.name} ({number} of {len(variants)})"
         console.print(f"{what}: {config.num_replicas} processes compile, then take {flags.steps} steps")
-        with console.status(what) as status:  # a terminal's last line; nothing elsewhere
+        with console.status(what) as status:  # shown on a terminal only
             _launch(
                 [*arguments, *variant.flags, "--worker"],
                 config.num_replicas,
@@ -144,13 +144,13 @@ def _variants(
     """Return the runs to compare.
 
     Raises:
-      UserError: for any mistake that would show only once the processes have trained.
+      UserError: for mistakes that would otherwise show only after the processes have trained.
     """
     for x in late:
         if not (0 <= x.process < config.num_replicas and 0 < x.step <= flags.steps):
             raise UserError(
-                f"--late={x.process}:{x.step}:{x.seconds:g} is of no process or step: there are "
-                f"num_replicas={config.num_replicas} processes and --steps={flags.steps}"
+                f"--late={x.process}:{x.step}:{x.seconds:g} names no process or step: there are "
+                f"num_replicas={config.num_replicas} processes and --steps={flags.steps}, choose among these"
             )
     if not 0 <= flags.step_seconds < math.inf:
         raise UserError(f"--step_seconds={flags.step_seconds}: give seconds from 0")
@@ -160,7 +160,7 @@ def _variants(
             "which leaves no outer step: lower it, or raise --steps"
         )
     common = {"num_steps": flags.steps, "outer.sync_every": config.outer.sync_every, "inner.warmup_steps": 0}
-    # A line of metrics every step; evaluations and saves, for which all wait, at the end alone.
+    # Metrics are written every step; evaluations and saves, for which all processes wait, happen only at the end.
     common |= {"log_every": 1, "eval_every": flags.steps, "checkpoint_every": flags.steps, "eval_batches": 1}
     variants = []
     for method in flags.methods.split(","):
@@ -174,7 +174,7 @@ def _variants(
                 raise UserError(f"{folder} holds a run already: give another --workdir, or delete that folder")
             fields = {"method": method, "outer.delay": delay, "sample_tokens": 0} | common
             own = [f"--workdir={folder}", *(f"--config.{name}={value}" for name, value in fields.items())]
-            run, _ = parse_args([*arguments, *own], "", _define_flags, prog=_PROG)  # the last of a flag counts
+            run, _ = parse_args([*arguments, *own], "", _define_flags, prog=_PROG)  # the last value of a flag counts
             name = f"{method}, delay {delay}" if method == "noloco" else method
             variants.append(Variant(name, folder, own, run))
     return variants
@@ -200,12 +200,12 @@ def _parse(text: str) -> Late:
     except ValueError:
         raise UserError(f"--late={text} is not PROCESS:STEP:SECONDS, such as 3:16:2") from None
     if not 0 <= late.seconds < math.inf:
-        raise UserError(f"--late={text}: {seconds} is no time to be late by, give seconds from 0")
+        raise UserError(f"--late={text}: {seconds} is not a duration, give seconds from 0")
     return late
 
 
 def _train(config: TrainConfig, workdir: Path, flags: argparse.Namespace, late: Sequence[Late]) -> int:
-    """Train as one of the processes, which sleeps before its steps."""
+    """Train as one of the processes, with sleeps before its steps."""
     place = find_place(flags, os.environ)
     process = 0 if place is None else place.process_id
     use_cpu_cores(config, 1 if place is None else place.num_processes)
@@ -215,7 +215,7 @@ def _train(config: TrainConfig, workdir: Path, flags: argparse.Namespace, late: 
 
 
 class _Sleep(Hooks):
-    """Sleeps before every step, and longer before those that the process is late at."""
+    """Callback that sleeps before every step, and longer before steps at which the process is late."""
 
     def __init__(self, late: Sequence[Late], step_seconds: float):
         self._late, self._step_seconds = late, step_seconds
@@ -225,7 +225,7 @@ class _Sleep(Hooks):
 
 
 def _launch(arguments: Sequence[str], number: int, folder: Path, report: Callable[[int], None]) -> None:
-    """Run the processes to their end, and report the step that they are at about once a second."""
+    """Run the processes to their end, and report their current step about once a second."""
     folder.mkdir(parents=True, exist_ok=True)
     port = 61440 + os.getpid() % 4096
     shared = os.environ | {
@@ -233,7 +233,7 @@ def _launch(arguments: Sequence[str], number: int, folder: Path, report: Callabl
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
         "JAX_NUM_PROCESSES": str(number),
     }
-    # Most of a run of 40 steps is compiling, and variants share most programs.
+    # Most of a run of 40 steps is compilation, and variants share most programs, so they share a cache.
     shared.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.parent / "programs"))
     shared.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     running = []
@@ -271,10 +271,10 @@ def _launch(arguments: Sequence[str], number: int, folder: Path, report: Callabl
 
 
 def measured(folder: Path, config: TrainConfig, late: Sequence[Late]) -> list[dict[str, Any]]:
-    """Return a row for every step at which training stood for an outer step or a correction.
+    """Return a row for every step at which training waited for an outer step or a correction.
 
-    A row has the step, the groups of its outer steps (none where it only waited for a correction), the processes linked
-    to a late one so far, and the seconds that each process stood.
+    A row has the step, the groups of its outer steps (none if it only waited for a correction), the processes connected
+    to a late one so far, and the seconds that each process waited.
     """
     method = method_of(config)
     lines = [
@@ -298,12 +298,12 @@ def measured(folder: Path, config: TrainConfig, late: Sequence[Late]) -> list[di
 
 
 def seconds_stood(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Return the seconds that each process stood in all."""
+    """Return the total seconds that each process waited."""
     return [sum(seconds) for seconds in zip(*(row["seconds"] for row in rows), strict=True)]
 
 
 def held_up(rows: Sequence[dict[str, Any]], late: Sequence[Late], window: int) -> int:
-    """Return how many processes that are never late stood, within `window` steps of a lateness, for half of it."""
+    """Count the punctual processes that waited at least half of a lateness within `window` steps of it."""
     found = set()
     for x in late:
         near = [row["seconds"] for row in rows if x.step <= row["step"] < x.step + window]
@@ -331,7 +331,7 @@ def _show(console: Console, stood: dict[str, list[float]], held: dict[str, int],
 
 
 def summary(stood: dict[str, list[float]], late: Sequence[Late]) -> str:
-    """Return the result in a sentence: how long those that are never late stood, on average, by variant."""
+    """Return the result in a sentence: the mean seconds that punctual processes waited, by variant."""
     means = {name: sum(others) / len(others) for name, own in stood.items() for others in [_others(own, late)]}
     least = min(means, key=lambda name: means[name])
     figures = "; ".join(f"{format_seconds(seconds)} with {name}" for name, seconds in means.items())

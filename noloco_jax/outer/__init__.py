@@ -1,4 +1,4 @@
-"""The outer optimizers: what a replica does in an outer step, who meets whom, and the Optax transform around both.
+"""Outer optimizers: the rule of an outer step, the pairing of replicas, and the Optax transform around both.
 
-Nothing here knows a mesh, a configuration or how a message travels: that is `exchange`'s.
+Nothing here knows a mesh, a configuration or how a message travels: that is the task of `exchange`.
 """

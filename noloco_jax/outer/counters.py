@@ -1,4 +1,4 @@
-"""Counters that are equal on all replicas, as one value whatever batches them."""
+"""Counters that are equal on all replicas, kept unbatched under `vmap`."""
 
 import jax
 from jax.custom_batching import custom_vmap
@@ -6,10 +6,11 @@ from jax.custom_batching import custom_vmap
 
 @custom_vmap
 def shared(counter: jax.Array) -> jax.Array:
-    """`counter`, unbatched: under `vmap` over replicas or seeds, all of which must have the same value, their maximum.
+    """Return `counter` unbatched; it must have the same value in every element of the batch.
 
-    A `lax.cond` or `lax.switch` on it then stays a branch; on a batched value it would compute every branch and select.
-    Over a mesh axis it sends nothing: every device decides by its own.
+    Under `vmap` over replicas or seeds the result is the maximum over the batch, an unbatched scalar. A `lax.cond` or
+    `lax.switch` on it therefore stays a branch; on a batched value JAX would compute every branch and select. Over a
+    mesh axis nothing is sent: every device decides by its own counter.
     """
     return counter
 

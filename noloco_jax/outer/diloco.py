@@ -22,8 +22,8 @@ class DiLoCo:
       outer_lr: β.
       outer_momentum: α.
       nesterov: true Nesterov momentum, instead of heavy ball.
-      state_dtype: in which φ and δ are kept; they are computed in float32.
-      origin: where the part of an array that a device holds begins: see `momentum.kept`.
+      state_dtype: dtype in which φ and δ are kept; they are computed in float32.
+      origin: start index of a device's shard of an array: see `momentum.kept`.
     """
 
     outer_lr: Number
@@ -56,7 +56,7 @@ class DiLoCo:
         return slow, kept(slow, momentum, self.state_dtype, round, self.origin)
 
     def correct(self, state: Momentum, theta: PyTree, correction: PyTree, round: Any) -> tuple[PyTree, Momentum]:
-        """δ gains c; φ and θ gain c, or with Nesterov (1 + α) c."""
+        """Add c to δ, and c (with Nesterov (1 + α) c) to φ and θ."""
         gain = 1 + at(self.outer_momentum, round) if self.nesterov else 1
         step = jax.tree.map(lambda c: gain * c, correction)
         slow, momentum = added(computed(state.slow), step), added(computed(state.momentum), correction)

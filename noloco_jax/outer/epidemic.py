@@ -19,17 +19,17 @@ class Epidemic:
     """
 
     def init(self, params: PyTree) -> tuple[()]:
-        """Nothing is kept between outer steps."""
+        """Return an empty state: nothing is kept between outer steps."""
         del params
         return ()
 
     def message(self, state: tuple[()], theta: PyTree, round: Any) -> PyTree:
-        """m = θ, in arrays of its own: of numpy's, under a `vmap` that is not compiled, JAX knows no sharding."""
+        """Return m = θ, copied to JAX arrays: under a `vmap` that is not compiled, numpy arrays have no sharding."""
         del state, round
         return jax.tree.map(lambda x: jnp.array(x, copy=True), theta)
 
     def movement(self, state: tuple[()], theta: PyTree, round: Any) -> PyTree:
-        """Unknown, as no earlier weights are kept: |θ|, which it does not exceed by much."""
+        """Return |θ| as a rough upper bound: the movement is unknown, since no earlier weights are kept."""
         del state, round
         return jax.tree.map(abs, theta)
 
@@ -39,6 +39,6 @@ class Epidemic:
         return mean, state
 
     def correct(self, state: tuple[()], theta: PyTree, correction: PyTree, round: Any) -> tuple[PyTree, tuple[()]]:
-        """θ gains c."""
+        """Add c to θ."""
         del round
         return added(computed(theta), correction), state

@@ -1,11 +1,11 @@
-"""The parameters in F fragments of equal bytes: an outer step sends one of them, the next one the next.
+"""Parameters in F fragments of equal bytes: every outer step sends one fragment, in turn.
 
-A fragment is a stripe of every array: of a dimension of F · n elements those whose index leaves the same rest when it
-is divided by F. So all fragments have the same shapes, and one compiled program serves them all, with the fragment's
-number as a value. A dimension that is sharded is cut without any exchange, as every device holds its part of every
-stripe, and which weights are in which fragment does not depend on how many devices there are.
+A fragment is a stripe of every array: along a dimension of F · n elements it holds the indices with the same remainder
+modulo F. All fragments therefore have the same shapes, and one compiled program serves them all, with the fragment's
+number as a value. Cutting a sharded dimension needs no communication, since every device holds its part of every
+stripe, and the assignment of weights to fragments does not depend on the number of devices.
 
-Outer step k = 0, 1, ... is of fragment k mod F, for which it is round k // F.
+Outer step k = 0, 1, ... exchanges fragment k mod F, and is round k // F of that fragment.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,17 +19,17 @@ from jax import lax
 
 PyTree = Any
 
-# Path and shape of a parameter -> the dimension along which it is cut; FLAT: as a vector, filled up with zeros.
+# Path and shape of a parameter -> the dimension along which it is cut; FLAT: as a vector, padded with zeros.
 Dimension = Callable[[tuple, tuple[int, ...]], int]
 FLAT = -1
-WHOLE = -2  # instead of a dimension: no array of parameters, but a scalar of the state
+WHOLE = -2  # instead of a dimension: a scalar of the state, which is not cut
 
 
 def smallest_dimension(shape: tuple[int, ...], count: int) -> int:
-    """Of the dimensions that `count` divides, the smallest with at least 64 elements, else the largest, else none.
+    """Return the smallest dimension of at least 64 elements that `count` divides, else the largest such, else FLAT.
 
-    That of the hidden states, in most arrays of a language model: neither the layers, stacked in front, nor the
-    vocabulary, which a pipeline may divide.
+    In most arrays of a language model this is the hidden dimension: it is larger than the stacked layers in front and
+    smaller than the vocabulary, both of which a pipeline may divide.
     """
     fitting = [dim for dim, size in enumerate(shape) if size and size % count == 0]
     wide = [dim for dim in fitting if shape[dim] >= 64]
@@ -40,12 +40,12 @@ def smallest_dimension(shape: tuple[int, ...], count: int) -> int:
 
 @dataclass(frozen=True)
 class Fragments:
-    """How parameters are cut.
+    """Cut of the parameters into fragments.
 
     Attributes:
       count: F; 1 leaves them whole.
       dimension: path and shape of an array of one replica -> the dimension to cut; None: `smallest_dimension`.
-      origin: where the part of an array that a device holds begins, if a caller cuts replicas by hand (`momentum`).
+      origin: start index of a device's shard of an array, if a caller shards replicas by hand (`momentum`).
     """
 
     count: int = 1
@@ -57,28 +57,28 @@ class Fragments:
             raise ValueError(f"fragments is {self.count}: it must be at least 1")
 
     def cuts(self, params: PyTree) -> PyTree:
-        """The dimension of every array, a tree like the parameters."""
+        """Return the dimension along which each array is cut, a tree like the parameters."""
         return jax.tree.map_with_path(lambda path, x: self._cut(path, x.shape), params)
 
     def hidden(self, part: PyTree) -> PyTree:
-        """The dimension of hidden states of every array of a fragment: along it, weights belong to one unit."""
+        """Return the hidden dimension of each array of a fragment, along which weights belong to one unit."""
         whole = Fragments(1, self.dimension)
         return jax.tree.map_with_path(lambda path, x: 0 if x.ndim == 1 else whole._cut(path, x.shape), part)
 
     def part(self, tree: PyTree, cuts: PyTree, number: jax.Array) -> PyTree:
-        """The fragment of outer step `number`, of a tree like the parameters."""
+        """Return the fragment of outer step `number` from a tree like the parameters."""
         if self.count == 1:
             return tree
         return jax.tree.map(lambda x, cut: _take(x, cut, self.count, number % self.count), tree, cuts)
 
     def put(self, tree: PyTree, part: PyTree, cuts: PyTree, number: jax.Array) -> PyTree:
-        """The tree with that fragment replaced, in the dtypes of `tree`."""
+        """Return the tree with that fragment replaced, in the dtypes of `tree`."""
         if self.count == 1:
             return jax.tree.map(lambda x, y: y.astype(x.dtype), tree, part)
         return jax.tree.map(lambda x, y, cut: _put(x, y, cut, self.count, number % self.count), tree, part, cuts)
 
     def part_of_state(self, init: Any, state: PyTree, cuts: PyTree, number: jax.Array) -> PyTree:
-        """The fragment of a rule's state: of every tree in it that is like the parameters, and all scalars."""
+        """Return the fragment of a rule's state: a stripe of every tree like the parameters, and all scalars."""
         if self.count == 1:
             return state
         taken: Any = optax.tree.map_params(
@@ -87,7 +87,7 @@ class Fragments:
         return taken
 
     def put_in_state(self, init: Any, state: PyTree, part: PyTree, cuts: PyTree, number: jax.Array) -> PyTree:
-        """The rule's state with that fragment replaced, and the scalars of `part`."""
+        """Return the rule's state with that fragment replaced, and the scalars of `part`."""
         if self.count == 1:
             return part
         cuts_of_state = optax.tree.map_params(
@@ -121,10 +121,10 @@ def _put(x: jax.Array, part: jax.Array, cut: int, count: int, fragment: jax.Arra
 
 
 def _stripes(x: jax.Array, cut: int, count: int) -> jax.Array:
-    """A dimension (F · n) as two, (n, F)."""
+    """Reshape a dimension (F · n) to two, (n, F)."""
     return x.reshape(*x.shape[:cut], x.shape[cut] // count, count, *x.shape[cut + 1 :])
 
 
 def _rows(x: jax.Array, count: int) -> jax.Array:
-    """The elements as F rows, the last ones filled up with zeros."""
+    """Return the elements as F rows, padded with zeros at the end."""
     return jnp.pad(jnp.ravel(x), (0, -x.size % count)).reshape(count, -1)

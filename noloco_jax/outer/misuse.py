@@ -1,4 +1,4 @@
-"""Places in a program where an outer optimizer cannot do its work, found while the program is traced."""
+"""Checks, while a program is traced, that the outer optimizer is used where it can work."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 PyTree = Any
 
-# Modules of optax whose transforms call the one inside them speculatively or conditionally, with what goes wrong then.
+# Optax modules whose transforms call their inner transform speculatively or conditionally -> what goes wrong then.
 _WRAPPERS = {
     "optax.transforms._accumulation": "optax.MultiSteps would exchange at every micro-step and throw most of it away",
     "optax.transforms._conditionality": (
@@ -20,15 +20,15 @@ _WRAPPERS = {
 
 
 def check_params(params: PyTree, axis_names: Sequence[str]) -> None:
-    """Raises unless the parameters are arrays of floating point that differ, by type, between the replicas.
+    """Check that the parameters are floating-point arrays whose type lets them differ between replicas.
 
     Args:
-      params: of one replica.
+      params: parameters of one replica.
       axis_names: the axes of replicas.
 
     Raises:
-      TypeError: if a leaf is of integers or booleans.
-      ValueError: if `shard_map` takes the parameters for equal on all replicas.
+      TypeError: if a leaf holds integers or booleans.
+      ValueError: if the parameters are typed as equal on all replicas in `shard_map`.
     """
     for path, leaf in jax.tree.leaves_with_path(params):
         name = jax.tree_util.keystr(path) or "the parameter"
@@ -48,24 +48,24 @@ def check_params(params: PyTree, axis_names: Sequence[str]) -> None:
 
 
 def _varying(x: Any) -> frozenset[str]:
-    """The mesh axes over which a value differs, as far as `shard_map` keeps account."""
+    """Return the mesh axes over which a value may differ, as `shard_map` tracks them."""
     return jax.typeof(x).mat.varying
 
 
 def _is_tracked(axis: str) -> bool:
-    """Whether the axis is one of a mesh, in a `shard_map` that checks what varies over it."""
+    """Return True for a mesh axis in a `shard_map` that tracks varying values (`check_vma`)."""
     if axis not in jax.sharding.get_abstract_mesh().manual_axes:
         return False
     return axis in _varying(jax.lax.axis_index(axis))
 
 
 def check_surroundings() -> None:
-    """Raises if the transform is called from inside one that skips or repeats steps, or is not the last of a chain.
+    """Check that no transform around this one skips or repeats steps, and that this one is the last of its chain.
 
-    Optax has no way to ask this, so it is read from the calling frames.
+    Optax does not expose the enclosing transforms, so they are read from the calling frames.
 
     Raises:
-      ValueError: if it is.
+      ValueError: if the transform is wrapped like that, or is not the last of its chain.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -84,9 +84,9 @@ def check_surroundings() -> None:
 
 
 def _runs_last(frame: FrameType) -> bool:
-    """Return False if a frame is of `optax.chain` or `named_chain` and not at the last of its transforms.
+    """Return False for a frame of `optax.chain` or `named_chain` that is not calling its last transform.
 
-    Any other frame, and one that another version of Optax has written otherwise, counts as the last.
+    Any other frame, including an unknown layout in another version of Optax, counts as the last.
     """
     names = frame.f_locals
     try:

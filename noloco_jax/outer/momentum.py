@@ -1,4 +1,4 @@
-"""The state of a momentum rule: slow weights and outer momentum, in full or rounded at random to 16 bits."""
+"""State of a momentum rule: slow weights and outer momentum, in float32 or stochastically rounded to bfloat16."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from noloco_jax.draws import ROUNDING, uint32s
 from noloco_jax.outer.rule import compute_dtype
 
 PyTree = Any
-# Path and shape of what a device holds of an array -> the index at which that begins along every dimension.
+# Path and shape of a device's shard of an array -> its start index along every dimension.
 Origin = Callable[[tuple, tuple[int, ...]], Sequence[Any]]
 STATE_DTYPES = ("float32", "bfloat16")
 
@@ -29,10 +29,10 @@ class Momentum(NamedTuple):
 
 
 def check_state_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """The dtype, if state can be kept in it.
+    """Return the dtype, if state can be kept in it.
 
     Raises:
-      ValueError: if not.
+      ValueError: if it is none of `STATE_DTYPES`.
     """
     name = jnp.dtype(dtype).name
     if name not in STATE_DTYPES:
@@ -41,7 +41,7 @@ def check_state_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 
 def initial(params: PyTree, state_dtype: jnp.dtype) -> Momentum:
-    """Slow weights equal to the parameters, and no momentum; copies, so that a caller may donate both."""
+    """Return slow weights equal to the parameters and zero momentum; copies, so that a caller may donate both."""
     return Momentum(
         slow=jax.tree.map(lambda p: jnp.array(p, _kept_dtype(p.dtype, state_dtype), copy=True), params),
         momentum=jax.tree.map(lambda p: jnp.zeros_like(p, _kept_dtype(p.dtype, state_dtype)), params),
@@ -49,7 +49,7 @@ def initial(params: PyTree, state_dtype: jnp.dtype) -> Momentum:
 
 
 def moved(state: Momentum, theta: PyTree) -> PyTree:
-    """sqrt(Δ² + δ²), elementwise: what the inner steps have done since the last round, and what that round did."""
+    """Return sqrt(Δ² + δ²) elementwise: the movement of the inner steps since the last round and of that round."""
 
     def one(phi: jax.Array, delta: jax.Array, th: jax.Array) -> jax.Array:
         return jnp.sqrt(jnp.square(th - phi.astype(th.dtype)) + jnp.square(delta.astype(th.dtype)))
@@ -58,17 +58,17 @@ def moved(state: Momentum, theta: PyTree) -> PyTree:
 
 
 def kept(slow: PyTree, momentum: PyTree, state_dtype: jnp.dtype, round: Any, origin: Origin | None = None) -> Momentum:
-    """The state as it is kept after a round, from what was computed in float32 (or wider).
+    """Convert the state, computed in float32 or wider, to the dtype in which it is kept after a round.
 
-    Float32 values are rounded to bfloat16 stochastically: up or down with the probabilities that make the mean right.
-    Rounded to the nearest, a weight that moves by less than half a step of bfloat16 a round would never move. The draws
-    are a function of round, leaf and position alone, so that replicas with equal values keep equal ones, on any mesh.
+    Float32 values are rounded to bfloat16 stochastically: up or down with probabilities that make the expectation
+    exact. With rounding to the nearest, a weight that moves less than half a bfloat16 step a round would never move.
+    The draws depend on round, leaf and position alone, so that replicas with equal values keep equal ones on any mesh.
 
     Args:
-      slow, momentum: φ and δ of one replica, or of the part of one that a device holds.
-      state_dtype: in which they are kept.
-      round: of the outer step.
-      origin: where such a part begins; None: arrays are whole.
+      slow, momentum: φ and δ of one replica, or a device's shard of them.
+      state_dtype: dtype in which they are kept.
+      round: round of the outer step.
+      origin: start index of such a shard; None: arrays are whole.
     """
     leaves, structure = jax.tree.flatten(Momentum(slow, momentum))
     paths = [path for path, _ in jax.tree.leaves_with_path(slow)] * 2
@@ -82,14 +82,14 @@ def kept(slow: PyTree, momentum: PyTree, state_dtype: jnp.dtype, round: Any, ori
 
 
 def _kept_dtype(dtype: jax.typing.DTypeLike, state_dtype: jnp.dtype) -> jnp.dtype:
-    """The state's dtype for leaves that are computed in float32; wider and complex ones keep their own."""
+    """Return the kept dtype of a leaf: `state_dtype` if it is computed in float32, else its compute dtype."""
     computed = compute_dtype(dtype)
     return state_dtype if computed == jnp.float32 else computed
 
 
 def _stochastic_bfloat16(x: jax.Array, round: Any, leaf: int, starts: Sequence[Any]) -> jax.Array:
     position = jnp.zeros(x.shape, jnp.uint32)
-    for dim, start in enumerate(starts):  # by constants and not by sizes, which on a device are those of a part
+    for dim, start in enumerate(starts):  # a constant multiplier, since a device's sizes are those of its shard
         along = jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) + jnp.asarray(start).astype(jnp.uint32)
         position = position * np.uint32(0x9E3779B1) + along
     noise = uint32s(0, ROUNDING, round, leaf, position) & np.uint32(0xFFFF)

@@ -1,4 +1,4 @@
-"""Who sends to whom in Epidemic Learning: random directed graphs in which all send and receive equally much."""
+"""Communication graphs of Epidemic Learning: random, directed, with equal in- and out-degree for all replicas."""
 
 import itertools
 import math
@@ -11,24 +11,24 @@ from noloco_jax.outer.pairing import DRAWS, MAX_POOL, Round, drawn
 
 
 class RandomNeighbours:
-    """In every round each replica receives from `degree` random others and sends to as many: EL-Oracle.
+    """Random s-regular directed graphs: each round a replica receives from `degree` others and sends to as many.
 
-    Replica i receives from i + r (mod N) for the `degree` shifts r that the round draws among 1, ..., N − 1. Of all
-    s-regular graphs these are few, and they mix like all of them: over the draws every other replica is an equally
-    likely sender, and any two of them likewise, so that a round leaves of the replicas' variance around their mean the
-    share (1 − s / (N − 1)) / (s + 1), which is the paper's β_s of EL-Oracle. Each shift is one permutation, to be
-    compiled; a compiled program has no place for graphs drawn afresh, nor for those of EL-Local, in which everyone
-    chooses by itself and receives from none or many.
+    This is EL-Oracle. Replica i receives from i + r (mod N) for the `degree` shifts r that the round draws from
+    1, ..., N − 1. These are few of all s-regular graphs but mix like all of them: every other replica is an equally
+    likely sender, and so is any pair of them. A round therefore multiplies the replicas' variance around their mean by
+    (1 − s / (N − 1)) / (s + 1), the paper's β_s of EL-Oracle. Each shift is one compiled permutation. A compiled
+    program can hold neither fresh graphs nor those of EL-Local, where a replica receives from none or from many.
 
     Attributes:
-      pool: graphs, each as N tuples: replica i and those that send to it. The k-th entries are a permutation.
+      pool: graphs, each as N tuples: replica i and its senders. The k-th entries form a permutation.
 
     Args:
       num_replicas: N.
       degree: s, from 1 to N − 1 (1 replica: any); None: log2 N, rounded up, as in the paper's experiments.
-      seed: of the draws, and of the pool where it is a sample; any non-negative integer.
+      seed: seed of the draws, and of the pool if that is a sample; any non-negative integer.
       order: as for `RandomPairing`.
-      max_pool: the pool holds all choices of shifts, if they are no more; else so many, each shift about equally often.
+      max_pool: size limit of the pool. It holds all choices of shifts if they fit, else a sample of this size in which
+        each shift occurs about equally often.
 
     Raises:
       ValueError: if the sizes do not fit, or the order is unknown.
@@ -65,25 +65,25 @@ class RandomNeighbours:
         )
 
     def pool_index(self, round: Any) -> Any:
-        """The entry of `pool` that outer round `round` (0, 1, ...) uses; see `Pairing`."""
+        """Return the index in `pool` that outer round `round` (0, 1, ...) uses; see `Pairing`."""
         return drawn(len(self.pool), self.seed, self.order, round)
 
     def sources(self) -> np.ndarray:
-        """int32 (pool, s, N): the s replicas that each receives from."""
+        """Return the s senders of each replica, int32 (pool, s, N)."""
         return np.array(self.pool, np.int32).transpose(0, 2, 1)[:, 1:]
 
 
 def default_degree(num_replicas: int) -> int:
-    """log2 N, rounded up."""
+    """Return log2 N, rounded up."""
     return (num_replicas - 1).bit_length()
 
 
 def _choices(number: int, size: int, seed: int, max_pool: int) -> tuple[tuple[int, ...], ...]:
-    """Different choices of `size` of the numbers 1 to `number`, ascending: all of them, or `max_pool`."""
+    """Return distinct `size`-subsets of 1..`number`, each ascending: all of them, or `max_pool`."""
     if math.comb(number, size) <= max_pool:
         return tuple(itertools.combinations(range(1, number + 1), size))
     found: dict[tuple[int, ...], None] = {}
-    for sweep in itertools.count():  # through all numbers, in a new order each time
+    for sweep in itertools.count():  # each sweep goes through all numbers in a new order
         order = permutation(number, seed, POOL, size, sweep) + 1
         for start in range(0, number - size + 1, size):
             found.setdefault(tuple(sorted(order[start : start + size].tolist())))

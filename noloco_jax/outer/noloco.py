@@ -1,4 +1,4 @@
-"""NoLoCo's rule (arXiv 2506.10911, Section 3): a momentum step towards and along with the group."""
+"""NoLoCo's rule (arXiv 2506.10911, Section 3): a momentum step that also pulls a replica towards its group."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +23,10 @@ class NoLoCo:
       outer_lr: β.
       outer_momentum: α.
       consensus: γ.
-      state_dtype: in which φ and δ are kept; they are computed in float32.
-      of_corrections: whether momentum carries corrections alone: φ ← φ + αδ + mean(m) − γφ; δ ← αδ + mean(m) − m. The
+      state_dtype: dtype in which φ and δ are kept; they are computed in float32.
+      of_corrections: accumulate only corrections in the momentum: φ ← φ + αδ + mean(m) − γφ; δ ← αδ + mean(m) − m. The
         corrections of a group sum to zero, so that the replicas' mean moves as without momentum.
-      origin: where the part of an array that a device holds begins: see `momentum.kept`.
+      origin: start index of a device's shard of an array: see `momentum.kept`.
     """
 
     outer_lr: Number
@@ -51,7 +51,7 @@ class NoLoCo:
         return moved(state, theta)
 
     def receive(self, state: Momentum, message: PyTree, mean: PyTree, round: Any) -> tuple[PyTree, Momentum]:
-        """φ ← φ + αδ + mean − γφ; θ ← φ; δ is that step, or what it has of corrections."""
+        """φ ← φ + αδ + mean − γφ; θ ← φ; δ is that step, or its corrections alone (`of_corrections`)."""
         alpha, gamma = at(self.outer_momentum, round), at(self.consensus, round)
         slow, carried = computed(state.slow), jax.tree.map(lambda delta: alpha * delta, computed(state.momentum))
         step = jax.tree.map(lambda before, m, phi: before + (m - gamma * phi), carried, mean, slow)
@@ -60,6 +60,6 @@ class NoLoCo:
         return slow, kept(slow, momentum, self.state_dtype, round, self.origin)
 
     def correct(self, state: Momentum, theta: PyTree, correction: PyTree, round: Any) -> tuple[PyTree, Momentum]:
-        """δ, φ and θ gain c."""
+        """Add c to δ, φ and θ."""
         slow, momentum = added(computed(state.slow), correction), added(computed(state.momentum), correction)
         return added(computed(theta), correction), kept(slow, momentum, self.state_dtype, round, self.origin)

@@ -1,7 +1,7 @@
-"""Who averages with whom: pools of partitions of the replicas, and the pool entry that each round uses.
+"""Pairings: pools of partitions of the replicas into groups, and the pool entry that each round uses.
 
 A compiled collective needs its permutation at compile time, so a round cannot draw a fresh one. Instead a pool of
-partitions is fixed, every one of them is compiled, and round r draws an entry of the pool.
+partitions is fixed, all of them are compiled, and round r draws an entry of the pool.
 """
 
 import itertools
@@ -16,15 +16,15 @@ from noloco_jax.draws import PAIRING, POOL, below, permutation
 Group = tuple[int, ...]
 Round = tuple[Group, ...]
 
-# More rounds than this are sampled: a fixed graph in which every replica has this many partners mixes like the
-# complete one, and the outer program's size grows with the pool.
+# Larger pools are sampled down to this size: a fixed graph in which every replica has this many partners mixes like
+# the complete graph, and the outer program's size grows with the pool.
 MAX_POOL = 64
 DRAWS = ("passes", "independent")
 ORDERS = (*DRAWS, "hypercube")
 
 
 class Pairing(Protocol):
-    """What an outer optimizer asks of a pairing."""
+    """Interface of a pairing, as an outer optimizer uses it."""
 
     @property
     def num_replicas(self) -> int:
@@ -37,9 +37,9 @@ class Pairing(Protocol):
         ...
 
     def pool_index(self, round: Any) -> Any:
-        """The entry of `pool` that outer round `round` (0, 1, ...) uses: an int32 scalar, a pure function of it.
+        """Return the index in `pool` that outer round `round` (0, 1, ...) uses: an int32 scalar, a pure function.
 
-        On the host for a number, in a program for a traced one, with the same result.
+        A Python number is computed on the host and a traced one in the program, with the same result.
         """
         ...
 
@@ -50,9 +50,10 @@ class RandomPairing:
     For pairs the pool is a 1-factorization of the complete graph: N - 1 rounds (N of them when N is odd, each leaving
     another replica alone) in which every pair meets exactly once. A uniform draw then pairs any two replicas with the
     probability of a uniform random matching, and because pair averaging is a projection, the mean-square mixing is the
-    same too. Of more than `max_pool` rounds the pool holds so many: for 2^k replicas of those that match one half of
-    them with the other, by a parity that the seed draws, which mix like all (see `_xor_sample`); else random matchings.
-    For larger groups it holds every partition once, if there are at most `max_pool` of them, else random ones.
+    same too. If there are more than `max_pool` rounds, the pool is a sample of that size. For 2^k replicas it consists
+    of rounds that match one half of the replicas with the other, by a parity that the seed draws; these mix like all
+    rounds (see `_xor_sample`). For other numbers it consists of random matchings. For larger groups the pool holds
+    every partition once if there are at most `max_pool` of them, else random ones.
 
     When `group_size` does not divide `num_replicas`, the last group of each round is the remainder; a group of one
     still takes its outer step, with itself as the mean.
@@ -60,12 +61,12 @@ class RandomPairing:
     Args:
       num_replicas: number of replicas N, at least 1.
       group_size: replicas that average together, from 2 to N (1 replica: any).
-      seed: of the draws, and of the pool where that is random; any non-negative integer.
-      order: "passes" takes all entries of the pool in a random order, then all in another one: after a pass for pairs
-        everyone has met everyone. The replicas then stay closer than with "independent" draws (a spread 20, 12 and 8 %
-        smaller for 4, 8 and 16 replicas), which are the paper's. "hypercube", for pairs of N = 2^k replicas, is one
-        fixed order from a random start: any k rounds in a row bring all replicas to their exact mean, as the one-peer
-        graphs of arXiv 2110.13363 do.
+      seed: seed of the draws, and of the pool if that is random; any non-negative integer.
+      order: "passes" goes through all entries of the pool in a random order, then through all in another order: after
+        a pass over pairs every replica has met every other. The replicas stay closer than with "independent" draws,
+        which are the paper's (a spread 20, 12 and 8 % smaller for 4, 8 and 16 replicas). "hypercube", for pairs of
+        N = 2^k replicas, is one fixed order from a random start: any k consecutive rounds bring all replicas to their
+        exact mean, like the one-peer graphs of arXiv 2110.13363.
       max_pool: the largest pool to compile.
 
     Raises:
@@ -108,19 +109,19 @@ class RandomPairing:
             self.pool = _make_pool(num_replicas, group_size, seed, max_pool)
 
     def pool_index(self, round: Any) -> Any:
-        """See `Pairing`. Uniform over the pool; every entry once in each pass, or independent between rounds."""
+        """Return the pool index of a round: uniform, each entry once a pass or independent between rounds."""
         return drawn(len(self.pool), self.seed, self.order, round)
 
 
 class ExplicitPairing:
-    """The partitions the caller lists, in turn: round r uses `rounds[r % len(rounds)]`.
+    """Partitions listed by the caller, used in turn: round r uses `rounds[r % len(rounds)]`.
 
     Args:
       rounds: a list of partitions, each a list of groups, each a list of replica indices. Every partition must hold
         every replica from 0 to N - 1 exactly once.
 
     Raises:
-      ValueError: if a round is no partition of the same replicas.
+      ValueError: if a round is not a partition of the same replicas.
     """
 
     def __init__(self, rounds: Sequence[Sequence[Sequence[int]]]):
@@ -141,7 +142,7 @@ class ExplicitPairing:
 
 
 def drawn(size: int, seed: int, order: str, round: Any) -> Any:
-    """The entry of a pool of `size` that a round uses, in this order of `ORDERS`."""
+    """Return the index in a pool of `size` entries that a round uses; `order` is one of `ORDERS`."""
     if order == "independent":
         return below(size, seed, PAIRING, round)
     if order == "hypercube":
@@ -150,13 +151,13 @@ def drawn(size: int, seed: int, order: str, round: Any) -> Any:
 
 
 def largest_group(pairing: Pairing) -> int:
-    """The size of the largest group in any entry of the pool."""
+    """Return the size of the largest group in any entry of the pool."""
     return max(len(group) for round_ in pairing.pool for group in round_)
 
 
 def components(pairing: Pairing) -> list[list[int]]:
-    """The replicas that ever meet, directly or through others: one list if all of them mix."""
-    parent = list(range(pairing.num_replicas))  # union-find: a tree for every list, its root its own parent
+    """Return the connected components of the replicas over all rounds: one list if all of them mix."""
+    parent = list(range(pairing.num_replicas))  # union-find: one tree a component, whose root is its own parent
 
     def root(i: int) -> int:
         while parent[i] != i:
@@ -173,7 +174,7 @@ def components(pairing: Pairing) -> list[list[int]]:
 
 
 def consensus_limit(momentum: float, num_replicas: int, group_size: int = 2) -> float:
-    """The largest consensus strength γ for which pure consensus is mean-square stable: 0 < γ < limit, exactly.
+    """Return the limit of the consensus strength γ: pure consensus is mean-square stable exactly for 0 < γ < limit.
 
     Without gradients a replica's deviation from the mean obeys δ ← αδ − γPφ, φ ← φ + δ, with P = I − W a random
     projection and E[P] = p I on the deviations, p = (N − G)/(N − 1) for G groups. The second moments |φ|², ⟨φ, δ⟩ and
@@ -181,10 +182,10 @@ def consensus_limit(momentum: float, num_replicas: int, group_size: int = 2) -> 
 
         γ = 2 (1 − α²) / (1 + α − 2αp),
 
-    which for pairs is 2(1 − α²)/(1 − α/(N − 1)) if N is even, 2(1 − α²) if odd. The paper's Eq. 74 is not that bound. A
-    pool that is a sample of the partitions has E[P] only near p I, and a lower limit: up to a few per cent for groups,
-    and for a sample of the rounds i XOR r that of the formula with the smallest eigenvalue of E[P] for p: for α = 0.5
-    and the default pool none lower for N = 128, 14 to 16 % for 256 to 1024. The limit is that of independent rounds.
+    which for pairs is 2(1 − α²)/(1 − α/(N − 1)) if N is even, 2(1 − α²) if odd. The paper's Eq. 74 is not that bound.
+    A sampled pool has E[P] only near p I, and a lower limit. For groups it is lower by up to a few per cent. For a
+    sample of the rounds i XOR r it is the formula with the smallest eigenvalue of E[P] as p: with α = 0.5 and the
+    default pool no lower for N = 128, 14 to 16 % lower for 256 to 1024. The limit assumes independent rounds.
 
     Args:
       momentum: outer momentum α in [0, 1).
@@ -205,7 +206,7 @@ def _make_pool(n: int, group_size: int, seed: int, max_pool: int) -> tuple[Round
         return ((tuple(range(n)),),)
     if group_size == 2 and n - 1 + n % 2 <= max_pool:
         return _round_robin(n)
-    if group_size == 2 and n & (n - 1) == 0 and max_pool >= n.bit_length() - 1:  # fewer shifts leave some apart
+    if group_size == 2 and n & (n - 1) == 0 and max_pool >= n.bit_length() - 1:  # fewer shifts do not connect all
         return _xor_sample(n, seed, max_pool)
     if _num_partitions(n, group_size) <= max_pool:
         return tuple(_all_partitions(tuple(range(n)), group_size))
@@ -216,10 +217,10 @@ def _make_pool(n: int, group_size: int, seed: int, max_pool: int) -> tuple[Round
 
 
 def _round_robin(n: int) -> tuple[Round, ...]:
-    """A 1-factorization of the complete graph on n replicas; for odd n, one replica a round is alone."""
+    """Return a 1-factorization of the complete graph on n replicas; for odd n, one replica a round is alone."""
     if n & (n - 1) == 0:
-        # i meets i XOR r: replicas that lie together in an aligned block of 2^k move together, so that blocks of
-        # replicas on one device exchange with exactly one other device a round.
+        # Replica i is paired with i XOR r. An aligned block of 2^k replicas is paired with one other such block, so
+        # that the replicas of a device exchange with exactly one other device a round.
         return tuple(_xor_round(n, r) for r in range(1, n))
     odd = n - 1 + n % 2  # the circle method: a fixed replica, the others on a circle of odd size
     rounds = []
@@ -230,14 +231,14 @@ def _round_robin(n: int) -> tuple[Round, ...]:
 
 
 def _xor_sample(n: int, seed: int, count: int) -> tuple[Round, ...]:
-    """`count` of the rounds i XOR r of n = 2^k replicas, through which everyone hears of everyone.
+    """Sample `count` of the rounds i XOR r of n = 2^k replicas so that together they connect all replicas.
 
-    First come, in random order, the n / 2 shifts r with an odd number of bits under a random mask: they match the
-    replicas of one parity with those of the other. A deviation from the mean is a sum of n − 1 signs (Walsh functions)
-    s, each of which a round keeps or ends; under independent draws s keeps the share (1 + mean over r of s(r)) / 2 of
-    its variance. For all n − 1 shifts that is (1 − 1 / (n − 1)) / 2; for those n / 2 it is 1/2, and 0 for the mask's
-    own s; for 64 of 128 to 512 of them it is this on average, and 0.66 to 0.69 for the slowest s (64 random matchings:
-    0.62). Replicas that move at random end no farther apart than by random matchings.
+    The n / 2 shifts r with an odd number of bits under a random mask come first, in random order: they match the
+    replicas of one parity with those of the other. A deviation from the mean is a sum of n − 1 Walsh functions s. A
+    round either keeps or cancels each of them; under independent draws s keeps the share (1 + mean over r of s(r)) / 2
+    of its variance. For all n − 1 shifts that is (1 − 1 / (n − 1)) / 2. For those n / 2 it is 1/2, and 0 for the mask's
+    own s. For 64 of 128 to 512 of them it is the same on average and 0.66 to 0.69 for the slowest s (64 random
+    matchings: 0.62). Replicas that move at random end no farther apart than with random matchings.
     """
     for attempt in itertools.count():
         mask = 1 + int(below(n - 1, seed, POOL, attempt))
@@ -256,10 +257,10 @@ def _xor_round(n: int, r: int) -> Round:
 
 
 def _hypercube(n: int, max_pool: int) -> tuple[Round, ...]:
-    """Rounds i XOR r for n = 2^k, any k of which in a row have linearly independent r, as vectors of k bits.
+    """Return rounds i XOR r for n = 2^k in which any k consecutive r are linearly independent vectors of k bits.
 
-    r goes through the powers of a generator of the field of n elements, so that everyone meets everyone; or, where that
-    is more than `max_pool`, through the k unit vectors.
+    r goes through the powers of a generator of the field of n elements, so that every pair meets, or through the k unit
+    vectors if those are more than `max_pool`.
     """
     k = n.bit_length() - 1
     shifts = [1 << j for j in range(k)] if n - 1 > max_pool else _powers_of_generator(k)
@@ -267,7 +268,7 @@ def _hypercube(n: int, max_pool: int) -> tuple[Round, ...]:
 
 
 def _powers_of_generator(k: int) -> list[int]:
-    """1, x, x², ... modulo the first polynomial over two elements, of degree k, for which these are all 2^k − 1."""
+    """Return 1, x, x², ... modulo the first primitive polynomial of degree k over two elements: 2^k − 1 values."""
     for polynomial in range(2**k + 1, 2 ** (k + 1), 2):
         powers = [1]
         while len(powers) < 2**k - 1:
@@ -279,13 +280,13 @@ def _powers_of_generator(k: int) -> list[int]:
 
 
 def _num_partitions(n: int, group_size: int) -> int:
-    """The number of partitions of n replicas into groups of `group_size` and one of the remainder."""
+    """Count the partitions of n replicas into groups of `group_size` and one group of the remainder."""
     whole, rest = divmod(n, group_size)
     return math.factorial(n) // (math.factorial(group_size) ** whole * math.factorial(whole) * math.factorial(rest))
 
 
 def _all_partitions(members: Group, group_size: int) -> Iterator[Round]:
-    """Every partition once. The first member is in a whole group, or, once, in the group of the remainder."""
+    """Yield every partition once; the first member is in a whole group or in the group of the remainder."""
     first, others = members[0], members[1:]
     rest = len(members) % group_size
     if len(members) < group_size:
@@ -299,7 +300,7 @@ def _all_partitions(members: Group, group_size: int) -> Iterator[Round]:
 
 
 def _random_partition(n: int, group_size: int, seed: int, number: int) -> Round:
-    """Groups in ascending order, the remainder last, so that equal partitions are equal values."""
+    """Draw a partition, groups ascending and the remainder last, so that equal partitions are equal values."""
     order = permutation(n, seed, POOL, group_size, number).tolist()
     groups = [tuple(sorted(order[i : i + group_size])) for i in range(0, n, group_size)]
     return tuple(sorted(groups, key=lambda group: (-len(group), group)))

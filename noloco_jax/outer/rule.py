@@ -1,9 +1,9 @@
-"""An outer step: a rule says what a replica sends and what it makes of its group's mean; an exchange brings the mean.
+"""Interfaces of an outer step: a rule computes the message and applies the group's mean; an exchange computes the mean.
 
-Replica i takes fast weights θ_i to a message m_i, and goes on from the mean of its group's messages. Alone it goes on
-from its own message: that is its *solo step*. A mean that comes later enters as the correction c_i = mean_g(m) − m_i.
-The corrections of a group sum to zero, so that one which is late, rounded or lost on all sides moves no replica's
-mean, only the spread between them.
+Replica i maps its fast weights θ_i to a message m_i and continues from the mean of its group's messages. Alone it
+continues from its own message: that is its *solo step*. A mean that arrives later is applied as the correction
+c_i = mean_g(m) − m_i. The corrections of a group sum to zero, so that a correction which is late, rounded or lost on
+all sides does not move the replicas' mean, only the spread between them.
 """
 
 from collections.abc import Callable
@@ -13,23 +13,23 @@ import jax
 import jax.numpy as jnp
 
 PyTree = Any
-Number = float | jax.Array | Callable[[Any], Any]  # of a round: a number, or an optax.Schedule of the round
+Number = float | jax.Array | Callable[[Any], Any]  # a number, or an optax.Schedule of the round
 
 
 class Exchange(Protocol):
-    """How a replica's message becomes the mean of its group's, and what that sends."""
+    """Averaging of a replica's message over its group, and the bytes it sends."""
 
     def __call__(
         self, message: PyTree, round: Any, movement: PyTree, windows: PyTree, cuts: PyTree
     ) -> tuple[PyTree, PyTree]:
-        """Return the mean of the group's messages as this replica is to see it, and the windows to keep.
+        """Return the mean of the group's messages as this replica receives it, and the windows to keep.
 
         Args:
-          message: of this replica.
-          round: of the pairing.
-          movement: a tree like the message: how far each of its numbers has moved since the replica last met others.
-          windows: what the exchange's code remembers of this fragment, or None: see `OuterState`.
-          cuts: the dimension of hidden states of every array, along which codes cut blocks.
+          message: message of this replica.
+          round: round of the pairing.
+          movement: a tree like the message: the movement of each number since the replica's last exchange.
+          windows: the wire format's state for this fragment, or None: see `OuterState`.
+          cuts: the hidden dimension of every array, along which wire formats cut blocks.
         """
         ...
 
@@ -37,42 +37,42 @@ class Exchange(Protocol):
         """Map a round to the bytes that all replicas together send to others in it.
 
         Args:
-          message: shapes of what is averaged of one replica's message.
+          message: shapes of the averaged part of one replica's message.
           cuts: as above.
           num_replicas: N.
-          parts: over how many devices the partitioner may shard the arrays of a replica.
+          parts: number of devices over which the partitioner may shard the arrays of a replica.
         """
         ...
 
 
 class Rule(Protocol):
-    """What a replica does in an outer step, whoever it meets. Values are arrays of one replica; `round` counts from 0.
+    """Update of one replica in an outer step, independent of the pairing. `round` counts from 0.
 
-    The state is the rule's own: a pytree in which whatever has the parameters' structure belongs to the replica, and
-    everything else is a scalar that is equal on all replicas. Shardings, `vmap` axes, offloading, checkpoints and
+    The state is a pytree that only the rule interprets. Subtrees with the parameters' structure belong to the replica;
+    every other leaf is a scalar that is equal on all replicas. Shardings, `vmap` axes, offloading, checkpoints and
     elastic restores are derived from that.
     """
 
     def init(self, params: PyTree) -> PyTree:
-        """The state before the first round."""
+        """Return the state before the first round."""
         ...
 
     def message(self, state: PyTree, theta: PyTree, round: Any) -> PyTree:
-        """m, what the replica sends: a tree like the parameters, in the precision of `compute_dtype`."""
+        """Return the message m, a tree like the parameters, in the precision of `compute_dtype`."""
         ...
 
     def movement(self, state: PyTree, theta: PyTree, round: Any) -> PyTree:
-        """How far every number of the message has moved, nearly: in the inner steps and in the last round."""
+        """Estimate the movement of every number of the message, in the inner steps and in the last round."""
         ...
 
     def receive(self, state: PyTree, message: PyTree, mean: PyTree, round: Any) -> tuple[PyTree, PyTree]:
-        """(new θ, new state) from the own message and the group's mean; where they are one, it is the solo step."""
+        """Return (new θ, new state) from the own message and the group's mean; the two are equal in a solo step."""
         ...
 
     def correct(self, state: PyTree, theta: PyTree, correction: PyTree, round: Any) -> tuple[PyTree, PyTree]:
-        """(θ, state) once the correction of `round` comes, after its solo step and perhaps further inner steps.
+        """Apply the correction of `round` after its solo step and possibly further inner steps: (θ, state).
 
-        Right after the solo step the result is that of `receive` with the mean, to rounding.
+        Directly after the solo step the result equals that of `receive` with the mean, up to rounding.
         """
         ...
 
@@ -84,8 +84,8 @@ class OuterState(NamedTuple):
       count: int32 scalar, inner steps that passed through `update`; the same on every replica.
       round: int32 scalar, outer steps taken; the same on every replica.
       rule: the rule's own state; for `noloco` and `diloco` a `Momentum`, with the slow weights.
-      windows: what a code that follows the replicas' distance remembers of it: uint8, a tree like the parameters, one
-        value a block (`exchange.modulo`). None for every other wire.
+      windows: state of a wire format whose window follows the replicas' distance: uint8, a tree like the parameters,
+        one value a block (`exchange.modulo`). None for every other wire format.
     """
 
     count: Any
@@ -95,26 +95,26 @@ class OuterState(NamedTuple):
 
 
 def at(value: Number, round: Any) -> Any:
-    """A number, or a schedule's value in this round."""
+    """Return a number as it is, or a schedule's value in this round."""
     return value(round) if callable(value) else value
 
 
 def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """The dtype in which a leaf's outer step is computed: float32, or the leaf's own if it is wider or complex."""
+    """Return the dtype in which a leaf's outer step is computed: float32, or its own if wider or complex."""
     return common_dtype(dtype, jnp.float32)
 
 
 def common_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
-    """The dtype that JAX promotes these to, also where `jax_numpy_dtype_promotion` is "strict"."""
+    """Return the dtype that JAX promotes these to, also if `jax_numpy_dtype_promotion` is "strict"."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)
 
 
 def computed(tree: PyTree) -> PyTree:
-    """Every leaf as a JAX array in its `compute_dtype`."""
+    """Convert every leaf to a JAX array in its `compute_dtype`."""
     return jax.tree.map(lambda x: x.astype(compute_dtype(x.dtype)), jax.tree.map(jnp.asarray, tree))
 
 
 def added(tree: PyTree, other: PyTree) -> PyTree:
-    """Leaf by leaf sum, in the dtypes of `tree`."""
+    """Return the leafwise sum in the dtypes of `tree`."""
     return jax.tree.map(lambda x, y: x + y.astype(x.dtype), tree, other)

@@ -1,4 +1,4 @@
-"""SparseLoCo's rule (arXiv 2508.15706): a few coarse entries of what has gathered are sent, the rest is kept."""
+"""SparseLoCo's rule (arXiv 2508.15706): top-k sparsified, quantized messages with error feedback."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Feedback(NamedTuple):
 
     Attributes:
       slow: φ, the weights after the last outer step, equal on all replicas, of the parameters' shapes.
-      error: e, what this replica has not sent yet, of the parameters' shapes.
+      error: e, the error feedback not sent yet, of the parameters' shapes.
     """
 
     slow: PyTree
@@ -26,11 +26,11 @@ class Feedback(NamedTuple):
 
 
 class Split(NamedTuple):
-    """A message: two trees like the parameters, of which the exchange averages the first.
+    """Message of two trees like the parameters; the exchange averages the first.
 
     Attributes:
       sent: Q(TOP-k(e)).
-      rest: e − Q(TOP-k(e)), which stays where it is.
+      rest: e − Q(TOP-k(e)), which stays on the replica.
     """
 
     sent: PyTree
@@ -47,8 +47,8 @@ class SparseLoCo:
       outer_lr: α.
       error_decay: β.
       sparsify: Q(TOP-k(x)) of a tree of one replica's arrays, of their shapes and dtypes.
-      state_dtype: in which φ and e are kept; they are computed in float32.
-      origin: where the part of an array that a device holds begins: see `momentum.kept`.
+      state_dtype: dtype in which φ and e are kept; they are computed in float32.
+      origin: start index of a device's shard of an array: see `momentum.kept`.
     """
 
     outer_lr: Number
@@ -58,11 +58,11 @@ class SparseLoCo:
     origin: Origin | None = None
 
     def init(self, params: PyTree) -> Feedback:
-        """Slow weights equal to the parameters, nothing left over."""
+        """Return slow weights equal to the parameters and zero error."""
         return Feedback(*initial(params, self.state_dtype))
 
     def message(self, state: Feedback, theta: PyTree, round: Any) -> Split:
-        """Δ̂ and what it leaves of e ← βe + Δ."""
+        """Return Δ̂ and the rest of e ← βe + Δ."""
         beta = at(self.error_decay, round)
         error = jax.tree.map(
             lambda e, th, phi: beta * e + (th - phi), computed(state.error), theta, computed(state.slow)
@@ -71,7 +71,7 @@ class SparseLoCo:
         return Split(sent, jax.tree.map(jnp.subtract, error, sent))
 
     def movement(self, state: Feedback, theta: PyTree, round: Any) -> Split:
-        """|Δ|, for both trees of the message."""
+        """Return |Δ| for both trees of the message."""
         del round
         moved = jax.tree.map(lambda th, phi: abs(th - phi), theta, computed(state.slow))
         return Split(moved, moved)
@@ -83,7 +83,7 @@ class SparseLoCo:
         return slow, Feedback(*kept(slow, mean.rest, self.state_dtype, round, self.origin))
 
     def correct(self, state: Feedback, theta: PyTree, correction: Split, round: Any) -> tuple[PyTree, Feedback]:
-        """φ and θ gain α c."""
+        """Add α c to φ and θ."""
         step = self._step(correction, round)
         slow = added(computed(state.slow), step)
         return added(computed(theta), step), Feedback(

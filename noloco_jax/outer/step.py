@@ -1,4 +1,4 @@
-"""An outer step of whole parameters: of a fragment of them, with a correction that may come late."""
+"""Outer steps of one fragment of the parameters, with a correction that may be delayed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ PyTree = Any
 
 
 class Late(NamedTuple):
-    """State of a rule whose corrections enter some inner steps after the solo step.
+    """State of a rule whose corrections are applied some inner steps after the solo step.
 
     Attributes:
-      entered: int32 scalar, corrections that have entered, in the order of their outer steps: at most as many as outer
-        steps were taken, at least all but the last one of every fragment. The same on every replica.
+      entered: int32 scalar, number of corrections applied, in the order of their outer steps: at most the outer steps
+        taken, at least all but the last one of every fragment. Equal on every replica.
       rule: the rule's own state.
-      correction: of the parameters' shapes: c = mean − m of the last outer step of every fragment.
+      correction: c = mean − m of the last outer step of every fragment, of the parameters' shapes.
     """
 
     entered: Any
@@ -30,11 +30,11 @@ class Late(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """What a replica sends of a fragment in an outer step, each a tree like the fragment's parameters.
+    """Outgoing data of a fragment in an outer step; each field is a tree like the fragment's parameters.
 
     Attributes:
       message: m, in its compute precision.
-      movement: how far every number of it has moved since the replica last met others; None without windows.
+      movement: movement of every number since the replica's last exchange; None without windows.
       windows: the fragment's part of `OuterState.windows`; None for an exchange that keeps none.
     """
 
@@ -45,16 +45,16 @@ class Outgoing(NamedTuple):
 
 @dataclass(frozen=True)
 class OuterSteps:
-    """What a replica does at an outer step, and when the correction of one comes.
+    """Outer steps of a rule over an exchange, in fragments and with optional delay.
 
     Attributes:
-      rule: applied to the fragment alone.
-      exchange: how it hears of the others.
-      moments: likewise, of the inner optimizer's moments.
-      fragments: how parameters are cut.
-      is_late: whether `step` is the solo step and `correct` brings what the others sent.
-      windows: (parameters, dimension along which fragments cut each) -> `OuterState.windows` in the beginning; None for
-        an exchange that keeps none.
+      rule: update of a replica, applied to the fragment alone.
+      exchange: averaging of messages over the group.
+      moments: averaging of the inner optimizer's moments over the group.
+      fragments: cut of the parameters into fragments.
+      is_late: make `step` the solo step, and apply the group's mean in `correct`.
+      windows: (parameters, dimension along which fragments cut each) -> initial `OuterState.windows`; None for an
+        exchange that keeps none.
     """
 
     rule: Rule
@@ -65,12 +65,12 @@ class OuterSteps:
     windows: Callable[[PyTree, PyTree], PyTree] | None = None
 
     def init(self, params: PyTree) -> OuterState:
-        """The state before the first round."""
+        """Return the state before the first round."""
         windows = None if self.windows is None else self.windows(params, self.fragments.cuts(params))
         return OuterState(jnp.zeros([], jnp.int32), jnp.zeros([], jnp.int32), self.init_rule(params), windows)
 
     def init_rule(self, params: PyTree) -> PyTree:
-        """The state before the first round, as `OuterState.rule`."""
+        """Return the `OuterState.rule` before the first round."""
         state = self.rule.init(params)
         if not self.is_late:
             return state
@@ -95,10 +95,10 @@ class OuterSteps:
         return theta, self.with_windows(state, windows, params, number)
 
     def solo(self, params: PyTree, state: OuterState) -> tuple[PyTree, OuterState, Outgoing]:
-        """Take outer step `state.round` alone: results as of `step`, and what others are to be sent."""
+        """Take outer step `state.round` as a solo step: results as of `step`, and the data to send to others."""
         number = state.round
         part, held = self._part(params, state.rule, number)
-        if self.is_late:  # in this fragment's place there is room for one correction
+        if self.is_late:  # the state holds one correction a fragment, so the previous one is applied first
             part, held = self._correct(part, held, number - self.fragments.count)
         rule, theta = held.rule if self.is_late else held, computed(part)
         outgoing = self._outgoing(rule, theta, state, params)
@@ -108,19 +108,19 @@ class OuterSteps:
         return theta, state._replace(rule=self._with(params, state.rule, held, number)), outgoing
 
     def correction(self, outgoing: Outgoing, number: Any) -> tuple[PyTree, PyTree]:
-        """Exchange what `solo` sends: c = mean − m of outer step `number`, and the exchange's windows after it."""
+        """Exchange what `solo` sends; return c = mean − m of outer step `number` and the exchange's new windows."""
         mean, windows = self._mean(outgoing, number, self.fragments.hidden(outgoing.message))
         return jax.tree.map(jnp.subtract, mean, outgoing.message), windows
 
     def keep(self, state: OuterState, correction: PyTree, windows: PyTree, number: Any) -> OuterState:
-        """Keep the correction of outer step `number` until it is due, and its exchange's windows."""
+        """Store the correction of outer step `number` until it is due, and its exchange's windows."""
         kept = state.rule.correction
         kept = self.fragments.put(kept, correction, self.fragments.cuts(kept), number)
         state = state._replace(rule=state.rule._replace(correction=kept))
         return self.with_windows(state, windows, kept, number)
 
     def moved(self, params: PyTree, state: OuterState) -> jax.Array:
-        """How far the fragment of the next outer step has moved: the root mean square over its weights, float32."""
+        """Return the root-mean-square movement of the next outer step's fragment, a float32 scalar."""
         part, held = self._part(params, state.rule, state.round)
         rule_state, round = held.rule if self.is_late else held, own_round(state.round, self.fragments.count)
         movement = jax.tree.leaves(self.rule.movement(rule_state, computed(part), round))
@@ -128,32 +128,32 @@ class OuterSteps:
         return jnp.sqrt(squares / float(sum(x.size for x in movement)))
 
     def correct(self, params: PyTree, state: OuterState) -> tuple[PyTree, PyTree]:
-        """Enters the oldest correction that is on its way, if one is: results as of `step`."""
+        """Apply the oldest pending correction, if there is one: results as of `step`."""
         number = state.rule.entered
         part, held = self._part(params, state.rule, number)
         theta, held = self._correct(part, held, state.round - 1)
         return theta, self._with(params, state.rule, held, number)
 
     def enter(self, params: PyTree, state: PyTree, correction: PyTree, number: Any) -> tuple[PyTree, PyTree]:
-        """Enters a correction of the solo step `number` whenever it comes: results as of `step`."""
+        """Apply the correction of solo step `number`, at any later time: results as of `step`."""
         part, rule = self._part(params, state, number)
         theta, rule = self.rule.correct(rule, computed(part), correction, own_round(number, self.fragments.count))
         return theta, self._with(params, state, rule, number)
 
     def meet_moments(self, moments: PyTree, number: Any, movement: PyTree, cuts: PyTree) -> PyTree:
-        """The mean of a fragment of the inner optimizer's moments over the group of outer step `number`."""
+        """Average a fragment of the inner optimizer's moments over the group of outer step `number`."""
         return self.moments(moments, pairing_round(number, self.fragments.count), movement, None, cuts)[0]
 
     def part(self, params: PyTree, number: Any) -> PyTree:
-        """The fragment that outer step `number` is of, of a tree like the parameters."""
+        """Return the fragment of outer step `number` from a tree like the parameters."""
         return self.fragments.part(params, self.fragments.cuts(params), number)
 
     def put(self, params: PyTree, part: PyTree, number: Any) -> PyTree:
-        """A tree like the parameters with that fragment replaced."""
+        """Return a tree like the parameters with that fragment replaced."""
         return self.fragments.put(params, part, self.fragments.cuts(params), number)
 
     def _outgoing(self, rule: PyTree, theta: PyTree, state: OuterState, params: PyTree) -> Outgoing:
-        """Return what a fragment θ sends; `rule` is its part of the rule's state."""
+        """Return the outgoing data of a fragment θ; `rule` is its part of the rule's state."""
         round = own_round(state.round, self.fragments.count)
         message = self.rule.message(rule, theta, round)
         if state.windows is None:
@@ -173,9 +173,9 @@ class OuterSteps:
         return state._replace(windows=self.fragments.put(state.windows, windows, cuts, number))
 
     def _correct(self, part: PyTree, held: Late, last: Any) -> tuple[PyTree, Late]:
-        """A fragment and its state after its correction entered, if that is of outer step `last` or an earlier one.
+        """Apply a fragment's correction if it belongs to outer step `last` or an earlier one.
 
-        If not, a correction of zero enters: its arithmetic costs less than a branch, which would copy both.
+        Otherwise a correction of zero is applied: its arithmetic costs less than a branch, which would copy both.
         """
         is_due = held.entered <= last
         correction = jax.tree.map(lambda c: jnp.where(is_due, c, jnp.zeros_like(c)), held.correction)

@@ -1,4 +1,4 @@
-"""A rule and an exchange as one Optax transform, and as an outer step in a program of its own."""
+"""The Optax transform of a rule and an exchange, and the outer step as a program of its own."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,14 +24,14 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
       init: params -> `OuterState`.
       update: see `noloco`.
       step: (params, state) -> (params, state): one outer step, for a program of its own. It counts rounds by itself.
-      correct: likewise, for the oldest correction that has not entered yet, without effect where all have; None where
-        there is no delay. One that has not entered by its fragment's next `step` enters there.
-      moved: (params, state) -> how far the replica has moved, see `OuterSteps.moved`.
-      rule: what a replica does in an outer step.
-      exchange, moments: how a fragment of the parameters, and of the inner optimizer's moments, meets others.
-      share_moments: (fragment of a tree, number of the outer step, how far its numbers have moved, dimension of every
-        array along which codes cut blocks) -> the mean of the group of that step, for the inner optimizer's moments.
-      solo: as `step`, but alone: (params, state) -> (params, state, Outgoing), for an exchange elsewhere or later.
+      correct: (params, state) -> (params, state): applies the oldest pending correction, if any; None without a delay.
+        A correction that is still pending at its fragment's next `step` is applied there.
+      moved: (params, state) -> movement of the replica, see `OuterSteps.moved`.
+      rule: update of a replica in an outer step.
+      exchange, moments: averaging of a fragment of the parameters, and of the inner optimizer's moments.
+      share_moments: (fragment of a tree, number of the outer step, movement of its numbers, dimension of every array
+        along which wire formats cut blocks) -> the mean over that step's group, for the inner optimizer's moments.
+      solo: (params, state) -> (params, state, Outgoing): `step` without the exchange, which follows elsewhere or later.
       correction: (Outgoing, number of the outer step) -> (correction, windows): the exchange by itself.
       keep: (state, correction, windows, number) -> state that holds the correction for `correct`; for a delay.
       enter: (params, state, correction, round, windows) -> (params, state): what came of the message of that round's
@@ -52,16 +52,16 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
 
     def __new__(cls, init: Any, update: Any, **more: Any) -> "OuterOptimizer":
         made = super().__new__(cls, init, update)
-        vars(made).update(more)  # after a call without them, as copies make, the copied ones follow
+        vars(made).update(more)  # `copy` calls without `more` and sets the copied attributes afterwards
         return made
 
 
 def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Sequence[str]) -> OuterOptimizer:
-    """The transform that lands an update on an outer step's result where one is due, and lets the others pass.
+    """Return a transform whose update ends on the outer step's result when one is due, and passes through otherwise.
 
     Args:
-      steps: what a replica does.
-      schedule: when, for an update that is not told.
+      steps: the outer steps of a replica.
+      schedule: when outer steps are due, for updates without `sync`.
       axis_names: the axes of replicas.
     """
 
@@ -99,7 +99,7 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
     def placed(params: PyTree, part: PyTree, number: Any) -> PyTree:
         if steps.fragments.count > 1:
             return steps.put(params, part, number)
-        # A caller may donate parameters and state, so they must not be one buffer.
+        # A caller may donate both parameters and state, so they must not share a buffer.
         return jax.tree.map(lambda x, p: jnp.array(x, p.dtype, copy=True), part, params)
 
     def update_fn(
@@ -114,16 +114,21 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
         if params is None:
             raise ValueError("the outer update needs the parameters: call update(updates, state, params)")
         if isinstance(sync, jax.core.Tracer):
-            raise TypeError("sync is traced: give True or False, for two programs, or None to go by the counter")
+            raise TypeError(
+                "sync is traced: give True or False, for two programs, or None to use the schedule by the step counter"
+            )
         if sync is not None and steps.is_late:
-            raise ValueError("with a delay an update goes by its counter: leave sync out, or call step and correct")
+            raise ValueError(
+                "sync is set, and with a delay the update uses its step counter: leave sync out, or call step and "
+                "correct"
+            )
         check_surroundings()
         check_params(params, axis_names)
         state = state._replace(count=jnp.asarray(optax.safe_increment(state.count)))
         if sync is not None and not sync:
             return updates, state
         params = jax.tree.map(jnp.asarray, params)
-        # Narrower ones would round φ − θ and land beside φ, each replica elsewhere.
+        # Narrower updates would round φ − θ, and each replica would end beside φ, at a different place.
         updates = jax.tree.map(lambda u, p: u.astype(common_dtype(u.dtype, p.dtype)), updates, params)
 
         def landing(updates: PyTree, part: PyTree, number: Any) -> PyTree:
@@ -181,7 +186,7 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
 
 
 def _if_due(is_due: Any, land: Any, updates: PyTree, number: jax.Array, held: Any) -> tuple[PyTree, Any]:
-    """Return the updates and what is held between outer steps, passed through `land` if that is due."""
+    """Return the updates and the state held between outer steps, passed through `land` if it is due."""
 
     def skip(updates: PyTree, number: jax.Array, held: Any) -> tuple[PyTree, Any]:
         del number
@@ -191,14 +196,14 @@ def _if_due(is_due: Any, land: Any, updates: PyTree, number: jax.Array, held: An
 
 
 def _moved(params: PyTree, updates: PyTree) -> PyTree:
-    """θ: the parameters after the inner optimizer's updates."""
+    """Return θ, the parameters after the inner optimizer's updates."""
     return jax.tree.map(lambda p, u: (p.astype(u.dtype) + u).astype(p.dtype), params, updates)
 
 
 def _difference(target: jax.Array, x: jax.Array) -> jax.Array:
-    """Return the update that takes `x` to `target`, as `x` can hold it: two that land there then land alike."""
+    """Return the update that moves `x` to `target` rounded to the dtype of `x`, equal on replicas with one target."""
     rounded = target
-    if x.dtype != target.dtype:  # a compiler may leave out a conversion there and back
+    if x.dtype != target.dtype:  # a compiler may remove a conversion to the narrower dtype and back
         info = jnp.finfo(x.dtype)
         rounded = jax.lax.reduce_precision(target, exponent_bits=info.nexp, mantissa_bits=info.nmant)
     return rounded - x.astype(target.dtype)

@@ -1,1 +1,1 @@
-"""What a run keeps, measures and says: checkpoints, evaluation, metrics, banner, curves."""
+"""Checkpoints, evaluation, metrics, banner and curves of a run."""

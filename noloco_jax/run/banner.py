@@ -1,4 +1,4 @@
-"""What a run says of itself: the banner before, the table, the curves and a sample of text after."""
+"""Console output of a run: the banner before it; the results table, curves and a text sample after it."""
 
 import importlib.metadata
 import platform
@@ -21,7 +21,7 @@ from noloco_jax.spmd.programs import Programs
 
 
 def banner_rows(config: TrainConfig, programs: Programs, messages: Messages) -> list[tuple[str, object]]:
-    """(label, value) rows: versions, devices, mode, parameters, tokens a step, memory, bytes that replicas send."""
+    """Return (label, value) rows: versions, devices, mode, parameters, tokens a step, memory, bytes sent."""
     return [
         ("versions", _versions()),
         ("devices", _devices(programs)),
@@ -57,13 +57,13 @@ def _mode(config: TrainConfig, programs: Programs) -> str:
 
 
 def _of_defaults(config: TrainConfig) -> list[str]:
-    """Return a line on the fields that are as the method has them by default, if there are any."""
+    """List the fields that have the method's own defaults; no line if there are none."""
     settings = default_settings(config)
     return [f"at {config.method}'s defaults: {', '.join(settings)}"] if settings else []
 
 
 def _without_effect(config: TrainConfig) -> list[str]:
-    """A line on what is set and changes nothing, if there is such a thing."""
+    """List non-default settings that the method ignores; no line if there are none."""
     settings = unused_settings(config)
     return [f"without effect: {', '.join(settings)}"] if settings else []
 
@@ -83,7 +83,7 @@ def _batch(config: TrainConfig) -> str:
 
 
 def _mixture(data: DataConfig) -> str:
-    """A line for every source, with its share of the tokens."""
+    """Format a line for every source, with its share of the tokens."""
     total = sum(source.weight for source in data.mixture.values())
     return "\n".join(
         f"{100 * source.weight / total:.3g} % {name}: {source.kind} in {source.path}"
@@ -106,22 +106,22 @@ def _messages(messages: Messages) -> str:
 
 
 def _peak(config: TrainConfig, programs: Programs) -> list[tuple[str, str]]:
-    """What the run's MFU is of, where that is known of the devices."""
+    """Return a row with the peak rate that MFU refers to, if it is known for the devices."""
     peak = peak_of(programs.mesh.devices.flat[0].device_kind, config.model.dtype)
     return [("peak", f"{format_si(peak.flops_per_second, 'FLOP/s')} a device: {peak.source}")] if peak else []
 
 
 def compiled_memory(programs: Programs) -> str:
-    """What the compiler says of a device's memory, with all that lies on it while a program runs."""
+    """Format the device memory of the compiled programs, including the state that stays on the device beside them."""
     totals = {name: memory["total"] + memory["beside"] for name, memory in program_memory(programs).items()}
     most = max(totals, key=lambda name: totals[name])
     steps = [f"{name.replace('_', ' ')} {format_memory(totals[name])}" for name in totals if name.endswith("_step")]
     others = [f"{most} {format_memory(totals[most])}"] if not most.endswith("_step") else []
-    return f"memory by the compiler's account {format_memory(totals[most])} a device: {', '.join([*steps, *others])}"
+    return f"compiled programs need {format_memory(totals[most])} of memory a device: {', '.join([*steps, *others])}"
 
 
 def show_results(console: Console, workdir: Path, values: dict[str, Any], sample: str | None) -> None:
-    """Prints the last evaluation and the sample, and draws the curves."""
+    """Print the last evaluation and the text sample, and draw the curves."""
     results_table(values, console)
     if sample is not None:
         writer = f"island {values['island']}" if "island" in values else "the merged model"

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: everything that it needs to continue as if it had never stopped."""
+"""Checkpoints of a run: everything needed to resume it as if it had never stopped."""
 
 import contextlib
 import functools
@@ -31,13 +31,13 @@ PyTree = Any
 T = TypeVar("T")
 _ITEMS = ("state", "data", "run")
 _SET_ASIDE = "checkpoints_set_aside"
-_SAVE_SECONDS = 24 * 3600  # orbax gives up after 20 minutes, in which slow storage takes some 50 GB
-_WRITTEN = "async_write_complete"  # in the name of the barrier that orbax's processes come to once all have written
-_NEWEST_ATTEMPTS = 5  # to read the newest checkpoint before the run that writes them prunes it
+_SAVE_SECONDS = 24 * 3600  # Orbax's default is 20 minutes, in which slow storage writes only some 50 GB
+_WRITTEN = "async_write_complete"  # part of the name of the Orbax barrier after all processes have written
+_NEWEST_ATTEMPTS = 5  # attempts to read the newest checkpoint before the training run prunes it
 
 
 class SavedShape(NamedTuple):
-    """The sizes of a saved state's arrays that are the run's and not the model's.
+    """Array sizes of a saved state that depend on the run and not on the model.
 
     Attributes:
       num_replicas: the leading axis of all arrays.
@@ -49,22 +49,22 @@ class SavedShape(NamedTuple):
 
     @classmethod
     def of(cls, state: TrainState) -> "SavedShape":
-        """The sizes of a state, arrays or shapes."""
+        """Read the sizes from a state, arrays or shapes."""
         return cls(*state.params["embed"].shape[:2])
 
 
 class Checkpointer:
-    """Saves and restores the runs of one workdir, under WORKDIR/checkpoints.
+    """Saves and restores the state of runs of one workdir, under WORKDIR/checkpoints.
 
-    A checkpoint is written beside the others and renamed when it is whole, so that a killed run leaves only whole ones.
-    Several processes each write their part of the arrays, and its digests: what is read again is compared with them.
+    A checkpoint is written under a temporary name and renamed when complete, so that a killed run leaves only complete
+    ones. Every process writes its part of the arrays and their digests, against which restored files are checked.
 
     Args:
       workdir: the run's folder, the same for all processes.
-      config: the run. A checkpoint with another value of a field that must match (`config.changes`) is refused, one of
-        another number of replicas unless the configuration says what is to become of them.
-      processes: those that save together; None: all that JAX knows of.
-      from_step: the step that the run was told to go back to, which its checkpoints remember.
+      config: the run. A checkpoint with another value of a field that must match (`config.changes`) is refused; one
+        with another number of replicas is refused unless `config.elastic` says how to convert it.
+      processes: the processes that save together; None: all processes of JAX.
+      from_step: the step that the run was told to go back to, recorded in its checkpoints.
       read_only: never write or delete.
     """
 
@@ -104,22 +104,22 @@ class Checkpointer:
         self._manager = ocp.CheckpointManager(self._folder, options=options, item_names=_ITEMS)
 
     def _check_step_metadata(self) -> None:
-        """Raise `UserError` for a file that Orbax reads of each checkpoint, and stumbles over, to list them."""
+        """Raise `UserError` for a damaged metadata file, on which Orbax would crash when it lists the checkpoints."""
         for path in self._folder.glob(f"*/{digests.STEP_METADATA}"):
             try:
                 content = json.loads(path.read_bytes())
             except (ValueError, FileNotFoundError):
-                continue  # Orbax does without; where that checkpoint is restored, its digest tells
+                continue  # Orbax ignores this file then; the digest detects the damage when that checkpoint is restored
             if not isinstance(content, dict):
                 raise UserError(
                     f"the checkpoint {path.parent} is not whole ({path.name} is no JSON object): delete that folder to "
-                    "go on from the one before it, or restore it"
+                    "resume from the one before it, or restore it"
                 )
 
     def _digest_and_wait(self, *, key: str, timeout_ms: int) -> None:
-        """Wait at a barrier of Orbax, before the one after the arrays are written with their digests written too.
+        """Wait at an Orbax barrier; before the one that follows writing the arrays, write their digests.
 
-        Orbax calls this in a thread of its own, and only of several processes.
+        Orbax calls this in a thread of its own, and only if there are several processes.
         """
         if _WRITTEN in key:
             digests.write_own_digests(self._unfinished(), jax.process_index())
@@ -132,14 +132,14 @@ class Checkpointer:
     def verify(self, step: int) -> str:
         """Compare all files of the checkpoint of `step` with the digests that were saved with them.
 
-        Of several processes, each has to call this, and reads a share of the files. Once is enough: later calls return
-        at once, and `restore`, `restore_each` and `restore_params` begin with one.
+        Every process has to call this, and reads a share of the files. Later calls return at once; `restore`,
+        `restore_each` and `restore_params` begin with one.
 
         Returns:
-          A line on what was checked; none where an earlier version saved no digests, which is warned of.
+          A line on what was checked; empty, with a warning, if an earlier version saved no digests.
 
         Raises:
-          UserError: if a file is not as it was saved, by its name.
+          UserError: if a file differs from its digest; it names the file.
         """
         if step not in self._verified:
             self._verified[step] = self._verify(step)
@@ -162,8 +162,8 @@ class Checkpointer:
                 self._manager.item_metadata(step)  # the names and shapes of arrays, and of their files nothing
             if jax.process_index() == 0:
                 warnings.warn(
-                    f"the checkpoint {folder} is unchecked: it was saved without digests, as by an earlier version, "
-                    "and a bit that has flipped in it would not be noticed",
+                    f"the checkpoint {folder} is unchecked: an earlier version saved it without digests, so damage to "
+                    "its files would not be noticed",
                     stacklevel=2,
                 )
             return ""
@@ -172,14 +172,13 @@ class Checkpointer:
         return f"the checkpoint of step {step} is as it was saved: {len(entries)} files, {size}, compared in {seconds}"
 
     def steps(self) -> list[int]:
-        """Those of which there are checkpoints, whole or not."""
+        """Return the steps that have checkpoints, complete or damaged."""
         return sorted(self._manager.all_steps())
 
     def latest_step(self) -> int | None:
-        """The step of the newest checkpoint, or None; an error if it is damaged or not this run's.
+        """Return the step of the newest checkpoint, or None; raise if it is damaged or of another run.
 
-        Of several processes, each has to ask.
-
+        Every process has to call this.
         Raises:
           UserError: if a field that must match has another value than in the run that saved it.
           StartError: if the file system shows the processes different ones.
@@ -187,10 +186,10 @@ class Checkpointer:
         return self._agreed(self._manager.latest_step())
 
     def start_step(self) -> int | None:
-        """The step of the checkpoint to go on from, or None; errors are those of `latest_step`.
+        """Return the step of the checkpoint to resume from, or None; raises like `latest_step`.
 
-        It is the newest, or that of `from_step`: but once the run has saved checkpoints after going back to that step,
-        the newest of these, so that the same command goes on.
+        It is the newest, or `from_step`. Once the run has saved checkpoints after going back to `from_step`, it is the
+        newest of these, so that the same command resumes the run.
         """
         newest, wanted = self._manager.latest_step(), self._from_step
         if wanted is None or (newest is not None and self._record(newest)["from_step"] == wanted):
@@ -204,7 +203,7 @@ class Checkpointer:
         return self._agreed(wanted)
 
     def _agreed(self, step: int | None) -> int | None:
-        """A step that all processes chose, whose checkpoint fits the run."""
+        """Check that all processes chose the same step and that its checkpoint fits the run; return the step."""
         seen = self._processes.gather(step)
         if len(set(seen)) > 1:
             raise StartError(
@@ -216,16 +215,16 @@ class Checkpointer:
         return step
 
     def changes(self, step: int) -> list[Change]:
-        """The fields that have another value than in the run that saved `step`; an error where one must match."""
+        """Return the fields that differ from the run that saved `step`; raise `UserError` if one of them must match."""
         saved = self.saved_config(step)
         return record.permitted_changes(saved, self._config, self._folder)
 
     def saved_config(self, step: int) -> TrainConfig:
-        """The configuration of the run that saved `step`, as it was then."""
+        """Return the configuration with which the run saved `step`."""
         return record.saved_config(self._record(step), self._folder / str(step))
 
     def totals(self, step: int) -> Totals:
-        """What the run had come to at `step`; of an earlier version's checkpoint the tokens alone are known."""
+        """Return the run's totals at `step`; a checkpoint of an earlier version has only the tokens."""
         run = self._record(step)
         with self._reading(step):
             if "totals" not in run:
@@ -233,8 +232,8 @@ class Checkpointer:
             return Totals.from_json(run["totals"])
 
     def check_tokenizer(self, step: int, tokenizer: Tokenizer) -> None:
-        """Raises `UserError` where the run trained on the tokens of another tokenizer, whatever its name."""
-        then = self._record(step)["source"].get("tokenizer")  # none where the data were tokens already
+        """Raise `UserError` if the run was trained with another tokenizer, compared by fingerprint."""
+        then = self._record(step)["source"].get("tokenizer")  # None if the data were token ids
         if then not in (None, tokenizer.fingerprint):
             raise UserError(
                 f"data.tokenizer={tokenizer.name!r} is not the one that the run in {self._folder.parent} was trained "
@@ -242,16 +241,16 @@ class Checkpointer:
             )
 
     def version_changes(self, step: int) -> list[str]:
-        """A line for every package of another version than when `step` was saved."""
+        """Return a line for every package whose version differs from when `step` was saved."""
         return record.version_changes(self._record(step))
 
     def set_aside_after(self, step: int) -> int:
-        """Moves all later checkpoints to checkpoints_set_aside beside their folder; returns how many there were.
+        """Move all later checkpoints to checkpoints_set_aside beside their folder; return their number.
 
-        Each process calls this. Nothing is deleted. A run that is killed meanwhile does the rest when it starts again.
+        Every process has to call this. Nothing is deleted. A run that is killed here moves the rest when it restarts.
         """
         if self._from_step is None:
-            return 0  # and `step` is the newest
+            return 0  # `step` is the newest
         later = [other for other in self._manager.all_steps() if other > step]
         if jax.process_index() == 0:
             for other in later:
@@ -261,11 +260,11 @@ class Checkpointer:
         return len(later)
 
     def read_newest(self, read: Callable[[int | None], T]) -> T:
-        """Returns what `read` makes of the newest step, while the run may go on: it prunes older ones.
+        """Apply `read` to the newest step while the run may still be training and pruning older checkpoints.
 
         Args:
-          read: step -> result; None where there is no checkpoint. Called again where a newer one has appeared by the
-            time that it fails, so that the older may have been deleted under its hands.
+          read: step -> result; the step is None if there is no checkpoint. It is called again if it fails and a newer
+            checkpoint has appeared, since the older one may have been deleted while it was read.
 
         Raises:
           TransientError: if each attempt came too late.
@@ -282,11 +281,11 @@ class Checkpointer:
                     raise
         raise TransientError(
             f"checkpoints in {self._folder} are deleted before they are read, the last of step {newest}: try again "
-            "with faster storage, or have the run keep more of them (keep_checkpoints)"
+            "with faster storage, or let the run keep more checkpoints (keep_checkpoints)"
         )
 
     def saved_shape(self, step: int) -> SavedShape:
-        """The sizes of the state saved at `step`."""
+        """Return the sizes of the state saved at `step`."""
         run = self._record(step)
         with self._reading(step):
             return SavedShape(*(run[name] for name in SavedShape._fields))
@@ -298,7 +297,7 @@ class Checkpointer:
         return self._json(step, "run")
 
     def _json(self, step: int, item: str) -> dict[str, Any]:
-        """Return what a checkpoint holds beside its arrays; each process reads it, and so compares its digest."""
+        """Read a JSON item of a checkpoint; every process reads it, and so compares its digest."""
         folder = self._folder / str(step)
         with self._reading(step):
             entries = digests.read_digests(folder)
@@ -319,7 +318,7 @@ class Checkpointer:
             raise self._damaged(step, error) from error
         except (UserError, OSError, MemoryError, jax.errors.JaxRuntimeError):
             raise
-        except Exception as error:  # of many kinds: what is cut short or does not decode
+        except Exception as error:  # truncated or undecodable files raise many kinds of errors
             if is_of_exchange(error):
                 raise
             raise self._damaged(step, error) from error
@@ -327,35 +326,35 @@ class Checkpointer:
     def _damaged(self, step: int, reason: object) -> UserError:
         if not (self._folder / str(step)).exists():
             return TransientError(
-                f"the checkpoint {self._folder / str(step)} was deleted while it was read: the same command takes the "
-                "newest that is there"
+                f"the checkpoint {self._folder / str(step)} was deleted while it was read: the same command reads the "
+                "newest one"
             )
         while isinstance(reason, BaseException) and reason.__cause__ is not None:
-            reason = reason.__cause__  # what orbax raises itself names a method of its own instead of the file
+            reason = reason.__cause__  # Orbax's own error names one of its methods instead of the file
         reason = (str(reason).strip().splitlines() or [type(reason).__name__])[0][:200]
         return UserError(
-            f"the checkpoint {self._folder / str(step)} is not whole ({reason}): delete that folder to go on from the "
+            f"the checkpoint {self._folder / str(step)} is not whole ({reason}): delete that folder to resume from the "
             "one before it, or restore it"
         )
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
-        """Tells of storage that takes no more, which a save, or a later one or the wait for it, reports."""
+        """Report failed writes in the body, of this save or the one before, as a storage error."""
         try:
             yield
-        except (OSError, ValueError) as error:  # the latter is how arrays tell of it
+        except (OSError, ValueError) as error:  # writing arrays raises ValueError for storage errors
             if is_of_exchange(error):
                 raise
-            reason = " ".join(str(error).split())[-300:]  # which ends with the file and what is wrong with it
+            reason = " ".join(str(error).split())[-300:]  # the end names the file and the error
             if is_full_disk(error):
                 reason = f"{self._folder}: no space left on device"
             raise TransientError(
-                f"a checkpoint could not be saved ({reason}): make room, or mend what it says; the same command goes "
-                "on from the last one that is whole"
+                f"a checkpoint could not be saved ({reason}): make room, or repair the storage; the same command "
+                "resumes from the last complete checkpoint"
             ) from error
 
     def beside(self, step: int) -> dict[str, Any] | None:
-        """Return what the exchanges of an island have saved beside the state of `step`; None for a run without."""
+        """Return the protocol state that an island saved with the weights at `step`; None for other runs."""
         return self._record(step).get("island")
 
     def save(
@@ -366,17 +365,17 @@ class Checkpointer:
         totals: Totals | None = None,
         beside: Mapping[str, Any] | None = None,
     ) -> None:
-        """Starts to save the state after inner step `step`; the arrays may be donated as soon as this returns.
+        """Start to save the state after inner step `step`; the arrays may be donated as soon as this returns.
 
         Args:
           step: inner steps taken.
           state: arrays on their devices.
-          data: replica -> where its data stream stands, for the replicas of this process.
-          totals: what the run has come to; None: nothing is known of it but its steps.
-          beside: what the run's exchanges keep beside the state, as the journal of an island.
+          data: replica -> position of its data stream, for the replicas of this process.
+          totals: the run's totals; None: only its steps are known.
+          beside: protocol state of the run's exchanges, such as the journal of an island.
 
         Raises:
-          TransientError: if the storage did not take this checkpoint or the one before, as a full disk does not.
+          TransientError: if this checkpoint or the one before could not be written, as on a full disk.
         """
         if step in self._manager.all_steps():
             return
@@ -399,11 +398,11 @@ class Checkpointer:
             )
 
     def restore(self, step: int, like: TrainState) -> TrainState:
-        """Returns the state at `step`.
+        """Restore the state at `step`.
 
         Args:
           step: a step that was saved.
-          like: shapes as they were saved, dtypes and shardings; the mesh may be another than the one that saved.
+          like: the saved shapes, dtypes, and the shardings to restore to; the mesh may differ from the saving one.
         """
         self.verify(step)
         arguments = ocp.args.Composite(state=ocp.args.StandardRestore(like._asdict()))
@@ -411,14 +410,14 @@ class Checkpointer:
             return TrainState(**self._manager.restore(step, args=arguments)["state"])
 
     def restore_each(self, step: int, like: TrainState, conversions: PyTree) -> TrainState:
-        """Returns the state at `step`, each array of it converted before the next one is read.
+        """Restore the state at `step`, converting each array before the next one is read.
 
-        Of several processes, each has to call this.
+        Every process has to call this.
 
         Args:
           step: a step that was saved.
           like: see `restore`.
-          conversions: a tree like it of functions, array as saved -> what to keep of it.
+          conversions: a tree like it of functions, saved array -> converted array.
         """
         self.verify(step)
         shapes, structure = jax.tree.flatten(like)
@@ -441,19 +440,19 @@ class Checkpointer:
         return structure.unflatten(converted)
 
     def positions(self, step: int) -> list[dict]:
-        """The data position at `step` of every replica, in their order."""
+        """Return the data position of every replica at `step`, in the order of replicas."""
         saved = self._json(step, "data")
         with self._reading(step):
             data = {int(replica): position for replica, position in saved.items()}
             return [data[replica] for replica in range(len(data))]
 
     def restore_params(self, step: int, keep: Callable[[np.ndarray], np.ndarray] = lambda x: x) -> PyTree:
-        """The fast weights alone at `step`, as numpy arrays with the replicas in front.
+        """Restore the fast weights at `step` as numpy arrays with the replicas in front.
 
         Args:
           step: a step that was saved.
-          keep: array of all replicas -> what to keep of it, again with replicas in front. Applied before the next array
-            is read: whoever keeps one model never holds all.
+          keep: array of all replicas -> the part to keep, again with replicas in front. It is applied before the next
+            array is read, so that a caller who keeps one model never holds all of them.
         """
         self.verify(step)
         with ocp.PyTreeCheckpointer() as reader:
@@ -472,7 +471,7 @@ class Checkpointer:
         return resize_vocabulary(params, self._config.model.vocab_size)
 
     def close(self) -> None:
-        """Waits until what was saved is on disk."""
+        """Wait until everything saved is on disk."""
         with self._saving():
             self._manager.wait_until_finished()
             self._manager.close()
@@ -481,25 +480,25 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error, saves of several processes cannot be waited for: the others may never come to theirs.
+        # After an error a process cannot wait for saves of several processes: the others may never reach theirs.
         if kind is None or self._processes.alone:
             self.close()
 
 
 def _restore_args(x: Any) -> ocp.RestoreArgs:
-    """How orbax restores an array of the shape `x`; of a placeholder nothing."""
+    """Return Orbax's restore arguments for an array like `x`; empty for a placeholder."""
     if x is ocp.PLACEHOLDER:
         return ocp.RestoreArgs()
     return ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype)
 
 
 def _nested(path: tuple[Any, ...], leaf: Any) -> PyTree:
-    """The dicts along a path of jax, with nothing else in them."""
+    """Build nested dicts that contain only `leaf`, at a JAX key path."""
     return functools.reduce(lambda inner, key: {key.key: inner}, reversed(path), leaf)
 
 
 def _move_to_new_name(path: Path, folder: Path) -> None:
-    """Moves `path` into `folder`, under its own name or, where that is taken, with a number behind it."""
+    """Move `path` into `folder`, under its own name or, if that is taken, with a number appended."""
     folder.mkdir(exist_ok=True)
     names = itertools.chain([path.name], (f"{path.name}.{number}" for number in itertools.count(1)))
     path.rename(next(folder / name for name in names if not (folder / name).exists()))
@@ -508,19 +507,19 @@ def _move_to_new_name(path: Path, folder: Path) -> None:
 def load_for_export(
     workdir: str | Path, replica: int | None = None, tokenizer: Tokenizer | None = None
 ) -> tuple[TrainConfig, PyTree]:
-    """The configuration and the weights of one model of a run's newest checkpoint; the run may be training.
+    """Load the configuration and one model's weights from a run's newest checkpoint; the run may be training.
 
     Args:
       workdir: the run's folder.
-      replica: which replica; None: the merged model, the plain mean of all.
-      tokenizer: what the model is to be used with, which has to be the run's; None: unchecked.
+      replica: number of the replica; None: the merged model, the plain mean of all.
+      tokenizer: the tokenizer to use with the model, which must be the run's; None: unchecked.
 
     Returns:
-      The run's configuration, and parameters without a replica axis, as numpy arrays: put them on the devices that
-      they belong on. One array of all replicas is read at a time, which orbax may hold twice while it decodes it.
+      The run's configuration, and parameters without a replica axis as numpy arrays, to be put on devices by the
+      caller. One array of all replicas is read at a time, which Orbax may hold twice while it decodes it.
 
     Raises:
-      UserError: if there is no checkpoint, or no such replica, or the tokenizer is another.
+      UserError: if there is no checkpoint, or no such replica, or the tokenizer differs.
     """
     config = load_saved(workdir)
     checkpointer = Checkpointer(workdir, config, read_only=True)
@@ -537,7 +536,7 @@ def load_for_export(
 
     def one(x: np.ndarray) -> np.ndarray:
         if replica is not None:
-            return x[[replica]]  # a copy: a slice would hold on to the others
+            return x[[replica]]  # a copy, since a slice would keep the others in memory
         return x.mean(axis=0, dtype=np.float32, keepdims=True).astype(x.dtype, copy=False)
 
     params = checkpointer.read_newest(read)

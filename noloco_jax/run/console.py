@@ -1,4 +1,4 @@
-"""What a run shows: a banner, a progress bar on a terminal or plain lines elsewhere, and the table of its results."""
+"""Console of a run: a banner, a progress bar on a terminal or plain lines elsewhere, and the results table."""
 
 import contextlib
 import io
@@ -23,21 +23,21 @@ from noloco_jax.formatting import (
     or_infinity,
 )
 
-_MANY = 16  # replicas or groups that are still shown one by one
+_MANY = 16  # the most replicas or groups that are shown one by one
 
 
 def make_console() -> Console:
-    """Standard output; rich finds out whether it is a terminal. Text is shown as it is, without markup."""
+    """Make a console on standard output; rich detects a terminal. Text is shown literally, without markup."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="replace")  # a model may generate characters that the encoding lacks
     return Console(file=cast(IO[str], _StandardOutput()), highlight=False, markup=False, soft_wrap=True)
 
 
 class _StandardOutput:
-    """`sys.stdout`, without which a run goes on where it can no longer be written, as after `| head` or a full disk."""
+    """Wrapper of `sys.stdout` that lets a run continue when writing fails, as after `| head` or on a full disk."""
 
     def __init__(self):
-        # While rich shows a bar, it puts a stream of its own into sys.stdout, which writes here.
+        # While rich shows a bar, sys.stdout is a proxy of rich that writes to this stream.
         self._stream: IO[str] = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
         self._is_lost = self._stream is None
 
@@ -64,13 +64,13 @@ class _StandardOutput:
 
     def _give_up(self, error: OSError) -> None:
         self._is_lost = True
-        with contextlib.suppress(OSError):  # what stands in its buffer would fail again at the interpreter's end
+        with contextlib.suppress(OSError):  # the buffered text would otherwise fail again at interpreter exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-        tell(f"warning: standard output cannot be written ({error.strerror}): the command goes on without it")
+        tell(f"warning: standard output cannot be written ({error.strerror}): the command continues without it")
 
 
 def banner(rows: Sequence[tuple[str, object]], console: Console | None = None) -> None:
-    """Prints (label, value) rows as an aligned block; further lines of a value are indented below its first."""
+    """Print (label, value) rows as an aligned block; further lines of a value are indented below its first."""
     console = console or make_console()
     width = max((len(label) for label, _ in rows), default=0)
     for label, value in rows:
@@ -86,8 +86,8 @@ def results_table(values: Mapping[str, Any], console: Console | None = None) -> 
     """Print an evaluation: the perplexity of each replica, their mean, the merged model's, and the replica spread.
 
     Args:
-      values: as `evaluate` returns them and metrics.jsonl has them; of an island, which has one replica, `island`, its
-        name, and `perplexity` alone.
+      values: as `evaluate` returns them and metrics.jsonl has them; for an island, which has one replica, only
+        `island`, its name, and `perplexity`.
       console: where to print.
     """
     table = Table("model", title="validation", title_justify="left", title_style="bold")
@@ -115,7 +115,7 @@ def _add_replicas(table: Table, values: Mapping[str, Any]) -> None:
 
 
 def _groups(groups: Sequence[Sequence[int]]) -> str:
-    """Who averaged with whom: 0-2 1-3; a replica on its own in brackets."""
+    """Format groups as 0-2 1-3; a single replica in parentheses."""
     texts = []
     for group in groups:
         if len(group) == 1:
@@ -129,15 +129,15 @@ def _groups(groups: Sequence[Sequence[int]]) -> str:
 
 
 class Progress:
-    """Where a run is: one live line with a bar on a terminal, else a line every `log_every` steps.
+    """Progress of a run: one live line with a bar on a terminal, else a line every `log_every` steps.
 
     Outer steps, evaluations and notes are lines of their own, above the bar. Close it, or use it as a context manager,
-    so that the terminal comes back as it was.
+    to restore the terminal.
 
     Args:
       num_steps: the inner steps of the whole run.
-      start_step: how many of them an earlier run has done.
-      log_every: how often `update` prints where there is no terminal.
+      start_step: inner steps taken before this start.
+      log_every: steps between lines of `update` without a terminal.
       console: where to print.
       clock: seconds, for the ETA.
     """
@@ -171,7 +171,7 @@ class Progress:
             self._bar.start()
 
     def update(self, step: int, loss: float, lr: float, tokens_per_second: float) -> None:
-        """A training step is done: its loss, its learning rate and the present speed."""
+        """Report a finished training step: its loss, its learning rate and the current throughput."""
         if self._first is None:
             self._first = (step, self._clock())
         figures = f"loss {loss:.4f}  lr {lr:.2e}  {format_tokens_per_second(tokens_per_second)}  ETA {self._eta(step)}"
@@ -182,12 +182,12 @@ class Progress:
         self._last_step = step
 
     def outer(self, step: int, count: int, round: int, groups: Sequence[Sequence[int]], seconds: float) -> None:
-        """Outer steps are done: how many, the last one's round from 0 and its groups, and how long they took."""
+        """Report `count` finished outer steps: the last one's round (from 0) and groups, and their total seconds."""
         what = f"outer step {round + 1}" if count == 1 else f"outer steps {round + 2 - count} to {round + 1}, the last"
         self.note(f"{self._where(step)}  {what}: {_groups(groups)}, {format_seconds(seconds)}")
 
     def evaluation(self, step: int, values: Mapping[str, Any]) -> None:
-        """An evaluation is done; `values` as for `results_table`."""
+        """Report an evaluation; `values` as for `results_table`."""
         text = f"{self._where(step)}  perplexity {format_perplexity(values['perplexity'])}"
         if "island" in values:
             self.note(f"{text} of island {values['island']}")
@@ -199,11 +199,11 @@ class Progress:
         )
 
     def note(self, text: str) -> None:
-        """Prints a line, above the bar where there is one."""
+        """Print a line, above the bar if there is one."""
         self._console.print(text)
 
     def close(self) -> None:
-        """Stops the live line; the last state of it stays."""
+        """Stop the live line; its last state stays visible."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -218,7 +218,7 @@ class Progress:
         return f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}"
 
     def _eta(self, step: int) -> str:
-        """From the mean time of this process's steps, evaluations and all."""
+        """Estimate the remaining time from the mean time of this start's steps, evaluations included."""
         assert self._first is not None
         first, start = self._first
         if step == first:

@@ -1,4 +1,4 @@
-"""The picture of a run: training loss, validation perplexity and replica spread over the steps, from metrics.jsonl."""
+"""Plot of a run: training loss, validation perplexity and replica spread over the steps, from metrics.jsonl."""
 
 import os
 from pathlib import Path
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 CURVES_FILE = "curves.png"
 
 _RAW, _MAIN, _MERGED, _SPREAD, _OUTER = "#b9c6d8", "#1f5fa8", "#d1495b", "#2a7f62", "#8a8f98"
-_MOST = 1e9  # of a perplexity: of a replica that has diverged, which would flatten all others
+_MOST = 1e9  # largest perplexity drawn; that of a diverged replica would flatten all others
 _LEGEND: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "framealpha": 0.85}
 
 
 def plot_curves(workdir: str | os.PathLike[str]) -> Path:
-    """Draws WORKDIR/curves.png from WORKDIR/metrics.jsonl and returns its path.
+    """Draw WORKDIR/curves.png from WORKDIR/metrics.jsonl and return its path.
 
     Three panels over the inner step: the training loss and its running mean; the validation perplexity of each replica,
     their mean and the merged model; the replica spread on a logarithmic axis. The outer steps are counted, and marked
-    where each has a line of its own. An island, which has one replica, has its own perplexity and no third panel.
+    if each has a line of its own. An island, which has one replica, shows its own perplexity and no third panel.
     """
     metrics = read_metrics(workdir)
     train = [entry for entry in metrics if entry["kind"] == "train" and "loss" in entry]
@@ -35,8 +35,9 @@ def plot_curves(workdir: str | os.PathLike[str]) -> Path:
     if not train and not evals:
         raise UserError(f"{workdir} has no training steps or evaluations to draw yet: train some more")
 
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: slow to import, and not pyplot, so that no
-    from matplotlib.figure import Figure  # display and no global state is touched
+    # Imported here because it is slow. Without pyplot no display and no global state is touched.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 9.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -66,9 +67,9 @@ def draw_on(
 
 
 def outer_steps(metrics: list[dict[str, Any]]) -> tuple[int, list[int]]:
-    """How many outer steps there were, and at which inner steps; none of these where a line tells of several.
+    """Return the number of outer steps and their inner steps; the latter is empty if a line covers several.
 
-    A line that does not say how many it tells of, as lines did not once, counts as one.
+    A line without a count, as earlier versions wrote them, counts as one outer step.
     """
     lines = {entry["step"]: entry.get("outer_steps", 1) for entry in metrics if "outer_step_seconds" in entry}
     count = sum(lines.values())
@@ -76,13 +77,13 @@ def outer_steps(metrics: list[dict[str, Any]]) -> tuple[int, list[int]]:
 
 
 def _column(entries: list[dict[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, values) of the lines that have the value; None, which stands for what was not finite, becomes NaN."""
+    """Return (steps, values) of the lines that have the value; None, written for non-finite values, becomes NaN."""
     entries = [entry for entry in entries if name in entry]
     return np.array([entry["step"] for entry in entries]), np.array([entry[name] for entry in entries], dtype=float)
 
 
 def running_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean over the up to `window` values that are centred on each; NaN counts as missing."""
+    """Return the mean over a window of up to `window` values centred on each; NaN counts as missing."""
     present = np.isfinite(values)
     kernel = np.ones(window)
     sums = np.convolve(np.where(present, values, 0.0), kernel, mode="full")
@@ -101,7 +102,7 @@ def _draw_loss(axes: "Axes", train: list[dict[str, Any]]) -> None:
     axes.plot(steps, losses, color=_RAW if window > 1 else _MAIN, linewidth=1, label="loss")
     if window > 1:
         axes.plot(steps, running_mean(losses, window), color=_MAIN, linewidth=2, label=f"mean of {window}")
-    settled = losses[np.isfinite(losses)][len(losses) // 50 :]  # the first steps would flatten all that follows
+    settled = losses[np.isfinite(losses)][len(losses) // 50 :]  # the first steps would flatten the rest of the curve
     if len(settled) > 1:
         margin = 0.05 * np.ptp(settled) + 1e-6
         axes.set_ylim(settled.min() - margin, settled.max() + margin)
@@ -122,7 +123,7 @@ def _draw_perplexity(axes: "Axes", evals: list[dict[str, Any]]) -> None:
     merged = _drawn(_column(evals, "perplexity_merged")[1])
     axes.plot(steps, merged, color=_MERGED, linewidth=2, marker=marker, markersize=4, label="merged model")
     for values, others, color in ((means, merged, _MAIN), (merged, means, _MERGED)):
-        up = 5 if values[-1] > others[-1] else -5  # apart, where the two lines end close together
+        up = 5 if values[-1] > others[-1] else -5  # keeps the two labels apart where the lines end close together
         _annotate(axes, steps, values, up, color)
     axes.legend(**_LEGEND)
     _label_plainly(axes)
@@ -143,19 +144,19 @@ def _marker(steps: np.ndarray) -> str:
 
 
 def _annotate(axes: "Axes", steps: np.ndarray, perplexities: np.ndarray, up: float, color: str) -> None:
-    """Write the last perplexity beside the end of its line, so many points above it."""
+    """Write the last perplexity beside the end of its line, `up` points above it."""
     if np.isfinite(perplexities[-1]):
         text, end = f"{perplexities[-1]:.2f}", (steps[-1], perplexities[-1])
         axes.annotate(text, end, (6, up), textcoords="offset points", color=color, va="center")
 
 
 def _drawn(perplexities: np.ndarray) -> np.ndarray:
-    """Those that have a place in the picture, and NaN."""
+    """Return the perplexities, with NaN for those too large to draw."""
     return np.where(perplexities <= _MOST, perplexities, np.nan)
 
 
 def _replicas(evals: list[dict[str, Any]]) -> np.ndarray:
-    """(replicas, evaluations); a run may have gone on with another number of replicas, whose places are NaN."""
+    """Return the perplexities (replicas, evaluations); NaN where a run resumed with fewer or more replicas."""
     rows = [entry["perplexity_replicas"] for entry in evals]
     table = np.full((max(map(len, rows)), len(rows)), np.nan)
     for column, row in enumerate(rows):
@@ -164,7 +165,7 @@ def _replicas(evals: list[dict[str, Any]]) -> np.ndarray:
 
 
 def _label_plainly(axes: "Axes") -> None:
-    """Ticks of a logarithmic axis as 5, 10, 20 rather than powers of ten, which a short range has one of."""
+    """Label a logarithmic axis with 5, 10, 20 instead of powers of ten, of which a short range has only one."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -176,7 +177,7 @@ def _draw_spread(axes: "Axes", evals: list[dict[str, Any]]) -> None:
     axes.set_ylabel("replica spread")
     axes.set_yscale("log")
     steps, spreads = _column(evals, "replica_spread")
-    spreads = np.where(spreads > 0, spreads, np.nan)  # replicas start out equal, and ddp keeps them so
+    spreads = np.where(spreads > 0, spreads, np.nan)  # zero while replicas are equal, as always with ddp
     if np.isfinite(spreads).any():
         axes.plot(steps, spreads, color=_SPREAD, linewidth=2, marker="o", markersize=4, label="spread at evaluations")
 

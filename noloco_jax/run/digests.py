@@ -1,7 +1,7 @@
-"""Digests of a checkpoint's files: a bit that flips on disk or on its way is noticed before it is trained on.
+"""Digests of a checkpoint's files, which detect flipped bits in storage or transfer before they are trained on.
 
-Orbax has no such check: its zarr3 codec adds a checksum to the index of an array's chunks and none to the chunks, and
-OCDBT to its tree and not to the values in it.
+Orbax has no such check: its zarr3 codec checksums the index of an array's chunks but not the chunks, and OCDBT its tree
+but not the values in it.
 """
 
 import re
@@ -15,7 +15,7 @@ import xxhash
 from noloco_jax.files import write_whole
 
 DIGESTS_FILE = "digests.txt"
-UNFINISHED = ".orbax-checkpoint-tmp"  # what orbax adds to the name of a folder until all in it is written
+UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax's suffix of a folder that is not completely written
 STEP_METADATA = "_CHECKPOINT_METADATA"
 _PIECE = 4 << 20  # bytes read at a time: few enough to stay in a core's cache
 _FILES_AT_ONCE = 8
@@ -29,22 +29,22 @@ class Entry(NamedTuple):
 
 
 class MismatchError(Exception):
-    """A file is not as it was saved; the message begins with its name."""
+    """Raised for a file that differs from its digest; the message begins with the file's name."""
 
 
 def write_own_digests(step_folder: Path, process: int) -> None:
-    """Write the digests of the arrays that a process has saved, whose files it may still have in memory.
+    """Write the digests of the arrays that this process has saved, while their files are likely in its page cache.
 
     Args:
-      step_folder: of a checkpoint that is being saved by several processes.
-      process: the number of the calling one.
+      step_folder: folder of a checkpoint that several processes are saving.
+      process: number of the calling process.
     """
     files = step_folder.glob(f"state*/ocdbt.process_{process}/**/*")
     _write(step_folder / f"{DIGESTS_FILE}.{process}", _entries_of({_name(step_folder, file): file for file in files}))
 
 
 def write_digests(step_folder: Path) -> None:
-    """Write the digests of all files of a checkpoint, those included that `write_own_digests` has left there."""
+    """Write the digests of all files of a checkpoint, including those from `write_own_digests`."""
     parts = list(step_folder.glob(f"{DIGESTS_FILE}.*"))
     entries: dict[str, Entry] = {}
     for part in parts:
@@ -56,17 +56,17 @@ def write_digests(step_folder: Path) -> None:
 
 
 def read_digests(step_folder: Path) -> dict[str, Entry] | None:
-    """Return the entries of a checkpoint by the names of its files; None where an earlier version saved it.
+    """Return the entries of a checkpoint by file name; None if an earlier version saved it without digests.
 
     Raises:
-      MismatchError: if they are themselves damaged.
+      MismatchError: if the digests themselves are damaged.
     """
     path = step_folder / DIGESTS_FILE
     return _read(path) if path.exists() else None
 
 
 def share_of(entries: Mapping[str, Entry], index: int, count: int) -> dict[str, Entry]:
-    """Return the files that reader `index` of `count` reads, so that all have about as many bytes to read."""
+    """Return the files that reader `index` of `count` reads, with about equal bytes for all readers."""
     largest_first = sorted(entries, key=lambda name: (-entries[name].size, name))
     return {name: entries[name] for name in largest_first[index::count]}
 
@@ -75,7 +75,7 @@ def check_files(step_folder: Path, expected: Mapping[str, Entry]) -> None:
     """Read files of a checkpoint and compare them with their digests.
 
     Raises:
-      MismatchError: for the first by name that is not there or is not as it was saved.
+      MismatchError: for the first file by name that is missing or differs.
     """
     found = _entries_of({name: step_folder / name for name in expected})
     for name in sorted(expected):
@@ -88,12 +88,12 @@ def check_files(step_folder: Path, expected: Mapping[str, Entry]) -> None:
 
 
 def _name(step_folder: Path, file: Path) -> str:
-    """The name of a file in the finished checkpoint."""
+    """Return the name of a file in the finished checkpoint."""
     return file.relative_to(step_folder).as_posix().replace(f"{UNFINISHED}/", "/")
 
 
 def _entries_of(files: Mapping[str, Path], without: Iterable[str] = ()) -> dict[str, Entry]:
-    """The entries of those that are files, read by several threads: xxhash and reading let go of the GIL."""
+    """Compute the entries of all files, skipping folders, in several threads: xxhash and reading release the GIL."""
     names = [name for name, file in files.items() if name not in without and file.is_file()]
     with ThreadPoolExecutor(_FILES_AT_ONCE) as threads:
         return dict(zip(names, threads.map(lambda name: _entry(files[name]), names), strict=True))
@@ -112,7 +112,7 @@ def _entry(file: Path) -> Entry:
 
 
 def _without_commit_time(metadata: bytes) -> bytes:
-    """The one thing that orbax writes after the digests."""
+    """Remove the commit time, the only thing that Orbax writes after the digests."""
     return re.sub(rb'"commit_timestamp_nsecs": (null|\d+)', b"", metadata)
 
 

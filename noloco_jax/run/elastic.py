@@ -1,4 +1,4 @@
-"""Goes on from a checkpoint of fewer or more replicas, or of pipeline stages that pad the vocabulary otherwise."""
+"""Elastic resume from a checkpoint with another number of replicas or another padding of the vocabulary."""
 
 import functools
 import math
@@ -22,10 +22,10 @@ PyTree = Any
 
 
 def check_elastic(config: TrainConfig, saved: SavedShape) -> None:
-    """Whether `config.elastic` says how to make the run's replicas of those of a checkpoint.
+    """Check that `config.elastic` says how to convert a checkpoint's replicas to the run's.
 
     Raises:
-      UserError: if their numbers differ and it does not.
+      UserError: if the numbers of replicas differ and it does not.
     """
     before, after = saved.num_replicas, config.num_replicas
     fitting = {"merge", "keep"} if after < before else {"copy"}
@@ -39,9 +39,9 @@ def check_elastic(config: TrainConfig, saved: SavedShape) -> None:
 
 
 def data_positions(checkpoints: Checkpointer, step: int, num_replicas: int) -> list[dict]:
-    """The data position at `step` of each of `num_replicas`, dealt out anew where they were others.
+    """Return the data position of each of `num_replicas` replicas at `step`, redistributed if their number changed.
 
-    See `data.redistribute`. Of an island, which is one replica of several, what is left of its own share is dealt out.
+    See `data.redistribute`. For an island, which is one replica of several, the rest of its own share is redistributed.
     """
     saved = checkpoints.positions(step)
     if saved[0]["num_replicas"] != len(saved):
@@ -50,13 +50,13 @@ def data_positions(checkpoints: Checkpointer, step: int, num_replicas: int) -> l
 
 
 def restore(checkpoints: Checkpointer, step: int, config: TrainConfig, programs: Programs) -> tuple[TrainState, str]:
-    """The state at `step` at rest on this run's mesh, and a line on what was changed.
+    """Restore the state at `step`, at rest on this run's mesh; return it and a line on what was converted.
 
-    Where the sizes are others, one array after the other is read and converted, so that beside the run's own state
-    there is never more than one array of the saved one.
+    If sizes differ, arrays are read and converted one after another, so that there is never more than one array of the
+    saved state beside the run's own state.
 
-    Of fewer replicas, replica j of M is the mean ("merge") of the replicas i with i mod M = j, in weights, slow weights
-    and all optimizer state, or ("keep") replica j itself; of more, replica j of M is a copy of replica j mod N.
+    With fewer replicas, replica j of M becomes the mean ("merge") of the replicas i with i mod M = j, in weights, slow
+    weights and all optimizer state, or stays as it is ("keep"). With more, replica j of M is a copy of replica j mod N.
 
     Raises:
       UserError: see `check_elastic`.
@@ -80,13 +80,13 @@ def _report(before: int, after: int, config: TrainConfig) -> str:
         "copy": f"replica j of {after} is a copy of replica j modulo {before}",
     }[config.elastic]
     return (
-        f"elastic={config.elastic!r}: {before} replicas become {after}, {made}; what is left of their data is dealt "
-        "anew, nothing skipped or repeated"
+        f"elastic={config.elastic!r}: {before} replicas become {after}, {made}; their remaining data is "
+        "redistributed, nothing skipped or repeated"
     )
 
 
 def _saved_shapes(programs: Programs, saved: SavedShape) -> TrainState:
-    """Shapes as they were saved, spread over all devices of the run's mesh as far as they divide."""
+    """Return the saved shapes, sharded over all devices of the run's mesh as far as these divide them."""
 
     def shapes(state: TrainState) -> TrainState:
         resized = resize_vocabulary(state, saved.padded_vocab_size)
@@ -115,13 +115,13 @@ def _saved_shapes(programs: Programs, saved: SavedShape) -> TrainState:
 
 
 def _conversions(programs: Programs, saved: SavedShape, elastic: str) -> PyTree:
-    """What makes of every array of a state as it was saved that of this run, at rest: functions in a `TrainState`."""
+    """Return a `TrainState` of functions that convert each saved array to the run's array at rest."""
     mine = SavedShape.of(programs.state)
 
     @functools.cache  # moments and slow weights share the programs of their parameters
     def program(name: str, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
         def converted(x: jax.Array) -> jax.Array:
-            if x.ndim:  # scalars are common to all
+            if x.ndim:  # scalars are shared by all replicas
                 x = _rows(x, saved.num_replicas, mine.num_replicas, elastic)
             return resize_vocabulary({name: x}, mine.padded_vocab_size)[name]
 
@@ -135,7 +135,7 @@ def _conversions(programs: Programs, saved: SavedShape, elastic: str) -> PyTree:
 
 
 def _rows(x: jax.Array, before: int, after: int, elastic: str) -> jax.Array:
-    """The rows of `after` replicas, made of those of `before`."""
+    """Convert the rows of `before` replicas to rows of `after` replicas."""
     if after == before:
         return x
     if after > before:

@@ -1,4 +1,4 @@
-"""What going on with other steps or another schedule does to the learning rate, in a line for people."""
+"""Messages on how resuming with other steps or another schedule changes the learning rate."""
 
 from dataclasses import replace
 
@@ -9,12 +9,12 @@ from noloco_jax.spmd.inner import decay_start, learning_rate
 
 
 def rate_after(config: TrainConfig, step: int) -> float:
-    """The learning rate of the step after `step` (0, 1, ...), also where that is beyond the run's last."""
+    """Return the learning rate of the step after `step` (0, 1, ...), also beyond the run's last step."""
     return float(np.asarray(learning_rate(config.inner, config.num_steps)(step)))
 
 
 def rate_change(before: TrainConfig, now: TrainConfig, step: int) -> str:
-    """The learning rate of the step after `step` under two configurations; empty where they agree."""
+    """Describe the change of the learning rate after `step` between two configurations; empty if there is none."""
     old, new = rate_after(before, step), rate_after(now, step)
     if old == new:
         return ""
@@ -22,16 +22,16 @@ def rate_change(before: TrainConfig, now: TrainConfig, step: int) -> str:
 
 
 def extension_note(before: TrainConfig, now: TrainConfig, steps: int) -> str:
-    """How to go on with a run that has taken all its steps, and what that does to the learning rate.
+    """Describe how to extend a run that has taken all its steps, and the resulting learning rate.
 
     Args:
-      before: the configuration with which the run came to its end.
-      now: the one to go on with.
-      steps: those that are taken.
+      before: the configuration with which the run finished.
+      now: the configuration to continue with.
+      steps: inner steps taken.
     """
     longer = replace(now, num_steps=2 * steps)
     note = (
-        f"raise num_steps to go on: the learning rate, {rate_after(before, steps - 1):.3g} at the end, is then "
+        f"raise num_steps to continue: the learning rate, {rate_after(before, steps - 1):.3g} at the end, is then "
         f"{rate_after(longer, steps):.3g} with num_steps={longer.num_steps} ({_name(now)})"
     )
     if before.inner.schedule != "wsd":

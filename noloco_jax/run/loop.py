@@ -1,4 +1,4 @@
-"""The training loop: inner steps, outer steps, and what happens between them."""
+"""Training loop: inner steps, outer steps, evaluations and saves."""
 
 import time
 from collections.abc import Callable
@@ -29,10 +29,10 @@ from noloco_jax.spmd.programs import Programs, StepMetrics, TrainState
 
 
 class Hooks:
-    """What others do in the course of a run: methods that do nothing, to be overridden."""
+    """Callbacks in the course of a run: methods that do nothing, to be overridden."""
 
     def before_step(self, step: int) -> None:
-        """Called with the number of every inner step, from 1, before it is dispatched."""
+        """Receive the number of every inner step, from 1, before the step is dispatched."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,20 @@ class Run:
     """The parts of a run, all made and checked before its first step.
 
     Attributes:
-      config: what to do.
-      programs: compiled.
-      batches: the training data of this process's replicas.
+      config: configuration of the run.
+      programs: compiled programs.
+      batches: training data of this process's replicas.
       evaluate: fast weights -> the figures of an evaluation.
-      checkpoints: where the state is saved.
-      totals: what earlier starts of the run have come to.
-      messages: what replicas send each other.
-      peak_flops_per_second: of all devices together; None where that is not known.
-      metrics: where figures are written.
-      progress: what the console shows.
-      stop: whether the run has been told to stop.
-      processes: those of the run.
-      hooks: called in the course of it.
-      sync: what happens between its inner steps.
+      checkpoints: storage of the state.
+      totals: totals of the run's earlier starts.
+      messages: bytes that replicas send each other.
+      peak_flops_per_second: peak rate of all devices together; None if unknown.
+      metrics: writer of the figures.
+      progress: console output.
+      stop: request to stop the run.
+      processes: processes of the run.
+      hooks: callbacks.
+      sync: exchanges with other replicas between inner steps.
     """
 
     config: TrainConfig
@@ -74,12 +74,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """Result of a run.
 
     Attributes:
-      state: after the last step that was taken.
-      evaluation: the last one of this process's time; empty if there was none.
-      finished: whether all steps are taken and evaluated; False if it was told to stop before.
+      state: state after the last step taken.
+      evaluation: the last evaluation of this start; empty if there was none.
+      finished: True if all steps are taken and evaluated, False if the run was told to stop before.
     """
 
     state: TrainState
@@ -88,19 +88,25 @@ class Outcome:
 
 
 def is_evaluated(config: TrainConfig, step: int) -> bool:
-    """Whether an evaluation belongs to `step`, of those that the run takes."""
+    """Return True if the run is evaluated after inner step `step`."""
     every = config.eval_every
     return step == config.num_steps or (0 < step < config.num_steps and every > 0 and step % every == 0)
 
 
 def train_steps(run: Run, state: TrainState, start: int, *, evaluate_first: bool = False) -> Outcome:
-    """Trains from step `start` + 1 to the last, or until the run is told to stop.
+    """Train from step `start` + 1 to the last, or until the run is told to stop.
 
-    A run that is told to stop saves and does nothing else, as its time may be short. Its next start makes up for the
-    evaluation that belonged to the step: `evaluate_first`. Otherwise the evaluation precedes the save, so that a run
-    that is killed in between does both again.
+    A run that is told to stop only saves, since its time may be short; its next start makes up for a skipped evaluation
+    (`evaluate_first`). Otherwise the evaluation precedes the save, so that a run that is killed in between repeats
+    both.
+
+    Args:
+      run: the parts of the run.
+      state: state after step `start`.
+      start: inner steps taken so far.
+      evaluate_first: evaluate `state` before the first step.
     """
-    log = _StepLog(run, _untold(run, state, start))
+    log = _StepLog(run, _unlogged(run, state, start))
     try:
         return _train_steps(run, state, start, log, evaluate_first)
     except UserError:
@@ -114,7 +120,7 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
     step = start
     while step < config.num_steps:
         state, step, stride = sync.before_step(state, step, _steps_at_once(config, step))
-        _tell_news(run, step, log)
+        _report_news(run, step, log)
         step += stride
         run.hooks.before_step(step)
         state, metrics, waited = _inner_step(run, state, step)
@@ -126,7 +132,7 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
             state = sync.finish(state, step)
             bytes_merging = 0 if run.programs.final_merge is None else run.messages.of_final_merge()
         log.remember(step, stride, metrics, waited, outer_steps, bytes_merging)
-        _tell_news(run, step, log)
+        _report_news(run, step, log)
 
         is_evaluating = is_evaluated(config, step) and not is_stopping
         is_saving = is_last or is_stopping or step % config.checkpoint_every == 0
@@ -148,13 +154,13 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
 
 
 def _steps_at_once(config: TrainConfig, step: int) -> int:
-    """How many steps may follow `step` before an evaluation or a save is due, or the run is over."""
+    """Return the steps after `step` up to the next evaluation, save or end of the run."""
     due = [every - step % every for every in (config.eval_every, config.checkpoint_every) if every > 0]
     return min([config.num_steps - step, *due])
 
 
 def _inner_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, StepMetrics, float]:
-    """Dispatches a step; also returns the seconds until its batch was there."""
+    """Dispatch a step; also return the seconds spent waiting for its batch."""
     params, inner, outer = state
     started = time.perf_counter()
     batch = next(run.batches)
@@ -163,7 +169,7 @@ def _inner_step(run: Run, state: TrainState, step: int) -> tuple[TrainState, Ste
     return TrainState(params, inner, outer), metrics, waited
 
 
-def _tell_news(run: Run, step: int, log: "_StepLog") -> None:
+def _report_news(run: Run, step: int, log: "_StepLog") -> None:
     for news in run.sync.news(log.totals.seconds):
         run.progress.note(news.line)
         if news.kind:
@@ -180,7 +186,7 @@ def _evaluate(run: Run, state: TrainState, step: int, log: "_StepLog") -> dict[s
 
 
 class _Step(NamedTuple):
-    """A step that has been dispatched, the steps that it stands for, and what the run has come to with it."""
+    """A dispatched step, the number of schedule steps it stands for, and the run's totals including it."""
 
     step: int
     stride: int
@@ -190,22 +196,22 @@ class _Step(NamedTuple):
 
 
 class _StepLog:
-    """Writes the figures of steps, each one step late, so that the device has the next to do while the host writes."""
+    """Log of steps, written one step late, so that the device computes the next step while the host writes."""
 
-    def __init__(self, run: Run, untold: OuterSteps | None = None):
+    def __init__(self, run: Run, unlogged: OuterSteps | None = None):
         self._run = run
         self._lr = learning_rates(run.config)
         self._flops_per_token = model_flops_per_token(run.config)
         self._throughput = Throughput()
-        self._tells_every_outer_step = _tells_every_outer_step(run.config)
-        self._untold = untold
+        self._logs_every_outer_step = _logs_every_outer_step(run.config)
+        self._unlogged = unlogged
         self._proportion, self._rise = Proportion(), Rise()
         self._totals, self._clock = run.totals, Clock(run.totals.seconds)
         self._previous: _Step | None = None
 
     @property
     def totals(self) -> Totals:
-        """What the run has come to with the last step that was dispatched, and now."""
+        """Return the run's totals including the last dispatched step, with the seconds up to now."""
         return replace(self._totals, seconds=self._clock.seconds())
 
     def remember(
@@ -217,7 +223,7 @@ class _StepLog:
         outer_steps: OuterSteps | None,
         bytes_merging: int | float = 0,
     ) -> None:
-        """Keeps a step that has been dispatched."""
+        """Keep a dispatched step until `write_previous`."""
         self._totals = self._totals.plus(
             tokens=self._run.config.tokens_per_step,
             bytes_sent_total=self._run.messages.of_inner_step(step) + self._bytes_of(outer_steps) + bytes_merging,
@@ -232,11 +238,11 @@ class _StepLog:
         return sum(map(self._run.messages.of_outer_step, range(outer_steps.first, outer_steps.last + 1)))
 
     def restart_clock(self) -> None:
-        """Leaves what is no training out of the speed."""
+        """Reset throughput timing, to exclude evaluations and saves."""
         self._throughput.reset()
 
     def write_previous(self) -> None:
-        """Waits for the step that is remembered, if there is one, and writes and shows its figures.
+        """Wait for the remembered step, if there is one, and write and show its figures.
 
         Raises:
           UserError: if its loss is not finite.
@@ -244,16 +250,16 @@ class _StepLog:
         if self._previous is None:
             return
         (step, stride, metrics, outer_steps, totals), self._previous = self._previous, None
-        self._untold = outer_steps if self._untold is None else self._untold + outer_steps
+        self._unlogged = outer_steps if self._unlogged is None else self._unlogged + outer_steps
         run, config = self._run, self._run.config
         losses = _by_replica(metrics.loss)
         loss = float(np.mean(list(losses.values())))
         self._throughput.step(config.tokens_per_step)
         speed, lr = self._throughput.tokens_per_second, float(self._lr[step - 1])
         is_last = step == config.num_steps
-        is_told = step % config.log_every < stride or is_last
-        is_told |= outer_steps is not None and self._tells_every_outer_step
-        if is_told or not np.isfinite(loss):
+        is_logged = step % config.log_every < stride or is_last
+        is_logged |= outer_steps is not None and self._logs_every_outer_step
+        if is_logged or not np.isfinite(loss):
             norms = _by_replica(metrics.grad_norm).values()
             values = {"loss": loss, "lr": lr, "grad_norm": float(np.mean(list(norms))), "tokens_per_second": speed}
             if run.peak_flops_per_second is not None:
@@ -265,55 +271,54 @@ class _StepLog:
         if not np.isfinite(loss):
             raise UserError(
                 f"the loss is {loss} at step {step}: lower inner.lr={config.inner.lr:g} or raise "
-                f"inner.warmup_steps={config.inner.warmup_steps}, then start from the last checkpoint or afresh"
+                f"inner.warmup_steps={config.inner.warmup_steps}, then resume from the last checkpoint or start anew"
             )
         run.progress.update(step, loss, lr, speed)
         if line := self._rise.told(step, loss):
             run.progress.note(line)
-        if is_told and self._untold:
-            groups = run.sync.groups(self._untold.last)
+        if is_logged and self._unlogged:
+            groups = run.sync.groups(self._unlogged.last)
             if groups is not None:
-                run.progress.outer(step, self._untold.count, self._untold.last, groups, self._untold.seconds)
-            if self._untold.moved is not None:
-                for line in self._proportion.unusual(_by_replica(self._untold.moved)):
+                run.progress.outer(step, self._unlogged.count, self._unlogged.last, groups, self._unlogged.seconds)
+            if self._unlogged.moved is not None:
+                for line in self._proportion.unusual(_by_replica(self._unlogged.moved)):
                     run.progress.note(line)
-            self._untold = None
+            self._unlogged = None
 
     def _figures_of(self, step: int) -> dict[str, Any]:
-        """Of the step, and of the outer steps since the last line that told of them."""
+        """Return the bytes of the step, and the figures of the outer steps since they were last logged."""
         figures: dict[str, Any] = {}
         if may_send_in_inner_steps(self._run.config):
             figures["bytes_sent_inner_step"] = self._run.messages.of_inner_step(step)
-        if self._untold is not None:
-            figures["outer_steps"] = self._untold.count
-            figures["outer_step_seconds"] = self._untold.seconds
-            figures["bytes_sent"] = self._bytes_of(self._untold)
-            figures["round"] = self._untold.last
+        if self._unlogged is not None:
+            figures["outer_steps"] = self._unlogged.count
+            figures["outer_step_seconds"] = self._unlogged.seconds
+            figures["bytes_sent"] = self._bytes_of(self._unlogged)
+            figures["round"] = self._unlogged.last
         return figures
 
 
-def _tells_every_outer_step(config: TrainConfig) -> bool:
-    """Whether there is a line of each. Those of fragments may follow every inner step: they are told together."""
+def _logs_every_outer_step(config: TrainConfig) -> bool:
+    """Return True if each outer step is logged; frequent ones of fragments are logged together at `log_every`."""
     schedule = schedule_of(config)
     return schedule is None or schedule.fragments == 1 or schedule.gap >= config.log_every
 
 
-def _untold(run: Run, state: TrainState, start: int) -> OuterSteps | None:
-    """The outer steps up to step `start` that no line of an earlier start of the run tells of, which had them in mind
-    for its next line; their seconds are not known any more."""
+def _unlogged(run: Run, state: TrainState, start: int) -> OuterSteps | None:
+    """Return outer steps before `start` that were never logged; their durations are unknown."""
     schedule = schedule_of(run.config)
-    if schedule is None or state.outer is None or run.sync.groups(0) is None or _tells_every_outer_step(run.config):
+    if schedule is None or state.outer is None or run.sync.groups(0) is None or _logs_every_outer_step(run.config):
         return None
     taken = int(state.outer.round)
     since_last_line = schedule.total(start) - schedule.total(start - start % run.config.log_every)
     first = taken - since_last_line
-    if run.metrics.last_round is not None:  # a line more, where the run was to end at that step
+    if run.metrics.last_round is not None:  # the earlier start logged an extra line if it was to end at that step
         first = max(first, run.metrics.last_round + 1)
     return OuterSteps(first, taken - first, 0.0, None) if first < taken else None
 
 
 def _by_replica(values: jax.Array) -> dict[int, float]:
-    """The values (N,) of this process's replicas, by their numbers; each is on all devices of its replica."""
+    """Return replica -> value, for this process's replicas, of values (N,) with each on all devices of its replica."""
     found: dict[int, float] = {}
     for shard in values.addressable_shards:
         first = shard.index[0].start or 0

@@ -1,4 +1,4 @@
-"""The memory of a device that a run takes: estimated, by the compiler's account of its programs, and measured."""
+"""Device memory of a run: estimated, from the compiler's memory analysis, and measured."""
 
 import os
 import warnings
@@ -18,10 +18,11 @@ _LARGEST = 1 << 46  # bytes: no device, and no host, has more
 
 
 def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
-    """Bytes on one device: of the state and the gradients, and (roughly) of what the backward pass keeps.
+    """Estimate bytes on one device: (state and gradients, activations kept for the backward pass, roughly).
 
-    Without stages that is of one micro-batch of one replica at a time; with them of all micro-batches of all replicas
-    that share the device, and where stages have devices of their own of the turns in which they wait, too.
+    Without stages the activations are those of one micro-batch of one replica at a time. With stages they are those of
+    all micro-batches of all replicas that share the device, and, if stages have devices of their own, also of the ticks
+    in which they idle.
     """
 
     def on_one_device(tree: PyTree) -> int:
@@ -44,7 +45,7 @@ def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
 
 
 def check_memory(config: TrainConfig, programs: Programs) -> None:
-    """Compare the estimate with what there is: warn where it is more than this process's first device has.
+    """Compare the estimate with the available memory; warn if it exceeds that of this process's first device.
 
     Raises:
       UserError: if it is more than any device has.
@@ -66,18 +67,18 @@ def check_memory(config: TrainConfig, programs: Programs) -> None:
 
 
 def device_memory(device: Any) -> int | None:
-    """Return the bytes that a device may fill, a CPU device an equal part of the host's; None where it does not say."""
+    """Return a device's memory in bytes, for a CPU device an equal share of the host's; None if it is not reported."""
     if device.platform == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def program_memory(programs: Programs) -> dict[str, dict[str, int]]:
-    """Bytes on one device while a program runs, of those that are compiled, from what the compiler says of them.
+    """Return bytes on one device while each compiled program runs, from the compiler's memory analysis.
 
-    `total` is arguments + outputs − aliased (an argument that is donated becomes an output in its place) + temporaries;
-    `beside` is the part of the training state that lies on the device and that the program does not touch. The merged
-    model is evaluated beside all of the state.
+    `total` is arguments + outputs − aliased (a donated argument becomes an output in place) + temporaries; `beside` is
+    the training state that stays on the device without being an argument. The merged model is evaluated beside all of
+    the state.
     """
     params, inner, outer = programs.resting
     beside: dict[str, PyTree] = {
@@ -106,7 +107,7 @@ def _analysis(program: Any) -> dict[str, int]:
 
 
 def _on_device(tree: PyTree) -> int:
-    """Bytes that a tree of shapes with shardings has in one device's own memory."""
+    """Return the bytes that a tree of shapes with shardings occupies in one device's own memory."""
     total = 0
     for x in jax.tree.leaves(tree):
         own = next(iter(x.sharding.device_set)).default_memory().kind
@@ -116,11 +117,11 @@ def _on_device(tree: PyTree) -> int:
 
 
 def compiled_peak(memory: dict[str, dict[str, int]]) -> int:
-    """The most bytes on one device that `program_memory` comes to."""
+    """Return the largest memory of any program in `program_memory`, in bytes on one device."""
     return max(program["total"] + program["beside"] for program in memory.values())
 
 
 def measured_peak(devices: list) -> int | None:
-    """The most bytes that the fullest of the devices has held; None where they do not count them, such as the CPU."""
+    """Return the peak bytes of the fullest device; None if devices do not report them, like the CPU."""
     stats = [device.memory_stats() for device in devices]
     return max(entry["peak_bytes_in_use"] for entry in stats) if all(stats) else None

@@ -1,7 +1,7 @@
-"""What a run's replicas send to each other: how many bytes, how often, in which pairings.
+"""Messages between a run's replicas: their bytes, how often they are sent, and the number of pairings.
 
-The exchanges count their own bytes by the shapes of what they send, for one replica a device and the run's own stages:
-replicas that share a device send nothing, and a method is to be judged by what they would send.
+The exchanges count their bytes from the shapes of what they send, for one replica a device and the run's own stages.
+Replicas that share a device send nothing, so the count is what they would send on devices of their own.
 """
 
 import math
@@ -26,20 +26,20 @@ from noloco_jax.spmd.moments import share_moments
 from noloco_jax.spmd.programs import REPLICAS, build_programs
 from noloco_jax.spmd.routing import routed_bytes
 
-_TYPICAL = 1024  # how many make a mean
+_TYPICAL = 1024  # number of steps to average over
 Bytes = int | float
 PyTree = Any
 
 
 @dataclass(frozen=True)
 class Messages:
-    """Bytes that a replica sends to other replicas, in the mean over the replicas; an all-reduce counts as a ring.
+    """Bytes that a replica sends to other replicas, averaged over the replicas; an all-reduce counts as a ring.
 
-    A replica that is alone in a round sends nothing, and what goes from stage to stage of one replica is not counted.
+    A replica that is alone in a round sends nothing, and data between the stages of one replica is not counted.
 
     Attributes:
-      of_outer_step: round (0, 1, ...) -> bytes, of weights and, where they travel in it, of moments.
-      of_inner_step: step (1, 2, ...) -> bytes: gradients, or micro-batches on their way to another replica's stage.
+      of_outer_step: round (0, 1, ...) -> bytes of weights and, if they are shared in it, of moments.
+      of_inner_step: step (1, 2, ...) -> bytes of gradients, or of micro-batches sent to another replica's stage.
       of_final_merge: () -> bytes.
     """
 
@@ -49,26 +49,26 @@ class Messages:
 
     @property
     def mean_of_outer_steps(self) -> float:
-        """Of the first ones, as the bytes of rounds may differ."""
+        """Return the mean bytes of the first outer steps, since the bytes of rounds may differ."""
         return float(np.mean([self.of_outer_step(round) for round in range(_TYPICAL)]))
 
     @property
     def mean_of_inner_steps(self) -> float:
-        """Of the first ones, as the bytes of steps may differ."""
+        """Return the mean bytes of the first inner steps, since the bytes of steps may differ."""
         return float(np.mean([self.of_inner_step(step) for step in range(1, 1 + _TYPICAL)]))
 
 
 def messages_of(config: TrainConfig, mesh_shape: Mapping[str, int]) -> Messages:
-    """What the replicas of a run send.
+    """Count the bytes that the replicas of a run send.
 
     Args:
       config: the run.
-      mesh_shape: of its mesh. How many devices hold a replica matters: the vocabulary is padded, and the shares of a
-        sharded array are cut along a dimension.
+      mesh_shape: devices along every axis. Their number in a replica matters: the vocabulary is padded for them, and
+        the shares of a sharded array are cut along a dimension.
     """
     num_replicas, stages, fragments = config.num_replicas, config.mesh.stage, config.outer.fragments
     sizes = dict(mesh_shape) | {"replica": num_replicas, "stage": stages}
-    # In a mesh's place: nothing is put on its devices, of which there are none.
+    # An abstract mesh has no devices and serves for shapes alone.
     mesh: Any = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     state = build_programs(config, mesh, shares_batches=False).state
     params, inner = _of_one_stage(state.params, mesh), _of_one_stage(state.inner, mesh)
@@ -104,7 +104,7 @@ def messages_of(config: TrainConfig, mesh_shape: Mapping[str, int]) -> Messages:
 
 
 def _of_one_stage(tree: PyTree, mesh: Any) -> PyTree:
-    """Shapes of one stage's part of one replica's arrays."""
+    """Return the shapes of one stage's part of one replica's arrays."""
 
     def one(x: Any) -> jax.ShapeDtypeStruct:
         along = NamedSharding(mesh, sharding.manual(x.sharding.spec))
@@ -135,18 +135,18 @@ def may_send_in_inner_steps(config: TrainConfig) -> bool:
 
 
 def num_outer_steps(config: TrainConfig) -> int:
-    """Outer steps of the whole run; 0 for methods without."""
+    """Return the outer steps of the whole run; 0 for methods without."""
     schedule = schedule_of(config)
     return schedule.total(config.num_steps) if schedule else 0
 
 
 def shares_moments(config: TrainConfig, round: int) -> bool:
-    """Whether the inner optimizer's moments are averaged too in outer step `round`."""
+    """Return True if outer step `round` also averages the inner optimizer's moments."""
     every = config.outer.moments
     return method_of(config).has_outer_steps and every > 0 and own_round(round, config.outer.fragments) % every == 0
 
 
 def num_pairings(config: TrainConfig) -> int:
-    """Partitions of the replicas into groups that outer steps draw from; 0 for methods that draw none."""
+    """Return the number of partitions into groups that outer steps draw from; 0 for methods that draw none."""
     pairing = method_of(config).pairing
     return len(pairing(config).pool) if pairing else 0

@@ -1,4 +1,4 @@
-"""A run's figures: written to metrics.jsonl, TensorBoard and W&B, and read back."""
+"""Metrics of a run, written to metrics.jsonl, TensorBoard and W&B, and read back."""
 
 import contextlib
 import importlib
@@ -17,11 +17,11 @@ from noloco_jax.files import write_whole
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
-_NAMED = 5  # lines that a warning names by their numbers
+_NAMED = 5  # the most line numbers that a warning lists
 
 
 def _plain(value: Any) -> Any:
-    """Python values for JSON of numbers, arrays and nests of them; NaN and infinity, which JSON lacks, become None."""
+    """Convert nested numbers and arrays to Python values for JSON; NaN and infinity, which JSON lacks, become None."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -34,7 +34,7 @@ def _plain(value: Any) -> Any:
 
 
 def _scalars(name: str, value: Any) -> dict[str, float]:
-    """The numbers in a plain value by TensorBoard tag: a list of numbers becomes name/0, name/1 and so on."""
+    """Map TensorBoard tags to the numbers in a plain value: a list of numbers becomes name/0, name/1 and so on."""
     if isinstance(value, list | dict):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         return {f"{name}/{index}": entry for index, entry in entries if isinstance(entry, int | float)}
@@ -42,23 +42,23 @@ def _scalars(name: str, value: Any) -> dict[str, float]:
 
 
 class MetricWriter:
-    """Writes one JSON object a line to WORKDIR/metrics.jsonl, and the same numbers to TensorBoard and W&B.
+    """Writer of one JSON object a line to WORKDIR/metrics.jsonl, and of the same numbers to TensorBoard and W&B.
 
-    What `write` was given is in the files when it returns, whatever becomes of the process.
+    Values are in the files when `write` returns, so that a killed process loses none.
 
     Args:
       workdir: the run's folder; made when missing.
-      resume_step: the step that the run goes on from. Lines of later steps, which it will write again, and damaged
-        ones are dropped. None for a new run: figures of an earlier one are moved to metrics.jsonl.old and
+      resume_step: the step that the run resumes from. Damaged lines and those of later steps, which will be written
+        again, are dropped. None for a new run: the files of an earlier one are moved to metrics.jsonl.old and
         tensorboard.old.
-      tensorboard: whether to write WORKDIR/tensorboard as well.
-      wandb_project: the W&B project to log to, or None. A resumed run goes on in its W&B run, which keeps what it has.
+      tensorboard: also write WORKDIR/tensorboard.
+      wandb_project: the W&B project to log to, or None. A resumed run continues its W&B run, which keeps its history.
       enabled: False makes every method do nothing, for the processes that do not report.
-      run_config: what W&B shows as the run's configuration.
-      process: of a run of several, the number of this one; those after the first write metrics.PROCESS.jsonl.
+      run_config: the configuration that W&B shows for the run.
+      process: number of this process; those after the first write metrics.PROCESS.jsonl.
 
     Attributes:
-      last_round: the last outer step that a line tells of, of those kept from an earlier start; None without one.
+      last_round: the last outer step in the lines kept from an earlier start; None without one.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class MetricWriter:
                 self.last_round = max(rounds, default=None)
         self._file = path.open("a", encoding="utf-8")
         if tensorboard:
-            from noloco_jax.run.tensorboard import TensorBoardWriter  # here: it loads protobuf, most tools do without
+            from noloco_jax.run.tensorboard import TensorBoardWriter  # imported only here, since it loads protobuf
 
             events = folder / TENSORBOARD_FOLDER
             if resume_step is None and events.exists():
@@ -106,9 +106,10 @@ class MetricWriter:
             )
 
     def write(self, step: int, kind: str, **values: Any) -> None:
-        """Writes the values of a step: numbers, arrays, lists and strings; `kind` is "train" or "eval".
+        """Write the values of a step: numbers, arrays, lists and strings; `kind` is "train" or "eval".
 
-        Raises `TransientError` where that fails, as on a full disk.
+        Raises:
+          TransientError: if writing fails, as on a full disk.
         """
         if self._file is None:
             return
@@ -123,15 +124,15 @@ class MetricWriter:
                 self._tensorboard.write(int(step), scalars)
         except OSError as error:
             raise TransientError(
-                f"{self._file.name} or its neighbours cannot be written ({error.strerror}): make room, the same "
-                "command goes on from the last checkpoint"
+                f"{self._file.name} or the TensorBoard files cannot be written ({error.strerror}): make room, the same "
+                "command resumes from the last checkpoint"
             ) from None
         if self._wandb is not None:
             self._wandb.log(scalars, step=int(step))
 
     def close(self) -> None:
-        """Flushes and closes what is open; further calls of `write` do nothing."""
-        with contextlib.suppress(OSError):  # `write` has flushed all, or told why not
+        """Flush and close all files; further calls of `write` do nothing."""
+        with contextlib.suppress(OSError):  # `write` has flushed everything or raised the error
             if self._file is not None:
                 self._file.close()
             if self._tensorboard is not None:
@@ -148,21 +149,21 @@ class MetricWriter:
 
 
 def check_wandb() -> None:
-    """Raises `UserError` where W&B is not installed."""
+    """Raise `UserError` if W&B is not installed."""
     _import_wandb()
 
 
 def _import_wandb() -> Any:
     try:
         wandb = importlib.import_module("wandb")
-        _ = wandb.init  # lacking where a folder of that name, as of offline runs, is found in place of the package
+        _ = wandb.init  # missing if Python found a folder named wandb, as of offline runs, instead of the package
         return wandb
     except (ImportError, AttributeError):
         raise UserError("--wandb needs the wandb package, which is not installed: pip install wandb") from None
 
 
 def _wandb_id(folder: Path, fresh: bool) -> str:
-    """The W&B run that belongs to a workdir; a new run in the same place gets a new one."""
+    """Return the W&B run id of a workdir; a new run in the same place gets a new id."""
     path = folder / "wandb_run_id"
     if fresh or not path.exists():
         path.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
@@ -170,27 +171,27 @@ def _wandb_id(folder: Path, fresh: bool) -> str:
 
 
 def _drop_after(path: Path, step: int) -> list[dict[str, Any]]:
-    """Rewrites a metrics file without the lines of later steps, whole or not at all; returns those that stay."""
+    """Rewrite a metrics file atomically without the lines of later steps; return the entries that stay."""
     kept = [(line, entry) for line, entry in _entries(path, path.read_bytes()) if entry["step"] <= step]
     write_whole(path, b"".join(line for line, _ in kept))
     return [entry for _, entry in kept]
 
 
 def _entries(path: Path, content: bytes, before: int = 0) -> list[tuple[bytes, dict[str, Any]]]:
-    """Return the lines of a metrics file, each with what it says; warn of those that are damaged and leave them out.
+    """Parse the lines of a metrics file; return (line, entry) pairs, and warn about damaged lines, which are omitted.
 
-    A last line without its end is left out in silence: the run is writing it, or was killed meanwhile.
+    An incomplete last line is omitted silently: the run is writing it, or was killed while it did.
 
     Args:
-      path: of the file.
-      content: of the file, from the beginning of a line on.
-      before: lines of the file before `content`.
+      path: path of the file.
+      content: bytes of the file, from the beginning of a line on.
+      before: number of lines before `content`.
     """
     entries, damaged = [], []
     for number, line in enumerate(content.split(b"\n")[:-1], start=before + 1):
         try:
             entry = json.loads(line)
-        except ValueError:  # no JSON, or no text
+        except ValueError:  # not JSON, or not UTF-8
             entry = None
         if isinstance(entry, dict) and type(entry.get("step")) is int and isinstance(entry.get("kind"), str):
             entries.append((line + b"\n", entry))
@@ -205,20 +206,21 @@ def _entries(path: Path, content: bytes, before: int = 0) -> list[tuple[bytes, d
 
 
 class NewLines:
-    """Reads what a run has written since the last time, and all of it where the file is another: a run that goes on
-    writes a new one, without the steps that it repeats.
+    """Reader of the lines that a run has written since the last read.
+
+    It starts over when the file is replaced: a run that resumes writes a new one, without the steps that it repeats.
 
     Args:
-      workdir: of the run, which need not have begun.
+      workdir: folder of the run, which need not have begun.
     """
 
     def __init__(self, workdir: str | os.PathLike[str]):
         self._path = Path(workdir) / METRICS_FILE
-        self._file: tuple[int, int] | None = None  # device and number of the file
-        self._read = self._lines = 0  # bytes and lines of it
+        self._file: tuple[int, int] | None = None  # device and inode of the file
+        self._read = self._lines = 0  # bytes and lines read
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """The whole lines that are new, and whether they begin the file anew, so that earlier ones count no more."""
+        """Return the new complete lines, and True if they start a new file that replaces all earlier lines."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -241,7 +243,7 @@ def _file_name(process: int) -> str:
 
 
 def read_metrics(workdir: str | os.PathLike[str], process: int = 0) -> list[dict[str, Any]]:
-    """What a process of a run has written so far, a dict {"step", "kind", ...} a line, in the order of writing."""
+    """Read the metrics of one process of a run: a dict {"step", "kind", ...} a line, in the order of writing."""
     path = Path(workdir) / _file_name(process)
     try:
         return [entry for _, entry in _entries(path, path.read_bytes())]

@@ -1,4 +1,4 @@
-"""How a process takes part in a run: here with all replicas of one program. `island.mode` has the other way."""
+"""Modes of a run: all replicas in one program (here), or an island with one replica (`island.mode`)."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -16,18 +16,18 @@ from noloco_jax.spmd.programs import Programs, PyTree
 
 
 class Resumed(NamedTuple):
-    """Where a run begins: the step of its checkpoint and what that keeps beside the state; 0 and None for a new run."""
+    """Start of a run: the step of its checkpoint and the protocol state in it; 0 and None for a new run."""
 
     step: int
     beside: Mapping[str, Any] | None
 
 
 class Mode(Protocol):
-    """What differs between a run of all replicas and an island of one. Methods are called in this order, once.
+    """Differences between a run of all replicas and an island of one. Methods are called once, in this order.
 
     Attributes:
-      rows: for the banner.
-      labels: what its metrics call it, beside the configuration.
+      rows: rows for the banner.
+      labels: labels in its metrics, beside the configuration.
       unused: names of programs that it does not run.
     """
 
@@ -36,7 +36,7 @@ class Mode(Protocol):
     unused: Collection[str]
 
     def check(self, config: TrainConfig) -> None:
-        """Raise `UserError` where the configuration does not fit."""
+        """Raise `UserError` if the configuration does not fit."""
         ...
 
     def own(self, config: TrainConfig) -> TrainConfig:
@@ -44,11 +44,11 @@ class Mode(Protocol):
         ...
 
     def prepare(self, config: TrainConfig, programs: Programs) -> Messages:
-        """Build what its outer steps take beside the programs; return what replicas send. `config` is its own."""
+        """Build what outer steps need beside the programs; return the messages of replicas. `config` is its own."""
         ...
 
     def check_start(self, config: TrainConfig, checkpoints: Checkpointer, step: int) -> None:
-        """Raise `UserError` where the checkpoint of `step` cannot be resumed by this configuration."""
+        """Raise `UserError` if this configuration cannot resume the checkpoint of `step`."""
         ...
 
     def replica_numbers(self, config: TrainConfig) -> tuple[int, int]:
@@ -68,15 +68,15 @@ class Mode(Protocol):
         report: Callable[[str], None],
         tokenizer: str | None,
     ) -> bool:
-        """Join the others, before anything is compiled; return False if the run was told to stop meanwhile.
+        """Join the peers, before anything is compiled; return False if the run was told to stop meanwhile.
 
         Args:
-          config: of the whole run.
+          config: configuration of the whole run.
           workdir: the run's folder.
-          resumed: where it begins.
-          is_stopping: whether it has been told to stop.
-          report: is given lines for people.
-          tokenizer: the fingerprint of the run's, if it has one.
+          resumed: the start of the run.
+          is_stopping: returns True once the run has been told to stop.
+          report: receives lines for people.
+          tokenizer: the fingerprint of the run's tokenizer, if it has one.
         """
         ...
 
@@ -85,12 +85,12 @@ class Mode(Protocol):
         ...
 
     def begin(self, is_stopping: Callable[[], bool], step: int, seconds: float) -> bool:
-        """Wait until the run is to take its first step; return False if it was told to stop meanwhile.
+        """Wait until the run may take its first step; return False if it was told to stop meanwhile.
 
         Args:
-          is_stopping: whether it has been told to stop.
-          step: after which it begins.
-          seconds: which the run has taken so far.
+          is_stopping: returns True once the run has been told to stop.
+          step: inner steps taken so far.
+          seconds: duration of the run so far.
         """
         ...
 
@@ -99,7 +99,7 @@ class Mode(Protocol):
         ...
 
     def close(self) -> None:
-        """End its connections, also where the run has failed."""
+        """Close its connections, also after a failed run."""
         ...
 
 

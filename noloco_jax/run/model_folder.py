@@ -1,4 +1,4 @@
-"""A run's model as a folder that `transformers` loads: its weights, and the run's tokenizer."""
+"""Export of a run's model as a folder that `transformers` loads: its weights, and the run's tokenizer."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,12 +14,11 @@ PyTree = Any
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer | None:
-    """The tokenizer of a run's token ids; None where its data held ids, of a tokenizer that the run was not told, or
-    are not there to tell."""
+    """Return the tokenizer of a run's token ids; None if its data held ids of an unknown tokenizer, or are missing."""
     if data.tokenizer == ByteTokenizer.name:
         try:
             holds_text = needs_tokenizer(data)
-        except UserError:  # the data may be elsewhere by now
+        except UserError:  # the data may have been moved
             holds_text = False
         if not holds_text:
             return None
@@ -29,14 +28,14 @@ def tokenizer_of(data: DataConfig) -> Tokenizer | None:
 def write_model_folder(
     folder: Path, params: PyTree, config: TrainConfig, tokenizer: Tokenizer | None, of: str
 ) -> Iterable[str]:
-    """Writes the folder; returns lines that say what is in it.
+    """Write the folder; return lines that describe its content.
 
     Args:
-      folder: where to; it must not exist yet, or be empty.
+      folder: path of the folder; it must not exist yet, or be empty.
       params: parameters of one model, as arrays.
-      config: of the run.
-      tokenizer: that of the run; None where it is not known.
-      of: whose weights they are, for the first line.
+      config: configuration of the run.
+      tokenizer: tokenizer of the run; None if unknown.
+      of: origin of the weights, for the first line.
     """
     save_folder(
         folder,
@@ -50,12 +49,12 @@ def write_model_folder(
     lines = [f"written: {folder}, {num_params(config.model)[0]:,} parameters, {of}"]
     if tokenizer is None:
         lines.append(
-            "no tokenizer files, no BOS and no EOS: the run read token ids, and data.tokenizer does not say whose, or "
-            "its data are no longer there to tell"
+            "no tokenizer files, no BOS and no EOS: the run read token ids and data.tokenizer does not name their "
+            "tokenizer, or its data are no longer there"
         )
     elif tokenizer.name == "byte":
         lines.append(
-            "no tokenizer files: the model reads bytes, which no Hugging Face tokenizer does "
+            "no tokenizer files: the model reads bytes, which no Hugging Face tokenizer supports "
             f"(ids 0 to 255 are UTF-8 bytes, BOS is {tokenizer.bos_id}, EOS is {tokenizer.eos_id})"
         )
     return lines

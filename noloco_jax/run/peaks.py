@@ -1,4 +1,4 @@
-"""The peak rate of devices in matrix products, as their makers publish it, to compare a run's with (its MFU)."""
+"""Published peak rates of devices in matrix products, for the model FLOP utilization (MFU) of a run."""
 
 from typing import Any, NamedTuple
 
@@ -6,19 +6,19 @@ import jax
 
 
 class Peak(NamedTuple):
-    """The most of a device.
+    """Peak rate of a device.
 
     Attributes:
-      flops_per_second: of products in a run's precision, without sparsity.
-      source: where that stands.
+      flops_per_second: rate of matrix products in a run's precision, without sparsity.
+      source: origin of the figure.
     """
 
     flops_per_second: float
     source: str
 
 
-# Of bfloat16 products with float32 sums, dense, in TFLOP/s. Data sheets that give rates with 2:4 sparsity are halved.
-# The first entry whose words are all in the device's name holds.
+# TFLOP/s of dense bfloat16 products with float32 sums. Rates that data sheets give with 2:4 sparsity are halved. The
+# first entry whose words are all in the device's name applies.
 _TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("GB200",), 2500.0),
     (("B200",), 2250.0),
@@ -32,18 +32,18 @@ _TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("L40S",), 362.0),
     (("L4",), 121.0),
 )
-_TF32_SHARE = 0.5  # TF32's rate of bfloat16's, on all of these
+_TF32_SHARE = 0.5  # ratio of the TF32 rate to the bfloat16 rate, on all of these
 
 
 def peak_of(device_kind: str, dtype: str) -> Peak | None:
-    """The peak of a device by its name; None of one that is not listed, as of every CPU.
+    """Look up the peak of a device by its name; None for one that is not listed, like every CPU.
 
     Args:
       device_kind: `device.device_kind`, such as "NVIDIA H100 80GB HBM3".
-      dtype: in which the model computes. GPUs multiply float32 in TF32 unless JAX is told otherwise, and then there is
-        no peak here.
+      dtype: dtype in which the model computes. For float32 the peak is that of TF32, which GPUs use by default; with
+        another matmul precision there is none.
     """
-    settings: Any = jax.config  # makes its attributes where no type checker sees them
+    settings: Any = jax.config  # its attributes are made at run time, where no type checker sees them
     words = device_kind.replace("-", " ").split()
     for names, tflops in _TFLOPS:
         if all(name in words for name in names):

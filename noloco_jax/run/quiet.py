@@ -1,16 +1,16 @@
-"""What libraries print of a save besides raising it is not shown: the error is told in one line by who waits for it."""
+"""Suppression of library logs about saves: the caller reports the error, which is also raised, in one line."""
 
 import logging
 import sys
 from typing import Any
 
-_LATE_WRITE = "Event loop is closed"  # what tensorstore says of a write that ends after another of its save has failed
+_LATE_WRITE = "Event loop is closed"  # tensorstore's error for a write that ends after another of its save has failed
 
 
 def quiet_saves() -> None:
-    """Keeps orbax from logging every save, and a failed one with the stack of every thread; once is enough.
+    """Keep Orbax from logging every save, and failed saves with the stack of every thread; one call is enough.
 
-    Its other writes that failed beside that one would be told by asyncio, each with a stack of its own.
+    Without this, asyncio would also log every other failed write of that save, each with a stack trace.
     """
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)

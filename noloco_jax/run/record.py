@@ -1,4 +1,4 @@
-"""What a checkpoint says of the run that saved it, whether another may go on from it, and a run's starts."""
+"""Records of a run in its checkpoints, the check that a configuration may resume from them, and its starts."""
 
 import importlib.metadata
 import json
@@ -16,7 +16,7 @@ _PACKAGES = ("noloco_jax", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy"
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages that a run's figures depend on, of those that are installed."""
+    """Return the versions of installed packages that a run's figures depend on."""
     found = {}
     for package in _PACKAGES:
         try:
@@ -27,28 +27,28 @@ def versions() -> dict[str, str]:
 
 
 def make_record(config: TrainConfig, source: Mapping[str, Any], from_step: int | None) -> dict[str, Any]:
-    """What a checkpoint says of its run, as JSON holds it.
+    """Make the record of a run for its checkpoints, as JSON values.
 
     Args:
-      config: of the run.
-      source: what tells its data and tokenizer from others, see `data.Stream.source`.
+      config: configuration of the run.
+      source: identity of its data and tokenizer, see `data.Stream.source`.
       from_step: the step that the run was told to go back to.
     """
     return {"config": to_dict(config), "source": dict(source), "versions": versions(), "from_step": from_step}
 
 
 def saved_config(record: Mapping[str, Any], where: Path) -> TrainConfig:
-    """The configuration of a record; `where` is the checkpoint's folder."""
+    """Return the configuration of a record; `where` is the checkpoint's folder."""
     if "config" not in record:
         raise UserError(
-            f"{where} holds no configuration, as an earlier version of noloco_jax saved it: go on with that version, "
-            "or give another --workdir"
+            f"{where} holds no configuration, since an earlier version of noloco_jax saved it: resume with that "
+            "version, or give another --workdir"
         )
     return unchecked(without_deleted(record["config"]))
 
 
 def permitted_changes(before: TrainConfig, now: TrainConfig, where: Path) -> list[Change]:
-    """The fields with other values than those of the checkpoint in `where`; free ones are left out.
+    """Return the fields whose values differ from the checkpoint in `where`, without those that may always change.
 
     Raises:
       UserError: for a field that must match.
@@ -58,13 +58,13 @@ def permitted_changes(before: TrainConfig, now: TrainConfig, where: Path) -> lis
         if change.on_resume == "must match":
             raise UserError(
                 f"{where} holds a checkpoint with {change.field}={change.before!r}, the config has {change.now!r}: "
-                f"give {_former(change)} to go on with that run, or another --workdir"
+                f"give {_former(change)} to resume that run, or another --workdir"
             )
     return [change for change in found if change.on_resume == "may change"]
 
 
 def _former(change: Change) -> str:
-    """The flag that makes a field what it was, or takes away the group that was not there."""
+    """Return the flag that restores a field's value, or removes the group that did not exist."""
     group, _, _ = change.field.rpartition(".")
     if change.before is None and not find_field(change.field).optional:
         return f"--config.{group}=None"
@@ -72,7 +72,7 @@ def _former(change: Change) -> str:
 
 
 def version_changes(record: Mapping[str, Any]) -> list[str]:
-    """A line for every package whose version is another than the record's."""
+    """Return a line for every package whose version differs from the record's."""
     before, now = record["versions"], versions()
     return [
         f"{package}: version {before.get(package)} before, {now.get(package)} now"
@@ -82,10 +82,10 @@ def version_changes(record: Mapping[str, Any]) -> list[str]:
 
 
 def write_start(config: TrainConfig, workdir: Path, step: int, changed: Sequence[Change]) -> None:
-    """Writes config.json, and adds a line on this start to config.history.jsonl: nothing before it is lost or read.
+    """Write config.json, and append a line on this start to config.history.jsonl, whose earlier lines are kept unread.
 
-    A line has the time, the step that the run goes on from (0 if it starts anew), what is changed in comparison with
-    that checkpoint as field -> [before, now], the versions, and the whole configuration.
+    A line has the time, the step that the run resumes from (0 for a new run), the changes since that checkpoint as
+    field -> [before, now], the versions, and the whole configuration.
     """
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -97,6 +97,6 @@ def write_start(config: TrainConfig, workdir: Path, step: int, changed: Sequence
     history = workdir / HISTORY_FILE
     former = history.read_bytes() if history.exists() else b""
     if former and not former.endswith(b"\n"):
-        former += b"\n"  # after damage, the new line stands alone all the same
+        former += b"\n"  # an incomplete last line must not merge with the new one
     write_whole(history, former + json.dumps(line).encode() + b"\n")
     save_config(config, workdir)

@@ -1,12 +1,12 @@
-"""Whether the loss of all replicas together rises: their comparison with one another cannot tell."""
+"""Warning when the mean loss of all replicas rises, which a comparison between replicas cannot detect."""
 
-_MEMORY = 0.95  # of the running mean, per step: some twenty steps
-_STEPS_FIRST = 50  # before anything is told
-_FACTOR = 1.2  # of the lowest mean
+_MEMORY = 0.95  # decay of the running mean per step: about twenty steps
+_STEPS_FIRST = 50  # steps before the first warning
+_FACTOR = 1.2  # multiple of the lowest mean that triggers a warning
 
 
 class Rise:
-    """Watches a running mean of the loss."""
+    """Monitor of a running mean of the loss."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -15,7 +15,7 @@ class Rise:
         self._lowest_step = 0
 
     def told(self, step: int, loss: float) -> str | None:
-        """A line when the mean has come to lie a fifth above its lowest, and again for every further fifth."""
+        """Return a warning when the mean rises 20 % above its minimum, and again for every further 20 %."""
         self._steps += 1
         self._mean = loss if self._steps == 1 else _MEMORY * self._mean + (1 - _MEMORY) * loss
         if self._steps < _STEPS_FIRST:

@@ -1,4 +1,4 @@
-"""Prompts as a model saw texts in training, and the sample of text that ends a run."""
+"""Prompts tokenized as in training, and the text sample at the end of a run."""
 
 from typing import Any
 
@@ -19,13 +19,13 @@ PyTree = Any
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str, *, add_bos: bool) -> list[int]:
-    """The tokens of a prompt, after a beginning-of-text token if `add_bos` and the tokenizer has one; maybe none."""
+    """Tokenize a prompt, after a BOS token if `add_bos` and the tokenizer has one; the result may be empty."""
     begin = [tokenizer.bos_id] if add_bos and tokenizer.bos_id is not None else []
     return [*begin, *(int(i) for i in tokenizer.encode(prompt))]
 
 
 def sample_prompt(config: TrainConfig, tokenizer: Tokenizer) -> list[int]:
-    """The tokens that the sample of the end begins with.
+    """Return the prompt tokens of the text sample.
 
     Raises:
       UserError: if there are none.
@@ -33,19 +33,19 @@ def sample_prompt(config: TrainConfig, tokenizer: Tokenizer) -> list[int]:
     prompt = prompt_ids(tokenizer, config.sample_prompt, add_bos=config.data.add_bos)
     if not prompt:
         raise UserError(
-            f"sample_tokens={config.sample_tokens} and sample_prompt={config.sample_prompt!r} is no token, and no BOS "
-            "precedes it: give a prompt, or sample_tokens=0"
+            f"sample_tokens={config.sample_tokens} and sample_prompt={config.sample_prompt!r} has no tokens, and no "
+            "BOS precedes it: give a prompt, or sample_tokens=0"
         )
     return prompt
 
 
 def sample_text(config: TrainConfig, tokenizer: Tokenizer, params: PyTree) -> str:
-    """What a model writes after the config's prompt.
+    """Generate a model's continuation of the configured prompt.
 
     Args:
-      config: `sample_prompt` and `sample_tokens` say what.
-      tokenizer: of the run.
-      params: of one model, no replica axis.
+      config: `sample_prompt` is continued by `sample_tokens` tokens.
+      tokenizer: tokenizer of the run.
+      params: parameters of one model, no replica axis.
     """
     ids = generate(
         config.model,
@@ -60,9 +60,9 @@ def sample_text(config: TrainConfig, tokenizer: Tokenizer, params: PyTree) -> st
 
 
 def sample_of_run(config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs, params: PyTree) -> str | None:
-    """Return what the merged model of a run writes, on the first process; the others only bring their parts of it.
+    """Return the text sample of the merged model on the first process; the others contribute their parts of it.
 
-    The one replica of an island is its own.
+    For an island the model is its one replica.
 
     Args:
       config: the run.

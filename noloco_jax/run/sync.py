@@ -1,8 +1,8 @@
-"""What happens between inner steps: the seam between a run's training and its exchanges with other replicas.
+"""Interface between a run's training loop and its exchanges with other replicas.
 
-The loop takes inner steps and asks a `Sync` for the rest. `CollectiveSync` has the outer step of one program, in which
-partners wait for each other; `BackgroundSync` exchanges over the hosts while the devices train on; islands bring one of
-their own (`islands.sync`).
+The loop takes inner steps and calls a `Sync` between them. `CollectiveSync` runs the outer step of one program, in
+which partners wait for each other; `BackgroundSync` exchanges over the hosts while the devices continue training;
+islands have their own (`islands.sync`).
 """
 
 import time
@@ -24,13 +24,13 @@ from noloco_jax.spmd.programs import Programs, TrainState
 
 @dataclass(frozen=True)
 class OuterSteps:
-    """Outer steps that were taken, one after another.
+    """Consecutive outer steps that were taken.
 
     Attributes:
       first: number of the first, from 0.
-      count: how many.
-      seconds: in which this process was in them, or waited for what came of earlier ones.
-      moved: how far replicas had moved before the last of them that was looked at, (N,); None where that is not known.
+      count: number of outer steps.
+      seconds: time this process spent in them or waited for corrections of earlier ones.
+      moved: movement of the replicas before the last measured outer step, (N,); None if unknown.
     """
 
     first: int
@@ -49,7 +49,7 @@ class OuterSteps:
 
 
 class News(NamedTuple):
-    """Something to tell apart from the steps: a line for people, and figures for a line of metrics of some kind."""
+    """An event outside of steps: a line for people, and figures for a metrics line of the given kind."""
 
     line: str
     kind: str = ""
@@ -57,19 +57,19 @@ class News(NamedTuple):
 
 
 class Sync(Protocol):
-    """The exchanges of a run. It owns the outer state, and whatever is on its way between replicas."""
+    """Exchanges of a run. It owns the outer state and all messages in flight."""
 
     def before_step(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int, int]:
         """Apply what has arrived since inner step `step`.
 
         Args:
-          state: after it.
-          step: of the schedule.
-          most: how many steps of the schedule the next inner step may stand for.
+          state: state after that step.
+          step: step of the schedule.
+          most: the most steps of the schedule that the next inner step may stand for.
 
         Returns:
-          The state, the step that it is after (another where it came from a peer), and the stride: how many steps of
-          the schedule the next inner step stands for.
+          The state, its step (a different one if the state came from a peer), and the stride: the number of schedule
+          steps that the next inner step stands for.
         """
         ...
 
@@ -78,15 +78,15 @@ class Sync(Protocol):
         ...
 
     def finish(self, state: TrainState, step: int) -> TrainState:
-        """Complete what is under way after the last inner step."""
+        """Complete the exchanges in flight after the last inner step."""
         ...
 
     def settle(self, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
-        """Bring the state to rest for a save.
+        """Prepare the state for a save.
 
         Returns:
-          The state, and what a checkpoint keeps beside it; None where nothing is to be saved, as a peer's state is
-          about to replace this one.
+          The state, and the protocol state to checkpoint with it; None for the latter if nothing is to be saved, since
+          a peer's state is about to replace this one.
         """
         ...
 
@@ -95,11 +95,11 @@ class Sync(Protocol):
         ...
 
     def groups(self, number: int) -> Round | None:
-        """Return who meets in outer step `number`; None where that is told once their exchange is over, as `news`."""
+        """Return the groups of outer step `number`; None if they are reported after the exchange, by `news`."""
         ...
 
     def news(self, seconds: float) -> Sequence[News]:
-        """Return what is to be told since the last call; `seconds` is the run's time up to now."""
+        """Return the events since the last call; `seconds` is the run's duration up to now."""
         ...
 
     def close(self, state: TrainState, finished: bool) -> None:
@@ -176,21 +176,21 @@ class CollectiveSync:
         return self._programs.outer_step(params, outer)
 
     def _kept(self, state: TrainState, number: int) -> TrainState:
-        """Return the state with the correction of outer step `number` in it, where the outer step left it."""
+        """Return the state with the correction of outer step `number` stored; here the outer step has stored it."""
         return state
 
     def _seconds_waited(self) -> float:
-        """Return the seconds since the last call in which the training waited for corrections that were due."""
+        """Return the seconds since the last call that training spent waiting for due corrections."""
         return 0.0
 
 
 class BackgroundSync(CollectiveSync):
-    """Outer steps whose exchanges run over the hosts: nobody waits before a correction is due.
+    """Outer steps whose exchanges run over the hosts: no replica waits before a correction is due.
 
     Args:
       config: the run.
-      programs: compiled.
-      background: likewise.
+      programs: compiled programs.
+      background: compiled background programs.
     """
 
     def __init__(self, config: TrainConfig, programs: Programs, background: BackgroundPrograms):
@@ -200,7 +200,7 @@ class BackgroundSync(CollectiveSync):
         self._waited = 0.0
 
     def settle(self, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
-        """Wait for all that is under way, as a checkpoint holds the corrections that are not due yet."""
+        """Wait for all exchanges in flight, since a checkpoint contains the corrections that are not due yet."""
         for number in self._exchange.under_way:
             state = self._kept(state, number)
         return state, {}
@@ -215,8 +215,8 @@ class BackgroundSync(CollectiveSync):
 
     def _kept(self, state: TrainState, number: int) -> TrainState:
         if number not in self._exchange.under_way:
-            return state  # it was kept before a save
-        jax.block_until_ready(state.params)  # the time until then is the training's own
+            return state  # it was stored before a save
+        jax.block_until_ready(state.params)  # the time before this is training, not waiting
         started = time.perf_counter()
         arrived = self._exchange.take(number)
         self._waited += time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""How fast a run trains."""
+"""Training throughput in tokens per second."""
 
 import collections
 import time
@@ -8,7 +8,7 @@ from collections.abc import Callable
 class Throughput:
     """Tokens per second over the last `window` steps.
 
-    `reset()` starts the clock anew, after what is no training step: a compilation, an evaluation, a checkpoint.
+    `reset()` restarts the clock after anything but a training step: a compilation, an evaluation, a checkpoint.
     """
 
     def __init__(self, window: int = 50, clock: Callable[[], float] = time.perf_counter):
@@ -17,16 +17,16 @@ class Throughput:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the steps so far; the next one is timed from now."""
+        """Discard the steps so far; the next one is timed from now."""
         self._marks.clear()
         self._marks.append((self._clock(), 0))
 
     def step(self, tokens: int) -> None:
-        """Counts a finished step's tokens."""
+        """Count a finished step's tokens."""
         self._marks.append((self._clock(), self._marks[-1][1] + tokens))
 
     @property
     def tokens_per_second(self) -> float:
-        """0 before the first step."""
+        """Return the throughput; 0 before the first step."""
         (start, before), (end, after) = self._marks[0], self._marks[-1]
         return (after - before) / (end - start) if end > start else 0.0

@@ -1,1 +1,1 @@
-"""The command that says which setting fits a link, and the paper's analysis in numbers. numpy only."""
+"""Simulation of communication costs, to find a setting for a link, and the paper's analysis in numbers; numpy only."""

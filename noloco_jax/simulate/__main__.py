@@ -1,4 +1,4 @@
-"""Runs `python -m noloco_jax.simulate`: see `command`."""
+"""Entry point of `python -m noloco_jax.simulate`; see `command`."""
 
 from noloco_jax.errors import run_command
 

@@ -75,7 +75,7 @@ def theory_section(out: Path | None) -> str:
     return "\n\n".join([_quadratic_part(out), _stability_part(out)])
 
 
-# The defaults of a training run, the consensus strength being the learning rate.
+# Defaults of a training run; the consensus strength equals the outer learning rate.
 _NOLOCO = METHODS["noloco"].defaults
 _OUTER = theory.Outer(_NOLOCO["momentum"], _NOLOCO["lr"], _NOLOCO["lr"], _NOLOCO["group_size"])
 
@@ -190,7 +190,7 @@ def _stability_part(out: Path | None) -> str:
     )
 
 
-# A section, and the pictures that it draws into the folder, if one is given.
+# (section, names of the pictures that it draws into the folder, if one is given)
 SECTIONS = [
     (latency_section, ("latency.png",)),
     (blocking_section, ("blocking.png",)),

@@ -1,4 +1,4 @@
-"""Which setting fits your links: the smallest delay that hides an exchange, and what each method costs.
+"""Find a setting that fits your links: the smallest delay that hides an exchange, and the cost of each method.
 
     python -m noloco_jax.simulate --params=1.3B --bandwidth=1Gbit --latency=40ms --step-time=2s --replicas=16
     python -m noloco_jax.simulate --params=1.3B --fragments=8 --wire=int6 --sync-every=25
@@ -33,7 +33,7 @@ REPORT = "simulate.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report, and the sections of the analysis each as soon as it is done."""
+    """Print the report, and each section of the analysis as soon as it is done."""
     args = vars(_parser().parse_args(argv))
     out, with_analysis = args.pop("out"), args.pop("analysis")
     setting = Setting(**args)
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     default = Setting()
 
     def flag(name: str, parse: Callable[[str], object], meaning: str, default: object) -> None:
-        # SUPPRESS: a flag that is not given leaves the default to Setting.
+        # With SUPPRESS a flag that is not given leaves the default to Setting.
         links.add_argument(
             f"--{name}", type=parse, default=argparse.SUPPRESS, metavar="X", help=f"{meaning} (default {default})"
         )

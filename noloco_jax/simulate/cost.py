@@ -1,9 +1,9 @@
-"""Model of what communication costs a training step on given links, and searches for what would hide it.
+"""Cost model of communication on given links, and searches for settings that hide it behind computation.
 
-A message of V bytes takes latency + 8V / bandwidth. A replica sends and receives at the full bandwidth at the same
-time, and all replicas do so at once. An exchange runs beside the `delay` inner steps after it, one exchange at a time;
-nothing else overlaps with computing. All-reduces are recursive halving and doubling, the best known in latency and
-bytes: they take 2⌈log₂ N⌉ latency + 2(N−1)/N · V/bandwidth.
+A message of V bytes takes latency + 8V / bandwidth. Links are full duplex, and all replicas communicate at once. An
+exchange overlaps with the `delay` inner steps after it, one exchange at a time; nothing else overlaps with computation.
+All-reduces are recursive halving and doubling, the best known in latency and bytes: they take
+2⌈log₂ N⌉ latency + 2(N−1)/N · V/bandwidth.
 """
 
 import math
@@ -19,7 +19,7 @@ from noloco_jax.wires import FLOAT_BYTES, MODULO_BITS, WIRES, block_bytes, block
 
 METHODS = ("FSDP", "DDP", "DiLoCo", "NoLoCo")
 OUTER_METHODS = ("DiLoCo", "NoLoCo")
-# Draws of a step's time in one round of the waiting simulation: more would take minutes.
+# The most draws of step times in one round of the waiting simulation; more would take minutes.
 _MAX_STEPS_A_ROUND = 5_000_000
 _LONGEST = 10**9  # inner steps, the end of the search for an interval
 
@@ -30,17 +30,17 @@ class Setting:
 
     Attributes:
       params: parameters of the model.
-      bandwidth: of a replica's link, bits per second each way.
-      latency: of a message, one way, seconds.
+      bandwidth: bandwidth of a replica's link, bits per second each way.
+      latency: one-way latency of a message, seconds.
       step_time: computing time of an inner step, seconds.
       replicas: number of replicas N (of FSDP: of shards).
       sync_every: inner steps H between outer steps, of DiLoCo and NoLoCo alike.
       group_size: replicas n that average together in NoLoCo.
       steps: inner steps of the run.
       fragments: equal parts F of the parameters, each with an outer step of its own every H inner steps.
-      wire: the messages' wire format, one of `WIRES`. All-reduces and FSDP add numbers up on their way: they send
-        float32 where the wire is quantized.
-      delay: inner steps beside which an outer step's exchange runs; 0: all wait for it.
+      wire: the messages' wire format, one of `WIRES`. All-reduces and FSDP sum numbers in transit, so they send float32
+        if the wire format is quantized.
+      delay: inner steps with which an outer step's exchange overlaps; 0: all replicas wait for it.
       step_spread: standard deviation over mean of a step's computing time; 0 leaves waiting for stragglers out.
     """
 
@@ -58,7 +58,7 @@ class Setting:
     step_spread: float = 0.0
 
     def check(self) -> None:
-        """Check the fields' ranges, and those that depend on one another.
+        """Check the fields' ranges and that they fit together.
 
         Raises:
           UserError: if a field is out of its range or two disagree.
@@ -106,9 +106,9 @@ class Cost:
 
     Attributes:
       method: one of `METHODS`.
-      every: mean inner steps between its exchanges; below 1 where several follow one inner step.
-      bytes_per_sync: sent by a replica in one exchange, on average over replicas.
-      bytes_in_all: sent by a replica in the whole run.
+      every: mean inner steps between its exchanges; below 1 if several follow one inner step.
+      bytes_per_sync: bytes sent by a replica in one exchange, averaged over replicas.
+      bytes_in_all: bytes sent by a replica in the whole run.
       seconds_per_sync: link time of one exchange.
       exposed_per_step: seconds of link time that computing does not hide, averaged over inner steps.
       waiting_per_step: seconds of waiting for stragglers, averaged over inner steps.
@@ -126,7 +126,7 @@ class Cost:
 
     @property
     def bytes_per_step(self) -> float:
-        """Bytes sent by a replica, averaged over inner steps."""
+        """Return the bytes sent by a replica, averaged over inner steps."""
         return self.bytes_per_sync / self.every
 
 
@@ -151,9 +151,10 @@ def sharded_step(setting: Setting, fragments: int = 1) -> tuple[float, float]:
 def group_exchange(setting: Setting, fragments: int = 1) -> tuple[float, float]:
     """Return the bytes that a replica sends in NoLoCo's outer step, on average, and its seconds (`exchange.groups`).
 
-    One message of a fragment's V bytes to each other member of the group, in turn. A modulo wire sends two, one after
-    the other: the first settles the windows of the second. In groups of n > 2 equal sizes an n-th of the message goes
-    to each, and the float32 means of a share back, where that is less. A replica of a rest sends to fewer.
+    A replica sends a message of a fragment's V bytes to each other member of its group, in turn. A modulo format sends
+    two, one after the other: the first agrees on the windows of the second. In groups of n > 2, all of that size, an
+    n-th of the message goes to each member and the float32 means of a share come back, if that is less. A replica of
+    the remainder group sends to fewer.
     """
     size, (n, replicas) = _message_bytes(setting, setting.wire, fragments), (setting.group_size, setting.replicas)
     rest = replicas % n
@@ -198,21 +199,21 @@ def cost_of(setting: Setting, method: str, waiting: float = 0.0) -> Cost:
 def exposed_seconds(seconds: float, every: float, delay: int, step_time: float) -> float:
     """Return the seconds of an exchange that computing does not hide.
 
-    The exchange runs beside `delay` inner steps, or beside those until the next exchange wants the link if these are
-    fewer: that one begins later then. Outer steps count as evenly spaced, which they are where F divides H or H divides
-    F; where they are not, a run waits for an exchange less than a tenth of a step more (a test replays it).
+    The exchange overlaps with `delay` inner steps, or with those until the next exchange needs the link if these are
+    fewer; the next one then begins later. Outer steps count as evenly spaced, which is exact if F divides H or H
+    divides F; otherwise a run waits for an exchange less than a tenth of a step longer (a test replays it).
     """
     left = seconds - min(delay, every) * step_time
-    return left if left > 1e-9 * seconds else 0.0  # no rest of the subtraction
+    return left if left > 1e-9 * seconds else 0.0  # drops the rounding error of the subtraction
 
 
 def exposed_share(setting: Setting, method: str = "NoLoCo") -> float:
-    """Return the share of the wall clock that waits for the links, 0 to 1."""
+    """Return the share of the wall-clock time spent waiting for the links, 0 to 1."""
     return 1 - cost_of(setting, method).compute_share
 
 
 def smallest_delay(setting: Setting, method: str = "NoLoCo") -> int | None:
-    """Return the fewest inner steps that hide an exchange; None where none do, as the next exchange comes first."""
+    """Return the fewest inner steps that hide an exchange; None if none do before the next exchange."""
     return _first(
         range(setting.sync_every + 1),
         lambda steps: cost_of(replace(setting, delay=steps), method).exposed_per_step == 0,
@@ -220,7 +221,7 @@ def smallest_delay(setting: Setting, method: str = "NoLoCo") -> int | None:
 
 
 def shortest_interval(setting: Setting, method: str = "NoLoCo") -> int | None:
-    """Return the least `sync_every` with which some delay hides every exchange."""
+    """Return the smallest `sync_every` with which some delay hides every exchange."""
     return _first(
         range(1, _LONGEST),
         lambda steps: cost_of(replace(setting, sync_every=steps, delay=steps), method).exposed_per_step == 0,
@@ -228,9 +229,10 @@ def shortest_interval(setting: Setting, method: str = "NoLoCo") -> int | None:
 
 
 def fitting(setting: Setting) -> Setting:
-    """Return the setting nearest to this one in which NoLoCo's exchanges are hidden, with the smallest delay for that.
+    """Return the nearest setting in which NoLoCo's exchanges are hidden, with the smallest delay for that.
 
-    The same wire or else the widest narrower one that fits; where none does, the narrowest at the shortest interval.
+    It keeps the wire format if possible, else uses the widest narrower one that fits. If none fits, it uses the
+    narrowest at the shortest interval.
     """
     wires = wires_for(setting.group_size)
     narrower = setting
@@ -246,13 +248,13 @@ def fitting(setting: Setting) -> Setting:
 
 
 def wires_for(group_size: int) -> list[str]:
-    """Return the wire formats that groups of this size can use, those with the most bits a weight first."""
+    """Return the wire formats that groups of this size can use, by decreasing bits a weight."""
     fitting = [wire for wire in WIRES if group_size == 2 or wire not in MODULO_BITS]
     return sorted(fitting, key=lambda wire: -block_bytes(wire) / block_of(wire))
 
 
 def _first(candidates: Sequence[int], holds: Callable[[int], bool]) -> int | None:
-    """Return the first candidate from which on `holds` is true."""
+    """Return the first candidate for which `holds` is true, by bisection; it must then hold for all later ones."""
     index = bisect_left(candidates, True, key=holds)
     return candidates[index] if index < len(candidates) else None
 
@@ -271,5 +273,5 @@ def _transfer(setting: Setting, size: float) -> float:
 
 
 def _hops(n: int) -> int:
-    """Return the messages in a row of a reduce-scatter or an all-gather by halving or doubling."""
+    """Return the number of sequential messages of a reduce-scatter or all-gather by halving or doubling."""
     return (n - 1).bit_length()

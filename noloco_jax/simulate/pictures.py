@@ -83,7 +83,7 @@ def costs(setting: cost.Setting, path: Path) -> None:
 def exposed(setting: cost.Setting, path: Path) -> None:
     """Draw the share of time that NoLoCo's exchanges cost against bandwidth: float32 whole, in fragments, quantized.
 
-    Where the setting has its defaults, 8 fragments, int6 and the delay from one fragment to the next are drawn.
+    A setting with the defaults is drawn with 8 fragments, int6 and the delay from one fragment to the next.
     """
     fragments = setting.fragments if setting.fragments > 1 else 8
     quantized = "int6" if setting.wire in FLOAT_BYTES else setting.wire
@@ -123,7 +123,7 @@ def quadratic(
       inner_lrs: abscissae of `exact`.
       exact: variances by name.
       simulated: by the same names, inner learning rates, estimates and their standard errors.
-      path: of the PNG.
+      path: path of the PNG.
     """
     figure = _figure(11)
     left, right = figure.subplots(1, 2)
@@ -166,7 +166,7 @@ def stability(
       limit: (α, N) to the largest stable γ.
       consensus_max: top of the γ axis.
       marks: (α, γ) points by name.
-      path: of the PNG.
+      path: path of the PNG.
     """
     figure = _figure(7.6)
     axes = figure.subplots()

@@ -38,7 +38,7 @@ def report(setting: cost.Setting) -> str:
 
 
 def answer(setting: cost.Setting) -> str:
-    """Return what hides NoLoCo's exchange on this link, in a sentence, and the flags of the trainer that set it."""
+    """Return a sentence on whether a delay hides NoLoCo's exchange on this link, and the trainer's flags for it."""
     seconds = cost.cost_of(setting, "NoLoCo").seconds_per_sync
     every = setting.sync_every / setting.fragments
     fits = cost.fitting(setting)
@@ -60,14 +60,14 @@ def answer(setting: cost.Setting) -> str:
 
 
 def schedule(setting: cost.Setting) -> str:
-    """Return when outer steps happen, in words."""
+    """Describe when outer steps happen."""
     each = f" with each of {setting.fragments} fragments" if setting.fragments > 1 else ""
     every = f"every {setting.sync_every} steps" if setting.sync_every > 1 else "every step"
     return every + each + (f", delay {setting.delay}" if setting.delay else "")
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table whose columns line up in a terminal too; all but the first are right-aligned."""
+    """Return a Markdown table that is also aligned as plain text; all columns but the first are right-aligned."""
     widths = [max(len(cells[i]) for cells in (header, *rows)) for i in range(len(header))]
     sides = "<" + ">" * (len(header) - 1)
     lines = [

@@ -1,11 +1,11 @@
-"""Second moments of NoLoCo's outer step on the paper's quadratic loss: exactly, and simulated step by step.
+"""Second moments of NoLoCo's outer step on the paper's quadratic loss: exact, and simulated step by step.
 
-They tell when replicas stay together, and how far from each other and from the optimum they end.
+They determine whether replicas stay together, and their stationary distance from each other and from the optimum.
 
-W, the average over a round's random groups, is an orthogonal projection independent of the past, and all replicas are
-alike: on the deviations from the mean over replicas E[W] = (1 − p) I, with p the share of their mean square that one
-round of averaging removes. So the second moments of slow weights φ and momentum δ obey a linear 3×3 recursion in
-(E|φ|², E⟨φ,δ⟩, E|δ|²), for the deviations and, with p = 0, for the mean over replicas.
+W, the average over a round's random groups, is an orthogonal projection independent of the past, and replicas are
+exchangeable: on the deviations from the mean over replicas E[W] = (1 − p) I, with p the share of their mean square that
+one round of averaging removes. The second moments of slow weights φ and momentum δ therefore obey a linear 3×3
+recursion in (E|φ|², E⟨φ,δ⟩, E|δ|²), for the deviations and, with p = 0, for the mean over replicas.
 
 Shapes: R independent runs, N replicas, D directions of the loss, T outer steps; a leading ... is any shape that the
 arguments broadcast to.
@@ -31,8 +31,9 @@ class Outer:
 
 @dataclass(frozen=True)
 class Quadratic:
-    """The paper's stochastic quadratic loss ½ (θ − c)ᵀ A (θ − c) in the eigenbasis of A, with a fresh c ~ N(0, s² I)
-    for every SGD step of every replica; the optimum is 0.
+    """The paper's stochastic quadratic loss ½ (θ − c)ᵀ A (θ − c) in the eigenbasis of A.
+
+    Every SGD step of every replica draws a fresh c ~ N(0, s² I); the optimum is 0.
 
     Attributes:
       curvatures: eigenvalues of A, one a direction.
@@ -48,12 +49,12 @@ class Quadratic:
 
     @property
     def pull_D(self) -> np.ndarray:
-        """Share of φ that m inner steps take off, 1 − (1 − ωa)^m: E Δ = −pull φ."""
+        """Return the share of φ that m inner steps remove, 1 − (1 − ωa)^m: E Δ = −pull φ."""
         return 1 - (1 - self.inner_lr * np.array(self.curvatures)) ** self.inner_steps
 
     @property
     def gradient_variance_D(self) -> np.ndarray:
-        """Variance of Δ given φ: the sum over inner steps of (ωas)² (1 − ωa)^2k."""
+        """Return the variance of Δ given φ: the sum over inner steps of (ωas)² (1 − ωa)^2k."""
         step_D = self.inner_lr * np.array(self.curvatures)
         keep_D = (1 - step_D) ** 2
         return (step_D * self.noise) ** 2 * (1 - keep_D**self.inner_steps) / (1 - keep_D)
@@ -92,7 +93,7 @@ def moment_operator(
     m = pull**2 * (1 - removed) + gamma**2 * removed
     zero = np.zeros_like(alpha, dtype=float)
     momentum_row = np.stack([m, -2 * alpha * k, alpha**2], axis=-1)
-    cross_row = np.stack([-k, alpha, zero], axis=-1)  # of ⟨φ, δ'⟩, before φ moves
+    cross_row = np.stack([-k, alpha, zero], axis=-1)  # row of ⟨φ, δ'⟩, before φ is updated
     unit = np.array([1.0, 0.0, 0.0])
     return np.stack([unit + 2 * cross_row + momentum_row, cross_row + momentum_row, momentum_row], axis=-2)
 
@@ -108,7 +109,8 @@ def stable_consensus_interval(momentum: float, num_replicas: int, group_size: in
     Bisection, with no use of the closed form 0 < γ < 2(1 − α²)/(1 + α − 2αp) of `noloco_jax.outer.pairing`.
     """
     removed = removed_share(num_replicas, group_size)
-    stable, unstable = 0.0, 4.0  # 2 (1 + α) bounds it: that of a group of all replicas, a deterministic heavy ball
+    # The upper bound is 2 (1 + α) < 4, the limit of a group of all replicas, which is a deterministic heavy ball.
+    stable, unstable = 0.0, 4.0
     while unstable - stable > 1e-12:
         middle = (stable + unstable) / 2
         if spectral_radius(moment_operator(momentum, middle, removed)) < 1:

@@ -1,4 +1,4 @@
-"""Waiting times where messages or inner steps take log-normal times: all-reduces against pairs, all against a partner.
+"""Waiting times with log-normal messages or inner steps: all-reduces against pairs, waiting for all against a partner.
 
 Shapes: R runs, N replicas, S inner steps drawn at once.
 """
@@ -25,16 +25,16 @@ def expected_max_of_two(mu: float, sigma: float) -> float:
 def tree_over_pair(variation: float, num_levels: int, num_runs: int, seed: int) -> np.ndarray:
     """Return the expected time of a tree all-reduce over n = 2, 4, ..., 2^num_levels over that of a pair's exchange.
 
-    Reduction: at each level two subtrees send their sums to be joined, and the later arrival decides,
-    T(2n) = max(T(n) + t, T'(n) + t') with T(1) = 0 and fresh log-normal t, t'. The broadcast back is the same tree run
-    the other way, so the all-reduce takes 2 E T(n); the pair, a tree of n = 2, takes 2 E max(t, t'). Their ratio is
-    log₂ n if every level is counted as E max(t, t'), the paper's 2 t log₂ n; the waits that pile up make it larger.
+    At each level of the reduction two subtrees send their sums to be added, and the later arrival counts:
+    T(2n) = max(T(n) + t, T'(n) + t') with T(1) = 0 and fresh log-normal t, t'. The broadcast is the same tree in
+    reverse, so the all-reduce takes 2 E T(n); the pair, a tree of n = 2, takes 2 E max(t, t'). Their ratio is log₂ n if
+    every level is counted as E max(t, t'), the paper's 2 t log₂ n; accumulated waiting makes it larger.
 
     Args:
       variation: standard deviation over mean of a message's time.
       num_levels: the largest tree has 2^num_levels replicas.
-      num_runs: independent trees R that the expectation is taken over.
-      seed: of the draws.
+      num_runs: number of independent trees R to average over.
+      seed: seed of the draws.
 
     Returns:
       (num_levels,) the ratio for each n.
@@ -74,9 +74,9 @@ def run_times(
 ) -> RunTimes:
     """Simulate `num_rounds` outer steps, each after `sync_every` log-normal(μ, σ²) inner steps on every replica.
 
-    DiLoCo starts a round when the slowest of all replicas has ended the last one: time = Σ_rounds max_i S_i.
-    NoLoCo's replica waits for its random group only: t_i ← max_{j in g(i)} (t_j + S_j). Both see the same S.
-    Messages are free.
+    DiLoCo starts a round when the slowest of all replicas has ended the last one: time = Σ_rounds max_i S_i. A replica
+    of NoLoCo waits for its random group only: t_i ← max_{j in g(i)} (t_j + S_j). Both use the same S. Messages take no
+    time.
     """
     rng = np.random.default_rng(seed)
     diloco_R = np.zeros(num_runs)
@@ -84,7 +84,7 @@ def run_times(
     for _ in range(num_rounds):
         block_RN = _block_times(rng, num_runs, num_replicas, sync_every, mu, sigma)
         diloco_R += block_RN.max(axis=1)
-        # Replicas differ in nothing but their clocks: shuffling those and grouping neighbours is a random grouping.
+        # Replicas differ only in their clocks, so shuffling these and grouping neighbours is a random grouping.
         clock_RN = _wait_for_group(rng.permuted(clock_RN + block_RN, axis=1), group_size)
     return RunTimes(diloco_R, clock_RN.max(axis=1))
 
@@ -104,11 +104,11 @@ def waiting_per_step(
 
     Args:
       num_replicas: N.
-      sync_every: inner steps between outer steps; at 1, DiLoCo's figure is what any all-reduce every step waits.
-      group_size: of NoLoCo.
+      sync_every: inner steps between outer steps; with 1, DiLoCo's figure holds for any all-reduce every step.
+      group_size: group size of NoLoCo.
       step_time: mean time of a step, seconds.
       variation: standard deviation over mean of a step's time.
-      seed: of the draws.
+      seed: seed of the draws.
     """
     sigma = log_sigma(variation)
     steps_a_round = num_replicas * sync_every
@@ -122,7 +122,7 @@ def waiting_per_step(
 def _block_times(
     rng: np.random.Generator, num_runs: int, num_replicas: int, num_steps: int, mu: float, sigma: float
 ) -> np.ndarray:
-    """Return (R, N) sums of `num_steps` log-normal times, drawn in float32 for speed and at most so many at once."""
+    """Return (R, N) sums of `num_steps` log-normal times, drawn in float32 for speed and in batches."""
     total_RN = np.zeros((num_runs, num_replicas))
     at_once = max(1, _DRAWS_AT_ONCE // (num_runs * num_replicas))
     for start in range(0, num_steps, at_once):

@@ -1,1 +1,1 @@
-"""One program over many devices: mesh, shardings, state, the compiled programs and what they compute."""
+"""Single-program training over many devices: mesh, shardings, state, losses and the compiled programs."""

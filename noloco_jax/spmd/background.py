@@ -1,9 +1,9 @@
-"""An outer step whose exchange runs beside the training: between the hosts' CPU devices, over JAX's own collectives.
+"""Outer steps whose exchange overlaps with training: it runs on the hosts' CPU devices, over JAX's own collectives.
 
-The devices take the solo step and go on. Messages are copied to CPU devices of the same processes, which mirror the
-devices of the mesh; there the exchange is the program that it is on the devices, with the same codecs, so its results
-are the same. Its corrections are copied back when they are due. No program of the devices holds a collective between
-replicas, so nobody waits for a partner before the correction of an exchange with it is due.
+The devices take the solo step and continue training. Messages are copied to CPU devices of the same processes, which
+mirror the devices of the mesh. The exchange there is the same program with the same wire formats, so its results are
+the same. Its corrections are copied back when they are due. No program on the devices contains a collective between
+replicas, so no replica waits for a partner before the correction from it is due.
 """
 
 from collections.abc import Callable
@@ -32,12 +32,12 @@ PyTree = Any
 
 
 def is_in_background(config: TrainConfig, mesh: Mesh) -> bool:
-    """Return whether the run's exchanges go over the hosts: they have a delay, and replicas lie on several devices."""
+    """Return True if exchanges run on the hosts: they have a delay, and replicas lie on several devices."""
     return config.outer.delay > 0 and method_of(config).has_outer_steps and mesh.shape["replica"] > 1
 
 
 def training_devices(config: TrainConfig, devices: list) -> list:
-    """The devices to train on: of CPU devices, those of every process that `host_mesh` does not need for exchanges."""
+    """Return the devices to train on, without the CPU devices that `host_mesh` needs for exchanges."""
     if config.outer.delay == 0 or not method_of(config).has_outer_steps or len(devices) == 1:
         return devices
     if devices[0].platform != "cpu":
@@ -54,10 +54,10 @@ def training_devices(config: TrainConfig, devices: list) -> list:
 
 
 def host_mesh(mesh: Mesh) -> Mesh:
-    """The mesh of CPU devices that mirrors a mesh: for each device one of its process, on which nothing is trained.
+    """Mirror a mesh on CPU devices: each device is mirrored by a CPU device of its process that does not train.
 
     Raises:
-      UserError: if a process has too few.
+      UserError: if a process has too few CPU devices.
     """
     try:
         hosts = jax.devices("cpu")
@@ -74,7 +74,7 @@ def host_mesh(mesh: Mesh) -> Mesh:
     for device in mesh.devices.flat:
         if not free.get(device.process_index):
             raise UserError(
-                f"outer.delay exchanges over the hosts, a CPU device for each device, and process "
+                f"outer.delay exchanges over the hosts with a CPU device for each device, and process "
                 f"{device.process_index} has too few: raise jax_num_cpu_devices (JAX_NUM_CPU_DEVICES)"
             )
         mirrored.append(free[device.process_index].pop(0))
@@ -83,15 +83,15 @@ def host_mesh(mesh: Mesh) -> Mesh:
 
 @dataclass(frozen=True)
 class BackgroundPrograms:
-    """The programs of an outer step in three parts. What the first and the last take is donated.
+    """The programs of an outer step in three parts; the first and the last donate their arguments.
 
     Attributes:
       solo: (params, outer at rest) -> (params, outer at rest, Outgoing), on the run's devices.
       exchange: (Outgoing, number of the outer step) -> (correction, windows), on the hosts.
       keep: (params, outer at rest, correction, windows, number) -> (params, outer at rest), on the run's devices:
-        `Programs.correct_step` enters what is kept.
+        `Programs.correct_step` applies the stored correction.
       outgoing: shapes and shardings of an Outgoing on the run's devices.
-      arriving: those of a correction and windows there.
+      arriving: shapes and shardings of a correction and windows there.
       hosts: the mesh of the exchange.
     """
 
@@ -104,11 +104,11 @@ class BackgroundPrograms:
 
 
 def build_background(config: TrainConfig, programs: Programs, hosts: Mesh) -> BackgroundPrograms:
-    """The programs of a run whose outer steps have a delay; they are compiled at their first call.
+    """Build the programs of a run whose outer steps have a delay; they are compiled at their first call.
 
     Args:
       config: the run.
-      programs: its others.
+      programs: the run's other programs.
       hosts: see `host_mesh`.
     """
     make_outer, mesh = method_of(config).outer_optimizer, programs.mesh
@@ -168,16 +168,16 @@ def lower_background(background: BackgroundPrograms, programs: Programs) -> dict
 
 
 def compile_background(background: BackgroundPrograms, programs: Programs) -> BackgroundPrograms:
-    """The same, compiled for the run's shapes; the outer state they take and return is at rest."""
+    """Compile the programs for the run's shapes; the outer state they take and return is at rest."""
     compiled = {name: program.compile() for name, program in lower_background(background, programs).items()}
     solo, keep = (from_rest(compiled[name], programs) for name in ("solo", "keep"))
     return replace(background, solo=solo, keep=keep, exchange=compiled["exchange"])
 
 
 class HostExchange:
-    """Exchanges on their way over the hosts, in a thread that hands them on in the order of their outer steps.
+    """Exchanges in flight over the hosts, dispatched by one thread in the order of their outer steps.
 
-    Every process begins the same exchanges in the same order. Several may be on their way at once.
+    Every process begins the same exchanges in the same order. Several may be in flight at once.
 
     Args:
       background: compiled.
@@ -193,7 +193,7 @@ class HostExchange:
 
     @property
     def under_way(self) -> list[int]:
-        """Numbers of the outer steps whose corrections have not been taken, in their order."""
+        """Return the outer steps whose corrections have not been taken, in order."""
         return sorted(self._under_way)
 
     def begin(self, outgoing: Outgoing, number: int) -> None:
@@ -208,7 +208,7 @@ class HostExchange:
         )
 
     def close(self) -> None:
-        """End the thread, once what it has begun is handed on."""
+        """End the thread after it has dispatched every exchange that was begun."""
         self._thread.shutdown()
 
     def _exchange(self, outgoing: Outgoing, number: np.int32) -> Any:
@@ -220,7 +220,7 @@ class HostExchange:
 
 
 def _moved(x: jax.Array, sharding: NamedSharding, to: dict[Any, Any]) -> jax.Array:
-    """Return the array with every shard on the device that `to` gives for the shard's own."""
+    """Copy every shard of an array to the device that `to` maps the shard's device to."""
     parts = [jax.device_put(shard.data, SingleDeviceSharding(to[shard.device])) for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 

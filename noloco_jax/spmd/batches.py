@@ -14,14 +14,14 @@ HostBatches = Mapping[int, Mapping[str, np.ndarray]]  # replica -> `input_ids` a
 
 
 class BatchSource(Protocol):
-    """The batches of the replicas that this process reads, and the positions after the last ones taken."""
+    """Iterator over batches of the replicas that this process reads, with the stream positions after the last one."""
 
     def __next__(self) -> HostBatches: ...
     def get_state(self) -> dict[int, dict]: ...
 
 
 def place_batch(parts: HostBatches, batch: Batch) -> Batch:
-    """Puts the replicas' batches on their devices; a replica that spans processes gets its rows from each of them.
+    """Put the replicas' batches on their devices; a replica that spans processes gets its rows from each of them.
 
     Args:
       parts: replica -> its whole batch, for every replica that this process holds a part of.
@@ -39,11 +39,11 @@ def place_batch(parts: HostBatches, batch: Batch) -> Batch:
 
 
 class GlobalBatches:
-    """Iterates over global batches. Where replicas span processes, all have to take them in step.
+    """Iterator over global batches. If replicas span processes, every process must take each batch.
 
     Args:
-      source: of the replicas that this process reads, see `replicas_read_here`.
-      programs: of the run.
+      source: batches of the replicas that this process reads, see `replicas_read_here`.
+      programs: programs of the run.
     """
 
     def __init__(self, source: BatchSource, programs: Programs):
@@ -61,5 +61,5 @@ class GlobalBatches:
         return self._programs.share_batch(self._place_parts(read))
 
     def get_state(self) -> dict[int, dict]:
-        """Replica -> where its stream stands, after the batches taken so far; of the replicas that are read here."""
+        """Return replica -> position of its stream after the batches taken so far, for the replicas read here."""
         return self._source.get_state()

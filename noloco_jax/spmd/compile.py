@@ -1,4 +1,4 @@
-"""A run's programs, compiled before its first step so that no step's time holds a compilation."""
+"""Compilation of a run's programs before its first step, so that no step's time includes a compilation."""
 
 import dataclasses
 import os
@@ -19,7 +19,7 @@ PROGRAMS = (
     *("share_batch", "inner_step", "outer_step", "moved", "correct_step", "share_moments", "final_merge"),
     *("evaluate", "merge", "spread"),
 )
-FIRST_WEIGHTS = "init"  # of a run that starts from random ones
+FIRST_WEIGHTS = "init"  # the program that draws random initial weights
 
 
 def compile_programs(
@@ -29,18 +29,18 @@ def compile_programs(
     only: Collection[str] = PROGRAMS,
     options: Mapping[str, Any] | None = None,
 ) -> Programs:
-    """Compiles a run's programs for its shapes and shardings, and offloads its outer state if it says so.
+    """Compile a run's programs for its shapes and shardings, and offload its outer state if configured.
 
-    They are lowered one after another, and compiled side by side on the CPU: a thread a core. Compilers for a GPU time
-    kernels there, so these take turns.
+    Programs are lowered one after another. For CPUs they are compiled in parallel, one thread a core. For GPUs they are
+    compiled one after another, since the compiler times kernels on the device.
 
-    Scalar arguments of compiled programs are to be given as numpy values: they take no array from another device.
+    Scalar arguments of compiled programs must be numpy values, since they accept no array from another device.
 
     Args:
       config: the run.
       programs: as `build_programs` makes them.
       only: which of `PROGRAMS` and `FIRST_WEIGHTS` to compile; the others are compiled at their first call.
-      options: XLA's, by name; of all programs but the first weights', which has its own.
+      options: XLA options by name, for all programs except `FIRST_WEIGHTS`, which has its own.
     """
     params, inner, outer = programs.state
     arguments = {
@@ -76,13 +76,13 @@ def compile_programs(
 def _compiled(
     lowered: jax.stages.Lowered, lowering_seconds: float, options: Mapping[str, Any] | None
 ) -> tuple[jax.stages.Compiled, float]:
-    """The program, and the seconds that it took to lower and compile it."""
+    """Return the program and the seconds that lowering and compiling took."""
     started = time.perf_counter()
     program = lowered.compile(dict(options) if options else None)
     return program, lowering_seconds + time.perf_counter() - started
 
 
 def _num_threads(programs: Programs) -> int:
-    """How many programs are compiled at the same time."""
+    """Return the number of programs to compile at the same time."""
     on_cpu = programs.mesh.devices.flat[0].platform == "cpu"
     return max(len(os.sched_getaffinity(0)), 1) if on_cpu else 1

@@ -1,4 +1,4 @@
-"""One replica's gradient of its batch, when the replica is not cut into pipeline stages.
+"""Gradient of one replica on its batch, when the replica is not cut into pipeline stages.
 
 Axes: L replicas, M micro-batches, B sequences, T positions.
 """
@@ -18,13 +18,13 @@ Batch = dict[str, jax.Array]  # input_ids, labels and, where attention stays ins
 
 
 def split_microbatches(x_LBT: jax.Array, num_microbatches: int) -> jax.Array:
-    """(..., M·B, T) -> (M, ..., B, T)."""
+    """Split (..., M·B, T) into micro-batches (M, ..., B, T)."""
     *lead, batch, length = x_LBT.shape
     return jnp.moveaxis(x_LBT.reshape(*lead, num_microbatches, batch // num_microbatches, length), -3, 0)
 
 
 def merge_microbatches(x_MLB: jax.Array) -> jax.Array:
-    """(M, L, B, ...) -> (L, B·M, ...): one batch of every replica.
+    """Merge micro-batches (M, L, B, ...) into one batch of every replica, (L, B·M, ...).
 
     The sequences of a micro-batch stay the major axis, over which `fsdp` shards them.
     """
@@ -33,18 +33,19 @@ def merge_microbatches(x_MLB: jax.Array) -> jax.Array:
 
 
 def token_share(batch: Batch) -> jax.Array:
-    """Weight of one label in its replica's mean loss: one over the number of labels.
+    """Return the weight of one label in its replica's mean loss: one over the number of labels.
 
     Args:
       batch: `labels` (..., B, T), each entry of the leading axes a replica's batch.
 
-    Returns float32 (...,); 1 where a batch has no label.
+    Returns:
+      float32 (...,); 1 for a batch without labels.
     """
     return 1.0 / jnp.maximum(jnp.sum(batch["labels"] != IGNORED_LABEL, axis=(-2, -1), dtype=jnp.float32), 1.0)
 
 
 def nll_sum(config: ModelConfig, params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Returns the summed negative log-likelihood of a batch's labels and their number."""
+    """Return the summed negative log-likelihood of a batch's labels and their number."""
     model = Llama.from_params(config, params)
     h_BTD = model.hidden(batch["input_ids"], segments_BT=batch.get("segment_ids"))
     return token_nll(h_BTD, model.head_kernel(), batch["labels"])
@@ -53,9 +54,9 @@ def nll_sum(config: ModelConfig, params: PyTree, batch: Batch) -> tuple[jax.Arra
 def replica_gradient(
     config: ModelConfig, num_microbatches: int, params: PyTree, batch: Batch
 ) -> tuple[PyTree, jax.Array]:
-    """Returns the gradient of the mean loss over a replica's batch, and that loss, both in float32.
+    """Return the gradient of the mean loss over a replica's batch, and that loss, both in float32.
 
-    Micro-batches are run one after another, which takes less memory and gives the result of the whole batch. Their
+    Micro-batches are run one after another, which takes less memory than the whole batch and gives its result. Their
     gradients are summed in float32, whatever the dtype of the parameters.
     """
     share = token_share(batch)

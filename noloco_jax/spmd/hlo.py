@@ -1,6 +1,6 @@
-"""What a compiled program communicates, read from its optimized HLO: how much, how often, across which mesh axes.
+"""Communication of a compiled program, read from its optimized HLO: bytes, counts and mesh axes of its collectives.
 
-And which JAX operations its instructions come of.
+Also the JAX operations from which its instructions were made.
 
 HLO is the text of `compiled.as_text()`. Device p of its groups is device p of `mesh.devices.flat`, whatever its id.
 """
@@ -47,8 +47,8 @@ class Collective:
     Attributes:
       kind: one of `KINDS`.
       axes: the mesh axes in which devices that exchange data differ, in the mesh's order; none if none do.
-      bytes: of its operands on one device.
-      operands: their shapes, as HLO writes them.
+      bytes: bytes of its operands on one device.
+      operands: shapes of its operands, in HLO's notation.
     """
 
     kind: str
@@ -62,9 +62,9 @@ class Traffic:
     """The collectives of one run of a program.
 
     Attributes:
-      always: collective -> how often it runs whatever the program's conditionals decide.
-      choices: for each conditional, how often it is met and its branches, of which it runs one each time.
-      exact: False if some of it is in a loop of unknown length, and counted once.
+      always: collective -> how often it runs outside conditionals.
+      choices: for each conditional, how often it is reached, and its branches, one of which runs each time.
+      exact: False if a loop of unknown length contains collectives; these are counted once.
     """
 
     always: Counter[Collective] = dataclasses.field(default_factory=Counter)
@@ -75,7 +75,7 @@ class Traffic:
         return bool(self.always or self.choices)
 
     def extent(self, weight: Callable[[Collective], int]) -> tuple[int, int]:
-        """The least and the most that the weights of a run's collectives add up to, over the branches it may take."""
+        """Return the least and the largest total weight of a run's collectives over all choices of branches."""
         least = most = sum(weight(collective) * times for collective, times in self.always.items())
         for times, branches in self.choices:
             extents = [branch.extent(weight) for branch in branches]
@@ -84,31 +84,30 @@ class Traffic:
         return least, most
 
     def times(self, collective: Collective) -> tuple[int, int]:
-        """The least and the most often that a run meets this collective."""
+        """Return the minimum and maximum number of times that a run executes this collective."""
         return self.extent(lambda other: int(other == collective))
 
     def collectives(self) -> list[Collective]:
-        """Every distinct collective, in any branch, the largest first."""
+        """Return every distinct collective of any branch, the largest first."""
         found = set(self.always)
         for _, branches in self.choices:
             found.update(*(branch.collectives() for branch in branches))
         return sorted(found, key=lambda c: (-c.bytes, c.kind, c.axes, c.operands))
 
     def num_branches(self, collective: Collective) -> int:
-        """Branches of the largest conditional that the collective is in; 0 if it is in none."""
+        """Return the branches of the largest conditional that contains the collective; 0 if none does."""
         counts = [len(b) for _, b in self.choices if any(collective in branch.collectives() for branch in b)]
         return max(counts, default=0)
 
 
 def read_hlo(hlo: str, mesh_shape: Mapping[str, int]) -> Traffic:
-    """The collectives of a compiled program.
-
+    """Read the collectives of a compiled program.
     Args:
       hlo: `compiled.as_text()` of a program over all devices of the mesh.
       mesh_shape: axis name -> size, in the mesh's order.
 
     Raises:
-      ValueError: if the text holds a collective in a form that is not known here, or is not of that many devices.
+      ValueError: if the text holds a collective in an unknown form, or is for another number of devices.
     """
     num_devices = math.prod(mesh_shape.values())
     partitions = re.search(r"num_partitions=(\d+)", hlo.partition("\n")[0])
@@ -143,7 +142,7 @@ def read_hlo(hlo: str, mesh_shape: Mapping[str, int]) -> Traffic:
 
 
 def operation_names(hlo: str) -> dict[str, list[str]]:
-    """Instruction -> the JAX operations that it comes of, as XLA names them: its own, then those of what it fuses."""
+    """Map every instruction to its JAX operations, as XLA names them: its own, then those of what it fuses."""
     computations, _ = _parse(hlo)
     names = {
         name: [line.operation_name for line in reversed(lines.values()) if line.operation_name]
@@ -190,13 +189,13 @@ class _Instruction:
 
     @property
     def operation_name(self) -> str:
-        """Of the metadata; nothing where it has none."""
+        """Return the operation name in the metadata; empty without one."""
         match = _OPERATION_NAME.search(self.text)
         return match[1] if match else ""
 
 
 def _parse(hlo: str) -> tuple[dict[str, dict[str, _Instruction]], str]:
-    """Computation name -> instruction name -> instruction; and the name of the entry computation."""
+    """Return computation name -> instruction name -> instruction, and the name of the entry computation."""
     computations: dict[str, dict[str, _Instruction]] = {}
     entry, current = "", None
     for line in re.sub(r"/\*.*?\*/", "", hlo).splitlines():
@@ -211,7 +210,7 @@ def _parse(hlo: str) -> tuple[dict[str, dict[str, _Instruction]], str]:
 
 
 def _balanced(text: str, start: int) -> int:
-    """The position after the parenthesis that closes the one at `start`."""
+    """Return the position after the parenthesis that closes the one at `start`."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, start):
         depth += 1 if match[0] == "(" else -1
@@ -250,7 +249,7 @@ def _collective(line: _Instruction, scope: dict[str, _Instruction], mesh_shape: 
 
 
 def _bits(dtype: str) -> int:
-    """Of an element: f32, bf16, s4, f8e4m3fn, pred; 0 for a token."""
+    """Return the bits of an element of a type such as f32, bf16, s4, f8e4m3fn, pred; 0 for a token."""
     if dtype == "pred":
         return 8
     digits = re.match(r"[a-z]+(\d+)", dtype)
@@ -262,11 +261,11 @@ def _numbers(text: str) -> list[int]:
 
 
 def _groups(line: _Instruction, num_devices: int) -> Groups:
-    """Groups of devices that exchange data with each other."""
+    """Return the groups of devices that exchange data with each other."""
     attributes = line.attributes.partition(", metadata=")[0]
     everyone = [list(range(num_devices))]
     if pairs := _PAIRS.search(attributes):
-        # Without a channel the ids are of XLA's replicas, of which a partitioned program has one.
+        # Without a channel the ids are those of XLA's replicas, and a partitioned program has only one.
         return _lists(pairs[1]) if "channel_id=" in attributes else []
     if "channel_id=" not in attributes:
         return []
@@ -286,18 +285,18 @@ def _groups(line: _Instruction, num_devices: int) -> Groups:
 
 
 def _lists(text: str) -> list[list[int]]:
-    """`{{0,1},{2,3}}`."""
+    """Parse lists such as `{{0,1},{2,3}}`."""
     return [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", text)]
 
 
 def _iota(shape: str, reshape: str, transpose: str | None) -> np.ndarray:
-    """`[2,4]<=[4,2]T(1,0)`: the numbers from 0 in a box, turned, and read out in the first shape."""
+    """Parse `[2,4]<=[4,2]T(1,0)`: the numbers from 0 in shape (4, 2), transposed and reshaped to (2, 4)."""
     box = np.arange(math.prod(_numbers(reshape))).reshape(_numbers(reshape))
     return box.transpose(_numbers(transpose) if transpose else None or range(box.ndim)).reshape(_numbers(shape))
 
 
 def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> np.ndarray:
-    """`mesh['a'=4,'b'=2], device_ids=(...) {'b','a':(1)2}`: a group is what the axes, or parts of them, span."""
+    """Parse `mesh['a'=4,'b'=2], device_ids=(...) {'b','a':(1)2}`: a group spans the named axes or parts of them."""
     sizes = {name: int(size) for name, size in re.findall(r"'?([\w.\-]+)'?=(\d+)", axes)}
     parts: dict[str, list[tuple[int, int]]] = {}
     for name, before, size in re.findall(r"'?([\w.\-]+)'?(?::\((\d+)\)(\d+))?(?:,|$)", grouped):
@@ -316,7 +315,7 @@ def _mesh_groups(axes: str, device_ids: str | None, grouped: str) -> np.ndarray:
 
 
 def _mesh_devices(device_ids: str | None, num_devices: int) -> np.ndarray:
-    """The mesh's devices in its order: `(0,2,1,3)`, `([4,2]T(1,0))`, or none for their natural order."""
+    """Parse the mesh's devices in its order: `(0,2,1,3)`, `([4,2]T(1,0))`, or None for their natural order."""
     if device_ids is None:
         return np.arange(num_devices)
     box = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", device_ids)
@@ -326,7 +325,7 @@ def _mesh_devices(device_ids: str | None, num_devices: int) -> np.ndarray:
 
 
 def _crossed(groups: Groups, mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes in which two devices of a group have other coordinates."""
+    """Return the axes in which devices of a group have different coordinates."""
     sizes = tuple(mesh_shape.values())
     coordinates = np.stack(np.unravel_index(np.arange(math.prod(sizes)), sizes))
     differ = np.zeros(len(sizes), bool)

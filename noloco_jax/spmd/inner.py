@@ -1,4 +1,4 @@
-"""The inner optimizer of a run and its learning rate, from the configuration."""
+"""Inner optimizer of a run and its learning-rate schedule, from the configuration."""
 
 from typing import Any
 
@@ -11,14 +11,14 @@ from noloco_jax.config import InnerConfig, TrainConfig
 from noloco_jax.spmd.muon import muon
 
 PyTree = Any
-# Adam's learning rate beside Muon's, where it is not given: of rates that suit each, 2e-3 and 0.02.
+# Default ratio of Adam's to Muon's learning rate, from rates that suit each: 2e-3 and 0.02.
 _ADAM_SHARE = 0.1
 
 
 def learning_rate(inner: InnerConfig, num_steps: int) -> optax.Schedule:
-    """Linear warmup, then what `inner.schedule` says: step i = 0, 1, ... of the warmup has lr · (i + 1) / warmup_steps.
+    """Return the schedule: a linear warm-up, lr · (i + 1) / warmup_steps at step i = 0, 1, ..., then `inner.schedule`.
 
-    "cosine" falls to `min_lr` along half a cosine; "wsd" (warmup, stable, decay) stays at `lr` and falls linearly to
+    "cosine" falls to `min_lr` along half a cosine; "wsd" (warm-up, stable, decay) stays at `lr` and falls linearly to
     `min_lr` in the last `decay_share` of the run's steps; "constant" stays at `lr`.
     """
     start = decay_start(inner, num_steps)
@@ -39,17 +39,17 @@ def learning_rate(inner: InnerConfig, num_steps: int) -> optax.Schedule:
 
 
 def decay_start(inner: InnerConfig, num_steps: int) -> int:
-    """The step (0, 1, ...) from which on "wsd" lowers the learning rate."""
+    """Return the step (0, 1, ...) at which the decay of "wsd" starts."""
     return max(num_steps - round(inner.decay_share * num_steps), inner.warmup_steps)
 
 
 def learning_rates(config: TrainConfig) -> np.ndarray:
-    """The learning rate of every inner step, on the host."""
+    """Return the learning rate of every inner step, on the host."""
     return np.asarray(jax.vmap(learning_rate(config.inner, config.num_steps))(jnp.arange(config.num_steps)))
 
 
 def at_step(state: PyTree, step: int) -> PyTree:
-    """The inner optimizer's state with the learning rate of inner step `step` (1, 2, ...) to come."""
+    """Set the schedule's position in the inner optimizer's state so that the next step is `step` (1, 2, ...)."""
 
     def one(part: Any) -> Any:
         if not isinstance(part, optax.ScaleByScheduleState):
@@ -61,7 +61,7 @@ def at_step(state: PyTree, step: int) -> PyTree:
 
 
 def inner_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """The optimizer that `inner.optimizer` names, for float32 gradients of one replica that are clipped already."""
+    """Build the optimizer that `inner.optimizer` names, for clipped float32 gradients of one replica."""
     inner = config.inner
     schedule = learning_rate(inner, config.num_steps)
     if inner.optimizer != "muon":
@@ -77,7 +77,7 @@ def inner_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 
 
 def _adam(inner: InnerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """Adam; with weight decay, which is decoupled, it is AdamW."""
+    """Build Adam, or AdamW with decoupled weight decay."""
     adam: dict[str, Any] = {"b1": inner.b1, "b2": inner.b2, "eps": inner.eps}
     if inner.optimizer == "adam":
         return optax.adam(schedule, **adam)
@@ -85,7 +85,7 @@ def _adam(inner: InnerConfig, schedule: optax.Schedule) -> optax.GradientTransfo
 
 
 def _muons_and_adams(params: PyTree) -> PyTree:
-    """Who steps each parameter: Muon the layers' matrices, Adam embedding, head and norms."""
+    """Label each parameter with its optimizer: Muon for the layers' matrices, Adam for embedding, head and norms."""
 
     def name(path: tuple, x: jax.Array) -> str:
         return "muon" if path[0].key == "blocks" and x.ndim == 3 else "adam"

@@ -1,4 +1,4 @@
-"""How the replicas of a device compute losses and gradients: whole models, or stages routed between replicas."""
+"""Losses and gradients of a device's replicas: whole models, or stages with routing between replicas."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +30,7 @@ class Losses(NamedTuple):
 
 
 def build_losses(config: TrainConfig, mesh: Mesh) -> Losses:
-    """The functions for a run on a mesh; stages without devices of their own run one after another."""
+    """Build the functions for a run on a mesh; stages without devices of their own run one after another."""
     if config.mesh.stage == 1:
         return Losses(partial(_whole_gradient, config), partial(_whole_evaluate, config))
     routed_nll = partial(pipeline.routed_nll, config.model, config.num_microbatches)
@@ -55,7 +55,7 @@ def _routed_gradient(config: TrainConfig, routed_nll, params: PyTree, batch: Bat
 
     def objective(params: PyTree):
         weighted_L, _ = routed_nll(pool, params, batch, token_share(batch), routes)
-        # Differentiated is the sum over devices, and every stage returns its replica's loss.
+        # JAX differentiates the sum over devices, and every stage returns its replica's loss, hence the division.
         return jnp.sum(weighted_L) / jax.lax.axis_size("stage"), weighted_L
 
     gradients, loss_L = jax.grad(objective, has_aux=True)(params)

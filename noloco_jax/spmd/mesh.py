@@ -1,4 +1,4 @@
-"""The mesh of devices that a run spans, and whether the run fits it."""
+"""Mesh of devices of a run, and checks that the run fits it."""
 
 import numpy as np
 from jax.sharding import AxisType, Mesh
@@ -11,7 +11,8 @@ AXES = ("replica", "stage", "fsdp", "tensor")
 
 
 def mesh_shape(config: TrainConfig, num_devices: int) -> dict[str, int]:
-    """Devices along every axis, with -1 resolved: all that is left, for `replica` as far as it divides the replicas.
+    """Resolve the number of devices along every axis. -1 takes all remaining devices; for `replica`, the largest
+    number of them that divides the replicas.
 
     Args:
       config: the run.
@@ -65,7 +66,7 @@ def _check(config: TrainConfig, shape: dict[str, int]) -> None:
 
 
 def make_mesh(config: TrainConfig, devices: list) -> Mesh:
-    """The run's mesh over the first devices it needs; see `mesh_shape`.
+    """Make the run's mesh over the first devices that it needs; see `mesh_shape`.
 
     Raises:
       UserError: if it does not fit, or leaves a process without a device.
@@ -84,7 +85,7 @@ def make_mesh(config: TrainConfig, devices: list) -> Mesh:
 
 
 def mesh_of(shape: dict[str, int] | MeshConfig, devices: list) -> Mesh:
-    """A mesh of resolved sizes over the first devices; the devices of one replica are neighbours."""
+    """Make a mesh of resolved sizes over the first devices; the devices of one replica are adjacent."""
     sizes = [shape[axis] if isinstance(shape, dict) else getattr(shape, axis) for axis in AXES]
     used = np.asarray(devices[: int(np.prod(sizes))]).reshape(sizes)
     return Mesh(used, AXES, axis_types=(AxisType.Auto,) * len(AXES))

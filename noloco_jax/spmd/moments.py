@@ -1,4 +1,4 @@
-"""The inner optimizer's moments averaged with those of the partner, beside the weights."""
+"""Averaging of the inner optimizer's moments with the partner's, in the same outer step as the weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,19 +19,20 @@ def share_moments(
     fragments: Fragments,
     exchange: Callable[[PyTree, Any, PyTree, PyTree], PyTree],
 ) -> PyTree:
-    """The inner state with the moments of one fragment at the mean of its group.
+    """Average the moments of one fragment over its group; return the inner state.
 
-    A second moment travels as its square root, and its mean is the square of theirs: the first moment of a row that
-    only one of a pair has seen is halved, and so is the root that it is divided by. By a mean of logarithms that root
-    would be nearly zero.
+    A second moment is averaged as its square root. If only one of a pair has seen a row (such as a rare token), the
+    mean halves that row's first moment, and it also halves the root that Adam divides it by. A mean of logarithms
+    would bring that root near zero.
 
     Args:
       inner: the inner optimizer's state, of one replica.
-      params: the parameters, or their shapes: what ends with a parameter's path and has its shape is a moment.
-      number: int32 scalar, of the outer step that this goes with.
-      fragments: how parameters, and so their moments, are cut.
-      exchange: (tree, number, how far its numbers have moved: by all that they are, dimensions of hidden states) -> the
-        mean of the group.
+      params: the parameters or their shapes; a leaf of the state whose path ends with a parameter's path and whose
+        shape is the parameter's is a moment.
+      number: int32 scalar, the outer step.
+      fragments: cut of the parameters, and of their moments, into fragments.
+      exchange: (tree, number, movement of its numbers, hidden dimensions) -> the mean of the group. The movement is
+        taken as the full value.
     """
     cuts = dict(jax.tree.leaves_with_path(fragments.cuts(params)))
     moments, cut_of, codes = {}, {}, {}
@@ -50,18 +51,18 @@ def share_moments(
 
 
 def _of_parameter(path: tuple, of_parameter: dict[tuple, Any]) -> Any:
-    """What belongs to the parameter with whose path a path ends; None if there is none."""
+    """Look up the value of the parameter whose path is a suffix of `path`; None if there is none."""
     ends = (of_parameter.get(path[start:]) for start in range(len(path)))
     return next((found for found in ends if found is not None), None)
 
 
 @dataclass(frozen=True)
 class _Code:
-    """How moments of a kind travel.
+    """Transformation of one kind of moment for averaging.
 
     Attributes:
-      sent: what is sent of a moment.
-      received: the moment, from the mean of what was sent and from what was sent itself.
+      sent: moment -> value to send.
+      received: (mean of the sent values, own sent value) -> moment.
     """
 
     sent: Callable[[jax.Array], jax.Array]
@@ -69,5 +70,6 @@ class _Code:
 
 
 _FIRST = _Code(lambda moment: moment, lambda mean, own: mean)
-# A mean with what is not negative is at least half of one's own: a code that rounds must not bring it near zero.
+# A pair's mean of non-negative values is at least half of one's own; the bound keeps quantization from bringing it
+# near zero.
 _SECOND = _Code(jnp.sqrt, lambda mean, own: jnp.square(jnp.maximum(mean, own / 2)))

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): momentum whose matrices are made orthogonal.
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon): momentum with orthogonalized matrices.
 
 Axes: L stacked layers, I inputs and O outputs of a layer's matrix; M the smaller of the two, N the larger.
 """
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from noloco_jax.model.placement import constrain, num_devices
 from noloco_jax.spmd.sharding import parameter_spec
 
-# Chosen for their slope at zero: singular values come to lie between 0.7 and 1.2 rather than at 1.
+# Chosen for their slope at zero: singular values converge to between 0.7 and 1.2 rather than to 1.
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 _EPS = 1e-8
@@ -22,15 +22,15 @@ _INSIDE_A_REPLICA = ("fsdp", "tensor")
 
 
 def muon(learning_rate: optax.Schedule, momentum: float, weight_decay: float) -> optax.GradientTransformation:
-    """Nesterov momentum made orthogonal, a layer's matrix at a time, for parameters that are stacks (L, I, O).
+    """Nesterov momentum, orthogonalized matrix by matrix, for parameters that are stacks (L, I, O).
 
-    An update is learning rate · sqrt(max(1, O / I)) · U Vᵀ, nearly, of the momentum's singular vectors U, V, as in
-    `optax.contrib.muon`. That one has no place between momentum and iteration from which to move the matrices.
+    An update is approximately learning rate · sqrt(max(1, O / I)) · U Vᵀ with the momentum's singular vectors U, V, as
+    in `optax.contrib.muon`, which offers no hook between momentum and iteration for resharding the matrices.
 
     Args:
-      learning_rate: of the step 0, 1, ...
+      learning_rate: schedule over steps 0, 1, ...
       momentum: decay of the gradients' sum, per step.
-      weight_decay: share of a weight that a step takes off it, times the learning rate.
+      weight_decay: decoupled weight decay; a step subtracts learning rate · weight_decay · weight.
     """
     return optax.chain(
         optax.trace(momentum, nesterov=True),
@@ -46,21 +46,21 @@ def _orthogonal_stack(path: tuple, x_LIO: jax.Array) -> jax.Array:
 
 
 def _on_whole_matrices(fn: Callable[[jax.Array], jax.Array], x_LIO: jax.Array, axes: P) -> jax.Array:
-    """`fn` of a stack, computed by devices that share out its matrices rather than cut them.
+    """Apply `fn` to a stack with whole matrices distributed over the devices, rather than shards of each matrix.
 
-    An all-to-all over each axis brings the matrices together, and another one cuts them again. Left alone, the
-    partitioner would sum the Gram matrices over devices in every iteration. A stack that the devices do not divide is
-    filled up with zeros.
+    An all-to-all over each axis gathers the matrices, and another one shards them again. Without it the partitioner
+    would sum the Gram matrices over devices in every iteration. A stack that the devices do not divide is padded with
+    zeros.
 
     Args:
       fn: maps a stack, matrix by matrix.
       x_LIO: the stack.
-      axes: the mesh axes that cut its dimensions, before and after.
+      axes: the mesh axes that shard its dimensions, before and after.
     """
     num_parts, num_layers = math.prod(map(num_devices, _INSIDE_A_REPLICA)), x_LIO.shape[0]
     if num_parts == 1:
         return fn(x_LIO)
-    # One axis after the other: from two at once the partitioner would gather the whole stack on every device.
+    # Axes are moved one at a time: for two at once the partitioner would gather the whole stack on every device.
     moved = [_INSIDE_A_REPLICA[:count] for count in range(len(_INSIDE_A_REPLICA) + 1)]
     specs = [(layers, *(None if axis in layers else axis for axis in axes[1:])) for layers in moved]
     x_LIO = jnp.pad(x_LIO, ((0, -num_layers % num_parts), (0, 0), (0, 0)))
@@ -73,7 +73,7 @@ def _on_whole_matrices(fn: Callable[[jax.Array], jax.Array], x_LIO: jax.Array, a
 
 
 def newton_schulz(x_LIO: jax.Array) -> jax.Array:
-    """Every matrix with its singular values brought near 1, by odd polynomials: x <- a x + b (x xᵀ) x + c (x xᵀ)² x."""
+    """Bring the singular values of every matrix near 1 by odd polynomials, x <- a x + b (x xᵀ) x + c (x xᵀ)² x."""
     wide = x_LIO.shape[-2] <= x_LIO.shape[-1]
     x_LMN = x_LIO if wide else x_LIO.mT
     x_LMN = x_LMN / (jnp.linalg.norm(x_LMN, axis=(-2, -1), keepdims=True) + _EPS)

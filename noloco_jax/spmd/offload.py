@@ -1,4 +1,4 @@
-"""The outer state in host memory between outer steps."""
+"""Offload of the outer state to host memory between outer steps."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from noloco_jax.spmd.programs import Programs, PyTree, TrainState, shardings_of
 
 
 def offloaded(programs: Programs) -> Programs:
-    """The same programs with the outer state at rest in pinned host memory.
+    """Return the programs with the outer state offloaded to pinned host memory between outer steps.
 
-    An inner step then has no more on its device than plain Adam. The outer step deletes what it has read, as if
-    donated.
+    An inner step then needs no more device memory than plain Adam. The outer step deletes the state it has read, as if
+    it were donated.
     """
     resting_outer = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding.with_memory_kind("pinned_host")),
@@ -27,7 +27,7 @@ def offloaded(programs: Programs) -> Programs:
     resting = dataclasses.replace(
         programs,
         resting=programs.state._replace(outer=resting_outer),
-        moved=None,  # the outer step alone fetches the state
+        moved=None,  # only the outer step fetches the state
     )
     return dataclasses.replace(
         resting,
@@ -39,9 +39,7 @@ def offloaded(programs: Programs) -> Programs:
 
 
 def from_rest(program: Callable[..., Any], programs: Programs) -> Callable[..., Any]:
-    """A program (params, outer, ...) -> (params, outer, ...), for an outer state that rests where that of `programs`
-    does, before and after.
-    """
+    """Wrap a program (params, outer, ...) -> (params, outer, ...) to take and return the outer state at rest."""
     on_device, resting = shardings_of(programs.state.outer), shardings_of(programs.resting.outer)
     if on_device == resting:
         return program
@@ -49,7 +47,7 @@ def from_rest(program: Callable[..., Any], programs: Programs) -> Callable[..., 
     def run(params: PyTree, outer: OuterState, *others: Any) -> tuple[Any, ...]:
         fetched = jax.device_put(outer, on_device)
         for x in jax.tree.leaves(outer):
-            x.delete()  # before its successor is written; device_put donates nothing to another kind of memory
+            x.delete()  # frees it before its successor is written; device_put cannot donate across memory kinds
         params, outer, *results = program(params, fetched, *others)
         return params, jax.device_put(outer, resting), *results
 

@@ -1,12 +1,12 @@
-"""The pipeline with random routing between replicas, over devices: stage s of a replica on devices of their own.
+"""Pipeline over devices with random routing between replicas: every stage of a replica has devices of its own.
 
 One program runs on all devices (arXiv 2506.10911, Section 3). At tick t, stage s works on micro-batch t - s, and all
-stages send what they made to the next stage of the replica that the tick's route names; after M + S - 1 ticks all M
-micro-batches are through: a bubble of (S - 1)/(M + S - 1). The gradient retraces the routes by itself.
+stages send their results to the next stage of the replica that the tick's route names. All M micro-batches are finished
+after M + S - 1 ticks: a bubble of (S - 1)/(M + S - 1). JAX's transposition routes the gradient back.
 
 Every stage holds one part of its replica's vocabulary (`stages`). Before the ticks all stages look up their own tokens
-of all micro-batches, and the sum over the stages is what the first one works on. After the ticks the hidden states of
-the last stage go to all stages of its replica, each of which computes the logits of its own tokens.
+of all micro-batches, and the sum over the stages is the input of the first. After the ticks the hidden states of the
+last stage go to all stages of its replica, each of which computes the logits of its own tokens.
 
 Axes: L replicas of a device, M micro-batches, B sequences of one, T positions, D hidden width, V tokens of one stage.
 """
@@ -31,7 +31,7 @@ DEVICES = ("replica", "stage")  # in the order in which the routes number device
 
 
 def device_routes(pool: np.ndarray, num_devices: int, num_slots: int) -> Routes:
-    """The routes (pool, S - 1, N) as messages between all stages of all replicas, N = num_devices · num_slots.
+    """Lower the routes (pool, S - 1, N) to messages between all stages of all replicas, N = num_devices · num_slots.
 
     A stage of a replica is one item on the device (device of the replica, stage). The last stage sends nothing.
     """
@@ -47,7 +47,7 @@ def device_routes(pool: np.ndarray, num_devices: int, num_slots: int) -> Routes:
     for entry, routes in enumerate(pool):
         for stage in range(num_boundaries):
             sources[entry, item(routes[stage], stage + 1)] = item(replicas, stage)
-        sources[entry, item(replicas, 0)] = item(replicas, num_boundaries)  # to close the permutation: not sent
+        sources[entry, item(replicas, 0)] = item(replicas, num_boundaries)  # closes the permutation and is not sent
     lowered = lower(sources, num_devices * num_stages, num_slots)
 
     def open_end(destinations: tuple[int, ...]) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ def routed_nll(
     weight_L: jax.Array,
     routes: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs this device's part of the schedule. For use inside `shard_map` over `replica` and `stage`.
+    """Run this device's part of the schedule. For use inside `shard_map` over `replica` and `stage`.
 
     Args:
       model: the model.
@@ -74,20 +74,20 @@ def routed_nll(
       pool: (pool, S - 1, N), see `routing.route_pool`.
       params: this stage's part of the parameters, the vocabulary padded to a multiple of S; the device's L replicas in
         front.
-      batch: (L, M·B, T), of the device's replicas, on each of their stages.
-      weight_L: float32, what the loss of a label in each of these batches counts.
+      batch: (L, M·B, T), batches of the device's replicas, on each of their stages.
+      weight_L: float32, the weight of a label's loss in each of these batches.
       routes: int32 (M + S - 1,), the pool entry of each tick.
 
     Returns:
-      By the replica whose last stage made the hidden states, on all of its stages, float32 (L,): the summed loss,
-      weighted as the batches that it comes from; and the number of labels.
+      (summed loss, number of labels), float32 (L,), attributed to the replica whose last stage computed the hidden
+      states and equal on all of its stages. The loss carries the weights of the batches it comes from.
     """
     stage, num_stages = lax.axis_index("stage"), lax.axis_size("stage")
     messages = device_routes(pool, lax.axis_size("replica"), batch["labels"].shape[0])
     vocabulary = {name: params[name] for name in ("embed", "head") if name in params}
 
     def look_up(slot: tuple[PyTree, jax.Array]) -> jax.Array:
-        """The embeddings of this stage's tokens, and zeros for all others."""
+        """Return the embeddings of this stage's tokens, and zeros for all others."""
         part, ids_BT = slot
         num_own = part["embed"].shape[0]
         own_BT = ids_BT // num_own == stage
@@ -122,7 +122,7 @@ def routed_nll(
     nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), entering)
     _, made = lax.scan(tick, nothing, (routes, entering))
 
-    # All micro-batches as one: the head's gradient is as large as the head, and would be kept for each.
+    # All micro-batches are scored as one, since the head's gradient is as large as the head and would be kept for each.
     h_MLBTD, labels_MLBT, weight_ML = jax.tree.map(lambda x: x[num_stages - 1 :], made)
     weight_MLB = jnp.broadcast_to(weight_ML[..., None], labels_MLBT.shape[:3])
     h_LBTD, labels_LBT, weight_LB = map(merge_microbatches, (h_MLBTD, labels_MLBT, weight_MLB))
@@ -138,6 +138,6 @@ def _append_zeros(x: jax.Array, number: int) -> jax.Array:
 
 
 def _from_last_stage(tree: PyTree) -> PyTree:
-    """What the last stage holds, on every stage of its replica."""
+    """Broadcast a tree from the last stage to every stage of its replica."""
     is_last = lax.axis_index("stage") == lax.axis_size("stage") - 1
     return sum_over_stages(jax.tree.map(lambda x: jnp.where(is_last, x, jnp.zeros_like(x)), tree))

@@ -33,9 +33,9 @@ from noloco_jax.spmd.shared_batch import parts_of, share_program, spans_processe
 from noloco_jax.spmd.stages import padded_vocab_size, replica_square_norm, resize_vocabulary
 
 PyTree = Any
-# Of programs that run once: making them fast takes longer than running them.
+# Options for programs that run once: optimizing them takes longer than running them.
 RUN_ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-# Where replicas live inside the programs: on devices, and as the slots of one device.
+# Axes of the replicas inside the programs: devices, and the slots of one device.
 REPLICAS = ("replica", "slot")
 SLOT = REPLICAS[1]
 
@@ -55,7 +55,7 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """Of one inner step, float32 (N,): each replica's own."""
+    """Metrics of one inner step, float32 (N,), one value a replica."""
 
     loss: jax.Array
     grad_norm: jax.Array
@@ -63,31 +63,33 @@ class StepMetrics(NamedTuple):
 
 @dataclass(frozen=True)
 class Programs:
-    """A run's programs. Parts of the state that a program takes are donated.
+    """Programs of a run. Parts of the state that a program takes are donated.
 
     Attributes:
       mesh: the devices.
-      state: shapes, dtypes and shardings of the `TrainState` as programs take it.
-      resting: the same as it lies between steps, with the outer state in host memory where it is offloaded.
-      batch: the same for a batch, `input_ids`, `labels` and with a document mask `segment_ids`, int32 (N, B, T).
-      parts: the same for what `share_batch` takes.
+      state: shapes, dtypes and shardings of the `TrainState` that programs take.
+      resting: shapes, dtypes and shardings of the state between steps, with an offloaded outer state in host memory.
+      batch: shapes and shardings of a batch: `input_ids`, `labels` and with a document mask `segment_ids`, int32
+        (N, B, T).
+      parts: shape and sharding of the argument of `share_batch`.
       init: key -> TrainState at rest, the same weights in every replica.
       from_params: parameters of one replica (no replica axis) -> TrainState at rest.
       inner_step: (params, inner, batch, step) -> (params, inner, StepMetrics); step 1, 2, ... is the one to take.
       outer_step: (params, outer at rest) -> (params, outer at rest); None for methods without.
-      moved: (params, outer) -> how far each replica has moved since its last outer step, (N,); None for methods
-        without, and where the outer state is not on the devices.
-      correct_step: likewise, for the oldest correction that has not entered; None where there is no delay.
-      share_moments: (inner, round) -> inner with the moments averaged that belong to outer step `round`; None where
-        moments stay with their replica.
+      moved: (params, outer) -> movement of each replica since its last outer step, (N,); None for methods without
+        outer steps, and if the outer state is offloaded.
+      correct_step: (params, outer at rest) -> (params, outer at rest) with the oldest pending correction applied; None
+        without a delay.
+      share_moments: (inner, round) -> inner with the moments of outer step `round` averaged over the group; None if
+        moments are not shared.
       evaluate: (params, batch) -> summed loss (N,) and number of tokens (N,).
-      final_merge: params -> params, likewise, but by rounds of pairs; None unless the run ends with it.
-      merge: params -> params, all replicas the plain mean.
+      final_merge: params -> params, every replica the mean, by rounds of pairs; None unless the run ends with it.
+      merge: params -> params, every replica the mean, by an all-reduce.
       spread: params -> sqrt(Σ |mean − θ_i|² / (numel · N)), the replica spread.
-      share_batch: parts -> batch, from the device of each replica that was given it (`shared_batch`); None where every
+      share_batch: parts -> batch, from the device of each replica that was given it (`shared_batch`); None if every
         replica's devices belong to one process, which gives each its rows.
-      compiled: of the programs that are compiled already, what the compiler made of them.
-      compile_seconds: how long that took.
+      compiled: compiled executables by program name.
+      compile_seconds: seconds of lowering and compilation.
     """
 
     mesh: Mesh
@@ -111,17 +113,17 @@ class Programs:
     compile_seconds: Mapping[str, float] = field(default_factory=dict)
 
     def at_rest(self, state: TrainState) -> TrainState:
-        """A state with its outer part where it lies between steps."""
+        """Move the outer part of a state to where it lies between steps."""
         return state._replace(outer=jax.device_put(state.outer, shardings_of(self.resting.outer)))
 
 
 def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | None = None) -> Programs:
-    """The programs of a run on a mesh; they are compiled at their first call.
+    """Build the programs of a run on a mesh; they are compiled at their first call.
 
     Args:
       config: the run.
       mesh: its devices.
-      shares_batches: whether to make `share_batch`; None: where the devices ask for it.
+      shares_batches: make `share_batch`; None: if some replica's devices belong to several processes.
     """
     inner, make_outer = inner_optimizer(config), method_of(config).outer_optimizer
     fragments = sharding.fragments_of(config.outer.fragments)
@@ -153,7 +155,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
     )
 
     def outer_program(step):
-        """A program of the outer optimizer: a step of one, or None if it has none."""
+        """Compile a step function of the outer optimizer; None if it is None."""
         return step and compiled(
             partial(_outer_step, outer, step),
             in_specs=(specs.params, specs.outer),
@@ -232,7 +234,7 @@ def over_mesh(
     out_shardings: Any,
     donate: tuple[int, ...] = (),
 ) -> Any:
-    """A program written for the slots of one device, over the whole mesh; `fsdp` and `tensor` go to the partitioner."""
+    """Run a function of one device's slots over the whole mesh; `fsdp` and `tensor` are left to the partitioner."""
     mapped = jax.shard_map(
         body,
         mesh=mesh,
@@ -245,12 +247,12 @@ def over_mesh(
 
 
 def shardings_of(shapes: PyTree) -> PyTree:
-    """The shardings of shapes."""
+    """Return the shardings of shapes."""
     return jax.tree.map(lambda x: x.sharding, shapes)
 
 
 def outer_axes(outer: OuterOptimizer) -> OuterState:
-    """Where replicas lie in the outer state, for `vmap`: in front of what has the parameters' shapes, nowhere else."""
+    """Return the `vmap` axes of the outer state: 0 for leaves with the parameters' shapes, None for the others."""
     state = jax.eval_shape(outer.init, jnp.zeros([]))  # one parameter stands for all: a prefix of every state
     axes: Any = optax.tree.map_params(outer, lambda _: 0, state, transform_non_params=lambda _: None)
     return axes
@@ -293,7 +295,7 @@ def _outer_step(outer: Any, step, params: PyTree, state: OuterState) -> tuple[Py
 
 def _moved(outer: OuterOptimizer, params: PyTree, state: OuterState) -> jax.Array:
     moved = jax.vmap(outer.moved, in_axes=(0, outer_axes(outer)), axis_name=SLOT)(params, state)
-    # Of all stages together; they have nearly as many weights each.
+    # The mean over stages is nearly the mean over weights, since the stages have nearly as many weights each.
     return jnp.sqrt(jax.lax.pmean(jnp.square(moved), "stage")) if jax.lax.axis_size("stage") > 1 else moved
 
 

@@ -1,4 +1,4 @@
-"""Which replica's next stage a micro-batch enters (arXiv 2506.10911, Section 3: random pipeline routing)."""
+"""Random pipeline routing (arXiv 2506.10911, Section 3): the replica whose next stage a micro-batch enters."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +16,11 @@ _MOST_ROUTES = 64
 
 
 def route_pool(num_replicas: int, num_stages: int, seed: int, routing: str) -> np.ndarray:
-    """The routes that are compiled: int32 (pool, S - 1, N), entry [p, s, i] is where replica i's stage s sends.
+    """Return the routes to compile, int32 (pool, S - 1, N): replica i's stage s sends to replica [p, s, i].
 
-    Random: the rows of Latin squares with shuffled rows, columns and symbols, other ones at every boundary, so that a
-    uniform draw makes every replica of the next stage exactly equally likely. Of more than 64 replicas, 64 rows: each
-    replica then sends to 64 of the others, equally often. Fixed: everyone to itself.
+    Random routing uses the rows of Latin squares with shuffled rows, columns and symbols, different at every boundary,
+    so that a uniform draw makes every replica of the next stage equally likely. More than 64 replicas use 64 rows: each
+    replica then sends to 64 of the others, equally often. With fixed routing every replica sends to itself.
     """
     if routing == "fixed" or num_replicas == 1:
         return np.tile(np.arange(num_replicas, dtype=np.int32), (1, num_stages - 1, 1))
@@ -56,12 +56,12 @@ def routed_bytes(config: TrainConfig) -> Callable[[int], int]:
 
 
 def num_ticks(config: TrainConfig) -> int:
-    """Ticks of an inner step: all micro-batches, and the stages but one."""
+    """Return the ticks of an inner step: micro-batches + stages - 1."""
     return config.num_microbatches + config.mesh.stage - 1
 
 
 def draw_routes(pool_size: int, num_ticks: int, seed: int, step: Any) -> Any:
-    """The pool entry of every tick of inner step `step`: int32 (ticks,), uniform, a function of seed and step.
+    """Draw the pool entry of every tick of inner step `step`: int32 (ticks,), uniform, a function of seed and step.
 
     Micro-batch m crosses boundary s at tick m + s, along `pool[entry[m + s], s]`: every micro-batch and boundary has a
     draw of its own.

@@ -1,4 +1,4 @@
-"""The one table of shardings: how every parameter, and what follows it, lies on the mesh."""
+"""Table of shardings on the mesh: every parameter, and every state array that is sharded like it."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from noloco_jax.outer.transform import OuterOptimizer
 
 PyTree = Any
 
-# The axes over which the programs are written by hand; `fsdp` and `tensor` are left to the partitioner.
+# Axes that are manual in `shard_map`; `fsdp` and `tensor` are left to the partitioner.
 MANUAL_AXES = ("replica", "stage")
 
 # Dimensions of one replica's parameter, behind the replicas' axis. Stacked layers and the vocabulary lie on the stages.
@@ -37,7 +37,7 @@ REPLICA_SPEC = P("replica")  # one value a replica
 
 
 def param_specs(params: PyTree, mesh: Mesh) -> PyTree:
-    """Specs of parameters with a leading replica axis. An axis that does not divide its dimension is left out."""
+    """Return specs of parameters with a leading replica axis; an axis that does not divide its dimension is omitted."""
 
     def spec(path: tuple, leaf: jax.Array) -> P:
         axes = ("replica", *parameter_spec(path))
@@ -47,32 +47,32 @@ def param_specs(params: PyTree, mesh: Mesh) -> PyTree:
 
 
 def parameter_spec(path: tuple) -> P:
-    """The row of `PARAMETER_SPECS` of a parameter, by its path in the parameters' tree."""
+    """Return the row of `PARAMETER_SPECS` of a parameter, by its path in the parameters' tree."""
     return PARAMETER_SPECS["/".join(key.key for key in path)]
 
 
 def hidden_dimension(path: tuple, shape: tuple[int, ...]) -> int:
-    """The dimension of hidden states, which every parameter has: where `fsdp` shards it, or else the last.
+    """Return the hidden dimension of a parameter: the one that `fsdp` shards, or else the last.
 
     Args:
-      path: of an array of one replica.
-      shape: its shape.
+      path: path of the parameter.
+      shape: its shape in one replica.
     """
     spec = parameter_spec(path)
     return spec.index("fsdp") if "fsdp" in spec else len(shape) - 1
 
 
 def fragments_of(count: int) -> Fragments:
-    """The parameters in `count` fragments, along hidden states."""
+    """Return a cut of the parameters into `count` fragments along their hidden dimensions."""
     return Fragments(count, hidden_dimension, stage_origin)
 
 
 def stage_origin(path: tuple, shape: tuple[int, ...]) -> list[Any]:
-    """The index at which a stage's part of one replica's array begins, along every dimension.
+    """Return the start index of a stage's part of one replica's array, along every dimension.
 
     Args:
-      path: of the parameter.
-      shape: of the part.
+      path: path of the parameter.
+      shape: shape of the part.
     """
     if "stage" not in jax.sharding.get_abstract_mesh().manual_axes:
         return [0] * len(shape)
@@ -87,7 +87,7 @@ def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _fitting(dim: int, names: str | tuple[str, ...] | None, mesh: Mesh) -> str | tuple[str, ...] | None:
-    """The first of a dimension's axes, as many as divide it together."""
+    """Return the longest prefix of a dimension's axes whose product divides it."""
     if not isinstance(names, tuple):
         return names if names is None or dim % mesh.shape[names] == 0 else None
     sizes = np.cumprod([mesh.shape[name] for name in names])
@@ -95,9 +95,9 @@ def _fitting(dim: int, names: str | tuple[str, ...] | None, mesh: Mesh) -> str |
 
 
 def inner_specs(inner: optax.GradientTransformation, params: PyTree, specs: PyTree) -> PyTree:
-    """Specs of the inner optimizer's state: what has a parameter's path and shape lies where the parameter does.
+    """Return specs of the inner optimizer's state: a leaf with a parameter's path and shape is sharded like it.
 
-    Paths may begin with anything: an optimizer may hold a part of the parameters' tree, or several like it.
+    Paths may have any prefix: an optimizer may hold a part of the parameters' tree, or several such trees.
     """
     of_param = {
         path: (x.shape, spec)
@@ -112,16 +112,16 @@ def inner_specs(inner: optax.GradientTransformation, params: PyTree, specs: PyTr
 
 
 def outer_specs(outer: OuterOptimizer, state: OuterState, specs: PyTree) -> OuterState:
-    """Specs of an outer optimizer's state: what has a parameter's shape lies where the parameter does.
+    """Return specs of an outer optimizer's state: subtrees like the parameters are sharded like them.
 
-    A code's windows are few, and lie on all the devices of a replica's stage.
+    A wire format's windows are few, and are replicated over the devices of a replica's stage.
     """
     placed: Any = optax.tree.map_params(outer, lambda _, spec: spec, state, specs, transform_non_params=lambda _: P())
     return placed._replace(windows=manual(placed.windows))
 
 
 def manual(specs: PyTree) -> PyTree:
-    """The part of the specs that `shard_map` is told: the manual axes."""
+    """Restrict specs to the manual axes, as `shard_map` takes them."""
 
     def part(names: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
         return tuple(name for name in _names(names) if name in MANUAL_AXES) or None
@@ -130,5 +130,5 @@ def manual(specs: PyTree) -> PyTree:
 
 
 def shardings(mesh: Mesh, specs: PyTree) -> PyTree:
-    """Specs as shardings."""
+    """Convert specs to shardings."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)

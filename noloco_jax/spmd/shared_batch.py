@@ -1,4 +1,4 @@
-"""A replica's batch on all of its devices, where these belong to several processes and only one of them reads it.
+"""Broadcast of a replica's batch to all of its devices, if these belong to several processes and only one reads it.
 
 Shapes: N replicas, R devices along `replica`, L = N / R; D devices of a replica; K arrays of a batch (inputs, labels,
 perhaps segments), in the order of its names; B sequences of T tokens.
@@ -17,15 +17,15 @@ from noloco_jax.spmd.gradients import Batch
 from noloco_jax.spmd.sharding import BATCH_SPEC
 
 _INSIDE = ("stage", "fsdp", "tensor")  # the mesh axes of one replica's devices
-_PARTS_SPEC = P("replica", _INSIDE)  # of parts_NDKBT
+_PARTS_SPEC = P("replica", _INSIDE)  # spec of parts_NDKBT
 
 
 def spans_processes(mesh: Mesh, devices_per_process: int | None = None) -> bool:
-    """Whether the devices of some replica belong to several processes.
+    """Return True if the devices of some replica belong to several processes.
 
     Args:
       mesh: the devices.
-      devices_per_process: how many neighbours on the mesh belong to one process; None: whichever JAX says.
+      devices_per_process: number of adjacent mesh devices of one process; None: as JAX reports them.
     """
     if devices_per_process is None:
         owners = np.array([device.process_index for device in mesh.devices.flat])
@@ -36,7 +36,7 @@ def spans_processes(mesh: Mesh, devices_per_process: int | None = None) -> bool:
 
 
 def replicas_read_here(mesh: Mesh, num_replicas: int) -> list[int]:
-    """The replicas whose data this process reads: those whose first device it holds. Each has one reader."""
+    """Return the replicas whose data this process reads: those whose first device it holds. Each has one reader."""
     first_devices = mesh.devices.reshape(mesh.shape["replica"], -1)[:, 0]
     slots = num_replicas // len(first_devices)
     here = [number for number, device in enumerate(first_devices) if device.process_index == jax.process_index()]
@@ -44,17 +44,17 @@ def replicas_read_here(mesh: Mesh, num_replicas: int) -> list[int]:
 
 
 def parts_of(batch: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Shape and sharding of what `share_program` takes, for a batch of arrays (N, B, T)."""
+    """Return shape and sharding of the argument of `share_program`, for a batch of arrays (N, B, T)."""
     num_replicas, *shape = batch["input_ids"].shape
     parts = (num_replicas, mesh.size // mesh.shape["replica"], len(batch), *shape)
     return jax.ShapeDtypeStruct(parts, jnp.int32, sharding=NamedSharding(mesh, _PARTS_SPEC))
 
 
 def share_program(mesh: Mesh, names: Sequence[str]) -> Callable[[jax.Array], Batch]:
-    """A program that sends each replica's batch from its first device to all of its devices, and to no other replica's.
+    """Build a program that broadcasts each replica's batch from its first device to all of its devices.
 
-    It takes parts_NDKBT: the batch for the first device of a replica, zeros for the others. Their sum is the batch, and
-    it goes by a reduction because every backend has one, over any number of axes.
+    It takes parts_NDKBT: the batch on the first device of a replica, zeros on the others. The batch is their sum; a
+    reduction is used because every backend has one, over any number of axes.
     """
 
     copies = tuple(axis for axis in ("stage", "tensor") if mesh.shape[axis] > 1)  # devices with the same rows
@@ -72,11 +72,11 @@ def share_program(mesh: Mesh, names: Sequence[str]) -> Callable[[jax.Array], Bat
 
 
 class PartPlacer:
-    """Puts the batches that this process reads on the first devices of their replicas, and zeros on its others.
+    """Placement of the batches that this process reads on their replicas' first devices, with zeros on its others.
 
     Args:
-      parts: what `parts_of` says.
-      names: of a batch's arrays.
+      parts: shape and sharding from `parts_of`.
+      names: names of a batch's arrays.
     """
 
     def __init__(self, parts: jax.ShapeDtypeStruct, names: Sequence[str]):
@@ -93,7 +93,7 @@ class PartPlacer:
                 )
 
     def __call__(self, read: Mapping[int, Mapping[str, np.ndarray]]) -> jax.Array:
-        """parts_NDKBT of replica -> its batch (B, T), for the replicas of `replicas_read_here`."""
+        """Build parts_NDKBT from replica -> its batch (B, T), for the replicas of `replicas_read_here`."""
         rows = {
             device: jax.device_put(
                 np.stack([[[read[replica][name] for name in self._names]] for replica in replicas]), device

@@ -1,4 +1,4 @@
-"""The programs of a replica that trains alone and hears of others by other means than collectives: an island's."""
+"""Programs of an island: a replica that trains alone and exchanges messages outside of JAX's collectives."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class SoloPrograms:
-    """Compiled for a run of one replica, whose arrays have a leading axis of one. What they take is donated.
+    """Programs of a run of one replica, whose arrays have a leading axis of one. Arguments are donated.
 
     Attributes:
       step: (params, outer) -> (params, outer, kept, norm): the solo step, what is kept of its message for an exchange,
@@ -50,11 +50,11 @@ class SoloPrograms:
 
 
 def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
-    """The programs of a run of one replica whose method has outer steps; they are compiled at their first call.
+    """Build the programs of a run of one replica whose method has outer steps; they compile at their first call.
 
-    The partitioner sees to `fsdp` and `tensor`: with one replica there is no axis to be manual over. A code's blocks
-    therefore are those of whole arrays, whatever the mesh, so that replicas of different meshes understand each other;
-    arrays that are sharded inside the replica are gathered for it, one by one.
+    The partitioner handles `fsdp` and `tensor`: with one replica no axis is manual. The blocks of a wire format are
+    therefore those of whole arrays on any mesh, so that replicas on different meshes can exchange messages. Arrays that
+    are sharded inside the replica are gathered for that, one by one.
     """
     make_outer = method_of(config).outer_optimizer
     assert make_outer is not None
@@ -85,7 +85,7 @@ def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
 
 
 def compile_solo(solo: SoloPrograms, programs: Programs) -> SoloPrograms:
-    """The same, compiled for the run's shapes and shardings; the outer state they take and return is at rest."""
+    """Compile the programs for the run's shapes and shardings; the outer state they take and return is at rest."""
     params, _, outer = programs.state
     round = jax.ShapeDtypeStruct((), jnp.int32)
     step = solo.step.lower(params, outer).compile()  # type: ignore[attr-defined]

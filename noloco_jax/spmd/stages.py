@@ -1,8 +1,8 @@
-"""What all pipeline stages of a replica share: the vocabulary, in as many parts, and the last norm, whole on each.
+"""Parameters shared by a replica's pipeline stages: the vocabulary, sharded over them, and copies of the last norm.
 
-Vocabulary parallelism (arXiv 2411.05288): of V' tokens, V rounded up to a multiple of 8 S, every one of the S stages
-holds V'/S rows of the embedding and V'/S columns of the head. The tokens from V on are padding, and stay zero: no
-position looks them up, and no softmax counts them. The norm's weight is small: every stage holds a copy.
+Vocabulary parallelism (arXiv 2411.05288): V is padded to V' tokens, a multiple of 8 S, and each of the S stages holds
+V'/S rows of the embedding and V'/S columns of the head. The tokens from V on are padding and stay zero: no position
+looks them up, and no softmax counts them. The norm's weight is small, so every stage holds a copy.
 """
 
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ _ON_EVERY_STAGE = "norm"
 
 
 def padded_vocab_size(vocab_size: int, mesh_shape: Mapping[str, int]) -> int:
-    """V': the tokens that the tables of a run have, for the devices along every axis of its mesh.
+    """Return V', the padded vocabulary of a run on a mesh of this shape.
 
-    Of several stages it is a multiple of the `tensor` devices as well, which share a stage's part, and each has a
-    multiple of 8, so that the blocks of a code lie as in whole tables (`wires.cut_of`).
+    With several stages it is also a multiple of the `tensor` devices that shard a stage's part. Each part is a multiple
+    of 8, so that the blocks of a wire format lie as in whole tables (`wires.cut_of`).
     """
     if mesh_shape["stage"] == 1:
         return vocab_size
@@ -30,11 +30,11 @@ def padded_vocab_size(vocab_size: int, mesh_shape: Mapping[str, int]) -> int:
 
 
 def resize_vocabulary(tree: PyTree, vocab_size: int) -> PyTree:
-    """Every embedding and head in a tree, padded with zeros or cut to `vocab_size` tokens; the rest as it is.
+    """Pad with zeros, or cut, every embedding and head in a tree to `vocab_size` tokens; leave other arrays unchanged.
 
     Args:
       tree: parameters, or a state that holds dicts like them: moments, slow weights. Any leading axes.
-      vocab_size: what to make of the tables' vocabulary; only padding may be cut.
+      vocab_size: the new vocabulary size; only padding may be cut.
     """
 
     def resized(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
@@ -51,8 +51,8 @@ def resize_vocabulary(tree: PyTree, vocab_size: int) -> PyTree:
 
 
 def sum_over_stages(tree: PyTree) -> PyTree:
-    """The sum of every stage's tree, on all stages. For use inside `shard_map` over `stage`."""
-    if jax.lax.axis_size("stage") == 1:  # XLA's partitioner refuses it beside axes that are left to it
+    """Sum every stage's tree, with the result on all stages. For use inside `shard_map` over `stage`."""
+    if jax.lax.axis_size("stage") == 1:  # XLA's partitioner refuses a sum over one device beside auto axes
         return tree
 
     def total(x: jax.Array) -> jax.Array:
@@ -64,7 +64,7 @@ def sum_over_stages(tree: PyTree) -> PyTree:
 
 
 def sum_copies(gradient: PyTree) -> PyTree:
-    """The gradient of what every stage holds a copy of, summed over the stages; of the rest, this stage's part.
+    """Sum the gradients of parameters that every stage copies over the stages; keep the rest, this stage's part.
 
     For use inside `shard_map` over `stage`. All stages get the same sum, so that their copies stay equal.
     """
@@ -72,7 +72,7 @@ def sum_copies(gradient: PyTree) -> PyTree:
 
 
 def replica_square_norm(gradient: PyTree) -> jax.Array:
-    """The squared norm of a replica's gradient, whose parts its stages hold; what all hold a copy of counts once.
+    """Return the squared norm of a replica's gradient over all stages, counting copied parameters once.
 
     For use inside `shard_map` over `stage`, on what `sum_copies` returns.
     """

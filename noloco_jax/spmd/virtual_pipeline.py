@@ -1,4 +1,4 @@
-"""The pipeline with random routing on one device: no schedule, no messages. The readable twin of `pipeline`.
+"""Pipeline with random routing on one device, without schedule or messages: the readable equivalent of `pipeline`.
 
 Axes: N replicas, M micro-batches, B sequences of one, T positions, D hidden width.
 """
@@ -27,7 +27,7 @@ def routed_nll(
     weight_N: jax.Array,
     routes: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Pushes every micro-batch through the stages of the replicas that it is routed to.
+    """Run every micro-batch through the stages of the replicas that it is routed to.
 
     Args:
       model: the model.
@@ -36,14 +36,14 @@ def routed_nll(
       pool: (pool, S - 1, N), see `routing.route_pool`.
       params: the model's, the N replicas in front.
       batch: (N, M·B, T).
-      weight_N: float32, what the loss of a label in each of these batches counts.
+      weight_N: float32, the weight of a label's loss in each of these batches.
       routes: int32 (M + S - 1,), the pool entry of each tick.
 
     Returns:
-      By the replica whose last stage scored them, float32 (N,): the summed loss, weighted as the batches that it comes
-      from; and the number of labels.
+      (summed loss, number of labels), float32 (N,), attributed to the replica whose last stage scored them. The loss
+      carries the weights of the batches it comes from.
     """
-    sources = jnp.asarray(np.argsort(pool, axis=-1))  # from whom a replica receives, where the pool says to whom
+    sources = jnp.asarray(np.argsort(pool, axis=-1))  # the sender of each replica; the pool lists the receivers
     layers_a_stage = model.num_layers // num_stages
 
     def run(slot: tuple[PyTree, jax.Array, jax.Array | None]) -> jax.Array:

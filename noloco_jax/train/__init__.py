@@ -1,1 +1,1 @@
-"""Trains a Llama, with checkpoints, metrics and pictures."""
+"""Training of a Llama, with checkpoints, metrics and pictures."""

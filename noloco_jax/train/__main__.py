@@ -1,4 +1,4 @@
-"""Runs `python -m noloco_jax.train`; what it does stands in `command`."""
+"""Entry point of `python -m noloco_jax.train`; see `command`."""
 
 from noloco_jax.errors import run_command
 

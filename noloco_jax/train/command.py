@@ -1,4 +1,4 @@
-"""Trains a Llama on text, with NoLoCo or another method, in one program over all devices.
+"""Train a Llama on text, with NoLoCo or another method, in one program over all devices.
 
 python -m noloco_jax.train --config=configs/quickstart.py --workdir=DIR
 """
@@ -14,11 +14,11 @@ from noloco_jax.train.flags import define_run_flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses the command line and trains; returns the exit status."""
+    """Parse the command line and train; return the exit status."""
     config, flags = parse_args(argv, __doc__ or "", _define_flags, prog="python -m noloco_jax.train")
     place = find_place(flags, os.environ)
     keep_freed_memory()
-    from noloco_jax.train.training import train_at  # imports jax, for which help and wrong flags need not wait
+    from noloco_jax.train.training import train_at  # imported late, so that --help and wrong flags do not wait for jax
 
     return train_at(
         place,

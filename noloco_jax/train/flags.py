@@ -1,4 +1,4 @@
-"""The flags of a run that do not depend on where its replicas are: `train` and `island train` share them."""
+"""Flags that `train` and `island train` share, independent of where the replicas are."""
 
 from argparse import ArgumentParser
 
@@ -10,8 +10,8 @@ def define_run_flags(parser: ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="go back to the checkpoint of step N: later ones are moved to DIR/checkpoints_set_aside, and metrics of "
-        "later steps are dropped; given again, the same command goes on from what it has saved since; of islands, give "
-        "it to all",
+        "later steps are dropped; given again, the same command resumes from what it has saved since; with islands, "
+        "give it to all of them",
     )
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the banner and stop")
     parser.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project as well")

@@ -1,4 +1,4 @@
-"""A training run from its first check to its last picture."""
+"""Training run, from the first check to the last picture."""
 
 import contextlib
 import time
@@ -55,13 +55,13 @@ from noloco_jax.spmd.shared_batch import replicas_read_here
 
 
 def train_at(place: Place | None, config: TrainConfig, workdir: Path, *, start_timeout: float, **choices: Any) -> int:
-    """Trains as the process that stands at `place`; returns the exit status.
+    """Train as the process at `place`; return the exit status.
 
     Args:
-      place: among the processes of the run; None: it is alone.
+      place: place among the processes of the run; None: the only process.
       config: the run.
       workdir: see `train`.
-      start_timeout: how many seconds the processes wait for one another.
+      start_timeout: seconds that the processes wait for one another at the start.
       **choices: passed to `train`.
     """
     use_gpu_memory()
@@ -81,20 +81,20 @@ def train(
     processes: Processes | None = None,
     mode: Mode | None = None,
 ) -> int:
-    """Trains until `num_steps`, from the workdir's newest checkpoint if it has one; returns the exit status.
+    """Train until `num_steps`, resuming from the workdir's newest checkpoint if it has one; return the exit status.
 
-    Of several processes, each calls this; the first one prints and draws, all write metrics of their own replicas.
+    Every process of a run calls this; the first one prints and draws, all write metrics of their own replicas.
 
     Args:
       config: the run.
       workdir: its folder, the same one for all processes.
       from_step: the checkpoint to go back to, see `Checkpointer.start_step`; None: the newest.
-      dry_run: check everything, the files of the checkpoint to resume from included, and stop before anything is
+      dry_run: check everything, including the files of the checkpoint to resume from, and stop before anything is
         compiled or written.
-      wandb_project: also log there.
-      hooks: called in the course of the run.
-      processes: those that train it together; None: those that JAX knows of.
-      mode: how this process takes part; None: as `WholeRun`.
+      wandb_project: W&B project to log to as well.
+      hooks: callbacks in the course of the run.
+      processes: processes that train together; None: all processes of JAX.
+      mode: mode of this process; None: `WholeRun`.
 
     Raises:
       UserError: if the configuration does not fit the devices, the data or what the workdir holds.
@@ -116,7 +116,10 @@ def train(
     banner([*mode.rows, *banner_rows(config, programs, messages)], console)
     check_memory(config, programs)
     if dry_run and (holder := holder_of(workdir)) is not None:
-        console.print(f"{workdir} was taken by {holder} and not given back: while that runs, another is refused")
+        console.print(
+            f"{workdir} was locked by {holder} and not released: wait until that process has ended, or give another "
+            "--workdir"
+        )
     with (
         contextlib.nullcontext() if dry_run else workdir_locked(workdir, processes, console.print),
         Stop(processes) as stop,
@@ -149,13 +152,13 @@ def train(
         fingerprint = None if tokenizer is None else tokenizer.fingerprint
         if not mode.connect(whole, workdir, resumed, is_stopping, console.print, fingerprint):
             return _begins_again(console, stop)
-        streams.start()  # the first batches are made while the programs are compiled
+        streams.start()  # the first batches are made during compilation
         is_new = start is None and given is None
         programs = _compile(config, programs, console, unused=mode.unused, is_new=is_new)
         sync = mode.sync(config, programs)
         batches = GlobalBatches(streams, programs)
         if start is None:
-            state, given = _make_state(config, programs, given), None  # the host does not keep what was given
+            state, given = _make_state(config, programs, given), None  # frees the given parameters on the host
         else:
             state = _restore_state(config, programs, checkpoints, start, from_step, console)
         totals = Totals() if start is None else checkpoints.totals(start)
@@ -165,7 +168,7 @@ def train(
             write_start(whole, workdir, start or 0, changed)
         progress = Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console)
         with _open_metrics(config, workdir, start, wandb_project, mode) as metrics, progress:
-            processes.barrier("start")  # all clocks start together
+            processes.barrier("start")  # so that all clocks start together
             run = Run(
                 config=config,
                 programs=programs,
@@ -185,9 +188,9 @@ def train(
             outcome = train_steps(run, state, start or 0, evaluate_first=evaluate_first)
         sync.close(outcome.state, outcome.finished)
 
-    streams.close()  # when everything is saved; where a run fails, the process closes them at its end
+    streams.close()  # after a failure the streams close when the process ends
     if not outcome.finished:
-        console.print(f"{stop.reason}: everything is saved, the same command goes on")
+        console.print(f"{stop.reason}: everything is saved, the same command resumes the run")
         return stop.exit_status
     sample = sample_of_run(config, tokenizer, programs, outcome.state.params)
     if jax.process_index() == 0:
@@ -196,23 +199,23 @@ def train(
 
 
 def _console_of_first_process() -> Console:
-    """The console, which says nothing on the other processes."""
+    """Make the console, which is silent on all processes but the first."""
     console = make_console()
     console.quiet = jax.process_index() > 0
     return console
 
 
 def _check_inputs(config: TrainConfig) -> Tokenizer | None:
-    """Finds what is wrong with data and tokenizer before any time is spent; returns the run's tokenizer.
+    """Check data and tokenizer before anything expensive; return the run's tokenizer.
 
-    There is none where the data are tokens already and no text is to be written.
+    It is None if the data are token ids and no text sample is wanted.
     """
     check_data(config.data, num_replicas=config.num_replicas, vocab_size=config.model.vocab_size)
     if not needs_tokenizer(config.data) and not config.sample_tokens:
         return None
     if config.data.tokenizer == ByteTokenizer.name and not needs_tokenizer(config.data):
         raise UserError(
-            f"sample_tokens={config.sample_tokens} is of text, and the data are token ids of a tokenizer that "
+            f"sample_tokens={config.sample_tokens} needs a tokenizer, and the data are token ids of a tokenizer that "
             "data.tokenizer='byte' does not name: name it, or set sample_tokens=0"
         )
     tokenizer = load_tokenizer(config.data.tokenizer)
@@ -223,16 +226,16 @@ def _check_inputs(config: TrainConfig) -> Tokenizer | None:
 
 
 def _find_start(config: TrainConfig, mode: Mode, checkpoints: Checkpointer, stop: Stop) -> int | None:
-    """The step of the checkpoint to go on from, which fits the run; None to start anew."""
+    """Return the step of the checkpoint to resume from, after checking that it fits the run; None for a new run."""
     start = checkpoints.start_step()
-    stop.at(start or 0)  # from here on a SIGTERM means the next step, whichever that is
+    stop.at(start or 0)  # from here on a SIGTERM stops the run after its next step
     if start is not None:
         mode.check_start(config, checkpoints, start)
     return start
 
 
 def _lacks_evaluation(config: TrainConfig, workdir: Path, start: int, processes: Processes) -> bool:
-    """Whether a run that stopped after step `start` left out its evaluation there; the first process tells all."""
+    """Return True if the run stopped after step `start` without evaluating it; the first process decides for all."""
     lacks = is_evaluated(config, start)
     if lacks and jax.process_index() == 0 and (workdir / METRICS_FILE).exists():
         lacks = not any(line["kind"] == "eval" and line["step"] == start for line in read_metrics(workdir))
@@ -240,26 +243,26 @@ def _lacks_evaluation(config: TrainConfig, workdir: Path, start: int, processes:
 
 
 def _show_complete(console: Console, workdir: Path, steps: int, extension: str) -> None:
-    """Says that the workdir's run has come to its end, with its results and how to go on."""
+    """Print that the workdir's run is complete, its results, and how to continue."""
     if jax.process_index() > 0:
         return
     evaluations = [line for line in read_metrics(workdir) if line["kind"] == "eval"]
-    if evaluations:  # num_steps may have been lowered to before the first
+    if evaluations:  # num_steps may have been lowered to a step before the first evaluation
         show_results(console, workdir, evaluations[-1], sample=None)
     console.print(
-        f"the run is complete ({steps} steps): {extension}; or start afresh with another --workdir (or delete "
+        f"the run is complete ({steps} steps): {extension}; or start a new run in another --workdir (or delete "
         f"{workdir})"
     )
 
 
 def _begins_again(console: Console, stop: Stop) -> int:
-    """Says that an island was told to stop before it trained; returns the exit status."""
-    console.print(f"{stop.reason}: the same command begins again")
+    """Print that an island was told to stop before it trained; return the exit status."""
+    console.print(f"{stop.reason} before training: the same command starts again")
     return stop.exit_status
 
 
 def _open_streams(config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs, mode: Mode) -> ReplicaStreams:
-    """The training data of the replicas that this process reads."""
+    """Open the training data of the replicas that this process reads."""
     first, count = mode.replica_numbers(config)
     streams = {
         replica: train_stream(
@@ -286,13 +289,13 @@ def _compile(
 
 
 def _peak(config: TrainConfig, programs: Programs) -> float | None:
-    """FLOP/s of all devices together, where that is known of them."""
+    """Return the peak FLOP/s of all devices together; None if it is unknown."""
     peak = peak_of(programs.mesh.devices.flat[0].device_kind, config.model.dtype)
     return peak and peak.flops_per_second * programs.mesh.size
 
 
 def _make_state(config: TrainConfig, programs: Programs, given: Params | None) -> TrainState:
-    """The state of a new run: from given parameters, or from random ones."""
+    """Make the state of a new run, from given parameters or from random ones."""
     return programs.init(draws.key(config.seed)) if given is None else programs.from_params(given)
 
 
@@ -304,10 +307,10 @@ def _restore_state(
     from_step: int | None,
     console: Console,
 ) -> TrainState:
-    """The state of a checkpoint; says what is not as it was then."""
+    """Restore the state of a checkpoint; print the differences from the run that saved it."""
     state, resized = elastic.restore(checkpoints, start, config, programs)
     since = "" if from_step in (None, start) else f", saved since the run went back to step {from_step}"
-    console.print(f"going on from the checkpoint of step {start}{since}" + (f"; {resized}" if resized else ""))
+    console.print(f"resuming from the checkpoint of step {start}{since}" + (f"; {resized}" if resized else ""))
     rates = rate_change(checkpoints.saved_config(start), config, start)
     for line in [*map(str, checkpoints.changes(start)), rates, *checkpoints.version_changes(start)]:
         if line:
@@ -321,7 +324,7 @@ def _restore_state(
 def _open_metrics(
     config: TrainConfig, workdir: Path, start: int | None, wandb_project: str | None, mode: Mode
 ) -> MetricWriter:
-    """Where figures go."""
+    """Open the writer of the run's metrics."""
     process = jax.process_index()
     return MetricWriter(
         workdir,

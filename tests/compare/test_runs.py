@@ -158,7 +158,7 @@ def test_a_comparison_that_is_stopped_goes_on_to_its_table(tmp_path, monkeypatch
     assert compare.main(flags) == 0
     output = capsys.readouterr().out
     log = (out / "ddp-seed0" / LOG_FILE).read_text()
-    assert ("going on from the checkpoint" in log) != finished_in_time
+    assert ("resuming from the checkpoint" in log) != finished_in_time
     assert "[2/2] noloco-seed0: perplexity" in output
     rows = {row["variant"]: row for row in csv.DictReader((out / "comparison.csv").read_text().splitlines())}
     assert float(rows["ddp"]["gap_percent_mean"]) == 0

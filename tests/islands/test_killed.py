@@ -94,7 +94,7 @@ def test_islands_go_back_to_a_step_together_and_train_on_from_it(config, tmp_pat
     trained(12)
     islands = trained(16, "--from_step=8")
     for name in names:
-        assert "going on from the checkpoint of step 8 " in islands.said(name)
+        assert "resuming from the checkpoint of step 8 " in islands.said(name)
         aside = islands.workdir(name) / "checkpoints_set_aside"
         assert [path.name for path in aside.iterdir()] == ["12"]
         assert islands.step(name) == 16

@@ -60,7 +60,7 @@ def test_a_run_goes_on_when_a_full_disk_has_room_again(config, disk):
 
     [(status, output)] = processes.run(config, workdir, *LONG)
     assert status == 0, output
-    assert "going on from the checkpoint of step 40" in output
+    assert "resuming from the checkpoint of step 40" in output
     assert processes.metrics(workdir) == processes.metrics(whole)
     assert untimed(workdir) == untimed(whole)
     mine, theirs = processes.weights(workdir), processes.weights(whole)

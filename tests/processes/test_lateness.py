@@ -118,9 +118,9 @@ def test_runs_that_are_there_are_not_measured_again(finished, config):
         ("--delays=0,3", "outer.delay=3"),
         ("--delays=soon", "--delays=soon: give numbers of steps"),
         ("--step_seconds=-1", "--step_seconds=-1.0: give seconds from 0"),
-        ("--late=2:3:5", "--late=2:3:5 is of no process or step: there are num_replicas=2 processes and --steps=4"),
-        ("--late=1:5:5", "--late=1:5:5 is of no process or step"),
-        ("--late=1:2:nan", "--late=1:2:nan: nan is no time to be late by"),
+        ("--late=2:3:5", "--late=2:3:5 names no process or step: there are num_replicas=2 processes and --steps=4"),
+        ("--late=1:5:5", "--late=1:5:5 names no process or step"),
+        ("--late=1:2:nan", "--late=1:2:nan: nan is not a duration"),
         ("--methods=noloco,diloco --config.outer.wire=bfloat16", "epidemic's messages and method='diloco'"),
     ],
 )

@@ -59,7 +59,7 @@ def test_a_run_goes_on_with_other_processes_and_meshes(config, alone):
         step = max(saved)
     [(status, output)] = processes.run(config, workdir, LONG)
     assert status == 0, output
-    assert f"going on from the checkpoint of step {step}" in output
+    assert f"resuming from the checkpoint of step {step}" in output
     processes.assert_same_training(workdir, alone)
 
 

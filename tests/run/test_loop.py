@@ -296,7 +296,7 @@ def test_news_of_exchanges_are_lines_of_metrics_of_their_own(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("start", "last_round", "untold"),
+    ("start", "last_round", "unlogged"),
     [
         (19, 15, (16, 3)),
         (19, None, (16, 3)),  # no file of metrics came along
@@ -304,11 +304,11 @@ def test_news_of_exchanges_are_lines_of_metrics_of_their_own(tmp_path, monkeypat
         (20, 19, None),  # there is a line, as the run was to end there
     ],
 )
-def test_a_run_goes_on_with_the_outer_steps_that_no_line_tells_of(start, last_round, untold):
+def test_a_run_goes_on_with_the_outer_steps_that_no_line_tells_of(start, last_round, unlogged):
     """One after every inner step, and a line after every eighth."""
     fields = {"num_replicas": 2, "num_steps": 40, "log_every": 8, "outer": {"fragments": 4, "sync_every": 4}}
     exchanges = SimpleNamespace(groups=lambda number: ((0, 1),))
     run: Any = SimpleNamespace(config=from_dict(fields), sync=exchanges, metrics=SimpleNamespace(last_round=last_round))
     state: Any = SimpleNamespace(outer=SimpleNamespace(round=np.int32(start)))
-    found = loop._untold(run, state, start)
-    assert (found and (found.first, found.count)) == untold
+    found = loop._unlogged(run, state, start)
+    assert (found and (found.first, found.count)) == unlogged

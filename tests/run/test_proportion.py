@@ -18,7 +18,7 @@ def test_replicas_that_move_too_far_at_the_same_time_share_a_line():
     (line,) = proportion.unusual(dict.fromkeys(range(4), 25.0))
     assert line.startswith("replicas 0 to 3 moved 25 times as far as usual")
     one, other = proportion.unusual({0: math.nan, 1: 1.0, 2: math.inf, 3: 40.0})
-    assert one.startswith("replicas 0 and 2 moved to what is not finite")
+    assert one.startswith("replicas 0 and 2 moved to weights that are not finite")
     assert other.startswith("replica 3 moved 40 times as far as usual")
 
 

@@ -100,7 +100,7 @@ def test_a_run_goes_back_to_a_step_and_says_all_that_is_changed(config, trained,
     changes = ["--config.num_steps=12", "--config.outer.sync_every=2", "--config.eval_every=0"]
     [(status, output)] = processes.run(config, workdir, "--from_step=4", *changes)
     assert status == 0, output
-    _, _, after = output.partition("going on from the checkpoint of step 4\n")
+    _, _, after = output.partition("resuming from the checkpoint of step 4\n")
     changed = ["num_steps: 8 before, 12 now", "outer.sync_every: 4 before, 2 now", "eval_every: 12 before, 0 now"]
     assert after.splitlines()[:3] == changed
     assert after.splitlines()[3].startswith("learning rate of step 5: 0.00")
@@ -167,7 +167,7 @@ def test_the_banner_names_what_is_as_the_method_has_it_by_default(config, tmp_pa
 
 def test_a_sample_that_would_begin_with_no_token_is_refused(config, tmp_path):
     line = refusal(config, tmp_path, "--config.sample_tokens=5", "--config.data.add_bos=False")
-    assert "sample_prompt='' is no token" in line
+    assert "sample_prompt='' has no tokens" in line
 
 
 def test_a_run_that_is_to_end_before_its_first_evaluation_is_complete(config, trained, tmp_path, capsys):
@@ -194,7 +194,7 @@ def test_a_checkpoint_half_written_is_not_taken_for_a_whole_one(config, trained,
     (workdir / "checkpoints/8").rename(workdir / "checkpoints/8.orbax-checkpoint-tmp")
     [(status, output)] = processes.run(config, workdir, "--config.num_steps=8")
     assert status == 0, output
-    assert "going on from the checkpoint of step 4" in output
+    assert "resuming from the checkpoint of step 4" in output
 
 
 @pytest.mark.parametrize("has_digests", [True, False])

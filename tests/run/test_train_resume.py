@@ -58,7 +58,7 @@ def test_an_offloaded_run_that_is_continued_is_bitwise_the_run_on_the_device(con
     processes.kill(run)
     [(status, output)] = processes.run(config, workdir, offload)
     assert status == 0, output
-    assert "going on from the checkpoint of step" in output
+    assert "resuming from the checkpoint of step" in output
     assert_same_run(workdir, uninterrupted)
 
 
@@ -76,7 +76,7 @@ def test_a_signal_saves_and_asks_for_a_restart(config, uninterrupted, number):
 
     [(status, output)] = processes.run(config, workdir)
     assert status == 0, output
-    assert f"going on from the checkpoint of step {saved}" in output
+    assert f"resuming from the checkpoint of step {saved}" in output
     assert_same_run(workdir, uninterrupted)
 
 

@@ -113,7 +113,7 @@ def test_a_checkpoint_that_vanished_is_worth_another_try_and_not_damaged(run, tm
     checkpoints = Checkpointer(tmp_path / "run", CONFIG, read_only=True)
     shutil.rmtree(tmp_path / "run/checkpoints/7")
     for read in (checkpoints.latest_step, lambda: checkpoints.restore_params(7)):
-        with pytest.raises(TransientError, match="was deleted while it was read: the same command takes the newest"):
+        with pytest.raises(TransientError, match="was deleted while it was read: the same command reads the newest"):
             read()
     checkpoints.close()
 
