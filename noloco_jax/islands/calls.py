@@ -3,7 +3,7 @@
 import json
 from typing import Any, NamedTuple
 
-from noloco_jax.islands.peer_errors import Refused
+from noloco_jax.islands.peer_errors import RefusedError
 
 MAX_OPENING_BYTES = 64 << 10
 MAX_ACTION_BYTES = 1 << 20
@@ -34,9 +34,9 @@ def encode(opening: Opening) -> bytes:
 
 
 def decode(content: bytes | None, limit: int = MAX_OPENING_BYTES) -> Opening:
-    """The opening in `content`; raises `Refused` for anything else, and for more than `limit` bytes."""
+    """The opening in `content`; raises `RefusedError` for anything else, and for more than `limit` bytes."""
     if content is None or len(content) > limit:
-        raise Refused(f"a call's opening is JSON of up to {limit} bytes")
+        raise RefusedError(f"a call's opening is JSON of up to {limit} bytes")
     try:
         fields = json.loads(content)
         opening = Opening(**fields)
@@ -46,5 +46,7 @@ def decode(content: bytes | None, limit: int = MAX_OPENING_BYTES) -> Opening:
     except (ValueError, TypeError, RecursionError):
         right = False
     if not right:
-        raise Refused("a call opens with name, caller, callee, seconds and body: it is of another version or program")
+        raise RefusedError(
+            "a call opens with name, caller, callee, seconds and body: it is of another version or program"
+        )
     return opening

@@ -9,7 +9,7 @@ import numpy as np
 
 from noloco_jax.islands.channel import Channel
 from noloco_jax.islands.frames import Frame
-from noloco_jax.islands.protocol.headers import Answer, to_json
+from noloco_jax.islands.protocol.messages import Answer, to_json
 
 _LAST_WORDS_SECONDS = 10.0  # for what was sent before an end to be read
 

@@ -3,7 +3,7 @@
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from noloco_jax.islands.codes import Arrays
+from noloco_jax.islands.payload import Arrays
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Healed:
     Attributes:
       peer: whose.
       round: the last one that it has ended.
-      arrays: as the other's `Station.give` was given them.
+      arrays: as the other's `Agent.give` was given them.
     """
 
     peer: str

@@ -22,7 +22,7 @@ from noloco_jax.islands.channel import Channel, describe, from_flight
 from noloco_jax.islands.frames import SCHEMA, Expects
 from noloco_jax.islands.hang_up import hang_up
 from noloco_jax.islands.keys import Credentials
-from noloco_jax.islands.peer_errors import Busy, PeerError, Refused
+from noloco_jax.islands.peer_errors import BusyError, PeerError, RefusedError
 from noloco_jax.islands.roster import Address, Roster
 
 MAX_CALLS = 32  # at once
@@ -35,8 +35,8 @@ _GRACE_SECONDS = 5.0  # by which a caller may be late to end its call
 class Handlers:
     """What an island does when it is called; each call in a thread of its own.
 
-    Raising `Refused` or `Busy` anywhere tells the caller so. Every other exception is reported, and the caller told
-    that the call failed.
+    A `RefusedError` or `BusyError` raised anywhere is told to the caller. Every other exception is reported here, and
+    the caller is told that the call failed.
 
     Attributes:
       exchange: (caller, hello, connect): looks at the hello, and calls connect(expects) for the channel, which is
@@ -134,17 +134,19 @@ class _Calls:
         if self._is_tls:
             certified = identity.decode(errors="replace")[:80]
             if certified not in self._roster.names:
-                raise Refused(
+                raise RefusedError(
                     f"a certificate made out to {certified!r}, who is not in the roster of {self._roster.run}"
                 )
             if claimed != certified:
-                raise Refused(f"the caller says it is {claimed!r}, and its certificate is made out to {certified!r}")
+                raise RefusedError(
+                    f"the caller says it is {claimed!r}, and its certificate is made out to {certified!r}"
+                )
         if claimed not in self._roster.names:
-            raise Refused(f"the caller says it is {claimed!r}, who is not in the roster of {self._roster.run}")
+            raise RefusedError(f"the caller says it is {claimed!r}, who is not in the roster of {self._roster.run}")
         if claimed == self._name:
-            raise Refused(f"the caller says it is {claimed}, and so does this island: {USED_TWICE}")
+            raise RefusedError(f"the caller says it is {claimed}, and so does this island: {USED_TWICE}")
         if opening.callee != self._name:
-            raise Refused(f"this is {self._name}, not {opening.callee[:80]!r}: the rosters' addresses differ")
+            raise RefusedError(f"this is {self._name}, not {opening.callee[:80]!r}: the rosters' addresses differ")
         return claimed
 
     def hang_up(self) -> None:
@@ -158,9 +160,11 @@ class _Calls:
     def _place(self, caller: str, connection: str) -> Iterator[None]:
         with self._lock:
             if self.closing:
-                raise Busy(f"{self._name} is about to stop")
+                raise BusyError(f"{self._name} is about to stop")
             if self._running.total() >= MAX_CALLS or self._running[caller] >= MAX_CALLS_OF_A_PEER:
-                raise Busy(f"{self._name} has {self._running[caller]} calls of {caller} of {self._running.total()} now")
+                raise BusyError(
+                    f"{self._name} has {self._running[caller]} calls of {caller} of {self._running.total()} now"
+                )
             self._running[caller] += 1
             self._connections.add(connection)
         try:
@@ -209,13 +213,17 @@ class _Flight(flight.FlightServerBase):
                 elif opening.call == "state":
                     _send_state(self._handlers.state(opening.caller, opening.body), connect)
                 else:
-                    raise Refused(f"there is no call {opening.call[:80]!r} here: it is of another version or program")
+                    raise RefusedError(
+                        f"there is no call {opening.call[:80]!r} here: it is of another version or program"
+                    )
 
     def do_action(self, context: Any, action: Any) -> list[bytes]:
         with self._calls.admitted(context, action.body.to_pybytes(), MAX_ACTION_BYTES) as opening:
             handler = self._handlers.actions.get(opening.call)
             if handler is None:
-                raise Refused(f"there is no action {opening.call[:80]!r} here: it is of another version or program")
+                raise RefusedError(
+                    f"there is no action {opening.call[:80]!r} here: it is of another version or program"
+                )
             return [json.dumps(handler(opening.caller, opening.body), allow_nan=False).encode()]
 
 

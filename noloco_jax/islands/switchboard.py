@@ -9,12 +9,12 @@ from typing import Any
 
 from noloco_jax.islands.channel import Channel
 from noloco_jax.islands.client import Client
-from noloco_jax.islands.codes import Arrays
 from noloco_jax.islands.conversation import Conversation
 from noloco_jax.islands.frames import ArraySpec, Expects, Frame
-from noloco_jax.islands.peer_errors import Ended, PeerError, Refused
+from noloco_jax.islands.payload import Arrays
+from noloco_jax.islands.peer_errors import EndedError, PeerError, RefusedError
 from noloco_jax.islands.protocol.events import Arrived, Broken, Content, Open, Opened
-from noloco_jax.islands.protocol.headers import (
+from noloco_jax.islands.protocol.messages import (
     Answer,
     Header,
     HeaderError,
@@ -100,9 +100,9 @@ class Switchboard:
         try:
             header = from_json(dict(hello))
         except HeaderError as error:
-            raise Refused(str(error)) from None
+            raise RefusedError(str(error)) from None
         if not isinstance(header, Hello | StatusRequest | StateRequest | Leave):
-            raise Refused(f"a call does not begin with {type(header).__name__}")
+            raise RefusedError(f"a call does not begin with {type(header).__name__}")
         key = ("in", next(self._numbers))
         conversation = Conversation(key, self._arrived)
         channel = connect(self._expects)
@@ -111,7 +111,7 @@ class Switchboard:
             self._listener.happened(Opened(key, caller, header), None)
         try:
             conversation.run(channel)
-        except Ended:
+        except EndedError:
             pass  # the caller has what it called for
         except PeerError:
             if not conversation.ended_here:
@@ -126,7 +126,7 @@ class Switchboard:
             with self._clients[peer].exchange(to_json(header), self._expects, seconds) as channel:
                 conversation.run(channel)
         except PeerError as error:
-            if isinstance(error, Refused):
+            if isinstance(error, RefusedError):
                 self._listener.report(str(error))
         finally:
             self._over(conversation)
@@ -145,7 +145,7 @@ class Switchboard:
         try:
             header = from_json(frame.header)
         except HeaderError as error:
-            raise Refused(str(error)) from None
+            raise RefusedError(str(error)) from None
         content, arrays = (None, None) if frame.arrays is None else self._listener.read(header, frame.arrays)
         with self._lock:
             if not conversation.ended_here:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from noloco_jax.islands.protocol.headers import Speed, Timing
+from noloco_jax.islands.protocol.messages import Speed, Timing
 from noloco_jax.islands.protocol.pace import MOST_GIVEN, MOST_UNEQUAL, Pace
 from noloco_jax.islands.protocol.settings import Settings
 from support.island_world import ROUND, World

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from noloco_jax.islands.protocol.events import Action, Channel, Close, Open, Refused, Send, Tell
-from noloco_jax.islands.protocol.headers import Answer, Caller, ExchangeId, Identity, Opener, Wrong
 from noloco_jax.islands.protocol.ledger import Ledger
+from noloco_jax.islands.protocol.messages import Answer, Caller, ExchangeId, Identity, Opener, Wrong
 from noloco_jax.islands.protocol.pace import Pace
 from noloco_jax.islands.protocol.peers import Norms, Peer
 from noloco_jax.islands.protocol.settings import Settings

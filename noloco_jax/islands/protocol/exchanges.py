@@ -9,9 +9,10 @@ import math
 from collections.abc import Callable
 
 from noloco_jax.islands.protocol.context import Backoff, Context
-from noloco_jax.islands.protocol.doubts import Doubts
 from noloco_jax.islands.protocol.events import Apply, Channel, Content, Drop, RoundEnded
-from noloco_jax.islands.protocol.headers import (
+from noloco_jax.islands.protocol.link_limit import LinkLimit
+from noloco_jax.islands.protocol.meeting import Exchange, Meeting, Stage
+from noloco_jax.islands.protocol.messages import (
     PAST_INCARNATION,
     Accept,
     Answer,
@@ -29,9 +30,8 @@ from noloco_jax.islands.protocol.headers import (
     Timing,
     Wrong,
 )
-from noloco_jax.islands.protocol.lines import Lines
-from noloco_jax.islands.protocol.meeting import Exchange, Meeting, Stage
 from noloco_jax.islands.protocol.peers import Peer
+from noloco_jax.islands.protocol.recovery import Recovery
 from noloco_jax.islands.protocol.refusal import refusal
 
 
@@ -47,8 +47,8 @@ class Exchanges:
         self._context = context
         self._partner = partner
         self._leaving = False
-        self._lines = Lines(context)
-        self.doubts = Doubts(context)
+        self._link_limit = LinkLimit(context)
+        self.recovery = Recovery(context)
         self.meetings: dict[int, Meeting] = {}
         self.due = 0
         self.lags: list[int] = []  # of all corrections
@@ -61,7 +61,7 @@ class Exchanges:
         oldest = event.round - context.settings.patience
         self._give_up(oldest - 1, "its outcome was never heard")  # a round longer: a question is all that is open
         for round in [round for round in self.meetings if round <= oldest]:
-            self._lines.took(self.meetings[round].running, context.now)
+            self._link_limit.took(self.meetings[round].running, context.now)
             self._end(self.meetings[round], "not committed in time")
         name = self._partner(event.round)
         if name is None:
@@ -94,32 +94,32 @@ class Exchanges:
         """Exchanges of which the partner may have applied its half, and the partners."""
         running = [meeting.running for meeting in self.meetings.values() if meeting.running is not None]
         held = [exchange for exchange in running if exchange.dials and exchange.stage is Stage.HELD]
-        return [(exchange.xid, exchange.peer.name) for exchange in (*self.doubts.exchanges, *held)]
+        return [(exchange.xid, exchange.peer.name) for exchange in (*self.recovery.exchanges, *held)]
 
     def tick(self) -> None:
         now = self._context.now
         for meeting in list(self.meetings.values()):
             exchange = meeting.running
             if exchange is not None and exchange.deadline <= now:
-                self._lines.took(exchange, now)
+                self._link_limit.took(exchange, now)
                 self._failed(meeting)
             if meeting.retry.due():
                 self._dial(meeting)
-        self.doubts.tick()
+        self.recovery.tick()
 
     def deadlines(self) -> list[float]:
         running = (meeting.running for meeting in self.meetings.values())
         times = [exchange.deadline for exchange in running if exchange is not None]
         times += [meeting.retry.at for meeting in self.meetings.values() if meeting.retry.at is not None]
-        return times + self.doubts.deadlines()
+        return times + self.recovery.deadlines()
 
     # Whoever dials.
 
     def _dial(self, meeting: Meeting) -> None:
         context = self._context
-        if self.doubts.about(meeting.round) or meeting.running is not None or meeting.peer.away:
+        if self.recovery.about(meeting.round) or meeting.running is not None or meeting.peer.away:
             return
-        if self._lines.are_taken(meeting, self.meetings.values()):
+        if self._link_limit.must_wait(meeting, self.meetings.values()):
             return
         meeting.attempts += 1
         xid = ExchangeId(meeting.round, context.name, context.incarnation, meeting.attempts)
@@ -190,9 +190,9 @@ class Exchanges:
         if self._leaving:
             return NotPartner("leaving")
         context, meeting = self._context, self.meetings.get(xid.round)
-        is_in_doubt = self.doubts.about(xid.round)
-        said = refusal(context, peer, xid, self._partner(xid.round), meeting, is_in_doubt)
-        if said is None and meeting and self._lines.are_taken(meeting, self.meetings.values(), by_offers=False):
+        is_unresolved = self.recovery.about(xid.round)
+        said = refusal(context, peer, xid, self._partner(xid.round), meeting, is_unresolved)
+        if said is None and meeting and self._link_limit.must_wait(meeting, self.meetings.values(), by_offers=False):
             return Busy(context.settings.retry_seconds)
         return said
 
@@ -220,7 +220,7 @@ class Exchanges:
         """Something came through a channel of an exchange or of a question; others are none of this part's."""
         meeting = self._meeting_of(channel)
         if meeting is None:
-            settled = self.doubts.arrived(channel, header)
+            settled = self.recovery.arrived(channel, header)
             if settled is not None:
                 self._resolve(*settled)
             return
@@ -251,7 +251,7 @@ class Exchanges:
     def broken(self, channel: Channel, corrupt: bool) -> None:
         meeting = self._meeting_of(channel)
         if meeting is None:
-            self.doubts.broken(channel)
+            self.recovery.broken(channel)
             return
         self._failed(meeting, closed=True)
         if corrupt:
@@ -297,7 +297,7 @@ class Exchanges:
         if not exchange.dials:
             context.send(exchange.channel, Commit(exchange.xid))
         context.close(exchange.channel)
-        self._lines.took(exchange, context.now)
+        self._link_limit.took(exchange, context.now)
         meeting.running = None
         self._apply(exchange)
 
@@ -338,7 +338,7 @@ class Exchanges:
         if not closed:
             self._context.close(exchange.channel)
         if exchange.dials and exchange.stage is Stage.HELD and not known_aborted:
-            self.doubts.add(exchange)
+            self.recovery.add(exchange)
         else:
             self._context.ledger.close(exchange.xid, Outcome.ABORTED)
 
@@ -347,14 +347,14 @@ class Exchanges:
         if meeting.running is not None:
             self._end_exchange(meeting)
         del self.meetings[meeting.round]
-        if not self.doubts.about(meeting.round):
+        if not self.recovery.about(meeting.round):
             self._drop(meeting.round, meeting.peer, reason)
 
     def _drop(self, round: int, peer: Peer, reason: str, one_sided: bool = False) -> None:
         self._context.actions.append(Drop(round, peer.name, reason, one_sided))
 
     def _give_up(self, round: int, reason: str) -> None:
-        for exchange in self.doubts.give_up(round):
+        for exchange in self.recovery.give_up(round):
             self._drop(exchange.xid.round, exchange.peer, reason, one_sided=True)
 
     def _is_broken(self, peer: Peer) -> None:

@@ -1,13 +1,13 @@
 """Whether an island that dials is let in, and what it is told where it is not."""
 
 from noloco_jax.islands.protocol.context import Context
-from noloco_jax.islands.protocol.headers import Answer, AtRound, Busy, Done, ExchangeId, NotPartner, Outcome
 from noloco_jax.islands.protocol.meeting import Meeting, Stage
+from noloco_jax.islands.protocol.messages import Answer, AtRound, Busy, Done, ExchangeId, NotPartner, Outcome
 from noloco_jax.islands.protocol.peers import Peer
 
 
 def refusal(
-    context: Context, peer: Peer, xid: ExchangeId, partner: str | None, meeting: Meeting | None, is_in_doubt: bool
+    context: Context, peer: Peer, xid: ExchangeId, partner: str | None, meeting: Meeting | None, is_unresolved: bool
 ) -> Answer | None:
     """The answer to an exchange that is not accepted now; None: it is.
 
@@ -17,7 +17,7 @@ def refusal(
       xid: the exchange.
       partner: whom the island meets in the exchange's round.
       meeting: what is left of that round's; None: its message is not here yet, or no more.
-      is_in_doubt: whether the round's message may have been committed.
+      is_unresolved: whether the round's message may have been committed.
     """
     if peer.quarantined_until > xid.round:
         return NotPartner("in quarantine")
@@ -32,7 +32,7 @@ def refusal(
         if is_recent:
             return NotPartner("no message of that round is left")
         return AtRound(context.round, context.pace.timing(context.round, context.now))
-    if is_in_doubt or _prefers_its_own(context, meeting, xid):
+    if is_unresolved or _prefers_its_own(context, meeting, xid):
         return Busy(context.settings.retry_seconds)
     return None
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from noloco_jax.islands.protocol.events import Channel
-from noloco_jax.islands.protocol.headers import Status
+from noloco_jax.islands.protocol.messages import Status
 
 
 @dataclass

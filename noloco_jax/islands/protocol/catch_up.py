@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from noloco_jax.islands.protocol.context import Backoff, Context
 from noloco_jax.islands.protocol.events import Admitted, Begin, Channel, Content, Heal
-from noloco_jax.islands.protocol.headers import (
+from noloco_jax.islands.protocol.messages import (
     Busy,
     Header,
     NotPartner,
@@ -42,7 +42,7 @@ class _Download:
     others: list[str]
 
 
-class Healing:
+class CatchUp:
     """Whether an island trains, from which weights, and to whom it gives its own.
 
     Args:

@@ -18,10 +18,9 @@ from noloco_jax.errors import UserError
 from noloco_jax.islands import peer_errors
 from noloco_jax.islands.channel import Channel
 from noloco_jax.islands.client import Client
-from noloco_jax.islands.codes import Arrays, Codec, norm_of, pair_windows
 from noloco_jax.islands.frames import ArraySpec, Expects
 from noloco_jax.islands.keys import Credentials
-from noloco_jax.islands.look import ask_all
+from noloco_jax.islands.payload import Arrays, Codec, norm_of, pair_windows
 from noloco_jax.islands.protocol.events import (
     Action,
     Admitted,
@@ -45,7 +44,8 @@ from noloco_jax.islands.protocol.events import (
     Tell,
     Tick,
 )
-from noloco_jax.islands.protocol.headers import (
+from noloco_jax.islands.protocol.island import Island, Journal
+from noloco_jax.islands.protocol.messages import (
     ExchangeId,
     Header,
     Message,
@@ -53,8 +53,8 @@ from noloco_jax.islands.protocol.headers import (
     Status,
     Windows,
 )
-from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.settings import Settings
+from noloco_jax.islands.query import ask_all
 from noloco_jax.islands.results import Correction, Healed, Met
 from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.server import Handlers, Server
@@ -64,7 +64,7 @@ from noloco_jax.islands.switchboard import Listener, Switchboard
 _GOODBYE_SECONDS = 5.0  # in which the others ask what only this island knows
 
 
-class Station:
+class Agent:
     """The network's side of an island. Threads are started by `open` and ended by `close`.
 
     Args:
@@ -73,7 +73,7 @@ class Station:
       credentials: its keys, None without TLS.
       protocol: what decides.
       settings: of the protocol.
-      codes: the form in which messages travel.
+      codec: the form in which messages travel.
       state: what each array of a state must be.
       report: is given lines for people.
       snapshots: of the weights, for who asks for them.
@@ -87,7 +87,7 @@ class Station:
         credentials: Credentials | None,
         protocol: Island,
         settings: Settings,
-        codes: Codec,
+        codec: Codec,
         state: Sequence[ArraySpec],
         report: Callable[[str], None],
         snapshots: Snapshots,
@@ -95,13 +95,13 @@ class Station:
     ):
         self._roster, self._name, self._credentials = roster, name, credentials
         self._protocol, self._report = protocol, report
-        self._codes = codes
+        self._codec = codec
         self.snapshots, self._about = snapshots, dict(about)
         self._changed = threading.Condition(threading.RLock())
         self._clients = {other: Client(roster, name, credentials, other) for other in roster.names if other != name}
         self._switchboard = Switchboard(
             self._clients,
-            {**codes.specs, State.__name__: state},
+            {**codec.specs, State.__name__: state},
             settings.answer_seconds,
             self._changed,
             Listener(self._happened, self._ended, self._read, report),
@@ -300,7 +300,7 @@ class Station:
                 self._switchboard.end(channel)
             case Apply(xid, peer, weight, lag):
                 formed = self._former.submit(
-                    self._codes.correction, self._own[xid.round], self._others.pop(xid), weight
+                    self._codec.correction, self._own[xid.round], self._others.pop(xid), weight
                 )
                 self._inbox.append(Correction(xid.round, formed))
                 self._met.append(Met(xid.round, peer, "late" if lag else "met", lag))
@@ -334,9 +334,9 @@ class Station:
     def _send_message(self, channel: Any, header: Message) -> None:
         """Sends a message, or what its code needs ahead of it."""
         own = self._own[header.xid.round]
-        windows = self._codes.windows(own)
+        windows = self._codec.windows(own)
         if windows is None:
-            self._switchboard.send(channel, header, self._codes.payload(own, ()))
+            self._switchboard.send(channel, header, self._codec.payload(own, ()))
         else:
             self._proposed[channel] = header
             self._switchboard.send(channel, Windows(header.xid), windows)
@@ -345,9 +345,9 @@ class Station:
         """Sends the message in the windows of both, once the other island's have come; its call's thread encodes it."""
         header, own = self._proposed.pop(channel, None), self._own.get(xid.round)
         if header is None or header.xid != xid or own is None:
-            raise peer_errors.Refused("windows came that were not asked for")
-        both = self._windows[xid] = pair_windows(self._codes.windows(own) or (), windows)
-        self._switchboard.send(channel, header, partial(self._codes.payload, own, both))
+            raise peer_errors.RefusedError("windows came that were not asked for")
+        both = self._windows[xid] = pair_windows(self._codec.windows(own) or (), windows)
+        self._switchboard.send(channel, header, partial(self._codec.payload, own, both))
 
     # What the calls bring.
 
@@ -379,9 +379,9 @@ class Station:
             own, windows = self._own.get(header.xid.round), self._windows.get(header.xid)
         if own is None:
             return Content(math.nan), arrays  # the round is over, and the call has been ended
-        if windows is None and Windows.__name__ in self._codes.specs:
-            raise peer_errors.Refused("a message came ahead of its windows")
-        read = self._codes.read(own, windows or (), arrays)
+        if windows is None and Windows.__name__ in self._codec.specs:
+            raise peer_errors.RefusedError("a message came ahead of its windows")
+        read = self._codec.read(own, windows or (), arrays)
         return Content(read.norm), read.arrays
 
     def _called(self, caller: str, hello: Mapping[str, Any], connect: Callable[[Expects], Channel]) -> None:
