@@ -15,9 +15,9 @@ from noloco_jax.files import write_whole
 from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.payload import codec_of, specs_of
+from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.messages import Identity
-from noloco_jax.islands.protocol.settings import Settings
 from noloco_jax.islands.query import check_alone
 from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.snapshots import Snapshots

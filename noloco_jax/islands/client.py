@@ -11,8 +11,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from noloco_jax.errors import UserError
-from noloco_jax.islands.calls import Opening, encode
-from noloco_jax.islands.channel import Channel, from_flight
+from noloco_jax.islands.channel import Channel, Opening, encode, from_flight
 from noloco_jax.islands.frames import PIECE_BYTES, SCHEMA, ArraySpec, Expects
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.peer_errors import BrokenError, PeerError, RefusedError

@@ -4,23 +4,32 @@ import contextlib
 import errno
 import functools
 import json
+import os
 import socket
+import stat
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import flight
 
 from noloco_jax.errors import UserError
-from noloco_jax.islands.calls import MAX_ACTION_BYTES, MAX_OPENING_BYTES, Opening, decode
-from noloco_jax.islands.channel import Channel, describe, from_flight
+from noloco_jax.islands.channel import (
+    MAX_ACTION_BYTES,
+    MAX_OPENING_BYTES,
+    Channel,
+    Opening,
+    decode,
+    describe,
+    from_flight,
+)
 from noloco_jax.islands.frames import SCHEMA, Expects
-from noloco_jax.islands.hang_up import hang_up
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.peer_errors import BusyError, PeerError, RefusedError
 from noloco_jax.islands.roster import Address, Roster
@@ -254,3 +263,29 @@ def _check_free(name: str, address: Address) -> None:
         else:
             hint = "give an address of this machine with a port from 1024"
         raise UserError(f"{name} cannot listen at {address} ({error.strerror}): {hint}") from None
+
+
+def hang_up(peer: str) -> None:
+    """Shuts this process's connection with `peer` down, so that every read and write of a call on it ends.
+
+    Args:
+      peer: the caller's address as gRPC writes it, such as "ipv4:127.0.0.1:41894" or "ipv6:%5B::1%5D:41894". Islands
+        make a connection for every call, so that no other call ends.
+    """
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or no connection
+            descriptor = int(name)
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if _written(connection) == unquote(peer):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _written(connection: socket.socket) -> str:
+    """The address of a connection's other end, as gRPC writes it."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return ""
+    host, port = connection.getpeername()[:2]
+    host = host.removeprefix("::ffff:")
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"

@@ -9,11 +9,10 @@ import jax
 import numpy as np
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.islands.agent import Agent
+from noloco_jax.islands.agent import Agent, Correction, Healed
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.payload import specs_of
 from noloco_jax.islands.protocol.island import Journal
-from noloco_jax.islands.results import Correction, Healed
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import Programs, TrainState, shardings_of

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import trustme
 
-from noloco_jax.islands.protocol.settings import Settings
+from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.roster import Address, Island, Roster
 from support.fault_proxy import Direction
 from support.islands import keys_of

@@ -15,7 +15,7 @@ from noloco_jax import draws
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.island.membership import Membership
-from noloco_jax.islands.results import Healed
+from noloco_jax.islands.agent import Healed
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.events import (
     Admitted,
     Apply,
@@ -35,7 +36,6 @@ from noloco_jax.islands.protocol.events import (
 )
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.messages import Identity, Message, Outcome, State
-from noloco_jax.islands.protocol.settings import Settings
 
 IDENTITY = Identity("run", "config", "model", "roster", "codec", "pace")
 ROUND = 10.0  # seconds

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from noloco_jax.exchange.wire import Float32
-from noloco_jax.islands.agent import Agent
+from noloco_jax.islands.agent import Agent, Correction, Healed, Met
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.payload import PlainCodec, norm_of, specs_of
+from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.island import Island, Journal
-from noloco_jax.islands.protocol.settings import Settings
-from noloco_jax.islands.results import Correction, Healed, Met
 from noloco_jax.islands.roster import Address, Roster
 from noloco_jax.islands.roster import Island as Listed
 from noloco_jax.islands.snapshots import Snapshots

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from noloco_jax.islands.protocol.catch_up import CatchUp
-from noloco_jax.islands.protocol.context import Context
+from noloco_jax.islands.protocol.context import Context, Settings
 from noloco_jax.islands.protocol.events import (
     Action,
     Arrived,
@@ -42,7 +42,6 @@ from noloco_jax.islands.protocol.messages import (
     Wrong,
 )
 from noloco_jax.islands.protocol.peers import Peer
-from noloco_jax.islands.protocol.settings import Settings
 
 
 class Journal(NamedTuple):

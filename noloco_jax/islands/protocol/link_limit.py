@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from noloco_jax.islands.protocol.context import Context
 from noloco_jax.islands.protocol.meeting import Exchange, Meeting, Stage
-from noloco_jax.islands.protocol.transfers import Transfers
+from noloco_jax.islands.protocol.peers import Transfers
 
 
 class LinkLimit:
