@@ -14,8 +14,8 @@ import numpy as np
 
 from noloco_jax.config import ModelConfig
 from noloco_jax.islands.client import Client
-from noloco_jax.islands.look import fetch_weights
-from noloco_jax.islands.peer_errors import Busy, PeerError
+from noloco_jax.islands.peer_errors import BusyError, PeerError
+from noloco_jax.islands.query import fetch_weights
 from noloco_jax.islands.steps import IslandSteps, weight_specs
 from noloco_jax.spmd.programs import TrainState, shardings_of
 
@@ -46,22 +46,22 @@ class FinalMerge:
         is_stopping: Callable[[], bool],
         report: Callable[[str], None],
     ):
-        self._steps, self._station = steps, steps.station
+        self._steps, self._agent = steps, steps.agent
         self._names, self._own, self._specs = names, own, weight_specs(model)
         self._seconds, self._is_stopping, self._report = seconds, is_stopping, report
 
     def __call__(self, state: TrainState, step: int) -> TrainState:
         """Return the state after the last inner step with the mean of the islands' weights, where there are others."""
-        self._station.snapshots.served.clear()  # of copies taken while it trained
-        self._station.leave(finished=True)
+        self._agent.snapshots.served.clear()  # of copies taken while it trained
+        self._agent.leave(finished=True)
         self._steps.linger(state, step, self._seconds, self._is_stopping, self._report)
-        late = self._station.unfinished()
+        late = self._agent.unfinished()
         peers = [name for name in self._names if name not in (self._own, *late)]
         own = [np.asarray(x, np.float32) for x in jax.device_get(jax.tree.leaves(state.params))]
         deadline = time.monotonic() + self._seconds
         with ThreadPoolExecutor(1, thread_name_prefix="merge") as thread:
             merging = thread.submit(self._mean, own, peers, deadline)
-            while not (merging.done() and self._station.snapshots.served >= set(peers)):
+            while not (merging.done() and self._agent.snapshots.served >= set(peers)):
                 if time.monotonic() > deadline or self._is_stopping():
                     break
                 self._steps.serve(state, step)
@@ -83,7 +83,7 @@ class FinalMerge:
             if name == self._own:
                 weights = own
             elif name in peers:
-                found = self._fetch(self._station.clients[name], deadline)
+                found = self._fetch(self._agent.clients[name], deadline)
                 if isinstance(found, str):
                     self._report(f"{name} is left out of the merge: {found}")
                     continue
@@ -101,7 +101,7 @@ class FinalMerge:
             try:
                 arrays = fetch_weights(client, self._specs, _FETCH_SECONDS).arrays
                 return [np.asarray(arrays[name], np.float32) for name in self._specs]
-            except Busy as error:
+            except BusyError as error:
                 if time.monotonic() > deadline or self._is_stopping():
                     return str(error)
                 time.sleep(_RETRY_SECONDS)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from noloco_jax.errors import TransientError, UserError
-from noloco_jax.islands.station import Met
+from noloco_jax.islands.agent import Met
 
 LOG_FILE = "island.jsonl"
 

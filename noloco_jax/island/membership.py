@@ -12,15 +12,15 @@ from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.data import renumbered
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
-from noloco_jax.islands.codes import codec_of, specs_of
+from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.keys import Credentials
-from noloco_jax.islands.look import check_alone
-from noloco_jax.islands.protocol.headers import Identity
+from noloco_jax.islands.payload import codec_of, specs_of
+from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.island import Island, Journal
-from noloco_jax.islands.protocol.settings import Settings
+from noloco_jax.islands.protocol.messages import Identity
+from noloco_jax.islands.query import check_alone
 from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.snapshots import Snapshots
-from noloco_jax.islands.station import Station
 from noloco_jax.islands.steps import IslandSteps, state_specs, weight_specs
 from noloco_jax.methods import method_of, schedule_of
 from noloco_jax.run.checkpoint import Checkpointer
@@ -139,7 +139,7 @@ class Membership:
         assert schedule is not None
         return Journal(schedule.total(resumed.step) - 1, True, {}, 0, ())
 
-    def open_station(
+    def open_agent(
         self,
         config: TrainConfig,
         solo: SoloPrograms,
@@ -149,7 +149,7 @@ class Membership:
         is_stopping: Callable[[], bool],
         report: Callable[[str], None],
         fingerprint: str | None = None,
-    ) -> Station | None:
+    ) -> Agent | None:
         """Joins the others, who may refuse the island before it compiles; None where it was told to stop meanwhile.
 
         `fingerprint` is that of its tokenizer, for who merges.
@@ -168,7 +168,7 @@ class Membership:
             journal,
             began_before,
         )
-        station = Station(
+        agent = Agent(
             self.roster,
             self.name,
             self.credentials,
@@ -181,28 +181,28 @@ class Membership:
             {"identity": asdict(identity), "config": to_dict(config), "tokenizer": fingerprint},
         )
         try:
-            station.open()
-            if _until(station.admitted, is_stopping):
-                return station
+            agent.open()
+            if _until(agent.admitted, is_stopping):
+                return agent
         except BaseException:
-            station.close()
+            agent.close()
             raise
-        station.close()
+        agent.close()
         return None
 
     @staticmethod
-    def begin(station: Station, workdir: Path, is_stopping: Callable[[], bool]) -> bool:
+    def begin(agent: Agent, workdir: Path, is_stopping: Callable[[], bool]) -> bool:
         """Waits, where it can train, until it is to: from its own weights or another's, which come with its first step.
 
         Islands that start at the same time begin together. False where it was told to stop meanwhile.
         """
-        station.ready()
-        begins = _until(station.decided, is_stopping)
+        agent.ready()
+        begins = _until(agent.decided, is_stopping)
         if begins:
-            _write(workdir, station.incarnation)
+            _write(workdir, agent.incarnation)
         return begins
 
-    def steps(self, config: TrainConfig, station: Station, solo: SoloPrograms, programs: Programs) -> IslandSteps:
+    def steps(self, config: TrainConfig, agent: Agent, solo: SoloPrograms, programs: Programs) -> IslandSteps:
         """The island's outer steps, compiled; `config` is its own."""
         compiled = compile_solo(solo, programs)
         schedule = schedule_of(config)
@@ -212,7 +212,7 @@ class Membership:
             return schedule.sync_every * config.tokens_per_step
 
         keeps_pace = self.pace == "time"
-        return IslandSteps(station, compiled, programs, tokens_of_round, keeps_pace=keeps_pace, at_once=self.at_once)
+        return IslandSteps(agent, compiled, programs, tokens_of_round, keeps_pace=keeps_pace, at_once=self.at_once)
 
 
 def _until(is_known: Callable[[float], bool], is_stopping: Callable[[], bool]) -> bool:

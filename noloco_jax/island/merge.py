@@ -18,8 +18,8 @@ from noloco_jax.errors import UserError
 from noloco_jax.island.folders import configs_of_islands
 from noloco_jax.island.membership import ISLAND_FILE
 from noloco_jax.islands.client import Client
-from noloco_jax.islands.look import About, ask_about, clients_of, fetch_weights
 from noloco_jax.islands.peer_errors import PeerError
+from noloco_jax.islands.query import About, ask_about, clients_of, fetch_weights
 from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.steps import weight_specs
 from noloco_jax.model.llama import param_shapes
@@ -80,7 +80,7 @@ class Merged:
 
 
 def of_live_islands(roster: Roster, keys: Path | None, ask_seconds: float, seconds: float) -> Source:
-    """Asks all islands of a roster, in the name of one of them; see `look.clients_of` for `keys`.
+    """Asks all islands of a roster, in the name of one of them; see `query.clients_of` for `keys`.
 
     Args:
       ask_seconds: to wait for each to say what it trains.

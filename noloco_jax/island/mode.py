@@ -15,9 +15,9 @@ from noloco_jax.island.final_merge import FinalMerge
 from noloco_jax.island.log import IslandLog
 from noloco_jax.island.membership import Membership
 from noloco_jax.island.sync import IslandSync
+from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.keys import credentials_for
 from noloco_jax.islands.roster import Roster
-from noloco_jax.islands.station import Station
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.evaluate import own_perplexity
 from noloco_jax.run.messages import Messages
@@ -41,7 +41,7 @@ class IslandMode:
         self._member = member
         self.rows: Sequence[tuple[str, str]] = [("island", str(member))]
         self.labels: Mapping[str, Any] = {"island": member.name}
-        self._station: Station | None = None
+        self._agent: Agent | None = None
 
     def check(self, config: TrainConfig) -> None:
         self._member.check(config)
@@ -74,14 +74,14 @@ class IslandMode:
     ) -> bool:
         self._workdir, self._is_stopping, self._report = workdir, is_stopping, report
         journal = self._member.journal(resumed, config)
-        self._station = self._member.open_station(
+        self._agent = self._member.open_agent(
             config, self._solo, self._programs, journal, workdir, is_stopping, report, tokenizer
         )
-        return self._station is not None
+        return self._agent is not None
 
     def sync(self, config: TrainConfig, programs: Programs) -> Sync:
-        assert self._station is not None
-        steps = self._member.steps(config, self._station, self._solo, programs)
+        assert self._agent is not None
+        steps = self._member.steps(config, self._agent, self._solo, programs)
         self._log = IslandLog(self._workdir, self._member.name)
 
         def linger(state: TrainState) -> None:
@@ -95,8 +95,8 @@ class IslandMode:
         return IslandSync(config, steps, self._log, self._messages, linger, merge)
 
     def begin(self, is_stopping: Callable[[], bool], step: int, seconds: float) -> bool:
-        assert self._station is not None
-        begins = self._member.begin(self._station, self._workdir, is_stopping)
+        assert self._agent is not None
+        begins = self._member.begin(self._agent, self._workdir, is_stopping)
         if begins:
             self._log.start(step, seconds)
         return begins
@@ -106,8 +106,8 @@ class IslandMode:
         return {**self.labels, "perplexity": own_perplexity(programs, params, batches)}
 
     def close(self) -> None:
-        if self._station is not None:
-            self._station.close()
+        if self._agent is not None:
+            self._agent.close()
 
 
 def train_island(config: TrainConfig, roster: Roster, flags: argparse.Namespace) -> int:

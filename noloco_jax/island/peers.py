@@ -8,8 +8,8 @@ from rich.table import Table
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable
 from noloco_jax.islands.keys import AUTHORITY_KEY, make_keys
-from noloco_jax.islands.look import ask_all, clients_of
-from noloco_jax.islands.protocol.headers import Status
+from noloco_jax.islands.protocol.messages import Status
+from noloco_jax.islands.query import ask_all, clients_of
 from noloco_jax.islands.roster import Roster, read_roster
 from noloco_jax.run.console import make_console
 

@@ -10,8 +10,8 @@ import jax
 from noloco_jax.config import TrainConfig
 from noloco_jax.formatting import format_bytes
 from noloco_jax.island.log import IslandLog
-from noloco_jax.islands.protocol.headers import Status
-from noloco_jax.islands.results import Met
+from noloco_jax.islands.agent import Met
+from noloco_jax.islands.protocol.messages import Status
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.methods import schedule_of
 from noloco_jax.outer.pairing import Round
@@ -80,14 +80,14 @@ class IslandSync:
         return state, None if journal is None else journal.to_json()
 
     def leave(self, finished: bool) -> None:
-        self._steps.station.leave(finished=finished)
+        self._steps.agent.leave(finished=finished)
 
     def groups(self, number: int) -> Round | None:
         return None
 
     def news(self, seconds: float) -> Sequence[News]:
         lines, self._lines = self._lines, []
-        met, status = self._steps.station.take_met()
+        met, status = self._steps.agent.take_met()
         for one in met:
             size = self._messages.of_outer_step(one.round)
             self._log.exchange(one, size if one.outcome in ("met", "late") else 0)

@@ -1,50 +1,218 @@
-"""What a call says of itself before anything else, and the limits of calls."""
+"""Calls under way between an island and the others, in and out: each in a thread, told to one listener."""
 
-import json
-from typing import Any, NamedTuple
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from noloco_jax.islands.peer_errors import Refused
+import numpy as np
 
-MAX_OPENING_BYTES = 64 << 10
-MAX_ACTION_BYTES = 1 << 20
-MAX_SECONDS = 86400.0
+from noloco_jax.islands.channel import Channel
+from noloco_jax.islands.client import Client
+from noloco_jax.islands.frames import ArraySpec, Expects, Frame
+from noloco_jax.islands.payload import Arrays
+from noloco_jax.islands.peer_errors import EndedError, PeerError, RefusedError
+from noloco_jax.islands.protocol.events import Arrived, Broken, Content, Open, Opened
+from noloco_jax.islands.protocol.messages import (
+    Answer,
+    Header,
+    HeaderError,
+    Hello,
+    Leave,
+    Opener,
+    StateRequest,
+    StatusRequest,
+    from_json,
+    to_json,
+)
+
+_CALL_SECONDS = 3600.0  # the protocol ends calls long before
+_LAST_WORDS_SECONDS = 10.0  # for what was sent before an end to be read
+
+# What a call does next: send, look at what has come, or end.
+_LOOK, _END = object(), object()
 
 
-class Opening(NamedTuple):
-    """The first words of a call.
+class Call:
+    """Carries headers and arrays both ways through a channel, in the thread that calls `run`.
+
+    Args:
+      key: its name in the protocol.
+      arrived: is given every frame.
 
     Attributes:
-      call: "exchange", "state", or the name of an action.
-      caller: the island that calls; its certificate has to say the same.
-      callee: the island that it means to call.
-      seconds: within which the whole call is to be over.
-      body: what the call is about: an exchange's hello, a request for state, an action's argument.
+      ended_here: whether this side was told to end it.
     """
 
-    call: str
-    caller: str
-    callee: str
-    seconds: float
-    body: dict[str, Any]
+    def __init__(self, key: Any, arrived: Callable[["Call", Frame], None]):
+        self.key = key
+        self.ended_here = False
+        self._arrived = arrived
+        self._todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._channel: Channel | None = None
+        self._cancelled = False
+
+    def send(
+        self, header: Answer, arrays: Sequence[np.ndarray] | Callable[[], Sequence[np.ndarray]] | None = None
+    ) -> None:
+        """Sends a header when those before it are sent, and the arrays behind it, or those that are made then."""
+        self._todo.put((header, arrays))
+
+    def end(self) -> None:
+        """Ends the call after what was sent; by force where the other side does not read it."""
+        self.ended_here = True
+        self._todo.put(_END)
+        overdue = threading.Timer(_LAST_WORDS_SECONDS, self.cancel)
+        overdue.daemon = True
+        overdue.start()
+
+    def cancel(self) -> None:
+        """Ends the call at once."""
+        self._cancelled = True
+        if self._channel is not None:
+            self._channel.cancel()
+        self._todo.put(_END)
+
+    def run(self, channel: Channel) -> None:
+        """Until the end; raises `PeerError` if the other side or the network ends it first."""
+        self._channel = channel
+        if self._cancelled:
+            channel.cancel()
+        channel.when_ready(self._look)
+        while (item := self._todo.get()) is not _END:
+            if item is _LOOK:
+                frame = channel.receive()
+                channel.when_ready(self._look)
+                self._arrived(self, frame)
+            else:
+                header, arrays = item
+                made: Any = arrays() if callable(arrays) else arrays
+                channel.send(to_json(header), made)
+
+    def _look(self) -> None:
+        self._todo.put(_LOOK)
 
 
-def encode(opening: Opening) -> bytes:
-    """An opening as JSON."""
-    return json.dumps(opening._asdict(), allow_nan=False).encode()
+@dataclass(frozen=True)
+class Listener:
+    """Who is told of calls, by their threads.
+
+    Attributes:
+      happened: what it is, and the arrays that came with it; under the lock.
+      ended: a call's name, when nothing more can come of it; under the lock.
+      read: from a header and its arrays to what the protocol is to know of them, and what is kept of them.
+      report: lines for people.
+    """
+
+    happened: Callable[[Opened | Arrived | Broken, Arrays | None], None]
+    ended: Callable[[Any], None]
+    read: Callable[[Header, Arrays], tuple[Content, Arrays]]
+    report: Callable[[str], None]
 
 
-def decode(content: bytes | None, limit: int = MAX_OPENING_BYTES) -> Opening:
-    """The opening in `content`; raises `Refused` for anything else, and for more than `limit` bytes."""
-    if content is None or len(content) > limit:
-        raise Refused(f"a call's opening is JSON of up to {limit} bytes")
-    try:
-        fields = json.loads(content)
-        opening = Opening(**fields)
-        seconds = float(opening.seconds)
-        right = isinstance(opening.body, dict) and 0 < seconds <= MAX_SECONDS
-        right = right and all(isinstance(x, str) for x in (opening.call, opening.caller, opening.callee))
-    except (ValueError, TypeError, RecursionError):
-        right = False
-    if not right:
-        raise Refused("a call opens with name, caller, callee, seconds and body: it is of another version or program")
-    return opening
+class Calls:
+    """Calls by the names that the protocol has for them.
+
+    Args:
+      clients: for calls to each of the others.
+      specs: the arrays that may come behind a header, by its kind.
+      answer_seconds: for calls of a question and an answer.
+      lock: under which the listener is told, and calls are begun, sent through and ended.
+      listener: is told.
+    """
+
+    def __init__(
+        self,
+        clients: Mapping[str, Client],
+        specs: Mapping[str, Sequence[ArraySpec]],
+        answer_seconds: float,
+        lock: threading.Condition,
+        listener: Listener,
+    ):
+        self._clients, self._specs, self._answer_seconds = clients, specs, answer_seconds
+        self._lock, self._listener = lock, listener
+        self._under_way: dict[Any, Call] = {}
+        self._numbers = itertools.count()
+
+    def dial(self, action: Open) -> None:
+        """Calls another island."""
+        call = self._under_way[action.channel] = Call(action.channel, self._arrived)
+        arguments = (call, action.peer, action.header)
+        threading.Thread(target=self._run, args=arguments, daemon=True, name=f"to-{action.peer}").start()
+
+    def send(self, channel: Any, header: Answer, arrays: Arrays | Callable[[], Arrays] | None) -> None:
+        """Sends through a call, if it is still there; arrays may be made by its thread."""
+        if (call := self._under_way.get(channel)) is not None:
+            call.send(header, arrays)
+
+    def end(self, channel: Any) -> None:
+        """Ends a call behind what was sent."""
+        if (call := self._under_way.get(channel)) is not None:
+            call.end()
+
+    def hang_up(self, seconds: float) -> None:
+        """Waits that long for calls to end, and ends those that are left."""
+        deadline = time.monotonic() + seconds
+        while self._under_way and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for call in list(self._under_way.values()):
+            call.cancel()
+
+    def called(self, caller: str, hello: Mapping[str, Any], connect: Callable[[Expects], Channel]) -> None:
+        """Another island calls: until the end of it, in the thread of the call."""
+        try:
+            header = from_json(dict(hello))
+        except HeaderError as error:
+            raise RefusedError(str(error)) from None
+        if not isinstance(header, Hello | StatusRequest | StateRequest | Leave):
+            raise RefusedError(f"a call does not begin with {type(header).__name__}")
+        key = ("in", next(self._numbers))
+        call = Call(key, self._arrived)
+        channel = connect(self._expects)
+        with self._lock:
+            self._under_way[key] = call
+            self._listener.happened(Opened(key, caller, header), None)
+        try:
+            call.run(channel)
+        except EndedError:
+            pass  # the caller has what it called for
+        except PeerError:
+            if not call.ended_here:
+                raise
+        finally:
+            self._over(call)
+
+    def _run(self, call: Call, peer: str, header: Opener) -> None:
+        is_long = isinstance(header, Hello | StateRequest) or (isinstance(header, StatusRequest) and header.until_ready)
+        seconds = _CALL_SECONDS if is_long else self._answer_seconds
+        try:
+            with self._clients[peer].exchange(to_json(header), self._expects, seconds) as channel:
+                call.run(channel)
+        except PeerError as error:
+            if isinstance(error, RefusedError):
+                self._listener.report(str(error))
+        finally:
+            self._over(call)
+
+    def _over(self, call: Call) -> None:
+        with self._lock:
+            self._under_way.pop(call.key, None)
+            self._listener.ended(call.key)
+            if not call.ended_here:
+                self._listener.happened(Broken(call.key), None)
+
+    def _expects(self, header: Mapping[str, Any]) -> Sequence[ArraySpec] | None:
+        return self._specs.get(str(header.get("kind")))
+
+    def _arrived(self, call: Call, frame: Frame) -> None:
+        try:
+            header = from_json(frame.header)
+        except HeaderError as error:
+            raise RefusedError(str(error)) from None
+        content, arrays = (None, None) if frame.arrays is None else self._listener.read(header, frame.arrays)
+        with self._lock:
+            if not call.ended_here:
+                self._listener.happened(Arrived(call.key, header, content), arrays)

@@ -6,20 +6,20 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import flight
 
 from noloco_jax.islands.frames import Expects, Frame, drain, read_frame, write_frame
-from noloco_jax.islands.peer_errors import Broken, Busy, Ended, Late, PeerError, Refused
+from noloco_jax.islands.peer_errors import BrokenError, BusyError, EndedError, LateError, PeerError, RefusedError
 
 _GRACE_SECONDS = 5.0  # for the other side to say what went wrong, or to hear it
 _LEAST_SECONDS = 0.05  # for a goodbye
 
 # The errors that one island tells another, by name.
-_TOLD: dict[str, type[PeerError]] = {kind.__name__: kind for kind in (Refused, Busy, Broken)}
+_TOLD: dict[str, type[PeerError]] = {kind.__name__: kind for kind in (RefusedError, BusyError, BrokenError)}
 
 
 class Channel:
@@ -95,7 +95,7 @@ class Channel:
             frame = self._next.result(left if timeout is None else min(left, timeout))
         except TimeoutError:
             waited = left if timeout is None else min(left, timeout)
-            raise Late(f"{self.peer} sent nothing whole within {waited:.3g} s") from None
+            raise LateError(f"{self.peer} sent nothing whole within {waited:.3g} s") from None
         except PeerError:
             self._failed = True
             raise
@@ -117,14 +117,14 @@ class Channel:
           error: why, None if all went well. The other side is told, and given some seconds to hear it; where it does
             not answer, or this process is to stop, the call ends at once.
 
-        Raises `Refused` if all went well here, and the other side says at last that it did not.
+        Raises `RefusedError` if all went well here, and the other side says at last that it did not.
         """
         if self._closed:
             return
         self._closed = True
         patience = max(self.deadline - time.monotonic(), 0.0)
         if error is not None:
-            hopeless = isinstance(error, Late) or not isinstance(error, Exception)
+            hopeless = isinstance(error, LateError) or not isinstance(error, Exception)
             patience = 0.0 if hopeless else min(patience, _GRACE_SECONDS)
         overdue = threading.Timer(patience, self._cancel)
         overdue.daemon = True
@@ -142,7 +142,7 @@ class Channel:
         overdue.cancel()
         with contextlib.suppress(Exception):
             self._writer.close()
-        if error is None and not self._failed and isinstance(refusal := self._next.exception(), Refused):
+        if error is None and not self._failed and isinstance(refusal := self._next.exception(), RefusedError):
             raise refusal
 
     def _read(self) -> Frame:
@@ -159,12 +159,12 @@ class Channel:
             raise type(error)(f"{self.peer}: {error}") from None
         self._heard = True
         if read is None:
-            raise Broken(f"{self.peer} went away in the middle of the call")
+            raise BrokenError(f"{self.peer} went away in the middle of the call")
         kind, frame = read
         if kind == "frame":
             return frame
         if kind == "end":
-            raise Ended(f"{self.peer} ended the call, and more was expected")
+            raise EndedError(f"{self.peer} ended the call, and more was expected")
         raise told(self.peer, frame.header)
 
     def _read_rest(self) -> None:
@@ -176,13 +176,13 @@ def describe(error: BaseException) -> dict[str, str]:
     """What one island tells another of an error."""
     if type(error).__name__ in _TOLD:
         return {"error": type(error).__name__, "line": str(error)}
-    return {"error": Broken.__name__, "line": "it failed: see its log"}
+    return {"error": BrokenError.__name__, "line": "it failed: see its log"}
 
 
 def told(peer: str, description: Mapping[str, Any]) -> PeerError:
     """The error that the other island told of."""
     line = "".join(c for c in str(description.get("line", "")) if c.isprintable())
-    return _TOLD.get(str(description.get("error")), Broken)(f"{peer} says: {line[:300]}")
+    return _TOLD.get(str(description.get("error")), BrokenError)(f"{peer} says: {line[:300]}")
 
 
 def from_flight(peer: str, error: Exception) -> PeerError:
@@ -191,9 +191,56 @@ def from_flight(peer: str, error: Exception) -> PeerError:
         with contextlib.suppress(ValueError, AttributeError):  # of another program's
             return told(peer, json.loads(described))
     if isinstance(error, flight.FlightTimedOutError):
-        return Late(f"{peer}: the call's deadline passed before all was there")
+        return LateError(f"{peer}: the call's deadline passed before all was there")
     if isinstance(error, flight.FlightCancelledError):
-        return Broken(f"{peer}: the call was cancelled")
+        return BrokenError(f"{peer}: the call was cancelled")
     if isinstance(error, flight.FlightUnavailableError):
-        return Broken(f"{peer} went away in the middle of the call")
-    return Broken(f"{peer}: the call failed ({str(error).splitlines()[0][:160]})")
+        return BrokenError(f"{peer} went away in the middle of the call")
+    return BrokenError(f"{peer}: the call failed ({str(error).splitlines()[0][:160]})")
+
+
+MAX_OPENING_BYTES = 64 << 10
+MAX_ACTION_BYTES = 1 << 20
+MAX_SECONDS = 86400.0
+
+
+class Opening(NamedTuple):
+    """The first words of a call.
+
+    Attributes:
+      call: "exchange", "state", or the name of an action.
+      caller: the island that calls; its certificate has to say the same.
+      callee: the island that it means to call.
+      seconds: within which the whole call is to be over.
+      body: what the call is about: an exchange's hello, a request for state, an action's argument.
+    """
+
+    call: str
+    caller: str
+    callee: str
+    seconds: float
+    body: dict[str, Any]
+
+
+def encode(opening: Opening) -> bytes:
+    """An opening as JSON."""
+    return json.dumps(opening._asdict(), allow_nan=False).encode()
+
+
+def decode(content: bytes | None, limit: int = MAX_OPENING_BYTES) -> Opening:
+    """The opening in `content`; raises `RefusedError` for anything else, and for more than `limit` bytes."""
+    if content is None or len(content) > limit:
+        raise RefusedError(f"a call's opening is JSON of up to {limit} bytes")
+    try:
+        fields = json.loads(content)
+        opening = Opening(**fields)
+        seconds = float(opening.seconds)
+        right = isinstance(opening.body, dict) and 0 < seconds <= MAX_SECONDS
+        right = right and all(isinstance(x, str) for x in (opening.call, opening.caller, opening.callee))
+    except (ValueError, TypeError, RecursionError):
+        right = False
+    if not right:
+        raise RefusedError(
+            "a call opens with name, caller, callee, seconds and body: it is of another version or program"
+        )
+    return opening

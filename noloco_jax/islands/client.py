@@ -11,11 +11,10 @@ import pyarrow as pa
 from pyarrow import flight
 
 from noloco_jax.errors import UserError
-from noloco_jax.islands.calls import Opening, encode
-from noloco_jax.islands.channel import Channel, from_flight
+from noloco_jax.islands.channel import Channel, Opening, encode, from_flight
 from noloco_jax.islands.frames import PIECE_BYTES, SCHEMA, ArraySpec, Expects
 from noloco_jax.islands.keys import Credentials
-from noloco_jax.islands.peer_errors import Broken, PeerError, Refused
+from noloco_jax.islands.peer_errors import BrokenError, PeerError, RefusedError
 from noloco_jax.islands.probe import why_unreachable
 from noloco_jax.islands.roster import Roster
 
@@ -63,7 +62,7 @@ class Client:
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise Broken(f"{self.peer} answered with what is no JSON object")
+            raise BrokenError(f"{self.peer} answered with what is no JSON object")
         return answer
 
     @contextlib.contextmanager
@@ -114,7 +113,7 @@ class Client:
 
         def expects(header: Mapping[str, Any]) -> list[ArraySpec]:
             if header.get("name") not in expected:
-                raise Refused(f"it sends {str(header.get('name'))[:80]!r}, which is not expected")
+                raise RefusedError(f"it sends {str(header.get('name'))[:80]!r}, which is not expected")
             return [expected[header["name"]]]
 
         missing = set(expected)
@@ -122,7 +121,7 @@ class Client:
             while missing:
                 header, arrays = channel.receive()
                 if arrays is None or header["name"] not in missing:
-                    raise Refused(f"{self.peer} sends {header['name']!r} twice")
+                    raise RefusedError(f"{self.peer} sends {header['name']!r} twice")
                 missing.remove(header["name"])
                 yield header["name"], arrays[0]
 

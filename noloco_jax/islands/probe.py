@@ -13,7 +13,7 @@ from cryptography import x509
 
 from noloco_jax.islands.certificates import fault_of, names_of
 from noloco_jax.islands.keys import Credentials
-from noloco_jax.islands.peer_errors import PeerError, Refused, Unreachable
+from noloco_jax.islands.peer_errors import PeerError, RefusedError, UnreachableError
 from noloco_jax.islands.roster import Address
 
 _SECONDS = 3.0
@@ -25,12 +25,12 @@ def why_unreachable(peer: str, address: Address, credentials: Credentials | None
     try:
         plain = socket.create_connection(address, timeout=_SECONDS)
     except socket.gaierror as error:
-        return Unreachable(f"{where}: no such host ({error.strerror}): correct the roster, or the name service")
+        return UnreachableError(f"{where}: no such host ({error.strerror}): correct the roster, or the name service")
     except TimeoutError:
-        return Unreachable(f"{where} does not answer: the machine or the network is away")
+        return UnreachableError(f"{where} does not answer: the machine or the network is away")
     except OSError as error:
         nobody = error.errno == errno.ECONNREFUSED
-        return Unreachable(f"{where}: {'nobody listens there' if nobody else error.strerror}")
+        return UnreachableError(f"{where}: {'nobody listens there' if nobody else error.strerror}")
     with plain:
         return _why_no_call(where, peer, plain, credentials)
 
@@ -42,24 +42,28 @@ def _why_no_call(where: str, peer: str, plain: socket.socket, credentials: Crede
         plain.getpeername()  # of a socket that was reset, Python would leave TLS's to the collector
         with context.wrap_socket(plain, server_hostname=peer) as connection:
             if credentials is None:
-                return Refused(f"{where} asks for keys: give --keys here, or start it without")
+                return RefusedError(f"{where} asks for keys: give --keys here, or start it without")
             shown = x509.load_der_x509_certificate(connection.getpeercert(binary_form=True) or b"")
             if fault := fault_of(shown, x509.load_pem_x509_certificate(credentials.authority), peer):
-                return Refused(f"{where}: its certificate {fault}")
+                return RefusedError(f"{where}: its certificate {fault}")
             # In TLS 1.3 the other side looks at this side's certificate when the handshake is over here.
             if connection.recv(1):
-                return Unreachable(f"{where} answers now, but did not before: it has just come, or was busy")
+                return UnreachableError(f"{where} answers now, but did not before: it has just come, or was busy")
             mine = x509.load_pem_x509_certificate(credentials.certificate)
             fault = fault_of(mine, x509.load_pem_x509_certificate(credentials.authority), *names_of(mine)[:1])
             reason = fault or "is right by the clock and the authority here, so that one of the two differs over there"
-            return Refused(f"{where} closes on this island's certificate, which {reason}")
+            return RefusedError(f"{where} closes on this island's certificate, which {reason}")
     except TimeoutError:
-        return Unreachable(f"{where} takes connections and says nothing: it is stopped, overloaded or not an island")
+        return UnreachableError(
+            f"{where} takes connections and says nothing: it is stopped, overloaded or not an island"
+        )
     except (OSError, ValueError) as error:  # among them every failure of TLS
         if credentials is None or getattr(error, "errno", None) == errno.ENOTCONN:
-            return Unreachable(f"{where} does not take the call: it is starting, stopping or not an island")
+            return UnreachableError(f"{where} does not take the call: it is starting, stopping or not an island")
         reason = getattr(error, "reason", None) or str(error)
-        return Refused(f"{where} does not speak TLS as islands do ({reason}): it has no --keys, or is not an island")
+        return RefusedError(
+            f"{where} does not speak TLS as islands do ({reason}): it has no --keys, or is not an island"
+        )
 
 
 def _any_certificate(credentials: Credentials | None) -> ssl.SSLContext:

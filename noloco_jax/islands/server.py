@@ -4,25 +4,34 @@ import contextlib
 import errno
 import functools
 import json
+import os
 import socket
+import stat
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
 from pyarrow import flight
 
 from noloco_jax.errors import UserError
-from noloco_jax.islands.calls import MAX_ACTION_BYTES, MAX_OPENING_BYTES, Opening, decode
-from noloco_jax.islands.channel import Channel, describe, from_flight
+from noloco_jax.islands.channel import (
+    MAX_ACTION_BYTES,
+    MAX_OPENING_BYTES,
+    Channel,
+    Opening,
+    decode,
+    describe,
+    from_flight,
+)
 from noloco_jax.islands.frames import SCHEMA, Expects
-from noloco_jax.islands.hang_up import hang_up
 from noloco_jax.islands.keys import Credentials
-from noloco_jax.islands.peer_errors import Busy, PeerError, Refused
+from noloco_jax.islands.peer_errors import BusyError, PeerError, RefusedError
 from noloco_jax.islands.roster import Address, Roster
 
 MAX_CALLS = 32  # at once
@@ -35,8 +44,8 @@ _GRACE_SECONDS = 5.0  # by which a caller may be late to end its call
 class Handlers:
     """What an island does when it is called; each call in a thread of its own.
 
-    Raising `Refused` or `Busy` anywhere tells the caller so. Every other exception is reported, and the caller told
-    that the call failed.
+    A `RefusedError` or `BusyError` raised anywhere is told to the caller. Every other exception is reported here, and
+    the caller is told that the call failed.
 
     Attributes:
       exchange: (caller, hello, connect): looks at the hello, and calls connect(expects) for the channel, which is
@@ -134,17 +143,19 @@ class _Calls:
         if self._is_tls:
             certified = identity.decode(errors="replace")[:80]
             if certified not in self._roster.names:
-                raise Refused(
+                raise RefusedError(
                     f"a certificate made out to {certified!r}, who is not in the roster of {self._roster.run}"
                 )
             if claimed != certified:
-                raise Refused(f"the caller says it is {claimed!r}, and its certificate is made out to {certified!r}")
+                raise RefusedError(
+                    f"the caller says it is {claimed!r}, and its certificate is made out to {certified!r}"
+                )
         if claimed not in self._roster.names:
-            raise Refused(f"the caller says it is {claimed!r}, who is not in the roster of {self._roster.run}")
+            raise RefusedError(f"the caller says it is {claimed!r}, who is not in the roster of {self._roster.run}")
         if claimed == self._name:
-            raise Refused(f"the caller says it is {claimed}, and so does this island: {USED_TWICE}")
+            raise RefusedError(f"the caller says it is {claimed}, and so does this island: {USED_TWICE}")
         if opening.callee != self._name:
-            raise Refused(f"this is {self._name}, not {opening.callee[:80]!r}: the rosters' addresses differ")
+            raise RefusedError(f"this is {self._name}, not {opening.callee[:80]!r}: the rosters' addresses differ")
         return claimed
 
     def hang_up(self) -> None:
@@ -158,9 +169,11 @@ class _Calls:
     def _place(self, caller: str, connection: str) -> Iterator[None]:
         with self._lock:
             if self.closing:
-                raise Busy(f"{self._name} is about to stop")
+                raise BusyError(f"{self._name} is about to stop")
             if self._running.total() >= MAX_CALLS or self._running[caller] >= MAX_CALLS_OF_A_PEER:
-                raise Busy(f"{self._name} has {self._running[caller]} calls of {caller} of {self._running.total()} now")
+                raise BusyError(
+                    f"{self._name} has {self._running[caller]} calls of {caller} of {self._running.total()} now"
+                )
             self._running[caller] += 1
             self._connections.add(connection)
         try:
@@ -209,13 +222,17 @@ class _Flight(flight.FlightServerBase):
                 elif opening.call == "state":
                     _send_state(self._handlers.state(opening.caller, opening.body), connect)
                 else:
-                    raise Refused(f"there is no call {opening.call[:80]!r} here: it is of another version or program")
+                    raise RefusedError(
+                        f"there is no call {opening.call[:80]!r} here: it is of another version or program"
+                    )
 
     def do_action(self, context: Any, action: Any) -> list[bytes]:
         with self._calls.admitted(context, action.body.to_pybytes(), MAX_ACTION_BYTES) as opening:
             handler = self._handlers.actions.get(opening.call)
             if handler is None:
-                raise Refused(f"there is no action {opening.call[:80]!r} here: it is of another version or program")
+                raise RefusedError(
+                    f"there is no action {opening.call[:80]!r} here: it is of another version or program"
+                )
             return [json.dumps(handler(opening.caller, opening.body), allow_nan=False).encode()]
 
 
@@ -246,3 +263,29 @@ def _check_free(name: str, address: Address) -> None:
         else:
             hint = "give an address of this machine with a port from 1024"
         raise UserError(f"{name} cannot listen at {address} ({error.strerror}): {hint}") from None
+
+
+def hang_up(peer: str) -> None:
+    """Shuts this process's connection with `peer` down, so that every read and write of a call on it ends.
+
+    Args:
+      peer: the caller's address as gRPC writes it, such as "ipv4:127.0.0.1:41894" or "ipv6:%5B::1%5D:41894". Islands
+        make a connection for every call, so that no other call ends.
+    """
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or no connection
+            descriptor = int(name)
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                if _written(connection) == unquote(peer):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _written(connection: socket.socket) -> str:
+    """The address of a connection's other end, as gRPC writes it."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return ""
+    host, port = connection.getpeername()[:2]
+    host = host.removeprefix("::ffff:")
+    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"

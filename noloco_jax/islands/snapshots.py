@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from noloco_jax.islands.frames import ArraySpec
-from noloco_jax.islands.peer_errors import Busy
+from noloco_jax.islands.peer_errors import BusyError
 
 ABOUT = "about"  # the action that tells what the weights are of
 PROGRESS = "progress"  # the first of the arrays
@@ -42,9 +42,12 @@ class Snapshots:
                 self._changed.notify_all()
 
     def state(self, caller: str, request: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-        """The next copy, array by array: the handler of a call for a state. Raises `Busy` where there will be none."""
+        """Yield the next copy, array by array: the handler of a call for a state.
+
+        Raises `BusyError` where there will be none.
+        """
         if not self._taken.acquire(blocking=False):
-            raise Busy("another merge is under way: try again")
+            raise BusyError("another merge is under way: try again")
         try:
             yield from zip((PROGRESS, *self._specs), self._next(), strict=True)
             self.served.add(caller)
@@ -68,5 +71,5 @@ class Snapshots:
             self._changed.wait_for(lambda: self._arrays is not None or self._closed, _WAIT_SECONDS)
             arrays, self._arrays, self.wanted = self._arrays, None, False
         if arrays is None:
-            raise Busy("no weights can be copied now: it is about to stop, or takes long over one step")
+            raise BusyError("no weights can be copied now: it is about to stop, or takes long over one step")
         return arrays

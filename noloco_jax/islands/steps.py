@@ -9,11 +9,10 @@ import jax
 import numpy as np
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.islands.codes import specs_of
+from noloco_jax.islands.agent import Agent, Correction, Healed
 from noloco_jax.islands.frames import ArraySpec
+from noloco_jax.islands.payload import specs_of
 from noloco_jax.islands.protocol.island import Journal
-from noloco_jax.islands.results import Correction, Healed
-from noloco_jax.islands.station import Station
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import Programs, TrainState, shardings_of
@@ -39,7 +38,7 @@ class IslandSteps:
     """The outer steps of an island.
 
     Args:
-      station: its network's side.
+      agent: its network's side.
       solo: compiled programs.
       programs: of its run of one replica.
       tokens_of_round: from an inner step to the tokens that an island which takes all of them trains on in the round of
@@ -56,7 +55,7 @@ class IslandSteps:
 
     def __init__(
         self,
-        station: Station,
+        agent: Agent,
         solo: SoloPrograms,
         programs: Programs,
         tokens_of_round: Callable[[int], int],
@@ -64,7 +63,7 @@ class IslandSteps:
         keeps_pace: bool = False,
         at_once: bool = False,
     ):
-        self.station = station
+        self.agent = agent
         self._solo, self._programs = solo, programs
         self._tokens_of_round, self._keeps_pace, self._at_once = tokens_of_round, keeps_pace, at_once
         self.seconds_exposed = 0.0
@@ -81,7 +80,7 @@ class IslandSteps:
           step: of the schedule.
           most: how far it may.
         """
-        stride = self.station.stride(most)
+        stride = self.agent.stride(most)
         if not self._keeps_pace:
             return state, stride
         self._taken += 1
@@ -101,7 +100,7 @@ class IslandSteps:
             norm = float(norm)  # once it is computed
             with self._exposed():
                 arrays = [np.asarray(x) for x in jax.device_get(jax.tree.leaves(kept))]
-                self.station.end_round(round, tokens, arrays, norm)
+                self.agent.end_round(round, tokens, arrays, norm)
             state = TrainState(params, inner, outer)
             if self._at_once:
                 state = self.settle(state, _AT_ONCE_SECONDS)
@@ -112,25 +111,25 @@ class IslandSteps:
 
         Where another island waits for the state, or somebody for the weights, they are copied.
         """
-        pause = self.station.pause()
-        if pause or self.station.is_exchanging:
+        pause = self.agent.pause()
+        if pause or self.agent.is_exchanging:
             jax.block_until_ready(state.params)  # what comes meanwhile need not wait for a step that was queued early
             with self._exposed():
                 time.sleep(pause)
             self.gave_way += pause
-        for item in self.station.take():
+        for item in self.agent.take():
             state, step = self._entered(item, state, step)
-        if self.station.wants_state and state.outer is not None and int(state.outer.round) > 0:
+        if self.agent.wants_state and state.outer is not None and int(state.outer.round) > 0:
             copies = self._copies(state)
-            self.station.give(int(state.outer.round) - 1, [np.asarray(step, np.int64), *copies])
+            self.agent.give(int(state.outer.round) - 1, [np.asarray(step, np.int64), *copies])
         self.serve(state, step)
         return state, step
 
     def serve(self, state: TrainState, step: int) -> None:
         """Give the weights to a peer or a tool that waits for them."""
-        if self.station.snapshots.wanted and state.outer is not None:
+        if self.agent.snapshots.wanted and state.outer is not None:
             copies = [x[0] for x in self._copies(state.params)]
-            self.station.snapshots.give(int(state.outer.round) - 1, step, copies)
+            self.agent.snapshots.give(int(state.outer.round) - 1, step, copies)
 
     def linger(
         self,
@@ -149,34 +148,34 @@ class IslandSteps:
           is_stopping: whether to leave now.
           report: is given lines for people.
         """
-        if seconds and (unfinished := self.station.unfinished()):
+        if seconds and (unfinished := self.agent.unfinished()):
             report(f"serves its weights until {', '.join(unfinished)} are through, {seconds:g} s at most")
         ask_at = time.monotonic()
         deadline = ask_at + seconds
         while (now := time.monotonic()) < deadline and not is_stopping():
             self.serve(state, step)
             is_asking = now >= ask_at  # a goodbye may have been lost, or said before this island could hear it
-            unfinished = self.station.unfinished(_ASK_SECONDS if is_asking else 0.0)
+            unfinished = self.agent.unfinished(_ASK_SECONDS if is_asking else 0.0)
             ask_at = now + _ASK_EVERY_SECONDS if is_asking else ask_at
-            if not unfinished and not self.station.snapshots.is_serving:
+            if not unfinished and not self.agent.snapshots.is_serving:
                 break
             time.sleep(0.1)
-        if unfinished := self.station.unfinished():
+        if unfinished := self.agent.unfinished():
             report(f"leaves; not known to be through: {', '.join(unfinished)}")
 
     def settle(self, state: TrainState, seconds: float) -> TrainState:
         """Waits for what will come of the messages so far, and enters it; a state that would replace this one waits."""
         assert state.outer is not None
         with self._exposed():
-            self.station.settle(int(state.outer.round) - 1, seconds)
+            self.agent.settle(int(state.outer.round) - 1, seconds)
         return self.at_rest(state)[0]
 
     def at_rest(self, state: TrainState) -> tuple[TrainState, Journal | None]:
         """The state with all that has come, and what is to be saved with it; None where it is to be replaced."""
-        items, journal = self.station.take_all()
+        items, journal = self.agent.take_all()
         for item in items:
             if isinstance(item, Healed):
-                self.station.put_back(item)
+                self.agent.put_back(item)
                 return state, None
             state, _ = self._entered(item, state, 0)
         return state, journal

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import trustme
 
-from noloco_jax.islands.protocol.settings import Settings
+from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.roster import Address, Island, Roster
 from support.fault_proxy import Direction
 from support.islands import keys_of
@@ -64,7 +64,7 @@ def test_who_comes_back_without_its_weights_has_its_donors_very_state_of_its_las
     *others, gone = sites = [begun(name) for name in names]
     side_by_side(*[site.open for site in sites])
     side_by_side(*[lambda site=site: site.train(3, SECONDS) for site in sites])
-    gone.station.close()
+    gone.agent.close()
     back = begun("rome", incarnation=10)
 
     def come_back() -> None:

@@ -10,9 +10,17 @@ import trustme
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands import server as server_module
-from noloco_jax.islands.codes import specs_of
 from noloco_jax.islands.frames import ArraySpec
-from noloco_jax.islands.peer_errors import Broken, Busy, Ended, Late, PeerError, Refused, Unreachable
+from noloco_jax.islands.payload import specs_of
+from noloco_jax.islands.peer_errors import (
+    BrokenError,
+    BusyError,
+    EndedError,
+    LateError,
+    PeerError,
+    RefusedError,
+    UnreachableError,
+)
 from noloco_jax.islands.roster import Address
 from noloco_jax.islands.server import Server
 from support.islands import Recorder, arrays, calling, keys_of, nothing, roster_at, running
@@ -48,7 +56,7 @@ def both_send(recorder: Recorder, port: int, keys=None, own=arrays, expects=spec
         assert got is not None
         assert header == {"data": "berlin"}
         assert channel.receive().header == {"commit": True}
-        with pytest.raises(Ended, match="paris ended the call"):
+        with pytest.raises(EndedError, match="paris ended the call"):
             channel.receive()
     return got
 
@@ -101,9 +109,9 @@ def test_state_comes_array_by_array_under_its_names(ca):
                 )
             else:
                 other = expected
-            with pytest.raises((Ended, Refused), match=said):
+            with pytest.raises((EndedError, RefusedError), match=said):
                 list(client.state({"names": names}, other, SECONDS))
-        with pytest.raises(Refused, match="it sends 'momentum', which is not expected"):
+        with pytest.raises(RefusedError, match="it sends 'momentum', which is not expected"):
             list(client.state({"names": ["momentum"]}, {"slow": expected["slow"]}, SECONDS))
 
 
@@ -111,7 +119,7 @@ def test_an_action_is_answered(ca):
     with running(Recorder(), keys_of(ca, "paris")) as server:
         client = calling(server.port, keys_of(ca, "berlin"))
         assert client.action("status", {"xid": "ü"}, SECONDS) == {"caller": "berlin", "xid": "ü"}
-        with pytest.raises(Refused, match="paris says: there is no action 'state' here"):
+        with pytest.raises(RefusedError, match="paris says: there is no action 'state' here"):
             client.action("state", {}, SECONDS)
 
 
@@ -121,13 +129,16 @@ def test_what_a_handler_refuses_is_told_to_the_caller_before_and_in_the_call():
         client = calling(server.port)
 
         def at_once(caller, hello, connect):
-            raise Busy("two islands heal here")
+            raise BusyError("two islands heal here")
 
         def later(caller, hello, connect):
             connect(nothing).send({})
-            raise Refused("your model is another one")
+            raise RefusedError("your model is another one")
 
-        for handler, kind, said in ((at_once, Busy, "two islands heal"), (later, Refused, "your model is another")):
+        for handler, kind, said in (
+            (at_once, BusyError, "two islands heal"),
+            (later, RefusedError, "your model is another"),
+        ):
             recorder.exchange = handler
             with (
                 pytest.raises(kind, match=f"paris says: {said}"),
@@ -153,7 +164,7 @@ def test_a_handlers_own_fault_is_reported_and_stops_nothing():
     with running(recorder) as server:
         client = calling(server.port)
         with (
-            pytest.raises(Broken, match="paris says: it failed: see its log"),
+            pytest.raises(BrokenError, match="paris says: it failed: see its log"),
             client.exchange({}, nothing, SECONDS) as channel,
         ):
             channel.receive()
@@ -168,7 +179,7 @@ def test_arrays_that_do_not_fit_are_refused_by_name_on_both_sides():
     ).receive()
     with running(recorder) as server:
         with (
-            pytest.raises(Refused, match=r"paris says: berlin: it announces .*\[30, 40\].* would fit here"),
+            pytest.raises(RefusedError, match=r"paris says: berlin: it announces .*\[30, 40\].* would fit here"),
             calling(server.port).exchange({}, nothing, SECONDS) as channel,
         ):
             channel.send({}, [np.zeros((30, 40))])
@@ -188,7 +199,7 @@ def test_a_call_ends_at_its_deadline():
     with running(recorder) as server:
         client = calling(server.port)
         start = time.monotonic()
-        with pytest.raises(Late), client.exchange({}, nothing, 1.0) as channel:
+        with pytest.raises(LateError), client.exchange({}, nothing, 1.0) as channel:
             channel.receive()
         assert time.monotonic() - start < SECONDS / 2
         asleep.set()
@@ -206,7 +217,7 @@ def test_a_wait_ends_before_the_call_and_loses_no_frame():
 
     recorder.exchange = exchange
     with running(recorder) as server, calling(server.port).exchange({}, nothing, 15.0) as channel:
-        with pytest.raises(Late, match=r"paris sent nothing whole within 0.1 s"):
+        with pytest.raises(LateError, match=r"paris sent nothing whole within 0.1 s"):
             channel.receive(timeout=0.1)
         go_on.set()
         assert channel.receive().header == {"late": True}
@@ -227,7 +238,7 @@ def test_calls_beyond_the_limit_are_told_that_the_island_is_busy(monkeypatch):
         with berlin.exchange({}, nothing, SECONDS) as one, berlin.exchange({}, nothing, SECONDS) as two:
             one.receive()
             two.receive()
-            with pytest.raises(Busy, match="paris says: paris has 2 calls of berlin"):
+            with pytest.raises(BusyError, match="paris says: paris has 2 calls of berlin"):
                 berlin.action("status", {}, SECONDS)
             assert rome.action("status", {}, SECONDS)
             go_on.set()
@@ -239,7 +250,7 @@ def test_one_connection_more_or_less_is_no_matter_to_the_next_call(ca):
     keys = {name: keys_of(ca, name) for name in ("paris", "berlin")}
     client = calling(port, keys["berlin"])
     for _ in range(2):
-        with pytest.raises(Unreachable, match=f"paris at 127.0.0.1:{port}: nobody listens there"):
+        with pytest.raises(UnreachableError, match=f"paris at 127.0.0.1:{port}: nobody listens there"):
             client.action("status", {}, SECONDS)
         server = Server(roster_at([port]), "paris", keys["paris"], Recorder().handlers)
         assert client.action("status", {}, SECONDS)
@@ -276,18 +287,18 @@ def test_each_kind_of_wrong_key_is_named_to_its_bearer_and_to_those_who_dial_it(
         where = f"paris at 127.0.0.1:{server.port}"
         for fault, keys in bearers.items():
             [line] = refusals(calling(server.port, keys))
-            assert line.startswith(f"Refused: {where} closes on this island's certificate, which {fault}")
+            assert line.startswith(f"RefusedError: {where} closes on this island's certificate, which {fault}")
             with running(Recorder(), keys) as wrong:
                 [line] = refusals(calling(wrong.port, keys_of(ca, "berlin")))
-                assert line.startswith(f"Refused: paris at 127.0.0.1:{wrong.port}: its certificate {fault}")
+                assert line.startswith(f"RefusedError: paris at 127.0.0.1:{wrong.port}: its certificate {fault}")
         [line] = refusals(calling(server.port, of_foreign))  # another authority for all: another run
-        assert line.startswith(f"Refused: {where}: its certificate is not of this run's authority")
+        assert line.startswith(f"RefusedError: {where}: its certificate is not of this run's authority")
         [line] = refusals(calling(server.port, None))
-        assert line == f"Refused: {where} asks for keys: give --keys here, or start it without"
+        assert line == f"RefusedError: {where} asks for keys: give --keys here, or start it without"
         assert calling(server.port, keys_of(ca, "berlin")).action("status", {}, SECONDS)
     with running(recorder) as plain:
         [line] = refusals(calling(plain.port, keys_of(ca, "berlin")))
-        assert line.startswith(f"Refused: paris at 127.0.0.1:{plain.port} does not speak TLS as islands do")
+        assert line.startswith(f"RefusedError: paris at 127.0.0.1:{plain.port} does not speak TLS as islands do")
     assert recorder.lines == []
 
 
@@ -300,24 +311,27 @@ def test_the_right_authority_with_the_wrong_name_is_named_on_both_sides(ca):
             (keys_of(ca, "paris"), "the caller says it is 'berlin', and its certificate is made out to 'paris'"),
         ):
             recorder.lines.clear()
-            assert refusals(calling(server.port, keys)) == {f"Refused: paris says: {said}"}
+            assert refusals(calling(server.port, keys)) == {f"RefusedError: paris says: {said}"}
             assert [line.split(": ", 1)[1] for line in recorder.lines] == [said, said]
     with running(Recorder(), keys_of(ca, "rome")) as server:
         [line] = refusals(calling(server.port, keys_of(ca, "berlin")))
-        assert line == f"Refused: paris at 127.0.0.1:{server.port}: its certificate is made out to rome, not to paris"
+        assert (
+            line == f"RefusedError: paris at 127.0.0.1:{server.port}: its certificate is made out to rome, not to paris"
+        )
 
 
 def test_names_are_checked_without_keys_as_well():
     recorder = Recorder()
     with running(recorder, name="rome") as server:
         [line] = refusals(calling(server.port))
-        assert line == "Refused: paris says: this is rome, not 'paris': the rosters' addresses differ"
+        assert line == "RefusedError: paris says: this is rome, not 'paris': the rosters' addresses differ"
     with running(recorder) as server:
         with pytest.raises(UserError, match="no island 'london'"):
             calling(server.port, name="london")
         [line] = refusals(calling(server.port, name="paris"))
         assert (
-            line == "Refused: paris says: the caller says it is paris, and so does this island: one name is used twice"
+            line
+            == "RefusedError: paris says: the caller says it is paris, and so does this island: one name is used twice"
         )
 
 

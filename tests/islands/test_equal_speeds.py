@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from noloco_jax.islands.protocol.headers import Speed, Timing
+from noloco_jax.islands.protocol.context import Settings
+from noloco_jax.islands.protocol.messages import Speed, Timing
 from noloco_jax.islands.protocol.pace import MOST_GIVEN, MOST_UNEQUAL, Pace
-from noloco_jax.islands.protocol.settings import Settings
 from support.island_world import ROUND, World
 
 SETTINGS = Settings(answer_seconds=3.0, state_seconds=30.0)

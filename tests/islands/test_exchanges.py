@@ -20,7 +20,8 @@ from noloco_jax.islands.protocol.events import (
     Start,
     Tell,
 )
-from noloco_jax.islands.protocol.headers import (
+from noloco_jax.islands.protocol.island import Island
+from noloco_jax.islands.protocol.messages import (
     Accept,
     Caller,
     Commit,
@@ -34,7 +35,6 @@ from noloco_jax.islands.protocol.headers import (
     StatusRequest,
     Wrong,
 )
-from noloco_jax.islands.protocol.island import Island
 from support.island_world import IDENTITY
 
 GOOD, BROKEN = 1.0, math.nan  # norms
@@ -82,11 +82,11 @@ class Exchanging:
 def test_a_message_that_was_held_is_saved_as_in_doubt():
     """The partner may commit at any time from `Received` on, also where the process that is to hear of it is killed."""
     a = Exchanging()
-    assert a.island.journal().doubts == ()
+    assert a.island.journal().unresolved == ()
     channel, xid = a.hold()
-    assert a.island.journal().doubts == ((xid, "b"),)
+    assert a.island.journal().unresolved == ((xid, "b"),)
     a.arrive(channel, Commit(xid))
-    assert a.island.journal().doubts == () and a.island.journal().outcomes[xid] is Outcome.COMMITTED
+    assert a.island.journal().unresolved == () and a.island.journal().outcomes[xid] is Outcome.COMMITTED
 
 
 def test_a_doubt_is_given_up_a_round_after_its_message():

@@ -21,7 +21,8 @@ from noloco_jax.islands.protocol.events import (
     Tell,
     Tick,
 )
-from noloco_jax.islands.protocol.headers import (
+from noloco_jax.islands.protocol.island import Island
+from noloco_jax.islands.protocol.messages import (
     PAST_INCARNATION,
     Accept,
     AtRound,
@@ -42,7 +43,6 @@ from noloco_jax.islands.protocol.headers import (
     StatusRequest,
     Timing,
 )
-from noloco_jax.islands.protocol.island import Island
 from support.island_world import IDENTITY, ROUND, Fault, World
 
 FOREVER = None
@@ -336,11 +336,11 @@ def test_a_message_in_doubt_is_not_exchanged_until_it_is_settled():
     island.handle(Arrived(channel, Message(call.xid), Content(1.0)), 21.0)
     (question,) = [a for a in island.handle(Broken(channel), 21.1) if isinstance(a, Open)]
     assert question.header == StatusRequest(IDENTITY, call.xid)
-    assert island.journal().doubts == ((call.xid, "a"),)
+    assert island.journal().unresolved == ((call.xid, "a"),)
     assert isinstance(headers(island.handle(Opened("x", "a", hello("b", "a")), 21.2))[0], Busy)
     answer = Status(1, 0, True, True, 1, 1, 0.0, "b", Outcome.ABORTED)
     island.handle(Arrived(question.channel, answer), 21.3)
-    assert not island.journal().doubts
+    assert not island.journal().unresolved
 
 
 @pytest.mark.parametrize("outcome", [Outcome.COMMITTED, None])

@@ -9,8 +9,8 @@ import random
 
 import pytest
 
+from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.pace import MOST_UNEQUAL
-from noloco_jax.islands.protocol.settings import Settings
 from support.island_world import FRAME_FAULTS, MOMENTS, NODE_FAULTS, ROUND, Fault, World, all_points
 
 

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 
 from noloco_jax.islands import frames
-from noloco_jax.islands.codes import specs_of
 from noloco_jax.islands.frames import SCHEMA, ArraySpec, Frame, read_frame, write_frame
-from noloco_jax.islands.peer_errors import Broken, PeerError, Refused
+from noloco_jax.islands.payload import specs_of
+from noloco_jax.islands.peer_errors import BrokenError, PeerError, RefusedError
 
 HEADER = {"round": 7, "text": "ü", "none": None, "list": [1, 2.5]}
 
@@ -102,7 +102,7 @@ def test_no_beginning_of_a_frame_passes_for_the_whole():
     messages = written()
     assert read_frame(Stream([]), expected) is None
     for end in range(1, len(messages)):
-        with pytest.raises(Broken, match="ended before the message was whole"):
+        with pytest.raises(BrokenError, match="ended before the message was whole"):
             read_frame(Stream(messages[:end]), expected)
 
 
@@ -127,7 +127,7 @@ def test_no_bit_may_be_another_one():
             messages[place] = (
                 (None, bytes(raw)) if batch is None else (pa.RecordBatch.from_arrays([column], schema=SCHEMA), None)
             )
-            with pytest.raises(Broken):
+            with pytest.raises(BrokenError):
                 read_frame(Stream(messages), expected)
 
 
@@ -143,7 +143,7 @@ def test_no_bit_may_be_another_one():
 )
 def test_arrays_that_are_not_expected_are_refused_before_any_is_read(others, announced):
     stream = Stream(written())
-    with pytest.raises(Refused) as error:
+    with pytest.raises(RefusedError) as error:
         read_frame(stream, lambda header: others(expected()))
     assert stream.read == 1
     assert announced in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 500
@@ -155,7 +155,7 @@ def test_an_announced_size_allocates_nothing():
     huge.write_metadata(frames._seal({"kind": "frame", "header": {}, "arrays": [["float32", [1 << 40]]]}))
     tracemalloc.start()
     try:
-        with pytest.raises(Refused):
+        with pytest.raises(RefusedError):
             read_frame(huge, expected)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -166,7 +166,7 @@ def test_an_announced_size_allocates_nothing():
 def test_missing_arrays_are_refused():
     stream = Stream()
     write_frame(stream, "frame", HEADER)
-    with pytest.raises(Refused, match="it announces no arrays, and arrays of "):
+    with pytest.raises(RefusedError, match="it announces no arrays, and arrays of "):
         read_frame(stream, expected)
 
 
@@ -181,7 +181,7 @@ def test_missing_arrays_are_refused():
 def test_what_is_no_frame_is_said_to_be_none(content, sealed):
     stream = Stream()
     stream.write_metadata(frames.xxhash.xxh3_128_digest(content) + content if sealed else content)
-    with pytest.raises(Broken):
+    with pytest.raises(BrokenError):
         read_frame(stream, lambda header: None)
 
 
@@ -194,7 +194,7 @@ def test_pieces_of_another_form_are_refused():
         pa.array(np.zeros(10_000, np.uint8)),
     ):
         batch = pa.RecordBatch.from_arrays([column], names=["bytes"])
-        with pytest.raises(Broken):
+        with pytest.raises(BrokenError):
             read_frame(Stream([head, (batch, None), *rest[1:]]), expected)
 
 
@@ -205,7 +205,7 @@ def test_a_piece_that_says_it_is_longer_than_its_buffer_is_not_read():
     rows, buffer, column, rest = raw.split(size)  # the batch's rows, the buffer's bytes and the column's length follow
     lying = pa.ipc.read_record_batch(pa.py_buffer(rows + longer + buffer + size + column + longer + rest), SCHEMA)
     assert lying.num_rows == 1 << 20
-    with pytest.raises(Broken, match="damaged piece"):
+    with pytest.raises(BrokenError, match="damaged piece"):
         read_frame(Stream([written()[0], (lying, None)]), expected)
 
 

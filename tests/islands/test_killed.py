@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from noloco_jax.islands.protocol.settings import Settings
+from noloco_jax.islands.protocol.context import Settings
 from support import processes
 from support.archipelago import Archipelago
 

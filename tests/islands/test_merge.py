@@ -20,8 +20,8 @@ from noloco_jax.island.command import main as island
 from noloco_jax.island.membership import ISLAND_FILE, Membership
 from noloco_jax.island.merge import perplexity_of
 from noloco_jax.islands.keys import load_keys, make_keys
-from noloco_jax.islands.peer_errors import Busy
-from noloco_jax.islands.protocol.headers import Identity
+from noloco_jax.islands.peer_errors import BusyError
+from noloco_jax.islands.protocol.messages import Identity
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.server import Handlers, Server
 from noloco_jax.islands.snapshots import ABOUT, Snapshots
@@ -200,7 +200,7 @@ def test_a_tokenizer_that_is_another_one_here_is_refused(roster, tmp_path):
 
 
 def test_islands_that_train_give_their_weights_between_two_steps(roster, tmp_path):
-    """Real stations and states; each island's weights are those of its program at some step."""
+    """Real agents and states; each island's weights are those of its program at some step."""
     own = Membership(roster, "paris", None).own(CONFIG)
     programs = build_programs(own, make_mesh(own, jax.devices()[:1]))
     solo = build_solo(own, programs)
@@ -210,13 +210,13 @@ def test_islands_that_train_give_their_weights_between_two_steps(roster, tmp_pat
 
     def train(name: str) -> None:
         arguments = (None, tmp_path / name, lambda: False, lambda line: None)
-        station = members[name].open_station(CONFIG, solo, programs, *arguments, "byte")
-        assert station is not None and members[name].begin(station, tmp_path / name, lambda: False)
-        steps_of_island = IslandSteps(station, solo, programs, lambda step: 16)
+        agent = members[name].open_agent(CONFIG, solo, programs, *arguments, "byte")
+        assert agent is not None and members[name].begin(agent, tmp_path / name, lambda: False)
+        steps_of_island = IslandSteps(agent, solo, programs, lambda step: 16)
         while not is_over.wait(0.005):
             steps[name] += 1
             steps_of_island.enter(states[name], steps[name])
-        station.close()
+        agent.close()
 
     threads = [threading.Thread(target=train, args=(name,), daemon=True) for name in NAMES]
     for thread in threads:
@@ -247,11 +247,11 @@ def test_a_merger_that_does_not_read_holds_up_no_training():
     assert not snapshots.wanted  # steps that follow copy nothing for it
     thread.join(60)
     assert received[0][0] == "progress" and received[0][1].tolist() == [3, 40]
-    with pytest.raises(Busy, match="another merge is under way"):
+    with pytest.raises(BusyError, match="another merge is under way"):
         next(snapshots.state("rome", {}))
     assert [name for name, _ in first] == list(weight_specs(CONFIG.model))
     snapshots.close()
-    with pytest.raises(Busy, match="about to stop"):
+    with pytest.raises(BusyError, match="about to stop"):
         next(snapshots.state("rome", {}))
 
 

@@ -15,7 +15,7 @@ from noloco_jax import draws
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.island.membership import Membership
-from noloco_jax.islands.results import Healed
+from noloco_jax.islands.agent import Healed
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
@@ -80,19 +80,19 @@ def trained_as_islands(configs: list[TrainConfig], folder: Path) -> list[TrainSt
         own = member.own(config)
         programs = compile_programs(own, build_programs(own, make_mesh(own, devices)), only=PROGRAMS[:1])
         solo = build_solo(own, programs)
-        station = member.open_station(
+        agent = member.open_agent(
             config, solo, programs, None, folder / NAMES[replica], lambda: False, lambda line: None
         )
-        assert station is not None
-        assert member.begin(station, folder / NAMES[replica], lambda: False)
-        island = member.steps(own, station, solo, programs)
+        assert agent is not None
+        assert member.begin(agent, folder / NAMES[replica], lambda: False)
+        island = member.steps(own, agent, solo, programs)
         state, seconds = programs.init(draws.key(config.seed)), -time.perf_counter()
         for step in range(1, config.num_steps + 1):
             state = inner(programs, state, step, range(replica, replica + 1))
             assert shardings_of(state.outer) == shardings_of(programs.resting.outer)
             state = island.take(state, step, int(step % config.outer.sync_every == 0))
         seconds += time.perf_counter()
-        met, _ = station.take_met()
+        met, _ = agent.take_met()
         assert [one.outcome for one in met] == ["met"] * 4
         assert 0 < island.seconds_exposed < seconds
         final[replica] = jax.device_get(state)
@@ -100,7 +100,7 @@ def trained_as_islands(configs: list[TrainConfig], folder: Path) -> list[TrainSt
         healed, _ = island.healed(Healed("other", 3, copies).arrays)
         jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail("elsewhere"), healed, programs.resting)
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(healed), final[replica])
-        station.close()
+        agent.close()
 
     works = []
     for replica, config in enumerate(configs):

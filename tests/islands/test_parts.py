@@ -6,13 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from noloco_jax.islands.protocol.context import LONGEST_PAUSE, Backoff, Context
-from noloco_jax.islands.protocol.headers import ExchangeId, Outcome
+from noloco_jax.islands.protocol.context import LONGEST_PAUSE, Backoff, Context, Settings
 from noloco_jax.islands.protocol.ledger import ROUNDS_KEPT, Ledger
 from noloco_jax.islands.protocol.meeting import Meeting
-from noloco_jax.islands.protocol.peers import Norms, Peer
-from noloco_jax.islands.protocol.settings import Settings
-from noloco_jax.islands.protocol.transfers import Transfers
+from noloco_jax.islands.protocol.messages import ExchangeId, Outcome
+from noloco_jax.islands.protocol.peers import Norms, Peer, Transfers
 from support.island_world import IDENTITY
 from support.paths import ROOT
 

@@ -4,7 +4,7 @@ import statistics
 
 import numpy as np
 
-from noloco_jax.islands.protocol.settings import Settings
+from noloco_jax.islands.protocol.context import Settings
 from support.sites import Site, narrow, rosters, side_by_side
 
 FOUR = ("berlin", "oslo", "paris", "rome")

@@ -16,7 +16,7 @@ from noloco_jax.island import log
 from noloco_jax.island.log import LOG_FILE, History, IslandLog, read_log
 from noloco_jax.island.report import draw_islands, draw_on
 from noloco_jax.island.timeline import Link, died, figures_of, links_of, timeline_of
-from noloco_jax.islands.station import Met
+from noloco_jax.islands.agent import Met
 
 
 def start(time: float, name: str) -> dict[str, Any]:

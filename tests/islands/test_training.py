@@ -17,10 +17,10 @@ from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.island.final_merge import FinalMerge
 from noloco_jax.island.membership import Membership, _incarnation, _write
+from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.client import Client
-from noloco_jax.islands.look import About, ask_about, fetch_weights
+from noloco_jax.islands.query import About, ask_about, fetch_weights
 from noloco_jax.islands.roster import Address, Island, Roster
-from noloco_jax.islands.station import Station
 from noloco_jax.islands.steps import IslandSteps, weight_specs
 from noloco_jax.methods import schedule_of
 from noloco_jax.spmd.batches import place_batch
@@ -63,18 +63,18 @@ class World:
         addresses = [Address("127.0.0.1", port) for port in free_ports(len(NAMES))]
         self.roster = Roster("test", tuple(map(Island, NAMES, addresses)))
 
-    def open(self, member: Membership) -> Station:
+    def open(self, member: Membership) -> Agent:
         arguments = (None, self.folder / member.name, lambda: False, self.lines.append)
-        station = member.open_station(self.config, self.solo, self.programs, *arguments)
-        assert station is not None
-        return station
+        agent = member.open_agent(self.config, self.solo, self.programs, *arguments)
+        assert agent is not None
+        return agent
 
-    def join(self, name: str, **options: Any) -> tuple[Station, IslandSteps]:
+    def join(self, name: str, **options: Any) -> tuple[Agent, IslandSteps]:
         member = Membership(self.roster, name, None, **options)
-        station = self.open(member)
-        steps = member.steps(self.own, station, self.solo, self.programs)
-        assert Membership.begin(station, self.folder / name, lambda: False)
-        return station, steps
+        agent = self.open(member)
+        steps = member.steps(self.own, agent, self.solo, self.programs)
+        assert Membership.begin(agent, self.folder / name, lambda: False)
+        return agent, steps
 
     def batch(self, step: int, replicas: range) -> dict[int, dict[str, np.ndarray]]:
         """Of some replicas, a function of step and replica alone."""
@@ -122,16 +122,16 @@ def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, outer, apar
     final: dict[int, Any] = {}
 
     def train(replica: int) -> None:
-        station, island = world.join(NAMES[replica], at_once=True)
+        agent, island = world.join(NAMES[replica], at_once=True)
         state = world.programs.init(draws.key(config.seed))
         for step in range(1, config.num_steps + 1):
             state = world.inner(world.programs, state, step, range(replica, replica + 1))
             state = island.take(state, step, schedule.due(step))
         final[replica] = jax.device_get(state.params)
-        met, status = station.take_met()
+        met, status = agent.take_met()
         assert status.committed == status.due == schedule.total(config.num_steps)
         assert {one.outcome for one in met} == {"met"}
-        station.close()
+        agent.close()
 
     side_by_side(*[lambda i=i: train(i) for i in range(4)])
 
@@ -171,14 +171,14 @@ def test_an_island_of_a_quarter_of_the_speed_ends_its_rounds_with_the_fast_one_a
 
     def train(replica: int, seconds: float) -> None:
         name = NAMES[replica]
-        station, island = world.join(name, pace="time")
-        correct = station._codes.correction
+        agent, island = world.join(name, pace="time")
+        correct = agent._codec.correction
 
         def noted(own: Any, others: Any, weight: float) -> Any:
             weights.setdefault(name, []).append(weight)
             return correct(own, others, weight)
 
-        station._codes.correction = noted  # type: ignore[method-assign]
+        agent._codec.correction = noted  # type: ignore[method-assign]
         state, step, taken = world.programs.init(draws.key(0)), 0, 0
         state = world.inner(world.programs, state, 1, range(replica, replica + 1))  # compiles
         ready.wait()
@@ -194,7 +194,7 @@ def test_an_island_of_a_quarter_of_the_speed_ends_its_rounds_with_the_fast_one_a
             ends.setdefault(name, []).extend([time.monotonic()] * count)
         shares[name] = taken / (rounds * 8)
         ready.wait()
-        station.close()
+        agent.close()
 
     ready = threading.Barrier(2, timeout=100)
     side_by_side(lambda: train(0, 0.1), lambda: train(1, 0.4))
@@ -231,18 +231,18 @@ def test_what_is_saved_has_entered_what_its_journal_tells_of(world, tmp_path):
     results: list[Any] = []
 
     def one(replica: int) -> None:
-        station, island = world.join(NAMES[replica])
+        agent, island = world.join(NAMES[replica])
         state, step = world.programs.init(draws.key(0)), 0
         for _ in range(meeting + 1):
             state, step = train(world, island, state, step, replica)
         before = np.array(state.params["embed"])
-        wait_until(lambda: station.take_met()[1].committed == 1)
+        wait_until(lambda: agent.take_met()[1].committed == 1)
         state, journal = island.at_rest(state)
         assert journal is not None and journal.round == meeting
         committed = [xid for xid, outcome in journal.outcomes.items() if outcome == "committed"]
         results.append((committed, np.array(state.params["embed"]) - before))
         is_over.wait()
-        station.close()
+        agent.close()
 
     is_over = threading.Barrier(2, timeout=60)
     side_by_side(lambda: one(0), lambda: one(1))
@@ -280,37 +280,37 @@ def test_an_island_that_comes_later_goes_on_from_the_state_of_one_that_trains(wo
     ready = threading.Barrier(3, timeout=60)
 
     def donor(replica: int) -> None:
-        station, island = world.join(NAMES[replica])
-        give = station.give
+        agent, island = world.join(NAMES[replica])
+        give = agent.give
 
         def recorded(round: int, arrays: Any) -> None:
             given.append((round, arrays))
             give(round, arrays)
 
-        station.give = recorded  # type: ignore[method-assign]
+        agent.give = recorded  # type: ignore[method-assign]
         state, step = world.programs.init(draws.key(0)), 0
         ready.wait()
         for _ in range(3):
             state, step = train(world, island, state, step, replica)
-            station.settle(step // 2 - 1, 2.0)
+            agent.settle(step // 2 - 1, 2.0)
             state, step = island.enter(state, step)
         ready.wait()
         while not is_over.wait(0.01):
             state, step = island.enter(state, step)
-        station.close()
+        agent.close()
 
     def joiner() -> None:
         try:
             ready.wait()
             ready.wait()
-            station, island = world.join(NAMES[2])
+            agent, island = world.join(NAMES[2])
             state, step = island.enter(world.programs.init(draws.key(1)), 0)
             (round, arrays), *_ = given
             assert (step, int(state.outer.round)) == (6, 3) and round == 2
             for mine, theirs in zip(jax.tree.leaves(jax.device_get(state)), arrays[1:], strict=True):
                 np.testing.assert_array_equal(mine, theirs)
             assert island.at_rest(state)[1] is not None
-            station.close()
+            agent.close()
         finally:
             is_over.set()
 
@@ -328,18 +328,18 @@ def test_islands_that_have_finished_serve_their_weights_until_all_have(world, tm
 
     def one(replica: int) -> None:
         name = NAMES[replica]
-        station, island = world.join(name)
+        agent, island = world.join(name)
         together.wait()
         state, step = train(world, island, world.programs.init(draws.key(0)), 0, replica)
         if name == "paris":
             final.append(jax.device_get(state.params))
         if name == "oslo":
             assert is_served.wait(60)
-        station.leave(finished=True)
+        agent.leave(finished=True)
         if name == "paris":
             is_first_through.set()
         island.linger(state, step, 100.0, lambda: False, said[name].append)
-        station.close()
+        agent.close()
 
     def merge() -> None:
         assert is_first_through.wait(100)
@@ -358,7 +358,7 @@ def test_islands_that_have_finished_serve_their_weights_until_all_have(world, tm
     assert "oslo" in said["paris"][0]
 
 
-def merged_by(world: World, name: str, station: Station, island: IslandSteps, seconds: float, say: Any) -> FinalMerge:
+def merged_by(world: World, name: str, agent: Agent, island: IslandSteps, seconds: float, say: Any) -> FinalMerge:
     return FinalMerge(island, world.roster.names, name, world.config.model, seconds, lambda: False, say)
 
 
@@ -370,14 +370,14 @@ def test_islands_that_end_with_a_merge_have_the_mean_of_all_last_weights(world, 
 
     def one(replica: int) -> None:
         name = NAMES[replica]
-        station, island = world.join(name)
+        agent, island = world.join(name)
         together.wait()
         state, step = train(world, island, world.programs.init(draws.key(0)), 0, replica)
         last[name] = jax.device_get(jax.tree.leaves(state.params))
         time.sleep(replica)  # one after the other
-        state = merged_by(world, name, station, island, 100.0, said[name].append)(state, step)
+        state = merged_by(world, name, agent, island, 100.0, said[name].append)(state, step)
         merged[name] = jax.device_get(jax.tree.leaves(state.params))
-        station.close()
+        agent.close()
 
     side_by_side(*[lambda i=i: one(i) for i in range(4)])
     for number, found in enumerate(zip(*merged.values(), strict=True)):
@@ -391,11 +391,11 @@ def test_islands_that_end_with_a_merge_have_the_mean_of_all_last_weights(world, 
 def test_a_merge_names_the_islands_that_it_leaves_out(world, tmp_path):
     world.begin(tmp_path)
     said: list[str] = []
-    station, island = world.join("paris")
+    agent, island = world.join("paris")
     state, step = train(world, island, world.programs.init(draws.key(0)), 0, 0)
     before = jax.device_get(state.params)
-    merged = merged_by(world, "paris", station, island, 0.5, said.append)(state, step)
-    station.close()
+    merged = merged_by(world, "paris", agent, island, 0.5, said.append)(state, step)
+    agent.close()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(merged.params), before)
     assert said[-1] == "merged model: the mean of 1 of 4 islands, without berlin, rome, oslo"
 
@@ -403,26 +403,26 @@ def test_a_merge_names_the_islands_that_it_leaves_out(world, tmp_path):
 def test_who_serves_for_others_in_vain_names_them(world, tmp_path):
     world.begin(tmp_path)
     said: list[str] = []
-    station, island = world.join("paris")
+    agent, island = world.join("paris")
     state, step = train(world, island, world.programs.init(draws.key(0)), 0, 0)
-    station.leave(finished=True)
+    agent.leave(finished=True)
     island.linger(state, step, 0.5, lambda: False, said.append)
     island.linger(state, step, 100.0, lambda: True, said.append)
-    station.close()
+    agent.close()
     assert said[1] == said[3] == "leaves; not known to be through: berlin, rome, oslo"
 
 
 def test_an_island_of_another_configuration_is_refused_before_it_compiles(world, tmp_path):
     world.begin(tmp_path)
-    stations = [world.join(name)[0] for name in NAMES[:2]]
+    agents = [world.join(name)[0] for name in NAMES[:2]]
     other = World.__new__(World)
     other.__dict__.update(world.__dict__, config=small(lr=0.5))
     try:
         with pytest.raises(UserError, match=r"2 of 3 islands refuse rome; .* config is .*, yours is"):
             other.join("rome")
     finally:
-        for station in stations:
-            station.close()
+        for agent in agents:
+            agent.close()
 
 
 @pytest.mark.parametrize(
@@ -441,11 +441,11 @@ def test_a_configuration_that_islands_cannot_follow_is_told_in_a_line(changes, l
 def test_an_island_has_begun_when_it_may_train(world, tmp_path):
     """One that is killed while it compiles has no weights to lose, and waits for nobody's when it starts again."""
     world.begin(tmp_path)
-    station = world.open(Membership(world.roster, "paris", None))
+    agent = world.open(Membership(world.roster, "paris", None))
     assert not _incarnation(tmp_path / "paris")[1]
-    assert Membership.begin(station, tmp_path / "paris", lambda: False)
+    assert Membership.begin(agent, tmp_path / "paris", lambda: False)
     assert _incarnation(tmp_path / "paris")[1]
-    station.close()
+    agent.close()
 
 
 def test_every_start_has_a_larger_incarnation_than_all_before(tmp_path):

@@ -20,7 +20,7 @@ import trustme
 from noloco_jax.islands import probe
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.frames import PIECE_BYTES, ArraySpec
-from noloco_jax.islands.peer_errors import Broken, Late, PeerError
+from noloco_jax.islands.peer_errors import BrokenError, LateError, PeerError
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.server import Server
 from support.counted import descriptors, in_time, resident, settled
@@ -135,7 +135,7 @@ def test_a_connection_cut_in_a_message_breaks_it_at_once(pair, direction):
     pair.proxy.cut[direction] = 1 << 20
     pair.run()
     receiver = "paris" if direction == "up" else "berlin"
-    assert receiver in pair.errors and not any(isinstance(error, Late) for error in pair.errors.values())
+    assert receiver in pair.errors and not any(isinstance(error, LateError) for error in pair.errors.values())
     assert receiver not in pair.got
     pair.check_whole()
 
@@ -159,7 +159,7 @@ def test_a_connection_that_is_reset_breaks_the_call_at_once(pair):
     pair.go_on.set()
     thread.join(PATIENCE)
     assert not thread.is_alive()
-    assert set(pair.errors) >= {"berlin"} and not any(isinstance(e, Late) for e in pair.errors.values())
+    assert set(pair.errors) >= {"berlin"} and not any(isinstance(e, LateError) for e in pair.errors.values())
     assert pair.got == {}
 
 
@@ -179,7 +179,7 @@ def test_a_silent_network_costs_both_sides_the_deadline_and_no_more(ca):
             assert not thread.is_alive()
             assert "paris" in pair.errors
             assert ("berlin" in pair.got) == ("down" not in silent)  # whose own words may be lost without its knowing
-            assert "down" not in silent or isinstance(pair.errors["berlin"], Late)
+            assert "down" not in silent or isinstance(pair.errors["berlin"], LateError)
             pair.check_whole()
 
 
@@ -205,7 +205,7 @@ def test_a_server_ends_its_calls_when_it_is_closed():
         roster = Roster("test", tuple(islands))
         server = Server(roster, "paris", None, recorder.handlers)
         with (
-            pytest.raises(Broken, match="paris went away in the middle of the call"),
+            pytest.raises(BrokenError, match="paris went away in the middle of the call"),
             Client(roster, "berlin", None, "paris").exchange({}, lambda header: None, PATIENCE) as channel,
         ):
             channel.receive()
@@ -218,7 +218,7 @@ def test_a_server_ends_its_calls_when_it_is_closed():
 def test_a_port_that_takes_connections_and_says_nothing_is_given_up_at_the_deadline(ca):
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
-        with pytest.raises(Late, match="paris: the call's deadline passed"):
+        with pytest.raises(LateError, match="paris: the call's deadline passed"):
             calling(port, keys_of(ca, "berlin")).action("status", {}, 0.5)
 
 
@@ -249,7 +249,7 @@ def test_what_a_killed_island_had_begun_to_send_is_not_taken_for_whole():
                 assert victim.stdout is not None
                 port = int(victim.stdout.readline())
                 with (
-                    pytest.raises(Broken, match="paris went away in the middle of the call"),
+                    pytest.raises(BrokenError, match="paris went away in the middle of the call"),
                     calling(port).exchange({}, expects, PATIENCE) as channel,
                 ):
                     channel.receive()
@@ -259,7 +259,7 @@ def test_what_a_killed_island_had_begun_to_send_is_not_taken_for_whole():
                 assert done.wait(PATIENCE)
             finally:
                 victim.kill()
-    assert [type(error) for error in errors] == [Broken]
+    assert [type(error) for error in errors] == [BrokenError]
     assert str(errors[0]).startswith("berlin")
 
 

@@ -20,7 +20,7 @@ from noloco_jax.config.flags import load_config
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
 from noloco_jax.island.membership import Membership, _identity
-from noloco_jax.islands.protocol.headers import Identity
+from noloco_jax.islands.protocol.messages import Identity
 from noloco_jax.islands.roster import Roster, read_roster
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs

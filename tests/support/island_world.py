@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.events import (
     Admitted,
     Apply,
@@ -33,9 +34,8 @@ from noloco_jax.islands.protocol.events import (
     Tell,
     Tick,
 )
-from noloco_jax.islands.protocol.headers import Identity, Message, Outcome, State
 from noloco_jax.islands.protocol.island import Island, Journal
-from noloco_jax.islands.protocol.settings import Settings
+from noloco_jax.islands.protocol.messages import Identity, Message, Outcome, State
 
 IDENTITY = Identity("run", "config", "model", "roster", "codec", "pace")
 ROUND = 10.0  # seconds
@@ -241,7 +241,7 @@ class World:
         if action == "lose disk":
             node.disk = None
         saved = node.disk[1] if node.disk else {}
-        node.lost |= ({xid for xid, _ in journal.doubts} | committed) - saved.keys()
+        node.lost |= ({xid for xid, _ in journal.unresolved} | committed) - saved.keys()
         node.incarnation = machine.incarnation
         node.machine, node.tick_at = None, None
         node.silent = action == "vanish"

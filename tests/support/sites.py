@@ -1,4 +1,4 @@
-"""Islands whose training is a clock and whose weights are an array: real stations, calls and networks, quick to run."""
+"""Islands whose training is a clock and whose weights are an array: real agents, calls and networks, quick to run."""
 
 import contextlib
 import threading
@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 import numpy as np
 
 from noloco_jax.exchange.wire import Float32
-from noloco_jax.islands.codes import Codes, norm_of, specs_of
+from noloco_jax.islands.agent import Agent, Correction, Healed, Met
 from noloco_jax.islands.keys import Credentials
+from noloco_jax.islands.payload import PlainCodec, norm_of, specs_of
+from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.island import Island, Journal
-from noloco_jax.islands.protocol.settings import Settings
-from noloco_jax.islands.results import Correction, Healed, Met
 from noloco_jax.islands.roster import Address, Roster
 from noloco_jax.islands.roster import Island as Listed
 from noloco_jax.islands.snapshots import Snapshots
-from noloco_jax.islands.station import Station
 from support.fault_proxy import FaultProxy, Link
 from support.island_world import IDENTITY
 from support.ports import free_ports
@@ -39,7 +38,7 @@ class Site:
     Attributes:
       met: what became of its messages.
       corrections: of each round, that came.
-      seconds: that its training spent in its station's hands, in each round.
+      seconds: that its training spent in its agent's hands, in each round.
       lines: that it had for people.
       heals: states that it took.
     """
@@ -69,8 +68,8 @@ class Site:
         partner = partner_of(roster.names, name)
         protocol = Island(name, others, identity, partner, incarnation, settings, journal)
         message = self.message(0)
-        arguments = settings, Codes(Float32(), [message], [message]), specs_of(message), self.lines.append
-        self.station = Station(roster, name, credentials, protocol, *arguments, Snapshots({}), {})
+        arguments = settings, PlainCodec(Float32(), [message], [message]), specs_of(message), self.lines.append
+        self.agent = Agent(roster, name, credentials, protocol, *arguments, Snapshots({}), {})
 
     def message(self, round: int) -> np.ndarray:
         """Of a round, and of nobody else's."""
@@ -79,10 +78,10 @@ class Site:
 
     def open(self) -> None:
         """Joins the others."""
-        self.station.open()
-        assert self.station.admitted(60), f"{self.name} hears nobody"
-        self.station.ready()
-        assert self.station.decided(60), f"{self.name} waits"
+        self.agent.open()
+        assert self.agent.admitted(60), f"{self.name} hears nobody"
+        self.agent.ready()
+        assert self.agent.decided(60), f"{self.name} waits"
 
     def train(self, rounds: int, seconds: float) -> None:
         """Ends so many rounds, one after so many seconds, and looks four times a round for what has come."""
@@ -96,24 +95,24 @@ class Site:
             self.round += 1
             message = self.message(self.round)
             spent -= time.monotonic()
-            self.station.end_round(self.round, TOKENS, [message], norm_of([message]))
+            self.agent.end_round(self.round, TOKENS, [message], norm_of([message]))
             spent += time.monotonic()
             self.seconds.append(spent)
 
     def close(self) -> None:
         """After what will still come of its messages, which it enters."""
-        self.station.settle(self.round, 5.0)
-        self.station.leave()
-        self.station.settle(self.round, 5.0)  # what was in doubt
-        items, _ = self.station.take_all()
+        self.agent.settle(self.round, 5.0)
+        self.agent.leave()
+        self.agent.settle(self.round, 5.0)  # what was in doubt
+        items, _ = self.agent.take_all()
         self._keep(items)
-        self.station.close()
+        self.agent.close()
 
     def look(self) -> None:
         """Enters what has come, and gives its state to who waits for it."""
-        self._keep(self.station.take())
-        if self.station.wants_state and self.round >= 0:
-            self.station.give(self.round, [self.message(self.round)])
+        self._keep(self.agent.take())
+        if self.agent.wants_state and self.round >= 0:
+            self.agent.give(self.round, [self.message(self.round)])
 
     def _keep(self, items: list[Correction | Healed]) -> None:
         for item in items:
@@ -123,7 +122,7 @@ class Site:
             else:
                 self.heals.append(item)
                 self.round = item.round
-        self.met += self.station.take_met()[0]
+        self.met += self.agent.take_met()[0]
 
     def share(self, first: int = 0, *, without: str = "") -> float:
         """Of its rounds from `first` on, but for those with one other, how many came about, of 1."""

@@ -1,6 +1,6 @@
 """The protocol of islands: a state machine without sockets, threads, files or clocks (design §12).
 
-`island.py` takes events and gives actions (`events.py`); `headers.py` holds what islands tell each other. An exchange,
+`island.py` takes events and gives actions (`events.py`); `messages.py` holds what islands tell each other. An exchange,
 with what each side sends:
 
     dialler                                   who answers
@@ -19,8 +19,9 @@ with what each side sends:
 A question about an exchange settles it: HELD becomes COMMITTED, as who asks holds a good message too; anything else
 ABORTED. Nothing is waited for: a message is dropped, on both sides, when `patience` more rounds have ended.
 
-`exchanges.py` does that for the rounds whose messages are kept (`meeting.py`), `refusal.py` says who is not let in,
-`doubts.py` asks, `ledger.py` remembers outcomes as the weights have seen them, `peers.py` and `transfers.py` say whom
-and what to believe and how long to wait, `pace.py` has islands end their rounds together, `healing.py` decides when an
-island begins and from which weights, by asking around (`sweep.py`), `context.py` is what they share.
+`exchanges.py` does that for the rounds whose messages are kept (`meeting.py`) and refuses what does not fit,
+`link_limit.py` limits concurrent exchanges on slow links, `recovery.py` asks about unresolved exchanges, `ledger.py`
+remembers the outcomes that the weights have seen, `peers.py` says whom and what to believe and how long to wait,
+`pace.py` has islands end their rounds together, `catch_up.py` decides when an island begins and from which weights, and
+`context.py` is what they share.
 """

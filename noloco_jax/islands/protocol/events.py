@@ -7,7 +7,7 @@ channels are the world's for calls that come in, and ("out", number) for those t
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from noloco_jax.islands.protocol.headers import Answer, ExchangeId, Header, Opener
+from noloco_jax.islands.protocol.messages import Answer, ExchangeId, Header, Opener
 
 Channel = Hashable
 

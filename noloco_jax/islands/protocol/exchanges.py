@@ -9,9 +9,10 @@ import math
 from collections.abc import Callable
 
 from noloco_jax.islands.protocol.context import Backoff, Context
-from noloco_jax.islands.protocol.doubts import Doubts
 from noloco_jax.islands.protocol.events import Apply, Channel, Content, Drop, RoundEnded
-from noloco_jax.islands.protocol.headers import (
+from noloco_jax.islands.protocol.link_limit import LinkLimit
+from noloco_jax.islands.protocol.meeting import Exchange, Meeting, Stage
+from noloco_jax.islands.protocol.messages import (
     PAST_INCARNATION,
     Accept,
     Answer,
@@ -29,10 +30,8 @@ from noloco_jax.islands.protocol.headers import (
     Timing,
     Wrong,
 )
-from noloco_jax.islands.protocol.lines import Lines
-from noloco_jax.islands.protocol.meeting import Exchange, Meeting, Stage
 from noloco_jax.islands.protocol.peers import Peer
-from noloco_jax.islands.protocol.refusal import refusal
+from noloco_jax.islands.protocol.recovery import Recovery
 
 
 class Exchanges:
@@ -47,8 +46,8 @@ class Exchanges:
         self._context = context
         self._partner = partner
         self._leaving = False
-        self._lines = Lines(context)
-        self.doubts = Doubts(context)
+        self._link_limit = LinkLimit(context)
+        self.recovery = Recovery(context)
         self.meetings: dict[int, Meeting] = {}
         self.due = 0
         self.lags: list[int] = []  # of all corrections
@@ -61,7 +60,7 @@ class Exchanges:
         oldest = event.round - context.settings.patience
         self._give_up(oldest - 1, "its outcome was never heard")  # a round longer: a question is all that is open
         for round in [round for round in self.meetings if round <= oldest]:
-            self._lines.took(self.meetings[round].running, context.now)
+            self._link_limit.took(self.meetings[round].running, context.now)
             self._end(self.meetings[round], "not committed in time")
         name = self._partner(event.round)
         if name is None:
@@ -94,32 +93,32 @@ class Exchanges:
         """Exchanges of which the partner may have applied its half, and the partners."""
         running = [meeting.running for meeting in self.meetings.values() if meeting.running is not None]
         held = [exchange for exchange in running if exchange.dials and exchange.stage is Stage.HELD]
-        return [(exchange.xid, exchange.peer.name) for exchange in (*self.doubts.exchanges, *held)]
+        return [(exchange.xid, exchange.peer.name) for exchange in (*self.recovery.exchanges, *held)]
 
     def tick(self) -> None:
         now = self._context.now
         for meeting in list(self.meetings.values()):
             exchange = meeting.running
             if exchange is not None and exchange.deadline <= now:
-                self._lines.took(exchange, now)
+                self._link_limit.took(exchange, now)
                 self._failed(meeting)
             if meeting.retry.due():
                 self._dial(meeting)
-        self.doubts.tick()
+        self.recovery.tick()
 
     def deadlines(self) -> list[float]:
         running = (meeting.running for meeting in self.meetings.values())
         times = [exchange.deadline for exchange in running if exchange is not None]
         times += [meeting.retry.at for meeting in self.meetings.values() if meeting.retry.at is not None]
-        return times + self.doubts.deadlines()
+        return times + self.recovery.deadlines()
 
     # Whoever dials.
 
     def _dial(self, meeting: Meeting) -> None:
         context = self._context
-        if self.doubts.about(meeting.round) or meeting.running is not None or meeting.peer.away:
+        if self.recovery.about(meeting.round) or meeting.running is not None or meeting.peer.away:
             return
-        if self._lines.are_taken(meeting, self.meetings.values()):
+        if self._link_limit.must_wait(meeting, self.meetings.values()):
             return
         meeting.attempts += 1
         xid = ExchangeId(meeting.round, context.name, context.incarnation, meeting.attempts)
@@ -190,9 +189,9 @@ class Exchanges:
         if self._leaving:
             return NotPartner("leaving")
         context, meeting = self._context, self.meetings.get(xid.round)
-        is_in_doubt = self.doubts.about(xid.round)
-        said = refusal(context, peer, xid, self._partner(xid.round), meeting, is_in_doubt)
-        if said is None and meeting and self._lines.are_taken(meeting, self.meetings.values(), by_offers=False):
+        is_unresolved = self.recovery.about(xid.round)
+        said = refusal(context, peer, xid, self._partner(xid.round), meeting, is_unresolved)
+        if said is None and meeting and self._link_limit.must_wait(meeting, self.meetings.values(), by_offers=False):
             return Busy(context.settings.retry_seconds)
         return said
 
@@ -220,7 +219,7 @@ class Exchanges:
         """Something came through a channel of an exchange or of a question; others are none of this part's."""
         meeting = self._meeting_of(channel)
         if meeting is None:
-            settled = self.doubts.arrived(channel, header)
+            settled = self.recovery.arrived(channel, header)
             if settled is not None:
                 self._resolve(*settled)
             return
@@ -251,7 +250,7 @@ class Exchanges:
     def broken(self, channel: Channel, corrupt: bool) -> None:
         meeting = self._meeting_of(channel)
         if meeting is None:
-            self.doubts.broken(channel)
+            self.recovery.broken(channel)
             return
         self._failed(meeting, closed=True)
         if corrupt:
@@ -297,7 +296,7 @@ class Exchanges:
         if not exchange.dials:
             context.send(exchange.channel, Commit(exchange.xid))
         context.close(exchange.channel)
-        self._lines.took(exchange, context.now)
+        self._link_limit.took(exchange, context.now)
         meeting.running = None
         self._apply(exchange)
 
@@ -338,7 +337,7 @@ class Exchanges:
         if not closed:
             self._context.close(exchange.channel)
         if exchange.dials and exchange.stage is Stage.HELD and not known_aborted:
-            self.doubts.add(exchange)
+            self.recovery.add(exchange)
         else:
             self._context.ledger.close(exchange.xid, Outcome.ABORTED)
 
@@ -347,14 +346,14 @@ class Exchanges:
         if meeting.running is not None:
             self._end_exchange(meeting)
         del self.meetings[meeting.round]
-        if not self.doubts.about(meeting.round):
+        if not self.recovery.about(meeting.round):
             self._drop(meeting.round, meeting.peer, reason)
 
     def _drop(self, round: int, peer: Peer, reason: str, one_sided: bool = False) -> None:
         self._context.actions.append(Drop(round, peer.name, reason, one_sided))
 
     def _give_up(self, round: int, reason: str) -> None:
-        for exchange in self.doubts.give_up(round):
+        for exchange in self.recovery.give_up(round):
             self._drop(exchange.xid.round, exchange.peer, reason, one_sided=True)
 
     def _is_broken(self, peer: Peer) -> None:
@@ -371,3 +370,49 @@ class Exchanges:
         )
         for meeting in [meeting for meeting in self.meetings.values() if meeting.peer is peer]:
             self._end(meeting, "the partner is in quarantine")
+
+
+def refusal(
+    context: Context, peer: Peer, xid: ExchangeId, partner: str | None, meeting: Meeting | None, is_unresolved: bool
+) -> Answer | None:
+    """The answer to an exchange that is not accepted now; None: it is.
+
+    Args:
+      context: of the island that is called.
+      peer: who dials; its identity is right.
+      xid: the exchange.
+      partner: whom the island meets in the exchange's round.
+      meeting: what is left of that round's; None: its message is not here yet, or no more.
+      is_unresolved: whether the round's message may have been committed.
+    """
+    if peer.quarantined_until > xid.round:
+        return NotPartner("in quarantine")
+    if partner != peer.name:
+        return NotPartner("not in this round")
+    if context.ledger.has_committed(xid.round):
+        return Done(Outcome.COMMITTED)
+    if xid in context.ledger.outcomes:
+        return Done(Outcome.ABORTED)
+    if meeting is None:
+        is_recent = context.round - context.settings.patience < xid.round <= context.round
+        if is_recent:
+            return NotPartner("no message of that round is left")
+        return AtRound(context.round, context.pace.timing(context.round, context.now))
+    if is_unresolved or _prefers_its_own(context, meeting, xid):
+        return Busy(context.settings.retry_seconds)
+    return None
+
+
+def _prefers_its_own(context: Context, meeting: Meeting, xid: ExchangeId) -> bool:
+    """Whether what is running goes on when the partner dials.
+
+    Two dials that cross: the lower name's counts in even rounds, the higher one's in odd ones, on both sides.
+    """
+    running = meeting.running
+    if running is None:
+        return False
+    if running.dials:
+        lower_name_leads = meeting.round % 2 == 0
+        leads = (context.name < meeting.peer.name) is lower_name_leads
+        return leads or running.stage is not Stage.OFFERED
+    return (xid.incarnation, xid.attempt) <= (running.xid.incarnation, running.xid.attempt)

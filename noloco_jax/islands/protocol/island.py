@@ -10,7 +10,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from noloco_jax.islands.protocol.context import Context
+from noloco_jax.islands.protocol.catch_up import CatchUp
+from noloco_jax.islands.protocol.context import Context, Settings
 from noloco_jax.islands.protocol.events import (
     Action,
     Arrived,
@@ -27,7 +28,8 @@ from noloco_jax.islands.protocol.events import (
     Tick,
 )
 from noloco_jax.islands.protocol.exchanges import Exchanges
-from noloco_jax.islands.protocol.headers import (
+from noloco_jax.islands.protocol.ledger import Ledger
+from noloco_jax.islands.protocol.messages import (
     ExchangeId,
     Hello,
     Identity,
@@ -39,10 +41,7 @@ from noloco_jax.islands.protocol.headers import (
     StatusRequest,
     Wrong,
 )
-from noloco_jax.islands.protocol.healing import Healing
-from noloco_jax.islands.protocol.ledger import Ledger
 from noloco_jax.islands.protocol.peers import Peer
-from noloco_jax.islands.protocol.settings import Settings
 
 
 class Journal(NamedTuple):
@@ -53,25 +52,31 @@ class Journal(NamedTuple):
       lineage: see `Status`.
       outcomes: what the weights have seen.
       floor: the round before which outcomes are forgotten.
-      doubts: exchanges of which the partner may have applied its half.
+      unresolved: exchanges of which the partner may have applied its half.
     """
 
     round: int
     lineage: bool
     outcomes: Mapping[ExchangeId, Outcome]
     floor: int
-    doubts: tuple[tuple[ExchangeId, str], ...]
+    unresolved: tuple[tuple[ExchangeId, str], ...]
 
     def to_json(self) -> dict[str, Any]:
         outcomes = [[*xid, outcome] for xid, outcome in self.outcomes.items()]
-        return {**self._asdict(), "outcomes": outcomes, "doubts": [[*xid, peer] for xid, peer in self.doubts]}
+        return {
+            "round": self.round,
+            "lineage": self.lineage,
+            "outcomes": outcomes,
+            "floor": self.floor,
+            "doubts": [[*xid, peer] for xid, peer in self.unresolved],
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Journal":
         # Behind the round, journals of earlier versions have a number more.
         outcomes = {ExchangeId(round, *xid[-3:]): Outcome(outcome) for round, *xid, outcome in values["outcomes"]}
-        doubts = tuple((ExchangeId(round, *xid[-3:]), peer) for round, *xid, peer in values["doubts"])
-        return cls(values["round"], values["lineage"], outcomes, values["floor"], doubts)
+        unresolved = tuple((ExchangeId(round, *xid[-3:]), peer) for round, *xid, peer in values["doubts"])
+        return cls(values["round"], values["lineage"], outcomes, values["floor"], unresolved)
 
 
 class Island:
@@ -104,10 +109,10 @@ class Island:
         self._context = context = Context(name, others, identity, settings, incarnation, ledger)
         context.round = journal.round if journal else -1
         context.lineage = journal is not None and journal.lineage
-        self._lost = journal.doubts if journal else ()
+        self._lost = journal.unresolved if journal else ()
         self._partner = partner
         self._exchanges = Exchanges(context, partner)
-        self._healing = Healing(context, journal is not None, began_before)
+        self._catch_up = CatchUp(context, journal is not None, began_before)
         self._finished = False
         self._curious: list[Channel] = []  # calls of those who wait until this island is ready
 
@@ -128,8 +133,8 @@ class Island:
 
     def is_meeting(self, round: int) -> bool:
         """Whether the message of this round, or of an earlier one, may still be exchanged."""
-        doubts = (exchange.xid.round for exchange in self._exchanges.doubts.exchanges)
-        return any(other <= round for other in (*self._exchanges.meetings, *doubts))
+        unresolved = (exchange.xid.round for exchange in self._exchanges.recovery.exchanges)
+        return any(other <= round for other in (*self._exchanges.meetings, *unresolved))
 
     def lag(self) -> int:
         """Rounds behind the median of the others, as far as they have told; negative: ahead of it."""
@@ -154,8 +159,8 @@ class Island:
 
     def journal(self) -> Journal:
         """To be saved with the weights."""
-        ledger, doubts = self._context.ledger, self._exchanges.uncertain()
-        return Journal(self.round, self._context.lineage, dict(ledger.outcomes), ledger.floor, tuple(doubts))
+        ledger, unresolved = self._context.ledger, self._exchanges.uncertain()
+        return Journal(self.round, self._context.lineage, dict(ledger.outcomes), ledger.floor, tuple(unresolved))
 
     def status(self) -> Status:
         """Of this island."""
@@ -165,19 +170,19 @@ class Island:
         return Status(
             context.incarnation,
             context.round,
-            self._healing.training,
+            self._catch_up.training,
             context.lineage,
             context.commits,
             exchanges.due,
             lag,
             partner or "",
-            starting=not self._healing.is_ready,
+            starting=not self._catch_up.is_ready,
             finished=self._finished,
         )
 
     def next_deadline(self) -> float | None:
         """When a `Tick` is due, in the seconds of `handle`; None: not before something else happens."""
-        return min((*self._exchanges.deadlines(), *self._healing.deadlines()), default=None)
+        return min((*self._exchanges.deadlines(), *self._catch_up.deadlines()), default=None)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """What to do after this event.
@@ -202,16 +207,16 @@ class Island:
             case Opened():
                 self._opened(event)
             case Arrived():
-                healed = self._healing.arrived(event.channel, event.header, event.content)
+                healed = self._catch_up.arrived(event.channel, event.header, event.content)
                 if healed is not None:
                     self._heal(healed)
                 self._exchanges.arrived(event.channel, event.header, event.content)
             case Broken():
-                self._healing.broken(event.channel)
+                self._catch_up.broken(event.channel)
                 self._exchanges.broken(event.channel, event.corrupt)
             case Tick():
                 self._exchanges.tick()
-                self._healing.tick()
+                self._catch_up.tick()
             case Stop():
                 self._stop(event.finished)
         self._exchanges.go_on()
@@ -221,23 +226,23 @@ class Island:
         for xid, peer in self._lost:
             reason = "in doubt when the weights were saved"
             self._context.actions.append(Drop(xid.round, peer, reason, one_sided=True))
-        self._healing.start()
+        self._catch_up.start()
 
     def _ready(self) -> None:
-        self._healing.ready()
+        self._catch_up.ready()
         for channel in self._curious:
             self._context.answer(channel, self.status())
         self._curious.clear()
 
     def _round_ended(self, event: RoundEnded) -> None:
         context = self._context
-        if not self._healing.training or event.round != context.round + 1:
-            state = f"training after round {context.round}" if self._healing.training else "not training"
+        if not self._catch_up.training or event.round != context.round + 1:
+            state = f"training after round {context.round}" if self._catch_up.training else "not training"
             raise ValueError(f"round {event.round} cannot end: {context.name} is {state}")
         context.round_ended(event.round)
         context.ledger.forget(event.round)
         self._exchanges.round_ended(event)
-        self._healing.round_ended()
+        self._catch_up.round_ended()
 
     def _opened(self, event: Opened) -> None:
         context, channel, header = self._context, event.channel, event.header
@@ -257,12 +262,12 @@ class Island:
             case Hello():
                 self._exchanges.opened(channel, header)
             case StateRequest():
-                self._healing.opened(channel, header)
+                self._catch_up.opened(channel, header)
             case Leave():
                 peer = context.peers[event.peer]
                 peer.away = header.caller.incarnation >= peer.incarnation
                 peer.finished = header.finished if peer.away else peer.finished
-                self._exchanges.doubts.goodbye(channel, event.peer)
+                self._exchanges.recovery.goodbye(channel, event.peer)
 
     def _refusal(self, peer: str, header: Opener) -> Wrong | None:
         """What is wrong with who calls. A question alone may come from anybody whom the transport lets in."""
@@ -283,7 +288,7 @@ class Island:
     def _stop(self, finished: bool) -> None:
         context = self._context
         self._finished = finished
-        self._healing.stop()
+        self._catch_up.stop()
         for channel in self._curious:
             context.close(channel)
         self._curious.clear()

@@ -6,7 +6,7 @@ restart is answered truly: what is not in the ledger is not in the weights eithe
 
 from collections.abc import Mapping
 
-from noloco_jax.islands.protocol.headers import ExchangeId, Outcome
+from noloco_jax.islands.protocol.messages import ExchangeId, Outcome
 
 ROUNDS_KEPT = 64  # a partner stops asking long before
 

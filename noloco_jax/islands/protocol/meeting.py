@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from noloco_jax.islands.protocol.context import Backoff
 from noloco_jax.islands.protocol.events import Channel
-from noloco_jax.islands.protocol.headers import ExchangeId
+from noloco_jax.islands.protocol.messages import ExchangeId
 from noloco_jax.islands.protocol.peers import Peer
 
 

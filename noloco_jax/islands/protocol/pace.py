@@ -22,7 +22,7 @@ import statistics
 from collections import deque
 from typing import NamedTuple
 
-from noloco_jax.islands.protocol.headers import Speed, Timing
+from noloco_jax.islands.protocol.messages import Speed, Timing
 
 STEPS_KEPT = 16  # whose median is the island's speed
 STEPS_NEEDED = 4

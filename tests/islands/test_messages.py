@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from noloco_jax.islands.protocol import headers
-from noloco_jax.islands.protocol.headers import Caller, ExchangeId, HeaderError, Hello, Identity, Outcome
+from noloco_jax.islands.protocol import messages
+from noloco_jax.islands.protocol.messages import Caller, ExchangeId, HeaderError, Hello, Identity, Outcome
 
 IDENTITY = Identity("run", "config", "model", "roster", "codec", "pace")
 CALLER = Caller(IDENTITY, "paris", "oslo", 3, 7)
@@ -14,39 +14,39 @@ XID = ExchangeId(7, "paris", 3, 2)
 HELLO = Hello(CALLER, XID, 1000)
 ALL = [
     HELLO,
-    Hello(CALLER, XID, 1000, headers.Timing(2.5, None, headers.Speed("oslo", 0.25, 7))),
-    headers.Accept(3, 7, 1000),
-    headers.Accept(3, 7, 1000, headers.Timing(2.5, headers.Speed("oslo", 0.25, 7), headers.Speed("rome", 0.1, 6))),
-    headers.Busy(0.5),
-    headers.AtRound(-1),
-    headers.AtRound(6, headers.Timing(0.5, headers.Speed("oslo", 0.25, 7), None)),
-    headers.NotPartner("not in this round"),
-    headers.Wrong("model is a, yours is b"),
-    headers.Done(Outcome.COMMITTED),
-    headers.Message(XID),
-    headers.Received(XID, True),
-    headers.Commit(XID),
-    headers.StatusRequest(IDENTITY, XID),
-    headers.StatusRequest(),
-    headers.Status(1, 2, True, False, 3, 4, 0.5, "oslo", Outcome.FORGOTTEN),
-    headers.StateRequest(CALLER, True),
-    headers.State(7, True),
-    headers.Leave(CALLER, finished=True),
-    headers.Windows(XID),
+    Hello(CALLER, XID, 1000, messages.Timing(2.5, None, messages.Speed("oslo", 0.25, 7))),
+    messages.Accept(3, 7, 1000),
+    messages.Accept(3, 7, 1000, messages.Timing(2.5, messages.Speed("oslo", 0.25, 7), messages.Speed("rome", 0.1, 6))),
+    messages.Busy(0.5),
+    messages.AtRound(-1),
+    messages.AtRound(6, messages.Timing(0.5, messages.Speed("oslo", 0.25, 7), None)),
+    messages.NotPartner("not in this round"),
+    messages.Wrong("model is a, yours is b"),
+    messages.Done(Outcome.COMMITTED),
+    messages.Message(XID),
+    messages.Received(XID, True),
+    messages.Commit(XID),
+    messages.StatusRequest(IDENTITY, XID),
+    messages.StatusRequest(),
+    messages.Status(1, 2, True, False, 3, 4, 0.5, "oslo", Outcome.FORGOTTEN),
+    messages.StateRequest(CALLER, True),
+    messages.State(7, True),
+    messages.Leave(CALLER, finished=True),
+    messages.Windows(XID),
 ]
 
 
 def test_every_kind_is_tried():
-    assert {type(header) for header in ALL} == set(headers.KINDS.values())
+    assert {type(header) for header in ALL} == set(messages.KINDS.values())
 
 
 @pytest.mark.parametrize("header", ALL, ids=lambda header: type(header).__name__)
 def test_what_is_sent_arrives(header):
-    assert headers.from_json(json.loads(json.dumps(headers.to_json(header)))) == header
+    assert messages.from_json(json.loads(json.dumps(messages.to_json(header)))) == header
 
 
 def changed(**values):
-    return {**json.loads(json.dumps(headers.to_json(HELLO))), **values}
+    return {**json.loads(json.dumps(messages.to_json(HELLO))), **values}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def changed(**values):
 )
 def test_what_no_island_sends_is_refused(values):
     with pytest.raises(HeaderError):
-        headers.from_json(values)
+        messages.from_json(values)
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Identity)])

@@ -20,7 +20,8 @@ from noloco_jax.islands.protocol.events import (
     Start,
     Tick,
 )
-from noloco_jax.islands.protocol.headers import (
+from noloco_jax.islands.protocol.island import Island, Journal
+from noloco_jax.islands.protocol.messages import (
     Busy,
     Caller,
     ExchangeId,
@@ -32,15 +33,14 @@ from noloco_jax.islands.protocol.headers import (
     StatusRequest,
     Wrong,
 )
-from noloco_jax.islands.protocol.island import Island, Journal
 from support.island_world import IDENTITY, ROUND, World
 
 OTHERS = ["b", "c", "d"]
 UNKNOWN = None
 
 
-def journal(round: int = 5, lineage: bool = True, doubts=()) -> Journal:
-    return Journal(round, lineage, {ExchangeId(5, "b", 1, 1): Outcome.COMMITTED}, 0, doubts)
+def journal(round: int = 5, lineage: bool = True, unresolved=()) -> Journal:
+    return Journal(round, lineage, {ExchangeId(5, "b", 1, 1): Outcome.COMMITTED}, 0, unresolved)
 
 
 def status(round: int, *, training: bool = True, lineage: bool = True) -> Status:
@@ -208,15 +208,15 @@ def test_questions_are_answered_for_the_weights_that_an_island_has():
 
 
 def test_what_was_in_doubt_when_the_weights_were_saved_is_logged():
-    doubts = ((ExchangeId(5, "a", 6, 1), "b"),)
-    island = Island("a", OTHERS, IDENTITY, lambda round: "b", 7, journal=journal(doubts=doubts))
+    unresolved = ((ExchangeId(5, "a", 6, 1), "b"),)
+    island = Island("a", OTHERS, IDENTITY, lambda round: "b", 7, journal=journal(unresolved=unresolved))
     actions: list[Any] = island.handle(Start(), 0.0)
     assert actions[0][:2] == (5, "b") and actions[0].one_sided
 
 
 def test_the_journal_survives_json():
-    assert Journal.from_json(journal(doubts=((ExchangeId(5, "a", 6, 1), "b"),)).to_json()) == journal(
-        doubts=((ExchangeId(5, "a", 6, 1), "b"),)
+    assert Journal.from_json(journal(unresolved=((ExchangeId(5, "a", 6, 1), "b"),)).to_json()) == journal(
+        unresolved=((ExchangeId(5, "a", 6, 1), "b"),)
     )
 
 

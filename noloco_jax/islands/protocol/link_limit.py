@@ -9,10 +9,10 @@ from collections.abc import Iterable
 
 from noloco_jax.islands.protocol.context import Context
 from noloco_jax.islands.protocol.meeting import Exchange, Meeting, Stage
-from noloco_jax.islands.protocol.transfers import Transfers
+from noloco_jax.islands.protocol.peers import Transfers
 
 
-class Lines:
+class LinkLimit:
     """How long this island's transfers take beside its rounds."""
 
     def __init__(self, context: Context):
@@ -25,7 +25,7 @@ class Lines:
             exchange.peer.transfers.add(now - exchange.began)
             self._all.add(now - exchange.began)
 
-    def are_taken(self, meeting: Meeting, meetings: Iterable[Meeting], *, by_offers: bool = True) -> bool:
+    def must_wait(self, meeting: Meeting, meetings: Iterable[Meeting], *, by_offers: bool = True) -> bool:
         """Whether a meeting has to wait for what is under way in others, which is noted in it.
 
         Where the own line is narrow, as even the quickest transfers take longer than a round, it waits for all of them;
@@ -38,9 +38,9 @@ class Lines:
         """
         running = [other.running for other in meetings if other is not meeting and other.running is not None]
         busy = [one.peer for one in running if by_offers or one.stage is not Stage.OFFERED]
-        with_peer = meeting.peer in busy and self._is_narrow(meeting.peer.transfers)
-        meeting.waits = with_peer or (bool(busy) and self._is_narrow(self._all))
+        with_peer = meeting.peer in busy and self._is_slow(meeting.peer.transfers)
+        meeting.waits = with_peer or (bool(busy) and self._is_slow(self._all))
         return meeting.waits
 
-    def _is_narrow(self, transfers: Transfers) -> bool:
+    def _is_slow(self, transfers: Transfers) -> bool:
         return 0 < self._context.round_seconds < transfers.quarter()

@@ -18,7 +18,7 @@ from noloco_jax.exchange import windows
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.wire import Wire, from_code
 from noloco_jax.islands.frames import ArraySpec
-from noloco_jax.islands.protocol.headers import Message, Windows
+from noloco_jax.islands.protocol.messages import Message, Windows
 
 PyTree = Any
 Arrays = Sequence[np.ndarray]
@@ -88,11 +88,11 @@ def codec_of(wire: Wire | Modulo, message: PyTree, code: PyTree, cuts: PyTree = 
     Raises `UserError` where JAX has been told to use an accelerator alone, and the code has to be decoded.
     """
     if isinstance(wire, Modulo):
-        return WindowCodes(wire, message, code, cuts)
-    return Codes(wire, message, code, cuts)
+        return WindowCodec(wire, message, code, cuts)
+    return PlainCodec(wire, message, code, cuts)
 
 
-class Codes:
+class PlainCodec:
     """Messages of codes that need no windows: Q(m), what arrays stand for that `wire` has encoded. See `codec_of`."""
 
     def __init__(self, wire: Wire, message: PyTree, code: PyTree, cuts: PyTree = None):
@@ -130,7 +130,7 @@ class Codes:
         return [np.float32(weight) * (theirs - mine) for mine, theirs in pairs]
 
 
-class WindowCodes:
+class WindowCodec:
     """Messages of a code in windows, which travel behind the windows that each of a pair proposes. See `codec_of`.
 
     Of another island's message only the difference to the own one can be known. What it stands for is the own message

@@ -1,6 +1,6 @@
 """An island on the network: its protocol's actions carried out, over Flight, beside the training and never before it.
 
-Every call has a thread (`switchboard.py`). All of them, and the training, hand events to the protocol under one lock,
+Every call has a thread (`calls.py`). All of them, and the training, hand events to the protocol under one lock,
 which is held for as long as it takes to decide, never while anything is sent, copied or computed.
 """
 
@@ -9,19 +9,20 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands import peer_errors
+from noloco_jax.islands.calls import Calls, Listener
 from noloco_jax.islands.channel import Channel
 from noloco_jax.islands.client import Client
-from noloco_jax.islands.codes import Arrays, Codec, norm_of, pair_windows
 from noloco_jax.islands.frames import ArraySpec, Expects
 from noloco_jax.islands.keys import Credentials
-from noloco_jax.islands.look import ask_all
+from noloco_jax.islands.payload import Arrays, Codec, norm_of, pair_windows
+from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.events import (
     Action,
     Admitted,
@@ -45,7 +46,8 @@ from noloco_jax.islands.protocol.events import (
     Tell,
     Tick,
 )
-from noloco_jax.islands.protocol.headers import (
+from noloco_jax.islands.protocol.island import Island, Journal
+from noloco_jax.islands.protocol.messages import (
     ExchangeId,
     Header,
     Message,
@@ -53,18 +55,66 @@ from noloco_jax.islands.protocol.headers import (
     Status,
     Windows,
 )
-from noloco_jax.islands.protocol.island import Island, Journal
-from noloco_jax.islands.protocol.settings import Settings
-from noloco_jax.islands.results import Correction, Healed, Met
+from noloco_jax.islands.query import ask_all
 from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.server import Handlers, Server
 from noloco_jax.islands.snapshots import ABOUT, Snapshots
-from noloco_jax.islands.switchboard import Listener, Switchboard
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What an exchange came to: to be entered between two inner steps.
+
+    Attributes:
+      round: whose message it corrects.
+      arrays: c = w_j/(w_i + w_j) (m_j − m_i), once they are computed.
+    """
+
+    round: int
+    arrays: Future[Arrays]
+
 
 _GOODBYE_SECONDS = 5.0  # in which the others ask what only this island knows
 
 
-class Station:
+@dataclass(frozen=True)
+class Healed:
+    """Another island's state, to go on from.
+
+    Attributes:
+      peer: whose.
+      round: the last one that it has ended.
+      arrays: as the other's `Agent.give` was given them.
+    """
+
+    peer: str
+    round: int
+    arrays: Arrays
+
+
+@dataclass(frozen=True)
+class Met:
+    """What became of a round's message.
+
+    Attributes:
+      round: which.
+      partner: whom it was to be exchanged with; empty: nobody.
+      outcome: "met" in its round, "late" in a later one, or "alone"; "healed": of no message, the partner's state, that
+        of after this round, is gone on from.
+      lag: rounds by which it was late.
+      reason: why alone, in a few words.
+      one_sided: whether the partner may have applied its half.
+    """
+
+    round: int
+    partner: str
+    outcome: str
+    lag: int = 0
+    reason: str = ""
+    one_sided: bool = False
+
+
+class Agent:
     """The network's side of an island. Threads are started by `open` and ended by `close`.
 
     Args:
@@ -73,7 +123,7 @@ class Station:
       credentials: its keys, None without TLS.
       protocol: what decides.
       settings: of the protocol.
-      codes: the form in which messages travel.
+      codec: the form in which messages travel.
       state: what each array of a state must be.
       report: is given lines for people.
       snapshots: of the weights, for who asks for them.
@@ -87,7 +137,7 @@ class Station:
         credentials: Credentials | None,
         protocol: Island,
         settings: Settings,
-        codes: Codec,
+        codec: Codec,
         state: Sequence[ArraySpec],
         report: Callable[[str], None],
         snapshots: Snapshots,
@@ -95,13 +145,13 @@ class Station:
     ):
         self._roster, self._name, self._credentials = roster, name, credentials
         self._protocol, self._report = protocol, report
-        self._codes = codes
+        self._codec = codec
         self.snapshots, self._about = snapshots, dict(about)
         self._changed = threading.Condition(threading.RLock())
         self.clients = {other: Client(roster, name, credentials, other) for other in roster.names if other != name}
-        self._switchboard = Switchboard(
+        self._calls = Calls(
             self.clients,
-            {**codes.specs, State.__name__: state},
+            {**codec.specs, State.__name__: state},
             settings.answer_seconds,
             self._changed,
             Listener(self._happened, self._ended, self._read, report),
@@ -230,7 +280,7 @@ class Station:
         with self._changed:
             waiting, self._waiting = self._waiting, []
         for key, header in waiting:
-            self._switchboard.send(key, replace(header, round=round), arrays)
+            self._calls.send(key, replace(header, round=round), arrays)
 
     def settle(self, round: int, seconds: float) -> None:
         """Waits until nothing more will come of the message of `round` and earlier ones, at most that long."""
@@ -267,7 +317,7 @@ class Station:
             self._changed.notify_all()
         if not opened:
             return
-        self._switchboard.hang_up(_GOODBYE_SECONDS)
+        self._calls.hang_up(_GOODBYE_SECONDS)
         assert self._server is not None
         self._server.close(1.0)
         self._former.shutdown()
@@ -288,19 +338,19 @@ class Station:
     def _carry_out(self, action: Action) -> None:
         match action:
             case Open():
-                self._switchboard.dial(action)
+                self._calls.dial(action)
             case Send(channel, State() as header):
                 self._waiting.append((channel, header))
             case Send(channel, Message() as header):
                 self._send_message(channel, header)
             case Send(channel, header):
-                self._switchboard.send(channel, header, None)
+                self._calls.send(channel, header, None)
             case Close(channel):
                 self._waiting = [(key, header) for key, header in self._waiting if key != channel]
-                self._switchboard.end(channel)
+                self._calls.end(channel)
             case Apply(xid, peer, weight, lag):
                 formed = self._former.submit(
-                    self._codes.correction, self._own[xid.round], self._others.pop(xid), weight
+                    self._codec.correction, self._own[xid.round], self._others.pop(xid), weight
                 )
                 self._inbox.append(Correction(xid.round, formed))
                 self._met.append(Met(xid.round, peer, "late" if lag else "met", lag))
@@ -334,20 +384,20 @@ class Station:
     def _send_message(self, channel: Any, header: Message) -> None:
         """Sends a message, or what its code needs ahead of it."""
         own = self._own[header.xid.round]
-        windows = self._codes.windows(own)
+        windows = self._codec.windows(own)
         if windows is None:
-            self._switchboard.send(channel, header, self._codes.payload(own, ()))
+            self._calls.send(channel, header, self._codec.payload(own, ()))
         else:
             self._proposed[channel] = header
-            self._switchboard.send(channel, Windows(header.xid), windows)
+            self._calls.send(channel, Windows(header.xid), windows)
 
     def _take_windows(self, channel: Any, xid: ExchangeId, windows: Arrays) -> None:
         """Sends the message in the windows of both, once the other island's have come; its call's thread encodes it."""
         header, own = self._proposed.pop(channel, None), self._own.get(xid.round)
         if header is None or header.xid != xid or own is None:
-            raise peer_errors.Refused("windows came that were not asked for")
-        both = self._windows[xid] = pair_windows(self._codes.windows(own) or (), windows)
-        self._switchboard.send(channel, header, partial(self._codes.payload, own, both))
+            raise peer_errors.RefusedError("windows came that were not asked for")
+        both = self._windows[xid] = pair_windows(self._codec.windows(own) or (), windows)
+        self._calls.send(channel, header, partial(self._codec.payload, own, both))
 
     # What the calls bring.
 
@@ -379,13 +429,13 @@ class Station:
             own, windows = self._own.get(header.xid.round), self._windows.get(header.xid)
         if own is None:
             return Content(math.nan), arrays  # the round is over, and the call has been ended
-        if windows is None and Windows.__name__ in self._codes.specs:
-            raise peer_errors.Refused("a message came ahead of its windows")
-        read = self._codes.read(own, windows or (), arrays)
+        if windows is None and Windows.__name__ in self._codec.specs:
+            raise peer_errors.RefusedError("a message came ahead of its windows")
+        read = self._codec.read(own, windows or (), arrays)
         return Content(read.norm), read.arrays
 
     def _called(self, caller: str, hello: Mapping[str, Any], connect: Callable[[Expects], Channel]) -> None:
-        self._switchboard.called(caller, hello, connect)
+        self._calls.called(caller, hello, connect)
 
     def _tell_about(self, caller: str, argument: Mapping[str, Any]) -> dict[str, Any]:
         with self._changed:

@@ -11,8 +11,8 @@ from noloco_jax.errors import UserError
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.keys import CERTIFICATE, Credentials, credentials_for, owner_of
-from noloco_jax.islands.peer_errors import PeerError, Refused
-from noloco_jax.islands.protocol.headers import HeaderError, Identity, Status, StatusRequest, from_json, to_json
+from noloco_jax.islands.peer_errors import PeerError, RefusedError
+from noloco_jax.islands.protocol.messages import HeaderError, Identity, Status, StatusRequest, from_json, to_json
 from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.server import USED_TWICE
 from noloco_jax.islands.snapshots import ABOUT, PROGRESS, PROGRESS_SPEC
@@ -27,7 +27,7 @@ def check_alone(roster: Roster, name: str, credentials: Credentials | None) -> N
     """Raises `UserError` where an island of this name answers at its address already, perhaps on another machine."""
     try:
         Client(roster, name, credentials, name).action("status", {}, _SECONDS)
-    except Refused as error:
+    except RefusedError as error:
         if USED_TWICE in str(error):
             where = roster.address(name)
             hint = f"stop it, or give --name of an island of {roster.run} that does not run yet"
@@ -131,7 +131,7 @@ def _about(client: Client, seconds: float) -> About:
         config, tokenizer = dict(answer["config"]), answer["tokenizer"]
         return About(identity, config, tokenizer, int(answer["round"]), bool(answer["training"]))
     except (TypeError, KeyError, ValueError):
-        raise Refused(f"{client.peer} says of its weights what cannot be read: it is of another version") from None
+        raise RefusedError(f"{client.peer} says of its weights what cannot be read: it is of another version") from None
 
 
 def _credentials(roster: Roster, keys: Path | None) -> dict[str, Credentials | None]:

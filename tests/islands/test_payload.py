@@ -16,7 +16,7 @@ from noloco_jax.exchange.groups import pair_mean_in_windows
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.wire import to_code, wire_of
 from noloco_jax.island.membership import Membership
-from noloco_jax.islands.codes import Codes, Read, codec_of, pair_windows
+from noloco_jax.islands.payload import PlainCodec, Read, codec_of, pair_windows
 from noloco_jax.outer.pairing import RandomPairing
 from noloco_jax.run.messages import messages_of
 from noloco_jax.spmd.mesh import make_mesh
@@ -54,13 +54,13 @@ def encoded(name: str, message: list[np.ndarray]) -> list[np.ndarray]:
     return [np.asarray(x) for x in encode(message)]
 
 
-def codes_of(name: str) -> tuple[Codes, list[list[np.ndarray]], list[list[np.ndarray]]]:
+def codes_of(name: str) -> tuple[PlainCodec, list[list[np.ndarray]], list[list[np.ndarray]]]:
     """A code, two messages, and the two as they travel."""
     wire = wire_of(name)
     assert not isinstance(wire, Modulo)
     messages = [[np.random.default_rng(i).standard_normal(s).astype(np.float32) for s in SHAPES] for i in range(2)]
     sent = [encoded(name, message) for message in messages]
-    return Codes(wire, messages[0], sent[0]), messages, sent
+    return PlainCodec(wire, messages[0], sent[0]), messages, sent
 
 
 @pytest.mark.parametrize("name", ["float32", *ROUNDED])
