@@ -119,7 +119,7 @@ class Blocks:
 
     @property
     def _limit(self) -> int:
-        """The largest |k|."""
+        """Return the largest |k|."""
         return 2 ** (self._bits - 1) - 1
 
 

@@ -54,7 +54,7 @@ class SavedShape(NamedTuple):
 
 
 class Checkpointer:
-    """Saves and restores the state of runs of one workdir, under WORKDIR/checkpoints.
+    """Checkpoint store of the runs of one workdir, under WORKDIR/checkpoints.
 
     A checkpoint is written under a temporary name and renamed when complete, so that a killed run leaves only complete
     ones. Every process writes its part of the arrays and their digests, against which restored files are checked.

@@ -78,7 +78,7 @@ def test_virtual_replicas_that_lie_on_several_devices_warn_and_name_the_way():
         warnings.simplefilter("error")
         step.lower(params, state).compile()
     apart = jax.device_put((params, state), everywhere)
-    with pytest.warns(UserWarning, match="lie on 4 devices, where every outer step gathers all weights.*shard_map"):
+    with pytest.warns(UserWarning, match="lie on 4 devices, and every outer step gathers all weights.*shard_map"):
         hlo = step.lower(*apart).compile().as_text() or ""
     assert "all-gather" in other_collectives(hlo)  # what the warning is about
 

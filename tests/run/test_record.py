@@ -111,7 +111,7 @@ def test_a_history_of_any_bytes_is_kept_and_added_to(tmp_path, former):
 
 
 def test_a_checkpoint_of_a_version_without_records_is_refused_in_words(tmp_path):
-    with pytest.raises(UserError, match="holds no configuration, as an earlier version"):
+    with pytest.raises(UserError, match="holds no configuration, since an earlier version"):
         saved_config({"method": "noloco"}, tmp_path)
 
 

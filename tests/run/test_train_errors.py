@@ -284,5 +284,5 @@ def test_a_sample_of_token_ids_without_their_tokenizer_is_refused(tmp_path):
         "inner": {"warmup_steps": 0},
         "data": {"kind": "parquet", "path": str(tmp_path / "data")},
     }
-    with pytest.raises(UserError, match="sample_tokens=5 is of text, and the data are token ids"):
+    with pytest.raises(UserError, match="sample_tokens=5 needs a tokenizer, and the data are token ids"):
         train(from_dict(fields), tmp_path / "run")
