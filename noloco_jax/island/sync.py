@@ -1,4 +1,4 @@
-"""The exchanges of an island, as a run's `Sync`: with other processes, over the network, and never waited for."""
+"""Exchanges of an island as a run's `Sync`: with other processes, over the network, never waited for."""
 
 import dataclasses
 import time
@@ -23,7 +23,7 @@ _LAST_SECONDS = 10.0  # for the last exchange of a run
 
 
 class IslandSync:
-    """The exchanges of an island.
+    """Exchanges of an island, overlapped with its training.
 
     Args:
       config: its own.

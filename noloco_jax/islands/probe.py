@@ -1,4 +1,4 @@
-"""Why an island cannot be reached: Flight has one error for a dead port and for all that may be wrong with keys.
+"""Diagnosis of an island that cannot be reached: Flight has one error for a dead port and for all faults of keys.
 
 A plain connection, and a TLS handshake that takes any certificate and then looks at it, tell them apart.
 """
@@ -20,7 +20,7 @@ _SECONDS = 3.0
 
 
 def why_unreachable(peer: str, address: Address, credentials: Credentials | None) -> PeerError:
-    """Tries the steps of a connection one by one, up to 3 seconds each, and returns what the first that fails means."""
+    """Try the steps of a connection one by one, up to 3 seconds each, and return the error of the first that fails."""
     where = f"{peer} at {address}"
     try:
         plain = socket.create_connection(address, timeout=_SECONDS)
@@ -36,7 +36,7 @@ def why_unreachable(peer: str, address: Address, credentials: Credentials | None
 
 
 def _why_no_call(where: str, peer: str, plain: socket.socket, credentials: Credentials | None) -> PeerError:
-    """What is wrong at a port that takes connections."""
+    """Diagnose a port that takes connections."""
     try:
         context = _any_certificate(credentials)
         plain.getpeername()  # of a socket that was reset, Python would leave TLS's to the collector
@@ -67,7 +67,7 @@ def _why_no_call(where: str, peer: str, plain: socket.socket, credentials: Crede
 
 
 def _any_certificate(credentials: Credentials | None) -> ssl.SSLContext:
-    """TLS that shows this island's certificate, and takes whatever the other side shows."""
+    """Make a TLS context that shows this island's certificate, and accepts any from the other side."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -1,4 +1,4 @@
-"""Copies of an island's weights, for who merges them: taken between two inner steps, and sent while it trains on."""
+"""Snapshots of an island's weights for merging: taken between two inner steps, and sent during the training."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ _WAIT_SECONDS = 3600.0  # who asks gives up long before, and an evaluation or a 
 
 
 class Snapshots:
-    """Between the calls that ask for weights and the training, which is never waited for nor made to wait.
+    """Exchange point of weight copies between the calls that ask for them and the training, without blocking it.
 
     One copy is on its way at a time: it costs the host the memory of the weights, and the call takes the whole link.
 
@@ -33,7 +33,7 @@ class Snapshots:
         self.wanted = False  # by somebody who waits for `give`
 
     def give(self, round: int, step: int, arrays: Sequence[np.ndarray]) -> None:
-        """A copy of the weights after `step` inner steps, in round `round` + 1, which nobody will change."""
+        """Hand over a copy of the weights after `step` inner steps, in round `round` + 1, which nobody will change."""
         with self._changed:
             if self.wanted:
                 self._arrays = [np.asarray((round, step), np.int64), *arrays]
@@ -54,11 +54,11 @@ class Snapshots:
 
     @property
     def is_serving(self) -> bool:
-        """Whether somebody waits for a copy or is sent one."""
+        """True while a caller waits for a copy or receives one."""
         return self._taken.locked()
 
     def close(self) -> None:
-        """The training is over: nobody waits any longer."""
+        """End all waiting calls, as the training is over."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()

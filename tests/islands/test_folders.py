@@ -176,7 +176,7 @@ def test_islands_without_a_common_step_are_told_which_each_has(made, folders, tm
 
 def test_of_some_islands_a_run_goes_on_with_their_weights_and_what_they_had_yet_to_read(made, folders, tmp_path):
     lines = gathered([folders[2], folders[0]], tmp_path / "run")
-    assert "without replica 1: nobody reads on in its share of the data this epoch" in lines
+    assert "without replica 1: its share of the data is not read before the next epoch" in lines
     _, state, positions, totals = newest(tmp_path / "run")
     assert_equal(state, jax.tree.map(lambda x: x[np.array([0, 2])] if x.ndim else x, made.state))
     assert totals.tokens == 2000

@@ -366,7 +366,7 @@ def test_who_serves_for_others_in_vain_names_them(world, tmp_path):
     island.linger(state, step, 0.5, lambda: False, said.append)
     island.linger(state, step, 100.0, lambda: True, said.append)
     agent.close()
-    assert said[1] == said[3] == "leaves; not known to be through: berlin, rome, oslo"
+    assert said[1] == said[3] == "leaves; not known to have finished: berlin, rome, oslo"
 
 
 def test_an_island_of_another_configuration_is_refused_before_it_compiles(world, tmp_path):
