@@ -124,5 +124,5 @@ def _events(path: Path) -> list[dict[str, Any]]:
         events = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
         _ = [event["event"] for event in events]
     except (ValueError, TypeError, KeyError):
-        raise UserError(f"{path} has a line that is no event of an island: mend or remove it") from None
+        raise UserError(f"{path} has a line that is no event of an island: correct or remove it") from None
     return events

@@ -48,7 +48,7 @@ class Membership:
         schedule of `num_steps`, which rounds and learning rates follow. A message's weight is its number of inner
         steps.
       linger: seconds for which an island that has taken its last step serves its weights, until all have.
-      at_once: whether outer steps wait for their exchange, for tests that compare islands with one program.
+      at_once: True if outer steps wait for their exchange, for tests that compare islands with one program.
     """
 
     roster: Roster

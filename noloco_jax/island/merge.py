@@ -159,7 +159,7 @@ def mean_of(source: Source, tell: Callable[[str], None], at_least: int = 1) -> M
     """Average all weights that can be had.
 
     Args:
-      source: of the weights.
+      source: the access to the weights.
       tell: called with a line for each island once its weights have come or failed.
       at_least: the smallest number of islands to average.
 

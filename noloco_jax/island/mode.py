@@ -31,7 +31,7 @@ class IslandMode:
     """Run mode of one replica in its own program, which exchanges with other processes over the network.
 
     Args:
-      member: which of the islands it is.
+      member: the run's place among the islands.
     """
 
     unused: Collection[str] = ("outer_step", "merge", "spread")

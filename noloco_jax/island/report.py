@@ -70,8 +70,8 @@ def draw_islands(histories: Sequence[History], path: Path) -> Path:
     """Draw the history of these islands, the first on top, and return the picture's path.
 
     Args:
-      histories: of one island or more, as `log.read_log` returns them.
-      path: of the PNG.
+      histories: logs of one island or more, from `log.read_log`.
+      path: path of the PNG.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: slow to import, and not pyplot, so that no
     from matplotlib.figure import Figure  # display and no global state is touched

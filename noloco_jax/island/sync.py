@@ -26,10 +26,10 @@ class IslandSync:
     """Exchanges of an island, overlapped with its training.
 
     Args:
-      config: its own.
+      config: the island's own configuration.
       steps: its outer steps.
-      log: what happens to it.
-      messages: what it sends.
+      log: its event log.
+      messages: its traffic.
       linger: state after the last step -> None, serving its weights to islands that are later.
     """
 

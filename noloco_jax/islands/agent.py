@@ -158,8 +158,8 @@ class Agent:
         )
         self._former = ThreadPoolExecutor(1, thread_name_prefix="corrections")
         self._own: dict[int, Arrays] = {}
-        self._others: dict[ExchangeId, Arrays] = {}  # as far as read
-        self._windows: dict[ExchangeId, Arrays] = {}  # of both
+        self._others: dict[ExchangeId, Arrays] = {}  # decoded messages of peers
+        self._windows: dict[ExchangeId, Arrays] = {}  # windows of the pair
         self._proposed: dict[Any, Message] = {}  # channel on which windows were sent -> the message to follow
         self._states: dict[Any, Arrays] = {}
         self._inbox: list[Correction | Healed] = []

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-_EARLIER = datetime.timedelta(days=1)  # other machines' clocks may be behind
+_EARLIER = datetime.timedelta(days=1)  # certificates are valid from a day ago, as other machines' clocks may be behind
 _AUTHORITY_DAYS = 3650
 
 
@@ -62,7 +62,7 @@ def fault_of(certificate: x509.Certificate, authority: x509.Certificate, name: s
     if now < certificate.not_valid_before_utc:
         return f"is valid only from {certificate.not_valid_before_utc:%Y-%m-%d} on, and here it is {now:%Y-%m-%d}"
     names = names_of(certificate)
-    if names[:1] != [name]:  # the first, as that is the one by which a server knows its callers
+    if names[:1] != [name]:  # a server identifies its callers by the first name
         return f"is made out to {', '.join(names) or 'nobody'}, not to {name}"
     return None
 

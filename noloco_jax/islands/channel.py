@@ -135,7 +135,7 @@ class Channel:
             with contextlib.suppress(Exception):  # whatever has happened to the call, it is over
                 write_frame(self._writer, *goodbye)
             with contextlib.suppress(Exception):
-                self._writer.done_writing()  # which the caller's side alone has
+                self._writer.done_writing()  # exists on the caller's side only
         # The reading thread must end first: Flight frees the stream as soon as the call is over.
         self._thread.submit(self._read_rest)
         self._thread.shutdown(wait=True)

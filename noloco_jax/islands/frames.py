@@ -27,7 +27,7 @@ class ArraySpec(NamedTuple):
 
     Attributes:
       shape: its dimensions.
-      dtype: of numpy, or of `ml_dtypes`, in this machine's byte order.
+      dtype: dtype of numpy, or of `ml_dtypes`, in this machine's byte order.
     """
 
     shape: tuple[int, ...]
@@ -84,8 +84,8 @@ def read_frame(reader: Any, expects: Expects) -> tuple[str, Frame] | None:
     The announced arrays are compared with those that `expects` returns before any array is read or allocated.
 
     Args:
-      reader: of a Flight stream, with `read_chunk()`.
-      expects: what arrays may come with a header; its exceptions pass.
+      reader: reader of a Flight stream, with `read_chunk()`.
+      expects: maps a header to the specs of its arrays; its exceptions pass.
 
     Raises:
       RefusedError: if the announced arrays differ from those expected.

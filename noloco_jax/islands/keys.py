@@ -1,6 +1,6 @@
 """Folder of a run's keys: its authority's, and a folder for each island to carry to its machine.
 
-keys/ca.pem, keys/ca-key.pem             the authority: only who adds islands needs its key
+keys/ca.pem, keys/ca-key.pem             the authority; its key is needed only to add islands
 keys/paris/ca.pem, cert.pem, key.pem     what paris needs, and nobody else
 """
 
@@ -20,7 +20,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.islands.certificates import fault_of, make_authority, make_certificate, pem_of, pem_of_key
 from noloco_jax.islands.roster import Roster
 
-AUTHORITY, AUTHORITY_KEY = "ca.pem", "ca-key.pem"  # island names have no dot, so that none is in the way
+AUTHORITY, AUTHORITY_KEY = "ca.pem", "ca-key.pem"  # no island can have these names, as names have no dot
 CERTIFICATE, KEY = "cert.pem", "key.pem"
 
 
@@ -43,8 +43,8 @@ def make_keys(roster: Roster, folder: Path, days: int, replace: Collection[str] 
 
     Args:
       roster: the islands.
-      folder: of the keys; made when missing.
-      days: for which the islands' certificates are valid.
+      folder: the folder of the keys; made when missing.
+      days: days that the islands' certificates are valid.
       replace: islands whose keys are made anew. What others have is never written over.
 
     Raises:

@@ -39,7 +39,7 @@ class Read(NamedTuple):
     """Decoded message of a peer.
 
     Attributes:
-      arrays: for `Codec.correction`.
+      arrays: argument of `Codec.correction`.
       norm: Euclidean, of what the message stands for; not finite where a value is not.
     """
 

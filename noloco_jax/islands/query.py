@@ -18,7 +18,7 @@ from noloco_jax.islands.server import USED_TWICE
 from noloco_jax.islands.snapshots import ABOUT, PROGRESS, PROGRESS_SPEC
 
 _AT_ONCE = 16
-_SECONDS = 3.0  # to see whether an island runs already
+_SECONDS = 3.0  # timeout of asking if an island runs already
 Answers = dict[str, Status | str]
 T = TypeVar("T")
 
@@ -33,18 +33,18 @@ def check_alone(roster: Roster, name: str, credentials: Credentials | None) -> N
             hint = f"stop it, or give --name of an island of {roster.run} that does not run yet"
             raise UserError(f"{name} runs already, at {where}: {hint}") from None
     except PeerError:
-        pass  # as it should be: nobody is there
+        pass  # expected: no island of this name runs
 
 
 class About(NamedTuple):
     """Description of an island's weights.
 
     Attributes:
-      identity: what has to be equal for two islands to average.
-      config: of its run.
-      tokenizer: the fingerprint of its tokenizer; None where it reads token ids.
-      round: the last one that it has ended; -1: none.
-      training: whether it has weights.
+      identity: values that must be equal for two islands to average.
+      config: the configuration of its run.
+      tokenizer: fingerprint of its tokenizer; None where it reads token ids.
+      round: the last round that it has ended; -1: none.
+      training: True if it has weights.
     """
 
     identity: Identity
@@ -65,7 +65,7 @@ class Weights(NamedTuple):
 def clients_of(roster: Roster, keys: Path | None) -> dict[str, Client | str]:
     """Return every island's client, or the reason why it cannot be asked.
 
-    An island answers the others alone, so that each is asked in the name of another one whose keys are here.
+    An island only answers other islands, so that each is asked in the name of another one whose keys are here.
 
     Args:
       roster: the islands.
@@ -134,7 +134,7 @@ def _about(client: Client, seconds: float) -> About:
         config, tokenizer = dict(answer["config"]), answer["tokenizer"]
         return About(identity, config, tokenizer, int(answer["round"]), bool(answer["training"]))
     except (TypeError, KeyError, ValueError):
-        raise RefusedError(f"{client.peer} says of its weights what cannot be read: it is of another version") from None
+        raise RefusedError(f"{client.peer} describes its weights in an unknown form: it runs another version") from None
 
 
 def _credentials(roster: Roster, keys: Path | None) -> dict[str, Credentials | None]:

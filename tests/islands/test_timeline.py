@@ -1,4 +1,4 @@
-"""What islands' logs come to, on logs that are made up."""
+"""Figures and timelines of islands' logs, on logs that are made up."""
 
 import itertools
 import json

@@ -76,7 +76,7 @@ class World:
         return agent, steps
 
     def batch(self, step: int, replicas: range) -> dict[int, dict[str, np.ndarray]]:
-        """Of some replicas, a function of step and replica alone."""
+        """Make the batch of some replicas, a function of step and replica alone."""
         size = (self.config.data.batch_size, self.config.data.sequence_length)
         numbers = [np.random.default_rng([step, replica]).integers(0, 259, (2, *size)) for replica in replicas]
         return {i: dict(zip(("input_ids", "labels"), x.astype(np.int32), strict=True)) for i, x in enumerate(numbers)}

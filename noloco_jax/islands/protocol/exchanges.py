@@ -50,7 +50,7 @@ class Exchanges:
         self.recovery = Recovery(context)
         self.meetings: dict[int, Meeting] = {}
         self.due = 0
-        self.lags: list[int] = []  # of all corrections
+        self.lags: list[int] = []  # lag of each correction
 
     # Rounds.
 

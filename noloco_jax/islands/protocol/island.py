@@ -50,7 +50,7 @@ class Journal(NamedTuple):
     Attributes:
       round: the last one that was ended.
       lineage: see `Status`.
-      outcomes: what the weights have seen.
+      outcomes: outcomes of exchanges, as the weights have seen them.
       floor: the round before which outcomes are forgotten.
       unresolved: exchanges of which the partner may have applied its half.
     """
@@ -88,7 +88,7 @@ class Island:
       identity: values that must equal those of the others.
       partner: round -> name of the partner, or None; a pure function that is the same everywhere.
       incarnation: larger than in every earlier start, and than `incarnation` was at their ends.
-      settings: of the protocol.
+      settings: the protocol's settings.
       journal: the journal of the checkpoint to resume from, if any.
       began_before: without a journal: True if this island was part of the run, whose weights it then waits for.
     """
@@ -188,7 +188,7 @@ class Island:
         """Handle an event and return the actions that follow from it.
 
         Args:
-          event: what happened.
+          event: the event.
           now: monotonic seconds, the same clock at every call.
 
         Returns:

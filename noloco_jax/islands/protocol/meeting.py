@@ -29,7 +29,7 @@ class Exchange:
       stage: the stage reached.
       known: the round that its partner was known to have ended when it began.
       began: time of its beginning.
-      deadline: when it is given up.
+      deadline: time when it is given up.
       weight: w_j/(w_i + w_j), once the partner's tokens are known.
       approved: True once the partner has said that it holds this side's message.
     """
@@ -54,7 +54,7 @@ class Meeting:
       round: whose messages are exchanged.
       peer: the partner.
       tokens: this side's weight.
-      retry: when to dial next.
+      retry: time of the next dial.
       running: the exchange under way.
       attempts: made by this side.
       waits: True if it is to be dialled once the link is free.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-VERSION = 3  # of this protocol
+VERSION = 3  # version of this protocol
 LONGEST_TEXT = 256
 PAST_INCARNATION = "a past incarnation"
 
@@ -36,7 +36,7 @@ class ExchangeId(NamedTuple):
     Attributes:
       round: the round whose messages are exchanged.
       dialler: the island that dialled.
-      incarnation: of the dialler.
+      incarnation: the dialler's incarnation.
       attempt: the dialler's count of its attempts in this round.
     """
 
@@ -80,7 +80,7 @@ class Caller:
     """Caller and callee, sent with everything that changes state.
 
     Attributes:
-      identity: what has to agree.
+      identity: values that must agree.
       sender, receiver: names of islands.
       incarnation: the sender's incarnation: larger after every start and every state taken from a donor.
       round: the last round that the sender has ended; -1 before the first.

@@ -24,15 +24,15 @@ from typing import NamedTuple
 
 from noloco_jax.islands.protocol.messages import Speed, Timing
 
-STEPS_KEPT = 16  # whose median is the island's speed
+STEPS_KEPT = 16  # inner steps whose median is the island's speed
 STEPS_NEEDED = 4
-USUAL_STEPS = 256  # whose median is its usual speed, whatever other work its machine has just now
-ROUNDS_KNOWN = 16  # for which another island's speed is believed
-ENDS_KEPT = 64  # rounds; who asks for an older one is too far away to be waited for
+USUAL_STEPS = 256  # inner steps whose median is its usual speed, robust to other work on its machine
+ROUNDS_KNOWN = 16  # rounds for which another island's speed counts
+ENDS_KEPT = 64  # rounds; a peer at an older one is too far away to wait for
 LONGEST_STRIDE = 64  # steps of the schedule that one inner step may stand for
-SHARE = 0.5  # of a delay, where the partner makes up for the other half
-MOST_GIVEN = 3.0  # inner steps, before each
-MOST_UNEQUAL = 1.25  # times the own usual inner step: that of the slowest partner to give way to
+SHARE = 0.5  # share of a delay to make up for; the partner makes up for the other half
+MOST_GIVEN = 3.0  # longest pause before an inner step, in inner steps
+MOST_UNEQUAL = 1.25  # slowest partner to give way to, in multiples of the own usual inner step
 
 
 class _End(NamedTuple):
@@ -60,7 +60,7 @@ class Pace:
         self._all_seconds: deque[float] = deque(maxlen=USUAL_STEPS)
         self._last: float | None = None
         self._others: dict[str, Speed] = {}
-        self._carry = 0.0  # of a stride that was no whole number
+        self._carry = 0.0  # fraction of a stride left over
         self._behind = 0.0  # steps of the schedule to make up for
         self._ends: dict[int, _End] = {}
         self._steps = 0  # inner steps that were begun
@@ -84,7 +84,7 @@ class Pace:
         self.made_up += extra
         wanted = self._carry + even + extra
         stride = max(1, min(math.floor(wanted), most))
-        self._carry = min(wanted - stride, even)  # what `most` leaves over shows as a delay
+        self._carry = min(wanted - stride, even)  # the rest beyond `most` appears as a delay
         return stride
 
     def pause(self) -> float:
@@ -137,8 +137,8 @@ class Pace:
             late = (timing.ago - (now - end.time)) / unit
             self._behind = SHARE * (late - (self.made_up - end.made_up))
             return
-        # By the clock, as some of the steps that were begun may wait in a queue; but no more than them, as who was
-        # held up itself has not been ahead meanwhile.
+        # Count by the clock, as begun steps may still wait in a queue, but no more than those steps: an island that
+        # was held up itself has not been ahead meanwhile.
         taken = min((now - end.time) / unit, self._steps - end.steps)
         ahead = taken - (timing.ago + delay) / unit
         in_vain = timing.own is None or timing.own.seconds > MOST_UNEQUAL * self._usual_seconds()
