@@ -89,7 +89,7 @@ class Membership:
                 "outer.final_merge",
                 False,
                 outer.final_merge,
-                "which may not agree on who is there: `island merge` makes the merged model",
+                "some of which may be away at the end; `island merge` makes the mean",
             ),
             ("mesh.stage", 1, config.mesh.stage, "which use mesh.fsdp and mesh.tensor to spread a model over devices"),
         ):

@@ -140,7 +140,7 @@ def test_islands_of_any_layout_have_the_states_of_one_program(tmp_path, together
     [
         ("delay", 1, "whose corrections are applied when they arrive, late already: give --config.outer.delay=0"),
         ("moments", 4, "which exchange weights alone: give --config.outer.moments=0"),
-        ("final_merge", True, "`island merge` makes it: give --config.outer.final_merge=False"),
+        ("final_merge", True, "`island merge` makes the mean: give --config.outer.final_merge=False"),
         ("group_size", 1, "they meet in pairs: give --config.outer.group_size=2"),
     ],
 )
