@@ -146,7 +146,7 @@ show() { "$python" -m noloco_jax.island "$@" --workdirs "${folders[@]}"; }
 
 if [ -n "$stopping" ]; then
     if ((stopping == 130 || stopping == 75)); then
-        echo "[launcher] all islands have stopped: the same command goes on"
+        echo "[launcher] all islands have stopped: the same command resumes"
         show report --out="$workdir/islands.png"
     fi
     exit "$stopping"

@@ -1,1 +1,1 @@
-"""The commands of islands: one trains (`training`), keys and others (`peers`), what runs have left (`models`)."""
+"""Commands of islands: `mode` trains one, `peers` makes keys and asks for status, `models` merges and converts runs."""

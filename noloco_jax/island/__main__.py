@@ -1,4 +1,4 @@
-"""Runs `python -m noloco_jax.island`; what it does stands in `command`."""
+"""Entry point of `python -m noloco_jax.island`; `command` parses its arguments."""
 
 from noloco_jax.errors import run_command
 

@@ -7,8 +7,8 @@
     python -m noloco_jax.island merge --roster=roster.toml --keys=keys --out=merged   # the mean of those that train
     python -m noloco_jax.island merge --workdirs runs/paris runs/rome --out=merged    # of those that have ended
     python -m noloco_jax.island report --workdirs runs/paris runs/rome --out=islands.png
-    python -m noloco_jax.island gather --workdirs runs/paris runs/rome --out=runs/together   # one program goes on
-    python -m noloco_jax.island scatter --workdir=runs/together --roster=roster.toml --out=runs   # islands go on
+    python -m noloco_jax.island gather --workdirs runs/paris runs/rome --out=runs/together   # one program resumes
+    python -m noloco_jax.island scatter --workdir=runs/together --roster=roster.toml --out=runs   # islands resume
 
 `COMMAND --help` shows a command's flags.
 """
@@ -27,18 +27,20 @@ _TRAIN = "train as one of the islands"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that the first argument names."""
+    """Run the command that the first argument names."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["train"]:  # which takes a configuration's fields as well
+    if arguments[:1] == ["train"]:  # takes a configuration's fields as well
         return _train(arguments[1:])
     overrides: Sequence[str] = []
-    if arguments[:1] in (["merge"], ["scatter"]):  # which take some of them
+    if arguments[:1] in (["merge"], ["scatter"]):  # take some of them
         overrides, arguments = split_overrides(arguments)
     flags = _parser().parse_args(arguments, argparse.Namespace(overrides=overrides))
     if flags.command in ("keys", "status"):
         from noloco_jax.island import peers as commands
     else:
-        from noloco_jax.island import models as commands  # imports jax, for which the others need not wait
+        from noloco_jax.island import (
+            models as commands,
+        )  # imports jax, which takes seconds that the others need not spend
     return getattr(commands, flags.command)(flags)
 
 
@@ -46,7 +48,7 @@ def _train(argv: Sequence[str]) -> int:
     config, flags = parse_args(argv, _TRAIN, _define_train_flags, prog="python -m noloco_jax.island train")
     roster = read_roster(flags.roster)
     keep_freed_memory()
-    from noloco_jax.island.mode import train_island  # likewise
+    from noloco_jax.island.mode import train_island  # imports numpy and jax, which must follow the call above
 
     return train_island(config, roster, flags)
 
@@ -81,25 +83,25 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser("train", help=_TRAIN, add_help=False)  # read by `_train`
 
-    keys = _command(commands, "keys", "make an authority and keys for each island that has none")
+    keys = _command(commands, "keys", "make a certificate authority, and keys for each island that has none")
     _define_roster_flag(keys)
     keys.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="where they go, a folder each")
     keys.add_argument("--days", type=int, default=730, help="for which certificates are valid (default %(default)s)")
     keys.add_argument(
         "--replace", action="append", default=[], metavar="NAME", help="make this island's anew; may be repeated"
     )
-    status = _command(commands, "status", "show how all islands are")
+    status = _command(commands, "status", "show the status of all islands")
     _define_roster_flag(status)
     _define_keys_flag(status)
     status.add_argument("--seconds", type=float, default=10.0, help="to wait for each (default %(default)s)")
     _define_merge_flags(_command(commands, "merge", "write the mean of islands' weights as a model's folder"))
-    report = _command(commands, "report", "show what became of islands, and draw it over time")
+    report = _command(commands, "report", "print a table of islands, and draw their history")
     _define_workdirs_flag(report, required=True)
     report.add_argument("--out", required=True, type=folder_of_flag, metavar="FILE", help="the picture, a PNG")
-    gathering = _command(commands, "gather", "make a run of one program of islands that have ended")
+    gathering = _command(commands, "gather", "join islands that have ended into a run of one program")
     _define_workdirs_flag(gathering, required=True)
     gathering.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="its workdir, new or empty")
-    scattering = _command(commands, "scatter", "make islands of a run of one program")
+    scattering = _command(commands, "scatter", "split a run of one program into islands")
     scattering.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="the run's folder")
     _define_roster_flag(scattering)
     scattering.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="gets a workdir for each")

@@ -1,4 +1,4 @@
-"""Checkpoints of islands made of those of one program, and the other way round: islands hold a replica each.
+"""Conversion of checkpoints between one program and islands, which hold one replica each.
 
 Both ways, the state of all replicas is in this machine's memory for a while.
 """
@@ -27,16 +27,16 @@ Tell = Callable[[str], None]
 
 
 def scatter(workdir: Path, config: TrainConfig, roster: Roster, out: Path, tell: Tell) -> None:
-    """Makes a folder for each island of the newest checkpoint of a run: island i goes on from replica i.
+    """Split the newest checkpoint of a run into a workdir per island: island i resumes from replica i.
 
     Args:
-      workdir: of the run, which need not have as many replicas where `config.elastic` says what becomes of them.
-      config: of the islands.
-      roster: of the islands.
-      out: gets a folder of each island's name.
-      tell: is given lines for people.
+      workdir: the run's workdir; its number of replicas may differ where `config.elastic` says how to resume.
+      config: the islands' configuration.
+      roster: the islands.
+      out: the folder that gets a workdir of each island's name.
+      tell: called with lines for people.
 
-    Raises `UserError` where islands cannot go on from it, before anything is written.
+    Raises `UserError` where islands cannot resume from it, before anything is written.
     """
     for name in roster.names:
         Membership(roster, name, None).check(config)
@@ -59,10 +59,10 @@ def scatter(workdir: Path, config: TrainConfig, roster: Roster, out: Path, tell:
 
 
 def gather(workdirs: Sequence[Path], out: Path, tell: Tell) -> None:
-    """Makes a run of one program of islands that have ended, at the newest step of which all have a checkpoint.
+    """Join islands that have ended into one run, at the newest step of which all have a checkpoint.
 
-    The run has as many replicas as there are folders, in the order of the roster. What an island that is left out had
-    yet to read of the epochs that the others have begun is not read in them.
+    The run has as many replicas as there are folders, in the order of the roster. Data that an island left out had not
+    read yet is not read before the next epoch.
 
     Raises `UserError` where the folders do not belong together, before anything is written.
     """
@@ -76,17 +76,20 @@ def gather(workdirs: Sequence[Path], out: Path, tell: Tell) -> None:
         tell(f"{part.workdir}: replica {part.position['replica']} of {number} after step {part.step}")
     missing = sorted(set(range(number)) - {part.position["replica"] for part in parts})
     if missing:
-        tell(f"without replica {', '.join(map(str, missing))}: nobody reads on in its share of the data this epoch")
+        tell(f"without replica {', '.join(map(str, missing))}: its share of the data is not read before the next epoch")
     config = replace(next(iter(configs.values())), num_replicas=len(parts))
     data = {i: renumbered(part.position, i, len(parts)) for i, part in enumerate(parts)}
     state = jax.tree.map(_together, *(part.state for part in parts))
     _write(out, config, parts[0].step, state, data, Totals.of_all([part.totals for part in parts]))
-    goes_on = f"python -m noloco_jax.train --config={out / CONFIG_FILE} --workdir={out} goes on"
-    tell(f"{out}: {len(parts)} replicas after step {parts[0].step}; {goes_on}")
+    resume = f"resume by python -m noloco_jax.train --config={out / CONFIG_FILE} --workdir={out}"
+    tell(f"{out}: {len(parts)} replicas after step {parts[0].step}; {resume}")
 
 
 def configs_of_islands(workdirs: Sequence[Path]) -> Mapping[Path, TrainConfig]:
-    """The configuration of each folder. Raises `UserError` where one's model or run is another than the first one's."""
+    """Return the configuration of each folder.
+
+    Raises `UserError` where the model or run of one differs from that of the first.
+    """
     if len({workdir.absolute() for workdir in workdirs}) < len(workdirs):
         raise UserError("--workdirs names a folder twice: give each once")
     configs = {workdir: load_saved(workdir) for workdir in workdirs}
@@ -101,7 +104,7 @@ def configs_of_islands(workdirs: Sequence[Path]) -> Mapping[Path, TrainConfig]:
 
 
 class _Part(NamedTuple):
-    """An island's checkpoint."""
+    """Checkpoint of an island."""
 
     workdir: Path
     step: int
@@ -111,7 +114,7 @@ class _Part(NamedTuple):
 
 
 def _parts(configs: Mapping[Path, TrainConfig]) -> list[_Part]:
-    """The islands' checkpoints of the newest step that all have, in the order of their replicas."""
+    """Return the islands' checkpoints of the newest common step, in the order of their replicas."""
     opened = {workdir: Checkpointer(workdir, config, read_only=True) for workdir, config in configs.items()}
     step = _newest_common({workdir: checkpoints.steps() for workdir, checkpoints in opened.items()})
     parts: dict[int, _Part] = {}
@@ -132,14 +135,14 @@ def _parts(configs: Mapping[Path, TrainConfig]) -> list[_Part]:
         for what in ("num_replicas", "source"):
             if other.position[what] != first.position[what]:
                 raise UserError(
-                    f"the data of {other.workdir} and {first.workdir} are divided or made otherwise, "
-                    f"{what} {other.position[what]} and {first.position[what]}: one program reads what all have alike"
+                    f"the data of {other.workdir} and {first.workdir} differ, "
+                    f"{what} {other.position[what]} and {first.position[what]}: give folders of one run"
                 )
     return [first, *others]
 
 
 def _newest_common(steps: Mapping[Path, Sequence[int]]) -> int:
-    """The newest step that all have."""
+    """Return the newest step of which all folders have a checkpoint."""
     common = set.intersection(*map(set, steps.values()))
     if not common:
         there = "; ".join(f"{workdir} {', '.join(map(str, sorted(have))) or 'none'}" for workdir, have in steps.items())
@@ -151,18 +154,18 @@ def _newest_common(steps: Mapping[Path, Sequence[int]]) -> int:
 
 
 def _flat_programs(config: TrainConfig) -> Programs:
-    """For the shapes of a state that lies on this machine's processor alone, whatever the mesh of the run."""
+    """Build programs on one device of this machine, to get the state's shapes whatever the mesh of the run."""
     flat = replace(config, mesh=MeshConfig(replica=1, stage=1, fsdp=1, tensor=1))
     return build_programs(flat, make_mesh(flat, jax.devices()[:1]))
 
 
 def _state(checkpoints: Checkpointer, step: int, config: TrainConfig, programs: Programs) -> TrainState:
-    """As numpy arrays with the replicas in front."""
+    """Return the state as numpy arrays with the replicas in front."""
     return jax.tree.map(np.asarray, elastic.restore(checkpoints, step, config, programs)[0])
 
 
 def _together(*parts: np.ndarray) -> np.ndarray:
-    """An array of all replicas; scalars are common to them."""
+    """Concatenate an array over replicas; scalars must be equal on all."""
     if parts[0].ndim:
         return np.concatenate(parts)
     if any(part != parts[0] for part in parts):

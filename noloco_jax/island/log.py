@@ -1,7 +1,7 @@
-"""What happened to an island and when, in WORKDIR/island.jsonl: a line an event, added to and never written anew.
+"""Event log of an island, WORKDIR/island.jsonl: one line per event, appended and never rewritten.
 
-metrics.jsonl tells a run as if nothing had come in between: one that goes on from a checkpoint writes the lines of the
-steps behind it again. Here the rounds that were lost stay, as they took their time.
+metrics.jsonl is rewritten from the checkpoint where a run resumes. This log keeps the rounds that were lost, as they
+took time.
 """
 
 import json
@@ -17,43 +17,42 @@ LOG_FILE = "island.jsonl"
 
 
 class IslandLog:
-    """Writes events: {"time": seconds since 1970, "event": one of these methods' names, ...}.
+    """Writer of events: {"time": seconds since 1970, "event": one of these methods' names, ...}.
 
     Args:
-      workdir: of the island; made when missing.
-      name: of the island.
+      workdir: the island's workdir; made when missing.
+      name: the island's name.
 
     Attributes:
-      name: of the island.
-      one_sided: exchanges so far, of all of the island's processes, of which the partner alone may have applied its
-        half.
+      name: the island's name.
+      one_sided: number of exchanges, over all starts, that only the partner may have applied.
     """
 
     def __init__(self, workdir: Path, name: str):
         workdir.mkdir(parents=True, exist_ok=True)
         self._path = workdir / LOG_FILE
         self.name = name
-        self._gave_way = 0.0  # up to the last round
+        self._gave_way = 0.0  # seconds up to the last round
         if self._path.exists():  # the process before this one may have been killed in the middle of a line
             content = self._path.read_bytes()
             os.truncate(self._path, content.rfind(b"\n") + 1)
         events = _events(self._path) if self._path.exists() else []
         self.one_sided = sum(event["event"] == "exchange" and event["one_sided"] for event in events)
-        # Starts of earlier versions do not tell their seconds.
+        # Earlier versions logged starts without seconds.
         self._first = next((event for event in events if event["event"] == "start" and "seconds" in event), None)
 
     def start(self, step: int, seconds: float) -> None:
-        """A process of the island begins to train, after inner step `step`, which took the run so many seconds."""
+        """Log that a process of the island begins to train, after inner step `step` and `seconds` of the run."""
         event = self._write("start", name=self.name, step=step, seconds=seconds)
         self._first = self._first or event
 
     def goodput(self, seconds: float) -> float:
-        """The share of the time since the island's first start that is behind its weights, of 1.
+        """Return the share, up to 1, of the time since the first start that the weights have behind them.
 
-        What its processes lost when they were killed is not, nor the time until the next one trained.
+        Training lost when a process was killed does not count, nor the time until the next one trained.
 
         Args:
-          seconds: of the run, up to now, see `Totals`.
+          seconds: the run's seconds of training up to now, see `Totals`.
         """
         if self._first is None:
             return 1.0
@@ -61,12 +60,12 @@ class IslandLog:
         return min((seconds - self._first["seconds"]) / gone, 1.0) if gone > 0 else 1.0
 
     def round(self, round: int, step: int, gave_way: float) -> None:
-        """A round was ended, after inner step `step`, and after so many seconds for islands that are later."""
+        """Log the end of a round, after inner step `step` and `gave_way` seconds of pauses for slower islands."""
         self._write("round", round=round, step=step, gave_way=gave_way - self._gave_way)
         self._gave_way = gave_way
 
     def exchange(self, met: Met, sent: int | float) -> None:
-        """It is known what became of a round's message; `sent` are the bytes that its partner has got of it."""
+        """Log the outcome of a round's message; `sent` are the bytes that the partner has received of it."""
         self.one_sided += met.one_sided
         self._write(
             "exchange",
@@ -80,7 +79,7 @@ class IslandLog:
         )
 
     def end(self, finished: bool) -> None:
-        """The process ends as it should: after the last step of the run, or told to stop."""
+        """Log a regular end of the process: after the last step of the run, or told to stop."""
         self._write("end", finished=finished)
 
     def _write(self, event: str, **values: Any) -> dict[str, Any]:
@@ -90,21 +89,21 @@ class IslandLog:
                 file.write(json.dumps(written) + "\n")
         except OSError as error:
             raise TransientError(
-                f"{self._path} cannot be written ({error.strerror}): make room, the same command goes on from the "
+                f"{self._path} cannot be written ({error.strerror}): make room; the same command resumes from the "
                 "last checkpoint"
             ) from None
         return written
 
 
 class History(NamedTuple):
-    """An island's name, and its events in the order of time."""
+    """Log of an island: its name, and its events in the order of time."""
 
     name: str
     events: list[dict[str, Any]]
 
 
 def read_log(workdir: Path) -> History:
-    """What has happened to the island of a folder so far; a line that is being written is left out.
+    """Return the events of an island's workdir so far; a line that is being written is left out.
 
     Raises `UserError` where there is no island's log, or a line of it is none.
     """
@@ -115,15 +114,15 @@ def read_log(workdir: Path) -> History:
         raise UserError(f"{path} is not there: give the --workdir of an island") from None
     names = [event["name"] for event in events if event["event"] == "start"]
     if not names:
-        raise UserError(f"{path} tells of no start yet: give the folders of islands that train")
+        raise UserError(f"{path} holds no start yet: give the folders of islands that train")
     return History(names[-1], events)
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    """Of a log, but for a line that is being written."""
+    """Return a log's events, leaving out a line that is being written."""
     try:
         events = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
         _ = [event["event"] for event in events]
     except (ValueError, TypeError, KeyError):
-        raise UserError(f"{path} has a line that is no event of an island: mend or remove it") from None
+        raise UserError(f"{path} has a line that is no event of an island: correct or remove it") from None
     return events

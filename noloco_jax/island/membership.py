@@ -1,4 +1,4 @@
-"""A run as one of several islands: its part of the configuration, its place among the others, and how it begins."""
+"""Membership of a run in a group of islands: its part of the configuration, its peers, and its start."""
 
 import hashlib
 import json
@@ -30,25 +30,25 @@ from noloco_jax.spmd.programs import Programs
 from noloco_jax.spmd.solo import SoloPrograms, compile_solo
 
 ISLAND_FILE = "island.json"
-# Groups and fields of a configuration that all islands must have equal; what is left is each one's own affair.
+# Groups and fields of a configuration that all islands must have equal; all others may differ.
 COMMON = ("method", "num_steps", "num_replicas", "seed", "model", "inner", "outer")
 
 
 @dataclass(frozen=True)
 class Membership:
-    """Which island a run is.
+    """Place of a run among the islands.
 
     Attributes:
       roster: the islands.
-      name: its own name.
-      credentials: its keys; None without TLS.
+      name: the island's name.
+      credentials: the island's keys; None without TLS.
       patience: rounds of a fragment for which a message waits for its partner's.
       pace: "steps": every island takes every inner step; "time": an island takes as many of a round's inner steps as it
-        has time for while the fastest takes all of them. Steps, rounds and learning rates go by the run's schedule
-        then, of which `num_steps` is the length for all: one inner step may stand for several steps of it. Messages
-        weigh as much as the inner steps that were taken for them.
+        has time for while the fastest takes all of them. One inner step may then stand for several steps of the run's
+        schedule of `num_steps`, which rounds and learning rates follow. A message's weight is its number of inner
+        steps.
       linger: seconds for which an island that has taken its last step serves its weights, until all have.
-      at_once: whether outer steps wait for their exchange, for tests that compare islands with one program.
+      at_once: True if outer steps wait for their exchange, for tests that compare islands with one program.
     """
 
     roster: Roster
@@ -60,7 +60,7 @@ class Membership:
     linger: float = 600.0
 
     def __str__(self) -> str:
-        """For the banner: secrets have no place in it."""
+        """Return a line for the banner, without secrets."""
         security = "no TLS" if self.credentials is None else "mutual TLS"
         return (
             f"{self.name}, {self.replica + 1} of {len(self.roster.islands)} of {self.roster.run}, at "
@@ -72,7 +72,7 @@ class Membership:
         return self.roster.index(self.name)
 
     def check(self, config: TrainConfig) -> None:
-        """Raises `UserError` where the configuration is not of these islands, or asks for what islands do not do."""
+        """Raise `UserError` where the configuration does not fit these islands, or asks for what islands do not do."""
         count, outer = len(self.roster.islands), config.outer
         if config.num_replicas != count:
             raise UserError(
@@ -83,23 +83,23 @@ class Membership:
             raise UserError(f"method={config.method!r}: islands meet in pairs, give --config.method=noloco")
         for name, wanted, given, why in (
             ("outer.group_size", 2, outer.group_size, "they meet in pairs"),
-            ("outer.delay", 0, outer.delay, "whose corrections enter when they come, late by themselves"),
+            ("outer.delay", 0, outer.delay, "whose corrections are applied when they arrive, late already"),
             ("outer.moments", 0, outer.moments, "which exchange weights alone"),
-            ("mesh.stage", 1, config.mesh.stage, "whose models mesh.fsdp and mesh.tensor spread over devices"),
+            ("mesh.stage", 1, config.mesh.stage, "which use mesh.fsdp and mesh.tensor to spread a model over devices"),
         ):
             if given != wanted:
                 raise UserError(f"{name}={given!r} is not for islands, {why}: give --config.{name}={wanted}")
 
     def own(self, config: TrainConfig) -> TrainConfig:
-        """The configuration of the island's program, which holds one replica."""
+        """Return the configuration of the island's program, which holds one replica."""
         return replace(config, num_replicas=1, mesh=replace(config.mesh, replica=1))
 
     def settings(self, config: TrainConfig) -> Settings:
-        """Of the protocol, for which every outer step is a round: a fragment's rounds are so many apart."""
+        """Return the protocol's settings: every outer step is a round, so that patience counts all fragments."""
         return Settings(patience=self.patience * config.outer.fragments, keeps_pace=self.pace == "time")
 
     def partner(self, config: TrainConfig) -> Callable[[int], str | None]:
-        """From an outer step to the island's partner in it."""
+        """Return a function that maps an outer step to the name of the island's partner in it."""
         names, me, method = self.roster.names, self.replica, method_of(config)
 
         def of(round: int) -> str | None:
@@ -110,12 +110,12 @@ class Membership:
 
     @staticmethod
     def messages(solo: SoloPrograms) -> Messages:
-        """What an island sends in a round that has a partner."""
+        """Return the traffic of an island in a round that has a partner."""
         size = sum(spec.nbytes for spec in specs_of(solo.code))
         return Messages(of_outer_step=lambda round: size, of_inner_step=lambda step: 0)
 
     def data_position(self, checkpoints: Checkpointer, step: int) -> dict[str, Any]:
-        """Where its data stand at `step`, also where the roster has become longer since: see `data.renumbered`.
+        """Return the data position at `step`, renumbered where the roster has grown: see `data.renumbered`.
 
         Raises `UserError` where the checkpoint is not this island's.
         """
@@ -130,7 +130,7 @@ class Membership:
 
     @staticmethod
     def journal(resumed: Resumed, config: TrainConfig) -> Journal | None:
-        """The journal of a checkpoint; of one that no island has saved, that of a run whose exchanges are all done."""
+        """Return a checkpoint's journal; where no island saved it, that of a run whose exchanges are all done."""
         if resumed.beside is not None:
             return Journal.from_json(dict(resumed.beside))
         if resumed.step == 0:
@@ -150,9 +150,9 @@ class Membership:
         report: Callable[[str], None],
         fingerprint: str | None = None,
     ) -> Agent | None:
-        """Joins the others, who may refuse the island before it compiles; None where it was told to stop meanwhile.
+        """Join the peers, who may refuse the island before it compiles; return None if told to stop meanwhile.
 
-        `fingerprint` is that of its tokenizer, for who merges.
+        `fingerprint` identifies its tokenizer for a later merge.
         Raises `UserError` if its name or address is in use, or most of the others refuse it.
         """
         check_alone(self.roster, self.name, self.credentials)
@@ -192,9 +192,9 @@ class Membership:
 
     @staticmethod
     def begin(agent: Agent, workdir: Path, is_stopping: Callable[[], bool]) -> bool:
-        """Waits, where it can train, until it is to: from its own weights or another's, which come with its first step.
+        """Wait for the decision to train: from the own weights, or from a peer's, which come with the first step.
 
-        Islands that start at the same time begin together. False where it was told to stop meanwhile.
+        Islands that start at the same time begin together. Returns False if told to stop meanwhile.
         """
         agent.ready()
         begins = _until(agent.decided, is_stopping)
@@ -203,7 +203,7 @@ class Membership:
         return begins
 
     def steps(self, config: TrainConfig, agent: Agent, solo: SoloPrograms, programs: Programs) -> IslandSteps:
-        """The island's outer steps, compiled; `config` is its own."""
+        """Compile the island's outer steps; `config` is its own."""
         compiled = compile_solo(solo, programs)
         schedule = schedule_of(config)
         assert schedule is not None
@@ -236,7 +236,7 @@ def _identity(member: Membership, config: TrainConfig, programs: Programs) -> Id
 
 
 def common_values(config: TrainConfig) -> dict[str, Any]:
-    """What all islands must have equal, by the names of `COMMON`."""
+    """Return the values that all islands must have equal, by the names of `COMMON`."""
     values = to_dict(config)
     outer = {name: value for name, value in values["outer"].items() if name != "offload"}
     return {name: values[name] for name in COMMON} | {"outer": outer}
@@ -247,9 +247,9 @@ def _digest(value: Any) -> str:
 
 
 def _incarnation(workdir: Path) -> tuple[int, bool]:
-    """A number larger than that of every earlier start, and whether there was one.
+    """Return an incarnation larger than that of every earlier start, and whether there was one.
 
-    Milliseconds leave room for healings, and a workdir that was lost with its disk does not take the count along.
+    Milliseconds leave room for increments, and the clock still counts up where a workdir was lost with its disk.
     """
     path = workdir / ISLAND_FILE
     before = json.loads(path.read_text(encoding="utf-8"))["incarnation"] if path.exists() else 0

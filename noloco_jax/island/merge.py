@@ -1,4 +1,4 @@
-"""The merged model of islands: the plain mean of their weights, asked for where they train or read from their folders.
+"""Merged model of islands: the mean of their weights, asked for while they train or read from their folders.
 
 One model of sums is in memory, and one island's at a time.
 """
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Part(NamedTuple):
-    """An island's weights after a round, the arrays of the parameters in the order of their leaves."""
+    """Weights of an island after a round, in the order of the parameters' leaves."""
 
     round: int
     arrays: list[np.ndarray]
@@ -41,13 +41,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Where islands' weights are to be had.
+    """Access to islands' weights, live or from folders.
 
     Attributes:
-      config: of their run.
+      config: the configuration of their run.
       check_tokenizer: raises `UserError` for a tokenizer other than theirs.
-      parts: island -> what gets its weights, or raises `PeerError`.
-      away: the islands whose weights cannot be had, each with a line on why.
+      parts: island -> function that returns its weights, or raises `PeerError`.
+      away: islands whose weights cannot be had -> the reason.
     """
 
     config: TrainConfig
@@ -58,12 +58,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Merged:
-    """The mean of some islands' weights.
+    """Mean of some islands' weights.
 
     Attributes:
-      params: as numpy arrays, in the dtype of the run.
-      rounds: of each island that is in it, the last round that it had ended.
-      away: those that are not, each with a line on why.
+      params: numpy arrays, in the dtype of the run.
+      rounds: island in the mean -> the last round that it had ended.
+      away: island left out -> the reason.
     """
 
     params: PyTree
@@ -80,7 +80,7 @@ class Merged:
 
 
 def of_live_islands(roster: Roster, keys: Path | None, ask_seconds: float, seconds: float) -> Source:
-    """Asks all islands of a roster, in the name of one of them; see `query.clients_of` for `keys`.
+    """Ask all islands of a roster, in the name of one of them; see `query.clients_of` for `keys`.
 
     Args:
       ask_seconds: to wait for each to say what it trains.
@@ -134,7 +134,7 @@ def of_live_islands(roster: Roster, keys: Path | None, ask_seconds: float, secon
 
 
 def of_folders(workdirs: Sequence[Path]) -> Source:
-    """Reads the newest checkpoint of each island's folder.
+    """Read the newest checkpoint of each island's folder.
 
     Raises `UserError` for a folder that is no island's, and where one's model or run is another than the first one's.
     """
@@ -156,21 +156,21 @@ def of_folders(workdirs: Sequence[Path]) -> Source:
 
 
 def mean_of(source: Source, tell: Callable[[str], None], at_least: int = 1) -> Merged:
-    """The mean of all weights that can be had.
+    """Average all weights that can be had.
 
     Args:
-      source: of the weights.
-      tell: is given a line for each island as its weights have come, or have not.
-      at_least: of how many islands it must be.
+      source: the access to the weights.
+      tell: called with a line for each island once its weights have come or failed.
+      at_least: the smallest number of islands to average.
 
-    Raises `UserError` where it would be of fewer.
+    Raises `UserError` where fewer can be had.
     """
     for line in source.away.values():
         tell(line)
     away, left, rounds = dict(source.away), dict(source.parts), {}
     sums: list[np.ndarray] | None = None
     for name, get in source.parts.items():
-        _check_number(len(left), at_least, away)  # before time is spent on the next
+        _check_number(len(left), at_least, away)  # fail before time is spent on the next
         try:
             part = get()
         except PeerError as error:
@@ -196,7 +196,7 @@ def mean_of(source: Source, tell: Callable[[str], None], at_least: int = 1) -> M
 
 
 def perplexity_of(config: TrainConfig, params: PyTree, tokenizer: Tokenizer | None) -> float:
-    """The validation perplexity of one model, by the data and batches of its run's evaluations, on the first device.
+    """Return a model's validation perplexity, by its run's evaluation data and batches, on the first device.
 
     Raises `UserError` where the data are not there.
     """
@@ -219,7 +219,7 @@ def _read(workdir: Path, config: TrainConfig) -> Part:
 
 
 def _with_newest(workdir: Path, config: TrainConfig, read: Callable[[Checkpointer, int], T]) -> T:
-    """What `read` makes of the newest checkpoint of a folder."""
+    """Apply `read` to the newest checkpoint of a folder and return its result."""
     checkpoints = Checkpointer(workdir, config, read_only=True)
 
     def of(step: int | None) -> T:

@@ -1,4 +1,4 @@
-"""A run as one island among several: what differs from a run of all replicas."""
+"""Mode of a run that is one island among several: the differences from a run of all replicas."""
 
 import argparse
 import math
@@ -29,10 +29,10 @@ from noloco_jax.train.training import train
 
 
 class IslandMode:
-    """One replica in a program of its own, which exchanges with other processes over the network.
+    """Run mode of one replica in its own program, which exchanges with other processes over the network.
 
     Args:
-      member: which of the islands it is.
+      member: the run's place among the islands.
     """
 
     unused: Collection[str] = ("outer_step", "merge", "spread", "final_merge")
@@ -111,7 +111,7 @@ class IslandMode:
 
 
 def train_island(config: TrainConfig, roster: Roster, flags: argparse.Namespace) -> int:
-    """Trains as the island that the flags name; what is wrong is told before anything is compiled."""
+    """Train as the island that the flags name; check everything before compiling."""
     credentials = credentials_for(roster, flags.name, flags.keys)
     member = Membership(roster, flags.name, credentials, pace=flags.pace, linger=flags.linger)
     if not 0 <= flags.linger < math.inf:

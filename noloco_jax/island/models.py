@@ -1,4 +1,4 @@
-"""Islands as models and runs: merged, looked back at, made into one program and out of one."""
+"""Commands on islands' models and runs: merge, report, gather, scatter."""
 
 import argparse
 
@@ -17,7 +17,7 @@ from noloco_jax.run.model_folder import tokenizer_of, write_model_folder
 
 
 def merge(flags: argparse.Namespace) -> int:
-    """Writes the mean of the islands' weights, and says whose are in it."""
+    """Write the mean of the islands' weights, and print whose are in it."""
     if (flags.roster is None) == (flags.workdirs is None):
         raise UserError("give --roster=FILE of islands that train, or --workdirs DIR DIR ... of those that ended")
     if not all(override.startswith("--config.data.") for override in flags.overrides):
@@ -45,7 +45,7 @@ def merge(flags: argparse.Namespace) -> int:
 
 
 def report(flags: argparse.Namespace) -> int:
-    """Shows what became of each island, and draws it."""
+    """Print a table of the islands and draw their history."""
     rows = [row_of(workdir) for workdir in flags.workdirs]
     make_console().print(report_table(rows))
     print(f"picture: {draw_islands([row.history for row in rows], flags.out)}")
@@ -53,14 +53,14 @@ def report(flags: argparse.Namespace) -> int:
 
 
 def gather(flags: argparse.Namespace) -> int:
-    """Makes a run of one program of islands that have ended."""
+    """Join islands that have ended into a run of one program."""
     jax.config.update("jax_platforms", "cpu")
     folders.gather(flags.workdirs, flags.out, print)
     return 0
 
 
 def scatter(flags: argparse.Namespace) -> int:
-    """Makes islands of a run of one program."""
+    """Split a run of one program into islands."""
     jax.config.update("jax_platforms", "cpu")
     config = overridden(load_saved(flags.workdir), flags.overrides)
     folders.scatter(flags.workdir, config, read_roster(flags.roster), flags.out, print)

@@ -1,4 +1,4 @@
-"""What islands know of one another: their keys, and how all of them are. Needs no jax."""
+"""Commands on islands' keys and status. Needs no jax."""
 
 import argparse
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from noloco_jax.run.console import make_console
 
 
 def keys(flags: argparse.Namespace) -> int:
-    """Makes the keys that are missing, and says what to do with them."""
+    """Make the keys that are missing, and print what to do with them."""
     if not 1 <= flags.days <= 3650:
         raise UserError(f"--days={flags.days}: give 1 to 3650, the days that the authority itself is valid")
     roster = read_roster(flags.roster)
@@ -35,7 +35,7 @@ def keys(flags: argparse.Namespace) -> int:
 
 
 def status(flags: argparse.Namespace) -> int:
-    """Asks every island how it is; those that do not answer have a line that says why."""
+    """Print the status of every island, with a reason for those that do not answer."""
     roster = read_roster(flags.roster)
     if not 0 < flags.seconds <= 600:
         raise UserError(f"--seconds={flags.seconds}: give more than 0 and up to 600")
@@ -44,7 +44,7 @@ def status(flags: argparse.Namespace) -> int:
 
 
 def status_table(roster: Roster, answers: Mapping[str, Status | str]) -> Table:
-    """A row an island: its round, whether it trains, how many of its exchanges came about and how late, its partner."""
+    """Return a table of the islands: round, state, exchanges that committed, lag, partner."""
     table = Table("island", "round", "state", "exchanged", "lag", "partner", title=f"islands of {roster.run}")
     for island in roster.islands:
         answer = answers[island.name]

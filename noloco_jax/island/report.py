@@ -27,14 +27,17 @@ _TICK = 0.13  # half a round's tick, in rows
 
 
 class Row(NamedTuple):
-    """An island's log, and the perplexity of its last evaluation; None before the first."""
+    """Row of the report: an island's log, and the perplexity of its last evaluation; None before the first."""
 
     history: History
     perplexity: float | None
 
 
 def row_of(workdir: Path) -> Row:
-    """What an island's folder tells. Raises `UserError` where it is none."""
+    """Return the row of an island's workdir.
+
+    Raises `UserError` where it has no log of an island.
+    """
     history = read_log(workdir)
     lines = read_metrics(workdir) if (workdir / METRICS_FILE).exists() else []
     evaluations = [line["perplexity"] for line in lines if line["kind"] == "eval"]
@@ -42,7 +45,7 @@ def row_of(workdir: Path) -> Row:
 
 
 def report_table(rows: Sequence[Row]) -> Table:
-    """A row an island: its rounds, exchanges, how late and how large they were, starts, healings, perplexity."""
+    """Return a table of the islands: rounds, exchanges, lag, bytes, starts, states taken from others, perplexity."""
     every = [figures_of(row.history) for row in rows]
     gave_way = sum(figures.gave_way for figures in every)
     title = f"islands (lag: rounds by which corrections were late; gave way {gave_way:.0f} s in all)"
@@ -64,11 +67,11 @@ def report_table(rows: Sequence[Row]) -> Table:
 
 
 def draw_islands(histories: Sequence[History], path: Path) -> Path:
-    """Draws what has happened to these islands, the first one on top; returns the picture's path.
+    """Draw the history of these islands, the first on top, and return the picture's path.
 
     Args:
-      histories: of one island or more, as `log.read_log` returns them.
-      path: of the PNG.
+      histories: logs of one island or more, from `log.read_log`.
+      path: path of the PNG.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: slow to import, and not pyplot, so that no
     from matplotlib.figure import Figure  # display and no global state is touched
@@ -80,7 +83,7 @@ def draw_islands(histories: Sequence[History], path: Path) -> Path:
 
 
 def draw_on(axes: "Axes", histories: Sequence[History]) -> None:
-    """Draws the islands' rows; what there is none of has no entry in the legend."""
+    """Draw the islands' rows; a kind of event that did not occur has no entry in the legend."""
     from matplotlib.collections import LineCollection
 
     timelines = [timeline_of(history) for history in histories]

@@ -1,4 +1,4 @@
-"""The exchanges of an island, as a run's `Sync`: with other processes, over the network, and never waited for."""
+"""Exchanges of an island as a run's `Sync`: with other processes, over the network, never waited for."""
 
 import dataclasses
 import time
@@ -23,13 +23,13 @@ _LAST_SECONDS = 10.0  # for the last exchange of a run
 
 
 class IslandSync:
-    """The exchanges of an island.
+    """Exchanges of an island, overlapped with its training.
 
     Args:
-      config: its own.
+      config: the island's own configuration.
       steps: its outer steps.
-      log: what happens to it.
-      messages: what it sends.
+      log: its event log.
+      messages: its traffic.
       linger: state after the last step -> None, serving its weights to islands that are later.
       merge: (state, last step) -> the state with the mean of all islands' weights; None unless the run ends with it.
     """

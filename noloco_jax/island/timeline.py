@@ -1,4 +1,4 @@
-"""What islands' logs come to: figures of each, and what is drawn of them over time."""
+"""Figures and timelines computed from islands' logs."""
 
 import itertools
 import statistics
@@ -7,20 +7,20 @@ from typing import Any, NamedTuple
 
 from noloco_jax.island.log import History
 
-_SILENT_INTERVALS = 10  # between an island's events, after which it is taken for dead
+_SILENT_INTERVALS = 10  # median round intervals of silence after which an island counts as dead
 
 
 class Figures(NamedTuple):
-    """Of an island, over all of its starts.
+    """Totals of an island over all of its starts.
 
     Attributes:
-      rounds: that its weights have behind them.
-      met, due: exchanges that came about, and messages that had a partner.
+      rounds: rounds that the weights have behind them.
+      met, due: committed exchanges, and messages that had a partner.
       lag: mean rounds between a message and its correction.
-      sent: bytes of messages that partners have taken.
-      starts: processes.
-      healings: states taken over from others.
-      gave_way: seconds that it has let pass for islands that were later.
+      sent: bytes of messages that partners received.
+      starts: number of processes.
+      healings: states taken from donors.
+      gave_way: seconds of pauses for slower islands.
     """
 
     rounds: int
@@ -34,7 +34,7 @@ class Figures(NamedTuple):
 
 
 class Life(NamedTuple):
-    """A process of an island: when it began and was last heard of, and whether it ended as it should."""
+    """Lifetime of one process of an island: start, last event, and whether it ended regularly."""
 
     start: float
     end: float
@@ -42,14 +42,14 @@ class Life(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """What is drawn in an island's row; times in seconds since 1970.
+    """Row of an island in the picture; times in seconds since 1970.
 
     Attributes:
-      name: of the island.
+      name: the island's name.
       lives: its processes, in their order.
-      rounds: when each round was ended.
-      alone: when rounds were ended whose partner's message never came.
-      healings: (when, from whom) a state was taken over.
+      rounds: times of round ends.
+      alone: times of the ends of rounds whose exchange never committed.
+      healings: (time, donor) of each state taken.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Timeline(NamedTuple):
 
 
 class Link(NamedTuple):
-    """An exchange, from the end of its round on one island to that on the other, the first name before the second."""
+    """Exchange between two islands, from the end of its round on the first to that on the second, sorted by name."""
 
     first: str
     first_time: float
@@ -70,7 +70,7 @@ class Link(NamedTuple):
 
 
 def figures_of(history: History) -> Figures:
-    """The figures of an island's log."""
+    """Compute the figures of an island's log."""
     outcomes = _of_kind(history, "exchange")
     lags = [event["lag"] for event in outcomes if event["outcome"] in ("met", "late")]
     rounds = [event["round"] + 1 for event in history.events if event["event"] == "round" or _is_healing(event)]
@@ -88,7 +88,7 @@ def figures_of(history: History) -> Figures:
 
 
 def timeline_of(history: History) -> Timeline:
-    """What is drawn of an island's log."""
+    """Compute the row that is drawn for an island's log."""
     outcomes = _of_kind(history, "exchange")
     ticks = _Ticks(history)
     alone = [ticks.before(event["round"], event["time"]) for event in outcomes if _is_alone(event)]
@@ -102,7 +102,7 @@ def timeline_of(history: History) -> Timeline:
 
 
 def links_of(histories: Sequence[History]) -> list[Link]:
-    """The exchanges between these islands, each once, whichever of the two tells of it."""
+    """Return the exchanges between these islands, each once, whichever of the two logged it."""
     ticks = {history.name: _Ticks(history) for history in histories}
     found: dict[tuple[str, float, str, float], bool] = {}
     for history in histories:
@@ -118,7 +118,7 @@ def links_of(histories: Sequence[History]) -> list[Link]:
 
 
 def died(life: Life, timeline: Timeline, now: float) -> bool:
-    """Whether a life ended as it should not; the last one is taken for dead when it has been silent for long."""
+    """Return whether a process was killed or failed; the last one counts as dead after a long silence."""
     if life.in_order:
         return False
     if life is not timeline.lives[-1]:
@@ -129,7 +129,7 @@ def died(life: Life, timeline: Timeline, now: float) -> bool:
 
 
 class _Ticks:
-    """When an island ended its rounds: a round may be ended again, after it was lost with what came since a save."""
+    """Times of an island's round ends; a round ends again where a restart lost it."""
 
     def __init__(self, history: History):
         self._times: dict[int, list[float]] = {}
@@ -137,7 +137,7 @@ class _Ticks:
             self._times.setdefault(event["round"], []).append(event["time"])
 
     def before(self, round: int, time: float) -> float | None:
-        """When the round was ended that something at `time` speaks of; clocks of machines differ a little."""
+        """Return the round's end that an event at `time` refers to; clocks of machines differ a little."""
         times = self._times.get(round, [])
         return max((other for other in times if other <= time), default=min(times, default=None))
 
@@ -157,7 +157,7 @@ def _of_kind(history: History, kind: str) -> list[dict[str, Any]]:
 
 
 def _is_alone(event: Mapping[str, Any]) -> bool:
-    """Whether a message that had a partner came to nothing."""
+    """Return True for a message that had a partner and was not exchanged."""
     return event["outcome"] == "alone" and bool(event["partner"])
 
 

@@ -1,4 +1,4 @@
-"""An island on the network: its protocol's actions carried out, over Flight, beside the training and never before it.
+"""Agent of an island: carries out its protocol's actions over Flight, beside the training.
 
 Every call has a thread (`calls.py`). All of them, and the training, hand events to the protocol under one lock,
 which is held for as long as it takes to decide, never while anything is sent, copied or computed.
@@ -63,28 +63,28 @@ from noloco_jax.islands.snapshots import ABOUT, Snapshots
 
 @dataclass(frozen=True)
 class Correction:
-    """What an exchange came to: to be entered between two inner steps.
+    """Correction of an exchange, to apply between two inner steps.
 
     Attributes:
-      round: whose message it corrects.
-      arrays: c = w_j/(w_i + w_j) (m_j − m_i), once they are computed.
+      round: the round whose message it corrects.
+      arrays: c = w_j/(w_i + w_j) (m_j − m_i), once computed.
     """
 
     round: int
     arrays: Future[Arrays]
 
 
-_GOODBYE_SECONDS = 5.0  # in which the others ask what only this island knows
+_GOODBYE_SECONDS = 5.0  # for peers to ask about exchanges that only this island can resolve
 
 
 @dataclass(frozen=True)
 class Healed:
-    """Another island's state, to go on from.
+    """State of a peer, from which training continues.
 
     Attributes:
-      peer: whose.
-      round: the last one that it has ended.
-      arrays: as the other's `Agent.give` was given them.
+      peer: the donor.
+      round: the last round that it has ended.
+      arrays: the arrays given to the donor's `Agent.give`.
     """
 
     peer: str
@@ -94,16 +94,16 @@ class Healed:
 
 @dataclass(frozen=True)
 class Met:
-    """What became of a round's message.
+    """Outcome of a round's message.
 
     Attributes:
-      round: which.
-      partner: whom it was to be exchanged with; empty: nobody.
-      outcome: "met" in its round, "late" in a later one, or "alone"; "healed": of no message, the partner's state, that
-        of after this round, is gone on from.
+      round: the round of the message.
+      partner: the island to exchange it with; empty: nobody.
+      outcome: "met" in its round, "late" in a later one, or "alone"; "healed": no message; training continues from the
+        partner's state after this round.
       lag: rounds by which it was late.
-      reason: why alone, in a few words.
-      one_sided: whether the partner may have applied its half.
+      reason: the reason for "alone", in a few words.
+      one_sided: True if the partner may have applied its half.
     """
 
     round: int
@@ -115,19 +115,19 @@ class Met:
 
 
 class Agent:
-    """The network's side of an island. Threads are started by `open` and ended by `close`.
+    """Network side of an island. `open` starts its threads and `close` ends them.
 
     Args:
       roster: the islands.
-      name: of this one.
+      name: this island.
       credentials: its keys, None without TLS.
-      protocol: what decides.
-      settings: of the protocol.
-      codec: the form in which messages travel.
-      state: what each array of a state must be.
-      report: is given lines for people.
-      snapshots: of the weights, for who asks for them.
-      about: what the island says of its weights.
+      protocol: the state machine that decides.
+      settings: the protocol's settings.
+      codec: the codec of messages.
+      state: specs of a state's arrays.
+      report: called with lines for people.
+      snapshots: copies of the weights for merging.
+      about: description of the island's weights.
     """
 
     def __init__(
@@ -158,13 +158,13 @@ class Agent:
         )
         self._former = ThreadPoolExecutor(1, thread_name_prefix="corrections")
         self._own: dict[int, Arrays] = {}
-        self._others: dict[ExchangeId, Arrays] = {}  # as far as read
-        self._windows: dict[ExchangeId, Arrays] = {}  # of both
-        self._proposed: dict[Any, Message] = {}  # calls through which windows were sent, and what is to follow
+        self._others: dict[ExchangeId, Arrays] = {}  # decoded messages of peers
+        self._windows: dict[ExchangeId, Arrays] = {}  # windows of the pair
+        self._proposed: dict[Any, Message] = {}  # channel on which windows were sent -> the message to follow
         self._states: dict[Any, Arrays] = {}
         self._inbox: list[Correction | Healed] = []
         self._met: list[Met] = []
-        self._waiting: list[tuple[Any, State]] = []  # for a copy of the state
+        self._waiting: list[tuple[Any, State]] = []  # peers that wait for a copy of the state
         self._admitted = self._decided = False
         self._refused: Refused | None = None
         self._left = False
@@ -174,25 +174,25 @@ class Agent:
     # The training's side.
 
     def open(self) -> None:
-        """Listens, and asks the others where they are. Raises `UserError` where it cannot listen."""
+        """Listen, and ask the peers for their status. Raises `UserError` where it cannot listen."""
         handlers = Handlers(self._called, self.snapshots.state, {ABOUT: self._tell_about}, self._report)
         self._server = Server(self._roster, self._name, self._credentials, handlers)
         threading.Thread(target=self._tick, daemon=True, name="ticks").start()
         self._handle(Start())
 
     def admitted(self, seconds: float) -> bool:
-        """Waits that long for the others' first word; whether it has come, and the island may make itself ready.
+        """Wait up to `seconds` for admission by the peers; return True once admitted.
 
         Raises `UserError` if most of the others say that it does not belong to them.
         """
         return self._wait(lambda: self._admitted, seconds)
 
     def ready(self) -> None:
-        """The island can train: its programs are compiled, and its own weights are there if it has any."""
+        """Report that the island can train: its programs are compiled, and its own weights loaded if it has any."""
         self._handle(Ready())
 
     def decided(self, seconds: float) -> bool:
-        """Waits that long until the island is to train; whether it is. Another's weights come with `take`.
+        """Wait up to `seconds` for the decision to train; return True once decided. A peer's weights come with `take`.
 
         Raises `UserError` as `admitted` does.
         """
@@ -200,7 +200,7 @@ class Agent:
 
     @property
     def incarnation(self) -> int:
-        """Of the weights: larger after a healing."""
+        """Incarnation of the weights: larger after a peer's state is taken."""
         return self._protocol.incarnation
 
     def _wait(self, is_known: Callable[[], bool], seconds: float) -> bool:
@@ -211,13 +211,13 @@ class Agent:
             return is_known()
 
     def end_round(self, round: int, tokens: int, message: Arrays, norm: float) -> None:
-        """The solo step of a round is done; its message, as it travels, is exchanged from now on.
+        """Start the exchange of a round's message, after the round's solo step.
 
         Args:
-          round: the one after the last.
-          tokens: trained on in it: the message's weight.
-          message: encoded.
-          norm: Euclidean, of the message.
+          round: the round after the last one.
+          tokens: tokens trained on in it, the message's weight.
+          message: the encoded message.
+          norm: the message's Euclidean norm.
         """
         with self._changed:
             if any(isinstance(item, Healed) for item in self._inbox):
@@ -233,64 +233,64 @@ class Agent:
                 self._met.append(Met(round, "", "alone", reason="an odd number of islands"))
 
     def stride(self, most: int) -> int:
-        """Steps of the run's schedule, up to `most`, that the inner step which begins now is to stand for."""
+        """Return the steps of the run's schedule, up to `most`, that the next inner step is to stand for."""
         with self._changed:
             return self._protocol.stride(time.monotonic(), most)
 
     def pause(self) -> float:
-        """Seconds to let pass before the next inner step, for partners that end their rounds a little later."""
+        """Return the seconds to pause before the next inner step, for partners that end their rounds a little later."""
         with self._changed:
             return self._protocol.pause()
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether an exchange is under way, or a correction about to come of one."""
+        """True while an exchange is under way or a correction is pending."""
         with self._changed:
             return bool(self._inbox) or self._protocol.is_exchanging
 
     def take(self) -> list[Correction | Healed]:
-        """What is to be entered now, in this order; after a state, nothing of before it."""
+        """Return corrections ready to apply, in order; a received state discards everything queued before it."""
         with self._changed:
             ready = list(itertools.takewhile(lambda item: isinstance(item, Healed) or item.arrays.done(), self._inbox))
             return self._taken(len(ready))
 
     def take_all(self) -> tuple[list[Correction | Healed], Journal]:
-        """All that is to be entered, and what is to be saved together with weights that have seen it."""
+        """Return everything queued, and the journal to save with weights that have applied it."""
         with self._changed:
             return self._taken(len(self._inbox)), self._protocol.journal()
 
     def put_back(self, healed: Healed) -> None:
-        """What was taken too early comes first again."""
+        """Put `healed` back at the head of the queue."""
         with self._changed:
             self._inbox.insert(0, healed)
 
     def take_met(self) -> tuple[list[Met], Status]:
-        """What became of messages since the last time, and how the island is."""
+        """Return the outcomes since the last call, and the island's status."""
         with self._changed:
             met, self._met = self._met, []
             return met, self._protocol.status()
 
     @property
     def wants_state(self) -> bool:
-        """Whether another island waits for a copy of the state: for `give`."""
+        """True while a peer waits for a copy of the state: call `give` then."""
         return bool(self._waiting)
 
     def give(self, round: int, arrays: Arrays) -> None:
-        """A copy of the state after `round`, which nobody will change, for those who wait for it."""
+        """Send a copy of the state after `round`, which nobody will change, to the peers that wait for it."""
         with self._changed:
             waiting, self._waiting = self._waiting, []
         for key, header in waiting:
             self._calls.send(key, replace(header, round=round), arrays)
 
     def settle(self, round: int, seconds: float) -> None:
-        """Waits until nothing more will come of the message of `round` and earlier ones, at most that long."""
+        """Wait up to `seconds` until every exchange of `round` and earlier ones has ended."""
         with self._changed:
             self._changed.wait_for(lambda: not self._protocol.is_meeting(round), seconds)
 
     def leave(self, finished: bool = False) -> None:
-        """Says goodbye: nothing is committed any more, so that what is saved next has seen all that there is.
+        """Say goodbye to the peers: nothing is committed any more, so that the next checkpoint is complete.
 
-        `finished`: whether all steps of the run are taken; the weights are served on then, until `close`.
+        `finished`: all steps of the run are taken; the weights are then served until `close`.
         """
         with self._changed:
             if self._server is not None and not self._left:
@@ -298,7 +298,7 @@ class Agent:
                 self._handle(Stop(finished))
 
     def unfinished(self, ask_seconds: float = 0.0) -> list[str]:
-        """The islands that are not known to have taken all steps of the run; they are asked where seconds are given."""
+        """Return the islands not known to have taken all steps; ask them first where `ask_seconds` is positive."""
         with self._changed:
             names = [name for name, peer in self._protocol.peers.items() if not peer.finished]
         answers = ask_all({name: self.clients[name] for name in names}, ask_seconds) if ask_seconds else {}
@@ -309,7 +309,7 @@ class Agent:
             return [name for name, peer in self._protocol.peers.items() if not peer.finished]
 
     def close(self) -> None:
-        """Leaves, and ends all calls."""
+        """Leave, and end all calls."""
         self.leave()
         with self._changed:
             opened, self._closed = self._server is not None and not self._closed, True
@@ -371,7 +371,7 @@ class Agent:
                 self._report(line)
 
     def _tick(self) -> None:
-        """Tells the protocol that time has passed, when it asks for that."""
+        """Send the protocol a tick whenever its deadline has come."""
         with self._changed:
             while not self._closed:
                 deadline = self._protocol.next_deadline()
@@ -382,7 +382,7 @@ class Agent:
                     self._changed.wait(None if wait is None else min(wait, threading.TIMEOUT_MAX))
 
     def _send_message(self, channel: Any, header: Message) -> None:
-        """Sends a message, or what its code needs ahead of it."""
+        """Send a message, or the windows that its wire format needs first."""
         own = self._own[header.xid.round]
         windows = self._codec.windows(own)
         if windows is None:
@@ -392,7 +392,7 @@ class Agent:
             self._calls.send(channel, Windows(header.xid), windows)
 
     def _take_windows(self, channel: Any, xid: ExchangeId, windows: Arrays) -> None:
-        """Sends the message in the windows of both, once the other island's have come; its call's thread encodes it."""
+        """Send the message in the windows of both, once the peer's have come; the call's thread encodes it."""
         header, own = self._proposed.pop(channel, None), self._own.get(xid.round)
         if header is None or header.xid != xid or own is None:
             raise peer_errors.RefusedError("windows came that were not asked for")
@@ -420,7 +420,7 @@ class Agent:
             self._waiting = [(key, header) for key, header in self._waiting if key != channel]
 
     def _read(self, header: Header, arrays: Arrays) -> tuple[Content, Arrays]:
-        """What came behind a header, for the protocol and to be kept; in the thread of the call."""
+        """Decode the arrays behind a header, in the thread of the call: what the protocol learns, and what is kept."""
         if isinstance(header, Windows):
             return Content(0.0), arrays
         if not isinstance(header, Message):
@@ -428,7 +428,7 @@ class Agent:
         with self._changed:
             own, windows = self._own.get(header.xid.round), self._windows.get(header.xid)
         if own is None:
-            return Content(math.nan), arrays  # the round is over, and the call has been ended
+            return Content(math.nan), arrays  # the round is over and its call has ended
         if windows is None and Windows.__name__ in self._codec.specs:
             raise peer_errors.RefusedError("a message came ahead of its windows")
         read = self._codec.read(own, windows or (), arrays)

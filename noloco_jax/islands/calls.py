@@ -1,4 +1,4 @@
-"""Calls under way between an island and the others, in and out: each in a thread, told to one listener."""
+"""Calls under way between an island and its peers, in both directions, each in a thread of its own."""
 
 import itertools
 import queue
@@ -30,21 +30,21 @@ from noloco_jax.islands.protocol.messages import (
 )
 
 _CALL_SECONDS = 3600.0  # the protocol ends calls long before
-_LAST_WORDS_SECONDS = 10.0  # for what was sent before an end to be read
+_LAST_WORDS_SECONDS = 10.0  # for the peer to read everything sent before the end
 
-# What a call does next: send, look at what has come, or end.
+# Items of a call's queue beside headers to send: read an arrived frame, or end.
 _LOOK, _END = object(), object()
 
 
 class Call:
-    """Carries headers and arrays both ways through a channel, in the thread that calls `run`.
+    """One call: carries headers and arrays both ways through a channel, in the thread that calls `run`.
 
     Args:
-      key: its name in the protocol.
-      arrived: is given every frame.
+      key: the channel's name in the protocol.
+      arrived: called with every frame.
 
     Attributes:
-      ended_here: whether this side was told to end it.
+      ended_here: True once this side was told to end it.
     """
 
     def __init__(self, key: Any, arrived: Callable[["Call", Frame], None]):
@@ -58,11 +58,11 @@ class Call:
     def send(
         self, header: Answer, arrays: Sequence[np.ndarray] | Callable[[], Sequence[np.ndarray]] | None = None
     ) -> None:
-        """Sends a header when those before it are sent, and the arrays behind it, or those that are made then."""
+        """Queue a header, and arrays to send behind it or a function that makes them when its turn comes."""
         self._todo.put((header, arrays))
 
     def end(self) -> None:
-        """Ends the call after what was sent; by force where the other side does not read it."""
+        """End the call after everything queued is sent; by force if the peer does not read it in time."""
         self.ended_here = True
         self._todo.put(_END)
         overdue = threading.Timer(_LAST_WORDS_SECONDS, self.cancel)
@@ -70,14 +70,17 @@ class Call:
         overdue.start()
 
     def cancel(self) -> None:
-        """Ends the call at once."""
+        """End the call at once."""
         self._cancelled = True
         if self._channel is not None:
             self._channel.cancel()
         self._todo.put(_END)
 
     def run(self, channel: Channel) -> None:
-        """Until the end; raises `PeerError` if the other side or the network ends it first."""
+        """Carry the call to its end.
+
+        Raises `PeerError` if the peer or the network ends it first.
+        """
         self._channel = channel
         if self._cancelled:
             channel.cancel()
@@ -98,13 +101,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Listener:
-    """Who is told of calls, by their threads.
+    """Callbacks of calls, called by their threads.
 
     Attributes:
-      happened: what it is, and the arrays that came with it; under the lock.
-      ended: a call's name, when nothing more can come of it; under the lock.
-      read: from a header and its arrays to what the protocol is to know of them, and what is kept of them.
-      report: lines for people.
+      happened: called under the lock with an event and the arrays that came with it.
+      ended: called under the lock with the channel of a call that is over.
+      read: maps a header and its arrays to the protocol's `Content` and the arrays to keep.
+      report: called with lines for people.
     """
 
     happened: Callable[[Opened | Arrived | Broken, Arrays | None], None]
@@ -114,14 +117,14 @@ class Listener:
 
 
 class Calls:
-    """Calls by the names that the protocol has for them.
+    """Calls of an island, by the channel names of its protocol.
 
     Args:
-      clients: for calls to each of the others.
-      specs: the arrays that may come behind a header, by its kind.
-      answer_seconds: for calls of a question and an answer.
-      lock: under which the listener is told, and calls are begun, sent through and ended.
-      listener: is told.
+      clients: a client for each peer.
+      specs: kind of header -> specs of the arrays behind it.
+      answer_seconds: the limit of calls with one request and one answer.
+      lock: held while the listener is called, and while calls begin, send and end.
+      listener: the callbacks.
     """
 
     def __init__(
@@ -138,23 +141,23 @@ class Calls:
         self._numbers = itertools.count()
 
     def dial(self, action: Open) -> None:
-        """Calls another island."""
+        """Dial a peer, in a thread of its own."""
         call = self._under_way[action.channel] = Call(action.channel, self._arrived)
         arguments = (call, action.peer, action.header)
         threading.Thread(target=self._run, args=arguments, daemon=True, name=f"to-{action.peer}").start()
 
     def send(self, channel: Any, header: Answer, arrays: Arrays | Callable[[], Arrays] | None) -> None:
-        """Sends through a call, if it is still there; arrays may be made by its thread."""
+        """Send through a call, if it still exists; `arrays` may be a function, called in the call's thread."""
         if (call := self._under_way.get(channel)) is not None:
             call.send(header, arrays)
 
     def end(self, channel: Any) -> None:
-        """Ends a call behind what was sent."""
+        """End a call after everything queued is sent."""
         if (call := self._under_way.get(channel)) is not None:
             call.end()
 
     def hang_up(self, seconds: float) -> None:
-        """Waits that long for calls to end, and ends those that are left."""
+        """Wait up to `seconds` for calls to end, and cancel the rest."""
         deadline = time.monotonic() + seconds
         while self._under_way and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -162,7 +165,7 @@ class Calls:
             call.cancel()
 
     def called(self, caller: str, hello: Mapping[str, Any], connect: Callable[[Expects], Channel]) -> None:
-        """Another island calls: until the end of it, in the thread of the call."""
+        """Serve a peer's call to its end, in the thread of the call."""
         try:
             header = from_json(dict(hello))
         except HeaderError as error:
@@ -178,7 +181,7 @@ class Calls:
         try:
             call.run(channel)
         except EndedError:
-            pass  # the caller has what it called for
+            pass  # the caller has its answer
         except PeerError:
             if not call.ended_here:
                 raise

@@ -1,4 +1,4 @@
-"""Certificates of a run's islands: an authority of the run's own, and what may be wrong with a certificate.
+"""Certificates of a run's islands, their own certificate authority, and checks of a certificate.
 
 An island's certificate has its name as the only subject alternative name. The host is left out: an island then keeps
 its certificate on another machine, and none can pass for another by the host that it runs on.
@@ -12,12 +12,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-_EARLIER = datetime.timedelta(days=1)  # other machines' clocks may be behind
+_EARLIER = datetime.timedelta(days=1)  # certificates are valid from a day ago, as other machines' clocks may be behind
 _AUTHORITY_DAYS = 3650
 
 
 def make_authority(run: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """A certificate authority for one run, valid for ten years, and its private key."""
+    """Make a certificate authority for one run, valid for ten years, and its private key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"islands of {run}"[:64])])
     certificate = (
@@ -33,7 +33,7 @@ def make_authority(run: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivateK
 def make_certificate(
     name: str, days: int, authority: x509.Certificate, authority_key: ec.EllipticCurvePrivateKey
 ) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """An island's certificate, for both ends of a connection, and its private key."""
+    """Make an island's certificate, for both ends of a connection, and its private key."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     ends = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -51,7 +51,7 @@ def make_certificate(
 
 
 def fault_of(certificate: x509.Certificate, authority: x509.Certificate, name: str) -> str | None:
-    """What is wrong with a certificate as that of island `name`, such as "expired on 2026-01-31"; None for nothing."""
+    """Return the fault of a certificate as that of island `name`, such as "expired on 2026-01-31", or None."""
     try:
         certificate.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature):
@@ -62,13 +62,13 @@ def fault_of(certificate: x509.Certificate, authority: x509.Certificate, name: s
     if now < certificate.not_valid_before_utc:
         return f"is valid only from {certificate.not_valid_before_utc:%Y-%m-%d} on, and here it is {now:%Y-%m-%d}"
     names = names_of(certificate)
-    if names[:1] != [name]:  # the first, as that is the one by which a server knows its callers
+    if names[:1] != [name]:  # a server identifies its callers by the first name
         return f"is made out to {', '.join(names) or 'nobody'}, not to {name}"
     return None
 
 
 def names_of(certificate: x509.Certificate) -> list[str]:
-    """The DNS names that a certificate is made out to."""
+    """Return the DNS names that a certificate is made out to."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (x509.ExtensionNotFound, ValueError):
@@ -77,19 +77,19 @@ def names_of(certificate: x509.Certificate) -> list[str]:
 
 
 def issuer_of(certificate: x509.Certificate) -> str:
-    """The name of the authority that signed a certificate, cut to a line."""
+    """Return the name of the authority that signed a certificate, cut to a line."""
     return certificate.issuer.rfc4514_string()[:80]
 
 
 def pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """A private key as PEM, without a password: its file's mode protects it."""
+    """Encode a private key as PEM, without a password: its file's mode protects it."""
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
 
 
 def pem_of(certificate: x509.Certificate) -> bytes:
-    """A certificate as PEM."""
+    """Encode a certificate as PEM."""
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 

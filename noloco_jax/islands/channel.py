@@ -1,4 +1,4 @@
-"""A channel: one call between two islands, in which both send frames to each other at the same time."""
+"""Channel of one call between two islands, in which both send frames to each other at the same time."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from pyarrow import flight
 from noloco_jax.islands.frames import Expects, Frame, drain, read_frame, write_frame
 from noloco_jax.islands.peer_errors import BrokenError, BusyError, EndedError, LateError, PeerError, RefusedError
 
-_GRACE_SECONDS = 5.0  # for the other side to say what went wrong, or to hear it
+_GRACE_SECONDS = 5.0  # for the peer to report an error, or to read ours
 _LEAST_SECONDS = 0.05  # for a goodbye
 
 # The errors that one island tells another, by name.
@@ -25,12 +25,12 @@ _TOLD: dict[str, type[PeerError]] = {kind.__name__: kind for kind in (RefusedErr
 class Channel:
     """One call's two streams of frames.
 
-    A thread of its own reads, one frame ahead: if both sides wrote all and read then, both would wait for ever as soon
-    as the buffers between them are full. One thread may send and receive, any may `cancel`.
+    A thread of its own reads one frame ahead: if both sides wrote everything before reading, both would wait for ever
+    once the buffers between them are full. One thread may send and receive, any may `cancel`.
 
     Attributes:
       peer: the other island's name.
-      deadline: of the whole call, of `time.monotonic()`.
+      deadline: end of the whole call, in seconds of `time.monotonic()`.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class Channel:
         cancel: Callable[[], None],
         why_unreachable: Callable[[], PeerError] | None = None,
     ):
-        """Starts to read.
+        """Start to read.
 
         Args:
           peer: the other island.
-          reader: of the call's Flight stream.
-          writer: of the call's Flight stream, begun.
-          expects: what arrays may come with a header.
-          deadline: of the whole call, of `time.monotonic()`.
+          reader: reader of the call's Flight stream.
+          writer: writer of the call's Flight stream, begun.
+          expects: maps a header to the specs of its arrays.
+          deadline: end of the whole call, in seconds of `time.monotonic()`.
           cancel: ends the call at once.
           why_unreachable: finds out why no connection came about, for the side that made the call.
         """
@@ -68,7 +68,7 @@ class Channel:
         self._next: Future[Frame] = self._thread.submit(self._read)
 
     def send(self, header: Mapping[str, Any], arrays: Sequence[np.ndarray] | None = None) -> None:
-        """Sends a frame; returns once it is written, which waits for the other side to read.
+        """Send a frame; return once it is written, which waits for the peer to read.
 
         Raises:
           PeerError: if the call has ended, by the other side, the network or the deadline.
@@ -78,11 +78,11 @@ class Channel:
             write_frame(self._writer, "frame", header, arrays)
         except (flight.FlightError, pa.ArrowException, OSError) as error:
             with contextlib.suppress(TimeoutError):
-                self._next.result(_GRACE_SECONDS)  # what the other side said last tells more than this
+                self._next.result(_GRACE_SECONDS)  # the peer's last words explain more than this error
             raise from_flight(self.peer, error) from None
 
     def receive(self, timeout: float | None = None) -> Frame:
-        """The next frame, whole and checked.
+        """Return the next frame, whole and checked.
 
         Args:
           timeout: seconds to wait; None: until the call's deadline. A frame that comes later is the next call's.
@@ -103,21 +103,21 @@ class Channel:
         return frame
 
     def when_ready(self, call: Callable[[], None]) -> None:
-        """Has `call` called once `receive` would not wait: now, or by the thread that reads."""
+        """Call `call` once `receive` would not wait: now, or in the thread that reads."""
         self._next.add_done_callback(lambda _: call())
 
     def cancel(self) -> None:
-        """Ends the call at once, on both sides."""
+        """End the call at once, on both sides."""
         self._cancel()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Says goodbye, and waits for the other side's until the deadline, so that nothing that was sent is lost.
+        """Say goodbye, and wait for the peer's goodbye until the deadline, so that nothing sent is lost.
 
         Args:
-          error: why, None if all went well. The other side is told, and given some seconds to hear it; where it does
-            not answer, or this process is to stop, the call ends at once.
+          error: the reason, None if all went well. The peer is sent it and gets some seconds to read it; after a
+            timeout, or when this process is to stop, the call ends at once.
 
-        Raises `RefusedError` if all went well here, and the other side says at last that it did not.
+        Raises `RefusedError` if all went well here, and the peer reports at last that it did not there.
         """
         if self._closed:
             return
@@ -135,8 +135,8 @@ class Channel:
             with contextlib.suppress(Exception):  # whatever has happened to the call, it is over
                 write_frame(self._writer, *goodbye)
             with contextlib.suppress(Exception):
-                self._writer.done_writing()  # which the caller's side alone has
-        # Flight frees what the thread reads from as soon as the call is over.
+                self._writer.done_writing()  # exists on the caller's side only
+        # The reading thread must end first: Flight frees the stream as soon as the call is over.
         self._thread.submit(self._read_rest)
         self._thread.shutdown(wait=True)
         overdue.cancel()
@@ -146,7 +146,7 @@ class Channel:
             raise refusal
 
     def _read(self) -> Frame:
-        """The next frame of the other side's, in the reading thread."""
+        """Read the peer's next frame, in the reading thread."""
         try:
             read = read_frame(self._reader, self._expects)
         except flight.FlightUnavailableError as error:
@@ -173,22 +173,22 @@ class Channel:
 
 
 def describe(error: BaseException) -> dict[str, str]:
-    """What one island tells another of an error."""
+    """Describe an error for the peer."""
     if type(error).__name__ in _TOLD:
         return {"error": type(error).__name__, "line": str(error)}
     return {"error": BrokenError.__name__, "line": "it failed: see its log"}
 
 
 def told(peer: str, description: Mapping[str, Any]) -> PeerError:
-    """The error that the other island told of."""
+    """Return the error that the peer described."""
     line = "".join(c for c in str(description.get("line", "")) if c.isprintable())
     return _TOLD.get(str(description.get("error")), BrokenError)(f"{peer} says: {line[:300]}")
 
 
 def from_flight(peer: str, error: Exception) -> PeerError:
-    """What an error of Arrow Flight's says of a call with `peer`."""
+    """Convert an error of Arrow Flight in a call with `peer` to a `PeerError`."""
     if described := getattr(error, "extra_info", None):
-        with contextlib.suppress(ValueError, AttributeError):  # of another program's
+        with contextlib.suppress(ValueError, AttributeError):  # the error of another program
             return told(peer, json.loads(described))
     if isinstance(error, flight.FlightTimedOutError):
         return LateError(f"{peer}: the call's deadline passed before all was there")
@@ -205,14 +205,14 @@ MAX_SECONDS = 86400.0
 
 
 class Opening(NamedTuple):
-    """The first words of a call.
+    """Opening of a call: who calls whom, for what.
 
     Attributes:
       call: "exchange", "state", or the name of an action.
-      caller: the island that calls; its certificate has to say the same.
+      caller: the calling island; its certificate must bear the same name.
       callee: the island that it means to call.
-      seconds: within which the whole call is to be over.
-      body: what the call is about: an exchange's hello, a request for state, an action's argument.
+      seconds: the limit of the whole call.
+      body: an exchange's hello, a request for state, or an action's argument.
     """
 
     call: str
@@ -223,12 +223,15 @@ class Opening(NamedTuple):
 
 
 def encode(opening: Opening) -> bytes:
-    """An opening as JSON."""
+    """Encode an opening as JSON."""
     return json.dumps(opening._asdict(), allow_nan=False).encode()
 
 
 def decode(content: bytes | None, limit: int = MAX_OPENING_BYTES) -> Opening:
-    """The opening in `content`; raises `RefusedError` for anything else, and for more than `limit` bytes."""
+    """Decode an opening.
+
+    Raises `RefusedError` for anything else, and for more than `limit` bytes.
+    """
     if content is None or len(content) > limit:
         raise RefusedError(f"a call's opening is JSON of up to {limit} bytes")
     try:

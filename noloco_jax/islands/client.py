@@ -1,4 +1,4 @@
-"""Calls to other islands, each with a deadline and a connection of its own: none inherits another's failure."""
+"""Client for calls to another island, each with a deadline and a connection of its own."""
 
 import contextlib
 import json
@@ -19,20 +19,20 @@ from noloco_jax.islands.probe import why_unreachable
 from noloco_jax.islands.roster import Roster
 
 _OPTIONS = [
-    ("grpc.max_receive_message_length", 4 * PIECE_BYTES),  # nothing larger is ever allocated
-    ("grpc.enable_http_proxy", 0),  # islands dial each other, not what a machine's web traffic goes through
-    ("grpc.use_local_subchannel_pool", 1),  # else a failed connection's waiting time counts for the next call
+    ("grpc.max_receive_message_length", 4 * PIECE_BYTES),  # limits what a message may allocate
+    ("grpc.enable_http_proxy", 0),  # islands dial each other directly, not through a web proxy
+    ("grpc.use_local_subchannel_pool", 1),  # else the next call inherits a failed connection's backoff
 ]
 
 
 class Client:
-    """Calls one other island. Thread-safe, as every call has a connection of its own."""
+    """Client of one other island. Thread-safe, as every call has a connection of its own."""
 
     def __init__(self, roster: Roster, name: str, credentials: Credentials | None, peer: str):
-        """Connects to nothing yet.
+        """Check the names and keys; connect to nothing yet.
 
         Args:
-          roster: where the islands are.
+          roster: the islands' addresses.
           name: this island, the caller.
           credentials: its keys; None: without TLS, which only loopback addresses are allowed.
           peer: the island to call.
@@ -48,7 +48,10 @@ class Client:
             raise UserError(f"{peer} at {self._address} can be reached from other machines: give --keys=FOLDER")
 
     def action(self, call: str, argument: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Asks for something small; returns the answer. Raises `PeerError` for whatever comes in between."""
+        """Call a small action and return its answer.
+
+        Raises `PeerError` if the call fails.
+        """
         options = flight.FlightCallOptions(timeout=seconds)
         try:
             with self._flight() as client:
@@ -69,15 +72,15 @@ class Client:
     def exchange(
         self, hello: Mapping[str, Any], expects: Expects, seconds: float, call: str = "exchange"
     ) -> Iterator[Channel]:
-        """A channel to the other island, for as long as the `with` block lasts.
+        """Open a channel to the other island for the `with` block.
 
         Args:
-          hello: what the exchange is about, up to 64 KiB as JSON; the other side sees it before it agrees to anything.
-          expects: from the header of a frame to the arrays that may come with it.
-          seconds: within which the whole call must be over.
-          call: what the other side is asked for.
+          hello: description of the exchange, up to 64 KiB as JSON, which the peer checks first.
+          expects: maps the header of a frame to the specs of its arrays.
+          seconds: the limit of the whole call.
+          call: the kind of call.
 
-        Raises `PeerError`, here and from the channel, of the kind that `peer_errors` has for it.
+        Raises `PeerError`, here and from the channel.
         """
         deadline = time.monotonic() + seconds
         with self._flight() as client:
@@ -101,14 +104,14 @@ class Client:
     def state(
         self, request: Mapping[str, Any], expected: Mapping[str, ArraySpec], seconds: float
     ) -> Iterator[tuple[str, np.ndarray]]:
-        """Named arrays of the other island's, one by one, each whole and checked when it is handed on.
+        """Yield named arrays of the other island, one by one, each whole and checked.
 
         Args:
-          request: which ones, of when; for the other side's handler.
-          expected: all the names that must come, once each, and what each array must be.
-          seconds: within which all must be there.
+          request: argument of the peer's handler.
+          expected: name -> spec of every array that must come, once each.
+          seconds: the limit of the whole call.
 
-        Raises `PeerError`; what was handed on until then is right, but not all.
+        Raises `PeerError`; arrays yielded before are correct, but incomplete.
         """
 
         def expects(header: Mapping[str, Any]) -> list[ArraySpec]:
@@ -135,7 +138,7 @@ class Client:
                 tls_root_certs=self._credentials.authority,
                 cert_chain=self._credentials.certificate,
                 private_key=self._credentials.key,
-                override_hostname=self.peer,  # whose name the server's certificate has to bear
+                override_hostname=self.peer,  # the name that the server's certificate must bear
                 generic_options=_OPTIONS,
             )
         with client:

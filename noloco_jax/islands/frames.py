@@ -15,7 +15,7 @@ import xxhash
 
 from noloco_jax.islands.peer_errors import BrokenError, RefusedError
 
-# Of one message. 4 to 16 MB are the fastest on loopback; one of 256 MB takes four times as long a byte.
+# Bytes of one message: 4 to 16 MB are fastest on loopback; one of 256 MB takes four times as long per byte.
 PIECE_BYTES = 8 << 20
 MAX_HEADER_BYTES = 64 << 10
 SCHEMA = pa.schema([pa.field("bytes", pa.uint8(), nullable=False)])
@@ -23,11 +23,11 @@ _DIGEST_BYTES = 16
 
 
 class ArraySpec(NamedTuple):
-    """What an array must be for its receiver.
+    """Shape and dtype that a receiver expects of an array.
 
     Attributes:
       shape: its dimensions.
-      dtype: of numpy, or of `ml_dtypes`, in this machine's byte order.
+      dtype: dtype of numpy, or of `ml_dtypes`, in this machine's byte order.
     """
 
     shape: tuple[int, ...]
@@ -42,13 +42,13 @@ class ArraySpec(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A header, and the arrays that came with it, if any, read-only: most lie in the buffers that were received."""
+    """Header and its arrays, if any, read-only: most lie in the buffers that were received."""
 
     header: dict[str, Any]
     arrays: list[np.ndarray] | None
 
 
-# From a frame's header to the arrays that may come with it: None for none.
+# Maps a frame's header to the specs of the arrays that may come with it; None for none.
 Expects = Callable[[Mapping[str, Any]], Sequence[ArraySpec] | None]
 
 
@@ -60,7 +60,7 @@ class _Writer(Protocol):
 def write_frame(
     writer: _Writer, kind: str, header: Mapping[str, Any], arrays: Sequence[np.ndarray] | None = None
 ) -> None:
-    """Writes a frame. Arrays are not copied where they are contiguous, and must stay as they are until this returns.
+    """Write a frame. Arrays are not copied where they are contiguous, and must not change until this returns.
 
     Raises `ValueError` for a header above 64 KiB, and for arrays without a plain form in bytes.
     """
@@ -79,16 +79,16 @@ def write_frame(
 
 
 def read_frame(reader: Any, expects: Expects) -> tuple[str, Frame] | None:
-    """The next frame and its kind, None where the stream ends.
+    """Read the next frame and its kind; return None where the stream ends.
 
-    What the frame announces is compared with what `expects` says of its header before any array is read or allocated.
+    The announced arrays are compared with those that `expects` returns before any array is read or allocated.
 
     Args:
-      reader: of a Flight stream, with `read_chunk()`.
-      expects: what arrays may come with a header; its exceptions pass.
+      reader: reader of a Flight stream, with `read_chunk()`.
+      expects: maps a header to the specs of its arrays; its exceptions pass.
 
     Raises:
-      RefusedError: if the arrays announced are others than those expected.
+      RefusedError: if the announced arrays differ from those expected.
       BrokenError: if the stream ends within the frame, or anything in it is damaged.
     """
     message = _next(reader)
@@ -116,13 +116,13 @@ def read_frame(reader: Any, expects: Expects) -> tuple[str, Frame] | None:
 
 
 def drain(reader: Any) -> None:
-    """Reads to the end of a stream and keeps nothing, so that its sender is not held up."""
+    """Read to the end of a stream and keep nothing, so that its sender is not held up."""
     while _next(reader) is not None:
         pass
 
 
 def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
-    """An array's bytes, in the order of C, without copying a contiguous one."""
+    """Yield an array's bytes, in C order, without copying a contiguous one."""
     if array.dtype.hasobject or not array.dtype.isnative:
         raise ValueError(f"arrays of {array.dtype} cannot be sent: convert them to numbers in native byte order")
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -131,7 +131,7 @@ def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _read_array(reader: Any, spec: ArraySpec, digest: Any) -> np.ndarray:
-    """An array as it comes: of one piece, a view of the received buffer; of several, put together in memory."""
+    """Read an array: a view of the received buffer if it came in one piece, else assembled in memory."""
     whole: np.ndarray | None = None
     filled = 0
     while filled < spec.nbytes:
@@ -166,7 +166,7 @@ def _read_piece(reader: Any) -> np.ndarray:
 
 
 def _next(reader: Any) -> Any:
-    """A stream's next message, None at its end."""
+    """Return a stream's next message, None at its end."""
     try:
         return reader.read_chunk()
     except StopIteration:
@@ -197,5 +197,5 @@ def _unseal(metadata: pa.Buffer | None) -> dict[str, Any]:
 
 
 def _shown(announced: Any) -> str:
-    """The types of announced arrays, cut to a line; what another machine sends may be anything."""
+    """Format the types of announced arrays in one line; another machine may send anything."""
     return "no arrays" if announced is None else f"arrays of {json.dumps(announced)[:200]}"

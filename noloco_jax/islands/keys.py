@@ -1,6 +1,6 @@
-"""The folder of a run's keys: its authority's, and a folder for each island to carry to its machine.
+"""Folder of a run's keys: its authority's, and a folder for each island to carry to its machine.
 
-keys/ca.pem, keys/ca-key.pem             the authority: only who adds islands needs its key
+keys/ca.pem, keys/ca-key.pem             the authority; its key is needed only to add islands
 keys/paris/ca.pem, cert.pem, key.pem     what paris needs, and nobody else
 """
 
@@ -20,12 +20,12 @@ from noloco_jax.errors import UserError
 from noloco_jax.islands.certificates import fault_of, make_authority, make_certificate, pem_of, pem_of_key
 from noloco_jax.islands.roster import Roster
 
-AUTHORITY, AUTHORITY_KEY = "ca.pem", "ca-key.pem"  # island names have no dot, so that none is in the way
+AUTHORITY, AUTHORITY_KEY = "ca.pem", "ca-key.pem"  # no island can have these names, as names have no dot
 CERTIFICATE, KEY = "cert.pem", "key.pem"
 
 
 class Credentials(NamedTuple):
-    """What an island shows of itself and knows others by, as PEM.
+    """Credentials of an island, as PEM.
 
     Attributes:
       authority: the run's certificate authority.
@@ -39,12 +39,12 @@ class Credentials(NamedTuple):
 
 
 def make_keys(roster: Roster, folder: Path, days: int, replace: Collection[str] = ()) -> list[str]:
-    """Makes what is missing: the authority, and the keys of every island that has none. Returns the islands' names.
+    """Make the authority and the keys of every island that has none, and return those islands' names.
 
     Args:
       roster: the islands.
-      folder: of the keys; made when missing.
-      days: for which the islands' certificates are valid.
+      folder: the folder of the keys; made when missing.
+      days: days that the islands' certificates are valid.
       replace: islands whose keys are made anew. What others have is never written over.
 
     Raises:
@@ -73,7 +73,7 @@ def make_keys(roster: Roster, folder: Path, days: int, replace: Collection[str] 
 
 
 def load_keys(folder: Path, name: str) -> Credentials:
-    """An island's keys, checked as others will check them.
+    """Load an island's keys, checked as peers will check them.
 
     Raises `UserError` if a file is missing or damaged, the key is not the certificate's, or the certificate is not of
     the authority beside it, has expired, or is made out to another island.
@@ -94,7 +94,10 @@ def load_keys(folder: Path, name: str) -> Credentials:
 
 
 def owner_of(folder: Path, roster: Roster) -> str:
-    """The island of the roster to which a folder's certificate is made out; raises `UserError` if it is to none."""
+    """Return the island to which a folder's certificate is made out.
+
+    Raises `UserError` if it is to none of the roster.
+    """
     path = folder / CERTIFICATE
     try:
         certificate = _load_certificate(path, path.read_bytes())
@@ -108,7 +111,7 @@ def owner_of(folder: Path, roster: Roster) -> str:
 
 
 def credentials_for(roster: Roster, name: str, folder: Path | None) -> Credentials | None:
-    """The keys of island `name`, None where none are given and none are needed: all islands are on this machine.
+    """Load the keys of island `name`; return None where none are given and all islands are on this machine.
 
     Raises `UserError` for an unknown name, for what `load_keys` raises, and if an address can be reached from elsewhere
     and there are no keys.
@@ -126,7 +129,10 @@ def credentials_for(roster: Roster, name: str, folder: Path | None) -> Credentia
 
 
 def _complete(folder: Path) -> bool:
-    """Whether an island's keys are all there; raises `UserError` where only some are."""
+    """Return whether an island's keys are all there.
+
+    Raises `UserError` where only some are.
+    """
     there = [(folder / file).exists() for file in (AUTHORITY, CERTIFICATE, KEY)]
     if folder.exists() and not all(there):
         raise UserError(f"{folder} is there, but not with all of an island's keys: move it aside, or --replace it")
@@ -134,7 +140,7 @@ def _complete(folder: Path) -> bool:
 
 
 def _authority(folder: Path, run: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """The run's authority and its key, made when neither is there."""
+    """Load the run's authority and its key, made when neither is there."""
     certificate_path, key_path = folder / AUTHORITY, folder / AUTHORITY_KEY
     if not certificate_path.exists() and not key_path.exists():
         authority, key = make_authority(run)
@@ -151,7 +157,7 @@ def _authority(folder: Path, run: str) -> tuple[x509.Certificate, ec.EllipticCur
 
 
 def _write_secret(path: Path, content: bytes) -> None:
-    """Writes a new file that only its owner can read, at no moment anybody else."""
+    """Write a new file that only its owner can ever read."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
 

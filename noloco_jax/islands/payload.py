@@ -1,4 +1,4 @@
-"""The form in which messages travel between islands: what must come, what it stands for, what two of them correct.
+"""Payload of messages between islands: array specs, encoding, decoding and corrections.
 
 Messages are encoded by the program that makes them, and decoded here, on the host's own processor and in whichever
 thread asks: neither the accelerator nor the training is held up. A code in windows is encoded here too, once the other
@@ -25,21 +25,21 @@ Arrays = Sequence[np.ndarray]
 
 
 def specs_of(tree: PyTree) -> list[ArraySpec]:
-    """What arrays like the leaves of a tree must be."""
+    """Return the specs of arrays like the leaves of a tree."""
     return [ArraySpec(tuple(x.shape), np.dtype(x.dtype)) for x in jax.tree.leaves(tree)]
 
 
 def norm_of(arrays: Arrays) -> float:
-    """Euclidean, over all arrays; not finite where a value is not."""
+    """Return the Euclidean norm over all arrays; not finite where a value is not."""
     squares = (float(np.linalg.norm(x.reshape(-1).astype(np.float32, copy=False))) ** 2 for x in arrays)
     return float(np.sqrt(sum(squares)))
 
 
 class Read(NamedTuple):
-    """Another island's message, as far as it was read.
+    """Decoded message of a peer.
 
     Attributes:
-      arrays: for `Codec.correction`.
+      arrays: argument of `Codec.correction`.
       norm: Euclidean, of what the message stands for; not finite where a value is not.
     """
 
@@ -48,7 +48,7 @@ class Read(NamedTuple):
 
 
 class Codec(Protocol):
-    """A form in which messages travel.
+    """Codec of messages.
 
     A message is given as the step program has made it: `spmd.solo.SoloPrograms.step`.
 
@@ -60,24 +60,24 @@ class Codec(Protocol):
     def specs(self) -> Mapping[str, Sequence[ArraySpec]]: ...
 
     def windows(self, own: Arrays) -> Arrays | None:
-        """What is sent ahead of a message; None: nothing."""
+        """Return the windows to send ahead of a message, or None."""
         ...
 
     def payload(self, own: Arrays, windows: Arrays) -> Arrays:
-        """A message as it travels; `windows` of the pair, empty where none are sent ahead."""
+        """Return the payload to send; `windows` of the pair, empty where none are sent ahead."""
         ...
 
     def read(self, own: Arrays, windows: Arrays, others: Arrays) -> Read:
-        """The payload that another island has sent."""
+        """Decode a peer's payload."""
         ...
 
     def correction(self, own: Arrays, read: Arrays, weight: float) -> Arrays:
-        """c = weight · (Q(m_j) − Q(m_i)), and what a code in windows remembers behind it."""
+        """Return c = weight · (Q(m_j) − Q(m_i)), followed by the state of a codec with windows."""
         ...
 
 
 def codec_of(wire: Wire | Modulo, message: PyTree, code: PyTree, cuts: PyTree = None) -> Codec:
-    """The codec of a wire; see `SoloPrograms` for what it is made of.
+    """Return the codec of a wire; see `SoloPrograms` for its parts.
 
     Args:
       wire: the code.
@@ -93,7 +93,7 @@ def codec_of(wire: Wire | Modulo, message: PyTree, code: PyTree, cuts: PyTree = 
 
 
 class PlainCodec:
-    """Messages of codes that need no windows: Q(m), what arrays stand for that `wire` has encoded. See `codec_of`."""
+    """Codec of wires without windows: Q(m) is the decoded value of a message. See `codec_of`."""
 
     def __init__(self, wire: Wire, message: PyTree, code: PyTree, cuts: PyTree = None):
         self.specs = {Message.__name__: specs_of(code)}
@@ -117,21 +117,22 @@ class PlainCodec:
         return Read(others, norm_of(self.values(others)))
 
     def values(self, arrays: Arrays) -> Arrays:
-        """Q(m) of a message as it travels."""
+        """Decode Q(m) of a payload."""
         if self._is_exact:
             return arrays
         return [np.asarray(x) for x in self._decode(jax.device_put(list(arrays), self._host))]
 
     def correction(self, own: Arrays, read: Arrays, weight: float) -> Arrays:
-        """Both islands subtract the same numbers, so that with equal weights their corrections are exactly opposite,
-        and zero for equal messages.
+        """Subtract the decoded messages, the same numbers on both islands.
+
+        With equal weights their corrections are exactly opposite, and equal messages give zero.
         """
         pairs = zip(self.values(own), self.values(read), strict=True)
         return [np.float32(weight) * (theirs - mine) for mine, theirs in pairs]
 
 
 class WindowCodec:
-    """Messages of a code in windows, which travel behind the windows that each of a pair proposes. See `codec_of`.
+    """Codec of modulo wires, whose messages follow the windows that each of a pair proposes. See `codec_of`.
 
     Of another island's message only the difference to the own one can be known. What it stands for is the own message
     and that difference: its norm is held against those of earlier messages, as with every wire, so that wide windows
@@ -161,13 +162,13 @@ class WindowCodec:
         return Read([np.asarray(x) for x in (*corrections, *remembered)], float(norm))
 
     def correction(self, own: Arrays, read: Arrays, weight: float) -> Arrays:
-        """Half the difference is scaled, so that with equal weights corrections are exactly opposite."""
+        """Scale half the difference, so that with equal weights corrections are exactly opposite."""
         halves, remembered = read[: self._count], read[self._count :]
         return [*(np.float32(2 * weight) * half for half in halves), *remembered]
 
 
 def pair_windows(own: Arrays, others: Arrays) -> Arrays:
-    """Of every block the larger of the two windows that a pair proposes."""
+    """Return the larger of the two proposed windows of every block."""
     return [np.maximum(mine, theirs) for mine, theirs in zip(own, others, strict=True)]
 
 
@@ -182,14 +183,14 @@ def _host(wire: str) -> Any:
 
 
 def _compiled(function: Callable[..., Any], host: Any, *arguments: PyTree) -> Callable[..., Any]:
-    """Compiled for lists of arrays like these, beforehand, as the first message has no time for it."""
+    """Compile `function` for arrays like these ahead of time: the first message has no time for it."""
     there = jax.sharding.SingleDeviceSharding(host)
     shapes = [[jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in jax.tree.leaves(a)] for a in arguments]
     return jax.jit(function).lower(*shapes).compile()
 
 
 def _of_one(message: PyTree) -> list[jax.ShapeDtypeStruct]:
-    """One replica's arrays."""
+    """Return the shapes of one replica's arrays."""
     return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(message)]
 
 

@@ -1,33 +1,33 @@
-"""What may go wrong between two islands, told apart: each error is one line that names the other island."""
+"""Errors of calls between two islands; each message is one line that names the other island."""
 
 from noloco_jax.errors import TransientError, UserError
 
 
 class PeerError(TransientError):
-    """A call between two islands did not come to its end. Training goes on; the same call may succeed later."""
+    """Base of errors of a call between two islands. Training continues; the same call may succeed later."""
 
 
 class UnreachableError(PeerError):
-    """Nobody answered: the name is unknown, the port is dead, the network or the process is away."""
+    """No connection: the name is unknown, the port is dead, the network or the process is away."""
 
 
 class LateError(PeerError):
-    """The call's deadline, or the time given to a frame, passed."""
+    """Timeout: the call's deadline, or the time given to a frame, passed."""
 
 
 class BrokenError(PeerError):
-    """The call ended in the middle, or what came is damaged; nothing of the message was handed on."""
+    """Interrupted call or damaged data; nothing of the message was handed on."""
 
 
 class EndedError(PeerError):
-    """The other island ended the call properly, and more was expected of it."""
+    """Proper end of the call by the peer, where more was expected."""
 
 
 class BusyError(PeerError):
-    """The other island has too much to do just now."""
+    """Overload of the peer: try again later."""
 
 
 class RefusedError(PeerError):
-    """One of the two refuses the other: keys, names or what it sends are not as they must be."""
+    """Refusal by either side: keys, names or data are not as they must be."""
 
     exit_status = UserError.exit_status

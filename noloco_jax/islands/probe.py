@@ -1,6 +1,6 @@
-"""Why an island cannot be reached: Flight has one error for a dead port and for all that may be wrong with keys.
+"""Diagnosis of an island that cannot be reached: Flight has one error for a dead port and for all faults of keys.
 
-A plain connection, and a TLS handshake that takes any certificate and then looks at it, tell them apart.
+A plain connection, and a TLS handshake that accepts any certificate and then checks it, tell them apart.
 """
 
 import errno
@@ -20,7 +20,7 @@ _SECONDS = 3.0
 
 
 def why_unreachable(peer: str, address: Address, credentials: Credentials | None) -> PeerError:
-    """Tries the steps of a connection one by one, up to 3 seconds each, and returns what the first that fails means."""
+    """Try the steps of a connection one by one, up to 3 seconds each, and return the error of the first that fails."""
     where = f"{peer} at {address}"
     try:
         plain = socket.create_connection(address, timeout=_SECONDS)
@@ -36,17 +36,17 @@ def why_unreachable(peer: str, address: Address, credentials: Credentials | None
 
 
 def _why_no_call(where: str, peer: str, plain: socket.socket, credentials: Credentials | None) -> PeerError:
-    """What is wrong at a port that takes connections."""
+    """Diagnose a port that takes connections."""
     try:
         context = _any_certificate(credentials)
-        plain.getpeername()  # of a socket that was reset, Python would leave TLS's to the collector
+        plain.getpeername()  # raises for a socket that was reset, which TLS would leave to the garbage collector
         with context.wrap_socket(plain, server_hostname=peer) as connection:
             if credentials is None:
                 return RefusedError(f"{where} asks for keys: give --keys here, or start it without")
             shown = x509.load_der_x509_certificate(connection.getpeercert(binary_form=True) or b"")
             if fault := fault_of(shown, x509.load_pem_x509_certificate(credentials.authority), peer):
                 return RefusedError(f"{where}: its certificate {fault}")
-            # In TLS 1.3 the other side looks at this side's certificate when the handshake is over here.
+            # In TLS 1.3 the peer checks this side's certificate after the handshake is over here.
             if connection.recv(1):
                 return UnreachableError(f"{where} answers now, but did not before: it has just come, or was busy")
             mine = x509.load_pem_x509_certificate(credentials.certificate)
@@ -57,7 +57,7 @@ def _why_no_call(where: str, peer: str, plain: socket.socket, credentials: Crede
         return UnreachableError(
             f"{where} takes connections and says nothing: it is stopped, overloaded or not an island"
         )
-    except (OSError, ValueError) as error:  # among them every failure of TLS
+    except (OSError, ValueError) as error:  # include every failure of TLS
         if credentials is None or getattr(error, "errno", None) == errno.ENOTCONN:
             return UnreachableError(f"{where} does not take the call: it is starting, stopping or not an island")
         reason = getattr(error, "reason", None) or str(error)
@@ -67,13 +67,13 @@ def _why_no_call(where: str, peer: str, plain: socket.socket, credentials: Crede
 
 
 def _any_certificate(credentials: Credentials | None) -> ssl.SSLContext:
-    """TLS that shows this island's certificate, and takes whatever the other side shows."""
+    """Make a TLS context that shows this island's certificate, and accepts any from the other side."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     if credentials is not None:
-        with tempfile.TemporaryDirectory() as folder:  # which only its owner can read; `ssl` takes paths alone
+        with tempfile.TemporaryDirectory() as folder:  # readable by its owner only; `ssl` accepts only paths
             path = Path(folder) / "certificate-and-key.pem"
             path.write_bytes(credentials.certificate + credentials.key)
             context.load_cert_chain(path)

@@ -1,4 +1,4 @@
-"""Asks islands how they are and for their weights, from outside: nothing is changed by it."""
+"""Read-only queries to islands: status, description and weights."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +18,13 @@ from noloco_jax.islands.server import USED_TWICE
 from noloco_jax.islands.snapshots import ABOUT, PROGRESS, PROGRESS_SPEC
 
 _AT_ONCE = 16
-_SECONDS = 3.0  # to see whether an island runs already
+_SECONDS = 3.0  # timeout of asking if an island runs already
 Answers = dict[str, Status | str]
 T = TypeVar("T")
 
 
 def check_alone(roster: Roster, name: str, credentials: Credentials | None) -> None:
-    """Raises `UserError` where an island of this name answers at its address already, perhaps on another machine."""
+    """Raise `UserError` where an island of this name answers at its address already, perhaps on another machine."""
     try:
         Client(roster, name, credentials, name).action("status", {}, _SECONDS)
     except RefusedError as error:
@@ -33,18 +33,18 @@ def check_alone(roster: Roster, name: str, credentials: Credentials | None) -> N
             hint = f"stop it, or give --name of an island of {roster.run} that does not run yet"
             raise UserError(f"{name} runs already, at {where}: {hint}") from None
     except PeerError:
-        pass  # as it should be: nobody is there
+        pass  # expected: no island of this name runs
 
 
 class About(NamedTuple):
-    """What an island's weights are of.
+    """Description of an island's weights.
 
     Attributes:
-      identity: what has to be equal for two islands to average.
-      config: of its run.
-      tokenizer: the fingerprint of its tokenizer; None where it reads token ids.
-      round: the last one that it has ended; -1: none.
-      training: whether it has weights.
+      identity: values that must be equal for two islands to average.
+      config: the configuration of its run.
+      tokenizer: fingerprint of its tokenizer; None where it reads token ids.
+      round: the last round that it has ended; -1: none.
+      training: True if it has weights.
     """
 
     identity: Identity
@@ -55,7 +55,7 @@ class About(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """An island's weights by the names of their specs, after `step` inner steps and the end of `round`."""
+    """Weights of an island by the names of their specs, after `step` inner steps and the end of `round`."""
 
     round: int
     step: int
@@ -63,9 +63,9 @@ class Weights(NamedTuple):
 
 
 def clients_of(roster: Roster, keys: Path | None) -> dict[str, Client | str]:
-    """Every island's client, or a line on why it cannot be asked.
+    """Return every island's client, or the reason why it cannot be asked.
 
-    An island answers the others alone, so that each is asked in the name of another one whose keys are here.
+    An island only answers other islands, so that each is asked in the name of another one whose keys are here.
 
     Args:
       roster: the islands.
@@ -85,17 +85,20 @@ def clients_of(roster: Roster, keys: Path | None) -> dict[str, Client | str]:
 
 
 def ask_all(clients: Mapping[str, Client | str], seconds: float) -> Answers:
-    """Of every island how it is, or a line on why that is not known; `seconds` are waited for each."""
+    """Ask every island for its status, `seconds` each; return it, or the reason why it is unknown."""
     return _ask_all(clients, lambda client: _ask(client, seconds))
 
 
 def ask_about(clients: Mapping[str, Client | str], seconds: float) -> dict[str, About | str]:
-    """Of every island what its weights are of, or a line on why that is not known."""
+    """Ask every island to describe its weights; return that, or the reason why it is unknown."""
     return _ask_all(clients, lambda client: _about(client, seconds))
 
 
 def fetch_weights(client: Client, specs: Mapping[str, ArraySpec], seconds: float) -> Weights:
-    """A copy of an island's weights of just now; raises `PeerError` where they do not come whole."""
+    """Fetch a copy of an island's current weights.
+
+    Raises `PeerError` where they do not come whole.
+    """
     arrays = dict(client.state({}, {PROGRESS: PROGRESS_SPEC, **specs}, seconds))
     round, step = arrays.pop(PROGRESS).tolist()
     return Weights(round, step, arrays)
@@ -131,11 +134,11 @@ def _about(client: Client, seconds: float) -> About:
         config, tokenizer = dict(answer["config"]), answer["tokenizer"]
         return About(identity, config, tokenizer, int(answer["round"]), bool(answer["training"]))
     except (TypeError, KeyError, ValueError):
-        raise RefusedError(f"{client.peer} says of its weights what cannot be read: it is of another version") from None
+        raise RefusedError(f"{client.peer} describes its weights in an unknown form: it runs another version") from None
 
 
 def _credentials(roster: Roster, keys: Path | None) -> dict[str, Credentials | None]:
-    """Islands in whose names may be asked: two at most are ever needed."""
+    """Return the credentials to ask with: two islands' at most are ever needed."""
     if keys is None:
         return {name: credentials_for(roster, name, None) for name in roster.names[:2]}
     if (keys / CERTIFICATE).exists():

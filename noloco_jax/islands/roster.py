@@ -1,4 +1,4 @@
-"""The roster of a run's islands: who they are, in an order that all agree on, and where each is reached.
+"""Roster of a run's islands: their names in an order common to all, and their addresses.
 
     run = "c4-125m"
 
@@ -34,7 +34,7 @@ _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Address(NamedTuple):
-    """Where an island is reached.
+    """Network address of an island.
 
     Attributes:
       host: a DNS name or an IP address, an IPv6 one without brackets.
@@ -49,7 +49,7 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it can be reached from this machine alone."""
+        """True if only this machine can reach it."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -57,7 +57,7 @@ class Address(NamedTuple):
 
 
 class Island(NamedTuple):
-    """An entry of the roster."""
+    """Entry of the roster."""
 
     name: str
     address: Address
@@ -65,7 +65,7 @@ class Island(NamedTuple):
 
 @dataclass(frozen=True)
 class Roster:
-    """The islands of a run.
+    """Islands of a run.
 
     Attributes:
       run: the run's name.
@@ -81,7 +81,7 @@ class Roster:
 
     @property
     def version(self) -> str:
-        """A digest of what must be equal everywhere: the run's name and the islands' names in their order.
+        """Digest of everything that must be equal everywhere: the run's name and the islands' names in their order.
 
         Pairing depends on these alone. Addresses may differ, as a machine can be known by one inside its own network
         and by another outside.
@@ -89,7 +89,7 @@ class Roster:
         return hashlib.sha256(json.dumps([self.run, *self.names]).encode()).hexdigest()[:16]
 
     def index(self, name: str) -> int:
-        """The number of an island's replica; raises `UserError` for a name that the roster does not hold."""
+        """Return the number of an island's replica; raise `UserError` for a name that the roster does not hold."""
         if name not in self.names:
             near = difflib.get_close_matches(name, self.names, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(self.names[:8])}"
@@ -97,12 +97,12 @@ class Roster:
         return self.names.index(name)
 
     def address(self, name: str) -> Address:
-        """Where an island is reached; raises `UserError` for a name that the roster does not hold."""
+        """Return an island's address; raise `UserError` for a name that the roster does not hold."""
         return self.islands[self.index(name)].address
 
 
 def parse_address(text: str) -> Address:
-    """The address that "host:port" is; raises `UserError` for anything else."""
+    """Parse "host:port"; raise `UserError` for anything else."""
     match = re.fullmatch(r"(?:\[(?P<bracketed>[^\]]+)\]|(?P<host>[^:]+)):(?P<port>[0-9]{1,5})", text)
     if match is None or int(match["port"]) > 65535:
         raise UserError(f'{text!r} is no address: give "host:port", with a port up to 65535 and IPv6 in brackets')
@@ -117,7 +117,7 @@ def parse_address(text: str) -> Address:
 
 
 def read_roster(path: Path) -> Roster:
-    """The roster that a TOML file holds.
+    """Read a roster from a TOML file.
 
     Raises `UserError`, a line that names the file and the entry, for a file that cannot be read, unknown or missing
     keys, values of other types, names that are no DNS labels, bad addresses, two islands of one name or one address,

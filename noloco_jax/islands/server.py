@@ -1,4 +1,4 @@
-"""An island's server: who may call it is checked, and what they ask for is handed to the island's handlers."""
+"""Server of an island: checks its callers, and hands their requests to the island's handlers."""
 
 import contextlib
 import errno
@@ -37,22 +37,22 @@ from noloco_jax.islands.roster import Address, Roster
 MAX_CALLS = 32  # at once
 MAX_CALLS_OF_A_PEER = 8
 USED_TWICE = "one name is used twice"
-_GRACE_SECONDS = 5.0  # by which a caller may be late to end its call
+_GRACE_SECONDS = 5.0  # allowed to a caller after its own deadline
 
 
 @dataclass(frozen=True)
 class Handlers:
-    """What an island does when it is called; each call in a thread of its own.
+    """Handlers of calls, each called in a thread of its own.
 
     A `RefusedError` or `BusyError` raised anywhere is told to the caller. Every other exception is reported here, and
     the caller is told that the call failed.
 
     Attributes:
-      exchange: (caller, hello, connect): looks at the hello, and calls connect(expects) for the channel, which is
-        closed when this returns.
+      exchange: (caller, hello, connect): checks the hello and calls connect(expects) for the channel, which is closed
+        when this returns.
       state: (caller, request) -> named arrays, which are sent one by one.
-      actions: name -> (caller, argument) -> answer, both small and of JSON.
-      report: is given one line about every call that was refused or failed.
+      actions: name -> (caller, argument) -> answer, both small JSON.
+      report: called with one line about every call that was refused or failed.
     """
 
     exchange: Callable[[str, Mapping[str, Any], Callable[[Expects], Channel]], None]
@@ -62,7 +62,7 @@ class Handlers:
 
 
 class Server:
-    """Listens from the moment that it is made until `close`."""
+    """Flight server that listens from its construction until `close`."""
 
     def __init__(
         self,
@@ -72,15 +72,15 @@ class Server:
         handlers: Handlers,
         listen: Address | None = None,
     ):
-        """Starts to listen.
+        """Start to listen.
 
         Args:
-          roster: who may call.
+          roster: the islands that may call.
           name: this island.
-          credentials: its keys; None: without TLS, which only loopback addresses are allowed.
-          handlers: what it does when called.
-          listen: where, if not at its port in the roster: on the same host if that is this machine's loopback, else on
-            all of the machine's addresses, as the one that others dial may be a router's.
+          credentials: its keys; None: without TLS, on loopback addresses only.
+          handlers: the handlers of calls.
+          listen: the address; None: its port in the roster, on the same host if that is loopback, else on all of the
+            machine's addresses, as the one that others dial may be a router's.
 
         Raises `UserError` if the port is in use, or listening there without keys would be open to others.
         """
@@ -92,14 +92,14 @@ class Server:
         self._calls = _Calls(roster, name, credentials is not None, handlers.report)
         try:
             self._flight = _Flight(location, credentials, handlers, self._calls)
-        except Exception as error:  # Arrow has only a general one for it
+        except Exception as error:  # Arrow raises only a general error
             raise UserError(f"{name} cannot listen at {listen} ({str(error)[:120]}): give a free port") from None
         self.port: int = self._flight.port
 
     def close(self, timeout: float = 5.0) -> None:
-        """Takes no more calls, lets those that are running go on for up to `timeout` seconds, and ends them then."""
+        """Refuse new calls, let running ones finish for up to `timeout` seconds, and end the rest."""
         self._calls.closing = True
-        # Flight waits for the last of the calls, and a caller that was stopped would hold its own until its deadline.
+        # Flight waits for the last call, and a suspended caller would hold its own until its deadline.
         thread = threading.Thread(target=self._flight.shutdown, daemon=True)
         thread.start()
         thread.join(timeout)
@@ -108,7 +108,7 @@ class Server:
 
 
 class _Calls:
-    """Who is calling just now, and whether one more may."""
+    """Admission of calls: checks the caller, and limits concurrent calls."""
 
     def __init__(self, roster: Roster, name: str, is_tls: bool, report: Callable[[str], None]):
         self._roster = roster
@@ -122,7 +122,7 @@ class _Calls:
 
     @contextlib.contextmanager
     def admitted(self, context: Any, content: bytes | None, limit: int) -> Iterator[Opening]:
-        """A call's opening, if it may be made; ends it with a Flight error that carries the line if it fails."""
+        """Admit a call and yield its opening; a failure ends it with a Flight error that carries the message."""
         caller = "somebody"
         try:
             opening = decode(content, limit)
@@ -138,7 +138,7 @@ class _Calls:
             raise flight.FlightServerError(description, extra_info=description.encode()) from None
 
     def _caller(self, opening: Opening, identity: bytes) -> str:
-        """The caller's name, which its certificate confirms."""
+        """Return the caller's name, confirmed by its certificate."""
         claimed = opening.caller[:80]
         if self._is_tls:
             certified = identity.decode(errors="replace")[:80]
@@ -159,7 +159,7 @@ class _Calls:
         return claimed
 
     def hang_up(self) -> None:
-        """Ends all calls that are running."""
+        """End all running calls."""
         with self._lock:
             connections = list(self._connections)
         for connection in connections:
@@ -185,7 +185,7 @@ class _Calls:
 
 
 class _Flight(flight.FlightServerBase):
-    """Arrow's server, which calls a method for each call, in a thread of its own."""
+    """Arrow Flight server, which calls a method for each call, in a thread of its own."""
 
     def __init__(self, location: str, credentials: Credentials | None, handlers: Handlers, calls: _Calls):
         self._handlers = handlers
@@ -237,7 +237,7 @@ class _Flight(flight.FlightServerBase):
 
 
 def _send_state(named: Iterable[tuple[str, np.ndarray]], connect: Callable[[Expects], Channel]) -> None:
-    """Sends named arrays, each a frame with a digest of its own."""
+    """Send named arrays, each in a frame with its own digest."""
     channel = connect(lambda _: None)
     for name, array in named:
         channel.send({"name": name}, [array])
@@ -250,7 +250,7 @@ def _to_listen(address: Address) -> Address:
 
 
 def _check_free(name: str, address: Address) -> None:
-    """Raises `UserError` where an address cannot be listened at; Flight does not say why."""
+    """Raise `UserError` where the island cannot listen at an address; Flight does not say why."""
     try:
         family = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -266,7 +266,7 @@ def _check_free(name: str, address: Address) -> None:
 
 
 def hang_up(peer: str) -> None:
-    """Shuts this process's connection with `peer` down, so that every read and write of a call on it ends.
+    """Shut down this process's connection with `peer`, so that every read and write of a call on it ends.
 
     Args:
       peer: the caller's address as gRPC writes it, such as "ipv4:127.0.0.1:41894" or "ipv6:%5B::1%5D:41894". Islands
@@ -283,7 +283,7 @@ def hang_up(peer: str) -> None:
 
 
 def _written(connection: socket.socket) -> str:
-    """The address of a connection's other end, as gRPC writes it."""
+    """Return the address of a connection's other end, as gRPC writes it."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return ""
     host, port = connection.getpeername()[:2]

@@ -1,4 +1,4 @@
-"""Copies of an island's weights, for who merges them: taken between two inner steps, and sent while it trains on."""
+"""Snapshots of an island's weights for merging: taken between two inner steps, and sent during the training."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,19 +9,19 @@ import numpy as np
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.peer_errors import BusyError
 
-ABOUT = "about"  # the action that tells what the weights are of
+ABOUT = "about"  # the action that describes the weights
 PROGRESS = "progress"  # the first of the arrays
 PROGRESS_SPEC = ArraySpec((2,), np.dtype(np.int64))  # the last round that was ended, the inner steps taken
-_WAIT_SECONDS = 3600.0  # who asks gives up long before, and an evaluation or a save may take its time
+_WAIT_SECONDS = 3600.0  # callers give up long before; an evaluation or a save may take long
 
 
 class Snapshots:
-    """Between the calls that ask for weights and the training, which is never waited for nor made to wait.
+    """Exchange point of weight copies between the calls that ask for them and the training, without blocking it.
 
     One copy is on its way at a time: it costs the host the memory of the weights, and the call takes the whole link.
 
     Args:
-      specs: name -> what each array of the weights is, in the order in which `give` is given them.
+      specs: name -> spec of each array, in the order of `give`.
     """
 
     def __init__(self, specs: Mapping[str, ArraySpec]):
@@ -30,11 +30,11 @@ class Snapshots:
         self._taken = threading.Lock()
         self._arrays: list[np.ndarray] | None = None
         self._closed = False
-        self.wanted = False  # by somebody who waits for `give`
+        self.wanted = False  # True while a caller waits for `give`
         self.served: set[str] = set()  # islands in whose names copies were taken whole
 
     def give(self, round: int, step: int, arrays: Sequence[np.ndarray]) -> None:
-        """A copy of the weights after `step` inner steps, in round `round` + 1, which nobody will change."""
+        """Hand over a copy of the weights after `step` inner steps, in round `round` + 1, which nobody will change."""
         with self._changed:
             if self.wanted:
                 self._arrays = [np.asarray((round, step), np.int64), *arrays]
@@ -56,11 +56,11 @@ class Snapshots:
 
     @property
     def is_serving(self) -> bool:
-        """Whether somebody waits for a copy or is sent one."""
+        """True while a caller waits for a copy or receives one."""
         return self._taken.locked()
 
     def close(self) -> None:
-        """The training is over: nobody waits any longer."""
+        """End all waiting calls, as the training is over."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -71,5 +71,5 @@ class Snapshots:
             self._changed.wait_for(lambda: self._arrays is not None or self._closed, _WAIT_SECONDS)
             arrays, self._arrays, self.wanted = self._arrays, None, False
         if arrays is None:
-            raise BusyError("no weights can be copied now: it is about to stop, or takes long over one step")
+            raise BusyError("no weights can be copied now: it is about to stop, or one step takes long")
         return arrays

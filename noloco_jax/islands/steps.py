@@ -1,4 +1,4 @@
-"""What an island's training does for the meetings of islands: outer steps alone, and what comes of them entered."""
+"""Outer steps of an island's training: solo steps, and the corrections that are applied later."""
 
 import contextlib
 import time
@@ -19,38 +19,37 @@ from noloco_jax.spmd.programs import Programs, TrainState, shardings_of
 from noloco_jax.spmd.solo import SoloPrograms
 
 PyTree = Any
-_ASK_EVERY_SECONDS, _ASK_SECONDS = 10.0, 2.0  # others, whether they have finished; to wait for an answer
-_AT_ONCE_SECONDS = 600.0  # of the mode that waits for what is to be compared with other runs
+_ASK_EVERY_SECONDS, _ASK_SECONDS = 10.0, 2.0  # interval of asking peers if they have finished; timeout of an answer
+_AT_ONCE_SECONDS = 600.0  # limit of `at_once`, which is for comparisons with other runs
 
 
 def state_specs(state: TrainState) -> list[ArraySpec]:
-    """What the arrays of a state that travels must be: the inner steps taken, then those of a `TrainState`."""
+    """Return the specs of a state that is sent: the number of inner steps, then the arrays of a `TrainState`."""
     return [ArraySpec((), np.dtype(np.int64)), *specs_of(state)]
 
 
 def weight_specs(model: ModelConfig) -> dict[str, ArraySpec]:
-    """The weights that travel to who merges them: name -> what the array is, in the order of the parameters' leaves."""
+    """Return the specs of weights sent for merging: name -> spec, in the order of the parameters' leaves."""
     named = jax.tree.leaves_with_path(param_shapes(model))
     return {jax.tree_util.keystr(path): ArraySpec(tuple(x.shape), np.dtype(x.dtype)) for path, x in named}
 
 
 class IslandSteps:
-    """The outer steps of an island.
+    """Outer steps of an island.
 
     Args:
-      agent: its network's side.
-      solo: compiled programs.
-      programs: of its run of one replica.
-      tokens_of_round: from an inner step to the tokens that an island which takes all of them trains on in the round of
-        a fragment that ends there.
-      keeps_pace: whether inner steps stand for as many steps of the run's schedule as the fastest island takes
-        meanwhile, see `protocol/pace.py`.
-      at_once: whether outer steps wait for their exchange, as replicas of one program do.
+      agent: the island's network side.
+      solo: compiled programs of solo steps and corrections.
+      programs: programs of its run of one replica.
+      tokens_of_round: maps a step to the tokens of the fragment round that ends there.
+      keeps_pace: True if an inner step stands for the steps of the schedule that the fastest island takes meanwhile,
+        see `protocol/pace.py`.
+      at_once: True if outer steps wait for their exchange, as replicas of one program do.
 
     Attributes:
-      seconds_exposed: in which the training stood still for others so far: while what they get was copied to the host,
-        what they sent was handed to the devices, for those that are later, and in `settle`.
-      gave_way: seconds that it has let pass for islands that are later, see `protocol/pace.py`.
+      seconds_exposed: seconds so far that training stood still for exchanges: copies from and to the devices, pauses
+        for slower islands, and `settle`.
+      gave_way: seconds of pauses for slower islands, see `protocol/pace.py`.
     """
 
     def __init__(
@@ -71,14 +70,14 @@ class IslandSteps:
         self._taken = self._scheduled = 0  # since the last outer step: inner steps, and those that they stand for
 
     def advance(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int]:
-        """Before an inner step: how far it carries the run, in steps of its schedule, and the state to take it from.
+        """Prepare an inner step: return the state to take it from, and the steps of the schedule that it stands for.
 
         The learning rate will be that of the last step that it stands for.
 
         Args:
-          state: after inner step `step`.
-          step: of the schedule.
-          most: how far it may.
+          state: the state after inner step `step`.
+          step: the step of the schedule.
+          most: the largest stride.
         """
         stride = self.agent.stride(most)
         if not self._keeps_pace:
@@ -88,7 +87,7 @@ class IslandSteps:
         return state._replace(inner=at_step(state.inner, step + stride)), stride
 
     def take(self, state: TrainState, step: int, count: int) -> TrainState:
-        """Takes `count` outer steps after inner step `step`; their messages are copied to the host and on their way."""
+        """Take `count` outer steps after inner step `step`, and start the exchange of their messages."""
         share = self._taken / self._scheduled if self._scheduled else 1.0
         self._taken = self._scheduled = 0
         tokens = max(int(share * self._tokens_of_round(step)), 1)
@@ -97,7 +96,7 @@ class IslandSteps:
             assert outer is not None
             round = int(outer.round)
             params, outer, kept, norm = self._solo.step(params, outer)
-            norm = float(norm)  # once it is computed
+            norm = float(norm)  # waits for the step
             with self._exposed():
                 arrays = [np.asarray(x) for x in jax.device_get(jax.tree.leaves(kept))]
                 self.agent.end_round(round, tokens, arrays, norm)
@@ -107,13 +106,15 @@ class IslandSteps:
         return state
 
     def enter(self, state: TrainState, step: int) -> tuple[TrainState, int]:
-        """Enters what has come, between two inner steps: (state, the inner steps behind it).
+        """Apply everything that has arrived, between two inner steps; return the state and its number of inner steps.
 
-        Where another island waits for the state, or somebody for the weights, they are copied.
+        Copies of the state and the weights go to peers and callers that wait for them.
         """
         pause = self.agent.pause()
         if pause or self.agent.is_exchanging:
-            jax.block_until_ready(state.params)  # what comes meanwhile need not wait for a step that was queued early
+            jax.block_until_ready(
+                state.params
+            )  # else a correction that arrives now would wait for a step that was queued early
             with self._exposed():
                 time.sleep(pause)
             self.gave_way += pause
@@ -139,17 +140,17 @@ class IslandSteps:
         is_stopping: Callable[[], bool],
         report: Callable[[str], None],
     ) -> None:
-        """Serves the weights after the last step until all islands have taken it.
+        """Serve the weights after the last step until all islands have taken it.
 
         Args:
-          state: after inner step `step`.
-          step: the last.
-          seconds: to serve them at most.
-          is_stopping: whether to leave now.
-          report: is given lines for people.
+          state: the state after inner step `step`.
+          step: the last step.
+          seconds: the time limit.
+          is_stopping: returns True to leave now.
+          report: called with lines for people.
         """
         if seconds and (unfinished := self.agent.unfinished()):
-            report(f"serves its weights until {', '.join(unfinished)} are through, {seconds:g} s at most")
+            report(f"serves its weights until {', '.join(unfinished)} have finished, {seconds:g} s at most")
         ask_at = time.monotonic()
         deadline = ask_at + seconds
         while (now := time.monotonic()) < deadline and not is_stopping():
@@ -161,17 +162,17 @@ class IslandSteps:
                 break
             time.sleep(0.1)
         if unfinished := self.agent.unfinished():
-            report(f"leaves; not known to be through: {', '.join(unfinished)}")
+            report(f"leaves; not known to have finished: {', '.join(unfinished)}")
 
     def settle(self, state: TrainState, seconds: float) -> TrainState:
-        """Waits for what will come of the messages so far, and enters it; a state that would replace this one waits."""
+        """Wait for pending exchanges and apply them, except a state that would replace this one."""
         assert state.outer is not None
         with self._exposed():
             self.agent.settle(int(state.outer.round) - 1, seconds)
         return self.at_rest(state)[0]
 
     def at_rest(self, state: TrainState) -> tuple[TrainState, Journal | None]:
-        """The state with all that has come, and what is to be saved with it; None where it is to be replaced."""
+        """Return the state with everything applied and the journal to save with it, None if it is to be replaced."""
         items, journal = self.agent.take_all()
         for item in items:
             if isinstance(item, Healed):
@@ -181,7 +182,7 @@ class IslandSteps:
         return state, journal
 
     def healed(self, arrays: Any) -> tuple[TrainState, int]:
-        """A state that came, on the devices, and the inner steps behind it."""
+        """Place a received state on the devices; return it and its number of inner steps."""
         step, *leaves = arrays
         state = jax.tree.unflatten(jax.tree.structure(self._programs.state), leaves)
         self._taken = self._scheduled = 0
@@ -197,14 +198,14 @@ class IslandSteps:
             return TrainState(params, inner, outer), step
 
     def _copies(self, arrays: PyTree) -> list[np.ndarray]:
-        """On the host, of all arrays in their order, once they are computed; nobody will change them."""
+        """Copy all arrays to the host in order, once they are computed; nobody will change the copies."""
         jax.block_until_ready(arrays)
         with self._exposed():
             return [np.array(x) for x in jax.device_get(jax.tree.leaves(arrays))]
 
     @contextlib.contextmanager
     def _exposed(self) -> Iterator[None]:
-        """Counts the seconds of its body."""
+        """Count the seconds of the body as exposed."""
         started = time.perf_counter()
         yield
         self.seconds_exposed += time.perf_counter() - started

@@ -39,7 +39,7 @@ def specs(header):
 
 
 def both_send(recorder: Recorder, port: int, keys=None, own=arrays, expects=specs) -> list[np.ndarray]:
-    """What berlin gets when both send arrays at once; paris appends what it gets to `recorder.got`."""
+    """Return what berlin receives when both send arrays at once; paris appends what it receives to `recorder.got`."""
 
     def exchange(caller, hello, connect):
         channel = connect(expects)
@@ -261,7 +261,7 @@ def test_one_connection_more_or_less_is_no_matter_to_the_next_call(ca):
 
 
 def refusals(client) -> set[str]:
-    """What a client is told, by an action and by an exchange."""
+    """Collect the errors that a client gets, by an action and by an exchange."""
     said = set()
     with pytest.raises(PeerError) as error:
         client.action("status", {}, SECONDS)

@@ -57,7 +57,7 @@ def started(answers: dict, **arguments) -> tuple[Island, list]:
 
 
 def asked(island: Island, event: Any, answers: dict) -> list:
-    """What an island does when its questions at an event have been answered."""
+    """Return an island's actions once its requests at an event have been answered."""
     last = []
     for call in [action for action in island.handle(event, 0.0) if isinstance(action, Open)]:
         answer = answers.get(call.peer)

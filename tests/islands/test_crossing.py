@@ -99,7 +99,7 @@ def test_from_one_program_to_islands_and_back_the_weights_are_those_of_one_progr
 
 
 def test_islands_that_send_few_bits_often_have_the_weights_of_one_program(tmp_path):
-    """As `best` does. What is within rounding of the middle between two values of a code may be sent as either."""
+    """Compare as `best` does: a value next to the middle between two codes may be sent as either."""
     best = {"wire": "modulo4", "fragments": 8, "order": "hypercube", "momentum": 0.3, "momentum_of": "corrections"}
     options = [f"--config.outer.{name}={value}" for name, value in {**best, "lr": 1.0, "sync_every": 8}.items()]
     config = write_config(tmp_path)

@@ -52,7 +52,7 @@ class Exchanging:
         self.end_round(0)
 
     def end_round(self, round: int) -> list[Any]:
-        """What it does then; it dials "b"."""
+        """End a round and return the actions; the island dials "b"."""
         actions = self.island.handle(RoundEnded(round, 1, 1.0), float(round))
         calls = [each for each in actions if isinstance(each, Open)]
         self.dials = [(call.channel, call.header) for call in calls if isinstance(call.header, Hello)]
@@ -70,7 +70,7 @@ class Exchanging:
         return channel, hello.xid
 
     def answer(self, round: int, norm: float, attempt: int = 1) -> list[Any]:
-        """What it does about a dial of "b", whom its own does not reach: its answer, and what follows the message."""
+        """Return the answer to a dial of "b", whom the island's own dial does not reach, and what follows."""
         for channel, _ in self.dials:
             self.island.handle(Broken(channel), 1.0)
         xid, channel = ExchangeId(round, "b", 1, attempt), ("in", round, attempt)

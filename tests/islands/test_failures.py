@@ -1,4 +1,4 @@
-"""What happens in every failure: a row of the design's table (§12) is a test."""
+"""Every failure of the design's table (§12): a row is a test."""
 
 import dataclasses
 from typing import Any
@@ -378,7 +378,7 @@ def test_what_was_in_doubt_is_applied_when_it_is_known_to_be_committed_even_a_ro
 
 @pytest.mark.parametrize(("held", "outcome"), [(True, Outcome.COMMITTED), (False, Outcome.ABORTED)])
 def test_a_question_settles_what_it_asks_for_on_the_side_that_decides(held, outcome):
-    """Who asks holds a good message: with one on this side too, both apply; else what comes late changes nothing."""
+    """The asking side holds a good message: with one here too, both apply; else later headers change nothing."""
     island, call = trained("b", ["a"]), hello("b", "a")
     island.handle(Opened("x", "a", call), 20.1)
     if held:

@@ -24,7 +24,7 @@ def points(count: int, seed: int = 0, until: float = 2.6 * ROUND, patience: int 
 
 
 def met_again(world: World) -> bool:
-    """Whether exchanges go on after all faults: lately committed, or an island that was too late has just healed."""
+    """Return whether exchanges continue after all faults: lately committed, or a late island has just taken a state."""
     last = min(node.round for node in world.nodes.values())
     return world.participation(last - 7, last - 1) >= 0.3 or any(
         heal.round >= last - 8 for node in world.nodes.values() for heal in node.heals

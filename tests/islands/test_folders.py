@@ -31,7 +31,7 @@ TOTALS = Totals(tokens=3000, bytes_sent_total=5.5, seconds=7.0, seconds_waiting_
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> TrainConfig:
-    """Of a run of three replicas."""
+    """Configuration of a run of three replicas."""
     folder = tmp_path_factory.mktemp("text")
     lines = lines_of_words(200)
     for number in range(40):
@@ -50,7 +50,7 @@ def stream(config: TrainConfig, replica: int, num_replicas: int) -> Stream:
 
 
 def random_state(config: TrainConfig) -> TrainState:
-    """As a run has it; scalars, which are common to all replicas, are 7."""
+    """Make a state as a run has it; scalars, which are common to all replicas, are 7."""
     generator = np.random.default_rng(0)
     shapes = build_programs(config, make_mesh(config, jax.devices()[:1])).state
     return jax.tree.map(
@@ -65,7 +65,7 @@ def save(workdir: Path, config: TrainConfig, step: int, state: TrainState, posit
 
 
 def newest(workdir: Path) -> tuple[int, TrainState, list[dict], Totals]:
-    """What the newest checkpoint of a folder holds."""
+    """Read the newest checkpoint of a folder."""
     config = load_saved(workdir)
     with Checkpointer(workdir, config, read_only=True) as checkpoints:
         step = checkpoints.latest_step()
@@ -176,7 +176,7 @@ def test_islands_without_a_common_step_are_told_which_each_has(made, folders, tm
 
 def test_of_some_islands_a_run_goes_on_with_their_weights_and_what_they_had_yet_to_read(made, folders, tmp_path):
     lines = gathered([folders[2], folders[0]], tmp_path / "run")
-    assert "without replica 1: nobody reads on in its share of the data this epoch" in lines
+    assert "without replica 1: its share of the data is not read before the next epoch" in lines
     _, state, positions, totals = newest(tmp_path / "run")
     assert_equal(state, jax.tree.map(lambda x: x[np.array([0, 2])] if x.ndim else x, made.state))
     assert totals.tokens == 2000
@@ -217,7 +217,7 @@ def wrong(folders: list[Path], what: str) -> list[Path]:
         ("alone", "names one island"),
         ("twice", "copy and .*paris are both of replica 0"),
         ("model", "berlin and .*paris do not belong together, their inner differs"),
-        ("data", "data of .*berlin and .*paris .*'files': 99.*one program reads"),
+        ("data", "data of .*berlin and .*paris .*'files': 99.*give folders of one run"),
         ("division", "data of .*berlin and .*paris .*num_replicas 4 and 3"),
         ("rounds", r"different outer steps behind them \(7, 8, 7\)"),
     ],

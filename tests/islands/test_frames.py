@@ -17,7 +17,7 @@ HEADER = {"round": 7, "text": "ü", "none": None, "list": [1, 2.5]}
 
 
 class Stream:
-    """What Flight does with a stream: an item a message, with a record batch or metadata."""
+    """Stand-in for a Flight stream: an item a message, with a record batch or metadata."""
 
     def __init__(self, messages=()):
         self.messages = list(messages)

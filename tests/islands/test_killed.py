@@ -72,7 +72,7 @@ def test_who_is_killed_or_stopped_costs_the_others_no_step_and_comes_back(config
         assert sum(line["outer_step_seconds"] for line in away) < Settings().answer_seconds
         alone = {one["partner"] for one in islands.lines("berlin", "exchange") if one["outcome"] == "alone"}
         assert alone >= {"paris", "rome"}
-        assert "goes on from another island's weights" in islands.said("rome")
+        assert "training continues from another island's weights" in islands.said("rome")
         doubted = {one["round"] for name in NAMES for one in islands.lines(name, "exchange") if one["one_sided"]}
         under_way = {at - late for at in (killed + 1, stopped + 1) for late in range(Settings().patience + 2)}
         assert doubted <= under_way  # when an island was killed or stopped, perhaps between two of its last words

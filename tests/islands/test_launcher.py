@@ -143,7 +143,7 @@ def test_a_signal_lets_all_islands_say_goodbye(launch, sent, status):
     found, lines = launcher.result()
     assert found == status
     assert launcher.log("island0").endswith("goodbye\n") and launcher.log("island1").endswith("goodbye\n")
-    assert "[launcher] all islands have stopped: the same command goes on" in lines
+    assert "[launcher] all islands have stopped: the same command resumes" in lines
     assert any("fake report" in line for line in lines) and not any("fake merge" in line for line in lines)
 
 

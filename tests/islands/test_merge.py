@@ -47,7 +47,7 @@ CONFIG = from_dict(
 
 @pytest.fixture
 def roster(tmp_path) -> Roster:
-    """Of three islands on loopback, with keys; written to roster.toml."""
+    """Make a roster of three islands on loopback, with keys; written to roster.toml."""
     addresses = [Address("127.0.0.1", port) for port in free_ports(len(NAMES))]
     roster = Roster("test", tuple(map(Island, NAMES, addresses)))
     entries = [f'[[island]]\nname = "{name}"\naddress = "{address}"\n' for name, address in roster.islands]

@@ -138,7 +138,7 @@ def test_islands_of_any_layout_have_the_states_of_one_program(tmp_path, together
 @pytest.mark.parametrize(
     ("field", "value", "why"),
     [
-        ("delay", 1, "whose corrections enter when they come, late by themselves: give --config.outer.delay=0"),
+        ("delay", 1, "whose corrections are applied when they arrive, late already: give --config.outer.delay=0"),
         ("moments", 4, "which exchange weights alone: give --config.outer.moments=0"),
         ("group_size", 1, "they meet in pairs: give --config.outer.group_size=2"),
     ],
@@ -152,5 +152,5 @@ def test_an_outer_step_that_is_not_for_islands_is_refused_with_the_reason(field,
 
 def test_pipeline_stages_are_refused_with_the_reason():
     roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in NAMES))
-    with pytest.raises(UserError, match=r"mesh.stage=2 is not for islands, whose models mesh.fsdp and mesh.tensor"):
+    with pytest.raises(UserError, match=r"mesh.stage=2 is not for islands, which use mesh.fsdp and mesh.tensor"):
         Membership(roster, "paris", None).check(laid_out(stage=2))

@@ -40,7 +40,7 @@ def config_of(wire: str, **mesh: int) -> TrainConfig:
 
 
 def programs_of(config: TrainConfig, devices: int) -> tuple[Programs, SoloPrograms]:
-    """Of one island, on so many devices."""
+    """Build the programs of one island, on so many devices."""
     own = dataclasses.replace(config, num_replicas=1, mesh=dataclasses.replace(config.mesh, replica=1))
     programs = build_programs(own, make_mesh(own, jax.devices()[:devices]))
     return programs, build_solo(own, programs)
@@ -127,20 +127,20 @@ class InWindows:
         self.codec = codec_of(code, self.messages[0], shapes, self.cuts)
 
     def read(self, own: int, sent: list[np.ndarray] | None = None) -> Read:
-        """What island `own` reads of the other's message, or of `sent`."""
+        """Return what island `own` reads of the other's message, or of `sent`."""
         other = 1 - own
         both = pair_windows(self.codec.windows(self.kept[own]) or (), self.codec.windows(self.kept[other]) or ())
         return self.codec.read(self.kept[own], both, sent or self.codec.payload(self.kept[other], both))
 
     def corrections(self, weights: tuple[float, float] = (0.5, 0.5)) -> list[list[np.ndarray]]:
-        """Of both islands: of every array, then the windows to remember."""
+        """Return the corrections of both islands: every array, then the windows to remember."""
         return [list(self.codec.correction(self.kept[i], self.read(i).arrays, weights[i])) for i in range(2)]
 
 
 @pytest.mark.parametrize("remembered", [0, 100])
 @pytest.mark.parametrize("distance", [0.01, 0.03, 10.0])
 def test_islands_correct_in_windows_what_a_pair_in_one_program_does(distance, remembered):
-    """Of the second distance some blocks are refused, of the third nearly all."""
+    """Some blocks are refused at the second distance, and nearly all at the third."""
     pair = InWindows(distance, remembered=remembered)
     axis, pairing = "replica", RandomPairing(2, 2, 0)
 

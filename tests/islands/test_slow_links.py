@@ -17,7 +17,7 @@ def train_all(sites: list[Site], rounds: int, seconds: float) -> None:
 
 
 def check_halves(one: Site, other: Site) -> None:
-    """What both have entered of a round are two halves that cancel out."""
+    """Both islands' corrections of a round are two halves that cancel out."""
     together = {met.round for met in one.met if met.partner == other.name}
     for round in together & one.corrections.keys() & other.corrections.keys():
         np.testing.assert_array_equal(one.corrections[round], -other.corrections[round])

@@ -1,4 +1,4 @@
-"""Who does not belong to a run: refused with a line on both sides, and half a message leaves nothing behind.
+"""Strangers to a run are refused with a line on both sides, and half a message leaves nothing behind.
 
 What each single call is told is in `test_calls.py`; these are whole islands, which train on meanwhile.
 """
@@ -35,7 +35,7 @@ def ca() -> trustme.CA:
 
 
 def keys_with_fault(ca: trustme.CA, fault: str) -> Credentials | None:
-    """Of an island that calls itself berlin."""
+    """Make the credentials of an island that calls itself berlin."""
     if fault == "none":
         return None
     if fault == "expired":

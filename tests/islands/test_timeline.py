@@ -1,4 +1,4 @@
-"""What islands' logs come to, on logs that are made up."""
+"""Figures and timelines of islands' logs, on logs that are made up."""
 
 import itertools
 import json
@@ -187,7 +187,7 @@ def test_a_folder_without_an_islands_log_is_told_in_a_line(tmp_path):
         read_log(tmp_path)
     for content in ('{"event": "round"}\n', "[]\n", "nothing\n"):
         Path(tmp_path / LOG_FILE).write_text(content)
-        with pytest.raises(UserError, match=r"tells of no start|is no event of an island"):
+        with pytest.raises(UserError, match=r"holds no start|is no event of an island"):
             read_log(tmp_path)
     Path(tmp_path / LOG_FILE).write_text(json.dumps(start(0.0, "rome")) + "\n")
     assert read_log(tmp_path).name == "rome"

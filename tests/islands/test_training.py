@@ -77,7 +77,7 @@ class World:
         return agent, steps
 
     def batch(self, step: int, replicas: range) -> dict[int, dict[str, np.ndarray]]:
-        """Of some replicas, a function of step and replica alone."""
+        """Make the batch of some replicas, a function of step and replica alone."""
         size = (self.config.data.batch_size, self.config.data.sequence_length)
         numbers = [np.random.default_rng([step, replica]).integers(0, 259, (2, *size)) for replica in replicas]
         return {i: dict(zip(("input_ids", "labels"), x.astype(np.int32), strict=True)) for i, x in enumerate(numbers)}
@@ -409,7 +409,7 @@ def test_who_serves_for_others_in_vain_names_them(world, tmp_path):
     island.linger(state, step, 0.5, lambda: False, said.append)
     island.linger(state, step, 100.0, lambda: True, said.append)
     agent.close()
-    assert said[1] == said[3] == "leaves; not known to be through: berlin, rome, oslo"
+    assert said[1] == said[3] == "leaves; not known to have finished: berlin, rome, oslo"
 
 
 def test_an_island_of_another_configuration_is_refused_before_it_compiles(world, tmp_path):

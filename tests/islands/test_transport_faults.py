@@ -269,7 +269,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 def rubbish(seed: int) -> bytes:
-    """What may come from anybody: nothing, noise, half a greeting, a protocol's greeting with noise behind it."""
+    """Bytes that anybody may send: nothing, noise, half a greeting, a protocol's greeting with noise behind it."""
     generator = np.random.default_rng(seed)
     noise = generator.bytes(int(generator.integers(1, 3000)))
     hello = b"\x16\x03\x01" + (512).to_bytes(2, "big") + b"\x01\x00\x01\xfc\x03\x03"

@@ -1,4 +1,4 @@
-"""What a user may give wrong to `island train`: one line that says what to do, exit 2, before anything is compiled."""
+"""Wrong input to `island train`: one line that says what to do, exit 2, before anything is compiled."""
 
 import dataclasses
 import os
@@ -162,7 +162,7 @@ def test_a_port_in_use_is_told(config, tmp_path, compiled):
 
 
 def identity(config: Path, roster: Roster) -> Identity:
-    """What the command with this configuration says of itself."""
+    """Return the identity of the island that the command would start with this configuration."""
     loaded = from_dict(load_config(str(config), ["--config.num_replicas=2"]))
     member = Membership(roster, "berlin", None)
     own = member.own(loaded)

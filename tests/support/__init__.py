@@ -1,1 +1,1 @@
-"""What several test files share: makers of configurations, models and data, oracles, runs in processes."""
+"""Helpers of several test files: makers of configurations, models and data, oracles, runs in processes."""

@@ -85,7 +85,7 @@ def run(flags: argparse.Namespace, names: Sequence[str], method: str, rate: floa
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of all processes: a CPU device each, and programs kept, so that a start reads them."""
+    """Return the environment of all processes: a CPU device each, and compiled programs cached for restarts."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
     return inherited | {
         "JAX_PLATFORMS": "cpu",
@@ -117,7 +117,7 @@ def row(rate: float, method: str, result: Result, free: dict[str, Any]) -> dict[
 
 
 def merged_perplexity(workdirs: Sequence[Path]) -> float:
-    """Of the mean of all replicas' weights, on the validation documents of the configuration."""
+    """Return the perplexity of the mean of all replicas' weights, on the configuration's validation documents."""
     parts = []
     for workdir in workdirs:
         checkpoints = Checkpointer(workdir, load_saved(workdir), read_only=True)

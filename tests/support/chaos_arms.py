@@ -25,7 +25,7 @@ Later = Callable[[], None]
 
 @dataclass
 class Result:
-    """How a side fared.
+    """Result of a side.
 
     Attributes:
       seconds: from the first step of all to the last, the mean of all replicas.
@@ -126,7 +126,7 @@ def run_islands(islands: Archipelago, tape: Iterator[Strike], num_steps: int, li
         result.due += len(exchanges)
         result.met += sum(line["outcome"] != "alone" for line in exchanges)
         result.one_sided += sum(line["one_sided"] for line in exchanges)
-        result.heals += islands.said(name).count("goes on from another island's weights")
+        result.heals += islands.said(name).count("training continues from another island's weights")
     assert all(line["step"] <= num_steps for name in islands.names for line in islands.lines(name, "train"))
     return result
 

@@ -66,7 +66,7 @@ def only(plan: Plan, title: str) -> Run:
 def train(
     run: Run, workdir: Path, perplexity: float, merged: float = 5.0, spread=lambda lr: 0.1 * lr, steps=None, sent=None
 ):
-    """What a run of the trainer leaves: its last evaluation has the perplexities, the others more."""
+    """Write the metrics of a run as the trainer does: its last evaluation has the perplexities, the others more."""
     save_config(run.config, workdir / run.name)
     writer = MetricWriter(workdir / run.name, resume_step=None, tensorboard=False)
     lr = learning_rates(run.config)

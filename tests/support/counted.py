@@ -1,4 +1,4 @@
-"""What this process holds, as Linux tells."""
+"""Counts of the resources that this process holds, as Linux reports them."""
 
 import gc
 import os
@@ -31,7 +31,7 @@ def settled(count: Callable[[], int]) -> int:
 
 
 def in_time(holds: Callable[[], bool], patience: float = 60.0) -> bool:
-    """Whether something comes to hold; what is in other threads' hands takes long on a busy machine."""
+    """Wait for a condition; other threads take long on a busy machine."""
     deadline = time.monotonic() + patience
     while not (held := holds()) and time.monotonic() < deadline:
         time.sleep(0.02)

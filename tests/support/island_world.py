@@ -47,7 +47,7 @@ MOMENTS = ("before it is sent", "after it is sent", "before it arrives", "after 
 
 
 class Fault(NamedTuple):
-    """What goes wrong with the `nth` header of a kind, or to who sends or receives it; "Apply" is a point too."""
+    """Fault at the `nth` header of a kind, or at its sender or receiver; "Apply" is a point too."""
 
     kind: str
     nth: int

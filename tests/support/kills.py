@@ -60,7 +60,7 @@ class SmallRun:
 
 @dataclass(frozen=True)
 class Kill:
-    """What became of one kill.
+    """Outcome of one kill.
 
     Attributes:
       phase: where the process stood that was killed, or the first of several.
@@ -198,7 +198,7 @@ def _wait(
 
 
 def _stacks(log: Path, number: int, process: subprocess.Popen[str]) -> str:
-    """What every thread of a process is doing, or was when it killed itself; empty before the trainer is imported."""
+    """Return the stack of every thread of a process; empty before the trainer is imported."""
     path = log / f"stacks.{number}"
     if not path.exists():
         return ""
@@ -211,7 +211,7 @@ def _stacks(log: Path, number: int, process: subprocess.Popen[str]) -> str:
 
 
 def _phase(stacks: str) -> tuple[str, str]:
-    """Where the main thread stands, and what the others do to checkpoints."""
+    """Return where the main thread stands, and what the others do to checkpoints."""
     threads = stacks.split("\n\n")
     main = "".join(thread for thread in threads if "watched.py" in thread and "<module>" in thread) or stacks
     return _first(_PHASES, main) or "start", _first(_BACKGROUND, stacks)

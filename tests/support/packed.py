@@ -14,7 +14,7 @@ from noloco_jax.model.llama import Llama
 
 
 class Piece(NamedTuple):
-    """Where a document stands."""
+    """Position of a document."""
 
     row: int
     start: int

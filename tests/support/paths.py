@@ -1,4 +1,4 @@
-"""Where things are: the project, configs, golden files, tools, and the data beside a checkout, which may be missing."""
+"""Paths of the project, configs, golden files, tools, and the data beside a checkout, which may be missing."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Where the tests compute: on eight forced CPU devices or, with `-m gpu`, on the GPUs that JAX finds.
+"""Platform of the tests: eight forced CPU devices or, with `-m gpu`, the GPUs that JAX finds.
 
 XLA's flags for the CPU are those of the tests' own process, which compiles much and computes little: what is ready
 soonest. Processes of runs keep the code generator that a user's run has.
@@ -53,7 +53,7 @@ def of_a_run(num_cpus: int) -> dict[str, str]:
 
 
 def missing() -> str:
-    """Why the tests of `-m gpu` cannot run here, or nothing."""
+    """Return why the tests of `-m gpu` cannot run here, or an empty text."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return ""
     import jax

@@ -57,7 +57,7 @@ def write_config(folder: Path) -> Path:
 
 
 def environment(config: Path, devices: int = 1) -> dict[str, str]:
-    """Of the processes of a run: so many CPU devices each (or GPUs), and programs kept beside the configuration."""
+    """Return the environment of a run's processes: so many CPU devices each (or GPUs), and a compile cache."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "SLURM_"))}
     return (
         inherited
@@ -143,7 +143,7 @@ def run(config: Path, workdir: Path, *arguments: str, number: int = 1, devices: 
 
 
 def report(results: Sequence[tuple[int, str]]) -> str:
-    """What processes said, for a failing assertion; pytest would cut a list short."""
+    """Format processes' output for a failing assertion; pytest would cut a list short."""
     return "\n".join(f"exit status {status}:\n{output}" for status, output in results)
 
 
@@ -175,12 +175,12 @@ def wait_until(
 
 
 def reached(workdir: Path, step: int) -> Callable[[], bool]:
-    """Whether the run has written metrics of a step."""
+    """Return whether the run has written metrics of a step."""
     return lambda: any(line["step"] >= step for line in metrics(workdir))
 
 
 def metrics(workdir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """What a run has written, timings aside; a run that starts anew takes its file away for a moment."""
+    """Read a run's metrics without timings; a run that starts anew takes its file away for a moment."""
     try:
         lines = (workdir / name).read_text().splitlines(keepends=True)
     except FileNotFoundError:

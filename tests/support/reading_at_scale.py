@@ -1,4 +1,4 @@
-"""What starting and resuming cost on many and on large files, which it makes: python tests/support/reading_at_scale.py
+"""Cost of starting and resuming on many and on large files, which it makes: python tests/support/reading_at_scale.py
 
 Prints seconds of CPU and of wall clock: of opening a source and the streams of all replicas, and of going to the last
 shuffle window of a large file from its saved position.

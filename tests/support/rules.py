@@ -68,6 +68,6 @@ RULES = {
 
 
 def groups_of(num_replicas: int, round: int) -> Any:
-    """Who meets in a round of the table's noloco."""
+    """Return the groups of a round of the table's noloco."""
     pairing = nj.RandomPairing(num_replicas, seed=5)
     return pairing.pool[int(pairing.pool_index(round))]

@@ -72,7 +72,7 @@ class Site:
         self.agent = Agent(roster, name, credentials, protocol, *arguments, Snapshots({}), {})
 
     def message(self, round: int) -> np.ndarray:
-        """Of a round, and of nobody else's."""
+        """Return the message of a round, different from every other's."""
         seed = sum(map(ord, self.name))
         return np.random.default_rng([seed, round]).standard_normal(self._size).astype(np.float32)
 
@@ -125,7 +125,7 @@ class Site:
         self.met += self.agent.take_met()[0]
 
     def share(self, first: int = 0, *, without: str = "") -> float:
-        """Of its rounds from `first` on, but for those with one other, how many came about, of 1."""
+        """Return the share of its rounds from `first` on that were exchanged, except those with one other island."""
         rounds = {one.round: one for one in self.met if one.round >= first and one.partner != without}
         return sum(one.outcome != "alone" for one in rounds.values()) / len(rounds)
 

@@ -1,4 +1,4 @@
-"""What a wire leaves of an array, by numpy and float64: the table of the tests over all wires."""
+"""Value of an array after a wire, by numpy and float64: the table of the tests over all wires."""
 
 from collections.abc import Callable
 

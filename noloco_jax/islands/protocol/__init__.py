@@ -1,6 +1,6 @@
-"""The protocol of islands: a state machine without sockets, threads, files or clocks (design §12).
+"""Protocol of islands: a state machine without sockets, threads, files or clocks (design §12).
 
-`island.py` takes events and gives actions (`events.py`); `messages.py` holds what islands tell each other. An exchange,
+`island.py` takes events and gives actions (`events.py`); `messages.py` holds the headers that they send. An exchange,
 with what each side sends:
 
     dialler                                   who answers
@@ -13,7 +13,7 @@ with what each side sends:
 
     OFFERED, STREAMING: anything else, a broken channel, the deadline -> ABORTED on this side, tried again later
     HELD, who answers:  the same                                      -> ABORTED, for good: it decides
-    HELD, dialler:      the same -> in doubt: StatusRequest(xid), until a round after the message itself is dropped
+    HELD, dialler:      the same -> unresolved: StatusRequest(xid), until a round after the message itself is dropped
                         Status(committed) -> COMMITTED; Status(aborted) -> ABORTED; never heard -> logged as one-sided
 
 A question about an exchange settles it: HELD becomes COMMITTED, as who asks holds a good message too; anything else

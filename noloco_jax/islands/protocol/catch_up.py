@@ -1,13 +1,13 @@
-"""Starting and catching up: from the own checkpoint, or from the state of a live island (design §12).
+"""Start and catching up: from the own checkpoint, or from the state of a live island (design §12).
 
-An island asks around twice when it starts. First whether it belongs to the others, before it compiles. Then, as minutes
-may have passed, from which weights it trains. Islands that start at the same time begin together: who is ready waits a
-while for those who are about to be, or the first would be rounds ahead of the last from the beginning on.
+An island asks its peers twice when it starts: before it compiles, if it belongs to them; afterwards, as minutes may
+have passed, from which weights it trains. Islands that start at the same time begin together: one that is ready waits
+for those that will soon be, or the first would be rounds ahead of the last from the beginning.
 
-A donor is ahead of who asks, and has a lineage: a committed exchange in the past of its weights, through checkpoints
-and healings. An island that has lost its weights takes no others: one that began anew could wipe out a model otherwise;
-it has happened elsewhere. Without such a donor, one that is ahead is better than none for a newcomer, and for an island
-that has weights but is too late to meet anybody: it would train alone for ever.
+A donor is ahead of the island that asks, and has a lineage: a committed exchange in the past of its weights, through
+checkpoints and donors. An island that has lost its weights takes no others: otherwise one that began anew could wipe
+out a model, as has happened elsewhere. Without such a donor, one that is ahead is better than none for a newcomer, and
+for an island whose weights are too late to meet anybody: it would train alone for ever.
 """
 
 import math
@@ -31,14 +31,14 @@ from noloco_jax.islands.protocol.messages import (
 
 @dataclass
 class Sweep:
-    """What has been asked and answered.
+    """Requests and answers of one round.
 
     Attributes:
-      deadline: for answers.
-      asked: the calls that are open, and to whom.
-      waits: whether a second answer is awaited where the first was "not ready yet".
-      found: the last answer of each.
-      lags: rounds behind each that trains, when it answered.
+      deadline: time limit of answers.
+      asked: open calls -> island.
+      waits: True if a second answer is awaited where the first was "not ready yet".
+      found: island -> its last answer.
+      lags: rounds behind each island that trains.
     """
 
     deadline: float
@@ -48,7 +48,7 @@ class Sweep:
     lags: list[int] = field(default_factory=list)
 
     def heard(self, channel: Channel, status: Status, round: int) -> None:
-        """An answer, to who has ended `round`."""
+        """Record an answer; `round` is the last one ended here."""
         name = self.asked[channel]
         self.found[name] = status
         if not (self.waits and status.starting):
@@ -57,23 +57,23 @@ class Sweep:
             self.lags.append(status.round - round)
 
     def is_over(self, now: float) -> bool:
-        """Whether all have answered that are going to; where somebody trains, nobody waits for who is not ready."""
+        """Return True once all have answered; where somebody trains, nobody waits for islands not ready."""
         unheard = any(name not in self.found for name in self.asked.values())
         return now >= self.deadline or not (unheard or self.not_ready())
 
     def not_ready(self) -> list[str]:
-        """Those of whom the second answer has not come, where nobody trains."""
+        """Return the islands whose second answer is missing, where nobody trains."""
         if any(status.training for status in self.found.values()):
             return []
         return sorted(name for name in self.asked.values() if name in self.found)
 
 
-ASKED_AT_ONCE = 16  # a sample's median is good enough, also among a thousand islands
+ASKED_AT_ONCE = 16  # the median of a sample is good enough, even among a thousand islands
 
 
 @dataclass
 class _Download:
-    """A state on its way from a donor, and the donors that are asked next."""
+    """State download from a donor, and the donors that are asked next."""
 
     deadline: float
     channel: Channel
@@ -82,16 +82,16 @@ class _Download:
 
 
 class CatchUp:
-    """Whether an island trains, from which weights, and to whom it gives its own.
+    """Decision whether an island trains, and from which weights; also gives its own state to others.
 
     Args:
-      context: of the island.
-      has_state: whether it has weights to begin with.
-      began_before: without them: whether it has been part of the run, whose weights it then waits for.
+      context: the island's shared state.
+      has_state: True if it has weights to begin with.
+      began_before: without weights: True if it was part of the run, whose weights it then waits for.
 
     Attributes:
-      is_ready: whether it can train.
-      training: whether it has weights and goes on with them.
+      is_ready: True once it can train.
+      training: True while it has weights and trains.
     """
 
     def __init__(self, context: Context, has_state: bool, began_before: bool):
@@ -100,7 +100,7 @@ class CatchUp:
         self._sweep: Sweep | None = None
         self._download: _Download | None = None
         self._client: tuple[Channel, float] | None = None
-        self._rounds_late = 0  # in a row, by so much that most partners had given up
+        self._rounds_late = 0  # consecutive rounds that ended too late for most partners
         self._sweeps = 0
         self._has_state = has_state
         self._needs_lineage = began_before and not has_state
@@ -116,7 +116,7 @@ class CatchUp:
         self._begin_sweep()
 
     def stop(self) -> None:
-        """Ends what it does for itself, and whom it serves."""
+        """End its own downloads and requests, and the peer that it serves."""
         self.training = False
         self._retry.at = None
         channels = [*(self._sweep.asked if self._sweep else ())]
@@ -127,9 +127,9 @@ class CatchUp:
         self._sweep = self._download = self._client = None
 
     def round_ended(self) -> None:
-        """Looks around where somebody may be so far ahead that the message of this round has come too late for it.
+        """Ask around if a peer may be so far ahead that this round's message came too late for it.
 
-        That is when it knows best how late it is: whoever is level has just ended this round or has yet to.
+        A round's end is when lateness is known best: peers that are level have just ended this round or soon will.
         """
         context = self._context
         self._has_state, self._needs_lineage = True, False
@@ -144,7 +144,7 @@ class CatchUp:
         else:
             self._rounds_late = 0
 
-    # Asking.
+    # Requests to peers.
 
     def _begin_sweep(self) -> None:
         context = self._context
@@ -166,7 +166,7 @@ class CatchUp:
         self._decide(sweep)
 
     def _decide(self, sweep: Sweep) -> None:
-        """Goes on from the own weights, from another's, or from the beginning."""
+        """Continue from the own weights, from a peer's, or from the beginning."""
         context = self._context
         if context.refused:
             return
@@ -174,11 +174,11 @@ class CatchUp:
             context.actions.append(Admitted())
             return
         if not_ready := sweep.not_ready():
-            context.tell(f"{context.name} is ready and waits a little for {', '.join(not_ready)}, to begin together")
+            context.tell(f"{context.name} is ready and waits for {', '.join(not_ready)}, to begin together")
             self._begin_sweep()
             return
         if len(sweep.found) == len(context.peers) and not any(status.lineage for status in sweep.found.values()):
-            self._needs_lineage = False  # there is none to wait for
+            self._needs_lineage = False  # no island has a lineage to wait for
         alive = {name: status for name, status in sweep.found.items() if status.training and status.round >= 0}
         if not (self._is_late(sweep.lags) if self._has_state else self._has_begun(sweep)):
             self._begin()
@@ -191,7 +191,7 @@ class CatchUp:
         newest = max((alive[name].round for name in donors), default=0)
 
         def worth(name: str) -> tuple[bool, bool, int]:
-            """Islands that start together choose different donors among those that are as good."""
+            """Rank a donor; islands that start together choose different donors among equals."""
             status = alive[name]
             late = newest - status.round > context.reach
             return not status.lineage, late, _mixed(f"{context.name} {name}")
@@ -199,18 +199,18 @@ class CatchUp:
         self._ask_for_state(sorted(donors, key=worth))
 
     def _is_late(self, lags: list[int]) -> bool:
-        """Whether the own weights are too late to meet most others: by far, or time and again at a round's end."""
+        """Return whether the own weights are too late to meet most others: by far, or in two rounds in a row."""
         lag, reach = statistics.median_low(lags) if lags else 0, self._context.reach
         self._rounds_late = self._rounds_late + 1 if self.training and lag >= reach else 0
         return lag > reach or self._rounds_late > 1
 
     def _has_begun(self, sweep: Sweep) -> bool:
-        """Whether there are weights of this run somewhere, as far as is known without own ones."""
+        """Return whether weights of this run exist somewhere, as far as an island without weights knows."""
         others = any(status.lineage or status.round >= 0 for status in sweep.found.values())
         return others or self._needs_lineage
 
     def _begin(self) -> None:
-        """Trains on from what it has."""
+        """Train from the weights at hand."""
         if not self.training:
             self._context.actions.append(Begin(fresh=not self._has_state))
         self.training = True
@@ -224,7 +224,7 @@ class CatchUp:
             return
         self._download = None
         if self._has_state:
-            self._begin()  # and looks again after a round
+            self._begin()  # and asks again after a round
             return
         context.tell(f"{context.name} waits for an island with weights of this run; in an empty workdir it begins anew")
         self._retry.start()
@@ -235,7 +235,7 @@ class CatchUp:
         self._ask_for_state(self._download.others)
 
     def arrived(self, channel: Channel, header: Header, content: Content | None) -> Heal | None:
-        """What came through a channel of this part's: a whole state, to go on from, or nothing yet."""
+        """Handle a header of this part's channels; return the complete state of a donor, or None."""
         sweep, download, context = self._sweep, self._download, self._context
         if sweep is not None and channel in sweep.asked:
             name = sweep.asked[channel]
@@ -290,10 +290,10 @@ class CatchUp:
         ]
         return [time for time in times if time is not None]
 
-    # Giving.
+    # State for others.
 
     def opened(self, channel: Channel, request: StateRequest) -> None:
-        """Another island, whose identity is right, asks for the state. One at a time, as each takes the whole link."""
+        """Answer a peer's request for the state. One at a time, as each takes the whole link."""
         context = self._context
         if not self.training or context.round < 0:
             context.answer(channel, NotPartner("no state yet"))

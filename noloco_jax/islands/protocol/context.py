@@ -1,4 +1,4 @@
-"""What the parts of an island's protocol share: who and where it is, whom it knows, and what it is about to do."""
+"""State that the parts of an island's protocol share: identity, round, peers, and pending actions."""
 
 import itertools
 import math
@@ -16,22 +16,21 @@ from noloco_jax.islands.protocol.peers import Norms, Peer
 
 @dataclass(frozen=True)
 class Settings:
-    """Rounds and seconds of the protocol.
+    """Settings of the protocol, in rounds and seconds.
 
     Attributes:
-      patience: rounds that a message waits for its partner's; each costs the memory of a message, and corrections that
-        come later than 2 rounds do harm. An island that is further behind the median of the others meets nobody any
-        more: it takes another one's state. With 1, what is almost a round behind, as islands are that have just healed,
-        has hardly any time left to exchange.
-      reach_seconds: in which an island may be late all the same, by however many rounds, and takes nobody's state: what
-        holds a machine up for a moment is made up for by those who give way, see `pace.py`.
+      patience: rounds that a message waits for its partner's. Each costs the memory of a message, and corrections later
+        than 2 rounds do harm. An island further behind the median of the others exchanges with nobody and takes a
+        donor's state. With 1, an island almost a round behind, as after taking a state, has hardly time to exchange.
+      reach_seconds: seconds by which an island may be late without taking a state, whatever the rounds: short delays of
+        a machine are made up for by peers that pause, see `pace.py`.
       quarantine_rounds: rounds without a partner that has sent `broken_in_a_row` broken messages.
-      broken_in_a_row: see there.
-      answer_seconds: for the answer to an opener.
-      start_seconds: for islands that start at the same time, to begin together.
-      state_seconds: for a whole state on its way.
-      retry_seconds: until the first retry; the time doubles with each.
-      keeps_pace: whether an island fits its inner steps to common rounds, see `pace.py`.
+      broken_in_a_row: consecutive broken messages that lead to quarantine.
+      answer_seconds: timeout of the answer to an opener.
+      start_seconds: time that islands starting together wait for each other.
+      state_seconds: timeout of the transfer of a state.
+      retry_seconds: delay of the first retry; it doubles with each.
+      keeps_pace: True if an island fits its inner steps to common rounds, see `pace.py`.
     """
 
     patience: int = 2
@@ -49,20 +48,20 @@ class Settings:
             raise ValueError(f"patience is {self.patience}: it must be at least 1")
 
 
-LONGEST_PAUSE = 32  # times the first one, between two tries
+LONGEST_PAUSE = 32  # longest pause between two tries, in multiples of the first
 ROUNDS_TIMED = 8
 
 
 class Context:
-    """An island's standing. `now` is the time of the event at hand, in monotonic seconds that the caller gives.
+    """Shared state of an island. `now` is the time of the event at hand, in monotonic seconds that the caller gives.
 
     Attributes:
       round: the last round that was ended, also by a state that was restored; -1: none.
-      lineage: whether a committed exchange is in the past of its weights, through checkpoints and healings.
+      lineage: True if a committed exchange is in the past of its weights, through checkpoints and donors.
       commits: exchanges committed since the start.
-      came_too_late: whether a partner had given up a round's message before this island dialled, in this round.
-      refused: whether most others say that this island does not belong to them.
-      pace: how it keeps pace with the others.
+      came_too_late: True if a partner had given up a message before this island dialled, in this round.
+      refused: True once most others refuse this island.
+      pace: its pace relative to the others.
     """
 
     def __init__(
@@ -94,12 +93,12 @@ class Context:
 
     @property
     def round_seconds(self) -> float:
-        """The median of the last rounds, which evaluations between them do not touch; 0 before the first is known."""
+        """Median seconds of the last rounds, robust to evaluations between them; 0 before the first is known."""
         return statistics.median([after - before for before, after in itertools.pairwise(self._ends)] or [0.0])
 
     @property
     def reach(self) -> int:
-        """Rounds by which an island may be late and go on, as the others give way; who is further behind heals."""
+        """Rounds by which an island may be late and continue; further behind, it catches up from a donor."""
         least, seconds = self.settings.patience, self.round_seconds
         if self.settings.keeps_pace or not seconds:
             return least
@@ -120,7 +119,7 @@ class Context:
         self.actions.append(Close(channel))
 
     def answer(self, channel: Channel, header: Answer) -> None:
-        """An answer after which there is nothing to say."""
+        """Send an answer and close the channel."""
         self.send(channel, header)
         self.close(channel)
 
@@ -128,7 +127,7 @@ class Context:
         self.actions.append(Tell(line))
 
     def refusal(self, peer: str, caller: Caller) -> Wrong | None:
-        """What is wrong with a caller whose certificate says `peer`."""
+        """Return a refusal for a caller whose identity or names do not fit; its certificate says `peer`."""
         if (caller.sender, caller.receiver) != (peer, self.name):
             what = f"name is {self.name}, yours is {peer}; you say that {caller.sender} calls {caller.receiver}"
         elif (difference := self.identity.difference(caller.identity)) is not None:
@@ -138,14 +137,14 @@ class Context:
         return self.refused_for(peer, what)
 
     def refused_for(self, peer: str, what: str) -> Wrong:
-        """The answer to a caller with which something is wrong; people here are told as well."""
+        """Return the refusal of a caller, and report it here."""
         self.tell(f"{peer} was refused: {what}")
         return Wrong(what)
 
     def is_wrong(self, peer: str, wrong: Wrong) -> None:
-        """A peer says that this island does not belong to it; more than half of them must be right.
+        """Record that a peer refuses this island; give up once more than half of them do.
 
-        Not where an exchange has been committed: a newcomer with another configuration stops nobody but itself.
+        Once an exchange has been committed it never gives up: a newcomer with another configuration stops only itself.
         """
         self.peers[peer].wrong = wrong.what
         self.tell(f"{peer} refuses {self.name}: {wrong.what}")
@@ -159,7 +158,7 @@ class Context:
             self.refused = True
 
     def is_past(self, xid: ExchangeId) -> None:
-        """A peer took this island's call for one of a past incarnation: a later one of this name has called it."""
+        """Report that peers took a call for one of a past incarnation: a later island of this name has called them."""
         if xid.incarnation == self.incarnation != self._told_past:
             self._told_past = self.incarnation
             self.tell(
@@ -167,7 +166,7 @@ class Context:
             )
 
     def renew(self, round: int, lineage: bool) -> None:
-        """Other weights than before: a new incarnation, that has seen no exchange."""
+        """Switch to other weights: a new incarnation, without past exchanges."""
         self.incarnation += 1
         self.round = round
         self.lineage = lineage
@@ -177,7 +176,7 @@ class Context:
 
 
 class Backoff:
-    """The time of the next try: each pause is twice the last one, up to a limit."""
+    """Exponential backoff between tries, up to a limit."""
 
     def __init__(self, context: Context):
         self._context = context
@@ -189,7 +188,7 @@ class Backoff:
         self._times = min(2 * self._times, LONGEST_PAUSE)
 
     def due(self) -> bool:
-        """Whether the time has come; only once for each start."""
+        """Return True once the time has come, only once for each start."""
         if self.at is None or self.at > self._context.now:
             return False
         self.at = None

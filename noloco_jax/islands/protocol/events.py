@@ -1,7 +1,7 @@
-"""What happens to an island, and what it is to do: everything between the protocol and the world.
+"""Events and actions: everything that passes between the protocol and the world.
 
 A channel is one call between two islands: the opener, then headers in both directions, each side's in order. Names of
-channels are the world's for calls that come in, and ("out", number) for those that the island opens.
+channels are chosen by the world for incoming calls, and ("out", number) for those that the island opens.
 """
 
 from collections.abc import Hashable
@@ -13,21 +13,21 @@ Channel = Hashable
 
 
 class Content(NamedTuple):
-    """What is known of arrays that came whole: their Euclidean norm; not finite if a value is not."""
+    """Euclidean norm of arrays that came whole; not finite if a value is not."""
 
     norm: float
 
 
 class Start(NamedTuple):
-    """The process is up and can be called."""
+    """Start of the process: it can be called."""
 
 
 class Ready(NamedTuple):
-    """Its programs are compiled, and its own weights are there if it has any: it can train from now on."""
+    """Readiness to train: programs are compiled, and the own weights loaded if there are any."""
 
 
 class RoundEnded(NamedTuple):
-    """The solo step of a round is done and its message is kept; the island trains on.
+    """End of a round: its solo step is done and its message is kept; training continues.
 
     Attributes:
       round: the one after the last.
@@ -41,7 +41,7 @@ class RoundEnded(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """Another island calls; `peer` is the name in its certificate."""
+    """Incoming call; `peer` is the name in its certificate."""
 
     channel: Channel
     peer: str
@@ -49,7 +49,7 @@ class Opened(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """A header came, and with a `Message` or a `State` all of its arrays."""
+    """Arrival of a header, and with a `Message` or a `State` of all its arrays."""
 
     channel: Channel
     header: Header
@@ -57,20 +57,20 @@ class Arrived(NamedTuple):
 
 
 class Broken(NamedTuple):
-    """A channel is at its end: closed by the other side, lost, never established, or `corrupt`: what came was wrong."""
+    """End of a channel: closed by the peer, lost, never established, or `corrupt`: the data were wrong."""
 
     channel: Channel
     corrupt: bool = False
 
 
 class Tick(NamedTuple):
-    """Time passed: to be sent when `Island.next_deadline` has come."""
+    """Passage of time: send it when `Island.next_deadline` has come."""
 
 
 class Stop(NamedTuple):
-    """The island is to end. It says goodbye, and settles what it is in doubt about as long as it is let.
+    """End of the island: it says goodbye, and resolves open exchanges while it is given time.
 
-    `finished`: whether it has taken all steps of the run.
+    `finished`: True if it has taken all steps of the run.
     """
 
     finished: bool = False
@@ -101,7 +101,7 @@ class Close(NamedTuple):
 
 
 class Admitted(NamedTuple):
-    """The others have been heard, and do not refuse the island: it may make itself ready, and say so by `Ready`."""
+    """Admission: the peers do not refuse the island; it may compile, and report it by `Ready`."""
 
 
 class Begin(NamedTuple):
@@ -127,13 +127,13 @@ class Apply(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """A round's message gets no correction.
+    """End of a round's message without a correction.
 
     Attributes:
-      round: which.
+      round: the round of the message.
       peer: the partner.
       reason: a few words.
-      one_sided: whether the partner may have applied its half. Only then may the mean of the islands move.
+      one_sided: True if the partner may have applied its half. Only then may the mean of the islands move.
     """
 
     round: int
@@ -143,7 +143,7 @@ class Drop(NamedTuple):
 
 
 class Heal(NamedTuple):
-    """Go on from the state that came from `peer`, after `round`; keep the own position in the data.
+    """Continue from the state of `peer` after `round`; keep the own position in the data.
 
     `lineage` is the state's, see `Status`.
     """
@@ -160,7 +160,7 @@ class Refused(NamedTuple):
 
 
 class Tell(NamedTuple):
-    """A line for the log."""
+    """Line for the log."""
 
     line: str
 

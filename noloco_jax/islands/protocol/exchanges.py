@@ -1,8 +1,8 @@
 """Exchanges: who dials, what is accepted, when both commit (design §12).
 
-Both sides stream their messages. Who dialled says `Received` when it holds a good one; who answered commits as soon as
-it has heard that and holds a good one itself, and says `Commit`. So nobody applies half of an exchange, unless that
-last word and every later answer about it are lost.
+Both sides stream their messages. The dialler sends `Received` once it holds a good one; the answering side commits once
+it has read that and holds a good one itself, and sends `Commit`. So nobody applies half of an exchange, unless the
+commit and every later answer about it are lost.
 """
 
 import math
@@ -35,10 +35,10 @@ from noloco_jax.islands.protocol.recovery import Recovery
 
 
 class Exchanges:
-    """The meetings of the last `patience` rounds, and the exchanges in them.
+    """Meetings of the last `patience` rounds, and the exchanges in them.
 
     Args:
-      context: of the island.
+      context: the island's shared state.
       partner: round -> name of the partner, or None; a pure function that all islands share.
     """
 
@@ -50,15 +50,17 @@ class Exchanges:
         self.recovery = Recovery(context)
         self.meetings: dict[int, Meeting] = {}
         self.due = 0
-        self.lags: list[int] = []  # of all corrections
+        self.lags: list[int] = []  # lag of each correction
 
     # Rounds.
 
     def round_ended(self, event: RoundEnded) -> None:
-        """A message more, and the oldest ones dropped: nobody waits for them any longer, here or there."""
+        """Add the round's meeting, and drop those older than `patience` rounds."""
         context = self._context
         oldest = event.round - context.settings.patience
-        self._give_up(oldest - 1, "its outcome was never heard")  # a round longer: a question is all that is open
+        self._give_up(
+            oldest - 1, "its outcome was never heard"
+        )  # kept a round longer, as only a status request is open
         for round in [round for round in self.meetings if round <= oldest]:
             self._link_limit.took(self.meetings[round].running, context.now)
             self._end(self.meetings[round], "not committed in time")
@@ -78,19 +80,19 @@ class Exchanges:
             self._dial(meeting)
 
     def leave(self) -> None:
-        """Nothing new is begun, and nothing committed but what is in doubt."""
+        """Stop exchanging: begin nothing, and commit nothing but unresolved exchanges."""
         self._leaving = True
         for meeting in list(self.meetings.values()):
             self._end(meeting, "leaving")
 
     def abandon(self, reason: str) -> None:
-        """The weights that all this was for are replaced."""
+        """Drop all meetings and unresolved exchanges, as their weights are replaced."""
         for meeting in list(self.meetings.values()):
             self._end(meeting, reason)
         self._give_up(self._context.round, reason)
 
     def uncertain(self) -> list[tuple[ExchangeId, str]]:
-        """Exchanges of which the partner may have applied its half, and the partners."""
+        """Return exchanges whose partner may have applied its half, and the partners."""
         running = [meeting.running for meeting in self.meetings.values() if meeting.running is not None]
         held = [exchange for exchange in running if exchange.dials and exchange.stage is Stage.HELD]
         return [(exchange.xid, exchange.peer.name) for exchange in (*self.recovery.exchanges, *held)]
@@ -112,7 +114,7 @@ class Exchanges:
         times += [meeting.retry.at for meeting in self.meetings.values() if meeting.retry.at is not None]
         return times + self.recovery.deadlines()
 
-    # Whoever dials.
+    # The dialling side.
 
     def _dial(self, meeting: Meeting) -> None:
         context = self._context
@@ -137,7 +139,7 @@ class Exchanges:
             case Busy():
                 self._failed(meeting, least=header.seconds)
             case AtRound() if exchange.known < meeting.round <= exchange.peer.round:
-                self._end_exchange(meeting)  # it was sent before the partner's own dial, which crossed this one
+                self._end_exchange(meeting)  # the answer was sent before the partner's own dial, which crossed this one
                 self._dial(meeting)
             case AtRound():
                 self._keep_pace(exchange.peer, header.round, header.timing)
@@ -145,7 +147,7 @@ class Exchanges:
                 if header.round >= meeting.round + self._context.settings.patience:
                     self._context.came_too_late = True
                     self._end(meeting, f"the partner is at round {header.round}")
-                else:  # it dials when it gets there; this side once in a while, in case it cannot
+                else:  # it dials at its round's end; this side retries now and then, in case it cannot
                     self._failed(meeting)
             case NotPartner():
                 self._end(meeting, header.reason)
@@ -154,17 +156,17 @@ class Exchanges:
             case Wrong():
                 self._end(meeting, header.what)
                 self._context.is_wrong(exchange.peer.name, header)
-            case Done(Outcome.COMMITTED):  # with a past incarnation of this island, whose weights are lost
+            case Done(Outcome.COMMITTED):  # committed by a past incarnation of this island, whose weights are lost
                 self._end_exchange(meeting)
                 del self.meetings[meeting.round]
                 self._drop(meeting.round, meeting.peer, "committed before", one_sided=True)
             case _:
                 self._failed(meeting)
 
-    # Whoever answers.
+    # The answering side.
 
     def opened(self, channel: Channel, hello: Hello) -> None:
-        """Another island, whose identity is right, dials."""
+        """Answer a peer that dials for an exchange; its identity has been checked."""
         context, caller, xid = self._context, hello.caller, hello.xid
         peer = context.peers[caller.sender]
         if caller.incarnation < peer.incarnation or (xid.dialler, xid.incarnation) != (peer.name, caller.incarnation):
@@ -172,14 +174,16 @@ class Exchanges:
             return
         peer.told(caller.incarnation, caller.round, context.now)
         if self._partner(xid.round) == peer.name:
-            self._keep_pace(peer, xid.round, hello.timing)  # also where this side is not there yet, or no more
+            self._keep_pace(
+                peer, xid.round, hello.timing
+            )  # also where this side's message is not here yet, or no longer
         refusal = self._refusal(peer, xid)
         if refusal is not None:
             context.answer(channel, refusal)
             return
         meeting = self.meetings[xid.round]
         if meeting.running is not None:
-            self._end_exchange(meeting)  # of a dial that crossed this one, or of an attempt that its dialler gave up
+            self._end_exchange(meeting)  # a dial that crossed this one, or an attempt that its dialler gave up
         now = context.now
         meeting.running = Exchange(xid, peer, channel, False, Stage.STREAMING, peer.round, now, math.inf)
         context.send(channel, Accept(context.incarnation, context.round, meeting.tokens, self._timing(meeting)))
@@ -196,7 +200,7 @@ class Exchanges:
         return said
 
     def settle(self, peer: str, xid: ExchangeId) -> Outcome | None:
-        """The answer to a dialler that asks how its exchange ended: it holds this side's message and has said so."""
+        """Return the outcome to a dialler that asks how its exchange ended; it holds this side's message."""
         if xid.dialler != peer:
             return None
         meeting = self.meetings.get(xid.round)
@@ -207,16 +211,16 @@ class Exchanges:
                 self._failed(meeting)
         return self._context.ledger.settle(xid)
 
-    # Both.
+    # Both sides.
 
     def go_on(self) -> None:
-        """Dials for what waits for a line, the newest first: the oldest would hardly end in time."""
+        """Dial for meetings that wait for the link, the newest first: the oldest would hardly end in time."""
         for meeting in sorted(self.meetings.values(), key=lambda meeting: -meeting.round):
             if meeting.waits:
                 self._dial(meeting)
 
     def arrived(self, channel: Channel, header: Header, content: Content | None) -> None:
-        """Something came through a channel of an exchange or of a question; others are none of this part's."""
+        """Handle a header that came through a channel of an exchange or a status request; ignore others."""
         meeting = self._meeting_of(channel)
         if meeting is None:
             settled = self.recovery.arrived(channel, header)
@@ -272,12 +276,12 @@ class Exchanges:
         exchange.stage = Stage.STREAMING
         exchange.weight = meeting.weight(tokens)
         exchange.began = self._context.now
-        least = self._context.settings.retry_seconds  # before which another attempt would not begin
+        least = self._context.settings.retry_seconds  # another attempt would not begin earlier
         exchange.deadline = exchange.began + exchange.peer.transfers.allowance(least)
         self._context.send(exchange.channel, Message(exchange.xid))
 
     def _judge(self, meeting: Meeting, exchange: Exchange, content: Content) -> None:
-        """The partner's message came whole: is it one that a sound island sends?"""
+        """Check the partner's message, which came whole, against the norms of sound ones."""
         context, norms = self._context, self._context.norms
         if not norms.believe(content.norm):
             context.send(exchange.channel, Received(exchange.xid, False))
@@ -311,7 +315,7 @@ class Exchanges:
         self.meetings.pop(xid.round, None)
 
     def _resolve(self, exchange: Exchange, outcome: Outcome) -> None:
-        """What was in doubt is known."""
+        """Apply or drop an exchange whose outcome has become known."""
         round = exchange.xid.round
         if outcome is Outcome.COMMITTED:
             self._apply(exchange)
@@ -325,12 +329,12 @@ class Exchanges:
         self._drop(round, exchange.peer, f"{outcome} by the partner", outcome is Outcome.FORGOTTEN)
 
     def _failed(self, meeting: Meeting, *, closed: bool = False, least: float = 0.0) -> None:
-        """The exchange under way leads to nothing; another attempt may."""
+        """End the exchange under way and schedule another attempt."""
         self._end_exchange(meeting, closed=closed)
         meeting.retry.start(least)
 
     def _end_exchange(self, meeting: Meeting, *, closed: bool = False, known_aborted: bool = False) -> None:
-        """Ends what is running. From `Received` on, only who answered may call that aborted."""
+        """End the exchange under way. From `Received` on, only the answering side may call it aborted."""
         exchange = meeting.running
         assert exchange is not None
         meeting.running = None
@@ -342,7 +346,7 @@ class Exchanges:
             self._context.ledger.close(exchange.xid, Outcome.ABORTED)
 
     def _end(self, meeting: Meeting, reason: str) -> None:
-        """Drops a meeting, but for what is in doubt."""
+        """Drop a meeting; an unresolved exchange of it stays."""
         if meeting.running is not None:
             self._end_exchange(meeting)
         del self.meetings[meeting.round]
@@ -357,7 +361,7 @@ class Exchanges:
             self._drop(exchange.xid.round, exchange.peer, reason, one_sided=True)
 
     def _is_broken(self, peer: Peer) -> None:
-        """A broken message: several in a row are no accident."""
+        """Count a broken message; quarantine the peer after several in a row."""
         context = self._context
         peer.broken += 1
         if peer.broken < context.settings.broken_in_a_row:
@@ -375,15 +379,15 @@ class Exchanges:
 def refusal(
     context: Context, peer: Peer, xid: ExchangeId, partner: str | None, meeting: Meeting | None, is_unresolved: bool
 ) -> Answer | None:
-    """The answer to an exchange that is not accepted now; None: it is.
+    """Return the refusal of an exchange that cannot be accepted now, or None.
 
     Args:
-      context: of the island that is called.
-      peer: who dials; its identity is right.
+      context: shared state of the island that is called.
+      peer: the dialler; its identity has been checked.
       xid: the exchange.
-      partner: whom the island meets in the exchange's round.
-      meeting: what is left of that round's; None: its message is not here yet, or no more.
-      is_unresolved: whether the round's message may have been committed.
+      partner: the island's partner in the exchange's round.
+      meeting: the meeting of that round; None: its message is not here yet, or no longer.
+      is_unresolved: True if the round's message may have been committed.
     """
     if peer.quarantined_until > xid.round:
         return NotPartner("in quarantine")
@@ -404,9 +408,9 @@ def refusal(
 
 
 def _prefers_its_own(context: Context, meeting: Meeting, xid: ExchangeId) -> bool:
-    """Whether what is running goes on when the partner dials.
+    """Return whether the exchange under way has precedence over the partner's dial.
 
-    Two dials that cross: the lower name's counts in even rounds, the higher one's in odd ones, on both sides.
+    Of two dials that cross, both sides keep the lower name's in even rounds and the higher name's in odd ones.
     """
     running = meeting.running
     if running is None:

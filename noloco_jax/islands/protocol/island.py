@@ -1,4 +1,4 @@
-"""The protocol of an island: what happened goes in, what is to be done comes out.
+"""Protocol of an island: events in, actions out.
 
 No sockets, threads, files or clocks: the world calls `Island.handle` with an event and the time, carries out the
 actions in their order, and calls again with a `Tick` when `Island.next_deadline` has come. The same events at the same
@@ -45,12 +45,12 @@ from noloco_jax.islands.protocol.peers import Peer
 
 
 class Journal(NamedTuple):
-    """What is saved with the weights, at one point between two inner steps, after all actions so far.
+    """Protocol state that is saved with the weights, between two inner steps, after all actions so far.
 
     Attributes:
       round: the last one that was ended.
       lineage: see `Status`.
-      outcomes: what the weights have seen.
+      outcomes: outcomes of exchanges, as the weights have seen them.
       floor: the round before which outcomes are forgotten.
       unresolved: exchanges of which the partner may have applied its half.
     """
@@ -73,24 +73,24 @@ class Journal(NamedTuple):
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Journal":
-        # Behind the round, journals of earlier versions have a number more.
+        # Journals of earlier versions have another number after the round.
         outcomes = {ExchangeId(round, *xid[-3:]): Outcome(outcome) for round, *xid, outcome in values["outcomes"]}
         unresolved = tuple((ExchangeId(round, *xid[-3:]), peer) for round, *xid, peer in values["doubts"])
         return cls(values["round"], values["lineage"], outcomes, values["floor"], unresolved)
 
 
 class Island:
-    """One island.
+    """State machine of one island's protocol.
 
     Args:
-      name: in the roster.
+      name: the island's name in the roster.
       others: the names of all other islands there.
-      identity: what the others must have equal.
-      partner: round -> whom it meets, or None; a pure function that is the same everywhere.
+      identity: values that must equal those of the others.
+      partner: round -> name of the partner, or None; a pure function that is the same everywhere.
       incarnation: larger than in every earlier start, and than `incarnation` was at their ends.
-      settings: of the protocol.
-      journal: saved with the checkpoint that would be gone on from; None: there is none.
-      began_before: without a journal: whether this island has been part of the run, whose weights it then waits for.
+      settings: the protocol's settings.
+      journal: the journal of the checkpoint to resume from, if any.
+      began_before: without a journal: True if this island was part of the run, whose weights it then waits for.
     """
 
     def __init__(
@@ -114,56 +114,56 @@ class Island:
         self._exchanges = Exchanges(context, partner)
         self._catch_up = CatchUp(context, journal is not None, began_before)
         self._finished = False
-        self._curious: list[Channel] = []  # calls of those who wait until this island is ready
+        self._curious: list[Channel] = []  # calls that wait until this island is ready
 
     @property
     def incarnation(self) -> int:
-        """Of the weights: larger after a healing."""
+        """Incarnation of the weights: larger after a donor's state is taken."""
         return self._context.incarnation
 
     @property
     def round(self) -> int:
-        """The last one that was ended; -1: none."""
+        """Last round that was ended; -1: none."""
         return self._context.round
 
     @property
     def peers(self) -> Mapping[str, Peer]:
-        """What is known of the others, for a table of them."""
+        """Known state of the other islands."""
         return self._context.peers
 
     def is_meeting(self, round: int) -> bool:
-        """Whether the message of this round, or of an earlier one, may still be exchanged."""
+        """Return whether the message of this round, or of an earlier one, may still be exchanged."""
         unresolved = (exchange.xid.round for exchange in self._exchanges.recovery.exchanges)
         return any(other <= round for other in (*self._exchanges.meetings, *unresolved))
 
     def lag(self) -> int:
-        """Rounds behind the median of the others, as far as they have told; negative: ahead of it."""
+        """Return the rounds behind the median of the peers' last known ones; negative: ahead of it."""
         rounds = [peer.round for peer in self.peers.values() if peer.round >= 0 and not peer.away]
         return statistics.median_low(rounds) - self.round if rounds else 0
 
     def stride(self, now: float, most: int) -> int:
-        """Steps of the run's schedule, up to `most`, that the inner step which begins now is to stand for: see `Pace`.
+        """Return the steps of the run's schedule, up to `most`, that the next inner step is to stand for: see `Pace`.
 
         1 where islands keep no pace.
         """
         return self._context.pace.stride(now, most)
 
     def pause(self) -> float:
-        """Seconds to let pass before the inner step that begins now: see `Pace`. 0 where islands keep pace."""
+        """Return the seconds to pause before the next inner step, see `Pace`; 0 where islands keep pace."""
         return self._context.pace.pause()
 
     @property
     def is_exchanging(self) -> bool:
-        """Whether an exchange is under way."""
+        """True while an exchange is under way."""
         return any(meeting.running is not None for meeting in self._exchanges.meetings.values())
 
     def journal(self) -> Journal:
-        """To be saved with the weights."""
+        """Return the protocol state to checkpoint with the weights."""
         ledger, unresolved = self._context.ledger, self._exchanges.uncertain()
         return Journal(self.round, self._context.lineage, dict(ledger.outcomes), ledger.floor, tuple(unresolved))
 
     def status(self) -> Status:
-        """Of this island."""
+        """Return this island's status."""
         context, exchanges = self._context, self._exchanges
         lag = sum(exchanges.lags) / len(exchanges.lags) if exchanges.lags else 0.0
         partner = self._partner(context.round) if context.round >= 0 else None
@@ -181,14 +181,14 @@ class Island:
         )
 
     def next_deadline(self) -> float | None:
-        """When a `Tick` is due, in the seconds of `handle`; None: not before something else happens."""
+        """Return the time when a `Tick` is due, in the seconds of `handle`; None: no deadline."""
         return min((*self._exchanges.deadlines(), *self._catch_up.deadlines()), default=None)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What to do after this event.
+        """Handle an event and return the actions that follow from it.
 
         Args:
-          event: what happened.
+          event: the event.
           now: monotonic seconds, the same clock at every call.
 
         Returns:
@@ -224,7 +224,7 @@ class Island:
 
     def _start(self) -> None:
         for xid, peer in self._lost:
-            reason = "in doubt when the weights were saved"
+            reason = "unresolved when the weights were saved"
             self._context.actions.append(Drop(xid.round, peer, reason, one_sided=True))
         self._catch_up.start()
 
@@ -270,7 +270,7 @@ class Island:
                 self._exchanges.recovery.goodbye(channel, event.peer)
 
     def _refusal(self, peer: str, header: Opener) -> Wrong | None:
-        """What is wrong with who calls. A question alone may come from anybody whom the transport lets in."""
+        """Return a refusal of a caller, or None. Status requests may come from anybody whom the transport admits."""
         context = self._context
         if isinstance(header, StatusRequest):
             difference = context.identity.difference(header.identity) if header.identity else None
@@ -280,7 +280,7 @@ class Island:
         return context.refusal(peer, header.caller)
 
     def _heal(self, healed: Heal) -> None:
-        """Other weights: nothing that the old ones have seen counts any longer, nor what they might have."""
+        """Adopt a donor's state: forget every exchange of the old weights."""
         self._exchanges.abandon("healed")
         self._context.renew(healed.round, healed.lineage)
         self._context.actions.append(healed)

@@ -1,18 +1,18 @@
-"""How exchanges ended: the memory that makes duplicates and late questions harmless.
+"""Ledger of exchange outcomes, which makes duplicates and late questions harmless.
 
-An outcome is what the island's *weights* have seen. The ledger is therefore saved with them, and a question after a
-restart is answered truly: what is not in the ledger is not in the weights either.
+An outcome says whether the island's *weights* contain the correction. The ledger is therefore saved with them, and a
+question after a restart gets the true answer: an exchange that is not in the ledger is not in the weights.
 """
 
 from collections.abc import Mapping
 
 from noloco_jax.islands.protocol.messages import ExchangeId, Outcome
 
-ROUNDS_KEPT = 64  # a partner stops asking long before
+ROUNDS_KEPT = 64  # partners stop asking long before
 
 
 class Ledger:
-    """Outcomes of the exchanges of the last rounds; older ones are forgotten, and known to be."""
+    """Outcomes of recent exchanges; `floor` is the round before which they are forgotten."""
 
     def __init__(self, outcomes: Mapping[ExchangeId, Outcome] | None = None, floor: int = 0):
         self.outcomes: dict[ExchangeId, Outcome] = {}
@@ -22,7 +22,7 @@ class Ledger:
             self.close(xid, outcome)
 
     def close(self, xid: ExchangeId, outcome: Outcome) -> None:
-        """An exchange has ended, for good.
+        """Record the final outcome of an exchange.
 
         Raises:
           ValueError: if it had ended otherwise, or another exchange of its round was committed.
@@ -36,17 +36,17 @@ class Ledger:
             self._applied.add(xid.round)
 
     def has_committed(self, round: int) -> bool:
-        """Whether the weights have seen a correction of this round."""
+        """Return whether the weights have applied a correction of this round."""
         return round in self._applied
 
     def settle(self, xid: ExchangeId) -> Outcome:
-        """The answer to a question after an exchange, which settles it: what is not committed by now never will be."""
+        """Return the outcome of an exchange, and settle it: if it is not committed by now, it never will be."""
         if xid not in self.outcomes and xid.round < self.floor:
             return Outcome.FORGOTTEN
         return self.outcomes.setdefault(xid, Outcome.ABORTED)
 
     def forget(self, round: int) -> None:
-        """At the end of this round: forgets those that are too old to be asked for."""
+        """Forget outcomes that are too old to be asked for, at the end of `round`."""
         if round - ROUNDS_KEPT > self.floor:
             self.floor = round - ROUNDS_KEPT
             self.outcomes = {xid: outcome for xid, outcome in self.outcomes.items() if xid.round >= self.floor}

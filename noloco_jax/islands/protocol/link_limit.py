@@ -1,8 +1,7 @@
-"""Whether an exchange has a line to itself: on a narrow one they go one by one, or none would end in time.
+"""Limit of concurrent exchanges on slow links, where parallel transfers would all miss their deadline.
 
-An island has as many exchanges under way as messages wait, `patience` at the most. Where a line carries half of what is
-due, all of them together take twice `patience`, and each is dropped when it is half through. One by one, every second
-ends.
+An island has up to `patience` exchanges under way, one per waiting message. On a link of half the needed bandwidth, all
+of them in parallel take twice `patience` rounds, and each is dropped half through. One by one, every second completes.
 """
 
 from collections.abc import Iterable
@@ -13,28 +12,28 @@ from noloco_jax.islands.protocol.peers import Transfers
 
 
 class LinkLimit:
-    """How long this island's transfers take beside its rounds."""
+    """Transfer times of this island, compared with its round time."""
 
     def __init__(self, context: Context):
         self._context = context
         self._all = Transfers()
 
     def took(self, exchange: Exchange | None, now: float) -> None:
-        """An exchange is over, or is cut off; one that was offered alone says nothing."""
+        """Record the duration of an exchange that ended or was cut off; one that was only offered is ignored."""
         if exchange is not None and exchange.stage is not Stage.OFFERED:
             exchange.peer.transfers.add(now - exchange.began)
             self._all.add(now - exchange.began)
 
     def must_wait(self, meeting: Meeting, meetings: Iterable[Meeting], *, by_offers: bool = True) -> bool:
-        """Whether a meeting has to wait for what is under way in others, which is noted in it.
+        """Return whether a meeting must wait for other exchanges under way, and note it in `meeting.waits`.
 
-        Where the own line is narrow, as even the quickest transfers take longer than a round, it waits for all of them;
-        where only those with its peer do, for those with that one.
+        On a slow own link, where even the quickest transfers take longer than a round, it waits for all of them; on a
+        slow link to one peer, for those with that peer.
 
         Args:
-          meeting: which.
-          meetings: all of them.
-          by_offers: also what has not been answered yet counts as under way.
+          meeting: the meeting to dial or accept.
+          meetings: all meetings.
+          by_offers: True to count exchanges that have not been answered yet.
         """
         running = [other.running for other in meetings if other is not meeting and other.running is not None]
         busy = [one.peer for one in running if by_offers or one.stage is not Stage.OFFERED]

@@ -1,4 +1,4 @@
-"""A round's meeting with its partner, and the exchange in it."""
+"""Meeting of a round with its partner, and the exchange in it."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,7 +10,7 @@ from noloco_jax.islands.protocol.peers import Peer
 
 
 class Stage(StrEnum):
-    """How far an exchange has come, seen from one side. What follows is in the ledger: committed or aborted."""
+    """Stage of an exchange, seen from one side; afterwards the ledger has its outcome."""
 
     OFFERED = "offered"  # dialled, no answer yet
     STREAMING = "streaming"  # messages go both ways
@@ -19,19 +19,19 @@ class Stage(StrEnum):
 
 @dataclass
 class Exchange:
-    """An attempt at a round's exchange.
+    """Attempt at a round's exchange.
 
     Attributes:
-      xid: which.
-      peer: with whom.
-      channel: the call that it goes through.
-      dials: whether this side dialled; the other one decides.
-      stage: how far it has come.
+      xid: the attempt.
+      peer: the partner.
+      channel: the call that carries it.
+      dials: True if this side dialled; the other one decides.
+      stage: the stage reached.
       known: the round that its partner was known to have ended when it began.
       began: time of its beginning.
-      deadline: when it is given up.
+      deadline: time when it is given up.
       weight: w_j/(w_i + w_j), once the partner's tokens are known.
-      approved: whether the partner has said that it holds this side's message.
+      approved: True once the partner has said that it holds this side's message.
     """
 
     xid: ExchangeId
@@ -48,16 +48,16 @@ class Exchange:
 
 @dataclass
 class Meeting:
-    """What is left to do with a round's partner.
+    """Pending exchange with a round's partner.
 
     Attributes:
       round: whose messages are exchanged.
       peer: the partner.
       tokens: this side's weight.
-      retry: when to dial next.
+      retry: time of the next dial.
       running: the exchange under way.
       attempts: made by this side.
-      waits: whether it is to be dialled when the line is free.
+      waits: True if it is to be dialled once the link is free.
     """
 
     round: int
@@ -69,5 +69,5 @@ class Meeting:
     waits: bool = False
 
     def weight(self, tokens: int) -> float:
-        """w_j/(w_i + w_j) for a partner of so many tokens: with it w_i c_i + w_j c_j = 0."""
+        """Return w_j/(w_i + w_j) for a partner of so many tokens: with it w_i c_i + w_j c_j = 0."""
         return tokens / (self.tokens + tokens) if self.tokens + tokens else 0.5

@@ -1,8 +1,7 @@
-"""What islands tell each other: small headers, which travel as JSON and are checked when they come.
+"""Messages between islands: small headers, which travel as JSON and are checked on arrival.
 
-Only `Windows`, `Message` and `State` are followed by arrays. The transport sees to it that those are whole; here is
-what decides what happens to them. The first header of a call is an opener: `Hello`, `StatusRequest`, `StateRequest` or
-`Leave`.
+Only `Windows`, `Message` and `State` are followed by arrays, which the transport checks. The first
+header of a call is an opener: `Hello`, `StatusRequest`, `StateRequest` or `Leave`.
 """
 
 import dataclasses
@@ -14,17 +13,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-VERSION = 3  # of this protocol
+VERSION = 3  # version of this protocol
 LONGEST_TEXT = 256
 PAST_INCARNATION = "a past incarnation"
 
 
 class HeaderError(ValueError):
-    """A header that no island of this version sends."""
+    """Header that no island of this version sends."""
 
 
 class Outcome(StrEnum):
-    """How an exchange ended, as the island that answered it decided."""
+    """Outcome of an exchange, as the answering island decided."""
 
     COMMITTED = "committed"
     ABORTED = "aborted"
@@ -37,7 +36,7 @@ class ExchangeId(NamedTuple):
     Attributes:
       round: the round whose messages are exchanged.
       dialler: the island that dialled.
-      incarnation: of the dialler.
+      incarnation: the dialler's incarnation.
       attempt: the dialler's count of its attempts in this round.
     """
 
@@ -49,16 +48,16 @@ class ExchangeId(NamedTuple):
 
 @dataclass(frozen=True)
 class Identity:
-    """What must be equal for two islands to average: each is a number or a digest.
+    """Values that must be equal for two islands to average: each is a number or a digest.
 
     Attributes:
       run: the name in the roster.
-      config: of the configuration, as far as it has to agree.
-      model: of names, shapes and dtypes of the parameters.
-      roster: of the roster.
-      codec: the form in which messages travel, and the number of fragments of parameters.
+      config: digest of the common part of the configuration.
+      model: digest of names, shapes and dtypes of the parameters.
+      roster: digest of the roster.
+      codec: the wire format of messages, and the number of fragments of parameters.
       pace: "steps", or "time" for islands that fit their inner steps to common rounds.
-      protocol: its version.
+      protocol: version of the protocol.
     """
 
     run: str
@@ -70,7 +69,7 @@ class Identity:
     protocol: int = VERSION
 
     def difference(self, other: "Identity") -> str | None:
-        """The first of them that differs, with both values, or none."""
+        """Return the first value that differs, on both sides, or None."""
         names = ("protocol", "run", "roster", "model", "config", "codec", "pace")
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in names)
         return next((f"{name} is {mine}, yours is {theirs}" for name, mine, theirs in pairs if mine != theirs), None)
@@ -78,12 +77,12 @@ class Identity:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who calls whom: in front of everything that changes something.
+    """Caller and callee, sent with everything that changes state.
 
     Attributes:
-      identity: what has to agree.
+      identity: values that must agree.
       sender, receiver: names of islands.
-      incarnation: of the sender: larger after every start and every healing, whose states know nothing of each other.
+      incarnation: the sender's incarnation: larger after every start and every state taken from a donor.
       round: the last round that the sender has ended; -1 before the first.
     """
 
@@ -96,7 +95,7 @@ class Caller:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast the island `name` was in a round: the median seconds of its inner steps."""
+    """Speed of island `name` in a round: the median seconds of its inner steps."""
 
     name: str
     seconds: float
@@ -105,7 +104,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Timing:
-    """What islands that fit their inner steps to common rounds tell each other.
+    """Timing of a round, from which islands adapt their pace to each other.
 
     Attributes:
       ago: seconds since the end of the round whose messages are exchanged, by the sender's clock.
@@ -120,7 +119,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Hello:
-    """Opens an exchange. `tokens` is the sender's weight: the tokens it trained on in the round."""
+    """Opener of an exchange. `tokens` is the sender's weight: the tokens it trained on in the round."""
 
     caller: Caller
     xid: ExchangeId
@@ -130,7 +129,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Accept:
-    """Answers `Hello`: both stream now. Attributes as those of `Caller` and `Hello`."""
+    """Answer to `Hello`: both stream now. Attributes as those of `Caller` and `Hello`."""
 
     incarnation: int
     round: int
@@ -140,14 +139,14 @@ class Accept:
 
 @dataclass(frozen=True)
 class Busy:
-    """Answers `Hello` or `StateRequest`: try again in so many seconds."""
+    """Answer to `Hello` or `StateRequest`: try again in so many seconds."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class AtRound:
-    """Answers `Hello`: no message of that round is here; this is the last round that was ended, and when."""
+    """Answer to `Hello`: no message of that round is here; `round` is the last one that was ended."""
 
     round: int
     timing: Timing | None = None
@@ -155,42 +154,42 @@ class AtRound:
 
 @dataclass(frozen=True)
 class NotPartner:
-    """Answers `Hello` or `StateRequest`: not in this round, or not with you; why."""
+    """Answer to `Hello` or `StateRequest`: no exchange in this round or with this caller, and why."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """Answers any opener: what differs, and both values. Nothing has been read of what would have followed."""
+    """Answer to any opener: the value that differs, on both sides. Nothing that would have followed was read."""
 
     what: str
 
 
 @dataclass(frozen=True)
 class Done:
-    """Answers `Hello`: this exchange is over, and how it ended."""
+    """Answer to `Hello`: this exchange has ended, with this outcome."""
 
     outcome: Outcome
 
 
 @dataclass(frozen=True)
 class Message:
-    """The header of a message's arrays."""
+    """Header of a message's arrays."""
 
     xid: ExchangeId
 
 
 @dataclass(frozen=True)
 class Windows:
-    """The header of the arrays that a message's code needs ahead of it: of no concern to the protocol's machine."""
+    """Header of the windows that a modulo message needs ahead of it; the protocol's state machine ignores it."""
 
     xid: ExchangeId
 
 
 @dataclass(frozen=True)
 class Received:
-    """The verdict on the partner's message: good if it came whole, finite and of a plausible size."""
+    """Verdict on the partner's message: good if it came whole, finite and of a plausible size."""
 
     xid: ExchangeId
     good: bool
@@ -198,16 +197,16 @@ class Received:
 
 @dataclass(frozen=True)
 class Commit:
-    """The answering island's decision: both apply."""
+    """Decision of the answering island: both apply."""
 
     xid: ExchangeId
 
 
 @dataclass(frozen=True)
 class StatusRequest:
-    """Asks how an island is, and with `xid` how that exchange ended. Without an identity: somebody who only looks.
+    """Request for an island's status, and with `xid` for that exchange's outcome. Without identity: an observer.
 
-    With `until_ready` one that still makes itself ready answers twice: now, and when it is ready.
+    With `until_ready` an island that still compiles answers twice: now, and when it is ready.
     """
 
     identity: Identity | None = None
@@ -217,18 +216,18 @@ class StatusRequest:
 
 @dataclass(frozen=True)
 class Status:
-    """How an island is.
+    """Status of an island.
 
     Attributes:
       incarnation, round: see `Caller`.
-      training: whether it has weights and trains; not while it starts, waits for others, or leaves.
-      lineage: whether a committed exchange is in the past of its weights, through checkpoints and healings.
+      training: True if it has weights and trains; not while it starts, waits for others, or leaves.
+      lineage: True if a committed exchange is in the past of its weights, through checkpoints and donors.
       committed, due: messages exchanged, and messages that had a partner, since the start.
       lag: mean rounds between a message and its correction.
-      partner: of the last round; empty: alone.
-      outcome: of the exchange that was asked for.
-      starting: whether it still makes itself ready to train.
-      finished: whether it has taken all steps, and still serves its weights.
+      partner: the partner of the last round; empty: alone.
+      outcome: outcome of the requested exchange.
+      starting: True until it is ready to train.
+      finished: True once it has taken all steps and only serves its weights.
     """
 
     incarnation: int
@@ -246,7 +245,7 @@ class Status:
 
 @dataclass(frozen=True)
 class StateRequest:
-    """Asks for the whole state of an island, to go on from it. `lineage`: whether only one with a lineage will do."""
+    """Request for an island's whole state, to continue from. `lineage`: accept only a state with a lineage."""
 
     caller: Caller
     lineage: bool
@@ -254,7 +253,7 @@ class StateRequest:
 
 @dataclass(frozen=True)
 class State:
-    """The header of the arrays of an island's state after `round`."""
+    """Header of the arrays of an island's state after `round`."""
 
     round: int
     lineage: bool
@@ -262,7 +261,7 @@ class State:
 
 @dataclass(frozen=True)
 class Leave:
-    """Says goodbye, so that nobody dials in vain. `finished`: whether the sender has taken all steps of the run."""
+    """Goodbye, so that nobody dials in vain. `finished`: the sender has taken all steps of the run."""
 
     caller: Caller
     finished: bool = False
@@ -276,12 +275,12 @@ KINDS: dict[str, type] = {kind.__name__: kind for kind in (*typing.get_args(Open
 
 
 def to_json(header: Header) -> dict[str, Any]:
-    """The header's fields and its kind, of nothing but what JSON has."""
+    """Convert a header to its kind and fields, in JSON types alone."""
     return {"kind": type(header).__name__, **dataclasses.asdict(header)}
 
 
 def from_json(values: Any) -> Header:
-    """The header of these values.
+    """Parse a header.
 
     Raises:
       HeaderError: if the kind is unknown, or a field is missing, unknown, of another type or out of range.

@@ -1,8 +1,8 @@
-"""Islands that end their rounds together (design §12): how far an inner step carries each of them, and who gives way.
+"""Pace of islands that end their rounds together (design §12): strides and pauses.
 
-A run has a schedule of inner steps, which rounds, learning rates and its end go by. The fastest island takes every step
-of it; the inner step of an island of half the speed stands for two. So a round takes all of them as long as it takes
-the fastest, each with as many inner steps as it has time for, and nobody waits.
+Rounds, learning rates and the end of a run follow a schedule of inner steps. The fastest island takes every step of it;
+an inner step of an island of half the speed stands for two. So a round takes equally long on all islands, each takes as
+many inner steps as it has time for, and nobody waits.
 
 Two things decide how many steps of the schedule an inner step stands for. One is the island's speed against that of the
 fastest one that it has heard of. The other is when its partners end the same rounds: who is later catches up with half
@@ -10,11 +10,11 @@ of the delay, and who is earlier and not the fastest falls back by half of it. I
 have passed since, so that no two clocks are compared, and what holds all of them up alike, as an evaluation does,
 changes nothing.
 
-Islands that do not keep pace, as they are as fast as each other, take every step all the same. Chance alone drives
-those apart, a hiccup here and there, until they would not meet any more. So who is earlier than a partner gives way:
-it pauses before its next inner steps, at a quarter of its speed, until its lead is gone or it hears from one that is
-not late. So corrections come late by few steps. For a partner that is usually slower by more than a quarter that would
-be in vain, and one that is away says nothing to give way to.
+Islands of equal speed do not keep pace: they take every step. Short delays would still drive them apart until they no
+longer met. So an island that is earlier than a partner gives way: it pauses before its next inner steps, at a quarter
+of its speed, until its lead is gone or it hears from a partner that is not late. Corrections are then late by few
+steps. It does not give way to a partner that is usually slower by more than a quarter, which would be in vain, nor to
+one that is away, which sends nothing.
 """
 
 import math
@@ -24,19 +24,19 @@ from typing import NamedTuple
 
 from noloco_jax.islands.protocol.messages import Speed, Timing
 
-STEPS_KEPT = 16  # whose median is the island's speed
+STEPS_KEPT = 16  # inner steps whose median is the island's speed
 STEPS_NEEDED = 4
-USUAL_STEPS = 256  # whose median is its usual speed, whatever other work its machine has just now
-ROUNDS_KNOWN = 16  # for which another island's speed is believed
-ENDS_KEPT = 64  # rounds; who asks for an older one is too far away to be waited for
+USUAL_STEPS = 256  # inner steps whose median is its usual speed, robust to other work on its machine
+ROUNDS_KNOWN = 16  # rounds for which another island's speed counts
+ENDS_KEPT = 64  # rounds; a peer at an older one is too far away to wait for
 LONGEST_STRIDE = 64  # steps of the schedule that one inner step may stand for
-SHARE = 0.5  # of a delay, where the partner makes up for the other half
-MOST_GIVEN = 3.0  # inner steps, before each
-MOST_UNEQUAL = 1.25  # times the own usual inner step: that of the slowest partner to give way to
+SHARE = 0.5  # share of a delay to make up for; the partner makes up for the other half
+MOST_GIVEN = 3.0  # longest pause before an inner step, in inner steps
+MOST_UNEQUAL = 1.25  # slowest partner to give way to, in multiples of the own usual inner step
 
 
 class _End(NamedTuple):
-    """When a round was ended, what `made_up` was then, and the inner steps behind it."""
+    """End of a round: its time, `made_up` and inner steps then."""
 
     time: float
     made_up: float
@@ -44,11 +44,11 @@ class _End(NamedTuple):
 
 
 class Pace:
-    """The pace of one island. Times are monotonic seconds of the caller's.
+    """Pace of one island. Times are monotonic seconds of the caller's.
 
     Args:
-      name: of the island.
-      is_kept: whether islands keep pace; else every inner step stands for one, and the first give way.
+      name: the island's name.
+      is_kept: True if islands keep pace; else every inner step stands for one, and the first give way.
 
     Attributes:
       made_up: steps of the schedule that catching up has added so far; below 0 where it has fallen back.
@@ -60,7 +60,7 @@ class Pace:
         self._all_seconds: deque[float] = deque(maxlen=USUAL_STEPS)
         self._last: float | None = None
         self._others: dict[str, Speed] = {}
-        self._carry = 0.0  # of a stride that was no whole number
+        self._carry = 0.0  # fraction of a stride left over
         self._behind = 0.0  # steps of the schedule to make up for
         self._ends: dict[int, _End] = {}
         self._steps = 0  # inner steps that were begun
@@ -68,7 +68,7 @@ class Pace:
         self.made_up = 0.0
 
     def stride(self, now: float, most: int) -> int:
-        """Steps of the schedule, from 1 to `most`, that the inner step which begins now is to stand for."""
+        """Return the steps of the schedule, from 1 to `most`, that the next inner step is to stand for."""
         if self._last is not None:
             seconds = now - self._last - self._paused
             self._seconds.append(seconds)
@@ -84,11 +84,11 @@ class Pace:
         self.made_up += extra
         wanted = self._carry + even + extra
         stride = max(1, min(math.floor(wanted), most))
-        self._carry = min(wanted - stride, even)  # what `most` leaves over shows as a delay
+        self._carry = min(wanted - stride, even)  # the rest beyond `most` appears as a delay
         return stride
 
     def pause(self) -> float:
-        """Seconds to let pass before the next inner step, for partners that are later."""
+        """Return the seconds to pause before the next inner step, for partners that are later."""
         if self._is_kept or self._behind >= 0:
             return 0.0
         given = min(-self._behind, MOST_GIVEN)
@@ -101,7 +101,7 @@ class Pace:
         self._ends = {known: end for known, end in self._ends.items() if known > round - ENDS_KEPT}
 
     def timing(self, round: int, now: float) -> Timing | None:
-        """What a partner is told of this round; nothing of one that was ended before the last start."""
+        """Return the timing to send for this round; None for a round that ended before the last start."""
         if round not in self._ends:
             return None
         seconds = self._own_seconds() if self._is_kept else self._usual_seconds()
@@ -109,7 +109,7 @@ class Pace:
         return Timing(now - self._ends[round].time, own, self._fastest(own))
 
     def hear(self, timing: Timing | None, round: int) -> None:
-        """Another island, met or not, tells of speeds; `round` is the last one that was ended here."""
+        """Learn speeds from a peer's timing; `round` is the last one ended here."""
         if timing is None:
             return
         for speed in (timing.own, timing.fastest):
@@ -121,13 +121,13 @@ class Pace:
         self._others = {name: speed for name, speed in self._others.items() if speed.round >= round - ROUNDS_KNOWN}
 
     def meet(self, round: int, timing: Timing | None, now: float, delay: float) -> None:
-        """The partner of a round tells when it ended it; nothing follows where that is not known of this side.
+        """Adapt to the time when the partner ended a round; ignore a round whose end is unknown here.
 
         Args:
-          round: which.
-          timing: what it tells.
+          round: the round.
+          timing: the partner's timing.
           now: the time.
-          delay: seconds that its word may have been on its way.
+          delay: latency of the partner's header, in seconds.
         """
         unit = self._fastest_seconds() if self._is_kept else self._own_seconds()
         if timing is None or round not in self._ends or not unit:
@@ -137,28 +137,28 @@ class Pace:
             late = (timing.ago - (now - end.time)) / unit
             self._behind = SHARE * (late - (self.made_up - end.made_up))
             return
-        # By the clock, as some of the steps that were begun may wait in a queue; but no more than them, as who was
-        # held up itself has not been ahead meanwhile.
+        # Count by the clock, as begun steps may still wait in a queue, but no more than those steps: an island that
+        # was held up itself has not been ahead meanwhile.
         taken = min((now - end.time) / unit, self._steps - end.steps)
         ahead = taken - (timing.ago + delay) / unit
         in_vain = timing.own is None or timing.own.seconds > MOST_UNEQUAL * self._usual_seconds()
         self._behind = 0.0 if in_vain else -ahead
 
     def restart(self) -> None:
-        """At another island's weights: what was late is past."""
+        """Reset after taking a peer's weights: earlier delays no longer count."""
         self._last = None
         self._carry = self._behind = self._paused = 0.0
         self._ends.clear()
 
     def _own_seconds(self) -> float:
-        """Of an inner step; 0 where that is not known yet."""
+        """Return the median seconds of recent inner steps; 0 while unknown."""
         return statistics.median(self._seconds) if len(self._seconds) >= STEPS_NEEDED else 0.0
 
     def _usual_seconds(self) -> float:
         return statistics.median(self._all_seconds) if len(self._all_seconds) >= STEPS_NEEDED else 0.0
 
     def _fastest_seconds(self) -> float:
-        """Of an inner step of the fastest; 0 where not even the own ones are known."""
+        """Return the seconds of an inner step of the fastest known island; 0 while even the own ones are unknown."""
         own = self._own_seconds()
         return min([own, *(speed.seconds for speed in self._others.values())]) if own else 0.0
 

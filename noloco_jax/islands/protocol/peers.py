@@ -1,4 +1,4 @@
-"""What an island knows of the others, and which of their messages it believes."""
+"""Knowledge of the peers, and checks of their messages."""
 
 import math
 import statistics
@@ -16,17 +16,17 @@ class Transfers:
         self._seconds: deque[float] = deque(maxlen=MEMORY)
 
     def add(self, seconds: float) -> None:
-        """A transfer took so long, or was cut off after so long.
+        """Record the seconds of a transfer, complete or cut off.
 
-        Those cut off count, or a link that has become slow for good would be cut off for ever.
+        Transfers that were cut off count too: else a link that has become slow would be cut off for ever.
         """
         self._seconds.append(seconds)
 
     def allowance(self, least: float) -> float:
-        """Seconds for the next one: the median and 4 median absolute deviations, at least twice the median.
+        """Return the seconds allowed for the next: median + 4 median absolute deviations, at least twice the median.
 
-        Never below `least`: a fast link's transfers take milliseconds, and a busy machine may not look for longer.
-        Infinite before a few have been seen: the end of the round cuts it off then.
+        Never below `least`: on a fast link transfers take milliseconds, and a busy machine may need longer to respond.
+        Infinite before a few have been seen: patience then limits it.
         """
         if len(self._seconds) < NEEDED:
             return math.inf
@@ -35,7 +35,7 @@ class Transfers:
         return max(median + max(4 * deviation, median), least)
 
     def quarter(self) -> float:
-        """Seconds within which a quarter of the last ones were over; 0 before a few have been seen."""
+        """Return the lower quartile of the last transfers' seconds; 0 before a few have been seen."""
         if len(self._seconds) < NEEDED:
             return 0.0
         return sorted(self._seconds)[len(self._seconds) // 4]
@@ -47,19 +47,19 @@ NORMS_KEPT = 32
 
 @dataclass
 class Peer:
-    """Another island, as far as it is known.
+    """Known state of a peer.
 
     Attributes:
-      name: in the roster.
-      incarnation, round: the latest that it told; -1: none.
-      seen: when something last came from it; none: never.
-      away: whether it has said goodbye.
-      finished: whether it has taken all steps of the run.
-      wrong: what it finds wrong with this island, or nothing.
-      broken: broken messages in a row.
+      name: its name in the roster.
+      incarnation, round: the latest that it reported; -1: none.
+      seen: time of its last header; None: never.
+      away: True once it has said goodbye.
+      finished: True once it has taken all steps of the run.
+      wrong: its reason for refusing this island, if any.
+      broken: consecutive broken messages.
       quarantined_until: the round in which it may be met again.
-      delay: seconds until its last answer to an offer came: as long as its own offers may be on their way.
-      transfers: how long exchanges with it took.
+      delay: seconds until its last answer to an offer, an estimate of the latency of its own offers.
+      transfers: durations of exchanges with it.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Peer:
     transfers: Transfers = field(default_factory=Transfers)
 
     def told(self, incarnation: int, round: int, now: float) -> None:
-        """It says which it is and where, and so finds nothing wrong. Late words of a past incarnation are not heard."""
+        """Record a peer's incarnation and round; ignore late words of a past incarnation."""
         if incarnation < self.incarnation:
             return
         self.seen = now
@@ -85,10 +85,10 @@ class Peer:
 
 
 class Norms:
-    """The norms of the last good messages, the island's own among them: all islands train one model.
+    """Norms of the last good messages, the island's own among them: all islands train one model.
 
-    What is left of a corrupted message that came whole and finite is far too large. Their scatter is small, but after
-    a partition the islands may be far apart and have to meet all the same: hence a factor rather than deviations.
+    A corrupted message that arrives whole and finite is far too large. Sound norms scatter little, but after a
+    partition islands may be far apart and must still exchange: hence a factor rather than deviations.
     """
 
     def __init__(self):
@@ -98,7 +98,7 @@ class Norms:
         self._norms.append(norm)
 
     def believe(self, norm: float) -> bool:
-        """Whether a message of this norm is finite and in proportion to the median."""
+        """Return whether a norm is finite and in proportion to the median."""
         if not math.isfinite(norm):
             return False
         return not self._norms or norm <= PROPORTION * statistics.median(self._norms)

@@ -1,6 +1,7 @@
-"""The one place where an exchange can end on one side only: the decision was lost on its way to who had dialled.
+"""Recovery of exchanges whose final decision was lost on its way to the dialler.
 
-The dialler then asks, round after round, how it ended. Its partner's answer settles the exchange on both sides.
+This is the one place where an exchange can end on one side only. The dialler asks, round after round, how it ended; its
+partner's answer settles the exchange on both sides.
 """
 
 from dataclasses import dataclass
@@ -20,19 +21,19 @@ class _Unresolved:
 
 
 class Recovery:
-    """Exchanges whose outcome is not known here."""
+    """Unresolved exchanges: their outcome is not known here."""
 
     def __init__(self, context: Context):
         self._context = context
         self._unresolved: dict[ExchangeId, _Unresolved] = {}
-        self._goodbyes: list[tuple[Channel, str]] = []  # of islands that are asked before they go
+        self._goodbyes: list[tuple[Channel, str]] = []  # of leaving peers, which are asked first
 
     @property
     def exchanges(self) -> list[Exchange]:
         return [one.exchange for one in self._unresolved.values()]
 
     def about(self, round: int) -> bool:
-        """Whether this round's message may have been committed."""
+        """Return whether this round's message may have been committed."""
         return any(xid.round == round for xid in self._unresolved)
 
     def add(self, exchange: Exchange) -> None:
@@ -40,7 +41,7 @@ class Recovery:
         self._ask(one)
 
     def goodbye(self, channel: Channel, peer: str) -> None:
-        """An island goes, which waits for the end of this call: what only it knows is asked before."""
+        """Ask a leaving peer, which waits for this call to end, about every unresolved exchange first."""
         self._goodbyes.append((channel, peer))
         for one in self._unresolved.values():
             if one.exchange.peer.name == peer and one.channel is None:
@@ -48,7 +49,7 @@ class Recovery:
         self._let_go()
 
     def arrived(self, channel: Channel, header: Header) -> tuple[Exchange, Outcome] | None:
-        """What is settled by what came."""
+        """Handle an answer; return the exchange that it resolves and the outcome, or None."""
         one = self._asked(channel)
         if one is None:
             return None
@@ -76,7 +77,7 @@ class Recovery:
                 self._ask(one)
 
     def give_up(self, round: int) -> list[Exchange]:
-        """Those of this round and earlier ones: what became of them will not be known."""
+        """Give up the unresolved exchanges of this round and earlier ones, and return them."""
         old = [one for xid, one in self._unresolved.items() if xid.round <= round]
         for one in old:
             if one.channel is not None:
@@ -103,7 +104,7 @@ class Recovery:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Those who said goodbye and are asked nothing any more."""
+        """Close the goodbyes of peers that have no open question left."""
         asked = {one.exchange.peer.name for one in self._unresolved.values() if one.channel is not None}
         for channel, peer in self._goodbyes:
             if peer not in asked:
