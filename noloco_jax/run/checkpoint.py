@@ -109,7 +109,7 @@ class Checkpointer:
             try:
                 content = json.loads(path.read_bytes())
             except (ValueError, FileNotFoundError):
-                continue  # Orbax ignores this file then; the digest detects the damage when that checkpoint is restored
+                continue  # Orbax ignores this file then
             if not isinstance(content, dict):
                 raise UserError(
                     f"the checkpoint {path.parent} is not whole ({path.name} is no JSON object): delete that folder to "

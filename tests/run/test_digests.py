@@ -97,15 +97,13 @@ def resume_with_fewer_replicas(workdir: Path) -> None:
 
 
 def flip_a_bit(path: Path, rng: random.Random) -> None:
-    """Anywhere in a file, but for the time of the save, which orbax writes behind all else of its metadata."""
     content = bytearray(path.read_bytes())
-    end = content.index(b'"commit_timestamp') if path.name == "_CHECKPOINT_METADATA" else len(content)
-    content[rng.randrange(end)] ^= 1 << rng.randrange(8)
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     path.write_bytes(content)
 
 
 def test_a_flipped_bit_in_any_file_is_refused_by_the_files_name_or_changes_nothing(saved, workdir):
-    """The mark of a whole checkpoint has no digest: it is written last, and nothing reads what it says."""
+    """The mark of a whole checkpoint and Orbax's notes have no digest: they are written last, and decide no value."""
     rng, state = random.Random(0), saved[1]
     names = files_of(workdir / STEP)
     assert {"run/metadata", "data/metadata", "state/_METADATA", "state/manifest.ocdbt"} < set(names)
@@ -115,7 +113,7 @@ def test_a_flipped_bit_in_any_file_is_refused_by_the_files_name_or_changes_nothi
         before = path.read_bytes()
         for _ in range(3):
             flip_a_bit(path, rng)
-            if name == "commit_success.txt":
+            if name in ("commit_success.txt", "_CHECKPOINT_METADATA"):
                 jax.tree.map(np.testing.assert_array_equal, resume(workdir), state)
                 continue
             with pytest.raises(
@@ -153,7 +151,7 @@ def test_digests_are_those_of_the_files_on_disk(workdir):
     listed = {name: (digest, int(size)) for digest, size, name in (line.split() for line in lines)}
     content = {name: (workdir / STEP / name).read_bytes() for name in files_of(workdir / STEP)}
     own = {"commit_success.txt", "digests.txt", "_CHECKPOINT_METADATA"}
-    assert listed.keys() == content.keys() - (own - {"_CHECKPOINT_METADATA"})
+    assert listed.keys() == content.keys() - own
     for name in content.keys() - own:
         assert listed[name] == (xxhash.xxh3_128_hexdigest(content[name]), len(content[name]))
 
@@ -231,6 +229,13 @@ def test_what_another_process_has_found_damaged_is_refused_here_too(workdir, mon
         pytest.raises(UserError, match=r"not whole \(state/d/1 is missing\)"),
     ):
         checkpoints.verify(3)
+
+
+def test_notes_that_orbax_writes_after_the_digests_are_no_damage(saved, workdir):
+    """Also where an earlier version listed them as they were before."""
+    listed = (workdir / STEP / "digests.txt").read_text().partition("\n")[2] + f"{'0' * 32} 135 _CHECKPOINT_METADATA\n"
+    (workdir / STEP / "digests.txt").write_text(xxhash.xxh3_128_hexdigest(listed.encode()) + "\n" + listed)
+    jax.tree.map(np.testing.assert_array_equal, resume(workdir), saved[1])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the arrays read beside the first
