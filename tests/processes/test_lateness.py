@@ -60,9 +60,11 @@ def arguments(config: Path, workdir: Path) -> list[str]:
 def finished(config) -> tuple[Path, str]:
     """The workdir of a call that came to its end, and what it printed."""
     workdir = config.parent / "finished"
+    inherited = processes.environment(config)
+    del inherited["XLA_FLAGS"]  # a process with a delay makes itself a second CPU device, for its exchanges
     called = subprocess.run(
         [sys.executable, "-m", "noloco_jax.lateness", *arguments(config, workdir)],
-        env=processes.environment(config),
+        env=inherited,
         cwd=ROOT,
         capture_output=True,
         text=True,
