@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -26,17 +26,6 @@ from noloco_jax.run.digests import Entry
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from support.paths import ROOT
-
-# Reads of a damaged checkpoint leave coroutines behind that fail as they are collected.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@pytest.fixture(autouse=True)
-def collected() -> Iterator[None]:
-    """Collect what a test's failed reads have left, which would else fail a later file's test."""
-    yield
-    gc.collect()
-
 
 CONFIG = TrainConfig(
     num_replicas=4,
