@@ -351,6 +351,11 @@ def schedule_of(config: Config) -> SyncSchedule | None:
     return SyncSchedule(config.outer.sync_every, config.outer.fragments, config.outer.delay)
 
 
+def has_delay(config: Config) -> bool:
+    """Return True if the method has outer steps, and their corrections are due some inner steps later."""
+    return METHODS[config.method].has_outer_steps and config.outer.delay > 0
+
+
 def method_of(config: Config) -> Method:
     """Return the row of a configuration's method."""
     return METHODS[config.method]

@@ -47,14 +47,15 @@ def use_cpu_cores(config: "TrainConfig", num_processes: int = 1) -> None:
         return
     import jax
 
+    from noloco_jax.methods import has_delay
+
     cores = len(os.sched_getaffinity(0))
     count = num_cpu_devices(config.mesh, config.num_replicas, cores, num_processes)
-    if config.outer.delay and (count > 1 or num_processes > 1):
+    if has_delay(config) and (count > 1 or num_processes > 1):
         # Exchanges have CPU devices of their own (`spmd.background`): one for every GPU, or for every other CPU device.
-        gpus = (
-            0 if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") else len(list(Path("/dev").glob("nvidia[0-9]*")))
-        )
-        count = gpus or 2 * count
+        on_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
+        gpus = [] if on_cpu else list(Path("/dev").glob("nvidia[0-9]*"))
+        count = len(gpus) or 2 * count
     jax.config.update("jax_num_cpu_devices", count)
 
 

@@ -21,6 +21,7 @@ from noloco_jax.communication.report import inspect_run
 from noloco_jax.communication.table import show, to_json
 from noloco_jax.config import parse_args
 from noloco_jax.errors import UserError
+from noloco_jax.methods import has_delay
 from noloco_jax.run.console import make_console
 from noloco_jax.spmd.background import training_devices
 
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--devices={flags.devices} is no number of devices: give 1 or more")
     else:
         jax.config.update("jax_platforms", "cpu")
-        exchanging = config.outer.delay > 0 and flags.devices > 1  # on as many more
+        exchanging = has_delay(config) and flags.devices > 1  # on as many more
         jax.config.update("jax_num_cpu_devices", (1 + exchanging) * flags.devices)
     devices = training_devices(config, jax.devices())
     if flags.processes < 1 or len(devices) % flags.processes:

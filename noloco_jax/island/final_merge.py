@@ -20,7 +20,7 @@ from noloco_jax.islands.steps import IslandSteps, weight_specs
 from noloco_jax.spmd.programs import TrainState, shardings_of
 
 _RETRY_SECONDS = 0.1  # before asking again an island that serves another
-_FETCH_SECONDS = 3600.0  # for the weights of one island
+_LEAST_SECONDS = 1.0  # for the weights of one island, near the deadline
 
 
 class FinalMerge:
@@ -55,6 +55,9 @@ class FinalMerge:
         self._agent.snapshots.served.clear()  # of copies taken while it trained
         self._agent.leave(finished=True)
         self._steps.linger(state, step, self._seconds, self._is_stopping, self._report)
+        if self._is_stopping():
+            self._report("not merged, as it is told to stop: `island merge --workdirs` makes the mean of what is saved")
+            return state
         late = self._agent.unfinished()
         peers = [name for name in self._names if name not in (self._own, *late)]
         own = [np.asarray(x, np.float32) for x in jax.device_get(jax.tree.leaves(state.params))]
@@ -99,7 +102,7 @@ class FinalMerge:
         """Return a peer's weights, or why they cannot be had."""
         while True:
             try:
-                arrays = fetch_weights(client, self._specs, _FETCH_SECONDS).arrays
+                arrays = fetch_weights(client, self._specs, max(deadline - time.monotonic(), _LEAST_SECONDS)).arrays
                 return [np.asarray(arrays[name], np.float32) for name in self._specs]
             except BusyError as error:
                 if time.monotonic() > deadline or self._is_stopping():

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
-from noloco_jax.methods import method_of
+from noloco_jax.methods import has_delay, method_of
 from noloco_jax.outer.rule import OuterState
 from noloco_jax.outer.step import Outgoing
 from noloco_jax.outer.transform import OuterOptimizer
@@ -33,14 +33,12 @@ PyTree = Any
 
 def is_in_background(config: TrainConfig, mesh: Mesh) -> bool:
     """Return True if exchanges run on the hosts: they have a delay, and replicas lie on several devices."""
-    return config.outer.delay > 0 and method_of(config).has_outer_steps and mesh.shape["replica"] > 1
+    return has_delay(config) and mesh.shape["replica"] > 1
 
 
 def training_devices(config: TrainConfig, devices: list) -> list:
     """Return the devices to train on, without the CPU devices that `host_mesh` needs for exchanges."""
-    if config.outer.delay == 0 or not method_of(config).has_outer_steps or len(devices) == 1:
-        return devices
-    if devices[0].platform != "cpu":
+    if not has_delay(config) or len(devices) == 1 or devices[0].platform != "cpu":
         return devices
     by_process: dict[int, list] = {}
     for device in devices:

@@ -94,6 +94,24 @@ print(jax.local_device_count())
     assert printed(program, XLA_FLAGS="") == 3
 
 
+@pytest.mark.parametrize(("method", "count"), [("noloco", 8), ("ddp", 4)])
+def test_exchanges_of_a_method_with_a_delay_have_as_many_cpu_devices_again(method, count):
+    """A configuration serves all methods: one without outer steps ignores the delay."""
+    program = f"""
+import os
+os.environ["JAX_PLATFORMS"] = "cpu"
+import jax
+from noloco_jax.cluster.host import use_cpu_cores
+from noloco_jax.config import MeshConfig, OuterConfig, TrainConfig
+from noloco_jax.spmd.background import training_devices
+config = TrainConfig(method={method!r}, outer=OuterConfig(sync_every=5, delay=2), mesh=MeshConfig(replica=4))
+use_cpu_cores(config)
+assert len(training_devices(config, jax.devices())) == 4
+print(jax.local_device_count())
+"""
+    assert printed(program, XLA_FLAGS="") == count
+
+
 @pytest.fixture
 def no_limits_set(monkeypatch):
     for name in (HOST_LIMIT, *FRACTIONS):
