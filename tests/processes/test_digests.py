@@ -9,6 +9,7 @@ import pytest
 import xxhash
 
 from support import processes
+from support.digested import UNLISTED
 from support.paths import ROOT
 from support.ports import free_port
 
@@ -59,8 +60,8 @@ def test_each_process_takes_the_digests_of_its_own_arrays_and_the_first_of_the_r
     _, *lines = (workdir / STEP / "digests.txt").read_text().splitlines()
     listed = {name: (digest, int(size)) for digest, size, name in (line.split() for line in lines)}
     files = {str(path.relative_to(workdir / STEP)): path for path in (workdir / STEP).rglob("*") if path.is_file()}
-    assert listed.keys() == files.keys() - {"commit_success.txt", "digests.txt"}
-    for name in listed.keys() - {"_CHECKPOINT_METADATA"}:
+    assert listed.keys() == files.keys() - UNLISTED
+    for name in listed:
         content = files[name].read_bytes()
         assert listed[name] == (xxhash.xxh3_128_hexdigest(content), len(content))
     first, second = map(sorted, digested)

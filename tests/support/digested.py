@@ -1,4 +1,4 @@
-"""A command that trains and writes down the files that its process reads to take their digests.
+"""The files of a checkpoint that have digests, and a command that trains and logs those that its process reads.
 
 python -m support.digested FILE noloco_jax.train ARGUMENT...
 """
@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 from noloco_jax.run import digests
+
+# Files of a checkpoint without a digest: Orbax writes two of them after the digests, and the third holds them.
+UNLISTED = {"commit_success.txt", "digests.txt", "_CHECKPOINT_METADATA"}
 
 
 def main() -> None:
