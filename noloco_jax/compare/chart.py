@@ -24,7 +24,7 @@ _METHODS = {
     "epidemic": "#1f78b4",
     "sparseloco": "#b8860b",
 }
-_OTHERS = ("#e7298a", "#b2182b", "#c59b08", "#1c9ba0", "#c51b8a", "#8c510a", "#4d4d4d", "#7fbc41", "#6a3d9a", "#f4a582")
+_OTHERS = ("#d6336c", "#0b7285", "#f08c00", "#5c940d", "#364fc7", "#8c510a", "#a61e4d", "#15aabf", "#212529", "#b197fc")
 _DASHES = ("-", "--", ":", "-.")
 _MARKS = ("o", "s", "^", "v")
 _GREY, _LR = "#6b7280", "#b0b4bb"
@@ -70,9 +70,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         rates.plot(curve.tokens, curve.lr, color=_LR, linewidth=1.4, label="learning rate")
 
     left.set_ylim(*_limits(rows))
-    left.set_ylabel("validation perplexity, mean of the replicas")
+    left.set_title("Validation perplexity")
+    left.set_ylabel("perplexity, mean of the replicas")
     right.set_yscale("log")
-    right.set_ylabel("replica spread")
+    right.set_title("Distance between replicas")
+    right.set_ylabel("replica spread (rms distance of a weight)")
     rates.set_ylabel("learning rate", color="#6b7280")
     rates.set_ylim(bottom=0)
     for axes in (left, right):
@@ -114,8 +116,8 @@ def _limits(rows: Sequence[Row]) -> tuple[float | None, float | None]:
 def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
     """Draw the rows that have a gap, whole or not at all; return False if there are none.
 
-    A mark is the mean over the seeds with a bar from their least to their greatest: full ones of the mean of the
-    replicas, hollow ones of the merged model. A line joins the variants that no other beats. What sends nothing has no
+    A mark is the mean over the seeds: full ones, with a bar from the least seed to the greatest, of the mean of the
+    replicas; hollow diamonds of the merged model. A line joins the variants that no other beats. What sends nothing has no
     place on the axis, and is a level.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: slow to import
@@ -137,16 +139,14 @@ def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
     axes = figure.subplots()
     axes.set_xscale("log")
     axes.axhline(0, color=_GREY, linewidth=0.8)
-    sizes = [sent for _, _, sent, *_ in shown if sent > 0]
-    aside = max(max(sizes) / min(sizes), 2.0) ** 0.006  # the bars of a variant must not hide each other
     legend = []
     for row, (color, _, mark), sent, gaps, merged, _ in sorted(shown, key=lambda entry: -entry[2]):
         gap, merged_gap = mean_and_std(gaps)[0], mean_and_std(merged)[0]
         share = mean_and_std(row.figures["bytes_share"])[0]
         parts = f"{gap:+.1f} %, merged {merged_gap:+.1f} %"
         if sent > 0:
-            _mark(axes, sent / aside, gaps, color, mark, face=color)
-            _mark(axes, sent * aside, merged, color, mark, face="white")
+            _bar(axes, sent, gaps, color, mark)
+            axes.plot(sent, merged_gap, color=color, marker="D", markerfacecolor="white", markersize=5, linestyle="")
             axes.annotate(row.label, (sent, gap), (9, 4), textcoords="offset points", color=color, fontsize=9)
             written = format_share(share) if math.isfinite(share) else format_bytes(sent)
             handle = Line2D([], [], color=color, marker=mark, linestyle="")
@@ -164,14 +164,15 @@ def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
         )
         axes.plot([sent for sent, _ in front], [gap for _, gap in front], color="#c4c8cf", linewidth=1.2, zorder=0)
     legend += [
-        Line2D([], [], color=_GREY, marker="o", linestyle="", label="full: mean of the replicas"),
-        Line2D([], [], color=_GREY, marker="o", markerfacecolor="white", linestyle="", label="hollow: merged model"),
+        Line2D([], [], color=_GREY, marker="o", linestyle="", label="full, with a bar over the seeds: mean of the replicas"),
+        Line2D([], [], color=_GREY, marker="D", markerfacecolor="white", linestyle="", label="hollow: merged model"),
     ]
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
     axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_title("Perplexity above data parallel training, against the bytes that a replica sends")
     axes.set_xlabel("bytes that a replica sends in the whole run")
-    axes.set_ylabel("perplexity above the reference (ddp), %")
+    axes.set_ylabel("validation perplexity above the reference (ddp), %")
     axes.margins(x=0.08)
     axes.grid(True, color="#e6e8ec", linewidth=0.8)
     for side in ("top", "right"):
@@ -181,10 +182,10 @@ def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
     return True
 
 
-def _mark(axes: "Axes", sent: float, gaps: np.ndarray, color: str, mark: str, face: str) -> None:
-    """A mark at the mean, with a bar over all seeds where there are several."""
+def _bar(axes: "Axes", sent: float, gaps: np.ndarray, color: str, mark: str) -> None:
+    """Draw a mark at the mean, with a bar over all seeds where there are several."""
     there = gaps[np.isfinite(gaps)]
     if len(there):
         mean = there.mean()
         reach = [[mean - there.min()], [there.max() - mean]] if len(there) > 1 else None
-        axes.errorbar(sent, mean, reach, color=color, marker=mark, markerfacecolor=face, markersize=7, capsize=3)
+        axes.errorbar(sent, mean, reach, color=color, marker=mark, markersize=8, capsize=3)

@@ -57,6 +57,7 @@ def draw_on(
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     _draw_loss(panels[0], train)
+    panels[0].set_title(f"Island {evals[-1]['island']}" if is_island else "Training, validation and distance of the replicas")
     (_draw_own_perplexity if is_island else _draw_perplexity)(panels[1], evals)
     if not is_island:
         _draw_spread(panels[2], evals)
@@ -94,7 +95,7 @@ def running_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def _draw_loss(axes: "Axes", train: list[dict[str, Any]]) -> None:
-    axes.set_ylabel("training loss")
+    axes.set_ylabel("training loss (nats a token)")
     steps, losses = _column(train, "loss")
     if not len(steps):
         return
@@ -174,7 +175,7 @@ def _label_plainly(axes: "Axes") -> None:
 
 
 def _draw_spread(axes: "Axes", evals: list[dict[str, Any]]) -> None:
-    axes.set_ylabel("replica spread")
+    axes.set_ylabel("replica spread (rms distance)")
     axes.set_yscale("log")
     steps, spreads = _column(evals, "replica_spread")
     spreads = np.where(spreads > 0, spreads, np.nan)  # zero while replicas are equal, as always with ddp

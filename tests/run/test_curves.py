@@ -76,14 +76,14 @@ def test_the_picture_of_an_island_has_its_own_perplexity_and_neither_merged_mode
     lines = [line for line in read_metrics(run(tmp_path, steps=20)) if line["kind"] == "train"]
     lines += [{"step": 10, "kind": "eval", "island": "paris", "perplexity": 5.0}]
     panels = drawn(lines)
-    assert list(panels) == ["training loss", "validation perplexity"]
+    assert list(panels) == ["training loss (nats a token)", "validation perplexity"]
     assert panels["validation perplexity"] == ["island paris", "5 outer steps"]
 
 
 def test_the_picture_of_all_replicas_has_the_merged_model_and_the_spread(tmp_path):
     panels = drawn(read_metrics(run(tmp_path, steps=20)))
     assert panels["validation perplexity"] == ["each replica", "mean of the replicas", "merged model"]
-    assert panels["replica spread"] == ["spread at evaluations", "5 outer steps"]
+    assert panels["replica spread (rms distance)"] == ["spread at evaluations", "5 outer steps"]
 
 
 @pytest.mark.parametrize("is_island_first", [True, False])

@@ -1,0 +1,104 @@
+"""The READMEs' commands, run one after the other as a page's reader would, each on a model that is small at once."""
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from support.data_makers import write_c4
+from support.paths import ROOT
+from support.readmes import READMES
+from support.texts import lines_of_words
+
+MODEL = [
+    *(f"--config.model.{name}" for name in ("hidden_size=16", "intermediate_size=32", "num_layers=1")),
+    *(f"--config.model.{name}" for name in ("num_heads=2", "num_kv_heads=2", "vocab_size=512")),
+]
+DATA = [
+    *("--config.data.path=c4/en", "--config.data.validation_path=", "--config.data.tokenizer=byte"),
+    *("--config.data.sequence_length=16", "--config.data.batch_size=1", "--config.data.shuffle_buffer=4"),
+]
+RUN = [
+    "--config.eval_batches=1",
+    "--config.num_replicas=2",
+    "--config.num_steps=2",
+    "--config.num_microbatches=1",
+    "--config.inner.warmup_steps=1",
+]
+# What is added to a tool's commands: the last value of a flag counts.
+ADDED = {
+    "train": [*MODEL, *DATA, *RUN],
+    "island keys": [],
+    "compare": ["--dry_run", *DATA],
+    "simulate": [],
+    "export": [],
+    "generate": ["--max_new_tokens=2"],
+    "island train": ["--dry_run", *MODEL, *DATA],
+    "island scatter": [],
+    "island gather": ["--out=gathered"],
+}
+# Tools whose commands take minutes, set the number of devices or need peers, and the tests that run them.
+ELSEWHERE = {
+    "communication": "communication/test_command.py",
+    "bench": "bench/test_command.py",
+    "lateness": "processes/test_lateness.py",
+    "island status": "islands/test_merge.py",
+    "island merge": "islands/test_merge.py",
+}
+ROSTER = """
+run = "two"
+
+[[island]]
+name = "paris"
+address = "127.0.0.1:7070"
+
+[[island]]
+name = "berlin"
+address = "127.0.0.1:7071"
+"""
+
+
+def documented() -> list[tuple[str, str, list[str]]]:
+    """Return (page, tool, arguments) of every `python -m noloco_jax.TOOL` that stands in a block of a README."""
+    found = []
+    for page in READMES:
+        text = re.sub(r"\\\n\s*", " ", page.read_text())
+        for module, rest in re.findall(r"^ {4,}python -m noloco_jax\.(\w+) (.*)", text, re.MULTILINE):
+            arguments = shlex.split(rest, comments=True)
+            tool = f"{module} {arguments.pop(0)}" if module == "island" else module
+            found.append((page.relative_to(ROOT).parts[-2:][0], tool, arguments))
+    return found
+
+
+COMMANDS = [command for command in documented() if command[1] not in ELSEWHERE]
+COMMANDS.sort(key=lambda command: list(ADDED).index(command[1]))  # a run before what reads its folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with the data and the roster that the pages name."""
+    path = tmp_path_factory.mktemp("documented")
+    lines = lines_of_words(120)
+    write_c4(path / "c4/en", [lines[:50], lines[50:100]])
+    write_c4(path / "c4/en", [lines[100:]], "validation")
+    (path / "roster.toml").write_text(ROSTER)
+    (path / "runs").mkdir()
+    (path / "runs/quickstart").symlink_to("c4")
+    return path
+
+
+def test_every_documented_tool_is_run_here_or_by_the_named_test():
+    assert {tool for _, tool, _ in documented()} == ADDED.keys() | ELSEWHERE.keys()
+    for test in ELSEWHERE.values():
+        assert (ROOT / "tests" / test).exists()
+
+
+@pytest.mark.parametrize("page, tool, arguments", COMMANDS, ids=[f"{page}-{tool}" for page, tool, _ in COMMANDS])
+def test_a_documented_command_runs(folder, page, tool, arguments, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    module, *subcommand = tool.split()
+    main = importlib.import_module(f"noloco_jax.{module}.command").main
+    status = main([*subcommand, *arguments, *ADDED[tool]])
+    assert not status, capsys.readouterr()
