@@ -117,8 +117,8 @@ def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
     """Draw the rows that have a gap, whole or not at all; return False if there are none.
 
     A mark is the mean over the seeds: full ones, with a bar from the least seed to the greatest, of the mean of the
-    replicas; hollow diamonds of the merged model. A line joins the variants that no other beats. What sends nothing has no
-    place on the axis, and is a level.
+    replicas; hollow diamonds of the merged model. A line joins the variants that no other beats. What sends nothing is
+    a level, as the axis has no place for it.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: slow to import
     from matplotlib.figure import Figure
@@ -164,7 +164,7 @@ def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
         )
         axes.plot([sent for sent, _ in front], [gap for _, gap in front], color="#c4c8cf", linewidth=1.2, zorder=0)
     legend += [
-        Line2D([], [], color=_GREY, marker="o", linestyle="", label="full, with a bar over the seeds: mean of the replicas"),
+        Line2D([], [], color=_GREY, marker="o", linestyle="", label="full, bar over the seeds: mean of the replicas"),
         Line2D([], [], color=_GREY, marker="D", markerfacecolor="white", linestyle="", label="hollow: merged model"),
     ]
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

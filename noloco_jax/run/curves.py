@@ -57,7 +57,7 @@ def draw_on(
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     _draw_loss(panels[0], train)
-    panels[0].set_title(f"Island {evals[-1]['island']}" if is_island else "Training, validation and distance of the replicas")
+    panels[0].set_title(f"Island {evals[-1]['island']}" if is_island else "Training, evaluation and replica spread")
     (_draw_own_perplexity if is_island else _draw_perplexity)(panels[1], evals)
     if not is_island:
         _draw_spread(panels[2], evals)

@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import noloco_jax
 from noloco_jax.__main__ import main
@@ -69,6 +70,13 @@ def test_the_wheels_metadata_holds_the_packages_version_and_the_readme(wheel):
     assert metadata["Version"] == noloco_jax.__version__
     payload = metadata.get_payload(decode=True)
     assert isinstance(payload, bytes) and payload.decode().strip() == (ROOT / "README.md").read_text().strip()
+
+
+def test_the_citation_is_of_the_packages_version_and_the_paper():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == noloco_jax.__version__
+    assert citation["preferred-citation"]["url"] == "https://arxiv.org/abs/2506.10911"
+    assert len(citation["preferred-citation"]["authors"]) == 5
 
 
 def test_a_config_of_an_installed_wheel_is_found_by_its_path_in_a_clone(wheel, tmp_path):
