@@ -45,7 +45,9 @@ fi
 
 # The roster, with ports that are free just now; prints the cores of each island, a line each.
 cores=$("$python" - "$n" "$workdir/roster.toml" <<'END'
-import contextlib, os, pathlib, re, socket, sys
+import contextlib, pathlib, re, socket, sys
+
+from noloco_jax.cores import usable_cores
 
 n, path = int(sys.argv[1]), pathlib.Path(sys.argv[2])
 before = len(re.findall(r"^\[\[island\]\]", path.read_text(), re.MULTILINE)) if path.exists() else n
@@ -56,19 +58,19 @@ with contextlib.ExitStack() as stack:
     ports = [one.getsockname()[1] for one in sockets]
 islands = [f'\n[[island]]\nname = "island{i}"\naddress = "127.0.0.1:{port}"\n' for i, port in enumerate(ports)]
 path.write_text('run = "islands"\n' + "".join(islands))
-cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+cores = usable_cores()
 for i in range(n):
     print(",".join(map(str, cores[i::n] or [cores[i % len(cores)]])))
 END
 ) || exit 2
-mapfile -t cores <<<"$cores"
+IFS=$'\n' read -r -d '' -a cores <<<"$cores" || true  # not mapfile, which the bash of macOS lacks
 "$python" -m noloco_jax.island keys --roster="$workdir/roster.toml" --out="$workdir/keys" >"$workdir/keys.log" 2>&1 ||
     fail "$(tail -n 1 "$workdir/keys.log")"
 
 gpus=0
 if [[ "${JAX_PLATFORMS:-}" != cpu* ]] && command -v nvidia-smi >/dev/null; then
-    mapfile -t gpu < <(if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then tr , '\n' <<<"$CUDA_VISIBLE_DEVICES"; else
-        nvidia-smi --query-gpu=index --format=csv,noheader; fi 2>/dev/null)
+    IFS=$', \n' read -r -d '' -a gpu < <(if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then echo "$CUDA_VISIBLE_DEVICES"; else
+        nvidia-smi --query-gpu=index --format=csv,noheader; fi 2>/dev/null) || true
     gpus=${#gpu[@]}
 fi
 stopping="" pids=() starts=() folders=()

@@ -9,6 +9,8 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from noloco_jax.cores import usable_cores
+
 if TYPE_CHECKING:
     from noloco_jax.config import MeshConfig, TrainConfig
 
@@ -49,7 +51,7 @@ def use_cpu_cores(config: "TrainConfig", num_processes: int = 1) -> None:
 
     from noloco_jax.methods import has_delay
 
-    cores = len(os.sched_getaffinity(0))
+    cores = len(usable_cores())
     count = num_cpu_devices(config.mesh, config.num_replicas, cores, num_processes)
     if has_delay(config) and (count > 1 or num_processes > 1):
         # Exchanges have CPU devices of their own (`spmd.background`): one for every GPU, or for every other CPU device.

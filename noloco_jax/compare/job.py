@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from noloco_jax.compare.plan import Run
+from noloco_jax.cores import keep_on
 from noloco_jax.errors import UserError
 from noloco_jax.formatting import format_clock, format_perplexity, format_tokens_per_second, or_infinity
 from noloco_jax.run.metrics import METRICS_FILE, NewLines
@@ -60,7 +61,7 @@ class Job:
                 env={**os.environ, **(environment or {})},
             )
         if cores:  # before it has threads, which inherit them; XLA makes as many as it may use
-            os.sched_setaffinity(self._process.pid, cores)
+            keep_on(self._process.pid, cores)
 
     @property
     def status(self) -> int | None:

@@ -20,6 +20,7 @@ from noloco_jax.compare.job import Job
 from noloco_jax.compare.plan import Plan, Run
 from noloco_jax.compare.results import is_complete, last_perplexities, read_progress
 from noloco_jax.compare.rows import make_rows
+from noloco_jax.cores import usable_cores
 from noloco_jax.files import write_whole
 from noloco_jax.formatting import format_perplexity, format_spread
 
@@ -116,7 +117,7 @@ class Comparison:
             if None not in self._slots or self._stopped is not None:
                 return
             slot, jobs = self._slots.index(None), len(self._slots)
-            cores = share_of_cores(sorted(os.sched_getaffinity(0)), jobs, slot)
+            cores = share_of_cores(usable_cores(), jobs, slot)
             environment = share_of_gpus(self._gpus, os.environ, jobs, slot)
             job = Job(run, self._workdir / run.name, label, self._arguments(run), cores, environment)
             self._taken.append(run)

@@ -1,7 +1,6 @@
 """Compilation of a run's programs before its first step, so that no step's time includes a compilation."""
 
 import dataclasses
-import os
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 
 from noloco_jax import draws
 from noloco_jax.config import TrainConfig
+from noloco_jax.cores import usable_cores
 from noloco_jax.spmd.offload import offloaded
 from noloco_jax.spmd.programs import Programs
 
@@ -85,4 +85,4 @@ def _compiled(
 def _num_threads(programs: Programs) -> int:
     """Return the number of programs to compile at the same time."""
     on_cpu = programs.mesh.devices.flat[0].platform == "cpu"
-    return max(len(os.sched_getaffinity(0)), 1) if on_cpu else 1
+    return len(usable_cores()) if on_cpu else 1

@@ -10,6 +10,7 @@ from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 from noloco_jax.cluster.host import num_cpu_devices, use_gpu_memory
 from noloco_jax.config import MeshConfig
+from noloco_jax.cores import keep_on, usable_cores
 from support.paths import ROOT
 
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -92,6 +93,15 @@ use_cpu_cores(TrainConfig(num_replicas=6))
 print(jax.local_device_count())
 """
     assert printed(program, XLA_FLAGS="") == 3
+
+
+def test_without_the_kernels_word_a_process_has_the_machines_cores_and_stays_on_none(monkeypatch):
+    """As on macOS, which has neither call."""
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.delattr(os, "sched_setaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert usable_cores() == [0, 1, 2]
+    keep_on(os.getpid(), [0])
 
 
 @pytest.mark.parametrize(("method", "count"), [("noloco", 8), ("ddp", 4)])
