@@ -3,14 +3,17 @@
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from noloco_jax.data import storage
 from noloco_jax.errors import TransientError, UserError
 
+_TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 _ANSWER_SECONDS = 3.0  # timeout of the Hugging Face hub
 
 # Cases, accents in both forms, digits, spaces, line ends, and scripts without spaces and beyond 16 bits.
@@ -117,7 +120,7 @@ class FastTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Load the tokenizer `name`: "byte", a folder, or a name on the Hugging Face hub.
+    """Load the tokenizer `name`: "byte", a folder, here or at an address, or a name on the Hugging Face hub.
 
     A gated one is fetched with the token in the environment variable HF_TOKEN. Where the hub does not answer, what was
     fetched before is taken.
@@ -125,12 +128,31 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "byte":
         return ByteTokenizer()
+    if storage.is_remote(name):
+        with tempfile.TemporaryDirectory() as copy:
+            _copy_tokenizer(name, Path(copy))
+            return _load(name, Path(copy))
     folder = Path(name).expanduser()
     if (folder.is_absolute() or name.startswith((".", "~"))) and not folder.is_dir():
         raise UserError(
             f"data.tokenizer={name!r}: there is no such folder; give one with a tokenizer.json, "
             'a name on the Hugging Face hub, or "byte"'
         )
+    return _load(name, folder)
+
+
+def _copy_tokenizer(name: str, folder: Path) -> None:
+    """Copy a tokenizer's files, which are small, from the folder at the address `name`."""
+    try:
+        files = storage.list_files(name, recursive=False)
+    except FileNotFoundError:
+        raise UserError(f"data.tokenizer={name!r}: there is no such folder") from None
+    for file in files:
+        if file.endswith(_TOKENIZER_SUFFIXES):
+            (folder / file.rpartition("/")[2]).write_bytes(storage.read_file(file))
+
+
+def _load(name: str, folder: Path) -> FastTokenizer:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences its warning that PyTorch is missing
     from transformers import AutoTokenizer
 
