@@ -1,10 +1,11 @@
 """Tokenizers: the bytes of the text, or any fast tokenizer that `transformers` can load."""
 
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -128,38 +129,45 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "byte":
         return ByteTokenizer()
-    if storage.is_remote(name):
-        with tempfile.TemporaryDirectory() as copy:
-            _copy_tokenizer(name, Path(copy))
-            return _load(name, Path(copy))
     folder = Path(name).expanduser()
     if (folder.is_absolute() or name.startswith((".", "~"))) and not folder.is_dir():
         raise UserError(
             f"data.tokenizer={name!r}: there is no such folder; give one with a tokenizer.json, "
             'a name on the Hugging Face hub, or "byte"'
         )
-    return _load(name, folder)
+    with local_tokenizer(name) as given:
+        return _load(name, given)
 
 
-def _copy_tokenizer(name: str, folder: Path) -> None:
-    """Copy a tokenizer's files, which are small, from the folder at the address `name`."""
+@contextlib.contextmanager
+def local_tokenizer(name: str) -> Iterator[str]:
+    """Yield what `transformers` loads a tokenizer by: its name on the hub, its folder, or a copy of one at an address.
+
+    Raises `UserError` if there is no folder at the address.
+    """
+    if not storage.is_remote(name):
+        folder = Path(name).expanduser()
+        yield str(folder) if folder.is_dir() else name
+        return
     try:
         files = storage.list_files(name, recursive=False)
     except FileNotFoundError:
         raise UserError(f"data.tokenizer={name!r}: there is no such folder") from None
-    for file in files:
-        if file.endswith(_TOKENIZER_SUFFIXES):
-            (folder / file.rpartition("/")[2]).write_bytes(storage.read_file(file))
+    with tempfile.TemporaryDirectory() as folder:
+        for file in files:
+            if file.endswith(_TOKENIZER_SUFFIXES):
+                Path(folder, file.rpartition("/")[2]).write_bytes(storage.read_file(file))
+        yield folder
 
 
-def _load(name: str, folder: Path) -> FastTokenizer:
+def _load(name: str, given: str) -> FastTokenizer:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences its warning that PyTorch is missing
     from transformers import AutoTokenizer
 
-    unreachable = "" if folder.is_dir() else _unreachable_hub()
+    unreachable = "" if Path(given).is_dir() else _unreachable_hub()
     try:
         loaded = AutoTokenizer.from_pretrained(
-            str(folder) if folder.is_dir() else name,
+            given,
             token=os.environ.get("HF_TOKEN"),
             use_fast=True,
             local_files_only=bool(unreachable),

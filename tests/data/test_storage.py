@@ -24,6 +24,7 @@ from noloco_jax.data import (
     storage,
     validation_batches,
 )
+from noloco_jax.data.tokenizers import local_tokenizer
 from noloco_jax.errors import TransientError, UserError
 from support.data_makers import CountingTokenizer, open_streams, write_counting, write_json_lines, write_rows
 from support.stores import STORES
@@ -429,6 +430,9 @@ def test_a_tokenizer_is_loaded_from_a_server(tmp_path, start):
     loaded = load_tokenizer(address)
     assert loaded.encode("abba").tolist() == [2, 1, 0]
     assert loaded.fingerprint == load_tokenizer(str(tmp_path)).fingerprint
+    with local_tokenizer(address) as copy:  # which an export reads
+        assert load_tokenizer(copy).fingerprint == loaded.fingerprint
+    assert not Path(copy).exists()
 
 
 def test_a_run_refuses_a_missing_bucket_before_it_compiles(tmp_path, start):
