@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from noloco_jax.data import storage
 from noloco_jax.data.source import SourceOptions
 from noloco_jax.errors import UserError
 
@@ -27,7 +28,7 @@ _SPLIT_PATTERNS = {
 }
 
 
-def find_files(options: SourceOptions, suffixes: Sequence[str]) -> list[Path]:
+def find_files(options: SourceOptions, suffixes: Sequence[str]) -> list[str]:
     """Find the files below the folder `options.path` in sorted order, or the one file that it is.
 
     Links to files and folders are followed. Hidden files and folders, and folders that hold caches or installed
@@ -36,21 +37,51 @@ def find_files(options: SourceOptions, suffixes: Sequence[str]) -> list[Path]:
 
     Raises `UserError` if there is no such file.
     """
-    root = Path(options.path).expanduser()
-    if root.is_file():
-        return [root]
-    if not root.is_dir():
-        raise UserError(f"{options.name}: there is no such file or folder")
-    is_excluded = _excluder(root, Path(options.exclude).expanduser()) if options.exclude else lambda file: False
-    found = [
-        root / relative
-        for relative in sorted(_files_below(root, tuple(suffixes)))
-        if os.path.isfile(file := os.path.join(root, relative)) and not is_excluded(file)
-    ]
+    if storage.is_remote(options.path):
+        root = options.path.rstrip("/")
+        every = remote_files(options, recursive=True)
+        if every == [root]:
+            return every
+        exclude = options.exclude.rstrip("/")
+        if not exclude or _is_below(root, exclude, "/"):
+            found = every
+        else:
+            found = [file for file in every if not _is_below(file, exclude, "/")]
+        found = [file for file in found if file.endswith(tuple(suffixes)) and not _is_skipped(parts_below(file, root))]
+    else:
+        root = Path(options.path).expanduser()
+        if root.is_file():
+            return [str(root)]
+        if not root.is_dir():
+            raise UserError(f"{options.name}: there is no such file or folder")
+        is_excluded = _excluder(root, Path(options.exclude).expanduser()) if options.exclude else lambda file: False
+        found = [
+            file
+            for relative in sorted(_files_below(root, tuple(suffixes)))
+            if os.path.isfile(file := os.path.join(root, relative)) and not is_excluded(file)
+        ]
     if not found:
         patterns = ", ".join(f"*{suffix}" for suffix in suffixes)
         raise UserError(f"{options.name} holds no file {patterns}")
     return found
+
+
+def remote_files(options: SourceOptions, *, recursive: bool) -> list[str]:
+    """Return the files in a folder at an address, or the one file there. Raises `UserError` if there is neither."""
+    try:
+        return storage.list_files(options.path, recursive=recursive)
+    except FileNotFoundError:
+        login = ", or it needs a login: set HF_TOKEN" if options.path.startswith("hf://") else ""
+        raise UserError(f"{options.name}: there is no such file, folder or bucket{login}") from None
+
+
+def parts_below(file: str, root: str) -> list[str]:
+    """Return the folders between the folder `root` and a file in it, and the file's name."""
+    return file[len(root) :].strip("/").split("/")
+
+
+def _is_skipped(parts: Sequence[str]) -> bool:
+    return any(part.startswith(".") for part in parts) or any(part in SKIPPED_FOLDERS for part in parts[:-1])
 
 
 def _excluder(root: Path, exclude: Path) -> Callable[[str], bool]:
@@ -61,22 +92,25 @@ def _excluder(root: Path, exclude: Path) -> Callable[[str], bool]:
     return lambda file: _is_below(os.path.abspath(file), named) or _is_below(os.path.realpath(file), real)
 
 
-def _is_below(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
+def _is_below(path: str, folder: str, separator: str = os.sep) -> bool:
+    return path == folder or path.startswith(folder.rstrip(separator) + separator)
 
 
-def without_repeats(files: Iterable[Path]) -> list[str]:
+def without_repeats(files: Iterable[str]) -> list[str]:
     """Return the files without those that are one of the others under another name, by a link."""
-    real_folders: dict[Path, str] = {}
+    real_folders: dict[str, str] = {}
     found: dict[str, str] = {}
     for file in files:
-        if file.is_symlink():
+        folder, name = os.path.split(file)
+        if storage.is_remote(file):
+            real = file
+        elif os.path.islink(file):
             real = os.path.realpath(file)
         else:
-            if file.parent not in real_folders:
-                real_folders[file.parent] = os.path.realpath(file.parent)
-            real = os.path.join(real_folders[file.parent], file.name)
-        found.setdefault(real, str(file))
+            if folder not in real_folders:
+                real_folders[folder] = os.path.realpath(folder)
+            real = os.path.join(real_folders[folder], name)
+        found.setdefault(real, file)
     return list(found.values())
 
 
@@ -152,10 +186,10 @@ def split_files(options: SourceOptions, suffixes: Sequence[str]) -> tuple[list[s
     Raises `UserError` if no file is left.
     """
     files = find_files(options, suffixes)
-    root = Path(options.path).expanduser()
-    by_split: dict[str | None, list[Path]] = {}
+    root = options.path.rstrip("/") if storage.is_remote(options.path) else str(Path(options.path).expanduser())
+    by_split: dict[str | None, list[str]] = {}
     for file in files:
-        split = None if file == root else split_in_name(file.parts[len(root.parts) :])
+        split = None if file == root else split_in_name(parts_below(file, root))
         by_split.setdefault(split, []).append(file)
     if options.split == "validation" and not options.holds_both_splits:
         return without_repeats(by_split.get("validation") or by_split.get("test") or files), "all"
@@ -165,6 +199,6 @@ def split_files(options: SourceOptions, suffixes: Sequence[str]) -> tuple[list[s
     if training is None:
         raise UserError(
             f"{options.name} holds no file to train on: the names of all {len(files)} say validation or test, as "
-            f"{files[0].name}; rename them, or name a single file"
+            f"{os.path.basename(files[0])}; rename them, or name a single file"
         )
     return without_repeats(training), "all" if "validation" in by_split else options.part

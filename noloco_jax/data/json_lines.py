@@ -1,5 +1,6 @@
 """Documents in files of JSON lines: any such files, and C4 in its public form."""
 
+import fnmatch
 import functools
 import json
 import reprlib
@@ -9,9 +10,11 @@ from typing import NoReturn
 
 import numpy as np
 
-from noloco_jax.data.find_files import HELD_OUT_EVERY, without_repeats
+from noloco_jax.data import storage
+from noloco_jax.data.find_files import HELD_OUT_EVERY, remote_files, without_repeats
+from noloco_jax.data.identity import content_fact, file_states
 from noloco_jax.data.line_reader import COMPRESSED, Line, LinePosition, LineReader
-from noloco_jax.data.reading import DamagedFileError, file_state, sampled_contents, stop_or_skip
+from noloco_jax.data.reading import DamagedFileError, stop_or_skip
 from noloco_jax.data.source import EncodeTexts, SourceOptions, WindowShuffledShard, seeded_permutation
 from noloco_jax.errors import UserError
 
@@ -29,10 +32,15 @@ _START = (0, 0, 0, 0, 0)  # the seek hint of the first window
 
 def find_c4_files(options: SourceOptions) -> list[str]:
     """Find the sorted files `c4-{split}.*.json.gz` of a folder."""
-    folder, pattern = Path(options.path).expanduser(), f"c4-{options.split}.*.json.gz"
-    if not folder.is_dir():
-        raise UserError(f"{options.name}: there is no such folder; give the one that holds {pattern}")
-    files = without_repeats(sorted(folder.glob(pattern)))
+    pattern = f"c4-{options.split}.*.json.gz"
+    if storage.is_remote(options.path):
+        found = remote_files(options, recursive=False)
+        files = [file for file in found if fnmatch.fnmatchcase(file.rpartition("/")[2], pattern)]
+    else:
+        folder = Path(options.path).expanduser()
+        if not folder.is_dir():
+            raise UserError(f"{options.name}: there is no such folder; give the one that holds {pattern}")
+        files = without_repeats(map(str, sorted(folder.glob(pattern))))
     if not files:
         raise UserError(f"{options.name} holds no file {pattern}")
     return files
@@ -88,13 +96,13 @@ class JsonLinesSource:
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, int | str]:
-        sizes = [file_state(file).size for file in self._files]
+        sizes = [state.size for state in file_states(self._files)]
         return {
             "kind": self._kind,
             "files": len(self._files),
             "bytes": sum(sizes),
             "names and sizes": self._options.digest(zip(self._files, sizes, strict=True)),
-            "sampled contents": sampled_contents(self._files),
+            **content_fact(self._files),
             "part": self._part,
             "text column": self._options.text_column,
         }

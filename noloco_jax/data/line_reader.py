@@ -7,10 +7,11 @@ import io
 import lzma
 import zlib
 from collections.abc import Sequence
-from typing import IO, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
 
 from isal import igzip, igzip_lib
 
+from noloco_jax.data import storage
 from noloco_jax.data.reading import DamagedFileError, read_with_retries, stop_or_skip
 
 _BUFFER_BYTES = 1 << 16
@@ -46,26 +47,27 @@ def open_decompressed(path: str, *, damaged: bool = False) -> IO[bytes]:
 
     Raises `DamagedFileError` for a compressed file of another name.
     """
+    source: Any = storage.source(path)
     if path.endswith(".gz") and damaged:
-        return cast(IO[bytes], gzip.open(path))
+        return cast(IO[bytes], gzip.open(source))
     if path.endswith(".gz"):
         # The outer buffer has a `readline` in C.
-        return io.BufferedReader(igzip.IGzipFile(path, "rb"), _BUFFER_BYTES)  # pyright: ignore[reportArgumentType]
+        return io.BufferedReader(igzip.open(source), _BUFFER_BYTES)  # pyright: ignore[reportArgumentType]
     if path.endswith(".zst"):
         import pyarrow as pa
 
         buffer_bytes = 1 if damaged else _BUFFER_BYTES
-        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(path, "rb"), "zstd"), buffer_bytes)
+        return io.BufferedReader(pa.CompressedInputStream(source, "zstd"), buffer_bytes)
     if path.endswith(".bz2"):
-        return bz2.open(path)
+        return bz2.open(source)
     if path.endswith(".xz"):
-        return lzma.open(path)
-    with open(path, "rb") as opened:
+        return lzma.open(source)
+    with storage.open_file(path) as opened:
         start = opened.read(8)
     for suffix, first_bytes in _FIRST_BYTES.items():
         if start.startswith(first_bytes):
             raise DamagedFileError(f"{path} is compressed: name it {path}{suffix}")
-    return open(path, "rb")
+    return storage.open_file(path)
 
 
 def _go_to(start: int, opened: IO[bytes], path: str) -> None:

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from noloco_jax.data.find_files import HoldOut
+from noloco_jax.data.identity import content_fact
 from noloco_jax.data.parquet_file import FileFooter, read_batches, read_footers
 from noloco_jax.data.parquet_rows import RowConverter
-from noloco_jax.data.reading import DamagedFileError, sampled_contents, stop_or_skip
+from noloco_jax.data.reading import DamagedFileError, stop_or_skip
 from noloco_jax.data.source import EncodeTexts, SourceOptions, WindowShuffledShard, seeded_permutation
 from noloco_jax.errors import UserError
 
@@ -117,7 +118,7 @@ class ParquetSource:
             "rows": self._hold_out.count,
             "documents": self._total,
             "names and sizes": self._options.digest(zip(self._files, self._footers, strict=True)),
-            "sampled contents": sampled_contents(self._files),
+            **content_fact(self._files),
         }
 
     def _count_part(self, first_row: Any, num_rows: Any) -> Any:

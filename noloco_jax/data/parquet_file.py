@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from noloco_jax.data.reading import DamagedFileError, FileState, file_state, read_with_retries
+from noloco_jax.data import storage
+from noloco_jax.data.identity import FileState, file_state, file_states
+from noloco_jax.data.reading import DamagedFileError, read_with_retries
 from noloco_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ def read_footers(paths: Sequence[str], text_column: str) -> Sequence[FileFooter 
 
     They are read once in a process, unless the files change.
     """
-    return _read_footers(tuple(map(file_state, paths)), text_column)
+    return _read_footers(file_states(paths), text_column)
 
 
 @functools.lru_cache(maxsize=8)  # data sets
@@ -55,19 +57,22 @@ def _read_footers(files: tuple[FileState, ...], text_column: str) -> tuple[FileF
 
 
 @functools.lru_cache(maxsize=_DECODED_FOOTERS)
-def _decoded_footer(path: str, modified: int, size: int) -> "pq.FileMetaData":
+def _decoded_footer(path: str, version: int | str, size: int) -> "pq.FileMetaData":
     import pyarrow.parquet as pq
 
-    return _decoding(path, lambda: pq.read_metadata(path))
+    return _decoding(path, lambda: pq.read_metadata(storage.source(path)))
 
 
 def _open(path: str) -> "pq.ParquetFile":
     import pyarrow.parquet as pq
 
     footer = _decoded_footer(*file_state(path))
-    return _decoding(
-        path, lambda: pq.ParquetFile(path, metadata=footer, pre_buffer=False, buffer_size=_COLUMN_BUFFER_BYTES)
-    )
+    buffer_bytes = storage.LARGEST_BLOCK if storage.is_remote(path) else _COLUMN_BUFFER_BYTES
+
+    def read() -> "pq.ParquetFile":
+        return pq.ParquetFile(storage.source(path), metadata=footer, pre_buffer=False, buffer_size=buffer_bytes)
+
+    return _decoding(path, read)
 
 
 def _decoding(path: str, read: Callable[[], T]) -> T:

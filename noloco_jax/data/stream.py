@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from noloco_jax.data.from_config import Mixture, mixture_of, open_sources
+from noloco_jax.data.identity import CONTENT_FACTS
 from noloco_jax.data.packing import HostBatch, HostSequence, Packer
 from noloco_jax.data.positions import DataPosition, start_position
 from noloco_jax.data.source import Source
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 _PREFETCHED_BATCHES = 4
 # Facts of a source that checkpoints of earlier versions do not have.
-_NOT_ALWAYS_SAVED = ("sampled contents", "text column")
+_NOT_ALWAYS_SAVED = (*CONTENT_FACTS, "text column")
 
 # A source's name and a position -> its sequences from there on, each with the position after it.
 OpenSequences = Callable[[str, DataPosition], Generator[tuple[HostSequence, DataPosition]]]
@@ -160,6 +161,8 @@ class Stream(Iterator[HostBatch]):
         saved, mine = state["source"], self._identity["source"]
         for name in mine | saved:
             if name not in saved and name.endswith(_NOT_ALWAYS_SAVED):
+                continue
+            if name not in mine and name.endswith(CONTENT_FACTS):
                 continue
             if saved.get(name) != mine.get(name):
                 raise UserError(

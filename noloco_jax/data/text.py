@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
+from noloco_jax.data import storage
 from noloco_jax.data.find_files import HELD_OUT_EVERY, HoldOut, find_files, without_repeats
-from noloco_jax.data.reading import read_with_retries, sampled_contents
+from noloco_jax.data.identity import content_fact, file_states
+from noloco_jax.data.reading import read_with_retries
 from noloco_jax.data.source import EncodeTexts, SourceOptions, seeded_permutation
 from noloco_jax.errors import UserError
 
@@ -20,8 +21,7 @@ _MAX_LINE_BYTES = 4096  # a piece ends within a longer line
 def find_text_files(options: SourceOptions) -> list[tuple[str, int]]:
     """Return (path, bytes) of every text file that is not empty, see `find_files`."""
     files = without_repeats(find_files(options, SUFFIXES))
-    sized = [(file, read_with_retries(Path(file).stat, file).st_size) for file in files]
-    sized = [(file, size) for file, size in sized if size]
+    sized = [(state.path, state.size) for state in file_states(files) if state.size]
     if not sized:
         raise UserError(f"{options.name} holds no text: its files are empty")
     return sized
@@ -71,7 +71,7 @@ class TextSource:
             "files": len(self._files),
             "bytes": sum(size for _, size in self._files),
             "names and sizes": self._options.digest(self._files),
-            "sampled contents": sampled_contents([path for path, _ in self._files]),
+            **content_fact([path for path, _ in self._files]),
             "documents": len(self._documents),
         }
 
@@ -96,7 +96,7 @@ class TextSource:
         path, size = self._files[file]
 
         def read() -> bytes:
-            with open(path, "rb") as opened:
+            with storage.open_file(path) as opened:
                 start, stop = (_piece_border(opened, (number + k) * self._piece, size) for k in (0, 1))
                 opened.seek(start)
                 return opened.read(stop - start)

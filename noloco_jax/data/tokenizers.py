@@ -1,16 +1,20 @@
 """Tokenizers: the bytes of the text, or any fast tokenizer that `transformers` can load."""
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from noloco_jax.data import storage
 from noloco_jax.errors import TransientError, UserError
 
+_TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 _ANSWER_SECONDS = 3.0  # timeout of the Hugging Face hub
 
 # Cases, accents in both forms, digits, spaces, line ends, and scripts without spaces and beyond 16 bits.
@@ -117,7 +121,7 @@ class FastTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Load the tokenizer `name`: "byte", a folder, or a name on the Hugging Face hub.
+    """Load the tokenizer `name`: "byte", a folder, here or at an address, or a name on the Hugging Face hub.
 
     A gated one is fetched with the token in the environment variable HF_TOKEN. Where the hub does not answer, what was
     fetched before is taken.
@@ -131,13 +135,39 @@ def load_tokenizer(name: str) -> Tokenizer:
             f"data.tokenizer={name!r}: there is no such folder; give one with a tokenizer.json, "
             'a name on the Hugging Face hub, or "byte"'
         )
+    with local_tokenizer(name) as given:
+        return _load(name, given)
+
+
+@contextlib.contextmanager
+def local_tokenizer(name: str) -> Iterator[str]:
+    """Yield what `transformers` loads a tokenizer by: its name on the hub, its folder, or a copy of one at an address.
+
+    Raises `UserError` if there is no folder at the address.
+    """
+    if not storage.is_remote(name):
+        folder = Path(name).expanduser()
+        yield str(folder) if folder.is_dir() else name
+        return
+    try:
+        files = storage.list_files(name, recursive=False)
+    except FileNotFoundError:
+        raise UserError(f"data.tokenizer={name!r}: there is no such folder") from None
+    with tempfile.TemporaryDirectory() as folder:
+        for file in files:
+            if file.endswith(_TOKENIZER_SUFFIXES):
+                Path(folder, file.rpartition("/")[2]).write_bytes(storage.read_file(file))
+        yield folder
+
+
+def _load(name: str, given: str) -> FastTokenizer:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # silences its warning that PyTorch is missing
     from transformers import AutoTokenizer
 
-    unreachable = "" if folder.is_dir() else _unreachable_hub()
+    unreachable = "" if Path(given).is_dir() else _unreachable_hub()
     try:
         loaded = AutoTokenizer.from_pretrained(
-            str(folder) if folder.is_dir() else name,
+            given,
             token=os.environ.get("HF_TOKEN"),
             use_fast=True,
             local_files_only=bool(unreachable),

@@ -248,8 +248,10 @@ def _save_tokenizer(name: str, folder: Path) -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would regret that there is no PyTorch
     from transformers import AutoTokenizer
 
-    given = Path(name).expanduser()
-    loaded = AutoTokenizer.from_pretrained(str(given) if given.is_dir() else name, token=os.environ.get("HF_TOKEN"))
+    from noloco_jax.data.tokenizers import local_tokenizer
+
+    with local_tokenizer(name) as given:
+        loaded = AutoTokenizer.from_pretrained(given, token=os.environ.get("HF_TOKEN"))
     loaded.save_pretrained(folder)
 
 

@@ -1,6 +1,7 @@
 """Finding, reading and shuffling text files and C4 shards."""
 
 import gzip
+import os
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
@@ -161,7 +162,7 @@ def test_what_is_validated_on_is_not_trained_on_by_a_link_to_it(tmp_path, exclud
             find_files(searched, [".txt"])
     else:
         found = find_files(searched, [".txt"])
-        assert [str(file.relative_to(snapshot)) for file in found] == kept[excluded]
+        assert [os.path.relpath(file, snapshot) for file in found] == kept[excluded]
 
 
 def test_a_permutation_holds_every_number_once():

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from noloco_jax.config import DataConfig
-from noloco_jax.data import load_tokenizer, reading, train_stream, validation_batches
+from noloco_jax.data import identity, load_tokenizer, train_stream, validation_batches
 from noloco_jax.data.from_config import open_source
 from noloco_jax.errors import UserError
 from support.data_makers import (
@@ -249,7 +249,7 @@ def test_a_state_of_files_of_the_same_names_and_sizes_and_other_contents_is_refu
 
 def contents_of(config):
     """The digest of another process, which has read none of the files before."""
-    reading._sampled_contents.cache_clear()
+    identity._sampled_contents.cache_clear()
     source = open_source(config, CountingTokenizer(), validation=False, seed=0, vocab_size=None)
     return source.fingerprint["sampled contents"]
 

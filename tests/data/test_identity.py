@@ -6,16 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from noloco_jax.data import reading
-from noloco_jax.data.reading import sampled_contents
+from noloco_jax.data import identity
+from noloco_jax.data.identity import sampled_contents
 
 
 @pytest.fixture(autouse=True)
 def sampling(monkeypatch):
     """At most 4 KiB of at most 8 files, at 16 places; nothing is known of before."""
     for name, value in {"_BYTES": 4096, "_FILES": 8, "_PLACES": 16}.items():
-        monkeypatch.setattr(reading, name, value)
-    reading._sampled_contents.cache_clear()
+        monkeypatch.setattr(identity, name, value)
+    identity._sampled_contents.cache_clear()
 
 
 def write(folder, sizes):
@@ -29,11 +29,11 @@ def write(folder, sizes):
 
 def seen(files, number, place):
     """Whether another byte at a place of a file makes another digest."""
-    reading._sampled_contents.cache_clear()
+    identity._sampled_contents.cache_clear()
     before, path = sampled_contents(files), Path(files[number])
     content = path.read_bytes()
     path.write_bytes(content[:place] + bytes([content[place] ^ 255]) + content[place + 1 :])
-    reading._sampled_contents.cache_clear()
+    identity._sampled_contents.cache_clear()
     after = sampled_contents(files)
     path.write_bytes(content)
     return before != after
@@ -77,7 +77,7 @@ def test_no_more_is_read_than_the_samples(tmp_path, monkeypatch):
                 hashed += len(content)
                 self._hash.update(content)
 
-        monkeypatch.setattr(reading, "sha256", Counting)
+        monkeypatch.setattr(identity, "sha256", Counting)
         sampled_contents(files)
         assert 2000 < hashed < 4096 + 2000, sizes
 
@@ -88,6 +88,6 @@ def test_the_same_contents_elsewhere_have_the_same_digest_and_in_another_order_a
 
 
 def test_of_many_files_some_all_over_them_are_seen_and_the_rest_are_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "_FILES", 3)
+    monkeypatch.setattr(identity, "_FILES", 3)
     files = write(tmp_path, [10] * 7)
     assert [seen(files, number, 5) for number in range(7)] == [True, False, False, True, False, False, True]

@@ -1,0 +1,451 @@
+"""Data on servers give the tokens that the same files give from a disk, whatever fails for a while."""
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from noloco_jax.config import DataConfig
+from noloco_jax.data import (
+    ByteTokenizer,
+    check_data,
+    load_tokenizer,
+    needs_tokenizer,
+    reading,
+    storage,
+    validation_batches,
+)
+from noloco_jax.data.tokenizers import local_tokenizer
+from noloco_jax.errors import TransientError, UserError
+from support.data_makers import CountingTokenizer, open_streams, write_counting, write_json_lines, write_rows
+from support.stores import STORES
+
+BATCHES = 40
+_RESOLVED = "{repo_id}/resolve/{revision}/{filename}"
+
+
+@pytest.fixture(scope="module")
+def servers():
+    """Start the server of a kind once."""
+    with ExitStack() as stack:
+        yield functools.cache(lambda scheme: stack.enter_context(closing(STORES[scheme]())))
+
+
+@pytest.fixture
+def start(servers, monkeypatch, fresh):
+    """Start a server as the environment names it, without faults and requests of before."""
+
+    def start(scheme):
+        server = servers(scheme)
+        if scheme == "s3":
+            monkeypatch.setenv("AWS_ENDPOINT_URL", server.address)
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        if scheme == "gs":
+            monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.address)
+        if scheme == "hf":
+            from huggingface_hub import HfFileSystem, constants
+
+            monkeypatch.setenv("HF_ENDPOINT", server.address)  # which processes of the test's read at their start
+            monkeypatch.setattr(constants, "ENDPOINT", server.address)
+            monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{server.address}/{_RESOLVED}")
+            HfFileSystem.clear_instance_cache()
+            server.contents.requests.clear()
+            server.contents.faults.clear()
+        if scheme != "gs":
+            server.requests.clear()
+            server.faults.clear()
+            server.everywhere = False
+        return server
+
+    return start
+
+
+@pytest.fixture
+def fresh():
+    """Forget what this process knows of servers, as a new one would know nothing."""
+
+    def forget():
+        for known in (storage._list_files, storage.facts, storage._open_file_system, storage._arrow_file):
+            known.cache_clear()
+
+    forget()
+    yield forget
+    forget()
+
+
+@pytest.fixture(autouse=True)
+def naps(monkeypatch):
+    """The seconds between attempts, without waiting."""
+    waited = []
+    monkeypatch.setattr(reading, "sleep", waited.append)
+    return waited
+
+
+def at(config: DataConfig, root: Path, address: str) -> DataConfig:
+    """The same data at an address."""
+    moved = {name: getattr(config, name).replace(str(root), address) for name in ("path", "validation_path")}
+    return replace(config, **moved)
+
+
+def single_files(config: DataConfig) -> DataConfig:
+    """The first files of the folders, for servers that list none."""
+    first = {name: min(map(str, Path(getattr(config, name)).iterdir())) for name in ("path", "validation_path")}
+    return replace(config, **first)
+
+
+def taken(config: DataConfig, num_replicas: int = 2, count: int = BATCHES) -> list[list[int]]:
+    """The input ids of each replica's first batches."""
+    streams = open_streams(config, num_replicas)
+    try:
+        return [np.ravel([next(stream)["input_ids"] for _ in range(count)]).tolist() for stream in streams]
+    finally:
+        for stream in streams:
+            stream.close()
+
+
+def made(kind: str, root: Path, scheme: str = "s3") -> DataConfig:
+    config, _ = write_counting(kind, root / "data", 60, files=5)
+    return single_files(config) if scheme == "http" else config
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kind"),
+    [
+        *(("s3", kind) for kind in ("c4", "jsonl", "parquet", "text")),
+        *(("hf", kind) for kind in ("c4", "jsonl", "parquet", "text")),
+        *(("gs", kind) for kind in ("c4", "parquet")),
+        *(("http", kind) for kind in ("jsonl", "parquet")),
+    ],
+)
+def test_a_server_gives_the_tokens_of_the_disk(tmp_path, start, scheme, kind):
+    config = made(kind, tmp_path, scheme)
+    remote = at(config, tmp_path, start(scheme).upload(tmp_path))
+    assert taken(remote) == taken(config)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+def test_a_server_gives_the_validation_documents_of_the_disk(tmp_path, start, scheme):
+    config = made("jsonl", tmp_path, scheme)
+    remote = at(config, tmp_path, start(scheme).upload(tmp_path))
+    there, here = (validation_batches(one, CountingTokenizer(), num_batches=2) for one in (remote, config))
+    np.testing.assert_equal(there, here)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz", ""])
+def test_every_compression_is_read_from_a_server(tmp_path, start, suffix, monkeypatch):
+    monkeypatch.setattr(storage, "FIRST_BLOCK", 100)
+    write_json_lines(tmp_path / f"a.jsonl{suffix}", [f"{first} 7" for first in range(0, 4000, 7)])
+    config = DataConfig(kind="jsonl", path=str(tmp_path / f"a.jsonl{suffix}"), sequence_length=7, add_eos=False)
+    config = replace(config, add_bos=False)
+    assert taken(at(config, tmp_path, start("s3").upload(tmp_path)), 1) == taken(config, 1)
+
+
+@pytest.mark.parametrize(("kind", "away"), [("c4", "before"), ("parquet", "after"), ("text", "never"), ("c4", "never")])
+def test_a_resume_continues_wherever_the_data_are(tmp_path, start, kind, away):
+    """Between a disk and a server, either way, and from one start to the next on a server."""
+    local = made(kind, tmp_path)
+    remote = at(local, tmp_path, start("s3").upload(tmp_path))
+    first, then = {"before": (remote, local), "after": (local, remote), "never": (remote, remote)}[away]
+    expected = taken(local, 1)[0]
+    (stream,) = open_streams(first, 1)
+    with closing(stream):
+        seen = np.ravel([next(stream)["input_ids"] for _ in range(BATCHES // 3)]).tolist()
+        state = json.loads(json.dumps(stream.get_state()))
+    (stream,) = open_streams(then, 1)
+    with closing(stream):
+        stream.set_state(state)
+        seen += np.ravel([next(stream)["input_ids"] for _ in range(BATCHES - BATCHES // 3)]).tolist()
+    assert seen == expected
+
+
+def test_worker_processes_read_from_a_server(tmp_path, start):
+    config = made("parquet", tmp_path)
+    remote = at(config, tmp_path, start("s3").upload(tmp_path))
+    assert taken(replace(remote, num_workers=1), 1) == taken(config, 1)
+
+
+_READS_ON = """
+import json, sys
+from noloco_jax.data import ByteTokenizer, train_stream
+from noloco_jax.config import DataConfig
+config = DataConfig(**json.loads(sys.argv[1]))
+stream = train_stream(config, ByteTokenizer(), replica=0, num_replicas=1, seed=0)
+while True:
+    ids = next(stream)["input_ids"].tolist()
+    print(json.dumps([ids, stream.get_state()]), flush=True)
+"""
+
+
+def test_a_process_that_is_killed_while_it_reads_is_continued(tmp_path, start):
+    write_json_lines(tmp_path / "a.jsonl.gz", ["some text " * k for k in range(300)])
+    fields = {"kind": "jsonl", "sequence_length": 16, "shuffle_buffer": 50}
+    local = DataConfig(path=str(tmp_path / "a.jsonl.gz"), **fields)
+    remote = at(local, tmp_path, start("s3").upload(tmp_path))
+    command = [sys.executable, "-c", _READS_ON, json.dumps(fields | {"path": remote.path})]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        seen = [json.loads(process.stdout.readline()) for _ in range(100)]
+        process.send_signal(signal.SIGKILL)
+    (stream,) = open_streams(remote, 1, ByteTokenizer())
+    with closing(stream):
+        stream.set_state(seen[-1][1])
+        ids = [batch for batch, _ in seen] + [next(stream)["input_ids"].tolist() for _ in range(50)]
+    (stream,) = open_streams(local, 1, ByteTokenizer())
+    with closing(stream):
+        assert ids == [next(stream)["input_ids"].tolist() for _ in range(150)]
+
+
+@pytest.mark.parametrize("fault", [500, 503, 429, "cut", "stall"])
+@pytest.mark.parametrize("scheme", ["s3", "hf", "http"])
+def test_what_fails_for_a_while_is_not_seen(tmp_path, start, naps, monkeypatch, scheme, fault):
+    monkeypatch.setattr(storage, "ANSWER_SECONDS", 0.5 if scheme != "s3" else 1.0)  # which S3's library rounds
+    config = made("jsonl", tmp_path, scheme)
+    server = start(scheme)
+    remote = at(config, tmp_path, server.upload(tmp_path))
+    faulty = server.contents if scheme == "hf" else server
+    faulty.stalls = 1.3 if scheme != "s3" else 3.0
+    faulty.faults.extend([None, fault, None, fault])
+    assert taken(remote, 1) == taken(config, 1)
+    assert not faulty.faults
+    assert naps == [storage.RETRY_DELAYS[0]] * 2
+
+
+@pytest.mark.parametrize("scheme", ["s3", "hf"])
+def test_a_listing_that_fails_for_a_while_is_asked_for_again(tmp_path, start, naps, scheme):
+    config = made("parquet", tmp_path)
+    server = start(scheme)
+    remote = at(config, tmp_path, server.upload(tmp_path))
+    server.everywhere = True
+    server.faults.extend([500, 500])
+    assert taken(remote, 1) == taken(config, 1)
+    assert len(naps) == 2
+
+
+@pytest.mark.parametrize("fault", [503, "cut"])
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+def test_what_fails_for_long_ends_with_status_1(tmp_path, start, naps, scheme, fault):
+    config = made("jsonl", tmp_path, scheme)
+    server = start(scheme)
+    remote = at(config, tmp_path, server.upload(tmp_path))
+    check_data(remote)
+    server.faults.extend([fault] * 100)
+    with pytest.raises(TransientError, match=r"31\.5 seconds of retries: the same command continues") as caught:
+        taken(remote, 1)
+    assert caught.value.exit_status == 1
+    assert remote.path in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_server_that_is_gone_ends_with_status_1(tmp_path, naps):
+    with pytest.raises(TransientError, match=r"http://127\.0\.0\.1:1/a\.jsonl cannot be read") as caught:
+        check_data(DataConfig(kind="jsonl", path="http://127.0.0.1:1/a.jsonl"))
+    assert caught.value.exit_status == 1
+
+
+def test_a_failed_request_repeats_nothing_before_it(tmp_path, start, naps, monkeypatch):
+    monkeypatch.setattr(storage, "FIRST_BLOCK", 256)
+    monkeypatch.setattr(storage, "LARGEST_BLOCK", 256)
+    write_json_lines(tmp_path / "a.jsonl.gz", [f"{first} 7" for first in range(0, 7000, 7)])
+    server = start("s3")
+    config = DataConfig(kind="jsonl", path=f"{server.upload(tmp_path)}/a.jsonl.gz", shuffle_buffer=1, sequence_length=7)
+    (stream,) = open_streams(config, 1)
+    with closing(stream):
+        server.requests.clear()
+        server.faults.extend([None] * 6 + [503, "cut"])
+        for _ in range(100):
+            next(stream)
+    starts = [start for start, _ in server.ranges()]
+    assert starts == sorted(starts) and len(starts) > 8
+    assert len(starts) - len(set(starts)) == 2
+
+
+def test_a_parquet_file_is_read_by_its_row_groups(tmp_path, start, monkeypatch):
+    monkeypatch.setattr(storage, "FIRST_BLOCK", 1 << 10)
+    monkeypatch.setattr(storage, "LARGEST_BLOCK", 1 << 12)
+    rows = [np.random.default_rng(k).integers(0, 1 << 20, 512).tolist() for k in range(64)]
+    write_rows(tmp_path / "a.parquet", {"input_ids": rows, "labels": rows}, row_group_size=2)
+    server = start("s3")
+    path = f"{server.upload(tmp_path)}/a.parquet"
+    config = DataConfig(kind="parquet", path=path, validation_path="", sequence_length=512, batch_size=1)
+    (_, stream) = open_streams(replace(config, shuffle_buffer=1), 2)
+    server.requests.clear()
+    with closing(stream):
+        ids = next(stream)["input_ids"]
+    assert ids[0].tolist() in rows[30:34]  # the second replica begins in the middle, where one row is held out
+    size = (tmp_path / "a.parquet").stat().st_size
+    assert sum(stop - start for start, stop in server.ranges()) < size / 2
+
+
+def test_a_folder_is_listed_once(tmp_path, start):
+    config = made("parquet", tmp_path)
+    server = start("s3")
+    remote = at(config, tmp_path, server.upload(tmp_path))
+    needs_tokenizer(remote)
+    check_data(remote, num_replicas=2)
+    taken(remote)
+    listed = [request.query for request in server.requests if "list-type" in request.query]
+    whole = [query for query in listed if "delimiter" not in query]
+    assert len([query for query in whole if "data%2F" in query or "data/" in query]) == 1, listed
+    assert len([query for query in whole if "data-validation" in query]) == 1, listed
+
+
+def resumed(config: DataConfig, fresh, change) -> None:
+    """Begin, change something on the server, and set a new process's stream to the position of the first."""
+    (stream,) = open_streams(config, 1)
+    with closing(stream):
+        next(stream)
+        state = stream.get_state()
+    change()
+    fresh()
+    (stream,) = open_streams(config, 1)
+    with closing(stream):
+        stream.set_state(state)
+
+
+@pytest.mark.parametrize("scheme", ["s3", "hf", "http"])
+def test_other_contents_of_the_same_size_are_refused_at_a_resume(tmp_path, start, fresh, scheme):
+    file = tmp_path / "data" / "a.jsonl"
+    write_json_lines(file, [f"{first} 7" for first in range(1000, 2000, 7)])
+    server = start(scheme)
+    address = server.upload(tmp_path)
+    remote = DataConfig(kind="jsonl", path=f"{address}/data/a.jsonl", sequence_length=7)
+
+    def change():
+        content = file.read_bytes().replace(b"1994 7", b"1994 6")
+        if scheme == "s3":
+            server.put_file(remote.path, content)
+        file.write_bytes(content)
+        start(scheme)  # the hub's client remembers its lists
+
+    with pytest.raises(UserError, match=r"of data with file versions .* restore the former data") as caught:
+        resumed(remote, fresh, change)
+    assert caught.value.exit_status == 2
+
+
+def test_a_listing_that_lacks_a_file_is_refused_at_a_resume(tmp_path, start, fresh):
+    config = made("c4", tmp_path)
+    server = start("s3")
+    remote = at(config, tmp_path, server.upload(tmp_path))
+    with pytest.raises(UserError, match=r"of data with files 5, this run's has 4"):
+        resumed(remote, fresh, lambda: server.delete(f"{remote.path}/c4-train.00001-of-99999.json.gz"))
+
+
+def test_a_file_that_is_listed_and_gone_ends_with_status_2(tmp_path, start, fresh):
+    config = made("jsonl", tmp_path)
+    server = start("s3")
+    remote = at(config, tmp_path, server.upload(tmp_path))
+    storage.list_files(remote.path, recursive=True)
+    gone = f"{remote.path}/part 1.jsonl.gz"
+    server.delete(gone)
+    with pytest.raises(UserError, match=f"^{gone}: there is no such file") as caught:
+        taken(remote)
+    assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    ("scheme", "path", "told"),
+    [
+        ("s3", "s3://nowhere-at-all/in", "no such file, folder or bucket"),
+        ("s3", "s3://nowhere-at-all", "no such file, folder or bucket"),
+        ("s3", "{}/nothing", "no such file, folder or bucket"),
+        ("gs", "gs://nowhere-at-all/in", "no such file, folder or bucket"),
+        ("gs", "gs://bucket/nothing", "no such file, folder or bucket"),
+        ("hf", "hf://datasets/owner/other", "no such file, folder or bucket, or it needs a login: set HF_TOKEN"),
+        ("hf", "{}/nothing", "no such file, folder or bucket, or it needs a login: set HF_TOKEN"),
+        ("hf", "hf://nonsense", "is no address"),
+        ("http", "{}/nothing", "no such file"),
+    ],
+)
+def test_what_is_not_there_ends_with_status_2_and_a_line(tmp_path, start, naps, scheme, path, told):
+    made("jsonl", tmp_path)
+    path = path.format(start(scheme).upload(tmp_path))
+    with pytest.raises(UserError, match=told) as caught:
+        check_data(DataConfig(kind="jsonl", path=path))
+    assert caught.value.exit_status == 2
+    assert path in str(caught.value) and "\n" not in str(caught.value)
+    assert not naps
+
+
+def test_wrong_credentials_end_with_status_2_and_where_to_give_them(tmp_path, start, naps, monkeypatch):
+    from moto import settings
+
+    config = made("jsonl", tmp_path)
+    remote = at(config, tmp_path, start("s3").upload(tmp_path))
+    monkeypatch.setattr(settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)  # from here on the server checks them
+    with pytest.raises(UserError, match=r"refused.*AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or ~/\.aws") as caught:
+        check_data(remote)
+    assert caught.value.exit_status == 2
+    assert not naps
+
+
+@pytest.mark.parametrize("scheme", ["s3", "hf", "http"])
+def test_credentials_that_expire_while_reading_end_with_status_2(tmp_path, start, naps, scheme):
+    config = made("jsonl", tmp_path, scheme)
+    server = start(scheme)
+    remote = at(config, tmp_path, server.upload(tmp_path))
+    check_data(remote)
+    server.everywhere = True
+    server.faults.extend([403] * 10)
+    with pytest.raises(UserError, match="is refused") as caught:
+        taken(remote, 1)
+    assert caught.value.exit_status == 2
+    assert not naps
+
+
+def test_the_hubs_token_goes_to_the_hub_alone(tmp_path, start, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    config = made("parquet", tmp_path)
+    server = start("hf")
+    check_data(at(config, tmp_path, server.upload(tmp_path)))
+    asked = [request for request in server.requests if "resolve" in request.path]
+    assert asked and all(request.headers["authorization"] == "Bearer hf_secret" for request in asked)
+    assert server.contents.ranges()
+    assert not any("authorization" in request.headers for request in server.contents.requests)
+
+
+def test_a_server_without_ranges_is_refused(tmp_path, start):
+    config = made("jsonl", tmp_path, "http")
+    server = start("http")
+    remote = at(config, tmp_path, server.upload(tmp_path))
+    server.faults.append(200)
+    with pytest.raises(UserError, match="does not send parts of files"):
+        check_data(remote)
+
+
+def test_a_tokenizer_is_loaded_from_a_server(tmp_path, start):
+    tokenizers = pytest.importorskip("tokenizers")
+    made_here = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    made_here.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    address = start("s3").upload(tmp_path)
+    loaded = load_tokenizer(address)
+    assert loaded.encode("abba").tolist() == [2, 1, 0]
+    assert loaded.fingerprint == load_tokenizer(str(tmp_path)).fingerprint
+    with local_tokenizer(address) as copy:  # which an export reads
+        assert load_tokenizer(copy).fingerprint == loaded.fingerprint
+    assert not Path(copy).exists()
+
+
+def test_a_run_refuses_a_missing_bucket_before_it_compiles(tmp_path, start):
+    start("s3")
+    flags = [
+        "--config=configs/quickstart.py",
+        f"--workdir={tmp_path / 'run'}",
+        "--config.data.path=s3://nowhere-here/in",
+    ]
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "noloco_jax.train", *flags], capture_output=True, text=True, env=dict(os.environ)
+    )
+    assert done.returncode == 2, done.stderr
+    assert "data.path='s3://nowhere-here/in': there is no such file, folder or bucket" in done.stderr
+    assert time.monotonic() - began < 60
