@@ -12,6 +12,7 @@ from noloco_jax.islands.protocol.events import (
     Close,
     Content,
     Drop,
+    Keep,
     Open,
     Opened,
     Ready,
@@ -138,6 +139,13 @@ def test_one_broken_message_is_refused_by_both_and_sent_again(action):
     world = World(2, [Fault("Message", 4, action)]).run(65.0).finish()
     assert world.participation(0, 5) == 1
     assert world.sent["Message"] > 10
+
+
+def test_a_nan_behind_a_good_message_of_the_same_exchange_is_never_applied():
+    """`World.check` compares what both sides have applied."""
+    world = World(2, [Fault("Message", nth, "nan behind") for nth in range(4, 8)]).run(65.0).finish()
+    assert any("not due" in line for node in world.nodes.values() for line in node.lines)
+    assert world.participation(0, 5) == 1
 
 
 @pytest.mark.parametrize("action", ["flip", "nan", "wild"])
@@ -277,7 +285,7 @@ def test_nothing_is_applied_before_the_commit_and_a_question_settles_what_was_no
     call = hello("b", "a")
     island.handle(Opened("x", "a", call), 20.1)
     held = island.handle(Arrived("x", Message(call.xid), Content(1.0)), 21.0)
-    assert held == []
+    assert held == [Keep(call.xid)]
     done: list[Any] = island.handle(Arrived("x", Received(call.xid, True)), 21.1)
     assert [type(action).__name__ for action in done] == ["Send", "Close", "Apply"]
     assert done[0] == Send("x", Commit(call.xid))
