@@ -79,7 +79,7 @@ class Context:
         self.commits = 0
         self.refused = False
         self.came_too_late = False
-        self.pace = Pace(name, settings.keeps_pace)
+        self.pace = Pace(name, others, settings.keeps_pace)
         self.now = 0.0
         self._ends: deque[float] = deque(maxlen=ROUNDS_TIMED + 1)
         self.actions: list[Action] = []

@@ -273,7 +273,7 @@ class Exchanges:
 
     def _keep_pace(self, peer: Peer, round: int, timing: Timing | None) -> None:
         context = self._context
-        context.pace.hear(timing, context.round)
+        context.pace.hear(peer.name, round, timing, context.now)
         context.pace.meet(round, timing, context.now, peer.delay)
 
     def _stream(self, meeting: Meeting, exchange: Exchange, tokens: int) -> None:

@@ -109,7 +109,7 @@ class Timing:
     Attributes:
       ago: seconds since the end of the round whose messages are exchanged, by the sender's clock.
       own: the sender's speed, once it is known.
-      fastest: the fastest of those that it has heard of lately, and its own.
+      fastest: the fastest of those that have told it their speed lately, and its own.
     """
 
     ago: float

@@ -1,4 +1,4 @@
-"""A member that sends a whole island arrays which are not due, over Flight: refused, named, and never kept."""
+"""A member that sends a whole island what is not due or not true, over Flight: refused or bounded, and named."""
 
 import contextlib
 import time
@@ -12,15 +12,19 @@ from noloco_jax.islands.client import Client
 from noloco_jax.islands.frames import _seal
 from noloco_jax.islands.payload import specs_of
 from noloco_jax.islands.peer_errors import PeerError
+from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.messages import (
     Caller,
     ExchangeId,
     Hello,
     Message,
     Received,
+    Speed,
     StatusRequest,
+    Timing,
     to_json,
 )
+from noloco_jax.islands.protocol.speeds import MOST_TOLD
 from noloco_jax.islands.roster import Address, Island, Roster
 from support.counted import in_time
 from support.island_world import IDENTITY
@@ -35,21 +39,21 @@ NAN = np.full(1000, np.nan, np.float32)
 class Victim:
     """Island paris, which has ended round 0, and the calls that member berlin makes by hand."""
 
-    def __init__(self):
+    def __init__(self, settings: Settings | None = None):
         names = ("berlin", "paris")
         ports = dict(zip(names, free_ports(2), strict=True))
         self.roster = Roster("test", tuple(Island(name, Address("127.0.0.1", ports[name])) for name in names))
-        self.site = Site("paris", self.roster)
+        self.site = Site("paris", self.roster, settings=settings)
         self.attempts = 0
         self.site.open()  # berlin does not listen
         self.site.train(1, 0.1)
 
     @contextlib.contextmanager
-    def exchange(self, round: int = 0) -> Iterator[tuple[Channel, ExchangeId]]:
+    def exchange(self, round: int = 0, timing: Timing | None = None) -> Iterator[tuple[Channel, ExchangeId]]:
         """Open an exchange as berlin, up to paris's own message."""
         self.attempts += 1
         xid = ExchangeId(round, "berlin", 1, self.attempts)
-        hello = Hello(Caller(IDENTITY, "berlin", "paris", 1, round), xid, TOKENS)
+        hello = Hello(Caller(IDENTITY, "berlin", "paris", 1, round), xid, TOKENS, timing)
         kinds = {"Message": specs_of([GOOD])}
         client = Client(self.roster, "berlin", None, "paris")
         call = client.exchange(to_json(hello), lambda header: kinds.get(header["kind"]), SECONDS)
@@ -69,7 +73,7 @@ class Victim:
 def victim() -> Iterator[Victim]:
     victim = Victim()
     yield victim
-    victim.site.close()
+    victim.site.agent.close()
 
 
 def until_ended(channel: Channel) -> None:
@@ -122,3 +126,24 @@ def test_three_damaged_messages_in_a_row_lead_to_quarantine(victim, monkeypatch)
 
 def with_wrong_digest(content):
     return _seal({**content, "digest": "0" * 32} if "digest" in content else content)
+
+
+@pytest.mark.parametrize("name", ["nobody", "paris", "berlin"])
+def test_a_false_speed_moves_an_island_through_the_schedule_within_the_bound(name):
+    victim = Victim(Settings(keeps_pace=True))
+    agent = victim.site.agent
+    try:
+        for _ in range(8):  # its own speed
+            agent.stride(10**6)
+            time.sleep(0.01)
+        false = Speed(name, 1e-9, 2**62)
+        with victim.exchange(timing=Timing(0.0, false, false)):
+            pass
+        strides = []
+        for _ in range(20):
+            strides.append(agent.stride(10**6))
+            time.sleep(0.01)
+    finally:
+        agent.close()
+    assert max(strides) <= (1 if name != "berlin" else MOST_TOLD + 1)
+    assert sum(strides) > 3 * len(strides) or name != "berlin"  # it was heard
