@@ -81,3 +81,17 @@ def test_who_comes_back_without_its_weights_has_its_donors_very_state_of_its_las
     side_by_side(*[site.close for site in (*others, back)])
     assert behind[0] <= 1
     assert any(one.outcome != "alone" for one in back.met), back.met
+
+
+def test_islands_whose_first_checkpoint_was_never_saved_begin_anew_without_the_one_that_stays_away():
+    roster = Roster(
+        "test", tuple(Island(name, Address("127.0.0.1", port)) for name, port in zip(FOUR, free_ports(4), strict=True))
+    )
+    settings = Settings(patience=6, lost_seconds=1.5)
+    sites = [Site(name, roster, settings=settings, began_before=True) for name in FOUR[:3]]
+    side_by_side(*[site.open for site in sites])
+    side_by_side(*[lambda site=site: site.train(4, SECONDS) for site in sites])
+    side_by_side(*[site.agent.close for site in sites])
+    for site in sites:
+        assert site.share(without="rome") > 0.5, site.met  # but for the last round, which ends here
+        assert any("rome did not answer" in line for line in site.lines)

@@ -28,6 +28,8 @@ class Settings:
       broken_in_a_row: consecutive broken messages that lead to quarantine.
       answer_seconds: timeout of the answer to an opener.
       start_seconds: time that islands starting together wait for each other.
+      lost_seconds: time for which an island that has lost its weights waits for others that have some; it then begins
+        anew where at least half of all islands answer, itself included.
       state_seconds: timeout of the transfer of a state.
       retry_seconds: delay of the first retry; it doubles with each.
       keeps_pace: True if an island fits its inner steps to common rounds, see `pace.py`.
@@ -39,6 +41,7 @@ class Settings:
     broken_in_a_row: int = 3
     answer_seconds: float = 10.0
     start_seconds: float = 120.0
+    lost_seconds: float = 600.0
     state_seconds: float = 600.0
     retry_seconds: float = 1.0
     keeps_pace: bool = False
