@@ -15,7 +15,7 @@ from noloco_jax.files import write_whole
 from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.payload import codec_of, specs_of
-from noloco_jax.islands.protocol.context import Settings
+from noloco_jax.islands.protocol.context import STARTS_APART, Settings
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.messages import Identity
 from noloco_jax.islands.query import check_alone
@@ -253,7 +253,7 @@ def _incarnation(workdir: Path) -> tuple[int, bool]:
     """
     path = workdir / ISLAND_FILE
     before = json.loads(path.read_text(encoding="utf-8"))["incarnation"] if path.exists() else 0
-    return max(before + 1_000_000, time.time_ns() // 1_000_000), before > 0
+    return max(before + STARTS_APART, time.time_ns() // 1_000_000), before > 0
 
 
 def _write(workdir: Path, incarnation: int) -> None:

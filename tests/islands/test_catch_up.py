@@ -1,10 +1,11 @@
 """Starts and healings: a joiner never trains from other weights than the run's, a donor is never wiped out."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from noloco_jax.islands.protocol.context import Settings
+from noloco_jax.islands.protocol.context import MOST_AHEAD, STARTS_APART, Settings
 from noloco_jax.islands.protocol.events import (
     Admitted,
     Arrived,
@@ -299,3 +300,38 @@ def test_an_island_that_asks_for_its_weights_has_soon_asked_everybody():
         sweeps += 1
         last = asked(island, Tick(), dict.fromkeys(names, nothing), island.next_deadline())
     assert sweeps == 3
+
+
+def test_an_island_whose_workdir_was_lost_with_its_incarnation_meets_the_others_at_once():
+    """Its clock and its first start say less than what the others know."""
+    world = World(4, durations=[ROUND] * 4)
+    world.run(5.5 * ROUND)
+    lost = world.nodes["i1"]
+    world.crash(lost, "lose disk")
+    lost.incarnation = -5
+    world.run(20.5 * ROUND).finish()
+    assert world.participation(10, 19) == 1
+    assert all("past incarnation" not in drop.reason for drop in lost.drops)
+    assert any("workdir was lost" in line for line in lost.lines)
+
+
+def test_an_island_that_could_ask_nobody_learns_its_incarnation_after_its_first_refused_dial():
+    world = World(2, durations=[ROUND] * 2)
+    world.run(5.5 * ROUND)
+    lost = world.nodes["i0"]
+    world.crash(lost, "kill")
+    lost.incarnation = -5
+    world.cuts.append((6 * ROUND, 7.5 * ROUND, frozenset(["i0"])))  # it starts and begins behind a partition
+    world.run(20.5 * ROUND).finish()
+    assert world.participation(12, 19) == 1
+
+
+@pytest.mark.parametrize("told", [10**6, 2**62])
+def test_no_peers_word_moves_an_incarnation_by_more_than_the_bound_or_once_it_has_exchanged(told):
+    island, _ = started({"b": replace(status(5), yours=told)}, journal=journal())
+    assert island.incarnation == (told + STARTS_APART if told < MOST_AHEAD else 7)
+    island._context.commits = 1
+    before = island.incarnation
+    island.peers["b"].told(1, 50, 0.0)
+    asked(island, RoundEnded(6, 1, 1.0), {"b": replace(status(7), yours=before + 1)})
+    assert island.incarnation == before

@@ -137,10 +137,12 @@ class CatchUp:
         """
         context = self._context
         self._has_state, self._needs_lineage = True, False
-        suspicion = context.came_too_late or any(
-            peer.round - context.round >= context.reach for peer in context.peers.values()
+        suspicion = (
+            context.came_too_late
+            or context.taken_for_past
+            or any(peer.round - context.round >= context.reach for peer in context.peers.values())
         )
-        context.came_too_late = False
+        context.came_too_late = context.taken_for_past = False
         if self._sweep is not None or self._download is not None:
             return
         if suspicion:
@@ -262,6 +264,7 @@ class CatchUp:
             name = sweep.asked[channel]
             if isinstance(header, Status):
                 context.peers[name].told(header.incarnation, header.round, context.now)
+                context.is_known_as(header.yours)
                 sweep.heard(channel, header, context.round)
             else:
                 del sweep.asked[channel]

@@ -51,6 +51,8 @@ class Settings:
             raise ValueError(f"patience is {self.patience}: it must be at least 1")
 
 
+STARTS_APART = 1_000_000  # increase of the incarnation with a start, so that increments by healing stay below it
+MOST_AHEAD = 10**12  # largest increase on a peer's word
 LONGEST_PAUSE = 32  # longest pause between two tries, in multiples of the first
 ROUNDS_TIMED = 8
 
@@ -63,6 +65,7 @@ class Context:
       lineage: True if a committed exchange is in the past of its weights, through checkpoints and donors.
       commits: exchanges committed since the start.
       came_too_late: True if a partner had given up a message before this island dialled, in this round.
+      taken_for_past: True if a peer knows a later incarnation than this one, which has exchanged nothing yet.
       refused: True once most others refuse this island.
       pace: its pace relative to the others.
     """
@@ -81,7 +84,7 @@ class Context:
         self.lineage = False
         self.commits = 0
         self.refused = False
-        self.came_too_late = False
+        self.came_too_late = self.taken_for_past = False
         self.pace = Pace(name, others, settings.keeps_pace)
         self.now = 0.0
         self._ends: deque[float] = deque(maxlen=ROUNDS_TIMED + 1)
@@ -161,12 +164,23 @@ class Context:
             self.refused = True
 
     def is_past(self, xid: ExchangeId) -> None:
-        """Report that peers took a call for one of a past incarnation: a later island of this name has called them."""
-        if xid.incarnation == self.incarnation != self._told_past:
+        """Handle that peers took a call for one of a past incarnation.
+
+        A later island of this name has called them; or this is the latest, whose workdir with the incarnation was lost.
+        """
+        if not self.commits:
+            self.taken_for_past = True  # ask around which incarnation they know
+        elif xid.incarnation == self.incarnation != self._told_past:
             self._told_past = self.incarnation
             self.tell(
                 f"another {self.name} has started since, and the others exchange with that one alone: stop one of them"
             )
+
+    def is_known_as(self, incarnation: int) -> None:
+        """Continue as a later incarnation than a peer knows, unless this one has exchanged: then that is another's."""
+        if not self.commits and self.incarnation < incarnation < self.incarnation + MOST_AHEAD:
+            self.incarnation = incarnation + STARTS_APART
+            self.tell(f"peers know a later {self.name}, whose workdir was lost: this one continues as the next")
 
     def renew(self, round: int, lineage: bool) -> None:
         """Switch to other weights: a new incarnation, without past exchanges."""

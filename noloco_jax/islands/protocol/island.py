@@ -253,7 +253,8 @@ class Island:
         match header:
             case StatusRequest():
                 outcome = self._exchanges.settle(event.peer, header.xid) if header.xid else None
-                status = dataclasses.replace(self.status(), outcome=outcome)
+                yours = context.peers[event.peer].incarnation if event.peer in context.peers else -1
+                status = dataclasses.replace(self.status(), outcome=outcome, yours=yours)
                 if header.until_ready and status.starting:
                     context.send(channel, status)
                     self._curious.append(channel)

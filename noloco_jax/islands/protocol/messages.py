@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-VERSION = 3  # version of this protocol
+VERSION = 4  # version of this protocol
 LONGEST_TEXT = 256
 PAST_INCARNATION = "a past incarnation"
 
@@ -228,6 +228,7 @@ class Status:
       outcome: outcome of the requested exchange.
       starting: True until it is ready to train.
       finished: True once it has taken all steps and only serves its weights.
+      yours: the latest incarnation of the asking island that is known; -1: none.
     """
 
     incarnation: int
@@ -241,6 +242,7 @@ class Status:
     outcome: Outcome | None = None
     starting: bool = False
     finished: bool = False
+    yours: int = -1
 
 
 @dataclass(frozen=True)
