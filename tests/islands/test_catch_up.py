@@ -24,6 +24,7 @@ from noloco_jax.islands.protocol.events import (
 )
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.messages import (
+    PAST_INCARNATION,
     Busy,
     Caller,
     ExchangeId,
@@ -315,15 +316,13 @@ def test_an_island_whose_workdir_was_lost_with_its_incarnation_meets_the_others_
     assert any("workdir was lost" in line for line in lost.lines)
 
 
-def test_an_island_that_could_ask_nobody_learns_its_incarnation_after_its_first_refused_dial():
-    world = World(2, durations=[ROUND] * 2)
-    world.run(5.5 * ROUND)
-    lost = world.nodes["i0"]
-    world.crash(lost, "kill")
-    lost.incarnation = -5
-    world.cuts.append((6 * ROUND, 7.5 * ROUND, frozenset(["i0"])))  # it starts and begins behind a partition
-    world.run(20.5 * ROUND).finish()
-    assert world.participation(12, 19) == 1
+def test_an_island_that_is_taken_for_a_past_one_asks_around_after_its_round():
+    """It could ask nobody when it started."""
+    island, _ = started({}, journal=journal(4))
+    (dial,) = [action for action in island.handle(RoundEnded(5, 1, 1.0), 1.0) if isinstance(action, Open)]
+    island.handle(Arrived(dial.channel, NotPartner(PAST_INCARNATION)), 1.1)
+    asked(island, RoundEnded(6, 1, 1.0), {"b": replace(status(6), yours=1000)}, 2.0)
+    assert island.incarnation == 1000 + STARTS_APART
 
 
 @pytest.mark.parametrize("told", [10**6, 2**62])
