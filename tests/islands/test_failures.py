@@ -1,6 +1,7 @@
 """Every failure of the design's table (§12): a row is a test."""
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ from noloco_jax.islands.protocol.messages import (
     StatusRequest,
     Timing,
 )
-from support.island_world import IDENTITY, ROUND, Fault, World
+from support.island_world import IDENTITY, ROUND, Fault, World, differing
 
 FOREVER = None
 
@@ -158,11 +159,14 @@ def test_three_broken_messages_in_a_row_lead_to_quarantine(action):
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Identity)])
 def test_another_model_run_config_or_roster_is_refused_before_any_data_and_only_the_odd_one_ends(field):
-    odd = dataclasses.replace(IDENTITY, **{field: 9 if field == "protocol" else "other"})
+    odd = differing(IDENTITY, field)
     world = World(3, identities=[IDENTITY, IDENTITY, odd]).run(35.0).finish()
     refused = [node.refused for node in world.nodes.values()]
     assert refused[:2] == [None, None]
-    assert refused[2] is not None and f"{field} is {getattr(IDENTITY, field)}, yours is " in refused[2]
+    named = "seed" if field == "config" else field
+    assert refused[2] is not None and re.search(f"says: {named}: .* here, .* at i[01]: give all", refused[2])
+    for node in list(world.nodes.values())[:2]:
+        assert any(re.fullmatch(f"i2 was refused: {named}: .* here, .* at i2", line) for line in node.lines)
     assert all({action.peer for action in world.nodes[name].applied} <= {"i0", "i1"} for name in ("i0", "i1"))
 
 

@@ -3,6 +3,7 @@
 The world keeps its own account of what every island's weights have seen; `check` holds the islands to it.
 """
 
+import dataclasses
 import heapq
 import itertools
 import math
@@ -38,8 +39,10 @@ from noloco_jax.islands.protocol.events import (
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.messages import Identity, Message, Outcome, State
 
-IDENTITY = Identity("run", "config", "model", "roster", "codec", "pace")
+IDENTITY = Identity("run", {"seed": "1"}, "model", "roster", "codec", "pace", "bytes")
 ROUND = 10.0  # seconds
+
+
 LATENCY = 0.05
 TRANSFER = 1.0  # of a message
 FRAME_FAULTS = (
@@ -56,6 +59,12 @@ FRAME_FAULTS = (
 )
 NODE_FAULTS = ("kill", "vanish", "stop", "lose disk")
 MOMENTS = ("before it is sent", "after it is sent", "before it arrives", "after it arrived")
+
+
+def differing(identity: Identity, field: str) -> Identity:
+    """Return an identity that differs in a field."""
+    value: Any = {"protocol": 9, "config": {**identity.config, "seed": "2"}}.get(field, "other")
+    return dataclasses.replace(identity, **{field: value})
 
 
 class Fault(NamedTuple):

@@ -136,16 +136,17 @@ class Context:
         """Return a refusal for a caller whose identity or names do not fit; its certificate says `peer`."""
         if (caller.sender, caller.receiver) != (peer, self.name):
             what = f"name is {self.name}, yours is {peer}; you say that {caller.sender} calls {caller.receiver}"
-        elif (difference := self.identity.difference(caller.identity)) is not None:
-            what = difference
-        else:
-            return None
-        return self.refused_for(peer, what)
+            self.tell(f"{peer} was refused: {what}")
+            return Wrong(what)
+        return self.refusal_of(peer, caller.identity)
 
-    def refused_for(self, peer: str, what: str) -> Wrong:
-        """Return the refusal of a caller, and report it here."""
-        self.tell(f"{peer} was refused: {what}")
-        return Wrong(what)
+    def refusal_of(self, peer: str, identity: Identity) -> Wrong | None:
+        """Return a refusal of an island with another identity, as it will read it, and report it here."""
+        difference = self.identity.difference(identity, peer)
+        if difference is None:
+            return None
+        self.tell(f"{peer} was refused: {difference}")
+        return Wrong(identity.difference(self.identity, self.name) or difference)
 
     def is_wrong(self, peer: str, wrong: Wrong) -> None:
         """Record that a peer refuses this island; give up once more than half of them do.
