@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from noloco_jax.files import write_whole
 from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.payload import codec_of, specs_of
-from noloco_jax.islands.protocol.context import Settings
+from noloco_jax.islands.protocol.context import STARTS_APART, Settings
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.messages import Identity
 from noloco_jax.islands.query import check_alone
@@ -152,12 +152,12 @@ class Membership:
     ) -> Agent | None:
         """Join the peers, who may refuse the island before it compiles; return None if told to stop meanwhile.
 
-        `fingerprint` identifies its tokenizer for a later merge.
+        `fingerprint` identifies its tokenizer; None: it reads token ids.
         Raises `UserError` if its name or address is in use, or most of the others refuse it.
         """
         check_alone(self.roster, self.name, self.credentials)
         incarnation, began_before = _incarnation(workdir)
-        identity = _identity(self, config, programs)
+        identity = _identity(self, config, programs, fingerprint)
         protocol = Island(
             self.name,
             [name for name in self.roster.names if name != self.name],
@@ -222,17 +222,26 @@ def _until(is_known: Callable[[float], bool], is_stopping: Callable[[], bool]) -
     return True
 
 
-def _identity(member: Membership, config: TrainConfig, programs: Programs) -> Identity:
-    common = common_values(config)
-    model = [[str(spec) for spec in specs_of(programs.state.params)], common["model"]]
+def _identity(member: Membership, config: TrainConfig, programs: Programs, fingerprint: str | None) -> Identity:
     return Identity(
         member.roster.run,
-        _digest({name: value for name, value in common.items() if name != "model"}),
-        _digest(model),
+        dict(_fields(common_values(config))),
+        _digest([str(spec) for spec in specs_of(programs.state.params)]),
         member.roster.version,
         f"{config.outer.wire}, {config.outer.fragments} fragments",
         member.pace,
+        fingerprint or "",
     )
+
+
+def _fields(values: Mapping[str, Any], group: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the path of each field and its value as JSON; a long one as its beginning and digest."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _fields(value, f"{group}{name}.")
+        else:
+            text = json.dumps(value, default=str)
+            yield f"{group}{name}", text if len(text) <= 80 else f"{text[:60]}... {_digest(value)}"
 
 
 def common_values(config: TrainConfig) -> dict[str, Any]:
@@ -253,7 +262,7 @@ def _incarnation(workdir: Path) -> tuple[int, bool]:
     """
     path = workdir / ISLAND_FILE
     before = json.loads(path.read_text(encoding="utf-8"))["incarnation"] if path.exists() else 0
-    return max(before + 1_000_000, time.time_ns() // 1_000_000), before > 0
+    return max(before + STARTS_APART, time.time_ns() // 1_000_000), before > 0
 
 
 def _write(workdir: Path, incarnation: int) -> None:

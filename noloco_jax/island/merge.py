@@ -104,9 +104,8 @@ def of_live_islands(roster: Roster, keys: Path | None, ask_seconds: float, secon
                 f"{name} is of the run {other.identity.run}, roster {other.identity.roster}, and this roster is "
                 f"{roster.version} of {roster.run}: give the islands' own roster"
             )
-        if (difference := other.identity.difference(about.identity)) is not None:
-            difference = difference.replace("yours", f"{first}'s")
-            raise UserError(f"islands of two runs cannot be merged: {name}'s {difference}")
+        if (difference := other.identity.difference(about.identity, first, f"at {name}")) is not None:
+            raise UserError(f"islands of two runs cannot be merged: {difference}")
     config = from_dict(about.config)
     specs = weight_specs(config.model)
 

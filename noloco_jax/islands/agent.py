@@ -35,6 +35,7 @@ from noloco_jax.islands.protocol.events import (
     Drop,
     Event,
     Heal,
+    Keep,
     Open,
     Opened,
     Ready,
@@ -158,10 +159,10 @@ class Agent:
         )
         self._former = ThreadPoolExecutor(1, thread_name_prefix="corrections")
         self._own: dict[int, Arrays] = {}
-        self._others: dict[ExchangeId, Arrays] = {}  # decoded messages of peers
+        self._others: dict[ExchangeId, Arrays] = {}  # decoded messages of peers that the protocol has accepted
+        self._arriving: Arrays | None = None  # arrays of the event at hand
         self._windows: dict[ExchangeId, Arrays] = {}  # windows of the pair
         self._proposed: dict[Any, Message] = {}  # channel on which windows were sent -> the message to follow
-        self._states: dict[Any, Arrays] = {}
         self._inbox: list[Correction | Healed] = []
         self._met: list[Met] = []
         self._waiting: list[tuple[Any, State]] = []  # peers that wait for a copy of the state
@@ -348,6 +349,9 @@ class Agent:
             case Close(channel):
                 self._waiting = [(key, header) for key, header in self._waiting if key != channel]
                 self._calls.end(channel)
+            case Keep(xid):
+                assert self._arriving is not None
+                self._others[xid] = self._arriving
             case Apply(xid, peer, weight, lag):
                 formed = self._former.submit(
                     self._codec.correction, self._own[xid.round], self._others.pop(xid), weight
@@ -361,9 +365,10 @@ class Agent:
             case Begin():
                 self._decided = True
             case Heal(peer, round):
+                assert self._arriving is not None
                 self._decided = True
                 self._own, self._others, self._windows = {}, {}, {}
-                self._inbox = [Healed(peer, round, self._states.popitem()[1])]
+                self._inbox = [Healed(peer, round, self._arriving)]
                 self._met.append(Met(round, peer, "healed"))
             case Refused():
                 self._refused = action
@@ -406,16 +411,12 @@ class Agent:
             if isinstance(event, Arrived) and isinstance(event.header, Windows) and arrays is not None:
                 self._take_windows(event.channel, event.header.xid, arrays)
                 return
-            if isinstance(event, Arrived) and arrays is not None:
-                if isinstance(event.header, Message):
-                    self._others[event.header.xid] = arrays
-                else:
-                    self._states = {event.channel: arrays}
+            self._arriving = arrays
             self._handle(event)
+            self._arriving = None
 
     def _ended(self, channel: Any) -> None:
         with self._changed:
-            self._states.pop(channel, None)
             self._proposed.pop(channel, None)
             self._waiting = [(key, header) for key, header in self._waiting if key != channel]
 

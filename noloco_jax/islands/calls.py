@@ -18,13 +18,17 @@ from noloco_jax.islands.peer_errors import EndedError, PeerError, RefusedError
 from noloco_jax.islands.protocol.events import Arrived, Broken, Content, Open, Opened
 from noloco_jax.islands.protocol.messages import (
     Answer,
+    ExchangeId,
     Header,
     HeaderError,
     Hello,
     Leave,
+    Message,
     Opener,
+    State,
     StateRequest,
     StatusRequest,
+    Windows,
     from_json,
     to_json,
 )
@@ -45,11 +49,13 @@ class Call:
 
     Attributes:
       ended_here: True once this side was told to end it.
+      is_corrupt: True once the peer has sent damaged data, or what does not belong to this call.
     """
 
     def __init__(self, key: Any, arrived: Callable[["Call", Frame], None]):
         self.key = key
         self.ended_here = False
+        self.is_corrupt = False
         self._arrived = arrived
         self._todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._channel: Channel | None = None
@@ -87,9 +93,15 @@ class Call:
         channel.when_ready(self._look)
         while (item := self._todo.get()) is not _END:
             if item is _LOOK:
-                frame = channel.receive()
-                channel.when_ready(self._look)
-                self._arrived(self, frame)
+                try:
+                    frame = channel.receive()
+                    channel.when_ready(self._look)
+                    self._arrived(self, frame)
+                except RefusedError:
+                    self.is_corrupt = True
+                    raise
+                finally:
+                    self.is_corrupt |= channel.is_corrupt
             else:
                 header, arrays = item
                 made: Any = arrays() if callable(arrays) else arrays
@@ -174,7 +186,7 @@ class Calls:
             raise RefusedError(f"a call does not begin with {type(header).__name__}")
         key = ("in", next(self._numbers))
         call = Call(key, self._arrived)
-        channel = connect(self._expects)
+        channel = connect(_Expected(self._specs, header, dialled_here=False))
         with self._lock:
             self._under_way[key] = call
             self._listener.happened(Opened(key, caller, header), None)
@@ -192,7 +204,8 @@ class Calls:
         is_long = isinstance(header, Hello | StateRequest) or (isinstance(header, StatusRequest) and header.until_ready)
         seconds = _CALL_SECONDS if is_long else self._answer_seconds
         try:
-            with self._clients[peer].exchange(to_json(header), self._expects, seconds) as channel:
+            expects = _Expected(self._specs, header, dialled_here=True)
+            with self._clients[peer].exchange(to_json(header), expects, seconds) as channel:
                 call.run(channel)
         except PeerError as error:
             if isinstance(error, RefusedError):
@@ -205,10 +218,7 @@ class Calls:
             self._under_way.pop(call.key, None)
             self._listener.ended(call.key)
             if not call.ended_here:
-                self._listener.happened(Broken(call.key), None)
-
-    def _expects(self, header: Mapping[str, Any]) -> Sequence[ArraySpec] | None:
-        return self._specs.get(str(header.get("kind")))
+                self._listener.happened(Broken(call.key, call.is_corrupt), None)
 
     def _arrived(self, call: Call, frame: Frame) -> None:
         try:
@@ -219,3 +229,34 @@ class Calls:
         with self._lock:
             if not call.ended_here:
                 self._listener.happened(Arrived(call.key, header, content), arrays)
+
+
+class _Expected:
+    """Arrays that may still come through a call: a message of the exchange that it was opened for, or a state, once.
+
+    Args:
+      specs: kind of header -> specs of the arrays behind it.
+      opener: the call's first header.
+      dialled_here: True if this side sent it.
+    """
+
+    def __init__(self, specs: Mapping[str, Sequence[ArraySpec]], opener: Opener, *, dialled_here: bool):
+        self._specs = specs
+        self._xid: ExchangeId | None = opener.xid if isinstance(opener, Hello) else None
+        self._left: set[str] = set()
+        if isinstance(opener, Hello):
+            self._left = {Windows.__name__, Message.__name__}
+        elif isinstance(opener, StateRequest) and dialled_here:
+            self._left = {State.__name__}
+
+    def __call__(self, header: Mapping[str, Any]) -> Sequence[ArraySpec] | None:
+        """Return the specs of the arrays behind a header; raise `RefusedError` before any of them is read."""
+        kind = str(header.get("kind"))
+        if kind not in self._specs:
+            return None
+        if kind not in self._left:
+            raise RefusedError(f"it sends a {kind} that does not belong to this call, or a second one")
+        if self._xid is not None and header.get("xid") != list(self._xid):
+            raise RefusedError(f"it sends a {kind} of another exchange: {str(header.get('xid'))[:80]}")
+        self._left.remove(kind)
+        return self._specs[kind]

@@ -13,13 +13,22 @@ import pyarrow as pa
 from pyarrow import flight
 
 from noloco_jax.islands.frames import Expects, Frame, drain, read_frame, write_frame
-from noloco_jax.islands.peer_errors import BrokenError, BusyError, EndedError, LateError, PeerError, RefusedError
+from noloco_jax.islands.peer_errors import (
+    BrokenError,
+    BusyError,
+    DamagedError,
+    EndedError,
+    LateError,
+    PeerError,
+    RefusedError,
+)
 
 _GRACE_SECONDS = 5.0  # for the peer to report an error, or to read ours
 _LEAST_SECONDS = 0.05  # for a goodbye
 
 # The errors that one island tells another, by name.
 _TOLD: dict[str, type[PeerError]] = {kind.__name__: kind for kind in (RefusedError, BusyError, BrokenError)}
+_TOLD[DamagedError.__name__] = BrokenError  # the data that the other side has read were fine
 
 
 class Channel:
@@ -31,6 +40,7 @@ class Channel:
     Attributes:
       peer: the other island's name.
       deadline: end of the whole call, in seconds of `time.monotonic()`.
+      is_corrupt: True once the peer has sent damaged data, or arrays that do not belong here.
     """
 
     def __init__(
@@ -61,6 +71,7 @@ class Channel:
         self._expects = expects
         self._cancel = cancel
         self._why_unreachable = why_unreachable
+        self.is_corrupt = False
         self._heard = False
         self._failed = False
         self._closed = False
@@ -156,6 +167,7 @@ class Channel:
         except (flight.FlightError, pa.ArrowException, OSError) as error:
             raise from_flight(self.peer, error) from None
         except PeerError as error:
+            self.is_corrupt = isinstance(error, DamagedError | RefusedError)
             raise type(error)(f"{self.peer}: {error}") from None
         self._heard = True
         if read is None:

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from noloco_jax.islands.peer_errors import BrokenError, RefusedError
+from noloco_jax.islands.peer_errors import BrokenError, DamagedError, RefusedError
 
 # Bytes of one message: 4 to 16 MB are fastest on loopback; one of 256 MB takes four times as long per byte.
 PIECE_BYTES = 8 << 20
@@ -89,7 +89,7 @@ def read_frame(reader: Any, expects: Expects) -> tuple[str, Frame] | None:
 
     Raises:
       RefusedError: if the announced arrays differ from those expected.
-      BrokenError: if the stream ends within the frame, or anything in it is damaged.
+      BrokenError: if the stream ends within the frame; `DamagedError` if anything in it is damaged.
     """
     message = _next(reader)
     if message is None:
@@ -97,7 +97,7 @@ def read_frame(reader: Any, expects: Expects) -> tuple[str, Frame] | None:
     opening = _unseal(message.app_metadata)
     kind, header, announced = opening.get("kind"), opening.get("header"), opening.get("arrays")
     if message.data is not None or not isinstance(kind, str) or not isinstance(header, dict):
-        raise BrokenError("it sent what is no frame")
+        raise DamagedError("it sent what is no frame")
     expected = expects(header) if kind == "frame" else None
     wanted = None if expected is None else [[spec.dtype.name, list(spec.shape)] for spec in expected]
     if announced != wanted:
@@ -111,7 +111,7 @@ def read_frame(reader: Any, expects: Expects) -> tuple[str, Frame] | None:
         raise BrokenError("the stream ended before the message was whole")
     total = sum(spec.nbytes for spec in expected)
     if trailer.data is not None or _unseal(trailer.app_metadata) != {"bytes": total, "digest": digest.hexdigest()}:
-        raise BrokenError("the digest behind the message is not that of what came")
+        raise DamagedError("the digest behind the message is not that of what came")
     return kind, Frame(header, arrays)
 
 
@@ -137,7 +137,7 @@ def _read_array(reader: Any, spec: ArraySpec, digest: Any) -> np.ndarray:
     while filled < spec.nbytes:
         piece = _read_piece(reader)
         if piece.size == 0 or filled + piece.size > spec.nbytes:
-            raise BrokenError("it sent another number of bytes than it announced")
+            raise DamagedError("it sent another number of bytes than it announced")
         digest.update(piece.data)
         if piece.size == spec.nbytes:
             whole = piece
@@ -157,12 +157,12 @@ def _read_piece(reader: Any) -> np.ndarray:
     if message is None:
         raise BrokenError("the stream ended before the message was whole")
     if message.data is None or message.app_metadata is not None:
-        raise BrokenError("it sent another number of bytes than it announced")
+        raise DamagedError("it sent another number of bytes than it announced")
     try:
         message.data.validate()
         return message.data.column(0).to_numpy(zero_copy_only=True)
     except pa.ArrowInvalid as error:
-        raise BrokenError(f"it sent a damaged piece ({str(error)[:80]})") from None
+        raise DamagedError(f"it sent a damaged piece ({str(error)[:80]})") from None
 
 
 def _next(reader: Any) -> Any:
@@ -182,17 +182,17 @@ def _seal(content: Mapping[str, Any]) -> bytes:
 
 def _unseal(metadata: pa.Buffer | None) -> dict[str, Any]:
     if metadata is None or not _DIGEST_BYTES < metadata.size <= MAX_HEADER_BYTES + _DIGEST_BYTES:
-        raise BrokenError("it sent what is no frame")
+        raise DamagedError("it sent what is no frame")
     sealed = metadata.to_pybytes()
     digest, text = sealed[:_DIGEST_BYTES], sealed[_DIGEST_BYTES:]
     if xxhash.xxh3_128_digest(text) != digest:
-        raise BrokenError("a header's digest is not that of what came")
+        raise DamagedError("a header's digest is not that of what came")
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise BrokenError("it sent what is no frame")
+        raise DamagedError("it sent what is no frame")
     return content
 
 

@@ -19,6 +19,10 @@ class BrokenError(PeerError):
     """Interrupted call or damaged data; nothing of the message was handed on."""
 
 
+class DamagedError(BrokenError):
+    """Data that came and are not what was sent, such as a wrong digest."""
+
+
 class EndedError(PeerError):
     """Proper end of the call by the peer, where more was expected."""
 

@@ -81,3 +81,41 @@ def test_who_comes_back_without_its_weights_has_its_donors_very_state_of_its_las
     side_by_side(*[site.close for site in (*others, back)])
     assert behind[0] <= 1
     assert any(one.outcome != "alone" for one in back.met), back.met
+
+
+def test_islands_whose_first_checkpoint_was_never_saved_begin_anew_without_the_one_that_stays_away():
+    roster = Roster(
+        "test", tuple(Island(name, Address("127.0.0.1", port)) for name, port in zip(FOUR, free_ports(4), strict=True))
+    )
+    settings = Settings(patience=6, lost_seconds=1.5)
+    sites = [Site(name, roster, settings=settings, began_before=True) for name in FOUR[:3]]
+    side_by_side(*[site.open for site in sites])
+    side_by_side(*[lambda site=site: site.train(4, SECONDS) for site in sites])
+    side_by_side(*[site.agent.close for site in sites])
+    for site in sites:
+        assert site.share(without="rome") > 0.5, site.met  # but for the last round, which ends here
+        assert any("rome did not answer" in line for line in site.lines)
+
+
+def test_an_island_whose_workdir_and_clock_were_lost_is_not_locked_out():
+    names = ("berlin", "paris")
+    roster = Roster(
+        "test", tuple(Island(name, Address("127.0.0.1", port)) for name, port in zip(names, free_ports(2), strict=True))
+    )
+    paris, berlin = Site("paris", roster, settings=SETTINGS), Site("berlin", roster, settings=SETTINGS, incarnation=99)
+    side_by_side(paris.open, berlin.open)
+    side_by_side(*[lambda site=site: site.train(3, 0.4) for site in (paris, berlin)])
+    berlin.agent.close()
+    again = Site("berlin", roster, settings=SETTINGS, incarnation=5)
+
+    def come_back() -> None:
+        again.open()
+        while not again.heals:  # it takes paris's state
+            again.look()
+        again.train(8, 0.4)
+
+    side_by_side(lambda: paris.train(12, 0.4), come_back)
+    side_by_side(paris.agent.close, again.agent.close)
+    assert again.agent.incarnation > 99
+    assert [one.reason for one in again.met if "past" in one.reason] == []
+    assert again.share() > 0.5, again.met

@@ -1,9 +1,11 @@
 """Starts and healings: a joiner never trains from other weights than the run's, a donor is never wiped out."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from noloco_jax.islands.protocol.context import MOST_AHEAD, STARTS_APART, Settings
 from noloco_jax.islands.protocol.events import (
     Admitted,
     Arrived,
@@ -22,6 +24,7 @@ from noloco_jax.islands.protocol.events import (
 )
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.messages import (
+    PAST_INCARNATION,
     Busy,
     Caller,
     ExchangeId,
@@ -36,6 +39,7 @@ from noloco_jax.islands.protocol.messages import (
 from support.island_world import IDENTITY, ROUND, World
 
 OTHERS = ["b", "c", "d"]
+LOST = Settings().lost_seconds
 UNKNOWN = None
 
 
@@ -56,13 +60,14 @@ def started(answers: dict, **arguments) -> tuple[Island, list]:
     return island, last
 
 
-def asked(island: Island, event: Any, answers: dict) -> list:
+def asked(island: Island, event: Any, answers: dict, now: float | None = 0.0) -> list:
     """Return an island's actions once its requests at an event have been answered."""
+    assert now is not None
     last = []
-    for call in [action for action in island.handle(event, 0.0) if isinstance(action, Open)]:
+    for call in [action for action in island.handle(event, now) if isinstance(action, Open)]:
         answer = answers.get(call.peer)
         event = Broken(call.channel) if answer is None else Arrived(call.channel, answer)
-        last = island.handle(event, 0.1)
+        last = island.handle(event, now + 0.1)
     return [action for action in last if not isinstance(action, Close)]
 
 
@@ -237,3 +242,95 @@ def test_joiners_choose_different_donors():
     donors = [heal.peer for name in ("i6", "i7") for heal in world.nodes[name].heals]
     assert len(donors) == len(set(donors)) == 2
     assert world.participation(10, 14) == 1
+
+
+@pytest.mark.parametrize("count", [3, 4, 18, 40])
+@pytest.mark.parametrize("one_stays_away", [False, True])
+def test_islands_that_all_lost_their_weights_begin_anew_and_meet(count, one_stays_away):
+    """More of them than one asks at once, too."""
+    world = World(count, durations=[ROUND] * count)
+    world.run(0.5 * ROUND)
+    for node in world.nodes.values():
+        world.crash(node, "lose disk")
+    if one_stays_away:
+        world.nodes["i0"].process += 1  # its next start is not this one
+    began = LOST if one_stays_away else 4 * ROUND
+    world.run(began + 14 * ROUND).finish()
+    alive = list(world.nodes.values())[one_stays_away:]
+    assert all(max(node.ends, default=-1) >= 6 for node in alive)
+    assert sum(len(node.applied) for node in alive) >= (2 if one_stays_away and count == 3 else 4) * len(alive)
+
+
+def test_fewer_than_half_of_all_never_begin_anew():
+    """The rest may have the weights."""
+    world = World(5, durations=[ROUND] * 5)
+    world.run(0.5 * ROUND)
+    for node in world.nodes.values():
+        world.crash(node, "lose disk")
+    for name in ("i0", "i1", "i2"):
+        world.nodes[name].process += 1
+    world.run(3 * LOST)
+    assert not world.nodes["i3"].ends and any("waits for" in line for line in world.nodes["i3"].lines)
+
+
+def test_weights_that_an_island_has_are_waited_for_beyond_the_time():
+    """b has the run's weights and does not train yet; c began anew, d is away."""
+    said = {"b": status(50, training=False), "c": status(3, lineage=False)}
+    island, actions = started(said, began_before=True)
+    assert "waits" in actions[0].line
+    for _ in range(40):
+        deadline = island.next_deadline()
+        assert deadline is not None
+        last = []
+        for call in [action for action in island.handle(Tick(), deadline) if isinstance(action, Open)]:
+            event = Arrived(call.channel, said[call.peer]) if call.peer in said else Broken(call.channel)
+            last = island.handle(event, deadline)
+        assert not any(isinstance(action, Begin | Open) for action in last)
+    assert deadline > LOST
+
+
+def test_an_island_that_asks_for_its_weights_has_soon_asked_everybody():
+    names = [f"i{number}" for number in range(40)]
+    island = Island("a", names, IDENTITY, lambda round: None, 7, began_before=True)
+    nothing = status(-1, training=False, lineage=False)
+    last = asked(island, Start(), dict.fromkeys(names, nothing))
+    assert Admitted() in last
+    last = asked(island, Ready(), dict.fromkeys(names, nothing))
+    sweeps = 1
+    while Begin(fresh=True) not in last:
+        sweeps += 1
+        last = asked(island, Tick(), dict.fromkeys(names, nothing), island.next_deadline())
+    assert sweeps == 3
+
+
+def test_an_island_whose_workdir_was_lost_with_its_incarnation_meets_the_others_at_once():
+    """Its clock and its first start say less than what the others know."""
+    world = World(4, durations=[ROUND] * 4)
+    world.run(5.5 * ROUND)
+    lost = world.nodes["i1"]
+    world.crash(lost, "lose disk")
+    lost.incarnation = -5
+    world.run(20.5 * ROUND).finish()
+    assert world.participation(10, 19) == 1
+    assert all("past incarnation" not in drop.reason for drop in lost.drops)
+    assert any("workdir was lost" in line for line in lost.lines)
+
+
+def test_an_island_that_is_taken_for_a_past_one_asks_around_after_its_round():
+    """It could ask nobody when it started."""
+    island, _ = started({}, journal=journal(4))
+    (dial,) = [action for action in island.handle(RoundEnded(5, 1, 1.0), 1.0) if isinstance(action, Open)]
+    island.handle(Arrived(dial.channel, NotPartner(PAST_INCARNATION)), 1.1)
+    asked(island, RoundEnded(6, 1, 1.0), {"b": replace(status(6), yours=1000)}, 2.0)
+    assert island.incarnation == 1000 + STARTS_APART
+
+
+@pytest.mark.parametrize("told", [10**6, 2**62])
+def test_no_peers_word_moves_an_incarnation_by_more_than_the_bound_or_once_it_has_exchanged(told):
+    island, _ = started({"b": replace(status(5), yours=told)}, journal=journal())
+    assert island.incarnation == (told + STARTS_APART if told < MOST_AHEAD else 7)
+    island._context.commits = 1
+    before = island.incarnation
+    island.peers["b"].told(1, 50, 0.0)
+    asked(island, RoundEnded(6, 1, 1.0), {"b": replace(status(7), yours=before + 1)})
+    assert island.incarnation == before

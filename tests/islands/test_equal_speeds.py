@@ -141,24 +141,24 @@ def pauses(pace: Pace, now: float) -> list[float]:
 
 
 def test_who_is_first_gives_way_until_its_lead_is_gone_at_a_quarter_of_its_speed():
-    pace = Pace("me", is_kept=False)
+    pace = Pace("me", ["other"], is_kept=False)
     given = pauses(pace, met(pace, lead=6, ago=2.0))
     assert sum(given) == pytest.approx(4.0)
     assert max(given) == pytest.approx(MOST_GIVEN)
 
 
 def test_who_is_last_pauses_for_nobody():
-    pace = Pace("me", is_kept=False)
+    pace = Pace("me", ["other"], is_kept=False)
     assert not any(pauses(pace, met(pace, lead=0, ago=6.0)))
 
 
 def test_a_word_that_was_long_on_its_way_is_no_lead():
-    pace = Pace("me", is_kept=False)
+    pace = Pace("me", ["other"], is_kept=False)
     assert sum(pauses(pace, met(pace, lead=6, delay=5.0))) == pytest.approx(1.0)
 
 
 def test_steps_that_were_begun_early_and_wait_in_a_queue_are_no_lead():
-    pace = Pace("me", is_kept=False)
+    pace = Pace("me", ["other"], is_kept=False)
     now = steps(pace, 0.0, 10)
     pace.round_ended(0, now)
     for _ in range(3):  # at once: the device takes a second for each
@@ -168,7 +168,7 @@ def test_steps_that_were_begun_early_and_wait_in_a_queue_are_no_lead():
 
 
 def test_who_was_held_up_itself_has_no_lead():
-    pace = Pace("me", is_kept=False)
+    pace = Pace("me", ["other"], is_kept=False)
     now = steps(pace, 0.0, 10)
     pace.round_ended(0, now)
     pace.meet(0, Timing(0.0, Speed("other", 1.0, 0), None), now + 100.0, 0.0)  # sent long ago, and read now
@@ -176,7 +176,7 @@ def test_who_was_held_up_itself_has_no_lead():
 
 
 def test_who_has_other_work_for_a_while_is_given_way_to_as_it_is_usually_as_fast():
-    pace = Pace("slow", is_kept=False)
+    pace = Pace("slow", ["other"], is_kept=False)
     now = steps(pace, 0.0, 100)
     for _ in range(50):
         pace.stride(now, 1)
@@ -184,7 +184,7 @@ def test_who_has_other_work_for_a_while_is_given_way_to_as_it_is_usually_as_fast
     pace.round_ended(0, now)
     timing = pace.timing(0, now)
     assert timing is not None and timing.own is not None and timing.own.seconds == pytest.approx(1.0)
-    other = Pace("me", is_kept=False)
+    other = Pace("me", ["other"], is_kept=False)
     now = steps(other, 0.0, 100)
     other.round_ended(0, now)
     for _ in range(20):  # idle cores, meanwhile
@@ -195,10 +195,10 @@ def test_who_has_other_work_for_a_while_is_given_way_to_as_it_is_usually_as_fast
 
 
 def test_nobody_gives_way_to_a_partner_that_is_usually_slower():
-    pace = Pace("me", is_kept=False)
+    pace = Pace("me", ["other"], is_kept=False)
     assert not any(pauses(pace, met(pace, lead=6, theirs=1.01 * MOST_UNEQUAL)))
 
 
 def test_islands_that_keep_pace_never_pause():
-    pace = Pace("me")
+    pace = Pace("me", ["other"])
     assert not any(pauses(pace, met(pace, lead=6)))

@@ -9,8 +9,10 @@ from noloco_jax.islands.protocol.events import (
     Apply,
     Arrived,
     Broken,
+    Close,
     Content,
     Drop,
+    Keep,
     Open,
     Opened,
     Ready,
@@ -66,7 +68,7 @@ class Exchanging:
         ((channel, hello),) = self.dials
         self.arrive(channel, Accept(1, 0, 1))
         said = self.arrive(channel, Message(hello.xid), GOOD)
-        assert said == [Send(channel, Received(hello.xid, True))]
+        assert said == [Keep(hello.xid), Send(channel, Received(hello.xid, True))]
         return channel, hello.xid
 
     def answer(self, round: int, norm: float, attempt: int = 1) -> list[Any]:
@@ -121,6 +123,25 @@ def test_broken_messages_with_a_good_one_between_are_no_reason_for_quarantine():
     for attempt in (1, 2):
         a.answer(4, BROKEN, attempt)
     assert a.island.peers["b"].quarantined_until == 4 + 1 + 16
+
+
+@pytest.mark.parametrize("undue", ["a second one", "another exchange's", "ahead of the answer"])
+def test_a_message_that_is_not_due_is_never_kept_and_ends_its_exchange(undue):
+    a = Exchanging()
+    ((channel, hello),) = a.dials
+    said, xid = [], hello.xid
+    if undue != "ahead of the answer":
+        said += a.arrive(channel, Accept(1, 0, 1))
+    if undue == "a second one":
+        said += a.arrive(channel, Message(xid), GOOD)
+    other = xid._replace(attempt=2) if undue == "another exchange's" else xid
+    refusal = a.arrive(channel, Message(other), GOOD)
+    said += refusal
+    assert [action for action in said if isinstance(action, Keep)] == [Keep(xid)] * (undue == "a second one")
+    assert Close(channel) in refusal
+    (line,) = [action.line for action in refusal if isinstance(action, Tell)]
+    assert line.startswith("b sent a message that is not due, and it is refused: ExchangeId(round=0")
+    assert a.island.peers["b"].broken == 1
 
 
 @pytest.mark.parametrize("until", [1, 2])

@@ -101,7 +101,7 @@ class Fake:
     """
 
     def __init__(self, roster: Roster, name: str, folder: Path, seed: int, **changes: Any):
-        identity = Identity("test", "config", "model", roster.version, "float32, 1 fragments", "steps")
+        identity = Identity("test", {"seed": "1"}, "model", roster.version, "float32, 1 fragments", "steps", "byte")
         about = {"config": to_dict(CONFIG), "tokenizer": "byte", "round": 5 + seed, "training": True}
         self.about: dict[str, Any] = {"identity": asdict(identity), **about, **changes}
         self.arrays, self.asked = weights(seed), 0
@@ -165,11 +165,12 @@ def test_no_more_weights_are_fetched_once_there_will_be_too_few(roster, tmp_path
         assert [fakes[name].asked for name in NAMES] == [1, 0, 0]
 
 
-@pytest.mark.parametrize("part", ["model", "config", "codec"])
+@pytest.mark.parametrize("part", ["model", "config", "codec", "tokenizer"])
 def test_islands_of_two_models_are_refused(roster, tmp_path, part):
+    named = "seed" if part == "config" else part
     with islands(roster, tmp_path, *NAMES) as fakes:
-        fakes["rome"].about["identity"][part] = "another"
-        with pytest.raises(UserError, match=f"cannot be merged: rome's {part} is another, paris's is "):
+        fakes["rome"].about["identity"][part] = {"seed": "2"} if part == "config" else "another"
+        with pytest.raises(UserError, match=f"cannot be merged: {named}: .* at rome, .* at paris"):
             merge(tmp_path)
 
 

@@ -7,8 +7,9 @@ import pytest
 
 from noloco_jax.islands.protocol import messages
 from noloco_jax.islands.protocol.messages import Caller, ExchangeId, HeaderError, Hello, Identity, Outcome
+from support.island_world import differing
 
-IDENTITY = Identity("run", "config", "model", "roster", "codec", "pace")
+IDENTITY = Identity("run", {"seed": "1"}, "model", "roster", "codec", "pace", "bytes")
 CALLER = Caller(IDENTITY, "paris", "oslo", 3, 7)
 XID = ExchangeId(7, "paris", 3, 2)
 HELLO = Hello(CALLER, XID, 1000)
@@ -49,6 +50,11 @@ def changed(**values):
     return {**json.loads(json.dumps(messages.to_json(HELLO))), **values}
 
 
+def caller_with(config):
+    caller = changed()["caller"]
+    return caller | {"identity": caller["identity"] | {"config": config}}
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -67,6 +73,9 @@ def changed(**values):
         changed(xid=[7, 1, "p" * 257, 3, 2]),
         changed(xid="paris"),
         changed(caller=None),
+        changed(caller=caller_with({"seed": 1})),
+        changed(caller=caller_with("seed")),
+        changed(caller=caller_with(dict.fromkeys(map(str, range(257)), ""))),
         changed(timing={"ago": -1.0, "own": None, "fastest": None}),
         changed(timing={"ago": 1.0, "own": None}),
         changed(timing={"ago": 1.0, "own": ["oslo", 1.0, 7], "fastest": None}),
@@ -84,7 +93,20 @@ def test_what_no_island_sends_is_refused(values):
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Identity)])
 def test_a_difference_is_named_with_both_values(field):
-    other = dataclasses.replace(IDENTITY, **{field: 9 if field == "protocol" else "other"})
-    line = IDENTITY.difference(other)
-    assert line is not None and line.startswith(f"{field} is {getattr(IDENTITY, field)}, yours is ")
-    assert IDENTITY.difference(dataclasses.replace(other, **{field: getattr(IDENTITY, field)})) is None
+    other = differing(IDENTITY, field)
+    mine = {"config": "seed: 1"}.get(field, f"{field}: {getattr(IDENTITY, field)}")
+    theirs = {"config": "2", "protocol": "9"}.get(field, "other")
+    assert IDENTITY.difference(other, "paris") == f"{mine} here, {theirs} at paris"
+    assert IDENTITY.difference(dataclasses.replace(other, **{field: getattr(IDENTITY, field)}), "paris") is None
+
+
+def test_many_differences_fit_a_header_and_are_counted():
+    fields = {f"{'f' * 40}{number}": "1" * 100 for number in range(9)}
+    one = dataclasses.replace(IDENTITY, config=fields)
+    line = one.difference(dataclasses.replace(one, config={name: "2" * 100 for name in fields}), "p" * 63)
+    assert line is not None and line.endswith("; and 8 more")
+    assert messages.from_json(messages.to_json(messages.Wrong(line))) == messages.Wrong(line)
+
+
+def test_an_island_that_reads_token_ids_fits_any_tokenizer():
+    assert IDENTITY.difference(dataclasses.replace(IDENTITY, tokenizer=""), "paris") is None

@@ -2,12 +2,14 @@
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 
 from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.messages import Speed, Timing
-from noloco_jax.islands.protocol.pace import LONGEST_STRIDE, ROUNDS_KNOWN, Pace
+from noloco_jax.islands.protocol.pace import Pace
+from noloco_jax.islands.protocol.speeds import MOST_TIMED, MOST_TOLD, ROUNDS_KNOWN, Speeds
 from support.island_world import FRAME_FAULTS, MOMENTS, NODE_FAULTS, ROUND, Fault, World, all_points
 
 SETTINGS = Settings(answer_seconds=3.0, state_seconds=30.0, keeps_pace=True)
@@ -120,13 +122,13 @@ def told(pace: Pace, now: float, seconds: float, late: float = 0.0) -> None:
     speed = Speed("other", seconds, 0)
     timing = Timing(late, speed, speed)
     pace.round_ended(0, now)
-    pace.hear(timing, 0)
+    pace.hear("other", 0, timing, now)
     pace.meet(0, timing, now, 0.0)
 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.5, 2.0, 3.7])
 def test_an_inner_step_stands_for_what_the_fastest_takes_meanwhile(ratio):
-    pace = Pace("me")
+    pace = Pace("me", ["other"])
     _, now = after(pace, 10, 2.0 * ratio)
     told(pace, now, 2.0)
     strides, _ = after(pace, 100, 2.0 * ratio, now)
@@ -135,7 +137,7 @@ def test_an_inner_step_stands_for_what_the_fastest_takes_meanwhile(ratio):
 
 
 def test_what_holds_all_up_alike_skips_no_step():
-    pace = Pace("me")
+    pace = Pace("me", ["other"])
     _, now = after(pace, 10, 1.0)
     told(pace, now, 1.0)
     strides, _ = after(pace, 50, 1.0, now + 600.0)
@@ -144,7 +146,7 @@ def test_what_holds_all_up_alike_skips_no_step():
 
 def test_the_first_never_slows_down_below_a_step_a_step_and_the_others_fall_back_by_half_of_their_lead():
     for seconds, expected in ((1.0, 60), (3.0, 180 - 15)):
-        pace = Pace("me")
+        pace = Pace("me", ["other"])
         _, now = after(pace, 10, seconds)
         told(pace, now, 1.0, late=-30.0)
         strides, _ = after(pace, 60, seconds, now)
@@ -152,22 +154,85 @@ def test_the_first_never_slows_down_below_a_step_a_step_and_the_others_fall_back
 
 
 def test_who_is_late_makes_up_half_of_it_once():
-    pace = Pace("me")
+    pace = Pace("me", ["other"])
     _, now = after(pace, 10, 2.0)
     told(pace, now, 1.0, late=30.0)
     assert sum(after(pace, 60, 2.0, now)[0]) == pytest.approx(120 + 15, abs=1)
 
 
 def test_who_goes_on_from_anothers_weights_makes_up_for_no_delay_of_the_old_ones():
-    pace = Pace("me")
+    pace = Pace("me", ["other"])
     _, now = after(pace, 10, 1.0)
     told(pace, now, 1.0, late=30.0)
     pace.restart()
     assert set(after(pace, 60, 1.0, now)[0]) == {1}
 
 
-def test_a_partner_of_absurd_speed_moves_nobody_by_more_than_the_limit():
-    pace = Pace("me")
+def test_a_speed_that_no_round_was_timed_for_moves_nobody_by_more_than_the_bound():
+    pace = Pace("me", ["other"])
     _, now = after(pace, 10, 1.0)
-    told(pace, now, 1e-9, late=3600.0)
-    assert max(after(pace, 20, 1.0, now)[0]) <= 2 * LONGEST_STRIDE
+    told(pace, now, 1e-9)
+    assert set(after(pace, 20, 1.0, now)[0]) == {MOST_TOLD}
+
+
+def test_a_speed_is_believed_up_to_twice_the_one_at_which_the_island_ends_its_rounds():
+    pace = Pace("me", ["other"])
+    now = 0.0
+    for round in range(6):
+        _, now = after(pace, 10, 1.0, now)
+        pace.round_ended(round, now)
+        pace.hear("other", round, Timing(0.0, Speed("other", 1e-9, 0), None), now)
+    first, last = pace._ends[0], pace._ends[5]
+    seconds = (last.time - first.time) / (last.scheduled - first.scheduled)
+    assert pace._fastest_seconds() == pytest.approx(seconds / MOST_TIMED)
+
+
+def test_an_islands_own_word_counts_and_not_what_others_say_of_it():
+    speeds = Speeds(["b", "c"])
+    for name, of_c in (("c", 1.0), ("b", 0.5)):
+        own = Speed("c", of_c, 0) if name == "c" else None
+        speeds.hear(name, Timing(0.0, own, Speed("c", of_c, 2**62)), 0)
+    assert [speed.seconds for speed in speeds.believed(1.0)] == [1.0]
+
+
+def test_a_speed_is_passed_on_by_those_alone_who_heard_it_of_its_island():
+    speeds = Speeds(["b", "c"])
+    speeds.hear("b", Timing(0.0, Speed("b", 0.8, 0), Speed("c", 0.5, 0)), 0)
+    assert {speed.name for speed in speeds.believed(1.0)} == {"b", "c"}
+    assert speeds.fastest_met(Speed("me", 1.0, 0)).name == "b"
+
+
+@pytest.mark.parametrize("of", ["told", "passed on"])
+def test_a_speed_of_a_round_that_is_yet_to_come_is_forgotten_like_any_other(of):
+    speeds = Speeds(["b", "c"])
+    false = Speed("b" if of == "told" else "c", 0.5, 2**62)
+    speeds.hear("b", Timing(0.0, *((false, None) if of == "told" else (None, false))), 3)
+    for round, known in ((3 + ROUNDS_KNOWN, True), (4 + ROUNDS_KNOWN, False)):
+        speeds.hear("b", Timing(0.0, None, None), round)
+        assert bool(list(speeds.believed(1.0))) is known
+
+
+LIES = {
+    "a stranger's, for three rounds": lambda name: Timing(0.0, None, Speed("nobody", 1e-9, 2**62)),
+    "a member's that is away, for three rounds": lambda name: Timing(0.0, None, Speed("i3", 1e-9, 2**62)),
+    "its own, for three rounds": lambda name: Timing(0.0, Speed(name, 1e-9, 2**62), None),
+    "its own, always": lambda name: Timing(0.0, Speed(name, 1e-9, 2**62), None),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_false_timings_cost_islands_a_few_rounds_of_their_schedule(lie):
+    """i2 lies in rounds 10 to 12, in which it meets all; i3 has ended."""
+    world = paced([ROUND] * 4, 10.2 * ROUND, downtime=None)
+    world.crash(world.nodes["i3"], "kill")
+    liar = world.nodes["i2"].machine
+    assert liar is not None
+    pace: Any = liar._context.pace
+    lies = [LIES[lie]("i2")] * (10**6 if "always" in lie else 6)
+    told = pace.timing
+    pace.timing = lambda *arguments: lies.pop() if lies else told(*arguments)
+    honest = [world.nodes["i0"], world.nodes["i1"]]
+    before = [node.position for node in honest]
+    world.run(40 * ROUND).finish()
+    for node, position in zip(honest, before, strict=True):
+        assert node.position - position <= (MOST_TIMED if "always" in lie else 1.1) * 29.8 * STEPS

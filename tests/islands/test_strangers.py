@@ -56,7 +56,7 @@ def keys_with_fault(ca: trustme.CA, fault: str) -> Credentials | None:
         ("expired", "this island's certificate, which expired on 2021-01-01", "certificate expired on 2021-01-01"),
         ("wrong name", "a certificate made out to 'rome', who is not", "a certificate made out to 'rome', who is not"),
         ("another authority", "its certificate is not of this run's authority", "is not of this run's authority"),
-        ("another run", "run is run, yours is other", "berlin was refused: run is run, yours is other"),
+        ("another run", "run: other here, run at paris", "berlin was refused: run: run here, other at berlin"),
     ],
 )
 def test_a_stranger_is_told_what_is_wrong_and_so_is_the_island_that_it_calls(ca, fault, to_the_stranger, to_the_island):

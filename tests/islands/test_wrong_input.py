@@ -1,6 +1,5 @@
 """Wrong input to `island train`: one line that says what to do, exit 2, before anything is compiled."""
 
-import dataclasses
 import os
 import socket
 import subprocess
@@ -24,6 +23,7 @@ from noloco_jax.islands.protocol.messages import Identity
 from noloco_jax.islands.roster import Roster, read_roster
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
+from support.island_world import differing
 from support.paths import ROOT
 from support.ports import free_ports
 from support.processes import write_config
@@ -166,7 +166,7 @@ def identity(config: Path, roster: Roster) -> Identity:
     loaded = from_dict(load_config(str(config), ["--config.num_replicas=2"]))
     member = Membership(roster, "berlin", None)
     own = member.own(loaded)
-    return _identity(member, loaded, build_programs(own, make_mesh(own, jax.devices()[:1])))
+    return _identity(member, loaded, build_programs(own, make_mesh(own, jax.devices()[:1])), "byte")
 
 
 def test_an_island_that_runs_already_is_told(config, tmp_path, compiled):
@@ -183,11 +183,11 @@ def test_an_island_that_runs_already_is_told(config, tmp_path, compiled):
     )
 
 
-@pytest.mark.parametrize("field", ["model", "config", "roster", "protocol"])
+@pytest.mark.parametrize("field", ["model", "config", "roster", "protocol", "tokenizer"])
 def test_what_differs_from_the_others_is_named(config, tmp_path, compiled, field):
     roster = written(tmp_path)
     same = identity(config, read_roster(roster))
-    other = dataclasses.replace(same, **{field: 9 if field == "protocol" else "other"})
+    other = differing(same, field)
     site = Site("berlin", read_roster(roster), identity=other)
     site.open()
     compiled.clear()
@@ -195,6 +195,9 @@ def test_what_differs_from_the_others_is_named(config, tmp_path, compiled, field
         line = told(command(config, roster), compiled)
     finally:
         site.close()
-    theirs, mine = getattr(other, field), getattr(same, field)
-    assert line.startswith(f"1 of 1 islands refuse paris; berlin says: {field} is {theirs}, yours is {mine}: give all")
-    assert any(f"paris was refused: {field} is" in said for said in site.lines)  # on the other side too
+    named, theirs, mine = field, getattr(other, field), getattr(same, field)
+    if field == "config":
+        named, theirs, mine = "seed", theirs["seed"], mine["seed"]
+    said = f"{named}: {mine} here, {theirs} at berlin"
+    assert line.startswith(f"1 of 1 islands refuse paris; berlin says: {said}: give all")
+    assert f"paris was refused: {named}: {theirs} here, {mine} at paris" in site.lines  # on the other side too

@@ -3,6 +3,7 @@
 The world keeps its own account of what every island's weights have seen; `check` holds the islands to it.
 """
 
+import dataclasses
 import heapq
 import itertools
 import math
@@ -23,6 +24,7 @@ from noloco_jax.islands.protocol.events import (
     Content,
     Drop,
     Heal,
+    Keep,
     Open,
     Opened,
     Ready,
@@ -37,13 +39,32 @@ from noloco_jax.islands.protocol.events import (
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.messages import Identity, Message, Outcome, State
 
-IDENTITY = Identity("run", "config", "model", "roster", "codec", "pace")
+IDENTITY = Identity("run", {"seed": "1"}, "model", "roster", "codec", "pace", "bytes")
 ROUND = 10.0  # seconds
+
+
 LATENCY = 0.05
 TRANSFER = 1.0  # of a message
-FRAME_FAULTS = ("drop", "duplicate", "delay", "delay for rounds", "reorder", "truncate", "flip", "nan", "wild")
+FRAME_FAULTS = (
+    "drop",
+    "duplicate",
+    "delay",
+    "delay for rounds",
+    "reorder",
+    "truncate",
+    "flip",
+    "nan",
+    "wild",
+    "nan behind",
+)
 NODE_FAULTS = ("kill", "vanish", "stop", "lose disk")
 MOMENTS = ("before it is sent", "after it is sent", "before it arrives", "after it arrived")
+
+
+def differing(identity: Identity, field: str) -> Identity:
+    """Return an identity that differs in a field."""
+    value: Any = {"protocol": 9, "config": {**identity.config, "seed": "2"}}.get(field, "other")
+    return dataclasses.replace(identity, **{field: value})
 
 
 class Fault(NamedTuple):
@@ -92,6 +113,7 @@ class Node:
     tick_at: float | None = None
     messages: dict = field(default_factory=dict)  # round -> (number, tokens)
     received: dict = field(default_factory=dict)  # xid -> number
+    arriving: float | None = None  # number of the message at hand
     open: set = field(default_factory=set)  # due, and neither applied nor dropped
     weights: dict = field(default_factory=dict)  # xid -> (tokens, correction, peer): what the weights have seen
     one_sided: set = field(default_factory=set)  # rounds logged as such
@@ -353,6 +375,9 @@ class World:
                 call, side = node.calls.pop(action.channel, (None, 0))
                 if call is not None:
                     self._hang_up(call, side)
+            case Keep():
+                assert node.arriving is not None
+                node.received[action.xid] = node.arriving
             case Apply():
                 self._point(node, "Apply", self._apply, action)
             case Drop():
@@ -437,7 +462,7 @@ class World:
         if isinstance(header, Message):
             number = call.sides[1 - side].messages[header.xid.round][0]
         event: Any = header, number, 1000.0, opener
-        copies = 1
+        copies, behind = 1, None
         for fault in self.faults if self.now < self.quiet_after else ():
             if fault[:2] != (kind, nth) or fault.moment:
                 continue
@@ -459,9 +484,13 @@ class World:
                     event = header, number, float("nan"), opener
                 case "wild":
                     event = header, number, 1e9, opener
+                case "nan behind" if heavy:  # a second message of the same exchange, right behind the first
+                    behind = header, math.nan, math.nan, opener
         for copy in range(copies):
             call.free_at[side] = max(call.free_at[side], self.now + wait)
             self.at(call.free_at[side] + copy * 0.4, self._deliver, call, side, event, nth)
+        if behind is not None:
+            self.at(call.free_at[side], self._deliver, call, side, behind, nth)
 
     def _hang_up(self, call: Call, side: int) -> None:
         """A side ends the call, or its process: the other side hears of it after what was sent."""
@@ -508,8 +537,7 @@ class World:
                 node.calls[channel] = call, side
             self._handle(node, Opened(channel, call.sides[1 - side].name, header))
         elif call.open[side] and channel in node.calls:
-            if isinstance(header, Message) and header.xid not in node.received and norm == 1000.0:
-                node.received[header.xid] = number
+            node.arriving = number
             content = Content(norm) if isinstance(header, Message | State) else None
             self._handle(node, Arrived(channel, header, content))
         else:

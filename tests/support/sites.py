@@ -54,6 +54,7 @@ class Site:
         incarnation: int = 1,
         journal: Journal | None = None,
         identity=IDENTITY,
+        began_before: bool = False,
     ):
         settings = settings or Settings()
         self.name = name
@@ -66,7 +67,7 @@ class Site:
         self.heals: list[Healed] = []
         others = [other for other in roster.names if other != name]
         partner = partner_of(roster.names, name)
-        protocol = Island(name, others, identity, partner, incarnation, settings, journal)
+        protocol = Island(name, others, identity, partner, incarnation, settings, journal, began_before)
         message = self.message(0)
         arguments = settings, PlainCodec(Float32(), [message], [message]), specs_of(message), self.lines.append
         self.agent = Agent(roster, name, credentials, protocol, *arguments, Snapshots({}), {})

@@ -22,6 +22,6 @@ ABORTED. Nothing is waited for: a message is dropped, on both sides, when `patie
 `exchanges.py` does that for the rounds whose messages are kept (`meeting.py`) and refuses what does not fit,
 `link_limit.py` limits concurrent exchanges on slow links, `recovery.py` asks about unresolved exchanges, `ledger.py`
 remembers the outcomes that the weights have seen, `peers.py` says whom and what to believe and how long to wait,
-`pace.py` has islands end their rounds together, `catch_up.py` decides when an island begins and from which weights, and
-`context.py` is what they share.
+`pace.py` has islands end their rounds together, by the `speeds.py` that they believe, `catch_up.py` decides when an
+island begins and from which weights, and `context.py` is what they share.
 """

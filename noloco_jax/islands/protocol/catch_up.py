@@ -6,8 +6,10 @@ for those that will soon be, or the first would be rounds ahead of the last from
 
 A donor is ahead of the island that asks, and has a lineage: a committed exchange in the past of its weights, through
 checkpoints and donors. An island that has lost its weights takes no others: otherwise one that began anew could wipe
-out a model, as has happened elsewhere. Without such a donor, one that is ahead is better than none for a newcomer, and
-for an island whose weights are too late to meet anybody: it would train alone for ever.
+out a model, as has happened elsewhere. It begins anew once all islands have said that they have no such weights either,
+or half of all for `lost_seconds`: where the rest have weights, theirs are ahead of those. Without such a donor, one
+that is ahead is better than none for a newcomer, and for an island whose weights are too late to meet anybody: it would
+train alone for ever.
 """
 
 import math
@@ -104,7 +106,8 @@ class CatchUp:
         self._sweeps = 0
         self._has_state = has_state
         self._needs_lineage = began_before and not has_state
-        self._start_deadline = 0.0
+        self._heard: dict[str, Status] = {}  # last answers of all, while a lineage is needed
+        self._start_deadline = self._lost_deadline = 0.0
         self.is_ready = self.training = False
 
     def start(self) -> None:
@@ -112,7 +115,8 @@ class CatchUp:
 
     def ready(self) -> None:
         self.is_ready = True
-        self._start_deadline = self._context.now + self._context.settings.start_seconds
+        now, settings = self._context.now, self._context.settings
+        self._start_deadline, self._lost_deadline = now + settings.start_seconds, now + settings.lost_seconds
         self._begin_sweep()
 
     def stop(self) -> None:
@@ -133,10 +137,12 @@ class CatchUp:
         """
         context = self._context
         self._has_state, self._needs_lineage = True, False
-        suspicion = context.came_too_late or any(
-            peer.round - context.round >= context.reach for peer in context.peers.values()
+        suspicion = (
+            context.came_too_late
+            or context.taken_for_past
+            or any(peer.round - context.round >= context.reach for peer in context.peers.values())
         )
-        context.came_too_late = False
+        context.came_too_late = context.taken_for_past = False
         if self._sweep is not None or self._download is not None:
             return
         if suspicion:
@@ -149,7 +155,8 @@ class CatchUp:
     def _begin_sweep(self) -> None:
         context = self._context
         self._sweeps += 1
-        names = sorted(context.peers, key=lambda name: _mixed(f"{context.name} {name} {self._sweeps}"))
+        mixed = {name: _mixed(f"{context.name} {name} {self._sweeps}") for name in context.peers}
+        names = sorted(mixed, key=lambda name: (name in self._heard, mixed[name]))
         waits = self.is_ready and not self.training and context.now < self._start_deadline
         request = StatusRequest(context.identity, until_ready=waits)
         asked = {context.open(name, request): name for name in names[:ASKED_AT_ONCE]}
@@ -177,8 +184,9 @@ class CatchUp:
             context.tell(f"{context.name} is ready and waits for {', '.join(not_ready)}, to begin together")
             self._begin_sweep()
             return
-        if len(sweep.found) == len(context.peers) and not any(status.lineage for status in sweep.found.values()):
-            self._needs_lineage = False  # no island has a lineage to wait for
+        if self._needs_lineage:
+            self._heard |= sweep.found
+            self._needs_lineage = not self._is_lost()
         alive = {name: status for name, status in sweep.found.items() if status.training and status.round >= 0}
         if not (self._is_late(sweep.lags) if self._has_state else self._has_begun(sweep)):
             self._begin()
@@ -209,6 +217,18 @@ class CatchUp:
         others = any(status.lineage or status.round >= 0 for status in sweep.found.values())
         return others or self._needs_lineage
 
+    def _is_lost(self) -> bool:
+        """Return whether the weights that were lost are nowhere else, as far as islands answer; see `lost_seconds`."""
+        context, heard = self._context, self._heard
+        if any(status.lineage for status in heard.values()):
+            return False
+        silent = sorted(context.peers.keys() - heard.keys())
+        if silent and (context.now < self._lost_deadline or 2 * len(silent) > len(context.peers) + 1):
+            return False
+        without = f", and {', '.join(silent[:8])} did not answer" if silent else ""
+        context.tell(f"no island has weights of this run any more{without}: {context.name} begins anew")
+        return True
+
     def _begin(self) -> None:
         """Train from the weights at hand."""
         if not self.training:
@@ -226,7 +246,10 @@ class CatchUp:
         if self._has_state:
             self._begin()  # and asks again after a round
             return
-        context.tell(f"{context.name} waits for an island with weights of this run; in an empty workdir it begins anew")
+        context.tell(
+            f"{context.name} waits for an island with weights of this run; it begins anew in an empty workdir, or "
+            f"after {context.settings.lost_seconds:g} s where half of all islands answer and none has any"
+        )
         self._retry.start()
 
     def _next_donor(self) -> None:
@@ -241,6 +264,7 @@ class CatchUp:
             name = sweep.asked[channel]
             if isinstance(header, Status):
                 context.peers[name].told(header.incarnation, header.round, context.now)
+                context.is_known_as(header.yours)
                 sweep.heard(channel, header, context.round)
             else:
                 del sweep.asked[channel]

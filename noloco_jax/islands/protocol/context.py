@@ -28,6 +28,8 @@ class Settings:
       broken_in_a_row: consecutive broken messages that lead to quarantine.
       answer_seconds: timeout of the answer to an opener.
       start_seconds: time that islands starting together wait for each other.
+      lost_seconds: time for which an island that has lost its weights waits for others that have some; it then begins
+        anew where at least half of all islands answer, itself included.
       state_seconds: timeout of the transfer of a state.
       retry_seconds: delay of the first retry; it doubles with each.
       keeps_pace: True if an island fits its inner steps to common rounds, see `pace.py`.
@@ -39,6 +41,7 @@ class Settings:
     broken_in_a_row: int = 3
     answer_seconds: float = 10.0
     start_seconds: float = 120.0
+    lost_seconds: float = 600.0
     state_seconds: float = 600.0
     retry_seconds: float = 1.0
     keeps_pace: bool = False
@@ -48,6 +51,8 @@ class Settings:
             raise ValueError(f"patience is {self.patience}: it must be at least 1")
 
 
+STARTS_APART = 1_000_000  # increase of the incarnation with a start, so that increments by healing stay below it
+MOST_AHEAD = 10**12  # largest increase on a peer's word
 LONGEST_PAUSE = 32  # longest pause between two tries, in multiples of the first
 ROUNDS_TIMED = 8
 
@@ -60,6 +65,7 @@ class Context:
       lineage: True if a committed exchange is in the past of its weights, through checkpoints and donors.
       commits: exchanges committed since the start.
       came_too_late: True if a partner had given up a message before this island dialled, in this round.
+      taken_for_past: True if a peer knows a later incarnation than this one, which has exchanged nothing yet.
       refused: True once most others refuse this island.
       pace: its pace relative to the others.
     """
@@ -78,8 +84,8 @@ class Context:
         self.lineage = False
         self.commits = 0
         self.refused = False
-        self.came_too_late = False
-        self.pace = Pace(name, settings.keeps_pace)
+        self.came_too_late = self.taken_for_past = False
+        self.pace = Pace(name, others, settings.keeps_pace)
         self.now = 0.0
         self._ends: deque[float] = deque(maxlen=ROUNDS_TIMED + 1)
         self.actions: list[Action] = []
@@ -130,16 +136,17 @@ class Context:
         """Return a refusal for a caller whose identity or names do not fit; its certificate says `peer`."""
         if (caller.sender, caller.receiver) != (peer, self.name):
             what = f"name is {self.name}, yours is {peer}; you say that {caller.sender} calls {caller.receiver}"
-        elif (difference := self.identity.difference(caller.identity)) is not None:
-            what = difference
-        else:
-            return None
-        return self.refused_for(peer, what)
+            self.tell(f"{peer} was refused: {what}")
+            return Wrong(what)
+        return self.refusal_of(peer, caller.identity)
 
-    def refused_for(self, peer: str, what: str) -> Wrong:
-        """Return the refusal of a caller, and report it here."""
-        self.tell(f"{peer} was refused: {what}")
-        return Wrong(what)
+    def refusal_of(self, peer: str, identity: Identity) -> Wrong | None:
+        """Return a refusal of an island with another identity, as it will read it, and report it here."""
+        difference = self.identity.difference(identity, peer)
+        if difference is None:
+            return None
+        self.tell(f"{peer} was refused: {difference}")
+        return Wrong(identity.difference(self.identity, self.name) or difference)
 
     def is_wrong(self, peer: str, wrong: Wrong) -> None:
         """Record that a peer refuses this island; give up once more than half of them do.
@@ -158,12 +165,23 @@ class Context:
             self.refused = True
 
     def is_past(self, xid: ExchangeId) -> None:
-        """Report that peers took a call for one of a past incarnation: a later island of this name has called them."""
-        if xid.incarnation == self.incarnation != self._told_past:
+        """Handle that peers took a call for one of a past incarnation.
+
+        A later island of this name has called them; or this is the latest, whose workdir with the incarnation was lost.
+        """
+        if not self.commits:
+            self.taken_for_past = True  # ask around which incarnation they know
+        elif xid.incarnation == self.incarnation != self._told_past:
             self._told_past = self.incarnation
             self.tell(
                 f"another {self.name} has started since, and the others exchange with that one alone: stop one of them"
             )
+
+    def is_known_as(self, incarnation: int) -> None:
+        """Continue as a later incarnation than a peer knows, unless this one has exchanged: then that is another's."""
+        if not self.commits and self.incarnation < incarnation < self.incarnation + MOST_AHEAD:
+            self.incarnation = incarnation + STARTS_APART
+            self.tell(f"peers know a later {self.name}, whose workdir was lost: this one continues as the next")
 
     def renew(self, round: int, lineage: bool) -> None:
         """Switch to other weights: a new incarnation, without past exchanges."""

@@ -110,11 +110,17 @@ class Begin(NamedTuple):
     fresh: bool
 
 
+class Keep(NamedTuple):
+    """Keep the arrays of the `Arrived` at hand, the message of exchange `xid`; without this action they are dropped."""
+
+    xid: ExchangeId
+
+
 class Apply(NamedTuple):
     """Apply the correction c_i = weight (m_j − m_i) between two inner steps (design §12).
 
     Attributes:
-      xid: the exchange; m_j are the arrays that came with it, m_i those of its round.
+      xid: the exchange; m_j are the arrays that were kept, m_i those of its round.
       peer: j.
       weight: w_j/(w_i + w_j), w the tokens of the round, so that Σ w c = 0.
       lag: rounds ended since the message's.
@@ -143,7 +149,7 @@ class Drop(NamedTuple):
 
 
 class Heal(NamedTuple):
-    """Continue from the state of `peer` after `round`; keep the own position in the data.
+    """Continue from the state of `peer` after `round`, the arrays at hand; keep the own position in the data.
 
     `lineage` is the state's, see `Status`.
     """
@@ -165,4 +171,4 @@ class Tell(NamedTuple):
     line: str
 
 
-Action = Open | Send | Close | Admitted | Begin | Apply | Drop | Heal | Refused | Tell
+Action = Open | Send | Close | Admitted | Begin | Keep | Apply | Drop | Heal | Refused | Tell

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 from noloco_jax.islands.protocol.context import Backoff, Context
-from noloco_jax.islands.protocol.events import Apply, Channel, Content, Drop, RoundEnded
+from noloco_jax.islands.protocol.events import Apply, Channel, Content, Drop, Keep, RoundEnded
 from noloco_jax.islands.protocol.link_limit import LinkLimit
 from noloco_jax.islands.protocol.meeting import Exchange, Meeting, Stage
 from noloco_jax.islands.protocol.messages import (
@@ -229,14 +229,18 @@ class Exchanges:
             return
         exchange = meeting.running
         assert exchange is not None
+        if isinstance(header, Message) and (header.xid != exchange.xid or exchange.stage is not Stage.STREAMING):
+            self._context.tell(f"{exchange.peer.name} sent a message that is not due, and it is refused: {header.xid}")
+            self._failed(meeting)
+            self._is_broken(exchange.peer)
+            return
         if exchange.stage is Stage.OFFERED:
             exchange.peer.delay = self._context.now - exchange.began
             self._answered(meeting, exchange, header)
             return
         match header:
-            case Message() if header.xid == exchange.xid and content is not None:
-                if exchange.stage is Stage.STREAMING:
-                    self._judge(meeting, exchange, content)
+            case Message() if content is not None:
+                self._judge(meeting, exchange, content)
             case Received() if header.xid == exchange.xid and not header.good:
                 self._end_exchange(meeting, known_aborted=True)
                 meeting.retry.start()
@@ -269,7 +273,7 @@ class Exchanges:
 
     def _keep_pace(self, peer: Peer, round: int, timing: Timing | None) -> None:
         context = self._context
-        context.pace.hear(timing, context.round)
+        context.pace.hear(peer.name, round, timing, context.now)
         context.pace.meet(round, timing, context.now, peer.delay)
 
     def _stream(self, meeting: Meeting, exchange: Exchange, tokens: int) -> None:
@@ -289,6 +293,7 @@ class Exchanges:
             self._is_broken(exchange.peer)
             return
         norms.add(content.norm)
+        context.actions.append(Keep(exchange.xid))
         exchange.stage = Stage.HELD
         if exchange.dials:
             context.send(exchange.channel, Received(exchange.xid, True))

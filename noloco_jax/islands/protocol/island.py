@@ -253,7 +253,8 @@ class Island:
         match header:
             case StatusRequest():
                 outcome = self._exchanges.settle(event.peer, header.xid) if header.xid else None
-                status = dataclasses.replace(self.status(), outcome=outcome)
+                yours = context.peers[event.peer].incarnation if event.peer in context.peers else -1
+                status = dataclasses.replace(self.status(), outcome=outcome, yours=yours)
                 if header.until_ready and status.starting:
                     context.send(channel, status)
                     self._curious.append(channel)
@@ -273,8 +274,7 @@ class Island:
         """Return a refusal of a caller, or None. Status requests may come from anybody whom the transport admits."""
         context = self._context
         if isinstance(header, StatusRequest):
-            difference = context.identity.difference(header.identity) if header.identity else None
-            return context.refused_for(peer, difference) if difference else None
+            return context.refusal_of(peer, header.identity) if header.identity else None
         if peer not in context.peers:
             return Wrong(f"name {peer} is none of the other islands")
         return context.refusal(peer, header.caller)

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-VERSION = 3  # version of this protocol
+VERSION = 4  # version of this protocol
 LONGEST_TEXT = 256
+_LONGEST_DIFFERENCE = 230  # leaves room in a text for the number of others
+MOST_FIELDS = 256
 PAST_INCARNATION = "a past incarnation"
 
 
@@ -48,31 +50,50 @@ class ExchangeId(NamedTuple):
 
 @dataclass(frozen=True)
 class Identity:
-    """Values that must be equal for two islands to average: each is a number or a digest.
+    """Values that must be equal for two islands to average.
 
     Attributes:
       run: the name in the roster.
-      config: digest of the common part of the configuration.
+      config: the common part of the configuration: the path of each field -> its value as JSON.
       model: digest of names, shapes and dtypes of the parameters.
       roster: digest of the roster.
       codec: the wire format of messages, and the number of fragments of parameters.
       pace: "steps", or "time" for islands that fit their inner steps to common rounds.
+      tokenizer: the tokenizer's fingerprint; empty for an island that reads token ids, which fits any.
       protocol: version of the protocol.
     """
 
     run: str
-    config: str
+    config: Mapping[str, str]
     model: str
     roster: str
     codec: str
     pace: str
+    tokenizer: str = ""
     protocol: int = VERSION
 
-    def difference(self, other: "Identity") -> str | None:
-        """Return the first value that differs, on both sides, or None."""
-        names = ("protocol", "run", "roster", "model", "config", "codec", "pace")
-        pairs = ((name, getattr(self, name), getattr(other, name)) for name in names)
-        return next((f"{name} is {mine}, yours is {theirs}" for name, mine, theirs in pairs if mine != theirs), None)
+    def difference(self, other: "Identity", there: str, here: str = "here") -> str | None:
+        """Return the first values that differ, such as "seed: 1 here, 2 at paris", or None.
+
+        Args:
+          other: the identity of another island.
+          there: the other island's name.
+          here: this one's place.
+        """
+        names = ("protocol", "run", "roster", "tokenizer", "pace")
+        pairs = [(name, str(getattr(self, name)), str(getattr(other, name))) for name in names]
+        fields = sorted(self.config.keys() | other.config.keys())
+        pairs += [(field, self.config.get(field, "none"), other.config.get(field, "none")) for field in fields]
+        found = [pair for pair in pairs if pair[1] != pair[2] and not (pair[0] == "tokenizer" and "" in pair)]
+        if not found:  # what follows from the fields, in another version of the program
+            pairs = [(name, str(getattr(self, name)), str(getattr(other, name))) for name in ("model", "codec")]
+            found = [pair for pair in pairs if pair[1] != pair[2]]
+        lines = [f"{name}: {mine[:40]} {here}, {theirs[:40]} at {there}" for name, mine, theirs in found]
+        if not lines:
+            return None
+        shown = lines[:1] if len("; ".join(lines[:2])) > _LONGEST_DIFFERENCE else lines[:2]
+        more = len(lines) - len(shown)
+        return "; ".join(shown)[:_LONGEST_DIFFERENCE] + (f"; and {more} more" if more else "")
 
 
 @dataclass(frozen=True)
@@ -109,7 +130,7 @@ class Timing:
     Attributes:
       ago: seconds since the end of the round whose messages are exchanged, by the sender's clock.
       own: the sender's speed, once it is known.
-      fastest: the fastest of those that it has heard of lately, and its own.
+      fastest: the fastest of those that have told it their speed lately, and its own.
     """
 
     ago: float
@@ -161,7 +182,7 @@ class NotPartner:
 
 @dataclass(frozen=True)
 class Wrong:
-    """Answer to any opener: the value that differs, on both sides. Nothing that would have followed was read."""
+    """Answer to any opener: the values that differ, as its receiver sees them. What followed was not read."""
 
     what: str
 
@@ -228,6 +249,7 @@ class Status:
       outcome: outcome of the requested exchange.
       starting: True until it is ready to train.
       finished: True once it has taken all steps and only serves its weights.
+      yours: the latest incarnation of the asking island that is known; -1: none.
     """
 
     incarnation: int
@@ -241,6 +263,7 @@ class Status:
     outcome: Outcome | None = None
     starting: bool = False
     finished: bool = False
+    yours: int = -1
 
 
 @dataclass(frozen=True)
@@ -303,6 +326,10 @@ def _made(kind: type, values: Any, where: str) -> Any:
 def _value(type_: Any, value: Any, where: str) -> Any:
     if isinstance(type_, types.UnionType):  # X | None
         return None if value is None else _value(typing.get_args(type_)[0], value, where)
+    if typing.get_origin(type_) is Mapping:  # of texts to texts
+        if not isinstance(value, Mapping) or len(value) > MOST_FIELDS:
+            raise HeaderError(f"{where} must be an object of at most {MOST_FIELDS} fields")
+        return {_value(str, name, where): _value(str, text, where) for name, text in value.items()}
     if dataclasses.is_dataclass(type_) or type_ is ExchangeId:
         return _made(typing.cast(type, type_), value, where)
     if type_ is Outcome:

@@ -5,10 +5,10 @@ an inner step of an island of half the speed stands for two. So a round takes eq
 many inner steps as it has time for, and nobody waits.
 
 Two things decide how many steps of the schedule an inner step stands for. One is the island's speed against that of the
-fastest one that it has heard of. The other is when its partners end the same rounds: who is later catches up with half
-of the delay, and who is earlier and not the fastest falls back by half of it. Islands tell each other the seconds that
-have passed since, so that no two clocks are compared, and what holds all of them up alike, as an evaluation does,
-changes nothing.
+fastest one that it has heard of (`speeds.py`). The other is when its partners end the same rounds: who is later catches
+up with half of the delay, and who is earlier and not the fastest falls back by half of it. Islands tell each other the
+seconds that have passed since, so that no two clocks are compared, and what holds all of them up alike, as an
+evaluation does, changes nothing.
 
 Islands of equal speed do not keep pace: they take every step. Short delays would still drive them apart until they no
 longer met. So an island that is earlier than a partner gives way: it pauses before its next inner steps, at a quarter
@@ -20,14 +20,15 @@ one that is away, which sends nothing.
 import math
 import statistics
 from collections import deque
+from collections.abc import Collection
 from typing import NamedTuple
 
 from noloco_jax.islands.protocol.messages import Speed, Timing
+from noloco_jax.islands.protocol.speeds import Speeds
 
 STEPS_KEPT = 16  # inner steps whose median is the island's speed
 STEPS_NEEDED = 4
 USUAL_STEPS = 256  # inner steps whose median is its usual speed, robust to other work on its machine
-ROUNDS_KNOWN = 16  # rounds for which another island's speed counts
 ENDS_KEPT = 64  # rounds; a peer at an older one is too far away to wait for
 LONGEST_STRIDE = 64  # steps of the schedule that one inner step may stand for
 SHARE = 0.5  # share of a delay to make up for; the partner makes up for the other half
@@ -36,11 +37,12 @@ MOST_UNEQUAL = 1.25  # slowest partner to give way to, in multiples of the own u
 
 
 class _End(NamedTuple):
-    """End of a round: its time, `made_up` and inner steps then."""
+    """End of a round: its time, `made_up`, inner steps, and steps of the schedule then."""
 
     time: float
     made_up: float
     steps: int
+    scheduled: int
 
 
 class Pace:
@@ -48,22 +50,23 @@ class Pace:
 
     Args:
       name: the island's name.
+      others: the names of all other islands.
       is_kept: True if islands keep pace; else every inner step stands for one, and the first give way.
 
     Attributes:
       made_up: steps of the schedule that catching up has added so far; below 0 where it has fallen back.
     """
 
-    def __init__(self, name: str, is_kept: bool = True):
+    def __init__(self, name: str, others: Collection[str], is_kept: bool = True):
         self._name, self._is_kept = name, is_kept
         self._seconds: deque[float] = deque(maxlen=STEPS_KEPT)
         self._all_seconds: deque[float] = deque(maxlen=USUAL_STEPS)
         self._last: float | None = None
-        self._others: dict[str, Speed] = {}
+        self._speeds = Speeds(others)
         self._carry = 0.0  # fraction of a stride left over
         self._behind = 0.0  # steps of the schedule to make up for
         self._ends: dict[int, _End] = {}
-        self._steps = 0  # inner steps that were begun
+        self._steps = self._scheduled = 0  # inner steps that were begun, and steps of the schedule
         self._paused = 0.0  # seconds, in front of the inner step that is under way
         self.made_up = 0.0
 
@@ -77,6 +80,7 @@ class Pace:
         self._steps += 1
         own, fastest = self._own_seconds(), self._fastest_seconds()
         if not self._is_kept or not own:
+            self._scheduled += 1
             return 1
         even = min(own / fastest, LONGEST_STRIDE) if fastest > 0 else 1.0
         extra = min(max(self._behind, 1.0 - even), even)
@@ -85,6 +89,7 @@ class Pace:
         wanted = self._carry + even + extra
         stride = max(1, min(math.floor(wanted), most))
         self._carry = min(wanted - stride, even)  # the rest beyond `most` appears as a delay
+        self._scheduled += stride
         return stride
 
     def pause(self) -> float:
@@ -97,7 +102,7 @@ class Pace:
         return self._paused
 
     def round_ended(self, round: int, now: float) -> None:
-        self._ends[round] = _End(now, self.made_up, self._steps)
+        self._ends[round] = _End(now, self.made_up, self._steps, self._scheduled)
         self._ends = {known: end for known, end in self._ends.items() if known > round - ENDS_KEPT}
 
     def timing(self, round: int, now: float) -> Timing | None:
@@ -106,19 +111,15 @@ class Pace:
             return None
         seconds = self._own_seconds() if self._is_kept else self._usual_seconds()
         own = Speed(self._name, seconds, max(self._ends)) if seconds else None
-        return Timing(now - self._ends[round].time, own, self._fastest(own))
+        return Timing(now - self._ends[round].time, own, own and self._speeds.fastest_met(own))
 
-    def hear(self, timing: Timing | None, round: int) -> None:
-        """Learn speeds from a peer's timing; `round` is the last one ended here."""
+    def hear(self, sender: str, round: int, timing: Timing | None, now: float) -> None:
+        """Learn speeds from a peer's timing of a round."""
         if timing is None:
             return
-        for speed in (timing.own, timing.fastest):
-            if speed is None or speed.name == self._name or not 0 < speed.seconds < math.inf:
-                continue
-            known = self._others.get(speed.name)
-            if known is None or known.round < speed.round:
-                self._others[speed.name] = speed
-        self._others = {name: speed for name, speed in self._others.items() if speed.round >= round - ROUNDS_KNOWN}
+        self._speeds.hear(sender, timing, max(self._ends, default=-1))
+        if round in self._ends:
+            self._speeds.time(sender, round, self._ends[round].scheduled, now)
 
     def meet(self, round: int, timing: Timing | None, now: float, delay: float) -> None:
         """Adapt to the time when the partner ended a round; ignore a round whose end is unknown here.
@@ -149,6 +150,7 @@ class Pace:
         self._last = None
         self._carry = self._behind = self._paused = 0.0
         self._ends.clear()
+        self._speeds.restart()
 
     def _own_seconds(self) -> float:
         """Return the median seconds of recent inner steps; 0 while unknown."""
@@ -160,8 +162,4 @@ class Pace:
     def _fastest_seconds(self) -> float:
         """Return the seconds of an inner step of the fastest known island; 0 while even the own ones are unknown."""
         own = self._own_seconds()
-        return min([own, *(speed.seconds for speed in self._others.values())]) if own else 0.0
-
-    def _fastest(self, own: Speed | None) -> Speed | None:
-        speeds = [*([] if own is None else [own]), *self._others.values()]
-        return min(speeds, key=lambda speed: speed.seconds, default=None)
+        return min([own, *(speed.seconds for speed in self._speeds.believed(own))]) if own else 0.0
