@@ -9,6 +9,7 @@ from noloco_jax.methods import Method, method_of
 from noloco_jax.spmd.hlo import Collective, Traffic
 
 _MESSAGE = "collective-permute"  # sent to a partner, who alone waits for it
+_EXCHANGES = ("outer_step", "exchange", "share_moments", "exchange_moments")
 
 
 def _may_cross(method: Method, program: str, collective: Collective) -> bool:
@@ -17,13 +18,11 @@ def _may_cross(method: Method, program: str, collective: Collective) -> bool:
     An inner step may only where the method averages gradients, and for micro-batches on their way to another replica's
     stage. A program that brings batches to devices never may: each replica's data are its own.
     """
-    if program in ("share_batch", "moved", "solo", "keep"):
-        return False
-    if program in ("outer_step", "exchange", "share_moments"):
+    if program in _EXCHANGES:
         return collective.kind in method.outer_collectives
     if program == "final_merge":
         return collective.kind == _MESSAGE
-    if program == "correct_step":
+    if program != "inner_step":
         return False
     return method.averages_gradients or (collective.kind == _MESSAGE and "stage" in collective.axes)
 
@@ -44,6 +43,10 @@ _TITLES = {
     "moved": "movement",
     "correct_step": "correction",
     "share_moments": "moments",
+    "send_moments": "moments to send",
+    "exchange_moments": "exchange of moments",
+    "keep_moments": "arrival of moments",
+    "enter_moments": "correction of moments",
     "final_merge": "final merge",
 }
 

@@ -6,6 +6,7 @@ from noloco_jax.config.build import known_fields, to_dict
 from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.schema import OnResume, field_at, flatten
 from noloco_jax.methods import METHODS
+from noloco_jax.wires import MODULO_BITS
 
 
 class Change(NamedTuple):
@@ -25,12 +26,22 @@ def changes(before: TrainConfig, now: TrainConfig) -> list[Change]:
     left, right = flatten(to_dict(before)), flatten(to_dict(now))
     rows = [METHODS[config.method] for config in (before, now)]
     return [
-        Change(path, left.get(path), right.get(path), field.on_resume)
+        Change(path, left.get(path), right.get(path), _on_resume(path, field.on_resume, before, now))
         for path in dict.fromkeys([*left, *right])
         if (field := field_at(TrainConfig, path)) is not None
         and left.get(path) != right.get(path)
         and not all(row.is_unused(path) for row in rows)
     ]
+
+
+def _on_resume(path: str, usual: OnResume, before: TrainConfig, now: TrainConfig) -> OnResume:
+    """Return "must match" for a change that adds arrays to the state in a checkpoint, or removes them."""
+    left, right = before.outer, now.outer
+    if path == "outer.moments" and right.delay and (left.moments > 0) != (right.moments > 0):
+        return "must match"
+    if path == "outer.wire" and (left.wire in MODULO_BITS) != (right.wire in MODULO_BITS):
+        return "must match"
+    return usual
 
 
 def unused_settings(config: TrainConfig) -> list[str]:

@@ -129,11 +129,6 @@ def _check_outer(config: TrainConfig) -> None:
     if config.mesh.fsdp > 1:
         part = config.model.hidden_size // config.mesh.fsdp
         _need_multiple("model.hidden_size / mesh.fsdp", part, "outer.fragments", outer.fragments)
-    if outer.delay and outer.moments:
-        raise UserError(
-            f"outer.moments={outer.moments} averages the inner optimizer's moments at once, for which replicas wait, "
-            f"and outer.delay={outer.delay} is for waiting for nobody: set one of them to 0"
-        )
     if outer.delay > outer.sync_every:
         raise UserError(
             f"outer.delay={outer.delay} is more than the {outer.sync_every} inner steps after which a fragment has its "

@@ -176,7 +176,7 @@ class OuterConfig:
     wire: str = setting(
         None,
         "Wire format of messages between replicas; the int and modulo formats quantize blocks of weights (noloco and "
-        "epidemic; modulo: noloco only).",
+        "epidemic; modulo: noloco only, and it must match).",
         on_resume="may change",
         choices=WIRES,
     )
@@ -202,7 +202,8 @@ class OuterConfig:
     )
     moments: int = setting(
         0,
-        "Outer steps of a fragment from one averaging of the inner optimizer's moments to the next; 0: never.",
+        "Outer steps of a fragment from one averaging of the inner optimizer's moments to the next; 0: never (with a "
+        "delay 0 must match).",
         on_resume="may change",
         minimum=0,
     )

@@ -19,10 +19,10 @@ from noloco_jax.config import TrainConfig
 from noloco_jax.exchange.groups import all_mean_bytes
 from noloco_jax.exchange.merge import merge_bytes
 from noloco_jax.methods import method_of, schedule_of
+from noloco_jax.outer.moments import LateMoments, Moments
 from noloco_jax.outer.rule import computed
 from noloco_jax.schedule import own_round, pairing_round
 from noloco_jax.spmd import sharding
-from noloco_jax.spmd.moments import share_moments
 from noloco_jax.spmd.programs import REPLICAS, build_programs
 from noloco_jax.spmd.routing import routed_bytes
 
@@ -124,8 +124,8 @@ def _moments_sent(
         counted.append(outer.moments.sent(shapes, cuts, num_replicas, parts))
         return sent
 
-    share = partial(share_moments, params=params, number=jnp.int32(0), fragments=cut, exchange=exchange)
-    jax.eval_shape(share, inner)
+    own = inner.inner if isinstance(inner, LateMoments) else inner
+    jax.eval_shape(partial(Moments(params, cut, exchange).share, number=jnp.int32(0)), own)
     return counted[0]
 
 

@@ -152,28 +152,31 @@ class CollectiveSync:
             state = self._kept(state, number)
             params, outer = self._programs.correct_step(state.params, state.outer)
             state = state._replace(params=params, outer=outer)
+            if self._programs.enter_moments is not None:
+                state = state._replace(inner=self._programs.enter_moments(state.inner, np.int32(number)))
         return state
 
     def _outer_steps(self, state: TrainState, count: int) -> tuple[TrainState, OuterSteps | None]:
         if count == 0:
             return state, None
-        params, inner, outer = state
-        assert outer is not None
-        first = int(outer.round)
-        moved = None if self._programs.moved is None else self._programs.moved(params, outer)
-        jax.block_until_ready(params)
+        assert state.outer is not None
+        first = int(state.outer.round)
+        moved = None if self._programs.moved is None else self._programs.moved(state.params, state.outer)
+        jax.block_until_ready(state.params)
         started = time.perf_counter()
         for number in range(first, first + count):
-            params, outer = self._outer_step(params, outer, number)
-            if self._programs.share_moments is not None and shares_moments(self._config, number):
-                inner = self._programs.share_moments(inner, np.int32(number))
-        jax.block_until_ready((params, inner, outer))
-        taken = OuterSteps(first, count, time.perf_counter() - started + self._seconds_waited(), moved)
-        return TrainState(params, inner, outer), taken
+            state = self._outer_step(state, number)
+        jax.block_until_ready(state)
+        return state, OuterSteps(first, count, time.perf_counter() - started + self._seconds_waited(), moved)
 
-    def _outer_step(self, params: Any, outer: Any, number: int) -> tuple[Any, Any]:
+    def _outer_step(self, state: TrainState, number: int) -> TrainState:
         assert self._programs.outer_step is not None
-        return self._programs.outer_step(params, outer)
+        params, outer = self._programs.outer_step(state.params, state.outer)
+        inner = state.inner
+        if shares_moments(self._config, number):
+            assert self._programs.share_moments is not None
+            inner = self._programs.share_moments(inner, np.int32(number))
+        return TrainState(params, inner, outer)
 
     def _kept(self, state: TrainState, number: int) -> TrainState:
         """Return the state with the correction of outer step `number` stored; here the outer step has stored it."""
@@ -208,20 +211,28 @@ class BackgroundSync(CollectiveSync):
     def close(self, state: TrainState, finished: bool) -> None:
         self._exchange.close()
 
-    def _outer_step(self, params: Any, outer: Any, number: int) -> tuple[Any, Any]:
-        params, outer, outgoing = self._background.solo(params, outer)
-        self._exchange.begin(outgoing, number)
-        return params, outer
+    def _outer_step(self, state: TrainState, number: int) -> TrainState:
+        params, outer, outgoing = self._background.solo(state.params, state.outer)
+        moments = None
+        if shares_moments(self._config, number):
+            assert self._background.moments is not None
+            moments = self._background.moments.send(state.inner, np.int32(number))
+        self._exchange.begin(outgoing, moments, number)
+        return state._replace(params=params, outer=outer)
 
     def _kept(self, state: TrainState, number: int) -> TrainState:
         if number not in self._exchange.under_way:
             return state  # it was stored before a save
         jax.block_until_ready(state.params)  # the time before this is training, not waiting
         started = time.perf_counter()
-        arrived = self._exchange.take(number)
+        (correction, windows), of_moments = self._exchange.take(number)
         self._waited += time.perf_counter() - started
-        params, outer = self._background.keep(state.params, state.outer, *arrived, np.int32(number))
-        return state._replace(params=params, outer=outer)
+        params, outer = self._background.keep(state.params, state.outer, correction, windows, np.int32(number))
+        inner = state.inner
+        if of_moments is not None:
+            assert self._background.moments is not None
+            inner = self._background.moments.keep(inner, of_moments, np.int32(number))
+        return TrainState(params, inner, outer)
 
     def _seconds_waited(self) -> float:
         waited, self._waited = self._waited, 0.0

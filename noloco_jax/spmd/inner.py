@@ -8,6 +8,8 @@ import numpy as np
 import optax
 
 from noloco_jax.config import InnerConfig, TrainConfig
+from noloco_jax.methods import has_delay
+from noloco_jax.outer.moments import with_late_moments
 from noloco_jax.spmd.muon import muon
 
 PyTree = Any
@@ -62,8 +64,17 @@ def at_step(state: PyTree, step: int) -> PyTree:
 
 def inner_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Build the optimizer that `inner.optimizer` names, for clipped float32 gradients of one replica."""
-    inner = config.inner
-    schedule = learning_rate(inner, config.num_steps)
+    is_late = config.outer.moments > 0 and has_delay(config)
+    return with_late_moments(_own_optimizer(config.inner, config.num_steps), is_late)
+
+
+def moment_decays(inner: InnerConfig) -> dict[str, float]:
+    """Map the names of moments in the optimizer's state to their decays in an inner step."""
+    return {"mu": inner.b1, "nu": inner.b2, "trace": inner.momentum}
+
+
+def _own_optimizer(inner: InnerConfig, num_steps: int) -> optax.GradientTransformation:
+    schedule = learning_rate(inner, num_steps)
     if inner.optimizer != "muon":
         return _adam(inner, schedule)
     adam_share = _ADAM_SHARE if inner.adam_lr is None else inner.adam_lr / inner.lr

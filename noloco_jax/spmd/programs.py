@@ -21,14 +21,13 @@ from noloco_jax.exchange.groups import all_mean
 from noloco_jax.exchange.merge import mean_by_pairs
 from noloco_jax.methods import method_of
 from noloco_jax.model.llama import init_params
-from noloco_jax.outer.fragments import Fragments
+from noloco_jax.outer.moments import Moments
 from noloco_jax.outer.rule import OuterState, computed
 from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.spmd import sharding
 from noloco_jax.spmd.gradients import Batch
-from noloco_jax.spmd.inner import inner_optimizer
+from noloco_jax.spmd.inner import inner_optimizer, moment_decays
 from noloco_jax.spmd.losses import Losses, build_losses
-from noloco_jax.spmd.moments import share_moments
 from noloco_jax.spmd.shared_batch import parts_of, share_program, spans_processes
 from noloco_jax.spmd.stages import padded_vocab_size, replica_square_norm, resize_vocabulary
 
@@ -80,8 +79,10 @@ class Programs:
         outer steps, and if the outer state is offloaded.
       correct_step: (params, outer at rest) -> (params, outer at rest) with the oldest pending correction applied; None
         without a delay.
-      share_moments: (inner, round) -> inner with the moments of outer step `round` averaged over the group; None if
-        moments are not shared.
+      share_moments: (inner, number) -> inner with the moments averaged over the group of that outer step, or with a
+        delay the correction kept; None if moments are not shared.
+      enter_moments: (inner, number) -> inner with the kept correction of that outer step applied to the moments, if
+        there is one; None without a delay, and if moments are not shared.
       evaluate: (params, batch) -> summed loss (N,) and number of tokens (N,).
       final_merge: params -> params, every replica the mean, by rounds of pairs; None unless the run ends with it.
       merge: params -> params, every replica the mean, by an all-reduce.
@@ -104,6 +105,7 @@ class Programs:
     moved: Callable[..., jax.Array] | None
     correct_step: Callable[..., Any] | None
     share_moments: Callable[..., Any] | None
+    enter_moments: Callable[..., Any] | None
     evaluate: Callable[..., Any]
     final_merge: Callable[..., PyTree] | None
     merge: Callable[..., PyTree]
@@ -178,15 +180,18 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         out_specs=(per_replica, per_replica),
         out_shardings=(one_value, one_value),
     )
-    moments = None
-    if outer is not None and config.outer.moments:
-        moments = compiled(
-            partial(_share_moments, outer, fragments, shapes.params),
+
+    def moments_program(act):
+        """Compile a function (inner, number) -> inner of `Moments`."""
+        return compiled(
+            partial(of_moments, act),
             in_specs=(specs.inner, P()),
             out_specs=specs.inner,
             out_shardings=on_mesh.inner,
             donate=(0,),
         )
+
+    moments = None if outer is None else build_moments(config, outer, shapes.params)
     final_merge = None
     if outer is not None and config.outer.final_merge:
         final_merge = compiled(
@@ -218,7 +223,8 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         moved=moved,
         correct_step=outer_program(outer and outer.correct),
         evaluate=evaluate,
-        share_moments=moments,
+        share_moments=moments and moments_program(moments.share),
+        enter_moments=moments_program(moments.enter) if moments and moments.delay else None,
         final_merge=final_merge,
         merge=jax.jit(_merge, out_shardings=on_mesh.params),
         spread=jax.jit(partial(_spread, config.model.vocab_size), out_shardings=one_value),
@@ -256,6 +262,27 @@ def outer_axes(outer: OuterOptimizer) -> OuterState:
     state = jax.eval_shape(outer.init, jnp.zeros([]))  # one parameter stands for all: a prefix of every state
     axes: Any = optax.tree.map_params(outer, lambda _: 0, state, transform_non_params=lambda _: None)
     return axes
+
+
+def build_moments(config: TrainConfig, outer: OuterOptimizer, params: PyTree) -> Moments | None:
+    """Return the averaging of the inner optimizer's moments; None if the run does not average them.
+
+    Args:
+      config: the run.
+      outer: its outer optimizer.
+      params: shapes of the parameters of all replicas.
+    """
+    if not config.outer.moments:
+        return None
+    of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
+    fragments = sharding.fragments_of(config.outer.fragments)
+    return Moments(of_one, fragments, outer.share_moments, config.outer.delay, moment_decays(config.inner))
+
+
+def of_moments(act: Callable[..., Any], *arguments: Any) -> Any:
+    """Apply a method of `Moments` to a device's slots; its last argument, the outer step, is common to all."""
+    *trees, number = arguments
+    return jax.vmap(lambda *one: act(*one, number), axis_name=SLOT)(*trees)
 
 
 def _from_params(
@@ -297,14 +324,6 @@ def _moved(outer: OuterOptimizer, params: PyTree, state: OuterState) -> jax.Arra
     moved = jax.vmap(outer.moved, in_axes=(0, outer_axes(outer)), axis_name=SLOT)(params, state)
     # The mean over stages is nearly the mean over weights, since the stages have nearly as many weights each.
     return jnp.sqrt(jax.lax.pmean(jnp.square(moved), "stage")) if jax.lax.axis_size("stage") > 1 else moved
-
-
-def _share_moments(
-    outer: OuterOptimizer, fragments: Fragments, params: PyTree, inner_state: PyTree, round: jax.Array
-) -> PyTree:
-    of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
-    share = partial(share_moments, params=of_one, number=round, fragments=fragments, exchange=outer.share_moments)
-    return jax.vmap(share, axis_name=SLOT)(inner_state)
 
 
 def _merge(params: PyTree) -> PyTree:

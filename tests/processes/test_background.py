@@ -11,6 +11,7 @@ pytestmark = pytest.mark.timeout(900)
 
 LATE = (
     *("--config.num_steps=40", "--config.outer.delay=3", "--config.outer.fragments=2"),
+    "--config.outer.moments=1",
     "--config.checkpoint_every=10",
 )
 

@@ -31,7 +31,7 @@ class Programs:
     def __init__(self, nan_at: int | None):
         self._nan_at = nan_at
 
-    outer_step = correct_step = share_moments = final_merge = moved = None
+    outer_step = correct_step = share_moments = enter_moments = final_merge = moved = None
 
     def inner_step(self, params: Any, inner: Any, batch: Any, step: np.int32) -> Any:
         loss = jnp.asarray([jnp.nan if step == self._nan_at else float(step)])

@@ -57,6 +57,33 @@ def test_what_must_match_is_refused(values, tmp_path):
         permitted_changes(CONFIG, from_dict(values), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"delay": 2, "moments": 0}, {"delay": 2, "moments": 1}),
+        ({"delay": 2, "moments": 3}, {"delay": 2, "moments": 0}),
+        ({"wire": "int4"}, {"wire": "modulo4"}),
+        ({"wire": "modulo4"}, {"wire": "float32"}),
+    ],
+)
+def test_a_change_of_the_arrays_in_the_state_is_refused(before, now, tmp_path):
+    with pytest.raises(UserError, match=r"outer\.(moments|wire)=.* to resume that run, or another --workdir"):
+        permitted_changes(from_dict({"outer": before}), from_dict({"outer": now}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"delay": 2, "moments": 3}, {"delay": 2, "moments": 1}),
+        ({"moments": 0}, {"moments": 1}),
+        ({"wire": "int4"}, {"wire": "float32"}),
+    ],
+)
+def test_a_change_of_how_the_same_arrays_are_used_is_told(before, now, tmp_path):
+    [change] = permitted_changes(from_dict({"outer": before}), from_dict({"outer": now}), tmp_path)
+    assert change.on_resume == "may change"
+
+
 def test_a_source_that_came_or_went_is_named_with_the_flag_that_undoes_it(tmp_path):
     web, own = ({"kind": kind, "weight": 1.0} for kind in ("c4", "jsonl"))
     one, both, heavier = (

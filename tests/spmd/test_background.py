@@ -10,6 +10,7 @@ import pytest
 from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.methods import schedule_of
+from noloco_jax.outer.moments import LateMoments
 from noloco_jax.run.sync import BackgroundSync, CollectiveSync, Sync
 from noloco_jax.spmd.background import build_background, compile_background, host_mesh, training_devices
 from noloco_jax.spmd.compile import compile_programs
@@ -36,6 +37,7 @@ VARIANTS = {
     "groups": ("noloco", OuterConfig(sync_every=2, delay=1, group_size=3, wire="bfloat16")),
     "neighbours": ("epidemic", OuterConfig(sync_every=1, delay=1, wire="int8")),
     "all": ("diloco", OuterConfig(sync_every=2, delay=1, fragments=2)),
+    "moments": ("noloco", OuterConfig(sync_every=2, delay=2, moments=2, fragments=2, wire="int8")),
     "offloaded": ("noloco", OuterConfig(sync_every=2, delay=1, offload=True)),
 }
 
@@ -43,7 +45,7 @@ VARIANTS = {
 def programs_of(config: TrainConfig) -> Programs:
     size = int(np.prod([max(getattr(config.mesh, axis), 1) for axis in ("replica", "stage", "fsdp", "tensor")]))
     programs = build_programs(config, make_mesh(config, jax.devices("cpu")[:size]))
-    needed = [name for name in ("outer_step", "correct_step") if getattr(programs, name) is not None]
+    needed = ("outer_step", "correct_step", "share_moments", "enter_moments")
     return compile_programs(config, programs, only=needed, options=OPTIONS)
 
 
@@ -53,13 +55,19 @@ def background_of(config: TrainConfig, programs: Programs) -> BackgroundSync:
 
 
 def pushed(state: TrainState, step: int) -> TrainState:
-    """The state after an inner step that pushes every replica elsewhere."""
+    """The state after an inner step that pushes every replica elsewhere, and no moment below zero."""
 
     def push(x: Any) -> Any:
         noise = np.random.default_rng([step, x.size]).normal(size=x.shape)
         return jax.device_put((np.asarray(x) + 1e-3 * noise).astype(x.dtype), x.sharding)
 
-    return state._replace(params=jax.tree.map(push, state.params))
+    def push_moment(x: Any) -> Any:
+        return jax.device_put(np.abs(push(x)), x.sharding)
+
+    inner = state.inner
+    if isinstance(inner, LateMoments):
+        inner = inner._replace(inner=jax.tree.map(push_moment, inner.inner))
+    return state._replace(params=jax.tree.map(push, state.params), inner=inner)
 
 
 def trained(config: TrainConfig, programs: Programs, sync: Sync, settle_at: int = 0) -> TrainState:
@@ -90,12 +98,17 @@ def collectives(program: Any) -> list[Collective]:
 
 
 def test_no_program_of_the_devices_communicates_between_replicas():
-    config = dataclasses.replace(CONFIG, mesh=MeshConfig(replica=4))
+    outer = OuterConfig(sync_every=2, delay=1, moments=1)
+    config = dataclasses.replace(CONFIG, mesh=MeshConfig(replica=4), outer=outer)
     programs = programs_of(config)
     background = compile_background(build_background(config, programs, host_mesh(programs.mesh)), programs)
-    for program in (background.solo, background.keep, programs.correct_step):
+    moments = background.moments
+    assert moments is not None
+    of_devices = (background.solo, background.keep, programs.correct_step, moments.send, moments.keep)
+    for program in (*of_devices, programs.enter_moments):
         assert not collectives(program)
-    assert {one.kind for one in collectives(background.exchange)} == {"collective-permute"}
+    for program in (background.exchange, moments.exchange):
+        assert {one.kind for one in collectives(program)} == {"collective-permute"}
 
 
 def test_hosts_mirror_the_mesh_on_devices_that_do_not_train():

@@ -10,11 +10,14 @@ import pytest
 
 from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.methods import method_of
+from noloco_jax.model.llama import init_params
 from noloco_jax.outer.fragments import Fragments
+from noloco_jax.outer.moments import Moments
 from noloco_jax.spmd.compile import compile_programs
+from noloco_jax.spmd.inner import inner_optimizer, moment_decays
 from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.moments import share_moments
 from noloco_jax.spmd.programs import build_programs
+from noloco_jax.spmd.sharding import fragments_of
 
 CONFIG = TrainConfig(
     num_replicas=4,
@@ -84,9 +87,38 @@ def test_a_second_moment_keeps_a_quarter_of_itself_where_a_code_rounds_its_roots
     def rounds_to_zero(tree: Any, number: Any, movement: Any, cuts: Any) -> Any:
         return jax.tree.map(np.zeros_like, tree)
 
-    after = share_moments(inner, params, jax.numpy.int32(0), Fragments(), rounds_to_zero)
+    after = Moments(params, Fragments(), rounds_to_zero).share(inner, jax.numpy.int32(0))
     np.testing.assert_array_equal(after.mu["w"], 0)
     np.testing.assert_array_equal(after.nu["w"], inner.nu["w"] / 4)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_a_correction_that_enters_late_gives_the_moments_of_an_averaging_at_once_with_the_same_gradients(optimizer):
+    delay, number = 3, jax.numpy.int32(2)
+    config = dataclasses.replace(CONFIG, inner=InnerConfig(optimizer=optimizer, b1=0.8, b2=0.9, momentum=0.7))
+    late = dataclasses.replace(config, outer=dataclasses.replace(config.outer, delay=delay))
+    params = init_params(config.model, jax.random.key(0))
+
+    def exchange(tree: Any, number: Any, movement: Any, cuts: Any) -> Any:
+        return jax.tree.map(lambda x: 0.75 * x + 0.01, tree)
+
+    at_once = Moments(params, fragments_of(2), exchange)
+    later = dataclasses.replace(at_once, delay=delay, decays=moment_decays(config.inner))
+    states = []
+    for moments, optimizer_of in ((at_once, inner_optimizer(config)), (later, inner_optimizer(late))):
+        state: Any = optimizer_of.init(params)
+        for step in range(2 + delay):
+            rng = np.random.default_rng(step)
+            gradients = jax.tree.map(lambda x, rng=rng: rng.normal(size=x.shape).astype(np.float32), params)
+            _, state = jax.jit(optimizer_of.update)(gradients, state, params)
+            if step == 1:
+                state = moments.share(state, number)
+        states.append(state)
+    expected, (mine, waiting) = states[0], later.enter(states[1], number)
+    assert not any(np.any(x) for x in jax.tree.leaves(waiting))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), mine, expected)
+    apart = jax.tree.map(lambda x, y: np.abs(x - y).max(), states[1].inner, expected)
+    assert max(jax.tree.leaves(apart)) > 1e-2
 
 
 @pytest.mark.parametrize("wire", ["float32", "int8", "int4"])

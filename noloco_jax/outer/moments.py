@@ -1,0 +1,158 @@
+"""Averaging of the inner optimizer's moments over the groups of an outer step, at once or as a late correction.
+
+A moment decays by a factor d with every inner step, and what an averaging has changed in it decays as well. A
+correction c that is applied τ inner steps after its exchange is therefore applied as d^τ c, which gives the moments
+that the averaging itself would have given with the same gradients.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from noloco_jax.outer.fragments import Fragments
+
+PyTree = Any
+_SECOND = "nu"  # a second moment's name in an optimizer's state
+
+
+class LateMoments(NamedTuple):
+    """State of an inner optimizer whose moments are corrected some inner steps after their exchange.
+
+    Attributes:
+      inner: the optimizer's own state.
+      correction: a tree like it without what is no moment: of every fragment the correction that is not applied yet,
+        else zeros.
+    """
+
+    inner: PyTree
+    correction: PyTree
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Averaging of the moments of one fragment of one replica.
+
+    A second moment is averaged as its square root. If only one of a pair has seen a row (such as a rare token), the
+    mean halves that row's first moment, and it also halves the root that Adam divides it by. A mean of logarithms
+    would bring that root near zero. No root comes out below half of one's own, which a pair's mean of non-negative
+    values never does, but a quantized one might.
+
+    Attributes:
+      params: the parameters of a replica or their shapes; a leaf of the inner state whose path ends with a parameter's
+        path is a moment.
+      fragments: cut of the parameters, and of their moments, into fragments.
+      exchange: (tree, number of the outer step, movement of its numbers, hidden dimensions) -> the mean of the group.
+        The movement is taken as the full value.
+      delay: inner steps from the exchange to the correction; 0: the mean is applied at once.
+      decays: name of a moment in the optimizer's state -> its decay in an inner step; for a delay.
+    """
+
+    params: PyTree
+    fragments: Fragments
+    exchange: Callable[[PyTree, Any, PyTree, PyTree], PyTree]
+    delay: int = 0
+    decays: Mapping[str, float] = field(default_factory=dict)
+
+    def share(self, inner: PyTree, number: jax.Array) -> PyTree:
+        """Average the moments in outer step `number`; with a delay, keep the correction. Return the inner state."""
+        if self.delay:
+            return self.keep(inner, self.correction(self.sent(inner, number), number), number)
+        sent = self.sent(inner, number)
+        return self._replaced(inner, self._received(sent, number), number)
+
+    def sent(self, inner: PyTree, number: jax.Array) -> PyTree:
+        """Return the tree that outer step `number` averages over the group."""
+        moments = moments_of(inner.inner if self.delay else inner, self.params)
+        return _by_kind(lambda x: x, jnp.sqrt, self.fragments.part(moments, self._cuts(moments), number))
+
+    def correction(self, sent: PyTree, number: jax.Array) -> PyTree:
+        """Average what `sent` returned; return the difference of the moments from this replica's own."""
+        own = _by_kind(lambda x: x, jnp.square, sent)
+        return jax.tree.map(jnp.subtract, self._received(sent, number), own)
+
+    def keep(self, inner: LateMoments, correction: PyTree, number: jax.Array) -> LateMoments:
+        """Store the correction of outer step `number` until it is due."""
+        kept = self.fragments.put(inner.correction, correction, self._cuts(inner.correction), number)
+        return inner._replace(correction=kept)
+
+    def enter(self, inner: LateMoments, number: jax.Array) -> LateMoments:
+        """Apply the correction that outer step `number` has left, if any, `delay` inner steps after it."""
+        cuts = self._cuts(inner.correction)
+        correction = self.fragments.part(inner.correction, cuts, number)
+        moments = self.fragments.part(moments_of(inner.inner, self.params), cuts, number)
+
+        def corrected(path: tuple, moment: jax.Array, correction: jax.Array) -> jax.Array:
+            result = moment + self._decay(path) ** self.delay * correction
+            # Without rounding errors it is no less, since a second moment falls at most by its decay.
+            return jnp.maximum(result, moment / 4) if _is_second(path) else result
+
+        moments = jax.tree.map_with_path(corrected, moments, correction)
+        emptied = self.keep(inner, jax.tree.map(jnp.zeros_like, correction), number)
+        return emptied._replace(inner=self._replaced(inner.inner, moments, number))
+
+    def _received(self, sent: PyTree, number: jax.Array) -> PyTree:
+        """Return the moments that the group's mean of `sent` gives."""
+        mean = self.exchange(sent, number, sent, self._cuts(sent))
+
+        def received(path: tuple, mean: jax.Array, own: jax.Array) -> jax.Array:
+            return jnp.square(jnp.maximum(mean, own / 2)) if _is_second(path) else mean
+
+        return jax.tree.map_with_path(received, mean, sent)
+
+    def _replaced(self, inner: PyTree, part: PyTree, number: jax.Array) -> PyTree:
+        moments = moments_of(inner, self.params)
+        moments = self.fragments.put(moments, part, self._cuts(moments), number)
+        of_path = dict(jax.tree.leaves_with_path(moments))
+        return jax.tree.map_with_path(lambda path, x: of_path.get(path, x), inner)
+
+    def _cuts(self, moments: PyTree) -> PyTree:
+        cuts = dict(jax.tree.leaves_with_path(self.fragments.cuts(self.params)))
+        return jax.tree.map_with_path(lambda path, x: _of_parameter(path, cuts), moments)
+
+    def _decay(self, path: tuple) -> float:
+        return next(self.decays[name] for name in map(_name, path) if name in self.decays)
+
+
+def with_late_moments(inner: optax.GradientTransformation, is_late: bool) -> optax.GradientTransformation:
+    """Return the optimizer with a place for corrections of its moments that are not due yet, if `is_late`."""
+    if not is_late:
+        return inner
+
+    def init(params: PyTree) -> LateMoments:
+        state = inner.init(params)
+        return LateMoments(state, jax.tree.map(jnp.zeros_like, moments_of(state, params)))
+
+    def update(updates: PyTree, state: Any, params: PyTree = None) -> tuple[PyTree, Any]:
+        updates, own = inner.update(updates, state.inner, params)
+        return updates, state._replace(inner=own)
+
+    return optax.GradientTransformation(init, update)
+
+
+def moments_of(inner: PyTree, params: PyTree) -> PyTree:
+    """Return an inner state without the leaves that are no moments of these parameters."""
+    paths = dict(jax.tree.leaves_with_path(jax.tree.map(lambda x: True, params)))
+    return jax.tree.map_with_path(lambda path, x: x if x.ndim and _of_parameter(path, paths) else None, inner)
+
+
+def _of_parameter(path: tuple, of_parameter: dict[tuple, Any]) -> Any:
+    """Look up the value of the parameter whose path is a suffix of `path`; None if there is none."""
+    ends = (of_parameter.get(path[start:]) for start in range(len(path)))
+    return next((found for found in ends if found is not None), None)
+
+
+def _by_kind(first: Callable[..., Any], second: Callable[..., Any], moments: PyTree) -> PyTree:
+    """Map the first moments by one function and the second ones by another."""
+    return jax.tree.map_with_path(lambda path, x: (second if _is_second(path) else first)(x), moments)
+
+
+def _is_second(path: tuple) -> bool:
+    return any(_name(key) == _SECOND for key in path)
+
+
+def _name(key: Any) -> Any:
+    return getattr(key, "name", None)

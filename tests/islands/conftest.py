@@ -1,0 +1,11 @@
+"""Islands whose programs every test of this folder shares."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """Islands of a small configuration; a test begins them in a folder of its own."""
+    from support.training_islands import World, small  # imports jax
+
+    return World(small(), tmp_path_factory.mktemp("islands"))

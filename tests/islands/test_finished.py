@@ -1,0 +1,111 @@
+"""Islands that have taken their last step: they serve their weights to the others, and merge them."""
+
+import threading
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from noloco_jax import draws
+from noloco_jax.island.final_merge import FinalMerge
+from noloco_jax.islands.agent import Agent
+from noloco_jax.islands.client import Client
+from noloco_jax.islands.query import About, ask_about, fetch_weights
+from noloco_jax.islands.steps import IslandSteps, weight_specs
+from support.sites import side_by_side
+from support.training_islands import NAMES, World, train
+
+
+def test_islands_that_have_finished_serve_their_weights_until_all_have(world, tmp_path):
+    world.begin(tmp_path)
+    together = threading.Barrier(4, timeout=100)
+    is_first_through, is_served = threading.Event(), threading.Event()
+    said: dict[str, list[str]] = {name: [] for name in NAMES}
+    final: list[Any] = []
+    served: list[dict[str, np.ndarray]] = []
+
+    def one(replica: int) -> None:
+        name = NAMES[replica]
+        agent, island = world.join(name)
+        together.wait()
+        state, step = train(world, island, world.programs.init(draws.key(0)), 0, replica)
+        if name == "paris":
+            final.append(jax.device_get(state.params))
+        if name == "oslo":
+            assert is_served.wait(60)
+        agent.leave(finished=True)
+        if name == "paris":
+            is_first_through.set()
+        island.linger(state, step, 100.0, lambda: False, said[name].append)
+        agent.close()
+
+    def merge() -> None:
+        assert is_first_through.wait(100)
+        client = Client(world.roster, "oslo", None, "paris")
+        (about,) = ask_about({"paris": client}, 10.0).values()
+        assert isinstance(about, About) and about.training
+        served.append(fetch_weights(client, weight_specs(world.config.model), 30.0).arrays)
+        is_served.set()
+
+    started = time.monotonic()
+    side_by_side(*[lambda i=i: one(i) for i in range(4)], merge)
+    assert time.monotonic() - started < 90
+    for found, expected in zip(served[0].values(), jax.tree.leaves(final[0]), strict=True):
+        np.testing.assert_array_equal(found, expected[0])
+    assert not any("leaves" in line for lines in said.values() for line in lines)
+    assert "oslo" in said["paris"][0]
+
+
+def merged_by(world: World, name: str, agent: Agent, island: IslandSteps, seconds: float, say: Any) -> FinalMerge:
+    return FinalMerge(island, world.roster.names, name, world.config.model, seconds, lambda: False, say)
+
+
+def test_islands_that_end_with_a_merge_have_the_mean_of_all_last_weights(world, tmp_path):
+    world.begin(tmp_path)
+    together = threading.Barrier(4, timeout=100)
+    last, merged = {}, {}
+    said: dict[str, list[str]] = {name: [] for name in NAMES}
+
+    def one(replica: int) -> None:
+        name = NAMES[replica]
+        agent, island = world.join(name)
+        together.wait()
+        state, step = train(world, island, world.programs.init(draws.key(0)), 0, replica)
+        last[name] = jax.device_get(jax.tree.leaves(state.params))
+        time.sleep(replica)  # one after the other
+        state = merged_by(world, name, agent, island, 100.0, said[name].append)(state, step)
+        merged[name] = jax.device_get(jax.tree.leaves(state.params))
+        agent.close()
+
+    side_by_side(*[lambda i=i: one(i) for i in range(4)])
+    for number, found in enumerate(zip(*merged.values(), strict=True)):
+        mean = np.mean([np.float64(last[name][number]) for name in NAMES], axis=0)
+        np.testing.assert_allclose(found[0], mean, rtol=2e-7, atol=1e-7)
+        for other in found[1:]:
+            np.testing.assert_array_equal(found[0], other)
+    assert {lines[-1] for lines in said.values()} == {"merged model: the mean of 4 of 4 islands"}
+
+
+def test_a_merge_names_the_islands_that_it_leaves_out(world, tmp_path):
+    world.begin(tmp_path)
+    said: list[str] = []
+    agent, island = world.join("paris")
+    state, step = train(world, island, world.programs.init(draws.key(0)), 0, 0)
+    before = jax.device_get(state.params)
+    merged = merged_by(world, "paris", agent, island, 0.5, said.append)(state, step)
+    agent.close()
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(merged.params), before)
+    assert said[-1] == "merged model: the mean of 1 of 4 islands, without berlin, rome, oslo"
+
+
+def test_who_serves_for_others_in_vain_names_them(world, tmp_path):
+    world.begin(tmp_path)
+    said: list[str] = []
+    agent, island = world.join("paris")
+    state, step = train(world, island, world.programs.init(draws.key(0)), 0, 0)
+    agent.leave(finished=True)
+    island.linger(state, step, 0.5, lambda: False, said.append)
+    island.linger(state, step, 100.0, lambda: True, said.append)
+    agent.close()
+    assert said[1] == said[3] == "leaves; not known to have finished: berlin, rome, oslo"

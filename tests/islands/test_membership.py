@@ -1,0 +1,56 @@
+"""What an island checks and writes before it trains."""
+
+import re
+
+import pytest
+
+from noloco_jax.config import from_dict
+from noloco_jax.errors import UserError
+from noloco_jax.island.membership import Membership, _incarnation, _write
+from noloco_jax.islands.roster import Address, Island, Roster
+from support.training_islands import NAMES, World, small
+
+
+def test_an_island_of_another_configuration_is_refused_before_it_compiles(world, tmp_path):
+    world.begin(tmp_path)
+    agents = [world.join(name)[0] for name in NAMES[:2]]
+    other = World.__new__(World)
+    other.__dict__.update(world.__dict__, config=small(lr=0.5))
+    try:
+        with pytest.raises(
+            UserError, match=r"2 of 3 islands refuse rome; .* outer.lr: 0.5 here, .* at (berlin|paris): give"
+        ):
+            other.join("rome")
+    finally:
+        for agent in agents:
+            agent.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"num_replicas": 5}, "num_replicas=5 and the roster of test has 4 islands: give --config.num_replicas=4"),
+        ({"method": "diloco"}, "method='diloco': islands meet in pairs"),
+    ],
+)
+def test_a_configuration_that_islands_cannot_follow_is_told_in_a_line(changes, line):
+    roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in NAMES))
+    with pytest.raises(UserError, match=re.escape(line)):
+        Membership(roster, "paris", None).check(from_dict({"num_replicas": 4} | changes))
+
+
+def test_an_island_has_begun_when_it_may_train(world, tmp_path):
+    """One that is killed while it compiles has no weights to lose, and waits for nobody's when it starts again."""
+    world.begin(tmp_path)
+    agent = world.open(Membership(world.roster, "paris", None))
+    assert not _incarnation(tmp_path / "paris")[1]
+    assert Membership.begin(agent, tmp_path / "paris", lambda: False)
+    assert _incarnation(tmp_path / "paris")[1]
+    agent.close()
+
+
+def test_every_start_has_a_larger_incarnation_than_all_before(tmp_path):
+    first, began = _incarnation(tmp_path)
+    _write(tmp_path, first)
+    second, again = _incarnation(tmp_path)
+    assert second > first and (began, again) == (False, True)
