@@ -1,7 +1,7 @@
 """CPU cores that this process may use, on Linux and where the kernel does not tell, as on macOS."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection
 
 
 def usable_cores() -> list[int]:
@@ -11,7 +11,7 @@ def usable_cores() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def keep_on(pid: int, cores: Sequence[int]) -> None:
+def keep_on(pid: int, cores: Collection[int]) -> None:
     """Keep a process, before it has threads, on some cores; without effect outside Linux."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(pid, cores)
