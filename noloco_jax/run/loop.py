@@ -15,6 +15,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.methods import schedule_of
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress
+from noloco_jax.run.finite import is_finite
 from noloco_jax.run.flops import mfu, model_flops_per_token
 from noloco_jax.run.messages import Messages, may_send_in_inner_steps
 from noloco_jax.run.metrics import MetricWriter
@@ -145,12 +146,22 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         if is_saving:
             state, beside = sync.settle(state)
             if beside is not None:
+                _check_finite(config, state, step)
                 run.checkpoints.save(step, state, run.batches.get_state(), log.totals, beside)
         if is_evaluating or is_saving:
             log.restart_clock()
         if is_stopping:
             return Outcome(state, evaluation, finished=False)
     return Outcome(state, evaluation, finished=True)
+
+
+def _check_finite(config: TrainConfig, state: TrainState, step: int) -> None:
+    """Raise `UserError` rather than save what no run can continue from; a step has the loss of the weights before it."""
+    if not is_finite(state):
+        raise UserError(
+            f"the state after step {step} has values that are not finite, and is not saved: lower "
+            f"inner.lr={config.inner.lr:g}, then resume from the last checkpoint or start anew"
+        )
 
 
 def _steps_at_once(config: TrainConfig, step: int) -> int:

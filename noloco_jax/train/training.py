@@ -38,6 +38,7 @@ from noloco_jax.run.banner import banner_rows, compiled_memory, show_results
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress, banner, make_console
 from noloco_jax.run.extension import extension_note, rate_change
+from noloco_jax.run.finite import is_finite
 from noloco_jax.run.loop import Hooks, Run, is_evaluated, train_steps
 from noloco_jax.run.memory import check_memory
 from noloco_jax.run.metrics import METRICS_FILE, TENSORBOARD_FOLDER, MetricWriter, check_wandb, read_metrics
@@ -309,6 +310,11 @@ def _restore_state(
 ) -> TrainState:
     """Restore the state of a checkpoint; print the differences from the run that saved it."""
     state, resized = elastic.restore(checkpoints, start, config, programs)
+    if not is_finite(state):
+        raise UserError(
+            f"the checkpoint of step {start} has values that are not finite, as an earlier version saved them: give "
+            "--from_step of one before it, or start anew in an empty --workdir"
+        )
     since = "" if from_step in (None, start) else f", saved since the run went back to step {from_step}"
     console.print(f"resuming from the checkpoint of step {start}{since}" + (f"; {resized}" if resized else ""))
     rates = rate_change(checkpoints.saved_config(start), config, start)

@@ -26,15 +26,17 @@ from noloco_jax.spmd.programs import StepMetrics, TrainState
 
 
 class Programs:
-    """Steps whose loss is their number, and not a number at step `nan_at`."""
+    """Steps whose loss is their number, and not a number at step `nan_at`; the weights are none from `lost_at` on."""
 
-    def __init__(self, nan_at: int | None):
-        self._nan_at = nan_at
+    def __init__(self, nan_at: int | None, lost_at: int | None):
+        self._nan_at, self._lost_at = nan_at, lost_at
 
     outer_step = correct_step = share_moments = enter_moments = final_merge = moved = None
 
     def inner_step(self, params: Any, inner: Any, batch: Any, step: np.int32) -> Any:
         loss = jnp.asarray([jnp.nan if step == self._nan_at else float(step)])
+        if step == self._lost_at:
+            params = {"w": jnp.asarray([1.0, jnp.nan])}
         return params, inner, StepMetrics(loss=loss, grad_norm=loss)
 
 
@@ -91,6 +93,7 @@ class Result:
         evaluate_first=False,
         stop_at=None,
         nan_at=None,
+        lost_at=None,
         damaged_at=None,
         totals=NOTHING,
         peak=None,
@@ -106,7 +109,7 @@ class Result:
 
             monkeypatch.setattr(loop, "_evaluate", evaluate)
             run: Any = {"evaluate": None, "processes": OneProcess(), "hooks": loop.Hooks(), "metrics": metrics}
-            run |= {"programs": Programs(nan_at), "batches": Batches(damaged_at), "stop": recorder}
+            run |= {"programs": Programs(nan_at, lost_at), "batches": Batches(damaged_at), "stop": recorder}
             run |= {
                 "totals": totals,
                 "messages": Messages(lambda _: 100, lambda step: step, lambda: 10**6),
@@ -170,6 +173,14 @@ def test_a_loss_that_is_no_number_is_written_too(tmp_path, monkeypatch):
     result = Result(tmp_path, monkeypatch, nan_at=2)
     assert result.error is not None and "the loss is nan at step 2" in result.error
     assert [(line["step"], line["loss"]) for line in result.lines] == [(1, 1.0), (2, None)]
+
+
+@pytest.mark.parametrize(("stop_at", "saved"), [(None, [3]), (5, [3])])
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch, stop_at, saved):
+    """The loss of the step that made them is that of the weights before it."""
+    result = Result(tmp_path, monkeypatch, lost_at=stop_at or 6, stop_at=stop_at)
+    assert result.error is not None and f"the state after step {stop_at or 6} has values that are not" in result.error
+    assert [step for what, step in result.done if what == "save"] == saved
 
 
 def test_totals_go_on_where_the_checkpoint_had_them(tmp_path, monkeypatch):
