@@ -38,7 +38,7 @@ _MANTISSAS = np.array([1.0, 1.1875, 1.40625, 1.6875], np.float32)
 _OFFSET = 120  # offset of e in its byte: steps from 2^-30 to 2^33
 # Change of e after an exchange: narrower by a sixth at most, and four times as wide after a refusal.
 _NARROWER, _WIDER = -1, 8
-_BROKEN = 255  # marks a block that holds NaN or infinity
+BROKEN = 255  # marks a block that holds NaN or infinity
 # Odd factors. With this seed neither the factors of a whole block nor those of its first half sum to a multiple of 8,
 # so that a block of which all or half wrapped is detected too.
 _FACTORS = (uint32s(40, CHECK, np.arange(BLOCK)) & 0xFF | 1).astype(np.int32)
@@ -72,9 +72,9 @@ class Modulo:
         largest = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
         step = jnp.maximum(2 * _REACH / 2**self._bits * moved, _PRECISION * largest)
         exponent = jnp.ceil(4 * jnp.log2(jnp.maximum(step, 1e-30))) + _OFFSET
-        exponent = jnp.maximum(jnp.clip(exponent, 0, _BROKEN - 1), remembered.astype(jnp.float32))
+        exponent = jnp.maximum(jnp.clip(exponent, 0, BROKEN - 1), remembered.astype(jnp.float32))
         is_sound = jnp.all(jnp.isfinite(blocks), axis=-1, keepdims=True) & jnp.isfinite(moved)
-        return jnp.where(is_sound, exponent, _BROKEN).astype(jnp.uint8)
+        return jnp.where(is_sound, exponent, BROKEN).astype(jnp.uint8)
 
     def encode(self, blocks: jax.Array, windows: jax.Array) -> jax.Array:
         """Return the payload, uint8 (..., blocks, bytes): packed grid indices modulo 2^bits and a check byte."""
@@ -103,8 +103,8 @@ class Modulo:
         is_refused = (expected != other[..., -1:]) | (farthest == half)  # half a window is ambiguous in sign
         values = jnp.where(is_refused, 0, 0.5 * steps.astype(jnp.float32) * _steps(windows))
         change = jnp.where(is_refused, _WIDER, jnp.asarray(_changes(half))[farthest])
-        remembered = jnp.clip(windows.astype(jnp.int32) + change, 0, _BROKEN - 1)
-        is_broken = windows == _BROKEN
+        remembered = jnp.clip(windows.astype(jnp.int32) + change, 0, BROKEN - 1)
+        is_broken = windows == BROKEN
         return jnp.where(is_broken, jnp.nan, values), jnp.where(is_broken, 0, remembered).astype(jnp.uint8)
 
     @property

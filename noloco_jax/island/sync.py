@@ -121,5 +121,6 @@ def _line(met: Met, status: Status, size: int | float) -> str:
         "alone": f"alone{f', without {met.partner}' if met.partner else ''}: {met.reason}",
     }[met.outcome]
     sided = ", one-sided" if met.one_sided else ""
+    clipped = f", clipped to {100 * met.factor:.2g} %" if met.factor < 1 else ""
     share = f", participation {100 * status.committed / status.due:.0f} %" if status.due else ""
-    return f"round {met.round + 1}: {what}{sided}{share}"
+    return f"round {met.round + 1}: {what}{clipped}{sided}{share}"

@@ -105,6 +105,7 @@ class Met:
       lag: rounds by which it was late.
       reason: the reason for "alone", in a few words.
       one_sided: True if the partner may have applied its half.
+      factor: the smallest of the correction's arrays, below 1 where bounds clipped it.
     """
 
     round: int
@@ -113,6 +114,7 @@ class Met:
     lag: int = 0
     reason: str = ""
     one_sided: bool = False
+    factor: float = 1.0
 
 
 class Agent:
@@ -352,12 +354,12 @@ class Agent:
             case Keep(xid):
                 assert self._arriving is not None
                 self._others[xid] = self._arriving
-            case Apply(xid, peer, weight, lag):
-                formed = self._former.submit(
-                    self._codec.correction, self._own[xid.round], self._others.pop(xid), weight
-                )
+            case Apply(xid, peer, weight, lag, factors):
+                messages = self._own[xid.round], self._others.pop(xid)
+                formed = self._former.submit(self._codec.correction, *messages, weight, factors)
                 self._inbox.append(Correction(xid.round, formed))
-                self._met.append(Met(xid.round, peer, "late" if lag else "met", lag))
+                factor = min(factors, default=1.0)
+                self._met.append(Met(xid.round, peer, "late" if lag else "met", lag, factor=factor))
             case Drop(round, peer, reason, one_sided):
                 self._met.append(Met(round, peer, "alone", reason=reason, one_sided=one_sided))
             case Admitted():
@@ -433,7 +435,7 @@ class Agent:
         if windows is None and Windows.__name__ in self._codec.specs:
             raise peer_errors.RefusedError("a message came ahead of its windows")
         read = self._codec.read(own, windows or (), arrays)
-        return Content(read.norm), read.arrays
+        return Content(read.norm, read.differences), read.arrays
 
     def _called(self, caller: str, hello: Mapping[str, Any], connect: Callable[[Expects], Channel]) -> None:
         self._calls.called(caller, hello, connect)

@@ -10,17 +10,20 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from noloco_jax.errors import UserError
 from noloco_jax.exchange import windows
-from noloco_jax.exchange.modulo import Modulo
+from noloco_jax.exchange.modulo import BROKEN, Modulo
 from noloco_jax.exchange.wire import Wire, from_code
 from noloco_jax.islands.frames import ArraySpec
+from noloco_jax.islands.protocol.bounds import Factors
 from noloco_jax.islands.protocol.messages import Message, Windows
 
 PyTree = Any
+_WIDEST = 32  # more than the partner's, in quarters of a power of two
 Arrays = Sequence[np.ndarray]
 
 
@@ -41,10 +44,12 @@ class Read(NamedTuple):
     Attributes:
       arrays: argument of `Codec.correction`.
       norm: Euclidean, of what the message stands for; not finite where a value is not.
+      differences: |m_j − m_i| of each array.
     """
 
     arrays: Arrays
     norm: float
+    differences: tuple[float, ...]
 
 
 class Codec(Protocol):
@@ -71,8 +76,8 @@ class Codec(Protocol):
         """Decode a peer's payload."""
         ...
 
-    def correction(self, own: Arrays, read: Arrays, weight: float) -> Arrays:
-        """Return c = weight · (Q(m_j) − Q(m_i)), followed by the state of a codec with windows."""
+    def correction(self, own: Arrays, read: Arrays, weight: float, factors: Factors = ()) -> Arrays:
+        """Return c = factor · weight · (Q(m_j) − Q(m_i)) of each array, and then the state of a codec with windows."""
         ...
 
 
@@ -101,9 +106,9 @@ class PlainCodec:
         if wire.exact:
             return
         self._host = _host(wire.name)
-        self._decode = _compiled(
-            partial(_decoded, wire, _of_one(message), cuts and jax.tree.leaves(cuts)), self._host, code
-        )
+        decode = partial(_decoded, wire, _of_one(message), cuts and jax.tree.leaves(cuts))
+        self._decode = _compiled(decode, self._host, code)
+        self._sizes = _compiled(partial(_sizes, decode), self._host, code, code)
 
     def windows(self, own: Arrays) -> None:
         del own
@@ -113,8 +118,12 @@ class PlainCodec:
         return own
 
     def read(self, own: Arrays, windows: Arrays, others: Arrays) -> Read:
-        del own, windows
-        return Read(others, norm_of(self.values(others)))
+        del windows
+        if self._is_exact:
+            pairs = zip(own, others, strict=True)
+            return Read(others, norm_of(others), tuple(norm_of([_float32(x) - _float32(y)]) for x, y in pairs))
+        norm, differences = self._sizes(*jax.device_put((list(own), list(others)), self._host))
+        return Read(others, float(norm), tuple(differences.tolist()))
 
     def values(self, arrays: Arrays) -> Arrays:
         """Decode Q(m) of a payload."""
@@ -122,13 +131,14 @@ class PlainCodec:
             return arrays
         return [np.asarray(x) for x in self._decode(jax.device_put(list(arrays), self._host))]
 
-    def correction(self, own: Arrays, read: Arrays, weight: float) -> Arrays:
+    def correction(self, own: Arrays, read: Arrays, weight: float, factors: Factors = ()) -> Arrays:
         """Subtract the decoded messages, the same numbers on both islands.
 
         With equal weights their corrections are exactly opposite, and equal messages give zero.
         """
-        pairs = zip(self.values(own), self.values(read), strict=True)
-        return [np.float32(weight) * (theirs - mine) for mine, theirs in pairs]
+        values = self.values(own), self.values(read)
+        weights = _weights(weight, factors, len(values[0]))
+        return [share * (theirs - mine) for share, mine, theirs in zip(weights, *values, strict=True)]
 
 
 class WindowCodec:
@@ -158,18 +168,46 @@ class WindowCodec:
 
     def read(self, own: Arrays, windows: Arrays, others: Arrays) -> Read:
         arguments = list(own[self._count :]), list(windows), list(others)
-        corrections, remembered, norm = self._read(*jax.device_put(arguments, self._host))
-        return Read([np.asarray(x) for x in (*corrections, *remembered)], float(norm))
+        corrections, remembered, norm, differences = self._read(*jax.device_put(arguments, self._host))
+        return Read([np.asarray(x) for x in (*corrections, *remembered)], float(norm), tuple(differences.tolist()))
 
-    def correction(self, own: Arrays, read: Arrays, weight: float) -> Arrays:
+    def correction(self, own: Arrays, read: Arrays, weight: float, factors: Factors = ()) -> Arrays:
         """Scale half the difference, so that with equal weights corrections are exactly opposite."""
         halves, remembered = read[: self._count], read[self._count :]
-        return [*(np.float32(2 * weight) * half for half in halves), *remembered]
+        weights = _weights(2 * weight, factors, self._count)
+        return [*(share * half for share, half in zip(weights, halves, strict=True)), *remembered]
 
 
 def pair_windows(own: Arrays, others: Arrays) -> Arrays:
-    """Return the larger of the two proposed windows of every block."""
-    return [np.maximum(mine, theirs) for mine, theirs in zip(own, others, strict=True)]
+    """Return the windows of a pair: the larger of the two proposed for every block, within a limit.
+
+    No window of an array is more than 256 times as wide as the widest that the more modest of the two islands proposes
+    for any of its blocks, as rows of which one island has seen no token may have moved in the other alone.
+    """
+
+    def of_array(mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+        larger = np.maximum(mine, theirs)
+        widest = min(np.max(x, where=x != BROKEN, initial=0) for x in (mine, theirs))
+        capped = np.minimum(larger, min(int(widest) + _WIDEST, BROKEN - 1)).astype(np.uint8)
+        return np.where(larger == BROKEN, larger, capped)
+
+    return [of_array(mine, theirs) for mine, theirs in zip(own, others, strict=True)]
+
+
+def _weights(weight: float, factors: Factors, count: int) -> list[np.float32]:
+    """Return the weight of each array's difference, the same number on both islands for equal weights."""
+    return [np.float32(weight * factor) for factor in factors or (1.0,) * count]
+
+
+def _float32(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float32, copy=False)
+
+
+def _sizes(decode: Callable[..., Any], own: Any, others: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the norm of a decoded message, and that of each array's difference to the own one."""
+    mine, theirs = decode(own), decode(others)
+    differences = [jnp.linalg.norm((y - x).reshape(-1)) for x, y in zip(mine, theirs, strict=True)]
+    return optax.tree.norm(theirs), jnp.stack(differences)
 
 
 def _host(wire: str) -> Any:
@@ -214,11 +252,12 @@ def _read(
     message: list[jax.Array],
     of_pair: list[jax.Array],
     others: list[jax.Array],
-) -> tuple[list[jax.Array], list[jax.Array], jax.Array]:
+) -> tuple[list[jax.Array], list[jax.Array], jax.Array, jax.Array]:
     def of_one(message: list[jax.Array], of_pair: list[jax.Array], others: list[jax.Array]) -> Any:
         own = windows.encoded(wire, message, of_pair, cuts)
         return windows.corrected(wire, own, others, of_pair, like, cuts)
 
     corrections, remembered = jax.vmap(of_one)(message, of_pair, others)
     norm = optax.tree.norm([m + 2 * half for m, half in zip(message, corrections, strict=True)])
-    return corrections, remembered, norm
+    differences = jnp.stack([2 * jnp.linalg.norm(half.reshape(-1)) for half in corrections])
+    return corrections, remembered, norm, differences

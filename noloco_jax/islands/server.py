@@ -29,6 +29,7 @@ from noloco_jax.islands.channel import (
     describe,
     from_flight,
 )
+from noloco_jax.islands.doorkeeper import Doorkeeper, Limited, descriptors, end
 from noloco_jax.islands.frames import SCHEMA, Expects
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.peer_errors import BusyError, PeerError, RefusedError
@@ -95,10 +96,12 @@ class Server:
         except Exception as error:  # Arrow raises only a general error
             raise UserError(f"{name} cannot listen at {listen} ({str(error)[:120]}): give a free port") from None
         self.port: int = self._flight.port
+        self._doorkeeper = Doorkeeper(self.port, self._calls.connections)
 
     def close(self, timeout: float = 5.0) -> None:
         """Refuse new calls, let running ones finish for up to `timeout` seconds, and end the rest."""
         self._calls.closing = True
+        self._doorkeeper.close()
         # Flight waits for the last call, and a suspended caller would hold its own until its deadline.
         thread = threading.Thread(target=self._flight.shutdown, daemon=True)
         thread.start()
@@ -114,7 +117,7 @@ class _Calls:
         self._roster = roster
         self._name = name
         self._is_tls = is_tls
-        self._report = report
+        self._report = Limited(report)
         self._running: Counter[str] = Counter()
         self._connections: set[str] = set()
         self._lock = threading.Lock()
@@ -160,10 +163,13 @@ class _Calls:
 
     def hang_up(self) -> None:
         """End all running calls."""
-        with self._lock:
-            connections = list(self._connections)
-        for connection in connections:
+        for connection in self.connections():
             hang_up(connection)
+
+    def connections(self) -> list[str]:
+        """Return the connections of running calls."""
+        with self._lock:
+            return list(self._connections)
 
     @contextlib.contextmanager
     def _place(self, caller: str, connection: str) -> Iterator[None]:
@@ -272,20 +278,7 @@ def hang_up(peer: str) -> None:
       peer: the caller's address as gRPC writes it, such as "ipv4:127.0.0.1:41894" or "ipv6:%5B::1%5D:41894". Islands
         make a connection for every call, so that no other call ends.
     """
-    for name in os.listdir("/dev/fd"):
+    for descriptor in descriptors():
         with contextlib.suppress(OSError):  # closed meanwhile, or no connection
-            descriptor = int(name)
-            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(descriptor)) as connection:
-                if _written(connection) == unquote(peer):
-                    connection.shutdown(socket.SHUT_RDWR)
-
-
-def _written(connection: socket.socket) -> str:
-    """Return the address of a connection's other end, as gRPC writes it."""
-    if connection.family not in (socket.AF_INET, socket.AF_INET6):
-        return ""
-    host, port = connection.getpeername()[:2]
-    host = host.removeprefix("::ffff:")
-    return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                end(descriptor, unquote(peer))

@@ -75,6 +75,42 @@ def test_who_was_held_up_is_back_with_the_others_in_a_few_rounds():
     assert len(held_up) > 38 and not world.nodes["i1"].heals
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seconds", [0.5, 1.0])
+def test_who_was_stopped_for_rounds_closes_the_lead_of_the_fastest(seconds, seed):
+    """The fastest never falls back, so that the two others must catch up, though they are level with each other."""
+    durations = [seconds, 2 * seconds, 4 * seconds]
+    world = World(3, durations=durations, steps=10, settings=SETTINGS, seed=seed)
+    world.transfer = 0.05 * seconds
+    for name in ("i1", "i2"):
+        world.at(20 * seconds, setattr, world.nodes[name], "stopped_until", 20 * seconds + 4.0)
+    world.run(80 * seconds + 4.0)
+    last = world.nodes["i0"].round
+    world.finish()
+    assert world.participation(last - 30, last - 4) >= 0.9
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_islands_at_speeds_1_to_2_to_10_that_start_apart_meet(seed):
+    world = World(3, durations=[1.0, 2.0, 10.0], steps=10, settings=SETTINGS, seed=seed, starts=[0.0, 3.9, 7.8])
+    world.transfer = 0.05
+    world.run(80.0)
+    last = world.nodes["i0"].round
+    world.finish()
+    assert world.participation(last - 30, last - 4) >= 0.9
+
+
+def test_who_hears_of_a_later_round_makes_up_for_half_of_its_steps():
+    pace = Pace("me")
+    _, now = after(pace, 10, 2.0)
+    told(pace, now, 1.0)
+    strides, now = after(pace, 20, 2.0, now)
+    pace.round_ended(1, now)
+    pace.meet(3, Timing(0.0, None, None), now, 0.0)
+    caught_up = sum(after(pace, 100, 2.0, now)[0])
+    assert caught_up == pytest.approx(200 + 0.5 * 2 * sum(strides), abs=2)
+
+
 def test_when_the_fastest_has_gone_the_others_take_all_the_steps_that_they_can():
     world = World(3, durations=[ROUND, 2 * ROUND, 4 * ROUND], steps=STEPS, settings=SETTINGS, downtime=None)
     world.at(15 * ROUND, world.crash, world.nodes["i0"], "kill")

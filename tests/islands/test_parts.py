@@ -6,11 +6,12 @@ import math
 import numpy as np
 import pytest
 
+from noloco_jax.islands.protocol.bounds import Bounds
 from noloco_jax.islands.protocol.context import LONGEST_PAUSE, Backoff, Context, Settings
 from noloco_jax.islands.protocol.ledger import ROUNDS_KEPT, Ledger
 from noloco_jax.islands.protocol.meeting import Meeting
 from noloco_jax.islands.protocol.messages import ExchangeId, Outcome
-from noloco_jax.islands.protocol.peers import Norms, Peer, Transfers
+from noloco_jax.islands.protocol.peers import Peer, Transfers
 from support.island_world import IDENTITY
 from support.paths import ROOT
 
@@ -56,22 +57,12 @@ def test_even_transfers_leave_room_and_a_link_that_slows_down_is_given_more():
     assert transfers.allowance(0.0) >= 5.0
 
 
-@pytest.mark.parametrize(
-    ("norm", "believed"), [(1.0, True), (9.9, True), (10.1, False), (math.nan, False), (math.inf, False)]
-)
-def test_a_norm_is_held_against_the_median_of_the_last(norm, believed):
-    norms = Norms()
-    for good in (0.9, 1.0, 5.0):
-        norms.add(good)
-    assert norms.believe(norm) is believed
-
-
 @pytest.mark.parametrize(("mine", "theirs"), [(1, 3), (5, 5), (0, 2), (2, 0), (0, 0), (10**12, 7)])
 def test_weighted_corrections_cancel(mine, theirs):
     """w_i c_i + w_j c_j = 0 with c_i = w_j/(w_i + w_j) (m_j − m_i)."""
 
     def weight(own: int, other: int) -> float:
-        return Meeting(0, None, own, None).weight(other)  # pyright: ignore[reportArgumentType]
+        return Meeting(0, None, own, 1.0, None).weight(other)  # pyright: ignore[reportArgumentType]
 
     m_i, m_j = 2.5, -1.25
     c_i, c_j = weight(mine, theirs) * (m_j - m_i), weight(theirs, mine) * (m_i - m_j)
@@ -104,7 +95,7 @@ def test_what_is_forgotten_is_not_called_aborted():
 
 
 def test_pauses_between_tries_double_up_to_the_longest():
-    context = Context("a", ["b"], IDENTITY, Settings(retry_seconds=0.5), 1, Ledger())
+    context = Context("a", ["b"], IDENTITY, Settings(retry_seconds=0.5), 1, Ledger(), Bounds())
     backoff, pauses = Backoff(context), []
     for _ in range(9):
         backoff.start()

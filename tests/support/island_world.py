@@ -41,8 +41,6 @@ from noloco_jax.islands.protocol.messages import Identity, Message, Outcome, Sta
 
 IDENTITY = Identity("run", {"seed": "1"}, "model", "roster", "codec", "pace", "bytes")
 ROUND = 10.0  # seconds
-
-
 LATENCY = 0.05
 TRANSFER = 1.0  # of a message
 FRAME_FAULTS = (
@@ -57,6 +55,8 @@ FRAME_FAULTS = (
     "wild",
     "nan behind",
 )
+NORM = 1000.0  # of a message
+FAR = 3.0  # distance of some messages; of others 1
 NODE_FAULTS = ("kill", "vanish", "stop", "lose disk")
 MOMENTS = ("before it is sent", "after it is sent", "before it arrives", "after it arrived")
 
@@ -136,6 +136,7 @@ class World:
       settings: of the islands.
       durations: seconds of a round of each island, in which it takes every inner step.
       preparing: seconds that each island compiles when it starts; None: no time.
+      starts: seconds after which each island starts; None: a tenth of a second apart.
       steps: inner steps of a round, for islands that keep pace; None: they end rounds after their durations.
       downtime: seconds until a dead island starts again; None: never.
       save_every: rounds between checkpoints.
@@ -159,6 +160,7 @@ class World:
         island: Callable[..., Island] = Island,
         steps: int | None = None,
         preparing: Sequence[float] | None = None,
+        starts: Sequence[float] | None = None,
     ):
         self.settings = settings or Settings(answer_seconds=3.0, state_seconds=30.0)
         self.random = random.Random(seed)
@@ -181,8 +183,9 @@ class World:
         self.log: list[str] = []
         self._queue: list[tuple[float, int, Callable[..., None], tuple]] = []
         self._order = itertools.count()
-        for number, node in enumerate(self.nodes.values()):
-            self.at(0.1 * number, self._start, node, node.process)
+        starts = starts or [0.1 * number for number in range(count)]
+        for start, node in zip(starts, self.nodes.values(), strict=True):
+            self.at(start, self._start, node, node.process)
 
     # Time.
 
@@ -291,8 +294,7 @@ class World:
         if round % self.save_every == 0:
             node.disk = node.machine.journal(), dict(node.weights)
         node.round = round
-        tokens = self.random.randrange(0, 5)
-        number = 1000.0 + self.random.random()
+        number, tokens = self.message(node)
         if self.steps is not None:
             tokens, node.steps = node.steps, 0
         node.messages[round] = number, tokens
@@ -301,11 +303,29 @@ class World:
         if self.steps is None:
             self._train(node)
         node.ends[round] = self.now
-        self._handle(node, RoundEnded(round, tokens, number))
+        self._handle(node, RoundEnded(round, tokens, self.norm(number)))
         late = [key for key in node.open if key < round - self.settings.patience]
         assert not late, f"{node.name} still waits for {late} in round {round}"
         for key in [key for key in node.messages if key < round - self.settings.patience]:
             del node.messages[key]
+
+    # What islands exchange; numbers, unless a subclass has something else.
+
+    def message(self, node: Node) -> tuple[Any, int]:
+        """Train for a round, and return its message and tokens."""
+        tokens = self.random.randrange(0, 5)
+        return 1000.0 + self.random.random(), tokens
+
+    def norm(self, message: Any) -> float:
+        del message
+        return NORM
+
+    def distances(self, own: Any, other: Any) -> tuple[float, ...]:
+        """Return what both sides are told of their distance: some are farther apart, so that bounds clip them."""
+        return (FAR if int(1e6 * abs(other - own)) % 5 == 0 else 1.0,)
+
+    def correction(self, node: Node, own: Any, other: Any, action: Apply) -> Any:
+        return action.weight * min(action.factors, default=1.0) * (other - own)
 
     def _train(self, node: Node) -> None:
         """Goes on after the last round."""
@@ -416,7 +436,8 @@ class World:
         assert key in node.open, f"{node.name} applies {key}, which was applied or dropped"
         node.open.remove(key)
         own, tokens = node.messages[key]
-        node.weights[action.xid] = tokens, action.weight * (node.received[action.xid] - own), action.peer
+        correction = self.correction(node, own, node.received[action.xid], action)
+        node.weights[action.xid] = tokens, correction, action.peer
         node.applied.append(action)
 
     # The network.
@@ -461,7 +482,8 @@ class World:
         number = None
         if isinstance(header, Message):
             number = call.sides[1 - side].messages[header.xid.round][0]
-        event: Any = header, number, 1000.0, opener
+        sound = NORM if number is None else self.norm(number)
+        event: Any = header, number, sound, opener
         copies, behind = 1, None
         for fault in self.faults if self.now < self.quiet_after else ():
             if fault[:2] != (kind, nth) or fault.moment:
@@ -539,6 +561,8 @@ class World:
         elif call.open[side] and channel in node.calls:
             node.arriving = number
             content = Content(norm) if isinstance(header, Message | State) else None
+            if isinstance(header, Message) and header.xid.round in node.messages:
+                content = Content(norm, self.distances(node.messages[header.xid.round][0], number))
             self._handle(node, Arrived(channel, header, content))
         else:
             return

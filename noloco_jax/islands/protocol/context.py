@@ -7,11 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from noloco_jax.islands.protocol.bounds import Bounds
 from noloco_jax.islands.protocol.events import Action, Channel, Close, Open, Refused, Send, Tell
 from noloco_jax.islands.protocol.ledger import Ledger
 from noloco_jax.islands.protocol.messages import Answer, Caller, ExchangeId, Identity, Opener, Wrong
 from noloco_jax.islands.protocol.pace import Pace
-from noloco_jax.islands.protocol.peers import Norms, Peer
+from noloco_jax.islands.protocol.peers import Peer
 
 
 @dataclass(frozen=True)
@@ -71,13 +72,20 @@ class Context:
     """
 
     def __init__(
-        self, name: str, others: Sequence[str], identity: Identity, settings: Settings, incarnation: int, ledger: Ledger
+        self,
+        name: str,
+        others: Sequence[str],
+        identity: Identity,
+        settings: Settings,
+        incarnation: int,
+        ledger: Ledger,
+        bounds: Bounds,
     ):
         self.name = name
         self.identity = identity
         self.settings = settings
         self.peers = {other: Peer(other) for other in others}
-        self.norms = Norms()
+        self.bounds = bounds
         self.ledger = ledger
         self.incarnation = incarnation
         self.round = -1

@@ -7,15 +7,22 @@ channels are chosen by the world for incoming calls, and ("out", number) for tho
 from collections.abc import Hashable
 from typing import NamedTuple
 
+from noloco_jax.islands.protocol.bounds import Factors
 from noloco_jax.islands.protocol.messages import Answer, ExchangeId, Header, Opener
 
 Channel = Hashable
 
 
 class Content(NamedTuple):
-    """Euclidean norm of arrays that came whole; not finite if a value is not."""
+    """Arrays that came whole.
+
+    Attributes:
+      norm: Euclidean, over all; not finite if a value is not.
+      differences: of a message: |m_j − m_i| of each array, the Euclidean norm.
+    """
 
     norm: float
+    differences: tuple[float, ...] = ()
 
 
 class Start(NamedTuple):
@@ -117,19 +124,21 @@ class Keep(NamedTuple):
 
 
 class Apply(NamedTuple):
-    """Apply the correction c_i = weight (m_j − m_i) between two inner steps (design §12).
+    """Apply the correction c_i = factor · weight (m_j − m_i) between two inner steps (design §12).
 
     Attributes:
       xid: the exchange; m_j are the arrays that were kept, m_i those of its round.
       peer: j.
       weight: w_j/(w_i + w_j), w the tokens of the round, so that Σ w c = 0.
       lag: rounds ended since the message's.
+      factors: the factor of each array, equal on both sides, see `bounds.py`.
     """
 
     xid: ExchangeId
     peer: str
     weight: float
     lag: int
+    factors: Factors = ()
 
 
 class Drop(NamedTuple):

@@ -8,6 +8,7 @@ commit and every later answer about it are lost.
 import math
 from collections.abc import Callable
 
+from noloco_jax.islands.protocol.bounds import Factors, smaller
 from noloco_jax.islands.protocol.context import Backoff, Context
 from noloco_jax.islands.protocol.events import Apply, Channel, Content, Drop, Keep, RoundEnded
 from noloco_jax.islands.protocol.link_limit import LinkLimit
@@ -32,6 +33,10 @@ from noloco_jax.islands.protocol.messages import (
 )
 from noloco_jax.islands.protocol.peers import Peer
 from noloco_jax.islands.protocol.recovery import Recovery
+
+PROPORTION = 10.0  # largest norm of a message, in multiples of the own one's: beyond it is no message of this model
+FAR_IN_A_ROW = 2  # exchanges, with one peer that came no closer
+MOST_DOUBLINGS = 6  # of its quarantine
 
 
 class Exchanges:
@@ -68,7 +73,7 @@ class Exchanges:
         if name is None:
             return
         peer = context.peers[name]
-        meeting = Meeting(event.round, peer, event.tokens, Backoff(context))
+        meeting = Meeting(event.round, peer, event.tokens, event.norm, Backoff(context))
         self.meetings[event.round] = meeting
         self.due += 1
         if not math.isfinite(event.norm):
@@ -76,7 +81,6 @@ class Exchanges:
         elif peer.quarantined_until > event.round:
             self._end(meeting, "the partner is in quarantine")
         else:
-            context.norms.add(event.norm)
             self._dial(meeting)
 
     def leave(self) -> None:
@@ -199,17 +203,18 @@ class Exchanges:
             return Busy(context.settings.retry_seconds)
         return said
 
-    def settle(self, peer: str, xid: ExchangeId) -> Outcome | None:
-        """Return the outcome to a dialler that asks how its exchange ended; it holds this side's message."""
+    def settle(self, peer: str, xid: ExchangeId, factors: Factors) -> tuple[Outcome | None, Factors]:
+        """Return outcome and factors to a dialler that asks how its exchange ended; it holds this side's message."""
         if xid.dialler != peer:
-            return None
+            return None, ()
         meeting = self.meetings.get(xid.round)
         if meeting is not None and meeting.running is not None and meeting.running.xid == xid:
             if meeting.running.stage is Stage.HELD:
-                self._commit(meeting, meeting.running)
+                self._commit(meeting, meeting.running, factors)
             else:
                 self._failed(meeting)
-        return self._context.ledger.settle(xid)
+        ledger = self._context.ledger
+        return ledger.settle(xid), ledger.factors.get(xid, ())
 
     # Both sides.
 
@@ -246,10 +251,11 @@ class Exchanges:
                 meeting.retry.start()
             case Received() if header.xid == exchange.xid and not exchange.dials:
                 exchange.approved = True
+                exchange.factors = header.factors
                 if exchange.stage is Stage.HELD:
-                    self._commit(meeting, exchange)
+                    self._commit(meeting, exchange, header.factors)
             case Commit() if header.xid == exchange.xid and exchange.dials and exchange.stage is Stage.HELD:
-                self._commit(meeting, exchange)
+                self._commit(meeting, exchange, header.factors)
             case Accept():
                 pass  # twice
             case _:
@@ -285,25 +291,29 @@ class Exchanges:
         self._context.send(exchange.channel, Message(exchange.xid))
 
     def _judge(self, meeting: Meeting, exchange: Exchange, content: Content) -> None:
-        """Check the partner's message, which came whole, against the norms of sound ones."""
-        context, norms = self._context, self._context.norms
-        if not norms.believe(content.norm):
+        """Check the partner's message, which came whole, and find the factors that bound its correction."""
+        context = self._context
+        if not content.norm <= PROPORTION * meeting.norm:  # NaN neither
             context.send(exchange.channel, Received(exchange.xid, False))
             self._failed(meeting)
             self._is_broken(exchange.peer)
             return
-        norms.add(content.norm)
+        exchange.sizes = tuple(exchange.weight * difference for difference in content.differences)
+        exchange.own_factors = context.bounds.factors(exchange.sizes, meeting.norm)
+        if self._stays_far(exchange):
+            return
         context.actions.append(Keep(exchange.xid))
         exchange.stage = Stage.HELD
         if exchange.dials:
-            context.send(exchange.channel, Received(exchange.xid, True))
+            context.send(exchange.channel, Received(exchange.xid, True, exchange.own_factors))
         elif exchange.approved:
-            self._commit(meeting, exchange)
+            self._commit(meeting, exchange, exchange.factors)
 
-    def _commit(self, meeting: Meeting, exchange: Exchange) -> None:
+    def _commit(self, meeting: Meeting, exchange: Exchange, factors: Factors) -> None:
         context = self._context
+        exchange.factors = smaller(exchange.own_factors, factors)
         if not exchange.dials:
-            context.send(exchange.channel, Commit(exchange.xid))
+            context.send(exchange.channel, Commit(exchange.xid, exchange.factors))
         context.close(exchange.channel)
         self._link_limit.took(exchange, context.now)
         meeting.running = None
@@ -311,13 +321,31 @@ class Exchanges:
 
     def _apply(self, exchange: Exchange) -> None:
         context, xid = self._context, exchange.xid
-        context.ledger.close(xid, Outcome.COMMITTED)
+        context.ledger.close(xid, Outcome.COMMITTED, exchange.factors)
+        context.bounds.accept(exchange.sizes, exchange.own_factors, exchange.factors)
         context.commits += 1
         context.lineage = True
         exchange.peer.broken = 0
         self.lags.append(context.round - xid.round)
-        context.actions.append(Apply(xid, exchange.peer.name, exchange.weight, self.lags[-1]))
+        context.actions.append(Apply(xid, exchange.peer.name, exchange.weight, self.lags[-1], exchange.factors))
         self.meetings.pop(xid.round, None)
+        exchange.peer.distance = exchange.peer.distance.after(exchange.sizes, exchange.own_factors)
+
+    def _stays_far(self, exchange: Exchange) -> bool:
+        """Quarantine a peer that is far away and came no closer, each time for twice as long."""
+        peer, context = exchange.peer, self._context
+        distance = peer.distance.after(exchange.sizes, exchange.own_factors)
+        if distance.count < FAR_IN_A_ROW:
+            return False
+        peer.distance = distance
+        context.send(exchange.channel, Received(exchange.xid, False))
+        doublings = min(distance.count - FAR_IN_A_ROW, MOST_DOUBLINGS)
+        what = (
+            f"is far from {context.name}'s weights and came no closer since their last exchange: where others say so "
+            "too, its weights are damaged"
+        )
+        self._quarantine(peer, what, context.settings.quarantine_rounds << doublings)
+        return True
 
     def _resolve(self, exchange: Exchange, outcome: Outcome) -> None:
         """Apply or drop an exchange whose outcome has become known."""
@@ -372,11 +400,12 @@ class Exchanges:
         if peer.broken < context.settings.broken_in_a_row:
             return
         peer.broken = 0
-        peer.quarantined_until = context.round + 1 + context.settings.quarantine_rounds
-        context.tell(
-            f"{peer.name} sent {context.settings.broken_in_a_row} broken messages in a row: none are exchanged "
-            f"with it before round {peer.quarantined_until}"
-        )
+        what = f"sent {context.settings.broken_in_a_row} broken messages in a row"
+        self._quarantine(peer, what, context.settings.quarantine_rounds)
+
+    def _quarantine(self, peer: Peer, what: str, rounds: int) -> None:
+        peer.quarantined_until = self._context.round + 1 + rounds
+        self._context.tell(f"{peer.name} {what}; nothing is exchanged with it before round {peer.quarantined_until}")
         for meeting in [meeting for meeting in self.meetings.values() if meeting.peer is peer]:
             self._end(meeting, "the partner is in quarantine")
 

@@ -8,8 +8,10 @@ times lead to the same actions.
 import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from noloco_jax.islands.protocol.bounds import Bounds, Distance, Factors
 from noloco_jax.islands.protocol.catch_up import CatchUp
 from noloco_jax.islands.protocol.context import Context, Settings
 from noloco_jax.islands.protocol.events import (
@@ -53,6 +55,9 @@ class Journal(NamedTuple):
       outcomes: outcomes of exchanges, as the weights have seen them.
       floor: the round before which outcomes are forgotten.
       unresolved: exchanges of which the partner may have applied its half.
+      factors: of committed exchanges whose corrections were scaled.
+      bounds: `Bounds.to_json`; None: none are known yet.
+      peers: name -> distance and quarantine of a peer, where there are any.
     """
 
     round: int
@@ -60,6 +65,9 @@ class Journal(NamedTuple):
     outcomes: Mapping[ExchangeId, Outcome]
     floor: int
     unresolved: tuple[tuple[ExchangeId, str], ...]
+    factors: Mapping[ExchangeId, Factors] = MappingProxyType({})
+    bounds: Mapping[str, Any] | None = None
+    peers: Mapping[str, tuple[Distance, int]] = MappingProxyType({})
 
     def to_json(self) -> dict[str, Any]:
         outcomes = [[*xid, outcome] for xid, outcome in self.outcomes.items()]
@@ -69,14 +77,22 @@ class Journal(NamedTuple):
             "outcomes": outcomes,
             "floor": self.floor,
             "doubts": [[*xid, peer] for xid, peer in self.unresolved],
+            "factors": [[*xid, list(factors)] for xid, factors in self.factors.items()],
+            "bounds": self.bounds,
+            "peers": [[name, *distance, until] for name, (distance, until) in self.peers.items()],
         }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Journal":
-        # Journals of earlier versions have another number after the round.
+        # Journals of earlier versions have another number after the round, and no bounds.
         outcomes = {ExchangeId(round, *xid[-3:]): Outcome(outcome) for round, *xid, outcome in values["outcomes"]}
         unresolved = tuple((ExchangeId(round, *xid[-3:]), peer) for round, *xid, peer in values["doubts"])
-        return cls(values["round"], values["lineage"], outcomes, values["floor"], unresolved)
+        journal = cls(values["round"], values["lineage"], outcomes, values["floor"], unresolved)
+        if "bounds" not in values:
+            return journal
+        factors = {ExchangeId(*xid): tuple(factors) for *xid, factors in values["factors"]}
+        peers = {name: (Distance(count, whole), until) for name, count, whole, until in values["peers"]}
+        return journal._replace(factors=factors, bounds=values["bounds"], peers=peers)
 
 
 class Island:
@@ -105,10 +121,14 @@ class Island:
         began_before: bool = False,
     ):
         settings = settings or Settings()
-        ledger = Ledger(journal.outcomes, journal.floor) if journal else Ledger()
-        self._context = context = Context(name, others, identity, settings, incarnation, ledger)
+        ledger = Ledger(journal.outcomes, journal.floor, journal.factors) if journal else Ledger()
+        bounds = Bounds(journal.bounds if journal else None)
+        self._context = context = Context(name, others, identity, settings, incarnation, ledger, bounds)
         context.round = journal.round if journal else -1
         context.lineage = journal is not None and journal.lineage
+        for other, (distance, until) in (journal.peers if journal else {}).items():
+            if other in context.peers:
+                context.peers[other].distance, context.peers[other].quarantined_until = distance, until
         self._lost = journal.unresolved if journal else ()
         self._partner = partner
         self._exchanges = Exchanges(context, partner)
@@ -159,8 +179,11 @@ class Island:
 
     def journal(self) -> Journal:
         """Return the protocol state to checkpoint with the weights."""
-        ledger, unresolved = self._context.ledger, self._exchanges.uncertain()
-        return Journal(self.round, self._context.lineage, dict(ledger.outcomes), ledger.floor, tuple(unresolved))
+        context, ledger, unresolved = self._context, self._context.ledger, tuple(self._exchanges.uncertain())
+        outcomes, factors, bounds = dict(ledger.outcomes), dict(ledger.factors), context.bounds.to_json()
+        known = {name: (peer.distance, peer.quarantined_until) for name, peer in context.peers.items()}
+        peers = {name: values for name, values in known.items() if values != (Distance(), 0)}
+        return Journal(self.round, context.lineage, outcomes, ledger.floor, unresolved, factors, bounds, peers)
 
     def status(self) -> Status:
         """Return this island's status."""
@@ -252,9 +275,11 @@ class Island:
             return
         match header:
             case StatusRequest():
-                outcome = self._exchanges.settle(event.peer, header.xid) if header.xid else None
+                outcome, factors = None, ()
+                if header.xid is not None:
+                    outcome, factors = self._exchanges.settle(event.peer, header.xid, header.factors)
                 yours = context.peers[event.peer].incarnation if event.peer in context.peers else -1
-                status = dataclasses.replace(self.status(), outcome=outcome, yours=yours)
+                status = dataclasses.replace(self.status(), outcome=outcome, factors=factors, yours=yours)
                 if header.until_ready and status.starting:
                     context.send(channel, status)
                     self._curious.append(channel)

@@ -6,22 +6,34 @@ question after a restart gets the true answer: an exchange that is not in the le
 
 from collections.abc import Mapping
 
+from noloco_jax.islands.protocol.bounds import Factors
 from noloco_jax.islands.protocol.messages import ExchangeId, Outcome
 
 ROUNDS_KEPT = 64  # partners stop asking long before
 
 
 class Ledger:
-    """Outcomes of recent exchanges; `floor` is the round before which they are forgotten."""
+    """Outcomes of recent exchanges.
 
-    def __init__(self, outcomes: Mapping[ExchangeId, Outcome] | None = None, floor: int = 0):
+    Attributes:
+      floor: the round before which they are forgotten.
+      factors: the factors of committed corrections that were scaled, see `Bounds`.
+    """
+
+    def __init__(
+        self,
+        outcomes: Mapping[ExchangeId, Outcome] | None = None,
+        floor: int = 0,
+        factors: Mapping[ExchangeId, Factors] | None = None,
+    ):
         self.outcomes: dict[ExchangeId, Outcome] = {}
         self.floor = floor
+        self.factors = dict(factors or {})
         self._applied: set[int] = set()
         for xid, outcome in (outcomes or {}).items():
             self.close(xid, outcome)
 
-    def close(self, xid: ExchangeId, outcome: Outcome) -> None:
+    def close(self, xid: ExchangeId, outcome: Outcome, factors: Factors = ()) -> None:
         """Record the final outcome of an exchange.
 
         Raises:
@@ -34,6 +46,8 @@ class Ledger:
             if self.has_committed(xid.round):
                 raise ValueError(f"{xid} would be the second correction of its round")
             self._applied.add(xid.round)
+            if factors:
+                self.factors[xid] = factors
 
     def has_committed(self, round: int) -> bool:
         """Return whether the weights have applied a correction of this round."""
@@ -50,4 +64,5 @@ class Ledger:
         if round - ROUNDS_KEPT > self.floor:
             self.floor = round - ROUNDS_KEPT
             self.outcomes = {xid: outcome for xid, outcome in self.outcomes.items() if xid.round >= self.floor}
+            self.factors = {xid: factors for xid, factors in self.factors.items() if xid.round >= self.floor}
             self._applied = {round for round in self._applied if round >= self.floor}

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from noloco_jax.islands.protocol.bounds import Factors
 from noloco_jax.islands.protocol.context import Backoff
 from noloco_jax.islands.protocol.events import Channel
 from noloco_jax.islands.protocol.messages import ExchangeId
@@ -32,6 +33,9 @@ class Exchange:
       deadline: time when it is given up.
       weight: w_j/(w_i + w_j), once the partner's tokens are known.
       approved: True once the partner has said that it holds this side's message.
+      sizes: |c| of each array, once the partner's message is here.
+      own_factors: what brings them within the own bounds.
+      factors: the smaller of the own factors and those heard of the partner.
     """
 
     xid: ExchangeId
@@ -44,6 +48,9 @@ class Exchange:
     deadline: float
     weight: float = 0.5
     approved: bool = False
+    sizes: tuple[float, ...] = ()
+    own_factors: Factors = ()
+    factors: Factors = ()
 
 
 @dataclass
@@ -54,6 +61,7 @@ class Meeting:
       round: whose messages are exchanged.
       peer: the partner.
       tokens: this side's weight.
+      norm: Euclidean, of this side's message.
       retry: time of the next dial.
       running: the exchange under way.
       attempts: made by this side.
@@ -63,6 +71,7 @@ class Meeting:
     round: int
     peer: Peer
     tokens: int
+    norm: float
     retry: Backoff
     running: Exchange | None = None
     attempts: int = 0

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from noloco_jax.islands.protocol.bounds import Factors
+
 VERSION = 4  # version of this protocol
 LONGEST_TEXT = 256
 _LONGEST_DIFFERENCE = 230  # leaves room in a text for the number of others
 MOST_FIELDS = 256
+MOST_FACTORS = 8192
 PAST_INCARNATION = "a past incarnation"
 
 
@@ -210,29 +213,36 @@ class Windows:
 
 @dataclass(frozen=True)
 class Received:
-    """Verdict on the partner's message: good if it came whole, finite and of a plausible size."""
+    """Verdict on the partner's message: good if it came whole, finite and of a plausible size.
+
+    `factors` bring the correction within the sender's bounds, see `bounds.py`.
+    """
 
     xid: ExchangeId
     good: bool
+    factors: Factors = ()
 
 
 @dataclass(frozen=True)
 class Commit:
-    """Decision of the answering island: both apply."""
+    """Decision of the answering island: both apply, scaled by `factors`, the smaller ones of both."""
 
     xid: ExchangeId
+    factors: Factors = ()
 
 
 @dataclass(frozen=True)
 class StatusRequest:
     """Request for an island's status, and with `xid` for that exchange's outcome. Without identity: an observer.
 
-    With `until_ready` an island that still compiles answers twice: now, and when it is ready.
+    With `until_ready` an island that still compiles answers twice: now, and when it is ready. `factors` are those of
+    the sender's `Received`.
     """
 
     identity: Identity | None = None
     xid: ExchangeId | None = None
     until_ready: bool = False
+    factors: Factors = ()
 
 
 @dataclass(frozen=True)
@@ -247,6 +257,7 @@ class Status:
       lag: mean rounds between a message and its correction.
       partner: the partner of the last round; empty: alone.
       outcome: outcome of the requested exchange.
+      factors: of its commit.
       starting: True until it is ready to train.
       finished: True once it has taken all steps and only serves its weights.
       yours: the latest incarnation of the asking island that is known; -1: none.
@@ -261,6 +272,7 @@ class Status:
     lag: float
     partner: str
     outcome: Outcome | None = None
+    factors: Factors = ()
     starting: bool = False
     finished: bool = False
     yours: int = -1
@@ -332,6 +344,10 @@ def _value(type_: Any, value: Any, where: str) -> Any:
         return {_value(str, name, where): _value(str, text, where) for name, text in value.items()}
     if dataclasses.is_dataclass(type_) or type_ is ExchangeId:
         return _made(typing.cast(type, type_), value, where)
+    if type_ == Factors:
+        if not isinstance(value, list | tuple) or len(value) > MOST_FACTORS:
+            raise HeaderError(f"{where} must be a list of up to {MOST_FACTORS} numbers")
+        return tuple(_value(float, one, where) for one in value)
     if type_ is Outcome:
         if value not in list(Outcome):
             raise HeaderError(f"{where} must be one of {', '.join(Outcome)}")

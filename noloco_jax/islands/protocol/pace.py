@@ -37,7 +37,7 @@ MOST_UNEQUAL = 1.25  # slowest partner to give way to, in multiples of the own u
 
 
 class _End(NamedTuple):
-    """End of a round: its time, `made_up`, inner steps, and steps of the schedule then."""
+    """End of a round: its time; `made_up`, inner steps and steps of the schedule then."""
 
     time: float
     made_up: float
@@ -66,7 +66,8 @@ class Pace:
         self._carry = 0.0  # fraction of a stride left over
         self._behind = 0.0  # steps of the schedule to make up for
         self._ends: dict[int, _End] = {}
-        self._steps = self._scheduled = 0  # inner steps that were begun, and steps of the schedule
+        self._steps = 0  # inner steps that were begun
+        self._scheduled = 0  # steps of the schedule that they stand for
         self._paused = 0.0  # seconds, in front of the inner step that is under way
         self.made_up = 0.0
 
@@ -78,9 +79,13 @@ class Pace:
             self._all_seconds.append(seconds)
         self._last, self._paused = now, 0.0
         self._steps += 1
+        stride = self._stride(most)
+        self._scheduled += stride
+        return stride
+
+    def _stride(self, most: int) -> int:
         own, fastest = self._own_seconds(), self._fastest_seconds()
         if not self._is_kept or not own:
-            self._scheduled += 1
             return 1
         even = min(own / fastest, LONGEST_STRIDE) if fastest > 0 else 1.0
         extra = min(max(self._behind, 1.0 - even), even)
@@ -89,7 +94,6 @@ class Pace:
         wanted = self._carry + even + extra
         stride = max(1, min(math.floor(wanted), most))
         self._carry = min(wanted - stride, even)  # the rest beyond `most` appears as a delay
-        self._scheduled += stride
         return stride
 
     def pause(self) -> float:
@@ -122,7 +126,10 @@ class Pace:
             self._speeds.time(sender, round, self._ends[round].scheduled, now)
 
     def meet(self, round: int, timing: Timing | None, now: float, delay: float) -> None:
-        """Adapt to the time when the partner ended a round; ignore a round whose end is unknown here.
+        """Adapt to the time when the partner ended a round; ignore one that this island ended long ago.
+
+        With islands that keep pace a partner may be rounds ahead: it meets nobody until this island has caught up, as
+        the fastest of all never falls back.
 
         Args:
           round: the round.
@@ -131,7 +138,10 @@ class Pace:
           delay: latency of the partner's header, in seconds.
         """
         unit = self._fastest_seconds() if self._is_kept else self._own_seconds()
-        if timing is None or round not in self._ends or not unit:
+        if timing is None or not unit:
+            return
+        if round not in self._ends:
+            self._follow(round, timing.ago / unit)
             return
         end = self._ends[round]
         if self._is_kept:
@@ -144,6 +154,17 @@ class Pace:
         ahead = taken - (timing.ago + delay) / unit
         in_vain = timing.own is None or timing.own.seconds > MOST_UNEQUAL * self._usual_seconds()
         self._behind = 0.0 if in_vain else -ahead
+
+    def _follow(self, round: int, ago: float) -> None:
+        """Make up for the steps to a partner that ended a later `round` so many steps of the schedule ago."""
+        if not self._is_kept or len(self._ends) < 2:
+            return
+        first, last = min(self._ends), max(self._ends)
+        if not 0 < round - last <= ENDS_KEPT:
+            return
+        per_round = (self._ends[last].scheduled - self._ends[first].scheduled) / (last - first)
+        taken = self._scheduled - self._ends[last].scheduled
+        self._behind = max(self._behind, SHARE * ((round - last) * per_round + ago - taken))
 
     def restart(self) -> None:
         """Reset after taking a peer's weights: earlier delays no longer count."""

@@ -1,9 +1,11 @@
-"""Knowledge of the peers, and checks of their messages."""
+"""Knowledge of the peers."""
 
 import math
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
+
+from noloco_jax.islands.protocol.bounds import Distance
 
 MEMORY = 16
 NEEDED = 3
@@ -41,10 +43,6 @@ class Transfers:
         return sorted(self._seconds)[len(self._seconds) // 4]
 
 
-PROPORTION = 10.0
-NORMS_KEPT = 32
-
-
 @dataclass
 class Peer:
     """Known state of a peer.
@@ -57,6 +55,7 @@ class Peer:
       finished: True once it has taken all steps of the run.
       wrong: its reason for refusing this island, if any.
       broken: consecutive broken messages.
+      distance: see `bounds.py`.
       quarantined_until: the round in which it may be met again.
       delay: seconds until its last answer to an offer, an estimate of the latency of its own offers.
       transfers: durations of exchanges with it.
@@ -70,6 +69,7 @@ class Peer:
     finished: bool = False
     wrong: str | None = None
     broken: int = 0
+    distance: Distance = field(default_factory=Distance)
     quarantined_until: int = 0
     delay: float = 0.0
     transfers: Transfers = field(default_factory=Transfers)
@@ -82,23 +82,3 @@ class Peer:
         self.finished = self.finished and incarnation == self.incarnation
         self.round = round if incarnation > self.incarnation else max(self.round, round)
         self.incarnation, self.away, self.wrong = incarnation, False, None
-
-
-class Norms:
-    """Norms of the last good messages, the island's own among them: all islands train one model.
-
-    A corrupted message that arrives whole and finite is far too large. Sound norms scatter little, but after a
-    partition islands may be far apart and must still exchange: hence a factor rather than deviations.
-    """
-
-    def __init__(self):
-        self._norms: deque[float] = deque(maxlen=NORMS_KEPT)
-
-    def add(self, norm: float) -> None:
-        self._norms.append(norm)
-
-    def believe(self, norm: float) -> bool:
-        """Return whether a norm is finite and in proportion to the median."""
-        if not math.isfinite(norm):
-            return False
-        return not self._norms or norm <= PROPORTION * statistics.median(self._norms)

@@ -6,6 +6,7 @@ partner's answer settles the exchange on both sides.
 
 from dataclasses import dataclass
 
+from noloco_jax.islands.protocol.bounds import smaller
 from noloco_jax.islands.protocol.context import Backoff, Context
 from noloco_jax.islands.protocol.events import Channel
 from noloco_jax.islands.protocol.meeting import Exchange
@@ -59,6 +60,7 @@ class Recovery:
             if header.outcome is not None:
                 del self._unresolved[one.exchange.xid]
                 self._let_go()
+                one.exchange.factors = smaller(one.exchange.own_factors, header.factors)
                 return one.exchange, header.outcome
         self._ask_later(one)
         return None
@@ -94,7 +96,7 @@ class Recovery:
         return next((one for one in self._unresolved.values() if one.channel == channel), None)
 
     def _ask(self, one: _Unresolved) -> None:
-        request = StatusRequest(self._context.identity, one.exchange.xid)
+        request = StatusRequest(self._context.identity, one.exchange.xid, factors=one.exchange.own_factors)
         one.channel = self._context.open(one.exchange.peer.name, request)
         one.deadline = self._context.now + self._context.settings.answer_seconds
 

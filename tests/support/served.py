@@ -1,0 +1,36 @@
+"""A server of island paris in a process of its own, which opens files all the while: `python -m support.served KEYS`.
+
+Prints its port, and once its input is closed the calls to open a file that failed and its highest memory in MiB.
+"""
+
+import resource
+import sys
+import threading
+from pathlib import Path
+
+from noloco_jax.islands.keys import load_keys
+from support.islands import Recorder, running
+
+FILES = 20  # open at once, as a checkpoint has
+
+
+def main() -> None:
+    recorder = Recorder()
+    failed = 0
+    over = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
+    with running(recorder, load_keys(Path(sys.argv[1]), "paris")) as server:
+        print(server.port, flush=True)
+        while not over.wait(0.01):
+            files = []
+            try:
+                files = [open("/dev/null") for _ in range(FILES)]  # noqa: SIM115
+            except OSError:
+                failed += 1
+            for file in files:
+                file.close()
+        print(failed, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10, len(recorder.lines), flush=True)
+
+
+if __name__ == "__main__":
+    main()
