@@ -138,7 +138,8 @@ def test_who_dialled_never_uses_more_than_its_own_factors():
     a = trained(bounds=usual())
     channel, xid = dialled(a)
     a.handle(Arrived(channel, Accept(1, 0, 1)), 1.0)
-    assert a.handle(Arrived(channel, Message(xid), FAR), 1.0) == [Send(channel, Received(xid, True, (1.0, 0.5)))]
+    sent = Send(channel, Received(xid, True, (1.0, 0.5)))
+    assert a.handle(Arrived(channel, Message(xid), FAR), 1.0) == [Keep(xid), sent]
     done = a.handle(Arrived(channel, Commit(xid, (0.1, 1.0))), 1.0)
     assert [action.factors for action in done if isinstance(action, Apply)] == [(0.1, 0.5)]
 

@@ -101,7 +101,7 @@ def test_islands_at_speeds_1_to_2_to_10_that_start_apart_meet(seed):
 
 
 def test_who_hears_of_a_later_round_makes_up_for_half_of_its_steps():
-    pace = Pace("me")
+    pace = Pace("me", ["other"])
     _, now = after(pace, 10, 2.0)
     told(pace, now, 1.0)
     strides, now = after(pace, 20, 2.0, now)

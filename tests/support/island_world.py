@@ -322,6 +322,8 @@ class World:
 
     def distances(self, own: Any, other: Any) -> tuple[float, ...]:
         """Return what both sides are told of their distance: some are farther apart, so that bounds clip them."""
+        if not math.isfinite(other):
+            return (math.nan,)
         return (FAR if int(1e6 * abs(other - own)) % 5 == 0 else 1.0,)
 
     def correction(self, node: Node, own: Any, other: Any, action: Apply) -> Any:
