@@ -21,8 +21,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup` has them ignore
 # Files and rooms whose tests start runs or compile whole training programs, the longest first and those of several
 # processes apart from one another: workers (`-n`) take files in this order. The tests of all other files are `unit`.
 LONG = (
-    *("processes/test_train", "spmd/test_pipeline", "processes/test_pipeline", "run/test_train_errors"),
-    *("processes/test_full_disk", "processes/test_workdir_lock"),
+    *("processes/test_train", "run/test_parts_and_modes", "spmd/test_pipeline", "processes/test_pipeline"),
+    *("run/test_train_errors", "processes/test_full_disk", "processes/test_workdir_lock"),
     *("processes/test_elastic", "spmd/test_layouts", "run/test_train_resume", "model/test_llama", "communication/"),
     *("processes/test_lateness", "bench/", "compare/test_runs", "model/test_decode", "spmd/test_offload"),
     *("processes/test_shared_batch", "run/test_checkpoint", "spmd/test_programs", "spmd/test_muon"),

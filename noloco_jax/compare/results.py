@@ -78,7 +78,7 @@ def read_curve(run: Run, workdir: Path) -> Curve:
     def column(name: str) -> np.ndarray:
         return np.array([entry[name] for entry in evaluations], float)  # None becomes NaN
 
-    lr = learning_rates(config)[steps - 1]
+    lr = learning_rates(config.inner, config.num_steps)[steps - 1]
     spread = column("replica_spread")
     return Curve(
         steps=steps,

@@ -15,8 +15,8 @@ import jax
 from noloco_jax.config import load_saved, make_parser
 from noloco_jax.files import folder_of_flag
 from noloco_jax.model.huggingface import check_new_folder
-from noloco_jax.run.checkpoint import load_for_export
 from noloco_jax.run.model_folder import tokenizer_of, write_model_folder
+from noloco_jax.run.trained_model import load_for_export
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,10 +25,10 @@ from noloco_jax.model.decode import generate
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.model.huggingface_config import max_positions
 from noloco_jax.model.llama import Params
-from noloco_jax.run.checkpoint import load_for_export
 from noloco_jax.run.memory import device_memory
 from noloco_jax.run.model_folder import tokenizer_of
 from noloco_jax.run.sample import prompt_ids
+from noloco_jax.run.trained_model import load_for_export
 
 
 class _Loaded(NamedTuple):

@@ -10,6 +10,7 @@ import optax
 
 from noloco_jax.outer.counters import shared
 from noloco_jax.outer.misuse import check_params, check_surroundings
+from noloco_jax.outer.moments import Moments
 from noloco_jax.outer.rule import Exchange, OuterState, Rule, common_dtype
 from noloco_jax.outer.step import OuterSteps, Outgoing
 from noloco_jax.schedule import SyncSchedule
@@ -28,6 +29,8 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
         A correction that is still pending at its fragment's next `step` is applied there.
       moved: (params, state) -> movement of the replica, see `OuterSteps.moved`.
       rule: update of a replica in an outer step.
+      average_moments: (inner optimizer's state, params, state) -> inner optimizer's state with the moments of the next
+        outer step's fragment averaged over its group: to be called just before that `step`.
       exchange, moments: averaging of a fragment of the parameters, and of the inner optimizer's moments.
       share_moments: (fragment of a tree, number of the outer step, movement of its numbers, dimension of every array
         along which wire formats cut blocks) -> the mean over that step's group, for the inner optimizer's moments.
@@ -45,6 +48,7 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
     exchange: Exchange
     moments: Exchange
     share_moments: Callable[[PyTree, Any, PyTree, PyTree], PyTree]
+    average_moments: Callable[[PyTree, PyTree, OuterState], PyTree]
     solo: Callable[[PyTree, OuterState], tuple[PyTree, OuterState, Outgoing]]
     correction: Callable[[Outgoing, Any], tuple[PyTree, PyTree]]
     keep: Callable[[OuterState, PyTree, PyTree, Any], OuterState]
@@ -165,6 +169,10 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
             updates, held = _if_due(i < due, land, updates, round + i, held)
         return updates, state._replace(round=state.round + due, rule=held[0], windows=held[1])
 
+    def average_moments_fn(inner_state: PyTree, params: PyTree, state: OuterState) -> PyTree:
+        check_params(params, axis_names)
+        return Moments(params, steps.fragments, steps.meet_moments).share(inner_state, shared(state.round))
+
     def moved_fn(params: PyTree, state: OuterState) -> jax.Array:
         return steps.moved(params, state._replace(round=shared(state.round)))
 
@@ -178,6 +186,7 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
         exchange=steps.exchange,
         moments=steps.moments,
         share_moments=steps.meet_moments,
+        average_moments=average_moments_fn,
         solo=solo_fn,
         correction=steps.correction,
         keep=steps.keep,

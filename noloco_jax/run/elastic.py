@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 from noloco_jax.config import TrainConfig
 from noloco_jax.data import redistribute, renumbered
 from noloco_jax.errors import UserError
-from noloco_jax.run.checkpoint import Checkpointer, SavedShape
+from noloco_jax.run.checkpoint import Checkpointer
+from noloco_jax.run.checkpoint_files import SavedShape
 from noloco_jax.spmd.programs import Programs, TrainState
 from noloco_jax.spmd.stages import resize_vocabulary
 

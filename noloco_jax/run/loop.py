@@ -211,7 +211,7 @@ class _StepLog:
 
     def __init__(self, run: Run, unlogged: OuterSteps | None = None):
         self._run = run
-        self._lr = learning_rates(run.config)
+        self._lr = learning_rates(run.config.inner, run.config.num_steps)
         self._flops_per_token = model_flops_per_token(run.config)
         self._throughput = Throughput()
         self._logs_every_outer_step = _logs_every_outer_step(run.config)

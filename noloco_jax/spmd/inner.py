@@ -45,9 +45,9 @@ def decay_start(inner: InnerConfig, num_steps: int) -> int:
     return max(num_steps - round(inner.decay_share * num_steps), inner.warmup_steps)
 
 
-def learning_rates(config: TrainConfig) -> np.ndarray:
+def learning_rates(inner: InnerConfig, num_steps: int) -> np.ndarray:
     """Return the learning rate of every inner step, on the host."""
-    return np.asarray(jax.vmap(learning_rate(config.inner, config.num_steps))(jnp.arange(config.num_steps)))
+    return np.asarray(jax.vmap(learning_rate(inner, num_steps))(jnp.arange(num_steps)))
 
 
 def at_step(state: PyTree, step: int) -> PyTree:

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
-from noloco_jax.config import TrainConfig
+from noloco_jax.config import ModelConfig, TrainConfig
 from noloco_jax.spmd import pipeline, virtual_pipeline
 from noloco_jax.spmd.gradients import Batch, nll_sum, replica_gradient, token_share
 from noloco_jax.spmd.routing import draw_routes, num_ticks, route_pool
@@ -31,30 +32,34 @@ class Losses(NamedTuple):
 
 def build_losses(config: TrainConfig, mesh: Mesh) -> Losses:
     """Build the functions for a run on a mesh; stages without devices of their own run one after another."""
-    if config.mesh.stage == 1:
-        return Losses(partial(_whole_gradient, config), partial(_whole_evaluate, config))
-    routed_nll = partial(pipeline.routed_nll, config.model, config.num_microbatches)
+    model, num_microbatches, num_stages = config.model, config.num_microbatches, config.mesh.stage
+    if num_stages == 1:
+        return Losses(partial(_whole_gradient, model, num_microbatches), partial(_whole_evaluate, model))
+    routed_nll = partial(pipeline.routed_nll, model, num_microbatches)
     if mesh.shape["stage"] == 1:
-        routed_nll = partial(virtual_pipeline.routed_nll, config.model, config.mesh.stage, config.num_microbatches)
-    return Losses(partial(_routed_gradient, config, routed_nll), partial(_routed_evaluate, config, routed_nll))
+        routed_nll = partial(virtual_pipeline.routed_nll, model, num_stages, num_microbatches)
+    pool, fixed = (
+        route_pool(config.num_replicas, num_stages, config.seed, routing) for routing in (config.mesh.routing, "fixed")
+    )
+    ticks = num_ticks(num_microbatches, num_stages)
+    return Losses(
+        partial(_routed_gradient, routed_nll, pool, partial(draw_routes, len(pool), ticks, config.seed)),
+        partial(_routed_evaluate, routed_nll, fixed, ticks),
+    )
 
 
-def _whole_gradient(config: TrainConfig, params: PyTree, batch: Batch, step: jax.Array):
+def _whole_gradient(model: ModelConfig, num_microbatches: int, params: PyTree, batch: Batch, step: jax.Array):
     del step
-    gradient_of = partial(replica_gradient, config.model, config.num_microbatches)
-    return jax.lax.map(lambda slot: gradient_of(*slot), (params, batch))
+    return jax.lax.map(lambda slot: replica_gradient(model, num_microbatches, *slot), (params, batch))
 
 
-def _whole_evaluate(config: TrainConfig, params: PyTree, batch: Batch):
-    return jax.lax.map(lambda slot: nll_sum(config.model, *slot), (params, batch))
+def _whole_evaluate(model: ModelConfig, params: PyTree, batch: Batch):
+    return jax.lax.map(lambda slot: nll_sum(model, *slot), (params, batch))
 
 
-def _routed_gradient(config: TrainConfig, routed_nll, params: PyTree, batch: Batch, step: jax.Array):
-    pool = route_pool(config.num_replicas, config.mesh.stage, config.seed, config.mesh.routing)
-    routes = draw_routes(len(pool), num_ticks(config), config.seed, step)
-
+def _routed_gradient(routed_nll, pool: np.ndarray, routes_of, params: PyTree, batch: Batch, step: jax.Array):
     def objective(params: PyTree):
-        weighted_L, _ = routed_nll(pool, params, batch, token_share(batch), routes)
+        weighted_L, _ = routed_nll(pool, params, batch, token_share(batch), routes_of(step))
         # JAX differentiates the sum over devices, and every stage returns its replica's loss, hence the division.
         return jnp.sum(weighted_L) / jax.lax.axis_size("stage"), weighted_L
 
@@ -62,7 +67,6 @@ def _routed_gradient(config: TrainConfig, routed_nll, params: PyTree, batch: Bat
     return sum_copies(gradients), loss_L
 
 
-def _routed_evaluate(config: TrainConfig, routed_nll, params: PyTree, batch: Batch):
-    pool = route_pool(config.num_replicas, config.mesh.stage, config.seed, "fixed")
+def _routed_evaluate(routed_nll, pool: np.ndarray, num_ticks: int, params: PyTree, batch: Batch):
     one_L = jnp.ones_like(token_share(batch))
-    return routed_nll(pool, params, batch, one_L, jnp.zeros(num_ticks(config), jnp.int32))
+    return routed_nll(pool, params, batch, one_L, jnp.zeros(num_ticks, jnp.int32))

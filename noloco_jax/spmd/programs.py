@@ -132,7 +132,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
     outer = None if make_outer is None else make_outer(config, REPLICAS, fragments)
     losses = build_losses(config, mesh)
     vocab_size = padded_vocab_size(config.model.vocab_size, mesh.shape)
-    from_params = partial(_from_params, config, vocab_size, inner, outer)
+    from_params = partial(_from_params, config.num_replicas, vocab_size, inner, outer)
     shapes = jax.eval_shape(lambda: from_params(init_params(config.model, jax.random.key(0))))
 
     param_specs = sharding.param_specs(shapes.params, mesh)
@@ -149,7 +149,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
     compiled = partial(over_mesh, mesh)
     per_replica = sharding.REPLICA_SPEC
     inner_step = compiled(
-        partial(_inner_step, config, losses, inner),
+        partial(_inner_step, losses, inner, config.inner.clip_norm, method_of(config).averages_gradients),
         in_specs=(specs.params, specs.inner, sharding.BATCH_SPEC, P()),
         out_specs=(specs.params, specs.inner, per_replica),
         out_shardings=(on_mesh.params, on_mesh.inner, replica_sharding),
@@ -286,27 +286,34 @@ def of_moments(act: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _from_params(
-    config: TrainConfig, vocab_size: int, inner, outer: OuterOptimizer | None, replica_params: PyTree
+    num_replicas: int, vocab_size: int, inner, outer: OuterOptimizer | None, replica_params: PyTree
 ) -> TrainState:
-    params = jax.tree.map(lambda x: jnp.broadcast_to(x, (config.num_replicas, *x.shape)), replica_params)
+    params = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)), replica_params)
     params = resize_vocabulary(params, vocab_size)
     outer_state: Any = None if outer is None else jax.vmap(outer.init, out_axes=outer_axes(outer))(params)
     return TrainState(params, jax.vmap(inner.init)(computed(params)), outer_state)
 
 
 def _inner_step(
-    config: TrainConfig, losses: Losses, inner, params: PyTree, inner_state: PyTree, batch: Batch, step: jax.Array
+    losses: Losses,
+    inner: optax.GradientTransformation,
+    clip_norm: float,
+    averages_gradients: bool,
+    params: PyTree,
+    inner_state: PyTree,
+    batch: Batch,
+    step: jax.Array,
 ):
     gradients, loss = losses.gradient(params, batch, step)
 
     def update(params: PyTree, inner_state: PyTree, gradient: PyTree):
         gradient = computed(gradient)  # moments and norm are float32 whatever the parameters are
-        if method_of(config).averages_gradients:
+        if averages_gradients:
             gradient = all_mean(gradient, REPLICAS)
         with jax.named_scope("optimizer"):
             norm = jnp.sqrt(replica_square_norm(gradient))
-            if config.inner.clip_norm:
-                factor = jnp.minimum(1.0, config.inner.clip_norm / jnp.maximum(norm, 1e-30))
+            if clip_norm:
+                factor = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
                 gradient = optax.tree.scale(factor, gradient)
             updates, inner_state = inner.update(gradient, inner_state, computed(params))
             return optax.apply_updates(params, updates), inner_state, norm

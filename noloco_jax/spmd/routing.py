@@ -49,15 +49,15 @@ def routed_bytes(config: TrainConfig) -> Callable[[int], int]:
     to_others = np.sum(pool != np.arange(config.num_replicas), axis=(1, 2))
 
     def sent(step: int) -> int:
-        entries = draw_routes(len(pool), num_ticks(config), config.seed, step)
+        entries = draw_routes(len(pool), num_ticks(config.num_microbatches, config.mesh.stage), config.seed, step)
         return message * int(to_others[np.asarray(entries)].sum())
 
     return sent
 
 
-def num_ticks(config: TrainConfig) -> int:
-    """Return the ticks of an inner step: micro-batches + stages - 1."""
-    return config.num_microbatches + config.mesh.stage - 1
+def num_ticks(num_microbatches: int, num_stages: int) -> int:
+    """Return the ticks of an inner step."""
+    return num_microbatches + num_stages - 1
 
 
 def draw_routes(pool_size: int, num_ticks: int, seed: int, step: Any) -> Any:

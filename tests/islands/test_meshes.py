@@ -1,7 +1,6 @@
 """Islands of several devices, whose weights and outer states lie in several ways: those of one program."""
 
 import itertools
-import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 
 from noloco_jax import draws
 from noloco_jax.config import TrainConfig, from_dict
-from noloco_jax.errors import UserError
 from noloco_jax.island.membership import Membership
 from noloco_jax.islands.agent import Healed
 from noloco_jax.islands.roster import Address, Island, Roster
@@ -133,24 +131,3 @@ def test_islands_of_any_layout_have_the_states_of_one_program(tmp_path, together
             np.testing.assert_allclose(mine, expected[row], rtol=5e-4, atol=5e-6, err_msg=str((replica, path)))
     embed = np.asarray(together.params["embed"])
     assert np.abs(embed[0] - embed[1]).max() > 1e-4  # they are no copies of each other
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "why"),
-    [
-        ("delay", 1, "whose corrections are applied when they arrive, late already: give --config.outer.delay=0"),
-        ("moments", 4, "which exchange weights alone: give --config.outer.moments=0"),
-        ("group_size", 1, "they meet in pairs: give --config.outer.group_size=2"),
-    ],
-)
-def test_an_outer_step_that_is_not_for_islands_is_refused_with_the_reason(field, value, why):
-    config = replace(CONFIG, outer=replace(CONFIG.outer, **{field: value}))
-    roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in NAMES))
-    with pytest.raises(UserError, match=f"outer.{field}={value} is not for islands, .*{re.escape(why)}$"):
-        Membership(roster, "paris", None).check(config)
-
-
-def test_pipeline_stages_are_refused_with_the_reason():
-    roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in NAMES))
-    with pytest.raises(UserError, match=r"mesh.stage=2 is not for islands, which use mesh.fsdp and mesh.tensor"):
-        Membership(roster, "paris", None).check(laid_out(stage=2))

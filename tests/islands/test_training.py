@@ -8,74 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import pytest
 
 from noloco_jax import draws
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.methods import schedule_of
-from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import TrainState, build_programs
+from noloco_jax.spmd.programs import TrainState
 from support.sites import side_by_side
 from support.training_islands import NAMES, World, round_of, small, train, wait_until
-
-# Of `configs/*:best`.
-BEST = {
-    **{"fragments": 8, "wire": "modulo4", "order": "hypercube", "momentum": 0.3, "momentum_of": "corrections"},
-    **{"sync_every": 8, "lr": 1.0},
-}
-
-
-# What is within float32's rounding of the middle between two values of a code may be sent as either, and training goes
-# on from there. Weights then differ by at most such a share of how far replicas are apart; by another wire's, by all of
-# it or more.
-@pytest.mark.parametrize(
-    ("outer", "apart"),
-    [
-        ({}, 0),
-        ({"fragments": 2}, 0),
-        ({"fragments": 2, "wire": "bfloat16"}, 0.2),
-        ({"wire": "int6"}, 0.2),
-        (BEST, 0.2),
-    ],
-)
-def test_exchanges_at_once_give_the_weights_of_one_program(tmp_path, outer, apart):
-    world = World(small(**outer), tmp_path)
-    config, schedule = world.config, schedule_of(world.config)
-    assert schedule is not None
-    final: dict[int, Any] = {}
-
-    def train(replica: int) -> None:
-        agent, island = world.join(NAMES[replica], at_once=True)
-        state = world.programs.init(draws.key(config.seed))
-        for step in range(1, config.num_steps + 1):
-            state = world.inner(world.programs, state, step, range(replica, replica + 1))
-            state = island.take(state, step, schedule.due(step))
-        final[replica] = jax.device_get(state.params)
-        met, status = agent.take_met()
-        assert status.committed == status.due == schedule.total(config.num_steps)
-        assert {one.outcome for one in met} == {"met"}
-        agent.close()
-
-    side_by_side(*[lambda i=i: train(i) for i in range(4)])
-
-    together = build_programs(config, make_mesh(config, jax.devices()[:4]))
-    state = together.init(draws.key(config.seed))
-    for step in range(1, config.num_steps + 1):
-        state = world.inner(together, state, step, range(4))
-        for _ in range(schedule.due(step)):
-            assert together.outer_step is not None
-            params, outer = together.outer_step(state.params, state.outer)
-            state = TrainState(params, state.inner, outer)
-    for path, expected in jax.tree.leaves_with_path(jax.device_get(state.params)):
-        for replica in range(4):
-            found = dict(jax.tree.leaves_with_path(final[replica]))[path][0]
-            if apart:
-                distance = np.sqrt(np.mean(np.square(expected[0] - expected[1])))
-                assert np.sqrt(np.mean(np.square(found - expected[replica]))) <= apart * distance, path
-            else:
-                np.testing.assert_allclose(found, expected[replica], rtol=2e-4, atol=2e-6, err_msg=str(path))
-            np.testing.assert_allclose(found, expected[replica], rtol=0, atol=2e-3, err_msg=str(path))
-        assert np.abs(expected[0] - expected[1]).max() > 1e-4  # they are no copies of each other
 
 
 def learning_rate_counts(state: TrainState) -> set[int]:

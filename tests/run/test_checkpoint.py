@@ -14,7 +14,8 @@ from noloco_jax.cluster.processes import OneProcess
 from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.errors import StartError, TransientError, UserError
 from noloco_jax.run import elastic
-from noloco_jax.run.checkpoint import Checkpointer, SavedShape
+from noloco_jax.run.checkpoint import Checkpointer
+from noloco_jax.run.checkpoint_files import SavedShape
 from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.offload import offloaded

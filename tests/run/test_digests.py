@@ -21,8 +21,9 @@ from noloco_jax.cluster.processes import OneProcess
 from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, TrainConfig, save_config
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.run import digests, elastic
-from noloco_jax.run.checkpoint import Checkpointer, load_for_export
+from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.digests import Entry
+from noloco_jax.run.trained_model import load_for_export
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from support.digested import UNLISTED

@@ -4,7 +4,6 @@ With fewer GPUs than a layout asks for, it is on CPU devices, and compared with 
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,9 +16,7 @@ from noloco_jax.methods import schedule_of
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import build_programs, shardings_of
-from noloco_jax.spmd.stages import resize_vocabulary
-from support.layouts import some_devices
+from noloco_jax.spmd.programs import build_programs
 
 NUM_STEPS, SYNC_EVERY = 6, 2
 VIRTUAL = MeshConfig(replica=1)
@@ -110,64 +107,6 @@ LAYOUTS = [
     ("ddp", "adam", MeshConfig(replica=4, fsdp=2)),
     ("local", "adam", MeshConfig(replica=4)),
 ]
-
-
-# Layouts in which something is sharded inside a replica, or cut over its stages.
-INSIDE = [MeshConfig(replica=2, fsdp=2, tensor=2), MeshConfig(replica=4, stage=2)]
-CODED = {
-    "int4 fragments": OuterConfig(wire="int4", fragments=2),
-    "modulo4 fragments": OuterConfig(wire="modulo4", fragments=2, momentum_of="corrections", momentum=0.3),
-    "int8 groups": OuterConfig(wire="int8", group_size=4),
-    "bfloat16 state": OuterConfig(state_dtype="bfloat16"),
-}
-
-
-@pytest.mark.parametrize("mesh", INSIDE, ids=lambda mesh: _name(mesh))
-@pytest.mark.parametrize(
-    ("method", "outer"),
-    [*(("noloco", outer) for outer in CODED.values()), ("epidemic", OuterConfig(wire="int4")), ("sparseloco", WHOLE)],
-    ids=[*CODED, "epidemic int4", "sparseloco"],
-)
-def test_outer_steps_that_round_give_the_same_bits_on_every_layout(rounded, method, outer, mesh):
-    """From the same weights: blocks, windows and draws are of the parameter, and not of what a device holds of it.
-
-    But for weights, one of a thousand at most, in which a rounding error decides which way a later step rounds.
-    """
-    if (method, outer) not in rounded:
-        rounded[method, outer] = outer_steps(method, outer, VIRTUAL)
-    expected, actual = rounded[method, outer], outer_steps(method, outer, mesh)
-    for mine, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-2)
-        assert np.mean(np.abs(mine - theirs) > 1e-6) < 1e-3
-
-
-@pytest.fixture(scope="module")
-def rounded() -> dict[tuple[str, OuterConfig], list[dict]]:
-    return {}
-
-
-def outer_steps(method: str, outer: OuterConfig, mesh: MeshConfig) -> list[dict]:
-    """The parameters after each of four outer steps, before each of which every replica moves by itself."""
-    config = dataclasses.replace(CONFIG, method=method, outer=outer, mesh=mesh)
-    num_devices = math.prod(size for size in dataclasses.asdict(mesh).values() if isinstance(size, int))
-    devices = some_devices(num_devices)
-    with jax.numpy_rank_promotion("allow"):
-        programs = build_programs(config, make_mesh(config, devices))
-        programs = compile_programs(config, programs, only=["outer_step"], options=OPTIONS)
-    params, _, state = programs.init(jax.random.key(config.seed))
-    assert programs.outer_step is not None
-    history = []
-    for number in range(4):
-        moved = resize_vocabulary(jax.tree.map(np.array, params), config.model.vocab_size)
-        moved = jax.tree.map(lambda x, number=number: x + _step(x.shape, number), moved)
-        moved = resize_vocabulary(moved, programs.state.params["embed"].shape[1])
-        params, state = programs.outer_step(jax.device_put(moved, shardings_of(programs.state.params)), state)
-        history.append(resize_vocabulary(jax.tree.map(np.array, params), config.model.vocab_size))
-    return history
-
-
-def _step(shape: tuple[int, ...], number: int) -> np.ndarray:
-    return 1e-2 * np.random.default_rng([number, *shape]).normal(size=shape).astype(np.float32)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def three_steps() -> tuple[PyTree, list[PyTree], PyTree, np.ndarray]:
     for gradient in gradients:
         updates, state = optimizer.update(gradient, state, trained)
         trained = optax.apply_updates(trained, updates)
-    return params, gradients, trained, learning_rates(config)[:3]
+    return params, gradients, trained, learning_rates(config.inner, config.num_steps)[:3]
 
 
 @pytest.mark.parametrize("name", ["q", "k", "gate", "down"])
@@ -105,7 +105,8 @@ def test_a_tenth_of_muons_rate_is_adams_where_none_is_given():
     optimizer, params, [gradient] = inner_optimizer(config), random_params(config.model), gradients_of(config, 1)
     updates: PyTree
     updates, _ = optimizer.update(gradient, optimizer.init(params), params)
-    expected = adam_in_numpy(params["embed"], [gradient["embed"]], learning_rates(config)[:1] / 10)
+    rates = learning_rates(config.inner, config.num_steps)[:1] / 10
+    expected = adam_in_numpy(params["embed"], [gradient["embed"]], rates)
     np.testing.assert_allclose(params["embed"] + updates["embed"], expected, rtol=1e-5, atol=1e-6)
 
 
@@ -115,7 +116,7 @@ def test_the_first_step_is_that_of_optax_contrib():
     matrices = {name: x for name, x in params.items() if x.ndim == 3}
     numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
     theirs = optax.contrib.muon(
-        float(learning_rates(config)[0]),
+        float(learning_rates(config.inner, config.num_steps)[0]),
         weight_decay=INNER.weight_decay,
         muon_weight_dimension_numbers=dict.fromkeys(matrices, numbers),
     )

@@ -69,7 +69,7 @@ def train(
     """Write the metrics of a run as the trainer does: its last evaluation has the perplexities, the others more."""
     save_config(run.config, workdir / run.name)
     writer = MetricWriter(workdir / run.name, resume_step=None, tensorboard=False)
-    lr = learning_rates(run.config)
+    lr = learning_rates(run.config.inner, run.config.num_steps)
     for step in range(4, (steps or run.config.num_steps) + 1, 4):
         excess = (run.config.num_steps - step) / 4
         writer.write(

@@ -20,7 +20,8 @@ from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.export import command as export
 from noloco_jax.model.huggingface import config_from_folder, load_params
-from noloco_jax.run.checkpoint import Checkpointer, load_for_export
+from noloco_jax.run.checkpoint import Checkpointer
+from noloco_jax.run.trained_model import load_for_export
 from support.model_makers import make_run
 from support.paths import SHARED
 

@@ -1,0 +1,197 @@
+"""The README's table of parts and modes: equal numbers wherever a part is used, or a refusal that says why.
+
+The rows are those of the table, and its columns an own loop, one program, and islands.
+"""
+
+import dataclasses
+import functools
+import re
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from noloco_jax.config import MeshConfig, OuterConfig, TrainConfig
+from noloco_jax.errors import UserError
+from noloco_jax.island.membership import Membership
+from noloco_jax.islands.roster import Address, Island, Roster
+from support import modes
+from support.paths import ROOT
+from support.training_islands import NAMES
+
+# One program's layouts: all replicas on one device, several a device, sharded inside, in stages.
+VIRTUAL = MeshConfig(replica=1)
+SLOTS = MeshConfig(replica=2)
+CUBE = MeshConfig(replica=2, fsdp=2, tensor=2)
+STAGES = MeshConfig(replica=4, stage=2)
+# With a delay as many devices exchange.
+FSDP = MeshConfig(replica=2, fsdp=2)
+FEW_STAGES = MeshConfig(replica=2, stage=2)
+
+SAME = "gives the numbers of the other modes"
+USERS = "is the user's own"
+
+
+class No(NamedTuple):
+    """A part that a mode does not have; if it could be asked for, it is refused with this reason."""
+
+    reason: str = ""
+
+
+class Setting(NamedTuple):
+    """A way to use a part: a method, its outer steps, and the layouts of one program."""
+
+    outer: OuterConfig
+    meshes: tuple[MeshConfig, ...] = (SLOTS,)
+    method: str = "noloco"
+
+    @property
+    def config(self) -> TrainConfig:
+        return dataclasses.replace(modes.CONFIG, method=self.method, outer=self.outer)
+
+
+class Row(NamedTuple):
+    """A part: SAME, USERS, No, or the file of its tests, in each mode; and the settings by which SAME is tested."""
+
+    own_loop: Any
+    one_program: Any
+    islands: Any
+    settings: tuple[Setting, ...] = ()
+
+
+def every(sync_every: int = 2, **outer: Any) -> OuterConfig:
+    return OuterConfig(sync_every=sync_every, **outer)
+
+
+IN_PAIRS = No("islands meet in pairs|they meet in pairs")
+CARRIED: dict[str, Any] = {"momentum_of": "corrections", "momentum": 0.3}
+BEST: dict[str, Any] = {"wire": "modulo4", "fragments": 4, "order": "hypercube", "lr": 1.0, **CARRIED}
+TABLE = {
+    "pairs (noloco)": Row(SAME, SAME, SAME, (Setting(every(), (VIRTUAL, CUBE)),)),
+    "groups of more than two": Row(SAME, SAME, IN_PAIRS, (Setting(every(group_size=4, wire="int8"), (SLOTS, STAGES)),)),
+    "epidemic, diloco, sparseloco": Row(
+        SAME,
+        SAME,
+        IN_PAIRS,
+        (
+            Setting(every(wire="int4"), (CUBE,), "epidemic"),
+            Setting(every(fragments=2), (SLOTS,), "diloco"),
+            Setting(every(), (CUBE,), "sparseloco"),
+        ),
+    ),
+    "inner optimizer": Row("outer/test_loop", "spmd/test_layouts", "islands/test_meshes"),
+    "fragments, hypercube order, momentum of corrections": Row(
+        SAME, SAME, SAME, (Setting(every(4, fragments=4, order="hypercube", **CARRIED)),)
+    ),
+    "quantized: bfloat16, int8, int6, int4": Row(
+        SAME,
+        SAME,
+        SAME,
+        (
+            Setting(every(wire="bfloat16", fragments=2)),
+            Setting(every(wire="int8"), (CUBE,)),
+            Setting(every(wire="int6")),
+            Setting(every(wire="int4", fragments=2), (STAGES,)),
+        ),
+    ),
+    "quantized: modulo4": Row(SAME, SAME, SAME, (Setting(every(4, **BEST), (CUBE, STAGES)),)),
+    "exchange overlaps training": Row(
+        SAME,
+        SAME,
+        "islands/test_training",
+        (
+            Setting(every(delay=2)),
+            Setting(every(4, delay=3, **BEST), (FSDP, FEW_STAGES)),
+            Setting(every(delay=1, group_size=3, wire="bfloat16")),
+            Setting(every(1, delay=1, wire="int8"), (SLOTS,), "epidemic"),
+            Setting(every(delay=1, fragments=2), (FSDP,), "diloco"),
+        ),
+    ),
+    "average the inner moments": Row(
+        SAME,
+        SAME,
+        No("which exchange weights alone"),
+        (
+            Setting(every(moments=2, fragments=2, wire="int8")),
+            Setting(every(moments=1, fragments=2, delay=2, wire="modulo4"), (FSDP,)),
+        ),
+    ),
+    "outer state in host memory": Row(
+        No(),
+        SAME,
+        "islands/test_meshes",
+        (Setting(every(offload=True, state_dtype="bfloat16"), (CUBE,)), Setting(every(offload=True, delay=1))),
+    ),
+    "FSDP, tensor parallel inside a replica": Row(USERS, "spmd/test_layouts", "islands/test_meshes"),
+    "pipeline stages, random routing": Row(No(), "spmd/test_pipeline", No("to spread a model over devices")),
+    "resume with other replicas": Row(USERS, "processes/test_elastic", "islands/test_folders"),
+    "unequal speed of machines": Row(No(), No(), "islands/test_training"),
+    "loss of a machine": Row(USERS, "processes/test_kills", "islands/test_killed"),
+    "merged model": Row(USERS, "exchange/test_merge", "islands/test_finished"),
+}
+
+
+def settings(mode: str) -> list[Any]:
+    """Return the settings of the rows whose cell of a mode is SAME."""
+    return [
+        pytest.param(setting, id=f"{part} {number}")
+        for part, row in TABLE.items()
+        for number, setting in enumerate(row.settings)
+        if getattr(row, mode) == SAME
+    ]
+
+
+@functools.cache
+def expected(setting: Setting) -> Any:
+    """Return the numbers of an own loop, or of replicas on one device for what an own loop does not have."""
+    if setting.outer.moments and setting.outer.delay:
+        return modes.one_program(setting.config, VIRTUAL)
+    return modes.own_loop(setting.config)
+
+
+def assert_same(actual: Any, setting: Setting) -> None:
+    """Compare all numbers, but for one of a thousand that a rounding error makes a format round the other way."""
+    for (path, mine), theirs in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected(setting)), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-2, err_msg=str(path))
+        assert np.mean(np.abs(mine.astype(np.float32) - theirs.astype(np.float32)) > 1e-6) < 1e-3, path
+
+
+@pytest.mark.parametrize("setting", settings("one_program"))
+def test_one_program_has_the_numbers_of_an_own_loop(setting):
+    for mesh in setting.meshes:
+        assert_same(modes.one_program(setting.config, mesh), setting)
+
+
+@pytest.mark.parametrize("setting", settings("islands"))
+def test_islands_have_the_numbers_of_an_own_loop(setting, tmp_path):
+    assert_same(modes.islands(setting.config, tmp_path), setting)
+
+
+@pytest.mark.parametrize("part", [part for part, row in TABLE.items() if getattr(row.islands, "reason", "")])
+def test_islands_refuse_what_they_do_not_have_with_the_reason(part):
+    roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in NAMES))
+    row = TABLE[part]
+    staged = dataclasses.replace(modes.CONFIG, mesh=dataclasses.replace(modes.CONFIG.mesh, stage=2))
+    for config in [setting.config for setting in row.settings] or [staged]:
+        without_delay = dataclasses.replace(config, outer=dataclasses.replace(config.outer, delay=0))
+        with pytest.raises(UserError, match=row.islands.reason):
+            Membership(roster, "paris", None).check(without_delay)
+
+
+def test_the_readme_has_this_table_cell_by_cell():
+    text = (ROOT / "README.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in re.findall(r"^\|.*\|$", text, re.MULTILINE)]
+    start = rows.index(["part", "own loop", "one program (`train`)", "islands"]) + 2
+    found = {row[0]: row[1:] for row in rows[start : start + len(TABLE)]}
+    assert list(found) == list(TABLE)
+    for part, cells in found.items():
+        for cell, mine in zip(cells, TABLE[part][:3], strict=True):
+            assert bool(re.match(r"no\b", cell)) == isinstance(mine, No), (part, cell)
+            assert cell.startswith("your") == (mine is USERS), (part, cell)
+            assert not cell.startswith("yes") or mine is SAME or (ROOT / f"tests/{mine}.py").exists(), (part, cell)
+
+
+def test_files_that_cells_name_exist():
+    names = {cell for row in TABLE.values() for cell in row[:3] if isinstance(cell, str)} - {SAME, USERS}
+    assert not [name for name in names if not (ROOT / f"tests/{name}.py").exists()]

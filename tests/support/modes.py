@@ -1,0 +1,167 @@
+"""Outer steps of one configuration in every mode of use: an own loop, one program, islands.
+
+In the place of inner steps, noise moves every replica's weights, and moments where they are averaged: the same in every
+mode, so that only outer steps can tell modes apart.
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from noloco_jax.config import DataConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
+from noloco_jax.methods import method_of, schedule_of
+from noloco_jax.model.llama import init_params
+from noloco_jax.outer.moments import LateMoments, moments_of
+from noloco_jax.outer.step import Late
+from noloco_jax.run.messages import shares_moments
+from noloco_jax.run.sync import BackgroundSync, CollectiveSync, Sync
+from noloco_jax.spmd.background import build_background, compile_background, host_mesh, is_in_background
+from noloco_jax.spmd.compile import compile_programs
+from noloco_jax.spmd.inner import inner_optimizer
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import Programs, TrainState, build_programs, shardings_of
+from noloco_jax.spmd.sharding import fragments_of
+from support.layouts import some_devices
+from support.sites import side_by_side
+from support.training_islands import NAMES, World
+
+PyTree = Any
+OPTIONS = {"xla_backend_optimization_level": 0, "xla_cpu_collective_call_terminate_timeout_seconds": 600}
+CONFIG = TrainConfig(
+    num_replicas=4,
+    num_steps=9,
+    model=ModelConfig(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=64),
+    outer=OuterConfig(sync_every=2),
+    data=DataConfig(sequence_length=16, batch_size=2),
+)
+
+
+def own_loop(config: TrainConfig) -> PyTree:
+    """Replicas as slots of one device; the outer optimizer is an Optax transform that sees the noise as updates."""
+    make_outer, schedule = method_of(config).outer_optimizer, schedule_of(config)
+    assert make_outer is not None and schedule is not None
+    outer = make_outer(config, "replica", fragments_of(config.outer.fragments))
+    update, average_moments = (
+        jax.jit(jax.vmap(one, axis_name="replica"), compiler_options=OPTIONS)
+        for one in (outer.update, outer.average_moments)
+    )
+    params: Any = init_params(config.model, jax.random.key(0))
+    params = jax.tree.map(lambda x: np.repeat(x[None], config.num_replicas, 0), params)
+    state: Any = jax.vmap(outer.init)(params)
+    inner = jax.vmap(inner_optimizer(config).init)(params)
+    for step in range(1, config.num_steps + 1):
+        inner = _moved_moments(inner, params, step)
+        if schedule.due(step) and shares_moments(config, int(state.round[0])):
+            inner = average_moments(inner, params, state)
+        updates, state = update(_noise(params, step), state, params)
+        params = optax.apply_updates(params, updates)
+    return _compared(config, TrainState(params, inner, state))
+
+
+def one_program(config: TrainConfig, mesh: MeshConfig) -> PyTree:
+    """Replicas of a program over the devices of a mesh; with a delay their exchanges run over the hosts."""
+    config = dataclasses.replace(config, mesh=mesh)
+    programs = programs_of(config)
+    sync = sync_of(config, programs)
+    return _compared(config, trained(config, programs, sync, settle_at=5))
+
+
+def islands(config: TrainConfig, folder: Path) -> PyTree:
+    """Islands in threads of one process; each waits for its exchanges, so that they enter at once."""
+    world, schedule = World(config, folder), schedule_of(config)
+    assert schedule is not None
+    final: dict[int, TrainState] = {}
+
+    def train(replica: int) -> None:
+        agent, island = world.join(NAMES[replica], at_once=True)
+        state = world.programs.init(jax.random.key(0))
+        for step in range(1, config.num_steps + 1):
+            state = pushed(config, state, step, slice(replica, replica + 1))
+            state = island.take(state, step, schedule.due(step))
+        met, status = agent.take_met()
+        assert status.committed == status.due == schedule.total(config.num_steps)
+        assert {one.outcome for one in met} == {"met"}
+        agent.close()
+        final[replica] = jax.device_get(state)
+
+    side_by_side(*[lambda i=i: train(i) for i in range(config.num_replicas)])
+    together = [_compared(config, final[replica]) for replica in range(config.num_replicas)]
+    return jax.tree.map(lambda *rows: np.concatenate(rows), *together)
+
+
+def programs_of(config: TrainConfig) -> Programs:
+    """Build the programs of a configuration's mesh, and compile those of its outer steps."""
+    sizes = [getattr(config.mesh, axis) for axis in ("replica", "stage", "fsdp", "tensor")]
+    mesh = make_mesh(config, some_devices(math.prod(sizes)))
+    exchanging = () if is_in_background(config, mesh) else ("outer_step", "share_moments")
+    with jax.numpy_rank_promotion("allow"):
+        needed = (*exchanging, "correct_step", "enter_moments")
+        return compile_programs(config, build_programs(config, mesh), only=needed, options=OPTIONS)
+
+
+def sync_of(config: TrainConfig, programs: Programs) -> CollectiveSync:
+    if not is_in_background(config, programs.mesh):
+        return CollectiveSync(config, programs)
+    built = build_background(config, programs, host_mesh(programs.mesh))
+    return BackgroundSync(config, programs, compile_background(built, programs))
+
+
+def trained(config: TrainConfig, programs: Programs, sync: Sync, settle_at: int = 0) -> TrainState:
+    """Return the state after all steps; exchanges are also settled after step `settle_at`, as by a save."""
+    state = programs.init(jax.random.key(0))
+    for step in range(1, config.num_steps + 1):
+        state, _ = sync.after_step(pushed(config, state, step), step, 1)
+        if step == settle_at:
+            state, _ = sync.settle(state)
+    state = sync.settle(state)[0]
+    sync.close(state, True)
+    return state
+
+
+def pushed(config: TrainConfig, state: TrainState, step: int, rows: slice = slice(None)) -> TrainState:
+    """Return the state after an inner step by noise, of some of the replicas."""
+    params = jax.tree.map(lambda x, noise: np.asarray(x) + noise, state.params, _noise(state.params, step, rows))
+    state = state._replace(params=jax.device_put(params, shardings_of(state.params)))
+    if not config.outer.moments:
+        return state
+    if isinstance(state.inner, LateMoments):
+        moved = _moved_moments(state.inner.inner, state.params, step)
+        return state._replace(inner=state.inner._replace(inner=moved))
+    return state._replace(inner=_moved_moments(state.inner, state.params, step))
+
+
+def _noise(tree: PyTree, step: int, rows: slice = slice(None)) -> PyTree:
+    """Draw float32 numbers for a tree of arrays of some of the replicas."""
+    leaves, structure = jax.tree.flatten(tree)
+
+    def one(number: int, shape: tuple[int, ...]) -> np.ndarray:
+        rng = np.random.default_rng([step, number])
+        return 1e-2 * rng.normal(size=(CONFIG.num_replicas, *shape)).astype(np.float32)[rows]
+
+    return structure.unflatten([one(number, x.shape[1:]) for number, x in enumerate(leaves)])
+
+
+def _moved_moments(inner: PyTree, params: PyTree, step: int) -> PyTree:
+    """Add noise to the moments and take the absolute value, as second ones are never negative."""
+    moments = moments_of(inner, params)
+
+    def moved(x: Any, noise: np.ndarray) -> Any:
+        return jax.device_put(np.abs(np.asarray(x) + noise), x.sharding)
+
+    of_path = dict(jax.tree.leaves_with_path(jax.tree.map(moved, moments, _noise(moments, step))))
+    return jax.tree.map_with_path(lambda path, x: of_path.get(path, x), inner)
+
+
+def _compared(config: TrainConfig, state: TrainState) -> PyTree:
+    """Return what is equal in all modes: weights, the rule's state of a replica, and moments if they are averaged."""
+    assert state.outer is not None
+    rule = state.outer.rule.rule if isinstance(state.outer.rule, Late) else state.outer.rule
+    inner = state.inner.inner if isinstance(state.inner, LateMoments) else state.inner
+    moments = moments_of(inner, state.params) if config.outer.moments else None
+    kept = {"params": state.params, "rule": [x for x in jax.tree.leaves(rule) if x.ndim > 1], "moments": moments}
+    return jax.tree.map(np.asarray, jax.device_get(kept))
