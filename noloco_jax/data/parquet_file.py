@@ -60,7 +60,7 @@ def _read_footers(files: tuple[FileState, ...], text_column: str) -> tuple[FileF
 def _decoded_footer(path: str, version: int | str, size: int) -> "pq.FileMetaData":
     import pyarrow.parquet as pq
 
-    return _decoding(path, lambda: pq.read_metadata(storage.source(path)))
+    return _decoding(path, lambda: pq.read_metadata(storage.source(path, read_ahead=False)))
 
 
 def _open(path: str) -> "pq.ParquetFile":
@@ -70,7 +70,8 @@ def _open(path: str) -> "pq.ParquetFile":
     buffer_bytes = storage.LARGEST_BLOCK if storage.is_remote(path) else _COLUMN_BUFFER_BYTES
 
     def read() -> "pq.ParquetFile":
-        return pq.ParquetFile(storage.source(path), metadata=footer, pre_buffer=False, buffer_size=buffer_bytes)
+        file = storage.source(path, read_ahead=False)
+        return pq.ParquetFile(file, metadata=footer, pre_buffer=False, buffer_size=buffer_bytes)
 
     return _decoding(path, read)
 

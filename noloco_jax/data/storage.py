@@ -101,9 +101,9 @@ def _missing_told(path: str) -> Iterator[None]:
         raise UserError(f"{path}: there is no such file") from None
 
 
-def source(path: str) -> "str | RemoteFile":
+def source(path: str, *, read_ahead: bool = True) -> "str | RemoteFile":
     """Return what a library reads a file from: a local path itself, or an open file at an address."""
-    return RemoteFile(path) if is_remote(path) else path
+    return RemoteFile(path, read_ahead=read_ahead) if is_remote(path) else path
 
 
 def open_file(path: str) -> io.BufferedReader:
@@ -112,10 +112,10 @@ def open_file(path: str) -> io.BufferedReader:
 
 
 class RemoteFile(io.RawIOBase):
-    """A file at an address, read in blocks that grow while they follow one another."""
+    """A file at an address, read in blocks; with `read_ahead` they grow while they follow one another."""
 
-    def __init__(self, path: str):
-        self._path, self._size = path, facts(path).size
+    def __init__(self, path: str, *, read_ahead: bool = True):
+        self._path, self._size, self._read_ahead = path, facts(path).size, read_ahead
         self._position = 0
         self._block, self._block_start = b"", 0
 
@@ -153,7 +153,7 @@ class RemoteFile(io.RawIOBase):
 
     def _fetch(self, size: int) -> None:
         """Read the block that begins at the position, where `size` bytes are wanted."""
-        follows = self._block and self._position == self._block_start + len(self._block)
+        follows = self._read_ahead and self._block and self._position == self._block_start + len(self._block)
         block = max(size, 2 * len(self._block) if follows else FIRST_BLOCK)
         size = min(block, LARGEST_BLOCK, self._size - self._position)
         self._block, self._block_start = read_range(self._path, self._position, size), self._position
@@ -302,7 +302,7 @@ class _WebStore(_Store):
     """Single files of web servers, by the HTTP client of `huggingface_hub`."""
 
     def list_files(self, path: str, recursive: bool) -> list[str]:
-        self.facts(path)
+        facts(path)  # which fails if there is none
         return [path]
 
     def facts(self, path: str) -> RemoteFacts:

@@ -1,15 +1,19 @@
-"""Cost of starting and resuming on many and on large files, which it makes: python tests/support/reading_at_scale.py
+"""Cost of starting and resuming on many and on large files: PYTHONPATH=.:tests python -m support.reading_at_scale
 
 Prints seconds of CPU and of wall clock: of opening a source and the streams of all replicas, and of going to the last
-shuffle window of a large file from its saved position.
+shuffle window of a large file from its saved position. With `--s3` large files are read as objects too.
 """
 
 import argparse
+import contextlib
 import functools
 import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,9 +35,12 @@ def main() -> None:
     parser.add_argument("--row_groups", type=int, default=98, help="of a Parquet file")
     parser.add_argument("--replicas", type=int, default=64)
     parser.add_argument("--documents", type=int, default=354_000, help="of the large file of lines")
+    parser.add_argument("--s3", action="store_true", help="read the large files from a server on loopback too")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if args.s3:
+            stack.enter_context(objects_in(folder))
         for kind in ("parquet", "c4"):
             make = make_rows if kind == "parquet" else make_c4
             make(folder / kind, args.files, args.row_groups)
@@ -46,13 +53,45 @@ def main() -> None:
             print(f"{kind}, {args.files} files: their first batches {spent}", flush=True)
             for stream in streams:
                 stream.close()
-        for suffix in ("", ".gz", ".zst"):
-            file = folder / f"large.jsonl{suffix}"
-            make_lines(file, args.documents)
+        for name in ("jsonl", "jsonl.gz", "jsonl.zst", "parquet"):
+            file = folder / "large" / f"0.{name}"
+            file.parent.mkdir(exist_ok=True)
+            (make_tokens if name == "parquet" else make_lines)(file, args.documents)
             size = f"{file.name}, {file.stat().st_size >> 20} MiB"
-            for what, spent in zip(("read through", "resumed at the end"), resuming(file), strict=True):
-                print(f"{size}: {what} {spent}", flush=True)
+            for where, path in {"disk": str(file), "S3": f"s3://large/{file.name}" if args.s3 else ""}.items():
+                if not path:
+                    continue
+                for what, spent in zip(("read through", "resumed at the end"), resuming(path), strict=True):
+                    print(f"{size}, {where}: {what} {spent}", flush=True)
             file.unlink()
+
+
+_SERVE = """
+import sys, time
+from pathlib import Path
+from support.stores import Web
+server = Web()
+server.upload(Path(sys.argv[1]))
+print(server.address, flush=True)
+time.sleep(1e6)
+"""
+
+
+@contextlib.contextmanager
+def objects_in(folder: Path) -> Iterator[None]:
+    """Serve the folders in `folder` as buckets, in a process that shares no lock with this one.
+
+    moto does not do here: it copies a whole object for every part that is asked for.
+    """
+    command = [sys.executable, "-c", _SERVE, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = server.stdout.readline().strip()
+        os.environ |= {"AWS_ENDPOINT_URL": address, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+        try:
+            yield
+        finally:
+            server.kill()
 
 
 TRAINING: dict[str, Any] = {"validation": False, "seed": 0, "vocab_size": None}
@@ -78,9 +117,10 @@ def open_streams(config: DataConfig, count: int) -> list[Any]:
     return [train_stream(config, ByteTokenizer(), replica=k, num_replicas=count, seed=0) for k in range(count)]
 
 
-def resuming(file: Path) -> tuple[Spent, Spent]:
+def resuming(path: str) -> tuple[Spent, Spent]:
     """(of reading all windows, of going to the last one from its position)."""
-    config = DataConfig(kind="jsonl", path=str(file), validation_path="elsewhere")
+    kind = "parquet" if path.endswith(".parquet") else "jsonl"
+    config = DataConfig(kind=kind, path=path, validation_path="elsewhere")
     source = open_source(config, ByteTokenizer(), **TRAINING)
     last, hint = 0, ()
 
@@ -103,6 +143,14 @@ def make_rows(folder: Path, files: int, row_groups: int) -> None:
     for number in range(files):
         table = pa.table({"input_ids": column, "labels": column})
         pq.write_table(table, folder / f"train-{number:05d}.parquet", row_group_size=rows)
+
+
+def make_tokens(file: Path, documents: int) -> None:
+    """Rows of 1024 tokens in groups of 1,000, as many as the lines hold in words of four bytes."""
+    rows = max(documents * TEXT_BYTES // 4096, 1)
+    tokens = np.random.default_rng(0).integers(0, 32_000, rows * 1024, dtype=np.int32)
+    column = pa.FixedSizeListArray.from_arrays(tokens, 1024)
+    pq.write_table(pa.table({"input_ids": column, "labels": column}), file, row_group_size=1000)
 
 
 def make_c4(folder: Path, files: int, _: int) -> None:

@@ -1,5 +1,6 @@
 """Servers of data on loopback, which fail on demand: S3 (moto), a web server, the hub's API, Google's emulator."""
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -118,20 +119,23 @@ class S3(Server):
         send("DELETE", f"{self.address}/{quote(path.removeprefix('s3://'))}")
 
 
-def serve_file(content: bytes, environ: Mapping[str, Any], respond: Respond) -> list[bytes]:
+def serve_file(file: Path, environ: Mapping[str, Any], respond: Respond) -> list[bytes]:
     """Answer a request for a file or for a part of it."""
-    tag = ("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+    state = file.stat()
+    tag, size = ("ETag", f'"{state.st_mtime_ns}"'), state.st_size
     asked = environ.get("HTTP_RANGE", "").removeprefix("bytes=").split("-")
     if len(asked) < 2:
-        respond("200 OK", [("Content-Length", str(len(content))), tag])
-        return [content]
-    start, stop = int(asked[0]), min(int(asked[1]) + 1, len(content))
+        respond("200 OK", [("Content-Length", str(size)), tag])
+        return [file.read_bytes() if environ["REQUEST_METHOD"] == "GET" else b""]
+    start, stop = int(asked[0]), min(int(asked[1]) + 1, size)
     if start >= stop:
-        respond("416 Range Not Satisfiable", [("Content-Length", "0"), ("Content-Range", f"bytes */{len(content)}")])
+        respond("416 Range Not Satisfiable", [("Content-Length", "0"), ("Content-Range", f"bytes */{size}")])
         return [b""]
-    where = ("Content-Range", f"bytes {start}-{stop - 1}/{len(content)}")
+    where = ("Content-Range", f"bytes {start}-{stop - 1}/{size}")
     respond("206 Partial Content", [("Content-Length", str(stop - start)), where, tag])
-    return [content[start:stop]]
+    with file.open("rb") as opened:
+        opened.seek(start)
+        return [opened.read(stop - start)]
 
 
 class Web(Server):
@@ -150,7 +154,7 @@ class Web(Server):
         if not file.is_file():
             respond("404 Not Found", [("Content-Length", "0")])
             return [b""]
-        return serve_file(file.read_bytes(), environ, respond)
+        return serve_file(file, environ, respond)
 
 
 class Hub(Server):
@@ -209,6 +213,16 @@ class Hub(Server):
         return [body]
 
 
+def wait_for(url: str) -> None:
+    """Return once a server answers."""
+    for _ in range(300):
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(url).close()
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{url} does not answer")
+
+
 # By itself it answers one connection at a time, and pyarrow leaves some open.
 _EMULATE = """
 import http.server, sys
@@ -226,13 +240,7 @@ class Google:
         command = [sys.executable, "-c", _EMULATE, str(port)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.address = f"http://127.0.0.1:{port}"
-        for _ in range(300):
-            try:
-                urllib.request.urlopen(f"{self.address}/storage/v1/b").close()
-                return
-            except OSError:
-                time.sleep(0.1)
-        raise AssertionError("the emulator does not answer")
+        wait_for(f"{self.address}/storage/v1/b")
 
     def close(self) -> None:
         self._process.terminate()
