@@ -19,6 +19,7 @@ from noloco_jax.islands import peer_errors
 from noloco_jax.islands.calls import Calls, Listener
 from noloco_jax.islands.channel import Channel
 from noloco_jax.islands.client import Client
+from noloco_jax.islands.connections import Connections
 from noloco_jax.islands.frames import ArraySpec, Expects
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.payload import Arrays, Codec, norm_of, pair_windows
@@ -151,7 +152,12 @@ class Agent:
         self._codec = codec
         self.snapshots, self._about = snapshots, dict(about)
         self._changed = threading.Condition(threading.RLock())
-        self.clients = {other: Client(roster, name, credentials, other) for other in roster.names if other != name}
+        self._connections = Connections()
+        self.clients = {
+            other: Client(roster, name, credentials, other, self._connections)
+            for other in roster.names
+            if other != name
+        }
         self._calls = Calls(
             self.clients,
             {**codec.specs, State.__name__: state},
@@ -321,6 +327,7 @@ class Agent:
         if not opened:
             return
         self._calls.hang_up(_GOODBYE_SECONDS)
+        self._connections.close()
         assert self._server is not None
         self._server.close(1.0)
         self._former.shutdown()

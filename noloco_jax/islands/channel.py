@@ -74,7 +74,8 @@ class Channel:
         self.is_corrupt = False
         self._heard = False
         self._failed = False
-        self._closed = False
+        self._closed = self._over = False
+        self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"from-{peer}")
         self._next: Future[Frame] = self._thread.submit(self._read)
 
@@ -118,8 +119,10 @@ class Channel:
         self._next.add_done_callback(lambda _: call())
 
     def cancel(self) -> None:
-        """End the call at once, on both sides."""
-        self._cancel()
+        """End the call at once, on both sides; after its end nothing, as its connection may carry the next call."""
+        with self._lock:
+            if not self._over:
+                self._cancel()
 
     def close(self, error: BaseException | None = None) -> None:
         """Say goodbye, and wait for the peer's goodbye until the deadline, so that nothing sent is lost.
@@ -137,7 +140,7 @@ class Channel:
         if error is not None:
             hopeless = isinstance(error, LateError) or not isinstance(error, Exception)
             patience = 0.0 if hopeless else min(patience, _GRACE_SECONDS)
-        overdue = threading.Timer(patience, self._cancel)
+        overdue = threading.Timer(patience, self.cancel)
         overdue.daemon = True
         overdue.start()
         # A writer that is done just when its reader fails, as it does at the deadline, makes gRPC abort the process.
@@ -150,6 +153,8 @@ class Channel:
         # The reading thread must end first: Flight frees the stream as soon as the call is over.
         self._thread.submit(self._read_rest)
         self._thread.shutdown(wait=True)
+        with self._lock:
+            self._over = True
         overdue.cancel()
         with contextlib.suppress(Exception):
             self._writer.close()

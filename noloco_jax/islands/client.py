@@ -1,4 +1,4 @@
-"""Client for calls to another island, each with a deadline and a connection of its own."""
+"""Client for calls to another island, each with a deadline and, while it lasts, a connection of its own."""
 
 import contextlib
 import json
@@ -12,9 +12,10 @@ from pyarrow import flight
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands.channel import Channel, Opening, encode, from_flight
+from noloco_jax.islands.connections import Connection, Connections
 from noloco_jax.islands.frames import PIECE_BYTES, SCHEMA, ArraySpec, Expects
 from noloco_jax.islands.keys import Credentials
-from noloco_jax.islands.peer_errors import BrokenError, PeerError, RefusedError
+from noloco_jax.islands.peer_errors import BrokenError, EndedError, PeerError, RefusedError
 from noloco_jax.islands.probe import why_unreachable
 from noloco_jax.islands.roster import Roster
 
@@ -26,9 +27,16 @@ _OPTIONS = [
 
 
 class Client:
-    """Client of one other island. Thread-safe, as every call has a connection of its own."""
+    """Client of one other island. Thread-safe, as no two calls share a connection."""
 
-    def __init__(self, roster: Roster, name: str, credentials: Credentials | None, peer: str):
+    def __init__(
+        self,
+        roster: Roster,
+        name: str,
+        credentials: Credentials | None,
+        peer: str,
+        connections: Connections | None = None,
+    ):
         """Check the names and keys; connect to nothing yet.
 
         Args:
@@ -36,6 +44,7 @@ class Client:
           name: this island, the caller.
           credentials: its keys; None: without TLS, which only loopback addresses are allowed.
           peer: the island to call.
+          connections: keeps connections for further calls; None: each is closed behind its call.
 
         Raises `UserError` for names that are not in the roster, and for calls without keys to another machine.
         """
@@ -44,6 +53,7 @@ class Client:
         self._name = name
         self._credentials = credentials
         self._address = roster.address(peer)
+        self._connections = connections
         if credentials is None and not self._address.is_loopback:
             raise UserError(f"{peer} at {self._address} can be reached from other machines: give --keys=FOLDER")
 
@@ -130,19 +140,33 @@ class Client:
 
     @contextlib.contextmanager
     def _flight(self) -> Iterator[flight.FlightClient]:
+        """Hold a connection for a call; after one that failed it is closed."""
+        connection = self._connections.take(self.peer) if self._connections is not None else None
+        connection = connection or Connection(self._connected(), time.monotonic())
+        is_over = False
+        try:
+            yield connection.client
+            is_over = True
+        except EndedError:
+            is_over = True
+            raise
+        finally:
+            if is_over and self._connections is not None:
+                self._connections.keep(self.peer, connection)
+            else:
+                connection.client.close()
+
+    def _connected(self) -> flight.FlightClient:
         if self._credentials is None:
-            client = flight.FlightClient(f"grpc://{self._address}", generic_options=_OPTIONS)
-        else:
-            client = flight.FlightClient(
-                f"grpc+tls://{self._address}",
-                tls_root_certs=self._credentials.authority,
-                cert_chain=self._credentials.certificate,
-                private_key=self._credentials.key,
-                override_hostname=self.peer,  # the name that the server's certificate must bear
-                generic_options=_OPTIONS,
-            )
-        with client:
-            yield client
+            return flight.FlightClient(f"grpc://{self._address}", generic_options=_OPTIONS)
+        return flight.FlightClient(
+            f"grpc+tls://{self._address}",
+            tls_root_certs=self._credentials.authority,
+            cert_chain=self._credentials.certificate,
+            private_key=self._credentials.key,
+            override_hostname=self.peer,  # the name that the server's certificate must bear
+            generic_options=_OPTIONS,
+        )
 
     def _opening(self, call: str, body: Mapping[str, Any], seconds: float) -> bytes:
         return encode(Opening(call, self._name, self.peer, seconds, dict(body)))

@@ -275,8 +275,8 @@ def hang_up(peer: str) -> None:
     """Shut down this process's connection with `peer`, so that every read and write of a call on it ends.
 
     Args:
-      peer: the caller's address as gRPC writes it, such as "ipv4:127.0.0.1:41894" or "ipv6:%5B::1%5D:41894". Islands
-        make a connection for every call, so that no other call ends.
+      peer: the caller's address as gRPC writes it, such as "ipv4:127.0.0.1:41894" or "ipv6:%5B::1%5D:41894". A
+        connection carries one call at a time, so that no other call ends.
     """
     for descriptor in descriptors():
         with contextlib.suppress(OSError):  # closed meanwhile, or no connection

@@ -156,7 +156,7 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
 
 
 def _check_finite(config: TrainConfig, state: TrainState, step: int) -> None:
-    """Raise `UserError` rather than save what no run can continue from: a step's loss is of the weights before it."""
+    """Raise `UserError` rather than save what no run can continue from; a step has the loss of earlier weights."""
     if not is_finite(state):
         raise UserError(
             f"the state after step {step} has values that are not finite, and is not saved: lower "

@@ -13,6 +13,7 @@ from noloco_jax.islands.protocol.events import (
     Arrived,
     Broken,
     Content,
+    Keep,
     Open,
     Opened,
     Ready,

@@ -43,6 +43,7 @@ class FaultProxy:
       flip: direction -> offset of a byte whose lowest bit is flipped, once, counted over each connection.
       cut: direction -> number of bytes after which a connection is closed.
       passed: bytes that have come in, each way.
+      accepted: number of connections so far.
     """
 
     def __init__(self, target_port: int):
@@ -56,6 +57,7 @@ class FaultProxy:
         self.flip: dict[Direction, int] = {}
         self.cut: dict[Direction, int] = {}
         self.passed: dict[Direction, int] = {"up": 0, "down": 0}
+        self.accepted = 0
         self._connections: list[tuple[socket.socket, socket.socket]] = []
         self._half_ended: set[tuple[socket.socket, socket.socket]] = set()
         self._lock = threading.Lock()
@@ -83,6 +85,7 @@ class FaultProxy:
         with contextlib.suppress(OSError):  # the listener was closed
             while True:
                 client, _ = self._listener.accept()
+                self.accepted += 1
                 try:
                     server = socket.create_connection(self._target)
                 except OSError:
