@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     keys = _command(commands, "keys", "make a certificate authority, and keys for each island that has none")
     _define_roster_flag(keys)
     keys.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="where they go, a folder each")
-    keys.add_argument("--days", type=int, default=730, help="for which certificates are valid (default %(default)s)")
+    keys.add_argument("--days", type=int, default=90, help="for which certificates are valid (default %(default)s)")
     keys.add_argument(
         "--replace", action="append", default=[], metavar="NAME", help="make this island's anew; may be repeated"
     )

@@ -21,7 +21,7 @@ from noloco_jax.islands.channel import Channel
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.connections import Connections
 from noloco_jax.islands.frames import ArraySpec, Expects
-from noloco_jax.islands.keys import Credentials
+from noloco_jax.islands.keys import Credentials, expiry_warning, renewed
 from noloco_jax.islands.payload import Arrays, Codec, norm_of, pair_windows
 from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.events import (
@@ -76,6 +76,7 @@ class Correction:
     arrays: Future[Arrays]
 
 
+_KEYS_SECONDS, _WARN_SECONDS = 10.0, 86400.0  # interval of reading the keys again; of warnings that they expire
 _GOODBYE_SECONDS = 5.0  # for peers to ask about exchanges that only this island can resolve
 
 
@@ -187,6 +188,8 @@ class Agent:
         handlers = Handlers(self._called, self.snapshots.state, {ABOUT: self._tell_about}, self._report)
         self._server = Server(self._roster, self._name, self._credentials, handlers)
         threading.Thread(target=self._tick, daemon=True, name="ticks").start()
+        if self._credentials is not None:
+            threading.Thread(target=self._watch_keys, daemon=True, name="keys").start()
         self._handle(Start())
 
     def admitted(self, seconds: float) -> bool:
@@ -383,6 +386,24 @@ class Agent:
                 self._refused = action
             case Tell(line):
                 self._report(line)
+
+    def _watch_keys(self) -> None:
+        """Read keys that were renewed, and warn daily of those that expire soon."""
+        warned = -math.inf
+        assert self._credentials is not None
+        while not self._closed:
+            if (keys := renewed(self._credentials, self._name)) is not None:
+                self._credentials = keys
+                for client in self.clients.values():
+                    client.renew(keys)
+                assert self._server is not None
+                self._server.renew(keys)
+                self._report(f"{self._name} has read new keys from {keys.folder}")
+            elif time.monotonic() - warned > _WARN_SECONDS and (line := expiry_warning(self._credentials, self._name)):
+                warned = time.monotonic()
+                self._report(line)
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed, _KEYS_SECONDS)
 
     def _tick(self) -> None:
         """Send the protocol a tick whenever its deadline has come."""

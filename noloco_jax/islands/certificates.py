@@ -1,10 +1,12 @@
 """Certificates of a run's islands, their own certificate authority, and checks of a certificate.
 
-An island's certificate has its name as the only subject alternative name. The host is left out: an island then keeps
-its certificate on another machine, and none can pass for another by the host that it runs on.
+An island's certificate has two subject alternative names: its name with the millisecond in which it was made, by which
+peers know the newest, and its name alone. The host is left out: an island then keeps its certificate on another
+machine, and none can pass for another by the host that it runs on.
 """
 
 import datetime
+import time
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
@@ -37,10 +39,11 @@ def make_certificate(
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     ends = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    names = [f"{name}.{time.time_ns() // 1_000_000}", name]
     signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
     certificate = (
         _builder(subject, authority.subject, key.public_key(), days)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(list(map(x509.DNSName, names))), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(digital_signature=True), critical=True)
         .add_extension(x509.ExtendedKeyUsage(ends), critical=False)
@@ -62,9 +65,23 @@ def fault_of(certificate: x509.Certificate, authority: x509.Certificate, name: s
     if now < certificate.not_valid_before_utc:
         return f"is valid only from {certificate.not_valid_before_utc:%Y-%m-%d} on, and here it is {now:%Y-%m-%d}"
     names = names_of(certificate)
-    if names[:1] != [name]:  # a server identifies its callers by the first name
+    if [owner_and_issue(one)[0] for one in names[:1]] != [name]:  # a server identifies its callers by the first name
         return f"is made out to {', '.join(names) or 'nobody'}, not to {name}"
     return None
+
+
+def expiry_of(certificate: x509.Certificate) -> str | None:
+    """Return a line on a certificate of which less than a third of its time is left, or None."""
+    now, end = datetime.datetime.now(datetime.UTC), certificate.not_valid_after_utc
+    if 3 * (end - now) >= end - certificate.not_valid_before_utc:
+        return None
+    return f"expires on {end:%Y-%m-%d %H:%M} UTC"
+
+
+def owner_and_issue(name: str) -> tuple[str, int]:
+    """Return the island and the millisecond of issue from a certificate's first name; 0 for keys of another maker."""
+    owner, _, issue = name.partition(".")
+    return (owner, int(issue)) if issue.isascii() and issue.isdigit() else (name, 0)
 
 
 def names_of(certificate: x509.Certificate) -> list[str]:

@@ -57,6 +57,10 @@ class Client:
         if credentials is None and not self._address.is_loopback:
             raise UserError(f"{peer} at {self._address} can be reached from other machines: give --keys=FOLDER")
 
+    def renew(self, credentials: Credentials) -> None:
+        """Use other keys from the next call on."""
+        self._credentials = credentials
+
     def action(self, call: str, argument: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Call a small action and return its answer.
 

@@ -4,8 +4,12 @@ keys/ca.pem, keys/ca-key.pem             the authority; its key is needed only t
 keys/paris/ca.pem, cert.pem, key.pem     what paris needs, and nobody else
 """
 
+import contextlib
+import json
 import os
 import shutil
+import stat
+import threading
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +21,8 @@ from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from noloco_jax.errors import UserError
-from noloco_jax.islands.certificates import fault_of, make_authority, make_certificate, pem_of, pem_of_key
+from noloco_jax.files import write_whole
+from noloco_jax.islands.certificates import expiry_of, fault_of, make_authority, make_certificate, pem_of, pem_of_key
 from noloco_jax.islands.roster import Roster
 
 AUTHORITY, AUTHORITY_KEY = "ca.pem", "ca-key.pem"  # no island can have these names, as names have no dot
@@ -31,11 +36,13 @@ class Credentials(NamedTuple):
       authority: the run's certificate authority.
       certificate: the island's own, signed by it.
       key: the private key of that.
+      folder: where they came from, to be read again when they are renewed.
     """
 
     authority: bytes
     certificate: bytes
     key: bytes
+    folder: Path | None = None
 
 
 def make_keys(roster: Roster, folder: Path, days: int, replace: Collection[str] = ()) -> list[str]:
@@ -75,15 +82,19 @@ def make_keys(roster: Roster, folder: Path, days: int, replace: Collection[str] 
 def load_keys(folder: Path, name: str) -> Credentials:
     """Load an island's keys, checked as peers will check them.
 
-    Raises `UserError` if a file is missing or damaged, the key is not the certificate's, or the certificate is not of
-    the authority beside it, has expired, or is made out to another island.
+    Raises `UserError` if a file is missing or damaged, others can read the key, it is not the certificate's, or the
+    certificate is not of the authority beside it, has expired, or is made out to another island.
     """
     paths = [folder / file for file in (AUTHORITY, CERTIFICATE, KEY)]
     try:
-        contents = Credentials(*(path.read_bytes() for path in paths))
+        authority_pem, certificate_pem, key_pem = (path.read_bytes() for path in paths)
+        contents = Credentials(authority_pem, certificate_pem, key_pem, folder)
+        mode = paths[2].stat().st_mode
     except OSError as error:
         hint = f"give the folder that `island keys` made for {name}"
         raise UserError(f"{error.filename} cannot be read ({error.strerror}): {hint}") from None
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        raise UserError(f"others can read {paths[2]}: chmod 600 it, and have a new one made if anybody may have")
     authority = _load_certificate(paths[0], contents.authority)
     certificate = _load_certificate(paths[1], contents.certificate)
     if _load_key(paths[2], contents.key).public_key() != certificate.public_key():
@@ -91,6 +102,27 @@ def load_keys(folder: Path, name: str) -> Credentials:
     if fault := fault_of(certificate, authority, name):
         raise UserError(f"{paths[1]} {fault}: have a new one made with `island keys --replace={name}`")
     return contents
+
+
+def expiry_warning(credentials: Credentials, name: str) -> str | None:
+    """Return a line where an island's certificate is to be renewed soon, or None."""
+    if (expiry := expiry_of(x509.load_pem_x509_certificate(credentials.certificate))) is None:
+        return None
+    return (
+        f"{name}'s certificate {expiry}: make a new one with `island keys --replace={name}` and copy it over "
+        f"{credentials.folder or 'the old'}; it is read while {name} runs"
+    )
+
+
+def renewed(credentials: Credentials, name: str) -> Credentials | None:
+    """Return an island's keys if their folder holds others now, and sound ones; files may come one after the other."""
+    if credentials.folder is None:
+        return None
+    try:
+        found = load_keys(credentials.folder, name)
+    except UserError:
+        return None
+    return None if found == credentials else found
 
 
 def owner_of(folder: Path, roster: Roster) -> str:
@@ -174,3 +206,29 @@ def _load_key(path: Path, content: bytes) -> PrivateKeyTypes:
         return load_pem_private_key(content, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         raise UserError(f"{path} is no private key in PEM without a password: take that of `island keys`") from None
+
+
+class Newest:
+    """Newest certificate seen of each island: every older one is revoked from then on, also after a restart.
+
+    Args:
+      folder: of the own keys, which keeps what was seen; None: it is kept in memory alone.
+    """
+
+    def __init__(self, folder: Path | None):
+        self._path = folder / "newest.json" if folder else None
+        self._lock = threading.Lock()
+        self._issues: dict[str, int] = {}
+        if self._path is not None and self._path.exists():
+            self._issues = json.loads(self._path.read_text(encoding="utf-8"))
+
+    def admits(self, name: str, issue: int) -> bool:
+        """Return whether no newer certificate of this island was seen; `issue` is when this one was made, in ms."""
+        with self._lock:
+            if name in self._issues and issue <= self._issues[name]:
+                return issue == self._issues[name]
+            self._issues[name] = issue
+            if self._path is not None:
+                with contextlib.suppress(OSError):
+                    write_whole(self._path, json.dumps(self._issues))
+            return True

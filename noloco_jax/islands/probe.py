@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cryptography import x509
 
-from noloco_jax.islands.certificates import fault_of, names_of
+from noloco_jax.islands.certificates import fault_of, names_of, owner_and_issue
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.peer_errors import PeerError, RefusedError, UnreachableError
 from noloco_jax.islands.roster import Address
@@ -50,7 +50,8 @@ def _why_no_call(where: str, peer: str, plain: socket.socket, credentials: Crede
             if connection.recv(1):
                 return UnreachableError(f"{where} answers now, but did not before: it has just come, or was busy")
             mine = x509.load_pem_x509_certificate(credentials.certificate)
-            fault = fault_of(mine, x509.load_pem_x509_certificate(credentials.authority), *names_of(mine)[:1])
+            owner = owner_and_issue((names_of(mine) or [""])[0])[0]
+            fault = fault_of(mine, x509.load_pem_x509_certificate(credentials.authority), owner)
             reason = fault or "is right by the clock and the authority here, so that one of the two differs over there"
             return RefusedError(f"{where} closes on this island's certificate, which {reason}")
     except TimeoutError:

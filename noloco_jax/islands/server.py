@@ -20,6 +20,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from noloco_jax.errors import UserError
+from noloco_jax.islands.certificates import owner_and_issue
 from noloco_jax.islands.channel import (
     MAX_ACTION_BYTES,
     MAX_OPENING_BYTES,
@@ -31,13 +32,14 @@ from noloco_jax.islands.channel import (
 )
 from noloco_jax.islands.doorkeeper import Doorkeeper, Limited, descriptors, end
 from noloco_jax.islands.frames import SCHEMA, Expects
-from noloco_jax.islands.keys import Credentials
+from noloco_jax.islands.keys import Credentials, Newest
 from noloco_jax.islands.peer_errors import BusyError, PeerError, RefusedError
 from noloco_jax.islands.roster import Address, Roster
 
 MAX_CALLS = 32  # at once
 MAX_CALLS_OF_A_PEER = 8
 USED_TWICE = "one name is used twice"
+_TRIES = 100  # to listen again, a tenth of a second apart
 _GRACE_SECONDS = 5.0  # allowed to a caller after its own deadline
 
 
@@ -89,8 +91,9 @@ class Server:
         if credentials is None and not listen.is_loopback:
             raise UserError(f"{name} would listen at {listen} without keys: give --keys, or a loopback address")
         _check_free(name, listen)
-        location = f"{'grpc+tls' if credentials else 'grpc'}://{listen}"
-        self._calls = _Calls(roster, name, credentials is not None, handlers.report)
+        self._handlers = handlers
+        self._location = location = f"{'grpc+tls' if credentials else 'grpc'}://{listen}"
+        self._calls = _Calls(roster, name, credentials, handlers.report)
         try:
             self._flight = _Flight(location, credentials, handlers, self._calls)
         except Exception as error:  # Arrow raises only a general error
@@ -98,10 +101,29 @@ class Server:
         self.port: int = self._flight.port
         self._doorkeeper = Doorkeeper(self.port, self._calls.connections)
 
+    def renew(self, credentials: Credentials, timeout: float = 10.0) -> None:
+        """Show other keys to new callers, once running calls have ended, after `timeout` seconds by force.
+
+        Flight reads keys only when it begins to listen, and takes no port that another server has.
+        """
+        self._end_calls(timeout)
+        location = f"{self._location.rpartition(':')[0]}:{self.port}"
+        for left in reversed(range(_TRIES)):
+            try:
+                self._flight = _Flight(location, credentials, self._handlers, self._calls)
+                return
+            except Exception:  # Arrow raises only a general error
+                if not left:
+                    raise
+                time.sleep(0.1)
+
     def close(self, timeout: float = 5.0) -> None:
         """Refuse new calls, let running ones finish for up to `timeout` seconds, and end the rest."""
         self._calls.closing = True
         self._doorkeeper.close()
+        self._end_calls(timeout)
+
+    def _end_calls(self, timeout: float) -> None:
         # Flight waits for the last call, and a suspended caller would hold its own until its deadline.
         thread = threading.Thread(target=self._flight.shutdown, daemon=True)
         thread.start()
@@ -113,10 +135,11 @@ class Server:
 class _Calls:
     """Admission of calls: checks the caller, and limits concurrent calls."""
 
-    def __init__(self, roster: Roster, name: str, is_tls: bool, report: Callable[[str], None]):
+    def __init__(self, roster: Roster, name: str, credentials: Credentials | None, report: Callable[[str], None]):
         self._roster = roster
         self._name = name
-        self._is_tls = is_tls
+        self._is_tls = credentials is not None
+        self._newest = Newest(credentials.folder if credentials else None)
         self._report = Limited(report)
         self._running: Counter[str] = Counter()
         self._connections: set[str] = set()
@@ -144,7 +167,7 @@ class _Calls:
         """Return the caller's name, confirmed by its certificate."""
         claimed = opening.caller[:80]
         if self._is_tls:
-            certified = identity.decode(errors="replace")[:80]
+            certified, issue = owner_and_issue(identity.decode(errors="replace")[:80])
             if certified not in self._roster.names:
                 raise RefusedError(
                     f"a certificate made out to {certified!r}, who is not in the roster of {self._roster.run}"
@@ -153,6 +176,8 @@ class _Calls:
                 raise RefusedError(
                     f"the caller says it is {claimed!r}, and its certificate is made out to {certified!r}"
                 )
+            if not self._newest.admits(claimed, issue):
+                raise RefusedError(f"a certificate of {claimed} that another has replaced")
         if claimed not in self._roster.names:
             raise RefusedError(f"the caller says it is {claimed!r}, who is not in the roster of {self._roster.run}")
         if claimed == self._name:

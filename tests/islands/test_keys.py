@@ -1,6 +1,7 @@
 """The command that makes a run's keys, and the keys as an island loads them."""
 
 import datetime
+import re
 import shutil
 import stat
 import subprocess
@@ -11,9 +12,14 @@ import trustme
 
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
-from noloco_jax.islands.keys import credentials_for, load_keys
-from noloco_jax.islands.roster import read_roster
-from support.islands import keys_of, roster_at
+from noloco_jax.islands import agent
+from noloco_jax.islands.keys import credentials_for, expiry_warning, load_keys
+from noloco_jax.islands.peer_errors import RefusedError
+from noloco_jax.islands.roster import Address, Island, Roster, read_roster
+from support.counted import in_time
+from support.islands import Recorder, calling, keys_of, roster_at, running
+from support.ports import free_ports
+from support.sites import Site, side_by_side
 
 ROSTER = """
 run = "test"
@@ -66,7 +72,7 @@ def test_openssl_takes_the_keys_for_both_ends_and_the_islands_name_alone(roster)
             )
             assert said.endswith("OK\n")
         shown = openssl("x509", "-in", folder / "cert.pem", "-noout", "-ext", "subjectAltName")
-        assert shown.splitlines()[1:] == [f"    DNS:{name}"]
+        assert re.fullmatch(rf"    DNS:{name}\.[0-9]+, DNS:{name}", shown.splitlines()[1])
         public = openssl("pkey", "-in", folder / "key.pem", "-pubout")
         assert public == openssl("x509", "-in", folder / "cert.pem", "-noout", "-pubkey")
 
@@ -82,7 +88,7 @@ def test_only_the_owner_can_read_a_key(roster):
 def test_the_command_says_what_to_do_with_each(roster, capsys):
     keys = make(roster)
     said = capsys.readouterr().out.splitlines()
-    assert said[0].startswith(f"made: {keys / 'paris'}, valid for 730 days; carry it to paris's machine")
+    assert said[0].startswith(f"made: {keys / 'paris'}, valid for 90 days; carry it to paris's machine")
     assert said[-1].startswith(f"{keys / 'ca-key.pem'} signs for any name of test: no island needs it")
 
 
@@ -146,8 +152,10 @@ def test_a_folder_with_some_of_an_islands_keys_is_left_alone(roster):
 
 def store(folder: Path, ca: trustme.CA, name: str, **validity) -> Path:
     folder.mkdir()
-    for file, content in zip(("ca.pem", "cert.pem", "key.pem"), keys_of(ca, name, **validity), strict=True):
+    for file, content in zip(("ca.pem", "cert.pem", "key.pem"), keys_of(ca, name, **validity)[:3], strict=True):
+        assert isinstance(content, bytes)
         (folder / file).write_bytes(content)
+        (folder / file).chmod(0o600)
     return folder
 
 
@@ -182,6 +190,57 @@ def test_keys_that_others_would_refuse_are_refused_by_the_island_itself(tmp_path
     refused(folder, "cert.pem is no certificate in PEM")
     (folder / "cert.pem").unlink()
     refused(folder, "cert.pem cannot be read")
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path):
+    folder = store(tmp_path / "keys", trustme.CA(), "paris")
+    for mode in (0o640, 0o604):
+        (folder / "key.pem").chmod(mode)
+        with pytest.raises(UserError, match=r"others can read .*key.pem: chmod 600 it"):
+            load_keys(folder, "paris")
+
+
+def test_a_certificate_is_warned_of_in_the_last_third_of_its_time(tmp_path):
+    now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
+    for days, warned in ((29, True), (31, False)):
+        validity = {"not_before": now - (90 - days) * day, "not_after": now + days * day}
+        folder = store(tmp_path / str(days), trustme.CA(), "paris", **validity)
+        line = expiry_warning(load_keys(folder, "paris"), "paris")
+        assert (line is not None) is warned
+        assert not warned or re.search(r"paris's certificate expires on .*`island keys --replace=paris`", line or "")
+
+
+def test_a_replaced_certificate_is_refused_once_a_newer_one_was_seen_also_after_a_restart(roster):
+    """The server's only way to know a certificate is its first name."""
+    keys = make(roster)
+    old = load_keys(keys / "berlin", "berlin")
+    make(roster, "--replace=berlin")
+    new = load_keys(keys / "berlin", "berlin")
+    paris = load_keys(keys / "paris", "paris")
+    for seen in (False, True):
+        with running(Recorder(), paris) as server:
+            if not seen:
+                assert calling(server.port, old).action("status", {}, 60.0)
+                assert calling(server.port, new).action("status", {}, 60.0)
+            with pytest.raises(RefusedError, match="a certificate of berlin that another has replaced"):
+                calling(server.port, old).action("status", {}, 60.0)
+            assert calling(server.port, new).action("status", {}, 60.0)
+
+
+def test_an_island_reads_renewed_keys_while_it_runs_and_meets_on(roster, monkeypatch):
+    monkeypatch.setattr(agent, "_KEYS_SECONDS", 0.2)
+    keys = make(roster)
+    names = ("paris", "berlin")
+    addresses = [Address("127.0.0.1", port) for port in free_ports(2)]
+    listed = Roster("test", tuple(map(Island, names, addresses)))
+    sites = [Site(name, listed, credentials=load_keys(keys / name, name)) for name in names]
+    side_by_side(*[site.open for site in sites])
+    side_by_side(*[lambda site=site: site.train(2, 0.3) for site in sites])
+    make(roster, "--replace=paris")
+    assert in_time(lambda: any("paris has read new keys" in line for line in sites[0].lines))
+    side_by_side(*[lambda site=site: site.train(6, 0.5) for site in sites])
+    side_by_side(*[site.close for site in sites])
+    assert all(site.share(5) == 1 for site in sites), sites[0].met
 
 
 def test_only_islands_of_one_machine_do_without_keys(roster, tmp_path):

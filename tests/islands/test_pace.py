@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+import re
 from typing import Any
 
 import pytest
@@ -46,6 +47,9 @@ def test_without_pace_the_same_islands_hardly_meet():
     settings = dataclasses.replace(SETTINGS, keeps_pace=False)
     world = paced([ROUND, 2 * ROUND, 4 * ROUND], 60 * ROUND, settings=settings).finish()
     assert world.participation(2, 55) < 0.5
+    told = [line for node in world.nodes.values() for line in node.lines if "--pace=time" in line]
+    assert re.search(r"an inner step takes 0\.[0-9]+ s here and 0\.[0-9]+ s on i[0-2]", told[0])
+    assert len(told) <= 6  # once of each other island
 
 
 def test_islands_of_equal_speed_take_every_step_of_the_schedule():

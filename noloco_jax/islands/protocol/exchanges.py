@@ -56,6 +56,7 @@ class Exchanges:
         self.meetings: dict[int, Meeting] = {}
         self.due = 0
         self.lags: list[int] = []  # lag of each correction
+        self._unequal: set[str] = set()  # peers of which unequal speed was told
 
     # Rounds.
 
@@ -279,6 +280,12 @@ class Exchanges:
 
     def _keep_pace(self, peer: Peer, round: int, timing: Timing | None) -> None:
         context = self._context
+        if peer.name not in self._unequal and (seconds := context.pace.unequal(timing)) is not None:
+            self._unequal.add(peer.name)
+            context.tell(
+                f"an inner step takes {seconds[0]:.3g} s here and {seconds[1]:.3g} s on {peer.name}: islands of "
+                "unequal speed hardly meet with --pace=steps; start all of them with --pace=time"
+            )
         context.pace.hear(peer.name, round, timing, context.now)
         context.pace.meet(round, timing, context.now, peer.delay)
 

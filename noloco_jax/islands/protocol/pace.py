@@ -166,6 +166,14 @@ class Pace:
         taken = self._scheduled - self._ends[last].scheduled
         self._behind = max(self._behind, SHARE * ((round - last) * per_round + ago - taken))
 
+    def unequal(self, timing: Timing | None) -> tuple[float, float] | None:
+        """Return the usual seconds of an inner step here and of a partner with which no pause helps, or None."""
+        own = self._usual_seconds()
+        if self._is_kept or timing is None or timing.own is None or not own:
+            return None
+        ratio = timing.own.seconds / own
+        return (own, timing.own.seconds) if max(ratio, 1 / ratio) > MOST_UNEQUAL else None
+
     def restart(self) -> None:
         """Reset after taking a peer's weights: earlier delays no longer count."""
         self._last = None
