@@ -141,7 +141,7 @@ def _noise(tree: PyTree, step: int, rows: slice = slice(None)) -> PyTree:
 
     def one(number: int, shape: tuple[int, ...]) -> np.ndarray:
         rng = np.random.default_rng([step, number])
-        return 1e-2 * rng.normal(size=(CONFIG.num_replicas, *shape)).astype(np.float32)[rows]
+        return 4e-3 * rng.normal(size=(CONFIG.num_replicas, *shape)).astype(np.float32)[rows]
 
     return structure.unflatten([one(number, x.shape[1:]) for number, x in enumerate(leaves)])
 
