@@ -18,15 +18,16 @@ Exit status: 0; 1 if a variant failed; 2 for bad input, which includes variants 
 import argparse
 import json
 import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from noloco_jax.bench.launcher import launch
-from noloco_jax.bench.options import REFUSED, Options
+from noloco_jax.bench.options import FAILED, REFUSED, Options, Result
 from noloco_jax.bench.report import VariantResult, show
-from noloco_jax.bench.variants import make_variants
+from noloco_jax.bench.variants import Variant, make_variants
 from noloco_jax.cluster.host import keep_freed_memory
 from noloco_jax.config import parse_args, split_overrides, to_dict
 from noloco_jax.errors import UserError
@@ -118,3 +119,25 @@ def _write(path: Path, file: str, rows: Sequence[VariantResult]) -> None:
         for variant, result in rows
     ]
     write_whole(path, json.dumps({"config_file": file, "runs": runs}, indent=1) + "\n")
+
+
+def launch(file: str, variant: Variant, options: Options) -> Result:
+    """Measure a variant of a config file in a new process; of one that fails, the result has `error` and `status`.
+
+    A variant may need other CPU devices, and its peak memory is its own.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.json"
+        command = [
+            *(sys.executable, "-m", "noloco_jax.bench", f"--config={file}", *variant.overrides),
+            *(f"--steps={options.steps}", f"--data_seconds={options.data_seconds}", f"--result={path}"),
+            *(["--compile_only"] if options.compile_only else []),
+            *([f"--profile={options.profile}"] if options.profile else []),
+        ]
+        status = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode
+        if path.exists():
+            result = json.loads(path.read_text(encoding="utf-8"))
+            return result | ({"status": status} if "error" in result else {})
+    if status < 0:
+        return {"error": f"its process was ended by {signal.Signals(-status).name}", "status": FAILED}
+    return {"error": f"its process ended with status {status}, see above", "status": FAILED}

@@ -129,7 +129,7 @@ def group_mean(
       tree: arrays of the replica, any shapes.
       pairing: the pool. Its number of replicas must be that of the axes.
       index: int32 scalar, equal on every replica and not batched by `vmap`, since that would run every branch
-        (`counters.shared` unbatches it).
+        (`outer.transform.shared` unbatches it).
       axis_name: axes of the replicas.
       wire: wire format of the values; None: unchanged.
       cuts: the dimension of every array along which the wire format's blocks lie; None: the last.

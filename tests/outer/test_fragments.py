@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import noloco_jax as nj
-from noloco_jax.outer import counters
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.momentum import Momentum
 from noloco_jax.outer.rule import OuterState
 from noloco_jax.outer.step import Late
+from noloco_jax.outer.transform import shared
 from noloco_jax.schedule import SyncSchedule, pairing_round
 from support.layouts import assert_trees_close, axis_of, over_replicas
 from support.oracle import diloco_step
@@ -185,7 +185,7 @@ def test_schedules_go_by_the_rounds_of_a_fragment_and_a_correction_by_that_of_it
         number = state.round
         params, state, outgoing = outer.solo(params, state)
         correction = jax.tree.map(lambda m: jax.lax.pmean(m, "replica") - m, outgoing.message)
-        return outer.enter(params, state, correction, counters.shared(number))
+        return outer.enter(params, state, correction, shared(number))
 
     step = jax.jit(jax.vmap(taken, axis_name="replica"))
     params, state = tree(0), initial(outer)
