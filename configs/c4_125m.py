@@ -1,13 +1,13 @@
 """The paper's small Llama (hidden 768, 12 layers) on C4: 8 replicas, 0.5M tokens a step, 25,000 steps.
 
-The data is the English part of C4, some 300 GB in `c4-{train,validation}.*.json.gz` files; the tokenizer is Llama 3's,
-whose licence has to be accepted once on its page:
+The data is the English part of C4, some 300 GB in `c4-{train,validation}.*.json.gz` files, which are read from the hub;
+the tokenizer is Llama 3's, whose licence has to be accepted once on its page:
 
     export HF_TOKEN=...
-    hf download allenai/c4 --repo-type dataset --include 'en/*' --local-dir c4
-
     python -m noloco_jax.train --config=configs/c4_125m.py --workdir=runs/c4_125m \\
-        --config.data.path=c4/en
+        --config.data.path=hf://datasets/allenai/c4/en
+
+Without a login, add `--config.data.tokenizer=EleutherAI/gpt-neox-20b --config.model.vocab_size=50304`.
 
 `--config=configs/c4_125m.py:diloco` runs another method (noloco, diloco, ddp, local; best: configs/README.md);
 `:noloco,replicas=4,stages=2` shares the same global batch out among other replicas. The paper's FSDP is `:ddp`, or,

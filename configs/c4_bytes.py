@@ -7,6 +7,8 @@ or one run of it:
 
     python -m noloco_jax.train --config=configs/c4_bytes.py --workdir=runs/c4_bytes --config.data.path=c4/en
 
+`c4/en` may be the hub's, `hf://datasets/allenai/c4/en`.
+
 61 outer steps of NoLoCo, 30 of DiLoCo. Evaluations fall right after an outer step of NoLoCo, and of DiLoCo every second
 time half-way between two. For 8 replicas on the same tokens add `--config.num_replicas=8 --config.data.batch_size=1`.
 

@@ -283,10 +283,14 @@ class DataConfig:
         on_resume="must match",
         choices=(*DATA_KINDS, "mixture"),
     )
-    path: str = setting("", "File or folder of the training documents.", on_resume="may change")
+    path: str = setting(
+        "",
+        "File or folder of the training documents; or its address, hf://, s3://, gs:// or https://.",
+        on_resume="may change",
+    )
     validation_path: str = setting(
         "",
-        "File or folder of the validation documents; empty: those found beside data.path or held out of it.",
+        "File, folder or address of the validation documents; empty: those found beside data.path or held out of it.",
         on_resume="may change",
     )
     text_column: str = setting(
@@ -298,7 +302,7 @@ class DataConfig:
     )
     tokenizer: str = setting(
         "byte",
-        "'byte' (a token per byte), or the name or folder of a transformers tokenizer.",
+        "'byte' (a token per byte), or the name or folder of a transformers tokenizer, or the folder's address.",
         on_resume="may change",
         nonempty=True,
     )

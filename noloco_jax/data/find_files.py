@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from noloco_jax.data import storage
 from noloco_jax.data.source import SourceOptions
+from noloco_jax.data.storage import is_remote, list_files
 from noloco_jax.errors import UserError
 
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
@@ -37,7 +37,7 @@ def find_files(options: SourceOptions, suffixes: Sequence[str]) -> list[str]:
 
     Raises `UserError` if there is no such file.
     """
-    if storage.is_remote(options.path):
+    if is_remote(options.path):
         root = options.path.rstrip("/")
         every = remote_files(options, recursive=True)
         if every == [root]:
@@ -69,7 +69,7 @@ def find_files(options: SourceOptions, suffixes: Sequence[str]) -> list[str]:
 def remote_files(options: SourceOptions, *, recursive: bool) -> list[str]:
     """Return the files in a folder at an address, or the one file there. Raises `UserError` if there is neither."""
     try:
-        return storage.list_files(options.path, recursive=recursive)
+        return list_files(options.path, recursive=recursive)
     except FileNotFoundError:
         login = ", or it needs a login: set HF_TOKEN" if options.path.startswith("hf://") else ""
         raise UserError(f"{options.name}: there is no such file, folder or bucket{login}") from None
@@ -102,7 +102,7 @@ def without_repeats(files: Iterable[str]) -> list[str]:
     found: dict[str, str] = {}
     for file in files:
         folder, name = os.path.split(file)
-        if storage.is_remote(file):
+        if is_remote(file):
             real = file
         elif os.path.islink(file):
             real = os.path.realpath(file)
@@ -186,7 +186,7 @@ def split_files(options: SourceOptions, suffixes: Sequence[str]) -> tuple[list[s
     Raises `UserError` if no file is left.
     """
     files = find_files(options, suffixes)
-    root = options.path.rstrip("/") if storage.is_remote(options.path) else str(Path(options.path).expanduser())
+    root = options.path.rstrip("/") if is_remote(options.path) else str(Path(options.path).expanduser())
     by_split: dict[str | None, list[str]] = {}
     for file in files:
         split = None if file == root else split_in_name(parts_below(file, root))

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from typing import NamedTuple
 
-from noloco_jax.data import storage
 from noloco_jax.data.reading import read_with_retries
+from noloco_jax.data.storage import is_remote, remote_facts
 
 _BYTES = 1 << 26  # read at most, of all files together
 _FILES = 1 << 14  # sampled at most, evenly spaced
@@ -31,8 +31,8 @@ class FileState(NamedTuple):
 
 def file_state(path: str) -> FileState:
     """Ask the file system, or a server once in a process. Transient errors are retried."""
-    if storage.is_remote(path):
-        size, version = storage.facts(path)
+    if is_remote(path):
+        size, version = remote_facts(path)
         return FileState(path, version, size)
     stat = read_with_retries(functools.partial(os.stat, path), path)
     return FileState(path, stat.st_mtime_ns, stat.st_size)
@@ -40,7 +40,7 @@ def file_state(path: str) -> FileState:
 
 def file_states(paths: Sequence[str]) -> tuple[FileState, ...]:
     """Return the state of each file; servers are asked for many at once."""
-    if not any(map(storage.is_remote, paths[:1])):
+    if not any(map(is_remote, paths[:1])):
         return tuple(map(file_state, paths))
     with ThreadPoolExecutor(_READ_AT_ONCE) as pool:
         return tuple(pool.map(file_state, paths))
@@ -48,7 +48,7 @@ def file_states(paths: Sequence[str]) -> tuple[FileState, ...]:
 
 def content_fact(files: Sequence[str]) -> dict[str, str]:
     """Return a fact on the contents of the files, one of `CONTENT_FACTS`: samples of local ones, else versions."""
-    if any(map(storage.is_remote, files[:1])):
+    if any(map(is_remote, files[:1])):
         versions = [state.version for state in file_states(files)]
         return {"file versions": sha256(json.dumps(versions).encode()).hexdigest()[:16]}
     return {"sampled contents": sampled_contents(files)}

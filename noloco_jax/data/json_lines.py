@@ -10,12 +10,12 @@ from typing import NoReturn
 
 import numpy as np
 
-from noloco_jax.data import storage
 from noloco_jax.data.find_files import HELD_OUT_EVERY, remote_files, without_repeats
 from noloco_jax.data.identity import content_fact, file_states
 from noloco_jax.data.line_reader import COMPRESSED, Line, LinePosition, LineReader
 from noloco_jax.data.reading import DamagedFileError, stop_or_skip
 from noloco_jax.data.source import EncodeTexts, SourceOptions, WindowShuffledShard, seeded_permutation
+from noloco_jax.data.storage import is_remote
 from noloco_jax.errors import UserError
 
 SUFFIXES = (".jsonl", *(f".jsonl{suffix}" for suffix in COMPRESSED))
@@ -33,7 +33,7 @@ _START = (0, 0, 0, 0, 0)  # the seek hint of the first window
 def find_c4_files(options: SourceOptions) -> list[str]:
     """Find the sorted files `c4-{split}.*.json.gz` of a folder."""
     pattern = f"c4-{options.split}.*.json.gz"
-    if storage.is_remote(options.path):
+    if is_remote(options.path):
         found = remote_files(options, recursive=False)
         files = [file for file in found if fnmatch.fnmatchcase(file.rpartition("/")[2], pattern)]
     else:

@@ -11,8 +11,8 @@ from typing import IO, Any, NamedTuple, cast
 
 from isal import igzip, igzip_lib
 
-from noloco_jax.data import storage
 from noloco_jax.data.reading import DamagedFileError, read_with_retries, stop_or_skip
+from noloco_jax.data.storage import open_file, path_or_file
 
 _BUFFER_BYTES = 1 << 16
 _FIRST_BYTES = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\0"}
@@ -47,27 +47,27 @@ def open_decompressed(path: str, *, damaged: bool = False) -> IO[bytes]:
 
     Raises `DamagedFileError` for a compressed file of another name.
     """
-    source: Any = storage.source(path)
+    given: Any = path_or_file(path)
     if path.endswith(".gz") and damaged:
-        return cast(IO[bytes], gzip.open(source))
+        return cast(IO[bytes], gzip.open(given))
     if path.endswith(".gz"):
         # The outer buffer has a `readline` in C.
-        return io.BufferedReader(igzip.open(source), _BUFFER_BYTES)  # pyright: ignore[reportArgumentType]
+        return io.BufferedReader(igzip.open(given), _BUFFER_BYTES)  # pyright: ignore[reportArgumentType]
     if path.endswith(".zst"):
         import pyarrow as pa
 
         buffer_bytes = 1 if damaged else _BUFFER_BYTES
-        return io.BufferedReader(pa.CompressedInputStream(source, "zstd"), buffer_bytes)
+        return io.BufferedReader(pa.CompressedInputStream(given, "zstd"), buffer_bytes)
     if path.endswith(".bz2"):
-        return bz2.open(source)
+        return bz2.open(given)
     if path.endswith(".xz"):
-        return lzma.open(source)
-    with storage.open_file(path) as opened:
+        return lzma.open(given)
+    with open_file(path) as opened:
         start = opened.read(8)
     for suffix, first_bytes in _FIRST_BYTES.items():
         if start.startswith(first_bytes):
             raise DamagedFileError(f"{path} is compressed: name it {path}{suffix}")
-    return storage.open_file(path)
+    return open_file(path)
 
 
 def _go_to(start: int, opened: IO[bytes], path: str) -> None:

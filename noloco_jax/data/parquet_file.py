@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from noloco_jax.data import storage
 from noloco_jax.data.identity import FileState, file_state, file_states
 from noloco_jax.data.reading import DamagedFileError, read_with_retries
+from noloco_jax.data.storage import LARGEST_BLOCK, is_remote, path_or_file
 from noloco_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,17 +60,17 @@ def _read_footers(files: tuple[FileState, ...], text_column: str) -> tuple[FileF
 def _decoded_footer(path: str, version: int | str, size: int) -> "pq.FileMetaData":
     import pyarrow.parquet as pq
 
-    return _decoding(path, lambda: pq.read_metadata(storage.source(path, read_ahead=False)))
+    return _decoding(path, lambda: pq.read_metadata(path_or_file(path, read_ahead=False)))
 
 
 def _open(path: str) -> "pq.ParquetFile":
     import pyarrow.parquet as pq
 
     footer = _decoded_footer(*file_state(path))
-    buffer_bytes = storage.LARGEST_BLOCK if storage.is_remote(path) else _COLUMN_BUFFER_BYTES
+    buffer_bytes = LARGEST_BLOCK if is_remote(path) else _COLUMN_BUFFER_BYTES
 
     def read() -> "pq.ParquetFile":
-        file = storage.source(path, read_ahead=False)
+        file = path_or_file(path, read_ahead=False)
         return pq.ParquetFile(file, metadata=footer, pre_buffer=False, buffer_size=buffer_bytes)
 
     return _decoding(path, read)

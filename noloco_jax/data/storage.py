@@ -13,6 +13,7 @@ import io
 import json
 import os
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -65,7 +66,7 @@ def _list_files(path: str, recursive: bool) -> tuple[str, ...]:
 
 
 @functools.cache
-def facts(path: str) -> RemoteFacts:
+def remote_facts(path: str) -> RemoteFacts:
     """Return the facts of a file at an address, which is asked for once in a process."""
     with _missing_told(path):
         return _retried(lambda: _store(path).facts(path), path)
@@ -77,7 +78,7 @@ def read_range(path: str, start: int, size: int) -> bytes:
     def read() -> bytes:
         content = _store(path).read_range(path, start, size)
         if len(content) != size:
-            raise _failed(f"{len(content)} of {size} bytes arrived")
+            raise _failed(f"fewer than the {size} bytes that were asked for arrived")
         return content
 
     with _missing_told(path):
@@ -101,7 +102,7 @@ def _missing_told(path: str) -> Iterator[None]:
         raise UserError(f"{path}: there is no such file") from None
 
 
-def source(path: str, *, read_ahead: bool = True) -> "str | RemoteFile":
+def path_or_file(path: str, *, read_ahead: bool = True) -> "str | RemoteFile":
     """Return what a library reads a file from: a local path itself, or an open file at an address."""
     return RemoteFile(path, read_ahead=read_ahead) if is_remote(path) else path
 
@@ -115,7 +116,7 @@ class RemoteFile(io.RawIOBase):
     """A file at an address, read in blocks; with `read_ahead` they grow while they follow one another."""
 
     def __init__(self, path: str, *, read_ahead: bool = True):
-        self._path, self._size, self._read_ahead = path, facts(path).size, read_ahead
+        self._path, self._size, self._read_ahead = path, remote_facts(path).size, read_ahead
         self._position = 0
         self._block, self._block_start = b"", 0
 
@@ -215,7 +216,24 @@ class _ArrowStore(_Store):
 
     def read_range(self, path: str, start: int, size: int) -> bytes:
         with _arrow_errors(path):
-            return _arrow_file(path).read_at(size, start)
+            opened = _arrow_file(path)
+            return opened.read_at(size, start) if path.startswith("gs://") else _read_marked(opened, start, size)
+
+
+def _read_marked(opened: "pa.NativeFile", start: int, size: int) -> bytes:
+    """Read a range of S3, or less than `size` bytes of it if the answer is too short.
+
+    pyarrow returns a whole buffer for every answer (as of 26.0.1), so the buffer's last byte tells: it was not written
+    if it keeps two values that were put there.
+    """
+    content = bytearray(size)
+    for mark in (0, 255):
+        content[-1] = mark
+        opened.seek(start)
+        opened.readinto(content)
+        if content[-1] != mark:
+            return bytes(content)
+    return bytes(content[:-1])
 
 
 def _inside(path: str) -> str:
@@ -257,8 +275,13 @@ def _open_file_system(scheme: str, bucket: str, anonymous: bool) -> "fs.FileSyst
     )
 
 
-@functools.lru_cache(maxsize=_OPEN_FILES)
 def _arrow_file(path: str) -> "pa.NativeFile":
+    """Open a file, once in a thread, as it has one position."""
+    return _opened_in_thread(path, threading.get_ident())
+
+
+@functools.lru_cache(maxsize=_OPEN_FILES)
+def _opened_in_thread(path: str, thread: int) -> "pa.NativeFile":
     return _file_system(path).open_input_file(_inside(path))
 
 
@@ -282,7 +305,7 @@ def _arrow_errors(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _arrow_file.cache_clear()  # a file that is opened again says better what is wrong
+        _opened_in_thread.cache_clear()  # a file that is opened again says better what is wrong
         text = " ".join(str(error).split())
         if isinstance(error, FileNotFoundError) or _MISSING.search(text):
             raise FileNotFoundError(path) from None
@@ -302,7 +325,7 @@ class _WebStore(_Store):
     """Single files of web servers, by the HTTP client of `huggingface_hub`."""
 
     def list_files(self, path: str, recursive: bool) -> list[str]:
-        facts(path)  # which fails if there is none
+        remote_facts(path)  # which fails if there is none
         return [path]
 
     def facts(self, path: str) -> RemoteFacts:

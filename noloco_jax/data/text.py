@@ -6,11 +6,11 @@ from typing import BinaryIO
 
 import numpy as np
 
-from noloco_jax.data import storage
 from noloco_jax.data.find_files import HELD_OUT_EVERY, HoldOut, find_files, without_repeats
 from noloco_jax.data.identity import content_fact, file_states
 from noloco_jax.data.reading import read_with_retries
 from noloco_jax.data.source import EncodeTexts, SourceOptions, seeded_permutation
+from noloco_jax.data.storage import open_file
 from noloco_jax.errors import UserError
 
 SUFFIXES = (".md", ".py", ".rst", ".txt")
@@ -96,7 +96,7 @@ class TextSource:
         path, size = self._files[file]
 
         def read() -> bytes:
-            with storage.open_file(path) as opened:
+            with open_file(path) as opened:
                 start, stop = (_piece_border(opened, (number + k) * self._piece, size) for k in (0, 1))
                 opened.seek(start)
                 return opened.read(stop - start)

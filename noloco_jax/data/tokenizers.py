@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from noloco_jax.data import storage
+from noloco_jax.data.storage import is_remote, list_files, read_file
 from noloco_jax.errors import TransientError, UserError
 
 _TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
@@ -145,18 +145,18 @@ def local_tokenizer(name: str) -> Iterator[str]:
 
     Raises `UserError` if there is no folder at the address.
     """
-    if not storage.is_remote(name):
+    if not is_remote(name):
         folder = Path(name).expanduser()
         yield str(folder) if folder.is_dir() else name
         return
     try:
-        files = storage.list_files(name, recursive=False)
+        files = list_files(name, recursive=False)
     except FileNotFoundError:
         raise UserError(f"data.tokenizer={name!r}: there is no such folder") from None
     with tempfile.TemporaryDirectory() as folder:
         for file in files:
             if file.endswith(_TOKENIZER_SUFFIXES):
-                Path(folder, file.rpartition("/")[2]).write_bytes(storage.read_file(file))
+                Path(folder, file.rpartition("/")[2]).write_bytes(read_file(file))
         yield folder
 
 

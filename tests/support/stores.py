@@ -40,7 +40,8 @@ class Server:
     Attributes:
       requests: all that came.
       faults: what happens to the next requests for parts of files, or to any with `everywhere`: an HTTP status, "cut"
-        (half of the body arrives), "stall" (nothing does for `stalls` seconds) or None.
+        (half of the body arrives), "short" (and no more was announced), "stall" (nothing does for `stalls` seconds) or
+        None.
     """
 
     def __init__(self, app: App):
@@ -74,11 +75,14 @@ class Server:
             return [b""]
         if fault == "stall":
             time.sleep(self.stalls)
-        body = self._app(environ, respond)
-        if fault == "cut":
-            whole = b"".join(body)
-            return [whole[: len(whole) // 2]]
-        return body
+        if fault not in ("cut", "short"):
+            return self._app(environ, respond)
+
+        def respond_short(status: str, headers: list[tuple[str, str]]) -> None:
+            respond(status, [(key, str(int(v) // 2) if key == "Content-Length" else v) for key, v in headers])
+
+        whole = b"".join(self._app(environ, respond_short if fault == "short" else respond))
+        return [whole[: len(whole) // 2]]
 
 
 # Some owner, whose signature moto does not look at; nobody else may change what is there.
