@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.islands.payload import pair_windows
-from noloco_jax.islands.protocol.bounds import EARLY, FIRST, GROWTH, KEPT, MULTIPLE, NEEDED, Bounds, smaller
+from noloco_jax.islands.protocol.bounds import ALONE, EARLY, FIRST, GROWTH, KEPT, MULTIPLE, NEEDED, Bounds, smaller
 from noloco_jax.islands.protocol.events import (
     Apply,
     Arrived,
@@ -54,11 +54,13 @@ def test_each_array_is_bounded_by_a_multiple_of_its_last_sizes_median(count, mul
     sizes = rng.uniform(1, 2, (count, 3)) * [1.0, 10.0, 10.0]
     median = np.median(sizes[-KEPT:], axis=0)
     least = np.sqrt((median**2).mean())  # of arrays that are smaller than most
-    limits = multiple * np.maximum(median, least)
+    alone = ALONE * multiple * np.maximum(median, least)
+    together = multiple * np.median(np.linalg.norm(sizes[-KEPT:], axis=1))
     bounds = known(sizes.tolist())
-    assert bounds.factors((limits * 0.999).tolist(), 1e9) == ()
-    found = bounds.factors((limits * [1.0, 5.0, 0.5]).tolist(), 1e9)
-    assert found == (1.0, pytest.approx(0.2, rel=1e-2), 1.0)
+    for size in (median, [0.0, alone[1], 0.0], [0.0, 5 * alone[1], 0.0], 9 * median, np.multiply(median, [9, 1, 1])):
+        size = np.asarray(size)
+        expected = np.minimum(1.0, np.minimum(alone / np.maximum(size, 1e-9), together / np.linalg.norm(size)))
+        assert (bounds.factors(size.tolist(), 1e9) or (1.0,) * 3) == pytest.approx(tuple(expected), rel=1e-2)
 
 
 def test_the_first_corrections_are_bounded_by_a_share_of_the_own_message():
@@ -120,7 +122,7 @@ def usual() -> Bounds:
     return known([[1.0, 1.0]] * KEPT)
 
 
-FAR = Content(1.0, (2.0, 4 * MULTIPLE))  # of the second array's correction half is clipped away
+FAR = Content(1.0, (4 * MULTIPLE,) * 2)  # half of the correction is clipped away
 
 
 def test_who_answers_has_both_use_the_smaller_factors():
@@ -139,7 +141,7 @@ def test_who_dialled_never_uses_more_than_its_own_factors():
     a = trained(bounds=usual())
     channel, xid = dialled(a)
     a.handle(Arrived(channel, Accept(1, 0, 1)), 1.0)
-    sent = Send(channel, Received(xid, True, (1.0, 0.5)))
+    sent = Send(channel, Received(xid, True, (0.5, 0.5)))
     assert a.handle(Arrived(channel, Message(xid), FAR), 1.0) == [Keep(xid), sent]
     done = a.handle(Arrived(channel, Commit(xid, (0.1, 1.0))), 1.0)
     assert [action.factors for action in done if isinstance(action, Apply)] == [(0.1, 0.5)]
@@ -152,7 +154,7 @@ def test_a_lost_commit_is_asked_for_with_the_factors_of_both():
     a.handle(Arrived(channel, Message(xid), FAR), 1.0)
     actions = a.handle(Broken(channel), 1.0)
     (asked,) = [action for action in actions if isinstance(action, Open) and isinstance(action.header, StatusRequest)]
-    assert isinstance(asked.header, StatusRequest) and asked.header.factors == (1.0, 0.5)
+    assert isinstance(asked.header, StatusRequest) and asked.header.factors == (0.5, 0.5)
     answer = Status(1, 0, True, True, 1, 1, 0.0, "a", Outcome.COMMITTED, (0.25, 0.5))
     done = a.handle(Arrived(asked.channel, answer), 1.0)
     assert [action.factors for action in done if isinstance(action, Apply)] == [(0.25, 0.5)]
@@ -180,7 +182,7 @@ def test_a_restarted_island_clips_as_before():
     journal = a.journal()
     again = trained(Journal.from_json(journal.to_json()))
     assert again.journal()._replace(round=0) == journal._replace(round=0)
-    assert again._context.bounds.factors([1.0, 2 * MULTIPLE], 1e9) == (1.0, 0.5)
+    assert again._context.bounds.factors([2 * MULTIPLE] * 2, 1e9) == (0.5, 0.5)
 
 
 class Numbers(World):

@@ -36,9 +36,9 @@ def test_an_island_of_a_quarter_of_the_speed_ends_its_rounds_with_the_fast_one_a
         agent, island = world.join(name, pace="time")
         correct = agent._codec.correction
 
-        def noted(own: Any, others: Any, weight: float) -> Any:
+        def noted(own: Any, others: Any, weight: float, *factors: Any) -> Any:
             weights.setdefault(name, []).append(weight)
-            return correct(own, others, weight)
+            return correct(own, others, weight, *factors)
 
         agent._codec.correction = noted  # type: ignore[method-assign]
         state, step, taken = world.programs.init(draws.key(0)), 0, 0

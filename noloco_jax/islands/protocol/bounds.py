@@ -1,7 +1,8 @@
 """Bounds on the corrections of one island: how far one member may move another (design §16).
 
 There is no majority in a pair, so no rule proves a message honest. But honest corrections resemble each other: each
-array's is bounded by a multiple of the median of the last accepted ones, which one member of many cannot move. Both
+array's, and all arrays' together, is bounded by a multiple of the median of the last accepted ones, which one member of
+many cannot move. One array alone has twice the room, as quantized ones change in lumps. Both
 islands of a pair scale an array by the smaller of their two factors, so that the weighted sum of their corrections
 stays zero.
 
@@ -20,13 +21,14 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-MULTIPLE = 2.0  # of the median; above 2.6, one of eight would drive the others apart, and with that the median up
+MULTIPLE = 2.0  # of the median, for all arrays together; 4 let one of eight drive the others apart
 EARLY = 4.0  # of the median of fewer than KEPT: corrections grow while learning rates warm up
+ALONE = 2.0  # of the multiple: for one array
 KEPT = 16  # exchanges
 NEEDED = 3  # exchanges until a median is known
 FIRST = 0.1  # bound of |c| over all arrays until then, as a share of the own message's norm
 GROWTH = 1.1  # of an array's bound, with an exchange that it clips
-FAR = 0.25  # factor below which a peer is far away
+FAR = 0.5  # factor below which a peer is far away
 CLOSER = 0.9  # of the former distance, or less: the two have come closer
 
 Factors = tuple[float, ...]  # of each array, from 0 to 1; empty: all 1
@@ -57,13 +59,16 @@ class Bounds:
             whole = math.hypot(*sizes)
             return () if whole <= FIRST * norm else (_rounded(FIRST * norm / whole),) * len(sizes)
         usual = [statistics.median(one) for one in zip(*self._accepted, strict=True)]
-        multiple = MULTIPLE if len(self._accepted) == KEPT else EARLY
         least = math.hypot(*usual) / math.sqrt(len(sizes) or 1)  # arrays of few weights scatter more than others
-        limits = [multiple * slack * max(own, least) for own, slack in zip(usual, self._slack, strict=True)]
-        if not least or all(size <= limit for size, limit in zip(sizes, limits, strict=True)):
+        if not least:
             return ()
-        pairs = zip(sizes, limits, strict=True)
-        return tuple(1.0 if size <= limit else _rounded(limit / size) for size, limit in pairs)
+        multiple = MULTIPLE if len(self._accepted) == KEPT else EARLY
+        limits = [ALONE * multiple * slack * max(own, least) for own, slack in zip(usual, self._slack, strict=True)]
+        # Exchanges that clip all arrays widen all their bounds, and so the least of them.
+        of_all = multiple * min(self._slack) * statistics.median(math.hypot(*one) for one in self._accepted)
+        scale = of_all / max(math.hypot(*sizes), of_all)
+        factors = [min(scale, limit / max(size, limit)) for size, limit in zip(sizes, limits, strict=True)]
+        return () if min(factors) == 1 else tuple(map(_rounded, factors))
 
     def accept(self, sizes: Sequence[float], own: Factors, agreed: Factors) -> None:
         """Record a committed correction.
