@@ -64,9 +64,9 @@ def fault_of(certificate: x509.Certificate, authority: x509.Certificate, name: s
         return f"expired on {certificate.not_valid_after_utc:%Y-%m-%d}"
     if now < certificate.not_valid_before_utc:
         return f"is valid only from {certificate.not_valid_before_utc:%Y-%m-%d} on, and here it is {now:%Y-%m-%d}"
-    names = names_of(certificate)
-    if [owner_and_issue(one)[0] for one in names[:1]] != [name]:  # a server identifies its callers by the first name
-        return f"is made out to {', '.join(names) or 'nobody'}, not to {name}"
+    owners = [owner_and_issue(one)[0] for one in names_of(certificate)]
+    if owners[:1] != [name]:  # a server identifies its callers by the first name
+        return f"is made out to {', '.join(dict.fromkeys(owners)) or 'nobody'}, not to {name}"
     return None
 
 
