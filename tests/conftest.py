@@ -27,7 +27,13 @@ LONG = (
     *("processes/test_lateness", "bench/", "compare/test_runs", "model/test_decode", "spmd/test_offload"),
     *("processes/test_shared_batch", "run/test_checkpoint", "spmd/test_programs", "spmd/test_muon"),
     *("spmd/test_document_mask", "processes/test_kills", "islands/test_training", "islands/test_crossing"),
-    *("islands/test_finished", "islands/test_membership", "islands/test_meshes", "islands/test_killed"),
+    *(
+        "tools/test_documented_commands",
+        "islands/test_finished",
+        "islands/test_membership",
+        "islands/test_meshes",
+        "islands/test_killed",
+    ),
 )
 # What `-m gpu` runs: tests of numbers, which hold on any device. Those that ask for more GPUs than there are skip.
 ON_GPUS = (
