@@ -213,6 +213,8 @@ class Newest:
 
     Args:
       folder: of the own keys, which keeps what was seen; None: it is kept in memory alone.
+
+    Raises `UserError` for a damaged file of what was seen.
     """
 
     def __init__(self, folder: Path | None):
@@ -220,7 +222,10 @@ class Newest:
         self._lock = threading.Lock()
         self._issues: dict[str, int] = {}
         if self._path is not None and self._path.exists():
-            self._issues = json.loads(self._path.read_text(encoding="utf-8"))
+            try:
+                self._issues = {name: int(issue) for name, issue in json.loads(self._path.read_bytes()).items()}
+            except (ValueError, TypeError, AttributeError):
+                raise UserError(f"{self._path} is damaged: delete it, and older certificates are known again") from None
 
     def admits(self, name: str, issue: int) -> bool:
         """Return whether no newer certificate of this island was seen; `issue` is when this one was made, in ms."""

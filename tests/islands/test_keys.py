@@ -13,7 +13,7 @@ import trustme
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
 from noloco_jax.islands import agent
-from noloco_jax.islands.keys import credentials_for, expiry_warning, load_keys
+from noloco_jax.islands.keys import Newest, credentials_for, expiry_warning, load_keys
 from noloco_jax.islands.peer_errors import RefusedError
 from noloco_jax.islands.roster import Address, Island, Roster, read_roster
 from support.counted import in_time
@@ -225,6 +225,13 @@ def test_a_replaced_certificate_is_refused_once_a_newer_one_was_seen_also_after_
             with pytest.raises(RefusedError, match="a certificate of berlin that another has replaced"):
                 calling(server.port, old).action("status", {}, 60.0)
             assert calling(server.port, new).action("status", {}, 60.0)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"paris": "soon"}', '{"paris": null}'])
+def test_a_damaged_list_of_the_newest_certificates_is_told(tmp_path, content):
+    (tmp_path / "newest.json").write_text(content)
+    with pytest.raises(UserError, match=r"newest.json is damaged: delete it"):
+        Newest(tmp_path)
 
 
 def test_an_island_reads_renewed_keys_while_it_runs_and_meets_on(roster, monkeypatch):
