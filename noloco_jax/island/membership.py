@@ -5,8 +5,11 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from noloco_jax.config import TrainConfig, to_dict
 from noloco_jax.data import renumbered
@@ -14,7 +17,8 @@ from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
 from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.keys import Credentials
-from noloco_jax.islands.payload import codec_of, specs_of
+from noloco_jax.islands.moments_payload import MomentsCodec
+from noloco_jax.islands.payload import Codec, codec_of, specs_of
 from noloco_jax.islands.protocol.context import STARTS_APART, Settings
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.messages import Identity
@@ -24,7 +28,7 @@ from noloco_jax.islands.snapshots import Snapshots
 from noloco_jax.islands.steps import IslandSteps, state_specs, weight_specs
 from noloco_jax.methods import method_of, schedule_of
 from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.messages import Messages
+from noloco_jax.run.messages import Messages, shares_moments
 from noloco_jax.run.mode import Resumed
 from noloco_jax.spmd.programs import Programs
 from noloco_jax.spmd.solo import SoloPrograms, compile_solo
@@ -84,7 +88,6 @@ class Membership:
         for name, wanted, given, why in (
             ("outer.group_size", 2, outer.group_size, "they meet in pairs"),
             ("outer.delay", 0, outer.delay, "whose corrections are applied when they arrive, late already"),
-            ("outer.moments", 0, outer.moments, "which exchange weights alone"),
             ("mesh.stage", 1, config.mesh.stage, "which use mesh.fsdp and mesh.tensor to spread a model over devices"),
         ):
             if given != wanted:
@@ -109,10 +112,23 @@ class Membership:
         return of
 
     @staticmethod
-    def messages(solo: SoloPrograms) -> Messages:
+    def messages(config: TrainConfig, solo: SoloPrograms) -> Messages:
         """Return the traffic of an island in a round that has a partner."""
-        size = sum(spec.nbytes for spec in specs_of(solo.code))
-        return Messages(of_outer_step=lambda round: size, of_inner_step=lambda step: 0)
+        of_weights = sum(spec.nbytes for spec in specs_of(solo.code))
+        of_moments = sum(spec.nbytes for spec in specs_of(solo.moments.code)) if solo.moments else 0
+
+        def of_outer_step(round: int) -> int:
+            return of_weights + of_moments * shares_moments(config, round)
+
+        return Messages(of_outer_step, of_inner_step=lambda step: 0)
+
+    @staticmethod
+    def codec(config: TrainConfig, solo: SoloPrograms) -> Codec:
+        """Return the codec of an island's messages. Raises `UserError` as `codec_of`."""
+        codec = codec_of(solo.wire, solo.message, solo.code, solo.cuts)
+        if solo.moments is None:
+            return codec
+        return MomentsCodec(codec, len(jax.tree.leaves(solo.kept)), solo.moments, partial(shares_moments, config))
 
     def data_position(self, checkpoints: Checkpointer, step: int) -> dict[str, Any]:
         """Return the data position at `step`, renumbered where the roster has grown: see `data.renumbered`.
@@ -174,7 +190,7 @@ class Membership:
             self.credentials,
             protocol,
             self.settings(config),
-            codec_of(solo.wire, solo.message, solo.code, solo.cuts),
+            self.codec(config, solo),
             state_specs(programs.state),
             report,
             Snapshots(weight_specs(config.model)),
@@ -212,7 +228,15 @@ class Membership:
             return schedule.sync_every * config.tokens_per_step
 
         keeps_pace = self.pace == "time"
-        return IslandSteps(agent, compiled, programs, tokens_of_round, keeps_pace=keeps_pace, at_once=self.at_once)
+        return IslandSteps(
+            agent,
+            compiled,
+            programs,
+            tokens_of_round,
+            partial(shares_moments, config),
+            keeps_pace=keeps_pace,
+            at_once=self.at_once,
+        )
 
 
 def _until(is_known: Callable[[float], bool], is_stopping: Callable[[], bool]) -> bool:

@@ -51,7 +51,7 @@ class IslandMode:
 
     def prepare(self, config: TrainConfig, programs: Programs) -> Messages:
         self._solo: SoloPrograms = build_solo(config, programs)
-        self._programs, self._messages = programs, self._member.messages(self._solo)
+        self._programs, self._messages = programs, self._member.messages(config, self._solo)
         return self._messages
 
     def check_start(self, config: TrainConfig, checkpoints: Checkpointer, step: int) -> None:
