@@ -6,17 +6,17 @@ add them up in the roster's order, so those that merge the same islands get the 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 
-from noloco_jax.config import ModelConfig
 from noloco_jax.islands.client import Client
+from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.peer_errors import BusyError, PeerError
 from noloco_jax.islands.query import fetch_weights
-from noloco_jax.islands.steps import IslandSteps, weight_specs
+from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.spmd.programs import TrainState, shardings_of
 
 _RETRY_SECONDS = 0.1  # before asking again an island that serves another
@@ -30,7 +30,7 @@ class FinalMerge:
       steps: the island's outer steps.
       names: of all islands, in the roster's order.
       own: its name.
-      model: what its weights are of.
+      specs: of its weights: name -> spec, in the order of their leaves.
       seconds: to wait for islands that are later, and again for those that fetch its weights, at most.
       is_stopping: whether to stop waiting.
       report: is given lines for people.
@@ -41,13 +41,13 @@ class FinalMerge:
         steps: IslandSteps,
         names: Sequence[str],
         own: str,
-        model: ModelConfig,
+        specs: Mapping[str, ArraySpec],
         seconds: float,
         is_stopping: Callable[[], bool],
         report: Callable[[str], None],
     ):
         self._steps, self._agent = steps, steps.agent
-        self._names, self._own, self._specs = names, own, weight_specs(model)
+        self._names, self._own, self._specs = names, own, specs
         self._seconds, self._is_stopping, self._report = seconds, is_stopping, report
 
     def __call__(self, state: TrainState, step: int) -> TrainState:

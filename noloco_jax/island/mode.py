@@ -15,9 +15,12 @@ from noloco_jax.island.final_merge import FinalMerge
 from noloco_jax.island.log import IslandLog
 from noloco_jax.island.membership import Membership
 from noloco_jax.island.sync import IslandSync
+from noloco_jax.islands import start
 from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.keys import credentials_for
 from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.steps import weight_specs
+from noloco_jax.methods import schedule_of
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.evaluate import own_perplexity
 from noloco_jax.run.messages import Messages
@@ -91,12 +94,14 @@ class IslandMode:
         if config.outer.final_merge:
             names, seconds = self._member.roster.names, self._member.linger
             waits = seconds, self._is_stopping, self._report
-            merge = FinalMerge(steps, names, self._member.name, config.model, *waits)
-        return IslandSync(config, steps, self._log, self._messages, linger, merge)
+            merge = FinalMerge(steps, names, self._member.name, weight_specs(config.model), *waits)
+        schedule = schedule_of(config)
+        assert schedule is not None
+        return IslandSync(schedule, steps, self._log, self._messages, linger, merge)
 
     def begin(self, is_stopping: Callable[[], bool], step: int, seconds: float) -> bool:
         assert self._agent is not None
-        begins = self._member.begin(self._agent, self._workdir, is_stopping)
+        begins = start.begin(self._agent, self._workdir, is_stopping)
         if begins:
             self._log.start(step, seconds)
         return begins

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from noloco_jax.islands.payload import specs_of
 from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.spmd.inner import at_step
-from noloco_jax.spmd.programs import Programs, TrainState, shardings_of
+from noloco_jax.spmd.programs import TrainState
 from noloco_jax.spmd.solo import SoloPrograms
 
 PyTree = Any
@@ -40,7 +40,7 @@ class IslandSteps:
     Args:
       agent: the island's network side.
       solo: compiled programs of solo steps and corrections.
-      programs: programs of its run of one replica.
+      place: the leaves of a state -> the state on its devices.
       tokens_of_round: maps a step to the tokens of the fragment round that ends there.
       shares_moments: outer step -> True if its message carries the inner optimizer's moments.
       keeps_pace: True if an inner step stands for the steps of the schedule that the fastest island takes meanwhile,
@@ -57,7 +57,7 @@ class IslandSteps:
         self,
         agent: Agent,
         solo: SoloPrograms,
-        programs: Programs,
+        place: Callable[[Sequence[np.ndarray]], TrainState],
         tokens_of_round: Callable[[int], int],
         shares_moments: Callable[[int], bool] = lambda round: False,
         *,
@@ -65,7 +65,7 @@ class IslandSteps:
         at_once: bool = False,
     ):
         self.agent = agent
-        self._solo, self._programs = solo, programs
+        self._solo, self._place = solo, place
         self._tokens_of_round, self._keeps_pace, self._at_once = tokens_of_round, keeps_pace, at_once
         self._shares_moments = shares_moments
         self.seconds_exposed = 0.0
@@ -139,8 +139,7 @@ class IslandSteps:
     def serve(self, state: TrainState, step: int) -> None:
         """Give the weights to a peer or a tool that waits for them."""
         if self.agent.snapshots.wanted and state.outer is not None:
-            copies = [x[0] for x in self._copies(state.params)]
-            self.agent.snapshots.give(int(state.outer.round) - 1, step, copies)
+            self.agent.snapshots.give(int(state.outer.round) - 1, step, self._copies(state.params))
 
     def linger(
         self,
@@ -194,10 +193,9 @@ class IslandSteps:
     def healed(self, arrays: Any) -> tuple[TrainState, int]:
         """Place a received state on the devices; return it and its number of inner steps."""
         step, *leaves = arrays
-        state = jax.tree.unflatten(jax.tree.structure(self._programs.state), leaves)
         self._taken = self._scheduled = 0
         self._sent_at.clear()
-        return jax.device_put(state, shardings_of(self._programs.resting)), int(step)
+        return self._place(leaves), int(step)
 
     def _entered(self, item: Correction | Healed, state: TrainState, step: int) -> tuple[TrainState, int]:
         with self._exposed():
