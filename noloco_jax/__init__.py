@@ -8,9 +8,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from noloco_jax.island.own_loop import Island
     from noloco_jax.outer.neighbours import RandomNeighbours
     from noloco_jax.outer.pairing import ExplicitPairing, RandomPairing
+    from noloco_jax.own_loop.island import Island
     from noloco_jax.transforms import diloco, epidemic, noloco, sparseloco
 
 __version__ = "0.1.0"  # pyproject.toml reads it from here, without importing
@@ -25,7 +25,7 @@ __all__ = [
     "sparseloco",
 ]
 _HOMES = {
-    "Island": "island.own_loop",
+    "Island": "own_loop.island",
     "RandomNeighbours": "outer.neighbours",
     **dict.fromkeys(("ExplicitPairing", "RandomPairing"), "outer.pairing"),
     **dict.fromkeys(("diloco", "epidemic", "noloco", "sparseloco"), "transforms"),

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from noloco_jax.files import write_picture
 from noloco_jax.formatting import format_bytes, format_perplexity
-from noloco_jax.island.log import History, read_log
 from noloco_jax.island.timeline import died, figures_of, links_of, timeline_of
+from noloco_jax.islands.log import History, read_log
 from noloco_jax.run.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from noloco_jax.island.log import History
+from noloco_jax.islands.log import History
 
 _SILENT_INTERVALS = 10  # median round intervals of silence after which an island counts as dead
 

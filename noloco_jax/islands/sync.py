@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from noloco_jax.formatting import format_bytes
-from noloco_jax.island.log import IslandLog
 from noloco_jax.islands.agent import Met
+from noloco_jax.islands.log import IslandLog
 from noloco_jax.islands.protocol.messages import Status
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.outer.pairing import Round

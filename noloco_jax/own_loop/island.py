@@ -17,14 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 from noloco_jax.cluster.workdir_lock import WorkdirLock
 from noloco_jax.exchange.groups import GroupExchange
-from noloco_jax.island.final_merge import FinalMerge
-from noloco_jax.island.forms import Form
-from noloco_jax.island.log import IslandLog
-from noloco_jax.island.own_checkpoints import OwnCheckpoints
-from noloco_jax.island.sync import IslandSync
 from noloco_jax.islands.agent import Agent
+from noloco_jax.islands.final_merge import FinalMerge
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.keys import credentials_for
+from noloco_jax.islands.log import IslandLog
 from noloco_jax.islands.payload import codec_of, specs_of
 from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.island import Journal
@@ -32,10 +29,13 @@ from noloco_jax.islands.protocol.messages import Identity
 from noloco_jax.islands.roster import Roster, read_roster
 from noloco_jax.islands.start import begin, open_agent
 from noloco_jax.islands.steps import IslandSteps, state_specs
+from noloco_jax.islands.sync import IslandSync
 from noloco_jax.outer.noloco import NoLoCo
 from noloco_jax.outer.pairing import Pairing, RandomPairing, largest_group
 from noloco_jax.outer.rule import OuterState
 from noloco_jax.outer.transform import OuterOptimizer
+from noloco_jax.own_loop.checkpoints import OwnCheckpoints
+from noloco_jax.own_loop.forms import Form
 from noloco_jax.run.messages import Messages
 from noloco_jax.schedule import pairing_round
 from noloco_jax.spmd.programs import TrainState, outer_axes, shardings_of
