@@ -12,9 +12,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from noloco_jax.errors import UserError
-from noloco_jax.island import log
 from noloco_jax.island.report import draw_islands, draw_on
 from noloco_jax.island.timeline import Link, died, figures_of, links_of, timeline_of
+from noloco_jax.islands import log
 from noloco_jax.islands.agent import Met
 from noloco_jax.islands.log import LOG_FILE, History, IslandLog, read_log
 
