@@ -55,15 +55,17 @@ def moved(params: Any, name: str, step: int) -> Any:
 
 
 def trained(
-    roster: Roster, folder: Path, outer: Callable[[], Any], waits: bool = True
+    roster: Roster, folder: Path, outer: Callable[[], Any]
 ) -> dict[str, tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
     """Return each island's weights after the last step, and the merged ones; outer steps wait for their exchange."""
     results: dict[str, Any] = {}
+    begun = threading.Barrier(len(NAMES), timeout=100)
 
     def train(name: str) -> None:
         with nj.Island(roster, name, workdir=folder / name, outer=outer(), report=quiet) as island:
             params, _, step = island.begin(weights())
-            island._sync._steps._at_once = waits
+            begun.wait()  # else one that has ended a round already would be the other's donor
+            island._sync._steps._at_once = True
             while step < STEPS:
                 params, _, step = island.step(moved(params, name, step))
             results[name] = params, island.merge(params)
@@ -143,6 +145,7 @@ def test_what_is_saved_comes_back_as_it_was_with_places_keys_and_numbers(roster,
         arguments: dict[str, Any] = {"workdir": tmp_path / name, "outer": nj.noloco(sync_every=4), "report": quiet}
         with nj.Island(roster, name, **arguments) as island:
             params, rest, step = island.begin(*sharded())
+            both.wait()
             while step < 6:
                 params = jax.tree.map(lambda x: x + 1e-3 * (1 + NAMES.index(name)), params)
                 rest = {**rest, "epoch": step, "key": jax.random.split(rest["key"])[0]}
@@ -288,9 +291,12 @@ def test_islands_with_other_values_in_common_are_refused_by_the_value(tmp_path):
         with nj.Island(roster, name, workdir=tmp_path / name, outer=outer, common=common, report=quiet) as island:
             try:
                 island.begin(weights())
+                is_refused.wait(60)
             except UserError as error:
                 refused.append(error)
+                is_refused.set()
 
+    is_refused = threading.Event()
     side_by_side(*(lambda name=name: start(name) for name in names))
     assert len(refused) == 1 and "common.lr: 0.2 here, 0.1 at" in str(refused[0])
 
