@@ -9,7 +9,7 @@ import pytest
 
 from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.messages import Speed, Timing
-from noloco_jax.islands.protocol.pace import Pace
+from noloco_jax.islands.protocol.pace import ENDS_KEPT, SHARE, Pace
 from noloco_jax.islands.protocol.speeds import MOST_TIMED, MOST_TOLD, ROUNDS_KNOWN, Speeds
 from support.island_world import FRAME_FAULTS, MOMENTS, NODE_FAULTS, ROUND, Fault, World, all_points
 
@@ -258,6 +258,22 @@ LIES = {
     "its own, for three rounds": lambda name: Timing(0.0, Speed(name, 1e-9, 2**62), None),
     "its own, always": lambda name: Timing(0.0, Speed(name, 1e-9, 2**62), None),
 }
+
+
+@pytest.mark.parametrize("said", ["an age", "a later round"])
+def test_a_false_age_costs_less_of_the_schedule_than_a_speed_is_known_for(said):
+    """The liar, the only other island, says it once and ends: nobody is left to say that it is not so."""
+    world = paced([ROUND] * 2, 10.2 * ROUND, downtime=None)
+    honest, liar = world.nodes.values()
+    assert honest.machine is not None
+    ago, round = (1e12, honest.round) if said == "an age" else (0.0, honest.round + ENDS_KEPT)
+    honest.machine._context.pace.meet(round, Timing(ago, None, None), world.now, 0.0)
+    world.crash(liar, "kill")
+    before = honest.position
+    world.run(60 * ROUND).finish()
+    rounds = (honest.position - before) / STEPS
+    usual = 1.05 * 49.8
+    assert usual < rounds < usual + SHARE * ROUNDS_KNOWN
 
 
 @pytest.mark.parametrize("lie", LIES)
