@@ -74,6 +74,7 @@ class Server:
         credentials: Credentials | None,
         handlers: Handlers,
         listen: Address | None = None,
+        newest: Newest | None = None,
     ):
         """Start to listen.
 
@@ -84,6 +85,7 @@ class Server:
           handlers: the handlers of calls.
           listen: the address; None: its port in the roster, on the same host if that is loopback, else on all of the
             machine's addresses, as the one that others dial may be a router's.
+          newest: certificates seen; None: those kept beside the island's keys.
 
         Raises `UserError` if the port is in use, or listening there without keys would be open to others.
         """
@@ -93,7 +95,8 @@ class Server:
         _check_free(name, listen)
         self._handlers = handlers
         self._location = location = f"{'grpc+tls' if credentials else 'grpc'}://{listen}"
-        self._calls = _Calls(roster, name, credentials, handlers.report)
+        newest = newest or Newest(credentials.folder if credentials else None)
+        self._calls = _Calls(roster, name, credentials is not None, newest, handlers.report)
         try:
             self._flight = _Flight(location, credentials, handlers, self._calls)
         except Exception as error:  # Arrow raises only a general error
@@ -135,11 +138,11 @@ class Server:
 class _Calls:
     """Admission of calls: checks the caller, and limits concurrent calls."""
 
-    def __init__(self, roster: Roster, name: str, credentials: Credentials | None, report: Callable[[str], None]):
+    def __init__(self, roster: Roster, name: str, is_tls: bool, newest: Newest, report: Callable[[str], None]):
         self._roster = roster
         self._name = name
-        self._is_tls = credentials is not None
-        self._newest = Newest(credentials.folder if credentials else None)
+        self._is_tls = is_tls
+        self._newest = newest
         self._report = Limited(report)
         self._running: Counter[str] = Counter()
         self._connections: set[str] = set()
