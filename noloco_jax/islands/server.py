@@ -145,7 +145,7 @@ class _Calls:
         self._newest = newest
         self._report = Limited(report)
         self._running: Counter[str] = Counter()
-        self._connections: set[str] = set()
+        self._connections: dict[str, int] = {}  # of running calls -> messages read of it
         self._lock = threading.Lock()
         self.closing = False
 
@@ -194,10 +194,16 @@ class _Calls:
         for connection in self.connections():
             hang_up(connection)
 
-    def connections(self) -> list[str]:
-        """Return the connections of running calls."""
+    def connections(self) -> dict[str, int]:
+        """Return the connections of running calls, with the number of messages that were read of each."""
         with self._lock:
-            return list(self._connections)
+            return dict(self._connections)
+
+    def has_read(self, connection: str) -> None:
+        """Record that a message of a running call was read."""
+        with self._lock:
+            if connection in self._connections:
+                self._connections[connection] += 1
 
     @contextlib.contextmanager
     def _place(self, caller: str, connection: str) -> Iterator[None]:
@@ -209,13 +215,25 @@ class _Calls:
                     f"{self._name} has {self._running[caller]} calls of {caller} of {self._running.total()} now"
                 )
             self._running[caller] += 1
-            self._connections.add(connection)
+            self._connections[connection] = 0
         try:
             yield
         finally:
             with self._lock:
                 self._running[caller] -= 1
-                self._connections.discard(connection)
+                self._connections.pop(connection, None)  # another program may have had two calls on it
+
+
+class _Counted:
+    """Reader of a call's stream that reports each message read."""
+
+    def __init__(self, reader: Any, has_read: Callable[[], None]):
+        self._reader, self._has_read = reader, has_read
+
+    def read_chunk(self) -> Any:
+        chunk = self._reader.read_chunk()
+        self._has_read()
+        return chunk
 
 
 class _Flight(flight.FlightServerBase):
@@ -247,7 +265,8 @@ class _Flight(flight.FlightServerBase):
 
                 def connect(expects: Expects) -> Channel:
                     writer.begin(SCHEMA)
-                    channel = Channel(opening.caller, reader, writer, expects, deadline, cancel)
+                    counted = _Counted(reader, functools.partial(self._calls.has_read, context.peer()))
+                    channel = Channel(opening.caller, counted, writer, expects, deadline, cancel)
                     stack.push(lambda _, error, __: channel.close(error))
                     return channel
 
