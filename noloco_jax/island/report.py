@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.table import Table
 
 from noloco_jax.files import write_picture
-from noloco_jax.formatting import format_bytes, format_perplexity
+from noloco_jax.formatting import format_bytes, format_percent, format_perplexity
 from noloco_jax.island.log import History, read_log
 from noloco_jax.island.timeline import died, figures_of, links_of, timeline_of
 from noloco_jax.run.metrics import METRICS_FILE, read_metrics
@@ -45,12 +45,15 @@ def row_of(workdir: Path) -> Row:
 
 
 def report_table(rows: Sequence[Row]) -> Table:
-    """Return a table of the islands: rounds, exchanges, lag, bytes, starts, states taken from others, perplexity."""
+    """Return a table of the islands: rounds, exchanges, lag, exposed time, bytes, starts, healings, perplexity."""
     every = [figures_of(row.history) for row in rows]
     gave_way = sum(figures.gave_way for figures in every)
-    title = f"islands (lag: rounds by which corrections were late; gave way {gave_way:.0f} s in all)"
+    title = (
+        "islands (lag: rounds by which corrections were late; exposed: time that training stood still for exchanges; "
+        f"gave way {gave_way:.0f} s of it in all)"
+    )
     table = Table("island", title=title, title_justify="left")
-    for name in ("rounds", "exchanged", "lag", "sent", "starts", "healed", "perplexity"):
+    for name in ("rounds", "exchanged", "lag", "exposed", "sent", "starts", "healed", "perplexity"):
         table.add_column(name, justify="right")
     for (history, perplexity), figures in zip(rows, every, strict=True):
         table.add_row(
@@ -58,6 +61,7 @@ def report_table(rows: Sequence[Row]) -> Table:
             str(figures.rounds),
             f"{figures.met} of {figures.due}" if figures.due else "none due",
             f"{figures.lag:.2f}",
+            "not known" if figures.exposed is None else format_percent(figures.exposed),
             format_bytes(figures.sent),
             str(figures.starts),
             str(figures.healings),

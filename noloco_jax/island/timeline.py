@@ -21,6 +21,8 @@ class Figures(NamedTuple):
       starts: number of processes.
       healings: states taken from donors.
       gave_way: seconds of pauses for slower islands.
+      exposed: share of the time of its rounds that training stood still for exchanges, pauses included; None: no round
+        was timed.
     """
 
     rounds: int
@@ -31,6 +33,7 @@ class Figures(NamedTuple):
     starts: int
     healings: int
     gave_way: float
+    exposed: float | None
 
 
 class Life(NamedTuple):
@@ -84,6 +87,7 @@ def figures_of(history: History) -> Figures:
         starts=len(_of_kind(history, "start")),
         healings=sum(map(_is_healing, outcomes)),
         gave_way=sum(event["gave_way"] for event in _of_kind(history, "round")),
+        exposed=_share_exposed(history),
     )
 
 
@@ -154,6 +158,18 @@ def _lives(history: History) -> list[Life]:
 
 def _of_kind(history: History, kind: str) -> list[dict[str, Any]]:
     return [event for event in history.events if event["event"] == kind]
+
+
+def _share_exposed(history: History) -> float | None:
+    """Return the exposed share of the time from each start, or end of a round, to the next one's end."""
+    exposed = timed = 0.0
+    since: float | None = None
+    for event in history.events:
+        if event["event"] == "round" and "exposed" in event and since is not None:
+            exposed, timed = exposed + event["exposed"], timed + event["time"] - since
+        if event["event"] in ("start", "round"):
+            since = event["time"]
+    return exposed / timed if timed else None
 
 
 def _is_alone(event: Mapping[str, Any]) -> bool:
