@@ -66,7 +66,7 @@ class IslandLog:
           round: the round.
           step: the last inner step.
           gave_way: seconds of pauses for slower islands, since the start.
-          exposed: seconds that training stood still for exchanges, since the start; pauses among them.
+          exposed: seconds that training stood still for exchanges besides, since the start.
         """
         seconds = {"gave_way": gave_way - self._gave_way, "exposed": exposed - self._exposed}
         self._write("round", round=round, step=step, **seconds)

@@ -45,15 +45,14 @@ def row_of(workdir: Path) -> Row:
 
 
 def report_table(rows: Sequence[Row]) -> Table:
-    """Return a table of the islands: rounds, exchanges, lag, exposed time, bytes, starts, healings, perplexity."""
+    """Return a table of the islands: rounds, exchanges, lag, bytes, starts, states taken from others, perplexity."""
     every = [figures_of(row.history) for row in rows]
+    timed, exposed = sum(figures.timed for figures in every), sum(figures.exposed for figures in every)
+    stood_still = f"training stood still for exchanges for {format_percent(exposed / timed)}, " if timed else ""
     gave_way = sum(figures.gave_way for figures in every)
-    title = (
-        "islands (lag: rounds by which corrections were late; exposed: time that training stood still for exchanges; "
-        f"gave way {gave_way:.0f} s of it in all)"
-    )
+    title = f"islands (lag: rounds by which corrections were late; {stood_still}gave way {gave_way:.0f} s in all)"
     table = Table("island", title=title, title_justify="left")
-    for name in ("rounds", "exchanged", "lag", "exposed", "sent", "starts", "healed", "perplexity"):
+    for name in ("rounds", "exchanged", "lag", "sent", "starts", "healed", "perplexity"):
         table.add_column(name, justify="right")
     for (history, perplexity), figures in zip(rows, every, strict=True):
         table.add_row(
@@ -61,7 +60,6 @@ def report_table(rows: Sequence[Row]) -> Table:
             str(figures.rounds),
             f"{figures.met} of {figures.due}" if figures.due else "none due",
             f"{figures.lag:.2f}",
-            "not known" if figures.exposed is None else format_percent(figures.exposed),
             format_bytes(figures.sent),
             str(figures.starts),
             str(figures.healings),
