@@ -33,6 +33,7 @@ LONG = (
         "islands/test_membership",
         "islands/test_meshes",
         "islands/test_killed",
+        "islands/test_processes",
     ),
 )
 # What `-m gpu` runs: tests of numbers, which hold on any device. Those that ask for more GPUs than there are skip.

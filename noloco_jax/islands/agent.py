@@ -21,7 +21,7 @@ from noloco_jax.islands.channel import Channel
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.connections import Connections
 from noloco_jax.islands.frames import ArraySpec, Expects
-from noloco_jax.islands.keys import Credentials, expiry_warning, renewed
+from noloco_jax.islands.keys import Credentials, Newest, expiry_warning, renewed
 from noloco_jax.islands.payload import Arrays, Codec, norm_of, pair_windows
 from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.events import (
@@ -154,8 +154,9 @@ class Agent:
         self.snapshots, self._about = snapshots, dict(about)
         self._changed = threading.Condition(threading.RLock())
         self._connections = Connections()
+        self._newest = Newest(credentials.folder if credentials else None)
         self.clients = {
-            other: Client(roster, name, credentials, other, self._connections)
+            other: Client(roster, name, credentials, other, self._connections, self._newest)
             for other in roster.names
             if other != name
         }
@@ -186,7 +187,7 @@ class Agent:
     def open(self) -> None:
         """Listen, and ask the peers for their status. Raises `UserError` where it cannot listen."""
         handlers = Handlers(self._called, self.snapshots.state, {ABOUT: self._tell_about}, self._report)
-        self._server = Server(self._roster, self._name, self._credentials, handlers)
+        self._server = Server(self._roster, self._name, self._credentials, handlers, newest=self._newest)
         threading.Thread(target=self._tick, daemon=True, name="ticks").start()
         if self._credentials is not None:
             threading.Thread(target=self._watch_keys, daemon=True, name="keys").start()
