@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import re
 from typing import Any
 
 from noloco_jax.config.fields import DataConfig, ModelConfig, TrainConfig
@@ -11,6 +12,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.methods import METHODS
 
 LARGEST_INT = 2**31 - 1
+_KIND = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def validate(config: TrainConfig) -> None:
@@ -53,6 +55,13 @@ def _need_multiple(of_path: str, of: int, by_path: str, by: int) -> None:
 
 
 def _check_model(model: ModelConfig) -> None:
+    if model.kind != "llama":
+        if not _KIND.fullmatch(model.kind):
+            raise UserError(
+                f"model.kind={shown(model.kind)} is neither 'llama' nor a class of one's own: give it as "
+                "--config.model.kind=my_package.my_module:MyModel"
+            )
+        return  # the fields below are not for it, or it checks them itself
     _need_multiple("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads)
     _need_multiple("model.num_heads", model.num_heads, "model.num_kv_heads", model.num_kv_heads)
     head_dim = model.hidden_size // model.num_heads
@@ -125,8 +134,9 @@ def _check_run(config: TrainConfig) -> None:
 
 def _check_outer(config: TrainConfig) -> None:
     outer = config.outer
-    _need_multiple("model.hidden_size", config.model.hidden_size, "outer.fragments", outer.fragments)
-    if config.mesh.fsdp > 1:
+    if config.model.kind == "llama":  # of other models `spmd.sharding` knows the weights
+        _need_multiple("model.hidden_size", config.model.hidden_size, "outer.fragments", outer.fragments)
+    if config.model.kind == "llama" and config.mesh.fsdp > 1:
         part = config.model.hidden_size // config.mesh.fsdp
         _need_multiple("model.hidden_size / mesh.fsdp", part, "outer.fragments", outer.fragments)
     if outer.delay > outer.sync_every:

@@ -34,8 +34,14 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Architecture and precision of the Llama model that every replica trains."""
+    """Architecture and precision of the model that every replica trains."""
 
+    kind: str = setting(
+        "llama",
+        "The model: llama, or a class of one's own as my_package.my_module:MyModel.",
+        on_resume="must match",
+        nonempty=True,
+    )
     hidden_size: int = setting(256, "Width of the residual stream.", on_resume="must match", minimum=1)
     intermediate_size: int = setting(1024, "Width of the feed-forward layers.", on_resume="must match", minimum=1)
     num_layers: int = setting(4, "Number of transformer layers.", on_resume="must match", minimum=1)

@@ -20,11 +20,10 @@ from noloco_jax.data import Tokenizer, check_vocabulary, load_tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.files import folder_of_flag
 from noloco_jax.formatting import format_memory
-from noloco_jax.model.cache import Cache
 from noloco_jax.model.decode import generate
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.model.huggingface_config import max_positions
-from noloco_jax.model.llama import Params
+from noloco_jax.model.kind import Params, kind_of
 from noloco_jax.run.memory import device_memory
 from noloco_jax.run.model_folder import tokenizer_of
 from noloco_jax.run.sample import prompt_ids
@@ -132,7 +131,8 @@ def _checked_prompt(
 
 def _check_length(config: ModelConfig, prompt: int, new: int, trained_length: int | None) -> None:
     """Warn of positions that the model has not seen in training, the text's last tokens; `UserError` if none fit."""
-    size, device = Cache.num_bytes(config, prompt + new), jax.local_devices()[0]
+    cache = jax.eval_shape(lambda: kind_of(config).empty_cache(config, 1, prompt + new))
+    size, device = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)), jax.local_devices()[0]
     available = device_memory(device)
     if available is not None and size > available:
         raise UserError(

@@ -13,6 +13,7 @@ from flax import nnx
 from noloco_jax.config import ModelConfig
 from noloco_jax.model.attention import causal_attention, rotate
 from noloco_jax.model.cache import Cache
+from noloco_jax.model.kind import weight
 
 KERNEL_INIT = nnx.initializers.normal(0.02)
 
@@ -24,21 +25,32 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        def kernel(*shape: int) -> nnx.Param:
-            return nnx.Param(KERNEL_INIT(rngs.params(), shape, config.param_dtype))
+        head_width = config.hidden_size // config.num_heads
+        sizes = {
+            "hidden": config.hidden_size,
+            "ffn": config.intermediate_size,
+            "heads": config.num_heads * head_width,
+            "kv_heads": config.num_kv_heads * head_width,
+        }
 
-        width, ffn = config.hidden_size, config.intermediate_size
-        head_dim = width // config.num_heads
+        def kernel(fan_in: str, fan_out: str) -> nnx.Param:
+            shape = sizes[fan_in], sizes[fan_out]
+            axes = (axis.removeprefix("kv_") for axis in (fan_in, fan_out))
+            return weight(KERNEL_INIT(rngs.params(), shape, config.param_dtype), *axes)
+
+        def norm() -> nnx.Param:
+            return weight(jnp.ones(config.hidden_size, config.param_dtype), None)
+
         self.config = config
-        self.attention_norm = nnx.Param(jnp.ones(width, config.param_dtype))
-        self.q = kernel(width, config.num_heads * head_dim)
-        self.k = kernel(width, config.num_kv_heads * head_dim)
-        self.v = kernel(width, config.num_kv_heads * head_dim)
-        self.o = kernel(config.num_heads * head_dim, width)
-        self.mlp_norm = nnx.Param(jnp.ones(width, config.param_dtype))
-        self.gate = kernel(width, ffn)
-        self.up = kernel(width, ffn)
-        self.down = kernel(ffn, width)
+        self.attention_norm = norm()
+        self.q = kernel("hidden", "heads")
+        self.k = kernel("hidden", "kv_heads")
+        self.v = kernel("hidden", "kv_heads")
+        self.o = kernel("heads", "hidden")
+        self.mlp_norm = norm()
+        self.gate = kernel("hidden", "ffn")
+        self.up = kernel("hidden", "ffn")
+        self.down = kernel("ffn", "hidden")
 
     def __call__(
         self,

@@ -36,14 +36,6 @@ class Cache:
         zero = jnp.zeros([], jnp.int32)
         return cls(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype), zero, zero)
 
-    @staticmethod
-    def num_bytes(config: ModelConfig, max_length: int) -> int:
-        """Return the bytes of keys and values of one sequence."""
-        width = {"float32": 4, "bfloat16": 2}[config.dtype]
-        return (
-            2 * width * config.num_layers * max_length * config.num_kv_heads * (config.hidden_size // config.num_heads)
-        )
-
     def attend(self, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) -> jax.Array:
         """Write a layer's keys and values of T new positions, and let those attend to all positions up to their own.
 

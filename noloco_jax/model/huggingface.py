@@ -24,9 +24,9 @@ from noloco_jax.config import ModelConfig
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable
 from noloco_jax.model.huggingface_config import CONFIG_FILE, config_from_folder, read_json, their_config
-from noloco_jax.model.llama import Params, param_shapes
+from noloco_jax.model.kind import BUILT_IN, Params, param_shapes
 
-__all__ = ["check_new_folder", "config_from_folder", "load_params", "save_folder"]
+__all__ = ["check_has_format", "check_new_folder", "config_from_folder", "load_params", "save_folder"]
 
 # Ours -> theirs. Their kernels are stored [out, in], ours [in, out].
 _LAYER_NAMES = {
@@ -92,6 +92,7 @@ def load_params(folder: str | os.PathLike[str], config: ModelConfig) -> Params:
     Raises `UserError` where the folder is not whole, or holds another model than `config`.
     """
     folder = Path(folder).expanduser()
+    check_has_format(config)
     _check_same_model(folder, config)
     params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), param_shapes(config))
     slots = _slots(config)
@@ -119,6 +120,15 @@ def load_params(folder: str | os.PathLike[str], config: ModelConfig) -> Params:
     if missing:
         raise UserError(f"{folder}: {len(missing)} of {len(slots)} tensors are missing, such as {min(missing)}")
     return params
+
+
+def check_has_format(config: ModelConfig) -> None:
+    """Raise `UserError` for a model that Hugging Face has no format for: any but the built-in one."""
+    if config.kind not in BUILT_IN:
+        raise UserError(
+            f"model.kind={config.kind!r} has no format of Hugging Face's, to which only {', '.join(BUILT_IN)} is "
+            "converted: read its weights with noloco_jax.run.trained_model.load_for_export"
+        )
 
 
 def _check_same_model(folder: Path, config: ModelConfig) -> None:

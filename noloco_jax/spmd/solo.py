@@ -58,7 +58,7 @@ def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
     """
     make_outer = method_of(config).outer_optimizer
     assert make_outer is not None
-    fragments = sharding.fragments_of(config.outer.fragments)
+    fragments = sharding.fragments_of(config.model, config.outer.fragments)
     outer = make_outer(config, SLOT, fragments)
     params, _, state = programs.state
     placed = shardings_of((params, state))

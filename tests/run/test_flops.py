@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from noloco_jax.config import TrainConfig, from_dict
-from noloco_jax.model.llama import param_shapes
+from noloco_jax.model.kind import param_shapes
 from noloco_jax.run.flops import mfu, model_flops_per_token, newton_schulz_flops
 from noloco_jax.spmd.muon import newton_schulz
 

@@ -1,0 +1,111 @@
+"""A model of a user's own, `support/own_model.py`, in every mode of use: the trainer knows it by its name alone."""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from noloco_jax.config import MeshConfig, OuterConfig, TrainConfig
+from noloco_jax.model import kind
+from noloco_jax.model.decode import generate
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import build_programs
+from support import modes, processes
+from support.layouts import some_devices
+from support.model_makers import random_params
+
+KIND = "support.own_model:Model"
+LAYERED = "support.own_model:Layered"
+
+
+def own(config: TrainConfig, kind: str = KIND) -> TrainConfig:
+    """The configuration with a model of one's own."""
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, kind=kind))
+
+
+@pytest.mark.parametrize("outer", [OuterConfig(sync_every=2), OuterConfig(sync_every=2, fragments=4, wire="int8")])
+def test_outer_steps_are_the_same_in_an_own_loop_one_program_and_islands(outer, tmp_path):
+    config = own(dataclasses.replace(modes.CONFIG, outer=outer))
+    expected = modes.own_loop(config)
+    for mesh in (MeshConfig(replica=2), MeshConfig(replica=2, fsdp=2)):
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), modes.one_program(config, mesh), expected
+        )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), modes.islands(config, tmp_path), expected)
+
+
+def losses(config: TrainConfig, num_devices: int, optimizer: str = "adam") -> np.ndarray:
+    """Losses of the replicas in six inner steps on one batch."""
+    inner = dataclasses.replace(config.inner, optimizer=optimizer, lr=1e-2, warmup_steps=1)
+    config = dataclasses.replace(config, inner=inner)
+    programs = build_programs(config, make_mesh(config, some_devices(num_devices)))
+    params, inner_state, _ = programs.init(jax.random.key(0))
+    rng = np.random.default_rng(0)
+    batch = {
+        name: jax.device_put(rng.integers(0, config.model.vocab_size, x.shape).astype(np.int32), x.sharding)
+        for name, x in programs.batch.items()
+    }
+    found = []
+    for step in range(1, 7):
+        params, inner_state, metrics = programs.inner_step(params, inner_state, batch, np.int32(step))
+        found.append(np.asarray(metrics.loss))
+    return np.stack(found)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_the_loss_falls_alike_on_one_device_and_with_replicas_sharded(optimizer):
+    whole = losses(own(dataclasses.replace(modes.CONFIG, mesh=MeshConfig(replica=1))), 1, optimizer)
+    cube = own(dataclasses.replace(modes.CONFIG, mesh=MeshConfig(replica=2, fsdp=2, tensor=2)))
+    assert all(later < earlier for earlier, later in itertools.pairwise(whole.mean(axis=1)))
+    np.testing.assert_allclose(losses(cube, 8, optimizer), whole, rtol=1e-5)
+
+
+@pytest.mark.parametrize("routing", ["fixed", "random"])
+def test_a_model_in_stages_is_the_same_on_their_own_devices_as_one_after_another(routing):
+    config = own(dataclasses.replace(modes.CONFIG, num_microbatches=2), LAYERED)
+    cut = dataclasses.replace(config, mesh=MeshConfig(replica=4, stage=2, routing=routing))
+    virtual = dataclasses.replace(config, mesh=MeshConfig(replica=1, stage=2, routing=routing))
+    expected = losses(virtual, 1)
+    np.testing.assert_allclose(losses(cut, 8), expected, rtol=1e-5)
+    if routing == "fixed":
+        whole = dataclasses.replace(config, mesh=MeshConfig(replica=1))
+        np.testing.assert_allclose(losses(whole, 1), expected, rtol=1e-5)
+
+
+def test_generation_takes_the_likeliest_token_after_each_whole_pass():
+    config = own(modes.CONFIG).model
+    params = random_params(config)
+    ids = np.asarray(generate(config, params, np.asarray([[5, 9, 2]]), max_new_tokens=6))[0]
+    model = kind.from_params(config, params)
+    for position in range(3, 9):
+        logits_TV = model.logits(model.hidden(ids[None, :position]))[0]
+        assert ids[position] == np.argmax(logits_TV[-1])
+
+
+def test_a_run_over_fsdp_that_is_killed_continues_bitwise(config):
+    flags = (f"--config.model.kind={KIND}", "--config.mesh.fsdp=2", "--config.mesh.replica=2")
+    whole, killed = config.parent / "whole", config.parent / "killed"
+    [(status, output)] = processes.run(config, whole, *flags, devices=4)
+    assert status == 0, output
+    run = processes.start(config, killed, *flags, devices=4, seconds_per_step=0.1)
+    processes.wait_until(processes.reached(killed, 10), run)
+    processes.kill(run)
+    [(status, output)] = processes.run(config, killed, *flags, devices=4)
+    assert status == 0 and "resuming from the checkpoint of step" in output, output
+    assert processes.metrics(killed) == processes.metrics(whole)
+    mine, theirs = processes.weights(killed), processes.weights(whole)
+    assert set(theirs) == {"['tokens']", "['turn']", "['scale']", "['answers']"}
+    for name in theirs:
+        np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
+    perplexities = [line["perplexity"] for line in processes.metrics(whole) if line["kind"] == "eval"]
+    assert perplexities[-1] < 0.5 * 259
+
+
+def test_a_wrong_kind_is_a_line_before_any_data_are_read(config):
+    [(status, output)] = processes.run(
+        config, config.parent / "wrong", "--config.model.kind=no_such:Model", "--config.data.path=no_such_folder"
+    )
+    assert status == 2
+    assert "model.kind='no_such:Model': the module no_such cannot be imported" in output
