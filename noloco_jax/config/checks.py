@@ -62,14 +62,16 @@ def _check_model(model: ModelConfig) -> None:
                 "--config.model.kind=my_package.my_module:MyModel"
             )
         return  # the fields below are not for it, or it checks them itself
-    _need_multiple("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads)
+    if model.head_dim is None:
+        _need_multiple("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads)
     _need_multiple("model.num_heads", model.num_heads, "model.num_kv_heads", model.num_kv_heads)
-    head_dim = model.hidden_size // model.num_heads
-    if head_dim % 2:
-        raise UserError(
-            f"model.hidden_size={model.hidden_size} over model.num_heads={model.num_heads} gives heads of {head_dim}, "
-            "which rotary embedding cannot pair up: make it even"
+    if model.head_size % 2:
+        which = (
+            f"model.hidden_size={model.hidden_size} over model.num_heads={model.num_heads} gives heads of"
+            if model.head_dim is None
+            else "model.head_dim is"
         )
+        raise UserError(f"{which} {model.head_size}, which rotary embedding cannot pair up: make it even")
     rope = model.rope_scaling
     if rope is not None and rope.low_freq_factor >= rope.high_freq_factor:
         raise UserError(

@@ -1,7 +1,7 @@
 """Continue a text with a trained model, greedily or by sampling.
 
 python -m noloco_jax.generate --workdir=DIR --prompt="def "                         # the mean of a run's replicas
-python -m noloco_jax.generate --model=FOLDER --prompt="Once" --temperature=0.8      # a Hugging Face Llama folder
+python -m noloco_jax.generate --model=FOLDER --prompt="Once" --temperature=0.8      # a Hugging Face folder
 """
 
 import argparse
@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.generate")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", type=Path, help="a Hugging Face folder of a Llama, weights as safetensors")
+    source.add_argument(
+        "--model", type=Path, help="a Hugging Face folder of a Llama, Mistral, Qwen 2 or 3, weights as safetensors"
+    )
     source.add_argument("--workdir", type=folder_of_flag, help="a run's folder, with a checkpoint in it")
     parser.add_argument("--replica", type=int, help="of the run, counted from 0; without it, the mean of all replicas")
     parser.add_argument("--tokenizer", help='for --model without one: a tokenizer\'s name or folder, or "byte"')

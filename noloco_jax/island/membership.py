@@ -32,7 +32,7 @@ from noloco_jax.spmd.solo import SoloPrograms, compile_solo
 ISLAND_FILE = "island.json"
 # Groups and fields of a configuration that all islands must have equal; all others may differ.
 # Fields of `model` that earlier versions lack, with the values that changed nothing: islands of both meet.
-_LATER_FIELDS = {"kind": "llama"}
+_LATER_FIELDS = {"kind": "llama", "head_dim": None, "qkv_bias": False, "qk_norm": False, "sliding_window": None}
 COMMON = ("method", "num_steps", "num_replicas", "seed", "model", "inner", "outer")
 
 

@@ -154,7 +154,7 @@ class Model(nnx.Module):
         return len(axes) - axes.count("layer") == 2 and "vocab" not in axes
 
     @classmethod
-    def forward_flops(cls, config: ModelConfig, length: int) -> int:
+    def forward_flops(cls, config: ModelConfig, length: int) -> float:
         """Count the floating-point operations of one token's forward pass in a sequence of `length` tokens.
 
         Here: 2 for each weight of a matrix, but for tables whose first axis is "vocab", which are looked up.

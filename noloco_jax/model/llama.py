@@ -1,11 +1,15 @@
-"""Llama as a Flax NNX module: by itself in a loop of one's own, and merged from a parameter dict in the trainer.
+"""Llama and its kin, Mistral and Qwen 2 and 3, as a Flax NNX module.
+
+It is trained by itself in a loop of one's own, and merged from a parameter dict in the trainer.
 
 The parameters are one plain nested dict of arrays, the layers stacked on a leading axis:
 
     {"embed": (V, D),
      "blocks": {"attention_norm": (L, D), "q": (L, D, H*K), "k": (L, D, G*K), "v": (L, D, G*K), "o": (L, H*K, D),
+                "q_bias": (L, H*K), "k_bias": (L, G*K), "v_bias": (L, G*K), "q_norm": (L, K), "k_norm": (L, K),
                 "mlp_norm": (L, D), "gate": (L, D, F), "up": (L, D, F), "down": (L, F, D)},
-     "norm": (D,), "head": (D, V)}                         ("head" is absent when the embedding serves as the head)
+     "norm": (D,), "head": (D, V)}
+    ("head" is absent when the embedding serves as the head, biases and head norms where the configuration has none)
 
 Axes: B batch, T positions, D hidden width, F feed-forward width, V vocabulary, L layers, H heads, G key-value heads,
 K head width.
@@ -108,17 +112,29 @@ class Llama(Model):
         return self.embed[...].T if self.config.tie_embeddings else self.head[...]
 
     @classmethod
-    def forward_flops(cls, config: ModelConfig, length: int) -> int:
+    def forward_flops(cls, config: ModelConfig, length: int) -> float:
         """Count 2 operations per weight of a matrix multiplication, and causal attention's products of scores, values.
 
-        Of the T x T scores half are counted: 2 products x 2 x T/2 x heads x head size per layer. A document mask
-        changes nothing, so that runs with and without it are comparable.
+        Of the T x T scores half are counted: 2 products x 2 x T/2 x heads x head size per layer; with a window of
+        W < T tokens, W - W²/2T in place of T/2. A document mask changes nothing, so that runs with and without it are
+        comparable.
         """
-        head_size = config.hidden_size // config.num_heads
-        queries, keys = config.num_heads * head_size, config.num_kv_heads * head_size
+        queries, keys = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        window = length if config.sliding_window is None else min(config.sliding_window, length)
         layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
         weights = config.num_layers * layer + config.hidden_size * config.vocab_size
-        return 2 * weights + config.num_layers * 2 * length * queries
+        return 2 * weights + config.num_layers * 4 * (window - window * window / (2 * length)) * queries
+
+    @classmethod
+    def kept_numbers(cls, config: ModelConfig) -> int:
+        """Estimate what a backward pass needs: here also of heads that are wider or narrower than the stream.
+
+        A window leaves it as it is, since scores are not kept.
+        """
+        queries = config.num_heads * config.head_size
+        everything = 6 * config.hidden_size + 4 * queries + 4 * config.intermediate_size
+        kept = {"none": everything, "dots": 2 * config.hidden_size + 4 * queries, "full": 0, "stage": 0}
+        return config.num_layers * (kept[config.remat] + config.hidden_size)
 
     @classmethod
     def empty_cache(cls, config: ModelConfig, batch_size: int, max_length: int) -> Cache:
@@ -130,8 +146,7 @@ class Llama(Model):
 
     def _rotation(self, positions_T: jax.Array) -> tuple[jax.Array, jax.Array]:
         config = self.config
-        head_dim = config.hidden_size // config.num_heads
-        return rotation(inverse_frequencies(head_dim, config.rope_theta, config.rope_scaling), positions_T)
+        return rotation(inverse_frequencies(config.head_size, config.rope_theta, config.rope_scaling), positions_T)
 
 
 def _recomputed(config: ModelConfig, layer: Callable) -> Callable:

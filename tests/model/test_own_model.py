@@ -10,10 +10,8 @@ import pytest
 from noloco_jax.config import MeshConfig, OuterConfig, TrainConfig
 from noloco_jax.model import kind
 from noloco_jax.model.decode import generate
-from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import build_programs
 from support import modes, processes
-from support.layouts import some_devices
+from support.inner_steps import losses
 from support.model_makers import random_params
 
 KIND = "support.own_model:Model"
@@ -25,7 +23,7 @@ def own(config: TrainConfig, kind: str = KIND) -> TrainConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, kind=kind))
 
 
-@pytest.mark.parametrize("outer", [OuterConfig(sync_every=2), OuterConfig(sync_every=2, fragments=4, wire="int8")])
+@pytest.mark.parametrize("outer", [OuterConfig(sync_every=2), OuterConfig(sync_every=2, fragments=4)])
 def test_outer_steps_are_the_same_in_an_own_loop_one_program_and_islands(outer, tmp_path):
     config = own(dataclasses.replace(modes.CONFIG, outer=outer))
     expected = modes.own_loop(config)
@@ -36,30 +34,12 @@ def test_outer_steps_are_the_same_in_an_own_loop_one_program_and_islands(outer, 
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), modes.islands(config, tmp_path), expected)
 
 
-def losses(config: TrainConfig, num_devices: int, optimizer: str = "adam") -> np.ndarray:
-    """Losses of the replicas in six inner steps on one batch."""
-    inner = dataclasses.replace(config.inner, optimizer=optimizer, lr=1e-2, warmup_steps=1)
-    config = dataclasses.replace(config, inner=inner)
-    programs = build_programs(config, make_mesh(config, some_devices(num_devices)))
-    params, inner_state, _ = programs.init(jax.random.key(0))
-    rng = np.random.default_rng(0)
-    batch = {
-        name: jax.device_put(rng.integers(0, config.model.vocab_size, x.shape).astype(np.int32), x.sharding)
-        for name, x in programs.batch.items()
-    }
-    found = []
-    for step in range(1, 7):
-        params, inner_state, metrics = programs.inner_step(params, inner_state, batch, np.int32(step))
-        found.append(np.asarray(metrics.loss))
-    return np.stack(found)
-
-
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
 def test_the_loss_falls_alike_on_one_device_and_with_replicas_sharded(optimizer):
-    whole = losses(own(dataclasses.replace(modes.CONFIG, mesh=MeshConfig(replica=1))), 1, optimizer)
+    whole = losses(own(dataclasses.replace(modes.CONFIG, mesh=MeshConfig(replica=1))), 1, optimizer=optimizer)
     cube = own(dataclasses.replace(modes.CONFIG, mesh=MeshConfig(replica=2, fsdp=2, tensor=2)))
     assert all(later < earlier for earlier, later in itertools.pairwise(whole.mean(axis=1)))
-    np.testing.assert_allclose(losses(cube, 8, optimizer), whole, rtol=1e-5)
+    np.testing.assert_allclose(losses(cube, 8, optimizer=optimizer), whole, rtol=1e-5)
 
 
 @pytest.mark.parametrize("routing", ["fixed", "random"])
