@@ -38,17 +38,23 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+
+
+def sizes(**others: Any) -> dict[str, Any]:
+    return SIZES | others
+
+
 MODELS = {
-    "llama2": transformers.LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
-    "llama3": transformers.LlamaConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
-    "llama3_1": transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3),
-    "smollm": transformers.LlamaConfig(**SIZES | {"tie_word_embeddings": True, "num_key_value_heads": 1}),
-    "mistral": transformers.MistralConfig(**SIZES, sliding_window=WINDOW, head_dim=8),
-    "qwen2": transformers.Qwen2Config(**SIZES, use_sliding_window=False),
+    "llama2": transformers.LlamaConfig(**sizes(num_key_value_heads=4)),
+    "llama3": transformers.LlamaConfig(**sizes(rope_parameters={"rope_type": "default", "rope_theta": 500000.0})),
+    "llama3_1": transformers.LlamaConfig(**sizes(rope_parameters=LLAMA3)),
+    "smollm": transformers.LlamaConfig(**sizes(tie_word_embeddings=True, num_key_value_heads=1)),
+    "mistral": transformers.MistralConfig(**sizes(sliding_window=WINDOW, head_dim=8)),
+    "qwen2": transformers.Qwen2Config(**sizes(use_sliding_window=False)),
     "qwen2_window": transformers.Qwen2Config(
-        **SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=0
+        **sizes(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=0)
     ),
-    "qwen3": transformers.Qwen3Config(**SIZES | {"tie_word_embeddings": True}, head_dim=8),
+    "qwen3": transformers.Qwen3Config(**sizes(tie_word_embeddings=True, head_dim=8)),
 }
 
 
