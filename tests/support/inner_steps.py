@@ -36,4 +36,16 @@ def losses(config: TrainConfig, num_devices: int, start: Any = None, **inner: An
     for step in range(1, 7):
         params, inner_state, metrics = programs.inner_step(params, inner_state, batch, np.int32(step))
         found.append(np.asarray(metrics.loss))
+    assert_copies_are_equal(params)
     return np.stack(found)
+
+
+def assert_copies_are_equal(params: Any) -> None:
+    """What several devices hold of a parameter, such as a norm on each stage, is bitwise the same on all."""
+    for path, x in jax.tree.leaves_with_path(params):
+        first: dict[str, np.ndarray] = {}
+        for shard in x.addressable_shards:
+            copy = np.asarray(shard.data)
+            np.testing.assert_array_equal(
+                copy, first.setdefault(str(shard.index), copy), err_msg=jax.tree_util.keystr(path)
+            )
