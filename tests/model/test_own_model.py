@@ -13,6 +13,7 @@ from noloco_jax.model.decode import generate
 from support import modes, processes
 from support.inner_steps import losses
 from support.model_makers import random_params
+from support.readmes import python_examples
 
 KIND = "support.own_model:Model"
 LAYERED = "support.own_model:Layered"
@@ -81,6 +82,17 @@ def test_a_run_over_fsdp_that_is_killed_continues_bitwise(config):
         np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
     perplexities = [line["perplexity"] for line in processes.metrics(whole) if line["kind"] == "eval"]
     assert perplexities[-1] < 0.5 * 259
+
+
+def test_the_readmes_model_trains_by_its_name_alone(config):
+    ((page, example),) = python_examples("# my_model.py")
+    folder = config.parent / "users"
+    folder.mkdir()
+    (folder / "my_model.py").write_text(example)
+    flags = ("--config.model.kind=my_model:Recurrent", "--config.sample_tokens=4", "--config.sample_prompt=a")
+    workdir = processes.trained(config, "readme", *flags, folders=[folder])
+    perplexities = [line["perplexity"] for line in processes.metrics(workdir) if line["kind"] == "eval"]
+    assert page == "noloco_jax/README.md" and perplexities[-1] < 0.5 * 259
 
 
 def test_a_wrong_kind_is_a_line_before_any_data_are_read(config):
