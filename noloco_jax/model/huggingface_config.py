@@ -100,7 +100,8 @@ def _window_of(path: Path, theirs: dict[str, Any]) -> int | None:
     if not theirs.get("use_sliding_window"):
         return None
     num_layers = theirs["num_hidden_layers"]
-    first = min(theirs.get("max_window_layers", 28), num_layers)
+    given = theirs.get("max_window_layers")
+    first = min(28 if given is None else given, num_layers)
     layers = theirs.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
     kinds = sorted(set(layers))
     if len(kinds) > 1:

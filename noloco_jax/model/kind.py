@@ -70,6 +70,8 @@ def _axes(variable: Any, ndim: int) -> Axes:
 class Stages(NamedTuple):
     """Fields of a model that can be cut into pipeline stages, which are all that it has.
 
+    D, the width of the stream between layers, is `config.hidden_size`.
+
     Attributes:
       embedding: (V, D) with axes "vocab" and "hidden", for `embed_tokens`; each stage has a part of the tokens.
       layers: weights that begin with the axis "layer", for `run_blocks`; each stage has a part of the layers.
@@ -233,6 +235,7 @@ def stages_of(config: ModelConfig) -> Stages:
     return stages
 
 
+@functools.cache
 def check_kind(config: ModelConfig, num_stages: int) -> None:
     """Check that the configuration's model can be made, cut into stages and differentiated, without computing anything.
 

@@ -286,6 +286,46 @@ def test_muon_takes_no_bias_and_no_norm():
     assert taken == {"q", "k", "v", "o", "gate", "up", "down"}
 
 
+def test_the_memory_estimate_grows_by_the_queries_keys_values_and_mixed_values_of_wider_heads():
+    plain = dataclasses.replace(EVERYTHING, head_dim=None)
+    assert Llama.kept_numbers(dataclasses.replace(EVERYTHING, head_dim=8)) == Llama.kept_numbers(plain)
+    wider = dataclasses.replace(EVERYTHING, head_dim=8 + 6)
+    assert Llama.kept_numbers(wider) - Llama.kept_numbers(plain) == 2 * 4 * (4 * 6)  # layers, arrays, heads x width
+
+
+# Entries of config.json files on the hub that decide the family, as their owners wrote them before transformers 5.
+ON_THE_HUB = {
+    "mistralai/Mistral-7B-v0.1": (
+        {"model_type": "mistral", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+        | {"intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 32000, "rms_norm_eps": 1e-05}
+        | {"rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False, "hidden_act": "silu"},
+        {"head_dim": None, "sliding_window": 4096, "qkv_bias": False, "qk_norm": False},
+    ),
+    "Qwen/Qwen2.5-0.5B": (
+        {"model_type": "qwen2", "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2}
+        | {"intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151936, "rms_norm_eps": 1e-06}
+        | {"rope_theta": 1000000.0, "sliding_window": 32768, "use_sliding_window": False, "max_window_layers": 24}
+        | {"tie_word_embeddings": True, "hidden_act": "silu"},
+        {"head_dim": None, "sliding_window": None, "qkv_bias": True, "qk_norm": False, "tie_embeddings": True},
+    ),
+    "Qwen/Qwen3-0.6B": (
+        {"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8}
+        | {"intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936, "rms_norm_eps": 1e-06}
+        | {"rope_theta": 1000000, "rope_scaling": None, "sliding_window": None, "use_sliding_window": False}
+        | {"head_dim": 128, "attention_bias": False, "max_window_layers": 28, "tie_word_embeddings": True},
+        {"head_dim": 128, "sliding_window": None, "qkv_bias": False, "qk_norm": True, "rope_theta": 1e6},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ON_THE_HUB)
+def test_configs_in_the_form_before_transformers_5_are_read(name, tmp_path):
+    entries, expected = ON_THE_HUB[name]
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    read = from_dict({"model": config_from_folder(tmp_path)}).model
+    assert {field: getattr(read, field) for field in expected} == expected
+
+
 def test_fragments_that_do_not_divide_a_norm_of_heads_are_refused():
     config = run_of(MeshConfig(replica=1))
     config = dataclasses.replace(config, outer=dataclasses.replace(config.outer, fragments=4))
