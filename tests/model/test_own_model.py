@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import MeshConfig, OuterConfig, TrainConfig
+from noloco_jax.errors import UserError
+from noloco_jax.island.command import main as island
 from noloco_jax.model import kind
 from noloco_jax.model.decode import generate
 from support import modes, processes
+from support.archipelago import Archipelago
 from support.inner_steps import losses
 from support.model_makers import random_params
 from support.readmes import python_examples
@@ -82,6 +85,28 @@ def test_a_run_over_fsdp_that_is_killed_continues_bitwise(config):
         np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
     perplexities = [line["perplexity"] for line in processes.metrics(whole) if line["kind"] == "eval"]
     assert perplexities[-1] < 0.5 * 259
+
+
+def test_islands_meet_and_one_that_is_killed_resumes(config, tmp_path):
+    arguments = (f"--config={config}", f"--config.model.kind={KIND}", "--config.num_replicas=2", "--config.mesh.fsdp=2")
+    names = ("berlin", "paris")
+    environment = processes.environment(config, devices=2)
+    with Archipelago(tmp_path, names, arguments, environment, seconds_per_step=0.3) as islands:
+        for name in names:
+            islands.start(name)
+        running = list(islands.running.values())
+        assert processes.wait_until(lambda: islands.step("paris") >= 10, running), islands.said("paris")[-3000:]
+        islands.kill("paris")
+        islands.start("paris")
+        for name in names:
+            assert islands.running[name].wait(processes.PATIENCE) == 0, islands.said(name)[-3000:]
+        assert "resuming from the checkpoint of step" in islands.said("paris")
+        for name in names:
+            assert any(line["outcome"] == "met" for line in islands.lines(name, "exchange"))
+            assert islands.lines(name, "eval")[-1]["perplexity"] < 0.5 * 259
+    merge = ["merge", "--workdirs", *(str(islands.workdir(name)) for name in names), f"--out={tmp_path / 'merged'}"]
+    with pytest.raises(UserError, match="has no format of Hugging Face's"):
+        island(merge)
 
 
 def test_the_readmes_model_trains_by_its_name_alone(config):
