@@ -22,7 +22,7 @@ from noloco_jax.islands.query import About, ask_about, check_finite, clients_of,
 from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.start import ISLAND_FILE
 from noloco_jax.islands.steps import weight_specs
-from noloco_jax.model.llama import param_shapes
+from noloco_jax.model.kind import param_shapes
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.evaluate import own_perplexity
 from noloco_jax.spmd.mesh import make_mesh

@@ -88,7 +88,7 @@ def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
     """
     make_outer = method_of(config).outer_optimizer
     assert make_outer is not None
-    outer = make_outer(config, SLOT, sharding.fragments_of(config.outer.fragments))
+    outer = make_outer(config, SLOT, sharding.fragments_of(config.model, config.outer.fragments))
     params, _, state = programs.state
     assert state is not None
     moments = build_moments(config, outer, params)

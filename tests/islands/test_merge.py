@@ -28,7 +28,7 @@ from noloco_jax.islands.snapshots import ABOUT, Snapshots
 from noloco_jax.islands.start import ISLAND_FILE, begin
 from noloco_jax.islands.steps import weight_specs
 from noloco_jax.model.huggingface import config_from_folder, load_params
-from noloco_jax.model.llama import param_shapes
+from noloco_jax.model.kind import param_shapes
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
