@@ -158,7 +158,7 @@ class CatchUp:
         mixed = {name: _mixed(f"{context.name} {name} {self._sweeps}") for name in context.peers}
         names = sorted(mixed, key=lambda name: (name in self._heard, mixed[name]))
         waits = self.is_ready and not self.training and context.now < self._start_deadline
-        request = StatusRequest(context.identity, until_ready=waits)
+        request = StatusRequest(context.identity, until_ready=waits, news=context.news)
         asked = {context.open(name, request): name for name in names[:ASKED_AT_ONCE]}
         self._sweep = Sweep(context.now + context.settings.answer_seconds, asked, waits)
         self._decide_when_all_are_heard()
@@ -263,7 +263,8 @@ class CatchUp:
         if sweep is not None and channel in sweep.asked:
             name = sweep.asked[channel]
             if isinstance(header, Status):
-                context.peers[name].told(header.incarnation, header.round, context.now)
+                if name in context.peers:  # not removed meanwhile
+                    context.peers[name].told(header.incarnation, header.round, context.now)
                 context.is_known_as(header.yours)
                 sweep.heard(channel, header, context.round)
             else:
