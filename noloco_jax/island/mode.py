@@ -16,6 +16,7 @@ from noloco_jax.island.log import IslandLog
 from noloco_jax.island.membership import Membership
 from noloco_jax.island.sync import IslandSync
 from noloco_jax.islands.agent import Agent
+from noloco_jax.islands.entries import MEMBERS_FILE, members_at
 from noloco_jax.islands.keys import credentials_for
 from noloco_jax.islands.roster import Roster
 from noloco_jax.run.checkpoint import Checkpointer
@@ -113,7 +114,8 @@ class IslandMode:
 def train_island(config: TrainConfig, roster: Roster, flags: argparse.Namespace) -> int:
     """Train as the island that the flags name; check everything before compiling."""
     credentials = credentials_for(roster, flags.name, flags.keys)
-    member = Membership(roster, flags.name, credentials, pace=flags.pace, linger=flags.linger)
+    members = members_at(flags.workdir / MEMBERS_FILE, roster, credentials)
+    member = Membership(roster, flags.name, credentials, pace=flags.pace, linger=flags.linger, members=members)
     if not 0 <= flags.linger < math.inf:
         raise UserError(f"--linger={flags.linger}: give seconds, 0 to leave at once")
     member.check(config)

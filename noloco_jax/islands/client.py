@@ -17,7 +17,7 @@ from noloco_jax.islands.frames import PIECE_BYTES, SCHEMA, ArraySpec, Expects
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.peer_errors import BrokenError, EndedError, PeerError, RefusedError
 from noloco_jax.islands.probe import why_unreachable
-from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.roster import Address, Roster
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", 4 * PIECE_BYTES),  # limits what a message may allocate
@@ -60,6 +60,10 @@ class Client:
     def renew(self, credentials: Credentials) -> None:
         """Use other keys from the next call on."""
         self._credentials = credentials
+
+    def move(self, address: Address) -> None:
+        """Call the peer at another address from the next call on."""
+        self._address = address
 
     def action(self, call: str, argument: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Call a small action and return its answer.

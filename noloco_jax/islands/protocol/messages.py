@@ -343,6 +343,11 @@ def from_json(values: Any) -> Header:
     return _made(KINDS[values["kind"]], fields, values["kind"])
 
 
+def entry_from_json(values: Any) -> Entry:
+    """Parse a membership entry; raise `HeaderError` for anything else."""
+    return _made(Entry, values, "entry")
+
+
 def _made(kind: type, values: Any, where: str) -> Any:
     types_of = typing.get_type_hints(kind)
     if kind is ExchangeId and isinstance(values, list | tuple) and len(values) == len(types_of):
