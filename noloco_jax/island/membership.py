@@ -13,7 +13,7 @@ from noloco_jax.data import renumbered
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
 from noloco_jax.islands.agent import Agent
-from noloco_jax.islands.entries import MEMBERS_FILE, known_roster
+from noloco_jax.islands.entries import MEMBERS_FILE, known_roster, write_members
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.partners import partner_in
 from noloco_jax.islands.payload import codec_of, specs_of
@@ -193,6 +193,8 @@ class Membership:
             {"identity": asdict(identity), "config": to_dict(config), "tokenizer": fingerprint},
             workdir / MEMBERS_FILE,
         )
+        if self.members.entries:
+            write_members(workdir / MEMBERS_FILE, self.roster, self.members.entries)
         try:
             agent.open()
             if _until(agent.admitted, is_stopping):

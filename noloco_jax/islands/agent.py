@@ -329,13 +329,22 @@ class Agent:
     def unfinished(self, ask_seconds: float = 0.0) -> list[str]:
         """Return the islands not known to have taken all steps; ask them first where `ask_seconds` is positive."""
         with self._changed:
-            names = [name for name, peer in self._protocol.peers.items() if not peer.finished]
+            names = self._unfinished()
         answers = ask_all({name: self.clients[name] for name in names}, ask_seconds) if ask_seconds else {}
         with self._changed:
             for name, answer in answers.items():
-                if isinstance(answer, Status) and answer.finished:
+                if isinstance(answer, Status) and answer.finished and name in self._protocol.peers:
                     self._protocol.peers[name].finished = True
-            return [name for name, peer in self._protocol.peers.items() if not peer.finished]
+            return self._unfinished()
+
+    def active(self) -> tuple[str, ...]:
+        """Return the members of the last round, by their ids."""
+        with self._changed:
+            return self._protocol.members.active(max(self._protocol.round, 0))
+
+    def _unfinished(self) -> list[str]:
+        active, peers = self.active(), self._protocol.peers
+        return [name for name in active if name in peers and not peers[name].finished]
 
     def close(self) -> None:
         """Leave, and end all calls."""

@@ -1,0 +1,103 @@
+"""Real processes over TLS: a third island joins two that train, one is removed, and nobody is restarted."""
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from noloco_jax.island.command import main as island
+from support import processes
+from support.paths import ROOT
+from support.ports import free_ports
+
+pytestmark = pytest.mark.timeout(600)
+
+FOUNDERS = ("paris", "rome")
+
+
+class Group:
+    """Processes of islands, each with a workdir and a log beside the roster and the keys."""
+
+    def __init__(self, config: Path, folder: Path):
+        self.config, self.folder = config, folder
+        self.ports = dict(zip((*FOUNDERS, "oslo"), free_ports(3), strict=True))
+        self.running: dict[str, subprocess.Popen[str]] = {}
+        islands = [f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{self.ports[name]}"' for name in FOUNDERS]
+        (folder / "roster.toml").write_text('run = "test"\n' + "\n".join(islands))
+        assert island(["keys", f"--roster={folder / 'roster.toml'}", f"--out={folder / 'keys'}"]) == 0
+
+    def start(self, name: str, command: str, *flags: str) -> None:
+        paced = [sys.executable, "-m", "support.paced", "0.1", "noloco_jax.island", command]
+        with (self.folder / f"{name}.log").open("a") as output:
+            self.running[name] = subprocess.Popen(
+                [*paced, *flags, "--linger=0", f"--workdir={self.folder / name}"],
+                env=processes.environment(self.config),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+
+    def train(self, name: str) -> None:
+        """Start a founder."""
+        fields = {"num_replicas": 2, "num_steps": 4000, "eval_every": 4000, "checkpoint_every": 4000}
+        flags = {"roster": self.folder / "roster.toml", "name": name, "keys": self.folder / "keys" / name}
+        flags |= {"config": self.config, **{f"config.{field}": value for field, value in fields.items()}}
+        self.start(name, "train", *(f"--{flag}={value}" for flag, value in flags.items()))
+
+    def met(self, name: str, other: str, after: int = -1) -> bool:
+        lines = [line for line in processes.metrics(self.folder / name) if line["kind"] == "exchange"]
+        return any(x["partner"] == other and x["outcome"] in ("met", "late") and x["round"] > after for x in lines)
+
+    def round(self, name: str) -> int:
+        lines = [line for line in processes.metrics(self.folder / name) if line["kind"] == "exchange"]
+        return max((line["round"] for line in lines), default=-1)
+
+    def said(self, name: str) -> str:
+        return re.sub(r"\s+", " ", (self.folder / f"{name}.log").read_text())
+
+    def wait(self, condition) -> None:
+        logs = "\n".join(f"{name}: {self.said(name)[-1500:]}" for name in self.running)
+        assert processes.wait_until(condition, list(self.running.values()), 240), logs
+
+
+@pytest.fixture
+def group(config, tmp_path):
+    made = Group(config, tmp_path)
+    yield made
+    processes.kill(list(made.running.values()))
+
+
+def test_an_island_joins_two_that_train_and_another_is_removed(group, capsys):
+    folder, keys = group.folder, f"--keys={group.folder / 'keys'}"
+    for name in FOUNDERS:
+        group.train(name)
+    group.wait(lambda: group.met("paris", "rome"))
+
+    assert island(["invite", "--name=oslo", f"--address=127.0.0.1:{group.ports['oslo']}", keys]) == 0
+    assert "told to paris, rome" in capsys.readouterr().out
+    (folder / "carried").mkdir()
+    (folder / "keys" / "oslo").rename(folder / "carried" / "oslo")
+    group.start("oslo", "join", f"--entry={folder / 'carried/oslo/members.json'}", "--via=paris")
+    group.wait(lambda: all(group.met("oslo", name) and group.met(name, "oslo") for name in FOUNDERS))
+    assert "training continues from another island's weights" in group.said("oslo")
+    assert (folder / "oslo/members.json").exists() and (folder / "rome/members.json").exists()
+
+    assert island(["remove", "rome", keys, f"--from-round={group.round('paris') + 12}"]) == 0
+    out = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "told to oslo, paris, rome" in out
+    gone = int(re.findall(r"no member from round (\d+) on", out)[0]) - 1
+    assert island(["status", f"--roster={folder / 'roster.toml'}", keys]) == 0
+    table = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "oslo" in table and "rome is removed" in table and "all that answer" in table
+    group.wait(lambda: group.met("paris", "oslo", gone + 2) and group.met("oslo", "paris", gone + 2))
+    assert not any(group.met(name, "rome", gone - 1) for name in ("paris", "oslo"))
+    for name in group.running:
+        assert group.running[name].poll() is None
+        assert name == "oslo" or "another island's weights" not in group.said(name)
+        group.running[name].send_signal(signal.SIGTERM)
+    assert [one.wait(120) for one in group.running.values()] == [75] * 3
