@@ -109,9 +109,8 @@ class Client:
                 raise self._why_unreachable() from None
             except (flight.FlightError, pa.ArrowException) as error:
                 raise from_flight(self.peer, error) from None
-            with contextlib.suppress(
-                flight.FlightError, pa.ArrowException, OSError
-            ):  # the channel's first frame says why
+            # A call that its server has ended already: the channel's first frame says why.
+            with contextlib.suppress(flight.FlightError, pa.ArrowException, OSError):
                 writer.begin(SCHEMA)
             channel = Channel(self.peer, reader, writer, expects, deadline, reader.cancel, self._why_unreachable)
             try:

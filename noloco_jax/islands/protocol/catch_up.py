@@ -136,11 +136,12 @@ class CatchUp:
         A round's end is when lateness is known best: peers that are level have just ended this round or soon will.
         """
         context = self._context
+        reach = context.reach
         self._has_state, self._needs_lineage = True, False
         suspicion = (
             context.came_too_late
             or context.taken_for_past
-            or any(peer.round - context.round >= context.reach for peer in context.peers.values())
+            or any(peer.round - context.round >= reach for peer in context.peers.values())
         )
         context.came_too_late = context.taken_for_past = False
         if self._sweep is not None or self._download is not None:

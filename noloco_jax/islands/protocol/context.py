@@ -109,9 +109,11 @@ class Context:
         """Follow the members: those that come are peers, and those that were removed a while ago are none."""
         present = [name for name in self.members.present(self.round) if name != self.name]
         for name in present:
-            self.peers.setdefault(name, Peer(name))
-        for name in self.peers.keys() - set(present):
-            del self.peers[name]
+            if name not in self.peers:
+                self.peers[name] = Peer(name)
+        if len(self.peers) > len(present):
+            for name in self.peers.keys() - set(present):
+                del self.peers[name]
 
     def round_ended(self, round: int) -> None:
         self.round = round

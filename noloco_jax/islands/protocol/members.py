@@ -102,6 +102,7 @@ class Members:
         self._total = 0  # exclusive or of all marks
         self._newest: list[Entry] = []
         self._active: dict[int, tuple[str, ...]] = {}
+        self._spans = self._all_spans()
         self.merge(entries)
 
     def merge(self, entries: Iterable[Entry]) -> list[Entry]:
@@ -113,6 +114,7 @@ class Members:
         if taken:
             self._newest = sorted(self._slots.values(), key=self._order, reverse=True)
             self._active.clear()
+            self._spans = self._all_spans()
         return taken
 
     @property
@@ -133,17 +135,17 @@ class Members:
             if len(self._active) > PAGE:
                 self._active.clear()
             self._active[round] = tuple(
-                name for _, name, first, until in self._spans() if first <= round and (until == OPEN or round < until)
+                name for _, name, first, until in self._spans if first <= round and (until == OPEN or round < until)
             )
         return self._active[round]
 
     def present(self, round: int) -> tuple[str, ...]:
         """Return those that an island after `round` may hear from: also future members, and just removed ones."""
-        return tuple(name for _, name, _, until in self._spans() if until == OPEN or round < until + GRACE)
+        return tuple(name for _, name, _, until in self._spans if until == OPEN or round < until + GRACE)
 
     def id_of(self, name: str) -> int | None:
         """Return a member's number; None for a name that is unknown."""
-        return next((id for id, known, _, _ in self._spans() if known == name), None)
+        return next((id for id, known, _, _ in self._spans if known == name), None)
 
     def entry_of(self, name: str) -> Entry | None:
         """Return the authority's entry about a name; None if there is none, as for founders at first."""
@@ -198,7 +200,7 @@ class Members:
         by_name = {entry.name: entry for entry in reversed(self._newest) if not entry.certificate}
         return list(by_name.values())
 
-    def _spans(self) -> list[tuple[int, str, int, int]]:
+    def _all_spans(self) -> list[tuple[int, str, int, int]]:
         """Return id, name, first round and end of every member, by the ids."""
         spans = {id: (id, name, 0, OPEN) for id, name in enumerate(self.founders)}
         for entry in self._of_authority():
