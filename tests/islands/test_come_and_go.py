@@ -23,7 +23,7 @@ class Group:
 
     def __init__(self, config: Path, folder: Path):
         self.config, self.folder = config, folder
-        self.ports = dict(zip((*FOUNDERS, "oslo"), free_ports(3), strict=True))
+        self.ports: dict[str, int] = dict(zip((*FOUNDERS, "oslo"), free_ports(3), strict=True))
         self.running: dict[str, subprocess.Popen[str]] = {}
         islands = [f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{self.ports[name]}"' for name in FOUNDERS]
         (folder / "roster.toml").write_text('run = "test"\n' + "\n".join(islands))

@@ -29,7 +29,7 @@ class Running:
 
     def __init__(self, folder: Path):
         self.folder, self.sites = folder, {}
-        self.ports = dict(zip((*FOUNDERS, "oslo"), free_ports(3), strict=True))
+        self.ports: dict[str, int] = dict(zip((*FOUNDERS, "oslo"), free_ports(3), strict=True))
         self.roster = Roster(RUN, tuple(Island(name, Address("127.0.0.1", self.ports[name])) for name in FOUNDERS))
         islands = [f'[[island]]\nname = "{name}"\naddress = "{address}"' for name, address in self.roster.islands]
         (folder / "roster.toml").write_text(f'run = "{RUN}"\n' + "\n".join(islands))
