@@ -56,7 +56,7 @@ def _train(argv: Sequence[str]) -> int:
     config, flags = parse_args(argv, _TRAIN, _define_train_flags, prog="python -m noloco_jax.island train")
     roster = read_roster(flags.roster)
     keep_freed_memory()
-    from noloco_jax.island.start import train_island  # imports numpy and jax, which must follow the call above
+    from noloco_jax.island.joining import train_island  # imports numpy and jax, which must follow the call above
 
     return train_island(config, roster, flags)
 
@@ -81,7 +81,7 @@ def _join(argv: Sequence[str]) -> int:
     overrides, own = split_overrides(argv)
     flags = parser.parse_args(own)
     keep_freed_memory()
-    from noloco_jax.island.start import join_islands
+    from noloco_jax.island.joining import join_islands
 
     return join_islands(overrides, flags)
 

@@ -6,17 +6,17 @@ add them up in the order of their ids, so those that merge the same islands get 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 
-from noloco_jax.config import ModelConfig
 from noloco_jax.islands.client import Client
+from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.peer_errors import BusyError, PeerError
 from noloco_jax.islands.query import fetch_weights
-from noloco_jax.islands.steps import IslandSteps, weight_specs
+from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.spmd.programs import TrainState, shardings_of
 
 _RETRY_SECONDS = 0.1  # before asking again an island that serves another
@@ -29,7 +29,7 @@ class FinalMerge:
     Args:
       steps: the island's outer steps.
       own: its name.
-      model: what its weights are of.
+      specs: of its weights: name -> spec, in the order of their leaves.
       seconds: to wait for islands that are later, and again for those that fetch its weights, at most.
       is_stopping: whether to stop waiting.
       report: is given lines for people.
@@ -39,14 +39,14 @@ class FinalMerge:
         self,
         steps: IslandSteps,
         own: str,
-        model: ModelConfig,
+        specs: Mapping[str, ArraySpec],
         seconds: float,
         is_stopping: Callable[[], bool],
         report: Callable[[str], None],
     ):
         self._steps, self._agent = steps, steps.agent
         self._names: Sequence[str] = ()  # of the members at the end, by their ids
-        self._own, self._specs = own, weight_specs(model)
+        self._own, self._specs = own, specs
         self._seconds, self._is_stopping, self._report = seconds, is_stopping, report
 
     def __call__(self, state: TrainState, step: int) -> TrainState:

@@ -2,37 +2,38 @@
 
 import hashlib
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import jax
+import numpy as np
 
 from noloco_jax.config import TrainConfig, from_dict, to_dict
 from noloco_jax.data import renumbered
 from noloco_jax.errors import UserError
-from noloco_jax.files import write_whole
 from noloco_jax.islands.agent import Agent
-from noloco_jax.islands.entries import MEMBERS_FILE, known_roster, write_members
+from noloco_jax.islands.entries import known_roster
 from noloco_jax.islands.keys import Credentials
+from noloco_jax.islands.moments_payload import MomentsCodec
 from noloco_jax.islands.partners import partner_in
-from noloco_jax.islands.payload import codec_of, specs_of
-from noloco_jax.islands.protocol.context import STARTS_APART, Settings
-from noloco_jax.islands.protocol.island import Island, Journal
+from noloco_jax.islands.payload import Codec, codec_of, specs_of
+from noloco_jax.islands.protocol.context import Settings
+from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.islands.protocol.members import Members
 from noloco_jax.islands.protocol.messages import Identity
-from noloco_jax.islands.query import check_alone
 from noloco_jax.islands.roster import Roster
-from noloco_jax.islands.snapshots import Snapshots
+from noloco_jax.islands.start import open_agent
 from noloco_jax.islands.steps import IslandSteps, state_specs, weight_specs
 from noloco_jax.methods import schedule_of
 from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.messages import Messages
+from noloco_jax.run.messages import Messages, shares_moments
 from noloco_jax.run.mode import Resumed
-from noloco_jax.spmd.programs import Programs
+from noloco_jax.spmd.programs import Programs, TrainState, shardings_of
 from noloco_jax.spmd.solo import SoloPrograms, compile_solo
 
-ISLAND_FILE = "island.json"
 # Groups and fields of a configuration that all islands must have equal; all others may differ.
 COMMON = ("method", "num_steps", "num_replicas", "seed", "model", "inner", "outer")
 
@@ -101,7 +102,6 @@ class Membership:
         for name, wanted, given, why in (
             ("outer.group_size", 2, outer.group_size, "they meet in pairs"),
             ("outer.delay", 0, outer.delay, "whose corrections are applied when they arrive, late already"),
-            ("outer.moments", 0, outer.moments, "which exchange weights alone"),
             ("mesh.stage", 1, config.mesh.stage, "which use mesh.fsdp and mesh.tensor to spread a model over devices"),
         ):
             if given != wanted:
@@ -120,10 +120,23 @@ class Membership:
         return partner_in(self.members, self.name, config)
 
     @staticmethod
-    def messages(solo: SoloPrograms) -> Messages:
+    def messages(config: TrainConfig, solo: SoloPrograms) -> Messages:
         """Return the traffic of an island in a round that has a partner."""
-        size = sum(spec.nbytes for spec in specs_of(solo.code))
-        return Messages(of_outer_step=lambda round: size, of_inner_step=lambda step: 0)
+        of_weights = sum(spec.nbytes for spec in specs_of(solo.code))
+        of_moments = sum(spec.nbytes for spec in specs_of(solo.moments.code)) if solo.moments else 0
+
+        def of_outer_step(round: int) -> int:
+            return of_weights + of_moments * shares_moments(config, round)
+
+        return Messages(of_outer_step, of_inner_step=lambda step: 0)
+
+    @staticmethod
+    def codec(config: TrainConfig, solo: SoloPrograms) -> Codec:
+        """Return the codec of an island's messages. Raises `UserError` as `codec_of`."""
+        codec = codec_of(solo.wire, solo.message, solo.code, solo.cuts)
+        if solo.moments is None:
+            return codec
+        return MomentsCodec(codec, len(jax.tree.leaves(solo.kept)), solo.moments, partial(shares_moments, config))
 
     def data_position(self, checkpoints: Checkpointer, step: int) -> dict[str, Any]:
         """Return the data position at `step`, renumbered where the roster was made longer: see `data.renumbered`.
@@ -166,56 +179,24 @@ class Membership:
         `fingerprint` identifies its tokenizer; None: it reads token ids.
         Raises `UserError` if its name or address is in use, or most of the others refuse it.
         """
-        check_alone(self.known, self.name, self.credentials)
-        incarnation, began_before = _incarnation(workdir)
         identity = _identity(self, config, programs, fingerprint)
-        protocol = Island(
-            self.name,
-            [name for name in self.roster.names if name != self.name],
-            identity,
-            self.partner(config),
-            incarnation,
-            self.settings(config),
-            journal,
-            began_before,
-            self.members,
-        )
-        agent = Agent(
+        return open_agent(
             self.roster,
             self.name,
             self.credentials,
-            protocol,
+            identity,
+            self.partner(config),
             self.settings(config),
-            codec_of(solo.wire, solo.message, solo.code, solo.cuts),
+            journal,
+            workdir,
+            self.codec(config, solo),
             state_specs(programs.state),
-            report,
-            Snapshots(weight_specs(config.model)),
+            weight_specs(config.model),
             {"identity": asdict(identity), "config": to_dict(config), "tokenizer": fingerprint},
-            workdir / MEMBERS_FILE,
+            is_stopping,
+            report,
+            self.members,
         )
-        if self.members.entries:
-            write_members(workdir / MEMBERS_FILE, self.roster, self.members.entries)
-        try:
-            agent.open()
-            if _until(agent.admitted, is_stopping):
-                return agent
-        except BaseException:
-            agent.close()
-            raise
-        agent.close()
-        return None
-
-    @staticmethod
-    def begin(agent: Agent, workdir: Path, is_stopping: Callable[[], bool]) -> bool:
-        """Wait for the decision to train: from the own weights, or from a peer's, which come with the first step.
-
-        Islands that start at the same time begin together. Returns False if told to stop meanwhile.
-        """
-        agent.ready()
-        begins = _until(agent.decided, is_stopping)
-        if begins:
-            _write(workdir, agent.incarnation)
-        return begins
 
     def steps(self, config: TrainConfig, agent: Agent, solo: SoloPrograms, programs: Programs) -> IslandSteps:
         """Compile the island's outer steps; `config` is its own."""
@@ -227,14 +208,20 @@ class Membership:
             return schedule.sync_every * config.tokens_per_step
 
         keeps_pace = self.pace == "time"
-        return IslandSteps(agent, compiled, programs, tokens_of_round, keeps_pace=keeps_pace, at_once=self.at_once)
 
+        def place(leaves: Sequence[np.ndarray]) -> TrainState:
+            state = jax.tree.unflatten(jax.tree.structure(programs.state), leaves)
+            return jax.device_put(state, shardings_of(programs.resting))
 
-def _until(is_known: Callable[[float], bool], is_stopping: Callable[[], bool]) -> bool:
-    while not is_known(0.2):
-        if is_stopping():
-            return False
-    return True
+        return IslandSteps(
+            agent,
+            compiled,
+            place,
+            tokens_of_round,
+            partial(shares_moments, config),
+            keeps_pace=keeps_pace,
+            at_once=self.at_once,
+        )
 
 
 def _identity(member: Membership, config: TrainConfig, programs: Programs, fingerprint: str | None) -> Identity:
@@ -269,18 +256,3 @@ def common_values(config: TrainConfig) -> dict[str, Any]:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _incarnation(workdir: Path) -> tuple[int, bool]:
-    """Return an incarnation larger than that of every earlier start, and whether there was one.
-
-    Milliseconds leave room for increments, and the clock still counts up where a workdir was lost with its disk.
-    """
-    path = workdir / ISLAND_FILE
-    before = json.loads(path.read_text(encoding="utf-8"))["incarnation"] if path.exists() else 0
-    return max(before + STARTS_APART, time.time_ns() // 1_000_000), before > 0
-
-
-def _write(workdir: Path, incarnation: int) -> None:
-    workdir.mkdir(parents=True, exist_ok=True)
-    write_whole(workdir / ISLAND_FILE, json.dumps({"incarnation": incarnation}))

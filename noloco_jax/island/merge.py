@@ -16,12 +16,12 @@ from noloco_jax.config import MeshConfig, TrainConfig, from_dict
 from noloco_jax.data import Tokenizer, validation_batches
 from noloco_jax.errors import UserError
 from noloco_jax.island.folders import configs_of_islands
-from noloco_jax.island.membership import ISLAND_FILE
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.discovery import discover
 from noloco_jax.islands.entries import Saved
 from noloco_jax.islands.peer_errors import PeerError
 from noloco_jax.islands.query import About, ask_about, fetch_weights
+from noloco_jax.islands.start import ISLAND_FILE
 from noloco_jax.islands.steps import weight_specs
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.run.checkpoint import Checkpointer

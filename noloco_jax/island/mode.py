@@ -10,7 +10,10 @@ from noloco_jax.island.final_merge import FinalMerge
 from noloco_jax.island.log import IslandLog
 from noloco_jax.island.membership import Membership
 from noloco_jax.island.sync import IslandSync
+from noloco_jax.islands import start
 from noloco_jax.islands.agent import Agent
+from noloco_jax.islands.steps import weight_specs
+from noloco_jax.methods import schedule_of
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.evaluate import own_perplexity
 from noloco_jax.run.messages import Messages
@@ -43,7 +46,7 @@ class IslandMode:
 
     def prepare(self, config: TrainConfig, programs: Programs) -> Messages:
         self._solo: SoloPrograms = build_solo(config, programs)
-        self._programs, self._messages = programs, self._member.messages(self._solo)
+        self._programs, self._messages = programs, self._member.messages(config, self._solo)
         return self._messages
 
     def check_start(self, config: TrainConfig, checkpoints: Checkpointer, step: int) -> None:
@@ -82,12 +85,14 @@ class IslandMode:
         merge = None
         if config.outer.final_merge:
             waits = self._member.linger, self._is_stopping, self._report
-            merge = FinalMerge(steps, self._member.name, config.model, *waits)
-        return IslandSync(config, steps, self._log, self._messages, linger, merge)
+            merge = FinalMerge(steps, self._member.name, weight_specs(config.model), *waits)
+        schedule = schedule_of(config)
+        assert schedule is not None
+        return IslandSync(schedule, steps, self._log, self._messages, linger, merge)
 
     def begin(self, is_stopping: Callable[[], bool], step: int, seconds: float) -> bool:
         assert self._agent is not None
-        begins = self._member.begin(self._agent, self._workdir, is_stopping)
+        begins = start.begin(self._agent, self._workdir, is_stopping)
         if begins:
             self._log.start(step, seconds)
         return begins

@@ -7,16 +7,15 @@ from typing import Any
 
 import jax
 
-from noloco_jax.config import TrainConfig
 from noloco_jax.formatting import format_bytes
 from noloco_jax.island.log import IslandLog
 from noloco_jax.islands.agent import Met
 from noloco_jax.islands.protocol.messages import Status
 from noloco_jax.islands.steps import IslandSteps
-from noloco_jax.methods import schedule_of
 from noloco_jax.outer.pairing import Round
 from noloco_jax.run.messages import Messages
 from noloco_jax.run.sync import News, OuterSteps
+from noloco_jax.schedule import SyncSchedule
 from noloco_jax.spmd.programs import TrainState
 
 _LAST_SECONDS = 10.0  # for the last exchange of a run
@@ -26,7 +25,7 @@ class IslandSync:
     """Exchanges of an island, overlapped with its training.
 
     Args:
-      config: the island's own configuration.
+      schedule: when outer steps are due.
       steps: its outer steps.
       log: its event log.
       messages: its traffic.
@@ -36,7 +35,7 @@ class IslandSync:
 
     def __init__(
         self,
-        config: TrainConfig,
+        schedule: SyncSchedule,
         steps: IslandSteps,
         log: IslandLog,
         messages: Messages,
@@ -45,7 +44,7 @@ class IslandSync:
     ):
         self._steps, self._log, self._messages = steps, log, messages
         self._linger, self._merge = linger, merge
-        self._schedule = schedule_of(config)
+        self._schedule = schedule
         self._lines: list[News] = []
 
     def before_step(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int, int]:
@@ -58,7 +57,7 @@ class IslandSync:
         return state, behind, stride
 
     def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterSteps | None]:
-        assert self._schedule is not None and state.outer is not None
+        assert state.outer is not None
         count = self._schedule.total(step) - self._schedule.total(step - stride)
         if count == 0:
             return state, None

@@ -169,7 +169,7 @@ class Agent:
         self.clients: dict[str, Client] = {}
         self._calls = Calls(
             self.clients,
-            {**codec.specs, State.__name__: state},
+            lambda round: {**codec.specs(round), State.__name__: state},
             settings.answer_seconds,
             self._changed,
             Listener(self._happened, self._ended, self._read, report),
@@ -524,7 +524,7 @@ class Agent:
             own, windows = self._own.get(header.xid.round), self._windows.get(header.xid)
         if own is None:
             return Content(math.nan), arrays  # the round is over and its call has ended
-        if windows is None and Windows.__name__ in self._codec.specs:
+        if windows is None and Windows.__name__ in self._codec.specs(header.xid.round):
             raise peer_errors.RefusedError("a message came ahead of its windows")
         read = self._codec.read(own, windows or (), arrays)
         return Content(read.norm, read.differences), read.arrays

@@ -33,6 +33,7 @@ from noloco_jax.islands.protocol.messages import (
     to_json,
 )
 
+Specs = Callable[[int], Mapping[str, Sequence[ArraySpec]]]
 _CALL_SECONDS = 3600.0  # the protocol ends calls long before
 _LAST_WORDS_SECONDS = 10.0  # for the peer to read everything sent before the end
 
@@ -133,7 +134,7 @@ class Calls:
 
     Args:
       clients: a client for each peer.
-      specs: kind of header -> specs of the arrays behind it.
+      specs: round of an exchange -> kind of header -> specs of the arrays behind it.
       answer_seconds: the limit of calls with one request and one answer.
       lock: held while the listener is called, and while calls begin, send and end.
       listener: the callbacks.
@@ -142,7 +143,7 @@ class Calls:
     def __init__(
         self,
         clients: Mapping[str, Client],
-        specs: Mapping[str, Sequence[ArraySpec]],
+        specs: Specs,
         answer_seconds: float,
         lock: threading.Condition,
         listener: Listener,
@@ -235,14 +236,14 @@ class _Expected:
     """Arrays that may still come through a call: a message of the exchange that it was opened for, or a state, once.
 
     Args:
-      specs: kind of header -> specs of the arrays behind it.
+      specs: see `Calls`.
       opener: the call's first header.
       dialled_here: True if this side sent it.
     """
 
-    def __init__(self, specs: Mapping[str, Sequence[ArraySpec]], opener: Opener, *, dialled_here: bool):
-        self._specs = specs
+    def __init__(self, specs: Specs, opener: Opener, *, dialled_here: bool):
         self._xid: ExchangeId | None = opener.xid if isinstance(opener, Hello) else None
+        self._specs = specs(0 if self._xid is None else self._xid.round)
         self._left: set[str] = set()
         if isinstance(opener, Hello):
             self._left = {Windows.__name__, Message.__name__}

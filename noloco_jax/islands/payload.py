@@ -57,12 +57,11 @@ class Codec(Protocol):
 
     A message is given as the step program has made it: `spmd.solo.SoloPrograms.step`.
 
-    Attributes:
-      specs: the kind of a header -> what each array behind it must be when it comes.
     """
 
-    @property
-    def specs(self) -> Mapping[str, Sequence[ArraySpec]]: ...
+    def specs(self, round: int) -> Mapping[str, Sequence[ArraySpec]]:
+        """Return what each array behind a header must be in an exchange of that round, by the header's kind."""
+        ...
 
     def windows(self, own: Arrays) -> Arrays | None:
         """Return the windows to send ahead of a message, or None."""
@@ -101,14 +100,17 @@ class PlainCodec:
     """Codec of wires without windows: Q(m) is the decoded value of a message. See `codec_of`."""
 
     def __init__(self, wire: Wire, message: PyTree, code: PyTree, cuts: PyTree = None):
-        self.specs = {Message.__name__: specs_of(code)}
+        self._specs = {Message.__name__: specs_of(code)}
         self._is_exact = wire.exact
         if wire.exact:
             return
-        self._host = _host(wire.name)
-        decode = partial(_decoded, wire, _of_one(message), cuts and jax.tree.leaves(cuts))
-        self._decode = _compiled(decode, self._host, code)
-        self._sizes = _compiled(partial(_sizes, decode), self._host, code, code)
+        self._host = host_of(wire.name)
+        decode = partial(decoded, wire, _of_one(message), cuts and jax.tree.leaves(cuts))
+        self._decode = compiled(decode, self._host, code)
+        self._sizes = compiled(partial(_sizes, decode), self._host, code, code)
+
+    def specs(self, round: int) -> Mapping[str, Sequence[ArraySpec]]:
+        return self._specs
 
     def windows(self, own: Arrays) -> None:
         del own
@@ -151,13 +153,16 @@ class WindowCodec:
 
     def __init__(self, wire: Modulo, message: PyTree, code: PyTree, cuts: PyTree = None):
         proposed, payload = code
-        self.specs = {Windows.__name__: specs_of(proposed), Message.__name__: specs_of(payload)}
-        self._count = len(self.specs[Windows.__name__])
-        self._host = _host(wire.name)
+        self._specs = {Windows.__name__: specs_of(proposed), Message.__name__: specs_of(payload)}
+        self._count = len(self._specs[Windows.__name__])
+        self._host = host_of(wire.name)
         like = _of_one(message)
         of_leaves = [x.ndim - 1 for x in like] if cuts is None else jax.tree.leaves(cuts)
-        self._encode = _compiled(partial(_encoded, wire, of_leaves), self._host, message, proposed)
-        self._read = _compiled(partial(_read, wire, like, of_leaves), self._host, message, proposed, payload)
+        self._encode = compiled(partial(_encoded, wire, of_leaves), self._host, message, proposed)
+        self._read = compiled(partial(_read, wire, like, of_leaves), self._host, message, proposed, payload)
+
+    def specs(self, round: int) -> Mapping[str, Sequence[ArraySpec]]:
+        return self._specs
 
     def windows(self, own: Arrays) -> Arrays:
         return own[: self._count]
@@ -210,7 +215,7 @@ def _sizes(decode: Callable[..., Any], own: Any, others: Any) -> tuple[jax.Array
     return optax.tree.norm(theirs), jnp.stack(differences)
 
 
-def _host(wire: str) -> Any:
+def host_of(wire: str) -> Any:
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
@@ -220,7 +225,7 @@ def _host(wire: str) -> Any:
         ) from None
 
 
-def _compiled(function: Callable[..., Any], host: Any, *arguments: PyTree) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], host: Any, *arguments: PyTree) -> Callable[..., Any]:
     """Compile `function` for arrays like these ahead of time: the first message has no time for it."""
     there = jax.sharding.SingleDeviceSharding(host)
     shapes = [[jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there) for x in jax.tree.leaves(a)] for a in arguments]
@@ -232,7 +237,7 @@ def _of_one(message: PyTree) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in jax.tree.leaves(message)]
 
 
-def _decoded(
+def decoded(
     wire: Wire, likes: Sequence[Any], cuts: Sequence[int] | None, codes: Sequence[jax.Array]
 ) -> list[jax.Array]:
     def of_one(codes: Sequence[jax.Array]) -> list[jax.Array]:

@@ -34,10 +34,14 @@ class Snapshots:
         self.served: set[str] = set()  # islands in whose names copies were taken whole
 
     def give(self, round: int, step: int, arrays: Sequence[np.ndarray]) -> None:
-        """Hand over a copy of the weights after `step` inner steps, in round `round` + 1, which nobody will change."""
+        """Hand over a copy of the weights after `step` inner steps, in round `round` + 1, which nobody will change.
+
+        An axis of one replica in front of the arrays is dropped.
+        """
         with self._changed:
             if self.wanted:
-                self._arrays = [np.asarray((round, step), np.int64), *arrays]
+                weights = (x.reshape(spec.shape) for x, spec in zip(arrays, self._specs.values(), strict=True))
+                self._arrays = [np.asarray((round, step), np.int64), *weights]
                 self.wanted = False
                 self._changed.notify_all()
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from noloco_jax.islands.payload import specs_of
 from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.spmd.inner import at_step
-from noloco_jax.spmd.programs import Programs, TrainState, shardings_of
+from noloco_jax.spmd.programs import TrainState
 from noloco_jax.spmd.solo import SoloPrograms
 
 PyTree = Any
@@ -40,8 +40,9 @@ class IslandSteps:
     Args:
       agent: the island's network side.
       solo: compiled programs of solo steps and corrections.
-      programs: programs of its run of one replica.
+      place: the leaves of a state -> the state on its devices.
       tokens_of_round: maps a step to the tokens of the fragment round that ends there.
+      shares_moments: outer step -> True if its message carries the inner optimizer's moments.
       keeps_pace: True if an inner step stands for the steps of the schedule that the fastest island takes meanwhile,
         see `protocol/pace.py`.
       at_once: True if outer steps wait for their exchange, as replicas of one program do.
@@ -56,18 +57,22 @@ class IslandSteps:
         self,
         agent: Agent,
         solo: SoloPrograms,
-        programs: Programs,
+        place: Callable[[Sequence[np.ndarray]], TrainState],
         tokens_of_round: Callable[[int], int],
+        shares_moments: Callable[[int], bool] = lambda round: False,
         *,
         keeps_pace: bool = False,
         at_once: bool = False,
     ):
         self.agent = agent
-        self._solo, self._programs = solo, programs
+        self._solo, self._place = solo, place
         self._tokens_of_round, self._keeps_pace, self._at_once = tokens_of_round, keeps_pace, at_once
+        self._shares_moments = shares_moments
         self.seconds_exposed = 0.0
         self.gave_way = 0.0
         self._taken = self._scheduled = 0  # since the last outer step: inner steps, and those that they stand for
+        self._steps = 0  # inner steps in all
+        self._sent_at: dict[int, int] = {}  # round whose message carried moments -> inner steps in all before it
 
     def advance(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int]:
         """Prepare an inner step: return the state to take it from, and the steps of the schedule that it stands for.
@@ -79,6 +84,7 @@ class IslandSteps:
           step: the step of the schedule.
           most: the largest stride.
         """
+        self._steps += 1
         stride = self.agent.stride(most)
         if not self._keeps_pace:
             return state, stride
@@ -98,7 +104,11 @@ class IslandSteps:
             params, outer, kept, norm = self._solo.step(params, outer)
             norm = float(norm)  # waits for the step
             with self._exposed():
-                arrays = [np.asarray(x) for x in jax.device_get(jax.tree.leaves(kept))]
+                leaves = jax.tree.leaves(kept)
+                if self._solo.moments is not None and self._shares_moments(round):
+                    leaves += jax.tree.leaves(self._solo.moments.send(inner, np.int32(round)))
+                    self._sent_at[round] = self._steps
+                arrays = [np.asarray(x) for x in jax.device_get(leaves)]
                 self.agent.end_round(round, tokens, arrays, norm)
             state = TrainState(params, inner, outer)
             if self._at_once:
@@ -129,8 +139,7 @@ class IslandSteps:
     def serve(self, state: TrainState, step: int) -> None:
         """Give the weights to a peer or a tool that waits for them."""
         if self.agent.snapshots.wanted and state.outer is not None:
-            copies = [x[0] for x in self._copies(state.params)]
-            self.agent.snapshots.give(int(state.outer.round) - 1, step, copies)
+            self.agent.snapshots.give(int(state.outer.round) - 1, step, self._copies(state.params))
 
     def linger(
         self,
@@ -184,17 +193,22 @@ class IslandSteps:
     def healed(self, arrays: Any) -> tuple[TrainState, int]:
         """Place a received state on the devices; return it and its number of inner steps."""
         step, *leaves = arrays
-        state = jax.tree.unflatten(jax.tree.structure(self._programs.state), leaves)
         self._taken = self._scheduled = 0
-        return jax.device_put(state, shardings_of(self._programs.resting)), int(step)
+        self._sent_at.clear()
+        return self._place(leaves), int(step)
 
     def _entered(self, item: Correction | Healed, state: TrainState, step: int) -> tuple[TrainState, int]:
         with self._exposed():
             if isinstance(item, Healed):
                 return self.healed(item.arrays)
             params, inner, outer = state
-            correction = jax.tree.unflatten(jax.tree.structure(self._solo.correction), item.arrays.result())
-            params, outer = self._solo.enter(params, outer, correction, np.int32(item.round))
+            structure, arrays = jax.tree.structure(self._solo.correction), item.arrays.result()
+            of_weights, of_moments = arrays[: structure.num_leaves], arrays[structure.num_leaves :]
+            params, outer = self._solo.enter(params, outer, structure.unflatten(of_weights), np.int32(item.round))
+            if of_moments and (moments := self._solo.moments) is not None:
+                age = self._steps - self._sent_at.pop(item.round)
+                correction = jax.tree.unflatten(jax.tree.structure(moments.sent), of_moments)
+                inner = moments.enter(inner, correction, np.int32(item.round), np.int32(age))
             return TrainState(params, inner, outer), step
 
     def _copies(self, arrays: PyTree) -> list[np.ndarray]:

@@ -2,7 +2,8 @@
 
 A moment decays by a factor d with every inner step, and what an averaging has changed in it decays as well. A
 correction c that is applied τ inner steps after its exchange is therefore applied as d^τ c, which gives the moments
-that the averaging itself would have given with the same gradients.
+that the averaging itself would have given with the same gradients. Islands apply theirs when they arrive, after as many
+inner steps as that took.
 """
 
 from collections.abc import Callable, Mapping
@@ -48,7 +49,7 @@ class Moments:
       exchange: (tree, number of the outer step, movement of its numbers, hidden dimensions) -> the mean of the group.
         The movement is taken as the full value.
       delay: inner steps from the exchange to the correction; 0: the mean is applied at once.
-      decays: name of a moment in the optimizer's state -> its decay in an inner step; for a delay.
+      decays: name of a moment in the optimizer's state -> its decay in an inner step; for late corrections.
     """
 
     params: PyTree
@@ -62,56 +63,56 @@ class Moments:
         if self.delay:
             return self.keep(inner, self.correction(self.sent(inner, number), number), number)
         sent = self.sent(inner, number)
-        return self._replaced(inner, self._received(sent, number), number)
+        mean = self.exchange(sent, number, sent, self.cuts(sent))
+        return self._replaced(inner, _received(mean, sent), number)
 
     def sent(self, inner: PyTree, number: jax.Array) -> PyTree:
         """Return the tree that outer step `number` averages over the group."""
         moments = moments_of(inner.inner if self.delay else inner, self.params)
-        return _by_kind(lambda x: x, jnp.sqrt, self.fragments.part(moments, self._cuts(moments), number))
+        return _by_kind(lambda x: x, jnp.sqrt, self.fragments.part(moments, self.cuts(moments), number))
 
     def correction(self, sent: PyTree, number: jax.Array) -> PyTree:
         """Average what `sent` returned; return the difference of the moments from this replica's own."""
+        return self.change(sent, self.exchange(sent, number, sent, self.cuts(sent)))
+
+    def change(self, sent: PyTree, mean: PyTree) -> PyTree:
+        """Return the difference of the moments that the group's mean of `sent` gives from this replica's own."""
         own = _by_kind(lambda x: x, jnp.square, sent)
-        return jax.tree.map(jnp.subtract, self._received(sent, number), own)
+        return jax.tree.map(jnp.subtract, _received(mean, sent), own)
 
     def keep(self, inner: LateMoments, correction: PyTree, number: jax.Array) -> LateMoments:
         """Store the correction of outer step `number` until it is due."""
-        kept = self.fragments.put(inner.correction, correction, self._cuts(inner.correction), number)
+        kept = self.fragments.put(inner.correction, correction, self.cuts(inner.correction), number)
         return inner._replace(correction=kept)
 
     def enter(self, inner: LateMoments, number: jax.Array) -> LateMoments:
         """Apply the correction that outer step `number` has left, if any, `delay` inner steps after it."""
-        cuts = self._cuts(inner.correction)
-        correction = self.fragments.part(inner.correction, cuts, number)
-        moments = self.fragments.part(moments_of(inner.inner, self.params), cuts, number)
+        correction = self.fragments.part(inner.correction, self.cuts(inner.correction), number)
+        emptied = self.keep(inner, jax.tree.map(jnp.zeros_like, correction), number)
+        return emptied._replace(inner=self.corrected(inner.inner, correction, number, self.delay))
 
-        def corrected(path: tuple, moment: jax.Array, correction: jax.Array) -> jax.Array:
-            result = moment + self._decay(path) ** self.delay * correction
+    def corrected(self, inner: PyTree, correction: PyTree, number: jax.Array, age: Any) -> PyTree:
+        """Return the inner state with the correction of outer step `number` applied, `age` inner steps after it."""
+        moments = moments_of(inner, self.params)
+        moments = self.fragments.part(moments, self.cuts(moments), number)
+
+        def one(path: tuple, moment: jax.Array, correction: jax.Array) -> jax.Array:
+            result = moment + self._decay(path) ** age * correction
             # Without rounding errors it is no less, since a second moment falls at most by its decay.
             return jnp.maximum(result, moment / 4) if _is_second(path) else result
 
-        moments = jax.tree.map_with_path(corrected, moments, correction)
-        emptied = self.keep(inner, jax.tree.map(jnp.zeros_like, correction), number)
-        return emptied._replace(inner=self._replaced(inner.inner, moments, number))
+        return self._replaced(inner, jax.tree.map_with_path(one, moments, correction), number)
 
-    def _received(self, sent: PyTree, number: jax.Array) -> PyTree:
-        """Return the moments that the group's mean of `sent` gives."""
-        mean = self.exchange(sent, number, sent, self._cuts(sent))
-
-        def received(path: tuple, mean: jax.Array, own: jax.Array) -> jax.Array:
-            return jnp.square(jnp.maximum(mean, own / 2)) if _is_second(path) else mean
-
-        return jax.tree.map_with_path(received, mean, sent)
+    def cuts(self, moments: PyTree) -> PyTree:
+        """Return the dimension along which each moment is cut into fragments, and into the blocks of wire formats."""
+        cuts = dict(jax.tree.leaves_with_path(self.fragments.cuts(self.params)))
+        return jax.tree.map_with_path(lambda path, x: _of_parameter(path, cuts), moments)
 
     def _replaced(self, inner: PyTree, part: PyTree, number: jax.Array) -> PyTree:
         moments = moments_of(inner, self.params)
-        moments = self.fragments.put(moments, part, self._cuts(moments), number)
+        moments = self.fragments.put(moments, part, self.cuts(moments), number)
         of_path = dict(jax.tree.leaves_with_path(moments))
         return jax.tree.map_with_path(lambda path, x: of_path.get(path, x), inner)
-
-    def _cuts(self, moments: PyTree) -> PyTree:
-        cuts = dict(jax.tree.leaves_with_path(self.fragments.cuts(self.params)))
-        return jax.tree.map_with_path(lambda path, x: _of_parameter(path, cuts), moments)
 
     def _decay(self, path: tuple) -> float:
         return next(self.decays[name] for name in map(_name, path) if name in self.decays)
@@ -137,6 +138,15 @@ def moments_of(inner: PyTree, params: PyTree) -> PyTree:
     """Return an inner state without the leaves that are no moments of these parameters."""
     paths = dict(jax.tree.leaves_with_path(jax.tree.map(lambda x: True, params)))
     return jax.tree.map_with_path(lambda path, x: x if x.ndim and _of_parameter(path, paths) else None, inner)
+
+
+def _received(mean: PyTree, sent: PyTree) -> PyTree:
+    """Return the moments that the group's mean of `sent` gives."""
+
+    def one(path: tuple, mean: jax.Array, own: jax.Array) -> jax.Array:
+        return jnp.square(jnp.maximum(mean, own / 2)) if _is_second(path) else mean
+
+    return jax.tree.map_with_path(one, mean, sent)
 
 
 def _of_parameter(path: tuple, of_parameter: dict[tuple, Any]) -> Any:

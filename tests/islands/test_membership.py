@@ -6,8 +6,9 @@ import pytest
 
 from noloco_jax.config import from_dict
 from noloco_jax.errors import UserError
-from noloco_jax.island.membership import Membership, _incarnation, _write
+from noloco_jax.island.membership import Membership
 from noloco_jax.islands.roster import Address, Island, Roster
+from noloco_jax.islands.start import begin, incarnation_of, write_incarnation
 from support.training_islands import NAMES, World, small
 
 
@@ -43,14 +44,14 @@ def test_an_island_has_begun_when_it_may_train(world, tmp_path):
     """One that is killed while it compiles has no weights to lose, and waits for nobody's when it starts again."""
     world.begin(tmp_path)
     agent = world.open(Membership(world.roster, "paris", None))
-    assert not _incarnation(tmp_path / "paris")[1]
-    assert Membership.begin(agent, tmp_path / "paris", lambda: False)
-    assert _incarnation(tmp_path / "paris")[1]
+    assert not incarnation_of(tmp_path / "paris")[1]
+    assert begin(agent, tmp_path / "paris", lambda: False)
+    assert incarnation_of(tmp_path / "paris")[1]
     agent.close()
 
 
 def test_every_start_has_a_larger_incarnation_than_all_before(tmp_path):
-    first, began = _incarnation(tmp_path)
-    _write(tmp_path, first)
-    second, again = _incarnation(tmp_path)
+    first, began = incarnation_of(tmp_path)
+    write_incarnation(tmp_path, first)
+    second, again = incarnation_of(tmp_path)
     assert second > first and (began, again) == (False, True)

@@ -17,7 +17,7 @@ from noloco_jax.config import TrainConfig, from_dict, save_config, to_dict
 from noloco_jax.data import load_tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
-from noloco_jax.island.membership import ISLAND_FILE, Membership
+from noloco_jax.island.membership import Membership
 from noloco_jax.island.merge import perplexity_of
 from noloco_jax.islands.keys import load_keys, make_keys
 from noloco_jax.islands.peer_errors import BusyError
@@ -25,7 +25,8 @@ from noloco_jax.islands.protocol.messages import Identity
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.server import Handlers, Server
 from noloco_jax.islands.snapshots import ABOUT, Snapshots
-from noloco_jax.islands.steps import IslandSteps, weight_specs
+from noloco_jax.islands.start import ISLAND_FILE, begin
+from noloco_jax.islands.steps import weight_specs
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.model.llama import param_shapes
 from noloco_jax.run.checkpoint import Checkpointer
@@ -212,8 +213,8 @@ def test_islands_that_train_give_their_weights_between_two_steps(roster, tmp_pat
     def train(name: str) -> None:
         arguments = (None, tmp_path / name, lambda: False, lambda line: None)
         agent = members[name].open_agent(CONFIG, solo, programs, *arguments, "byte")
-        assert agent is not None and members[name].begin(agent, tmp_path / name, lambda: False)
-        steps_of_island = IslandSteps(agent, solo, programs, lambda step: 16)
+        assert agent is not None and begin(agent, tmp_path / name, lambda: False)
+        steps_of_island = members[name].steps(CONFIG, agent, solo, programs)
         while not is_over.wait(0.005):
             steps[name] += 1
             steps_of_island.enter(states[name], steps[name])

@@ -15,6 +15,7 @@ from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.island.membership import Membership
 from noloco_jax.islands.agent import Healed
 from noloco_jax.islands.roster import Address, Island, Roster
+from noloco_jax.islands.start import begin
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
@@ -82,7 +83,7 @@ def trained_as_islands(configs: list[TrainConfig], folder: Path) -> list[TrainSt
             config, solo, programs, None, folder / NAMES[replica], lambda: False, lambda line: None
         )
         assert agent is not None
-        assert member.begin(agent, folder / NAMES[replica], lambda: False)
+        assert begin(agent, folder / NAMES[replica], lambda: False)
         island = member.steps(own, agent, solo, programs)
         state, seconds = programs.init(draws.key(config.seed)), -time.perf_counter()
         for step in range(1, config.num_steps + 1):

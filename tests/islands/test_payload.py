@@ -184,7 +184,7 @@ def test_the_norm_of_a_message_in_windows_is_that_of_the_message_as_far_as_it_is
 @pytest.mark.parametrize("name", ["bfloat16", "int6", "modulo4"])
 def test_a_message_takes_the_bytes_that_it_takes_in_one_program(name):
     config = config_of(name)
-    of_island = Membership.messages(programs_of(config, 1)[1])
+    of_island = Membership.messages(config, programs_of(config, 1)[1])
     in_one = messages_of(config, make_mesh(config, jax.devices()[:4]).shape)
     assert of_island.of_outer_step(0) == in_one.of_outer_step(0) > 0
 

@@ -105,16 +105,17 @@ TABLE = {
             Setting(every(4, delay=3, **BEST), (FSDP, FEW_STAGES)),
             Setting(every(delay=1, group_size=3, wire="bfloat16")),
             Setting(every(1, delay=1, wire="int8"), (SLOTS,), "epidemic"),
+            Setting(every(moments=1, fragments=2, delay=2, wire="modulo4"), (FSDP,)),
             Setting(every(delay=1, fragments=2), (FSDP,), "diloco"),
         ),
     ),
     "average the inner moments": Row(
         SAME,
         SAME,
-        No("which exchange weights alone"),
+        SAME,
         (
             Setting(every(moments=2, fragments=2, wire="int8")),
-            Setting(every(moments=1, fragments=2, delay=2, wire="modulo4"), (FSDP,)),
+            Setting(every(moments=1, fragments=2, wire="modulo4"), (CUBE,)),
         ),
     ),
     "outer state in host memory": Row(

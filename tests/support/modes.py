@@ -132,7 +132,7 @@ def pushed(config: TrainConfig, state: TrainState, step: int, rows: slice = slic
     if isinstance(state.inner, LateMoments):
         moved = _moved_moments(state.inner.inner, state.params, step)
         return state._replace(inner=state.inner._replace(inner=moved))
-    return state._replace(inner=_moved_moments(state.inner, state.params, step))
+    return state._replace(inner=_moved_moments(state.inner, state.params, step, rows))
 
 
 def _noise(tree: PyTree, step: int, rows: slice = slice(None)) -> PyTree:
@@ -146,14 +146,14 @@ def _noise(tree: PyTree, step: int, rows: slice = slice(None)) -> PyTree:
     return structure.unflatten([one(number, x.shape[1:]) for number, x in enumerate(leaves)])
 
 
-def _moved_moments(inner: PyTree, params: PyTree, step: int) -> PyTree:
+def _moved_moments(inner: PyTree, params: PyTree, step: int, rows: slice = slice(None)) -> PyTree:
     """Add noise to the moments and take the absolute value, as second ones are never negative."""
     moments = moments_of(inner, params)
 
     def moved(x: Any, noise: np.ndarray) -> Any:
         return jax.device_put(np.abs(np.asarray(x) + noise), x.sharding)
 
-    of_path = dict(jax.tree.leaves_with_path(jax.tree.map(moved, moments, _noise(moments, step))))
+    of_path = dict(jax.tree.leaves_with_path(jax.tree.map(moved, moments, _noise(moments, step, rows))))
     return jax.tree.map_with_path(lambda path, x: of_path.get(path, x), inner)
 
 

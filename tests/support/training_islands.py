@@ -11,6 +11,7 @@ from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.island.membership import Membership
 from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.roster import Address, Island, Roster
+from noloco_jax.islands.start import begin
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.mesh import make_mesh
@@ -61,7 +62,7 @@ class World:
         member = Membership(self.roster, name, None, **options)
         agent = self.open(member)
         steps = member.steps(self.own, agent, self.solo, self.programs)
-        assert Membership.begin(agent, self.folder / name, lambda: False)
+        assert begin(agent, self.folder / name, lambda: False)
         return agent, steps
 
     def batch(self, step: int, replicas: range) -> dict[int, dict[str, np.ndarray]]:
