@@ -8,11 +8,15 @@ import pytest
 
 from noloco_jax.config import from_dict
 from noloco_jax.islands.partners import partner_in
-from noloco_jax.islands.protocol.members import PAGE, Members
+from noloco_jax.islands.protocol.events import Opened, Ready, RoundEnded, Send, Start, Tick, Told
+from noloco_jax.islands.protocol.island import Island
+from noloco_jax.islands.protocol.members import GRACE, PAGE, Members, News
+from noloco_jax.islands.protocol.messages import Accept, Caller, ExchangeId, Hello, NotPartner
 from support.changing_world import ChangingWorld, entry, is_signed, moved
-from support.island_nodes import ROUND
+from support.island_nodes import IDENTITY, ROUND
 
 FOUNDERS = ("paris", "berlin", "rome", "oslo")
+CONFIG = from_dict({"num_replicas": 4, "seed": 1})
 
 
 def members(*entries) -> Members:
@@ -124,6 +128,56 @@ def test_the_founders_alone_pair_as_one_program_of_as_many_replicas():
         groups = method_of(config).groups(config, round)
         met = {frozenset((name, partner_in(members(), name, config)(round))) for name in FOUNDERS}
         assert met == {frozenset(FOUNDERS[i] for i in group) for group in groups}
+
+
+# One island.
+
+
+def partner_of_paris(known: Members) -> str | None:
+    return partner_in(known, "paris", CONFIG)(0)
+
+
+def trained(known: Members) -> Island:
+    """An island "paris" after round 0, in which its partner is "oslo", which has not answered yet."""
+    assert partner_of_paris(known) == "oslo"
+    island = Island("paris", FOUNDERS[1:], IDENTITY, partner_in(known, "paris", CONFIG), 1, members=known)
+    for time, event in ((0.0, Start()), (10.0, Tick()), (10.0, Ready()), (20.0, Tick()), (20.0, RoundEnded(0, 3, 1.0))):
+        island.handle(event, time)
+    return island
+
+
+def answer_to(island: Island, peer: str):
+    """Return the island's answer to a peer that dials for round 0."""
+    hello = Hello(Caller(IDENTITY, peer, "paris", 1, 0), ExchangeId(0, peer, 1, 1), 1)
+    return next(action.header for action in island.handle(Opened(peer, peer, hello), 20.1) if isinstance(action, Send))
+
+
+def test_a_round_keeps_the_partner_that_it_was_paired_with():
+    island = trained(members())
+    newcomers = [entry(4 + k, f"m{k}", 0) for k in range(9)]
+    count = next(k for k in range(9) if partner_of_paris(members(*newcomers[:k])) not in (None, "oslo"))
+    island.handle(Told(News(tuple(newcomers[:count]))), 20.05)
+    other = partner_of_paris(island.members)
+    assert other not in (None, "oslo")
+    refused = answer_to(island, str(other))
+    assert isinstance(refused, NotPartner) and refused.reason == f"not in this round, of {4 + count} members there"
+    assert isinstance(answer_to(island, "oslo"), Accept)
+
+
+def test_who_is_answered_and_who_is_refused_both_hear_the_news():
+    island = trained(members(entry(4, "lima", 50)))
+    for peer, kind in (("oslo", Accept), ("rome", NotPartner)):
+        answer = answer_to(island, peer)
+        assert isinstance(answer, kind) and answer.news == island.members.news()
+
+
+def test_a_member_that_was_removed_is_a_peer_until_its_last_messages_are_over():
+    island = trained(members(entry(2, "rome", 0, 3)))
+    for round in range(1, 3 + GRACE):
+        assert "rome" in island.peers
+        island.handle(RoundEnded(round, 3, 1.0), 20.0 + 10 * round)
+    island.handle(RoundEnded(3 + GRACE, 3, 1.0), 300.0)
+    assert set(island.peers) == {"berlin", "oslo"}
 
 
 # In a world.
