@@ -254,7 +254,7 @@ def test_a_run_is_no_island(made, folders, tmp_path):
     ("override", "line"),
     [
         ("num_replicas=2", "num_replicas=2 and the roster of test has 3 islands"),
-        ("outer.moments=4", "outer.moments=4"),
+        ("outer.delay=3", "outer.delay=3"),
         ("model.num_layers=2", "holds a checkpoint with model.num_layers=1"),
     ],
 )
