@@ -190,7 +190,8 @@ def test_a_member_that_joins_meets_the_others_and_nobody_is_disturbed():
     world.run(24 * ROUND).finish()
     assert len(set(world.views().values())) == 1
     new = world.nodes["new"]
-    assert len(new.heals) == 1 and not any(world.nodes[name].heals for name in world.founders)
+    assert [heal.round in (11, 12) for heal in new.heals] == [True]  # not before: it would drift away, alone
+    assert not any(world.nodes[name].heals for name in world.founders)
     assert min(action.xid.round for action in new.applied) >= 12
     assert {action.peer for action in new.applied} == set(world.founders)
     assert world.participation(0, 22) == 1.0

@@ -108,6 +108,7 @@ class CatchUp:
         self._needs_lineage = began_before and not has_state
         self._heard: dict[str, Status] = {}  # last answers of all, while a lineage is needed
         self._start_deadline = self._lost_deadline = 0.0
+        self._awaits_membership = False
         self.is_ready = self.training = False
 
     def start(self) -> None:
@@ -189,6 +190,10 @@ class CatchUp:
             self._heard |= sweep.found
             self._needs_lineage = not self._is_lost()
         alive = {name: status for name, status in sweep.found.items() if status.training and status.round >= 0}
+        under_way = 1 + max((status.round for status in alive.values()), default=-1)
+        if not self._has_state and under_way < context.members.first_round(context.name):
+            self._wait_for_membership(under_way)
+            return
         if not (self._is_late(sweep.lags) if self._has_state else self._has_begun(sweep)):
             self._begin()
             return
@@ -229,6 +234,15 @@ class CatchUp:
         without = f", and {', '.join(silent[:8])} did not answer" if silent else ""
         context.tell(f"no island has weights of this run any more{without}: {context.name} begins anew")
         return True
+
+    def _wait_for_membership(self, round: int) -> None:
+        """Ask again later for a state: a member to come would train away from the others, alone."""
+        context = self._context
+        if not self._awaits_membership:
+            self._awaits_membership = True
+            first = context.members.first_round(context.name)
+            context.tell(f"{context.name} waits for round {first + 1}, its first as a member; now it is {round + 1}")
+        self._retry.at = context.now + context.settings.answer_seconds
 
     def _begin(self) -> None:
         """Train from the weights at hand."""

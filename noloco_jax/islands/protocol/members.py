@@ -143,6 +143,10 @@ class Members:
         """Return those that an island after `round` may hear from: also future members, and just removed ones."""
         return tuple(name for _, name, _, until in self._spans if until == OPEN or round < until + GRACE)
 
+    def first_round(self, name: str) -> int:
+        """Return the round from which on a name is that of a member; 0 for one that is unknown."""
+        return next((first for _, known, first, _ in self._spans if known == name), 0)
+
     def id_of(self, name: str) -> int | None:
         """Return a member's number; None for a name that is unknown."""
         return next((id for id, known, _, _ in self._spans if known == name), None)
