@@ -53,7 +53,7 @@ from noloco_jax.islands.protocol.events import (
     Told,
 )
 from noloco_jax.islands.protocol.island import Island, Journal
-from noloco_jax.islands.protocol.members import Entry, News
+from noloco_jax.islands.protocol.members import OPEN, Entry, News
 from noloco_jax.islands.protocol.messages import (
     ExchangeId,
     Header,
@@ -420,6 +420,8 @@ class Agent:
         members = self._protocol.members
         for entry in entries:
             self._report(describe(entry))
+            if entry.name == self._name and entry.until_round != OPEN:
+                self._report(f"from then on {self._name} trains alone: end it")
         if self._members_file is not None:
             self._former.submit(write_members, self._members_file, self._founders, members.entries)
         self._follow_members()

@@ -1,4 +1,4 @@
-"""Real processes over TLS: a third island joins two that train, one is removed, and nobody is restarted."""
+"""Real processes over TLS: a third island joins two that train, one is removed, one moves, and none is disturbed."""
 
 import re
 import signal
@@ -42,11 +42,15 @@ class Group:
                 text=True,
             )
 
-    def train(self, name: str) -> None:
+    def stop(self, name: str) -> None:
+        self.running[name].send_signal(signal.SIGTERM)
+        assert self.running[name].wait(120) == 75
+
+    def train(self, name: str, **more: str) -> None:
         """Start a founder."""
         fields = {"num_replicas": 2, "num_steps": 4000, "eval_every": 4000, "checkpoint_every": 4000}
         flags = {"roster": self.folder / "roster.toml", "name": name, "keys": self.folder / "keys" / name}
-        flags |= {"config": self.config, **{f"config.{field}": value for field, value in fields.items()}}
+        flags |= {"config": self.config, **more, **{f"config.{field}": value for field, value in fields.items()}}
         self.start(name, "train", *(f"--{flag}={value}" for flag, value in flags.items()))
 
     def met(self, name: str, other: str, after: int = -1) -> bool:
@@ -72,7 +76,7 @@ def group(config, tmp_path):
     processes.kill(list(made.running.values()))
 
 
-def test_an_island_joins_two_that_train_and_another_is_removed(group, capsys):
+def test_an_island_joins_two_that_train_one_is_removed_and_one_moves(group, capsys):
     folder, keys = group.folder, f"--keys={group.folder / 'keys'}"
     for name in FOUNDERS:
         group.train(name)
@@ -96,8 +100,15 @@ def test_an_island_joins_two_that_train_and_another_is_removed(group, capsys):
     assert "oslo" in table and "rome is removed" in table and "all that answer" in table
     group.wait(lambda: group.met("paris", "oslo", gone + 2) and group.met("oslo", "paris", gone + 2))
     assert not any(group.met(name, "rome", gone - 1) for name in ("paris", "oslo"))
+    assert "from then on rome trains alone: end it" in group.said("rome")
     for name in group.running:
         assert group.running[name].poll() is None
         assert name == "oslo" or "another island's weights" not in group.said(name)
-        group.running[name].send_signal(signal.SIGTERM)
-    assert [one.wait(120) for one in group.running.values()] == [75] * 3
+
+    group.stop("paris")  # and comes back at another address, which oslo hears from itself
+    moved, before = free_ports(1)[0], group.round("oslo")
+    group.train("paris", address=f"127.0.0.1:{moved}")
+    group.wait(lambda: group.met("oslo", "paris", before) and group.met("paris", "oslo", before))
+    assert f"paris is at 127.0.0.1:{moved} from now on" in group.said("oslo")
+    for name in group.running:
+        group.stop(name)
