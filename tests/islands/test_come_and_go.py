@@ -105,6 +105,10 @@ def test_an_island_joins_two_that_train_one_is_removed_and_one_moves(group, caps
         assert group.running[name].poll() is None
         assert name == "oslo" or "another island's weights" not in group.said(name)
 
+    assert island(["merge", f"--roster={folder / 'roster.toml'}", keys, f"--out={folder / 'merged'}"]) == 0
+    merged = capsys.readouterr().out
+    assert all(f"{name}: weights after round" in merged for name in ("paris", "oslo")) and "rome" not in merged
+
     group.stop("paris")  # and comes back at another address, which oslo hears from itself
     moved, before = free_ports(1)[0], group.round("oslo")
     group.train("paris", address=f"127.0.0.1:{moved}")

@@ -110,7 +110,7 @@ def test_fields_of_a_newer_version_are_ignored(header):
 
 @pytest.mark.parametrize("values", FROZEN, ids=lambda values: values["kind"])
 def test_headers_of_an_earlier_release_are_read(values):
-    """`tests/golden/headers.json` is what protocol 4 sent: a field without a default cannot be added to a header."""
+    """`tests/golden/headers.json` is what protocol 4 sent, and 5 with news: no field without a default can be added."""
     read = json.loads(json.dumps(messages.to_json(messages.from_json(values))))
     assert {name: read[name] for name in values} == values
 
