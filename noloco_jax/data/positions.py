@@ -1,13 +1,16 @@
 """Positions of replicas in the data, and their redistribution when the number of replicas changes.
 
-Replica i reads shard i of epoch 0, then shard i of epoch 1, and so on. After a change of the number of replicas it
-first reads the rest of the shards of the old division (`redistribute`).
+Replica i reads shard i of epoch 0, then shard i of epoch 1, and so on. One beyond the number among which the data were
+divided, an island that joined later, reads all of the data in an order of its own (`share`). After a change of the
+number of replicas a replica first reads the rest of the shards of the old division (`redistribute`).
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from noloco_jax.errors import UserError
+
+_EPOCHS = 1 << 12  # epochs of each replica that joined later, in a count of its own
 
 
 class ShardPosition(NamedTuple):
@@ -58,9 +61,21 @@ def shard_start(epoch: int, shard: int, num_shards: int) -> ShardPosition:
     return ShardPosition(epoch, shard, num_shards, document=0, stride=1, token=0, seek_hint=())
 
 
+def share(epoch: int, replica: int, num_replicas: int) -> ShardPosition:
+    """Return the beginning of a replica's share of an epoch.
+
+    One of number `num_replicas` or more leaves the shares of the others as they are: it reads all documents, in the
+    order of an epoch that no other replica comes to. So no two read in the same order, and none reads a document twice
+    before it has read all.
+    """
+    if replica < num_replicas:
+        return shard_start(epoch, replica, num_replicas)
+    return shard_start(epoch + (replica - num_replicas + 1) * _EPOCHS, 0, 1)
+
+
 def start_position(replica: int, num_replicas: int) -> DataPosition:
     """Return the beginning of epoch 0."""
-    return DataPosition(0, (shard_start(0, replica, num_replicas),))
+    return DataPosition(0, (share(0, replica, num_replicas),))
 
 
 def after_document(shards: tuple[ShardPosition, ...]) -> tuple[ShardPosition, ...]:
@@ -180,5 +195,5 @@ def _remainder(state: dict[str, Any], last_epoch: int) -> tuple[list[ShardPositi
         begun = [shards[0]._replace(stride=0)]
         shards = after_document(shards)
     later_epochs = range(position.epoch + 1, last_epoch + 1)
-    own = [shard_start(epoch, state["replica"], state["num_replicas"]) for epoch in later_epochs]
+    own = [share(epoch, state["replica"], state["num_replicas"]) for epoch in later_epochs]
     return begun, [shard for shard in shards if shard.stride] + own

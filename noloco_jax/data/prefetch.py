@@ -19,7 +19,7 @@ from absl import flags
 from grain.experimental import ThreadPrefetchIterDataset
 
 from noloco_jax.data.packing import HostSequence, Packer
-from noloco_jax.data.positions import DataPosition, after_document, shard_start
+from noloco_jax.data.positions import DataPosition, after_document, share
 from noloco_jax.data.source import EpochShard, Source
 from noloco_jax.errors import UserError
 
@@ -84,7 +84,7 @@ class DocumentReader:
         while True:
             if not self._shards:
                 self._epoch += 1
-                self._shards = (shard_start(self._epoch, replica, num_replicas),)
+                self._shards = (share(self._epoch, replica, num_replicas),)
             position, *rest = self._shards
             # Two positions may be in the same shard (divided once and merged again); each reads it at its own pace.
             start = position.document % position.stride if position.stride else position.document
@@ -104,7 +104,7 @@ class DocumentReader:
                 self._parts[key], self._current = part, key
                 return
             self._close(key)
-            own = (position.shard, position.num_shards) == (replica, num_replicas)
+            own = position[1:3] == share(self._epoch, replica, num_replicas)[1:3]
             if own and position.document == 0:
                 raise UserError(
                     f"replica {replica} of {num_replicas} gets no document of {source.name}: "

@@ -233,6 +233,8 @@ def train_stream(
 ) -> Stream:
     """Open the training batches of one replica of `num_replicas`: epoch after epoch of its share of the documents.
 
+    A replica of a larger number joined later, and reads all documents in an order of its own: see `positions.share`.
+
     The batches are a function of the arguments alone. In every epoch each document goes to exactly one replica, in an
     order drawn from `seed` and the epoch. Replicas with unequal shares begin the next epoch at different steps.
 
@@ -253,7 +255,7 @@ def train_stream(
     from noloco_jax.data.prefetch import ReplicaDocuments, sequences  # Grain takes a second to import.
 
     sources = open_sources(config, tokenizer, validation=False, seed=seed, vocab_size=vocab_size)
-    if not 0 <= replica < num_replicas:
+    if replica < 0:
         raise UserError(f"replica {replica} of {num_replicas}: replicas are numbered from 0")
     for source in sources.values():
         source.check_replicas(num_replicas)

@@ -3,6 +3,9 @@
     python -m noloco_jax.island keys --roster=roster.toml --out=keys     # an authority, and keys for each island
     python -m noloco_jax.island train --config=configs/c4_125m.py --roster=roster.toml --name=paris --keys=keys/paris
         --workdir=runs/paris
+    python -m noloco_jax.island invite --name=oslo --address=oslo.example.org:7070 --keys=keys   # a new member
+    python -m noloco_jax.island join --entry=oslo/members.json --via=paris --workdir=runs/oslo   # on its machine
+    python -m noloco_jax.island remove rome --keys=keys
     python -m noloco_jax.island status --roster=roster.toml --keys=keys   # a line for each island
     python -m noloco_jax.island merge --roster=roster.toml --keys=keys --out=merged   # the mean of those that train
     python -m noloco_jax.island merge --workdirs runs/paris runs/rome --out=merged    # of those that have ended
@@ -24,6 +27,7 @@ from noloco_jax.islands.roster import read_roster
 from noloco_jax.train.flags import define_run_flags
 
 _TRAIN = "train as one of the islands"
+_JOIN = "train as a member that was invited"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,12 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["train"]:  # takes a configuration's fields as well
         return _train(arguments[1:])
+    if arguments[:1] == ["join"]:
+        return _join(arguments[1:])
     overrides: Sequence[str] = []
     if arguments[:1] in (["merge"], ["scatter"]):  # take some of them
         overrides, arguments = split_overrides(arguments)
     flags = _parser().parse_args(arguments, argparse.Namespace(overrides=overrides))
     if flags.command in ("keys", "status"):
         from noloco_jax.island import peers as commands
+    elif flags.command in ("invite", "remove"):
+        from noloco_jax.island import members as commands
     else:
         from noloco_jax.island import (
             models as commands,
@@ -48,9 +56,34 @@ def _train(argv: Sequence[str]) -> int:
     config, flags = parse_args(argv, _TRAIN, _define_train_flags, prog="python -m noloco_jax.island train")
     roster = read_roster(flags.roster)
     keep_freed_memory()
-    from noloco_jax.island.mode import train_island  # imports numpy and jax, which must follow the call above
+    from noloco_jax.island.joining import train_island  # imports numpy and jax, which must follow the call above
 
     return train_island(config, roster, flags)
+
+
+def _join(argv: Sequence[str]) -> int:
+    parser = make_parser(_JOIN, prog="python -m noloco_jax.island join")
+    parser.add_argument(
+        "--entry",
+        required=True,
+        type=folder_of_flag,
+        metavar="FILE",
+        help="the members.json that `island invite` put beside the island's keys",
+    )
+    parser.add_argument(
+        "--via", required=True, metavar="NAME", help="a member that runs, which is asked for the configuration"
+    )
+    parser.add_argument(
+        "--keys", type=folder_of_flag, metavar="DIR", help="the island's keys (default: beside --entry)"
+    )
+    _define_island_flags(parser)
+    parser.epilog = "--config.FIELD=VALUE sets a field of the configuration, such as --config.data.path"
+    overrides, own = split_overrides(argv)
+    flags = parser.parse_args(own)
+    keep_freed_memory()
+    from noloco_jax.island.joining import join_islands
+
+    return join_islands(overrides, flags)
 
 
 def _define_train_flags(parser: argparse.ArgumentParser) -> None:
@@ -58,6 +91,15 @@ def _define_train_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", required=True, metavar="NAME", help="which of the roster's islands this is")
     parser.add_argument(
         "--keys", type=folder_of_flag, metavar="DIR", help="the island's keys; none are needed where all are loopback"
+    )
+    _define_island_flags(parser)
+
+
+def _define_island_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="another address at which this island listens and is reached from now on, which it tells the others",
     )
     parser.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="the island's own folder")
     define_run_flags(parser)
@@ -83,6 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     commands.add_parser("train", help=_TRAIN, add_help=False)  # read by `_train`
 
+    commands.add_parser("join", help=_JOIN, add_help=False)  # read by `_join`
+
     keys = _command(commands, "keys", "make a certificate authority, and keys for each island that has none")
     _define_roster_flag(keys)
     keys.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="where they go, a folder each")
@@ -90,7 +134,17 @@ def _parser() -> argparse.ArgumentParser:
     keys.add_argument(
         "--replace", action="append", default=[], metavar="NAME", help="make this island's anew; may be repeated"
     )
-    status = _command(commands, "status", "show the status of all islands")
+    inviting = _command(commands, "invite", "make keys and a signed entry for a new member")
+    inviting.add_argument("--name", required=True, metavar="NAME", help="its name, a DNS label")
+    inviting.add_argument("--address", required=True, metavar="HOST:PORT", help="where the others reach it")
+    _define_authority_flags(inviting, "its first round, as in the log (default: far enough ahead for all to know)")
+    inviting.add_argument(
+        "--days", type=int, default=90, help="for which its certificate is valid (default %(default)s)"
+    )
+    removing = _command(commands, "remove", "end a membership")
+    removing.add_argument("name", metavar="NAME", help="the member")
+    _define_authority_flags(removing, "the first round without it, as in the log (default: as for invite)")
+    status = _command(commands, "status", "show the status of all islands, and which changes of members they know")
     _define_roster_flag(status)
     _define_keys_flag(status)
     status.add_argument("--seconds", type=float, default=10.0, help="to wait for each (default %(default)s)")
@@ -106,6 +160,13 @@ def _parser() -> argparse.ArgumentParser:
     _define_roster_flag(scattering)
     scattering.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="gets a workdir for each")
     return parser
+
+
+def _define_authority_flags(parser: argparse.ArgumentParser, round: str) -> None:
+    parser.add_argument(
+        "--keys", required=True, type=folder_of_flag, metavar="DIR", help="the folder that `island keys` made, whole"
+    )
+    parser.add_argument("--from_round", "--from-round", type=int, metavar="N", help=round)
 
 
 def _define_merge_flags(parser: argparse.ArgumentParser) -> None:
@@ -137,7 +198,11 @@ def _command(commands, name: str, help: str) -> argparse.ArgumentParser:
 
 def _define_roster_flag(parser: argparse.ArgumentParser, required: bool = True) -> None:
     parser.add_argument(
-        "--roster", required=required, type=folder_of_flag, metavar="FILE", help="the run's islands, a TOML file"
+        "--roster",
+        required=required,
+        type=folder_of_flag,
+        metavar="FILE",
+        help="the run's islands, a TOML file; for status and merge also an island's members.json",
     )
 
 

@@ -11,20 +11,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from noloco_jax.config import TrainConfig, to_dict
+from noloco_jax.config import TrainConfig, from_dict, to_dict
 from noloco_jax.data import renumbered
 from noloco_jax.errors import UserError
 from noloco_jax.islands.agent import Agent
+from noloco_jax.islands.entries import known_roster
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.moments_payload import MomentsCodec
+from noloco_jax.islands.partners import partner_in
 from noloco_jax.islands.payload import Codec, codec_of, specs_of
 from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.island import Journal
+from noloco_jax.islands.protocol.members import Members
 from noloco_jax.islands.protocol.messages import Identity
 from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.start import open_agent
 from noloco_jax.islands.steps import IslandSteps, state_specs, weight_specs
-from noloco_jax.methods import method_of, schedule_of
+from noloco_jax.methods import schedule_of
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.messages import Messages, shares_moments
 from noloco_jax.run.mode import Resumed
@@ -42,7 +45,7 @@ class Membership:
     """Place of a run among the islands.
 
     Attributes:
-      roster: the islands.
+      roster: the islands that the run began with.
       name: the island's name.
       credentials: the island's keys; None without TLS.
       patience: rounds of a fragment for which a message waits for its partner's.
@@ -51,6 +54,7 @@ class Membership:
         schedule of `num_steps`, which rounds and learning rates follow. A message's weight is its number of inner
         steps.
       linger: seconds for which an island that has taken its last step serves its weights, until all have.
+      members: the members as they are known at the start; None: those of the roster.
       at_once: True if outer steps wait for their exchange, for tests that compare islands with one program.
     """
 
@@ -61,18 +65,31 @@ class Membership:
     pace: str = "steps"
     at_once: bool = False
     linger: float = 600.0
+    members: Members = None  # pyright: ignore[reportAssignmentType]
+
+    def __post_init__(self):
+        if self.members is None:
+            object.__setattr__(self, "members", Members(self.roster.names))
 
     def __str__(self) -> str:
         """Return a line for the banner, without secrets."""
         security = "no TLS" if self.credentials is None else "mutual TLS"
+        known = self.known
         return (
-            f"{self.name}, {self.replica + 1} of {len(self.roster.islands)} of {self.roster.run}, at "
-            f"{self.roster.address(self.name)}, {security}"
+            f"{self.name}, {known.index(self.name) + 1} of {len(known.islands)} of {self.roster.run}, at "
+            f"{known.address(self.name)}, {security}"
         )
 
     @property
+    def known(self) -> Roster:
+        """Members as they are known at the start, and their addresses."""
+        return known_roster(self.roster, self.members, 0)
+
+    @property
     def replica(self) -> int:
-        return self.roster.index(self.name)
+        """Number of its replica, by which it reads its share of the data: the member's id."""
+        id = self.members.id_of(self.name)
+        return self.roster.index(self.name) if id is None else id
 
     def check(self, config: TrainConfig) -> None:
         """Raise `UserError` where the configuration does not fit these islands, or asks for what islands do not do."""
@@ -102,13 +119,7 @@ class Membership:
 
     def partner(self, config: TrainConfig) -> Callable[[int], str | None]:
         """Return a function that maps an outer step to the name of the island's partner in it."""
-        names, me, method = self.roster.names, self.replica, method_of(config)
-
-        def of(round: int) -> str | None:
-            group = next(group for group in method.groups(config, round) if me in group)
-            return next((names[i] for i in group if i != me), None)
-
-        return of
+        return partner_in(self.members, self.name, config)
 
     @staticmethod
     def messages(config: TrainConfig, solo: SoloPrograms) -> Messages:
@@ -130,7 +141,7 @@ class Membership:
         return MomentsCodec(codec, len(jax.tree.leaves(solo.kept)), solo.moments, partial(shares_moments, config))
 
     def data_position(self, checkpoints: Checkpointer, step: int) -> dict[str, Any]:
-        """Return the data position at `step`, renumbered where the roster has grown: see `data.renumbered`.
+        """Return the data position at `step`, renumbered where the roster was made longer: see `data.renumbered`.
 
         Raises `UserError` where the checkpoint is not this island's.
         """
@@ -186,6 +197,7 @@ class Membership:
             {"identity": asdict(identity), "config": to_dict(config), "tokenizer": fingerprint},
             is_stopping,
             report,
+            self.members,
         )
 
     def steps(self, config: TrainConfig, agent: Agent, solo: SoloPrograms, programs: Programs) -> IslandSteps:
@@ -215,9 +227,10 @@ class Membership:
 
 
 def _identity(member: Membership, config: TrainConfig, programs: Programs, fingerprint: str | None) -> Identity:
+    defaults = dict(_fields(common_values(from_dict({"method": config.method}))))
     return Identity(
         member.roster.run,
-        dict(_fields(common_values(config))),
+        {name: value for name, value in _fields(common_values(config)) if value != defaults.get(name)},
         _digest([str(spec) for spec in specs_of(programs.state.params)]),
         member.roster.version,
         f"{config.outer.wire}, {config.outer.fragments} fragments",

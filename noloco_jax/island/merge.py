@@ -17,9 +17,10 @@ from noloco_jax.data import Tokenizer, validation_batches
 from noloco_jax.errors import UserError
 from noloco_jax.island.folders import configs_of_islands
 from noloco_jax.islands.client import Client
+from noloco_jax.islands.discovery import discover
+from noloco_jax.islands.entries import Saved
 from noloco_jax.islands.peer_errors import PeerError
-from noloco_jax.islands.query import About, ask_about, check_finite, clients_of, fetch_weights
-from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.query import About, ask_about, check_finite, fetch_weights
 from noloco_jax.islands.start import ISLAND_FILE
 from noloco_jax.islands.steps import weight_specs
 from noloco_jax.model.kind import param_shapes
@@ -79,16 +80,18 @@ class Merged:
         )
 
 
-def of_live_islands(roster: Roster, keys: Path | None, ask_seconds: float, seconds: float) -> Source:
-    """Ask all islands of a roster, in the name of one of them; see `query.clients_of` for `keys`.
+def of_live_islands(run: Saved, keys: Path | None, ask_seconds: float, seconds: float) -> Source:
+    """Ask all active members of a run, in the name of one of them; see `query.clients_of` for `keys`.
 
     Args:
+      run: the founders, and the entries known here.
       ask_seconds: to wait for each to say what it trains.
       seconds: to wait for the weights of each.
 
     Raises `UserError` where nobody answers, and where an island's run or model is another than the first one's.
     """
-    clients = clients_of(roster, keys)
+    roster, islands = run.roster, discover(run, keys, ask_seconds)
+    clients = {name: islands.clients[name] for name in islands.active}
     answers = ask_about(clients, ask_seconds)
     away = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
     found = {name: answer for name, answer in answers.items() if isinstance(answer, About)}

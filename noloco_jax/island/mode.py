@@ -1,23 +1,16 @@
 """Mode of a run that is one island among several: the differences from a run of all replicas."""
 
-import argparse
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
 from noloco_jax.config import TrainConfig
 from noloco_jax.data import HostBatch
-from noloco_jax.errors import UserError
-from noloco_jax.files import full_disk_told
 from noloco_jax.island.membership import Membership
 from noloco_jax.islands import start
 from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.final_merge import FinalMerge
-from noloco_jax.islands.keys import credentials_for
 from noloco_jax.islands.log import IslandLog
-from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.steps import weight_specs
 from noloco_jax.islands.sync import IslandSync
 from noloco_jax.methods import schedule_of
@@ -28,7 +21,6 @@ from noloco_jax.run.mode import Resumed
 from noloco_jax.run.sync import Sync
 from noloco_jax.spmd.programs import Programs, PyTree, TrainState
 from noloco_jax.spmd.solo import SoloPrograms, build_solo
-from noloco_jax.train.training import train
 
 
 class IslandMode:
@@ -92,9 +84,8 @@ class IslandMode:
 
         merge = None
         if config.outer.final_merge:
-            names, seconds = self._member.roster.names, self._member.linger
-            waits = seconds, self._is_stopping, self._report
-            merge = FinalMerge(steps, names, self._member.name, weight_specs(config.model), *waits)
+            waits = self._member.linger, self._is_stopping, self._report
+            merge = FinalMerge(steps, self._member.name, weight_specs(config.model), *waits)
         schedule = schedule_of(config)
         assert schedule is not None
         return IslandSync(schedule, steps, self._log, self._messages, linger, merge)
@@ -113,23 +104,3 @@ class IslandMode:
     def close(self) -> None:
         if self._agent is not None:
             self._agent.close()
-
-
-def train_island(config: TrainConfig, roster: Roster, flags: argparse.Namespace) -> int:
-    """Train as the island that the flags name; check everything before compiling."""
-    credentials = credentials_for(roster, flags.name, flags.keys)
-    member = Membership(roster, flags.name, credentials, pace=flags.pace, linger=flags.linger)
-    if not 0 <= flags.linger < math.inf:
-        raise UserError(f"--linger={flags.linger}: give seconds, 0 to leave at once")
-    member.check(config)
-    use_gpu_memory()
-    with full_disk_told(flags.workdir):
-        use_cpu_cores(member.own(config))
-        return train(
-            config,
-            flags.workdir,
-            from_step=flags.from_step,
-            dry_run=flags.dry_run,
-            wandb_project=flags.wandb,
-            mode=IslandMode(member),
-        )

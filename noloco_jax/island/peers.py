@@ -1,26 +1,32 @@
 """Commands on islands' keys and status. Needs no jax."""
 
 import argparse
-from collections.abc import Mapping
 
 from rich.table import Table
 
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable
+from noloco_jax.island.members import check_days
+from noloco_jax.islands.discovery import Found, discover, read_run
+from noloco_jax.islands.entries import MEMBERS_FILE, describe, known_roster, members_at, read_members, write_members
 from noloco_jax.islands.keys import AUTHORITY_KEY, make_keys
-from noloco_jax.islands.protocol.messages import Status
-from noloco_jax.islands.query import ask_all, clients_of
-from noloco_jax.islands.roster import Roster, read_roster
+from noloco_jax.islands.protocol.members import Members
+from noloco_jax.islands.roster import read_roster
 from noloco_jax.run.console import make_console
 
 
 def keys(flags: argparse.Namespace) -> int:
     """Make the keys that are missing, and print what to do with them."""
-    if not 1 <= flags.days <= 3650:
-        raise UserError(f"--days={flags.days}: give 1 to 3650, the days that the authority itself is valid")
-    roster = read_roster(flags.roster)
+    check_days(flags.days)
+    founders = read_roster(flags.roster)
     check_writable(flags.out)
+    path = flags.out / MEMBERS_FILE
+    entries = read_members(path).entries if path.exists() else ()
+    if entries:
+        members_at(path, founders, None)  # raises where the roster has changed since
+    roster = known_roster(founders, Members(founders.names, lambda entry: True, entries), 0)
     made = make_keys(roster, flags.out, flags.days, flags.replace)
+    write_members(path, founders, entries)
     kept = [name for name in roster.names if name not in made]
     if kept:
         print(f"kept as they are: {', '.join(kept)}")
@@ -29,25 +35,30 @@ def keys(flags: argparse.Namespace) -> int:
     if made:
         print(
             f"{flags.out / AUTHORITY_KEY} signs for any name of {roster.run}: no island needs it, keep it off their "
-            "machines; you need it here again to add an island"
+            "machines; you need it here again for `island invite` and `island remove`"
         )
     return 0
 
 
 def status(flags: argparse.Namespace) -> int:
     """Print the status of every island, with a reason for those that do not answer."""
-    roster = read_roster(flags.roster)
+    run = read_run(flags.roster)
     if not 0 < flags.seconds <= 600:
         raise UserError(f"--seconds={flags.seconds}: give more than 0 and up to 600")
-    make_console().print(status_table(roster, ask_all(clients_of(roster, flags.keys), flags.seconds)))
+    found = discover(run, flags.keys, flags.seconds)
+    console = make_console()
+    console.print(status_table(found))
+    if found.members.entries:
+        console.print(entries_table(found))
     return 0
 
 
-def status_table(roster: Roster, answers: Mapping[str, Status | str]) -> Table:
-    """Return a table of the islands: round, state, exchanges that committed, lag, partner."""
-    table = Table("island", "round", "state", "exchanged", "lag", "partner", title=f"islands of {roster.run}")
-    for island in roster.islands:
-        answer = answers[island.name]
+def status_table(found: Found) -> Table:
+    """Return a table of the islands: round, state, exchanges that committed, lag, partner, members that it counts."""
+    columns = "island", "round", "state", "exchanged", "lag", "partner", "members"
+    table = Table(*columns, title=f"islands of {found.roster.run}")
+    for island in found.roster.islands:
+        answer = found.answers[island.name]
         if isinstance(answer, str):
             table.add_row(island.name, "", f"away: {answer.removeprefix(island.name).lstrip(' :')}")
             continue
@@ -58,5 +69,16 @@ def status_table(roster: Roster, answers: Mapping[str, Status | str]) -> Table:
             f"{answer.committed} of {answer.due}" if answer.due else "none due yet",
             f"{answer.lag:.2f} rounds",
             answer.partner or "nobody",
+            str(answer.members),
         )
+    return table
+
+
+def entries_table(found: Found) -> Table:
+    """Return a table of what has changed since the roster, and which islands know it."""
+    table = Table("change", "known to", title=f"members of {found.roster.run}")
+    for entry in found.members.entries:
+        missing = [name for name, known in found.entries.items() if entry not in known]
+        known = f"all but {', '.join(missing)}" if missing else "all that answer" if found.entries else "nobody answers"
+        table.add_row(describe(entry), known)
     return table

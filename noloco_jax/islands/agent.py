@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from noloco_jax.errors import UserError
@@ -20,6 +21,7 @@ from noloco_jax.islands.calls import Calls, Listener
 from noloco_jax.islands.channel import Channel
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.connections import Connections
+from noloco_jax.islands.entries import describe, known_roster, write_members
 from noloco_jax.islands.frames import ArraySpec, Expects
 from noloco_jax.islands.keys import Credentials, Newest, expiry_warning, renewed
 from noloco_jax.islands.payload import Arrays, Codec, norm_of, pair_windows
@@ -37,6 +39,7 @@ from noloco_jax.islands.protocol.events import (
     Event,
     Heal,
     Keep,
+    Learned,
     Open,
     Opened,
     Ready,
@@ -47,15 +50,20 @@ from noloco_jax.islands.protocol.events import (
     Stop,
     Tell,
     Tick,
+    Told,
 )
 from noloco_jax.islands.protocol.island import Island, Journal
+from noloco_jax.islands.protocol.members import OPEN, Entry, News
 from noloco_jax.islands.protocol.messages import (
     ExchangeId,
     Header,
+    HeaderError,
     Message,
     State,
     Status,
+    StatusRequest,
     Windows,
+    from_json,
 )
 from noloco_jax.islands.query import ask_all
 from noloco_jax.islands.roster import Roster
@@ -123,7 +131,7 @@ class Agent:
     """Network side of an island. `open` starts its threads and `close` ends them.
 
     Args:
-      roster: the islands.
+      roster: the founders, at their addresses as this machine knows them.
       name: this island.
       credentials: its keys, None without TLS.
       protocol: the state machine that decides.
@@ -133,6 +141,7 @@ class Agent:
       report: called with lines for people.
       snapshots: copies of the weights for merging.
       about: description of the island's weights.
+      members_file: where membership entries are kept; None: nowhere.
     """
 
     def __init__(
@@ -147,19 +156,18 @@ class Agent:
         report: Callable[[str], None],
         snapshots: Snapshots,
         about: Mapping[str, Any],
+        members_file: Path | None = None,
     ):
-        self._roster, self._name, self._credentials = roster, name, credentials
+        self._founders, self._name, self._credentials = roster, name, credentials
         self._protocol, self._report = protocol, report
+        self._members_file = members_file
+        self._roster = known_roster(roster, protocol.members, protocol.round)
         self._codec = codec
         self.snapshots, self._about = snapshots, dict(about)
         self._changed = threading.Condition(threading.RLock())
         self._connections = Connections()
         self._newest = Newest(credentials.folder if credentials else None)
-        self.clients = {
-            other: Client(roster, name, credentials, other, self._connections, self._newest)
-            for other in roster.names
-            if other != name
-        }
+        self.clients: dict[str, Client] = {}
         self._calls = Calls(
             self.clients,
             lambda round: {**codec.specs(round), State.__name__: state},
@@ -181,13 +189,16 @@ class Agent:
         self._left = False
         self._closed = False
         self._server: Server | None = None
+        self._follow_members()
 
     # The training's side.
 
     def open(self) -> None:
         """Listen, and ask the peers for their status. Raises `UserError` where it cannot listen."""
-        handlers = Handlers(self._called, self.snapshots.state, {ABOUT: self._tell_about}, self._report)
+        actions = {ABOUT: self._tell_about}
+        handlers = Handlers(self._called, self.snapshots.state, actions, self._report, self._introduced)
         self._server = Server(self._roster, self._name, self._credentials, handlers, newest=self._newest)
+        self._follow_members()
         threading.Thread(target=self._tick, daemon=True, name="ticks").start()
         if self._credentials is not None:
             threading.Thread(target=self._watch_keys, daemon=True, name="keys").start()
@@ -223,6 +234,10 @@ class Agent:
                 raise UserError(self._refused.line)
             return is_known()
 
+    def tell(self, *entries: Entry) -> None:
+        """Take membership entries from outside of a call, and spread them."""
+        self._handle(Told(News(entries)))
+
     def end_round(self, round: int, tokens: int, message: Arrays, norm: float) -> None:
         """Start the exchange of a round's message, after the round's solo step.
 
@@ -237,6 +252,8 @@ class Agent:
                 return  # these weights are about to be replaced
             self._own[round] = message
             self._handle(RoundEnded(round, tokens, norm))
+            if len(self._protocol.members.present(round)) != len(self._roster.names):
+                self._follow_members()
             for old in [old for old in self._own if not self._protocol.is_meeting(old)]:
                 del self._own[old]
             for arrays in (self._others, self._windows):
@@ -313,13 +330,22 @@ class Agent:
     def unfinished(self, ask_seconds: float = 0.0) -> list[str]:
         """Return the islands not known to have taken all steps; ask them first where `ask_seconds` is positive."""
         with self._changed:
-            names = [name for name, peer in self._protocol.peers.items() if not peer.finished]
+            names = self._unfinished()
         answers = ask_all({name: self.clients[name] for name in names}, ask_seconds) if ask_seconds else {}
         with self._changed:
             for name, answer in answers.items():
-                if isinstance(answer, Status) and answer.finished:
+                if isinstance(answer, Status) and answer.finished and name in self._protocol.peers:
                     self._protocol.peers[name].finished = True
-            return [name for name, peer in self._protocol.peers.items() if not peer.finished]
+            return self._unfinished()
+
+    def active(self) -> tuple[str, ...]:
+        """Return the members of the last round, by their ids."""
+        with self._changed:
+            return self._protocol.members.active(max(self._protocol.round, 0))
+
+    def _unfinished(self) -> list[str]:
+        active, peers = self.active(), self._protocol.peers
+        return [name for name in active if name in peers and not peers[name].finished]
 
     def close(self) -> None:
         """Leave, and end all calls."""
@@ -385,8 +411,50 @@ class Agent:
                 self._met.append(Met(round, peer, "healed"))
             case Refused():
                 self._refused = action
+            case Learned(entries):
+                self._learn(entries)
             case Tell(line):
                 self._report(line)
+
+    def _learn(self, entries: Sequence[Entry]) -> None:
+        """Keep new entries, in a thread, and follow them."""
+        members = self._protocol.members
+        for entry in entries:
+            self._report(describe(entry))
+            if entry.name == self._name and entry.until_round != OPEN:
+                self._report(f"from then on {self._name} trains alone: end it")
+        if self._members_file is not None:
+            self._former.submit(write_members, self._members_file, self._founders, members.entries)
+        self._follow_members()
+
+    def _follow_members(self) -> None:
+        """Call and admit the present members, at their newest addresses."""
+        members = self._protocol.members
+        self._roster = known_roster(self._founders, members, self._protocol.round)
+        if self._name not in self._roster.names:
+            return  # removed: the others will not have it
+        for name, address in self._roster.islands:
+            if name in self.clients:
+                self.clients[name].move(address)
+            elif name != self._name:
+                self.clients[name] = Client(
+                    self._roster, self._name, self._credentials, name, self._connections, self._newest
+                )
+        if self._server is not None:
+            issued = {entry.name: entry.issued for entry in members.entries if entry.issued > 0}
+            self._server.admit(self._roster, issued)
+
+    def _introduced(self, name: str, body: Mapping[str, Any]) -> bool:
+        """Return whether an unknown caller has brought an entry that makes it a member."""
+        try:
+            header = from_json(dict(body))
+        except HeaderError:
+            return False
+        if not isinstance(header, StatusRequest) or header.news is None:
+            return False
+        with self._changed:
+            self._handle(Told(header.news))
+            return name in self._roster.names
 
     def _watch_keys(self) -> None:
         """Read keys that were renewed, and warn daily of those that expire soon."""

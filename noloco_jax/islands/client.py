@@ -17,7 +17,7 @@ from noloco_jax.islands.frames import PIECE_BYTES, SCHEMA, ArraySpec, Expects
 from noloco_jax.islands.keys import Credentials, Newest
 from noloco_jax.islands.peer_errors import BrokenError, EndedError, PeerError, RefusedError
 from noloco_jax.islands.probe import why_unreachable
-from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.roster import Address, Roster
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", 4 * PIECE_BYTES),  # limits what a message may allocate
@@ -64,6 +64,10 @@ class Client:
         """Use other keys from the next call on."""
         self._credentials = credentials
 
+    def move(self, address: Address) -> None:
+        """Call the peer at another address from the next call on."""
+        self._address = address
+
     def action(self, call: str, argument: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Call a small action and return its answer.
 
@@ -108,7 +112,8 @@ class Client:
                 raise self._why_unreachable() from None
             except (flight.FlightError, pa.ArrowException) as error:
                 raise from_flight(self.peer, error) from None
-            with contextlib.suppress(flight.FlightError, pa.ArrowException):  # the channel's first frame says why
+            # A call that its server has ended already: the channel's first frame says why.
+            with contextlib.suppress(flight.FlightError, pa.ArrowException, OSError):
                 writer.begin(SCHEMA)
             channel = Channel(self.peer, reader, writer, expects, deadline, reader.cancel, self._why_unreachable)
             try:

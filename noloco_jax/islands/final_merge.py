@@ -1,7 +1,7 @@
 """The end of an island's run with the mean of all islands' last weights: `outer.final_merge`.
 
 Every island that has taken its last step says so, serves its weights, and fetches those of the others that have. All
-add them up in the roster's order, so those that merge the same islands get the same bits. One that is missing when
+add them up in the order of their ids, so those that merge the same islands get the same bits. One that is missing when
 `--linger` is over is left out, and named.
 """
 
@@ -28,7 +28,6 @@ class FinalMerge:
 
     Args:
       steps: the island's outer steps.
-      names: of all islands, in the roster's order.
       own: its name.
       specs: of its weights: name -> spec, in the order of their leaves.
       seconds: to wait for islands that are later, and again for those that fetch its weights, at most.
@@ -39,7 +38,6 @@ class FinalMerge:
     def __init__(
         self,
         steps: IslandSteps,
-        names: Sequence[str],
         own: str,
         specs: Mapping[str, ArraySpec],
         seconds: float,
@@ -47,7 +45,8 @@ class FinalMerge:
         report: Callable[[str], None],
     ):
         self._steps, self._agent = steps, steps.agent
-        self._names, self._own, self._specs = names, own, specs
+        self._names: Sequence[str] = ()  # of the members at the end, by their ids
+        self._own, self._specs = own, specs
         self._seconds, self._is_stopping, self._report = seconds, is_stopping, report
 
     def __call__(self, state: TrainState, step: int) -> TrainState:
@@ -58,7 +57,7 @@ class FinalMerge:
         if self._is_stopping():
             self._report("not merged, as it is told to stop: `island merge --workdirs` makes the mean of what is saved")
             return state
-        late = self._agent.unfinished()
+        late, self._names = self._agent.unfinished(), self._agent.active()
         peers = [name for name in self._names if name not in (self._own, *late)]
         own = [np.asarray(x, np.float32) for x in jax.device_get(jax.tree.leaves(state.params))]
         deadline = time.monotonic() + self._seconds
@@ -80,7 +79,7 @@ class FinalMerge:
     def _mean(
         self, own: list[np.ndarray], peers: Sequence[str], deadline: float
     ) -> tuple[list[np.ndarray], Sequence[str]]:
-        """Return the mean of the own weights and the peers', added up in the roster's order, and whose are in it."""
+        """Return the mean of the own weights and the peers', added up in the order of ids, and whose are in it."""
         total, merged = [np.zeros_like(x) for x in own], []
         for name in self._names:
             if name == self._own:

@@ -79,6 +79,11 @@ def make_keys(roster: Roster, folder: Path, days: int, replace: Collection[str] 
     return missing
 
 
+def authority_key(folder: Path) -> ec.EllipticCurvePrivateKey:
+    """Return the key of the authority in a folder of keys; raise `UserError` where it is missing or another."""
+    return _authority(folder, "")[1]
+
+
 def load_keys(folder: Path, name: str) -> Credentials:
     """Load an island's keys, checked as peers will check them.
 

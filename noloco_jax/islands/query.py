@@ -1,6 +1,6 @@
 """Read-only queries to islands: status, description and weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -12,8 +12,9 @@ from noloco_jax.islands.client import Client
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.keys import CERTIFICATE, Credentials, credentials_for, owner_of
 from noloco_jax.islands.peer_errors import PeerError, RefusedError
+from noloco_jax.islands.protocol.members import Entry
 from noloco_jax.islands.protocol.messages import HeaderError, Identity, Status, StatusRequest, from_json, to_json
-from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.roster import Island, Roster
 from noloco_jax.islands.server import USED_TWICE
 from noloco_jax.islands.snapshots import ABOUT, PROGRESS, PROGRESS_SPEC
 
@@ -74,7 +75,7 @@ def clients_of(roster: Roster, keys: Path | None) -> dict[str, Client | str]:
     Raises:
       UserError: if keys are needed, or those given are not right.
     """
-    known = _credentials(roster, keys)
+    known = credentials_in(roster, keys)
     askers = {name: next((other for other in known if other != name), None) for name in roster.names}
     return {
         name: f"not asked: these are the keys of {name}, which others answer"
@@ -148,8 +149,17 @@ def _about(client: Client, seconds: float) -> About:
         raise RefusedError(f"{client.peer} describes its weights in an unknown form: it runs another version") from None
 
 
-def _credentials(roster: Roster, keys: Path | None) -> dict[str, Credentials | None]:
-    """Return the credentials to ask with: two islands' at most are ever needed."""
+def credentials_in(roster: Roster, keys: Path | None, entries: Iterable[Entry] = ()) -> dict[str, Credentials | None]:
+    """Return the credentials to ask with: two islands' at most are ever needed.
+
+    Args:
+      roster: the islands.
+      keys: see `clients_of`.
+      entries: of members that are not in the roster, whose keys do as well.
+    """
+    known = {island.name: island for island in roster.islands}
+    known |= {one.name: Island(one.name, roster.islands[0].address) for one in entries if one.name not in known}
+    roster = Roster(roster.run, tuple(known.values()))
     if keys is None:
         return {name: credentials_for(roster, name, None) for name in roster.names[:2]}
     if (keys / CERTIFICATE).exists():

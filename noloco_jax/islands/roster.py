@@ -116,6 +116,22 @@ def parse_address(text: str) -> Address:
     return Address(host, int(match["port"]))
 
 
+def parse_dialled(text: str) -> Address:
+    """Parse an address that others dial; raise `UserError` for anything else."""
+    address = parse_address(text)
+    if address.port == 0:
+        raise UserError(f"address = {text!r}: others cannot dial port 0, give the one that it listens on")
+    return address
+
+
+def check_name(name: Any) -> None:
+    """Raise `UserError` for what cannot be an island's name."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UserError(
+            f"name = {name!r}: give a DNS label, up to 63 small letters, digits and hyphens from a letter on"
+        )
+
+
 def read_roster(path: Path) -> Roster:
     """Read a roster from a TOML file.
 
@@ -160,19 +176,13 @@ def _island(number: int, entry: Mapping[str, Any]) -> Island:
     where = f"[[island]] {number}: "
     _check_keys(where, entry, required=("name", "address"), optional=("comment",))
     name, address = entry["name"], entry["address"]
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise UserError(
-            f"{where}name = {name!r}: give a DNS label, up to 63 small letters, digits and hyphens from a letter on"
-        )
     if not isinstance(address, str):
         raise UserError(f'{where}address = {address!r}: give "host:port"')
     try:
-        parsed = parse_address(address)
+        check_name(name)
+        return Island(name, parse_dialled(address))
     except UserError as error:
         raise UserError(f"{where}{error}") from None
-    if parsed.port == 0:
-        raise UserError(f"{where}address = {address!r}: others cannot dial port 0, give the one that it listens on")
-    return Island(name, parsed)
 
 
 def _check_keys(where: str, table: Mapping[str, Any], required: tuple[str, ...], optional: tuple[str, ...]) -> None:

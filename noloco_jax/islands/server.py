@@ -56,12 +56,14 @@ class Handlers:
       state: (caller, request) -> named arrays, which are sent one by one.
       actions: name -> (caller, argument) -> answer, both small JSON.
       report: called with one line about every call that was refused or failed.
+      introduced: (name in the certificate, body of the call) -> True if that makes it a member: an unknown caller.
     """
 
     exchange: Callable[[str, Mapping[str, Any], Callable[[Expects], Channel]], None]
     state: Callable[[str, Mapping[str, Any]], Iterable[tuple[str, np.ndarray]]]
     actions: Mapping[str, Callable[[str, Mapping[str, Any]], Mapping[str, Any]]]
     report: Callable[[str], None]
+    introduced: Callable[[str, Mapping[str, Any]], bool] = lambda name, body: False
 
 
 class Server:
@@ -96,13 +98,22 @@ class Server:
         self._handlers = handlers
         self._location = location = f"{'grpc+tls' if credentials else 'grpc'}://{listen}"
         newest = newest or Newest(credentials.folder if credentials else None)
-        self._calls = _Calls(roster, name, credentials is not None, newest, handlers.report)
+        self._calls = _Calls(roster, name, credentials is not None, newest, handlers)
         try:
             self._flight = _Flight(location, credentials, handlers, self._calls)
         except Exception as error:  # Arrow raises only a general error
             raise UserError(f"{name} cannot listen at {listen} ({str(error)[:120]}): give a free port") from None
         self.port: int = self._flight.port
         self._doorkeeper = Doorkeeper(self.port, self._calls.connections)
+
+    def admit(self, roster: Roster, issued: Mapping[str, int]) -> None:
+        """Admit the islands of another roster from the next call on.
+
+        Args:
+          roster: the islands that may call.
+          issued: milliseconds in which certificates of some were made: older ones of these names are refused.
+        """
+        self._calls.admit(roster, issued)
 
     def renew(self, credentials: Credentials, timeout: float = 10.0) -> None:
         """Show other keys to new callers, once running calls have ended, after `timeout` seconds by force.
@@ -138,12 +149,13 @@ class Server:
 class _Calls:
     """Admission of calls: checks the caller, and limits concurrent calls."""
 
-    def __init__(self, roster: Roster, name: str, is_tls: bool, newest: Newest, report: Callable[[str], None]):
-        self._roster = roster
+    def __init__(self, roster: Roster, name: str, is_tls: bool, newest: Newest, handlers: Handlers):
+        self._roster, self._names = roster, frozenset(roster.names)
         self._name = name
         self._is_tls = is_tls
         self._newest = newest
-        self._report = Limited(report)
+        self._introduced = handlers.introduced
+        self._report = Limited(handlers.report)
         self._running: Counter[str] = Counter()
         self._connections: dict[str, int] = {}  # of running calls -> messages read of it
         self._lock = threading.Lock()
@@ -166,12 +178,17 @@ class _Calls:
             description = json.dumps(describe(error))
             raise flight.FlightServerError(description, extra_info=description.encode()) from None
 
+    def admit(self, roster: Roster, issued: Mapping[str, int]) -> None:
+        self._roster, self._names = roster, frozenset(roster.names)
+        for name, when in issued.items():
+            self._newest.admits(name, when)
+
     def _caller(self, opening: Opening, identity: bytes) -> str:
         """Return the caller's name, confirmed by its certificate."""
         claimed = opening.caller[:80]
         if self._is_tls:
             certified, issue = owner_and_issue(identity.decode(errors="replace")[:80])
-            if certified not in self._roster.names:
+            if certified not in self._names and not self._introduced(certified, opening.body):
                 raise RefusedError(
                     f"a certificate made out to {certified!r}, who is not in the roster of {self._roster.run}"
                 )
@@ -181,7 +198,7 @@ class _Calls:
                 )
             if not self._newest.admits(claimed, issue):
                 raise RefusedError(f"a certificate of {claimed} that another has replaced")
-        if claimed not in self._roster.names:
+        if claimed not in self._names:
             raise RefusedError(f"the caller says it is {claimed!r}, who is not in the roster of {self._roster.run}")
         if claimed == self._name:
             raise RefusedError(f"the caller says it is {claimed}, and so does this island: {USED_TWICE}")

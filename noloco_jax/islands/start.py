@@ -8,11 +8,13 @@ from typing import Any
 
 from noloco_jax.files import write_whole
 from noloco_jax.islands.agent import Agent
+from noloco_jax.islands.entries import MEMBERS_FILE, known_roster, write_members
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.payload import Codec
 from noloco_jax.islands.protocol.context import STARTS_APART, Settings
 from noloco_jax.islands.protocol.island import Island, Journal
+from noloco_jax.islands.protocol.members import Members
 from noloco_jax.islands.protocol.messages import Identity
 from noloco_jax.islands.query import check_alone
 from noloco_jax.islands.roster import Roster
@@ -36,11 +38,12 @@ def open_agent(
     about: Mapping[str, Any],
     is_stopping: Callable[[], bool],
     report: Callable[[str], None],
+    members: Members | None = None,
 ) -> Agent | None:
     """Join the peers, who may refuse the island; return None if told to stop meanwhile.
 
     Args:
-      roster: the islands.
+      roster: the islands that the run began with.
       name: this island.
       credentials: its keys; None without TLS.
       identity: values that must agree.
@@ -54,14 +57,19 @@ def open_agent(
       about: description of the island's weights, beside its identity.
       is_stopping: returns True once told to stop.
       report: called with lines for people.
+      members: the members as they are known at the start, which the workdir keeps; None: those of the roster.
 
     Raises `UserError` if its name or address is in use, or most of the others refuse it.
     """
-    check_alone(roster, name, credentials)
+    members = members or Members(roster.names)
+    check_alone(known_roster(roster, members, 0), name, credentials)
     incarnation, began_before = incarnation_of(workdir)
     others = [other for other in roster.names if other != name]
-    protocol = Island(name, others, identity, partner, incarnation, settings, journal, began_before)
-    agent = Agent(roster, name, credentials, protocol, settings, codec, state, report, Snapshots(weights), about)
+    protocol = Island(name, others, identity, partner, incarnation, settings, journal, began_before, members)
+    file = workdir / MEMBERS_FILE
+    if members.entries:
+        write_members(file, roster, members.entries)
+    agent = Agent(roster, name, credentials, protocol, settings, codec, state, report, Snapshots(weights), about, file)
     try:
         agent.open()
         if _until(agent.admitted, is_stopping):

@@ -1,6 +1,7 @@
 """Island in a user's own loop: any model, inner optimizer and tree of arrays, averaged with peers over the network."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import time
@@ -16,17 +17,20 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.cluster.workdir_lock import WorkdirLock
+from noloco_jax.errors import UserError
 from noloco_jax.exchange.groups import GroupExchange
 from noloco_jax.islands.agent import Agent
+from noloco_jax.islands.discovery import read_run
+from noloco_jax.islands.entries import MEMBERS_FILE, Saved, members_at
 from noloco_jax.islands.final_merge import FinalMerge
 from noloco_jax.islands.frames import ArraySpec
-from noloco_jax.islands.keys import credentials_for
+from noloco_jax.islands.keys import Credentials, credentials_for, load_keys
 from noloco_jax.islands.log import IslandLog
 from noloco_jax.islands.payload import codec_of, specs_of
 from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.islands.protocol.messages import Identity
-from noloco_jax.islands.roster import Roster, read_roster
+from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.start import begin, open_agent
 from noloco_jax.islands.steps import IslandSteps, state_specs
 from noloco_jax.islands.sync import IslandSync
@@ -59,7 +63,8 @@ class Island:
     they have arrived, and an island that was away continues from a peer's state.
 
     Args:
-      roster: path of the roster, the same for all islands, or a `Roster`.
+      roster: path of the roster, the same for all islands, or a `Roster`; or the path of the entry that
+        `python -m noloco_jax.island invite` made for this island.
       name: this island's name in it.
       workdir: folder of this island's checkpoints and event log.
       outer: `noloco` without a pairing, for random pairs of the islands, or with one of as many replicas.
@@ -93,9 +98,18 @@ class Island:
         linger: float = 600.0,
         report: Callable[[str], None] = print,
     ):
-        self._roster = roster if isinstance(roster, Roster) else read_roster(Path(roster))
         self._name, self._workdir = name, Path(workdir)
-        self._credentials = credentials_for(self._roster, name, None if keys is None else Path(keys))
+        saved = _run_of(roster)
+        self._roster = saved.roster
+        folder = None if keys is None else Path(keys)
+        if folder is not None and name not in saved.roster.names:
+            self._credentials: Credentials | None = load_keys(folder, name)  # of a member that was invited
+        else:
+            self._credentials = credentials_for(saved.roster, name, folder)
+        self._members = members_at(self._workdir / MEMBERS_FILE, saved.roster, self._credentials)
+        self._members.merge(saved.entries)
+        if self._members.id_of(name) is None:
+            raise UserError(f"{roster} has no entry of {name} that the authority of {keys} has signed: invite it again")
         self._pairing = _checked(outer, len(self._roster.islands))
         self._outer, self._common = outer, dict(common or {})
         self._samples, self._save_every, self._keep = samples_per_step, save_every, keep
@@ -165,6 +179,7 @@ class Island:
             {"identity": dataclasses.asdict(identity), "config": {}, "tokenizer": None},
             lambda: False,
             self._report,
+            self._members,
         )
         assert self._agent is not None
         schedule = self._outer.schedule
@@ -176,7 +191,7 @@ class Island:
         )
         self._log = IslandLog(self._workdir, self._name)
         size = sum(spec.nbytes for spec in specs_of(solo.code))
-        merge = FinalMerge(steps, self._roster.names, self._name, weights, self._linger, lambda: False, self._report)
+        merge = FinalMerge(steps, self._name, weights, self._linger, lambda: False, self._report)
         messages = Messages(of_outer_step=lambda round: size, of_inner_step=lambda step: 0)
         self._sync = IslandSync(schedule, steps, self._log, messages, lambda state: None, merge)
         begin(self._agent, self._workdir, lambda: False)
@@ -266,10 +281,12 @@ class Island:
             self._report(news.line)
 
     def _partner(self, number: int) -> str | None:
-        round, names = pairing_round(number, self._outer.fragments.count), self._roster.names
-        groups = self._pairing.pool[int(self._pairing.pool_index(round))]
-        me = self._roster.index(self._name)
-        return next((names[i] for group in groups if me in group for i in group if i != me), None)
+        active = self._members.active(number)
+        if len(active) < 2 or self._name not in active:
+            return None
+        pairing, me = _resized(self._pairing, len(active)), active.index(self._name)
+        groups = pairing.pool[int(pairing.pool_index(pairing_round(number, self._outer.fragments.count)))]
+        return next((active[i] for group in groups if me in group for i in group if i != me), None)
 
     def _identity(self, arrays: Mapping[str, ArraySpec]) -> Identity:
         outer, schedule = self._outer, self._outer.schedule
@@ -347,6 +364,24 @@ def _checked(outer: OuterOptimizer, count: int) -> Pairing:
             f"has {count} islands, which meet in pairs: leave the pairing out"
         )
     return pairing
+
+
+@functools.lru_cache(maxsize=8)
+def _resized(pairing: Pairing, count: int) -> Pairing:
+    """Return the pairing of another number of islands, as members come and go: random pairs of the same seed."""
+    if pairing.num_replicas == count:
+        return pairing
+    if not isinstance(pairing, RandomPairing):
+        return RandomPairing(count)
+    order = "passes" if pairing.order == "hypercube" and count & (count - 1) else pairing.order
+    return RandomPairing(count, seed=pairing.seed, order=order)
+
+
+def _run_of(roster: str | Path | Roster) -> Saved:
+    """Return the founders of a run, and the entries of members that are known."""
+    if isinstance(roster, Roster):
+        return Saved(roster, ())
+    return read_run(Path(roster))
 
 
 def _described(pairing: Pairing) -> list[Any]:

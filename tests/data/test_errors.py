@@ -226,5 +226,5 @@ def test_validation_data_that_are_the_training_data(tmp_path, kind):
 
 def test_a_replica_that_does_not_exist(tmp_path):
     config, _ = write_counting("text", tmp_path / "data", 60)
-    with pytest.raises(UserError, match="replica 2 of 2"):
-        train_stream(config, BYTE, replica=2, num_replicas=2, seed=0)
+    with pytest.raises(UserError, match="replica -1 of 2"):
+        train_stream(config, BYTE, replica=-1, num_replicas=2, seed=0)

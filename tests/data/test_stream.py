@@ -63,6 +63,30 @@ def test_epochs_and_seeds_differ_in_order(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_who_joins_later_reads_everything_once_an_epoch_in_an_order_of_its_own(tmp_path, kind):
+    config, count = write_counting(kind, tmp_path / "data", 23)
+    config = replace(config, sequence_length=1, batch_size=1)
+    streams = [train_stream(config, CountingTokenizer(), replica=k, num_replicas=2, seed=5) for k in (2, 3)]
+    (alone,) = open_streams(config, 1, seed=5)
+    orders = {tuple(read_through(alone, epoch)) for epoch in range(2)}
+    for stream in streams:
+        for _ in range(2):
+            seen = [int(next(stream)["input_ids"][0, 0]) for _ in range(count)]
+            assert sorted(seen) == list(range(count))
+            orders.add(tuple(seen))
+    assert len(orders) == 6
+
+
+def test_who_joined_later_continues_from_its_state(tmp_path):
+    config, _ = write_counting("c4", tmp_path / "data", 23)
+    whole = train_stream(config, CountingTokenizer(), replica=3, num_replicas=2, seed=5)
+    take(whole, 17)
+    again = train_stream(config, CountingTokenizer(), replica=3, num_replicas=2, seed=5)
+    again.set_state(json.loads(json.dumps(whole.get_state())))
+    assert_same(take(again, 20), take(whole, 20))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_stream_continues_from_its_state_bitwise(tmp_path, kind):
     config, _ = write_counting(kind, tmp_path / "data", 23)
     whole, saved = train_stream(config, CountingTokenizer(), replica=1, num_replicas=2, seed=5), []

@@ -281,7 +281,7 @@ def test_who_is_told_twice_that_the_partner_is_not_there_waits_for_it():
 
 def test_who_is_not_the_partner_of_a_round_is_told_so():
     answer = headers(trained("a", ["b", "c"]).handle(Opened("x", "c", hello("a", "c")), 20.1))[0]
-    assert answer == NotPartner("not in this round")
+    assert answer == NotPartner("not in this round, of 3 members there")
 
 
 def test_nothing_is_applied_before_the_commit_and_a_question_settles_what_was_not():

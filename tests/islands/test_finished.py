@@ -58,7 +58,7 @@ def test_islands_that_have_finished_serve_their_weights_until_all_have(world, tm
 
 
 def merged_by(world: World, name: str, agent: Agent, island: IslandSteps, seconds: float, say: Any) -> FinalMerge:
-    return FinalMerge(island, world.roster.names, name, weight_specs(world.config.model), seconds, lambda: False, say)
+    return FinalMerge(island, name, weight_specs(world.config.model), seconds, lambda: False, say)
 
 
 def test_islands_that_end_with_a_merge_have_the_mean_of_all_last_weights(world, tmp_path):

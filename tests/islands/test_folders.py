@@ -17,6 +17,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
 from noloco_jax.island.folders import gather
 from noloco_jax.island.membership import Membership
+from noloco_jax.islands.protocol.members import OPEN, Entry, Members
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.run import elastic
 from noloco_jax.run.checkpoint import Checkpointer
@@ -155,6 +156,22 @@ def test_what_was_scattered_and_gathered_is_the_same_run(made, folders, tmp_path
     assert totals == TOTALS
 
 
+def test_an_island_that_joined_later_is_gathered_behind_the_founders(made, folders, tmp_path):
+    _, state, _, _ = newest(folders[0])
+    guest = stream(made.config, 4, 3)  # the second that joined; the first is not among the folders
+    list(itertools.islice(guest, 3))
+    joined = jax.tree.map(lambda x: -x if x.ndim else x, state)
+    save(tmp_path / "lima", made.config, 12, joined, [guest.get_state()])
+    gathered([tmp_path / "lima", *folders], tmp_path / "run")
+    _, whole, positions, _ = newest(tmp_path / "run")
+    np.testing.assert_array_equal(whole.params["embed"][3:], joined.params["embed"])
+    np.testing.assert_array_equal(whole.params["embed"][:3], made.state.params["embed"])
+    expected = [int(token) for batch in itertools.islice(guest, 3) for token in batch["input_ids"].ravel()]
+    one = stream(made.config, 3, 4)
+    one.set_state(positions[3])
+    assert [int(token) for batch in itertools.islice(one, 3) for token in batch["input_ids"].ravel()] == expected
+
+
 def test_islands_are_gathered_at_the_newest_step_that_all_have(made, folders, tmp_path):
     for folder, steps in zip(folders, ((14, 16), (16, 18), (16, 20)), strict=True):
         _, state, positions, _ = newest(folder)
@@ -237,7 +254,7 @@ def test_a_run_is_no_island(made, folders, tmp_path):
     ("override", "line"),
     [
         ("num_replicas=2", "num_replicas=2 and the roster of test has 3 islands"),
-        ("outer.moments=4", "outer.moments=4"),
+        ("outer.delay=3", "outer.delay=3"),
         ("model.num_layers=2", "holds a checkpoint with model.num_layers=1"),
     ],
 )
@@ -288,6 +305,21 @@ def test_an_island_does_not_go_on_from_what_is_not_its_own(made, workdir, line):
         pytest.raises(UserError, match=line),
     ):
         member("berlin", *NAMES).data_position(checkpoints, 12)
+
+
+def test_an_island_that_joined_later_goes_on_by_its_number(made, tmp_path):
+    position = stream(made.config, 3, 3).get_state()
+    save(tmp_path / "oslo", made.config, 12, jax.tree.map(lambda x: x[:1] if x.ndim else x, made.state), [position])
+    entries = [Entry(3, "oslo", "127.0.0.1:9", 7, OPEN, 0, 1), Entry(4, "lima", "127.0.0.1:8", 9, OPEN, 0, 1)]
+    roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in NAMES))
+    with Checkpointer(tmp_path / "oslo", made.config, read_only=True) as checkpoints:
+        oslo, lima = (
+            Membership(roster, name, None, members=Members(NAMES, lambda entry: True, entries))
+            for name in ("oslo", "lima")
+        )
+        assert oslo.data_position(checkpoints, 12) == position
+        with pytest.raises(UserError, match="step 12 is of replica 3, and lima is replica 4"):
+            lima.data_position(checkpoints, 12)
 
 
 def documents_of_an_epoch(config: TrainConfig, replica: int, num_replicas: int, position: dict[str, Any]) -> list[str]:

@@ -1,12 +1,13 @@
 """What an island checks and writes before it trains."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
-from noloco_jax.config import from_dict
+from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.errors import UserError
-from noloco_jax.island.membership import Membership
+from noloco_jax.island.membership import Membership, _identity
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.start import begin, incarnation_of, write_incarnation
 from support.training_islands import NAMES, World, small
@@ -38,6 +39,18 @@ def test_a_configuration_that_islands_cannot_follow_is_told_in_a_line(changes, l
     roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in NAMES))
     with pytest.raises(UserError, match=re.escape(line)):
         Membership(roster, "paris", None).check(from_dict({"num_replicas": 4} | changes))
+
+
+def test_fields_at_their_defaults_are_no_part_of_the_identity(world):
+    """A newer version's new field is no difference before it is used, and one that is used is named."""
+    roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in NAMES))
+    default, other = (
+        _identity(Membership(roster, "paris", None), replace(world.config, seed=seed), world.programs, None)
+        for seed in (TrainConfig.seed, 5)
+    )
+    assert "seed" not in default.config and other.config["seed"] == "5"
+    assert default.config["outer.sync_every"] == "2"
+    assert default.difference(other, "rome") == "seed: the default here, 5 at rome"
 
 
 def test_an_island_has_begun_when_it_may_train(world, tmp_path):

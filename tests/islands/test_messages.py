@@ -6,12 +6,16 @@ import json
 import pytest
 
 from noloco_jax.islands.protocol import messages
+from noloco_jax.islands.protocol.members import Certificate, Entry, News
 from noloco_jax.islands.protocol.messages import Caller, ExchangeId, HeaderError, Hello, Identity, Outcome
 from support.island_world import differing
+from support.paths import ROOT
 
 IDENTITY = Identity("run", {"seed": "1"}, "model", "roster", "codec", "pace", "bytes")
 CALLER = Caller(IDENTITY, "paris", "oslo", 3, 7)
 XID = ExchangeId(7, "paris", 3, 2)
+ENTRY = Entry(4, "oslo", "127.0.0.1:7070", 20, -1, 1764000000000, 1764000000001, "aa" * 70)
+OWN = Entry(-1, "oslo", "127.0.0.1:7071", 0, -1, 0, 1764000000002, "aa" * 70, Certificate("b" * 700))
 HELLO = Hello(CALLER, XID, 1000)
 ALL = [
     HELLO,
@@ -34,7 +38,9 @@ ALL = [
     messages.State(7, True),
     messages.Leave(CALLER, finished=True),
     messages.Windows(XID),
+    messages.StatusRequest(news=News((ENTRY, OWN), "0" * 16), before=2**62),
 ]
+FROZEN = json.loads((ROOT / "tests/golden/headers.json").read_text())
 
 
 def test_every_kind_is_tried():
@@ -63,7 +69,6 @@ def caller_with(config):
         {},
         {"kind": []},
         {"kind": "Nonsense"},
-        changed(more=1),
         {"kind": "Hello", "tokens": 1},
         changed(tokens=1.0),
         changed(tokens=True),
@@ -89,6 +94,25 @@ def caller_with(config):
 def test_what_no_island_sends_is_refused(values):
     with pytest.raises(HeaderError):
         messages.from_json(values)
+
+
+@pytest.mark.parametrize("header", ALL, ids=lambda header: type(header).__name__)
+def test_fields_of_a_newer_version_are_ignored(header):
+    def with_more(value):
+        if not isinstance(value, dict):
+            return value
+        more = {name: one if name == "config" else with_more(one) for name, one in value.items()}
+        return more | {"field_of_a_newer_version": [{"a": 1}]}
+
+    sent = json.loads(json.dumps(messages.to_json(header)))
+    assert messages.from_json(with_more(sent)) == header
+
+
+@pytest.mark.parametrize("values", FROZEN, ids=lambda values: values["kind"])
+def test_headers_of_an_earlier_release_are_read(values):
+    """`tests/golden/headers.json` is what protocol 4 sent, and 5 with news: no field without a default can be added."""
+    read = json.loads(json.dumps(messages.to_json(messages.from_json(values))))
+    assert {name: read[name] for name in values} == values
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Identity)])

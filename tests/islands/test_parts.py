@@ -10,6 +10,7 @@ from noloco_jax.islands.protocol.bounds import Bounds
 from noloco_jax.islands.protocol.context import LONGEST_PAUSE, Backoff, Context, Settings
 from noloco_jax.islands.protocol.ledger import ROUNDS_KEPT, Ledger
 from noloco_jax.islands.protocol.meeting import Meeting
+from noloco_jax.islands.protocol.members import Members
 from noloco_jax.islands.protocol.messages import ExchangeId, Outcome
 from noloco_jax.islands.protocol.peers import Peer, Transfers
 from support.island_world import IDENTITY
@@ -27,7 +28,7 @@ def test_the_protocol_knows_no_clock_socket_thread_file_chance_or_array():
             elif isinstance(node, ast.ImportFrom):
                 imported.add(str(node.module))
     outside = {name for name in imported if not name.startswith("noloco_jax.islands.protocol")}
-    arithmetic = {"enum", "itertools", "math", "statistics", "zlib"}
+    arithmetic = {"enum", "hashlib", "itertools", "json", "math", "statistics", "zlib"}
     assert outside <= {"collections", "collections.abc", "dataclasses", "types", "typing", *arithmetic}
 
 
@@ -95,7 +96,7 @@ def test_what_is_forgotten_is_not_called_aborted():
 
 
 def test_pauses_between_tries_double_up_to_the_longest():
-    context = Context("a", ["b"], IDENTITY, Settings(retry_seconds=0.5), 1, Ledger(), Bounds())
+    context = Context("a", Members(("a", "b")), IDENTITY, Settings(retry_seconds=0.5), 1, Ledger(), Bounds())
     backoff, pauses = Backoff(context), []
     for _ in range(9):
         backoff.start()

@@ -4,6 +4,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import numpy as np
 
@@ -13,11 +14,12 @@ from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.payload import PlainCodec, norm_of, specs_of
 from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.island import Island, Journal
+from noloco_jax.islands.protocol.members import Members
 from noloco_jax.islands.roster import Address, Roster
 from noloco_jax.islands.roster import Island as Listed
 from noloco_jax.islands.snapshots import Snapshots
 from support.fault_proxy import FaultProxy, Link
-from support.island_world import IDENTITY
+from support.island_nodes import IDENTITY, circle
 from support.ports import free_ports
 
 TOKENS = 100
@@ -30,6 +32,16 @@ def partner_of(names: tuple[str, ...], name: str) -> Callable[[int], str | None]
         return lambda round: names[1 - me]
     assert len(names) == 4
     return lambda round: names[me ^ (1 + round % 3)]
+
+
+def partner_among(members: Members, name: str) -> Callable[[int], str | None]:
+    """Follow the active members of each round, by the circle method."""
+
+    def of(round: int) -> str | None:
+        active = members.active(round)
+        return circle(active, name)(round) if name in active and len(active) > 1 else None
+
+    return of
 
 
 class Site:
@@ -55,6 +67,8 @@ class Site:
         journal: Journal | None = None,
         identity=IDENTITY,
         began_before: bool = False,
+        members: Members | None = None,
+        members_file: Path | None = None,
     ):
         settings = settings or Settings()
         self.name = name
@@ -66,11 +80,11 @@ class Site:
         self.lines: list[str] = []
         self.heals: list[Healed] = []
         others = [other for other in roster.names if other != name]
-        partner = partner_of(roster.names, name)
-        protocol = Island(name, others, identity, partner, incarnation, settings, journal, began_before)
+        partner = partner_of(roster.names, name) if members is None else partner_among(members, name)
+        protocol = Island(name, others, identity, partner, incarnation, settings, journal, began_before, members)
         message = self.message(0)
         arguments = settings, PlainCodec(Float32(), [message], [message]), specs_of(message), self.lines.append
-        self.agent = Agent(roster, name, credentials, protocol, *arguments, Snapshots({}), {})
+        self.agent = Agent(roster, name, credentials, protocol, *arguments, Snapshots({}), {}, members_file)
 
     def message(self, round: int) -> np.ndarray:
         """Return the message of a round, different from every other's."""

@@ -7,9 +7,9 @@ import sys
 from functools import partial
 
 from noloco_jax.errors import run_command
-from noloco_jax.island import mode
+from noloco_jax.island import joining
 
 if __name__ == "__main__":
-    mode.Membership = partial(mode.Membership, at_once=True)  # pyright: ignore[reportAttributeAccessIssue]
+    joining.Membership = partial(joining.Membership, at_once=True)  # pyright: ignore[reportAttributeAccessIssue]
     sys.argv = ["noloco_jax.island", "train", *sys.argv[1:]]
     run_command("noloco_jax.island.command")

@@ -46,6 +46,9 @@ ELSEWHERE = {
     "lateness": "processes/test_lateness.py",
     "island status": "islands/test_merge.py",
     "island merge": "islands/test_merge.py",
+    "island invite": "islands/test_joining.py",
+    "island join": "islands/test_come_and_go.py",
+    "island remove": "islands/test_come_and_go.py",
 }
 ROSTER = """
 run = "two"

@@ -116,6 +116,7 @@ class CatchUp:
         self._heard: dict[str, Status] = {}  # last answers of all, while a lineage is needed
         self._silent: set[str] = set()  # peers that did not answer the last requests in time
         self._start_deadline = self._lost_deadline = 0.0
+        self._awaits_membership = False
         self.is_ready = self.training = False
 
     def start(self) -> None:
@@ -144,11 +145,12 @@ class CatchUp:
         A round's end is when lateness is known best: peers that are level have just ended this round or soon will.
         """
         context = self._context
+        reach = context.reach
         self._has_state, self._needs_lineage = True, False
         suspicion = (
             context.came_too_late
             or context.taken_for_past
-            or any(peer.round - context.round >= context.reach for peer in context.peers.values())
+            or any(peer.round - context.round >= reach for peer in context.peers.values())
         )
         context.came_too_late = context.taken_for_past = False
         if self._sweep is not None or self._download is not None:
@@ -166,7 +168,7 @@ class CatchUp:
         mixed = {name: _mixed(f"{context.name} {name} {self._sweeps}") for name in context.peers}
         names = sorted(mixed, key=lambda name: (name in self._heard, mixed[name]))
         waits = self.is_ready and not self.training and context.now < self._start_deadline
-        request = StatusRequest(context.identity, until_ready=waits)
+        request = StatusRequest(context.identity, until_ready=waits, news=context.news)
         asked = {context.open(name, request): name for name in names[:ASKED_AT_ONCE]}
         self._sweep = Sweep(context.now + context.settings.answer_seconds, asked, waits)
         self._decide_when_all_are_heard()
@@ -202,6 +204,10 @@ class CatchUp:
             self._heard |= sweep.found
             self._needs_lineage = not self._is_lost()
         alive = {name: status for name, status in sweep.found.items() if status.training and status.round >= 0}
+        under_way = 1 + max((status.round for status in alive.values()), default=-1)
+        if not self._has_state and under_way < context.members.first_round(context.name):
+            self._wait_for_membership(under_way)
+            return
         if not (self._is_late(sweep.lags) if self._has_state else self._has_begun(sweep)):
             self._begin()
             return
@@ -243,6 +249,15 @@ class CatchUp:
         context.tell(f"no island has weights of this run any more{without}: {context.name} begins anew")
         return True
 
+    def _wait_for_membership(self, round: int) -> None:
+        """Ask again later for a state: a member to come would train away from the others, alone."""
+        context = self._context
+        if not self._awaits_membership:
+            self._awaits_membership = True
+            first = context.members.first_round(context.name)
+            context.tell(f"{context.name} waits for round {first + 1}, its first as a member; now it is {round + 1}")
+        self._retry.at = context.now + context.settings.answer_seconds
+
     def _begin(self) -> None:
         """Train from the weights at hand."""
         if not self.training:
@@ -277,7 +292,8 @@ class CatchUp:
         if sweep is not None and channel in sweep.asked:
             name = sweep.asked[channel]
             if isinstance(header, Status):
-                context.peers[name].told(header.incarnation, header.round, context.now)
+                if name in context.peers:  # not removed meanwhile
+                    context.peers[name].told(header.incarnation, header.round, context.now)
                 context.is_known_as(header.yours)
                 sweep.heard(channel, header, context.round)
             else:

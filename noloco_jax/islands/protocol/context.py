@@ -4,12 +4,12 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from noloco_jax.islands.protocol.bounds import Bounds
 from noloco_jax.islands.protocol.events import Action, Channel, Close, Open, Refused, Send, Tell
 from noloco_jax.islands.protocol.ledger import Ledger
+from noloco_jax.islands.protocol.members import Members, News
 from noloco_jax.islands.protocol.messages import Answer, Caller, ExchangeId, Identity, Opener, Wrong
 from noloco_jax.islands.protocol.pace import Pace
 from noloco_jax.islands.protocol.peers import Peer
@@ -71,12 +71,14 @@ class Context:
       taken_for_past: True if a peer knows a later incarnation than this one, which has exchanged nothing yet.
       refused: True once most others refuse this island.
       pace: its pace relative to the others.
+      members: the members of the run, as far as they are known here.
+      peers: the other members present.
     """
 
     def __init__(
         self,
         name: str,
-        others: Sequence[str],
+        members: Members,
         identity: Identity,
         settings: Settings,
         incarnation: int,
@@ -86,7 +88,8 @@ class Context:
         self.name = name
         self.identity = identity
         self.settings = settings
-        self.peers = {other: Peer(other) for other in others}
+        self.members = members
+        self.peers: dict[str, Peer] = {}
         self.bounds = bounds
         self.ledger = ledger
         self.incarnation = incarnation
@@ -95,15 +98,28 @@ class Context:
         self.commits = 0
         self.refused = False
         self.came_too_late = self.taken_for_past = False
-        self.pace = Pace(name, others, settings.keeps_pace)
+        self.pace = Pace(name, self.peers.keys(), settings.keeps_pace)
         self.now = 0.0
         self._ends: deque[float] = deque(maxlen=ROUNDS_TIMED + 1)
         self.actions: list[Action] = []
         self._numbers = itertools.count()
+        self.dialled: dict[Channel, str] = {}  # open calls of this island -> whom it called
         self._told_past: int | None = None
+        self.refresh_peers()
+
+    def refresh_peers(self) -> None:
+        """Follow the members: those that come are peers, and those that were removed a while ago are none."""
+        present = [name for name in self.members.present(self.round) if name != self.name]
+        for name in present:
+            if name not in self.peers:
+                self.peers[name] = Peer(name)
+        if len(self.peers) > len(present):
+            for name in self.peers.keys() - set(present):
+                del self.peers[name]
 
     def round_ended(self, round: int) -> None:
         self.round = round
+        self.refresh_peers()
         self._ends.append(self.now)
         self.pace.round_ended(round, self.now)
 
@@ -120,11 +136,17 @@ class Context:
             return least
         return max(least, math.ceil(self.settings.reach_seconds / seconds))
 
+    @property
+    def news(self) -> News | None:
+        """News to send with a header; None while nothing has changed since the roster."""
+        return self.members.news() if self.members.entries else None
+
     def caller(self, peer: str) -> Caller:
         return Caller(self.identity, self.name, peer, self.incarnation, self.round)
 
     def open(self, peer: str, header: Opener) -> Channel:
         channel = ("out", next(self._numbers))
+        self.dialled[channel] = peer
         self.actions.append(Open(channel, peer, header))
         return channel
 
@@ -132,6 +154,7 @@ class Context:
         self.actions.append(Send(channel, header))
 
     def close(self, channel: Channel) -> None:
+        self.dialled.pop(channel, None)
         self.actions.append(Close(channel))
 
     def answer(self, channel: Channel, header: Answer) -> None:
@@ -163,7 +186,8 @@ class Context:
 
         Once an exchange has been committed it never gives up: a newcomer with another configuration stops only itself.
         """
-        self.peers[peer].wrong = wrong.what
+        if peer in self.peers:
+            self.peers[peer].wrong = wrong.what
         self.tell(f"{peer} refuses {self.name}: {wrong.what}")
         sayings = [other.wrong for other in self.peers.values() if other.wrong is not None]
         if not self.commits and 2 * len(sayings) > len(self.peers):
@@ -197,6 +221,7 @@ class Context:
         """Switch to other weights: a new incarnation, without past exchanges."""
         self.incarnation += 1
         self.round = round
+        self.refresh_peers()
         self.lineage = lineage
         self.ledger = Ledger()
         self._ends.clear()

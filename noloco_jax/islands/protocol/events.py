@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from noloco_jax.islands.protocol.bounds import Factors
+from noloco_jax.islands.protocol.members import Entry, News
 from noloco_jax.islands.protocol.messages import Answer, ExchangeId, Header, Opener
 
 Channel = Hashable
@@ -74,6 +75,12 @@ class Tick(NamedTuple):
     """Passage of time: send it when `Island.next_deadline` has come."""
 
 
+class Told(NamedTuple):
+    """Membership entries from outside of a call: an island's own, or those that introduce a caller."""
+
+    news: News
+
+
 class Stop(NamedTuple):
     """End of the island: it says goodbye, and resolves open exchanges while it is given time.
 
@@ -83,7 +90,7 @@ class Stop(NamedTuple):
     finished: bool = False
 
 
-Event = Start | Ready | RoundEnded | Opened | Arrived | Broken | Tick | Stop
+Event = Start | Ready | RoundEnded | Opened | Arrived | Broken | Tick | Told | Stop
 
 
 class Open(NamedTuple):
@@ -174,10 +181,16 @@ class Refused(NamedTuple):
     line: str
 
 
+class Learned(NamedTuple):
+    """Entries that are new here: keep them with the checkpoints, and call and admit the members that they name."""
+
+    entries: tuple[Entry, ...]
+
+
 class Tell(NamedTuple):
     """Line for the log."""
 
     line: str
 
 
-Action = Open | Send | Close | Admitted | Begin | Keep | Apply | Drop | Heal | Refused | Tell
+Action = Open | Send | Close | Admitted | Begin | Keep | Apply | Drop | Heal | Refused | Learned | Tell

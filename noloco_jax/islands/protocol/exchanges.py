@@ -5,6 +5,7 @@ it has read that and holds a good one itself, and sends `Commit`. So nobody appl
 commit and every later answer about it are lost.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -129,7 +130,7 @@ class Exchanges:
             return
         meeting.attempts += 1
         xid = ExchangeId(meeting.round, context.name, context.incarnation, meeting.attempts)
-        hello = Hello(context.caller(meeting.peer.name), xid, meeting.tokens, self._timing(meeting))
+        hello = Hello(context.caller(meeting.peer.name), xid, meeting.tokens, self._timing(meeting), context.news)
         channel = context.open(meeting.peer.name, hello)
         deadline = context.now + context.settings.answer_seconds
         known = meeting.peer.round
@@ -183,6 +184,8 @@ class Exchanges:
                 peer, xid.round, hello.timing
             )  # also where this side's message is not here yet, or no longer
         refusal = self._refusal(peer, xid)
+        if isinstance(refusal, NotPartner):
+            refusal = dataclasses.replace(refusal, news=context.news)
         if refusal is not None:
             context.answer(channel, refusal)
             return
@@ -191,7 +194,8 @@ class Exchanges:
             self._end_exchange(meeting)  # a dial that crossed this one, or an attempt that its dialler gave up
         now = context.now
         meeting.running = Exchange(xid, peer, channel, False, Stage.STREAMING, peer.round, now, math.inf)
-        context.send(channel, Accept(context.incarnation, context.round, meeting.tokens, self._timing(meeting)))
+        timing = self._timing(meeting)
+        context.send(channel, Accept(context.incarnation, context.round, meeting.tokens, timing, context.news))
         self._stream(meeting, meeting.running, hello.tokens)
 
     def _refusal(self, peer: Peer, xid: ExchangeId) -> Answer | None:
@@ -199,7 +203,9 @@ class Exchanges:
             return NotPartner("leaving")
         context, meeting = self._context, self.meetings.get(xid.round)
         is_unresolved = self.recovery.about(xid.round)
-        said = refusal(context, peer, xid, self._partner(xid.round), meeting, is_unresolved)
+        # The partner of a round that has ended stays the one that it was paired with, whoever has joined since.
+        partner = meeting.peer.name if meeting is not None else self._partner(xid.round)
+        said = refusal(context, peer, xid, partner, meeting, is_unresolved)
         if said is None and meeting and self._link_limit.must_wait(meeting, self.meetings.values(), by_offers=False):
             return Busy(context.settings.retry_seconds)
         return said
@@ -433,7 +439,7 @@ def refusal(
     if peer.quarantined_until > xid.round:
         return NotPartner("in quarantine")
     if partner != peer.name:
-        return NotPartner("not in this round")
+        return NotPartner(f"not in this round, of {len(context.members.active(xid.round))} members there")
     if context.ledger.has_committed(xid.round):
         return Done(Outcome.COMMITTED)
     if xid in context.ledger.outcomes:

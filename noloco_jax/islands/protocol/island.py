@@ -28,9 +28,12 @@ from noloco_jax.islands.protocol.events import (
     Start,
     Stop,
     Tick,
+    Told,
 )
 from noloco_jax.islands.protocol.exchanges import Exchanges
+from noloco_jax.islands.protocol.gossip import Gossip
 from noloco_jax.islands.protocol.ledger import Ledger
+from noloco_jax.islands.protocol.members import Members
 from noloco_jax.islands.protocol.messages import (
     ExchangeId,
     Hello,
@@ -107,6 +110,7 @@ class Island:
       settings: the protocol's settings.
       journal: the journal of the checkpoint to resume from, if any.
       began_before: without a journal: True if this island was part of the run, whose weights it then waits for.
+      members: the members of the run, which `partner` follows; None: `name` and `others`, for good.
     """
 
     def __init__(
@@ -119,12 +123,15 @@ class Island:
         settings: Settings | None = None,
         journal: Journal | None = None,
         began_before: bool = False,
+        members: Members | None = None,
     ):
         settings = settings or Settings()
         ledger = Ledger(journal.outcomes, journal.floor, journal.factors) if journal else Ledger()
         bounds = Bounds(journal.bounds if journal else None)
-        self._context = context = Context(name, others, identity, settings, incarnation, ledger, bounds)
+        members = members or Members((name, *others))
+        self._context = context = Context(name, members, identity, settings, incarnation, ledger, bounds)
         context.round = journal.round if journal else -1
+        context.refresh_peers()
         context.lineage = journal is not None and journal.lineage
         for other, (distance, until) in (journal.peers if journal else {}).items():
             if other in context.peers:
@@ -132,6 +139,7 @@ class Island:
         self._lost = journal.unresolved if journal else ()
         self._partner = partner
         self._exchanges = Exchanges(context, partner)
+        self._gossip = Gossip(context)
         self._catch_up = CatchUp(context, journal is not None, began_before)
         self._finished = False
         self._curious: list[Channel] = []  # calls that wait until this island is ready
@@ -145,6 +153,11 @@ class Island:
     def round(self) -> int:
         """Last round that was ended; -1: none."""
         return self._context.round
+
+    @property
+    def members(self) -> Members:
+        """The run's members, as far as they are known here."""
+        return self._context.members
 
     @property
     def peers(self) -> Mapping[str, Peer]:
@@ -201,11 +214,15 @@ class Island:
             partner or "",
             starting=not self._catch_up.is_ready,
             finished=self._finished,
+            news=context.news,
+            view=context.members.view,
+            members=len(context.members.active(max(context.round, 0))),
         )
 
     def next_deadline(self) -> float | None:
         """Return the time when a `Tick` is due, in the seconds of `handle`; None: no deadline."""
-        return min((*self._exchanges.deadlines(), *self._catch_up.deadlines()), default=None)
+        parts = (self._exchanges, self._catch_up, self._gossip)
+        return min((time for part in parts for time in part.deadlines()), default=None)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Handle an event and return the actions that follow from it.
@@ -230,16 +247,24 @@ class Island:
             case Opened():
                 self._opened(event)
             case Arrived():
+                if event.channel in context.dialled:
+                    self._gossip.hear(context.dialled[event.channel], event.header)
+                self._gossip.arrived(event.channel, event.header)
                 healed = self._catch_up.arrived(event.channel, event.header, event.content)
                 if healed is not None:
                     self._heal(healed)
                 self._exchanges.arrived(event.channel, event.header, event.content)
             case Broken():
+                context.dialled.pop(event.channel, None)
                 self._catch_up.broken(event.channel)
                 self._exchanges.broken(event.channel, event.corrupt)
+                self._gossip.broken(event.channel)
             case Tick():
                 self._exchanges.tick()
                 self._catch_up.tick()
+                self._gossip.tick()
+            case Told():
+                self._gossip.learn(event.news)
             case Stop():
                 self._stop(event.finished)
         self._exchanges.go_on()
@@ -263,12 +288,14 @@ class Island:
             state = f"training after round {context.round}" if self._catch_up.training else "not training"
             raise ValueError(f"round {event.round} cannot end: {context.name} is {state}")
         context.round_ended(event.round)
+        self._gossip.round_ended()
         context.ledger.forget(event.round)
         self._exchanges.round_ended(event)
         self._catch_up.round_ended()
 
     def _opened(self, event: Opened) -> None:
         context, channel, header = self._context, event.channel, event.header
+        self._gossip.hear(event.peer, header)
         refusal = self._refusal(event.peer, header)
         if refusal is not None:
             context.answer(channel, refusal)
@@ -280,6 +307,8 @@ class Island:
                     outcome, factors = self._exchanges.settle(event.peer, header.xid, header.factors)
                 yours = context.peers[event.peer].incarnation if event.peer in context.peers else -1
                 status = dataclasses.replace(self.status(), outcome=outcome, factors=factors, yours=yours)
+                if header.before is not None:
+                    status = dataclasses.replace(status, news=context.members.news(header.before))
                 if header.until_ready and status.starting:
                     context.send(channel, status)
                     self._curious.append(channel)
@@ -314,6 +343,7 @@ class Island:
         context = self._context
         self._finished = finished
         self._catch_up.stop()
+        self._gossip.stop()
         for channel in self._curious:
             context.close(channel)
         self._curious.clear()

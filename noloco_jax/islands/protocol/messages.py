@@ -14,12 +14,16 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from noloco_jax.islands.protocol.bounds import Factors
+from noloco_jax.islands.protocol.members import Certificate, Entry, News
 
-VERSION = 4  # version of this protocol
+VERSION = 5  # version of this protocol; fields with defaults may be added, and are ignored by those without them
 LONGEST_TEXT = 256
 _LONGEST_DIFFERENCE = 230  # leaves room in a text for the number of others
 MOST_FIELDS = 256
 MOST_FACTORS = 8192
+LONGEST_CERTIFICATE = 1024
+MOST_ENTRIES = 64
+DEFAULT = "the default"
 PAST_INCARNATION = "a past incarnation"
 
 
@@ -57,7 +61,8 @@ class Identity:
 
     Attributes:
       run: the name in the roster.
-      config: the common part of the configuration: the path of each field -> its value as JSON.
+      config: the common part of the configuration: the path of each field -> its value as JSON. Defaults are left out,
+        so that a field of a newer version is no difference until it is used.
       model: digest of names, shapes and dtypes of the parameters.
       roster: digest of the roster.
       codec: the wire format of messages, and the number of fragments of parameters.
@@ -86,7 +91,7 @@ class Identity:
         names = ("protocol", "run", "roster", "tokenizer", "pace")
         pairs = [(name, str(getattr(self, name)), str(getattr(other, name))) for name in names]
         fields = sorted(self.config.keys() | other.config.keys())
-        pairs += [(field, self.config.get(field, "none"), other.config.get(field, "none")) for field in fields]
+        pairs += [(field, self.config.get(field, DEFAULT), other.config.get(field, DEFAULT)) for field in fields]
         found = [pair for pair in pairs if pair[1] != pair[2] and not (pair[0] == "tokenizer" and "" in pair)]
         if not found:  # what follows from the fields, in another version of the program
             pairs = [(name, str(getattr(self, name)), str(getattr(other, name))) for name in ("model", "codec")]
@@ -149,6 +154,7 @@ class Hello:
     xid: ExchangeId
     tokens: int
     timing: Timing | None = None
+    news: News | None = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +165,7 @@ class Accept:
     round: int
     tokens: int
     timing: Timing | None = None
+    news: News | None = None
 
 
 @dataclass(frozen=True)
@@ -181,6 +188,7 @@ class NotPartner:
     """Answer to `Hello` or `StateRequest`: no exchange in this round or with this caller, and why."""
 
     reason: str
+    news: News | None = None
 
 
 @dataclass(frozen=True)
@@ -236,13 +244,15 @@ class StatusRequest:
     """Request for an island's status, and with `xid` for that exchange's outcome. Without identity: an observer.
 
     With `until_ready` an island that still compiles answers twice: now, and when it is ready. `factors` are those of
-    the sender's `Received`.
+    the sender's `Received`. With `before` it asks for the entries before that place in their order.
     """
 
     identity: Identity | None = None
     xid: ExchangeId | None = None
     until_ready: bool = False
     factors: Factors = ()
+    news: News | None = None
+    before: int | None = None
 
 
 @dataclass(frozen=True)
@@ -261,6 +271,9 @@ class Status:
       starting: True until it is ready to train.
       finished: True once it has taken all steps and only serves its weights.
       yours: the latest incarnation of the asking island that is known; -1: none.
+      news: its entries.
+      view: digest of all of them.
+      members: active members in its last round, as it knows them.
     """
 
     incarnation: int
@@ -276,6 +289,9 @@ class Status:
     starting: bool = False
     finished: bool = False
     yours: int = -1
+    news: News | None = None
+    view: str = ""
+    members: int = 0
 
 
 @dataclass(frozen=True)
@@ -318,7 +334,8 @@ def from_json(values: Any) -> Header:
     """Parse a header.
 
     Raises:
-      HeaderError: if the kind is unknown, or a field is missing, unknown, of another type or out of range.
+      HeaderError: if the kind is unknown, or a field without a default is missing, or one is of another type or out of
+        range. Fields of newer versions are ignored.
     """
     if not isinstance(values, Mapping) or not isinstance(values.get("kind"), str) or values["kind"] not in KINDS:
         raise HeaderError("no header of a known kind")
@@ -326,13 +343,25 @@ def from_json(values: Any) -> Header:
     return _made(KINDS[values["kind"]], fields, values["kind"])
 
 
+def entry_from_json(values: Any) -> Entry:
+    """Parse a membership entry; raise `HeaderError` for anything else."""
+    return _made(Entry, values, "entry")
+
+
 def _made(kind: type, values: Any, where: str) -> Any:
     types_of = typing.get_type_hints(kind)
     if kind is ExchangeId and isinstance(values, list | tuple) and len(values) == len(types_of):
         values = dict(zip(types_of, values, strict=True))
-    if not isinstance(values, Mapping) or set(values) != set(types_of):
+    if not isinstance(values, Mapping) or not _required(kind) <= set(values):
         raise HeaderError(f"{where} must have the fields {', '.join(types_of)}")
-    return kind(**{name: _value(type_, values[name], f"{where}.{name}") for name, type_ in types_of.items()})
+    known = {name: type_ for name, type_ in types_of.items() if name in values}
+    return kind(**{name: _value(type_, values[name], f"{where}.{name}") for name, type_ in known.items()})
+
+
+def _required(kind: type) -> set[str]:
+    if not dataclasses.is_dataclass(kind):
+        return set(typing.get_type_hints(kind))
+    return {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
 
 
 def _value(type_: Any, value: Any, where: str) -> Any:
@@ -348,6 +377,14 @@ def _value(type_: Any, value: Any, where: str) -> Any:
         if not isinstance(value, list | tuple) or len(value) > MOST_FACTORS:
             raise HeaderError(f"{where} must be a list of up to {MOST_FACTORS} numbers")
         return tuple(_value(float, one, where) for one in value)
+    if type_ == tuple[Entry, ...]:
+        if not isinstance(value, list | tuple) or len(value) > MOST_ENTRIES:
+            raise HeaderError(f"{where} must be a list of up to {MOST_ENTRIES} entries")
+        return tuple(_made(Entry, one, where) for one in value)
+    if type_ is Certificate:
+        if not isinstance(value, str) or len(value) > LONGEST_CERTIFICATE:
+            raise HeaderError(f"{where} must have at most {LONGEST_CERTIFICATE} characters")
+        return Certificate(value)
     if type_ is Outcome:
         if value not in list(Outcome):
             raise HeaderError(f"{where} must be one of {', '.join(Outcome)}")

@@ -50,7 +50,7 @@ class Pace:
 
     Args:
       name: the island's name.
-      others: the names of all other islands.
+      others: the names of all other islands; the caller may change them.
       is_kept: True if islands keep pace; else every inner step stands for one, and the first give way.
 
     Attributes:

@@ -23,11 +23,11 @@ class Speeds:
     """Speeds of other islands.
 
     Args:
-      names: the other islands of the roster.
+      names: the other islands; the caller may change them.
     """
 
     def __init__(self, names: Collection[str]):
-        self._names = frozenset(names)
+        self._names = names
         self._told: dict[str, Speed] = {}  # by the island itself; `round` is the own one then
         self._passed_on: dict[str, Speed] = {}
         self._passed_by: dict[str, str] = {}
@@ -38,7 +38,12 @@ class Speeds:
         own, passed_on = timing.own, timing.fastest
         if own is not None and own.name == sender and sender in self._names and own.seconds > 0:
             self._told[sender] = replace(own, round=round)
-        if passed_on is not None and passed_on.name in self._names - {sender} and passed_on.seconds > 0:
+        if (
+            passed_on is not None
+            and passed_on.name != sender
+            and passed_on.name in self._names
+            and passed_on.seconds > 0
+        ):
             self._passed_on[passed_on.name] = replace(passed_on, round=min(passed_on.round, round))
             self._passed_by[passed_on.name] = sender
         for speeds in (self._told, self._passed_on):

@@ -1,0 +1,137 @@
+"""Members of a run as its islands know them, asked for from outside; and news told to them."""
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from noloco_jax.islands.client import Client
+from noloco_jax.islands.entries import Saved, check_of, known_roster, read_members
+from noloco_jax.islands.peer_errors import PeerError
+from noloco_jax.islands.protocol.members import Entry, Members, News
+from noloco_jax.islands.protocol.messages import HeaderError, Status, StatusRequest, from_json, to_json
+from noloco_jax.islands.query import clients_of, credentials_in
+from noloco_jax.islands.roster import Roster, read_roster
+
+_AT_ONCE = 16
+_MOST_PAGES = 1024
+
+
+@dataclass(frozen=True)
+class Found:
+    """Islands of a run and what they answer.
+
+    Attributes:
+      roster: the known members, at their newest addresses.
+      members: the entries of all that answered, merged.
+      clients: island -> its client, or the reason why it cannot be asked.
+      answers: island -> its status, or the reason why it is unknown.
+      entries: island that answered -> the entries that it knows.
+    """
+
+    roster: Roster
+    members: Members
+    clients: Mapping[str, Client | str]
+    answers: Mapping[str, Status | str]
+    entries: Mapping[str, frozenset[Entry]]
+
+    @property
+    def statuses(self) -> dict[str, Status]:
+        return {name: answer for name, answer in self.answers.items() if isinstance(answer, Status)}
+
+    @property
+    def round(self) -> int:
+        """The last round that one of them has ended; -1: none."""
+        return max((status.round for status in self.statuses.values()), default=-1)
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """Members of the round under way, by their ids."""
+        return self.members.active(self.round + 1)
+
+
+def read_run(path: Path) -> Saved:
+    """Read the founders from a roster's TOML file, or founders and entries from an island's `members.json`."""
+    return read_members(path) if path.suffix == ".json" else Saved(read_roster(path), ())
+
+
+def discover(run: Saved, keys: Path | None, seconds: float, tell: Iterable[Entry] = ()) -> Found:
+    """Ask all islands of a run for their status and entries, also those that only their entries name.
+
+    Args:
+      run: the founders and the entries known here.
+      keys: see `query.clients_of`.
+      seconds: the limit of each answer.
+      tell: entries to tell every island, in the same calls.
+    """
+    credentials = next(iter(credentials_in(run.roster, keys, run.entries).values()), None)
+    members = Members(run.roster.names, check_of(run.roster.run, credentials), (*run.entries, *tell))
+    clients: dict[str, Client | str] = {}
+    answers: dict[str, Status | str] = {}
+    entries: dict[str, frozenset[Entry]] = {}
+    news = News(tuple(tell))
+    while True:
+        reached = max((one.round for one in answers.values() if isinstance(one, Status)), default=0)
+        roster = known_roster(run.roster, members, reached)
+        new = {name: one for name, one in clients_of(roster, keys).items() if name not in answers}
+        if not new:
+            return Found(roster, members, clients, answers, entries)
+        clients |= new
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            found = threads.map(lambda one: _ask(one, seconds, news), new.values())
+        for name, (answer, known) in zip(new, found, strict=True):
+            answers[name] = answer
+            if isinstance(answer, Status):
+                members.merge(known)
+                entries[name] = frozenset(known)
+
+
+def introduce(client: Client, members: Members, seconds: float) -> Status:
+    """Tell an island all entries known here, and learn all of its own; return its status.
+
+    Raises `PeerError` if it does not answer.
+    """
+    before: int | None = None
+    while True:
+        page = members.news(before)
+        status = _status(client, StatusRequest(news=page), seconds)
+        if not page.rest:
+            break
+        before = min(entry.order for entry in page.entries)
+    members.merge(_entries(client, status, seconds))
+    return status
+
+
+def _ask(client: Client | str, seconds: float, news: News) -> tuple[Status | str, list[Entry]]:
+    if isinstance(client, str):
+        return client, []
+    try:
+        status = _status(client, StatusRequest(news=news if news.entries else None), seconds)
+        return status, _entries(client, status, seconds)
+    except PeerError as error:
+        return str(error), []
+
+
+def _entries(client: Client, status: Status, seconds: float) -> list[Entry]:
+    """Return all entries of an island, from its status on page by page."""
+    found: list[Entry] = []
+    for _ in range(_MOST_PAGES):
+        page = status.news or News()
+        found += page.entries
+        if not page.rest or not page.entries:
+            break
+        before = min(entry.order for entry in page.entries)
+        status = _status(client, StatusRequest(before=before), seconds)
+    return found
+
+
+def _status(client: Client, request: StatusRequest, seconds: float) -> Status:
+    with client.exchange(to_json(request), lambda _: None, seconds) as channel:
+        frame = channel.receive()
+    try:
+        header = from_json(frame.header)
+    except HeaderError as error:
+        raise PeerError(f"{client.peer}: {error}") from None
+    if not isinstance(header, Status):
+        raise PeerError(f"{client.peer} answers with {type(header).__name__}")
+    return header

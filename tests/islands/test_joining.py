@@ -1,0 +1,195 @@
+"""Islands that come, move and go among real ones, over TLS."""
+
+import dataclasses
+import re
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from noloco_jax.errors import UserError
+from noloco_jax.island.command import main as island
+from noloco_jax.island.members import lead
+from noloco_jax.islands.entries import check_of, members_at, own_address, read_members, signed
+from noloco_jax.islands.keys import authority_key, load_keys, make_keys
+from noloco_jax.islands.protocol.members import OPEN, Entry, Members
+from noloco_jax.islands.roster import Address, Island, Roster
+from support.island_nodes import IDENTITY
+from support.ports import free_ports
+from support.sites import Site
+
+RUN, ROUND = "test", 0.4  # seconds
+FOUNDERS = ("paris", "rome")
+
+
+class Running:
+    """Sites that train in threads until the end of a test, and the folder of their keys."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.sites = folder, {}
+        self.ports: dict[str, int] = dict(zip((*FOUNDERS, "oslo"), free_ports(3), strict=True))
+        self.roster = Roster(RUN, tuple(Island(name, Address("127.0.0.1", self.ports[name])) for name in FOUNDERS))
+        islands = [f'[[island]]\nname = "{name}"\naddress = "{address}"' for name, address in self.roster.islands]
+        (folder / "roster.toml").write_text(f'run = "{RUN}"\n' + "\n".join(islands))
+        self.keys = folder / "keys"
+        assert island(["keys", f"--roster={folder / 'roster.toml'}", f"--out={self.keys}"]) == 0
+        self.over = threading.Event()
+        self.threads: list[threading.Thread] = []
+
+    def entry(self, id: int, name: str, from_round: int, until_round: int = OPEN) -> Entry:
+        address = f"127.0.0.1:{self.ports[name]}"
+        entry = Entry(id, name, address, from_round, until_round, 0, time.time_ns() // 1_000_000)
+        return signed(entry, RUN, authority_key(self.keys))
+
+    def give_keys(self, name: str) -> None:
+        """Make keys of a name without an entry."""
+        make_keys(Roster(RUN, (Island(name, Address("127.0.0.1", self.ports[name])),)), self.keys, 30)
+
+    def start(self, name: str, *entries: Entry) -> Site:
+        file, credentials = self.folder / name / "members.json", load_keys(self.keys / name, name)
+        members = members_at(file, self.roster, credentials)
+        members.merge(entries)
+        arguments = {"credentials": credentials, "members": members, "members_file": file, "incarnation": 1}
+        site = self.sites[name] = Site(name, self.roster, identity=IDENTITY, **arguments)
+        thread = threading.Thread(target=self._train, args=(site,), daemon=True)
+        thread.start()
+        self.threads.append(thread)
+        return site
+
+    def start_founders(self) -> None:
+        for name in FOUNDERS:
+            self.start(name)
+        self.wait(lambda: self.met("paris", "rome"))
+
+    def _train(self, site: Site) -> None:
+        site.open()
+        while not self.over.is_set():
+            site.train(1, ROUND)
+        site.close()
+
+    def wait(self, condition, seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, [site.lines for site in self.sites.values()]
+            time.sleep(0.05)
+
+    def met(self, name: str, other: str, after: int = -1) -> bool:
+        return any(
+            one.partner == other and one.outcome != "alone" and one.round > after for one in self.sites[name].met
+        )
+
+
+@pytest.fixture
+def running(tmp_path) -> Iterator[Running]:
+    made = Running(tmp_path)
+    yield made
+    made.over.set()
+    for thread in made.threads:
+        thread.join(30)
+
+
+def test_who_brings_an_entry_is_met_by_all_and_who_is_removed_by_nobody(running):
+    running.start_founders()
+    running.give_keys("oslo")
+    running.start("oslo", running.entry(2, "oslo", running.sites["paris"].round + 12))
+    running.wait(lambda: running.met("oslo", "paris") and running.met("oslo", "rome"))
+    assert not running.sites["paris"].heals and running.sites["oslo"].heals
+    for name in FOUNDERS:  # each keeps it for its next start
+        credentials = load_keys(running.keys / name, name)
+        assert members_at(running.folder / name / "members.json", running.roster, credentials).id_of("oslo") == 2
+
+    ends = running.sites["paris"].round + 12
+    tombstone = running.entry(2, "oslo", 0, ends)
+    running.sites["rome"].agent.tell(tombstone)
+    running.wait(lambda: running.sites["paris"].round > ends + 4)
+    assert not any(running.met(name, "oslo", ends - 1) for name in FOUNDERS)
+    assert running.met("paris", "rome", ends)
+
+
+def test_a_stranger_with_a_certificate_and_no_entry_is_refused(running):
+    running.start_founders()
+    running.give_keys("oslo")
+    forged = dataclasses.replace(running.entry(2, "oslo", 0), signature="00")
+    members = Members(FOUNDERS, lambda entry: True, [forged])
+    site = Site("oslo", running.roster, credentials=load_keys(running.keys / "oslo", "oslo"), members=members)
+    site.agent._roster = dataclasses.replace(
+        running.roster, islands=(*running.roster.islands, Island("oslo", Address("127.0.0.1", running.ports["oslo"])))
+    )
+    site.agent.open()
+    try:
+        assert site.agent.admitted(20)  # as nobody answers
+        site.agent.ready()
+        running.wait(lambda: any("made out to 'oslo'" in line for line in running.sites["paris"].lines))
+        assert running.sites["paris"].agent.incarnation == 1
+        assert not any("oslo" in running.sites[name].agent.clients for name in FOUNDERS)
+    finally:
+        site.agent.close()
+
+
+def test_a_member_that_moves_tells_its_new_address_itself(running):
+    running.start_founders()
+    rome, paris = (load_keys(running.keys / name, name) for name in ("rome", "paris"))
+    moved = own_address("rome", "127.0.0.1:1", 0, RUN, rome)
+    assert check_of(RUN, paris)(moved)
+    running.sites["rome"].agent.tell(moved)
+    running.wait(lambda: running.sites["paris"].agent._roster.address("rome") == Address("127.0.0.1", 1))
+    before = running.sites["paris"].round
+    running.wait(lambda: running.met("paris", "rome", before))  # rome dials, as nobody listens at the new address
+
+
+def test_an_invitation_is_told_to_all_and_holds_early_enough_for_all_to_know_it(running, capsys):
+    running.start_founders()
+    address, keys = f"--address=127.0.0.1:{running.ports['oslo']}", f"--keys={running.keys}"
+    before = running.sites["paris"].round
+    assert island(["invite", "--name=oslo", address, keys]) == 0
+    out = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "told to paris, rome" in out and "island join --entry=oslo/members.json --via=paris" in out
+    (entry,) = read_members(running.keys / "oslo/members.json").entries
+    assert entry.id == 2 and before + lead(3) < entry.from_round <= running.sites["paris"].round + 1 + lead(3)
+    assert all(running.sites[name].agent._protocol.members.entries == (entry,) for name in FOUNDERS)
+
+    assert island(["remove", "oslo", keys, "--from_round=500"]) == 0
+    entries = running.sites["rome"].agent._protocol.members.entries
+    assert [(one.id, one.from_round, one.until_round) for one in entries] == [(2, entry.from_round, 499)]
+    assert island(["invite", "--name=oslo", address, keys, "--from_round=600"]) == 0  # again, with its number
+    (entry,) = running.sites["rome"].agent._protocol.members.entries
+    assert (entry.id, entry.from_round, entry.until_round) == (2, 599, OPEN)
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("invite --name=rome --address=127.0.0.1:1", "rome is a member already: give another --name"),
+        ("invite --name=Oslo --address=127.0.0.1:1", "name = 'Oslo': give a DNS label"),
+        ("invite --name=oslo --address=127.0.0.1:0", "others cannot dial port 0"),
+        ("invite --name=oslo --address=PARIS", "is that of paris: give the new member its own"),
+        ("invite --name=oslo --address=127.0.0.1:1", "so that their round is unknown: give --from_round=N"),
+        ("invite --name=oslo --address=127.0.0.1:1 --from_round=0", "rounds are counted from 1"),
+        ("invite --name=oslo --address=127.0.0.1:1 --days=0", "give 1 to 3650"),
+        ("remove rom --from_round=9", "did you mean 'rome'?"),
+        ("remove rome", "so that their round is unknown: give --from_round=N"),
+        ("remove rome --from_round=9", "give the same command again once one answers"),
+    ],
+)
+def test_a_command_that_cannot_be_is_told_in_a_line(running, command, line):
+    words = command.replace("PARIS", f"127.0.0.1:{running.ports['paris']}").split()
+    with pytest.raises(UserError, match=re.escape(line)):
+        island([*words, f"--keys={running.keys}"])
+
+
+@pytest.mark.parametrize("missing", ["ca-key.pem", "members.json"])
+def test_who_cannot_sign_is_told_what_is_missing(running, missing):
+    (running.keys / missing).unlink()
+    with pytest.raises(UserError, match=f"{missing} is missing"):
+        island(["remove", "rome", f"--keys={running.keys}"])
+
+
+def test_a_member_that_was_invited_gets_keys_anew_like_the_others(running, capsys):
+    assert island(["invite", "--name=oslo", "--address=127.0.0.1:1", f"--keys={running.keys}", "--from_round=9"]) == 0
+    before = load_keys(running.keys / "oslo", "oslo")
+    keys = ["keys", f"--roster={running.folder / 'roster.toml'}", f"--out={running.keys}", "--replace=oslo"]
+    assert island(keys) == 0
+    assert load_keys(running.keys / "oslo", "oslo") != before
+    assert read_members(running.keys / "members.json").entries
