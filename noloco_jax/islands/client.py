@@ -16,7 +16,7 @@ from noloco_jax.islands.connections import Connection, Connections
 from noloco_jax.islands.frames import PIECE_BYTES, SCHEMA, ArraySpec, Expects
 from noloco_jax.islands.keys import Credentials, Newest
 from noloco_jax.islands.peer_errors import BrokenError, EndedError, PeerError, RefusedError
-from noloco_jax.islands.probe import why_unreachable
+from noloco_jax.islands.probe import learn_issue, why_unreachable
 from noloco_jax.islands.roster import Address, Roster
 
 _OPTIONS = [
@@ -172,6 +172,8 @@ class Client:
         if self._credentials is None:
             return flight.FlightClient(f"grpc://{self._address}", generic_options=_OPTIONS)
         # Certificates bear the time of their making as a name too: TLS itself then refuses every other one.
+        if self._newest is not None and not self._newest.knows(self.peer):
+            learn_issue(self.peer, self._address, self._credentials, self._newest)
         issue = self._newest.issue_of(self.peer) if self._newest is not None else 0
         return flight.FlightClient(
             f"grpc+tls://{self._address}",

@@ -232,6 +232,11 @@ class Newest:
             except (ValueError, TypeError, AttributeError):
                 raise UserError(f"{self._path} is damaged: delete it, and older certificates are known again") from None
 
+    def knows(self, name: str) -> bool:
+        """Return whether a certificate of this island was seen."""
+        with self._lock:
+            return name in self._issues
+
     def issue_of(self, name: str) -> int:
         """Return when the newest certificate seen of this island was made, in ms; 0: none that says so was seen."""
         with self._lock:

@@ -3,6 +3,7 @@
 A plain connection, and a TLS handshake that accepts any certificate and then checks it, tell them apart.
 """
 
+import contextlib
 import errno
 import socket
 import ssl
@@ -38,6 +39,15 @@ def why_unreachable(
         return UnreachableError(f"{where}: {'nobody listens there' if nobody else error.strerror}")
     with plain:
         return _why_no_call(where, peer, plain, credentials, newest)
+
+
+def learn_issue(peer: str, address: Address, credentials: Credentials, newest: Newest) -> None:
+    """Add the certificate that a peer shows, if it is one of this run, to `newest`."""
+    with contextlib.suppress(OSError, ValueError), socket.create_connection(address, timeout=_SECONDS) as plain:
+        with _any_certificate(credentials).wrap_socket(plain, server_hostname=peer) as connection:
+            shown = x509.load_der_x509_certificate(connection.getpeercert(binary_form=True) or b"")
+        if fault_of(shown, x509.load_pem_x509_certificate(credentials.authority), peer) is None:
+            newest.admits(peer, owner_and_issue(names_of(shown)[0])[1])
 
 
 def _why_no_call(

@@ -267,6 +267,21 @@ def test_a_server_that_shows_a_newer_certificate_is_called_with_that_from_the_se
             client.action("status", {}, 60.0)
 
 
+def test_who_only_dials_learns_the_certificate_that_it_is_shown_and_takes_no_older_one(roster):
+    keys = make(roster)
+    old, berlin, newest = load_keys(keys / "paris", "paris"), load_keys(keys / "berlin", "berlin"), Newest(None)
+    make(roster, "--replace=paris")
+    for shown in (load_keys(keys / "paris", "paris"), old):
+        with running(Recorder(), shown) as server:
+            client = Client(roster_at([server.port]), "berlin", berlin, "paris", newest=newest)
+            if shown is old:
+                with pytest.raises(RefusedError, match="another has replaced"):
+                    client.action("status", {}, 60.0)
+            else:
+                assert client.action("status", {}, 60.0)
+                assert newest.issue_of("paris") == issue_of(shown)
+
+
 @pytest.mark.parametrize("content", ["{", "[1]", '{"paris": "soon"}', '{"paris": null}'])
 def test_a_damaged_list_of_the_newest_certificates_is_told(tmp_path, content):
     (tmp_path / "newest.json").write_text(content)

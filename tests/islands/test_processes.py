@@ -1,5 +1,6 @@
 """What one member or one machine may do to others, with real processes over TLS; `World` has each in virtual time."""
 
+import shutil
 import signal
 from collections.abc import Callable
 
@@ -87,3 +88,60 @@ def test_islands_that_were_all_killed_before_their_first_checkpoint_begin_anew_w
             return bool(anew) and f"met {other[name]}" in since
 
         until(islands, lambda: all(has_begun_anew(name) for name in SLOWER), *SLOWER)
+
+
+def test_a_member_whose_messages_have_the_wrong_sign_is_named_and_left_out_and_the_others_learn_on(config, tmp_path):
+    arguments = [f"--config={config}", "--config.num_replicas=3", *ARGUMENTS]
+    how = {"rome": "flips signs"}
+    with Archipelago(tmp_path, NAMES, arguments, processes.environment(config), 0.1, how) as islands:
+        for name in NAMES:
+            islands.start(name)
+        honest = ("berlin", "paris")
+
+        def has_left_out(name: str) -> bool:
+            return f"rome is far from {name}'s weights and came no closer" in islands.said(name)
+
+        until(islands, lambda: all(has_left_out(name) for name in honest))
+        left_out = {name: islands.step(name) for name in honest}
+        until(islands, lambda: all(islands.step(name) >= left_out[name] + 40 for name in honest))
+        for name in honest:
+            losses = [line["loss"] for line in islands.lines(name, "train")]
+            assert max(losses[-20:]) < losses[0]
+            assert "alone, without paris" not in islands.said("berlin")
+
+
+def test_an_island_that_lost_its_workdir_and_its_clock_meets_the_others_again(config, tmp_path):
+    arguments = [f"--config={config}", "--config.num_replicas=3", *ARGUMENTS]
+    with Archipelago(tmp_path, NAMES, arguments, processes.environment(config), 0.1) as islands:
+        for name in NAMES:
+            islands.start(name)
+        until(islands, lambda: all(any(outcomes(islands, name)) for name in NAMES))
+        islands.kill("rome")
+        shutil.rmtree(islands.workdir("rome"))
+        islands.altered["rome"] = "has its clock set back"
+        islands.start("rome")
+        until(islands, lambda: sum(outcomes(islands, "rome")) >= 3)
+        assert "peers know a later rome" in islands.said("rome")
+
+
+def test_keys_are_renewed_while_an_island_trains_and_a_process_with_the_old_ones_meets_nobody(config, tmp_path):
+    arguments = [f"--config={config}", "--config.num_replicas=3", *ARGUMENTS]
+    with Archipelago(tmp_path, NAMES, arguments, processes.environment(config), 0.1) as islands:
+        for name in NAMES:
+            islands.start(name)
+        until(islands, lambda: all(any(outcomes(islands, name)) for name in NAMES))
+        shutil.copytree(islands.keys / "rome", tmp_path / "old")
+        islands.make_keys("--replace=rome")
+        until(islands, lambda: "rome has read new keys" in islands.said("rome"))
+        since = last_round(islands, "rome") + 1
+        until(islands, lambda: sum(outcomes(islands, "rome", since)) >= 4)
+        islands.kill("rome")
+        shutil.rmtree(islands.keys / "rome")
+        shutil.copytree(tmp_path / "old", islands.keys / "rome")
+        islands.start("rome")
+        until(islands, lambda: "a certificate of rome that another has replaced" in islands.said("berlin"), *NAMES[:2])
+        back = last_round(islands, "berlin") + 1
+        until(islands, lambda: last_round(islands, "berlin") >= back + 6, *NAMES[:2])
+        later = [line for line in islands.lines("berlin", "exchange") if line["round"] >= back]
+        assert all(line["outcome"] == "alone" for line in later if line["partner"] == "rome")
+        assert any(line["outcome"] != "alone" for line in later)

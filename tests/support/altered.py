@@ -5,9 +5,13 @@ SECONDS are those that it sleeps before a step, as in `paced.py`.
 
 import dataclasses
 import sys
+import time
+from types import SimpleNamespace
 from typing import Any
 
+from noloco_jax.island import membership
 from noloco_jax.island.membership import Membership
+from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.protocol.messages import Speed, Timing
 from noloco_jax.islands.protocol.pace import Pace
 from support import paced
@@ -40,7 +44,27 @@ def begin_anew_soon() -> None:
     Membership.settings = settings
 
 
-HOW = {"lies of speed": lie_of_speed, "begins anew soon": begin_anew_soon}
+def flip_signs() -> None:
+    """Send messages of the opposite sign, as a broken device might."""
+    ended = Agent.end_round
+
+    def end_round(self: Agent, round: int, tokens: int, message: Any, norm: float) -> None:
+        ended(self, round, tokens, [-x for x in message], norm)
+
+    Agent.end_round = end_round
+
+
+def set_clock_back() -> None:
+    """Begin with the incarnation of a machine whose clock is in 1970."""
+    membership.time = SimpleNamespace(time_ns=lambda: 0, sleep=time.sleep)
+
+
+HOW = {
+    "lies of speed": lie_of_speed,
+    "begins anew soon": begin_anew_soon,
+    "flips signs": flip_signs,
+    "has its clock set back": set_clock_back,
+}
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ class Archipelago:
       arguments: of `island train`, but for roster, name, keys and workdir.
       environment: of the processes.
       seconds_per_step: that every island sleeps before a step, or each of them.
-      altered: island -> how its process is altered, see `altered.py`.
+      altered: island -> how its process is altered from its next start on, see `altered.py`.
     """
 
     def __init__(
@@ -38,15 +38,14 @@ class Archipelago:
     ):
         self.folder, self.names = folder, tuple(names)
         self._arguments, self._seconds = tuple(arguments), seconds_per_step
-        self._environment, self._altered = environment, altered or {}
+        self._environment, self.altered = environment, dict(altered or {})
         self._ports = dict(zip(names, free_ports(len(names)), strict=True))
         self._proxies = {(one, other): FaultProxy(self._ports[other]) for one, other in permutations(names, 2)}
         self.running: dict[str, subprocess.Popen[str]] = {}
         folder.mkdir(parents=True, exist_ok=True)
         for name in names:
             self._roster(name).write_text("\n".join(self._lines(name)))
-        roster = self._roster(self.names[0])
-        assert island(["keys", f"--roster={roster}", f"--out={folder / 'keys'}"]) == 0
+        self.make_keys()
 
     def __enter__(self) -> "Archipelago":
         return self
@@ -56,12 +55,21 @@ class Archipelago:
         for proxy in self._proxies.values():
             proxy.__exit__()
 
+    def make_keys(self, *more: str) -> None:
+        """Makes the keys that are missing; `more` are further arguments of `island keys`."""
+        assert island(["keys", f"--roster={self._roster(self.names[0])}", f"--out={self.keys}", *more]) == 0
+
+    @property
+    def keys(self) -> Path:
+        """The folder of the islands' keys."""
+        return self.folder / "keys"
+
     def start(self, name: str) -> None:
         """Starts an island's process, also where it ran before: by the same command."""
-        flags = {"roster": self._roster(name), "name": name, "keys": self.folder / "keys" / name}
+        flags = {"roster": self._roster(name), "name": name, "keys": self.keys / name}
         flags["workdir"] = self.workdir(name)
         seconds = self._seconds[name] if isinstance(self._seconds, Mapping) else self._seconds
-        how = ["support.altered", self._altered[name]] if name in self._altered else ["support.paced"]
+        how = ["support.altered", self.altered[name]] if name in self.altered else ["support.paced"]
         command = [sys.executable, "-m", *how, str(seconds), "noloco_jax.island", "train"]
         with self.log(name).open("a") as output:
             self.running[name] = subprocess.Popen(

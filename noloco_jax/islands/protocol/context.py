@@ -55,7 +55,7 @@ class Settings:
 
 
 STARTS_APART = 1_000_000  # increase of the incarnation with a start, so that increments by healing stay below it
-MOST_AHEAD = 10**12  # largest increase on a peer's word
+MOST_AHEAD = 10**13  # largest increase on a peer's word: a clock of 1970 is behind by less
 LONGEST_PAUSE = 32  # longest pause between two tries, in multiples of the first
 ROUNDS_TIMED = 8
 
