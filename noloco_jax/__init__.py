@@ -10,11 +10,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from noloco_jax.outer.neighbours import RandomNeighbours
     from noloco_jax.outer.pairing import ExplicitPairing, RandomPairing
+    from noloco_jax.own_loop.island import Island
     from noloco_jax.transforms import diloco, epidemic, noloco, sparseloco
 
 __version__ = "0.1.0"  # pyproject.toml reads it from here, without importing
-__all__ = ["ExplicitPairing", "RandomNeighbours", "RandomPairing", "diloco", "epidemic", "noloco", "sparseloco"]
+__all__ = [
+    "ExplicitPairing",
+    "Island",
+    "RandomNeighbours",
+    "RandomPairing",
+    "diloco",
+    "epidemic",
+    "noloco",
+    "sparseloco",
+]
 _HOMES = {
+    "Island": "own_loop.island",
     "RandomNeighbours": "outer.neighbours",
     **dict.fromkeys(("ExplicitPairing", "RandomPairing"), "outer.pairing"),
     **dict.fromkeys(("diloco", "epidemic", "noloco", "sparseloco"), "transforms"),

@@ -42,7 +42,7 @@ _SAFE_BESIDE_MODULO = 0.6
 
 
 def noloco(
-    pairing: Pairing,
+    pairing: Pairing | None = None,
     outer_lr: Number = _NOLOCO["lr"],
     outer_momentum: Number = _NOLOCO["momentum"],
     consensus: Number | None = _NOLOCO["consensus"],
@@ -82,7 +82,8 @@ def noloco(
     must take the same steps; a transform that skips steps by one replica's gradient may wrap only the inner optimizer.
 
     Args:
-      pairing: the groups of every round: `RandomPairing`, `ExplicitPairing`.
+      pairing: the groups of every round: `RandomPairing`, `ExplicitPairing`. None: for an `Island`, which draws random
+        pairs of its roster's islands.
       outer_lr: β, outer learning rate, at least 0; a number or a schedule of the round.
       outer_momentum: α, in [0, 1); likewise.
       consensus: γ, the pull towards the group's mean; likewise. None: equal to `outer_lr`, as in the authors' code. A
@@ -126,8 +127,9 @@ def noloco(
     _check_number("consensus", gamma)
     _check_momentum(outer_momentum)
     cut, schedule = _schedule(sync_every, fragments, delay)
-    _warn_if_apart(pairing, outer_momentum, gamma)
-    if wire in MODULO_BITS and largest_group(pairing) > 2:
+    if pairing is not None:
+        _warn_if_apart(pairing, outer_momentum, gamma)
+    if wire in MODULO_BITS and pairing is not None and largest_group(pairing) > 2:
         raise ValueError(f"wire={wire!r} is for pairs and the pairing has groups of {largest_group(pairing)}: use int8")
 
     of_corrections = momentum_of == "corrections"

@@ -23,7 +23,14 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup` has them ignore
 LONG = (
     *("processes/test_train", "run/test_parts_and_modes", "spmd/test_pipeline", "processes/test_pipeline"),
     *("run/test_train_errors", "processes/test_full_disk", "processes/test_workdir_lock"),
-    *("processes/test_elastic", "spmd/test_layouts", "run/test_train_resume", "model/test_llama", "communication/"),
+    *(
+        "processes/test_elastic",
+        "spmd/test_layouts",
+        "run/test_train_resume",
+        "model/test_llama",
+        "model/test_own_model",
+        "communication/",
+    ),
     *("processes/test_lateness", "bench/", "compare/test_runs", "model/test_decode", "spmd/test_offload"),
     *("processes/test_shared_batch", "run/test_checkpoint", "spmd/test_programs", "spmd/test_muon"),
     *("spmd/test_document_mask", "processes/test_kills", "islands/test_training", "islands/test_crossing"),
@@ -33,6 +40,7 @@ LONG = (
         "islands/test_membership",
         "islands/test_meshes",
         "islands/test_killed",
+        "islands/test_processes",
     ),
 )
 # What `-m gpu` runs: tests of numbers, which hold on any device. Those that ask for more GPUs than there are skip.

@@ -8,8 +8,9 @@ Every variant runs in a process of its own, one after another, on random tokens.
 possible, without training. `--json` writes all figures and the whole configurations.
 
 Model FLOPs per token are 3 times those of the forward pass: 2 per weight of every matrix product (the head is in, the
-embedding out) and causal attention counted once, 2 x T x heads x head size per layer at sequence length T; what is
-computed again in the backward pass does not count. MFU is the model's FLOP/s over the rate that large matrix products
+embedding out) and causal attention counted once, 2 x T x heads x head size per layer at sequence length T, in a
+sliding window of W tokens 4 x (W - W²/2T) x heads x head size; what is computed again in the backward pass does not
+count. MFU is the model's FLOP/s over the rate that large matrix products
 in the compute dtype reach on the same devices in the same run.
 
 Exit status: 0; 1 if a variant failed; 2 for bad input, which includes variants that do not fit the devices.

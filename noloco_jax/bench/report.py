@@ -165,7 +165,8 @@ def _flops_note(rows: Sequence[VariantResult]) -> str:
     least, most = (format_si(rate, "FLOP/s") for rate in (min(rates), max(rates)))
     return (
         "FLOP/s: of the model, 3 x the forward pass's: 2 a weight of every matrix product (the head is in, the "
-        "embedding out) and causal attention counted once, 2 x T x heads x head size a token and layer\n"
+        "embedding out) and causal attention counted once, 2 x T x heads x head size a token and layer, less in a "
+        "window\n"
         f"{_newton_schulz_note(rows)}"
         f"MFU: FLOP/s over the {least if least == most else f'{least} to {most}'} that products of "
         f"{side} x {side} {' or '.join(dtypes)} matrices reached in the same run, on all devices of the mesh at once"

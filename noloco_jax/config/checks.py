@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import re
 from typing import Any
 
 from noloco_jax.config.fields import DataConfig, ModelConfig, TrainConfig
@@ -11,6 +12,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.methods import METHODS
 
 LARGEST_INT = 2**31 - 1
+_KIND = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 def validate(config: TrainConfig) -> None:
@@ -53,14 +55,23 @@ def _need_multiple(of_path: str, of: int, by_path: str, by: int) -> None:
 
 
 def _check_model(model: ModelConfig) -> None:
-    _need_multiple("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads)
+    if model.kind != "llama":
+        if not _KIND.fullmatch(model.kind):
+            raise UserError(
+                f"model.kind={shown(model.kind)} is neither 'llama' nor a class of one's own: give it as "
+                "--config.model.kind=my_package.my_module:MyModel"
+            )
+        return  # the fields below are not for it, or it checks them itself
+    if model.head_dim is None:
+        _need_multiple("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads)
     _need_multiple("model.num_heads", model.num_heads, "model.num_kv_heads", model.num_kv_heads)
-    head_dim = model.hidden_size // model.num_heads
-    if head_dim % 2:
-        raise UserError(
-            f"model.hidden_size={model.hidden_size} over model.num_heads={model.num_heads} gives heads of {head_dim}, "
-            "which rotary embedding cannot pair up: make it even"
+    if model.head_size % 2:
+        which = (
+            f"model.hidden_size={model.hidden_size} over model.num_heads={model.num_heads} gives heads of"
+            if model.head_dim is None
+            else "model.head_dim is"
         )
+        raise UserError(f"{which} {model.head_size}, which rotary embedding cannot pair up: make it even")
     rope = model.rope_scaling
     if rope is not None and rope.low_freq_factor >= rope.high_freq_factor:
         raise UserError(
@@ -125,8 +136,9 @@ def _check_run(config: TrainConfig) -> None:
 
 def _check_outer(config: TrainConfig) -> None:
     outer = config.outer
-    _need_multiple("model.hidden_size", config.model.hidden_size, "outer.fragments", outer.fragments)
-    if config.mesh.fsdp > 1:
+    if config.model.kind == "llama":  # of other models `spmd.sharding` knows the weights
+        _need_multiple("model.hidden_size", config.model.hidden_size, "outer.fragments", outer.fragments)
+    if config.model.kind == "llama" and config.mesh.fsdp > 1:
         part = config.model.hidden_size // config.mesh.fsdp
         _need_multiple("model.hidden_size / mesh.fsdp", part, "outer.fragments", outer.fragments)
     if outer.delay > outer.sync_every:

@@ -34,14 +34,35 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Architecture and precision of the Llama model that every replica trains."""
+    """Architecture and precision of the model that every replica trains."""
 
+    kind: str = setting(
+        "llama",
+        "The model: llama, or a class of one's own as my_package.my_module:MyModel.",
+        on_resume="must match",
+        nonempty=True,
+    )
     hidden_size: int = setting(256, "Width of the residual stream.", on_resume="must match", minimum=1)
     intermediate_size: int = setting(1024, "Width of the feed-forward layers.", on_resume="must match", minimum=1)
     num_layers: int = setting(4, "Number of transformer layers.", on_resume="must match", minimum=1)
     num_heads: int = setting(4, "Attention heads per layer.", on_resume="must match", minimum=1)
     num_kv_heads: int = setting(
         4, "Key and value heads per layer, shared by the attention heads.", on_resume="must match", minimum=1
+    )
+    head_dim: int | None = setting(
+        None, "Width of a head; None: hidden_size over num_heads.", on_resume="must match", minimum=2
+    )
+    qkv_bias: bool = setting(
+        False, "Add learned biases to queries, keys and values, as Qwen 2 does.", on_resume="must match"
+    )
+    qk_norm: bool = setting(
+        False, "Normalize the queries and keys of each head by RMSNorm, as Qwen 3 does.", on_resume="must match"
+    )
+    sliding_window: int | None = setting(
+        None,
+        "Last tokens, itself among them, to which a token attends in every layer, as in Mistral; None: all.",
+        on_resume="must match",
+        minimum=1,
     )
     vocab_size: int = setting(
         259, "Number of token ids; the byte tokenizer has 259.", on_resume="must match", minimum=1
@@ -68,6 +89,11 @@ class ModelConfig:
         on_resume="may change",
         choices=("none", "full", "dots", "stage"),
     )
+
+    @property
+    def head_size(self) -> int:
+        """The width of a head."""
+        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
 
 @dataclass(frozen=True)

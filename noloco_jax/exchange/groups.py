@@ -54,19 +54,20 @@ class GroupExchange:
     """The mean of a replica's group in a wire format: an `outer.rule.Exchange`.
 
     Attributes:
-      pairing: the groups of every round.
+      pairing: the groups of every round; None for islands, whose exchange is elsewhere.
       wire: wire format of the messages; `Modulo` for pairs only.
       axis_name: axes of the replicas.
     """
 
-    pairing: Pairing
+    pairing: Pairing | None
     wire: Wire | Modulo
     axis_name: AxisName
 
     def __call__(
         self, message: PyTree, round: Any, movement: PyTree, windows: PyTree, cuts: PyTree
     ) -> tuple[PyTree, PyTree]:
-        meeting = message, self.pairing, self.pairing.pool_index(round), self.axis_name
+        pairing = self._checked_pairing()
+        meeting = message, pairing, pairing.pool_index(round), self.axis_name
         if isinstance(self.wire, Modulo):
             return pair_mean_in_windows(*meeting, self.wire, movement, windows, cuts)
         return group_mean(*meeting, self.wire, cuts), windows
@@ -74,19 +75,28 @@ class GroupExchange:
     def sent(self, message: PyTree, cuts: PyTree, num_replicas: int, parts: int) -> Callable[[int], int]:
         """See `outer.rule.Exchange`."""
         del num_replicas
+        pairing = self._checked_pairing()
         each = bytes_of(lambda tree: self._to_each(tree, cuts, parts), message)
-        in_all = [each * sum(len(group) * (len(group) - 1) for group in groups) for groups in self.pairing.pool]
-        return lambda round: in_all[int(self.pairing.pool_index(round))]
+        in_all = [each * sum(len(group) * (len(group) - 1) for group in groups) for groups in pairing.pool]
+        return lambda round: in_all[int(pairing.pool_index(round))]
+
+    def _checked_pairing(self) -> Pairing:
+        if self.pairing is None:
+            raise ValueError(
+                "noloco has no pairing, which only an Island does without: give RandomPairing(num_replicas)"
+            )
+        return self.pairing
 
     def _to_each(self, tree: PyTree, cuts: PyTree, parts: int) -> list[Any]:
         """Return the arrays that a member sends to each other member of its group, over both rounds of messages."""
-        wire, n = self.wire, largest_group(self.pairing)
+        pairing = self._checked_pairing()
+        wire, n = self.wire, largest_group(pairing)
         if isinstance(wire, Modulo):
             blocks = jax.tree.leaves(tree_in_blocks(tree, cuts))
             windows = [jnp.zeros((*x.shape[:-1], 1), jnp.uint8) for x in blocks]
             return [windows, list(map(wire.encode, blocks, windows))]
         blocks, kept_dims = to_code(wire, tree, cuts), int(wire.takes_blocks)
-        if not _is_by_shares(self.pairing, wire):
+        if not _is_by_shares(pairing, wire):
             return list(map(wire.encode, jax.tree.leaves(blocks)))
         pack = jax.tree.leaves if parts > 1 else bucketing(blocks, kept_dims)[0]
         sent = []

@@ -1,4 +1,4 @@
-"""Write a trained model as a folder that `transformers` loads as a LlamaForCausalLM.
+"""Write a trained model as a folder that `transformers` loads: a Llama, Mistral, Qwen 2 or Qwen 3.
 
     python -m noloco_jax.export --workdir=DIR --out=DIR2                 # the merged model: the mean of all replicas
     python -m noloco_jax.export --workdir=DIR --out=DIR2 --replica=2     # one replica
@@ -14,7 +14,7 @@ import jax
 
 from noloco_jax.config import load_saved, make_parser
 from noloco_jax.files import folder_of_flag
-from noloco_jax.model.huggingface import check_new_folder
+from noloco_jax.model.huggingface import check_has_format, check_new_folder
 from noloco_jax.run.model_folder import tokenizer_of, write_model_folder
 from noloco_jax.run.trained_model import load_for_export
 
@@ -23,7 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Export, and print what was written."""
     args = _parser().parse_args(argv)
     check_new_folder(args.out)
-    tokenizer = tokenizer_of(load_saved(args.workdir).data)
+    saved = load_saved(args.workdir)
+    check_has_format(saved.model)
+    tokenizer = tokenizer_of(saved.data)
     jax.config.update("jax_platforms", "cpu")  # accelerators may be a training's
     config, params = load_for_export(args.workdir, args.replica, tokenizer)
     of = "the mean of all replicas" if args.replica is None else f"replica {args.replica}"

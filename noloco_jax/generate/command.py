@@ -1,7 +1,7 @@
 """Continue a text with a trained model, greedily or by sampling.
 
 python -m noloco_jax.generate --workdir=DIR --prompt="def "                         # the mean of a run's replicas
-python -m noloco_jax.generate --model=FOLDER --prompt="Once" --temperature=0.8      # a Hugging Face Llama folder
+python -m noloco_jax.generate --model=FOLDER --prompt="Once" --temperature=0.8      # a Hugging Face folder
 """
 
 import argparse
@@ -20,11 +20,10 @@ from noloco_jax.data import Tokenizer, check_vocabulary, load_tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.files import folder_of_flag
 from noloco_jax.formatting import format_memory
-from noloco_jax.model.cache import Cache
 from noloco_jax.model.decode import generate
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.model.huggingface_config import max_positions
-from noloco_jax.model.llama import Params
+from noloco_jax.model.kind import Params, kind_of
 from noloco_jax.run.memory import device_memory
 from noloco_jax.run.model_folder import tokenizer_of
 from noloco_jax.run.sample import prompt_ids
@@ -60,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.generate")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", type=Path, help="a Hugging Face folder of a Llama, weights as safetensors")
+    source.add_argument(
+        "--model", type=Path, help="a Hugging Face folder of a Llama, Mistral, Qwen 2 or 3, weights as safetensors"
+    )
     source.add_argument("--workdir", type=folder_of_flag, help="a run's folder, with a checkpoint in it")
     parser.add_argument("--replica", type=int, help="of the run, counted from 0; without it, the mean of all replicas")
     parser.add_argument("--tokenizer", help='for --model without one: a tokenizer\'s name or folder, or "byte"')
@@ -132,7 +133,8 @@ def _checked_prompt(
 
 def _check_length(config: ModelConfig, prompt: int, new: int, trained_length: int | None) -> None:
     """Warn of positions that the model has not seen in training, the text's last tokens; `UserError` if none fit."""
-    size, device = Cache.num_bytes(config, prompt + new), jax.local_devices()[0]
+    cache = jax.eval_shape(lambda: kind_of(config).empty_cache(config, 1, prompt + new))
+    size, device = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)), jax.local_devices()[0]
     available = device_memory(device)
     if available is not None and size > available:
         raise UserError(

@@ -35,6 +35,8 @@ from noloco_jax.spmd.programs import Programs, TrainState, shardings_of
 from noloco_jax.spmd.solo import SoloPrograms, compile_solo
 
 # Groups and fields of a configuration that all islands must have equal; all others may differ.
+# Fields of `model` that earlier versions lack, with the values that changed nothing: islands of both meet.
+_LATER_FIELDS = {"kind": "llama", "head_dim": None, "qkv_bias": False, "qk_norm": False, "sliding_window": None}
 COMMON = ("method", "num_steps", "num_replicas", "seed", "model", "inner", "outer")
 
 
@@ -251,7 +253,8 @@ def common_values(config: TrainConfig) -> dict[str, Any]:
     """Return the values that all islands must have equal, by the names of `COMMON`."""
     values = to_dict(config)
     outer = {name: value for name, value in values["outer"].items() if name != "offload"}
-    return {name: values[name] for name in COMMON} | {"outer": outer}
+    model = {name: value for name, value in values["model"].items() if value != _LATER_FIELDS.get(name, ...)}
+    return {name: values[name] for name in COMMON} | {"outer": outer, "model": model}
 
 
 def _digest(value: Any) -> str:

@@ -20,10 +20,10 @@ from noloco_jax.islands.client import Client
 from noloco_jax.islands.discovery import discover
 from noloco_jax.islands.entries import Saved
 from noloco_jax.islands.peer_errors import PeerError
-from noloco_jax.islands.query import About, ask_about, fetch_weights
+from noloco_jax.islands.query import About, ask_about, check_finite, fetch_weights
 from noloco_jax.islands.start import ISLAND_FILE
 from noloco_jax.islands.steps import weight_specs
-from noloco_jax.model.llama import param_shapes
+from noloco_jax.model.kind import param_shapes
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.evaluate import own_perplexity
 from noloco_jax.spmd.mesh import make_mesh
@@ -47,7 +47,7 @@ class Source:
     Attributes:
       config: the configuration of their run.
       check_tokenizer: raises `UserError` for a tokenizer other than theirs.
-      parts: island -> function that returns its weights, or raises `PeerError`.
+      parts: island -> function that returns its weights, finite ones, or raises `PeerError`.
       away: islands whose weights cannot be had -> the reason.
     """
 
@@ -214,8 +214,9 @@ def perplexity_of(config: TrainConfig, params: PyTree, tokenizer: Tokenizer | No
 def _read(workdir: Path, config: TrainConfig) -> Part:
     def read(checkpoints: Checkpointer, step: int) -> Part:
         journal = checkpoints.beside(step)
-        arrays = jax.tree.leaves(checkpoints.restore_params(step))
-        return Part(-1 if journal is None else journal["round"], [x[0] for x in arrays])
+        arrays = [np.asarray(x[0]) for x in jax.tree.leaves(checkpoints.restore_params(step))]
+        check_finite(f"{workdir}: the checkpoint's", dict(zip(weight_specs(config.model), arrays, strict=True)))
+        return Part(-1 if journal is None else journal["round"], arrays)
 
     return _with_newest(workdir, config, read)
 

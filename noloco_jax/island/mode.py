@@ -6,13 +6,13 @@ from typing import Any
 
 from noloco_jax.config import TrainConfig
 from noloco_jax.data import HostBatch
-from noloco_jax.island.final_merge import FinalMerge
-from noloco_jax.island.log import IslandLog
 from noloco_jax.island.membership import Membership
-from noloco_jax.island.sync import IslandSync
 from noloco_jax.islands import start
 from noloco_jax.islands.agent import Agent
+from noloco_jax.islands.final_merge import FinalMerge
+from noloco_jax.islands.log import IslandLog
 from noloco_jax.islands.steps import weight_specs
+from noloco_jax.islands.sync import IslandSync
 from noloco_jax.methods import schedule_of
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.evaluate import own_perplexity

@@ -12,7 +12,7 @@ from noloco_jax.island.merge import mean_of, of_folders, of_live_islands, perple
 from noloco_jax.island.report import draw_islands, report_table, row_of
 from noloco_jax.islands.discovery import read_run
 from noloco_jax.islands.roster import read_roster
-from noloco_jax.model.huggingface import check_new_folder
+from noloco_jax.model.huggingface import check_has_format, check_new_folder
 from noloco_jax.run.console import make_console
 from noloco_jax.run.model_folder import tokenizer_of, write_model_folder
 
@@ -33,6 +33,7 @@ def merge(flags: argparse.Namespace) -> int:
     else:
         source = of_live_islands(read_run(flags.roster), flags.keys, min(flags.seconds, 10.0), flags.seconds)
     config = overridden(source.config, flags.overrides)
+    check_has_format(config.model)
     tokenizer = tokenizer_of(config.data)
     if tokenizer is not None:
         source.check_tokenizer(tokenizer)

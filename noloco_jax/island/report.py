@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.table import Table
 
 from noloco_jax.files import write_picture
-from noloco_jax.formatting import format_bytes, format_perplexity
-from noloco_jax.island.log import History, read_log
+from noloco_jax.formatting import format_bytes, format_percent, format_perplexity
 from noloco_jax.island.timeline import died, figures_of, links_of, timeline_of
+from noloco_jax.islands.log import History, read_log
 from noloco_jax.run.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
@@ -47,8 +47,10 @@ def row_of(workdir: Path) -> Row:
 def report_table(rows: Sequence[Row]) -> Table:
     """Return a table of the islands: rounds, exchanges, lag, bytes, starts, states taken from others, perplexity."""
     every = [figures_of(row.history) for row in rows]
+    timed, exposed = sum(figures.timed for figures in every), sum(figures.exposed for figures in every)
+    stood_still = f"training stood still for exchanges for {format_percent(exposed / timed)}, " if timed else ""
     gave_way = sum(figures.gave_way for figures in every)
-    title = f"islands (lag: rounds by which corrections were late; gave way {gave_way:.0f} s in all)"
+    title = f"islands (lag: rounds by which corrections were late; {stood_still}gave way {gave_way:.0f} s in all)"
     table = Table("island", title=title, title_justify="left")
     for name in ("rounds", "exchanged", "lag", "sent", "starts", "healed", "perplexity"):
         table.add_column(name, justify="right")

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from noloco_jax.island.log import History
+from noloco_jax.islands.log import History
 
 _SILENT_INTERVALS = 10  # median round intervals of silence after which an island counts as dead
 
@@ -21,6 +21,8 @@ class Figures(NamedTuple):
       starts: number of processes.
       healings: states taken from donors.
       gave_way: seconds of pauses for slower islands.
+      exposed: seconds that training stood still for exchanges besides.
+      timed: seconds from each start, or end of a round, to the next one's end, where the log has these.
     """
 
     rounds: int
@@ -31,6 +33,8 @@ class Figures(NamedTuple):
     starts: int
     healings: int
     gave_way: float
+    exposed: float
+    timed: float
 
 
 class Life(NamedTuple):
@@ -84,6 +88,8 @@ def figures_of(history: History) -> Figures:
         starts=len(_of_kind(history, "start")),
         healings=sum(map(_is_healing, outcomes)),
         gave_way=sum(event["gave_way"] for event in _of_kind(history, "round")),
+        exposed=sum(event.get("exposed", 0.0) for event in _of_kind(history, "round")),
+        timed=_timed(history),
     )
 
 
@@ -154,6 +160,15 @@ def _lives(history: History) -> list[Life]:
 
 def _of_kind(history: History, kind: str) -> list[dict[str, Any]]:
     return [event for event in history.events if event["event"] == kind]
+
+
+def _timed(history: History) -> float:
+    """Return the seconds of all rounds that a log of this version has the whole of."""
+    timed = 0.0
+    for before, event in itertools.pairwise(e for e in history.events if e["event"] in ("start", "round")):
+        if event["event"] == "round" and "exposed" in event:
+            timed += event["time"] - before["time"]
+    return timed
 
 
 def _is_alone(event: Mapping[str, Any]) -> bool:

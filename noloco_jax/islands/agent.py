@@ -23,7 +23,7 @@ from noloco_jax.islands.client import Client
 from noloco_jax.islands.connections import Connections
 from noloco_jax.islands.entries import describe, known_roster, write_members
 from noloco_jax.islands.frames import ArraySpec, Expects
-from noloco_jax.islands.keys import Credentials, expiry_warning, renewed
+from noloco_jax.islands.keys import Credentials, Newest, expiry_warning, renewed
 from noloco_jax.islands.payload import Arrays, Codec, norm_of, pair_windows
 from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.events import (
@@ -166,6 +166,7 @@ class Agent:
         self.snapshots, self._about = snapshots, dict(about)
         self._changed = threading.Condition(threading.RLock())
         self._connections = Connections()
+        self._newest = Newest(credentials.folder if credentials else None)
         self.clients: dict[str, Client] = {}
         self._calls = Calls(
             self.clients,
@@ -196,7 +197,7 @@ class Agent:
         """Listen, and ask the peers for their status. Raises `UserError` where it cannot listen."""
         actions = {ABOUT: self._tell_about}
         handlers = Handlers(self._called, self.snapshots.state, actions, self._report, self._introduced)
-        self._server = Server(self._roster, self._name, self._credentials, handlers)
+        self._server = Server(self._roster, self._name, self._credentials, handlers, newest=self._newest)
         self._follow_members()
         threading.Thread(target=self._tick, daemon=True, name="ticks").start()
         if self._credentials is not None:
@@ -436,7 +437,9 @@ class Agent:
             if name in self.clients:
                 self.clients[name].move(address)
             elif name != self._name:
-                self.clients[name] = Client(self._roster, self._name, self._credentials, name, self._connections)
+                self.clients[name] = Client(
+                    self._roster, self._name, self._credentials, name, self._connections, self._newest
+                )
         if self._server is not None:
             issued = {entry.name: entry.issued for entry in members.entries if entry.issued > 0}
             self._server.admit(self._roster, issued)

@@ -14,7 +14,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.islands.channel import Channel, Opening, encode, from_flight
 from noloco_jax.islands.connections import Connection, Connections
 from noloco_jax.islands.frames import PIECE_BYTES, SCHEMA, ArraySpec, Expects
-from noloco_jax.islands.keys import Credentials
+from noloco_jax.islands.keys import Credentials, Newest
 from noloco_jax.islands.peer_errors import BrokenError, EndedError, PeerError, RefusedError
 from noloco_jax.islands.probe import why_unreachable
 from noloco_jax.islands.roster import Address, Roster
@@ -36,6 +36,7 @@ class Client:
         credentials: Credentials | None,
         peer: str,
         connections: Connections | None = None,
+        newest: Newest | None = None,
     ):
         """Check the names and keys; connect to nothing yet.
 
@@ -45,6 +46,7 @@ class Client:
           credentials: its keys; None: without TLS, which only loopback addresses are allowed.
           peer: the island to call.
           connections: keeps connections for further calls; None: each is closed behind its call.
+          newest: certificates seen; the peer must show its newest, or a newer one. None: any of the run.
 
         Raises `UserError` for names that are not in the roster, and for calls without keys to another machine.
         """
@@ -54,6 +56,7 @@ class Client:
         self._credentials = credentials
         self._address = roster.address(peer)
         self._connections = connections
+        self._newest = newest
         if credentials is None and not self._address.is_loopback:
             raise UserError(f"{peer} at {self._address} can be reached from other machines: give --keys=FOLDER")
 
@@ -168,12 +171,14 @@ class Client:
     def _connected(self) -> flight.FlightClient:
         if self._credentials is None:
             return flight.FlightClient(f"grpc://{self._address}", generic_options=_OPTIONS)
+        # Certificates bear the time of their making as a name too: TLS itself then refuses every other one.
+        issue = self._newest.issue_of(self.peer) if self._newest is not None else 0
         return flight.FlightClient(
             f"grpc+tls://{self._address}",
             tls_root_certs=self._credentials.authority,
             cert_chain=self._credentials.certificate,
             private_key=self._credentials.key,
-            override_hostname=self.peer,  # the name that the server's certificate must bear
+            override_hostname=f"{self.peer}.{issue}" if issue else self.peer,  # must be in the server's certificate
             generic_options=_OPTIONS,
         )
 
@@ -181,4 +186,4 @@ class Client:
         return encode(Opening(call, self._name, self.peer, seconds, dict(body)))
 
     def _why_unreachable(self) -> PeerError:
-        return why_unreachable(self.peer, self._address, self._credentials)
+        return why_unreachable(self.peer, self._address, self._credentials, self._newest)

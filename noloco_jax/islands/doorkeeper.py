@@ -1,8 +1,9 @@
 """Doorkeeper of an island's port: ends connections that never become calls, before they take all files or memory.
 
-Flight tells nobody of a connection before its first call has come whole, and gives no way to limit one. So a thread
-looks at the process's sockets: connections without a call end after some seconds, when there are too many of them, or
-when they have sent more than any opening has.
+Flight tells nobody of a connection before its first call has come whole, gives no way to limit one, and takes messages
+of any size. So a thread looks at the process's sockets: connections without a call end after some seconds, when there
+are too many of them, or when they have sent more than any opening has; and those with a call when they have sent more
+than a message may have, and nothing could be read.
 """
 
 import contextlib
@@ -13,13 +14,16 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from urllib.parse import unquote
+
+from noloco_jax.islands.frames import PIECE_BYTES
 
 _EVERY_SECONDS, _AT_REST = 0.02, 10  # interval of counting files; of looking at each while they are few, in intervals
 _HANDSHAKE_SECONDS = 10.0  # of TLS and the opening of the first call
 _MOST_STRANGERS = 256
 _MOST_BYTES = 4 << 20  # of an opening, at most 1 MiB, with whatever TLS adds
+_MOST_UNREAD = 4 * PIECE_BYTES  # of a call, since its last message was read: a piece, and what waits behind it
 _BYTES_RECEIVED = struct.Struct("=128xQ")  # of Linux's struct tcp_info: tcpi_bytes_received
 
 
@@ -37,14 +41,16 @@ class Doorkeeper:
 
     Args:
       port: the island's port.
-      calling: returns the connections with a call under way, as gRPC writes their addresses.
+      calling: returns the connections with a call under way, as gRPC writes their addresses, and the number of
+        messages that were read of each.
     """
 
-    def __init__(self, port: int, calling: Callable[[], Collection[str]]):
+    def __init__(self, port: int, calling: Callable[[], Mapping[str, int]]):
         self._port, self._calling = port, calling
         self._most = min(_MOST_STRANGERS, raise_open_files() // 4)
         self._seen: dict[str, tuple[float, int]] = {}  # without a call: connection -> since when, bytes before
         self._known: set[str] = set()  # connections that have had a call
+        self._read: dict[str, tuple[int, int]] = {}  # with a call: connection -> messages read, bytes before the next
         self._closing = threading.Event()
         if os.path.isdir("/dev/fd"):
             threading.Thread(target=self._watch, daemon=True, name="doorkeeper").start()
@@ -62,24 +68,29 @@ class Doorkeeper:
                     self._sweep(time.monotonic())
 
     def _sweep(self, now: float) -> None:
-        calling = {unquote(connection) for connection in self._calling()}
-        self._known |= calling
+        calling = {unquote(connection): count for connection, count in self._calling().items()}
+        self._known |= calling.keys()
+        read: dict[str, tuple[int, int]] = {}
         found: dict[str, tuple[float, int]] = {}
         for descriptor, peer, received in connections(self._port):
             if peer in calling:
+                count, before = self._read.get(peer, (-1, 0))
+                read[peer] = calling[peer], before if count == calling[peer] else received
+                if received - read[peer][1] > _MOST_UNREAD:
+                    end(descriptor, peer)
                 continue
             since, before = found[peer] = self._seen.get(peer, (now, received if peer in self._known else 0))
             late = peer not in self._known and now - since > _HANDSHAKE_SECONDS
             if late or received - before > _MOST_BYTES:
                 end(descriptor, peer)
-        self._known &= found.keys() | calling
+        self._known &= found.keys() | calling.keys()
         strangers = sorted((since, peer) for peer, (since, _) in found.items() if peer not in self._known)
         if len(strangers) > self._most:
             excess = {peer for _, peer in strangers[: len(strangers) - self._most]}
             for descriptor, peer, _ in connections(self._port):
                 if peer in excess:
                     end(descriptor, peer)
-        self._seen = found
+        self._seen, self._read = found, read
 
 
 def connections(port: int) -> Iterator[tuple[int, str, int]]:

@@ -232,6 +232,11 @@ class Newest:
             except (ValueError, TypeError, AttributeError):
                 raise UserError(f"{self._path} is damaged: delete it, and older certificates are known again") from None
 
+    def issue_of(self, name: str) -> int:
+        """Return when the newest certificate seen of this island was made, in ms; 0: none that says so was seen."""
+        with self._lock:
+            return self._issues.get(name, 0)
+
     def admits(self, name: str, issue: int) -> bool:
         """Return whether no newer certificate of this island was seen; `issue` is when this one was made, in ms."""
         with self._lock:

@@ -12,15 +12,20 @@ from pathlib import Path
 from cryptography import x509
 
 from noloco_jax.islands.certificates import fault_of, names_of, owner_and_issue
-from noloco_jax.islands.keys import Credentials
+from noloco_jax.islands.keys import Credentials, Newest
 from noloco_jax.islands.peer_errors import PeerError, RefusedError, UnreachableError
 from noloco_jax.islands.roster import Address
 
 _SECONDS = 3.0
 
 
-def why_unreachable(peer: str, address: Address, credentials: Credentials | None) -> PeerError:
-    """Try the steps of a connection one by one, up to 3 seconds each, and return the error of the first that fails."""
+def why_unreachable(
+    peer: str, address: Address, credentials: Credentials | None, newest: Newest | None = None
+) -> PeerError:
+    """Try the steps of a connection one by one, up to 3 seconds each, and return the error of the first that fails.
+
+    A newer certificate of the peer is added to `newest`, so that the next call knows it.
+    """
     where = f"{peer} at {address}"
     try:
         plain = socket.create_connection(address, timeout=_SECONDS)
@@ -32,10 +37,12 @@ def why_unreachable(peer: str, address: Address, credentials: Credentials | None
         nobody = error.errno == errno.ECONNREFUSED
         return UnreachableError(f"{where}: {'nobody listens there' if nobody else error.strerror}")
     with plain:
-        return _why_no_call(where, peer, plain, credentials)
+        return _why_no_call(where, peer, plain, credentials, newest)
 
 
-def _why_no_call(where: str, peer: str, plain: socket.socket, credentials: Credentials | None) -> PeerError:
+def _why_no_call(
+    where: str, peer: str, plain: socket.socket, credentials: Credentials | None, newest: Newest | None
+) -> PeerError:
     """Diagnose a port that takes connections."""
     try:
         context = _any_certificate(credentials)
@@ -46,6 +53,14 @@ def _why_no_call(where: str, peer: str, plain: socket.socket, credentials: Crede
             shown = x509.load_der_x509_certificate(connection.getpeercert(binary_form=True) or b"")
             if fault := fault_of(shown, x509.load_pem_x509_certificate(credentials.authority), peer):
                 return RefusedError(f"{where}: its certificate {fault}")
+            issue = owner_and_issue(names_of(shown)[0])[1]
+            if newest is not None and issue != newest.issue_of(peer) != 0:
+                if newest.admits(peer, issue):
+                    return UnreachableError(f"{where} shows a newer certificate, and is called with that from now on")
+                return RefusedError(
+                    f"{where}: its certificate is one that another has replaced: give {peer} its new keys, and find "
+                    "out who else may have the old ones"
+                )
             # In TLS 1.3 the peer checks this side's certificate after the handshake is over here.
             if connection.recv(1):
                 return UnreachableError(f"{where} answers now, but did not before: it has just come, or was busy")

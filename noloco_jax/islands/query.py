@@ -98,11 +98,22 @@ def ask_about(clients: Mapping[str, Client | str], seconds: float) -> dict[str, 
 def fetch_weights(client: Client, specs: Mapping[str, ArraySpec], seconds: float) -> Weights:
     """Fetch a copy of an island's current weights.
 
-    Raises `PeerError` where they do not come whole.
+    Raises `PeerError` where they do not come whole, or are not finite.
     """
     arrays = dict(client.state({}, {PROGRESS: PROGRESS_SPEC, **specs}, seconds))
     round, step = arrays.pop(PROGRESS).tolist()
+    check_finite(f"{client.peer}'s", arrays)
     return Weights(round, step, arrays)
+
+
+def check_finite(whose: str, weights: Mapping[str, np.ndarray]) -> None:
+    """Raise `RefusedError` for weights that are not finite, of which one would spoil a mean; `whose` names them."""
+    for name, array in weights.items():
+        if not np.isfinite(array).all():
+            raise RefusedError(
+                f"{whose} weights are not finite, {name} for one, and are left out: have it train from an earlier "
+                "checkpoint, --from_step=STEP"
+            )
 
 
 def _ask_all(clients: Mapping[str, Client | str], ask: Callable[[Client], T | str]) -> dict[str, T | str]:

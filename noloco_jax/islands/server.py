@@ -76,6 +76,7 @@ class Server:
         credentials: Credentials | None,
         handlers: Handlers,
         listen: Address | None = None,
+        newest: Newest | None = None,
     ):
         """Start to listen.
 
@@ -86,6 +87,7 @@ class Server:
           handlers: the handlers of calls.
           listen: the address; None: its port in the roster, on the same host if that is loopback, else on all of the
             machine's addresses, as the one that others dial may be a router's.
+          newest: certificates seen; None: those kept beside the island's keys.
 
         Raises `UserError` if the port is in use, or listening there without keys would be open to others.
         """
@@ -95,7 +97,8 @@ class Server:
         _check_free(name, listen)
         self._handlers = handlers
         self._location = location = f"{'grpc+tls' if credentials else 'grpc'}://{listen}"
-        self._calls = _Calls(roster, name, credentials, handlers)
+        newest = newest or Newest(credentials.folder if credentials else None)
+        self._calls = _Calls(roster, name, credentials is not None, newest, handlers)
         try:
             self._flight = _Flight(location, credentials, handlers, self._calls)
         except Exception as error:  # Arrow raises only a general error
@@ -146,15 +149,15 @@ class Server:
 class _Calls:
     """Admission of calls: checks the caller, and limits concurrent calls."""
 
-    def __init__(self, roster: Roster, name: str, credentials: Credentials | None, handlers: Handlers):
+    def __init__(self, roster: Roster, name: str, is_tls: bool, newest: Newest, handlers: Handlers):
         self._roster, self._names = roster, frozenset(roster.names)
         self._name = name
-        self._is_tls = credentials is not None
-        self._newest = Newest(credentials.folder if credentials else None)
+        self._is_tls = is_tls
+        self._newest = newest
         self._introduced = handlers.introduced
         self._report = Limited(handlers.report)
         self._running: Counter[str] = Counter()
-        self._connections: set[str] = set()
+        self._connections: dict[str, int] = {}  # of running calls -> messages read of it
         self._lock = threading.Lock()
         self.closing = False
 
@@ -208,10 +211,16 @@ class _Calls:
         for connection in self.connections():
             hang_up(connection)
 
-    def connections(self) -> list[str]:
-        """Return the connections of running calls."""
+    def connections(self) -> dict[str, int]:
+        """Return the connections of running calls, with the number of messages that were read of each."""
         with self._lock:
-            return list(self._connections)
+            return dict(self._connections)
+
+    def has_read(self, connection: str) -> None:
+        """Record that a message of a running call was read."""
+        with self._lock:
+            if connection in self._connections:
+                self._connections[connection] += 1
 
     @contextlib.contextmanager
     def _place(self, caller: str, connection: str) -> Iterator[None]:
@@ -223,13 +232,25 @@ class _Calls:
                     f"{self._name} has {self._running[caller]} calls of {caller} of {self._running.total()} now"
                 )
             self._running[caller] += 1
-            self._connections.add(connection)
+            self._connections[connection] = 0
         try:
             yield
         finally:
             with self._lock:
                 self._running[caller] -= 1
-                self._connections.discard(connection)
+                self._connections.pop(connection, None)  # another program may have had two calls on it
+
+
+class _Counted:
+    """Reader of a call's stream that reports each message read."""
+
+    def __init__(self, reader: Any, has_read: Callable[[], None]):
+        self._reader, self._has_read = reader, has_read
+
+    def read_chunk(self) -> Any:
+        chunk = self._reader.read_chunk()
+        self._has_read()
+        return chunk
 
 
 class _Flight(flight.FlightServerBase):
@@ -261,7 +282,8 @@ class _Flight(flight.FlightServerBase):
 
                 def connect(expects: Expects) -> Channel:
                     writer.begin(SCHEMA)
-                    channel = Channel(opening.caller, reader, writer, expects, deadline, cancel)
+                    counted = _Counted(reader, functools.partial(self._calls.has_read, context.peer()))
+                    channel = Channel(opening.caller, counted, writer, expects, deadline, cancel)
                     stack.push(lambda _, error, __: channel.close(error))
                     return channel
 

@@ -13,7 +13,7 @@ from noloco_jax.islands.agent import Agent, Correction, Healed
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.payload import specs_of
 from noloco_jax.islands.protocol.island import Journal
-from noloco_jax.model.llama import param_shapes
+from noloco_jax.model.kind import param_shapes
 from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import TrainState
 from noloco_jax.spmd.solo import SoloPrograms

@@ -19,7 +19,11 @@ _CPU_BLOCK = 128
 
 
 def causal_attention(
-    q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segments_BT: jax.Array | None = None
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    segments_BT: jax.Array | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """Softmax attention of every position over itself and those before it, softmax in float32; returns (B, T, H, K).
 
@@ -30,9 +34,10 @@ def causal_attention(
     Args:
       q_BTHK, k_BTGK, v_BTGK: queries, keys and values.
       segments_BT: int32, the segment of every position, which attends to that segment alone. None: to all.
+      window: the last positions, itself among them, to which a position attends. None: all.
     """
     if jax.default_backend() == "cpu":
-        return _cpu_attention(q_BTHK, k_BTGK, v_BTGK, segments_BT)
+        return _cpu_attention(q_BTHK, k_BTGK, v_BTGK, segments_BT, window)
     length, head_dim = q_BTHK.shape[1], q_BTHK.shape[-1]
     flash = (
         jax.default_backend() == "gpu"
@@ -47,22 +52,43 @@ def causal_attention(
         arguments: list[tuple[jax.Array, tuple[str | None, ...]]] = [(x, heads) for x in (q_BTHK, k_BTGK, v_BTGK)]
         if segments_BT is not None:
             arguments.append((segments_BT, ("fsdp", None)))
-        return map_shards(partial(_library_attention, "cudnn"), *arguments)
-    return _library_attention("xla", q_BTHK, k_BTGK, v_BTGK, segments_BT)
+        return map_shards(partial(_library_attention, "cudnn", window), *arguments)
+    return _library_attention("xla", window, q_BTHK, k_BTGK, v_BTGK, segments_BT)
 
 
 def _library_attention(
     implementation: Literal["cudnn", "xla"],
+    window: int | None,
     q_BTHK: jax.Array,
     k_BTGK: jax.Array,
     v_BTGK: jax.Array,
     segments_BT: jax.Array | None = None,
 ) -> jax.Array:
-    """JAX's attention. For cuDNN the mask becomes 16-bit numbers (B, 1, T, T), the same for all heads and layers."""
-    mask_B1TT = None if segments_BT is None else _same_segment(segments_BT, segments_BT)[:, None]
+    """JAX's attention. For cuDNN the mask becomes 16-bit numbers (B, 1, T, T), the same for all heads and layers.
+
+    A window is in the mask where there is one, as cuDNN need not support both; else cuDNN skips what lies outside.
+    """
+    sides = None if window is None else (window - 1, 0)
+    mask_B1TT = None
+    if segments_BT is not None:
+        mask_B1TT = _same_segment(segments_BT, segments_BT)[:, None]
+        if window is not None:
+            positions_T = jnp.arange(q_BTHK.shape[1])
+            mask_B1TT, sides = mask_B1TT & _near(positions_T, positions_T, window)[None, None], None
     return jax.nn.dot_product_attention(
-        q_BTHK, k_BTGK, v_BTGK, mask=mask_B1TT, is_causal=True, implementation=implementation
+        q_BTHK,
+        k_BTGK,
+        v_BTGK,
+        mask=mask_B1TT,
+        is_causal=True,
+        local_window_size=sides,
+        implementation=implementation,
     )
+
+
+def _near(queries_T: jax.Array, keys_S: jax.Array, window: int) -> jax.Array:
+    """Compare positions: bool (T, S), True where a key is less than `window` positions before a query."""
+    return keys_S[None] > queries_T[:, None] - window
 
 
 def _same_segment(queries_BT: jax.Array, keys_BS: jax.Array) -> jax.Array:
@@ -70,14 +96,19 @@ def _same_segment(queries_BT: jax.Array, keys_BS: jax.Array) -> jax.Array:
     return queries_BT[:, :, None] == keys_BS[:, None, :]
 
 
-def attention_from(start: jax.Array, q_BTHK: jax.Array, keys_BSGK: jax.Array, values_BSGK: jax.Array) -> jax.Array:
+def attention_from(
+    start: jax.Array, q_BTHK: jax.Array, keys_BSGK: jax.Array, values_BSGK: jax.Array, window: int | None = None
+) -> jax.Array:
     """Softmax attention of the positions `start` to `start` + T - 1 over positions 0 up to themselves; (B, T, H, K).
 
-    Keys and values after a position are masked, whatever they hold. cuDNN is not used: it may refuse a length, and
-    without a gradient it gains little.
+    Keys and values after a position, or `window` or more before it, are masked, whatever they hold. cuDNN is not used:
+    it may refuse a length, and without a gradient it gains little.
     """
     positions_T = start + jnp.arange(q_BTHK.shape[1])
-    seen_TS = jnp.arange(keys_BSGK.shape[1])[None] <= positions_T[:, None]
+    positions_S = jnp.arange(keys_BSGK.shape[1])
+    seen_TS = positions_S[None] <= positions_T[:, None]
+    if window is not None:
+        seen_TS &= _near(positions_T, positions_S, window)
     return jax.nn.dot_product_attention(q_BTHK, keys_BSGK, values_BSGK, mask=seen_TS[None, None], implementation="xla")
 
 
@@ -91,10 +122,17 @@ def _ampere_or_later() -> bool:
     return major.isdecimal() and int(major) >= 8
 
 
-def _cpu_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segments_BT: jax.Array | None) -> jax.Array:
+def _cpu_attention(
+    q_BTHK: jax.Array,
+    k_BTGK: jax.Array,
+    v_BTGK: jax.Array,
+    segments_BT: jax.Array | None,
+    window: int | None,
+) -> jax.Array:
     """Attention in blocks of queries, with heads ahead of positions, so that each step is a plain matrix product.
 
-    The softmax is normalised last, where its array is smallest.
+    A block leaves out keys that none of its queries attends to. The softmax is normalised last, where its array is
+    smallest.
     """
     batch, length, heads, head_dim = q_BTHK.shape
     kv_heads = k_BTGK.shape[2]
@@ -104,23 +142,27 @@ def _cpu_attention(q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, segm
     blocks = []
     for start in range(0, length, _CPU_BLOCK):
         stop = min(start + _CPU_BLOCK, length)
+        first = 0 if window is None else max(0, start + 1 - window)
         scores_BGRTS = jnp.einsum(
             "bgrtk,bgsk->bgrts",
             q_BGRTK[:, :, :, start:stop],
-            k_BGSK[:, :, :stop],
+            k_BGSK[:, :, first:stop],
             preferred_element_type=jnp.float32,
         )
-        seen_TS = jnp.arange(stop)[None] <= jnp.arange(start, stop)[:, None]
+        queries_T, keys_S = jnp.arange(start, stop), jnp.arange(first, stop)
+        seen_TS = keys_S[None] <= queries_T[:, None]
+        if window is not None:
+            seen_TS &= _near(queries_T, keys_S, window)
         scores_BGRTS += jnp.where(seen_TS, 0.0, -jnp.inf)[None, None, None]  # an added mask needs no derivative
         if segments_BT is not None:
-            same_BTS = _same_segment(segments_BT[:, start:stop], segments_BT[:, :stop])
+            same_BTS = _same_segment(segments_BT[:, start:stop], segments_BT[:, first:stop])
             scores_BGRTS += jnp.where(same_BTS, 0.0, -jnp.inf)[:, None, None]
         highest = jax.lax.stop_gradient(scores_BGRTS.max(axis=-1, keepdims=True))
         weights_BGRTS = jnp.exp(scores_BGRTS - highest)
         mixed_BGRTK = jnp.einsum(
             "bgrts,bgsk->bgrtk",
             weights_BGRTS.astype(v_BTGK.dtype),
-            v_BGSK[:, :, :stop],
+            v_BGSK[:, :, first:stop],
             preferred_element_type=jnp.float32,
         )
         blocks.append(mixed_BGRTK / weights_BGRTS.sum(axis=-1, keepdims=True))

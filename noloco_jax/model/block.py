@@ -13,6 +13,7 @@ from flax import nnx
 from noloco_jax.config import ModelConfig
 from noloco_jax.model.attention import causal_attention, rotate
 from noloco_jax.model.cache import Cache
+from noloco_jax.model.kind import weight
 
 KERNEL_INIT = nnx.initializers.normal(0.02)
 
@@ -24,21 +25,38 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        def kernel(*shape: int) -> nnx.Param:
-            return nnx.Param(KERNEL_INIT(rngs.params(), shape, config.param_dtype))
+        sizes = {
+            "hidden": config.hidden_size,
+            "ffn": config.intermediate_size,
+            "heads": config.num_heads * config.head_size,
+            "kv_heads": config.num_kv_heads * config.head_size,
+        }
 
-        width, ffn = config.hidden_size, config.intermediate_size
-        head_dim = width // config.num_heads
+        def kernel(fan_in: str, fan_out: str) -> nnx.Param:
+            shape = sizes[fan_in], sizes[fan_out]
+            axes = (axis.removeprefix("kv_") for axis in (fan_in, fan_out))
+            return weight(KERNEL_INIT(rngs.params(), shape, config.param_dtype), *axes)
+
+        def bias(fan_out: str) -> nnx.Param:
+            return weight(jnp.zeros(sizes[fan_out], config.param_dtype), "heads")
+
+        def norm(size: int) -> nnx.Param:
+            return weight(jnp.ones(size, config.param_dtype), None)
+
         self.config = config
-        self.attention_norm = nnx.Param(jnp.ones(width, config.param_dtype))
-        self.q = kernel(width, config.num_heads * head_dim)
-        self.k = kernel(width, config.num_kv_heads * head_dim)
-        self.v = kernel(width, config.num_kv_heads * head_dim)
-        self.o = kernel(config.num_heads * head_dim, width)
-        self.mlp_norm = nnx.Param(jnp.ones(width, config.param_dtype))
-        self.gate = kernel(width, ffn)
-        self.up = kernel(width, ffn)
-        self.down = kernel(ffn, width)
+        self.attention_norm = norm(config.hidden_size)
+        self.q = kernel("hidden", "heads")
+        self.k = kernel("hidden", "kv_heads")
+        self.v = kernel("hidden", "kv_heads")
+        self.o = kernel("heads", "hidden")
+        if config.qkv_bias:
+            self.q_bias, self.k_bias, self.v_bias = bias("heads"), bias("kv_heads"), bias("kv_heads")
+        if config.qk_norm:
+            self.q_norm, self.k_norm = norm(config.head_size), norm(config.head_size)
+        self.mlp_norm = norm(config.hidden_size)
+        self.gate = kernel("hidden", "ffn")
+        self.up = kernel("hidden", "ffn")
+        self.down = kernel("ffn", "hidden")
 
     def __call__(
         self,
@@ -71,14 +89,27 @@ class Block(nnx.Module):
     ) -> jax.Array:
         """Causal grouped-query attention with rotary positions; arguments as of the layer."""
 
-        def heads(kernel: nnx.Param, count: int) -> jax.Array:
-            return _project(x_BTD, kernel).reshape(*x_BTD.shape[:-1], count, -1)
+        config = self.config
 
-        q_BTHK = rotate(heads(self.q, self.config.num_heads), rotation_1T1J)
-        k_BTGK = rotate(heads(self.k, self.config.num_kv_heads), rotation_1T1J)
-        v_BTGK = heads(self.v, self.config.num_kv_heads)
+        def heads(kernel: nnx.Param, bias: nnx.Param | None, count: int) -> jax.Array:
+            y_BTO = _project(x_BTD, kernel)
+            if bias is not None:
+                y_BTO += bias[...][None, None].astype(y_BTO.dtype)
+            return y_BTO.reshape(*x_BTD.shape[:-1], count, -1)
+
+        def turned(x_BTHK: jax.Array, norm: nnx.Param | None) -> jax.Array:
+            if norm is not None:
+                x_BTHK = rms_norm(x_BTHK, norm[...], config.norm_eps)
+            return rotate(x_BTHK, rotation_1T1J)
+
+        q_bias, k_bias, v_bias = (self.q_bias, self.k_bias, self.v_bias) if config.qkv_bias else (None, None, None)
+        q_norm, k_norm = (self.q_norm, self.k_norm) if config.qk_norm else (None, None)
+        q_BTHK = turned(heads(self.q, q_bias, config.num_heads), q_norm)
+        k_BTGK = turned(heads(self.k, k_bias, config.num_kv_heads), k_norm)
+        v_BTGK = heads(self.v, v_bias, config.num_kv_heads)
         attend = functools.partial(causal_attention, segments_BT=segments_BT) if cache is None else cache.attend
-        return _project(attend(q_BTHK, k_BTGK, v_BTGK).reshape(*x_BTD.shape[:-1], -1), self.o)
+        mixed_BTHK = attend(q_BTHK, k_BTGK, v_BTGK, window=config.sliding_window)
+        return _project(mixed_BTHK.reshape(*x_BTD.shape[:-1], -1), self.o)
 
     def mlp(self, x_BTD: jax.Array) -> jax.Array:
         """SwiGLU: down(silu(gate(x)) * up(x))."""
@@ -90,14 +121,19 @@ def _project(x_BTI: jax.Array, kernel_IO: nnx.Param) -> jax.Array:
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
-def rms_norm(x_BTD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
-    """Divide by the root mean square over D and scale, in float32; return the dtype of `x_BTD`.
+def rms_norm(x: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
+    """Divide by the root mean square over the last axis and scale, in float32; return the dtype of `x`.
 
-    The backward pass computes it again from `x_BTD`, rather than keep float32 copies of bfloat16 activations.
+    The backward pass computes it again from `x`, rather than keep float32 copies of bfloat16 activations.
+
+    Args:
+      x: (..., D), the residual stream or heads.
+      weight_D: the scale.
+      eps: added to the mean square.
     """
-    x32_BTD = x_BTD.astype(jnp.float32)
-    scale_BT1 = jax.lax.rsqrt(jnp.mean(jnp.square(x32_BTD), axis=-1, keepdims=True) + eps)
-    return (x32_BTD * scale_BT1 * weight_D[None, None].astype(jnp.float32)).astype(x_BTD.dtype)
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (x32 * scale * weight_D[(None,) * (x.ndim - 1)].astype(jnp.float32)).astype(x.dtype)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False)

@@ -31,21 +31,14 @@ class Cache:
     @classmethod
     def empty(cls, config: ModelConfig, batch_size: int, max_length: int) -> "Cache":
         """A cache for `max_length` positions, in the compute dtype."""
-        head_dim = config.hidden_size // config.num_heads
-        shape = (config.num_layers, batch_size, max_length, config.num_kv_heads, head_dim)
+        shape = (config.num_layers, batch_size, max_length, config.num_kv_heads, config.head_size)
         zero = jnp.zeros([], jnp.int32)
         return cls(jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype), zero, zero)
 
-    @staticmethod
-    def num_bytes(config: ModelConfig, max_length: int) -> int:
-        """Return the bytes of keys and values of one sequence."""
-        width = {"float32": 4, "bfloat16": 2}[config.dtype]
-        return (
-            2 * width * config.num_layers * max_length * config.num_kv_heads * (config.hidden_size // config.num_heads)
-        )
-
-    def attend(self, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array) -> jax.Array:
+    def attend(self, q_BTHK: jax.Array, k_BTGK: jax.Array, v_BTGK: jax.Array, window: int | None = None) -> jax.Array:
         """Write a layer's keys and values of T new positions, and let those attend to all positions up to their own.
+
+        With a window they attend to its positions alone; the others are kept all the same.
 
         Returns the mixed values (B, T, H, K); the next layer's turn is next.
         """
@@ -54,7 +47,7 @@ class Cache:
         self.values_LBSGK = jax.lax.dynamic_update_slice(self.values_LBSGK, v_BTGK[None], start)
         keys_BSGK, values_BSGK = self.keys_LBSGK[self.layer], self.values_LBSGK[self.layer]
         self.layer += 1
-        return attention_from(self.length, q_BTHK, keys_BSGK, values_BSGK)
+        return attention_from(self.length, q_BTHK, keys_BSGK, values_BSGK, window)
 
     def finish_pass(self, filled: "Cache", num_positions: int) -> None:
         """Take over what a pass of all layers over `num_positions` new ones has written into its copy, `filled`."""

@@ -1,17 +1,17 @@
-"""Text generation, token by token with a key-value cache.
+"""Text generation, token by token, with a key-value cache where the model has one.
 
 Axes: B batch, P prompt positions, S all positions (prompt and new tokens), D hidden width, V vocabulary.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.model.cache import Cache
-from noloco_jax.model.llama import Llama, Params, cast_kernels
+from noloco_jax.model.kind import Params, kind_of
 
 
 def generate(
@@ -57,7 +57,8 @@ def generate(
 def _generate(config, params, prompt_BP, key, temperature, *, max_new_tokens, top_k, eos_id):
     batch, prompt_length = prompt_BP.shape
     max_length = prompt_length + max_new_tokens
-    model = Llama.from_params(config, cast_kernels(params, config.dtype))  # cast once, not for every token
+    kind = kind_of(config)
+    model = kind.from_params(config, kind.cast_for_generation(config, params))  # cast once, not for every token
 
     def next_ids(h_BTD: jax.Array, position: jax.Array | int) -> jax.Array:
         """Choose the token at `position` by the hidden state before it, the last of `h_BTD`."""
@@ -69,6 +70,12 @@ def _generate(config, params, prompt_BP, key, temperature, *, max_new_tokens, to
             logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
         return jax.random.categorical(jax.random.fold_in(key, position), logits_BV / temperature).astype(jnp.int32)
 
+    def last_hidden(ids_BS: jax.Array, position: jax.Array, cache: Any) -> jax.Array:
+        """Return the hidden state of the token before `position`."""
+        if cache is None:
+            return jax.lax.dynamic_slice_in_dim(model.hidden(ids_BS), position - 1, 1, axis=1)
+        return model.hidden(jax.lax.dynamic_slice_in_dim(ids_BS, position - 1, 1, axis=1), cache=cache)
+
     def unfinished(carry):
         position, _, _, finished_B = carry
         return (position < max_length) & ~jnp.all(finished_B)
@@ -76,8 +83,7 @@ def _generate(config, params, prompt_BP, key, temperature, *, max_new_tokens, to
     def step(carry):
         """Run the newest token through the model and write the one after it."""
         position, ids_BS, cache, finished_B = carry
-        newest_B1 = jax.lax.dynamic_slice_in_dim(ids_BS, position - 1, 1, axis=1)
-        h_B1D = model.hidden(newest_B1, cache)
+        h_B1D = last_hidden(ids_BS, position, cache)
         return write(position, ids_BS, cache, finished_B, next_ids(h_B1D, position))
 
     def write(position, ids_BS, cache, finished_B, next_B):
@@ -90,7 +96,8 @@ def _generate(config, params, prompt_BP, key, temperature, *, max_new_tokens, to
     # Where generation ends early, what is left unwritten is the end of text.
     rest_BS = jnp.full((batch, max_new_tokens), 0 if eos_id is None else eos_id, jnp.int32)
     ids_BS = jnp.concatenate([prompt_BP, rest_BS], axis=1)
-    cache = Cache.empty(config, batch, max_length)
-    first_B = next_ids(model.hidden(prompt_BP, cache), prompt_length)
+    cache = kind.empty_cache(config, batch, max_length)
+    h_BPD = model.hidden(prompt_BP) if cache is None else model.hidden(prompt_BP, cache=cache)
+    first_B = next_ids(h_BPD, prompt_length)
     carry = write(jnp.int32(prompt_length), ids_BS, cache, jnp.zeros(batch, bool), first_B)
     return jax.lax.while_loop(unfinished, step, carry)[1]

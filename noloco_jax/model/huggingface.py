@@ -1,4 +1,4 @@
-"""Hugging Face's Llama folders (config.json and safetensors), read and written without PyTorch.
+"""Hugging Face's folders of Llama and its kin (config.json and safetensors), read and written without PyTorch.
 
 One tensor at a time passes between the files and the stacked parameters, so that no second copy of them is held.
 """
@@ -23,22 +23,27 @@ from safetensors import SafetensorError, safe_open
 from noloco_jax.config import ModelConfig
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable
-from noloco_jax.model.huggingface_config import CONFIG_FILE, config_from_folder, read_json, their_config
-from noloco_jax.model.llama import Params, param_shapes
+from noloco_jax.model.huggingface_config import CONFIG_FILE, config_from_folder, family_of, read_json, their_config
+from noloco_jax.model.kind import BUILT_IN, Params, param_shapes
 
-__all__ = ["check_new_folder", "config_from_folder", "load_params", "save_folder"]
+__all__ = ["check_has_format", "check_new_folder", "config_from_folder", "load_params", "save_folder"]
 
 # Ours -> theirs. Their kernels are stored [out, in], ours [in, out].
 _LAYER_NAMES = {
-    "attention_norm": "input_layernorm",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
+    "attention_norm": "input_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
 }
 
 _WEIGHTS_FILE = "model.safetensors"
@@ -79,9 +84,10 @@ def _slots(config: ModelConfig) -> dict[str, _Slot]:
     }
     if not config.tie_embeddings:
         slots["lm_head.weight"] = _Slot(("head",), None, True)
-    for ours, theirs in _LAYER_NAMES.items():
+    for ours, shape in param_shapes(config)["blocks"].items():
         for layer in range(config.num_layers):
-            slots[f"model.layers.{layer}.{theirs}.weight"] = _Slot(("blocks", ours), layer, "norm" not in ours)
+            is_kernel = len(shape.shape) == 3
+            slots[f"model.layers.{layer}.{_LAYER_NAMES[ours]}"] = _Slot(("blocks", ours), layer, is_kernel)
     return slots
 
 
@@ -92,6 +98,7 @@ def load_params(folder: str | os.PathLike[str], config: ModelConfig) -> Params:
     Raises `UserError` where the folder is not whole, or holds another model than `config`.
     """
     folder = Path(folder).expanduser()
+    check_has_format(config)
     _check_same_model(folder, config)
     params = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), param_shapes(config))
     slots = _slots(config)
@@ -102,7 +109,8 @@ def load_params(folder: str | os.PathLike[str], config: ModelConfig) -> Params:
             continue
         if name not in slots:
             raise UserError(
-                f"{path}: the tensor {name} is not one of a Llama with {config.num_layers} layers: name another folder"
+                f"{path}: the tensor {name} is not one of a {family_of(config)} with {config.num_layers} layers: name "
+                "another folder"
             )
         target = slots[name].of(params)
         view = reader.get_slice(name)
@@ -121,9 +129,21 @@ def load_params(folder: str | os.PathLike[str], config: ModelConfig) -> Params:
     return params
 
 
+def check_has_format(config: ModelConfig) -> None:
+    """Raise `UserError` for a model that Hugging Face has no format for: one's own, or parts that no family joins."""
+    if config.kind not in BUILT_IN:
+        raise UserError(
+            f"model.kind={config.kind!r} has no format of Hugging Face's, to which only {', '.join(BUILT_IN)} is "
+            "converted: read its weights with noloco_jax.run.trained_model.load_for_export"
+        )
+    family_of(config)
+
+
 def _check_same_model(folder: Path, config: ModelConfig) -> None:
     mine = dataclasses.asdict(config)
-    for name, theirs in config_from_folder(folder).items():
+    if config.head_size * config.num_heads == config.hidden_size:
+        mine["head_dim"] = None
+    for name, theirs in ({"head_dim": None} | config_from_folder(folder)).items():
         ours = mine[name]
         if ours != theirs:
             raise UserError(
@@ -185,7 +205,7 @@ def save_folder(
     bos_id: int | None = None,
     eos_id: int | None = None,
 ) -> None:
-    """Write what `transformers` loads as a LlamaForCausalLM: config, weights and, where there is one, the tokenizer.
+    """Write what `transformers` loads as a causal model: config, weights and, where there is one, the tokenizer.
 
     The folder appears whole or not at all; one that is there already, perhaps a file system of its own, gets its
     config last, without which it is no model. The weights keep their dtype.

@@ -1,10 +1,11 @@
-"""Hugging Face's config.json of a Llama, read into the model's fields and written from them."""
+"""Hugging Face's config.json of Llama and its kin, read into the model's fields and written from them."""
 
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from noloco_jax.config import ModelConfig
 from noloco_jax.errors import UserError
@@ -22,51 +23,99 @@ _CONFIG_NAMES = {
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-# What their LlamaConfig takes for an entry that a config.json leaves out; num_key_value_heads: num_attention_heads.
+# What their configurations take for an entry that a config.json leaves out.
 _THEIR_DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
 _ROPE_SCALING_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+class Family(NamedTuple):
+    """A `model_type` of theirs.
+
+    Attributes:
+      architecture: the class that loads it.
+      fields: fields of `ModelConfig` that make a model one of the family.
+      fixed: entries that have one value where they are there, since others make another model.
+      head_dim: what an absent `head_dim` stands for. None: hidden_size / num_attention_heads.
+    """
+
+    architecture: str
+    fields: Mapping[str, bool]
+    fixed: Mapping[str, Any]
+    head_dim: int | None = None
+
+
+_NO_BIASES = {"attention_bias": False, "mlp_bias": False}
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", {"qkv_bias": False, "qk_norm": False}, _NO_BIASES),
+    "mistral": Family("MistralForCausalLM", {"qkv_bias": False, "qk_norm": False}, {}),
+    "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True, "qk_norm": False}, {}),
+    "qwen3": Family("Qwen3ForCausalLM", {"qkv_bias": False, "qk_norm": True}, _NO_BIASES, head_dim=128),
+}
 
 
 def config_from_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a folder's config.json into `ModelConfig` fields; dtype, param_dtype and remat are a run's own choice.
 
     The rotary settings may stand under `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
-    Raises `UserError` where there is no config.json, or it describes another architecture than `model.llama` has.
+    Raises `UserError` where there is no config.json, or it describes another architecture than `FAMILIES` has.
     """
     path = Path(folder).expanduser() / CONFIG_FILE
     theirs = read_json(path)
-    _check_architecture(path, theirs)
-    fields = {}
+    family = _family_of(path, theirs)
+    fields: dict[str, Any] = dict(family.fields)
     for ours, name in _CONFIG_NAMES.items():
         if name in theirs and theirs[name] is not None:
             fields[ours] = theirs[name]
-        elif name == "num_key_value_heads":
+        elif name == "num_key_value_heads" and theirs["model_type"] == "llama":
             fields[ours] = theirs["num_attention_heads"]
         elif name in _THEIR_DEFAULTS:
             fields[ours] = _THEIR_DEFAULTS[name]
         else:
-            raise UserError(f"{path} has no {name}: it does not describe a Llama, name another folder")
-    head_dim = fields["hidden_size"] // fields["num_heads"]
-    if theirs.get("head_dim") not in (None, head_dim):
+            raise UserError(f"{path} has no {name}: it does not describe a {theirs['model_type']}, name another folder")
+    head_dim = theirs.get("head_dim") or family.head_dim
+    if head_dim is not None and head_dim * fields["num_heads"] != fields["hidden_size"]:
+        fields["head_dim"] = head_dim
+    return fields | {"sliding_window": _window_of(path, theirs)} | _rope_fields(path, theirs)
+
+
+def _family_of(path: Path, theirs: dict[str, Any]) -> Family:
+    family = FAMILIES.get(theirs.get("model_type", ""))
+    if family is None:
         raise UserError(
-            f"{path}: head_dim={theirs['head_dim']} is not hidden_size / num_attention_heads = {head_dim}: "
-            "such a model cannot be imported"
+            f"{path}: model_type={theirs.get('model_type')!r} cannot be imported: {', '.join(FAMILIES)} can"
         )
-    return fields | _rope_fields(path, theirs)
+    for name, supported in {"hidden_act": "silu", **family.fixed}.items():
+        if theirs.get(name, supported) != supported:
+            raise UserError(f"{path}: {name}={theirs[name]!r} is not {supported!r}: such a model cannot be imported")
+    return family
+
+
+def _window_of(path: Path, theirs: dict[str, Any]) -> int | None:
+    """Return the window of all layers; raise `UserError` where only some have one."""
+    kind = theirs["model_type"]
+    if kind == "llama":
+        return None
+    if kind == "mistral":
+        return theirs.get("sliding_window", 4096)
+    if not theirs.get("use_sliding_window"):
+        return None
+    num_layers = theirs["num_hidden_layers"]
+    given = theirs.get("max_window_layers")
+    first = min(28 if given is None else given, num_layers)
+    layers = theirs.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
+    kinds = sorted(set(layers))
+    if len(kinds) > 1:
+        raise UserError(
+            f"{path}: {layers.count('sliding_attention')} of {num_layers} layers have a sliding window (layer_types or "
+            "max_window_layers), and here all have it or none: such a model cannot be imported"
+        )
+    return theirs.get("sliding_window", 4096) if kinds == ["sliding_attention"] else None
 
 
 def max_positions(folder: str | os.PathLike[str]) -> int | None:
     """Return the tokens of the longest sequence that a folder's model is meant for; None where it does not say."""
     found = read_json(Path(folder).expanduser() / CONFIG_FILE).get("max_position_embeddings")
     return found if type(found) is int else None
-
-
-def _check_architecture(path: Path, theirs: dict[str, Any]) -> None:
-    if theirs.get("model_type") != "llama":
-        raise UserError(f"{path}: model_type={theirs.get('model_type')!r} is not 'llama': only a Llama can be imported")
-    for name, supported in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
-        if theirs.get(name, supported) != supported:
-            raise UserError(f"{path}: {name}={theirs[name]!r} is not {supported!r}: such a model cannot be imported")
 
 
 def _rope_fields(path: Path, theirs: dict[str, Any]) -> dict[str, Any]:
@@ -88,17 +137,36 @@ def _rope_fields(path: Path, theirs: dict[str, Any]) -> dict[str, Any]:
     return {"rope_theta": float(theta), "rope_scaling": scaling}
 
 
+def family_of(config: ModelConfig) -> str:
+    """Return the `model_type` that a model is exported as.
+
+    Raises:
+      UserError: if transformers has none with its parts.
+    """
+    if config.qkv_bias and config.qk_norm:
+        raise UserError(
+            "model.qkv_bias=True with model.qk_norm=True is none of transformers' models "
+            f"({', '.join(FAMILIES)}): leave one out of what is to be exported"
+        )
+    if config.qkv_bias:
+        return "qwen2"
+    if config.qk_norm:
+        return "qwen3"
+    return "llama" if config.sliding_window is None else "mistral"
+
+
 def their_config(config: ModelConfig, max_position_embeddings: int) -> dict[str, Any]:
     """The entries of a config.json for `config`, as transformers 5 and earlier versions read them."""
+    kind = family_of(config)
     scaling = config.rope_scaling
     their_scaling = None
     if scaling is not None:
         their_scaling = {"rope_type": "llama3"} | dataclasses.asdict(scaling)
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [FAMILIES[kind].architecture],
+        "model_type": kind,
         **{name: getattr(config, ours) for ours, name in _CONFIG_NAMES.items()},
-        "head_dim": config.hidden_size // config.num_heads,
+        "head_dim": config.head_size,
         "max_position_embeddings": max_position_embeddings,
         # Both names of transformers 5 and, for readers of older folders, those before it.
         "rope_parameters": {"rope_theta": config.rope_theta} | (their_scaling or {"rope_type": "default"}),
@@ -107,10 +175,24 @@ def their_config(config: ModelConfig, max_position_embeddings: int) -> dict[str,
         "dtype": config.param_dtype,
         "torch_dtype": config.param_dtype,
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        **FAMILIES[kind].fixed,
+        **_their_window(kind, config),
         "initializer_range": 0.02,
         "pad_token_id": None,
+    }
+
+
+def _their_window(kind: str, config: ModelConfig) -> dict[str, Any]:
+    if kind == "llama":
+        return {}
+    window: dict[str, Any] = {"sliding_window": config.sliding_window}
+    if kind == "mistral":
+        return window
+    is_used = config.sliding_window is not None
+    return window | {
+        "use_sliding_window": is_used,
+        "max_window_layers": 0 if is_used else config.num_layers,
+        "layer_types": ["sliding_attention" if is_used else "full_attention"] * config.num_layers,
     }
 
 

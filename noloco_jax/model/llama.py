@@ -1,20 +1,23 @@
-"""Llama as a Flax NNX module: by itself in a loop of one's own, and merged from a parameter dict in the trainer.
+"""Llama and its kin, Mistral and Qwen 2 and 3, as a Flax NNX module.
+
+It is trained by itself in a loop of one's own, and merged from a parameter dict in the trainer.
 
 The parameters are one plain nested dict of arrays, the layers stacked on a leading axis:
 
     {"embed": (V, D),
      "blocks": {"attention_norm": (L, D), "q": (L, D, H*K), "k": (L, D, G*K), "v": (L, D, G*K), "o": (L, H*K, D),
+                "q_bias": (L, H*K), "k_bias": (L, G*K), "v_bias": (L, G*K), "q_norm": (L, K), "k_norm": (L, K),
                 "mlp_norm": (L, D), "gate": (L, D, F), "up": (L, D, F), "down": (L, F, D)},
-     "norm": (D,), "head": (D, V)}                         ("head" is absent when the embedding serves as the head)
+     "norm": (D,), "head": (D, V)}
+    ("head" is absent when the embedding serves as the head, biases and head norms where the configuration has none)
 
 Axes: B batch, T positions, D hidden width, F feed-forward width, V vocabulary, L layers, H heads, G key-value heads,
 K head width.
 """
 
 import functools
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +27,13 @@ from noloco_jax.config import ModelConfig
 from noloco_jax.model.attention import inverse_frequencies, rotation
 from noloco_jax.model.block import KERNEL_INIT, Block, rms_norm
 from noloco_jax.model.cache import Cache
-from noloco_jax.model.placement import constrain
-
-Params = dict[str, Any]
+from noloco_jax.model.kind import Model, Params, Stages, stacked, weight
+from noloco_jax.model.placement import constrain, look_up
 
 _MAX_UNROLLED_LAYERS = 16
 
 
-class Llama(nnx.Module):
+class Llama(Model):
     """A decoder-only transformer: `model(ids_BT)` are the next-token logits (B, T, V).
 
     Args:
@@ -39,35 +41,18 @@ class Llama(nnx.Module):
       rngs: its `params` stream draws the weights: kernels and embedding normal(0.02), norm weights one.
     """
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        def kernel(*shape: int) -> nnx.Param:
-            return nnx.Param(KERNEL_INIT(rngs.params(), shape, config.param_dtype))
+    stages: ClassVar[Stages] = Stages("embed", "blocks", "norm", "head")
 
-        @nnx.split_rngs(splits=config.num_layers)
-        @nnx.vmap(in_axes=0, out_axes=0)
-        def stacked_blocks(rngs: nnx.Rngs) -> Block:
-            return Block(config, rngs=rngs)
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        def table(*shape: int) -> jax.Array:
+            return KERNEL_INIT(rngs.params(), shape, config.param_dtype)
 
         self.config = config
-        self.embed = kernel(config.vocab_size, config.hidden_size)
-        self.blocks = stacked_blocks(rngs)
-        self.norm = nnx.Param(jnp.ones(config.hidden_size, config.param_dtype))
+        self.embed = weight(table(config.vocab_size, config.hidden_size), "vocab", "hidden")
+        self.blocks = stacked(functools.partial(Block, config), config.num_layers, rngs)
+        self.norm = weight(jnp.ones(config.hidden_size, config.param_dtype), None)
         if not config.tie_embeddings:
-            self.head = kernel(config.hidden_size, config.vocab_size)
-
-    @classmethod
-    def from_params(cls, config: ModelConfig, params: Params) -> "Llama":
-        """The module over a parameter dict, or over a part of one, as a pipeline stage holds it.
-
-        What is missing of "embed", "blocks", "norm" and "head" stays a shape without values, and methods that need it
-        fail; "blocks" may hold fewer layers than `config.num_layers`.
-        """
-        graphdef, shapes = _abstract(config)
-        return nnx.merge(graphdef, shapes | params)
-
-    def to_params(self) -> Params:
-        """The parameter dict of the module."""
-        return nnx.to_pure_dict(nnx.state(self, nnx.Param))
+            self.head = weight(table(config.hidden_size, config.vocab_size), "hidden", "vocab")
 
     def __call__(
         self, ids_BT: jax.Array, cache: Cache | None = None, segments_BT: jax.Array | None = None
@@ -82,13 +67,7 @@ class Llama(nnx.Module):
     @jax.named_scope("embed")
     def embed_tokens(self, ids_BT: jax.Array) -> jax.Array:
         """Look up token embeddings: (B, T, D) in the compute dtype; NaN of an id outside the vocabulary."""
-        # The table stays: a device looks up its columns for the whole batch, then columns are exchanged for rows.
-        table_VD, ids_BT = constrain(self.embed[...], None, ("tensor", "fsdp")), constrain(ids_BT, None, None)
-        is_token_BT1 = ((ids_BT >= 0) & (ids_BT < table_VD.shape[0]))[..., None]
-        h_BTD = jnp.take(table_VD, ids_BT, axis=0, mode="clip").astype(self.config.dtype)
-        h_BTD = jnp.where(is_token_BT1, h_BTD, jnp.nan)
-        h_BTD = constrain(constrain(h_BTD, None, None, ("tensor", "fsdp")), "fsdp", None, "tensor")
-        return constrain(h_BTD, "fsdp", None, None)
+        return look_up(self.embed[...], ids_BT, self.config.dtype)
 
     def run_blocks(
         self, h_BTD: jax.Array, cache: Cache | None = None, segments_BT: jax.Array | None = None
@@ -132,14 +111,42 @@ class Llama(nnx.Module):
         """The output matrix (D, V): the embedding's transpose when they are tied."""
         return self.embed[...].T if self.config.tie_embeddings else self.head[...]
 
-    def logits(self, h_BTD: jax.Array) -> jax.Array:
-        """Next-token logits (B, T, V), float32, of the hidden states after the last norm."""
-        return jnp.matmul(h_BTD, self.head_kernel().astype(h_BTD.dtype), preferred_element_type=jnp.float32)
+    @classmethod
+    def forward_flops(cls, config: ModelConfig, length: int) -> float:
+        """Count 2 operations per weight of a matrix multiplication, and causal attention's products of scores, values.
+
+        Of the T x T scores half are counted: 2 products x 2 x T/2 x heads x head size per layer; with a window of
+        W < T tokens, W - W²/2T in place of T/2. A document mask changes nothing, so that runs with and without it are
+        comparable.
+        """
+        queries, keys = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        window = length if config.sliding_window is None else min(config.sliding_window, length)
+        layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
+        weights = config.num_layers * layer + config.hidden_size * config.vocab_size
+        return 2 * weights + config.num_layers * 4 * (window - window * window / (2 * length)) * queries
+
+    @classmethod
+    def kept_numbers(cls, config: ModelConfig) -> int:
+        """Estimate what a backward pass needs: here also of heads that are wider or narrower than the stream.
+
+        A window leaves it as it is, since scores are not kept.
+        """
+        queries = config.num_heads * config.head_size
+        everything = 6 * config.hidden_size + 4 * queries + 4 * config.intermediate_size
+        kept = {"none": everything, "dots": 2 * config.hidden_size + 4 * queries, "full": 0, "stage": 0}
+        return config.num_layers * (kept[config.remat] + config.hidden_size)
+
+    @classmethod
+    def empty_cache(cls, config: ModelConfig, batch_size: int, max_length: int) -> Cache:
+        return Cache.empty(config, batch_size, max_length)
+
+    @classmethod
+    def cast_for_generation(cls, config: ModelConfig, params: Params) -> Params:
+        return cast_kernels(params, config.dtype)
 
     def _rotation(self, positions_T: jax.Array) -> tuple[jax.Array, jax.Array]:
         config = self.config
-        head_dim = config.hidden_size // config.num_heads
-        return rotation(inverse_frequencies(head_dim, config.rope_theta, config.rope_scaling), positions_T)
+        return rotation(inverse_frequencies(config.head_size, config.rope_theta, config.rope_scaling), positions_T)
 
 
 def _recomputed(config: ModelConfig, layer: Callable) -> Callable:
@@ -160,30 +167,6 @@ def _unrolled(config: ModelConfig, num_layers: int) -> bool:
     without a loop XLA's CPU compiler merges a rematerialized computation with the first one.
     """
     return num_layers <= _MAX_UNROLLED_LAYERS and config.remat == "none"
-
-
-@functools.cache
-def _abstract(config: ModelConfig) -> tuple[nnx.GraphDef[Llama], Params]:
-    """The module without its parameters, and their shapes."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(params=0))))
-    return graphdef, nnx.to_pure_dict(state)
-
-
-def init_params(config: ModelConfig, key: jax.Array) -> Params:
-    """Draw the parameter dict of a new `Llama` from a typed PRNG key."""
-    return Llama(config, rngs=nnx.Rngs(params=key)).to_params()
-
-
-def param_shapes(config: ModelConfig) -> Params:
-    """The parameter dict as `jax.ShapeDtypeStruct`s."""
-    return jax.tree.map(lambda shape: shape, _abstract(config)[1])  # a copy: the original is cached
-
-
-def num_params(config: ModelConfig) -> tuple[int, int]:
-    """Return the number of parameters, in all and without the input embedding and the head."""
-    shapes = param_shapes(config)
-    sizes = {name: sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(part)) for name, part in shapes.items()}
-    return sum(sizes.values()), sizes["blocks"] + sizes["norm"]
 
 
 def cast_kernels(params: Params, dtype: jax.typing.DTypeLike) -> Params:

@@ -11,9 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from noloco_jax.config import ModelConfig
 from noloco_jax.labels import IGNORED_LABEL
-from noloco_jax.model.llama import Llama, Params
 from noloco_jax.model.placement import constrain, num_devices, num_parts
 
 # Float32 logits held at once when the caller does not say: 256 MiB on the CPU, and 2 GiB elsewhere. There each chunk
@@ -124,18 +122,6 @@ def token_nll(
         vocab_size = kernel_DV.shape[1] * (1 if axis_name is None else jax.lax.axis_size(axis_name))
     columns = _Columns(kernel_DV.shape[1], vocab_size, vocab_multiple, axis_name)
     return _nll_sum(chunk, columns, one_pass, h_BTD, kernel_DV, labels_BT, weight_B), num_tokens
-
-
-def loss(config: ModelConfig, params: Params, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Return the mean negative log-likelihood over a batch's labels, and how many there are (no label: 0, 0).
-
-    `batch` holds `input_ids` and `labels`, both (B, T), the labels already shifted by one, and maybe `segment_ids`.
-    An id outside the vocabulary makes the loss and its gradients NaN, and so does a label there other than -100.
-    """
-    model = Llama.from_params(config, params)
-    h_BTD = model.hidden(batch["input_ids"], segments_BT=batch.get("segment_ids"))
-    nll_sum, num_tokens = token_nll(h_BTD, model.head_kernel(), batch["labels"])
-    return nll_sum / jnp.maximum(num_tokens, 1.0), num_tokens
 
 
 def _chunk_nll(

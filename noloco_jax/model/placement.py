@@ -1,8 +1,12 @@
-"""Sharding constraints inside a replica, for XLA's partitioner where it would choose badly by itself."""
+"""Sharding constraints inside a replica, for XLA's partitioner where it would choose badly by itself.
+
+Axes of the lookup: B batch, T positions, V vocabulary, D hidden width.
+"""
 
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 
@@ -13,6 +17,20 @@ def constrain(x: jax.Array, *axes: str | tuple[str, ...] | None) -> jax.Array:
     Without such axes, as outside a mesh, this returns `x` itself.
     """
     return jax.lax.with_sharding_constraint(x, _fitting(x.shape, axes)) if _axis_sizes() else x
+
+
+def look_up(table_VD: jax.Array, ids_BT: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Return the rows of a table for token ids, (B, T, D) in a dtype; NaN for an id outside the table.
+
+    XLA's partitioner aborts on a plain lookup in a table that both `tensor` and `fsdp` shard.
+    """
+    # The table stays: a device looks up its columns for the whole batch, then columns are exchanged for rows.
+    table_VD, ids_BT = constrain(table_VD, None, ("tensor", "fsdp")), constrain(ids_BT, None, None)
+    is_token_BT1 = ((ids_BT >= 0) & (ids_BT < table_VD.shape[0]))[..., None]
+    h_BTD = jnp.take(table_VD, ids_BT, axis=0, mode="clip").astype(dtype)
+    h_BTD = jnp.where(is_token_BT1, h_BTD, jnp.nan)
+    h_BTD = constrain(constrain(h_BTD, None, None, ("tensor", "fsdp")), "fsdp", None, "tensor")
+    return constrain(h_BTD, "fsdp", None, None)
 
 
 def map_shards(fn: Callable[..., jax.Array], *arguments: tuple[jax.Array, Sequence[str | None]]) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.custom_batching import custom_vmap
 
+from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.misuse import check_params, check_surroundings
 from noloco_jax.outer.moments import Moments
 from noloco_jax.outer.rule import Exchange, OuterState, Rule, common_dtype
@@ -29,6 +30,8 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
         A correction that is still pending at its fragment's next `step` is applied there.
       moved: (params, state) -> movement of the replica, see `OuterSteps.moved`.
       rule: update of a replica in an outer step.
+      schedule: when outer steps are due.
+      fragments: cut of the parameters into fragments.
       average_moments: (inner optimizer's state, params, state) -> inner optimizer's state with the moments of the next
         outer step's fragment averaged over its group: to be called just before that `step`.
       exchange, moments: averaging of a fragment of the parameters, and of the inner optimizer's moments.
@@ -45,6 +48,8 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
     correct: Callable[[PyTree, OuterState], tuple[PyTree, OuterState]] | None
     moved: Callable[[PyTree, OuterState], jax.Array]
     rule: Rule
+    schedule: SyncSchedule
+    fragments: Fragments
     exchange: Exchange
     moments: Exchange
     share_moments: Callable[[PyTree, Any, PyTree, PyTree], PyTree]
@@ -183,6 +188,8 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
         correct=correct_fn if steps.is_late else None,
         moved=moved_fn,
         rule=steps.rule,
+        schedule=schedule,
+        fragments=steps.fragments,
         exchange=steps.exchange,
         moments=steps.moments,
         share_moments=steps.meet_moments,

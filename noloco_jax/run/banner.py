@@ -11,7 +11,7 @@ from rich.console import Console
 from noloco_jax.config import DataConfig, TrainConfig, default_settings, unused_settings
 from noloco_jax.formatting import format_bytes, format_count, format_memory, format_si
 from noloco_jax.methods import method_of
-from noloco_jax.model.llama import num_params
+from noloco_jax.model.kind import num_params
 from noloco_jax.run.console import results_table
 from noloco_jax.run.curves import plot_curves
 from noloco_jax.run.memory import memory_estimate, program_memory

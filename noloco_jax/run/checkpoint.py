@@ -167,7 +167,7 @@ class Checkpointer(CheckpointFiles):
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(state._asdict()),
                     data=ocp.args.JsonSave(positions),
-                    run=ocp.args.JsonSave(run | SavedShape.of(state)._asdict()),
+                    run=ocp.args.JsonSave(run | SavedShape.of(self._config.model, state)._asdict()),
                 ),
             )
 

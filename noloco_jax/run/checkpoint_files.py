@@ -14,15 +14,15 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from noloco_jax.cluster.processes import Processes, is_of_exchange
-from noloco_jax.config import Change, TrainConfig
+from noloco_jax.config import Change, ModelConfig, TrainConfig
 from noloco_jax.data import Tokenizer
 from noloco_jax.errors import StartError, TransientError, UserError
 from noloco_jax.formatting import format_bytes, format_seconds
-from noloco_jax.model.llama import param_shapes
+from noloco_jax.model.kind import param_shapes
 from noloco_jax.run import digests, record
 from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.programs import TrainState
-from noloco_jax.spmd.stages import resize_vocabulary
+from noloco_jax.spmd.stages import resize_vocabulary, vocabulary_axis
 
 PyTree = Any
 T = TypeVar("T")
@@ -35,16 +35,18 @@ class SavedShape(NamedTuple):
 
     Attributes:
       num_replicas: the leading axis of all arrays.
-      padded_vocab_size: tokens of embedding and head, with those that `stages.padded_vocab_size` adds.
+      padded_vocab_size: tokens of every table of tokens, with those that `stages.padded_vocab_size` adds.
     """
 
     num_replicas: int
     padded_vocab_size: int
 
     @classmethod
-    def of(cls, state: TrainState) -> "SavedShape":
-        """Read the sizes from a state, arrays or shapes."""
-        return cls(*state.params["embed"].shape[:2])
+    def of(cls, model: ModelConfig, state: TrainState) -> "SavedShape":
+        """Read the sizes from a state of a model, arrays or shapes."""
+        leaves = jax.tree.leaves_with_path(state.params)
+        tables = (x.shape[axis] for path, x in leaves if (axis := vocabulary_axis(model, path)) is not None)
+        return cls(leaves[0][1].shape[0], next(tables, model.vocab_size))
 
 
 class CheckpointFiles:
@@ -327,7 +329,7 @@ class CheckpointFiles:
                 return keep(array)
 
             params = jax.tree.map_with_path(read, {"params": param_shapes(self._config.model)})["params"]
-        return resize_vocabulary(params, self._config.model.vocab_size)
+        return resize_vocabulary(self._config.model, params, self._config.model.vocab_size)
 
 
 def _restore_args(x: Any) -> ocp.RestoreArgs:

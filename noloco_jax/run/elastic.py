@@ -11,13 +11,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from noloco_jax.config import TrainConfig
+from noloco_jax.config import ModelConfig, TrainConfig
 from noloco_jax.data import redistribute, renumbered
 from noloco_jax.errors import UserError
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.checkpoint_files import SavedShape
 from noloco_jax.spmd.programs import Programs, TrainState
-from noloco_jax.spmd.stages import resize_vocabulary
+from noloco_jax.spmd.stages import resize_table, resize_vocabulary, vocabulary_axis
 
 PyTree = Any
 
@@ -62,15 +62,15 @@ def restore(checkpoints: Checkpointer, step: int, config: TrainConfig, programs:
     Raises:
       UserError: see `check_elastic`.
     """
-    saved, mine = checkpoints.saved_shape(step), SavedShape.of(programs.state)
+    saved, mine = checkpoints.saved_shape(step), SavedShape.of(config.model, programs.state)
     check_elastic(config, saved)
     if saved == mine:
         return programs.at_rest(checkpoints.restore(step, programs.state)), ""
-    conversions = _conversions(programs, saved, config.elastic)
-    state = checkpoints.restore_each(step, _saved_shapes(programs, saved), conversions)
+    conversions = _conversions(config, programs, saved)
+    state = checkpoints.restore_each(step, _saved_shapes(config.model, programs, saved), conversions)
     if saved.num_replicas == mine.num_replicas:
         sizes = f"{mine.padded_vocab_size} tokens, before {saved.padded_vocab_size}"
-        return state, f"embedding and head are padded to {sizes}"
+        return state, f"the vocabulary is padded to {sizes}"
     return state, _report(saved.num_replicas, mine.num_replicas, config)
 
 
@@ -86,11 +86,11 @@ def _report(before: int, after: int, config: TrainConfig) -> str:
     )
 
 
-def _saved_shapes(programs: Programs, saved: SavedShape) -> TrainState:
+def _saved_shapes(model: ModelConfig, programs: Programs, saved: SavedShape) -> TrainState:
     """Return the saved shapes, sharded over all devices of the run's mesh as far as these divide them."""
 
     def shapes(state: TrainState) -> TrainState:
-        resized = resize_vocabulary(state, saved.padded_vocab_size)
+        resized = resize_vocabulary(model, state, saved.padded_vocab_size)
         return jax.tree.map(lambda x: jnp.zeros((saved.num_replicas, *x.shape[1:]) if x.ndim else (), x.dtype), resized)
 
     mesh = programs.mesh
@@ -115,21 +115,21 @@ def _saved_shapes(programs: Programs, saved: SavedShape) -> TrainState:
     return jax.tree.map(placed, jax.eval_shape(shapes, programs.state))
 
 
-def _conversions(programs: Programs, saved: SavedShape, elastic: str) -> PyTree:
+def _conversions(config: TrainConfig, programs: Programs, saved: SavedShape) -> PyTree:
     """Return a `TrainState` of functions that convert each saved array to the run's array at rest."""
-    mine = SavedShape.of(programs.state)
+    mine = SavedShape.of(config.model, programs.state)
 
     @functools.cache  # moments and slow weights share the programs of their parameters
-    def program(name: str, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    def program(axis: int | None, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
         def converted(x: jax.Array) -> jax.Array:
             if x.ndim:  # scalars are shared by all replicas
-                x = _rows(x, saved.num_replicas, mine.num_replicas, elastic)
-            return resize_vocabulary({name: x}, mine.padded_vocab_size)[name]
+                x = _rows(x, saved.num_replicas, mine.num_replicas, config.elastic)
+            return resize_table(x, axis, mine.padded_vocab_size)
 
         return jax.jit(converted, out_shardings=sharding)
 
     def conversion(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, resting: jax.ShapeDtypeStruct):
-        convert = program(getattr(path[-1], "key", ""), x.sharding)
+        convert = program(vocabulary_axis(config.model, path), x.sharding)
         return lambda array: jax.device_put(convert(array), resting.sharding)
 
     return jax.tree.map_with_path(conversion, programs.state, programs.resting)

@@ -10,6 +10,7 @@ import numpy as np
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.formatting import format_memory
+from noloco_jax.model.kind import kind_of
 from noloco_jax.model.loss import logits_at_once
 from noloco_jax.spmd.programs import Programs
 
@@ -33,9 +34,7 @@ def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
     held = on_one_device(state) + on_one_device(programs.state.params)
     model, data, shape = config.model, config.data, programs.mesh.shape
     width = {"float32": 4, "bfloat16": 2}[model.dtype]
-    everything = 10 * model.hidden_size + 4 * model.intermediate_size
-    kept = {"none": everything, "dots": 6 * model.hidden_size, "full": 0, "stage": 0}
-    kept_a_token = model.num_layers * (kept[model.remat] + model.hidden_size) * width
+    kept_a_token = kind_of(model).kept_numbers(model) * width
     microbatches, tokens = config.num_microbatches, data.batch_size // config.num_microbatches * data.sequence_length
     logits = 4 * min(tokens * model.vocab_size, logits_at_once(programs.mesh.devices.flat[0].platform))
     if config.mesh.stage > 1:

@@ -87,7 +87,7 @@ def messages_of(config: TrainConfig, mesh_shape: Mapping[str, int]) -> Messages:
     if method.outer_optimizer is None:
         return Messages(lambda round: 0, of_inner_step)
 
-    cut = sharding.fragments_of(fragments)
+    cut = sharding.fragments_of(config.model, fragments)
     outer = method.outer_optimizer(config, REPLICAS, cut)
     parts = math.prod(size for axis, size in sizes.items() if axis not in sharding.MANUAL_AXES)
     part = jax.eval_shape(lambda tree: cut.part(computed(tree), cut.cuts(tree), jnp.int32(0)), params)

@@ -8,7 +8,7 @@ from noloco_jax.config import DataConfig, TrainConfig
 from noloco_jax.data import ByteTokenizer, Tokenizer, load_tokenizer, needs_tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.model.huggingface import save_folder
-from noloco_jax.model.llama import num_params
+from noloco_jax.model.kind import num_params
 
 PyTree = Any
 

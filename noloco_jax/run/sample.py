@@ -74,7 +74,7 @@ def sample_of_run(config: TrainConfig, tokenizer: Tokenizer | None, programs: Pr
         return None
     everywhere = NamedSharding(programs.mesh, P())
     first = jax.jit(
-        lambda params: resize_vocabulary(jax.tree.map(lambda x: x[0], params), config.model.vocab_size),
+        lambda params: resize_vocabulary(config.model, jax.tree.map(lambda x: x[0], params), config.model.vocab_size),
         out_shardings=everywhere,
     )
     merged = params if config.num_replicas == 1 else programs.merge(params)

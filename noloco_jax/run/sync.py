@@ -2,7 +2,7 @@
 
 The loop takes inner steps and calls a `Sync` between them. `CollectiveSync` runs the outer step of one program, in
 which partners wait for each other; `BackgroundSync` exchanges over the hosts while the devices continue training;
-islands have their own (`island.sync`).
+islands have their own (`islands.sync`).
 """
 
 import time

@@ -131,7 +131,7 @@ def build_background(config: TrainConfig, programs: Programs, hosts: Mesh) -> Ba
     """
     make_outer, mesh = method_of(config).outer_optimizer, programs.mesh
     assert make_outer is not None
-    outer = make_outer(config, REPLICAS, sharding.fragments_of(config.outer.fragments))
+    outer = make_outer(config, REPLICAS, sharding.fragments_of(config.model, config.outer.fragments))
     params, _, state = programs.state
     assert state is not None
     specs, state_specs = (jax.tree.map(lambda x: x.sharding.spec, tree) for tree in (params, state))

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from noloco_jax.config import ModelConfig
 from noloco_jax.labels import IGNORED_LABEL
-from noloco_jax.model.llama import Llama
-from noloco_jax.model.loss import token_nll
+from noloco_jax.model.kind import from_params
 
 PyTree = Any
 Batch = dict[str, jax.Array]  # input_ids, labels and, where attention stays inside documents, segment_ids
@@ -44,11 +43,9 @@ def token_share(batch: Batch) -> jax.Array:
     return 1.0 / jnp.maximum(jnp.sum(batch["labels"] != IGNORED_LABEL, axis=(-2, -1), dtype=jnp.float32), 1.0)
 
 
-def nll_sum(config: ModelConfig, params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """Return the summed negative log-likelihood of a batch's labels and their number."""
-    model = Llama.from_params(config, params)
-    h_BTD = model.hidden(batch["input_ids"], segments_BT=batch.get("segment_ids"))
-    return token_nll(h_BTD, model.head_kernel(), batch["labels"])
+def loss_sum(config: ModelConfig, params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Return the summed loss of a batch's labels and their number."""
+    return from_params(config, params).loss_sum(batch)
 
 
 def replica_gradient(
@@ -62,7 +59,7 @@ def replica_gradient(
     share = token_share(batch)
 
     def gradient_of(part: Batch) -> tuple[PyTree, jax.Array]:
-        loss, gradient = jax.value_and_grad(lambda params: nll_sum(config, params, part)[0] * share)(params)
+        loss, gradient = jax.value_and_grad(lambda params: loss_sum(config, params, part)[0] * share)(params)
         return jax.tree.map(lambda x: x.astype(jnp.float32), gradient), loss
 
     if num_microbatches == 1:

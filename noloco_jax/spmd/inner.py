@@ -1,5 +1,6 @@
 """Inner optimizer of a run and its learning-rate schedule, from the configuration."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from noloco_jax.config import InnerConfig, TrainConfig
+from noloco_jax.config import InnerConfig, ModelConfig, TrainConfig
 from noloco_jax.methods import has_delay
+from noloco_jax.model.kind import Path, muons
 from noloco_jax.outer.moments import with_late_moments
 from noloco_jax.spmd.muon import muon
 
@@ -65,7 +67,7 @@ def at_step(state: PyTree, step: int) -> PyTree:
 def inner_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Build the optimizer that `inner.optimizer` names, for clipped float32 gradients of one replica."""
     is_late = config.outer.moments > 0 and has_delay(config)
-    return with_late_moments(_own_optimizer(config.inner, config.num_steps), is_late)
+    return with_late_moments(_own_optimizer(config.model, config.inner, config.num_steps), is_late)
 
 
 def moment_decays(inner: InnerConfig) -> dict[str, float]:
@@ -73,17 +75,17 @@ def moment_decays(inner: InnerConfig) -> dict[str, float]:
     return {"mu": inner.b1, "nu": inner.b2, "trace": inner.momentum}
 
 
-def _own_optimizer(inner: InnerConfig, num_steps: int) -> optax.GradientTransformation:
+def _own_optimizer(model: ModelConfig, inner: InnerConfig, num_steps: int) -> optax.GradientTransformation:
     schedule = learning_rate(inner, num_steps)
     if inner.optimizer != "muon":
         return _adam(inner, schedule)
     adam_share = _ADAM_SHARE if inner.adam_lr is None else inner.adam_lr / inner.lr
     return optax.partition(
         {
-            "muon": muon(schedule, inner.momentum, inner.weight_decay),
+            "muon": muon(model, schedule, inner.momentum, inner.weight_decay),
             "adam": _adam(inner, lambda step: adam_share * schedule(step)),
         },
-        _muons_and_adams,
+        partial(_muons_and_adams, muons(model)),
     )
 
 
@@ -95,10 +97,8 @@ def _adam(inner: InnerConfig, schedule: optax.Schedule) -> optax.GradientTransfo
     return optax.adamw(schedule, weight_decay=inner.weight_decay, **adam)
 
 
-def _muons_and_adams(params: PyTree) -> PyTree:
-    """Label each parameter with its optimizer: Muon for the layers' matrices, Adam for embedding, head and norms."""
-
-    def name(path: tuple, x: jax.Array) -> str:
-        return "muon" if path[0].key == "blocks" and x.ndim == 3 else "adam"
-
-    return jax.tree.map_with_path(name, params)
+def _muons_and_adams(of_muon: frozenset[Path], params: PyTree) -> PyTree:
+    """Label each parameter with its optimizer: Muon for `of_muon`, Adam for the others."""
+    return jax.tree.map_with_path(
+        lambda path, _: "muon" if tuple(key.key for key in path) in of_muon else "adam", params
+    )

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from noloco_jax.config import ModelConfig, TrainConfig
 from noloco_jax.spmd import pipeline, virtual_pipeline
-from noloco_jax.spmd.gradients import Batch, nll_sum, replica_gradient, token_share
+from noloco_jax.spmd.gradients import Batch, loss_sum, replica_gradient, token_share
 from noloco_jax.spmd.routing import draw_routes, num_ticks, route_pool
 from noloco_jax.spmd.stages import sum_copies
 
@@ -43,7 +43,7 @@ def build_losses(config: TrainConfig, mesh: Mesh) -> Losses:
     )
     ticks = num_ticks(num_microbatches, num_stages)
     return Losses(
-        partial(_routed_gradient, routed_nll, pool, partial(draw_routes, len(pool), ticks, config.seed)),
+        partial(_routed_gradient, model, routed_nll, pool, partial(draw_routes, len(pool), ticks, config.seed)),
         partial(_routed_evaluate, routed_nll, fixed, ticks),
     )
 
@@ -54,17 +54,19 @@ def _whole_gradient(model: ModelConfig, num_microbatches: int, params: PyTree, b
 
 
 def _whole_evaluate(model: ModelConfig, params: PyTree, batch: Batch):
-    return jax.lax.map(lambda slot: nll_sum(model, *slot), (params, batch))
+    return jax.lax.map(lambda slot: loss_sum(model, *slot), (params, batch))
 
 
-def _routed_gradient(routed_nll, pool: np.ndarray, routes_of, params: PyTree, batch: Batch, step: jax.Array):
+def _routed_gradient(
+    model: ModelConfig, routed_nll, pool: np.ndarray, routes_of, params: PyTree, batch: Batch, step: jax.Array
+):
     def objective(params: PyTree):
         weighted_L, _ = routed_nll(pool, params, batch, token_share(batch), routes_of(step))
         # JAX differentiates the sum over devices, and every stage returns its replica's loss, hence the division.
         return jnp.sum(weighted_L) / jax.lax.axis_size("stage"), weighted_L
 
     gradients, loss_L = jax.grad(objective, has_aux=True)(params)
-    return sum_copies(gradients), loss_L
+    return sum_copies(model, gradients), loss_L
 
 
 def _routed_evaluate(routed_nll, pool: np.ndarray, num_ticks: int, params: PyTree, batch: Batch):

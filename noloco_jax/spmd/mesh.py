@@ -6,6 +6,7 @@ from jax.sharding import AxisType, Mesh
 from noloco_jax.config import MeshConfig, TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.methods import METHODS
+from noloco_jax.spmd.sharding import check_fragments
 
 AXES = ("replica", "stage", "fsdp", "tensor")
 
@@ -40,23 +41,25 @@ def mesh_shape(config: TrainConfig, num_devices: int) -> dict[str, int]:
 
 def _check(config: TrainConfig, shape: dict[str, int]) -> None:
     model, data = config.model, config.data
-    multiples = [
-        ("data.batch_size", data.batch_size, ("fsdp",)),
-        ("model.hidden_size", model.hidden_size, ("fsdp",)),
-        ("model.num_heads", model.num_heads, ("tensor",)),
-        ("model.num_kv_heads", model.num_kv_heads, ("tensor",)),
-        ("model.intermediate_size", model.intermediate_size, ("tensor",)),
-    ]
-    for name, size, axes in multiples:
-        by = int(np.prod([shape[axis] for axis in axes]))
-        if size % by:
-            raise UserError(f"{name}={size} is not a multiple of mesh.{axes[0]}={by}: change one of them")
-    part = model.hidden_size // shape["fsdp"]
-    if part % config.outer.fragments and METHODS[config.method].has_outer_steps:
-        raise UserError(
-            f"model.hidden_size / mesh.fsdp={part} is not a multiple of outer.fragments={config.outer.fragments}: "
-            "change one of them"
-        )
+    multiples = [("data.batch_size", data.batch_size, "fsdp")]
+    if model.kind == "llama":
+        multiples += [
+            ("model.hidden_size", model.hidden_size, "fsdp"),
+            ("model.num_heads", model.num_heads, "tensor"),
+            ("model.num_kv_heads", model.num_kv_heads, "tensor"),
+            ("model.intermediate_size", model.intermediate_size, "tensor"),
+        ]
+    for name, size, axis in multiples:
+        if size % shape[axis]:
+            raise UserError(f"{name}={size} is not a multiple of mesh.{axis}={shape[axis]}: change one of them")
+    if METHODS[config.method].has_outer_steps:
+        part = model.hidden_size // shape["fsdp"]
+        if model.kind == "llama" and part % config.outer.fragments:
+            raise UserError(
+                f"model.hidden_size / mesh.fsdp={part} is not a multiple of outer.fragments={config.outer.fragments}: "
+                "change one of them"
+            )
+        check_fragments(model, config.outer.fragments, shape)
     microbatch = data.batch_size // config.num_microbatches
     if microbatch % shape["fsdp"]:
         raise UserError(

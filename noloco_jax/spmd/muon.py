@@ -5,12 +5,14 @@ Axes: L stacked layers, I inputs and O outputs of a layer's matrix; M the smalle
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
+from noloco_jax.config import ModelConfig
 from noloco_jax.model.placement import constrain, num_devices
 from noloco_jax.spmd.sharding import parameter_spec
 
@@ -21,28 +23,38 @@ _EPS = 1e-8
 _INSIDE_A_REPLICA = ("fsdp", "tensor")
 
 
-def muon(learning_rate: optax.Schedule, momentum: float, weight_decay: float) -> optax.GradientTransformation:
-    """Nesterov momentum, orthogonalized matrix by matrix, for parameters that are stacks (L, I, O).
+def muon(
+    model: ModelConfig, learning_rate: optax.Schedule, momentum: float, weight_decay: float
+) -> optax.GradientTransformation:
+    """Nesterov momentum, orthogonalized matrix by matrix, for parameters that are matrices or stacks (L, I, O).
 
     An update is approximately learning rate · sqrt(max(1, O / I)) · U Vᵀ with the momentum's singular vectors U, V, as
     in `optax.contrib.muon`, which offers no hook between momentum and iteration for resharding the matrices.
 
     Args:
+      model: the model of the parameters, for their shardings.
       learning_rate: schedule over steps 0, 1, ...
       momentum: decay of the gradients' sum, per step.
       weight_decay: decoupled weight decay; a step subtracts learning rate · weight_decay · weight.
     """
     return optax.chain(
         optax.trace(momentum, nesterov=True),
-        optax.stateless(lambda updates, _: jax.tree.map_with_path(_orthogonal_stack, updates)),
+        optax.stateless(lambda updates, _: jax.tree.map_with_path(partial(_orthogonal, model), updates)),
         optax.add_decayed_weights(weight_decay),
         optax.scale_by_learning_rate(learning_rate),
     )
 
 
-def _orthogonal_stack(path: tuple, x_LIO: jax.Array) -> jax.Array:
+def _orthogonal(model: ModelConfig, path: tuple, x: jax.Array) -> jax.Array:
+    axes = parameter_spec(model, path)
+    if x.ndim == 2:
+        return _orthogonal_stack(x[None], P(None, *axes))[0]
+    return _orthogonal_stack(x, axes)
+
+
+def _orthogonal_stack(x_LIO: jax.Array, axes: P) -> jax.Array:
     _, fan_in, fan_out = x_LIO.shape
-    return max(1.0, fan_out / fan_in) ** 0.5 * _on_whole_matrices(newton_schulz, x_LIO, parameter_spec(path))
+    return max(1.0, fan_out / fan_in) ** 0.5 * _on_whole_matrices(newton_schulz, x_LIO, axes)
 
 
 def _on_whole_matrices(fn: Callable[[jax.Array], jax.Array], x_LIO: jax.Array, axes: P) -> jax.Array:

@@ -21,7 +21,7 @@ from jax import lax
 from noloco_jax.config import ModelConfig
 from noloco_jax.exchange.permute import permute_blocks
 from noloco_jax.exchange.routes import NOWHERE, Routes, lower
-from noloco_jax.model.llama import Llama
+from noloco_jax.model.kind import from_params, stages_of
 from noloco_jax.model.loss import token_nll
 from noloco_jax.spmd.gradients import Batch, merge_microbatches, split_microbatches
 from noloco_jax.spmd.stages import sum_over_stages
@@ -84,21 +84,22 @@ def routed_nll(
     """
     stage, num_stages = lax.axis_index("stage"), lax.axis_size("stage")
     messages = device_routes(pool, lax.axis_size("replica"), batch["labels"].shape[0])
-    vocabulary = {name: params[name] for name in ("embed", "head") if name in params}
+    fields = stages_of(model)
+    vocabulary = {name: params[name] for name in (fields.embedding, fields.head)}
 
     def look_up(slot: tuple[PyTree, jax.Array]) -> jax.Array:
         """Return the embeddings of this stage's tokens, and zeros for all others."""
         part, ids_BT = slot
-        num_own = part["embed"].shape[0]
+        num_own = part[fields.embedding].shape[0]
         own_BT = ids_BT // num_own == stage
-        return jnp.where(own_BT[..., None], Llama.from_params(model, part).embed_tokens(ids_BT % num_own), 0)
+        return jnp.where(own_BT[..., None], from_params(model, part).embed_tokens(ids_BT % num_own), 0)
 
     def run(h_LBTD: jax.Array, segments_LBT: jax.Array | None) -> jax.Array:
         def one(slot):
             blocks, h_BTD, segments_BT = slot
-            return Llama.from_params(model, {"blocks": blocks}).run_blocks(h_BTD, segments_BT=segments_BT)
+            return from_params(model, {fields.layers: blocks}).run_blocks(h_BTD, segments_BT=segments_BT)
 
-        return lax.map(one, (params["blocks"], h_LBTD, segments_LBT))
+        return lax.map(one, (params[fields.layers], h_LBTD, segments_LBT))
 
     if model.remat == "stage":
         run = jax.checkpoint(run, prevent_cse=False)
@@ -111,7 +112,7 @@ def routed_nll(
 
     def score(slot):
         part, h_BTD, labels_BT, weight_B = slot
-        kernel_DV = Llama.from_params(model, part).head_kernel()
+        kernel_DV = from_params(model, part).head_kernel()
         return token_nll(h_BTD, kernel_DV, labels_BT, weight_B, vocab_size=model.vocab_size, axis_name="stage")
 
     parts = jax.tree.map(lambda x: split_microbatches(x, num_microbatches), batch)
@@ -126,8 +127,8 @@ def routed_nll(
     h_MLBTD, labels_MLBT, weight_ML = jax.tree.map(lambda x: x[num_stages - 1 :], made)
     weight_MLB = jnp.broadcast_to(weight_ML[..., None], labels_MLBT.shape[:3])
     h_LBTD, labels_LBT, weight_LB = map(merge_microbatches, (h_MLBTD, labels_MLBT, weight_MLB))
-    h_LBTD = jax.vmap(lambda h_BTD, norm_D: Llama.from_params(model, {"norm": norm_D}).final_norm(h_BTD))(
-        h_LBTD, params["norm"]
+    h_LBTD = jax.vmap(lambda h_BTD, norm_D: from_params(model, {fields.norm: norm_D}).final_norm(h_BTD))(
+        h_LBTD, params[fields.norm]
     )
     through = _from_last_stage((h_LBTD, labels_LBT, weight_LB))
     return lax.map(score, (vocabulary, *through))

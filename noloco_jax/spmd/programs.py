@@ -16,11 +16,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from noloco_jax.config import TrainConfig
+from noloco_jax.config import ModelConfig, TrainConfig
 from noloco_jax.exchange.groups import all_mean
 from noloco_jax.exchange.merge import mean_by_pairs
 from noloco_jax.methods import method_of
-from noloco_jax.model.llama import init_params
+from noloco_jax.model.kind import check_kind, init_params
 from noloco_jax.outer.moments import Moments
 from noloco_jax.outer.rule import OuterState, computed
 from noloco_jax.outer.transform import OuterOptimizer
@@ -127,15 +127,16 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
       mesh: its devices.
       shares_batches: make `share_batch`; None: if some replica's devices belong to several processes.
     """
+    check_kind(config.model, config.mesh.stage)
     inner, make_outer = inner_optimizer(config), method_of(config).outer_optimizer
-    fragments = sharding.fragments_of(config.outer.fragments)
+    fragments = sharding.fragments_of(config.model, config.outer.fragments)
     outer = None if make_outer is None else make_outer(config, REPLICAS, fragments)
     losses = build_losses(config, mesh)
     vocab_size = padded_vocab_size(config.model.vocab_size, mesh.shape)
-    from_params = partial(_from_params, config.num_replicas, vocab_size, inner, outer)
+    from_params = partial(_from_params, config.model, config.num_replicas, vocab_size, inner, outer)
     shapes = jax.eval_shape(lambda: from_params(init_params(config.model, jax.random.key(0))))
 
-    param_specs = sharding.param_specs(shapes.params, mesh)
+    param_specs = sharding.param_specs(config.model, shapes.params, mesh)
     specs = TrainState(
         params=param_specs,
         inner=sharding.inner_specs(inner, shapes.params, param_specs),
@@ -149,7 +150,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
     compiled = partial(over_mesh, mesh)
     per_replica = sharding.REPLICA_SPEC
     inner_step = compiled(
-        partial(_inner_step, losses, inner, config.inner.clip_norm, method_of(config).averages_gradients),
+        partial(_inner_step, config.model, losses, inner, config.inner.clip_norm, method_of(config).averages_gradients),
         in_specs=(specs.params, specs.inner, sharding.BATCH_SPEC, P()),
         out_specs=(specs.params, specs.inner, per_replica),
         out_shardings=(on_mesh.params, on_mesh.inner, replica_sharding),
@@ -227,7 +228,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         enter_moments=moments_program(moments.enter) if moments and moments.delay else None,
         final_merge=final_merge,
         merge=jax.jit(_merge, out_shardings=on_mesh.params),
-        spread=jax.jit(partial(_spread, config.model.vocab_size), out_shardings=one_value),
+        spread=jax.jit(partial(_spread, config.model), out_shardings=one_value),
         share_batch=share_program(mesh, names) if shares_batches else None,
     )
 
@@ -275,7 +276,7 @@ def build_moments(config: TrainConfig, outer: OuterOptimizer, params: PyTree) ->
     if not config.outer.moments:
         return None
     of_one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
-    fragments = sharding.fragments_of(config.outer.fragments)
+    fragments = sharding.fragments_of(config.model, config.outer.fragments)
     return Moments(of_one, fragments, outer.share_moments, config.outer.delay, moment_decays(config.inner))
 
 
@@ -286,15 +287,21 @@ def of_moments(act: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _from_params(
-    num_replicas: int, vocab_size: int, inner, outer: OuterOptimizer | None, replica_params: PyTree
+    model: ModelConfig,
+    num_replicas: int,
+    vocab_size: int,
+    inner: optax.GradientTransformation,
+    outer: OuterOptimizer | None,
+    replica_params: PyTree,
 ) -> TrainState:
     params = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)), replica_params)
-    params = resize_vocabulary(params, vocab_size)
+    params = resize_vocabulary(model, params, vocab_size)
     outer_state: Any = None if outer is None else jax.vmap(outer.init, out_axes=outer_axes(outer))(params)
     return TrainState(params, jax.vmap(inner.init)(computed(params)), outer_state)
 
 
 def _inner_step(
+    model: ModelConfig,
     losses: Losses,
     inner: optax.GradientTransformation,
     clip_norm: float,
@@ -311,7 +318,7 @@ def _inner_step(
         if averages_gradients:
             gradient = all_mean(gradient, REPLICAS)
         with jax.named_scope("optimizer"):
-            norm = jnp.sqrt(replica_square_norm(gradient))
+            norm = jnp.sqrt(replica_square_norm(model, gradient))
             if clip_norm:
                 factor = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30))
                 gradient = optax.tree.scale(factor, gradient)
@@ -340,8 +347,8 @@ def _merge(params: PyTree) -> PyTree:
     return jax.tree.map(mean, params)
 
 
-def _spread(vocab_size: int, params: PyTree) -> jax.Array:
-    params = resize_vocabulary(params, vocab_size)
+def _spread(model: ModelConfig, params: PyTree) -> jax.Array:
+    params = resize_vocabulary(model, params, model.vocab_size)
     squares = [
         jnp.sum(jnp.square(x.astype(jnp.float32) - jnp.mean(x, 0, jnp.float32, keepdims=True)))
         for x in jax.tree.leaves(params)

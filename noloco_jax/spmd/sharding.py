@@ -1,5 +1,7 @@
-"""Table of shardings on the mesh: every parameter, and every state array that is sharded like it."""
+"""Shardings on the mesh: of every parameter, and of every state array that is sharded like it."""
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,6 +10,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from noloco_jax.config import ModelConfig
+from noloco_jax.errors import UserError
+from noloco_jax.model.kind import Axes, param_axes, param_shapes
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.rule import OuterState
 from noloco_jax.outer.transform import OuterOptimizer
@@ -17,69 +22,87 @@ PyTree = Any
 # Axes that are manual in `shard_map`; `fsdp` and `tensor` are left to the partitioner.
 MANUAL_AXES = ("replica", "stage")
 
-# Dimensions of one replica's parameter, behind the replicas' axis. Stacked layers and the vocabulary lie on the stages.
-PARAMETER_SPECS = {
-    "embed": P(("stage", "tensor"), "fsdp"),
-    "blocks/attention_norm": P("stage", None),
-    "blocks/q": P("stage", "fsdp", "tensor"),
-    "blocks/k": P("stage", "fsdp", "tensor"),
-    "blocks/v": P("stage", "fsdp", "tensor"),
-    "blocks/o": P("stage", "tensor", "fsdp"),
-    "blocks/mlp_norm": P("stage", None),
-    "blocks/gate": P("stage", "fsdp", "tensor"),
-    "blocks/up": P("stage", "fsdp", "tensor"),
-    "blocks/down": P("stage", "tensor", "fsdp"),
-    "norm": P(None),
-    "head": P("fsdp", ("stage", "tensor")),
+# Mesh axes of a weight's logical axes (`model.kind`). Stacked layers and the vocabulary lie on the stages.
+MESH_AXES = {
+    "layer": "stage",
+    "vocab": ("stage", "tensor"),
+    "hidden": "fsdp",
+    "heads": "tensor",
+    "ffn": "tensor",
+    None: None,
 }
 BATCH_SPEC = P("replica", "fsdp")  # (replica, sequence, position)
 REPLICA_SPEC = P("replica")  # one value a replica
 
 
-def param_specs(params: PyTree, mesh: Mesh) -> PyTree:
+def param_specs(model: ModelConfig, params: PyTree, mesh: Mesh) -> PyTree:
     """Return specs of parameters with a leading replica axis; an axis that does not divide its dimension is omitted."""
 
     def spec(path: tuple, leaf: jax.Array) -> P:
-        axes = ("replica", *parameter_spec(path))
+        axes = ("replica", *parameter_spec(model, path))
         return P(*(_fitting(dim, names, mesh) for dim, names in zip(leaf.shape, axes, strict=True)))
 
     return jax.tree.map_with_path(spec, params)
 
 
-def parameter_spec(path: tuple) -> P:
-    """Return the row of `PARAMETER_SPECS` of a parameter, by its path in the parameters' tree."""
-    return PARAMETER_SPECS["/".join(key.key for key in path)]
+def parameter_spec(model: ModelConfig, path: tuple) -> P:
+    """Return the mesh axes of a parameter of one replica, by its path in the parameters' tree."""
+    return P(*(MESH_AXES[axis] for axis in _axes(model, path)))
 
 
-def hidden_dimension(path: tuple, shape: tuple[int, ...]) -> int:
-    """Return the hidden dimension of a parameter: the one that `fsdp` shards, or else the last.
+def hidden_dimension(model: ModelConfig, path: tuple, shape: tuple[int, ...]) -> int:
+    """Return the hidden dimension of a parameter: the one with the axis "hidden", or else the last.
 
     Args:
+      model: its model.
       path: path of the parameter.
       shape: its shape in one replica.
     """
-    spec = parameter_spec(path)
-    return spec.index("fsdp") if "fsdp" in spec else len(shape) - 1
+    axes = _axes(model, path)
+    return axes.index("hidden") if "hidden" in axes else len(shape) - 1
 
 
-def fragments_of(count: int) -> Fragments:
+@functools.cache  # equal cuts are the same object, so that programs that depend on one compile once
+def fragments_of(model: ModelConfig, count: int) -> Fragments:
     """Return a cut of the parameters into `count` fragments along their hidden dimensions."""
-    return Fragments(count, hidden_dimension, stage_origin)
+    return Fragments(count, functools.partial(hidden_dimension, model), functools.partial(stage_origin, model))
 
 
-def stage_origin(path: tuple, shape: tuple[int, ...]) -> list[Any]:
+def stage_origin(model: ModelConfig, path: tuple, shape: tuple[int, ...]) -> list[Any]:
     """Return the start index of a stage's part of one replica's array, along every dimension.
 
     Args:
+      model: its model.
       path: path of the parameter.
       shape: shape of the part.
     """
     if "stage" not in jax.sharding.get_abstract_mesh().manual_axes:
         return [0] * len(shape)
     stage = jax.lax.axis_index("stage")
-    return [
-        stage * size if "stage" in _names(names) else 0 for size, names in zip(shape, parameter_spec(path), strict=True)
-    ]
+    spec = parameter_spec(model, path)
+    return [stage * size if "stage" in _names(names) else 0 for size, names in zip(shape, spec, strict=True)]
+
+
+def check_fragments(model: ModelConfig, count: int, mesh_shape: Mapping[str, int]) -> None:
+    """Check that a replica's parameters can be cut into `count` fragments, as they lie on a mesh of this shape.
+
+    Raises:
+      UserError: if the hidden dimension of one, or a device's part of it, is not a multiple of `count`.
+    """
+    for path, x in jax.tree.leaves_with_path(param_shapes(model)) if count > 1 else ():
+        dimension = hidden_dimension(model, path, x.shape)
+        size, axis = x.shape[dimension], parameter_spec(model, path)[dimension]
+        parts = mesh_shape[axis] if isinstance(axis, str) and size % mesh_shape[axis] == 0 else 1
+        if size // parts % count:
+            each = f"{parts} parts of {size // parts}" if parts > 1 else str(size)
+            raise UserError(
+                f"outer.fragments={count} does not divide the weight {'.'.join(key.key for key in path)}, which is cut "
+                f"along {each}: give a number of fragments that divides all weights"
+            )
+
+
+def _axes(model: ModelConfig, path: tuple) -> Axes:
+    return param_axes(model)[tuple(key.key for key in path)]
 
 
 def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:

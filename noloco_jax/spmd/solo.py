@@ -88,17 +88,31 @@ def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
     """
     make_outer = method_of(config).outer_optimizer
     assert make_outer is not None
-    fragments = sharding.fragments_of(config.outer.fragments)
-    outer = make_outer(config, SLOT, fragments)
+    outer = make_outer(config, SLOT, sharding.fragments_of(config.model, config.outer.fragments))
     params, _, state = programs.state
+    assert state is not None
+    moments = build_moments(config, outer, params)
+    return replace(
+        solo_of(outer, params, state),
+        moments=moments and _build_moments(moments, wire_of(moments_wire(config.outer.wire)), programs),
+    )
+
+
+def solo_of(outer: OuterOptimizer, params: PyTree, state: OuterState) -> SoloPrograms:
+    """Build the programs of one replica of an outer optimizer whose groups exchange (`exchange.groups`).
+
+    Args:
+      outer: the outer optimizer.
+      params: shapes, dtypes and shardings of the parameters, with a leading axis of one.
+      state: the same of the outer state.
+    """
+    wire: Wire | Modulo = outer.exchange.wire  # type: ignore[attr-defined]
     placed = shardings_of((params, state))
     _, _, outgoing = jax.eval_shape(partial(_solo, outer), params, state)
     message = outgoing.message
-    wire = wire_of(config.outer.wire)
-    cuts = fragments.hidden(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), message))
+    cuts = outer.fragments.hidden(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), message))
     step = partial(_step, outer, wire, cuts)
     _, _, kept, _ = jax.eval_shape(step, params, state)
-    moments = build_moments(config, outer, params)
     if isinstance(wire, Modulo):
         encode = jax.vmap(lambda windows_of_pair, one: windows.encoded(wire, one, windows_of_pair, cuts))
         code, correction = (kept[0], jax.eval_shape(encode, *kept)), (message, outgoing.windows)
@@ -113,7 +127,7 @@ def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
         wire=wire,
         cuts=cuts,
         kept=kept,
-        moments=moments and _build_moments(moments, wire_of(moments_wire(config.outer.wire)), programs),
+        moments=None,
     )
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from noloco_jax.config import ModelConfig
-from noloco_jax.model.llama import Llama
+from noloco_jax.model.kind import from_params, stages_of
 from noloco_jax.model.loss import token_nll
 from noloco_jax.spmd.gradients import Batch, merge_microbatches, split_microbatches
 
@@ -45,17 +45,18 @@ def routed_nll(
     """
     sources = jnp.asarray(np.argsort(pool, axis=-1))  # the sender of each replica; the pool lists the receivers
     layers_a_stage = model.num_layers // num_stages
+    fields = stages_of(model)
 
     def run(slot: tuple[PyTree, jax.Array, jax.Array | None]) -> jax.Array:
         blocks, h_BTD, segments_BT = slot
-        return Llama.from_params(model, {"blocks": blocks}).run_blocks(h_BTD, segments_BT=segments_BT)
+        return from_params(model, {fields.layers: blocks}).run_blocks(h_BTD, segments_BT=segments_BT)
 
     if model.remat == "stage":
         run = jax.checkpoint(run)
 
     def enter(slot):
         replica, ids_BT = slot
-        return Llama.from_params(model, replica).embed_tokens(ids_BT)
+        return from_params(model, replica).embed_tokens(ids_BT)
 
     def microbatch(_, part):
         m, parts_NBT = part
@@ -63,7 +64,7 @@ def routed_nll(
         routed = (parts_NBT.get("segment_ids"), parts_NBT["labels"], weight_N)
         for stage in range(num_stages):
             chosen = slice(stage * layers_a_stage, (stage + 1) * layers_a_stage)
-            blocks = jax.tree.map(lambda x, chosen=chosen: x[:, chosen], params["blocks"])
+            blocks = jax.tree.map(lambda x, chosen=chosen: x[:, chosen], params[fields.layers])
             h_NBTD = jax.lax.map(run, (blocks, h_NBTD, routed[0]))
             if stage < num_stages - 1:
                 source_N = sources[routes[m + stage], stage]
@@ -72,11 +73,11 @@ def routed_nll(
 
     def score(slot):
         replica, h_BTD, labels_BT, weight_B = slot
-        end = Llama.from_params(model, replica)
+        end = from_params(model, replica)
         return token_nll(end.final_norm(h_BTD), end.head_kernel(), labels_BT, weight_B)
 
     parts_MNBT = jax.tree.map(lambda x: split_microbatches(x, num_microbatches), batch)
     _, (h_MNBTD, labels_MNBT, weight_MN) = jax.lax.scan(microbatch, None, (jnp.arange(num_microbatches), parts_MNBT))
     weight_MNB = jnp.broadcast_to(weight_MN[..., None], labels_MNBT.shape[:3])
-    ends = {name: params[name] for name in ("embed", "norm", "head") if name in params}
+    ends = {name: params[name] for name in (fields.embedding, fields.norm, fields.head)}
     return jax.lax.map(score, (ends, *map(merge_microbatches, (h_MNBTD, labels_MNBT, weight_MNB))))

@@ -1,1 +1,1 @@
-"""Training of a Llama, with checkpoints, metrics and pictures."""
+"""Training of a language model, with checkpoints, metrics and pictures."""

@@ -1,4 +1,4 @@
-"""Train a Llama on text, with NoLoCo or another method, in one program over all devices.
+"""Train a language model on text, with NoLoCo or another method, in one program over all devices.
 
 python -m noloco_jax.train --config=configs/quickstart.py --workdir=DIR
 """

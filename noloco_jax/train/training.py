@@ -31,8 +31,8 @@ from noloco_jax.data import (
 )
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_file, check_writable, full_disk_told
-from noloco_jax.model.huggingface import load_params
-from noloco_jax.model.llama import Params
+from noloco_jax.model.huggingface import check_has_format, load_params
+from noloco_jax.model.kind import Params, check_kind
 from noloco_jax.run import elastic
 from noloco_jax.run.banner import banner_rows, compiled_memory, show_results
 from noloco_jax.run.checkpoint import Checkpointer
@@ -207,10 +207,13 @@ def _console_of_first_process() -> Console:
 
 
 def _check_inputs(config: TrainConfig) -> Tokenizer | None:
-    """Check data and tokenizer before anything expensive; return the run's tokenizer.
+    """Check model, data and tokenizer before anything expensive; return the run's tokenizer.
 
     It is None if the data are token ids and no text sample is wanted.
     """
+    check_kind(config.model, config.mesh.stage)
+    if config.init_from:
+        check_has_format(config.model)
     check_data(config.data, num_replicas=config.num_replicas, vocab_size=config.model.vocab_size)
     if not needs_tokenizer(config.data) and not config.sample_tokens:
         return None

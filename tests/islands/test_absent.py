@@ -1,5 +1,6 @@
 """Islands that a network swallows: the others meet as if nothing were, and it meets them again when it is back."""
 
+import time
 from typing import get_args
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import trustme
 
 from noloco_jax.islands.protocol.context import Settings
+from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.islands.roster import Address, Island, Roster
 from support.fault_proxy import Direction
 from support.islands import keys_of
@@ -81,6 +83,37 @@ def test_who_comes_back_without_its_weights_has_its_donors_very_state_of_its_las
     side_by_side(*[site.close for site in (*others, back)])
     assert behind[0] <= 1
     assert any(one.outcome != "alone" for one in back.met), back.met
+
+
+def test_an_island_restarts_within_seconds_while_another_is_behind_a_black_hole():
+    """Each of its two rounds of requests waited for the silent one as long as an answer may take, before."""
+    ca = trustme.CA()
+    with rosters(FOUR, far="rome") as (seen, proxies):
+
+        def site(name: str, incarnation: int = 1, journal: Journal | None = None) -> Site:
+            keys = keys_of(ca, name)
+            return Site(name, seen[name], settings=SETTINGS, credentials=keys, incarnation=incarnation, journal=journal)
+
+        *others, back, far = sites = [site(name) for name in ("berlin", "oslo", "paris", "rome")]
+        side_by_side(*[one.open for one in sites])
+        side_by_side(*[lambda one=one: one.train(6, SECONDS) for one in sites])
+        for proxy in proxies:
+            proxy.silent |= set(get_args(Direction))
+        saved = back.agent.take_all()[1]
+        back.agent.close()
+        again = site("paris", incarnation=10, journal=saved)
+        started: list[float] = []
+
+        def restart() -> None:
+            began = time.monotonic()
+            again.open()
+            started.append(time.monotonic() - began)
+            again.train(3, SECONDS)
+
+        side_by_side(restart, *[lambda one=one: one.train(14, SECONDS) for one in (*others, far)])
+        side_by_side(*[one.agent.close for one in (*others, again, far)])
+    assert started[0] < SETTINGS.answer_seconds
+    assert any(one.outcome != "alone" for one in again.met), again.met
 
 
 def test_islands_whose_first_checkpoint_was_never_saved_begin_anew_without_the_one_that_stays_away():

@@ -39,7 +39,8 @@ from noloco_jax.islands.protocol.messages import (
 from support.island_world import IDENTITY, ROUND, World
 
 OTHERS = ["b", "c", "d"]
-LOST = Settings().lost_seconds
+SETTINGS = Settings()
+LOST = SETTINGS.lost_seconds
 UNKNOWN = None
 
 
@@ -71,6 +72,16 @@ def asked(island: Island, event: Any, answers: dict, now: float | None = 0.0) ->
     return [action for action in last if not isinstance(action, Close)]
 
 
+def waits_for(event: Any, answers: dict, island: Island, now: float = 0.0) -> tuple[float, list]:
+    """Return the seconds for which an island that was answered at once waits for the rest, and what it then does."""
+    for call in [action for action in island.handle(event, now) if isinstance(action, Open)]:
+        if call.peer in answers:
+            island.handle(Arrived(call.channel, answers[call.peer]), now)
+    deadline = island.next_deadline()
+    assert deadline is not None
+    return deadline - now, island.handle(Tick(), deadline)
+
+
 def donor_of(actions: list) -> str:
     (call,) = [action for action in actions if isinstance(action, Open)]
     assert isinstance(call.header, StateRequest)
@@ -79,6 +90,32 @@ def donor_of(actions: list) -> str:
 
 def test_an_island_alone_goes_on_from_its_checkpoint():
     assert started({}, journal=journal())[1] == [Begin(fresh=False)]
+
+
+@pytest.mark.parametrize(
+    ("answers", "seconds"),
+    [
+        ({"b": status(40)}, SETTINGS.rest_seconds),
+        ({"b": status(40, lineage=False)}, SETTINGS.answer_seconds),  # others may have the run's weights
+        ({"b": status(40, training=False)}, SETTINGS.answer_seconds),
+    ],
+)
+def test_a_peer_that_says_nothing_is_waited_for_briefly_where_another_trains_from_the_runs_weights(answers, seconds):
+    """c and d are stopped, or behind a partition."""
+    island = Island("a", OTHERS, IDENTITY, lambda round: None, 7, journal=journal())
+    waited, actions = waits_for(Start(), answers, island)
+    assert waited == seconds and Admitted() in actions
+
+
+def test_an_island_with_weights_waits_once_for_peers_that_all_say_nothing():
+    """And one without them each time, as one of them may have the run's."""
+    island = Island("a", OTHERS, IDENTITY, lambda round: None, 7, journal=journal())
+    assert waits_for(Start(), {}, island)[0] == SETTINGS.answer_seconds
+    waited, actions = waits_for(Ready(), {}, island, 100.0)
+    assert waited == SETTINGS.rest_seconds and Begin(fresh=False) in actions
+    island = Island("a", OTHERS, IDENTITY, lambda round: None, 7, began_before=True)
+    waits_for(Start(), {}, island)
+    assert waits_for(Ready(), {}, island, 100.0)[0] == SETTINGS.answer_seconds
 
 
 def test_the_first_island_of_a_run_begins():

@@ -10,16 +10,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import trustme
 from pyarrow import flight
 
 from noloco_jax.islands import doorkeeper
+from noloco_jax.islands.channel import Opening, encode
 from noloco_jax.islands.doorkeeper import Limited, connections
+from noloco_jax.islands.frames import SCHEMA, _seal
 from noloco_jax.islands.keys import Credentials
+from noloco_jax.islands.peer_errors import EndedError
 from support.counted import in_time
-from support.islands import Recorder, calling, keys_of, running
+from support.islands import Recorder, calling, keys_of, nothing, running
 from support.paths import ROOT
+from support.served import EXPECTED
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks at sockets as Linux lists them")
 
@@ -73,25 +79,54 @@ def test_silent_strangers_take_no_files_of_an_island_and_keep_no_peer_out(served
     assert failed < 20  # some while 1,100 connections are taken at once, and never again
 
 
-def test_an_opening_that_is_too_long_is_cut_off_before_it_takes_memory(served):
-    name, keys = "berlin", served.keys
-    assert calling(served.port, keys).action("status", {}, 30.0)
-    options = [("grpc.max_send_message_length", -1)]
-    with flight.FlightClient(
+def without_limits(served: Served) -> flight.FlightClient:
+    """Return a client of island berlin that sends messages of any size."""
+    return flight.FlightClient(
         f"grpc+tls://127.0.0.1:{served.port}",
-        tls_root_certs=keys.authority,
-        cert_chain=keys.certificate,
-        private_key=keys.key,
+        tls_root_certs=served.keys.authority,
+        cert_chain=served.keys.certificate,
+        private_key=served.keys.key,
         override_hostname="paris",
-        generic_options=options,
-    ) as client:
-        descriptor = flight.FlightDescriptor.for_command(name.encode() * (400 << 20 >> 3))
+        generic_options=[("grpc.max_send_message_length", -1)],
+    )
+
+
+def test_an_opening_that_is_too_long_is_cut_off_before_it_takes_memory(served):
+    keys = served.keys
+    assert calling(served.port, keys).action("status", {}, 30.0)
+    with without_limits(served) as client:
+        descriptor = flight.FlightDescriptor.for_command(b"1" * (400 << 20))
         with pytest.raises(flight.FlightError), contextlib.closing(client.do_exchange(descriptor)[0]) as writer:
             writer.done_writing()
             writer.close()
     assert calling(served.port, keys).action("status", {}, 30.0)
     _, memory, _ = served.end()
     assert memory < 500
+
+
+def test_a_piece_of_a_message_that_is_too_long_is_cut_off_before_it_takes_memory(served):
+    """By a member whose call was admitted, behind a header that announces what is due."""
+    opening = encode(Opening("exchange", "berlin", "paris", 60.0, {}))
+    with without_limits(served) as client, pytest.raises(flight.FlightError):
+        writer, reader = client.do_exchange(flight.FlightDescriptor.for_command(opening))
+        with writer:
+            writer.begin(SCHEMA)
+            header = {"kind": "frame", "header": {}, "arrays": [[EXPECTED.dtype.name, list(EXPECTED.shape)]]}
+            writer.write_metadata(_seal(header))
+            column = pa.array(np.zeros(800 << 20, np.uint8))
+            writer.write_batch(pa.RecordBatch.from_arrays([column], schema=SCHEMA))
+            reader.read_chunk()
+    assert calling(served.port, served.keys).action("status", {}, 30.0)
+    _, memory, _ = served.end()
+    assert memory < 500
+
+
+def test_a_message_may_be_longer_than_any_piece_of_it(served):
+    arrays = [np.zeros(EXPECTED.shape, EXPECTED.dtype)]
+    with calling(served.port, served.keys).exchange({}, nothing, 120.0) as channel:
+        channel.send({}, arrays)
+        with pytest.raises(EndedError):
+            channel.receive()
 
 
 def test_a_stranger_that_says_nothing_is_hung_up_on_and_a_call_that_lasts_is_not(monkeypatch):

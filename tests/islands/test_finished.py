@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 from noloco_jax import draws
-from noloco_jax.island.final_merge import FinalMerge
 from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.client import Client
+from noloco_jax.islands.final_merge import FinalMerge
 from noloco_jax.islands.query import About, ask_about, fetch_weights
 from noloco_jax.islands.steps import IslandSteps, weight_specs
 from support.sites import side_by_side

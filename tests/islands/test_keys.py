@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import trustme
+from cryptography import x509
 
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
 from noloco_jax.islands import agent
-from noloco_jax.islands.keys import Newest, credentials_for, expiry_warning, load_keys
-from noloco_jax.islands.peer_errors import RefusedError
+from noloco_jax.islands.certificates import names_of, owner_and_issue
+from noloco_jax.islands.client import Client
+from noloco_jax.islands.keys import Credentials, Newest, credentials_for, expiry_warning, load_keys
+from noloco_jax.islands.peer_errors import RefusedError, UnreachableError
 from noloco_jax.islands.roster import Address, Island, Roster, read_roster
 from support.counted import in_time
 from support.islands import Recorder, calling, keys_of, roster_at, running
@@ -54,6 +57,10 @@ def openssl(*arguments: object) -> str:
     return subprocess.run(
         ["openssl", *map(str, arguments)], capture_output=True, text=True, check=True, timeout=60
     ).stdout
+
+
+def issue_of(keys: Credentials) -> int:
+    return owner_and_issue(names_of(x509.load_pem_x509_certificate(keys.certificate))[0])[1]
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -225,6 +232,39 @@ def test_a_replaced_certificate_is_refused_once_a_newer_one_was_seen_also_after_
             with pytest.raises(RefusedError, match="a certificate of berlin that another has replaced"):
                 calling(server.port, old).action("status", {}, 60.0)
             assert calling(server.port, new).action("status", {}, 60.0)
+
+
+def test_a_server_that_shows_a_replaced_certificate_is_refused_and_named_by_who_dials_it(roster):
+    """Somebody listens in paris's place with its old keys."""
+    keys = make(roster)
+    old, berlin, newest = load_keys(keys / "paris", "paris"), load_keys(keys / "berlin", "berlin"), Newest(None)
+    make(roster, "--replace=paris")
+    new = load_keys(keys / "paris", "paris")
+    assert newest.admits("paris", issue_of(new))
+    for shown in (old, new):
+        with running(Recorder(), shown) as server:
+            client = Client(roster_at([server.port]), "berlin", berlin, "paris", newest=newest)
+            if shown is new:
+                assert client.action("status", {}, 60.0)
+            else:
+                with pytest.raises(RefusedError, match=r"paris .* certificate is one that another has replaced"):
+                    client.action("status", {}, 60.0)
+
+
+def test_a_server_that_shows_a_newer_certificate_is_called_with_that_from_the_second_call_on(roster):
+    keys = make(roster)
+    old, berlin, newest = load_keys(keys / "paris", "paris"), load_keys(keys / "berlin", "berlin"), Newest(None)
+    assert newest.admits("paris", issue_of(old))
+    make(roster, "--replace=paris")
+    with running(Recorder(), load_keys(keys / "paris", "paris")) as server:
+        client = Client(roster_at([server.port]), "berlin", berlin, "paris", newest=newest)
+        with pytest.raises(UnreachableError, match="shows a newer certificate"):
+            client.action("status", {}, 60.0)
+        assert client.action("status", {}, 60.0)
+    with running(Recorder(), old) as server:
+        client = Client(roster_at([server.port]), "berlin", berlin, "paris", newest=newest)
+        with pytest.raises(RefusedError, match="another has replaced"):
+            client.action("status", {}, 60.0)
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"paris": "soon"}', '{"paris": null}'])

@@ -28,7 +28,7 @@ from noloco_jax.islands.snapshots import ABOUT, Snapshots
 from noloco_jax.islands.start import ISLAND_FILE, begin
 from noloco_jax.islands.steps import weight_specs
 from noloco_jax.model.huggingface import config_from_folder, load_params
-from noloco_jax.model.llama import param_shapes
+from noloco_jax.model.kind import param_shapes
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
@@ -146,6 +146,16 @@ def test_an_island_that_breaks_off_leaves_nothing_in_the_mean(roster, tmp_path, 
     assert "the mean of 2 of 3 islands" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_an_island_whose_weights_are_not_finite_is_named_and_left_out(roster, tmp_path, capsys, value):
+    with islands(roster, tmp_path, "paris", "rome") as fakes:
+        name, array = list(fakes["rome"].arrays.items())[-1]
+        array.reshape(-1)[-1] = value
+        assert merge(tmp_path) == 0
+    assert_equal(merged(tmp_path), mean(weights(0)))
+    assert any(f"rome's weights are not finite, {name}" in line for line in capsys.readouterr().out.splitlines())
+
+
 def test_fewer_islands_than_asked_for_are_refused_and_nothing_is_written(roster, tmp_path):
     with islands(roster, tmp_path, "paris", "rome") as fakes:
         with pytest.raises(UserError, match=r"of 2 islands can be had, not those of berlin, and --at_least=3"):
@@ -257,11 +267,15 @@ def test_a_merger_that_does_not_read_holds_up_no_training():
         next(snapshots.state("rome", {}))
 
 
-def ended(workdir: Path, config: TrainConfig, seed: int, round: int) -> dict[str, np.ndarray]:
-    """Writes the folder of an island that has ended; returns its weights."""
+def ended(
+    workdir: Path, config: TrainConfig, seed: int, round: int, first: float | None = None
+) -> dict[str, np.ndarray]:
+    """Writes the folder of an island that has ended, with another first weight if given; returns its weights."""
     params = jax.tree.map_with_path(
         lambda path, _: weights(seed, config)[jax.tree_util.keystr(path)], param_shapes(config.model)
     )
+    if first is not None:
+        jax.tree.leaves(params)[0].reshape(-1)[0] = first
     state = TrainState(params=jax.tree.map(lambda x: x[None], params), inner={"count": np.zeros(1)}, outer=None)
     journal = {"round": round, "lineage": True, "outcomes": [], "floor": 0, "doubts": []}
     save_config(config, workdir)
@@ -279,6 +293,16 @@ def test_the_newest_checkpoints_of_folders_are_merged_whatever_their_rounds(tmp_
     assert "the mean of 3 of 3 islands, up to 3 rounds apart" in capsys.readouterr().out
     with pytest.raises(UserError, match="already holds something"):
         island(flags)
+
+
+def test_a_checkpoint_whose_weights_are_not_finite_is_named_and_left_out(tmp_path, capsys):
+    """Of an earlier version, which saved them; this one does not."""
+    sound = ended(tmp_path / "paris", CONFIG, 0, 8)
+    ended(tmp_path / "rome", CONFIG, 1, 8, np.nan)
+    folders = [str(tmp_path / name) for name in ("paris", "rome")]
+    assert island(["merge", "--workdirs", *folders, f"--out={tmp_path / 'merged'}"]) == 0
+    assert_equal(merged(tmp_path), sound)
+    assert "rome: the checkpoint's weights are not finite" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_folders_that_do_not_belong_together_are_refused(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.messages import Speed, Timing
-from noloco_jax.islands.protocol.pace import Pace
+from noloco_jax.islands.protocol.pace import ENDS_KEPT, SHARE, Pace
 from noloco_jax.islands.protocol.speeds import MOST_TIMED, MOST_TOLD, ROUNDS_KNOWN, Speeds
 from support.island_world import FRAME_FAULTS, MOMENTS, NODE_FAULTS, ROUND, Fault, World, all_points
 
@@ -215,16 +215,20 @@ def test_a_speed_that_no_round_was_timed_for_moves_nobody_by_more_than_the_bound
     assert set(after(pace, 20, 1.0, now)[0]) == {MOST_TOLD}
 
 
-def test_a_speed_is_believed_up_to_twice_the_one_at_which_the_island_ends_its_rounds():
-    pace = Pace("me", ["other"])
-    now = 0.0
+@pytest.mark.parametrize("says", ["of itself", "of an island that is away"])
+@pytest.mark.parametrize(
+    ("times", "is_believed"), [(0.99 * MOST_TIMED, True), (1.01 * MOST_TIMED, False), (1e9, False)]
+)
+def test_a_speed_is_believed_up_to_twice_the_one_at_which_its_teller_ends_its_rounds(says, times, is_believed):
+    pace = Pace("me", ["other", "away"])
+    now, speed = 0.0, Speed("other" if says == "of itself" else "away", 1.0 / times, 0)
     for round in range(6):
         _, now = after(pace, 10, 1.0, now)
         pace.round_ended(round, now)
-        pace.hear("other", round, Timing(0.0, Speed("other", 1e-9, 0), None), now)
-    first, last = pace._ends[0], pace._ends[5]
-    seconds = (last.time - first.time) / (last.scheduled - first.scheduled)
-    assert pace._fastest_seconds() == pytest.approx(seconds / MOST_TIMED)
+        timing = Timing(0.0, speed, None) if says == "of itself" else Timing(0.0, None, speed)
+        pace._speeds.hear("other", timing, round)
+        pace._speeds.time("other", round, 10 * round, now)
+    assert pace._fastest_seconds() == pytest.approx(speed.seconds if is_believed else 1.0)
 
 
 def test_an_islands_own_word_counts_and_not_what_others_say_of_it():
@@ -257,7 +261,24 @@ LIES = {
     "a member's that is away, for three rounds": lambda name: Timing(0.0, None, Speed("i3", 1e-9, 2**62)),
     "its own, for three rounds": lambda name: Timing(0.0, Speed(name, 1e-9, 2**62), None),
     "its own, always": lambda name: Timing(0.0, Speed(name, 1e-9, 2**62), None),
+    "a member's that is away, always": lambda name: Timing(0.0, None, Speed("i3", 1e-9, 2**62)),
 }
+
+
+@pytest.mark.parametrize("said", ["an age", "a later round"])
+def test_a_false_age_costs_less_of_the_schedule_than_a_speed_is_known_for(said):
+    """The liar, the only other island, says it once and ends: nobody is left to say that it is not so."""
+    world = paced([ROUND] * 2, 10.2 * ROUND, downtime=None)
+    honest, liar = world.nodes.values()
+    assert honest.machine is not None
+    ago, round = (1e12, honest.round) if said == "an age" else (0.0, honest.round + ENDS_KEPT)
+    honest.machine._context.pace.meet(round, Timing(ago, None, None), world.now, 0.0)
+    world.crash(liar, "kill")
+    before = honest.position
+    world.run(60 * ROUND).finish()
+    rounds = (honest.position - before) / STEPS
+    usual = 1.05 * 49.8
+    assert usual < rounds < usual + SHARE * ROUNDS_KNOWN
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -275,4 +296,21 @@ def test_false_timings_cost_islands_a_few_rounds_of_their_schedule(lie):
     before = [node.position for node in honest]
     world.run(40 * ROUND).finish()
     for node, position in zip(honest, before, strict=True):
-        assert node.position - position <= (MOST_TIMED if "always" in lie else 1.1) * 29.8 * STEPS
+        assert node.position - position <= 1.1 * 29.8 * STEPS
+
+
+def test_a_member_that_always_says_what_is_just_believed_moves_others_by_less_than_it_says():
+    """It says twice the speed at which the others pass through the schedule, whatever that is."""
+    world = paced([ROUND] * 3, 5.2 * ROUND)
+    honest, _, liar = world.nodes.values()
+    assert honest.machine is not None and liar.machine is not None
+    pace: Any = liar.machine._context.pace
+    others = honest.machine._context.pace
+
+    def timing(round: int, now: float) -> Timing:
+        return Timing(0.0, Speed(liar.name, others._fastest_seconds() / (0.98 * MOST_TIMED), round), None)
+
+    pace.timing = timing
+    before = honest.position
+    world.run(45 * ROUND).finish()
+    assert 1.1 * 39.8 * STEPS < honest.position - before <= MOST_TIMED * 39.8 * STEPS  # it was heard

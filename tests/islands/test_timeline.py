@@ -12,11 +12,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from noloco_jax.errors import UserError
-from noloco_jax.island import log
-from noloco_jax.island.log import LOG_FILE, History, IslandLog, read_log
-from noloco_jax.island.report import draw_islands, draw_on
+from noloco_jax.island.report import Row, draw_islands, draw_on, report_table
 from noloco_jax.island.timeline import Link, died, figures_of, links_of, timeline_of
+from noloco_jax.islands import log
 from noloco_jax.islands.agent import Met
+from noloco_jax.islands.log import LOG_FILE, History, IslandLog, read_log
 
 
 def start(time: float, name: str) -> dict[str, Any]:
@@ -24,7 +24,8 @@ def start(time: float, name: str) -> dict[str, Any]:
 
 
 def tick(time: float, round: int) -> dict[str, Any]:
-    return {"time": time, "event": "round", "round": round, "step": 10 * (round + 1), "gave_way": 0.25}
+    seconds = {"gave_way": 0.25, "exposed": 0.5}
+    return {"time": time, "event": "round", "round": round, "step": 10 * (round + 1), **seconds}
 
 
 def exchange(time: float, round: int, partner: str, outcome: str, lag: int = 0, sent: int = 0) -> dict[str, Any]:
@@ -82,9 +83,10 @@ def test_a_round_that_is_ended_again_is_linked_where_the_exchange_took_place():
 
 
 def test_figures_are_those_of_all_starts():
-    assert figures_of(PARIS) == (10, 2, 9, 0.5, 1000, 1, 0, 2.5)
-    assert figures_of(ROME) == (10, 3, 10, 0.0, 1500, 1, 0, 2.5)
-    assert figures_of(OSLO) == (9, 1, 7, 0.0, 500, 2, 1, 1.75)  # of round 2 two messages went out
+    assert figures_of(PARIS) == (10, 2, 9, 0.5, 1000, 1, 0, 2.5, 5.0, 100.0)
+    assert figures_of(ROME) == (10, 3, 10, 0.0, 1500, 1, 0, 2.5, 5.0, 100.5)
+    # Of round 2 two messages went out; from 30.5 to 60 it was away.
+    assert figures_of(OSLO) == (9, 1, 7, 0.0, 500, 2, 1, 1.75, 3.5, pytest.approx(30.3 + 30.0))
     healed_alone = history("oslo", [start(0.0, "oslo"), exchange(5.0, 6, "paris", "healed")])
     assert figures_of(healed_alone).rounds == 7  # that lie behind the weights
 
@@ -138,7 +140,7 @@ def test_islands_that_have_just_started_and_very_many_rounds_give_a_picture(tmp_
 
 def test_a_log_goes_on_after_a_process_that_was_killed_in_the_middle_of_a_line(tmp_path):
     IslandLog(tmp_path, "paris").start(0, 0.0)
-    IslandLog(tmp_path, "paris").round(0, 10, 0.0)
+    IslandLog(tmp_path, "paris").round(0, 10, 0.0, 0.0)
     with (tmp_path / LOG_FILE).open("a") as file:
         file.write('{"time": 1.0, "eve')
     assert [event["event"] for event in read_log(tmp_path).events] == ["start", "round"]  # while it is being written
@@ -149,12 +151,22 @@ def test_a_log_goes_on_after_a_process_that_was_killed_in_the_middle_of_a_line(t
     assert figures_of(log).sent == 300
 
 
-def test_a_round_is_told_the_seconds_that_were_given_way_in_it_alone(tmp_path):
+def test_a_round_is_told_the_seconds_that_were_lost_in_it_alone(tmp_path):
     log = IslandLog(tmp_path, "paris")
     log.start(0, 0.0)
     for number, gave_way in enumerate((2.0, 2.0, 5.0)):
-        log.round(number, 10 * (number + 1), gave_way)
-    assert [event["gave_way"] for event in read_log(tmp_path).events[1:]] == [2.0, 0.0, 3.0]
+        log.round(number, 10 * (number + 1), gave_way, 2 * gave_way)
+    rounds = read_log(tmp_path).events[1:]
+    assert [(event["gave_way"], event["exposed"]) for event in rounds] == [(2.0, 4.0), (0.0, 0.0), (3.0, 6.0)]
+
+
+def test_the_report_tells_the_exposed_share_and_nothing_where_logs_of_an_earlier_version_do_not():
+    def title(history: History) -> str:
+        return str(report_table([Row(history, None)]).title)
+
+    assert "training stood still for exchanges for 5 %, gave way 2 s" in title(PARIS)
+    former = [{name: value for name, value in tick(10.0, 0).items() if name != "exposed"}]
+    assert "stood still" not in title(history("paris", [start(0.0, "paris")], former))
 
 
 def test_goodput_is_what_the_run_has_behind_it_of_the_time_since_the_first_start(tmp_path, monkeypatch):

@@ -11,8 +11,8 @@ import pytest
 
 from noloco_jax.config import ModelConfig
 from noloco_jax.model import attention
+from noloco_jax.model.kind import loss
 from noloco_jax.model.llama import Llama
-from noloco_jax.model.loss import loss
 from support.model_makers import random_params
 from support.packed import loss_alone, packed_batch, pieces
 

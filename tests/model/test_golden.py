@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 from noloco_jax.config import ModelConfig
 from noloco_jax.model import huggingface
 from noloco_jax.model.attention import inverse_frequencies
-from noloco_jax.model.llama import Llama, Params
-from noloco_jax.model.loss import loss
+from noloco_jax.model.kind import Params, loss
+from noloco_jax.model.llama import Llama
 from support import paths
 
 GOLDEN = paths.GOLDEN / "llama"

@@ -237,10 +237,10 @@ def test_nothing_is_written_over_and_nothing_half_written_is_left(folder, tmp_pa
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2' is not 'llama'"),
+        ({"model_type": "gpt2"}, "model_type='gpt2' cannot be imported: llama, mistral, qwen2, qwen3 can"),
         ({"attention_bias": True}, "attention_bias=True is not False"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not 'silu'"),
-        ({"head_dim": 8}, "head_dim=8 is not hidden_size / num_attention_heads = 4"),
+        ({"head_dim": 8}, "its head_dim is 8, and model.head_dim=None"),
         ({"hidden_size": None}, "has no hidden_size"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn' is neither 'default' nor 'llama3'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "without low_freq_factor, high_freq_factor"),
@@ -273,7 +273,7 @@ def test_incomplete_or_foreign_weights_are_refused_by_name(folder):
     assert f"{query} has shape (16, 8), and its config.json makes it (16, 16)" in refusal(
         whole | {query: np.ones((16, 8), np.float32)}
     )
-    assert "the tensor extra is not one of a Llama with 3 layers" in refusal(whole | {"extra": np.ones(1, np.float32)})
+    assert "the tensor extra is not one of a llama with 3 layers" in refusal(whole | {"extra": np.ones(1, np.float32)})
     assert f"the tensor {norm} is I32: convert it" in refusal(whole | {norm: np.ones(16, np.int32)})
 
 

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import ModelConfig, RopeScaling
 from noloco_jax.model.attention import inverse_frequencies, rotate, rotation
-from noloco_jax.model.llama import Llama, init_params, num_params, param_shapes
-from noloco_jax.model.loss import loss
+from noloco_jax.model.kind import init_params, loss, num_params, param_shapes
+from noloco_jax.model.llama import Llama
 from support.model_makers import random_params
 
 CONFIG = ModelConfig(

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import ModelConfig
 from noloco_jax.labels import IGNORED_LABEL
-from noloco_jax.model.loss import loss, token_nll
+from noloco_jax.model.kind import loss
+from noloco_jax.model.loss import token_nll
 from support.model_makers import random_params
 
 B, T, D, V = 3, 10, 16, 37

@@ -10,8 +10,8 @@ import optax
 from flax import nnx
 
 from noloco_jax.config import ModelConfig
+from noloco_jax.model.kind import loss
 from noloco_jax.model.llama import Llama
-from noloco_jax.model.loss import loss
 from support.model_makers import random_params
 from support.readmes import python_examples
 

@@ -372,7 +372,7 @@ def test_the_weights_alone_are_those_of_the_state_on_the_host(tmp_path):
 def test_the_weights_alone_are_the_models_without_what_stages_pad(tmp_path):
     state = random_state(programs_of(CONFIG).state)
     with Checkpointer(tmp_path, CONFIG) as checkpoints:
-        padded = resize_vocabulary(state.params, CONFIG.model.vocab_size + 3)
+        padded = resize_vocabulary(CONFIG.model, state.params, CONFIG.model.vocab_size + 3)
         checkpoints.save(3, state._replace(params=padded), positions(4))
     with Checkpointer(tmp_path, CONFIG, read_only=True) as checkpoints:
         params = checkpoints.restore_params(3)

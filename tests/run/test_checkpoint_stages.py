@@ -59,7 +59,7 @@ def train(programs: Programs, state: TrainState, first: int, last: int) -> tuple
 
 def whole(state: TrainState, vocab_size: int) -> Any:
     """Weights, moments and slow weights without padding, on the host."""
-    return jax.tree.map(np.asarray, resize_vocabulary(state, vocab_size))
+    return jax.tree.map(np.asarray, resize_vocabulary(CONFIG.model, state, vocab_size))
 
 
 def interrupted(config: TrainConfig, workdir: Path) -> tuple[TrainState, TrainState, np.ndarray]:
@@ -90,8 +90,8 @@ def test_muons_state_comes_back_and_trains_on_bitwise(tmp_path):
         (1, 2, 32, ""),
         (4, 2, 32, ""),
         (4, 2, 30, ""),
-        (4, 2, 40, "embedding and head are padded to 48 tokens, before 64"),
-        (1, 4, 29, "embedding and head are padded to 32 tokens, before 29"),
+        (4, 2, 40, "the vocabulary is padded to 48 tokens, before 64"),
+        (1, 4, 29, "the vocabulary is padded to 32 tokens, before 29"),
     ],
 )
 def test_a_checkpoint_of_other_stages_is_the_same_state_and_trains_on_alike(tmp_path, before, after, vocab_size, words):

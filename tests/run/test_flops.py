@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from noloco_jax.config import TrainConfig, from_dict
-from noloco_jax.model.llama import param_shapes
+from noloco_jax.model.kind import param_shapes
 from noloco_jax.run.flops import mfu, model_flops_per_token, newton_schulz_flops
 from noloco_jax.spmd.muon import newton_schulz
 
@@ -14,7 +14,10 @@ from noloco_jax.spmd.muon import newton_schulz
 def matmul_flops(config: TrainConfig) -> float:
     """The same count, product by product over one sequence, m x k by k x n being 2mkn, causal scores half."""
     model, length = config.model, config.data.sequence_length
-    width = model.hidden_size // model.num_heads
+    width = model.head_dim or model.hidden_size // model.num_heads
+    window = min(model.sliding_window or length, length)
+    # Below the diagonal, counted as half a square: all pairs, less those of tokens that the window has left behind.
+    pairs = length**2 / 2 - (length - window) ** 2 / 2
     products = []
     for _ in range(model.num_layers):
         products += [
@@ -23,16 +26,27 @@ def matmul_flops(config: TrainConfig) -> float:
         products += [(length, model.num_heads * width, model.hidden_size)]
         products += [(length, model.hidden_size, model.intermediate_size)] * 2
         products += [(length, model.intermediate_size, model.hidden_size)]
-        products += [(length, width, length / 2), (length, length / 2, width)] * model.num_heads
+        products += [(length, width, pairs / length), (length, pairs / length, width)] * model.num_heads
     products += [(length, model.hidden_size, model.vocab_size)]
     return 3 * sum(2 * m * k * n for m, k, n in products) / length
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_flops_are_those_of_the_models_matrix_products(kv_heads):
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_kv_heads": 1},
+        {"num_kv_heads": 2},
+        {"num_kv_heads": 4},
+        {"head_dim": 96, "qk_norm": True, "qkv_bias": True},
+        {"sliding_window": 40},
+        {"sliding_window": 500},
+    ],
+    ids=str,
+)
+def test_flops_are_those_of_the_models_matrix_products(fields):
     config = from_dict(
         {
-            "model": {"num_kv_heads": kv_heads, "num_layers": 3, "intermediate_size": 768, "vocab_size": 1000},
+            "model": {"num_layers": 3, "intermediate_size": 768, "vocab_size": 1000, **fields},
             "data": {"sequence_length": 128},
         }
     )

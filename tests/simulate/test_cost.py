@@ -3,7 +3,7 @@
 import pytest
 
 from noloco_jax.config import from_dict
-from noloco_jax.model.llama import num_params
+from noloco_jax.model.kind import num_params
 from noloco_jax.run.messages import messages_of
 from noloco_jax.simulate.cost import Setting, all_reduce, group_exchange
 

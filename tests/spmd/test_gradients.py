@@ -10,7 +10,7 @@ import pytest
 
 from noloco_jax.config import ModelConfig
 from noloco_jax.labels import IGNORED_LABEL
-from noloco_jax.model.loss import loss
+from noloco_jax.model.kind import loss
 from noloco_jax.spmd.gradients import replica_gradient, token_share
 from support.model_makers import random_params
 

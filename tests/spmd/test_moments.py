@@ -10,7 +10,7 @@ import pytest
 
 from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.methods import method_of
-from noloco_jax.model.llama import init_params
+from noloco_jax.model.kind import init_params
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.moments import Moments
 from noloco_jax.spmd.compile import compile_programs
@@ -102,7 +102,7 @@ def test_a_correction_that_enters_late_gives_the_moments_of_an_averaging_at_once
     def exchange(tree: Any, number: Any, movement: Any, cuts: Any) -> Any:
         return jax.tree.map(lambda x: 0.75 * x + 0.01, tree)
 
-    at_once = Moments(params, fragments_of(2), exchange)
+    at_once = Moments(params, fragments_of(config.model, 2), exchange)
     later = dataclasses.replace(at_once, delay=delay, decays=moment_decays(config.inner))
     states = []
     for moments, optimizer_of in ((at_once, inner_optimizer(config)), (later, inner_optimizer(late))):

@@ -135,7 +135,7 @@ def updated(config: TrainConfig, mesh: Mesh) -> tuple[PyTree, Traffic]:
     optimizer = inner_optimizer(config)
     params = jax.tree.map(lambda x: np.stack([x, -x]), random_params(config.model))
     gradient = jax.tree.map(lambda x: np.stack([x, 2 * x + 1]), gradients_of(config, 1)[0])
-    specs = sharding.param_specs(params, mesh)
+    specs = sharding.param_specs(config.model, params, mesh)
     state_specs = sharding.inner_specs(optimizer, params, specs)
     at, state_at = sharding.shardings(mesh, specs), sharding.shardings(mesh, state_specs)
     update = jax.shard_map(
@@ -157,7 +157,7 @@ def updated(config: TrainConfig, mesh: Mesh) -> tuple[PyTree, Traffic]:
 def test_the_state_of_a_part_of_the_parameters_lies_where_they_do():
     config = run_config()
     params = jax.tree.map(lambda x: np.stack([x, x]), random_params(config.model))
-    specs = sharding.param_specs(params, mesh(replica=2, fsdp=2, tensor=2))
+    specs = sharding.param_specs(config.model, params, mesh(replica=2, fsdp=2, tensor=2))
     state = sharding.inner_specs(inner_optimizer(config), params, specs)
     assert optax.tree.get(state, "trace")["blocks"]["down"] == P("replica", "stage", "tensor", "fsdp")
     for moment in ("mu", "nu"):

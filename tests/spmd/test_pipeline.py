@@ -11,7 +11,8 @@ import pytest
 from noloco_jax.config import from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.methods import schedule_of
-from noloco_jax.model.llama import Llama, init_params
+from noloco_jax.model.kind import init_params
+from noloco_jax.model.llama import Llama
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
 from noloco_jax.spmd.routing import draw_routes, route_pool
@@ -78,7 +79,7 @@ def train(config, num_devices, num_steps=4):
 def trajectory(config, num_devices):
     """What `train` returns, of the state the model's weights."""
     losses, norms, state, evaluation = train(config, num_devices)
-    params = jax.tree.map(np.asarray, resize_vocabulary(state.params, config.model.vocab_size))
+    params = jax.tree.map(np.asarray, resize_vocabulary(config.model, state.params, config.model.vocab_size))
     return losses, norms, params, evaluation
 
 
@@ -195,7 +196,7 @@ def test_random_routing_with_fragments_in_few_bits_does_not_depend_on_the_device
     def weights(config, num_devices, **outer):
         outer = dataclasses.replace(config.outer, sync_every=1, **outer)
         _, _, state, _ = train(dataclasses.replace(config, outer=outer), num_devices, num_steps=1)
-        return np.concatenate([np.ravel(x) for x in jax.tree.leaves(resize_vocabulary(state.params, V))])
+        return np.concatenate([np.ravel(x) for x in jax.tree.leaves(resize_vocabulary(config.model, state.params, V))])
 
     config, num_devices, virtual = RANDOM_LAYOUTS["two replicas a device"]
     small = {"fragments": 2, "wire": "int6"}

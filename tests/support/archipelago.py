@@ -22,8 +22,9 @@ class Archipelago:
       folder: of everything: keys, rosters, and for each island a workdir and its output, `NAME.log`.
       names: of the islands.
       arguments: of `island train`, but for roster, name, keys and workdir.
-      seconds_per_step: that every island sleeps before a step.
       environment: of the processes.
+      seconds_per_step: that every island sleeps before a step, or each of them.
+      altered: island -> how its process is altered, see `altered.py`.
     """
 
     def __init__(
@@ -32,11 +33,12 @@ class Archipelago:
         names: Sequence[str],
         arguments: Sequence[str],
         environment: Mapping[str, str],
-        seconds_per_step: float = 0.0,
+        seconds_per_step: float | Mapping[str, float] = 0.0,
+        altered: Mapping[str, str] | None = None,
     ):
         self.folder, self.names = folder, tuple(names)
         self._arguments, self._seconds = tuple(arguments), seconds_per_step
-        self._environment = environment
+        self._environment, self._altered = environment, altered or {}
         self._ports = dict(zip(names, free_ports(len(names)), strict=True))
         self._proxies = {(one, other): FaultProxy(self._ports[other]) for one, other in permutations(names, 2)}
         self.running: dict[str, subprocess.Popen[str]] = {}
@@ -58,7 +60,9 @@ class Archipelago:
         """Starts an island's process, also where it ran before: by the same command."""
         flags = {"roster": self._roster(name), "name": name, "keys": self.folder / "keys" / name}
         flags["workdir"] = self.workdir(name)
-        command = [sys.executable, "-m", "support.paced", str(self._seconds), "noloco_jax.island", "train"]
+        seconds = self._seconds[name] if isinstance(self._seconds, Mapping) else self._seconds
+        how = ["support.altered", self._altered[name]] if name in self._altered else ["support.paced"]
+        command = [sys.executable, "-m", *how, str(seconds), "noloco_jax.island", "train"]
         with self.log(name).open("a") as output:
             self.running[name] = subprocess.Popen(
                 [*command, "--linger=0", *(f"--{flag}={value}" for flag, value in flags.items()), *self._arguments],
@@ -106,6 +110,11 @@ class Archipelago:
     def step(self, name: str) -> int:
         """The last one of which an island has written."""
         return max((line["step"] for line in self.lines(name, "train")), default=0)
+
+    def steps_taken(self, name: str) -> int:
+        """The number of steps of which an island has written, without reading them one by one."""
+        path = self.workdir(name) / "metrics.jsonl"
+        return path.read_bytes().count(b'"kind": "train"') if path.exists() else 0
 
     def said(self, name: str) -> str:
         """All that an island has printed, in one line."""

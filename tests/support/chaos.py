@@ -6,7 +6,11 @@ Faults come as a Poisson process, of all islands together: SIGKILL with a restar
 (`fault_tape.py`). Time is compressed: a second of the tape lasts 1/COMPRESSION, so that rates are as many times higher
 and faults shorter. What it takes to start a process is not compressed: starts weigh COMPRESSION times what they would.
 Processes sleep before a step, so that those that are left gain nothing from the cores of those that are away. A program
-across a partition stands still as long as that lasts. Two hours on two quiet cores.
+across a partition stands still as long as that lasts.
+
+All rows train on equally many tokens: islands end once all together have taken their steps, and the learning rate is
+constant after its warm-up. "present" is the share of the islands' time in which the tape kept none of them away, the
+most that goodput can be; "of present" is goodput as a share of it. Two hours on two quiet cores.
 
 The table is printed row by row, and kept in `table.json`; what is there is not run again.
 """
@@ -34,8 +38,8 @@ from support.fault_tape import tape
 from support.paths import ROOT
 
 COLUMNS = (
-    *("faults/h", "method", "kills", "stops", "partitions", "seconds", "steps", "goodput", "participation"),
-    *("heals", "one-sided", "crashes", "perplexity"),
+    *("faults/h", "method", "kills", "stops", "partitions", "seconds", "steps", "goodput", "present", "of present"),
+    *("participation", "heals", "one-sided", "crashes", "load", "perplexity"),
 )
 
 
@@ -72,7 +76,9 @@ def run(flags: argparse.Namespace, names: Sequence[str], method: str, rate: floa
     """A side, under faults of a rate; the tape is that of the seed and the rate, for both."""
     folder = (flags.workdir / f"{method}-{rate:g}").resolve()
     arguments = [f"--config={ROOT / 'configs/c4_bytes.py'}", f"--config.data.path={Path(flags.data).resolve()}"]
-    values = {"method": method, "num_replicas": len(names), "num_steps": flags.steps, "log_every": 1}
+    num_steps = flags.steps if method == "diloco" else 100 * flags.steps  # islands are ended once all have enough
+    values = {"method": method, "num_replicas": len(names), "num_steps": num_steps, "log_every": 1}
+    values |= {"inner.lr": 2e-3, "inner.min_lr": 2e-3}
     values |= {"eval_every": 0, "checkpoint_every": 50, "keep_checkpoints": 1, "seed": flags.seed, "sample_tokens": 0}
     values |= {"model.num_layers": 1, "model.hidden_size": 64, "model.intermediate_size": 256}
     arguments += [f"--config.{name}={value}" for name, value in values.items()]
@@ -80,7 +86,7 @@ def run(flags: argparse.Namespace, names: Sequence[str], method: str, rate: floa
     common = folder, names, arguments, environment(folder), flags.seconds_per_step
     if method == "noloco":
         with Archipelago(*common) as islands:
-            return run_islands(islands, faults, flags.steps, limit)
+            return run_islands(islands, faults, flags.steps * len(names), limit)
     return run_together(*common, faults, flags.steps, limit)
 
 
@@ -99,6 +105,7 @@ def environment(folder: Path) -> dict[str, str]:
 def row(rate: float, method: str, result: Result, free: dict[str, Any]) -> dict[str, Any]:
     """A line of the table; `free` is that of the same method without faults, or empty."""
     speed = result.steps / result.seconds
+    goodput = speed / free.get("speed", speed)
     return {
         "faults/h": f"{rate:g}",
         "method": method,
@@ -106,11 +113,14 @@ def row(rate: float, method: str, result: Result, free: dict[str, Any]) -> dict[
         "seconds": round(result.seconds, 1),
         "steps": result.steps if result.finished else f"{result.steps}, not all",
         "speed": speed,
-        "goodput": f"{100 * speed / free['speed']:.0f} %" if free else "100 %",
+        "goodput": f"{100 * goodput:.0f} %",
+        "present": f"{100 * result.present:.0f} %" if method == "noloco" else "",
+        "of present": f"{100 * goodput / result.present:.0f} %" if method == "noloco" else "",
         "participation": f"{100 * result.met / result.due:.0f} %" if result.due else "",
         "heals": result.heals,
         "one-sided": result.one_sided,
         "crashes": result.crashes,
+        "load": f"{os.getloadavg()[2]:.1f}",
         "perplexity": f"{merged_perplexity(result.workdirs):.3f}",
         "result": {name: str(value) for name, value in dataclasses.asdict(result).items()},
     }

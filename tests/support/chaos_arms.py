@@ -19,7 +19,7 @@ from support.kills import newest_checkpoint
 from support.paths import ROOT
 from support.ports import free_port
 
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS, _COUNT_SECONDS = 0.1, 1.0
 Later = Callable[[], None]
 
 
@@ -28,10 +28,11 @@ class Result:
     """Result of a side.
 
     Attributes:
-      seconds: from the first step of all to the last, the mean of all replicas.
+      seconds: from the first step of all to the last.
       steps: inner steps of all replicas that its weights have seen; those that were lost and repeated count once.
       strikes: what happened, by kind.
       finished: whether all steps were taken in time.
+      present: share of all replicas' seconds in which none was kept away: killed and not started again, or stopped.
       crashes: ends of processes that no fault explains.
       workdirs: where the weights are.
       met, due: exchanges that came about, of those that were due; of islands.
@@ -44,6 +45,7 @@ class Result:
     strikes: Counter[str]
     finished: bool
     workdirs: list[Path]
+    present: float = 1.0
     crashes: int = 0
     met: int = 0
     due: int = 0
@@ -73,52 +75,70 @@ class _Clock:
             self._next = next(self.tape, None)
 
 
-def run_islands(islands: Archipelago, tape: Iterator[Strike], num_steps: int, limit: float) -> Result:
-    """Lets islands train until all have taken their steps, or for `limit` seconds."""
-    away: set[str] = set()  # killed, and not started again yet
-    ended: dict[str, float] = {}
+def run_islands(islands: Archipelago, tape: Iterator[Strike], total: int, limit: float) -> Result:
+    """Lets islands train until all together have taken `total` steps, or for `limit` seconds.
+
+    The islands that are there then save, and `Result.workdirs` are theirs.
+    """
+    away: dict[str, float] = {}  # killed and not started again yet, or stopped: since when
+    seconds_away = 0.0
     crashes = 0
 
+    def back(name: str) -> None:
+        nonlocal seconds_away
+        seconds_away += time.monotonic() - away.pop(name)
+
     def begin_again(name: str) -> None:
-        away.discard(name)
+        back(name)
         islands.start(name)
+
+    def wake(name: str) -> None:
+        back(name)
+        islands.signal(name, signal.SIGCONT)
 
     def strike(fault: Strike) -> Later | None:
         victim = fault.victims[0]
         if fault.kind == "partition":
             islands.cut_off(fault.victims)
             return lambda: islands.join_again(fault.victims)
-        if victim in away or victim in ended:
+        if victim in away:
             return None
+        away[victim] = time.monotonic()
         if fault.kind == "stop":
             islands.signal(victim, signal.SIGSTOP)
-            return lambda: islands.signal(victim, signal.SIGCONT)
+            return lambda: wake(victim)
         islands.kill(victim)
-        away.add(victim)
         return lambda: begin_again(victim)
 
     for name in islands.names:
         islands.start(name)
     watched = list(islands.running.values())
     processes.wait_until(lambda: all(islands.step(name) for name in islands.names), watched, processes.PATIENCE)
-    clock, started = _Clock(tape, strike), time.monotonic()
-    while len(ended) < len(islands.names) and (now := time.monotonic() - started) < limit:
+    clock, started, steps, count_at = _Clock(tape, strike), time.monotonic(), 0, 0.0
+    while steps < total and (now := time.monotonic() - started) < limit:
         clock.tick(now)
         for name, process in islands.running.items():
-            if name in ended or name in away or process.poll() is None:
-                continue
-            if process.returncode == 0:
-                ended[name] = now
-            else:
+            if name not in away and process.poll() is not None:
                 crashes += 1
                 islands.start(name)
+        if now >= count_at:
+            steps, count_at = sum(islands.steps_taken(name) for name in islands.names), now + _COUNT_SECONDS
         time.sleep(_LOOK_SECONDS)
+    seconds = time.monotonic() - started
+    seconds_away += sum(time.monotonic() - since for since in away.values())
+    steps = sum(islands.steps_taken(name) for name in islands.names)
+    there = [name for name in islands.names if name not in away]
+    for name in there:
+        islands.signal(name, signal.SIGTERM)
+    for name in there:
+        islands.running[name].wait(processes.PATIENCE)
     result = Result(
-        seconds=sum(ended.get(name, limit) for name in islands.names) / len(islands.names),
-        steps=sum(len(islands.lines(name, "train")) for name in islands.names),
+        seconds=seconds,
+        steps=steps,
         strikes=clock.strikes,
-        finished=len(ended) == len(islands.names),
-        workdirs=[islands.workdir(name) for name in islands.names],
+        finished=steps >= total,
+        workdirs=[islands.workdir(name) for name in there],
+        present=1 - seconds_away / (seconds * len(islands.names)),
         crashes=crashes,
     )
     for name in islands.names:
@@ -127,7 +147,6 @@ def run_islands(islands: Archipelago, tape: Iterator[Strike], num_steps: int, li
         result.met += sum(line["outcome"] != "alone" for line in exchanges)
         result.one_sided += sum(line["one_sided"] for line in exchanges)
         result.heals += islands.said(name).count("training continues from another island's weights")
-    assert all(line["step"] <= num_steps for name in islands.names for line in islands.lines(name, "train"))
     return result
 
 

@@ -8,19 +8,19 @@ import numpy as np
 
 from noloco_jax.config import ModelConfig, TrainConfig, save_config
 from noloco_jax.data import load_tokenizer
-from noloco_jax.model import llama
+from noloco_jax.model import kind
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.spmd.programs import TrainState
 
 
-def random_params(config: ModelConfig, scale: float = 1.0) -> llama.Params:
+def random_params(config: ModelConfig, scale: float = 1.0) -> kind.Params:
     """Numpy parameters, normal with deviation `scale`."""
-    shapes = llama.param_shapes(config)
+    shapes = kind.param_shapes(config)
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda x: (scale * rng.standard_normal(x.shape, np.float32)).astype(x.dtype), shapes)
 
 
-def make_run(workdir: Path, config: TrainConfig) -> list[llama.Params]:
+def make_run(workdir: Path, config: TrainConfig) -> list[kind.Params]:
     """Writes a run of one checkpoint, as the trainer does; returns each replica's parameters."""
     replicas = [jax.tree.map(lambda leaf, by=by: leaf * by, random_params(config.model)) for by in (1, 3, -2, 6)]
     replicas = replicas[: config.num_replicas]

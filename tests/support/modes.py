@@ -15,7 +15,7 @@ import optax
 
 from noloco_jax.config import DataConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.methods import method_of, schedule_of
-from noloco_jax.model.llama import init_params
+from noloco_jax.model.kind import init_params
 from noloco_jax.outer.moments import LateMoments, moments_of
 from noloco_jax.outer.step import Late
 from noloco_jax.run.messages import shares_moments
@@ -45,7 +45,7 @@ def own_loop(config: TrainConfig) -> PyTree:
     """Replicas as slots of one device; the outer optimizer is an Optax transform that sees the noise as updates."""
     make_outer, schedule = method_of(config).outer_optimizer, schedule_of(config)
     assert make_outer is not None and schedule is not None
-    outer = make_outer(config, "replica", fragments_of(config.outer.fragments))
+    outer = make_outer(config, "replica", fragments_of(config.model, config.outer.fragments))
     update, average_moments = (
         jax.jit(jax.vmap(one, axis_name="replica"), compiler_options=OPTIONS)
         for one in (outer.update, outer.average_moments)

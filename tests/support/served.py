@@ -8,14 +8,19 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
+
+from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.keys import load_keys
 from support.islands import Recorder, running
 
+EXPECTED = ArraySpec((256 << 20,), np.dtype(np.uint8))  # of a call that exchanges
 FILES = 20  # open at once, as a checkpoint has
 
 
 def main() -> None:
     recorder = Recorder()
+    recorder.exchange = lambda caller, hello, connect: connect(lambda _: [EXPECTED]).receive()
     failed = 0
     over = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()

@@ -60,8 +60,15 @@ class Sweep:
 
     def is_over(self, now: float) -> bool:
         """Return True once all have answered; where somebody trains, nobody waits for islands not ready."""
-        unheard = any(name not in self.found for name in self.asked.values())
-        return now >= self.deadline or not (unheard or self.not_ready())
+        return now >= self.deadline or not (self.unheard() or self.not_ready())
+
+    def unheard(self) -> set[str]:
+        """Return the islands that were asked and have not answered yet."""
+        return set(self.asked.values()) - self.found.keys()
+
+    def has_found_the_run(self) -> bool:
+        """Return whether an island that trains from weights of this run has answered."""
+        return any(status.training and status.lineage for status in self.found.values())
 
     def not_ready(self) -> list[str]:
         """Return the islands whose second answer is missing, where nobody trains."""
@@ -107,6 +114,7 @@ class CatchUp:
         self._has_state = has_state
         self._needs_lineage = began_before and not has_state
         self._heard: dict[str, Status] = {}  # last answers of all, while a lineage is needed
+        self._silent: set[str] = set()  # peers that did not answer the last requests in time
         self._start_deadline = self._lost_deadline = 0.0
         self._awaits_membership = False
         self.is_ready = self.training = False
@@ -167,11 +175,17 @@ class CatchUp:
 
     def _decide_when_all_are_heard(self) -> None:
         sweep = self._sweep
-        if sweep is None or not sweep.is_over(self._context.now):
+        if sweep is None:
+            return
+        # Peers that are stopped or behind a partition say nothing: an island that restarts does not wait for them all.
+        are_silent_again = self._has_state and sweep.unheard() <= self._silent and not sweep.not_ready()
+        if sweep.has_found_the_run() or are_silent_again:
+            sweep.deadline = min(sweep.deadline, self._context.now + self._context.settings.rest_seconds)
+        if not sweep.is_over(self._context.now):
             return
         for channel in sweep.asked:
             self._context.close(channel)
-        self._sweep = None
+        self._sweep, self._silent = None, sweep.unheard()
         self._decide(sweep)
 
     def _decide(self, sweep: Sweep) -> None:

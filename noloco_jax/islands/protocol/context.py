@@ -28,6 +28,7 @@ class Settings:
       quarantine_rounds: rounds without a partner that has sent `broken_in_a_row` broken messages.
       broken_in_a_row: consecutive broken messages that lead to quarantine.
       answer_seconds: timeout of the answer to an opener.
+      rest_seconds: timeout of the other answers once an island that trains has answered one that starts.
       start_seconds: time that islands starting together wait for each other.
       lost_seconds: time for which an island that has lost its weights waits for others that have some; it then begins
         anew where at least half of all islands answer, itself included.
@@ -41,6 +42,7 @@ class Settings:
     quarantine_rounds: int = 16
     broken_in_a_row: int = 3
     answer_seconds: float = 10.0
+    rest_seconds: float = 2.0
     start_seconds: float = 120.0
     lost_seconds: float = 600.0
     state_seconds: float = 600.0

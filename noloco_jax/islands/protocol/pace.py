@@ -24,7 +24,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from noloco_jax.islands.protocol.messages import Speed, Timing
-from noloco_jax.islands.protocol.speeds import Speeds
+from noloco_jax.islands.protocol.speeds import ROUNDS_KNOWN, Speeds
 
 STEPS_KEPT = 16  # inner steps whose median is the island's speed
 STEPS_NEEDED = 4
@@ -146,7 +146,7 @@ class Pace:
         end = self._ends[round]
         if self._is_kept:
             late = (timing.ago - (now - end.time)) / unit
-            self._behind = SHARE * (late - (self.made_up - end.made_up))
+            self._behind = SHARE * min(late - (self.made_up - end.made_up), self._most_late())
             return
         # Count by the clock, as begun steps may still wait in a queue, but no more than those steps: an island that
         # was held up itself has not been ahead meanwhile.
@@ -159,12 +159,22 @@ class Pace:
         """Make up for the steps to a partner that ended a later `round` so many steps of the schedule ago."""
         if not self._is_kept or len(self._ends) < 2:
             return
-        first, last = min(self._ends), max(self._ends)
+        last = max(self._ends)
         if not 0 < round - last <= ENDS_KEPT:
             return
-        per_round = (self._ends[last].scheduled - self._ends[first].scheduled) / (last - first)
         taken = self._scheduled - self._ends[last].scheduled
-        self._behind = max(self._behind, SHARE * ((round - last) * per_round + ago - taken))
+        late = (round - last) * self._per_round() + ago - taken
+        self._behind = max(self._behind, SHARE * min(late, self._most_late()))
+
+    def _per_round(self) -> float:
+        """Return the steps of the schedule in a round; all so far, before two rounds have ended."""
+        first, last = min(self._ends), max(self._ends)
+        before = self._ends[first].scheduled if first < last else 0
+        return (self._ends[last].scheduled - before) / max(last - first, 1)
+
+    def _most_late(self) -> float:
+        """Return the most steps of the schedule to be late by: what a peer says counts for no more rounds."""
+        return ROUNDS_KNOWN * self._per_round()
 
     def unequal(self, timing: Timing | None) -> tuple[float, float] | None:
         """Return the usual seconds of an inner step here and of a partner with which no pause helps, or None."""

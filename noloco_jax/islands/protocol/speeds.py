@@ -2,8 +2,10 @@
 
 An island that follows a speed which nobody has runs through its schedule, and so does every island that follows it.
 Hence an island speaks for itself alone, and what it says is held against the rounds that it ends: whoever takes
-inner steps of s seconds ends its rounds at least as fast. Speeds of islands that were never met are passed on by those
-that have met them, and no further.
+inner steps of s seconds ends its rounds as fast, and so does whoever keeps pace with one that does. A word that these
+contradict is ignored, not believed in part: who says it keeps pace with those that believe it, and would be believed
+the more the faster they are. Speeds of islands that were never met are passed on by those that have met them, and no
+further.
 """
 
 from collections import deque
@@ -13,8 +15,8 @@ from dataclasses import replace
 from noloco_jax.islands.protocol.messages import Speed, Timing
 
 ROUNDS_KNOWN = 16  # rounds for which another island's speed counts
-MOST_TOLD = 8.0  # fastest speed to believe of an island whose rounds were not timed yet, in multiples of the own
-MOST_TIMED = 2.0  # fastest speed to believe, in multiples of the speed at which an island ends its rounds
+MOST_TOLD = 8.0  # fastest speed to believe, in multiples of the own
+MOST_TIMED = 2.0  # fastest speed to believe, in multiples of the speed at which the island that says it ends its rounds
 
 
 class Speeds:
@@ -28,6 +30,7 @@ class Speeds:
         self._names = names
         self._told: dict[str, Speed] = {}  # by the island itself; `round` is the own one then
         self._passed_on: dict[str, Speed] = {}
+        self._passed_by: dict[str, str] = {}
         self._timed: dict[str, deque[tuple[int, int, float]]] = {}  # round, steps of the schedule up to it, time
 
     def hear(self, sender: str, timing: Timing, round: int) -> None:
@@ -42,6 +45,7 @@ class Speeds:
             and passed_on.seconds > 0
         ):
             self._passed_on[passed_on.name] = replace(passed_on, round=min(passed_on.round, round))
+            self._passed_by[passed_on.name] = sender
         for speeds in (self._told, self._passed_on):
             for name in [name for name, speed in speeds.items() if speed.round < round - ROUNDS_KNOWN]:
                 del speeds[name]
@@ -59,20 +63,22 @@ class Speeds:
         self._timed.clear()
 
     def believed(self, own_seconds: float) -> Iterator[Speed]:
-        """Yield a speed for each island that is known, within the bounds; those told by islands themselves first."""
-        for speeds in (self._told, self._passed_on):
-            for name, speed in speeds.items():
-                if speeds is self._told or name not in self._told:
-                    yield replace(speed, seconds=max(speed.seconds, self._least_seconds(name, own_seconds)))
+        """Yield the speeds that are believed, one an island, those told by islands themselves first."""
+        told = self._told
+        passed_on = [(self._passed_by[name], speed) for name, speed in self._passed_on.items() if name not in told]
+        for sender, speed in (*told.items(), *passed_on):
+            if speed.seconds >= self._timed_seconds(sender) / MOST_TIMED:
+                yield replace(speed, seconds=max(speed.seconds, own_seconds / MOST_TOLD))
 
     def fastest_met(self, own: Speed) -> Speed:
         """Return the fastest of the own speed and those that islands have told of themselves."""
         met = [speed for speed in self.believed(own.seconds) if speed.name in self._told]
         return min([own, *met], key=lambda speed: speed.seconds)
 
-    def _least_seconds(self, name: str, own_seconds: float) -> float:
+    def _timed_seconds(self, name: str) -> float:
+        """Return the seconds in which an island passes a step of the schedule; 0 while unknown."""
         known = self._timed.get(name, ())
         if len(known) < 2:
-            return own_seconds / MOST_TOLD
+            return 0.0
         (_, first, began), (_, last, ended) = known[0], known[-1]
-        return (ended - began) / max(last - first, 1) / MOST_TIMED
+        return (ended - began) / max(last - first, 1)

@@ -32,7 +32,7 @@ class IslandLog:
         workdir.mkdir(parents=True, exist_ok=True)
         self._path = workdir / LOG_FILE
         self.name = name
-        self._gave_way = 0.0  # seconds up to the last round
+        self._gave_way = self._exposed = 0.0  # seconds up to the last round
         if self._path.exists():  # the process before this one may have been killed in the middle of a line
             content = self._path.read_bytes()
             os.truncate(self._path, content.rfind(b"\n") + 1)
@@ -59,10 +59,18 @@ class IslandLog:
         gone = time.time() - self._first["time"]
         return min((seconds - self._first["seconds"]) / gone, 1.0) if gone > 0 else 1.0
 
-    def round(self, round: int, step: int, gave_way: float) -> None:
-        """Log the end of a round, after inner step `step` and `gave_way` seconds of pauses for slower islands."""
-        self._write("round", round=round, step=step, gave_way=gave_way - self._gave_way)
-        self._gave_way = gave_way
+    def round(self, round: int, step: int, gave_way: float, exposed: float) -> None:
+        """Log the end of a round.
+
+        Args:
+          round: the round.
+          step: the last inner step.
+          gave_way: seconds of pauses for slower islands, since the start.
+          exposed: seconds that training stood still for exchanges besides, since the start.
+        """
+        seconds = {"gave_way": gave_way - self._gave_way, "exposed": exposed - self._exposed}
+        self._write("round", round=round, step=step, **seconds)
+        self._gave_way, self._exposed = gave_way, exposed
 
     def exchange(self, met: Met, sent: int | float) -> None:
         """Log the outcome of a round's message; `sent` are the bytes that the partner has received of it."""

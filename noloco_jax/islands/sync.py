@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from noloco_jax.formatting import format_bytes
-from noloco_jax.island.log import IslandLog
 from noloco_jax.islands.agent import Met
+from noloco_jax.islands.log import IslandLog
 from noloco_jax.islands.protocol.messages import Status
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.outer.pairing import Round
@@ -67,7 +67,8 @@ class IslandSync:
         state = self._steps.take(state, step, count)
         seconds = time.perf_counter() - started
         for number in range(first, first + count):
-            self._log.round(number, step, self._steps.gave_way)
+            exposed = self._steps.seconds_exposed - self._steps.gave_way
+            self._log.round(number, step, self._steps.gave_way, exposed)
         return state, OuterSteps(first, count, seconds, None)
 
     def finish(self, state: TrainState, step: int) -> TrainState:

@@ -1,0 +1,378 @@
+"""The seam between a model and everything that trains it: what a model is, and which one a configuration names.
+
+A model is an NNX module of `nnx.Param` weights. `weight` names the logical axes of each; sharding, pipeline stages,
+fragments, Muon and the padding of the vocabulary follow from those names, so that no other room knows a weight.
+
+The parameters travel as a plain nested dict of arrays, a field of the module a key.
+
+Axes: B batch, T positions, D hidden width, V vocabulary.
+"""
+
+import functools
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from noloco_jax.config import ModelConfig
+from noloco_jax.errors import UserError, described
+from noloco_jax.model.loss import token_nll
+
+Params = dict[str, Any]
+Axes = tuple[str | None, ...]
+Path = tuple[str, ...]
+
+# The logical axes that a weight's dimensions may have. "layer": stacked layers. "vocab": tokens. "hidden": the residual
+# stream. "heads", "ffn": the wide sides of attention and feed-forward layers.
+LOGICAL_AXES = ("layer", "vocab", "hidden", "heads", "ffn")
+BUILT_IN = {"llama": "noloco_jax.model.llama:Llama"}
+
+
+def weight(value: jax.Array, *axes: str | None) -> nnx.Param:
+    """Return a parameter whose dimensions have the given logical axes, one of `LOGICAL_AXES` or None each.
+
+    A parameter made otherwise, as by `nnx.Linear`, has no logical axis: every device of a replica holds all of it.
+    """
+    return nnx.Param(value, axes=axes)
+
+
+def stacked(block: Callable[..., nnx.Module], num_layers: int, rngs: nnx.Rngs) -> Any:
+    """Return `num_layers` blocks as one, each weight stacked along a leading axis "layer".
+
+    Args:
+      block: makes one block, called with `rngs=`.
+      num_layers: number of layers.
+      rngs: random streams, split for the layers.
+    """
+
+    @nnx.split_rngs(splits=num_layers)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def made(rngs: nnx.Rngs) -> nnx.Module:
+        return block(rngs=rngs)
+
+    blocks = made(rngs)
+    for _, variable in nnx.iter_graph(blocks):
+        if isinstance(variable, nnx.Param):
+            variable.set_metadata(axes=("layer", *_axes(variable, variable.ndim - 1)))
+    return blocks
+
+
+def _axes(variable: Any, ndim: int) -> Axes:
+    return variable.get_metadata().get("axes", (None,) * ndim)
+
+
+class Stages(NamedTuple):
+    """Fields of a model that can be cut into pipeline stages, which are all that it has.
+
+    D, the width of the stream between layers, is `config.hidden_size`.
+
+    Attributes:
+      embedding: (V, D) with axes "vocab" and "hidden", for `embed_tokens`; each stage has a part of the tokens.
+      layers: weights that begin with the axis "layer", for `run_blocks`; each stage has a part of the layers.
+      norm: for `final_norm`, without these axes; each stage has a copy.
+      head: (D, V) with axes "hidden" and "vocab", for `head_kernel`; each stage has a part of the tokens.
+    """
+
+    embedding: str
+    layers: str
+    norm: str
+    head: str
+
+
+class Model(nnx.Module):
+    """A causal language model. A subclass makes its weights and defines `hidden` and `head_kernel`, or `loss_sum`.
+
+    Args:
+      config: sizes and dtypes; a model uses the fields that it needs.
+      rngs: its `params` stream draws the weights.
+
+    Attributes:
+      stages: the fields that pipeline stages share out. None: the model is not cut.
+    """
+
+    stages: ClassVar[Stages | None] = None
+    config: ModelConfig
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        raise NotImplementedError
+
+    def hidden(self, ids_BT: jax.Array, *, segments_BT: jax.Array | None = None) -> jax.Array:
+        """Return what the head multiplies (B, T, D), which depends on no later token of the sequence.
+
+        Args:
+          ids_BT: token ids.
+          segments_BT: the document of every position, for models that keep documents apart. None: all is one.
+        """
+        raise NotImplementedError
+
+    def head_kernel(self) -> jax.Array:
+        """Return the output matrix (D, V)."""
+        raise NotImplementedError
+
+    def loss_sum(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """Return the summed loss of a batch's labels and their number, float32 scalars.
+
+        Args:
+          batch: `input_ids` and `labels` (B, T), the labels shifted by one, -100 where there is none; maybe
+            `segment_ids`.
+        """
+        h_BTD = self.hidden(batch["input_ids"], segments_BT=batch.get("segment_ids"))
+        return token_nll(h_BTD, self.head_kernel(), batch["labels"])
+
+    def logits(self, h_BTD: jax.Array) -> jax.Array:
+        """Next-token logits (B, T, V), float32, of what `hidden` returns."""
+        return jnp.matmul(h_BTD, self.head_kernel().astype(h_BTD.dtype), preferred_element_type=jnp.float32)
+
+    # What pipeline stages call, each with its own part of the fields in `stages`.
+
+    def embed_tokens(self, ids_BT: jax.Array) -> jax.Array:
+        """Return the residual stream (B, T, D) that enters the first layer."""
+        raise NotImplementedError
+
+    def run_blocks(self, h_BTD: jax.Array, *, segments_BT: jax.Array | None = None) -> jax.Array:
+        """Apply the layers that there are, one after another."""
+        raise NotImplementedError
+
+    def final_norm(self, h_BTD: jax.Array) -> jax.Array:
+        """Return what the head multiplies, from the residual stream after the last layer."""
+        raise NotImplementedError
+
+    # What a model may know better.
+
+    @classmethod
+    def is_muons(cls, path: Path, axes: Axes) -> bool:
+        """Return True for a weight that Muon takes: a matrix, or a stack of them, that is no table of tokens.
+
+        Args:
+          path: its fields' names.
+          axes: its logical axes.
+        """
+        return len(axes) - axes.count("layer") == 2 and "vocab" not in axes
+
+    @classmethod
+    def forward_flops(cls, config: ModelConfig, length: int) -> float:
+        """Count the floating-point operations of one token's forward pass in a sequence of `length` tokens.
+
+        Here: 2 for each weight of a matrix, but for tables whose first axis is "vocab", which are looked up.
+        """
+        axes = param_axes(config)
+        sizes = {path: math.prod(shape.shape) for path, shape in _leaves(param_shapes(config)).items()}
+        matrices = (path for path in sizes if _num_sides(axes[path]) > 1 and axes[path][0] != "vocab")
+        return 2 * sum(sizes[path] for path in matrices)
+
+    @classmethod
+    def kept_numbers(cls, config: ModelConfig) -> int:
+        """Estimate the activations of one token that are kept for the backward pass, in numbers of `config.dtype`."""
+        everything = 10 * config.hidden_size + 4 * config.intermediate_size
+        kept = {"none": everything, "dots": 6 * config.hidden_size, "full": 0, "stage": 0}
+        return config.num_layers * (kept[config.remat] + config.hidden_size)
+
+    @classmethod
+    def empty_cache(cls, config: ModelConfig, batch_size: int, max_length: int) -> Any:
+        """Return a cache for generation, which `hidden` takes as `cache=`. None: each token repeats the whole pass."""
+        return None
+
+    @classmethod
+    def cast_for_generation(cls, config: ModelConfig, params: Params) -> Params:
+        """Return the parameters in the dtypes that generation multiplies."""
+        return params
+
+    @classmethod
+    def from_params(cls, config: ModelConfig, params: Params) -> Any:
+        """Make the module from a parameter dict, or from a part of one, as a pipeline stage holds it.
+
+        A field that is missing stays a shape without values, and methods that need it fail; stacks may hold fewer
+        layers than `config.num_layers`.
+        """
+        graphdef, shapes, _ = _abstract(cls, config)
+        return nnx.merge(graphdef, shapes | params)
+
+    def to_params(self) -> Params:
+        """Return the parameter dict of the module."""
+        return nnx.to_pure_dict(nnx.state(self, nnx.Param))
+
+
+@functools.cache
+def kind_of(config: ModelConfig) -> type[Model]:
+    """Return the class that `config.kind` names.
+
+    Raises:
+      UserError: if there is no such module or class, or it is no `Model`.
+    """
+    module_name, _, name = BUILT_IN.get(config.kind, config.kind).partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # one's own module may raise anything
+        raise UserError(
+            f"model.kind={config.kind!r}: the module {module_name} cannot be imported ({described(error)}): mend it, "
+            "start where Python finds it, or add its folder to PYTHONPATH"
+        ) from error
+    kind = getattr(module, name, None)
+    if not (inspect.isclass(kind) and issubclass(kind, Model)):
+        what = "has no such name" if kind is None else "has there no subclass of noloco_jax.model.kind.Model"
+        raise UserError(f"model.kind={config.kind!r}: {module_name} {what}: name a subclass of Model in it")
+    return kind
+
+
+def stages_of(config: ModelConfig) -> Stages:
+    """Return the fields that pipeline stages share out.
+
+    Raises:
+      UserError: if the model is not cut into stages.
+    """
+    stages = kind_of(config).stages
+    if stages is None:
+        raise UserError(
+            f"model.kind={config.kind!r} is not cut into pipeline stages: give --config.mesh.stage=1, or name in its "
+            "class the fields that stages share out (noloco_jax.model.kind.Stages)"
+        )
+    return stages
+
+
+@functools.cache
+def check_kind(config: ModelConfig, num_stages: int) -> None:
+    """Check that the configuration's model can be made, cut into stages and differentiated, without computing anything.
+
+    Raises:
+      UserError: if it cannot.
+    """
+    shapes = param_shapes(config)
+    if num_stages > 1:
+        _check_stages(config, stages_of(config))
+    if config.kind in BUILT_IN:
+        return
+    ids_BT = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    batch = {"input_ids": ids_BT, "labels": ids_BT}
+    try:
+        jax.eval_shape(jax.grad(lambda params, batch: loss(config, params, batch)[0]), shapes, batch)
+    except Exception as error:  # one's own model may raise anything
+        name = kind_of(config).__name__
+        raise UserError(
+            f"model.kind={config.kind!r}: the loss of {name} cannot be traced ({described(error)}): mend its hidden "
+            "and head_kernel, or its loss_sum, which get tokens (2, 8) here"
+        ) from error
+
+
+def _check_stages(config: ModelConfig, stages: Stages) -> None:
+    """Raise `UserError` where the fields of the stages are not as `Stages` describes them."""
+    axes, shapes = param_axes(config), _leaves(param_shapes(config))
+    wanted: dict[str, Callable[[Path], bool]] = {
+        stages.embedding: lambda path: axes[path][:1] == ("vocab",) and len(path) == 1,
+        stages.layers: lambda path: axes[path][:1] == ("layer",) and shapes[path].shape[0] == config.num_layers,
+        stages.norm: lambda path: not {"layer", "vocab"} & {*axes[path]},
+        stages.head: lambda path: axes[path][-1:] == ("vocab",) and len(path) == 1,
+    }
+    fields = {path[0] for path in axes}
+    wrong = [
+        *sorted(wanted.keys() ^ fields),
+        *(".".join(path) for path in axes if path[0] in wanted and not wanted[path[0]](path)),
+    ]
+    if wrong:
+        raise UserError(
+            f"model.kind={config.kind!r}: {wrong[0]} does not fit {stages}: its fields are all that a model in stages "
+            f"has, an embedding (V, D), layers stacked {config.num_layers} high, a norm and a head (D, V), with the "
+            "axes that noloco_jax.model.kind.Stages names"
+        )
+
+
+def from_params(config: ModelConfig, params: Params) -> Any:
+    """Make the configuration's model from a parameter dict, see `Model.from_params`."""
+    return kind_of(config).from_params(config, params)
+
+
+@functools.cache
+def _abstract(kind: type[Model], config: ModelConfig) -> tuple[Any, Params, Mapping[Path, Axes]]:
+    """Return the module without its parameters, their shapes, and their logical axes by path."""
+    try:
+        graphdef, state = nnx.split(nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(params=0))))
+    except Exception as error:  # one's own constructor may raise anything
+        if config.kind in BUILT_IN:
+            raise
+        raise UserError(
+            f"model.kind={config.kind!r}: {kind.__name__} cannot be made from model.* ({described(error)}): mend its "
+            "__init__(self, config, *, rngs)"
+        ) from error
+    axes = {}
+    for path, variable in nnx.to_flat_state(state):
+        name = ".".join(map(str, path))
+        if not isinstance(variable, nnx.Param):
+            raise UserError(
+                f"model.kind={config.kind!r}: {name} is a {type(variable).__name__}, and only nnx.Param is trained and "
+                "saved: keep nothing else in the model (no nnx.Rngs, no statistics)"
+            )
+        if not all(isinstance(key, str) for key in path):
+            raise UserError(
+                f"model.kind={config.kind!r}: {name} lies in a list, and weights are named by fields: give each layer "
+                "a field, or stack them by noloco_jax.model.kind.stacked"
+            )
+        axes[path] = _axes(variable, variable.ndim)
+        if len(axes[path]) != variable.ndim or not {*axes[path]} <= {*LOGICAL_AXES, None}:
+            raise UserError(
+                f"model.kind={config.kind!r}: {name} of shape {variable.shape} has the logical axes {axes[path]}: give "
+                f"one for each dimension, of {', '.join(LOGICAL_AXES)} or None"
+            )
+    return graphdef, nnx.to_pure_dict(state), MappingProxyType(axes)
+
+
+def param_axes(config: ModelConfig) -> Mapping[Path, Axes]:
+    """Return the logical axes of every parameter by its path."""
+    return _abstract(kind_of(config), config)[2]
+
+
+def axes_at(config: ModelConfig, path: tuple[Any, ...]) -> Axes | None:
+    """Return the logical axes of the parameter whose path a path in some state ends with; None if there is none.
+
+    Args:
+      config: the model.
+      path: JAX's path of an array: of a parameter, or of what an optimizer keeps beside it, with any prefix.
+    """
+    axes = param_axes(config)
+    names: tuple[Any, ...] = tuple(getattr(key, "key", None) for key in path)
+    return next((axes[names[start:]] for start in range(len(names)) if names[start:] in axes), None)
+
+
+def muons(config: ModelConfig) -> frozenset[Path]:
+    """Return the paths of the weights that Muon takes."""
+    kind = kind_of(config)
+    return frozenset(path for path, axes in param_axes(config).items() if kind.is_muons(path, axes))
+
+
+def init_params(config: ModelConfig, key: jax.Array) -> Params:
+    """Draw the parameter dict of a new model from a typed PRNG key."""
+    return kind_of(config)(config, rngs=nnx.Rngs(params=key)).to_params()
+
+
+def param_shapes(config: ModelConfig) -> Params:
+    """Return the parameter dict as `jax.ShapeDtypeStruct`s."""
+    return jax.tree.map(lambda shape: shape, _abstract(kind_of(config), config)[1])  # a copy: the original is cached
+
+
+def num_params(config: ModelConfig) -> tuple[int, int]:
+    """Return the number of parameters, in all and without the tables of tokens: input embedding and head."""
+    sizes = {path: math.prod(shape.shape) for path, shape in _leaves(param_shapes(config)).items()}
+    axes = param_axes(config)
+    return sum(sizes.values()), sum(size for path, size in sizes.items() if "vocab" not in axes[path])
+
+
+def loss(config: ModelConfig, params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Return the mean loss over a batch's labels, and how many there are (no label: 0, 0).
+
+    `batch` is as of `Model.loss_sum`. An id outside the vocabulary makes the loss and its gradients NaN, and so does a
+    label there other than -100.
+    """
+    total, num_labels = from_params(config, params).loss_sum(batch)
+    return total / jnp.maximum(num_labels, 1.0), num_labels
+
+
+def _leaves(params: Params) -> dict[Path, Any]:
+    return {tuple(key.key for key in path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+
+
+def _num_sides(axes: Axes) -> int:
+    return len(axes) - axes.count("layer")

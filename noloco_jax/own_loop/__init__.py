@@ -1,0 +1,1 @@
+"""Islands in a user's own loop: `noloco_jax.Island`."""

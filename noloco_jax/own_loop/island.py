@@ -1,0 +1,393 @@
+"""Island in a user's own loop: any model, inner optimizer and tree of arrays, averaged with peers over the network."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from noloco_jax.cluster.workdir_lock import WorkdirLock
+from noloco_jax.errors import UserError
+from noloco_jax.exchange.groups import GroupExchange
+from noloco_jax.islands.agent import Agent
+from noloco_jax.islands.discovery import read_run
+from noloco_jax.islands.entries import MEMBERS_FILE, Saved, members_at
+from noloco_jax.islands.final_merge import FinalMerge
+from noloco_jax.islands.frames import ArraySpec
+from noloco_jax.islands.keys import Credentials, credentials_for, load_keys
+from noloco_jax.islands.log import IslandLog
+from noloco_jax.islands.payload import codec_of, specs_of
+from noloco_jax.islands.protocol.context import Settings
+from noloco_jax.islands.protocol.island import Journal
+from noloco_jax.islands.protocol.messages import Identity
+from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.start import begin, open_agent
+from noloco_jax.islands.steps import IslandSteps, state_specs
+from noloco_jax.islands.sync import IslandSync
+from noloco_jax.outer.noloco import NoLoCo
+from noloco_jax.outer.pairing import Pairing, RandomPairing, largest_group
+from noloco_jax.outer.rule import OuterState
+from noloco_jax.outer.transform import OuterOptimizer
+from noloco_jax.own_loop.checkpoints import OwnCheckpoints
+from noloco_jax.own_loop.forms import Form
+from noloco_jax.run.messages import Messages
+from noloco_jax.schedule import pairing_round
+from noloco_jax.spmd.programs import TrainState, outer_axes, shardings_of
+from noloco_jax.spmd.solo import SoloPrograms, solo_of
+
+PyTree = Any
+
+
+class Island:
+    """Island of a user's own training loop, in which NoLoCo's outer steps are exchanges with other processes.
+
+        with nj.Island("roster.toml", "paris", keys="keys/paris", workdir="runs/paris",
+                       outer=nj.noloco(sync_every=50, fragments=8, wire="modulo4")) as island:
+            params, rest, step = island.begin(params, rest)
+            while step < num_steps:
+                params, rest = train_step(params, rest, next(batches))
+                params, rest, step = island.step(params, rest)
+            merged = island.merge(params)
+
+    It trains like an island of `python -m noloco_jax.island train`: nobody waits for a peer, corrections enter when
+    they have arrived, and an island that was away continues from a peer's state.
+
+    Args:
+      roster: path of the roster, the same for all islands, or a `Roster`; or the path of the entry that
+        `python -m noloco_jax.island invite` made for this island.
+      name: this island's name in it.
+      workdir: folder of this island's checkpoints and event log.
+      outer: `noloco` without a pairing, for random pairs of the islands, or with one of as many replicas.
+      keys: folder of this island's keys (`python -m noloco_jax.island keys` makes them); None: without TLS, if all
+        islands are on this machine.
+      samples_per_step: samples of an inner step, by which exchanges of unequal islands are weighed.
+      common: further values that must be equal on all islands, such as {"lr": 1e-3}: an island with another value is
+        refused, by name.
+      save_every: inner steps between checkpoints; 0: only `save`.
+      keep: number of checkpoints to keep.
+      linger: seconds for which `merge` waits for islands that are later.
+      report: called with lines for people.
+
+    Raises:
+      UserError: for a roster, a name or keys that are not right.
+      ValueError: for an outer optimizer that islands cannot follow.
+    """
+
+    def __init__(
+        self,
+        roster: str | Path | Roster,
+        name: str,
+        *,
+        workdir: str | Path,
+        outer: OuterOptimizer,
+        keys: str | Path | None = None,
+        samples_per_step: int = 1,
+        common: Mapping[str, Any] | None = None,
+        save_every: int = 1000,
+        keep: int = 2,
+        linger: float = 600.0,
+        report: Callable[[str], None] = print,
+    ):
+        self._name, self._workdir = name, Path(workdir)
+        saved = _run_of(roster)
+        self._roster = saved.roster
+        folder = None if keys is None else Path(keys)
+        if folder is not None and name not in saved.roster.names:
+            self._credentials: Credentials | None = load_keys(folder, name)  # of a member that was invited
+        else:
+            self._credentials = credentials_for(saved.roster, name, folder)
+        self._members = members_at(self._workdir / MEMBERS_FILE, saved.roster, self._credentials)
+        self._members.merge(saved.entries)
+        if self._members.id_of(name) is None:
+            raise UserError(f"{roster} has no entry of {name} that the authority of {keys} has signed: invite it again")
+        self._pairing = _checked(outer, len(self._roster.islands))
+        self._outer, self._common = outer, dict(common or {})
+        self._samples, self._save_every, self._keep = samples_per_step, save_every, keep
+        self._linger, self._report = linger, report
+        self._lock = WorkdirLock(self._workdir, report)
+        self._agent: Agent | None = None
+        self._checkpoints: OwnCheckpoints | None = None
+        self._seconds_before = 0.0
+        self._finished = False
+
+    def __enter__(self) -> "Island":
+        self._lock.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            if self._agent is not None:
+                self._sync.leave(self._finished)
+                self._log.end(self._finished)
+                self._agent.close()
+            if self._checkpoints is not None:
+                self._checkpoints.close()
+        finally:
+            self._lock.__exit__(*error)
+
+    def begin(self, params: PyTree, rest: PyTree = ()) -> tuple[PyTree, PyTree, int]:
+        """Join the peers and return the state to train from: the newest checkpoint's, a peer's, or the one given.
+
+        It returns when the island may train: with the others that start at the same time, or from a peer's state.
+
+        Args:
+          params: weights to average, real arrays of JAX (under any sharding of this process) or NumPy. All islands
+            give the same values.
+          rest: what travels with them, such as the optimizer's state: arrays, numbers, random keys.
+
+        Returns:
+          params, rest, and the inner steps that they have behind them.
+
+        Raises:
+          UserError: if the checkpoint is damaged or of other arrays, or if most of the others refuse this island.
+          ValueError: for leaves of other types.
+        """
+        self._params, self._rest = Form(params, "params"), Form(rest, "rest")
+        shapes = self._params.shapes(leading=(1,))
+        outer_shapes = self._shapes_of_outer(shapes)
+        solo = solo_of(self._outer, shapes, outer_shapes)
+        self._places = TrainState(self._params.shapes(), self._rest.shapes(), outer_shapes)
+        weights = self._params.specs
+        saved = {f"{part}{name}": spec for part, form in self._forms.items() for name, spec in form.specs.items()}
+        saved |= {f"outer {i}": spec for i, spec in enumerate(specs_of(outer_shapes))}
+        self._checkpoints = OwnCheckpoints(self._workdir, saved, self._keep)
+        state, step, journal = self._start(params, rest)
+        codec = codec_of(solo.wire, solo.message, solo.code, solo.cuts)
+        identity = self._identity(saved)
+        self._agent = open_agent(
+            self._roster,
+            self._name,
+            self._credentials,
+            identity,
+            self._partner,
+            Settings(patience=2 * self._outer.fragments.count),
+            journal,
+            self._workdir,
+            codec,
+            state_specs(self._places),
+            weights,
+            {"identity": dataclasses.asdict(identity), "config": {}, "tokenizer": None},
+            lambda: False,
+            self._report,
+            self._members,
+        )
+        assert self._agent is not None
+        schedule = self._outer.schedule
+        steps = IslandSteps(
+            self._agent,
+            self._compiled(solo),
+            self._placed,
+            lambda step: schedule.sync_every * self._samples,
+        )
+        self._log = IslandLog(self._workdir, self._name)
+        size = sum(spec.nbytes for spec in specs_of(solo.code))
+        merge = FinalMerge(steps, self._name, weights, self._linger, lambda: False, self._report)
+        messages = Messages(of_outer_step=lambda round: size, of_inner_step=lambda step: 0)
+        self._sync = IslandSync(schedule, steps, self._log, messages, lambda state: None, merge)
+        begin(self._agent, self._workdir, lambda: False)
+        self._began = time.monotonic()
+        self._log.start(step, self._seconds_before)
+        state, self._step, _ = self._sync.before_step(state, step, 1)
+        self._state_of_outer = state.outer
+        self._tell()
+        return self._params.given(state.params), self._rest.given(state.inner), self._step
+
+    def step(self, params: PyTree, rest: PyTree = ()) -> tuple[PyTree, PyTree, int]:
+        """Count an inner step: start the exchange that is due after it, and apply what has arrived of earlier ones.
+
+        It does not wait for peers. The arrays given are not donated.
+
+        Args:
+          params: weights after the inner step, of the form given to `begin`.
+          rest: likewise.
+
+        Returns:
+          params and rest to continue from, and the inner steps that they have behind them: one more than before, or
+          another number where the state is a peer's, as this island was too far behind.
+
+        Raises:
+          ValueError: for trees of another form.
+        """
+        state = self._state(params, rest)
+        step = self._step + 1
+        after, _ = self._sync.after_step(state, step, 1)
+        if self._save_every and step % self._save_every == 0:
+            after = self._saved(after, step)
+        after, step, _ = self._sync.before_step(after, step, 1)
+        self._tell()
+        self._step, self._state_of_outer = step, after.outer
+        if after.params is state.params:  # nothing was due and nothing has arrived
+            return params, rest, step
+        return self._params.given(after.params), self._rest.given(after.inner), step
+
+    def save(self, params: PyTree, rest: PyTree = ()) -> tuple[PyTree, PyTree]:
+        """Save a checkpoint and return the state that it holds, in which what has arrived is applied."""
+        after = self._saved(self._state(params, rest), self._step)
+        self._state_of_outer = after.outer
+        return self._params.given(after.params), self._rest.given(after.inner)
+
+    def merge(self, params: PyTree) -> PyTree:
+        """End the training: return the mean of all islands' last weights, without those that are not done in time."""
+        arrays = jax.tree.map(jnp.asarray, self._params.arrays(params))
+        state = TrainState(arrays, (), self._state_of_outer)
+        merged = self._sync.finish(state, self._step)
+        self._finished = True
+        self._tell()
+        return self._params.given(merged.params)
+
+    @property
+    def _forms(self) -> dict[str, Form]:
+        return {"params": self._params, "rest": self._rest}
+
+    def _state(self, params: PyTree, rest: PyTree) -> TrainState:
+        if self._agent is None:
+            raise ValueError("the island has not begun: call begin first")
+        return TrainState(self._params.arrays(params), self._rest.arrays(rest), self._state_of_outer)
+
+    def _start(self, params: PyTree, rest: PyTree) -> tuple[TrainState, int, Journal | None]:
+        """Return the state of the newest checkpoint, or the one given, its step, and the checkpoint's journal."""
+        assert self._checkpoints is not None
+        step = self._checkpoints.latest_step()
+        if step is None:
+            first = TrainState(self._params.arrays(params), self._rest.arrays(rest), None)
+            make = jax.jit(self._init, out_shardings=shardings_of(self._places.outer))
+            made = make(jax.tree.map(lambda x: x[None], first.params))
+            return first._replace(outer=made), 0, None
+        arrays, run = self._checkpoints.restore(step, jax.tree.leaves(self._places))
+        self._seconds_before = run["seconds"]
+        self._report(f"resumes from the checkpoint of step {step}")
+        return self._placed(arrays), step, Journal.from_json(run["journal"])
+
+    def _saved(self, state: TrainState, step: int) -> TrainState:
+        assert self._checkpoints is not None
+        state, journal = self._sync.settle(state)
+        if journal is not None:  # else a peer's state is about to replace this one
+            seconds = self._seconds_before + time.monotonic() - self._began
+            self._checkpoints.save(step, jax.tree.leaves(state), {"journal": journal, "seconds": seconds})
+        return state
+
+    def _tell(self) -> None:
+        for news in self._sync.news(self._seconds_before + time.monotonic() - self._began):
+            self._report(news.line)
+
+    def _partner(self, number: int) -> str | None:
+        active = self._members.active(number)
+        if len(active) < 2 or self._name not in active:
+            return None
+        pairing, me = _resized(self._pairing, len(active)), active.index(self._name)
+        groups = pairing.pool[int(pairing.pool_index(pairing_round(number, self._outer.fragments.count)))]
+        return next((active[i] for group in groups if me in group for i in group if i != me), None)
+
+    def _identity(self, arrays: Mapping[str, ArraySpec]) -> Identity:
+        outer, schedule = self._outer, self._outer.schedule
+        rule = {field.name: getattr(outer.rule, field.name) for field in dataclasses.fields(outer.rule)}  # type: ignore[arg-type]
+        values = {f"outer.{name}": str(value) for name, value in rule.items() if not callable(value)}
+        values |= {"outer.sync_every": str(schedule.sync_every), "outer.pairing": _digest(_described(self._pairing))}
+        values |= {f"common.{name}": json.dumps(value) for name, value in self._common.items()}
+        wire = outer.exchange.wire.name  # type: ignore[attr-defined]
+        model = _digest([f"{name} {spec}" for name, spec in arrays.items()])
+        codec = f"{wire}, {outer.fragments.count} fragments"
+        return Identity(self._roster.run, values, model, self._roster.version, codec, "steps")
+
+    def _init(self, lifted: PyTree) -> Any:
+        return jax.vmap(self._outer.init, out_axes=outer_axes(self._outer))(lifted)
+
+    def _shapes_of_outer(self, params: PyTree) -> OuterState:
+        """Return shapes, dtypes and shardings of the outer state: what is like a parameter lies as it does."""
+        shapes: Any = jax.eval_shape(self._init, params)
+        first = jax.tree.leaves(params)[0].sharding
+        whole = NamedSharding(first.mesh, P()) if isinstance(first, NamedSharding) else first
+
+        def placed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        placed_state: Any = optax.tree.map_params(
+            self._outer,
+            lambda x, like: placed(x, like.sharding),
+            shapes,
+            params,
+            transform_non_params=lambda x: placed(x, whole),
+        )
+        return placed_state._replace(windows=jax.tree.map(lambda x: placed(x, whole), shapes.windows))
+
+    def _compiled(self, solo: SoloPrograms) -> SoloPrograms:
+        """Compile the programs for parameters without the leading axis of one."""
+        params, _, outer = self._places
+        placed = shardings_of((params, outer))
+
+        def step(params: PyTree, outer: OuterState) -> Any:
+            lifted, outer, kept, norm = solo.step(jax.tree.map(lambda x: x[None], params), outer)
+            return jax.tree.map(lambda x: x[0], lifted), outer, kept, norm
+
+        def enter(params: PyTree, outer: OuterState, correction: PyTree, round: jax.Array) -> Any:
+            lifted, outer = solo.enter(jax.tree.map(lambda x: x[None], params), outer, correction, round)
+            return jax.tree.map(lambda x: x[0], lifted), outer
+
+        round = jax.ShapeDtypeStruct((), np.int32)
+        return dataclasses.replace(
+            solo,
+            step=jax.jit(step, donate_argnums=1, out_shardings=(*placed, None, None)).lower(params, outer).compile(),
+            enter=jax.jit(enter, donate_argnums=1, out_shardings=placed)
+            .lower(params, outer, solo.correction, round)
+            .compile(),
+        )
+
+    def _placed(self, leaves: Any) -> TrainState:
+        """Return a peer's state on this island's devices."""
+        likes, structure = jax.tree.flatten(self._places)
+        return structure.unflatten(jax.device_put(x, like.sharding) for x, like in zip(leaves, likes, strict=True))
+
+
+def _checked(outer: OuterOptimizer, count: int) -> Pairing:
+    """Return the pairing of an outer optimizer; raise `ValueError` where islands cannot follow it."""
+    if not isinstance(outer, OuterOptimizer) or not isinstance(outer.rule, NoLoCo):
+        raise ValueError("islands meet in pairs: give outer=noloco_jax.noloco(...)")
+    assert isinstance(outer.exchange, GroupExchange)
+    if outer.schedule.delay:
+        raise ValueError(f"delay={outer.schedule.delay} is not for islands: corrections enter when they arrive")
+    if outer.exchange.pairing is None:
+        return RandomPairing(count)
+    pairing = outer.exchange.pairing
+    if pairing.num_replicas != count or largest_group(pairing) > 2:
+        raise ValueError(
+            f"the pairing is of {pairing.num_replicas} replicas in groups of {largest_group(pairing)}, and the roster "
+            f"has {count} islands, which meet in pairs: leave the pairing out"
+        )
+    return pairing
+
+
+@functools.lru_cache(maxsize=8)
+def _resized(pairing: Pairing, count: int) -> Pairing:
+    """Return the pairing of another number of islands, as members come and go: random pairs of the same seed."""
+    if pairing.num_replicas == count:
+        return pairing
+    if not isinstance(pairing, RandomPairing):
+        return RandomPairing(count)
+    order = "passes" if pairing.order == "hypercube" and count & (count - 1) else pairing.order
+    return RandomPairing(count, seed=pairing.seed, order=order)
+
+
+def _run_of(roster: str | Path | Roster) -> Saved:
+    """Return the founders of a run, and the entries of members that are known."""
+    if isinstance(roster, Roster):
+        return Saved(roster, ())
+    return read_run(Path(roster))
+
+
+def _described(pairing: Pairing) -> list[Any]:
+    """Return what two pairings must have equal, as far as a few passes of their pool tell."""
+    return [pairing.pool, [int(pairing.pool_index(round)) for round in range(2 * len(pairing.pool))]]
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]

@@ -1,0 +1,347 @@
+"""Islands in a user's own loop: `nj.Island`."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import noloco_jax as nj
+from noloco_jax.errors import UserError
+from noloco_jax.islands.roster import Address, Island, Roster
+from noloco_jax.schedule import pairing_round
+from support import platforms
+from support.paths import ROOT
+from support.ports import free_ports
+from support.sites import side_by_side
+
+NAMES = ("paris", "berlin")
+SHAPES = {"w": (64, 96), "b": (96,)}
+STEPS = 12
+
+
+@pytest.fixture
+def roster() -> Roster:
+    addresses = [Address("127.0.0.1", port) for port in free_ports(len(NAMES))]
+    return Roster("own", tuple(map(Island, NAMES, addresses)))
+
+
+def quiet(line: str) -> None:
+    del line
+
+
+def weights() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {name: 0.1 * rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def moved(params: Any, name: str, step: int) -> Any:
+    """Return weights after an inner step, which moves every island by steps of its own."""
+    rng = np.random.default_rng([NAMES.index(name), step])
+    return {key: params[key] + 1e-3 * rng.normal(size=SHAPES[key]).astype(np.float32) for key in SHAPES}
+
+
+def trained(
+    roster: Roster, folder: Path, outer: Callable[[], Any]
+) -> dict[str, tuple[dict[str, np.ndarray], dict[str, np.ndarray]]]:
+    """Return each island's weights after the last step, and the merged ones; outer steps wait for their exchange."""
+    results: dict[str, Any] = {}
+    begun = threading.Barrier(len(NAMES), timeout=100)
+
+    def train(name: str) -> None:
+        with nj.Island(roster, name, workdir=folder / name, outer=outer(), report=quiet) as island:
+            params, _, step = island.begin(weights())
+            begun.wait()  # else one that has ended a round already would be the other's donor
+            island._sync._steps._at_once = True
+            while step < STEPS:
+                params, _, step = island.step(moved(params, name, step))
+            results[name] = params, island.merge(params)
+
+    side_by_side(*(lambda name=name: train(name) for name in NAMES))
+    return results
+
+
+def in_one_program(outer: Callable[..., Any]) -> dict[str, np.ndarray]:
+    """Return the weights of both replicas of an Optax loop with the same steps."""
+    tx = outer(nj.RandomPairing(len(NAMES)))
+    update = jax.jit(jax.vmap(tx.update, axis_name="replica"))
+    params = {key: np.stack([x] * len(NAMES)) for key, x in weights().items()}
+    state = jax.vmap(tx.init)(params)
+    for step in range(STEPS):
+        each = [moved({key: x[i] for key, x in params.items()}, name, step) for i, name in enumerate(NAMES)]
+        updates = {key: np.stack([one[key] for one in each]) - x for key, x in params.items()}
+        updates, state = update(updates, state, params)
+        params = jax.tree.map(np.asarray, optax.apply_updates(params, updates))
+    return params
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 2, "wire": "int8"}, {"fragments": 2, "wire": "modulo4"}])
+def test_an_own_loop_of_islands_has_the_numbers_of_an_optax_loop(options, roster, tmp_path):
+    def outer(*pairing: Any) -> Any:
+        return nj.noloco(*pairing, sync_every=4, **options)
+
+    found, expected = trained(roster, tmp_path, outer), in_one_program(outer)
+    for number, name in enumerate(NAMES):
+        for key, x in found[name][0].items():
+            assert np.mean(np.abs(x - expected[key][number]) > 1e-6) < 1e-3, (name, key)
+
+
+def test_the_merged_model_is_the_mean_of_the_last_weights_on_every_island(roster, tmp_path):
+    found = trained(roster, tmp_path, lambda: nj.noloco(sync_every=5))
+    for key in SHAPES:
+        mean = (found["paris"][0][key] + found["berlin"][0][key]) / 2
+        assert np.abs(found["paris"][0][key] - found["berlin"][0][key]).max() > 1e-4
+        for name in NAMES:
+            np.testing.assert_allclose(found[name][1][key], mean, atol=1e-6)
+
+
+def sharded() -> tuple[Any, Any]:
+    """Return weights over four devices, and a rest of every kind of leaf."""
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    places = {"w": NamedSharding(mesh, P(None, "data")), "b": NamedSharding(mesh, P())}
+    params = {key: jax.device_put(x, places[key]) for key, x in weights().items()}
+    rest = {
+        "moment": jax.tree.map(jnp.zeros_like, params),
+        "count": jnp.zeros([], jnp.int32),
+        "key": jax.random.key(3),
+        "epoch": 2,
+        "host": np.arange(3),
+    }
+    return params, rest
+
+
+def assert_same_form(found: Any, expected: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert type(mine) is type(theirs)
+        if isinstance(mine, jax.Array):
+            assert (mine.dtype, mine.sharding, mine.committed) == (theirs.dtype, theirs.sharding, theirs.committed)
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    for mine, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if isinstance(mine, jax.Array) and jnp.issubdtype(mine.dtype, jax.dtypes.prng_key):
+            mine, theirs = jax.random.key_data(mine), jax.random.key_data(theirs)
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+
+
+def test_what_is_saved_comes_back_as_it_was_with_places_keys_and_numbers(roster, tmp_path):
+    saved: dict[str, Any] = {}
+
+    def train(name: str) -> None:
+        arguments: dict[str, Any] = {"workdir": tmp_path / name, "outer": nj.noloco(sync_every=4), "report": quiet}
+        with nj.Island(roster, name, **arguments) as island:
+            params, rest, step = island.begin(*sharded())
+            both.wait()
+            while step < 6:
+                params = jax.tree.map(lambda x: x + 1e-3 * (1 + NAMES.index(name)), params)
+                rest = {**rest, "epoch": step, "key": jax.random.split(rest["key"])[0]}
+                params, rest, step = island.step(params, rest)
+            with saving:  # Orbax mixes up two saves of one process
+                saved[name] = island.save(params, rest), step
+                assert island._checkpoints is not None
+                island._checkpoints.close()
+        both.wait()
+        with nj.Island(roster, name, **arguments) as island:
+            params, rest, step = island.begin(*sharded())
+            assert step == saved[name][1]
+            assert_equal((params, rest), saved[name][0])
+            assert_same_form((params, rest), sharded())
+            outer = jax.tree.leaves(island._state_of_outer)
+            assert {x.sharding.spec for x in outer if x.ndim == 3} == {P(None, None, "data")}
+            both.wait()
+
+    both, saving = threading.Barrier(2, timeout=60), threading.Lock()
+    side_by_side(*(lambda name=name: train(name) for name in NAMES))
+
+
+def test_an_island_that_comes_later_continues_from_a_peers_state_and_step(tmp_path, roster):
+    names = (*NAMES, "rome")
+    addresses = [Address("127.0.0.1", port) for port in free_ports(3)]
+    roster = Roster("own", tuple(map(Island, names, addresses)))
+    is_over, late = threading.Event(), threading.Event()
+    found: dict[str, Any] = {}
+
+    def train(name: str) -> None:
+        with nj.Island(roster, name, workdir=tmp_path / name, outer=nj.noloco(sync_every=2), report=quiet) as island:
+            params, rest, step = island.begin(weights(), {"steps": 0, "name": np.array([names.index(name)])})
+            while not is_over.is_set():
+                params, rest = moved(params, "paris", step), {**rest, "steps": rest["steps"] + 1}
+                params, rest, step = island.step(params, rest)
+                assert rest["steps"] == step
+                if step > 20:
+                    late.set()
+                is_over.wait(0.02)
+
+    def come_later() -> None:
+        assert late.wait(100)
+        with nj.Island(roster, "rome", workdir=tmp_path / "rome", outer=nj.noloco(sync_every=2), report=quiet) as it:
+            params, rest, step = it.begin(weights(), {"steps": 0, "name": np.array([2])})
+            found.update(params=params, rest=rest, step=step)
+        is_over.set()
+
+    side_by_side(*(lambda name=name: train(name) for name in NAMES), come_later)
+    assert found["step"] > 15 and found["rest"]["steps"] == found["step"]
+    assert found["rest"]["name"].item() in (0, 1)
+    assert not np.array_equal(found["params"]["w"], weights()["w"])
+
+
+@pytest.mark.parametrize(
+    ("outer", "line"),
+    [
+        (lambda: nj.diloco(), "islands meet in pairs: give outer=noloco_jax.noloco"),
+        (lambda: optax.adam(1e-3), "islands meet in pairs: give outer=noloco_jax.noloco"),
+        (lambda: nj.noloco(sync_every=4, delay=2), "delay=2 is not for islands"),
+        (lambda: nj.noloco(nj.RandomPairing(4)), "the pairing is of 4 replicas in groups of 2, and the roster has 2"),
+    ],
+)
+def test_an_outer_optimizer_that_islands_cannot_follow_is_refused_with_the_reason(outer, line, roster, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(line)):
+        nj.Island(roster, "paris", workdir=tmp_path, outer=outer())
+
+
+def test_without_a_pairing_an_outer_step_in_a_program_is_an_error_that_says_what_to_give():
+    tx = nj.noloco(sync_every=1)
+    params = {key: np.stack([x] * 2) for key, x in weights().items()}
+    state: Any = jax.vmap(tx.init)(params)
+    with pytest.raises(ValueError, match="noloco has no pairing"):
+        jax.vmap(tx.step, axis_name="replica")(params, state)
+
+
+@pytest.fixture
+def alone(tmp_path) -> Iterator[tuple[Any, Any]]:
+    """Return an island that has begun, as if its peer had, and its weights."""
+    addresses = [Address("127.0.0.1", port) for port in free_ports(2)]
+    roster = Roster("own", tuple(map(Island, NAMES, addresses)))
+    with ExitStack() as stack:
+        begun: dict[str, Any] = {}
+
+        def start(name: str) -> None:
+            island = nj.Island(roster, name, workdir=tmp_path / name, outer=nj.noloco(sync_every=2), report=quiet)
+            stack.enter_context(island)
+            begun[name] = island, island.begin(weights(), (0, np.zeros(2)))
+
+        side_by_side(*(lambda name=name: start(name) for name in NAMES))
+        yield begun["paris"]
+
+
+def test_trees_of_another_form_are_refused_by_the_name_of_the_leaf(alone):
+    island, (params, rest, _) = alone
+    with pytest.raises(ValueError, match="params changed its structure"):
+        island.step({"w": params["w"]}, rest)
+    with pytest.raises(ValueError, match=r"params\['w'\] was float32\[64, 96\]"):
+        island.step({**params, "w": params["w"][1:]}, rest)
+    with pytest.raises(ValueError, match=r"rest\[1\] was float64\[2\]"):
+        island.step(params, (1, np.zeros(2, np.float32)))
+    assert island.step(params, rest)[2] == 1
+
+
+@pytest.mark.parametrize("leaf", ["text", None.__class__, object()])
+def test_a_leaf_that_is_no_array_is_refused_by_its_name(leaf, roster, tmp_path):
+    with (
+        nj.Island(roster, "paris", workdir=tmp_path, outer=nj.noloco(), report=quiet) as island,
+        pytest.raises(ValueError, match=r"rest\['x'\] is .*: give JAX or NumPy arrays, numbers or random keys"),
+    ):
+        island.begin(weights(), {"x": leaf})
+
+
+def test_a_checkpoint_of_other_arrays_or_a_damaged_one_is_told_in_a_line(alone, roster, tmp_path):
+    island, (params, rest, _) = alone
+    island.save(params, rest)
+    island.__exit__(None, None, None)
+    arguments: dict[str, Any] = {"workdir": tmp_path / "paris", "outer": nj.noloco(sync_every=2), "report": quiet}
+    with (
+        nj.Island(roster, "paris", **arguments) as other,
+        pytest.raises(UserError, match=r"other arrays \(params\['b'\]: float32\[96\] there, float32\[95\] here\)"),
+    ):
+        other.begin({**weights(), "b": np.zeros(95, np.float32)}, rest)
+    data = max((tmp_path / "paris/checkpoints/0").rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(bytes(content))
+    with (
+        nj.Island(roster, "paris", **arguments) as other,
+        pytest.raises(UserError, match=r"is not whole .*delete that"),
+    ):
+        other.begin(weights(), rest)
+
+
+def test_islands_with_other_values_in_common_are_refused_by_the_value(tmp_path):
+    names = ("paris", "berlin", "rome")
+    addresses = [Address("127.0.0.1", port) for port in free_ports(3)]
+    roster = Roster("own", tuple(map(Island, names, addresses)))
+    refused: list[BaseException] = []
+
+    def start(name: str) -> None:
+        common = {"lr": 0.2 if name == "rome" else 0.1}
+        outer = nj.noloco(sync_every=2)
+        with nj.Island(roster, name, workdir=tmp_path / name, outer=outer, common=common, report=quiet) as island:
+            try:
+                island.begin(weights())
+                is_refused.wait(60)
+            except UserError as error:
+                refused.append(error)
+                is_refused.set()
+
+    is_refused = threading.Event()
+    side_by_side(*(lambda name=name: start(name) for name in names))
+    assert len(refused) == 1 and "common.lr: 0.2 here, 0.1 at" in str(refused[0])
+
+
+@pytest.mark.parametrize(
+    ("example", "steps", "figure", "least", "most"),
+    [("numpy", 100, "accuracy", 0.9, 1.0), ("nnx", 300, "accuracy", 0.9, 1.0), ("jax", 600, "perplexity", 1.0, 20.0)],
+)
+def test_an_example_of_two_processes_meets_and_ends_with_one_model(example, steps, figure, least, most, tmp_path):
+    lines = ['run = "example"\n']
+    for name, port in zip(NAMES, free_ports(2), strict=True):
+        lines.append(f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{port}"\n')
+    (tmp_path / "roster.toml").write_text("".join(lines))
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    environment = {**inherited, **platforms.of_a_run(1), "PYTHONPATH": str(ROOT)}
+
+    def command(name: str) -> list[str]:
+        flags = (f"--roster={tmp_path}/roster.toml", f"--name={name}", f"--workdir={tmp_path / name}")
+        return [sys.executable, "-m", f"noloco_jax.examples.island_{example}", *flags, f"--steps={steps}"]
+
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen(command(name), env=environment, cwd=ROOT, **pipes) for name in NAMES]
+    outputs = [process.communicate(timeout=250)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    last = [output.strip().splitlines()[-1] for output in outputs]
+    assert last[0] == last[1] and last[0].startswith(figure), outputs
+    assert least <= float(last[0].rsplit(" ", 1)[1]) <= most
+    for output in outputs:
+        assert " met " in output and "the mean of 2 of 2 islands" in output
+
+
+@pytest.mark.parametrize("options", [{}, {"fragments": 3}])
+def test_own_islands_meet_as_the_replicas_of_an_optax_loop_do(options, tmp_path):
+    names = ("paris", "berlin", "rome", "oslo")
+    roster = Roster("own", tuple(Island(name, Address("127.0.0.1", 1)) for name in names))
+    outer, pairing = nj.noloco(**options), nj.RandomPairing(4)
+    islands = [nj.Island(roster, name, workdir=tmp_path / name, outer=outer, report=quiet) for name in names]
+    for number in range(12):
+        round = pairing_round(number, options.get("fragments", 1))
+        expected = {
+            names[i]: names[j] for pair in pairing.pool[int(pairing.pool_index(round))] for i, j in (pair, pair[::-1])
+        }
+        assert {name: it._partner(number) for name, it in zip(names, islands, strict=True)} == expected
+
+
+def test_outer_optimizers_keep_their_schedule_and_cut():
+    outer = nj.noloco(sync_every=6, fragments=3)
+    assert dataclasses.astuple(outer.schedule) == (6, 3, 0) and outer.fragments.count == 3

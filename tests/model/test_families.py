@@ -1,0 +1,364 @@
+"""Llama's kin against what transformers computed, and their parts under every layout.
+
+`golden/README.md` says how the figures were made.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import re
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from noloco_jax.config import MeshConfig, ModelConfig, TrainConfig, from_dict
+from noloco_jax.errors import UserError
+from noloco_jax.model import kind
+from noloco_jax.model.attention import causal_attention
+from noloco_jax.model.decode import generate
+from noloco_jax.model.huggingface import check_has_format, config_from_folder, load_params, save_folder
+from noloco_jax.model.llama import Llama
+from noloco_jax.spmd.mesh import mesh_shape
+from support import modes
+from support.inner_steps import losses
+from support.model_makers import random_params
+from support.packed import loss_alone, packed_batch
+from support.paths import GOLDEN
+
+FAMILIES = GOLDEN / "families"
+NAMES = ("llama2", "llama3", "llama3_1", "smollm", "mistral", "qwen2", "qwen2_window", "qwen3")
+# In each family's own words: what makes it more than a Llama 2.
+PARTS = {
+    "llama2": {"num_kv_heads": 4},
+    "llama3": {"num_kv_heads": 2, "rope_theta": 500000.0},
+    "llama3_1": {"rope_theta": 500000.0},
+    "smollm": {"tie_embeddings": True, "num_kv_heads": 1},
+    "mistral": {"head_dim": 8, "sliding_window": 7},
+    "qwen2": {"qkv_bias": True, "sliding_window": None},
+    "qwen2_window": {"qkv_bias": True, "sliding_window": 7},
+    "qwen3": {"head_dim": 8, "qk_norm": True, "tie_embeddings": True},
+}
+# Every part at once, where one need not be in another's way.
+EVERYTHING = ModelConfig(
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    vocab_size=64,
+    head_dim=12,
+    qkv_bias=True,
+    qk_norm=True,
+    sliding_window=5,
+)
+
+
+@functools.cache
+def golden(name: str) -> dict[str, np.ndarray]:
+    return load_file(FAMILIES / name / "golden.safetensors")
+
+
+@functools.cache
+def model_of(name: str) -> ModelConfig:
+    return from_dict({"model": config_from_folder(FAMILIES / name)}).model
+
+
+def in_our_layout(name: str) -> Any:
+    """Gradients that are stored under transformers' names, kernels [out, in], without the importer."""
+    theirs = {path.removeprefix("grad.model."): x for path, x in golden(name).items() if path.startswith("grad.")}
+    blocks: dict[str, list[np.ndarray]] = {}
+    for layer in range(2):
+        for path, x in sorted(theirs.items()):
+            if path.startswith(f"layers.{layer}."):
+                *_, module, part = path.split(".")
+                ours = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}.get(module)
+                ours = ours or module.removesuffix("_proj") + ("_bias" if part == "bias" else "")
+                blocks.setdefault(ours, []).append(x.T)
+    ours = {"embed": theirs["embed_tokens.weight"], "norm": theirs["norm.weight"]}
+    if "grad.lm_head.weight" in theirs:
+        ours["head"] = theirs["grad.lm_head.weight"].T
+    return ours | {"blocks": {part: np.stack(layers) for part, layers in blocks.items()}}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_says_what_its_family_has(name):
+    assert {field: getattr(model_of(name), field) for field in PARTS[name]} == PARTS[name]
+    assert (model_of(name).rope_scaling is not None) == (name == "llama3_1")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_transformers(name):
+    params = load_params(FAMILIES / name, model_of(name))
+    logits_BTV = jax.jit(lambda params, ids_BT: Llama.from_params(model_of(name), params)(ids_BT))(
+        params, golden(name)["input_ids"]
+    )
+    np.testing.assert_allclose(logits_BTV, golden(name)["logits"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_loss_and_every_gradient_are_transformers(name):
+    params = load_params(FAMILIES / name, model_of(name))
+    batch = {part: golden(name)[part] for part in ("input_ids", "labels")}
+    gradient_of = jax.jit(jax.value_and_grad(functools.partial(kind.loss, model_of(name)), has_aux=True))
+    (value, _), gradient = gradient_of(params, batch)
+    np.testing.assert_allclose(value, golden(name)["loss"], rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-6), gradient, in_our_layout(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_goes_in_and_out_bit_for_bit_and_transformers_reads_the_same(name, tmp_path):
+    config = model_of(name)
+    save_folder(tmp_path / "out", load_params(FAMILIES / name, config), config, max_position_embeddings=256)
+    theirs, ours = (load_file(folder / "model.safetensors") for folder in (FAMILIES / name, tmp_path / "out"))
+    assert ours.keys() == theirs.keys()
+    for path, x in theirs.items():
+        assert x.tobytes() == ours[path].tobytes() and x.shape == ours[path].shape
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of transformers' own imports
+        from transformers import AutoConfig
+    given, read = (AutoConfig.from_pretrained(folder) for folder in (FAMILIES / name, tmp_path / "out"))
+    assert type(read) is type(given) and read.architectures == given.architectures
+    for entry in ("head_dim", "sliding_window", "use_sliding_window", "layer_types", "rope_parameters", "rms_norm_eps"):
+        mine, wanted = getattr(read, entry, None), getattr(given, entry, None)
+        if entry == "head_dim":
+            wanted = wanted or given.hidden_size // given.num_attention_heads
+        assert mine == wanted, entry
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "message"),
+    [
+        ("qwen2", {"model_type": "gemma2"}, "model_type='gemma2' cannot be imported: llama, mistral, qwen2, qwen3 can"),
+        ("qwen3", {"attention_bias": True}, "attention_bias=True is not False"),
+        ("mistral", {"num_key_value_heads": None}, "has no num_key_value_heads: it does not describe a mistral"),
+        (
+            "qwen2_window",
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "1 of 2 layers have a sliding window",
+        ),
+        ("qwen2_window", {"layer_types": None, "max_window_layers": 1}, "1 of 2 layers have a sliding window"),
+    ],
+)
+def test_what_the_family_has_and_this_model_has_not_is_refused(name, entries, message, tmp_path):
+    theirs = json.loads((FAMILIES / name / "config.json").read_text()) | entries
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
+    with pytest.raises(UserError, match=re.escape(message)):
+        config_from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "without", "found"),
+    [
+        ("mistral", "sliding_window", {"sliding_window": 4096}),
+        ("qwen3", "head_dim", {"head_dim": 128}),
+        ("qwen2_window", "layer_types", {"sliding_window": 7}),
+        ("mistral", "head_dim", {"head_dim": None}),
+    ],
+)
+def test_an_entry_that_is_left_out_is_what_transformers_takes(name, without, found, tmp_path):
+    theirs = json.loads((FAMILIES / name / "config.json").read_text())
+    del theirs[without]
+    (tmp_path / "config.json").write_text(json.dumps(theirs))
+    read = from_dict({"model": config_from_folder(tmp_path)}).model
+    assert {field: getattr(read, field) for field in found} == found
+
+
+def test_parts_that_no_family_joins_are_not_exported():
+    with pytest.raises(UserError, match="none of transformers' models"):
+        check_has_format(EVERYTHING)
+
+
+def test_weights_without_the_biases_are_no_qwen2(tmp_path):
+    config = model_of("llama3")
+    save_folder(tmp_path / "m", random_params(config), config, max_position_embeddings=64)
+    path = tmp_path / "m" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "qwen2"}))
+    biased = dataclasses.replace(config, qkv_bias=True)
+    with pytest.raises(UserError, match=r"6 of 27 tensors are missing, such as model\.layers\.0\.self_attn\.k_proj"):
+        load_params(tmp_path / "m", biased)
+
+
+@pytest.mark.parametrize(("length", "window"), [(7, 1), (7, 3), (130, 5), (300, 128), (300, 140), (50, 60)])
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_window_is_the_softmax_over_the_last_positions(length, window, documents):
+    rng = np.random.default_rng(0)
+    q_BTHK, k_BTHK, v_BTHK = (rng.standard_normal((2, length, 2, 8)) for _ in range(3))
+    segments_BT = np.cumsum(rng.random((2, length)) < 0.05, axis=1, dtype=np.int32) if documents else None
+    seen_BTS = np.zeros((2, length, length))
+    for t in range(length):
+        for s in range(max(0, t - window + 1), t + 1):
+            seen_BTS[:, t, s] = 1 if segments_BT is None else segments_BT[:, t] == segments_BT[:, s]
+    weights_BHTS = np.exp(np.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK) / np.sqrt(8)) * seen_BTS[:, None]
+    weights_BHTS /= weights_BHTS.sum(axis=-1, keepdims=True)
+    expected_BTHK = np.einsum("bhts,bshk->bthk", weights_BHTS, v_BTHK)
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in (q_BTHK, k_BTHK, v_BTHK))
+    segments = None if segments_BT is None else jnp.asarray(segments_BT)
+    np.testing.assert_allclose(causal_attention(q, k, v, segments, window), expected_BTHK, atol=2e-6)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_window_on_other_devices_is_that_of_the_cpu(monkeypatch, documents):
+    """JAX's own attention, which other devices take, run here."""
+    rng = np.random.default_rng(0)
+    q_BTHK, k_BTHK, v_BTHK = (jnp.asarray(rng.standard_normal((2, 20, 2, 8)), jnp.float32) for _ in range(3))
+    segments_BT = jnp.asarray(np.arange(40).reshape(2, 20) // 7, jnp.int32) if documents else None
+    expected_BTHK = causal_attention(q_BTHK, k_BTHK, v_BTHK, segments_BT, 4)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    np.testing.assert_allclose(causal_attention(q_BTHK, k_BTHK, v_BTHK, segments_BT, 4), expected_BTHK, atol=2e-6)
+
+
+def test_cudnn_gets_the_window_by_its_length_or_in_the_mask_beside_documents(monkeypatch):
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *_, **options: given.update(options))
+    x_BTHK = jnp.zeros((1, 4, 2, 8), jnp.bfloat16)
+    causal_attention(x_BTHK, x_BTHK, x_BTHK, None, 2)
+    assert (given["implementation"], given["local_window_size"], given["mask"]) == ("cudnn", (1, 0), None)
+    causal_attention(x_BTHK, x_BTHK, x_BTHK, jnp.zeros((1, 4), jnp.int32), 2)
+    assert given["local_window_size"] is None
+    np.testing.assert_array_equal(given["mask"][0, 0] & np.tri(4, dtype=bool), np.tri(4) - np.tri(4, k=-2))
+
+
+def test_cached_decoding_past_the_window_is_the_argmax_of_the_plain_forward_pass():
+    params = random_params(EVERYTHING, scale=0.3)
+    ids_BS = np.asarray(generate(EVERYTHING, params, np.asarray([[3, 14, 15], [9, 2, 6]]), max_new_tokens=12))
+    for position in range(3, 15):
+        logits_BTV = Llama.from_params(EVERYTHING, params)(jnp.asarray(ids_BS[:, :position]))
+        np.testing.assert_array_equal(ids_BS[:, position], np.argmax(logits_BTV[:, -1], axis=-1))
+
+
+def test_packed_documents_are_each_alone():
+    params = jax.tree.map(jnp.asarray, random_params(EVERYTHING, scale=0.1))
+    lengths = [[5, 1, 10], [16], [7, 9]]
+    batch = packed_batch(lengths, EVERYTHING.vocab_size)
+    value, num_labels = kind.loss(EVERYTHING, params, {name: jnp.asarray(x) for name, x in batch.items()})
+    np.testing.assert_allclose(value * num_labels, loss_alone(EVERYTHING, params, batch, lengths), rtol=1e-5)
+
+
+def run_of(mesh: MeshConfig, **model: Any) -> TrainConfig:
+    config = dataclasses.replace(modes.CONFIG, mesh=mesh, num_microbatches=2)
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(EVERYTHING, **model),
+        data=dataclasses.replace(config.data, batch_size=4, document_mask=True),
+    )
+
+
+@functools.cache
+def on_one_device(optimizer: str) -> np.ndarray:
+    return losses(run_of(MeshConfig(replica=1)), 1, start(), optimizer=optimizer)
+
+
+def start() -> Any:
+    return random_params(EVERYTHING, scale=0.1)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MeshConfig(replica=2, fsdp=2, tensor=2),
+        MeshConfig(replica=4, stage=2, routing="fixed"),
+        MeshConfig(replica=2, stage=2, tensor=2, routing="fixed"),
+    ],
+    ids=["fsdp and tensor", "stages", "stages and tensor"],
+)
+def test_every_part_trains_alike_on_every_mesh(mesh, optimizer):
+    found = losses(run_of(mesh), 8, start(), optimizer=optimizer)
+    np.testing.assert_allclose(found, on_one_device(optimizer), rtol=2e-4)
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_every_part_is_rematerialized(remat):
+    found = losses(run_of(MeshConfig(replica=1), remat=remat), 1, start(), optimizer="adam")
+    np.testing.assert_allclose(found, on_one_device("adam"), rtol=1e-5)
+
+
+def test_muon_takes_no_bias_and_no_norm():
+    taken = {path[-1] for path in kind.muons(EVERYTHING)}
+    assert taken == {"q", "k", "v", "o", "gate", "up", "down"}
+
+
+def test_the_memory_estimate_grows_by_the_queries_keys_values_and_mixed_values_of_wider_heads():
+    plain = dataclasses.replace(EVERYTHING, head_dim=None)
+    assert Llama.kept_numbers(dataclasses.replace(EVERYTHING, head_dim=8)) == Llama.kept_numbers(plain)
+    wider = dataclasses.replace(EVERYTHING, head_dim=8 + 6)
+    assert Llama.kept_numbers(wider) - Llama.kept_numbers(plain) == 2 * 4 * (4 * 6)  # layers, arrays, heads x width
+
+
+# Entries of config.json files on the hub that decide the family, as their owners wrote them before transformers 5.
+ON_THE_HUB = {
+    "mistralai/Mistral-7B-v0.1": (
+        {"model_type": "mistral", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+        | {"intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 32000, "rms_norm_eps": 1e-05}
+        | {"rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False, "hidden_act": "silu"},
+        {"head_dim": None, "sliding_window": 4096, "qkv_bias": False, "qk_norm": False},
+    ),
+    "Qwen/Qwen2.5-0.5B": (
+        {"model_type": "qwen2", "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2}
+        | {"intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151936, "rms_norm_eps": 1e-06}
+        | {"rope_theta": 1000000.0, "sliding_window": 32768, "use_sliding_window": False, "max_window_layers": 24}
+        | {"tie_word_embeddings": True, "hidden_act": "silu"},
+        {"head_dim": None, "sliding_window": None, "qkv_bias": True, "qk_norm": False, "tie_embeddings": True},
+    ),
+    "Qwen/Qwen3-0.6B": (
+        {"model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8}
+        | {"intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936, "rms_norm_eps": 1e-06}
+        | {"rope_theta": 1000000, "rope_scaling": None, "sliding_window": None, "use_sliding_window": False}
+        | {"head_dim": 128, "attention_bias": False, "max_window_layers": 28, "tie_word_embeddings": True},
+        {"head_dim": 128, "sliding_window": None, "qkv_bias": False, "qk_norm": True, "rope_theta": 1e6},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ON_THE_HUB)
+def test_configs_in_the_form_before_transformers_5_are_read(name, tmp_path):
+    entries, expected = ON_THE_HUB[name]
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    read = from_dict({"model": config_from_folder(tmp_path)}).model
+    assert {field: getattr(read, field) for field in expected} == expected
+
+
+def test_fragments_that_do_not_divide_a_norm_of_heads_are_refused():
+    config = run_of(MeshConfig(replica=1))
+    config = dataclasses.replace(config, outer=dataclasses.replace(config.outer, fragments=4))
+    mesh_shape(config, 1)
+    config = dataclasses.replace(config, outer=dataclasses.replace(config.outer, fragments=8))
+    with pytest.raises(
+        UserError, match=r"fragments=8 does not divide the weight blocks\.k_norm, which is cut along 12"
+    ):
+        mesh_shape(config, 1)
+
+
+def test_outer_steps_of_fragments_cut_biases_and_norms_alike_in_every_mode(tmp_path):
+    outer = dataclasses.replace(modes.CONFIG.outer, sync_every=2, fragments=4)
+    config = dataclasses.replace(modes.CONFIG, model=EVERYTHING, outer=outer)
+    expected = modes.own_loop(config)
+    close = functools.partial(np.testing.assert_allclose, atol=1e-6)
+    jax.tree.map(close, modes.one_program(config, MeshConfig(replica=2, fsdp=2, tensor=2)), expected)
+    jax.tree.map(close, modes.one_program(config, MeshConfig(replica=4, stage=2)), expected)
+    jax.tree.map(close, modes.islands(config, tmp_path), expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"head_dim": 7}, "model.head_dim is 7, which rotary embedding cannot pair up"),
+        ({"sliding_window": 0}, "sliding_window=0 is not allowed: give 1 or more"),
+        ({"hidden_size": 30, "num_heads": 4}, "is not a multiple of model.num_heads=4"),
+    ],
+)
+def test_sizes_that_do_not_go_together_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        from_dict({"model": fields})
+
+
+def test_heads_need_not_divide_the_stream_where_their_width_is_given():
+    assert from_dict({"model": {"hidden_size": 30, "num_heads": 4, "head_dim": 8}}).model.head_size == 8

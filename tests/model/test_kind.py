@@ -1,0 +1,196 @@
+"""The seam of models: which one a configuration names, what it may be, and that no room but `model` knows a weight."""
+
+import dataclasses
+import re
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from noloco_jax.config import ModelConfig, from_dict, to_dict
+from noloco_jax.errors import UserError
+from noloco_jax.island.membership import common_values
+from noloco_jax.model import kind
+from noloco_jax.model.huggingface import check_has_format
+from noloco_jax.model.llama import Llama
+from noloco_jax.run.flops import model_flops_per_token, newton_schulz_flops
+from noloco_jax.spmd.sharding import check_fragments, fragments_of, parameter_spec
+from noloco_jax.spmd.stages import resize_vocabulary
+from support.model_makers import random_params
+from support.paths import ROOT
+
+OWN = ModelConfig(kind="support.own_model:Model", hidden_size=16, vocab_size=24)
+LAYERED = dataclasses.replace(OWN, kind="support.own_model:Layered", num_layers=4)
+# Names of a Llama's weights, as keys: those of one letter are too common to look for anywhere but in brackets.
+WEIGHTS = r"""["'](?:embed|blocks|head|norm|attention_norm|mlp_norm|gate|up|down)["']|\[["'][qkvo]["']\]"""
+# A profile's names of a step's parts, `jax.named_scope`s, are labels for people.
+SCOPES = {"bench/profile.py"}
+
+
+def test_no_room_but_the_models_knows_a_weight_of_the_llama():
+    known = []
+    for path in sorted((ROOT / "noloco_jax").rglob("*.py")):
+        name = path.relative_to(ROOT / "noloco_jax").as_posix()
+        if name.startswith(("model/", "examples/")) or name in SCOPES:
+            continue
+        found = re.findall(rf"{WEIGHTS}|model\.llama", path.read_text())
+        known += [(name, word) for word in found]
+    assert not known
+
+
+def test_the_llama_is_the_default_and_named_by_a_word_or_a_path():
+    assert kind.kind_of(ModelConfig()) is Llama
+    assert kind.kind_of(ModelConfig(kind="noloco_jax.model.llama:Llama")) is Llama
+
+
+def test_a_default_that_is_new_leaves_islands_of_earlier_versions_their_run():
+    values = to_dict(from_dict({}))
+    del values["model"]["kind"]
+    earlier = common_values(from_dict(values))
+    assert "kind" not in earlier["model"] and earlier == common_values(from_dict({}))
+    assert common_values(from_dict({"model": {"kind": OWN.kind}}))["model"]["kind"] == OWN.kind
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("lama", "neither 'llama' nor a class of one's own"),
+        ("os.path:", "neither 'llama' nor a class of one's own"),
+        ("no_such_module:Model", "no_such_module cannot be imported.*PYTHONPATH"),
+        ("support.own_model:Modell", "has no such name"),
+        ("support.own_model:draw", "no subclass of noloco_jax.model.kind.Model"),
+        ("support.own_model:Gate", "no subclass of noloco_jax.model.kind.Model"),
+    ],
+)
+def test_a_kind_that_is_no_model_is_refused_in_a_line(given, message):
+    with pytest.raises(UserError, match=f"model.kind=.*{message}"):
+        kind.check_kind(from_dict({"model": {"kind": given}}).model, num_stages=1)
+
+
+class Base(kind.Model):
+    """What the broken models below share."""
+
+    def __init__(self, config, *, rngs):
+        self.table = kind.weight(jnp.ones((config.vocab_size, config.hidden_size)), "vocab", "hidden")
+
+    def hidden(self, ids_BT, *, segments_BT=None):
+        return self.table[...][ids_BT]
+
+    def head_kernel(self):
+        return self.table[...].T
+
+
+class Raises(Base):
+    def __init__(self, config, *, rngs):
+        raise TypeError("no such size")
+
+
+class HoldsStreams(Base):
+    def __init__(self, config, *, rngs):
+        super().__init__(config, rngs=rngs)
+        self.rngs = rngs
+
+
+class HoldsList(Base):
+    def __init__(self, config, *, rngs):
+        super().__init__(config, rngs=rngs)
+        self.parts = nnx.List([kind.weight(jnp.ones(3), None)])
+
+
+class WrongAxes(Base):
+    def __init__(self, config, *, rngs):
+        self.table = kind.weight(jnp.ones((config.vocab_size, config.hidden_size)), "vocab")
+
+
+class UnknownAxis(Base):
+    def __init__(self, config, *, rngs):
+        self.table = kind.weight(jnp.ones((config.vocab_size, config.hidden_size)), "vocab", "width")
+
+
+class HasNoHead(Base):
+    head_kernel = kind.Model.head_kernel
+
+
+class InWrongStages(Base):
+    stages = kind.Stages("table", "layers", "scale", "answers")
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    module = types.ModuleType("broken_models")
+    for model in (Raises, HoldsStreams, HoldsList, WrongAxes, UnknownAxis, HasNoHead, InWrongStages):
+        setattr(module, model.__name__, model)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return lambda name: dataclasses.replace(OWN, kind=f"broken_models:{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages", "message"),
+    [
+        ("Raises", 1, "Raises cannot be made from model.*no such size"),
+        ("HoldsStreams", 1, "only nnx.Param is trained and saved"),
+        ("HoldsList", 1, "parts.0 lies in a list"),
+        ("WrongAxes", 1, r"table of shape \(24, 16\) has the logical axes \('vocab',\)"),
+        ("UnknownAxis", 1, "of layer, vocab, hidden, heads, ffn or None"),
+        ("HasNoHead", 1, "the loss of HasNoHead cannot be traced"),
+        ("InWrongStages", 2, "answers does not fit Stages"),
+    ],
+)
+def test_a_model_that_would_fail_later_is_refused_in_a_line(broken, name, num_stages, message):
+    with pytest.raises(UserError, match=message):
+        kind.check_kind(broken(name), num_stages)
+
+
+def test_a_model_that_names_no_stages_is_not_cut_into_any():
+    with pytest.raises(UserError, match=r"not cut into pipeline stages: give --config.mesh.stage=1"):
+        kind.check_kind(OWN, num_stages=2)
+
+
+def test_a_model_of_ones_own_has_no_hugging_face_format():
+    with pytest.raises(UserError, match="to which only llama is converted"):
+        check_has_format(OWN)
+
+
+def test_mesh_axes_follow_from_the_axes_at_a_weight():
+    axes = {path: parameter_spec(LAYERED, tuple(map(jax.tree_util.DictKey, path))) for path in kind.param_axes(LAYERED)}
+    assert axes == {
+        ("tokens",): P(("stage", "tensor"), "fsdp"),
+        ("gates", "share"): P("stage", None, "fsdp"),
+        ("scale",): P(None),
+        ("answers",): P("fsdp", ("stage", "tensor")),
+    }
+
+
+def test_the_vocabulary_of_a_state_with_any_prefix_is_padded():
+    params = random_params(OWN)
+    wide = resize_vocabulary(OWN, {"mu": params, "count": np.zeros(24)}, 32)
+    assert (wide["mu"]["tokens"].shape, wide["mu"]["answers"].shape) == ((32, 16), (16, 32))
+    assert wide["count"].shape == (24,) and wide["mu"]["turn"] is params["turn"]
+    jax.tree.map(np.testing.assert_array_equal, resize_vocabulary(OWN, wide, 24)["mu"], params)
+
+
+def test_muon_takes_matrices_that_are_no_tables():
+    assert kind.muons(OWN) == {("turn",)}
+    assert kind.muons(LAYERED) == {("gates", "share")}
+
+
+def test_operations_are_counted_by_the_weights_of_the_matrices():
+    config = from_dict({"model": dataclasses.asdict(OWN)})
+    assert model_flops_per_token(config) == 6 * (16 * 16 + 16 * 24)
+    assert newton_schulz_flops(OWN) == 5 * (6 * 16**3)
+
+
+def test_fragments_that_do_not_divide_a_weight_are_refused_by_its_name():
+    mesh = {"replica": 1, "stage": 1, "fsdp": 2, "tensor": 1}
+    check_fragments(OWN, 8, mesh)
+    with pytest.raises(UserError, match=r"fragments=16 does not divide the weight answers, .* 2 parts of 8"):
+        check_fragments(OWN, 16, mesh)
+
+
+def test_equal_cuts_are_one_object_for_which_programs_compile_once():
+    assert fragments_of(OWN, 2) is fragments_of(dataclasses.replace(OWN), 2)
