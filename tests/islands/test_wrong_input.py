@@ -197,7 +197,7 @@ def test_what_differs_from_the_others_is_named(config, tmp_path, compiled, field
         site.close()
     named, theirs, mine = field, getattr(other, field), getattr(same, field)
     if field == "config":
-        named, theirs, mine = "seed", theirs["seed"], mine["seed"]
+        named, theirs, mine = "seed", theirs["seed"], "the default"
     said = f"{named}: {mine} here, {theirs} at berlin"
     assert line.startswith(f"1 of 1 islands refuse paris; berlin says: {said}: give all")
     assert f"paris was refused: {named}: {theirs} here, {mine} at paris" in site.lines  # on the other side too
