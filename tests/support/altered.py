@@ -9,8 +9,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from noloco_jax.island import membership
 from noloco_jax.island.membership import Membership
+from noloco_jax.islands import start
 from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.protocol.messages import Speed, Timing
 from noloco_jax.islands.protocol.pace import Pace
@@ -56,7 +56,7 @@ def flip_signs() -> None:
 
 def set_clock_back() -> None:
     """Begin with the incarnation of a machine whose clock is in 1970."""
-    membership.time = SimpleNamespace(time_ns=lambda: 0, sleep=time.sleep)
+    start.time = SimpleNamespace(time_ns=lambda: 0, sleep=time.sleep)
 
 
 HOW = {
