@@ -23,7 +23,7 @@ from noloco_jax.formatting import format_memory
 from noloco_jax.model.decode import generate
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.model.huggingface_config import max_positions
-from noloco_jax.model.kind import Params, kind_of
+from noloco_jax.model.kind import Params, check_generates, kind_of
 from noloco_jax.run.memory import device_memory
 from noloco_jax.run.model_folder import tokenizer_of
 from noloco_jax.run.sample import prompt_ids
@@ -119,6 +119,7 @@ def _checked_prompt(
     args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer, *, add_bos: bool, trained_length: int | None
 ) -> list[int]:
     """Return the prompt as the model saw texts in training, before any weights are read."""
+    check_generates(config)
     check_vocabulary(tokenizer, config.vocab_size)
     if args.top_k is not None and args.top_k > config.vocab_size:
         raise UserError(f"--top_k={args.top_k} is more than the vocabulary of {config.vocab_size}: lower it")

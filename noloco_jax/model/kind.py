@@ -236,31 +236,57 @@ def stages_of(config: ModelConfig) -> Stages:
 
 
 @functools.cache
-def check_kind(config: ModelConfig, num_stages: int) -> None:
+def check_kind(config: ModelConfig, num_stages: int, document_mask: bool = False) -> None:
     """Check that the configuration's model can be made, cut into stages and differentiated, without computing anything.
 
+    Args:
+      config: the model.
+      num_stages: pipeline stages of a replica.
+      document_mask: True if batches have `segment_ids`.
+
     Raises:
-      UserError: if it cannot.
+      UserError: if it cannot, or does not look at `segment_ids`.
     """
     shapes = param_shapes(config)
     if num_stages > 1:
         _check_stages(config, stages_of(config))
     if config.kind in BUILT_IN:
         return
+    name = kind_of(config).__name__
     ids_BT = jax.ShapeDtypeStruct((2, 8), jnp.int32)
-    batch = {"input_ids": ids_BT, "labels": ids_BT}
+    batch = {"input_ids": ids_BT, "labels": ids_BT} | ({"segment_ids": ids_BT} if document_mask else {})
     try:
-        jax.eval_shape(jax.grad(lambda params, batch: loss(config, params, batch)[0]), shapes, batch)
+        traced = jax.make_jaxpr(jax.grad(lambda params, batch: loss(config, params, batch)[0]))(shapes, batch)
     except Exception as error:  # one's own model may raise anything
-        name = kind_of(config).__name__
         raise UserError(
             f"model.kind={config.kind!r}: the loss of {name} cannot be traced ({described(error)}): mend its hidden "
             "and head_kernel, or its loss_sum, which get tokens (2, 8) here"
         ) from error
+    segments_BT = traced.jaxpr.invars[-1]  # the last of the batch by name, and so of all
+    if document_mask and not any(x is segments_BT for equation in traced.jaxpr.eqns for x in equation.invars):
+        raise UserError(
+            f"model.kind={config.kind!r}: {name} does not use segment_ids, so that documents of a sequence would see "
+            "each other: give --config.data.document_mask=False, or keep them apart by segments_BT in its hidden"
+        )
+
+
+def check_generates(config: ModelConfig) -> None:
+    """Raise `UserError` for a model that text cannot be generated with, as it defines a loss alone."""
+    kind = kind_of(config)
+    if kind.hidden is Model.hidden or kind.head_kernel is Model.head_kernel:
+        raise UserError(
+            f"model.kind={config.kind!r}: {kind.__name__} has no hidden and head_kernel, so that it cannot generate: "
+            "define them, or train with --config.sample_tokens=0"
+        )
 
 
 def _check_stages(config: ModelConfig, stages: Stages) -> None:
-    """Raise `UserError` where the fields of the stages are not as `Stages` describes them."""
+    """Raise `UserError` where the fields of the stages are not as `Stages` describes them, or the loss is another."""
+    if kind_of(config).loss_sum is not Model.loss_sum:
+        raise UserError(
+            f"model.kind={config.kind!r}: pipeline stages have the loss of the next token, and not loss_sum of "
+            f"{kind_of(config).__name__}: give --config.mesh.stage=1, or leave loss_sum out"
+        )
     axes, shapes = param_axes(config), _leaves(param_shapes(config))
     wanted: dict[str, Callable[[Path], bool]] = {
         stages.embedding: lambda path: axes[path][:1] == ("vocab",) and len(path) == 1,

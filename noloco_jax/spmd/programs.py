@@ -127,7 +127,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
       mesh: its devices.
       shares_batches: make `share_batch`; None: if some replica's devices belong to several processes.
     """
-    check_kind(config.model, config.mesh.stage)
+    check_kind(config.model, config.mesh.stage, config.data.document_mask)
     inner, make_outer = inner_optimizer(config), method_of(config).outer_optimizer
     fragments = sharding.fragments_of(config.model, config.outer.fragments)
     outer = None if make_outer is None else make_outer(config, REPLICAS, fragments)

@@ -32,7 +32,7 @@ from noloco_jax.data import (
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_file, check_writable, full_disk_told
 from noloco_jax.model.huggingface import check_has_format, load_params
-from noloco_jax.model.kind import Params, check_kind
+from noloco_jax.model.kind import Params, check_generates, check_kind
 from noloco_jax.run import elastic
 from noloco_jax.run.banner import banner_rows, compiled_memory, show_results
 from noloco_jax.run.checkpoint import Checkpointer
@@ -211,7 +211,9 @@ def _check_inputs(config: TrainConfig) -> Tokenizer | None:
 
     It is None if the data are token ids and no text sample is wanted.
     """
-    check_kind(config.model, config.mesh.stage)
+    check_kind(config.model, config.mesh.stage, config.data.document_mask)
+    if config.sample_tokens:
+        check_generates(config.model)
     if config.init_from:
         check_has_format(config.model)
     check_data(config.data, num_replicas=config.num_replicas, vocab_size=config.model.vocab_size)

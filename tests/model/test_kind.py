@@ -116,6 +116,16 @@ class HasNoHead(Base):
     head_kernel = kind.Model.head_kernel
 
 
+class HasLossAlone(kind.Model):
+    stages = kind.Stages("table", "layers", "scale", "answers")
+
+    def __init__(self, config, *, rngs):
+        self.table = kind.weight(jnp.ones((config.vocab_size, config.hidden_size)), "vocab", "hidden")
+
+    def loss_sum(self, batch):
+        return jnp.sum(self.table[...]), jnp.float32(1)
+
+
 class InWrongStages(Base):
     stages = kind.Stages("table", "layers", "scale", "answers")
 
@@ -123,7 +133,17 @@ class InWrongStages(Base):
 @pytest.fixture
 def broken(monkeypatch):
     module = types.ModuleType("broken_models")
-    for model in (Raises, HoldsStreams, HoldsList, WrongAxes, UnknownAxis, HasNoHead, InWrongStages):
+    for model in (
+        KeepsDocumentsApart,
+        Raises,
+        HoldsStreams,
+        HoldsList,
+        WrongAxes,
+        UnknownAxis,
+        HasNoHead,
+        HasLossAlone,
+        InWrongStages,
+    ):
         setattr(module, model.__name__, model)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return lambda name: dataclasses.replace(OWN, kind=f"broken_models:{name}")
@@ -139,11 +159,31 @@ def broken(monkeypatch):
         ("UnknownAxis", 1, "of layer, vocab, hidden, heads, ffn or None"),
         ("HasNoHead", 1, "the loss of HasNoHead cannot be traced"),
         ("InWrongStages", 2, "answers does not fit Stages"),
+        ("HasLossAlone", 2, "pipeline stages have the loss of the next token"),
     ],
 )
 def test_a_model_that_would_fail_later_is_refused_in_a_line(broken, name, num_stages, message):
     with pytest.raises(UserError, match=message):
         kind.check_kind(broken(name), num_stages)
+
+
+def test_a_model_of_a_loss_alone_trains_and_generates_nothing(broken):
+    kind.check_kind(broken("HasLossAlone"), num_stages=1)
+    with pytest.raises(UserError, match=r"cannot generate: define them, or train with --config.sample_tokens=0"):
+        kind.check_generates(broken("HasLossAlone"))
+    kind.check_generates(OWN)
+
+
+class KeepsDocumentsApart(Base):
+    def hidden(self, ids_BT, *, segments_BT=None):
+        h_BTD = super().hidden(ids_BT)
+        return h_BTD if segments_BT is None else h_BTD * segments_BT[..., None]
+
+
+def test_a_model_that_does_not_look_at_documents_is_refused_where_they_are_to_be_kept_apart(broken):
+    with pytest.raises(UserError, match=r"does not use segment_ids.*data.document_mask=False"):
+        kind.check_kind(OWN, num_stages=1, document_mask=True)
+    kind.check_kind(broken("KeepsDocumentsApart"), num_stages=1, document_mask=True)
 
 
 def test_a_model_that_names_no_stages_is_not_cut_into_any():
