@@ -188,8 +188,8 @@ def test_a_restarted_island_clips_as_before():
 class Numbers(World):
     """Islands whose weights are a number that takes random steps; `poison` makes what the last one sends."""
 
-    def __init__(self, poison: float | None, **arguments: Any):
-        super().__init__(8, durations=[ROUND] * 8, **arguments)
+    def __init__(self, poison: float | None, count: int = 8, **arguments: Any):
+        super().__init__(count, durations=[ROUND] * count, **arguments)
         self.poison, self.weights = poison, dict.fromkeys(self.names, 1000.0)
         self.steps_of = {name: random.Random(name) for name in self.names}
 
@@ -231,6 +231,40 @@ def test_the_halves_of_a_partition_meet_again_and_nobody_is_named():
     assert not any("is far from" in line for node in world.nodes.values() for line in node.lines)
     world.finish()
     assert world.participation(52, 75) == 1.0
+
+
+class Drifting(Numbers):
+    """Honest islands that move apart, from round 20 on faster with every round than any bound opens."""
+
+    def message(self, node: Node) -> tuple[float, int]:
+        speed = 1.4 ** max(node.round - 20, 0)
+        self.weights[node.name] += speed if self.names.index(node.name) % 2 else -speed
+        return self.weights[node.name], 1
+
+
+def test_two_islands_that_drift_apart_are_clipped_and_exchange_on():
+    world = Drifting(None, count=2)
+    world.run(60 * ROUND).finish()
+    assert world.participation(3, 55) == 1.0
+    assert min(min(action.factors, default=1.0) for node in world.nodes.values() for action in node.applied) < 0.5
+
+
+def test_an_island_leaves_out_at_most_half_of_those_that_it_exchanges_with():
+    world = Drifting(None)
+    most = 0
+
+    def count() -> None:
+        nonlocal most
+        for node in world.nodes.values():
+            assert node.machine is not None
+            peers = node.machine.peers.values()
+            left_out = [peer for peer in peers if peer.quarantined_until > node.machine.status().round]
+            most = max(most, len(left_out))
+
+    for round in range(20, 60):
+        world.at((round + 0.5) * ROUND, count)
+    world.run(60 * ROUND)
+    assert 0 < most <= 3
 
 
 def test_a_pairs_windows_are_capped_by_the_more_modest_one_and_equal_on_both_sides():

@@ -11,7 +11,8 @@ exchange that it clips and shrinks with every one that it does not: a member tha
 bounds that stay, and the halves of a partition meet bounds that open.
 
 A small push that always points the same way adds up. Of honest islands that were apart both apply their corrections, so
-that they come closer from meeting to meeting. A peer that is far away and comes no closer is quarantined (`Distance`).
+that they come closer from meeting to meeting. A peer that is far away and comes no closer is quarantined (`Distance`),
+unless most are.
 """
 
 import itertools

@@ -38,6 +38,7 @@ from noloco_jax.islands.protocol.recovery import Recovery
 PROPORTION = 10.0  # largest norm of a message, in multiples of the own one's: beyond it is no message of this model
 FAR_IN_A_ROW = 2  # exchanges, with one peer that came no closer
 MOST_DOUBLINGS = 6  # of its quarantine
+LATELY = 64  # rounds in which an island meets those that count when others are left out
 
 
 class Exchanges:
@@ -338,7 +339,7 @@ class Exchanges:
         context.bounds.accept(exchange.sizes, exchange.own_factors, exchange.factors)
         context.commits += 1
         context.lineage = True
-        exchange.peer.broken = 0
+        exchange.peer.broken, exchange.peer.met = 0, xid.round
         self.lags.append(context.round - xid.round)
         context.actions.append(Apply(xid, exchange.peer.name, exchange.weight, self.lags[-1], exchange.factors))
         self.meetings.pop(xid.round, None)
@@ -348,7 +349,7 @@ class Exchanges:
         """Quarantine a peer that is far away and came no closer, each time for twice as long."""
         peer, context = exchange.peer, self._context
         distance = peer.distance.after(exchange.sizes, exchange.own_factors)
-        if distance.count < FAR_IN_A_ROW:
+        if distance.count < FAR_IN_A_ROW or not self._may_leave_out(peer):
             return False
         peer.distance = distance
         context.send(exchange.channel, Received(exchange.xid, False))
@@ -359,6 +360,17 @@ class Exchanges:
         )
         self._quarantine(peer, what, context.settings.quarantine_rounds << doublings)
         return True
+
+    def _may_leave_out(self, peer: Peer) -> bool:
+        """Return whether those left out, with this peer, are at most half of those it exchanges with.
+
+        Where most are far away, the run drifts apart or this island is the damaged one: leaving others out would make
+        either worse.
+        """
+        round = self._context.round
+        left_out = {one.name for one in self._context.peers.values() if one.quarantined_until > round} | {peer.name}
+        met = {one.name for one in self._context.peers.values() if one.met >= max(round - LATELY, 0)}
+        return 2 * len(left_out) <= len(met | left_out)
 
     def _resolve(self, exchange: Exchange, outcome: Outcome) -> None:
         """Apply or drop an exchange whose outcome has become known."""

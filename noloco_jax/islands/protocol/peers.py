@@ -55,6 +55,7 @@ class Peer:
       finished: True once it has taken all steps of the run.
       wrong: its reason for refusing this island, if any.
       broken: consecutive broken messages.
+      met: the last round whose message was exchanged with it; -1: none since the start.
       distance: see `bounds.py`.
       quarantined_until: the round in which it may be met again.
       delay: seconds until its last answer to an offer, an estimate of the latency of its own offers.
@@ -69,6 +70,7 @@ class Peer:
     finished: bool = False
     wrong: str | None = None
     broken: int = 0
+    met: int = -1
     distance: Distance = field(default_factory=Distance)
     quarantined_until: int = 0
     delay: float = 0.0
