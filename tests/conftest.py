@@ -23,6 +23,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup` has them ignore
 LONG = (
     *("processes/test_train", "run/test_parts_and_modes", "spmd/test_pipeline", "processes/test_pipeline"),
     *("run/test_train_errors", "processes/test_full_disk", "processes/test_workdir_lock"),
+    *("islands/test_processes", "islands/test_come_and_go", "islands/test_own_loop"),
     *(
         "processes/test_elastic",
         "spmd/test_layouts",
@@ -40,7 +41,6 @@ LONG = (
         "islands/test_membership",
         "islands/test_meshes",
         "islands/test_killed",
-        "islands/test_processes",
     ),
 )
 # What `-m gpu` runs: tests of numbers, which hold on any device. Those that ask for more GPUs than there are skip.

@@ -9,10 +9,12 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from noloco_jax.island.membership import Membership
 from noloco_jax.islands import start
 from noloco_jax.islands.agent import Agent
-from noloco_jax.islands.protocol.messages import Speed, Timing
+from noloco_jax.islands.protocol.messages import Message, Speed, Timing
 from noloco_jax.islands.protocol.pace import Pace
 from support import paced
 
@@ -54,6 +56,17 @@ def flip_signs() -> None:
     Agent.end_round = end_round
 
 
+def send_twice() -> None:
+    """Send a second message of every exchange behind the first, of values that are not finite."""
+    usual = Agent._send_message
+
+    def twice(self: Agent, channel: Any, header: Message) -> None:
+        usual(self, channel, header)
+        self._calls.send(channel, header, [np.full_like(x, np.nan) for x in self._own[header.xid.round]])
+
+    Agent._send_message = twice
+
+
 def set_clock_back() -> None:
     """Begin with the incarnation of a machine whose clock is in 1970."""
     start.time = SimpleNamespace(time_ns=lambda: 0, sleep=time.sleep)
@@ -63,6 +76,7 @@ HOW = {
     "lies of speed": lie_of_speed,
     "begins anew soon": begin_anew_soon,
     "flips signs": flip_signs,
+    "sends twice": send_twice,
     "has its clock set back": set_clock_back,
 }
 
