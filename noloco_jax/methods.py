@@ -1,14 +1,11 @@
-"""Table of training methods. A new method is a row here, a rule in `outer`, and a line in the tests' table.
-
-The rows hold the only defaults of the `outer` fields on which methods differ: the configuration, the arguments of the
-transforms and the simulation take them from here.
-"""
+"""Table of training methods. A new method is a row here, a rule in `outer`, and a line in the tests' table."""
 
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from noloco_jax.defaults import DEFAULTS
 from noloco_jax.errors import UserError
 from noloco_jax.schedule import SyncSchedule, pairing_round
 from noloco_jax.wires import MODULO_BITS
@@ -285,10 +282,7 @@ METHODS: dict[str, Method] = {
             _describe_noloco,
             _check_noloco,
             _noloco,
-            defaults={  # the paper's, except for the order of pairings
-                **{"lr": 0.7, "momentum": 0.5, "consensus": None, "momentum_of": "steps"},
-                **{"sync_every": 50, "group_size": 2, "order": "passes", "wire": "float32"},
-            },
+            defaults=DEFAULTS["noloco"],
             pairing=_pairing,
             num_partners=lambda config: config.outer.group_size - 1,
             outer_collectives=("collective-permute",),
@@ -298,7 +292,7 @@ METHODS: dict[str, Method] = {
             _describe_diloco,
             _check_wire,
             _diloco,
-            defaults={"lr": 0.7, "momentum": 0.9, "nesterov": True, "sync_every": 100},  # its own paper's optimizer
+            defaults=DEFAULTS["diloco"],
             outer_collectives=("all-reduce",),
             baseline={"lr": 0.7, "momentum": 0.3, "nesterov": False},
             sync_factor=2,
@@ -309,7 +303,7 @@ METHODS: dict[str, Method] = {
             _describe_epidemic,
             _check_epidemic,
             _epidemic,
-            defaults={"sync_every": 1, "neighbours": None, "order": "passes", "wire": "float32"},
+            defaults=DEFAULTS["epidemic"],
             pairing=_neighbours,
             num_partners=_num_neighbours,
             outer_collectives=("collective-permute",),
@@ -320,7 +314,7 @@ METHODS: dict[str, Method] = {
             _describe_sparseloco,
             _check_sparseloco,
             _sparseloco,
-            defaults={"lr": 1.0, "error_decay": 0.95, "top_k": 64, "sync_every": 30},
+            defaults=DEFAULTS["sparseloco"],
             outer_collectives=("all-gather", "collective-permute"),  # the latter (a ring) if replicas are sharded
             also_unused=("outer.delay", "outer.moments"),
             baseline={"lr": None},

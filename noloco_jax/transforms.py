@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.core
 
+from noloco_jax.defaults import DEFAULTS
 from noloco_jax.exchange.axes import AxisName, names_of
 from noloco_jax.exchange.blocks import windows_of
 from noloco_jax.exchange.groups import AllExchange, GroupExchange
@@ -16,7 +17,6 @@ from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.neighbours import NeighbourExchange
 from noloco_jax.exchange.sparse import SparseExchange, TopEntries
 from noloco_jax.exchange.wire import wire_of
-from noloco_jax.methods import METHODS
 from noloco_jax.outer.diloco import DiLoCo
 from noloco_jax.outer.epidemic import Epidemic
 from noloco_jax.outer.fragments import Fragments
@@ -33,9 +33,7 @@ from noloco_jax.wires import CHUNK, MODULO_BITS, moments_wire
 
 PyTree = Any
 
-_NOLOCO, _DILOCO, _EPIDEMIC, _SPARSELOCO = (
-    METHODS[name].defaults for name in ("noloco", "diloco", "epidemic", "sparseloco")
-)
+_NOLOCO, _DILOCO, _EPIDEMIC, _SPARSELOCO = (DEFAULTS[name] for name in ("noloco", "diloco", "epidemic", "sparseloco"))
 
 # Largest momentum of corrections with a wire format whose step follows the replicas' distance: 0.8 diverges, 0.6 not.
 _SAFE_BESIDE_MODULO = 0.6
