@@ -63,8 +63,8 @@ class Island:
     they have arrived, and an island that was away continues from a peer's state.
 
     Args:
-      roster: path of the roster, the same for all islands, or a `Roster`; or the path of the entry that
-        `python -m noloco_jax.island invite` made for this island.
+      roster: path of the roster, the same for all islands, or a `Roster`; or the `members.json`
+        that `python -m noloco_jax.island invite` made for this island.
       name: this island's name in it.
       workdir: folder of this island's checkpoints and event log.
       outer: `noloco` without a pairing, for random pairs of the islands, or with one of as many replicas.

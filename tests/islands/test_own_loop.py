@@ -21,12 +21,14 @@ from jax.sharding import PartitionSpec as P
 
 import noloco_jax as nj
 from noloco_jax.errors import UserError
+from noloco_jax.island.command import main as command_line
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.schedule import pairing_round
 from support import platforms
 from support.paths import ROOT
 from support.ports import free_ports
 from support.sites import side_by_side
+from support.training_islands import wait_until
 
 NAMES = ("paris", "berlin")
 SHAPES = {"w": (64, 96), "b": (96,)}
@@ -197,6 +199,40 @@ def test_an_island_that_comes_later_continues_from_a_peers_state_and_step(tmp_pa
     assert found["step"] > 15 and found["rest"]["steps"] == found["step"]
     assert found["rest"]["name"].item() in (0, 1)
     assert not np.array_equal(found["params"]["w"], weights()["w"])
+
+
+def test_an_invited_island_joins_loops_that_train_and_is_met_by_both(tmp_path):
+    lines = ['run = "own"\n']
+    for name, port in zip(NAMES, free_ports(2), strict=True):
+        lines.append(f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{port}"\n')
+    (tmp_path / "roster.toml").write_text("".join(lines))
+    keys, (port,) = tmp_path / "keys", free_ports(1)
+    assert command_line(["keys", f"--roster={tmp_path / 'roster.toml'}", f"--out={keys}"]) == 0
+    said: dict[str, list[str]] = {name: [] for name in (*NAMES, "oslo")}
+    is_over = threading.Event()
+
+    def train(name: str, roster: Path) -> None:
+        arguments: dict[str, Any] = {"keys": keys / name, "workdir": tmp_path / name, "report": said[name].append}
+        with nj.Island(roster, name, outer=nj.noloco(sync_every=4), **arguments) as island:
+            params, _, step = island.begin(weights())
+            while not is_over.wait(0.05):
+                params, _, step = island.step(moved(params, "paris", step))
+
+    def has_met(name: str, other: str) -> bool:
+        return any(f"met {other}" in line for line in said[name])
+
+    def come() -> None:
+        wait_until(lambda: has_met("paris", "berlin"))
+        assert command_line(["invite", "--name=oslo", f"--address=127.0.0.1:{port}", f"--keys={keys}"]) == 0
+        train("oslo", keys / "oslo" / "members.json")
+
+    def watch() -> None:
+        try:
+            wait_until(lambda: all(has_met(name, "oslo") and has_met("oslo", name) for name in NAMES))
+        finally:
+            is_over.set()
+
+    side_by_side(*(lambda name=name: train(name, tmp_path / "roster.toml") for name in NAMES), come, watch)
 
 
 @pytest.mark.parametrize(
