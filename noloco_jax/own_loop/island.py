@@ -40,6 +40,7 @@ from noloco_jax.outer.rule import OuterState
 from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.own_loop.checkpoints import OwnCheckpoints
 from noloco_jax.own_loop.forms import Form
+from noloco_jax.run.finite import is_finite
 from noloco_jax.run.messages import Messages
 from noloco_jax.schedule import pairing_round
 from noloco_jax.spmd.programs import TrainState, outer_axes, shardings_of
@@ -117,6 +118,7 @@ class Island:
         self._lock = WorkdirLock(self._workdir, report)
         self._agent: Agent | None = None
         self._checkpoints: OwnCheckpoints | None = None
+        self._log: IslandLog | None = None
         self._seconds_before = 0.0
         self._finished = False
 
@@ -127,9 +129,10 @@ class Island:
     def __exit__(self, *error: Any) -> None:
         try:
             if self._agent is not None:
-                self._sync.leave(self._finished)
-                self._log.end(self._finished)
+                self._agent.leave(finished=self._finished)
                 self._agent.close()
+            if self._log is not None:
+                self._log.end(self._finished)
             if self._checkpoints is not None:
                 self._checkpoints.close()
         finally:
@@ -189,14 +192,14 @@ class Island:
             self._placed,
             lambda step: schedule.sync_every * self._samples,
         )
-        self._log = IslandLog(self._workdir, self._name)
+        self._log = log = IslandLog(self._workdir, self._name)
         size = sum(spec.nbytes for spec in specs_of(solo.code))
         merge = FinalMerge(steps, self._name, weights, self._linger, lambda: False, self._report)
         messages = Messages(of_outer_step=lambda round: size, of_inner_step=lambda step: 0)
-        self._sync = IslandSync(schedule, steps, self._log, messages, lambda state: None, merge)
+        self._sync = IslandSync(schedule, steps, log, messages, lambda state: None, merge)
         begin(self._agent, self._workdir, lambda: False)
         self._began = time.monotonic()
-        self._log.start(step, self._seconds_before)
+        log.start(step, self._seconds_before)
         state, self._step, _ = self._sync.before_step(state, step, 1)
         self._state_of_outer = state.outer
         self._tell()
@@ -216,6 +219,7 @@ class Island:
           another number where the state is a peer's, as this island was too far behind.
 
         Raises:
+          UserError: if a checkpoint is due, and the weights are not finite.
           ValueError: for trees of another form.
         """
         state = self._state(params, rest)
@@ -231,7 +235,10 @@ class Island:
         return self._params.given(after.params), self._rest.given(after.inner), step
 
     def save(self, params: PyTree, rest: PyTree = ()) -> tuple[PyTree, PyTree]:
-        """Save a checkpoint and return the state that it holds, in which what has arrived is applied."""
+        """Save a checkpoint and return the state that it holds, in which what has arrived is applied.
+
+        Raises as `step` does.
+        """
         after = self._saved(self._state(params, rest), self._step)
         self._state_of_outer = after.outer
         return self._params.given(after.params), self._rest.given(after.inner)
@@ -271,6 +278,11 @@ class Island:
     def _saved(self, state: TrainState, step: int) -> TrainState:
         assert self._checkpoints is not None
         state, journal = self._sync.settle(state)
+        if not is_finite(jax.tree.map(jnp.asarray, (state.params, state.outer))):
+            raise UserError(
+                f"{self._name}'s weights after step {step} have values that are not finite, and are not saved: lower "
+                "the learning rate, and go on from the checkpoint before, or from a peer in an empty workdir"
+            )
         if journal is not None:  # else a peer's state is about to replace this one
             seconds = self._seconds_before + time.monotonic() - self._began
             self._checkpoints.save(step, jax.tree.leaves(state), {"journal": journal, "seconds": seconds})

@@ -294,6 +294,14 @@ def test_a_leaf_that_is_no_array_is_refused_by_its_name(leaf, roster, tmp_path):
         island.begin(weights(), {"x": leaf})
 
 
+def test_weights_that_are_not_finite_are_not_saved(alone, tmp_path):
+    island, (params, rest, _) = alone
+    params = {**params, "b": np.full(96, np.nan, np.float32)}
+    with pytest.raises(UserError, match=r"after step 0 have values that are not finite, and are not saved"):
+        island.save(params, rest)
+    assert not list((tmp_path / "paris" / "checkpoints").iterdir())
+
+
 def test_a_checkpoint_of_other_arrays_or_a_damaged_one_is_told_in_a_line(alone, roster, tmp_path):
     island, (params, rest, _) = alone
     island.save(params, rest)
