@@ -60,7 +60,7 @@ def _config_of(roster: Roster, name: str, credentials: Credentials, members: Mem
     about = ask_about({via: client}, _ASK_SECONDS)[via]
     if isinstance(about, str):
         raise UserError(f"{via} does not say what it trains: {about}")
-    return from_dict(about.config)
+    return from_dict(about.trainers_config)
 
 
 def _train(

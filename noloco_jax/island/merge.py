@@ -109,7 +109,7 @@ def of_live_islands(run: Saved, keys: Path | None, ask_seconds: float, seconds: 
             )
         if (difference := other.identity.difference(about.identity, first, f"at {name}")) is not None:
             raise UserError(f"islands of two runs cannot be merged: {difference}")
-    config = from_dict(about.config)
+    config = from_dict(about.trainers_config)
     specs = weight_specs(config.model)
 
     def fetch(client: Client) -> Part:

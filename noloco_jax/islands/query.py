@@ -42,7 +42,7 @@ class About(NamedTuple):
 
     Attributes:
       identity: values that must be equal for two islands to average.
-      config: the configuration of its run.
+      config: the configuration of its run; empty for an island in a user's own loop.
       tokenizer: fingerprint of its tokenizer; None where it reads token ids.
       round: the last round that it has ended; -1: none.
       training: True if it has weights.
@@ -53,6 +53,16 @@ class About(NamedTuple):
     tokenizer: str | None
     round: int
     training: bool
+
+    @property
+    def trainers_config(self) -> dict[str, Any]:
+        """Return the configuration of its run; raise `UserError` for an island in a user's own loop, which has none."""
+        if not self.config:
+            raise UserError(
+                f"the islands of {self.identity.run} train in a loop of their own (noloco_jax.Island), of which the "
+                "commands know no model: call island.merge(params) there, and start new members by the same loop"
+            )
+        return self.config
 
 
 class Weights(NamedTuple):

@@ -229,6 +229,9 @@ def test_an_invited_island_joins_loops_that_train_and_is_met_by_both(tmp_path):
     def watch() -> None:
         try:
             wait_until(lambda: all(has_met(name, "oslo") and has_met("oslo", name) for name in NAMES))
+            merge = ["merge", f"--roster={tmp_path / 'roster.toml'}", f"--keys={keys}", f"--out={tmp_path / 'merged'}"]
+            with pytest.raises(UserError, match=r"the islands of own train in a loop of their own"):
+                command_line(merge)
         finally:
             is_over.set()
 
