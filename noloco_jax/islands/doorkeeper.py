@@ -19,7 +19,7 @@ from urllib.parse import unquote
 
 from noloco_jax.islands.frames import PIECE_BYTES
 
-_EVERY_SECONDS, _AT_REST = 0.02, 10  # interval of counting files; of looking at each while they are few, in intervals
+_EVERY_SECONDS, _AT_REST = 0.02, 10  # interval of counting files; of looking at each without a call, in intervals
 _HANDSHAKE_SECONDS = 10.0  # of TLS and the opening of the first call
 _MOST_STRANGERS = 256
 _MOST_BYTES = 4 << 20  # of an opening, at most 1 MiB, with whatever TLS adds
@@ -63,7 +63,7 @@ class Doorkeeper:
         while not self._closing.wait(_EVERY_SECONDS):
             with contextlib.suppress(OSError):
                 count, rest = len(descriptors()), (rest + 1) % _AT_REST
-                if count > before + 16 or rest == 0:
+                if count > before + 16 or rest == 0 or self._calling():  # a call fills memory at the link's speed
                     before = count
                     self._sweep(time.monotonic())
 
