@@ -78,6 +78,39 @@ def holder_of(workdir: Path) -> Holder | None:
     return None
 
 
+class Watch:
+    """Look at the lock of a folder, again and again, without taking it.
+
+    Args:
+      workdir: the folder; may not exist yet.
+    """
+
+    def __init__(self, workdir: Path):
+        self._path = workdir / LOCK_FILE
+        self._seen: tuple[int, float] | None = None  # the last beat of another machine's, and when it was new here
+
+    def holder(self) -> Holder | None:
+        """Return the trainer that holds the lock, or None.
+
+        Of this machine the kernel tells. Of another one, it holds the lock until it has shown no sign of life for
+        `SILENT_SECONDS` of being looked at.
+        """
+        try:
+            file = os.open(self._path, os.O_RDWR)
+        except OSError:
+            return None
+        try:
+            locked = _flock(file)
+            holder, status = _parse(os.pread(file, 4096, 0)), os.fstat(file)
+        finally:
+            os.close(file)
+        if holder is None or (locked is not None and _is_here(holder, status.st_dev)):
+            return holder if locked is False else None
+        if self._seen is None or self._seen[0] != status.st_mtime_ns:
+            self._seen = status.st_mtime_ns, time.monotonic()
+        return holder if time.monotonic() - self._seen[1] < SILENT_SECONDS else None
+
+
 class WorkdirLock:
     """Lock of a folder as a context, by `LOCK_FILE`: a file that names the holder and is deleted at the end.
 
