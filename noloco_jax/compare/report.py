@@ -8,6 +8,7 @@ import numpy as np
 
 from noloco_jax.compare.plan import Plan, Run
 from noloco_jax.compare.rows import Row, Worth, mean_and_std, worths
+from noloco_jax.compare.variants import Choices
 from noloco_jax.formatting import format_bytes, format_spread
 from noloco_jax.methods import METHODS
 from noloco_jax.run.messages import num_outer_steps
@@ -88,16 +89,21 @@ def table(plan: Plan, rows: Sequence[Row], brief: bool = False) -> list[str]:
 
 def _own_titles(plan: Plan, rows: Sequence[Row]) -> list[str]:
     """Columns that not every comparison has."""
-    choices = [choices.field for choices in plan.vary]
-    choices += [f"best {plan.tune.field}"] if plan.tune else []
+    choices = [choices.title() for choices in plan.vary]
+    choices += [f"best {plan.tune.title()}"] if plan.tune else []
     return [*choices, *(["reference"] if _has_references(rows) else [])]
 
 
 def _own_cells(plan: Plan, rows: Sequence[Row], row: Row) -> list[str]:
-    cells = [row.variant.value_of(choices) or "–" for choices in plan.vary]
+    cells = [_value(row, choices) or "–" for choices in plan.vary]
     if plan.tune:
         cells.append("–" if row.tuned is None else f"{row.tuned} (at the end)" if row.is_at_end else row.tuned)
     return [*cells, *([row.reference or "–"] if _has_references(rows) else [])]
+
+
+def _value(row: Row, choices: Choices) -> str:
+    value = row.variant.value_of(choices)
+    return "" if value is None else choices.title(value)
 
 
 def _has_references(rows: Sequence[Row]) -> bool:
@@ -189,13 +195,13 @@ def table_csv(plan: Plan, rows: Sequence[Row]) -> str:
     """Return the table as CSV for programs: a mean and a std of every figure, empty where there is none."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    own = [choices.field for choices in (*plan.vary, plan.tune) if choices]
+    own = [choices.title() for choices in (*plan.vary, plan.tune) if choices]
     ends = ["tuned_at_end"] if plan.tune else []
     names = [f"{name}_{part}" for _, name, _ in _COLUMNS for part in ("mean", "std")]
     bought = ["beaten_by", "cheaper", "points_below_cheaper", "times_bytes_of_cheaper"]
     writer.writerow(["variant", "method", *own, *ends, "reference", "seeds", "outer_steps", *names, *bought])
     for row, worth in zip(rows, worths(rows), strict=True):
-        values = [row.variant.value_of(choices) or "" for choices in plan.vary]
+        values = [_value(row, choices) for choices in plan.vary]
         values += [row.tuned or "", str(row.is_at_end).lower()] if plan.tune else []
         of_row = [row.variant.title, row.variant.method, *values, row.reference or "", len(row.runs)]
         figures = [_number(number) for _, name, _ in _COLUMNS for number in mean_and_std(row.figures[name])]

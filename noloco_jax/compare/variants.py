@@ -16,7 +16,7 @@ _OWN_FLAGS = {"method": "--methods or --variant", "seed": "--seeds"}  # flags th
 
 @dataclass(frozen=True)
 class Choices:
-    """Values that a field takes in turn, or several fields together.
+    """Values that a field takes in turn, or several fields together, which go by the name and value of the first.
 
     Attributes:
       field: as written: `num_steps`, or `num_steps/eval_every` for two that change together.
@@ -29,6 +29,10 @@ class Choices:
     @property
     def fields(self) -> tuple[str, ...]:
         return tuple(self.field.split("/"))
+
+    def title(self, value: str | None = None) -> str:
+        """Return the first field, or its value in one of the values."""
+        return self.fields[0] if value is None else self.settings(value)[self.fields[0]]
 
     def settings(self, value: str) -> dict[str, str]:
         """Return field -> value of one of the values."""
@@ -46,7 +50,7 @@ class Variant:
       method: how it trains.
       settings: (field, value) of its own settings, over all else.
       reference: the title of the variant that its gap is above; None for the ddp that is most like it.
-      values: (field, value) of the fields that the comparison varies, as written, where they make another run.
+      values: (choices, value) of the fields that the comparison varies, where they make another run.
       name: as its folders are called: the title, and the varied fields with their values.
     """
 
@@ -54,7 +58,7 @@ class Variant:
     method: str
     settings: tuple[tuple[str, str], ...] = ()
     reference: str | None = None
-    values: tuple[tuple[str, str], ...] = ()
+    values: tuple[tuple[Choices, str], ...] = ()
     name: str = ""
 
     @property
@@ -67,7 +71,7 @@ class Variant:
 
     def value_of(self, choices: Choices) -> str | None:
         """Return its value of a varied field, as written, or None."""
-        return dict(self.values).get(choices.field)
+        return dict(self.values).get(choices)
 
     def heeds(self, choices: Choices) -> bool:
         """Return True if another value, given to all variants, makes another run of this one."""
@@ -170,8 +174,8 @@ def make_variants(
     for variant in with_settings(named, settings):
         heeded = [choices for choices in vary if variant.heeds(choices)]
         for values in itertools.product(*(choices.values for choices in heeded)):
-            pairs = [(choices.field, value) for choices, value in zip(heeded, values, strict=True)]
-            name = "-".join([variant.title, *(f"{field}={value}" for field, value in pairs)])
+            pairs = list(zip(heeded, values, strict=True))
+            name = "-".join([variant.title, *(f"{choices.title()}={choices.title(value)}" for choices, value in pairs)])
             expanded.append(replace(variant, name=re.sub(r"[^\w.=+-]", "_", name), values=tuple(pairs)))
     return expanded
 

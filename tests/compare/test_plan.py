@@ -114,7 +114,7 @@ def test_several_varied_fields_train_all_combinations_and_some_change_together(c
     assert found == expected | {("ddp", *length, ddp_sync) for length in lengths}
     for variant, reference in plan.references.items():
         assert reference.method == "ddp" and reference.values == variant.values[:1]
-    assert plan.runs[2].name == "noloco-num_steps_eval_every=8_4-outer.sync_every=2-seed7"
+    assert plan.runs[2].name == "noloco-num_steps=8-outer.sync_every=2-seed7"
 
 
 def test_a_plan_is_a_file_of_flags(config_file, tmp_path, capsys):
