@@ -107,7 +107,7 @@ def parse_variant(text: str) -> Variant:
             f"{flag} is not of the form NAME:FIELD=VALUE,FIELD=VALUE, with a NAME of letters, digits, '.+-_'"
         )
     settings: dict[str, str] = {}
-    for part in re.split(r",(?=[\w. ]+=)", rest) if rest.strip() else []:  # a value may hold commas itself
+    for part in re.split(r",(?=[\w.\s]+=)", rest) if rest.strip() else []:  # a value may hold commas itself
         field, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals:
             raise UserError(f"{flag}: {part!r} is not of the form FIELD=VALUE")

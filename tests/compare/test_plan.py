@@ -1,5 +1,7 @@
 """The runs of a comparison: which they are, and what is refused before any starts."""
 
+import gzip
+import json
 import math
 import runpy
 from dataclasses import replace
@@ -291,3 +293,13 @@ def test_the_folder_of_another_comparison_is_refused(config_file, tmp_path):
         compare.main(arguments(config_file, out / "ddp-seed7", "--dry_run"))
     more = ["--methods=noloco,ddp,local", "--seeds=3", "--config.checkpoint_every=3", "--config.log_every=1"]
     assert compare.main(arguments(config_file, out, "--dry_run", *more)) == 0
+
+
+@pytest.mark.parametrize("plan", sorted((ROOT / "configs/plans").glob("*.txt")), ids=lambda path: path.stem)
+def test_the_plans_here_are_comparisons(plan, tmp_path, capsys):
+    for split in ("train", "validation"):
+        with gzip.open(tmp_path / f"c4-{split}.00000-of-00001.json.gz", "wt") as file:
+            file.writelines(json.dumps({"text": "a few words " * 9}) + "\n" for _ in range(1000))
+    flags = [f"@{plan}", f"--workdir={tmp_path / 'out'}", f"--config.data.path={tmp_path}", "--dry_run"]
+    assert compare.main(flags) == 0
+    assert capsys.readouterr().out.count("(to do)") >= 10
