@@ -37,6 +37,7 @@ LONG = (
     *("spmd/test_document_mask", "processes/test_kills", "islands/test_training", "islands/test_crossing"),
     *(
         "tools/test_documented_commands",
+        "tools/test_notebook",
         "islands/test_finished",
         "islands/test_membership",
         "islands/test_meshes",

@@ -144,7 +144,7 @@ class Comparison:
         """Print the end of a run."""
         if is_complete(job.run, self._workdir):
             self._write()
-            self._say_result(job.run, job.label)
+            self._say_result(job.run, job.label, self._left())
         elif (trainer := self._others.trainer_of(job.run)) is not None:  # on another machine, which was quicker
             self._taken.remove(job.run)
             self._elsewhere[job.run] = trainer
@@ -181,12 +181,11 @@ class Comparison:
             if news is not None:
                 self._console.print(news)
 
-    def _say_result(self, run: Run, label: str) -> None:
+    def _say_result(self, run: Run, label: str, left: str = "") -> None:
         last = read_progress(self._workdir / run.name).evaluations[-1]
         self._console.print(
             f"{label}: perplexity {format_perplexity(last['perplexity'])}, merged "
-            f"{format_perplexity(last['perplexity_merged'])}, spread {format_spread(last['replica_spread'])}"
-            + self._left()
+            f"{format_perplexity(last['perplexity_merged'])}, spread {format_spread(last['replica_spread'])}{left}"
         )
 
     def _left(self) -> str:
