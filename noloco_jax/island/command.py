@@ -111,6 +111,13 @@ def _define_island_flags(parser: argparse.ArgumentParser) -> None:
         "while the fastest takes all, and messages weigh accordingly; the same on all islands (default %(default)s)",
     )
     parser.add_argument(
+        "--catch_up",
+        choices=("weights", "whole"),
+        help="an island that was away continues from the weights of several others, with fresh moments and a rate that "
+        "rises, or from a whole state, which is four times as large or more (default: weights, unless outer.moments "
+        "are averaged)",
+    )
+    parser.add_argument(
         "--linger",
         type=float,
         default=600.0,

@@ -85,7 +85,8 @@ def _train(
     members.merge(entries)
     if flags.address is not None:
         _move(members, name, flags.address, roster.run, credentials)
-    member = Membership(roster, name, credentials, pace=flags.pace, linger=flags.linger, members=members)
+    options = {"pace": flags.pace, "linger": flags.linger, "catch_up": flags.catch_up}
+    member = Membership(roster, name, credentials, **options, members=members)
     if not 0 <= flags.linger < math.inf:
         raise UserError(f"--linger={flags.linger}: give seconds, 0 to leave at once")
     member.check(config)

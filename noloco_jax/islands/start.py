@@ -1,8 +1,9 @@
 """Start of an island: its incarnation, its agent among the peers, and the decision to train."""
 
+import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from noloco_jax.islands.protocol.messages import Identity
 from noloco_jax.islands.query import check_alone
 from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.snapshots import Snapshots
+from noloco_jax.islands.state_shares import StateLayouts
 
 ISLAND_FILE = "island.json"
 
@@ -33,7 +35,7 @@ def open_agent(
     journal: Journal | None,
     workdir: Path,
     codec: Codec,
-    state: Sequence[ArraySpec],
+    states: StateLayouts,
     weights: Mapping[str, ArraySpec],
     about: Mapping[str, Any],
     is_stopping: Callable[[], bool],
@@ -52,7 +54,7 @@ def open_agent(
       journal: of the checkpoint to resume from; None: a new run.
       workdir: the island's folder.
       codec: the codec of messages.
-      state: specs of a state that is sent, see `steps.state_specs`.
+      states: layouts of a state that is sent.
       weights: specs of weights sent for merging.
       about: description of the island's weights, beside its identity.
       is_stopping: returns True once told to stop.
@@ -65,11 +67,12 @@ def open_agent(
     check_alone(known_roster(roster, members, 0), name, credentials)
     incarnation, began_before = incarnation_of(workdir)
     others = [other for other in roster.names if other != name]
+    settings = dataclasses.replace(settings, shares=states.of(settings.whole_state).count)
     protocol = Island(name, others, identity, partner, incarnation, settings, journal, began_before, members)
     file = workdir / MEMBERS_FILE
     if members.entries:
         write_members(file, roster, members.entries)
-    agent = Agent(roster, name, credentials, protocol, settings, codec, state, report, Snapshots(weights), about, file)
+    agent = Agent(roster, name, credentials, protocol, settings, codec, states, report, Snapshots(weights), about, file)
     try:
         agent.open()
         if _until(agent.admitted, is_stopping):

@@ -1,6 +1,7 @@
 """Islands whose training is a clock and whose weights are an array: real agents, calls and networks, quick to run."""
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,13 +12,14 @@ import numpy as np
 from noloco_jax.exchange.wire import Float32
 from noloco_jax.islands.agent import Agent, Correction, Healed, Met
 from noloco_jax.islands.keys import Credentials
-from noloco_jax.islands.payload import PlainCodec, norm_of, specs_of
+from noloco_jax.islands.payload import PlainCodec, norm_of
 from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.members import Members
 from noloco_jax.islands.roster import Address, Roster
 from noloco_jax.islands.roster import Island as Listed
 from noloco_jax.islands.snapshots import Snapshots
+from noloco_jax.islands.state_shares import layouts_of
 from support.fault_proxy import FaultProxy, Link
 from support.island_nodes import IDENTITY, circle
 from support.ports import free_ports
@@ -69,6 +71,7 @@ class Site:
         began_before: bool = False,
         members: Members | None = None,
         members_file: Path | None = None,
+        wire: str = "float32",
     ):
         settings = settings or Settings()
         self.name = name
@@ -81,9 +84,11 @@ class Site:
         self.heals: list[Healed] = []
         others = [other for other in roster.names if other != name]
         partner = partner_of(roster.names, name) if members is None else partner_among(members, name)
-        protocol = Island(name, others, identity, partner, incarnation, settings, journal, began_before, members)
         message = self.message(0)
-        arguments = settings, PlainCodec(Float32(), [message], [message]), specs_of(message), self.lines.append
+        states = layouts_of([message], 1, wire)
+        settings = dataclasses.replace(settings, shares=states.of(settings.whole_state).count)
+        protocol = Island(name, others, identity, partner, incarnation, settings, journal, began_before, members)
+        arguments = settings, PlainCodec(Float32(), [message], [message]), states, self.lines.append
         self.agent = Agent(roster, name, credentials, protocol, *arguments, Snapshots({}), {}, members_file)
 
     def message(self, round: int) -> np.ndarray:
@@ -128,7 +133,7 @@ class Site:
         """Enters what has come, and gives its state to who waits for it."""
         self._keep(self.agent.take())
         if self.agent.wants_state and self.round >= 0:
-            self.agent.give(self.round, [self.message(self.round)])
+            self.agent.give(self.round, self.round, dict.fromkeys(self.agent.wanted, self.message(self.round)))
 
     def _keep(self, items: list[Correction | Healed]) -> None:
         for item in items:

@@ -317,7 +317,7 @@ class Island:
             case Hello():
                 self._exchanges.opened(channel, header)
             case StateRequest():
-                self._catch_up.opened(channel, header)
+                self._catch_up.opened(channel, event.peer, header)
             case Leave():
                 peer = context.peers[event.peer]
                 peer.away = header.caller.incarnation >= peer.incarnation
