@@ -23,7 +23,7 @@ from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.islands.protocol.members import Members
 from noloco_jax.islands.protocol.messages import Identity
-from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.roster import Address, Roster
 from noloco_jax.islands.start import open_agent
 from noloco_jax.islands.state_shares import StateLayouts, layouts_of
 from noloco_jax.islands.steps import IslandSteps, weight_specs
@@ -59,6 +59,7 @@ class Membership:
         rises; "whole": from their whole state. None: weights, unless `outer.moments` are averaged.
       linger: seconds for which an island that has taken its last step serves its weights, until all have.
       members: the members as they are known at the start; None: those of the roster.
+      listen: the address to listen at; None: that in the roster, see `Server`.
       at_once: True if outer steps wait for their exchange, for tests that compare islands with one program.
     """
 
@@ -68,6 +69,7 @@ class Membership:
     patience: int = 2
     pace: str = "steps"
     catch_up: str | None = None
+    listen: Address | None = None
     at_once: bool = False
     linger: float = 600.0
     members: Members = None  # pyright: ignore[reportAssignmentType]
@@ -216,6 +218,7 @@ class Membership:
             is_stopping,
             report,
             self.members,
+            self.listen,
         )
 
     def steps(self, config: TrainConfig, agent: Agent, solo: SoloPrograms, programs: Programs) -> IslandSteps:

@@ -70,7 +70,7 @@ from noloco_jax.islands.protocol.messages import (
     from_json,
 )
 from noloco_jax.islands.query import ask_all
-from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.roster import Address, Roster
 from noloco_jax.islands.server import Handlers, Server
 from noloco_jax.islands.snapshots import ABOUT, Snapshots
 from noloco_jax.islands.state_shares import Assembly, StateLayouts
@@ -150,6 +150,7 @@ class Agent:
       report: called with lines for people.
       snapshots: copies of the weights for merging.
       about: description of the island's weights.
+      listen: the address to listen at; None: see `Server`.
       members_file: where membership entries are kept; None: nowhere.
     """
 
@@ -166,10 +167,11 @@ class Agent:
         snapshots: Snapshots,
         about: Mapping[str, Any],
         members_file: Path | None = None,
+        listen: Address | None = None,
     ):
         self._founders, self._name, self._credentials = roster, name, credentials
         self._protocol, self._report = protocol, report
-        self._members_file = members_file
+        self._members_file, self._listen = members_file, listen
         self._roster = known_roster(roster, protocol.members, protocol.round)
         self._codec = codec
         self.snapshots, self._about = snapshots, dict(about)
@@ -209,7 +211,7 @@ class Agent:
         """Listen, and ask the peers for their status. Raises `UserError` where it cannot listen."""
         actions = {ABOUT: self._tell_about}
         handlers = Handlers(self._called, self.snapshots.state, actions, self._report, self._introduced)
-        self._server = Server(self._roster, self._name, self._credentials, handlers, newest=self._newest)
+        self._server = Server(self._roster, self._name, self._credentials, handlers, self._listen, self._newest)
         self._follow_members()
         threading.Thread(target=self._tick, daemon=True, name="ticks").start()
         if self._credentials is not None:

@@ -15,7 +15,7 @@ from noloco_jax.islands.channel import Channel, Opening, encode, from_flight
 from noloco_jax.islands.connections import Connection, Connections
 from noloco_jax.islands.frames import PIECE_BYTES, SCHEMA, ArraySpec, Expects
 from noloco_jax.islands.keys import Credentials, Newest
-from noloco_jax.islands.peer_errors import BrokenError, EndedError, PeerError, RefusedError
+from noloco_jax.islands.peer_errors import BrokenError, EndedError, PeerError, RefusedError, UnreachableError
 from noloco_jax.islands.probe import learn_issue, why_unreachable
 from noloco_jax.islands.roster import Address, Roster
 
@@ -57,7 +57,7 @@ class Client:
         self._address = roster.address(peer)
         self._connections = connections
         self._newest = newest
-        if credentials is None and not self._address.is_loopback:
+        if credentials is None and self._address.can_be_dialled and not self._address.is_loopback:
             raise UserError(f"{peer} at {self._address} can be reached from other machines: give --keys=FOLDER")
 
     def renew(self, credentials: Credentials) -> None:
@@ -169,6 +169,8 @@ class Client:
                 connection.client.close()
 
     def _connected(self) -> flight.FlightClient:
+        if not self._address.can_be_dialled:
+            raise UnreachableError(f"{self.peer} only dials out: nobody can call it")
         if self._credentials is None:
             return flight.FlightClient(f"grpc://{self._address}", generic_options=_OPTIONS)
         # Certificates bear the time of their making as a name too: TLS itself then refuses every other one.

@@ -314,6 +314,8 @@ def _send_state(named: Iterable[tuple[str, np.ndarray]], connect: Callable[[Expe
 
 
 def _to_listen(address: Address) -> Address:
+    if not address.can_be_dialled:
+        return Address("127.0.0.1", 0)
     if address.is_loopback:
         return address
     return Address("::" if socket.has_dualstack_ipv6() else "0.0.0.0", address.port)

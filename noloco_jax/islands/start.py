@@ -9,7 +9,7 @@ from typing import Any
 
 from noloco_jax.files import write_whole
 from noloco_jax.islands.agent import Agent
-from noloco_jax.islands.entries import MEMBERS_FILE, known_roster, write_members
+from noloco_jax.islands.entries import MEMBERS_FILE, dials_of, known_roster, write_members
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.payload import Codec
@@ -18,7 +18,7 @@ from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.members import Members
 from noloco_jax.islands.protocol.messages import Identity
 from noloco_jax.islands.query import check_alone
-from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.roster import Address, Roster
 from noloco_jax.islands.snapshots import Snapshots
 from noloco_jax.islands.state_shares import StateLayouts
 
@@ -41,6 +41,7 @@ def open_agent(
     is_stopping: Callable[[], bool],
     report: Callable[[str], None],
     members: Members | None = None,
+    listen: Address | None = None,
 ) -> Agent | None:
     """Join the peers, who may refuse the island; return None if told to stop meanwhile.
 
@@ -60,6 +61,7 @@ def open_agent(
       is_stopping: returns True once told to stop.
       report: called with lines for people.
       members: the members as they are known at the start, which the workdir keeps; None: those of the roster.
+      listen: the address to listen at; None: see `Server`.
 
     Raises `UserError` if its name or address is in use, or most of the others refuse it.
     """
@@ -68,11 +70,14 @@ def open_agent(
     incarnation, began_before = incarnation_of(workdir)
     others = [other for other in roster.names if other != name]
     settings = dataclasses.replace(settings, shares=states.of(settings.whole_state).count)
-    protocol = Island(name, others, identity, partner, incarnation, settings, journal, began_before, members)
+    rules = settings, journal, began_before, members, dials_of(roster, members, name)
+    protocol = Island(name, others, identity, partner, incarnation, *rules)
     file = workdir / MEMBERS_FILE
     if members.entries:
         write_members(file, roster, members.entries)
-    agent = Agent(roster, name, credentials, protocol, settings, codec, states, report, Snapshots(weights), about, file)
+    agent = Agent(
+        roster, name, credentials, protocol, settings, codec, states, report, Snapshots(weights), about, file, listen
+    )
     try:
         agent.open()
         if _until(agent.admitted, is_stopping):

@@ -1,7 +1,8 @@
 """Shares of a state: the arrays from which an island catches up, in pieces of bytes that several donors can give.
 
-Weights travel as absolute values. A modulo format carries differences alone, and blocks of 6 or 4 bits relative to the
-weights, not to the distance of two replicas, cost perplexity (bench/MEASURED.md): such runs send weights in int8.
+Weights travel as absolute values. A modulo format carries differences alone, and the error of blocks of 4 bits is a
+share of the weights, not of the distance between replicas, which costs perplexity (bench/MEASURED.md): runs with a
+format of fewer than 6 bits send weights in int6.
 """
 
 import functools
@@ -27,7 +28,7 @@ _SCALE_BYTES = 2
 
 def state_wire(wire: str) -> str:
     """Return the format in which weights travel to an island that catches up, for a run with that wire format."""
-    return wire if wire in ("float32", "bfloat16") else "int8"
+    return wire if wire in ("float32", "bfloat16", "int8") else "int6"
 
 
 class _Part(NamedTuple):

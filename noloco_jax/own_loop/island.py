@@ -30,7 +30,7 @@ from noloco_jax.islands.payload import codec_of, specs_of
 from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.islands.protocol.messages import Identity
-from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.roster import Roster, parse_address
 from noloco_jax.islands.start import begin, open_agent
 from noloco_jax.islands.state_shares import layouts_of
 from noloco_jax.islands.steps import IslandSteps
@@ -79,6 +79,8 @@ class Island:
       catch_up: "weights": an island that was away continues from weights of its peers, with `rest` as given to
         `begin` where it holds arrays of the weights' shapes (moments, and what lies beside them), and takes shorter
         steps at first; all other parts of `rest` are a peer's. "whole": from a peer's weights and `rest`.
+      listen: the address of this machine to listen at, "host:port"; None: the port that others dial, at all of the
+        machine's addresses.
       save_every: inner steps between checkpoints; 0: only `save`.
       keep: number of checkpoints to keep.
       linger: seconds for which `merge` waits for islands that are later.
@@ -100,6 +102,7 @@ class Island:
         samples_per_step: int = 1,
         common: Mapping[str, Any] | None = None,
         catch_up: str = "weights",
+        listen: str | None = None,
         save_every: int = 1000,
         keep: int = 2,
         linger: float = 600.0,
@@ -119,6 +122,7 @@ class Island:
             raise UserError(f"{roster} has no entry of {name} that the authority of {keys} has signed: invite it again")
         if catch_up not in ("weights", "whole"):
             raise ValueError(f"catch_up is {catch_up!r}: give 'weights' or 'whole'")
+        self._listen = None if listen is None else parse_address(listen)
         self._takes_whole_state = catch_up == "whole"
         self._pairing = _checked(outer, len(self._roster.islands))
         self._outer, self._common = outer, dict(common or {})
@@ -194,6 +198,7 @@ class Island:
             lambda: False,
             self._report,
             self._members,
+            self._listen,
         )
         assert self._agent is not None
         schedule = self._outer.schedule

@@ -52,13 +52,14 @@ def test_a_whole_state_is_exact():
 
 
 @pytest.mark.parametrize(
-    ("wire", "bytes_", "error"), [("float32", 4, 0), ("bfloat16", 2, 2**-8), ("modulo4", 1, 1 / 254)]
+    ("wire", "bytes_", "error"),
+    [("float32", 4, 0), ("bfloat16", 2, 2**-8), ("int8", 1, 1 / 254), ("modulo4", 0.75, 1 / 62)],
 )
 def test_weights_take_the_bits_of_the_wire_or_eight(wire, bytes_, error):
     one = state(0)
     layout = layouts_of(one, 3, wire).weights
     quantized = one[0].size * bytes_ + one[2].size * min(bytes_, 2) + 4 * 80
-    assert quantized <= layout.nbytes < 1.1 * quantized
+    assert quantized <= layout.nbytes < 1.15 * quantized
     found = travelled(layout, [one])
     assert found.keys() == {0, 1, 2}
     np.testing.assert_array_equal(found[1], one[1])  # few values are exact
@@ -93,7 +94,7 @@ def test_formats_of_differences_are_not_for_weights():
         "float32",
         "bfloat16",
         "int8",
-        "int8",
-        "int8",
-        "int8",
+        "int6",
+        "int6",
+        "int6",
     ]

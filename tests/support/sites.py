@@ -4,13 +4,14 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from noloco_jax.exchange.wire import Float32
 from noloco_jax.islands.agent import Agent, Correction, Healed, Met
+from noloco_jax.islands.entries import dials_of
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.payload import PlainCodec, norm_of
 from noloco_jax.islands.protocol.context import Settings
@@ -72,6 +73,9 @@ class Site:
         members: Members | None = None,
         members_file: Path | None = None,
         wire: str = "float32",
+        state: Sequence[np.ndarray] = (),
+        num_weights: int = 1,
+        listen: Address | None = None,
     ):
         settings = settings or Settings()
         self.name = name
@@ -85,11 +89,14 @@ class Site:
         others = [other for other in roster.names if other != name]
         partner = partner_of(roster.names, name) if members is None else partner_among(members, name)
         message = self.message(0)
-        states = layouts_of([message], 1, wire)
+        self._state = state
+        states = layouts_of(state or [message], num_weights, wire)
         settings = dataclasses.replace(settings, shares=states.of(settings.whole_state).count)
-        protocol = Island(name, others, identity, partner, incarnation, settings, journal, began_before, members)
+        dials = dials_of(roster, members or Members(roster.names), name)
+        rules = settings, journal, began_before, members, dials
+        protocol = Island(name, others, identity, partner, incarnation, *rules)
         arguments = settings, PlainCodec(Float32(), [message], [message]), states, self.lines.append
-        self.agent = Agent(roster, name, credentials, protocol, *arguments, Snapshots({}), {}, members_file)
+        self.agent = Agent(roster, name, credentials, protocol, *arguments, Snapshots({}), {}, members_file, listen)
 
     def message(self, round: int) -> np.ndarray:
         """Return the message of a round, different from every other's."""
@@ -133,7 +140,8 @@ class Site:
         """Enters what has come, and gives its state to who waits for it."""
         self._keep(self.agent.take())
         if self.agent.wants_state and self.round >= 0:
-            self.agent.give(self.round, self.round, dict.fromkeys(self.agent.wanted, self.message(self.round)))
+            state = self._state or [self.message(self.round)]
+            self.agent.give(self.round, self.round, {number: state[number] for number in self.agent.wanted})
 
     def _keep(self, items: list[Correction | Healed]) -> None:
         for item in items:

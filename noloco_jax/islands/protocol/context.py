@@ -4,6 +4,7 @@ import itertools
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from noloco_jax.islands.protocol.bounds import Bounds
@@ -77,6 +78,7 @@ class Context:
       taken_for_past: True if a peer knows a later incarnation than this one, which has exchanged nothing yet.
       refused: True once most others refuse this island.
       pace: its pace relative to the others.
+      dials: name -> False for a peer that calls and is never called.
       members: the members of the run, as far as they are known here.
       peers: the other members present.
     """
@@ -90,6 +92,7 @@ class Context:
         incarnation: int,
         ledger: Ledger,
         bounds: Bounds,
+        dials: Callable[[str], bool],
     ):
         self.name = name
         self.identity = identity
@@ -97,6 +100,7 @@ class Context:
         self.members = members
         self.peers: dict[str, Peer] = {}
         self.bounds = bounds
+        self.dials = dials
         self.ledger = ledger
         self.incarnation = incarnation
         self.round = -1
