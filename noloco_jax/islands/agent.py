@@ -70,6 +70,7 @@ from noloco_jax.islands.protocol.messages import (
     from_json,
 )
 from noloco_jax.islands.query import ask_all
+from noloco_jax.islands.relay import Relay, RelayedPort, RelayedServer
 from noloco_jax.islands.roster import Address, Roster
 from noloco_jax.islands.server import Handlers, Server
 from noloco_jax.islands.snapshots import ABOUT, Snapshots
@@ -203,6 +204,9 @@ class Agent:
         self._left = False
         self._closed = False
         self._server: Server | None = None
+        self._relay = Relay()
+        self._relayed: RelayedServer | None = None
+        self._ports: dict[str, RelayedPort] = {}  # of peers that only dial out
         self._follow_members()
 
     # The training's side.
@@ -210,9 +214,14 @@ class Agent:
     def open(self) -> None:
         """Listen, and ask the peers for their status. Raises `UserError` where it cannot listen."""
         actions = {ABOUT: self._tell_about}
-        handlers = Handlers(self._called, self.snapshots.state, actions, self._report, self._introduced)
+        serves = self._called, self.snapshots.state, actions, self._report, self._relay.call, self._introduced
+        handlers = Handlers(*serves)
         self._server = Server(self._roster, self._name, self._credentials, handlers, self._listen, self._newest)
         self._follow_members()
+        if not self._roster.address(self._name).can_be_dialled:
+            host = self._listen.host if self._listen and self._listen.host not in ("0.0.0.0", "::") else "127.0.0.1"
+            at = Address(host, self._server.port)
+            self._relayed = RelayedServer(self._name, self.clients, self._relays, at)
         threading.Thread(target=self._tick, daemon=True, name="ticks").start()
         if self._credentials is not None:
             threading.Thread(target=self._watch_keys, daemon=True, name="keys").start()
@@ -376,6 +385,11 @@ class Agent:
         if not opened:
             return
         self._calls.hang_up(_GOODBYE_SECONDS)
+        self._relay.close()
+        if self._relayed is not None:
+            self._relayed.close()
+        for port in self._ports.values():
+            port.close()
         self._connections.close()
         assert self._server is not None
         self._server.close(1.0)
@@ -459,15 +473,28 @@ class Agent:
         if self._name not in self._roster.names:
             return  # removed: the others will not have it
         for name, address in self._roster.islands:
+            if not address.can_be_dialled and name != self._name and self._credentials is not None:
+                if name not in self._ports:
+                    arguments = self.clients, self._relays, self._relay
+                    self._ports[name] = RelayedPort(self._name, name, *arguments)
+                address = self._ports[name].address
+            elif name in self._ports:
+                self._ports.pop(name).close()
             if name in self.clients:
-                self.clients[name].move(address)
+                self.clients[name].move(address, is_relayed=name in self._ports)
             elif name != self._name:
                 self.clients[name] = Client(
                     self._roster, self._name, self._credentials, name, self._connections, self._newest
                 )
+                self.clients[name].move(address, is_relayed=name in self._ports)
         if self._server is not None:
             issued = {entry.name: entry.issued for entry in members.entries if entry.issued > 0}
             self._server.admit(self._roster, issued)
+
+    def _relays(self) -> list[str]:
+        """Return the members that can be dialled, but for this one."""
+        with self._changed:
+            return [name for name, at in self._roster.islands if at.can_be_dialled and name != self._name]
 
     def _introduced(self, name: str, body: Mapping[str, Any]) -> bool:
         """Return whether an unknown caller has brought an entry that makes it a member."""
