@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from noloco_jax.islands.protocol.catch_up import MOST_OF_A_CLIENT
 from noloco_jax.islands.protocol.context import MOST_AHEAD, STARTS_APART, Settings
+from noloco_jax.islands.protocol.download import MOST_AT_ONCE
 from noloco_jax.islands.protocol.events import (
     Admitted,
     Arrived,
@@ -209,9 +209,9 @@ def request(sender: str, *, lineage: bool = True) -> StateRequest:
     return StateRequest(Caller(IDENTITY, sender, "a", 1, -1), lineage, POSITION)
 
 
-def test_a_donor_serves_a_limited_number_of_calls_and_two_of_an_island():
+def test_a_donor_serves_a_limited_number_of_calls_of_an_island():
     donor, _ = started({}, journal=journal())
-    for number in range(MOST_OF_A_CLIENT):
+    for number in range(MOST_AT_ONCE):
         assert donor.handle(Opened(("b", number), "b", request("b")), 1.0) == [
             Send(("b", number), State(5, True, POSITION))
         ]

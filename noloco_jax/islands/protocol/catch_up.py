@@ -17,7 +17,7 @@ import zlib
 from dataclasses import dataclass, field
 
 from noloco_jax.islands.protocol.context import Backoff, Context
-from noloco_jax.islands.protocol.download import Download
+from noloco_jax.islands.protocol.download import MOST_AT_ONCE, Download
 from noloco_jax.islands.protocol.events import Admitted, Begin, Channel, Content, Heal
 from noloco_jax.islands.protocol.messages import (
     Busy,
@@ -78,7 +78,7 @@ class Sweep:
 
 
 ASKED_AT_ONCE = 16  # the median of a sample is good enough, even among a thousand islands
-MOST_CLIENTS, MOST_OF_A_CLIENT = 8, 2  # calls for shares that a donor serves at once; of one island
+MOST_CLIENTS = 4 * MOST_AT_ONCE  # calls for shares that a donor serves at once
 
 
 class CatchUp:
@@ -340,7 +340,7 @@ class CatchUp:
             context.answer(channel, NotPartner("no state yet"))
         elif request.lineage and not context.lineage:
             context.answer(channel, NotPartner("no exchange was ever committed here"))
-        elif len(served) >= MOST_CLIENTS or served.count(peer) >= MOST_OF_A_CLIENT:
+        elif len(served) >= MOST_CLIENTS or served.count(peer) >= MOST_AT_ONCE:
             context.answer(channel, Busy(context.settings.retry_seconds))
         else:
             self._clients[channel] = peer, context.now + context.settings.state_seconds

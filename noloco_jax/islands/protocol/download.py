@@ -18,7 +18,8 @@ from noloco_jax.islands.protocol.messages import Busy, Header, Share, State, Sta
 
 MOST_DONORS = 4  # at once
 MOST_BUSY = 8  # consecutive answers of a donor that it is busy
-_QUICK_SECONDS = 1.0  # for a share, below which a donor is asked for two at a time: its link waits for requests
+MOST_AT_ONCE = 4  # shares of one donor
+_QUICK_SECONDS = 1.0  # for a share, below which a donor is asked for another at the same time: its link has room
 
 
 @dataclass
@@ -110,7 +111,8 @@ class Download:
         else:
             self._heard = context.now
             donor.busy, donor.has_given = 0, True
-            donor.at_once = 2 if context.now - request.began < _QUICK_SECONDS else 1
+            is_quick = context.now - request.began < _QUICK_SECONDS
+            donor.at_once = min(donor.at_once + 1, MOST_AT_ONCE) if is_quick else 1
             self._lineage &= header.lineage
             if request.number:
                 context.actions.append(KeepShare(request.number))
