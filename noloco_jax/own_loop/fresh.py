@@ -2,7 +2,8 @@
 
 A part of the tree that holds arrays of the weights' shapes directly beside others, as Optax's `ScaleByAdamState` holds
 its moments beside their counter, begins anew as a whole: a counter of many steps beside fresh moments would make Adam's
-first updates several times too large. Everything else (a schedule's counter, random keys, numbers) is the peer's.
+first updates several times too large. Everything else (a schedule's counter, random keys, numbers) is the peer's. The
+user's outermost dict, list or tuple is no such part: each of its entries is judged by itself.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ def begins_anew(rest: PyTree, params: PyTree) -> list[bool]:
         children = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
         if len(children) == 1 and children[0] is node:  # a leaf
             flags.append(is_like_weights(node))
-        elif any(map(is_like_weights, children)):
+        elif any(map(is_like_weights, children)) and not (node is rest and type(node) in (dict, list, tuple)):
             flags.extend([True] * len(jax.tree.leaves(node)))
         else:
             for child in children:
