@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from typing import Any, cast
@@ -20,9 +23,11 @@ from noloco_jax.islands.protocol.island import Island as Protocol
 from noloco_jax.islands.protocol.members import Members
 from noloco_jax.islands.roster import Address, Island, Roster, parse_dialled, read_roster
 from noloco_jax.islands.server import Handlers, Server
+from support import namespaces, platforms
 from support.fault_proxy import FaultProxy
 from support.island_nodes import IDENTITY
 from support.islands import keys_of
+from support.paths import ROOT
 from support.ports import free_ports
 from support.sites import Site, side_by_side
 
@@ -215,3 +220,35 @@ def test_the_next_relay_serves_where_the_first_is_away():
         assert answer["round"] == -1
     finally:
         side_by_side(*[site.agent.close for site in sites.values()])
+
+
+@pytest.mark.skipif(not namespaces.are_permitted(), reason="needs root, and network namespaces")
+def test_processes_that_have_no_way_to_each_other_meet_and_merge_through_the_third(tmp_path):
+    """The two that only dial out are in networks of their own, from which only the third is reached."""
+    names = ("paris", "oslo", "rome")
+    entries = [f'[[island]]\nname = "{name}"\naddress = "none"\n' for name in names[1:]]
+    hub = f'[[island]]\nname = "paris"\naddress = "{namespaces.HUB}:7070"\n'
+    (tmp_path / "roster.toml").write_text('run = "test"\n' + hub + "".join(entries))
+    assert island(["keys", f"--roster={tmp_path}/roster.toml", f"--out={tmp_path}/keys"]) == 0
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    environment = {**inherited, **platforms.of_a_run(1), "PYTHONPATH": str(ROOT)}
+
+    def command(name: str) -> list[str]:
+        flags = (f"--roster={tmp_path}/roster.toml", f"--keys={tmp_path}/keys/{name}", f"--workdir={tmp_path / name}")
+        return [sys.executable, "-m", "noloco_jax.examples.island_numpy", *flags, f"--name={name}", "--steps=300"]
+
+    with namespaces.hub_and_spokes(2) as enter:
+        for place, refusal in ((enter[0], True), (enter[1], False)):  # nobody listens; no way
+            reach = "import socket; socket.create_connection(('10.77.2.2', 9), 1)"
+            tried = subprocess.run([*place, sys.executable, "-c", reach], capture_output=True, text=True, check=False)
+            assert ("refused" in tried.stderr) is refusal
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes = [
+            subprocess.Popen([*place, *command(name)], env=environment, cwd=ROOT, **pipes)
+            for place, name in zip(enter, names, strict=True)
+        ]
+        outputs = dict(zip(names, (process.communicate(timeout=250)[0] for process in processes), strict=True))
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    for name, output in outputs.items():
+        assert all(f" met {other}" in output for other in names if other != name), outputs
+        assert "the mean of 3 of 3 islands" in output, outputs
