@@ -99,7 +99,14 @@ def _define_island_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help="another address at which this island listens and is reached from now on, which it tells the others",
+        help="another address at which this island is reached from now on, which it tells the others; none: it only "
+        "dials out",
+    )
+    parser.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        help="the address of this machine to listen at, where a router forwards another one (default: the port that "
+        "the others dial, at all of the machine's addresses)",
     )
     parser.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="the island's own folder")
     define_run_flags(parser)
@@ -109,6 +116,13 @@ def _define_island_flags(parser: argparse.ArgumentParser) -> None:
         default="steps",
         help="steps: every island takes every inner step; time: each takes as many of a round's as it has time for, "
         "while the fastest takes all, and messages weigh accordingly; the same on all islands (default %(default)s)",
+    )
+    parser.add_argument(
+        "--catch_up",
+        choices=("weights", "whole"),
+        help="an island that was away continues from the weights of several others, with fresh moments and a rate that "
+        "rises, or from a whole state, which is four times as large or more (default: weights, unless outer.moments "
+        "are averaged)",
     )
     parser.add_argument(
         "--linger",
@@ -136,7 +150,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     inviting = _command(commands, "invite", "make keys and a signed entry for a new member")
     inviting.add_argument("--name", required=True, metavar="NAME", help="its name, a DNS label")
-    inviting.add_argument("--address", required=True, metavar="HOST:PORT", help="where the others reach it")
+    inviting.add_argument(
+        "--address", required=True, metavar="HOST:PORT", help="where the others reach it; none: it only dials out"
+    )
     _define_authority_flags(inviting, "its first round, as in the log (default: far enough ahead for all to know)")
     inviting.add_argument(
         "--days", type=int, default=90, help="for which its certificate is valid (default %(default)s)"
