@@ -7,6 +7,7 @@
     python -m noloco_jax.island join --entry=oslo/members.json --via=paris --workdir=runs/oslo   # on its machine
     python -m noloco_jax.island remove rome --keys=keys
     python -m noloco_jax.island status --roster=roster.toml --keys=keys   # a line for each island
+    python -m noloco_jax.island dashboard --roster=roster.toml --keys=keys   # a page to watch them, live
     python -m noloco_jax.island merge --roster=roster.toml --keys=keys --out=merged   # the mean of those that train
     python -m noloco_jax.island merge --workdirs runs/paris runs/rome --out=merged    # of those that have ended
     python -m noloco_jax.island report --workdirs runs/paris runs/rome --out=islands.png
@@ -45,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from noloco_jax.island import peers as commands
     elif flags.command in ("invite", "remove"):
         from noloco_jax.island import members as commands
+    elif flags.command == "dashboard":
+        from noloco_jax.island import dashboard as commands
     else:
         from noloco_jax.island import (
             models as commands,
@@ -148,6 +151,13 @@ def _parser() -> argparse.ArgumentParser:
     keys.add_argument(
         "--replace", action="append", default=[], metavar="NAME", help="make this island's anew; may be repeated"
     )
+    keys.add_argument(
+        "--viewer",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="make keys for somebody who may look at the islands and do nothing else; may be repeated",
+    )
     inviting = _command(commands, "invite", "make keys and a signed entry for a new member")
     inviting.add_argument("--name", required=True, metavar="NAME", help="its name, a DNS label")
     inviting.add_argument(
@@ -164,6 +174,18 @@ def _parser() -> argparse.ArgumentParser:
     _define_roster_flag(status)
     _define_keys_flag(status)
     status.add_argument("--seconds", type=float, default=10.0, help="to wait for each (default %(default)s)")
+    dashboard = _command(commands, "dashboard", "serve a page of all islands on this machine, and metrics of them")
+    _define_roster_flag(dashboard)
+    _define_keys_flag(dashboard)
+    dashboard.add_argument(
+        "--listen",
+        default="127.0.0.1:8080",
+        metavar="HOST:PORT",
+        help="where the page is; port 0 takes any that is free (default %(default)s, for this machine alone)",
+    )
+    dashboard.add_argument(
+        "--every", type=float, default=2.0, metavar="SECONDS", help="interval of asking (default %(default)s)"
+    )
     _define_merge_flags(_command(commands, "merge", "write the mean of islands' weights as a model's folder"))
     report = _command(commands, "report", "print a table of islands, and draw their history")
     _define_workdirs_flag(report, required=True)
@@ -218,7 +240,7 @@ def _define_roster_flag(parser: argparse.ArgumentParser, required: bool = True) 
         required=required,
         type=folder_of_flag,
         metavar="FILE",
-        help="the run's islands, a TOML file; for status and merge also an island's members.json",
+        help="the run's islands, a TOML file; for status, dashboard and merge also an island's members.json",
     )
 
 
@@ -227,7 +249,7 @@ def _define_keys_flag(parser: argparse.ArgumentParser) -> None:
         "--keys",
         type=folder_of_flag,
         metavar="DIR",
-        help="the folder that `island keys` made, or one island's own: that island itself is then not asked",
+        help="the folder that `island keys` made, or a viewer's; or one island's own, which itself is then not asked",
     )
 
 

@@ -344,4 +344,5 @@ def _open_metrics(
         wandb_project=wandb_project if process == 0 else None,
         run_config=to_dict(config) | dict(mode.labels),
         process=process,
+        observe=mode.observe,
     )

@@ -46,6 +46,7 @@ ELSEWHERE = {
     "lateness": "processes/test_lateness.py",
     "island status": "islands/test_merge.py",
     "island merge": "islands/test_merge.py",
+    "island dashboard": "islands/test_dashboard.py",
     "island invite": "islands/test_joining.py",
     "island join": "islands/test_come_and_go.py",
     "island remove": "islands/test_come_and_go.py",
