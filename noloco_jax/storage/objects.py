@@ -13,6 +13,8 @@ from noloco_jax.errors import UserError
 from noloco_jax.storage.addresses import LARGEST_BLOCK, arrow_errors, failed, file_system, inside_bucket, read_marked
 from noloco_jax.storage.addresses import retried as _retried
 
+PROBE = ".writable"  # the name of what `check_writable` writes
+
 T = TypeVar("T")
 
 
@@ -30,8 +32,8 @@ def check_bucket(path: str) -> None:
 
 def check_writable(path: str) -> None:
     """Raise `UserError` where these credentials may not write below an address: an object is written and deleted."""
-    write_object(f"{path}/.writable", b"")
-    delete_object(f"{path}/.writable")
+    write_object(f"{path}/{PROBE}", b"")
+    delete_object(f"{path}/{PROBE}")
 
 
 def read_object(path: str) -> bytes:

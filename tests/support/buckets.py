@@ -30,7 +30,7 @@ def new_bucket(server: S3 | Google, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     server.requests.clear()
     server.faults.clear()
-    server.everywhere = False
+    server.everywhere = server.lags = False
     bucket = f"bucket-{uuid.uuid4().hex}"
     send("PUT", f"{server.address}/{bucket}")
     return f"s3://{bucket}/runs/one"
