@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from noloco_jax.cluster.workdir_lock import BEAT_SECONDS, LOCK_FILE, SILENT_SECONDS, Holder, new_holder
-from noloco_jax.errors import UserError, tell
+from noloco_jax.errors import TransientError, UserError, tell
 from noloco_jax.storage import objects
 
 _SETTLE_SECONDS = 2.0  # after writing a lease, until a rival's write that crossed it has landed
@@ -89,9 +89,11 @@ class WorkdirLease:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._closed.set()
         self._thread.join()
+        if kind is not None and issubclass(kind, TransientError):
+            return  # the store may be what failed, and asking it would take as long again
         with contextlib.suppress(OSError, UserError):
             if self._is_mine(_read(self._address)):
                 objects.delete_object(self._path)

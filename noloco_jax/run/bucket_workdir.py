@@ -161,10 +161,11 @@ class BucketWorkdir:
         self._thread.start()
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self._stop()
-            with contextlib.suppress(UserError, OSError):  # the body's error tells more
-                self.sync()
+            if not isinstance(error, TransientError):  # of which the store may be the cause: it has had its retries
+                with contextlib.suppress(UserError, OSError):  # the body's error tells more
+                    self.sync()
             raise
         self._stop()
         self.sync()

@@ -24,7 +24,7 @@ ARGUMENTS = [
     *(f"--config.num_steps={NUM_STEPS}", "--config.model.num_layers=1", "--config.eval_batches=1"),
     *("--config.checkpoint_every=3", "--config.keep_checkpoints=2", "--config.eval_every=6"),
 ]
-USUAL_KILLS = 3
+USUAL_KILLS = 2
 MOST_WRITES, MOST_SECONDS = 180, 9.0  # of a start that nobody kills
 # What a killed process was writing or deleting, by the first pattern that fits the request.
 WRITES = {
@@ -159,8 +159,10 @@ def test_a_stop_saves_to_the_bucket_and_the_same_command_resumes(config, whole, 
 
 @pytest.mark.parametrize(
     ("fault", "status", "said"),
-    [(503, 1, "could not be saved|cannot be written"), (400, 2, "is refused")],
-    ids=["an outage", "expired credentials"],
+    [
+        pytest.param(503, 1, "cannot be (read|written)", id="an outage", marks=pytest.mark.slow),  # a minute of retries
+        pytest.param(400, 2, "is refused", id="expired credentials"),
+    ],
 )
 def test_a_store_that_fails_during_the_run_ends_it_with_a_line(config, s3, fault, status, said):
     server, address = s3
