@@ -28,7 +28,9 @@ from noloco_jax.run.memory import device_memory
 from noloco_jax.run.model_folder import tokenizer_of
 from noloco_jax.run.sample import prompt_ids
 from noloco_jax.run.trained_model import load_for_export
-from noloco_jax.storage.local_copies import workdir_of_flag
+from noloco_jax.storage.local_copies import readable_folder, workdir_of_flag
+
+_MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 
 
 class _Loaded(NamedTuple):
@@ -43,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     _check(args)
     if args.model:
-        loaded = _from_folder(args)
+        with readable_folder(args.model, _MODEL_SUFFIXES) as folder:
+            loaded = _from_folder(args, folder)
     else:
         with readable_workdir(args.workdir) as workdir:
             loaded = _from_workdir(args, workdir)
@@ -65,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.generate")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--model", type=Path, help="a Hugging Face folder of a Llama, Mistral, Qwen 2 or 3, weights as safetensors"
+        "--model", help="a Hugging Face folder of a Llama, Mistral, Qwen 2 or 3, weights as safetensors"
     )
     source.add_argument("--workdir", type=workdir_of_flag, help="a run's folder or address, with a checkpoint in it")
     parser.add_argument("--replica", type=int, help="of the run, counted from 0; without it, the mean of all replicas")
@@ -94,8 +97,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--replica={args.replica} is of a run: give --workdir instead of --model, or leave it out")
 
 
-def _from_folder(args: argparse.Namespace) -> _Loaded:
-    folder: Path = args.model
+def _from_folder(args: argparse.Namespace, folder: Path) -> _Loaded:
     config = from_dict({"model": config_from_folder(folder)}).model
     if args.tokenizer is None and not any(folder.glob("tokenizer*")):
         raise UserError(f'{folder} has no tokenizer: give --tokenizer, a name or folder, or "byte"')

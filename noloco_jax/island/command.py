@@ -24,6 +24,7 @@ from noloco_jax.cluster.host import keep_freed_memory
 from noloco_jax.config import make_parser, parse_args, split_overrides
 from noloco_jax.files import folder_of_flag
 from noloco_jax.islands.roster import read_roster
+from noloco_jax.storage.local_copies import workdir_of_flag
 from noloco_jax.train.flags import define_run_flags
 
 _TRAIN = "train as one of the islands"
@@ -156,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     _define_workdirs_flag(gathering, required=True)
     gathering.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="its workdir, new or empty")
     scattering = _command(commands, "scatter", "split a run of one program into islands")
-    scattering.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="the run's folder")
+    scattering.add_argument("--workdir", required=True, type=workdir_of_flag, metavar="DIR", help="the run's folder")
     _define_roster_flag(scattering)
     scattering.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="gets a workdir for each")
     return parser
@@ -174,7 +175,7 @@ def _define_merge_flags(parser: argparse.ArgumentParser) -> None:
     _define_keys_flag(parser)
     _define_workdirs_flag(parser, required=False)
     parser.add_argument(
-        "--out", required=True, type=folder_of_flag, metavar="DIR", help="the folder to write, new or empty"
+        "--out", required=True, type=workdir_of_flag, metavar="DIR", help="the folder to write, new or empty"
     )
     parser.add_argument(
         "--at_least", type=int, default=1, metavar="K", help="refuse a mean of fewer islands (default %(default)s)"
@@ -217,5 +218,5 @@ def _define_keys_flag(parser: argparse.ArgumentParser) -> None:
 
 def _define_workdirs_flag(parser: argparse.ArgumentParser, required: bool) -> None:
     parser.add_argument(
-        "--workdirs", required=required, nargs="+", type=folder_of_flag, metavar="DIR", help="folders of islands"
+        "--workdirs", required=required, nargs="+", type=workdir_of_flag, metavar="DIR", help="folders of islands"
     )

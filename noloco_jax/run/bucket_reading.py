@@ -126,8 +126,13 @@ def at_once(act: Callable[[str], None], names: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def readable_workdir(workdir: Path | Address) -> Iterator[Path]:
-    """Give the folder of a workdir to read: itself, or a temporary copy with its files and its newest checkpoint."""
+def readable_workdir(workdir: Path | Address, *, all_steps: bool = False) -> Iterator[Path]:
+    """Give the folder of a workdir to read: itself, or a temporary copy of one in a bucket.
+
+    Args:
+      workdir: a local folder or an address.
+      all_steps: copy all checkpoints, not only the newest.
+    """
     if isinstance(workdir, Path):
         yield workdir
         return
@@ -135,6 +140,10 @@ def readable_workdir(workdir: Path | Address) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="noloco_jax-") as root:
         folder = copy_below(Path(root), workdir)
         mark_as_copy(folder, workdir)
-        download_files(workdir, read_contents(workdir).files, folder)
-        download_newest(workdir, folder)
+        contents = read_contents(workdir)
+        download_files(workdir, contents.files, folder)
+        newest = download_newest(workdir, folder)
+        for step in contents.checkpoints if all_steps else ():
+            if step != newest:
+                download_checkpoint(workdir, step, folder)
         yield folder

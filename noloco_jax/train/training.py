@@ -54,7 +54,8 @@ from noloco_jax.spmd.compile import FIRST_WEIGHTS, PROGRAMS, compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.shared_batch import replicas_read_here
-from noloco_jax.storage.local_copies import Address, named
+from noloco_jax.storage.addresses import is_remote
+from noloco_jax.storage.local_copies import Address, list_folder, named, readable_folder
 
 
 def train_at(
@@ -171,7 +172,7 @@ def train(
             changed = checkpoints.changes(start)
             if line := checkpoints.verify(start):
                 console.print(line)
-        given = load_params(config.init_from, config.model) if config.init_from and start is None else None
+        given = _given_weights(config) if config.init_from and start is None else None
         if dry_run:
             return 0
 
@@ -246,6 +247,8 @@ def _check_inputs(config: TrainConfig) -> Tokenizer | None:
         check_generates(config.model)
     if config.init_from:
         check_has_format(config.model)
+        if is_remote(config.init_from):
+            list_folder(config.init_from)
     check_data(config.data, num_replicas=config.num_replicas, vocab_size=config.model.vocab_size)
     if not needs_tokenizer(config.data) and not config.sample_tokens:
         return None
@@ -328,6 +331,11 @@ def _peak(config: TrainConfig, programs: Programs) -> float | None:
     """Return the peak FLOP/s of all devices together; None if it is unknown."""
     peak = peak_of(programs.mesh.devices.flat[0].device_kind, config.model.dtype)
     return peak and peak.flops_per_second * programs.mesh.size
+
+
+def _given_weights(config: TrainConfig) -> Params:
+    with readable_folder(config.init_from, (".json", ".safetensors")) as folder:
+        return load_params(folder, config.model)
 
 
 def _make_state(config: TrainConfig, programs: Programs, given: Params | None) -> TrainState:

@@ -13,8 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from noloco_jax.export import command as export
+from noloco_jax.generate import command as generate
 from noloco_jax.run import digests
 from noloco_jax.run.bucket_reading import download_checkpoint, read_contents, readable_workdir
+from noloco_jax.storage import objects
 from noloco_jax.storage.local_copies import Address
 from support import buckets, processes
 from support.stores import S3, Request
@@ -188,3 +191,31 @@ def test_without_a_bucket_nothing_is_started(config, s3):
     ((status, output),) = processes.finish(start(config, "s3://nowhere/run"))
     assert status == 2
     assert "error: s3://nowhere/run: there is no bucket 'nowhere'" in output
+
+
+def test_commands_read_and_write_in_a_bucket_what_they_do_on_a_disk(whole, s3, tmp_path, capsys):
+    """`export`, `generate`, `--init_from` and a dry run, with a run that was copied to a bucket."""
+    _, folder = s3
+    address = f"{folder}/copied"
+    for file in sorted(path for path in whole.rglob("*") if path.is_file()):
+        objects.upload_file(file, f"{address}/{file.relative_to(whole).as_posix()}")
+    export.main([f"--workdir={whole}", f"--out={tmp_path / 'model'}"])
+    export.main([f"--workdir={address}", f"--out={folder}/model"])
+    assert f"written: {folder}/model" in capsys.readouterr().out
+    files = sorted(path.name for path in (tmp_path / "model").iterdir())
+    assert objects.list_objects(f"{folder}/model") == files
+    for name in files:
+        assert objects.read_object(f"{folder}/model/{name}") == (tmp_path / "model" / name).read_bytes()
+
+    said = []
+    for source in (f"--workdir={whole}", f"--workdir={address}", f"--model={folder}/model"):
+        more = ["--tokenizer=byte"] if "model" in source else []
+        generate.main([source, "--prompt=the ", "--max_new_tokens=8", *more])
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] == said[2]
+
+    arguments = [*ARGUMENTS, f"--config.init_from={folder}/model", "--dry_run"]
+    ((status, output),) = processes.run(whole.parent / "config.py", tmp_path / "new", *arguments)
+    assert status == 0, output
+    ((status, output),) = processes.run(whole.parent / "config.py", address, *ARGUMENTS, "--dry_run")
+    assert (status, f"the checkpoint of step {NUM_STEPS} is as it was saved" in output) == (0, True), output

@@ -138,7 +138,7 @@ def kill(processes: Sequence[subprocess.Popen[str]]) -> None:
             process.stdout.close()
 
 
-def run(config: Path, workdir: Path, *arguments: str, number: int = 1, devices: int = 1) -> list[tuple[int, str]]:
+def run(config: Path, workdir: Path | str, *arguments: str, number: int = 1, devices: int = 1) -> list[tuple[int, str]]:
     return finish(start(config, workdir, *arguments, number=number, devices=devices))
 
 
