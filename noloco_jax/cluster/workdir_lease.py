@@ -130,7 +130,7 @@ class WorkdirLease:
 def _read(address: str) -> _Lease | None:
     """Return the lease; None where there is none or what is there is damaged."""
     try:
-        content = json.loads(objects.read_object(f"{address}/{LOCK_FILE}"))
+        content = objects.read_json(f"{address}/{LOCK_FILE}")
         return _Lease(**content | {"holder": Holder(**content["holder"])})
     except (FileNotFoundError, ValueError, TypeError, KeyError):
         return None

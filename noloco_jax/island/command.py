@@ -19,11 +19,14 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from noloco_jax.cluster.host import keep_freed_memory
 from noloco_jax.config import make_parser, parse_args, split_overrides
+from noloco_jax.errors import UserError
 from noloco_jax.files import folder_of_flag
 from noloco_jax.islands.roster import read_roster
+from noloco_jax.storage.addresses import is_writable_kind
 from noloco_jax.storage.local_copies import workdir_of_flag
 from noloco_jax.train.flags import define_run_flags
 
@@ -102,7 +105,7 @@ def _define_island_flags(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="another address at which this island listens and is reached from now on, which it tells the others",
     )
-    parser.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="the island's own folder")
+    parser.add_argument("--workdir", required=True, type=_own_folder, metavar="DIR", help="the island's own folder")
     define_run_flags(parser)
     parser.add_argument(
         "--pace",
@@ -119,6 +122,16 @@ def _define_island_flags(parser: argparse.ArgumentParser) -> None:
         help="after the last step, serve the weights to `island merge` until all islands have taken it, at most this "
         "long; 0: leave at once (default %(default)s)",
     )
+
+
+def _own_folder(text: str) -> Path:
+    """The workdir that a flag names; raise `UserError` for an address."""
+    if is_writable_kind(text):
+        raise UserError(
+            f"{text} is in a bucket, and an island keeps on a disk what it must know before others hear of it: give a "
+            "folder, and copy it once the island has ended"
+        )
+    return folder_of_flag(text)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,6 @@ which are written last.
 """
 
 import contextlib
-import json
 import re
 import shutil
 import tempfile
@@ -46,7 +45,7 @@ def read_contents(address: Address) -> Contents:
     """Read what a workdir holds; nothing if it is new."""
     path = f"{address}/{CONTENTS_FILE}"
     try:
-        found = json.loads(objects.read_object(path))
+        found = objects.read_json(path)
         return Contents(tuple(map(int, found["checkpoints"])), tuple(map(_checked, found["files"])))
     except FileNotFoundError:
         return _listed(address)

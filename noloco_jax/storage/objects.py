@@ -5,13 +5,17 @@ Every function takes addresses as `s3://bucket/folder/name`, repeats requests th
 """
 
 import contextlib
+import json
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from noloco_jax.errors import UserError
 from noloco_jax.storage.addresses import LARGEST_BLOCK, arrow_errors, failed, file_system, inside_bucket, read_marked
 from noloco_jax.storage.addresses import retried as _retried
+
+_DELAYS = (0.05, 0.1, 0.2, 0.4)  # seconds
 
 PROBE = ".writable"  # the name of what `check_writable` writes
 
@@ -44,6 +48,22 @@ def read_object(path: str) -> bytes:
         return _read_part(opened, path, 0, opened.size())
 
     return _do(read, path, "read")
+
+
+def read_json(path: str) -> Any:
+    """Read an object of JSON as it is now; raise `ValueError` if it is none.
+
+    pyarrow asks for the size first, so an object that is replaced in between may come cut off: it is read again.
+    """
+    left = iter(_DELAYS)
+    while True:
+        try:
+            return json.loads(read_object(path))
+        except ValueError:
+            delay = next(left, None)
+            if delay is None:
+                raise
+        time.sleep(delay)
 
 
 def write_object(path: str, content: bytes) -> None:

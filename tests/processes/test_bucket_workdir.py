@@ -86,6 +86,21 @@ def test_a_run_that_is_killed_at_any_write_ends_bitwise_as_if_it_had_not_been(co
             return
 
 
+def test_a_killed_run_in_a_bucket_of_google_ends_bitwise_as_if_it_had_not_been(
+    config, whole, servers, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("NOLOCO_JAX_SCRATCH", str(tmp_path / "scratch"))
+    address = Address(buckets.new_bucket(servers("gs"), monkeypatch))
+    (running,) = start(config, address)
+    assert processes.wait_until(lambda: len(read_contents(address).checkpoints) > 1, [running])
+    processes.kill([running])
+    newest = check_whole(address)
+    ((status, output),) = processes.finish(start(config, address))
+    assert (status, f"resuming from the checkpoint of step {newest}" in output) == (0, True), output
+    check_equal(address, whole)
+    buckets.forget()
+
+
 def start_and_kill(server: S3, config: Path, address: Address, rng: random.Random) -> str | None:
     """Start the run and kill it at a write or a time; return what it was writing, None where it came to its end."""
     at, before_it = rng.randrange(1, MOST_WRITES), rng.random() < 0.5

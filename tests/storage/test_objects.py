@@ -1,5 +1,7 @@
 """Objects in buckets are written whole, read as they are, and faults that pass are not seen."""
 
+import json
+
 import pytest
 
 from noloco_jax.errors import TransientError, UserError
@@ -107,3 +109,20 @@ def test_a_bucket_that_is_missing_is_named(folder):
     assert caught.value.exit_status == 2
     with pytest.raises(UserError, match="names no bucket"):
         objects.check_bucket(f"{scheme}:///run")
+
+
+def test_an_object_that_is_replaced_while_it_is_read_comes_whole(folder, monkeypatch):
+    objects.write_object(f"{folder}/a", b'{"short": 1}')
+    longer = {"longer": list(range(50))}
+    read_part = objects._read_part
+
+    def replaced_before(opened, path, start, size):
+        monkeypatch.setattr(objects, "_read_part", read_part)
+        objects.write_object(path, json.dumps(longer).encode())
+        return read_part(opened, path, start, size)
+
+    monkeypatch.setattr(objects, "_read_part", replaced_before)
+    assert objects.read_json(f"{folder}/a") == longer
+    objects.write_object(f"{folder}/a", b"{")
+    with pytest.raises(ValueError):
+        objects.read_json(f"{folder}/a")
