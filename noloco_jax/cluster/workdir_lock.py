@@ -46,6 +46,12 @@ class Holder(NamedTuple):
         return f"the trainer on {self.host} (process {self.process}, since {self.started})"
 
 
+def new_holder(folder: Path) -> Holder:
+    """Return this process as a holder that takes a lock of `folder` now."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    return Holder(socket.gethostname(), os.getpid(), now, _kernel(), folder.stat().st_dev)
+
+
 class _Seen(NamedTuple):
     """A lock that was not taken: its holder, the time of its last beat, and why it was not."""
 
@@ -186,8 +192,7 @@ class WorkdirLock:
                 return seen
             if not self._is_at_path(status):  # its holder has just deleted it
                 return _Seen(None, 0, "other")
-            now = time.strftime("%Y-%m-%d %H:%M:%S %z")
-            self._line = _line_of(Holder(socket.gethostname(), os.getpid(), now, _kernel(), status.st_dev))
+            self._line = _line_of(new_holder(self._workdir))
             os.pwrite(file, self._line, 0)  # before the end is cut off: readers take the first line
             os.ftruncate(file, len(self._line))
             os.fsync(file)  # NFS shows it to other machines only then
