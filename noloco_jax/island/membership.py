@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from noloco_jax.cluster.processes import Processes
 from noloco_jax.config import TrainConfig, from_dict, to_dict
 from noloco_jax.data import renumbered
 from noloco_jax.errors import UserError
@@ -31,7 +32,8 @@ from noloco_jax.methods import schedule_of
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.messages import Messages, shares_moments
 from noloco_jax.run.mode import Resumed
-from noloco_jax.spmd.programs import Programs, TrainState, shardings_of
+from noloco_jax.spmd.first_process import from_first_process
+from noloco_jax.spmd.programs import Programs, TrainState
 from noloco_jax.spmd.solo import SoloPrograms, compile_solo
 
 # Groups and fields of a configuration that all islands must have equal; all others may differ.
@@ -175,10 +177,12 @@ class Membership:
         is_stopping: Callable[[], bool],
         report: Callable[[str], None],
         fingerprint: str | None = None,
+        processes: Processes | None = None,
     ) -> Agent | None:
         """Join the peers, who may refuse the island before it compiles; return None if told to stop meanwhile.
 
-        `fingerprint` identifies its tokenizer; None: it reads token ids.
+        `fingerprint` identifies its tokenizer; None: it reads token ids. Of the island's processes the first
+        calls this.
         Raises `UserError` if its name or address is in use, or most of the others refuse it.
         """
         identity = _identity(self, config, programs, fingerprint)
@@ -198,10 +202,18 @@ class Membership:
             is_stopping,
             report,
             self.members,
+            processes,
         )
 
-    def steps(self, config: TrainConfig, agent: Agent, solo: SoloPrograms, programs: Programs) -> IslandSteps:
-        """Compile the island's outer steps; `config` is its own."""
+    def steps(
+        self,
+        config: TrainConfig,
+        agent: Agent | None,
+        solo: SoloPrograms,
+        programs: Programs,
+        processes: Processes | None = None,
+    ) -> IslandSteps:
+        """Compile the island's outer steps; `config` is its own, and `agent` in its first process alone."""
         compiled = compile_solo(solo, programs)
         schedule = schedule_of(config)
         assert schedule is not None
@@ -212,8 +224,8 @@ class Membership:
         keeps_pace = self.pace == "time"
 
         def place(leaves: Sequence[np.ndarray]) -> TrainState:
-            state = jax.tree.unflatten(jax.tree.structure(programs.state), leaves)
-            return jax.device_put(state, shardings_of(programs.resting))
+            likes, structure = jax.tree.flatten(programs.resting)
+            return structure.unflatten(from_first_process(leaves, likes))
 
         return IslandSteps(
             agent,
@@ -222,6 +234,7 @@ class Membership:
             tokens_of_round,
             partial(shares_moments, config),
             keeps_pace=keeps_pace,
+            processes=processes,
             at_once=self.at_once,
         )
 

@@ -1,4 +1,9 @@
-"""Outer steps of an island's training: solo steps, and the corrections that are applied later."""
+"""Outer steps of an island's training: solo steps, and the corrections that are applied later.
+
+An island may be several processes. The first one has the agent, so it alone knows what has arrived and who waits for
+weights. It broadcasts what it decides before every inner step, and all processes run the programs that follow from it,
+in one order.
+"""
 
 import contextlib
 import time
@@ -8,12 +13,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from noloco_jax.cluster.processes import OneProcess, Processes
 from noloco_jax.config import ModelConfig
 from noloco_jax.islands.agent import Agent, Correction, Healed
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.payload import specs_of
 from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.model.kind import param_shapes
+from noloco_jax.spmd.first_process import from_first_process, to_first_process
 from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import TrainState
 from noloco_jax.spmd.solo import SoloPrograms
@@ -38,13 +45,14 @@ class IslandSteps:
     """Outer steps of an island.
 
     Args:
-      agent: the island's network side.
+      agent: the island's network side; None in all of the island's processes but the first.
       solo: compiled programs of solo steps and corrections.
-      place: the leaves of a state -> the state on its devices.
+      place: the leaves of a state, as `from_first_process` takes them -> the state on its devices.
       tokens_of_round: maps a step to the tokens of the fragment round that ends there.
       shares_moments: outer step -> True if its message carries the inner optimizer's moments.
       keeps_pace: True if an inner step stands for the steps of the schedule that the fastest island takes meanwhile,
         see `protocol/pace.py`.
+      processes: the island's processes.
       at_once: True if outer steps wait for their exchange, as replicas of one program do.
 
     Attributes:
@@ -55,16 +63,17 @@ class IslandSteps:
 
     def __init__(
         self,
-        agent: Agent,
+        agent: Agent | None,
         solo: SoloPrograms,
         place: Callable[[Sequence[np.ndarray]], TrainState],
         tokens_of_round: Callable[[int], int],
         shares_moments: Callable[[int], bool] = lambda round: False,
         *,
         keeps_pace: bool = False,
+        processes: Processes | None = None,
         at_once: bool = False,
     ):
-        self.agent = agent
+        self.agent, self.processes = agent, processes or OneProcess()
         self._solo, self._place = solo, place
         self._tokens_of_round, self._keeps_pace, self._at_once = tokens_of_round, keeps_pace, at_once
         self._shares_moments = shares_moments
@@ -72,6 +81,7 @@ class IslandSteps:
         self.gave_way = 0.0
         self._taken = self._scheduled = 0  # since the last outer step: inner steps, and those that they stand for
         self._steps = 0  # inner steps in all
+        self._arrived: list[Correction | Healed] = []  # of the last broadcast, in the first process
         self._sent_at: dict[int, int] = {}  # round whose message carried moments -> inner steps in all before it
 
     def advance(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int]:
@@ -85,9 +95,10 @@ class IslandSteps:
           most: the largest stride.
         """
         self._steps += 1
-        stride = self.agent.stride(most)
+        stride = 1 if self.agent is None else self.agent.stride(most)
         if not self._keeps_pace:
             return state, stride
+        stride = self.processes.broadcast(lambda: stride)
         self._taken += 1
         self._scheduled += stride
         return state._replace(inner=at_step(state.inner, step + stride)), stride
@@ -108,8 +119,9 @@ class IslandSteps:
                 if self._solo.moments is not None and self._shares_moments(round):
                     leaves += jax.tree.leaves(self._solo.moments.send(inner, np.int32(round)))
                     self._sent_at[round] = self._steps
-                arrays = [np.asarray(x) for x in jax.device_get(leaves)]
-                self.agent.end_round(round, tokens, arrays, norm)
+                if self.agent is not None:
+                    arrays = [np.asarray(x) for x in jax.device_get(leaves)]
+                    self.agent.end_round(round, tokens, arrays, norm)
             state = TrainState(params, inner, outer)
             if self._at_once:
                 state = self.settle(state, _AT_ONCE_SECONDS)
@@ -120,26 +132,41 @@ class IslandSteps:
 
         Copies of the state and the weights go to peers and callers that wait for them.
         """
+        arrivals, gives_state, gives_weights = self.processes.broadcast(lambda: self._decide(state))
+        state, step = self._apply(arrivals, state, step)
+        if gives_state and state.outer is not None and int(state.outer.round) > 0:
+            copies = self._copies(state)
+            if self.agent is not None:
+                self.agent.give(int(state.outer.round) - 1, [np.asarray(step, np.int64), *copies])
+        if gives_weights:
+            self._give_weights(state, step)
+        return state, step
+
+    def _decide(self, state: TrainState) -> Sequence[Any]:
+        """Give way to slower islands; return what has arrived, and whether peers wait for the state and the weights."""
+        assert self.agent is not None
         pause = self.agent.pause()
         if pause or self.agent.is_exchanging:
-            jax.block_until_ready(
-                state.params
-            )  # else a correction that arrives now would wait for a step that was queued early
+            # Else a correction that arrives now would wait for a step that was queued early.
+            jax.block_until_ready(state.params)
             with self._exposed():
                 time.sleep(pause)
             self.gave_way += pause
-        for item in self.agent.take():
-            state, step = self._entered(item, state, step)
-        if self.agent.wants_state and state.outer is not None and int(state.outer.round) > 0:
-            copies = self._copies(state)
-            self.agent.give(int(state.outer.round) - 1, [np.asarray(step, np.int64), *copies])
-        self.serve(state, step)
-        return state, step
+        arrivals = self._announced(self.agent.take())
+        return arrivals, self.agent.wants_state, self.agent.snapshots.wanted
 
     def serve(self, state: TrainState, step: int) -> None:
         """Give the weights to a peer or a tool that waits for them."""
-        if self.agent.snapshots.wanted and state.outer is not None:
-            self.agent.snapshots.give(int(state.outer.round) - 1, step, self._copies(state.params))
+        agent = self.agent
+        if self.processes.broadcast(lambda: agent is not None and agent.snapshots.wanted):
+            self._give_weights(state, step)
+
+    def _give_weights(self, state: TrainState, step: int) -> None:
+        if state.outer is None:
+            return
+        copies = self._copies(state.params)
+        if self.agent is not None:
+            self.agent.snapshots.give(int(state.outer.round) - 1, step, copies)
 
     def linger(
         self,
@@ -158,37 +185,71 @@ class IslandSteps:
           is_stopping: returns True to leave now.
           report: called with lines for people.
         """
-        if seconds and (unfinished := self.agent.unfinished()):
+        agent = self.agent
+        if agent is not None and seconds and (unfinished := agent.unfinished()):
             report(f"serves its weights until {', '.join(unfinished)} have finished, {seconds:g} s at most")
         ask_at = time.monotonic()
         deadline = ask_at + seconds
-        while (now := time.monotonic()) < deadline and not is_stopping():
-            self.serve(state, step)
+
+        def is_done() -> bool:
+            nonlocal ask_at
+            assert agent is not None
+            now = time.monotonic()
             is_asking = now >= ask_at  # a goodbye may have been lost, or said before this island could hear it
-            unfinished = self.agent.unfinished(_ASK_SECONDS if is_asking else 0.0)
+            unfinished = agent.unfinished(_ASK_SECONDS if is_asking else 0.0)
             ask_at = now + _ASK_EVERY_SECONDS if is_asking else ask_at
-            if not unfinished and not self.agent.snapshots.is_serving:
+            return not unfinished and not agent.snapshots.is_serving
+
+        while self.processes.broadcast(lambda: time.monotonic() < deadline) and not is_stopping():
+            self.serve(state, step)
+            if self.processes.broadcast(is_done):
                 break
             time.sleep(0.1)
-        if unfinished := self.agent.unfinished():
+        if agent is not None and (unfinished := agent.unfinished()):
             report(f"leaves; not known to have finished: {', '.join(unfinished)}")
 
     def settle(self, state: TrainState, seconds: float) -> TrainState:
         """Wait for pending exchanges and apply them, except a state that would replace this one."""
         assert state.outer is not None
         with self._exposed():
-            self.agent.settle(int(state.outer.round) - 1, seconds)
+            if self.agent is not None:
+                self.agent.settle(int(state.outer.round) - 1, seconds)
         return self.at_rest(state)[0]
 
     def at_rest(self, state: TrainState) -> tuple[TrainState, Journal | None]:
         """Return the state with everything applied and the journal to save with it, None if it is to be replaced."""
+        arrivals, journal = self.processes.broadcast(self._take_all)
+        if journal is None:
+            return state, None
+        return self._apply(arrivals, state, 0)[0], Journal.from_json(journal)
+
+    def _take_all(self) -> Sequence[Any]:
+        """Return everything that has arrived, and the journal; None in its place if this state is to be replaced."""
+        assert self.agent is not None
         items, journal = self.agent.take_all()
         for item in items:
             if isinstance(item, Healed):
                 self.agent.put_back(item)
-                return state, None
-            state, _ = self._entered(item, state, 0)
-        return state, journal
+                return [], None
+        return self._announced(items), journal.to_json()
+
+    def _announced(self, items: list[Correction | Healed]) -> list[list[int]]:
+        """Keep what has arrived for `_apply`; return how to announce it: [round of a correction], or [-1, inner steps]
+        of a state.
+        """
+        self._arrived = items
+        return [[-1, int(item.arrays[0])] if isinstance(item, Healed) else [item.round] for item in items]
+
+    def _apply(self, arrivals: Sequence[Sequence[int]], state: TrainState, step: int) -> tuple[TrainState, int]:
+        """Apply what the first process has announced, and all processes place."""
+        items, self._arrived = self._arrived or [None] * len(arrivals), []
+        for (round, *steps), item in zip(arrivals, items, strict=True):
+            with self._exposed():
+                if steps:
+                    state, step = self.healed(item.arrays if isinstance(item, Healed) else steps)
+                else:
+                    state = self._corrected(state, round, item.arrays.result() if isinstance(item, Correction) else ())
+        return state, step
 
     def healed(self, arrays: Any) -> tuple[TrainState, int]:
         """Place a received state on the devices; return it and its number of inner steps."""
@@ -197,25 +258,23 @@ class IslandSteps:
         self._sent_at.clear()
         return self._place(leaves), int(step)
 
-    def _entered(self, item: Correction | Healed, state: TrainState, step: int) -> tuple[TrainState, int]:
-        with self._exposed():
-            if isinstance(item, Healed):
-                return self.healed(item.arrays)
-            params, inner, outer = state
-            structure, arrays = jax.tree.structure(self._solo.correction), item.arrays.result()
-            of_weights, of_moments = arrays[: structure.num_leaves], arrays[structure.num_leaves :]
-            params, outer = self._solo.enter(params, outer, structure.unflatten(of_weights), np.int32(item.round))
-            if of_moments and (moments := self._solo.moments) is not None:
-                age = self._steps - self._sent_at.pop(item.round)
-                correction = jax.tree.unflatten(jax.tree.structure(moments.sent), of_moments)
-                inner = moments.enter(inner, correction, np.int32(item.round), np.int32(age))
-            return TrainState(params, inner, outer), step
+    def _corrected(self, state: TrainState, round: int, arrays: Sequence[np.ndarray]) -> TrainState:
+        params, inner, outer = state
+        moments = self._solo.moments if self._shares_moments(round) else None
+        likes, structure = jax.tree.flatten(self._solo.correction)
+        placed = from_first_process(arrays, [*likes, *jax.tree.leaves(moments and moments.sent)])
+        params, outer = self._solo.enter(params, outer, structure.unflatten(placed[: len(likes)]), np.int32(round))
+        if moments is not None:
+            age = self._steps - self._sent_at.pop(round)
+            correction = jax.tree.unflatten(jax.tree.structure(moments.sent), placed[len(likes) :])
+            inner = moments.enter(inner, correction, np.int32(round), np.int32(age))
+        return TrainState(params, inner, outer)
 
     def _copies(self, arrays: PyTree) -> list[np.ndarray]:
-        """Copy all arrays to the host in order, once they are computed; nobody will change the copies."""
+        """Copy all arrays to the first process's host, once they are computed; nobody will change the copies."""
         jax.block_until_ready(arrays)
         with self._exposed():
-            return [np.array(x) for x in jax.device_get(jax.tree.leaves(arrays))]
+            return to_first_process(jax.tree.leaves(arrays))
 
     @contextlib.contextmanager
     def _exposed(self) -> Iterator[None]:
