@@ -14,7 +14,7 @@ from support.archipelago import Archipelago
 
 pytestmark = pytest.mark.timeout(900)
 
-NAMES = ("berlin", "paris")  # paris is two processes
+NAMES: tuple[str, ...] = ("berlin", "paris")  # paris is two processes
 OWN = {"paris": ["--config.mesh.fsdp=2"]}
 SMALL = ["--config.num_replicas=2", "--config.model.num_layers=1"]
 
