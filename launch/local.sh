@@ -4,9 +4,11 @@
 #     bash launch/local.sh 4 python -m noloco_jax.train --config=configs/quickstart.py --workdir=runs/four
 #
 # Every line of output begins with the number of its process. One that fails ends all, with its exit status. Exit status
-# 75 of all (stopped by SIGTERM, everything saved) starts them again. Ctrl-C, or a SIGTERM to this script, lets them save
-# and stop; a second Ctrl-C ends all at once. Where there are GPUs, each of several processes takes one of its own; with
-# fewer GPUs than processes, set JAX_PLATFORMS=cpu. PORT=12345 sets the port on which process 0 listens.
+# 75 of all (stopped by SIGTERM, everything saved) starts them again. RESTARTS=N starts them again up to N times where
+# one is killed or fails with 1, which may work at a retry: an island's processes want it. Ctrl-C, or a SIGTERM to this
+# script, lets them save and stop; a second Ctrl-C ends all at once. Where there are GPUs, each of several processes
+# takes one of its own; with fewer GPUs than processes, set JAX_PLATFORMS=cpu. PORT=12345 sets the port on which process 0
+# listens.
 #
 # N processes on each of M machines are one run if every machine starts this script with NODES=M, its own number NODE=I
 # from 0 (in a Kubernetes Indexed Job: the pod's index), and JAX_COORDINATOR_ADDRESS=HOST:PORT, a free port of machine 0.
@@ -44,7 +46,11 @@ if ((0 < gpus && gpus < n)) && [[ "${JAX_PLATFORMS:-}" != cpu* ]]; then
     exit 2
 fi
 
-stopping="" pids=()
+stopping="" pids=() restarts=${RESTARTS:-0}
+if ! [[ "$restarts" =~ ^[0-9]+$ ]]; then
+    echo "error: RESTARTS=$restarts is no number: give how often to start again after a failure" >&2
+    exit 2
+fi
 
 start_all() {
     local i id
@@ -97,8 +103,16 @@ wait_for_all() {
 while true; do
     start_all "$@"
     wait_for_all
-    if ((status != 75)) || [ -n "$stopping" ]; then break; fi
-    echo "[launcher] stopped with everything saved: starting all $n again" >&2
+    if [ -n "$stopping" ]; then break; fi
+    if ((status == 75)); then
+        echo "[launcher] stopped with everything saved: starting all $n again" >&2
+    elif ((restarts > 0 && (status == 1 || status > 128))); then
+        restarts=$((restarts - 1))
+        echo "[launcher] starting all $n again, at most $restarts times more" >&2
+        sleep 1
+    else
+        break
+    fi
 done
 if [ "$stopping" = 130 ]; then exit 130; fi
 exit "$status"

@@ -1,7 +1,9 @@
 """The points at which all processes of a run wait for one another, with a form for a process that is alone."""
 
+import itertools
 import json
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -9,6 +11,11 @@ from jax._src import distributed  # whose barriers have no public name
 from jax.experimental import multihost_utils
 
 PyTree = Any
+T = TypeVar("T")
+_BROADCASTS = "noloco_jax/broadcasts"
+_KEPT = 10_000  # broadcasts in the store: no process is as far behind as that for the minutes until JAX misses it
+_FIRST_SECONDS = 24 * 3600  # for the first process to decide; JAX ends those that wait for one that is gone
+_numbers = itertools.count()  # of this process's broadcasts
 _EXCHANGES = (
     "Gloo ",
     "coordination service",
@@ -21,9 +28,19 @@ class Processes(Protocol):
 
     Attributes:
       alone: whether there is only this process.
+      is_first: whether this is the first one, which decides and speaks for all.
     """
 
     alone: bool
+    is_first: bool
+
+    def broadcast(self, decide: Callable[[], T]) -> T:
+        """Return what `decide` returns in the first process, which alone calls it: a value that JSON can hold.
+
+        The others wait for the first process, and it waits for nobody. No device takes part in it, so the programs that
+        are under way run on.
+        """
+        ...
 
     def gather(self, value: PyTree) -> list[PyTree]:
         """Return every process's value, by process number; `value` is small and made of what JSON can hold."""
@@ -41,11 +58,10 @@ class Processes(Protocol):
         """
         ...
 
-    def agree_to_stop(self, step: int, received: bool) -> bool:
-        """Return True if all processes stop after `step`. Every process asks after every step; none waits for another.
+    def agree_to_stop(self, received: bool) -> bool:
+        """Return True if all processes stop here. None waits for another: they agree on a number of calls.
 
         Args:
-          step: the number of the step that this process has dispatched.
           received: this process was told to stop. Of several processes, JAX itself sees a SIGTERM to any.
         """
         ...
@@ -55,6 +71,10 @@ class OneProcess:
     """A process that waits for nobody."""
 
     alone = True
+    is_first = True
+
+    def broadcast(self, decide: Callable[[], T]) -> T:
+        return decide()
 
     def gather(self, value: PyTree) -> list[PyTree]:
         return [value]
@@ -65,7 +85,7 @@ class OneProcess:
     def wait_at(self, name: str, seconds: float) -> None:
         pass
 
-    def agree_to_stop(self, step: int, received: bool) -> bool:
+    def agree_to_stop(self, received: bool) -> bool:
         return received
 
 
@@ -73,6 +93,23 @@ class DistributedProcesses:
     """Several processes that `jax.distributed` connects."""
 
     alone = False
+
+    def __init__(self) -> None:
+        self.is_first = jax.process_index() == 0
+        self._asked = 0
+
+    def broadcast(self, decide: Callable[[], T]) -> T:
+        client: Any = distributed.global_state.client
+        number = next(_numbers)
+        folder, rest = divmod(number, _KEPT)
+        key = f"{_BROADCASTS}/{folder}/{rest}"
+        if not self.is_first:
+            return json.loads(client.blocking_key_value_get(key, 1000 * _FIRST_SECONDS))
+        if rest == 0 and folder > 1:
+            client.key_value_delete(f"{_BROADCASTS}/{folder - 2}/")
+        value = decide()
+        client.key_value_set(key, json.dumps(value))
+        return value
 
     def gather(self, value: PyTree) -> list[PyTree]:
         text = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -90,8 +127,9 @@ class DistributedProcesses:
         client: Any = distributed.global_state.client
         client.wait_at_barrier(f"noloco_jax/{name}", int(seconds * 1000))
 
-    def agree_to_stop(self, step: int, received: bool) -> bool:
-        return multihost_utils.reached_preemption_sync_point(step)
+    def agree_to_stop(self, received: bool) -> bool:
+        self._asked += 1  # JAX compares for equality, and an island's steps may pass over the one agreed on
+        return multihost_utils.reached_preemption_sync_point(self._asked)
 
 
 def is_of_exchange(error: BaseException) -> bool:

@@ -51,9 +51,9 @@ class Stop:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    def at(self, step: int) -> bool:
-        """Return True if the run stops after `step`. Every process asks after every step."""
-        return self._processes.agree_to_stop(step, self._received is not None)
+    def is_due(self) -> bool:
+        """Return True if the run stops here. Every process asks after every step, and all equally often."""
+        return self._processes.agree_to_stop(self._received is not None)
 
     @property
     def reason(self) -> str:

@@ -18,11 +18,13 @@
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from noloco_jax.cluster.host import keep_freed_memory
+from noloco_jax.cluster.place import define_flags, find_place
 from noloco_jax.config import make_parser, parse_args, split_overrides
 from noloco_jax.errors import UserError
 from noloco_jax.files import folder_of_flag
@@ -61,11 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(argv: Sequence[str]) -> int:
     config, flags = parse_args(argv, _TRAIN, _define_train_flags, prog="python -m noloco_jax.island train")
-    roster = read_roster(flags.roster)
+    roster, place = read_roster(flags.roster), find_place(flags, os.environ)
     keep_freed_memory()
     from noloco_jax.island.joining import train_island  # imports numpy and jax, which must follow the call above
 
-    return train_island(config, roster, flags)
+    return train_island(config, roster, place, flags)
 
 
 def _join(argv: Sequence[str]) -> int:
@@ -87,10 +89,11 @@ def _join(argv: Sequence[str]) -> int:
     parser.epilog = "--config.FIELD=VALUE sets a field of the configuration, such as --config.data.path"
     overrides, own = split_overrides(argv)
     flags = parser.parse_args(own)
+    place = find_place(flags, os.environ)
     keep_freed_memory()
     from noloco_jax.island.joining import join_islands
 
-    return join_islands(overrides, flags)
+    return join_islands(overrides, place, flags)
 
 
 def _define_train_flags(parser: argparse.ArgumentParser) -> None:
@@ -139,6 +142,7 @@ def _define_island_flags(parser: argparse.ArgumentParser) -> None:
         help="after the last step, serve the weights to `island merge` until all islands have taken it, at most this "
         "long; 0: leave at once (default %(default)s)",
     )
+    define_flags(parser)
 
 
 def _own_folder(text: str) -> Path:

@@ -1,11 +1,13 @@
-"""Start of an island: as one of a roster, or as a member that was invited."""
+"""Start of an island, or of one of its processes: as one of a roster, or as a member that was invited."""
 
 import argparse
 import math
 from collections.abc import Sequence
 
 from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
-from noloco_jax.config import CONFIG_FILE, TrainConfig, from_dict, load_saved, overridden
+from noloco_jax.cluster.join import joined
+from noloco_jax.cluster.place import Place
+from noloco_jax.config import CONFIG_FILE, TrainConfig, from_dict, load_saved, overridden, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.files import full_disk_told
 from noloco_jax.island.membership import Membership
@@ -23,12 +25,12 @@ from noloco_jax.train.training import train
 _ASK_SECONDS = 30.0  # for a member to say what it trains
 
 
-def train_island(config: TrainConfig, roster: Roster, flags: argparse.Namespace) -> int:
-    """Train as the island of a roster that the flags name."""
-    return _train(config, roster, flags.name, credentials_for(roster, flags.name, flags.keys), (), flags)
+def train_island(config: TrainConfig, roster: Roster, place: Place | None, flags: argparse.Namespace) -> int:
+    """Train as the island of a roster that the flags name; `place` among its processes, None: the only one."""
+    return _train(config, roster, flags.name, credentials_for(roster, flags.name, flags.keys), (), place, flags)
 
 
-def join_islands(overrides: Sequence[str], flags: argparse.Namespace) -> int:
+def join_islands(overrides: Sequence[str], place: Place | None, flags: argparse.Namespace) -> int:
     """Train as a member that was invited, with the configuration that the islands have or the workdir keeps."""
     saved, keys = read_members(flags.entry), flags.keys or flags.entry.parent
     roster = Roster(
@@ -45,7 +47,7 @@ def join_islands(overrides: Sequence[str], flags: argparse.Namespace) -> int:
         config = load_saved(flags.workdir)
     else:
         config = _config_of(known_roster(saved.roster, members, 0), name, credentials, members, flags.via)
-    return _train(overridden(config, overrides), saved.roster, name, credentials, members.entries, flags)
+    return _train(overridden(config, overrides), saved.roster, name, credentials, members.entries, place, flags)
 
 
 def _config_of(roster: Roster, name: str, credentials: Credentials, members: Members, via: str) -> TrainConfig:
@@ -69,6 +71,7 @@ def _train(
     name: str,
     credentials: Credentials | None,
     entries: Sequence[Entry],
+    place: Place | None,
     flags: argparse.Namespace,
 ) -> int:
     """Train as one of the islands; check everything before compiling.
@@ -79,6 +82,7 @@ def _train(
       name: the island.
       credentials: its keys.
       entries: of members, beside those in the workdir.
+      place: of this process among the island's; None: the only one.
       flags: those of `island train` and `island join`.
     """
     members = members_at(flags.workdir / MEMBERS_FILE, roster, credentials)
@@ -92,8 +96,8 @@ def _train(
         raise UserError(f"--linger={flags.linger}: give seconds, 0 to leave at once")
     member.check(config)
     use_gpu_memory()
-    with full_disk_told(flags.workdir):
-        use_cpu_cores(member.own(config))
+    with joined(place, to_dict(config), flags.start_timeout), full_disk_told(flags.workdir):
+        use_cpu_cores(member.own(config), 1 if place is None else place.num_processes)
         return train(
             config,
             flags.workdir,

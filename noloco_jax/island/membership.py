@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from noloco_jax.cluster.processes import Processes
 from noloco_jax.config import TrainConfig, from_dict, to_dict
 from noloco_jax.data import renumbered
 from noloco_jax.errors import UserError
@@ -32,8 +33,9 @@ from noloco_jax.outer.rule import at_round
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.messages import Messages, shares_moments
 from noloco_jax.run.mode import Resumed
+from noloco_jax.spmd.first_process import from_first_process
 from noloco_jax.spmd.inner import at_step
-from noloco_jax.spmd.programs import Programs, TrainState, shardings_of
+from noloco_jax.spmd.programs import Programs, TrainState
 from noloco_jax.spmd.solo import SoloPrograms, compile_solo
 
 # Groups and fields of a configuration that all islands must have equal; all others may differ.
@@ -195,10 +197,12 @@ class Membership:
         is_stopping: Callable[[], bool],
         report: Callable[[str], None],
         fingerprint: str | None = None,
+        processes: Processes | None = None,
     ) -> Agent | None:
         """Join the peers, who may refuse the island before it compiles; return None if told to stop meanwhile.
 
-        `fingerprint` identifies its tokenizer; None: it reads token ids.
+        `fingerprint` identifies its tokenizer; None: it reads token ids. Of the island's processes the first
+        calls this.
         Raises `UserError` if its name or address is in use, or most of the others refuse it.
         """
         identity = _identity(self, config, programs, fingerprint)
@@ -219,10 +223,18 @@ class Membership:
             report,
             self.members,
             self.listen,
+            processes,
         )
 
-    def steps(self, config: TrainConfig, agent: Agent, solo: SoloPrograms, programs: Programs) -> IslandSteps:
-        """Compile the island's outer steps; `config` is its own."""
+    def steps(
+        self,
+        config: TrainConfig,
+        agent: Agent | None,
+        solo: SoloPrograms,
+        programs: Programs,
+        processes: Processes | None = None,
+    ) -> IslandSteps:
+        """Compile the island's outer steps; `config` is its own, and `agent` in its first process alone."""
         compiled = compile_solo(solo, programs)
         schedule = schedule_of(config)
         assert schedule is not None
@@ -233,12 +245,13 @@ class Membership:
         keeps_pace = self.pace == "time"
 
         def place(healed: Healed) -> TrainState:
-            structure, leaves = jax.tree.structure(programs.state), healed.leaves
+            """Place a peer's state; in processes but the first, `healed` has no leaves."""
+            likes, structure = jax.tree.flatten(programs.resting if healed.whole else programs.resting.params)
+            given = [healed.leaves[number] for number in range(len(likes))] if healed.leaves else []
+            placed = structure.unflatten(from_first_process(given, likes))
             if healed.whole:
-                state = structure.unflatten(leaves[number] for number in range(structure.num_leaves))
-                return jax.device_put(state, shardings_of(programs.resting))
-            weights = jax.tree.structure(programs.state.params)
-            state = programs.from_params(weights.unflatten(leaves[number][0] for number in range(weights.num_leaves)))
+                return placed
+            state = programs.from_params(_of_one_replica(placed))
             assert state.outer is not None
             inner, outer = at_step(state.inner, healed.step + 1), at_round(state.outer, healed.round + 1)
             return state._replace(inner=inner, outer=outer)
@@ -250,6 +263,7 @@ class Membership:
             tokens_of_round,
             partial(shares_moments, config),
             keeps_pace=keeps_pace,
+            processes=processes,
             at_once=self.at_once,
         )
 
@@ -287,3 +301,9 @@ def common_values(config: TrainConfig) -> dict[str, Any]:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+@jax.jit
+def _of_one_replica(params: Any) -> Any:
+    """Drop the replica axis of an island's parameters."""
+    return jax.tree.map(lambda x: x[0], params)

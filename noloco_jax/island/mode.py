@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from noloco_jax.cluster.processes import run_processes
 from noloco_jax.config import TrainConfig
 from noloco_jax.data import HostBatch
 from noloco_jax.island.membership import Membership
@@ -22,9 +23,13 @@ from noloco_jax.run.sync import Sync
 from noloco_jax.spmd.programs import Programs, PyTree, TrainState
 from noloco_jax.spmd.solo import SoloPrograms, build_solo
 
+_COMPILE_SECONDS = 3600.0  # by which the island's processes may differ in reading a checkpoint and compiling
+
 
 class IslandMode:
-    """Run mode of one replica in its own program, which exchanges with other processes over the network.
+    """Run mode of one replica in its own program, which exchanges with other islands over the network.
+
+    Of an island of several processes, the first one alone meets the others, see `islands.steps`.
 
     Args:
       member: the run's place among the islands.
@@ -37,6 +42,7 @@ class IslandMode:
         self.rows: Sequence[tuple[str, str]] = [("island", str(member))]
         self.labels: Mapping[str, Any] = {"island": member.name}
         self._agent: Agent | None = None
+        self._log: IslandLog | None = None
 
     def check(self, config: TrainConfig) -> None:
         self._member.check(config)
@@ -68,16 +74,19 @@ class IslandMode:
         tokenizer: str | None,
     ) -> bool:
         self._workdir, self._is_stopping, self._report = workdir, is_stopping, report
+        self._processes = run_processes()
+        if not self._processes.is_first:
+            return start.follow(is_stopping, self._processes)
         journal = self._member.journal(resumed, config)
         self._agent = self._member.open_agent(
-            config, self._solo, self._programs, journal, workdir, is_stopping, report, tokenizer
+            config, self._solo, self._programs, journal, workdir, is_stopping, report, tokenizer, self._processes
         )
         return self._agent is not None
 
     def sync(self, config: TrainConfig, programs: Programs) -> Sync:
-        assert self._agent is not None
-        steps = self._member.steps(config, self._agent, self._solo, programs)
-        self._log = IslandLog(self._workdir, self._member.name, self._agent.recent.add)
+        steps = self._member.steps(config, self._agent, self._solo, programs, self._processes)
+        if self._agent is not None:
+            self._log = IslandLog(self._workdir, self._member.name, self._agent.recent.add)
 
         def linger(state: TrainState) -> None:
             steps.linger(state, config.num_steps, self._member.linger, self._is_stopping, self._report)
@@ -91,8 +100,10 @@ class IslandMode:
         return IslandSync(schedule, steps, self._log, self._messages, linger, merge)
 
     def begin(self, is_stopping: Callable[[], bool], step: int, seconds: float) -> bool:
-        assert self._agent is not None
-        begins = start.begin(self._agent, self._workdir, is_stopping)
+        self._processes.wait_at("compiled", _COMPILE_SECONDS)
+        if self._agent is None or self._log is None:
+            return start.follow(is_stopping, self._processes)
+        begins = start.begin(self._agent, self._workdir, is_stopping, self._processes)
         if begins:
             self._log.start(step, seconds)
         return begins

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from noloco_jax.cluster.processes import OneProcess, Processes
 from noloco_jax.files import write_whole
 from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.entries import MEMBERS_FILE, dials_of, known_roster, write_members
@@ -42,6 +43,7 @@ def open_agent(
     report: Callable[[str], None],
     members: Members | None = None,
     listen: Address | None = None,
+    processes: Processes | None = None,
 ) -> Agent | None:
     """Join the peers, who may refuse the island; return None if told to stop meanwhile.
 
@@ -62,6 +64,7 @@ def open_agent(
       report: called with lines for people.
       members: the members as they are known at the start, which the workdir keeps; None: those of the roster.
       listen: the address to listen at; None: see `Server`.
+      processes: the island's processes, of which the first calls this, and the others `follow`.
 
     Raises `UserError` if its name or address is in use, or most of the others refuse it.
     """
@@ -80,7 +83,7 @@ def open_agent(
     )
     try:
         agent.open()
-        if _until(agent.admitted, is_stopping):
+        if _until(agent.admitted, is_stopping, processes or OneProcess()):
             return agent
     except BaseException:
         agent.close()
@@ -89,16 +92,28 @@ def open_agent(
     return None
 
 
-def begin(agent: Agent, workdir: Path, is_stopping: Callable[[], bool]) -> bool:
+def begin(agent: Agent, workdir: Path, is_stopping: Callable[[], bool], processes: Processes | None = None) -> bool:
     """Wait for the decision to train: from the own weights, or from a peer's, which come with the first step.
 
     Islands that start at the same time begin together. Returns False if told to stop meanwhile.
     """
     agent.ready()
-    begins = _until(agent.decided, is_stopping)
+    begins = _until(agent.decided, is_stopping, processes or OneProcess())
     if begins:
         write_incarnation(workdir, agent.incarnation)
     return begins
+
+
+def follow(is_stopping: Callable[[], bool], processes: Processes) -> bool:
+    """Wait, in a process of the island without the agent, for what the first one waits for in `open_agent` or `begin`.
+
+    Returns False if told to stop meanwhile.
+    """
+
+    def never(seconds: float) -> bool:
+        raise AssertionError("the first process has the agent")
+
+    return _until(never, is_stopping, processes)
 
 
 def incarnation_of(workdir: Path) -> tuple[int, bool]:
@@ -116,8 +131,8 @@ def write_incarnation(workdir: Path, incarnation: int) -> None:
     write_whole(workdir / ISLAND_FILE, json.dumps({"incarnation": incarnation}))
 
 
-def _until(is_known: Callable[[float], bool], is_stopping: Callable[[], bool]) -> bool:
-    while not is_known(0.2):
+def _until(is_known: Callable[[float], bool], is_stopping: Callable[[], bool], processes: Processes) -> bool:
+    while not processes.broadcast(lambda: is_known(0.2)):
         if is_stopping():
             return False
     return True

@@ -1,19 +1,26 @@
-"""Outer steps of an island's training: solo steps, and the corrections that are applied later."""
+"""Outer steps of an island's training: solo steps, and the corrections that are applied later.
+
+An island may be several processes. The first one has the agent, so it alone knows what has arrived and who waits for
+weights. It broadcasts what it decides before every inner step, and all processes run the programs that follow from it,
+in one order.
+"""
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from noloco_jax.cluster.processes import OneProcess, Processes
 from noloco_jax.config import ModelConfig
 from noloco_jax.islands.agent import Agent, Correction, Healed
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.model.kind import param_shapes
+from noloco_jax.spmd.first_process import from_first_process, to_first_process
 from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import TrainState
 from noloco_jax.spmd.solo import SoloPrograms
@@ -34,13 +41,14 @@ class IslandSteps:
     """Outer steps of an island.
 
     Args:
-      agent: the island's network side.
+      agent: the island's network side; None in all of the island's processes but the first.
       solo: compiled programs of solo steps and corrections.
       place: a peer's state -> the state on its devices, with fresh moments where only the weights came.
       tokens_of_round: maps a step to the tokens of the fragment round that ends there.
       shares_moments: outer step -> True if its message carries the inner optimizer's moments.
       keeps_pace: True if an inner step stands for the steps of the schedule that the fastest island takes meanwhile,
         see `protocol/pace.py`.
+      processes: the island's processes.
       at_once: True if outer steps wait for their exchange, as replicas of one program do.
 
     Attributes:
@@ -51,16 +59,17 @@ class IslandSteps:
 
     def __init__(
         self,
-        agent: Agent,
+        agent: Agent | None,
         solo: SoloPrograms,
         place: Callable[[Healed], TrainState],
         tokens_of_round: Callable[[int], int],
         shares_moments: Callable[[int], bool] = lambda round: False,
         *,
         keeps_pace: bool = False,
+        processes: Processes | None = None,
         at_once: bool = False,
     ):
-        self.agent = agent
+        self.agent, self.processes = agent, processes or OneProcess()
         self._solo, self._place = solo, place
         self._tokens_of_round, self._keeps_pace, self._at_once = tokens_of_round, keeps_pace, at_once
         self._shares_moments = shares_moments
@@ -70,6 +79,7 @@ class IslandSteps:
         self._steps = 0  # inner steps in all
         self._cold = 0  # inner steps left with a lower rate
         self._before: PyTree = None  # weights before the inner step, while the rate is lower
+        self._arrived: list[Correction | Healed] = []  # of the last broadcast, in the first process
         self._sent_at: dict[int, int] = {}  # round whose message carried moments -> inner steps in all before it
 
     def advance(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int]:
@@ -83,10 +93,11 @@ class IslandSteps:
           most: the largest stride.
         """
         self._steps += 1
-        stride = self.agent.stride(most)
+        stride = 1 if self.agent is None else self.agent.stride(most)
         self._before = jax.tree.map(_copy, state.params) if self._cold else None
         if not self._keeps_pace:
             return state, stride
+        stride = self.processes.broadcast(lambda: stride)
         self._taken += 1
         self._scheduled += stride
         return state._replace(inner=at_step(state.inner, step + stride)), stride
@@ -120,8 +131,9 @@ class IslandSteps:
                 if self._solo.moments is not None and self._shares_moments(round):
                     leaves += jax.tree.leaves(self._solo.moments.send(inner, np.int32(round)))
                     self._sent_at[round] = self._steps
-                arrays = [np.asarray(x) for x in jax.device_get(leaves)]
-                self.agent.end_round(round, tokens, arrays, norm)
+                if self.agent is not None:
+                    arrays = [np.asarray(x) for x in jax.device_get(leaves)]
+                    self.agent.end_round(round, tokens, arrays, norm)
             state = TrainState(params, inner, outer)
             if self._at_once:
                 state = self.settle(state, _AT_ONCE_SECONDS)
@@ -132,27 +144,45 @@ class IslandSteps:
 
         Copies of the state and the weights go to peers and callers that wait for them.
         """
+        arrivals, wanted, gives_weights = self.processes.broadcast(lambda: self._decide(state))
+        state, step = self._apply(arrivals, state, step)
+        if wanted is not None and state.outer is not None and int(state.outer.round) > 0:
+            leaves = jax.tree.leaves(state)
+            copies = self._copies([leaves[number] for number in wanted])
+            if self.agent is not None:
+                self.agent.give(int(state.outer.round) - 1, step, dict(zip(wanted, copies, strict=True)))
+        if gives_weights:
+            self._give_weights(state, step)
+        return state, step
+
+    def _decide(self, state: TrainState) -> Sequence[Any]:
+        """Give way to slower islands; return what has arrived, the numbers of the state's arrays that peers wait for,
+        None for no peer, and whether any wait for the weights.
+        """
+        assert self.agent is not None
         pause = self.agent.pause()
         if pause or self.agent.is_exchanging:
-            jax.block_until_ready(
-                state.params
-            )  # else a correction that arrives now would wait for a step that was queued early
+            # Else a correction that arrives now would wait for a step that was queued early.
+            jax.block_until_ready(state.params)
             with self._exposed():
                 time.sleep(pause)
             self.gave_way += pause
-        for item in self.agent.take():
-            state, step = self._entered(item, state, step)
-        if self.agent.wants_state and state.outer is not None and int(state.outer.round) > 0:
-            wanted, leaves = self.agent.wanted, jax.tree.leaves(state)
-            copies = self._copies([leaves[number] for number in wanted])
-            self.agent.give(int(state.outer.round) - 1, step, dict(zip(wanted, copies, strict=True)))
-        self.serve(state, step)
-        return state, step
+        arrivals = self._announced(self.agent.take())
+        wanted = self.agent.wanted if self.agent.wants_state else None
+        return arrivals, wanted, self.agent.snapshots.wanted
 
     def serve(self, state: TrainState, step: int) -> None:
         """Give the weights to a peer or a tool that waits for them."""
-        if self.agent.snapshots.wanted and state.outer is not None:
-            self.agent.snapshots.give(int(state.outer.round) - 1, step, self._copies(state.params))
+        agent = self.agent
+        if self.processes.broadcast(lambda: agent is not None and agent.snapshots.wanted):
+            self._give_weights(state, step)
+
+    def _give_weights(self, state: TrainState, step: int) -> None:
+        if state.outer is None:
+            return
+        copies = self._copies(state.params)
+        if self.agent is not None:
+            self.agent.snapshots.give(int(state.outer.round) - 1, step, copies)
 
     def linger(
         self,
@@ -171,37 +201,73 @@ class IslandSteps:
           is_stopping: returns True to leave now.
           report: called with lines for people.
         """
-        if seconds and (unfinished := self.agent.unfinished()):
+        agent = self.agent
+        if agent is not None and seconds and (unfinished := agent.unfinished()):
             report(f"serves its weights until {', '.join(unfinished)} have finished, {seconds:g} s at most")
         ask_at = time.monotonic()
         deadline = ask_at + seconds
-        while (now := time.monotonic()) < deadline and not is_stopping():
-            self.serve(state, step)
+
+        def is_done() -> bool:
+            nonlocal ask_at
+            assert agent is not None
+            now = time.monotonic()
             is_asking = now >= ask_at  # a goodbye may have been lost, or said before this island could hear it
-            unfinished = self.agent.unfinished(_ASK_SECONDS if is_asking else 0.0)
+            unfinished = agent.unfinished(_ASK_SECONDS if is_asking else 0.0)
             ask_at = now + _ASK_EVERY_SECONDS if is_asking else ask_at
-            if not unfinished and not self.agent.snapshots.is_serving:
+            return not unfinished and not agent.snapshots.is_serving
+
+        while self.processes.broadcast(lambda: time.monotonic() < deadline) and not is_stopping():
+            self.serve(state, step)
+            if self.processes.broadcast(is_done):
                 break
             time.sleep(0.1)
-        if unfinished := self.agent.unfinished():
+        if agent is not None and (unfinished := agent.unfinished()):
             report(f"leaves; not known to have finished: {', '.join(unfinished)}")
 
     def settle(self, state: TrainState, seconds: float) -> TrainState:
         """Wait for pending exchanges and apply them, except a state that would replace this one."""
         assert state.outer is not None
         with self._exposed():
-            self.agent.settle(int(state.outer.round) - 1, seconds)
+            if self.agent is not None:
+                self.agent.settle(int(state.outer.round) - 1, seconds)
         return self.at_rest(state)[0]
 
     def at_rest(self, state: TrainState) -> tuple[TrainState, Journal | None]:
         """Return the state with everything applied and the journal to save with it, None if it is to be replaced."""
+        arrivals, journal = self.processes.broadcast(self._take_all)
+        if journal is None:
+            return state, None
+        return self._apply(arrivals, state, 0)[0], Journal.from_json(journal)
+
+    def _take_all(self) -> Sequence[Any]:
+        """Return everything that has arrived, and the journal; None in its place if this state is to be replaced."""
+        assert self.agent is not None
         items, journal = self.agent.take_all()
         for item in items:
             if isinstance(item, Healed):
                 self.agent.put_back(item)
-                return state, None
-            state, _ = self._entered(item, state, 0)
-        return state, journal
+                return [], None
+        return self._announced(items), journal.to_json()
+
+    def _announced(self, items: list[Correction | Healed]) -> list[Sequence[Any]]:
+        """Keep what has arrived for `_apply`; return how to announce it: [round of a correction], or [round, inner
+        steps, whole or not] of a state.
+        """
+        self._arrived = items
+        return [[item.round, item.step, item.whole] if isinstance(item, Healed) else [item.round] for item in items]
+
+    def _apply(self, arrivals: Sequence[Sequence[Any]], state: TrainState, step: int) -> tuple[TrainState, int]:
+        """Apply what the first process has announced, and all processes place."""
+        items, self._arrived = self._arrived or [None] * len(arrivals), []
+        for (round, *position), item in zip(arrivals, items, strict=True):
+            with self._exposed():
+                if position:
+                    at, whole = position
+                    healed = item if isinstance(item, Healed) else Healed("", round, at, {}, whole)
+                    state, step = self.healed(healed)
+                else:
+                    state = self._corrected(state, round, item.arrays.result() if isinstance(item, Correction) else ())
+        return state, step
 
     def healed(self, item: Healed) -> tuple[TrainState, int]:
         """Place a received state on the devices; return it and its number of inner steps."""
@@ -210,25 +276,23 @@ class IslandSteps:
         self._sent_at.clear()
         return self._place(item), item.step
 
-    def _entered(self, item: Correction | Healed, state: TrainState, step: int) -> tuple[TrainState, int]:
-        with self._exposed():
-            if isinstance(item, Healed):
-                return self.healed(item)
-            params, inner, outer = state
-            structure, arrays = jax.tree.structure(self._solo.correction), item.arrays.result()
-            of_weights, of_moments = arrays[: structure.num_leaves], arrays[structure.num_leaves :]
-            params, outer = self._solo.enter(params, outer, structure.unflatten(of_weights), np.int32(item.round))
-            if of_moments and (moments := self._solo.moments) is not None:
-                age = self._steps - self._sent_at.pop(item.round)
-                correction = jax.tree.unflatten(jax.tree.structure(moments.sent), of_moments)
-                inner = moments.enter(inner, correction, np.int32(item.round), np.int32(age))
-            return TrainState(params, inner, outer), step
+    def _corrected(self, state: TrainState, round: int, arrays: Sequence[np.ndarray]) -> TrainState:
+        params, inner, outer = state
+        moments = self._solo.moments if self._shares_moments(round) else None
+        likes, structure = jax.tree.flatten(self._solo.correction)
+        placed = from_first_process(arrays, [*likes, *jax.tree.leaves(moments and moments.sent)])
+        params, outer = self._solo.enter(params, outer, structure.unflatten(placed[: len(likes)]), np.int32(round))
+        if moments is not None:
+            age = self._steps - self._sent_at.pop(round)
+            correction = jax.tree.unflatten(jax.tree.structure(moments.sent), placed[len(likes) :])
+            inner = moments.enter(inner, correction, np.int32(round), np.int32(age))
+        return TrainState(params, inner, outer)
 
     def _copies(self, arrays: PyTree) -> list[np.ndarray]:
-        """Copy all arrays to the host in order, once they are computed; nobody will change the copies."""
+        """Copy all arrays to the first process's host, once they are computed; nobody will change the copies."""
         jax.block_until_ready(arrays)
         with self._exposed():
-            return [np.array(x) for x in jax.device_get(jax.tree.leaves(arrays))]
+            return to_first_process(jax.tree.leaves(arrays))
 
     @contextlib.contextmanager
     def _exposed(self) -> Iterator[None]:

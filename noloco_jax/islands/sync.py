@@ -27,7 +27,7 @@ class IslandSync:
     Args:
       schedule: when outer steps are due.
       steps: its outer steps.
-      log: its event log.
+      log: its event log; None in all of the island's processes but the first.
       messages: its traffic.
       linger: state after the last step -> None, serving its weights to islands that are later.
       merge: (state, last step) -> the state with the mean of all islands' weights; None unless the run ends with it.
@@ -37,7 +37,7 @@ class IslandSync:
         self,
         schedule: SyncSchedule,
         steps: IslandSteps,
-        log: IslandLog,
+        log: IslandLog | None,
         messages: Messages,
         linger: Callable[[TrainState], None],
         merge: Callable[[TrainState, int], TrainState] | None,
@@ -67,9 +67,10 @@ class IslandSync:
         started = time.perf_counter()
         state = self._steps.take(state, step, count)
         seconds = time.perf_counter() - started
-        for number in range(first, first + count):
-            exposed = self._steps.seconds_exposed - self._steps.gave_way
-            self._log.round(number, step, self._steps.gave_way, exposed)
+        if self._log is not None:
+            for number in range(first, first + count):
+                exposed = self._steps.seconds_exposed - self._steps.gave_way
+                self._log.round(number, step, self._steps.gave_way, exposed)
         return state, OuterSteps(first, count, seconds, None)
 
     def finish(self, state: TrainState, step: int) -> TrainState:
@@ -81,35 +82,40 @@ class IslandSync:
         return state, None if journal is None else journal.to_json()
 
     def leave(self, finished: bool) -> None:
-        self._steps.agent.leave(finished=finished)
+        if self._steps.agent is not None:
+            self._steps.agent.leave(finished=finished)
 
     def groups(self, number: int) -> Round | None:
         return None
 
     def news(self, seconds: float) -> Sequence[News]:
         lines, self._lines = self._lines, []
+        if self._steps.agent is None or self._log is None:
+            return lines
         met, status = self._steps.agent.take_met()
         for one in met:
             size = self._messages.of_outer_step(one.round)
             self._log.exchange(one, size if one.outcome in ("met", "late") else 0)
-            lines.append(News(_line(one, status, size), "exchange", self._figures(one, status, seconds)))
+            figures = self._figures(one, status, self._log, seconds)
+            lines.append(News(_line(one, status, size), "exchange", figures))
         return lines
 
     def close(self, state: TrainState, finished: bool) -> None:
-        self._log.end(finished)
+        if self._log is not None:
+            self._log.end(finished)
         if finished and self._merge is None:
             self._linger(state)
 
-    def _figures(self, met: Met, status: Status, seconds: float) -> dict[str, Any]:
+    def _figures(self, met: Met, status: Status, log: IslandLog, seconds: float) -> dict[str, Any]:
         """Return what became of a message, and what the exchanges have come to with it, for metrics."""
         return {
             **dataclasses.asdict(met),
             "participation": status.committed / status.due if status.due else 1.0,
             "committed": status.committed,
             "due": status.due,
-            "one_sided_commits": self._log.one_sided,
+            "one_sided_commits": log.one_sided,
             "seconds_exposed": self._steps.seconds_exposed,
-            "goodput": self._log.goodput(seconds),
+            "goodput": log.goodput(seconds),
         }
 
 

@@ -99,7 +99,10 @@ class Form:
         where = f"{self._what}{name}"
         if isinstance(x, jax.Array):
             if not x.is_fully_addressable:
-                raise ValueError(f"{where} lies on several processes: an Island is one process")
+                raise ValueError(
+                    f"{where} lies on several processes, and nj.Island is one process: shard it over this one's "
+                    "devices, or train by `python -m noloco_jax.island train`, whose islands may be several processes"
+                )
             impl = jax.random.key_impl(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else None
             data = x if impl is None else jax.random.key_data(x)
             return _Leaf(name, _spec(data), sharding=data.sharding, committed=x.committed, key=impl)

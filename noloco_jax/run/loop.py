@@ -127,7 +127,7 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         state, metrics, waited = _inner_step(run, state, step)
         log.write_previous()
         state, outer_steps = sync.after_step(state, step, stride)
-        is_last, is_stopping = step == config.num_steps, run.stop.at(step)
+        is_last, is_stopping = step == config.num_steps, run.stop.is_due()
         bytes_merging = 0
         if is_last:
             state = sync.finish(state, step)

@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import TrainConfig
 from noloco_jax.exchange import windows
@@ -21,6 +23,7 @@ from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.spmd import sharding
 from noloco_jax.spmd.offload import from_rest
 from noloco_jax.spmd.programs import SLOT, Programs, build_moments, of_moments, outer_axes, shardings_of
+from noloco_jax.spmd.shared_batch import spans_processes
 from noloco_jax.wires import moments_wire
 
 PyTree = Any
@@ -36,7 +39,7 @@ class SoloMoments:
       change: (sent, mean) -> correction of one replica: see `Moments.change`.
       enter: (inner, correction, number, age) -> inner, `age` inner steps after outer step `number`.
       code: shapes and dtypes of the code.
-      sent: shapes and dtypes of what it encodes, and of a correction.
+      sent: shapes and dtypes of what it encodes, and of a correction, once compiled also its shardings.
       wire: the form in which moments travel.
       cuts: the dimension of every array of one replica along which the code's blocks lie.
     """
@@ -61,7 +64,8 @@ class SoloPrograms:
       enter: (params, outer, correction, round) -> (params, outer): the correction of that round's solo step.
       message: shapes and dtypes of a message.
       code: shapes and dtypes of what travels: the message's code; of a code in windows, the windows, and the code.
-      correction: shapes and dtypes of a correction; of a code in windows, the correction, and the windows to remember.
+      correction: shapes and dtypes of a correction, once compiled also shardings; of a code in windows, the correction,
+        and the windows to remember.
       wire: the form in which messages travel.
       cuts: the dimension of every array of a replica's message along which the code's blocks lie.
       kept: shapes and dtypes of what is kept of a message.
@@ -92,19 +96,22 @@ def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
     params, _, state = programs.state
     assert state is not None
     moments = build_moments(config, outer, params)
+    whole = NamedSharding(programs.mesh, P()) if spans_processes(programs.mesh) else None
     return replace(
-        solo_of(outer, params, state),
-        moments=moments and _build_moments(moments, wire_of(moments_wire(config.outer.wire)), programs),
+        solo_of(outer, params, state, whole),
+        moments=moments and _build_moments(moments, wire_of(moments_wire(config.outer.wire)), programs, whole),
     )
 
 
-def solo_of(outer: OuterOptimizer, params: PyTree, state: OuterState) -> SoloPrograms:
+def solo_of(outer: OuterOptimizer, params: PyTree, state: OuterState, whole: Any = None) -> SoloPrograms:
     """Build the programs of one replica of an outer optimizer whose groups exchange (`exchange.groups`).
 
     Args:
       outer: the outer optimizer.
       params: shapes, dtypes and shardings of the parameters, with a leading axis of one.
       state: the same of the outer state.
+      whole: the sharding of messages, from which the first process of a replica over several can read them; None: as
+        the compiler chooses.
     """
     wire: Wire | Modulo = outer.exchange.wire  # type: ignore[attr-defined]
     placed = shardings_of((params, state))
@@ -119,7 +126,7 @@ def solo_of(outer: OuterOptimizer, params: PyTree, state: OuterState) -> SoloPro
     else:
         code, correction = kept, message
     return SoloPrograms(
-        step=jax.jit(step, donate_argnums=(0, 1), out_shardings=(*placed, None, None)),
+        step=jax.jit(step, donate_argnums=(0, 1), out_shardings=(*placed, whole, whole)),
         enter=jax.jit(partial(_enter, outer, wire), donate_argnums=(0, 1), out_shardings=placed),
         message=message,
         code=code,
@@ -131,7 +138,7 @@ def solo_of(outer: OuterOptimizer, params: PyTree, state: OuterState) -> SoloPro
     )
 
 
-def _build_moments(moments: Moments, wire: Any, programs: Programs) -> SoloMoments:
+def _build_moments(moments: Moments, wire: Any, programs: Programs, whole: Any) -> SoloMoments:
     inner, number = programs.state.inner, jax.ShapeDtypeStruct((), jnp.int32)
     sent = jax.eval_shape(partial(of_moments, moments.sent), inner, number)
     cuts = moments.cuts(sent)
@@ -148,7 +155,7 @@ def _build_moments(moments: Moments, wire: Any, programs: Programs) -> SoloMomen
 
     code, _ = jax.eval_shape(send, inner, number)
     return SoloMoments(
-        send=jax.jit(send),
+        send=jax.jit(send, out_shardings=whole),
         change=moments.change,
         enter=jax.jit(enter, donate_argnums=0, out_shardings=shardings_of(inner)),
         code=code,
@@ -168,8 +175,20 @@ def compile_solo(solo: SoloPrograms, programs: Programs) -> SoloPrograms:
         inner = programs.state.inner
         send = moments.send.lower(inner, round).compile()  # type: ignore[attr-defined]
         late = moments.enter.lower(inner, moments.sent, round, round).compile()  # type: ignore[attr-defined]
-        moments = replace(moments, send=send, enter=late)
-    return replace(solo, step=from_rest(step, programs), enter=from_rest(enter, programs), moments=moments)
+        moments = replace(moments, send=send, enter=late, sent=_as_taken(moments.sent, late, 1))
+    return replace(
+        solo,
+        step=from_rest(step, programs),
+        enter=from_rest(enter, programs),
+        correction=_as_taken(solo.correction, enter, 2),
+        moments=moments,
+    )
+
+
+def _as_taken(shapes: PyTree, program: jax.stages.Compiled, argument: int) -> PyTree:
+    """Return the shapes of an argument with the shardings in which a compiled program takes it."""
+    taken = program.input_shardings[0][argument]
+    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, taken)
 
 
 def _step(outer: OuterOptimizer, wire: Wire | Modulo, cuts: PyTree, params: PyTree, state: Any) -> Any:

@@ -176,11 +176,10 @@ def train(
         if dry_run:
             return 0
 
-        is_stopping = partial(stop.at, start or 0)
         others.callback(mode.close)
         resumed = Resumed(0, None) if start is None else Resumed(start, checkpoints.beside(start))
         fingerprint = None if tokenizer is None else tokenizer.fingerprint
-        if not mode.connect(whole, workdir, resumed, is_stopping, console.print, fingerprint):
+        if not mode.connect(whole, workdir, resumed, stop.is_due, console.print, fingerprint):
             return _begins_again(console, stop)
         streams.start()  # the first batches are made during compilation
         is_new = start is None and given is None
@@ -192,7 +191,7 @@ def train(
         else:
             state = _restore_state(config, programs, checkpoints, start, from_step, console)
         totals = Totals() if start is None else checkpoints.totals(start)
-        if not mode.begin(is_stopping, start or 0, totals.seconds):
+        if not mode.begin(stop.is_due, start or 0, totals.seconds):
             return _begins_again(console, stop)
         if jax.process_index() == 0:
             write_start(whole, workdir, start or 0, changed)
@@ -267,7 +266,7 @@ def _check_inputs(config: TrainConfig) -> Tokenizer | None:
 def _find_start(config: TrainConfig, mode: Mode, checkpoints: Checkpointer, stop: Stop) -> int | None:
     """Return the step of the checkpoint to resume from, after checking that it fits the run; None for a new run."""
     start = checkpoints.start_step()
-    stop.at(start or 0)  # from here on a SIGTERM stops the run after its next step
+    stop.is_due()  # from here on a SIGTERM stops the run after its next step
     if start is not None:
         mode.check_start(config, checkpoints, start)
     return start

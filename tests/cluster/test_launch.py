@@ -45,6 +45,21 @@ def test_every_line_of_local_processes_names_its_process():
     assert sorted(lines) == sorted(f"[{i}] {word}" for i in range(3) for word in ("first", "second"))
 
 
+def test_local_processes_start_again_after_a_failure_as_often_as_they_are_told_to(tmp_path):
+    code = f"open('{tmp_path}/' + str(i), 'a').write('x'); time.sleep(60 if i else 0); sys.exit(1)"
+    status, lines = result(local(2, code, RESTARTS="2"))
+    assert status == 1
+    assert (tmp_path / "0").read_text() == "xxx"
+    assert [line for line in lines if "again" in line] == [
+        f"[launcher] starting all 2 again, at most {left} times more" for left in (1, 0)
+    ]
+
+
+def test_local_processes_do_not_start_again_after_a_mistake(tmp_path):
+    status, lines = result(local(1, "sys.exit(2)", RESTARTS="2"))
+    assert status == 2 and not any("again" in line for line in lines)
+
+
 PLACE = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 PRINT_PLACE = f"print(*(os.environ[name] for name in {PLACE}))"
 

@@ -18,20 +18,31 @@ def test_a_process_alone_waits_for_nobody():
     assert isinstance(alone, OneProcess) and alone.alone
     assert alone.gather({"step": 3}) == [{"step": 3}]
     alone.barrier("start")
-    assert [alone.agree_to_stop(1, received) for received in (False, True)] == [False, True]
+    assert alone.is_first and alone.broadcast(lambda: "decided") == "decided"
+    assert [alone.agree_to_stop(received) for received in (False, True)] == [False, True]
 
 
-# Every process gathers values of unlike sizes, the second comes to the barrier late, and the first is sent a SIGTERM.
+# The first broadcasts more values than the store keeps. Every process gathers values of unlike sizes, the second comes
+# to the barrier late, and the first is sent a SIGTERM.
 SEVERAL = """
 import json, os, signal, time
 from argparse import Namespace
 from noloco_jax.cluster.join import joined
 from noloco_jax.cluster.place import find_place
+from noloco_jax.cluster import processes as module
 from noloco_jax.cluster.processes import run_processes
 
+module._KEPT = 10
 place = find_place(Namespace(coordinator=None, num_processes=None, process_id=None), os.environ)
 with joined(place, {}, 60):
     processes = run_processes()
+    asked = []
+    told = [processes.broadcast(lambda: asked.append(i) or {"number": i, "by": place.process_id}) for i in range(5)]
+    processes.barrier("told")
+    told += [processes.broadcast(lambda: {"number": i, "by": place.process_id}) for i in range(5, 14)]
+    processes.barrier("more")
+    told += [processes.broadcast(lambda: {"number": i, "by": place.process_id}) for i in range(14, 24)]
+    kept = len(module.distributed.global_state.client.key_value_dir_get(module._BROADCASTS))
     gathered = processes.gather({"process": place.process_id, "text": "x" * 5000 * place.process_id})
     processes.barrier("before")
     if place.process_id == 1:
@@ -39,14 +50,15 @@ with joined(place, {}, 60):
     came = time.monotonic()
     processes.barrier("late")
     left = time.monotonic()
-    processes.agree_to_stop(0, False)
+    processes.agree_to_stop(False)
     if place.process_id == 0:
         os.kill(os.getpid(), signal.SIGTERM)
     step = 1
-    while not processes.agree_to_stop(step, False):
+    while not processes.agree_to_stop(False):
         time.sleep(0.02 * (1 + place.process_id))  # unlike speeds
         step += 1
-    result = {"alone": processes.alone, "gathered": gathered, "came": came, "left": left, "stopped_at": step}
+    result = {"told": told, "asked": asked, "kept": kept, "first": processes.is_first}
+    result |= {"alone": processes.alone, "gathered": gathered, "came": came, "left": left, "stopped_at": step}
     print("RESULT", json.dumps(result))
 """
 
@@ -83,6 +95,16 @@ def test_every_process_gathers_what_all_gave_in_their_order(results):
     expected = [{"process": 0, "text": ""}, {"process": 1, "text": "x" * 5000}]
     assert [result["gathered"] for result in results] == [expected] * 2
     assert [result["alone"] for result in results] == [False] * 2
+
+
+def test_what_the_first_process_decides_all_learn_in_its_order(results):
+    assert [result["told"] for result in results] == [[{"number": i, "by": 0} for i in range(24)]] * 2
+    assert [result["asked"] for result in results] == [[0, 1, 2, 3, 4], []]
+    assert [result["first"] for result in results] == [True, False]
+
+
+def test_broadcasts_that_all_have_heard_are_forgotten(results):
+    assert results[0]["kept"] == 14  # of 24: the second ten, and four
 
 
 def test_at_a_barrier_the_early_wait_for_the_late(results):

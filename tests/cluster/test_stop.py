@@ -14,9 +14,9 @@ from noloco_jax.cluster.stop import Stop
 )
 def test_a_signal_stops_a_process_after_its_step(number, status, reason):
     with Stop(OneProcess()) as stop:
-        assert not stop.at(1)
+        assert not stop.is_due()
         signal.raise_signal(number)
-        assert stop.at(2)
+        assert stop.is_due()
     assert (stop.exit_status, stop.reason) == (status, reason)
 
 
@@ -30,7 +30,7 @@ def test_a_second_sigterm_does_not_cut_off_a_save():
     with Stop(OneProcess()) as stop:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
-        assert stop.at(1)
+        assert stop.is_due()
 
 
 def test_signals_are_the_callers_again_afterwards():
@@ -41,12 +41,14 @@ def test_signals_are_the_callers_again_afterwards():
 
 
 class Agreed(OneProcess):
-    """Several processes that have agreed to stop after step 3."""
+    """Several processes that have agreed to stop at the second call."""
 
     alone = False
+    calls = 0
 
-    def agree_to_stop(self, step: int, received: bool) -> bool:
-        return step == 3
+    def agree_to_stop(self, received: bool) -> bool:
+        self.calls += 1
+        return self.calls == 2
 
 
 def test_several_processes_stop_when_they_agree_and_leave_signals_to_jax():
@@ -54,14 +56,14 @@ def test_several_processes_stop_when_they_agree_and_leave_signals_to_jax():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with Stop(processes) as stop:
         assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
-        assert [stop.at(step) for step in (2, 3)] == [False, True]
+        assert [stop.is_due() for _ in range(2)] == [False, True]
     assert (stop.exit_status, stop.reason) == (75, "stopped by SIGTERM")
 
 
 def test_a_hangup_stops_a_process_after_its_step_as_a_sigterm_does():
     with Stop(OneProcess()) as stop:
         signal.raise_signal(signal.SIGHUP)
-        assert stop.at(1)
+        assert stop.is_due()
     assert (stop.exit_status, stop.reason) == (75, "stopped by SIGHUP")
 
 
@@ -70,7 +72,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored():
     try:
         with Stop(OneProcess()) as stop:
             signal.raise_signal(signal.SIGHUP)
-            assert not stop.at(1)
+            assert not stop.is_due()
     finally:
         signal.signal(signal.SIGHUP, before)
 

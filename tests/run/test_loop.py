@@ -58,19 +58,20 @@ class Batches:
 class Recorder:
     """A run's checkpoints and evaluations, in their order, and whether to stop."""
 
-    def __init__(self, stop_at: int | None):
+    def __init__(self, stop_at: int | None, start: int):
         self.done: list[tuple[str, int]] = []
         self.totals = Totals()
         self.beside: Any = None
-        self._stop_at = stop_at
+        self._stop_at, self._step = stop_at, start
 
     def save(self, step: int, state: Any, data: Any, totals: Totals, beside: Any) -> None:
         self.done.append(("save", step))
         self.beside = beside
         self.totals = totals
 
-    def at(self, step: int) -> bool:
-        return step == self._stop_at
+    def is_due(self) -> bool:
+        self._step += 1
+        return self._step == self._stop_at
 
 
 CONFIG = from_dict(
@@ -100,7 +101,7 @@ class Result:
         config=CONFIG,
         exchanges=None,
     ):
-        recorder = Recorder(stop_at)
+        recorder = Recorder(stop_at, start)
         with MetricWriter(workdir, resume_step=start or None, tensorboard=False) as metrics:
 
             def evaluate(run: Any, state: Any, step: int, log: Any) -> dict[str, Any]:

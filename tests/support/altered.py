@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from noloco_jax.island.membership import Membership
+from noloco_jax.island.mode import IslandMode
 from noloco_jax.islands import start
 from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.protocol.messages import Message, Speed, Timing
@@ -72,7 +73,14 @@ def set_clock_back() -> None:
     start.time = SimpleNamespace(time_ns=lambda: 0, sleep=time.sleep)
 
 
+def wait_for_exchanges() -> None:
+    """Take the next inner step once the exchange is over, so that islands are a function of their configuration."""
+    usual = IslandMode.__init__
+    IslandMode.__init__ = lambda self, member: usual(self, dataclasses.replace(member, at_once=True))
+
+
 HOW = {
+    "waits for exchanges": wait_for_exchanges,
     "lies of speed": lie_of_speed,
     "begins anew soon": begin_anew_soon,
     "flips signs": flip_signs,

@@ -12,7 +12,7 @@ from noloco_jax.island.command import main as island
 from support import processes
 from support.fault_proxy import FaultProxy
 from support.paths import ROOT
-from support.ports import free_ports
+from support.ports import free_port, free_ports
 
 
 class Archipelago:
@@ -24,7 +24,9 @@ class Archipelago:
       arguments: of `island train`, but for roster, name, keys and workdir.
       environment: of the processes.
       seconds_per_step: that every island sleeps before a step, or each of them.
-      altered: island -> how its process is altered from its next start on, see `altered.py`.
+      altered: island -> how its processes are altered from its next start on, see `altered.py`.
+      sizes: island -> the number of its processes, where that is not one; the second of paris is `running["paris.1"]`.
+      own: island -> further arguments of its own.
     """
 
     def __init__(
@@ -35,10 +37,13 @@ class Archipelago:
         environment: Mapping[str, str],
         seconds_per_step: float | Mapping[str, float] = 0.0,
         altered: Mapping[str, str] | None = None,
+        sizes: Mapping[str, int] | None = None,
+        own: Mapping[str, Sequence[str]] | None = None,
     ):
         self.folder, self.names = folder, tuple(names)
         self._arguments, self._seconds = tuple(arguments), seconds_per_step
-        self._environment, self.altered = environment, dict(altered or {})
+        self._environment, self.altered, self._sizes = environment, dict(altered or {}), dict(sizes or {})
+        self._own = dict(own or {})
         self._ports = dict(zip(names, free_ports(len(names)), strict=True))
         self._proxies = {(one, other): FaultProxy(self._ports[other]) for one, other in permutations(names, 2)}
         self.running: dict[str, subprocess.Popen[str]] = {}
@@ -65,22 +70,29 @@ class Archipelago:
         return self.folder / "keys"
 
     def start(self, name: str) -> None:
-        """Starts an island's process, also where it ran before: by the same command."""
+        """Starts an island's processes, also where it ran before: by the same command."""
         flags = {"roster": self._roster(name), "name": name, "keys": self.keys / name}
         flags["workdir"] = self.workdir(name)
         seconds = self._seconds[name] if isinstance(self._seconds, Mapping) else self._seconds
         how = ["support.altered", self.altered[name]] if name in self.altered else ["support.paced"]
         command = [sys.executable, "-m", *how, str(seconds), "noloco_jax.island", "train"]
-        with self.log(name).open("a") as output:
-            self.running[name] = subprocess.Popen(
-                [*command, "--linger=0", *(f"--{flag}={value}" for flag, value in flags.items()), *self._arguments],
-                env=self._environment,
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+        arguments = ["--linger=0", *(f"--{flag}={value}" for flag, value in flags.items()), *self._arguments]
+        arguments += self._own.get(name, ())
+        place = {}
+        if (size := self._sizes.get(name, 1)) > 1:
+            place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(size)}
+        for number in range(size):
+            process = f"{name}.{number}" if number else name
+            with self.log(process).open("a") as output:
+                self.running[process] = subprocess.Popen(
+                    [*command, *arguments],
+                    env={**self._environment, **place, "JAX_PROCESS_ID": str(number)},
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Sends an island's process a signal; one that has ended hears nothing."""

@@ -1,0 +1,103 @@
+"""An island of several real processes, over which its replica is sharded: the first one meets the other islands."""
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from noloco_jax.island.command import main as island
+from support import processes
+from support.archipelago import Archipelago
+
+pytestmark = pytest.mark.timeout(900)
+
+NAMES: tuple[str, ...] = ("berlin", "paris")  # paris is two processes
+OWN = {"paris": ["--config.mesh.fsdp=2"]}
+SMALL = ["--config.num_replicas=2", "--config.model.num_layers=1"]
+
+
+def until(islands: Archipelago, condition: Callable[[], bool], *watched: str) -> None:
+    """Waits for a condition while these processes run."""
+    running = [islands.running[name] for name in watched]
+    said = lambda: "\n".join(islands.said(name)[-3000:] for name in islands.running)  # noqa: E731
+    assert processes.wait_until(condition, running, 240), said()
+
+
+def trained(config: Path, folder: Path, *arguments: str, size: int, devices: int) -> Archipelago:
+    """Islands that have come to their end, paris of so many processes, each exchange waited for."""
+    every = [f"--config={config}", *SMALL, *arguments]
+    how = dict.fromkeys(NAMES, "waits for exchanges")
+    environment = processes.environment(config, devices)
+    with Archipelago(folder, NAMES, every, environment, altered=how, sizes={"paris": size}, own=OWN) as islands:
+        for name in NAMES:
+            islands.start(name)
+        ended = {name: process.wait(processes.PATIENCE) for name, process in islands.running.items()}
+        assert set(ended.values()) == {0}, "\n".join(islands.said(name)[-3000:] for name in ended)
+    return islands
+
+
+@pytest.mark.parametrize("wire", ["float32", "modulo4"])
+def test_an_island_of_two_processes_trains_bitwise_like_one_of_two_devices(config, tmp_path, wire):
+    """Corrections of weights and moments, the schedule's messages, and at the end the mean of both islands."""
+    arguments = ["--config.num_steps=12", "--config.outer.fragments=2", "--config.outer.moments=1", "--linger=100"]
+    arguments += ["--config.outer.final_merge=True", f"--config.outer.wire={wire}"]
+    over_two = trained(config, tmp_path / "over_two", *arguments, size=2, devices=1)
+    alone = trained(config, tmp_path / "alone", *arguments, size=1, devices=2)
+    for name in NAMES:
+        mine, theirs = processes.weights(over_two.workdir(name)), processes.weights(alone.workdir(name))
+        for path in theirs:
+            np.testing.assert_array_equal(mine[path], theirs[path], err_msg=f"{name} {path}")
+        outcomes = [[one["outcome"] for one in islands.lines(name, "exchange")] for islands in (over_two, alone)]
+        assert outcomes == [["met"] * 6] * 2
+        assert "merged model: the mean of 2 of 2 islands" in over_two.said(name)
+    losses = [[line["loss"] for line in islands.lines("paris", "train")] for islands in (over_two, alone)]
+    assert losses[0] == losses[1] and len(losses[0]) == 12
+
+
+def met_after(islands: Archipelago, name: str, round: int) -> bool:
+    return any(one["outcome"] in ("met", "late") and one["round"] > round for one in islands.lines(name, "exchange"))
+
+
+def last_round(islands: Archipelago, name: str) -> int:
+    return max((line["round"] for line in islands.lines(name, "train") if "round" in line), default=-1)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="sends signals as Linux has them")
+def test_a_killed_process_ends_its_island_alone_which_comes_back_and_is_a_donor(config, tmp_path):
+    arguments = [f"--config={config}", *SMALL, "--config.num_steps=100000", "--config.eval_every=100000"]
+    arguments += ["--config.checkpoint_every=20", "--pace=time"]
+    environment, both = processes.environment(config), ("paris", "paris.1")
+    with Archipelago(tmp_path, NAMES, arguments, environment, 0.1, sizes={"paris": 2}, own=OWN) as islands:
+        for name in NAMES:
+            islands.start(name)
+        saved = islands.workdir("paris") / "checkpoints"
+        until(islands, lambda: met_after(islands, "paris", -1) and any(saved.glob("*0")), *islands.running)
+
+        islands.kill("paris.1")
+        reached = islands.step("berlin")
+        until(islands, lambda: islands.running["paris"].poll() is not None, "berlin")
+        assert islands.running["paris"].returncode == 1
+        assert "another process has ended" in islands.said("paris")
+        until(islands, lambda: islands.step("berlin") > reached + 40, "berlin")
+
+        back = last_round(islands, "berlin")
+        islands.start("paris")
+        until(islands, lambda: met_after(islands, "paris", back), "berlin", *both)
+        assert "resuming from the checkpoint of step" in islands.said("paris")
+        assert "training continues from another island's weights" in islands.said("paris")
+
+        islands.kill("berlin")
+        shutil.rmtree(islands.workdir("berlin"))
+        islands.start("berlin")
+        until(islands, lambda: met_after(islands, "berlin", back), "berlin", *both)
+        assert "these weights came from paris" in islands.said("berlin")
+        flags = [f"--roster={tmp_path / 'berlin.toml'}", f"--keys={islands.keys}", f"--out={tmp_path / 'merged'}"]
+        assert island(["merge", "--at_least=2", *flags]) == 0
+
+        islands.signal("paris.1", signal.SIGTERM)
+        islands.signal("berlin", signal.SIGTERM)
+        assert [islands.running[name].wait(processes.PATIENCE) for name in ("berlin", *both)] == [75] * 3
+        assert "met berlin" not in islands.said("paris.1")
