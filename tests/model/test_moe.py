@@ -39,7 +39,7 @@ MODEL = ModelConfig(
     num_experts=6,
     experts_per_token=2,
     qk_norm=True,
-    router_aux_loss_coef=0.1,
+    router_aux_loss_coef=10.0,  # so large that a mesh which left it out would train otherwise
 )
 
 
