@@ -55,13 +55,18 @@ def _need_multiple(of_path: str, of: int, by_path: str, by: int) -> None:
 
 
 def _check_model(model: ModelConfig) -> None:
-    if model.kind != "llama":
+    if not model.is_built_in:
         if not _KIND.fullmatch(model.kind):
             raise UserError(
-                f"model.kind={shown(model.kind)} is neither 'llama' nor a class of one's own: give it as "
+                f"model.kind={shown(model.kind)} is neither 'llama' nor 'moe' nor a class of one's own: give it as "
                 "--config.model.kind=my_package.my_module:MyModel"
             )
         return  # the fields below are not for it, or it checks them itself
+    if model.kind == "moe" and model.experts_per_token > model.num_experts:
+        raise UserError(
+            f"model.experts_per_token={model.experts_per_token} is more than model.num_experts={model.num_experts}: "
+            "lower it, or add experts"
+        )
     if model.head_dim is None:
         _need_multiple("model.hidden_size", model.hidden_size, "model.num_heads", model.num_heads)
     _need_multiple("model.num_heads", model.num_heads, "model.num_kv_heads", model.num_kv_heads)
@@ -136,9 +141,9 @@ def _check_run(config: TrainConfig) -> None:
 
 def _check_outer(config: TrainConfig) -> None:
     outer = config.outer
-    if config.model.kind == "llama":  # of other models `spmd.sharding` knows the weights
+    if config.model.is_built_in:  # of other models `spmd.sharding` knows the weights
         _need_multiple("model.hidden_size", config.model.hidden_size, "outer.fragments", outer.fragments)
-    if config.model.kind == "llama" and config.mesh.fsdp > 1:
+    if config.model.is_built_in and config.mesh.fsdp > 1:
         part = config.model.hidden_size // config.mesh.fsdp
         _need_multiple("model.hidden_size / mesh.fsdp", part, "outer.fragments", outer.fragments)
     if outer.delay > outer.sync_every:

@@ -38,12 +38,14 @@ class ModelConfig:
 
     kind: str = setting(
         "llama",
-        "The model: llama, or a class of one's own as my_package.my_module:MyModel.",
+        "The model: llama, moe (a mixture of experts) or a class of one's own as my_package.my_module:MyModel.",
         on_resume="must match",
         nonempty=True,
     )
     hidden_size: int = setting(256, "Width of the residual stream.", on_resume="must match", minimum=1)
-    intermediate_size: int = setting(1024, "Width of the feed-forward layers.", on_resume="must match", minimum=1)
+    intermediate_size: int = setting(
+        1024, "Width of the feed-forward layers, in moe of one expert.", on_resume="must match", minimum=1
+    )
     num_layers: int = setting(4, "Number of transformer layers.", on_resume="must match", minimum=1)
     num_heads: int = setting(4, "Attention heads per layer.", on_resume="must match", minimum=1)
     num_kv_heads: int = setting(
@@ -63,6 +65,19 @@ class ModelConfig:
         "Last tokens, itself among them, to which a token attends in every layer, as in Mistral; None: all.",
         on_resume="must match",
         minimum=1,
+    )
+    num_experts: int = setting(8, "Experts of each layer (moe only).", on_resume="must match", minimum=1)
+    experts_per_token: int = setting(
+        2, "Experts that a layer's router sends a token to (moe only).", on_resume="must match", minimum=1
+    )
+    norm_topk_prob: bool = setting(
+        True, "Scale the weights of a token's experts to a sum of one (moe only).", on_resume="must match"
+    )
+    router_aux_loss_coef: float = setting(
+        0.01,
+        "Factor of the load-balancing loss, which training adds to the token loss (moe only).",
+        on_resume="may change",
+        minimum=0,
     )
     vocab_size: int = setting(
         259, "Number of token ids; the byte tokenizer has 259.", on_resume="must match", minimum=1
@@ -89,6 +104,11 @@ class ModelConfig:
         on_resume="may change",
         choices=("none", "full", "dots", "stage"),
     )
+
+    @property
+    def is_built_in(self) -> bool:
+        """True for a model of this package, False for a class of one's own."""
+        return self.kind in ("llama", "moe")
 
     @property
     def head_size(self) -> int:

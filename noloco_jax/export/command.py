@@ -1,4 +1,4 @@
-"""Write a trained model as a folder that `transformers` loads: a Llama, Mistral, Qwen 2 or Qwen 3.
+"""Write a trained model as a folder that `transformers` loads: a Llama, Mistral, Qwen 2 or 3.
 
     python -m noloco_jax.export --workdir=DIR --out=DIR2                 # the merged model: the mean of all replicas
     python -m noloco_jax.export --workdir=DIR --out=DIR2 --replica=2     # one replica

@@ -40,7 +40,10 @@ from noloco_jax.spmd.solo import SoloPrograms, compile_solo
 
 # Groups and fields of a configuration that all islands must have equal; all others may differ.
 # Fields of `model` that earlier versions lack, with the values that changed nothing: islands of both meet.
-_LATER_FIELDS = {"kind": "llama", "head_dim": None, "qkv_bias": False, "qk_norm": False, "sliding_window": None}
+_LATER_FIELDS = {
+    **{"kind": "llama", "head_dim": None, "qkv_bias": False, "qk_norm": False, "sliding_window": None},
+    **{"num_experts": 8, "experts_per_token": 2, "norm_topk_prob": True, "router_aux_loss_coef": 0.01},
+}
 COMMON = ("method", "num_steps", "num_replicas", "seed", "model", "inner", "outer")
 
 

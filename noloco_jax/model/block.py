@@ -5,6 +5,7 @@ of a multiplication I inputs, O outputs.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +31,13 @@ class Block(nnx.Module):
             "ffn": config.intermediate_size,
             "heads": config.num_heads * config.head_size,
             "kv_heads": config.num_kv_heads * config.head_size,
+            "expert": config.num_experts,
         }
 
-        def kernel(fan_in: str, fan_out: str) -> nnx.Param:
-            shape = sizes[fan_in], sizes[fan_out]
-            axes = (axis.removeprefix("kv_") for axis in (fan_in, fan_out))
-            return weight(KERNEL_INIT(rngs.params(), shape, config.param_dtype), *axes)
+        def kernel(*axes: str) -> nnx.Param:
+            shape = tuple(sizes[axis] for axis in axes)
+            names = (axis.removeprefix("kv_") for axis in axes)
+            return weight(KERNEL_INIT(rngs.params(), shape, config.param_dtype), *names)
 
         def bias(fan_out: str) -> nnx.Param:
             return weight(jnp.zeros(sizes[fan_out], config.param_dtype), "heads")
@@ -54,9 +56,7 @@ class Block(nnx.Module):
         if config.qk_norm:
             self.q_norm, self.k_norm = norm(config.head_size), norm(config.head_size)
         self.mlp_norm = norm(config.hidden_size)
-        self.gate = kernel("hidden", "ffn")
-        self.up = kernel("hidden", "ffn")
-        self.down = kernel("ffn", "hidden")
+        self.make_mlp(kernel)
 
     def __call__(
         self,
@@ -64,8 +64,8 @@ class Block(nnx.Module):
         rotation_1T1J: tuple[jax.Array, jax.Array],
         cache: Cache | None = None,
         segments_BT: jax.Array | None = None,
-    ) -> jax.Array:
-        """Apply the layer to the residual stream (B, T, D).
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Apply the layer to the residual stream (B, T, D); return it and the auxiliary loss, None without one.
 
         Args:
           h_BTD: the residual stream.
@@ -73,12 +73,25 @@ class Block(nnx.Module):
           cache: keys and values of the positions before these. None: these are the first, and all there are.
           segments_BT: without a cache, the segment of every position, which attends to that alone. None: to all.
         """
+        h_BTD, x_BTD = self.mlp_input(h_BTD, rotation_1T1J, cache, segments_BT)
+        with jax.named_scope("mlp"):
+            y_BTD, auxiliary = self.mlp(x_BTD)
+            return h_BTD + y_BTD, auxiliary
+
+    def mlp_input(
+        self,
+        h_BTD: jax.Array,
+        rotation_1T1J: tuple[jax.Array, jax.Array],
+        cache: Cache | None = None,
+        segments_BT: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the residual stream after attention, and its normalised copy; arguments as of the layer."""
         eps = self.config.norm_eps
         with jax.named_scope("attention"):
             x_BTD = rms_norm(h_BTD, self.attention_norm[...], eps)
             h_BTD = h_BTD + self.attention(x_BTD, rotation_1T1J, cache, segments_BT)
         with jax.named_scope("mlp"):
-            return h_BTD + self.mlp(rms_norm(h_BTD, self.mlp_norm[...], eps))
+            return h_BTD, rms_norm(h_BTD, self.mlp_norm[...], eps)
 
     def attention(
         self,
@@ -111,9 +124,19 @@ class Block(nnx.Module):
         mixed_BTHK = attend(q_BTHK, k_BTGK, v_BTGK, window=config.sliding_window)
         return _project(mixed_BTHK.reshape(*x_BTD.shape[:-1], -1), self.o)
 
-    def mlp(self, x_BTD: jax.Array) -> jax.Array:
-        """SwiGLU: down(silu(gate(x)) * up(x))."""
-        return _project(swiglu(_project(x_BTD, self.gate), _project(x_BTD, self.up)), self.down)
+    def make_mlp(self, kernel: Callable[..., nnx.Param]) -> None:
+        """Make the weights of the feed-forward network.
+
+        Args:
+          kernel: (*axes) -> a kernel whose dimensions have these logical axes, and their sizes.
+        """
+        self.gate = kernel("hidden", "ffn")
+        self.up = kernel("hidden", "ffn")
+        self.down = kernel("ffn", "hidden")
+
+    def mlp(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """SwiGLU: down(silu(gate(x)) * up(x)), and no auxiliary loss."""
+        return _project(swiglu(_project(x_BTD, self.gate), _project(x_BTD, self.up)), self.down), None
 
 
 def _project(x_BTI: jax.Array, kernel_IO: nnx.Param) -> jax.Array:

@@ -24,7 +24,7 @@ from noloco_jax.config import ModelConfig
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable
 from noloco_jax.model.huggingface_config import CONFIG_FILE, config_from_folder, family_of, read_json, their_config
-from noloco_jax.model.kind import BUILT_IN, Params, param_shapes
+from noloco_jax.model.kind import BUILT_IN, Params, param_axes, param_shapes
 
 __all__ = ["check_has_format", "check_new_folder", "config_from_folder", "load_params", "save_folder"]
 
@@ -40,6 +40,7 @@ _LAYER_NAMES = {
     "v_bias": "self_attn.v_proj.bias",
     "q_norm": "self_attn.q_norm.weight",
     "k_norm": "self_attn.k_norm.weight",
+    "router": "mlp.gate.weight",
     "mlp_norm": "post_attention_layernorm.weight",
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
@@ -59,17 +60,17 @@ class _Slot:
     """The place of one of their tensors in the parameter dict."""
 
     path: tuple[str, ...]
-    layer: int | None  # index into the stack
+    index: tuple[int, ...]  # in the stack: of the layer, and of the expert
     transposed: bool
 
     def of(self, params: Params) -> np.ndarray:
         """The tensor in their layout; it is a view where the parameters are numpy arrays."""
         leaf = self._leaf(params)
-        array = np.asarray(leaf if self.layer is None else leaf[self.layer])
+        array = np.asarray(leaf[self.index] if self.index else leaf)
         return array.T if self.transposed else array
 
     def shape(self, shapes: Params) -> tuple[int, ...]:
-        shape = self._leaf(shapes).shape[0 if self.layer is None else 1 :]
+        shape = self._leaf(shapes).shape[len(self.index) :]
         return shape[::-1] if self.transposed else shape
 
     def _leaf(self, params: Params) -> Any:
@@ -79,15 +80,21 @@ class _Slot:
 def _slots(config: ModelConfig) -> dict[str, _Slot]:
     """Their name of every tensor -> its slot."""
     slots = {
-        "model.embed_tokens.weight": _Slot(("embed",), None, False),
-        "model.norm.weight": _Slot(("norm",), None, False),
+        "model.embed_tokens.weight": _Slot(("embed",), (), False),
+        "model.norm.weight": _Slot(("norm",), (), False),
     }
     if not config.tie_embeddings:
-        slots["lm_head.weight"] = _Slot(("head",), None, True)
+        slots["lm_head.weight"] = _Slot(("head",), (), True)
+    axes = param_axes(config)
     for ours, shape in param_shapes(config)["blocks"].items():
-        for layer in range(config.num_layers):
-            is_kernel = len(shape.shape) == 3
-            slots[f"model.layers.{layer}.{_LAYER_NAMES[ours]}"] = _Slot(("blocks", ours), layer, is_kernel)
+        path = "blocks", ours
+        stack = [dim for dim, axis in zip(shape.shape, axes[path], strict=True) if axis in ("layer", "expert")]
+        for layer, *expert in np.ndindex(*stack):
+            name = _LAYER_NAMES[ours]
+            if expert:
+                name = name.replace("mlp.", f"mlp.experts.{expert[0]}.")
+            is_kernel = len(shape.shape) - len(stack) == 2
+            slots[f"model.layers.{layer}.{name}"] = _Slot(path, (layer, *expert), is_kernel)
     return slots
 
 

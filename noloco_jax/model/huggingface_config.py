@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from noloco_jax.config import ModelConfig
@@ -24,7 +25,22 @@ _CONFIG_NAMES = {
     "tie_embeddings": "tie_word_embeddings",
 }
 # What their configurations take for an entry that a config.json leaves out.
-_THEIR_DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0}
+_THEIR_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.001,
+}
+_MOE_NAMES = _CONFIG_NAMES | {
+    "intermediate_size": "moe_intermediate_size",
+    "num_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "norm_topk_prob": "norm_topk_prob",
+    "router_aux_loss_coef": "router_aux_loss_coef",
+}
 _ROPE_SCALING_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
@@ -36,20 +52,30 @@ class Family(NamedTuple):
       fields: fields of `ModelConfig` that make a model one of the family.
       fixed: entries that have one value where they are there, since others make another model.
       head_dim: what an absent `head_dim` stands for. None: hidden_size / num_attention_heads.
+      names: our fields and their entries.
     """
 
     architecture: str
-    fields: Mapping[str, bool]
+    fields: Mapping[str, Any]
     fixed: Mapping[str, Any]
     head_dim: int | None = None
+    names: Mapping[str, str] = MappingProxyType(_CONFIG_NAMES)
 
 
 _NO_BIASES = {"attention_bias": False, "mlp_bias": False}
 FAMILIES = {
-    "llama": Family("LlamaForCausalLM", {"qkv_bias": False, "qk_norm": False}, _NO_BIASES),
-    "mistral": Family("MistralForCausalLM", {"qkv_bias": False, "qk_norm": False}, {}),
-    "qwen2": Family("Qwen2ForCausalLM", {"qkv_bias": True, "qk_norm": False}, {}),
-    "qwen3": Family("Qwen3ForCausalLM", {"qkv_bias": False, "qk_norm": True}, _NO_BIASES, head_dim=128),
+    "llama": Family("LlamaForCausalLM", {"kind": "llama", "qkv_bias": False, "qk_norm": False}, _NO_BIASES),
+    "mistral": Family("MistralForCausalLM", {"kind": "llama", "qkv_bias": False, "qk_norm": False}, {}),
+    "qwen2": Family("Qwen2ForCausalLM", {"kind": "llama", "qkv_bias": True, "qk_norm": False}, {}),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", {"kind": "llama", "qkv_bias": False, "qk_norm": True}, _NO_BIASES, head_dim=128
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {"kind": "moe", "qkv_bias": False, "qk_norm": True},
+        {"attention_bias": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        names=_MOE_NAMES,
+    ),
 }
 
 
@@ -62,8 +88,10 @@ def config_from_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = Path(folder).expanduser() / CONFIG_FILE
     theirs = read_json(path)
     family = _family_of(path, theirs)
+    if "num_local_experts" in theirs:  # transformers 5's name
+        theirs.setdefault("num_experts", theirs["num_local_experts"])
     fields: dict[str, Any] = dict(family.fields)
-    for ours, name in _CONFIG_NAMES.items():
+    for ours, name in family.names.items():
         if name in theirs and theirs[name] is not None:
             fields[ours] = theirs[name]
         elif name == "num_key_value_heads" and theirs["model_type"] == "llama":
@@ -99,6 +127,8 @@ def _window_of(path: Path, theirs: dict[str, Any]) -> int | None:
         return theirs.get("sliding_window", 4096)
     if not theirs.get("use_sliding_window"):
         return None
+    if kind == "qwen3_moe":
+        return theirs.get("sliding_window", 4096)
     num_layers = theirs["num_hidden_layers"]
     given = theirs.get("max_window_layers")
     first = min(28 if given is None else given, num_layers)
@@ -148,6 +178,14 @@ def family_of(config: ModelConfig) -> str:
             "model.qkv_bias=True with model.qk_norm=True is none of transformers' models "
             f"({', '.join(FAMILIES)}): leave one out of what is to be exported"
         )
+    if config.kind == "moe" and (config.qkv_bias or not config.qk_norm):
+        raise UserError(
+            "model.kind='moe' is exported as transformers' qwen3_moe, which has model.qk_norm=True and "
+            f"model.qkv_bias=False, and here they are {config.qk_norm} and {config.qkv_bias}: train with its values to "
+            "export"
+        )
+    if config.kind == "moe":
+        return "qwen3_moe"
     if config.qkv_bias:
         return "qwen2"
     if config.qk_norm:
@@ -165,7 +203,7 @@ def their_config(config: ModelConfig, max_position_embeddings: int) -> dict[str,
     return {
         "architectures": [FAMILIES[kind].architecture],
         "model_type": kind,
-        **{name: getattr(config, ours) for ours, name in _CONFIG_NAMES.items()},
+        **{name: getattr(config, ours) for ours, name in FAMILIES[kind].names.items()},
         "head_dim": config.head_size,
         "max_position_embeddings": max_position_embeddings,
         # Both names of transformers 5 and, for readers of older folders, those before it.
@@ -189,6 +227,8 @@ def _their_window(kind: str, config: ModelConfig) -> dict[str, Any]:
     if kind == "mistral":
         return window
     is_used = config.sliding_window is not None
+    if kind == "qwen3_moe":
+        return window | {"use_sliding_window": is_used}
     return window | {
         "use_sliding_window": is_used,
         "max_window_layers": 0 if is_used else config.num_layers,

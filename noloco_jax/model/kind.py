@@ -29,9 +29,11 @@ Axes = tuple[str | None, ...]
 Path = tuple[str, ...]
 
 # The logical axes that a weight's dimensions may have. "layer": stacked layers. "vocab": tokens. "hidden": the residual
-# stream. "heads", "ffn": the wide sides of attention and feed-forward layers.
-LOGICAL_AXES = ("layer", "vocab", "hidden", "heads", "ffn")
-BUILT_IN = {"llama": "noloco_jax.model.llama:Llama"}
+# stream. "heads", "ffn": the wide sides of attention and feed-forward layers. "expert": stacked experts, of
+# which a token uses `config.experts_per_token`.
+LOGICAL_AXES = ("layer", "expert", "vocab", "hidden", "heads", "ffn")
+BUILT_IN = {"llama": "noloco_jax.model.llama:Llama", "moe": "noloco_jax.model.moe:Moe"}
+_STACKED = ("layer", "expert")
 
 
 def weight(value: jax.Array, *axes: str | None) -> nnx.Param:
@@ -125,6 +127,13 @@ class Model(nnx.Module):
         h_BTD = self.hidden(batch["input_ids"], segments_BT=batch.get("segment_ids"))
         return token_nll(h_BTD, self.head_kernel(), batch["labels"])
 
+    def training_loss_sum(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return what `loss_sum` does, and the auxiliary loss that training adds to the sum: here none.
+
+        A model's auxiliary loss is a term of a label's mean loss, multiplied by the number of labels here.
+        """
+        return *self.loss_sum(batch), jnp.zeros(())
+
     def logits(self, h_BTD: jax.Array) -> jax.Array:
         """Next-token logits (B, T, V), float32, of what `hidden` returns."""
         return jnp.matmul(h_BTD, self.head_kernel().astype(h_BTD.dtype), preferred_element_type=jnp.float32)
@@ -138,6 +147,12 @@ class Model(nnx.Module):
     def run_blocks(self, h_BTD: jax.Array, *, segments_BT: jax.Array | None = None) -> jax.Array:
         """Apply the layers that there are, one after another."""
         raise NotImplementedError
+
+    def run_blocks_in_training(
+        self, h_BTD: jax.Array, *, segments_BT: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Do as `run_blocks` does; return also the share that these layers have in the auxiliary loss: here 0."""
+        return self.run_blocks(h_BTD, segments_BT=segments_BT), jnp.zeros(())
 
     def final_norm(self, h_BTD: jax.Array) -> jax.Array:
         """Return what the head multiplies, from the residual stream after the last layer."""
@@ -153,16 +168,16 @@ class Model(nnx.Module):
           path: its fields' names.
           axes: its logical axes.
         """
-        return len(axes) - axes.count("layer") == 2 and "vocab" not in axes
+        return _num_sides(axes) == 2 and "vocab" not in axes
 
     @classmethod
     def forward_flops(cls, config: ModelConfig, length: int) -> float:
         """Count the floating-point operations of one token's forward pass in a sequence of `length` tokens.
 
-        Here: 2 for each weight of a matrix, but for tables whose first axis is "vocab", which are looked up.
+        Here: 2 for each weight of a matrix, but for tables whose first axis is "vocab", which are looked up, and
+        experts that a token does not use.
         """
-        axes = param_axes(config)
-        sizes = {path: math.prod(shape.shape) for path, shape in _leaves(param_shapes(config)).items()}
+        axes, sizes = param_axes(config), _active_sizes(config)
         matrices = (path for path in sizes if _num_sides(axes[path]) > 1 and axes[path][0] != "vocab")
         return 2 * sum(sizes[path] for path in matrices)
 
@@ -386,14 +401,30 @@ def num_params(config: ModelConfig) -> tuple[int, int]:
     return sum(sizes.values()), sum(size for path, size in sizes.items() if "vocab" not in axes[path])
 
 
+def num_active_params(config: ModelConfig) -> int:
+    """Return the number of parameters that one token uses: all but the experts that it is not sent to."""
+    return sum(_active_sizes(config).values())
+
+
+def _active_sizes(config: ModelConfig) -> dict[Path, int]:
+    """Return the number of weights of every parameter that one token uses."""
+
+    def size(shape: tuple[int, ...], axes: Axes) -> int:
+        used = (config.experts_per_token if axis == "expert" else dim for dim, axis in zip(shape, axes, strict=True))
+        return math.prod(used)
+
+    axes = param_axes(config)
+    return {path: size(x.shape, axes[path]) for path, x in _leaves(param_shapes(config)).items()}
+
+
 def loss(config: ModelConfig, params: Params, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Return the mean loss over a batch's labels, and how many there are (no label: 0, 0).
+    """Return the mean training loss over a batch's labels, and how many there are (no label: 0, 0).
 
     `batch` is as of `Model.loss_sum`. An id outside the vocabulary makes the loss and its gradients NaN, and so does a
     label there other than -100.
     """
-    total, num_labels = from_params(config, params).loss_sum(batch)
-    return total / jnp.maximum(num_labels, 1.0), num_labels
+    total, num_labels, auxiliary = from_params(config, params).training_loss_sum(batch)
+    return (total + auxiliary) / jnp.maximum(num_labels, 1.0), num_labels
 
 
 def _leaves(params: Params) -> dict[Path, Any]:
@@ -401,4 +432,4 @@ def _leaves(params: Params) -> dict[Path, Any]:
 
 
 def _num_sides(axes: Axes) -> int:
-    return len(axes) - axes.count("layer")
+    return sum(axis not in _STACKED for axis in axes)

@@ -42,6 +42,7 @@ class Llama(Model):
     """
 
     stages: ClassVar[Stages] = Stages("embed", "blocks", "norm", "head")
+    block: ClassVar[type[Block]] = Block
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         def table(*shape: int) -> jax.Array:
@@ -49,7 +50,7 @@ class Llama(Model):
 
         self.config = config
         self.embed = weight(table(config.vocab_size, config.hidden_size), "vocab", "hidden")
-        self.blocks = stacked(functools.partial(Block, config), config.num_layers, rngs)
+        self.blocks = stacked(functools.partial(self.block, config), config.num_layers, rngs)
         self.norm = weight(jnp.ones(config.hidden_size, config.param_dtype), None)
         if not config.tie_embeddings:
             self.head = weight(table(config.hidden_size, config.vocab_size), "hidden", "vocab")
@@ -83,6 +84,12 @@ class Llama(Model):
           segments_BT: without a cache, the document of every position, int32: attention stays inside it. Positions go
             on from one to the next, as rotary attention sees their differences alone. None: all is one document.
         """
+        return self._run(h_BTD, cache, segments_BT)[0]
+
+    def _run(
+        self, h_BTD: jax.Array, cache: Cache | None, segments_BT: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Do as `run_blocks` does; return the auxiliary loss of every layer (L,) too, None where layers have none."""
         config = self.config
         graphdef, state = nnx.split(self.blocks)
         # Cast ahead of the loop: inside it, a copy of each kernel would be kept for the backward pass.
@@ -90,18 +97,18 @@ class Llama(Model):
         first = 0 if cache is None else cache.length
         rotation_1T1J = self._rotation(first + jnp.arange(h_BTD.shape[1]))
 
-        def layer(carry: tuple[jax.Array, Cache | None], params: Params) -> tuple[Any, None]:
+        def layer(carry: tuple[jax.Array, Cache | None], params: Params) -> tuple[Any, jax.Array | None]:
             h_BTD, cache = carry
-            h_BTD = nnx.merge(graphdef, params)(h_BTD, rotation_1T1J, cache, segments_BT)
-            return (constrain(h_BTD, "fsdp", None, None), cache), None
+            h_BTD, auxiliary = nnx.merge(graphdef, params)(h_BTD, rotation_1T1J, cache, segments_BT)
+            return (constrain(h_BTD, "fsdp", None, None), cache), auxiliary
 
         # Generation has no backward pass to unroll for. The cache is carried whole: as an output of the loop, all of it
         # would be copied for every token.
         unroll = cache is None and _unrolled(config, num_layers=jax.tree.leaves(params)[0].shape[0])
-        (h_BTD, filled), _ = jax.lax.scan(_recomputed(config, layer), (h_BTD, cache), params, unroll=unroll)
+        (h_BTD, filled), auxiliary_L = jax.lax.scan(_recomputed(config, layer), (h_BTD, cache), params, unroll=unroll)
         if cache is not None and filled is not None:
             cache.finish_pass(filled, h_BTD.shape[1])
-        return h_BTD
+        return h_BTD, auxiliary_L
 
     def final_norm(self, h_BTD: jax.Array) -> jax.Array:
         """Normalise the residual stream after the last layer."""
@@ -121,9 +128,19 @@ class Llama(Model):
         """
         queries, keys = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
         window = length if config.sliding_window is None else min(config.sliding_window, length)
-        layer = config.hidden_size * (2 * queries + 2 * keys + 3 * config.intermediate_size)
+        layer = config.hidden_size * (2 * queries + 2 * keys) + cls.mlp_weights(config)
         weights = config.num_layers * layer + config.hidden_size * config.vocab_size
         return 2 * weights + config.num_layers * 4 * (window - window * window / (2 * length)) * queries
+
+    @classmethod
+    def mlp_weights(cls, config: ModelConfig) -> int:
+        """Count the weights of a layer's feed-forward network that multiply one token."""
+        return 3 * config.hidden_size * config.intermediate_size
+
+    @classmethod
+    def mlp_width(cls, config: ModelConfig) -> int:
+        """Count the numbers of a layer's feed-forward network that one token passes through."""
+        return config.intermediate_size
 
     @classmethod
     def kept_numbers(cls, config: ModelConfig) -> int:
@@ -132,7 +149,7 @@ class Llama(Model):
         A window leaves it as it is, since scores are not kept.
         """
         queries = config.num_heads * config.head_size
-        everything = 6 * config.hidden_size + 4 * queries + 4 * config.intermediate_size
+        everything = 6 * config.hidden_size + 4 * queries + 4 * cls.mlp_width(config)
         kept = {"none": everything, "dots": 2 * config.hidden_size + 4 * queries, "full": 0, "stage": 0}
         return config.num_layers * (kept[config.remat] + config.hidden_size)
 
@@ -170,5 +187,10 @@ def _unrolled(config: ModelConfig, num_layers: int) -> bool:
 
 
 def cast_kernels(params: Params, dtype: jax.typing.DTypeLike) -> Params:
-    """Cast all parameters but the norms' weights: of the whole dict, or of a part of it."""
-    return jax.tree.map_with_path(lambda path, leaf: leaf if "norm" in path[-1].key else leaf.astype(dtype), params)
+    """Cast all parameters but the weights of norms and routers: of the whole dict, or of a part of it."""
+
+    def one(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        name = path[-1].key
+        return leaf if "norm" in name or name == "router" else leaf.astype(dtype)
+
+    return jax.tree.map_with_path(one, params)

@@ -11,7 +11,7 @@ from rich.console import Console
 from noloco_jax.config import DataConfig, TrainConfig, default_settings, unused_settings
 from noloco_jax.formatting import format_bytes, format_count, format_memory, format_si
 from noloco_jax.methods import method_of
-from noloco_jax.model.kind import num_params
+from noloco_jax.model.kind import num_active_params, num_params
 from noloco_jax.run.console import results_table
 from noloco_jax.run.curves import plot_curves
 from noloco_jax.run.memory import memory_estimate, program_memory
@@ -71,7 +71,9 @@ def _without_effect(config: TrainConfig) -> list[str]:
 
 def _parameters(config: TrainConfig) -> str:
     total, without_embeddings = num_params(config.model)
-    return f"{format_count(total)} a replica, {format_count(without_embeddings)} without embedding and head"
+    active = num_active_params(config.model)
+    of_token = f", {format_count(active)} used by a token" if active < total else ""
+    return f"{format_count(total)} a replica, {format_count(without_embeddings)} without embedding and head{of_token}"
 
 
 def _batch(config: TrainConfig) -> str:

@@ -40,7 +40,12 @@ def token_share(batch: Batch) -> jax.Array:
     Returns:
       float32 (...,); 1 for a batch without labels.
     """
-    return 1.0 / jnp.maximum(jnp.sum(batch["labels"] != IGNORED_LABEL, axis=(-2, -1), dtype=jnp.float32), 1.0)
+    return 1.0 / jnp.maximum(num_labels(batch["labels"]), 1.0)
+
+
+def num_labels(labels: jax.Array) -> jax.Array:
+    """Return the number of labels of batches (..., B, T), float32 (...,)."""
+    return jnp.sum(labels != IGNORED_LABEL, axis=(-2, -1), dtype=jnp.float32)
 
 
 def loss_sum(config: ModelConfig, params: PyTree, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -51,15 +56,20 @@ def loss_sum(config: ModelConfig, params: PyTree, batch: Batch) -> tuple[jax.Arr
 def replica_gradient(
     config: ModelConfig, num_microbatches: int, params: PyTree, batch: Batch
 ) -> tuple[PyTree, jax.Array]:
-    """Return the gradient of the mean loss over a replica's batch, and that loss, both in float32.
+    """Return the gradient of a replica's mean training loss, and the mean loss of its labels, both in float32.
 
     Micro-batches are run one after another, which takes less memory than the whole batch and gives its result. Their
-    gradients are summed in float32, whatever the dtype of the parameters.
+    gradients are summed in float32, whatever the dtype of the parameters. An auxiliary loss has a part in the gradient
+    alone, and is of each micro-batch by itself.
     """
     share = token_share(batch)
 
+    def objective(params: PyTree, part: Batch) -> tuple[jax.Array, jax.Array]:
+        total, _, auxiliary = from_params(config, params).training_loss_sum(part)
+        return (total + auxiliary) * share, total * share
+
     def gradient_of(part: Batch) -> tuple[PyTree, jax.Array]:
-        loss, gradient = jax.value_and_grad(lambda params: loss_sum(config, params, part)[0] * share)(params)
+        gradient, loss = jax.grad(objective, has_aux=True)(params, part)
         return jax.tree.map(lambda x: x.astype(jnp.float32), gradient), loss
 
     if num_microbatches == 1:

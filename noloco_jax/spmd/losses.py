@@ -61,9 +61,10 @@ def _routed_gradient(
     model: ModelConfig, routed_nll, pool: np.ndarray, routes_of, params: PyTree, batch: Batch, step: jax.Array
 ):
     def objective(params: PyTree):
-        weighted_L, _ = routed_nll(pool, params, batch, token_share(batch), routes_of(step))
-        # JAX differentiates the sum over devices, and every stage returns its replica's loss, hence the division.
-        return jnp.sum(weighted_L) / jax.lax.axis_size("stage"), weighted_L
+        weighted_L, _, auxiliary_L = routed_nll(pool, params, batch, token_share(batch), routes_of(step))
+        # JAX differentiates the sum over devices, and every stage returns its replica's loss, hence the division. Of
+        # the auxiliary loss it returns its own layers' share.
+        return jnp.sum(weighted_L) / jax.lax.axis_size("stage") + jnp.sum(auxiliary_L), weighted_L
 
     gradients, loss_L = jax.grad(objective, has_aux=True)(params)
     return sum_copies(model, gradients), loss_L
@@ -71,4 +72,4 @@ def _routed_gradient(
 
 def _routed_evaluate(routed_nll, pool: np.ndarray, num_ticks: int, params: PyTree, batch: Batch):
     one_L = jnp.ones_like(token_share(batch))
-    return routed_nll(pool, params, batch, one_L, jnp.zeros(num_ticks, jnp.int32))
+    return routed_nll(pool, params, batch, one_L, jnp.zeros(num_ticks, jnp.int32))[:2]

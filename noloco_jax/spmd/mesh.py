@@ -42,7 +42,7 @@ def mesh_shape(config: TrainConfig, num_devices: int) -> dict[str, int]:
 def _check(config: TrainConfig, shape: dict[str, int]) -> None:
     model, data = config.model, config.data
     multiples = [("data.batch_size", data.batch_size, "fsdp")]
-    if model.kind == "llama":
+    if model.is_built_in:
         multiples += [
             ("model.hidden_size", model.hidden_size, "fsdp"),
             ("model.num_heads", model.num_heads, "tensor"),
@@ -54,7 +54,7 @@ def _check(config: TrainConfig, shape: dict[str, int]) -> None:
             raise UserError(f"{name}={size} is not a multiple of mesh.{axis}={shape[axis]}: change one of them")
     if METHODS[config.method].has_outer_steps:
         part = model.hidden_size // shape["fsdp"]
-        if model.kind == "llama" and part % config.outer.fragments:
+        if model.is_built_in and part % config.outer.fragments:
             raise UserError(
                 f"model.hidden_size / mesh.fsdp={part} is not a multiple of outer.fragments={config.outer.fragments}: "
                 "change one of them"

@@ -26,7 +26,7 @@ _INSIDE_A_REPLICA = ("fsdp", "tensor")
 def muon(
     model: ModelConfig, learning_rate: optax.Schedule, momentum: float, weight_decay: float
 ) -> optax.GradientTransformation:
-    """Nesterov momentum, orthogonalized matrix by matrix, for parameters that are matrices or stacks (L, I, O).
+    """Nesterov momentum, orthogonalized matrix by matrix, for parameters that are matrices or stacks (..., I, O).
 
     An update is approximately learning rate · sqrt(max(1, O / I)) · U Vᵀ with the momentum's singular vectors U, V, as
     in `optax.contrib.muon`, which offers no hook between momentum and iteration for resharding the matrices.
@@ -46,15 +46,10 @@ def muon(
 
 
 def _orthogonal(model: ModelConfig, path: tuple, x: jax.Array) -> jax.Array:
-    axes = parameter_spec(model, path)
-    if x.ndim == 2:
-        return _orthogonal_stack(x[None], P(None, *axes))[0]
-    return _orthogonal_stack(x, axes)
-
-
-def _orthogonal_stack(x_LIO: jax.Array, axes: P) -> jax.Array:
-    _, fan_in, fan_out = x_LIO.shape
-    return max(1.0, fan_out / fan_in) ** 0.5 * _on_whole_matrices(newton_schulz, x_LIO, axes)
+    fan_in, fan_out = x.shape[-2:]
+    axes = P(None, *parameter_spec(model, path)[-2:])  # layers and experts become one stack
+    stack_LIO = _on_whole_matrices(newton_schulz, x.reshape(-1, fan_in, fan_out), axes)
+    return max(1.0, fan_out / fan_in) ** 0.5 * stack_LIO.reshape(x.shape)
 
 
 def _on_whole_matrices(fn: Callable[[jax.Array], jax.Array], x_LIO: jax.Array, axes: P) -> jax.Array:

@@ -23,7 +23,7 @@ from noloco_jax.exchange.permute import permute_blocks
 from noloco_jax.exchange.routes import NOWHERE, Routes, lower
 from noloco_jax.model.kind import from_params, stages_of
 from noloco_jax.model.loss import token_nll
-from noloco_jax.spmd.gradients import Batch, merge_microbatches, split_microbatches
+from noloco_jax.spmd.gradients import Batch, merge_microbatches, num_labels, split_microbatches
 from noloco_jax.spmd.stages import sum_over_stages
 
 PyTree = Any
@@ -65,7 +65,7 @@ def routed_nll(
     batch: Batch,
     weight_L: jax.Array,
     routes: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Run this device's part of the schedule. For use inside `shard_map` over `replica` and `stage`.
 
     Args:
@@ -79,8 +79,9 @@ def routed_nll(
       routes: int32 (M + S - 1,), the pool entry of each tick.
 
     Returns:
-      (summed loss, number of labels), float32 (L,), attributed to the replica whose last stage computed the hidden
-      states and equal on all of its stages. The loss carries the weights of the batches it comes from.
+      (summed loss, number of labels, auxiliary loss), float32 (L,), the first two attributed to the replica whose last
+      stage computed the hidden states and equal on all of its stages, the third of this stage's layers. Losses carry
+      the weights of the batches they come from.
     """
     stage, num_stages = lax.axis_index("stage"), lax.axis_size("stage")
     messages = device_routes(pool, lax.axis_size("replica"), batch["labels"].shape[0])
@@ -94,10 +95,10 @@ def routed_nll(
         own_BT = ids_BT // num_own == stage
         return jnp.where(own_BT[..., None], from_params(model, part).embed_tokens(ids_BT % num_own), 0)
 
-    def run(h_LBTD: jax.Array, segments_LBT: jax.Array | None) -> jax.Array:
+    def run(h_LBTD: jax.Array, segments_LBT: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         def one(slot):
             blocks, h_BTD, segments_BT = slot
-            return from_params(model, {fields.layers: blocks}).run_blocks(h_BTD, segments_BT=segments_BT)
+            return from_params(model, {fields.layers: blocks}).run_blocks_in_training(h_BTD, segments_BT=segments_BT)
 
         return lax.map(one, (params[fields.layers], h_LBTD, segments_LBT))
 
@@ -107,8 +108,10 @@ def routed_nll(
     def tick(arrived: PyTree, step: tuple[jax.Array, PyTree]):
         route, entering = step
         h_LBTD, segments_LBT, *which = jax.tree.map(lambda new, old: jnp.where(stage == 0, new, old), entering, arrived)
-        h_LBTD = run(h_LBTD, segments_LBT)
-        return permute_blocks((h_LBTD, segments_LBT, *which), messages, route, DEVICES), (h_LBTD, *which)
+        h_LBTD, auxiliary_L = run(h_LBTD, segments_LBT)
+        labels_LBT, weight_L = which
+        auxiliary_L *= weight_L * num_labels(labels_LBT)  # without a micro-batch the weight is 0
+        return permute_blocks((h_LBTD, segments_LBT, *which), messages, route, DEVICES), (h_LBTD, *which, auxiliary_L)
 
     def score(slot):
         part, h_BTD, labels_BT, weight_B = slot
@@ -121,7 +124,7 @@ def routed_nll(
     entering = (h_MLBTD, parts.get("segment_ids"), parts["labels"], weight_ML)
     entering = jax.tree.map(lambda x: _append_zeros(x, num_stages - 1), entering)
     nothing = jax.tree.map(lambda x: jnp.zeros_like(x[0]), entering)
-    _, made = lax.scan(tick, nothing, (routes, entering))
+    _, (*made, auxiliary_ML) = lax.scan(tick, nothing, (routes, entering))
 
     # All micro-batches are scored as one, since the head's gradient is as large as the head and would be kept for each.
     h_MLBTD, labels_MLBT, weight_ML = jax.tree.map(lambda x: x[num_stages - 1 :], made)
@@ -131,7 +134,7 @@ def routed_nll(
         h_LBTD, params[fields.norm]
     )
     through = _from_last_stage((h_LBTD, labels_LBT, weight_LB))
-    return lax.map(score, (vocabulary, *through))
+    return *lax.map(score, (vocabulary, *through)), auxiliary_ML.sum(axis=0)
 
 
 def _append_zeros(x: jax.Array, number: int) -> jax.Array:

@@ -25,6 +25,7 @@ MANUAL_AXES = ("replica", "stage")
 # Mesh axes of a weight's logical axes (`model.kind`). Stacked layers and the vocabulary lie on the stages.
 MESH_AXES = {
     "layer": "stage",
+    "expert": None,
     "vocab": ("stage", "tensor"),
     "hidden": "fsdp",
     "heads": "tensor",

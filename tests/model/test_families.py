@@ -33,6 +33,7 @@ from support.paths import GOLDEN
 
 FAMILIES = GOLDEN / "families"
 NAMES = ("llama2", "llama3", "llama3_1", "smollm", "mistral", "qwen2", "qwen2_window", "qwen3")
+NAMES += ("qwen3_moe", "qwen3_moe_plain")
 # In each family's own words: what makes it more than a Llama 2.
 PARTS = {
     "llama2": {"num_kv_heads": 4},
@@ -43,6 +44,8 @@ PARTS = {
     "qwen2": {"qkv_bias": True, "sliding_window": None},
     "qwen2_window": {"qkv_bias": True, "sliding_window": 7},
     "qwen3": {"head_dim": 8, "qk_norm": True, "tie_embeddings": True},
+    "qwen3_moe": {"kind": "moe", "num_experts": 5, "experts_per_token": 2, "intermediate_size": 12, "qk_norm": True},
+    "qwen3_moe_plain": {"kind": "moe", "norm_topk_prob": False, "router_aux_loss_coef": 0.25, "tie_embeddings": True},
 }
 # Every part at once, where one need not be in another's way.
 EVERYTHING = ModelConfig(
@@ -72,14 +75,18 @@ def model_of(name: str) -> ModelConfig:
 def in_our_layout(name: str) -> Any:
     """Gradients that are stored under transformers' names, kernels [out, in], without the importer."""
     theirs = {path.removeprefix("grad.model."): x for path, x in golden(name).items() if path.startswith("grad.")}
+    for path in [path for path in theirs if path.endswith("gate_up_proj")]:  # (E, 2F, D)
+        gate, up = np.split(theirs.pop(path), 2, axis=1)
+        theirs |= {path.replace("gate_up", part): x for part, x in {"gate": gate, "up": up}.items()}
     blocks: dict[str, list[np.ndarray]] = {}
     for layer in range(2):
         for path, x in sorted(theirs.items()):
             if path.startswith(f"layers.{layer}."):
                 *_, module, part = path.split(".")
+                module = part if module == "experts" else "router" if module == "gate" else module
                 ours = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}.get(module)
                 ours = ours or module.removesuffix("_proj") + ("_bias" if part == "bias" else "")
-                blocks.setdefault(ours, []).append(x.T)
+                blocks.setdefault(ours, []).append(x.swapaxes(-1, -2) if x.ndim > 1 else x)
     ours = {"embed": theirs["embed_tokens.weight"], "norm": theirs["norm.weight"]}
     if "grad.lm_head.weight" in theirs:
         ours["head"] = theirs["grad.lm_head.weight"].T
@@ -95,7 +102,7 @@ def test_a_folder_says_what_its_family_has(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_transformers(name):
     params = load_params(FAMILIES / name, model_of(name))
-    logits_BTV = jax.jit(lambda params, ids_BT: Llama.from_params(model_of(name), params)(ids_BT))(
+    logits_BTV = jax.jit(lambda params, ids_BT: kind.from_params(model_of(name), params)(ids_BT))(
         params, golden(name)["input_ids"]
     )
     np.testing.assert_allclose(logits_BTV, golden(name)["logits"], atol=1e-5, rtol=0)
@@ -135,7 +142,7 @@ def test_a_folder_goes_in_and_out_bit_for_bit_and_transformers_reads_the_same(na
 @pytest.mark.parametrize(
     ("name", "entries", "message"),
     [
-        ("qwen2", {"model_type": "gemma2"}, "model_type='gemma2' cannot be imported: llama, mistral, qwen2, qwen3 can"),
+        ("qwen2", {"model_type": "gemma2"}, "model_type='gemma2' cannot be imported: llama, mistral, qwen2, qwen3, "),
         ("qwen3", {"attention_bias": True}, "attention_bias=True is not False"),
         ("mistral", {"num_key_value_heads": None}, "has no num_key_value_heads: it does not describe a mistral"),
         (

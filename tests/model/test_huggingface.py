@@ -237,7 +237,7 @@ def test_nothing_is_written_over_and_nothing_half_written_is_left(folder, tmp_pa
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type='gpt2' cannot be imported: llama, mistral, qwen2, qwen3 can"),
+        ({"model_type": "gpt2"}, "model_type='gpt2' cannot be imported: llama, mistral, qwen2, qwen3, qwen3_moe can"),
         ({"attention_bias": True}, "attention_bias=True is not False"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not 'silu'"),
         ({"head_dim": 8}, "its head_dim is 8, and model.head_dim=None"),

@@ -59,8 +59,8 @@ def test_a_default_that_is_new_leaves_islands_of_earlier_versions_their_run():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("lama", "neither 'llama' nor a class of one's own"),
-        ("os.path:", "neither 'llama' nor a class of one's own"),
+        ("lama", "neither 'llama' nor 'moe' nor a class of one's own"),
+        ("os.path:", "neither 'llama' nor 'moe' nor a class of one's own"),
         ("no_such_module:Model", "no_such_module cannot be imported.*PYTHONPATH"),
         ("support.own_model:Modell", "has no such name"),
         ("support.own_model:draw", "no subclass of noloco_jax.model.kind.Model"),

@@ -10,7 +10,7 @@ import numpy as np
 
 from noloco_jax.config import ModelConfig
 from noloco_jax.labels import IGNORED_LABEL
-from noloco_jax.model.llama import Llama
+from noloco_jax.model import kind
 
 
 class Piece(NamedTuple):
@@ -48,5 +48,5 @@ def loss_alone(config: ModelConfig, params: Any, batch: dict[str, np.ndarray], l
 
 @functools.partial(jax.jit, static_argnums=0)
 def _document_loss(config: ModelConfig, params: Any, ids_T: jax.Array) -> jax.Array:
-    log_p_TV = jax.nn.log_softmax(Llama.from_params(config, params)(ids_T[None])[0, :-1])
+    log_p_TV = jax.nn.log_softmax(kind.from_params(config, params)(ids_T[None])[0, :-1])
     return -jnp.take_along_axis(log_p_TV, ids_T[1:, None], axis=-1).sum()

@@ -1,12 +1,13 @@
 """Make the golden files of this folder with transformers and PyTorch, which no test needs.
 
-Run in an environment of its own: `pip install torch transformers`, then `python tests/golden/families/make.py`.
+Run in an environment of its own: `pip install torch transformers`, then `python make.py [NAME ...]`.
 Each folder gets what `save_pretrained` writes, and `golden.safetensors`: `input_ids`, `labels`, `logits`, `loss`, and
 the gradient of the loss for every parameter under "grad.NAME".
 """
 
 import copy
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,15 @@ LLAMA3 = {
 }
 
 
+EXPERTS = {
+    "head_dim": 8,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "router_aux_loss_coef": 0.25,
+}
+
+
 def sizes(**others: Any) -> dict[str, Any]:
     return SIZES | others
 
@@ -55,11 +65,22 @@ MODELS = {
         **sizes(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=0)
     ),
     "qwen3": transformers.Qwen3Config(**sizes(tie_word_embeddings=True, head_dim=8)),
+    "qwen3_moe": transformers.Qwen3MoeConfig(**sizes(**EXPERTS, norm_topk_prob=True)),
+    "qwen3_moe_plain": transformers.Qwen3MoeConfig(**sizes(**EXPERTS, norm_topk_prob=False, tie_word_embeddings=True)),
 }
 
 
-def main() -> None:
+def load_balancing_loss(config: Any, router_logits: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return the mean of the layers' losses. transformers' own loss lets layers balance one another."""
+    loss_of = transformers.models.qwen3_moe.modeling_qwen3_moe.load_balancing_loss_func
+    layers = [loss_of((logits,), config.num_experts, config.num_experts_per_tok) for logits in router_logits]
+    return torch.stack(layers).mean()
+
+
+def main(names: list[str]) -> None:
     for name, config in MODELS.items():
+        if names and name not in names:
+            continue
         torch.manual_seed(0)
         config = copy.deepcopy(config)
         config._attn_implementation = "eager"
@@ -70,8 +91,12 @@ def main() -> None:
                     x += 0.3 * torch.randn_like(x)
         ids = torch.randint(3, 32, (2, LENGTH))
         labels = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], dim=1)
-        logits = model(ids).logits
+        mixture = "moe" in name
+        output = model(ids, output_router_logits=True) if mixture else model(ids)
+        logits = output.logits
         loss = torch.nn.functional.cross_entropy(logits.reshape(-1, 32), labels.reshape(-1))
+        if mixture:
+            loss = loss + config.router_aux_loss_coef * load_balancing_loss(config, output.router_logits)
         loss.backward()
         folder = HERE / name
         shutil.rmtree(folder, ignore_errors=True)
@@ -84,4 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,0 +1,198 @@
+"""Mixtures of experts: their sum, their load-balancing loss, and both under every layout.
+
+`test_families` holds logits, loss and gradients to what transformers computed.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from noloco_jax.config import MeshConfig, ModelConfig, TrainConfig, from_dict
+from noloco_jax.errors import UserError
+from noloco_jax.model import kind
+from noloco_jax.model.decode import generate
+from noloco_jax.model.huggingface import check_has_format
+from noloco_jax.model.moe import Moe, MoeBlock
+from noloco_jax.run.flops import newton_schulz_flops
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import build_programs
+from support import modes
+from support.inner_steps import losses
+from support.layouts import some_devices
+from support.model_makers import random_params
+from support.packed import loss_alone, packed_batch
+
+MODEL = ModelConfig(
+    kind="moe",
+    hidden_size=32,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    vocab_size=64,
+    num_experts=6,
+    experts_per_token=2,
+    qk_norm=True,
+    router_aux_loss_coef=10.0,  # so large that a mesh which left it out would train otherwise
+)
+
+
+def run_of(mesh: MeshConfig, document_mask: bool = True, num_microbatches: int = 2, **model: Any) -> TrainConfig:
+    config = TrainConfig(num_replicas=4, num_steps=6, mesh=mesh, num_microbatches=num_microbatches)
+    data = dataclasses.replace(config.data, sequence_length=24, batch_size=4, document_mask=document_mask)
+    return dataclasses.replace(config, model=dataclasses.replace(MODEL, **model), data=data)
+
+
+def start() -> Any:
+    return random_params(MODEL, scale=0.1)
+
+
+@functools.cache
+def on_one_device(optimizer: str) -> np.ndarray:
+    return losses(run_of(MeshConfig(replica=1)), 1, start(), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 40, 700])
+@pytest.mark.parametrize("crowded", [False, True])
+def test_experts_are_mixed_as_one_token_after_another(num_tokens, crowded):
+    """No token is dropped, even where all are sent to the same expert."""
+    rng = np.random.default_rng(0)
+    block = MoeBlock(MODEL, rngs=nnx.Rngs(params=0))
+    if crowded:
+        block.router[...] = jnp.zeros_like(block.router[...]).at[:, 3].set(1.0)
+    x_NTD = np.abs(rng.standard_normal((1, num_tokens, 32))).astype(np.float32)
+    router, gate, up, down = (np.asarray(x[...], np.float64) for x in (block.router, block.gate, block.up, block.down))
+    expected = np.zeros((num_tokens, 32))
+    for n, x in enumerate(x_NTD[0].astype(np.float64)):
+        probabilities = np.exp(x @ router) / np.exp(x @ router).sum()
+        chosen = np.argsort(-probabilities, kind="stable")[:2]
+        for e in chosen:
+            a = x @ gate[e]
+            expert = (a / (1 + np.exp(-a)) * (x @ up[e])) @ down[e]
+            expected[n] += probabilities[e] / probabilities[chosen].sum() * expert
+    np.testing.assert_allclose(jax.jit(MoeBlock.mlp)(block, jnp.asarray(x_NTD))[0][0], expected, atol=1e-8, rtol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        MeshConfig(replica=2, fsdp=2, tensor=2),
+        MeshConfig(replica=4, stage=2, routing="fixed"),
+        MeshConfig(replica=2, stage=2, tensor=2, routing="fixed"),
+    ],
+    ids=["fsdp and tensor", "stages", "stages and tensor"],
+)
+def test_it_trains_alike_on_every_mesh(mesh, optimizer):
+    found = losses(run_of(mesh), 8, start(), optimizer=optimizer)
+    np.testing.assert_allclose(found, on_one_device(optimizer), rtol=2e-4)
+
+
+def test_stages_that_one_device_runs_in_turn_have_the_same_losses():
+    found = losses(run_of(MeshConfig(replica=1, stage=2, routing="fixed")), 1, start(), optimizer="adam")
+    np.testing.assert_allclose(found, on_one_device("adam"), rtol=1e-5)
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_it_is_rematerialized(remat):
+    found = losses(run_of(MeshConfig(replica=1), remat=remat), 1, start(), optimizer="adam")
+    np.testing.assert_allclose(found, on_one_device("adam"), rtol=1e-5)
+
+
+def test_bfloat16_trains_on_shards():
+    found = losses(run_of(MeshConfig(replica=2, fsdp=2, tensor=2), dtype="bfloat16"), 8, start(), optimizer="adam")
+    np.testing.assert_allclose(found, on_one_device("adam"), rtol=2e-2)
+
+
+def test_the_balance_is_trained_and_neither_logged_nor_evaluated():
+    """A large coefficient changes what is learnt, and no loss of the same weights."""
+    configs = [run_of(MeshConfig(replica=1), router_aux_loss_coef=value) for value in (0.0, 100.0)]
+    without, much = (losses(config, 1, start(), optimizer="adam") for config in configs)
+    np.testing.assert_array_equal(without[0], much[0])
+    assert np.abs(without[-1] - much[-1]).min() > 1e-3
+    ids_BT = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 24)), jnp.int32)
+    batch = {"input_ids": ids_BT, "labels": ids_BT}
+    evaluated = [kind.from_params(config.model, start()).loss_sum(batch)[0] / 48 for config in configs]
+    assert evaluated[0] == evaluated[1]
+    trained = [kind.loss(config.model, start(), batch)[0] for config in configs]
+    assert trained[0] == pytest.approx(float(evaluated[0]), rel=1e-6) and trained[1] > trained[0] + 100.0
+
+
+def test_packed_documents_are_each_alone():
+    config = dataclasses.replace(MODEL, router_aux_loss_coef=0.0)
+    params = jax.tree.map(jnp.asarray, random_params(config, scale=0.1))
+    lengths = [[5, 1, 10], [16], [7, 9]]
+    batch = packed_batch(lengths, config.vocab_size)
+    value, num_labels = kind.loss(config, params, {name: jnp.asarray(x) for name, x in batch.items()})
+    np.testing.assert_allclose(value * num_labels, loss_alone(config, params, batch, lengths), rtol=1e-5)
+
+
+def test_cached_decoding_is_the_argmax_of_the_plain_forward_pass():
+    params = random_params(MODEL, scale=0.3)
+    ids_BS = np.asarray(generate(MODEL, params, np.asarray([[3, 14, 15], [9, 2, 6]]), max_new_tokens=8))
+    for position in range(3, 11):
+        logits_BTV = Moe.from_params(MODEL, params)(jnp.asarray(ids_BS[:, :position]))
+        np.testing.assert_array_equal(ids_BS[:, position], np.argmax(logits_BTV[:, -1], axis=-1))
+
+
+def test_outer_steps_of_fragments_are_alike_in_every_mode(tmp_path):
+    outer = dataclasses.replace(modes.CONFIG.outer, sync_every=2, fragments=4)
+    config = dataclasses.replace(modes.CONFIG, model=MODEL, outer=outer)
+    expected = modes.own_loop(config)
+    close = functools.partial(np.testing.assert_allclose, atol=1e-6)
+    jax.tree.map(close, modes.one_program(config, MeshConfig(replica=2, fsdp=2, tensor=2)), expected)
+    jax.tree.map(close, modes.one_program(config, MeshConfig(replica=4, stage=2)), expected)
+    jax.tree.map(close, modes.islands(config, tmp_path), expected)
+
+
+def test_muon_takes_experts_one_by_one_and_no_router():
+    taken = {path[-1] for path in kind.muons(MODEL)}
+    assert taken == {"q", "k", "v", "o", "gate", "up", "down"}
+    dense = dataclasses.replace(MODEL, kind="llama")
+    of_experts = newton_schulz_flops(dense) - newton_schulz_flops(dataclasses.replace(dense, intermediate_size=1))
+    one = newton_schulz_flops(dataclasses.replace(MODEL, num_experts=1, experts_per_token=1))
+    assert newton_schulz_flops(MODEL) - newton_schulz_flops(dense) == pytest.approx(5 * of_experts, rel=1e-2)
+    assert one == newton_schulz_flops(dense)
+
+
+def test_a_token_is_counted_with_its_own_experts():
+    expert, router, layers = 3 * 32 * 24, 32 * 6, 2
+    total, _ = kind.num_params(MODEL)
+    assert total - kind.num_active_params(MODEL) == layers * (6 - 2) * expert
+    dense = dataclasses.replace(MODEL, kind="llama")
+    assert Moe.forward_flops(MODEL, 16) - kind.kind_of(dense).forward_flops(dense, 16) == 2 * layers * (expert + router)
+    assert kind.num_active_params(dense) == kind.num_params(dense)[0]
+
+
+def test_expert_weights_are_sharded_along_their_inner_dimensions():
+    config = run_of(MeshConfig(replica=1, fsdp=2, tensor=2))
+    programs = build_programs(config, make_mesh(config, some_devices(4)))
+    blocks = programs.state.params["blocks"]
+    whole = {name: blocks[name].shape for name in ("gate", "down", "router")}
+    held = {name: blocks[name].sharding.shard_shape(shape) for name, shape in whole.items()}
+    assert held == {"gate": (4, 2, 6, 16, 12), "down": (4, 2, 6, 12, 16), "router": (4, 2, 16, 6)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": "moe", "num_experts": 2, "experts_per_token": 3}, "experts_per_token=3 is more than model.num_exp"),
+        ({"kind": "mixture"}, "neither 'llama' nor 'moe' nor a class of one's own"),
+        ({"kind": "moe", "hidden_size": 30, "num_heads": 4}, "is not a multiple of model.num_heads=4"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        from_dict({"model": fields})
+
+
+def test_an_export_needs_what_transformers_has():
+    check_has_format(MODEL)
+    with pytest.raises(UserError, match=r"has model\.qk_norm=True and model\.qkv_bias=False, and here they are False"):
+        check_has_format(dataclasses.replace(MODEL, qk_norm=False))
