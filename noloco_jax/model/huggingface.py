@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from noloco_jax.config import ModelConfig
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable
+from noloco_jax.model.byte_tokenizer import save_byte_tokenizer
 from noloco_jax.model.huggingface_config import CONFIG_FILE, config_from_folder, family_of, read_json, their_config
 from noloco_jax.model.kind import BUILT_IN, Params, param_axes, param_shapes
 
@@ -221,7 +222,7 @@ def save_folder(
       folder: where to; it must not exist yet, or be empty.
       params: the parameter dict, numpy or jax arrays.
       config: the model.
-      tokenizer: a tokenizer's folder or its name on the hub, for `transformers.AutoTokenizer`. None: writes none.
+      tokenizer: a tokenizer's folder, its name on the hub or "byte", for `transformers.AutoTokenizer`; None: none.
       max_position_embeddings: the longest sequence, in tokens, that the model is meant for.
       bos_id, eos_id: the ids that begin and end a text, for the configs.
     """
@@ -273,6 +274,9 @@ def _write_safetensors(path: Path, params: Params, config: ModelConfig) -> None:
 
 def _save_tokenizer(name: str, folder: Path) -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would regret that there is no PyTorch
+    if name == "byte":
+        save_byte_tokenizer(folder)
+        return
     from transformers import AutoTokenizer
 
     from noloco_jax.data.tokenizers import local_tokenizer

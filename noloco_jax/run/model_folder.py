@@ -42,7 +42,7 @@ def write_model_folder(
         folder,
         params,
         config.model,
-        None if tokenizer is None or tokenizer.name == "byte" else tokenizer.name,
+        None if tokenizer is None else tokenizer.name,
         max_position_embeddings=config.data.sequence_length,
         bos_id=None if tokenizer is None else tokenizer.bos_id,
         eos_id=None if tokenizer is None else tokenizer.eos_id,
@@ -52,10 +52,5 @@ def write_model_folder(
         lines.append(
             "no tokenizer files, no BOS and no EOS: the run read token ids and data.tokenizer does not name their "
             "tokenizer, or its data are no longer there"
-        )
-    elif tokenizer.name == "byte":
-        lines.append(
-            "no tokenizer files: the model reads bytes, which no Hugging Face tokenizer supports "
-            f"(ids 0 to 255 are UTF-8 bytes, BOS is {tokenizer.bos_id}, EOS is {tokenizer.eos_id})"
         )
     return lines

@@ -14,6 +14,7 @@ import orbax.checkpoint
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
 from noloco_jax.config import DataConfig, ModelConfig, TrainConfig, from_dict
 from noloco_jax.data import ByteTokenizer
@@ -127,11 +128,13 @@ def test_no_accelerator_is_touched(run, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_byte_model_is_exported_without_tokenizer_and_says_so(run, tmp_path, capsys):
+def test_a_byte_model_is_exported_with_a_tokenizer_of_bytes(run, tmp_path):
     export.main([f"--workdir={run[0]}", f"--out={tmp_path / 'out'}"])
-    assert "no tokenizer files" in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors"}
+    assert names == {
+        *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    }
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("é")["input_ids"] == [0xC3, 0xA9]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,48 @@
+"""The exported tokenizer of bytes makes the ids of the one in training, and `AutoTokenizer` loads it."""
+
+import random
+
+import pytest
+from transformers import AutoTokenizer
+
+from noloco_jax.data import ByteTokenizer
+from noloco_jax.model.byte_tokenizer import save_byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_byte_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def texts() -> list[str]:
+    rng = random.Random(0)
+    every = [chr(code) for code in (*range(0x250), *range(0x4E00, 0x4E40), *range(0x1F600, 0x1F640))]
+    return [
+        "",
+        " a  b\r\n\tc ",
+        "café \u65e5\u672c \U0001f98a",
+        *("".join(rng.choices(every, k=60)) for _ in range(50)),
+    ]
+
+
+def test_it_makes_the_ids_of_training_and_decodes_them(loaded):
+    for text in texts():
+        ids = loaded(text)["input_ids"]
+        assert ids == ByteTokenizer().encode(text).tolist()
+        assert loaded.decode(ids) == text
+
+
+def test_it_decodes_bytes_that_are_no_text_as_training_does(loaded):
+    rng = random.Random(1)
+    for _ in range(50):
+        ids = rng.choices(range(256), k=20)
+        assert loaded.decode(ids) == ByteTokenizer().decode(ids)
+
+
+def test_its_special_tokens_have_the_ids_of_training(loaded):
+    ours = ByteTokenizer()
+    assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (ours.bos_id, ours.eos_id, 258)
+    assert len(loaded) == ours.vocab_size
+    assert loaded.decode([256, 104, 105, 257], skip_special_tokens=True) == "hi"
