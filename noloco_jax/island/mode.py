@@ -41,6 +41,7 @@ class IslandMode:
         self._member = member
         self.rows: Sequence[tuple[str, str]] = [("island", str(member))]
         self.labels: Mapping[str, Any] = {"island": member.name}
+        self.tracked_as: Mapping[str, str] = {"name": member.name, "group": member.roster.run}
         self._agent: Agent | None = None
         self._log: IslandLog | None = None
 

@@ -10,6 +10,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from noloco_jax.errors import TransientError, UserError
@@ -53,6 +54,7 @@ class MetricWriter:
         tensorboard.old.
       tensorboard: also write WORKDIR/tensorboard.
       wandb_project: the W&B project to log to, or None. A resumed run continues its W&B run, which keeps its history.
+      wandb_labels: name and group of the W&B run; empty: W&B finds a name.
       enabled: False makes every method do nothing, for the processes that do not report.
       run_config: the configuration that W&B shows for the run.
       process: number of this process; those after the first write metrics.PROCESS.jsonl.
@@ -69,6 +71,7 @@ class MetricWriter:
         resume_step: int | None,
         tensorboard: bool = True,
         wandb_project: str | None = None,
+        wandb_labels: Mapping[str, str] = MappingProxyType({}),
         enabled: bool = True,
         run_config: Mapping[str, Any] | None = None,
         process: int = 0,
@@ -106,6 +109,7 @@ class MetricWriter:
                 resume="allow",
                 dir=str(folder),
                 config=dict(run_config or {}),
+                **wandb_labels,
             )
 
     def write(self, step: int, kind: str, **values: Any) -> None:

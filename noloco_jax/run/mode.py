@@ -28,11 +28,13 @@ class Mode(Protocol):
     Attributes:
       rows: rows for the banner.
       labels: labels in its metrics, beside the configuration.
+      tracked_as: name and group of its run in W&B; empty: W&B finds a name.
       unused: names of programs that it does not run.
     """
 
     rows: Sequence[tuple[str, str]]
     labels: Mapping[str, Any]
+    tracked_as: Mapping[str, str]
     unused: Collection[str]
 
     def check(self, config: TrainConfig) -> None:
@@ -112,6 +114,7 @@ class WholeRun:
 
     rows: Sequence[tuple[str, str]] = ()
     labels: Mapping[str, Any] = {}
+    tracked_as: Mapping[str, str] = {}
     unused: Collection[str] = ()
 
     def check(self, config: TrainConfig) -> None:

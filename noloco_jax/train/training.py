@@ -379,6 +379,7 @@ def _open_metrics(
         resume_step=start,
         tensorboard=process == 0,
         wandb_project=wandb_project if process == 0 else None,
+        wandb_labels=mode.tracked_as,
         run_config=to_dict(config) | dict(mode.labels),
         process=process,
         observe=mode.observe,

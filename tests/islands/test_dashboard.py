@@ -146,9 +146,11 @@ def opened(server: DashboardServer, folder: Path) -> Found:
     assert BROWSER is not None
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
     command += ["--virtual-time-budget=6000", "--window-size=1400,1750", "--enable-logging=stderr", "--v=0"]
-    done = subprocess.run(
-        [*command, "--dump-dom", f"http://{server.address}/"], capture_output=True, text=True, timeout=200
-    )
+    command += ["--no-first-run", "--disable-background-networking", "--dump-dom", f"http://{server.address}/"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:  # Chromium itself may hang at its start on a busy machine
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "CONSOLE" not in done.stderr, done.stderr  # errors of the script, and what the policy forbids
     return Found(done.stdout)

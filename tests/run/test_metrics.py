@@ -2,7 +2,6 @@
 
 import json
 import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.run.metrics import MetricWriter, NewLines, read_metrics
 from support.events import events
+from support.fake_wandb import FakeWandb
 
 
 def write(workdir: Path, steps: range, resume_step: int | None) -> None:
@@ -207,17 +207,6 @@ def test_a_full_disk_is_worth_another_try_and_named(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "_file", Path("/dev/full").open("w"))  # noqa: SIM115
     with writer, pytest.raises(TransientError, match=r"/dev/full .* cannot be written \(No space left on device\)"):
         writer.write(1, "train", loss=1.0)
-
-
-class FakeWandb(types.ModuleType):
-    def __init__(self):
-        super().__init__("wandb")
-        self.runs: list[dict] = []
-        self.logged: list[tuple[int, dict]] = []
-
-    def init(self, **kwargs):
-        self.runs.append(kwargs)
-        return types.SimpleNamespace(log=lambda values, step: self.logged.append((step, values)), finish=lambda: None)
 
 
 def test_wandb_gets_the_same_numbers_and_goes_on_in_its_run(tmp_path, monkeypatch):
