@@ -63,7 +63,7 @@ class FinalMerge:
         deadline = time.monotonic() + self._seconds
         with ThreadPoolExecutor(1, thread_name_prefix="merge") as thread:
             merging = thread.submit(self._mean, own, peers, deadline)
-            while not (merging.done() and self._agent.snapshots.served >= set(peers)):
+            while self._agent.is_relaying or not (merging.done() and self._agent.snapshots.served >= set(peers)):
                 if time.monotonic() > deadline or self._is_stopping():
                     break
                 self._steps.serve(state, step)

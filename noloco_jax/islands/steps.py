@@ -161,6 +161,7 @@ class IslandSteps:
         seconds: float,
         is_stopping: Callable[[], bool],
         report: Callable[[str], None],
+        relays: bool = False,
     ) -> None:
         """Serve the weights after the last step until all islands have taken it.
 
@@ -170,6 +171,7 @@ class IslandSteps:
           seconds: the time limit.
           is_stopping: returns True to leave now.
           report: called with lines for people.
+          relays: stay until those that are reached through this island have left, too.
         """
         if seconds and (unfinished := self.agent.unfinished()):
             report(f"serves its weights until {', '.join(unfinished)} have finished, {seconds:g} s at most")
@@ -180,7 +182,8 @@ class IslandSteps:
             is_asking = now >= ask_at  # a goodbye may have been lost, or said before this island could hear it
             unfinished = self.agent.unfinished(_ASK_SECONDS if is_asking else 0.0)
             ask_at = now + _ASK_EVERY_SECONDS if is_asking else ask_at
-            if not unfinished and not self.agent.snapshots.is_serving:
+            is_needed = self.agent.snapshots.is_serving or (relays and self.agent.is_relaying)
+            if not unfinished and not is_needed:
                 break
             time.sleep(0.1)
         if unfinished := self.agent.unfinished():
