@@ -70,6 +70,7 @@ from noloco_jax.islands.protocol.messages import (
     from_json,
 )
 from noloco_jax.islands.query import ask_all
+from noloco_jax.islands.recent import LONGEST_LINE, WATCH, Recent
 from noloco_jax.islands.relay import Relay, RelayedPort, RelayedServer
 from noloco_jax.islands.roster import Address, Roster
 from noloco_jax.islands.server import Handlers, Server
@@ -91,6 +92,7 @@ class Correction:
 
 
 _KEYS_SECONDS, _WARN_SECONDS = 10.0, 86400.0  # interval of reading the keys again; of warnings that they expire
+_SHOWN = ("incarnation", "round", "training", "starting", "finished", "committed", "due", "lag", "partner", "members")
 _GOODBYE_SECONDS = 5.0  # for peers to ask about exchanges that only this island can resolve
 
 
@@ -153,6 +155,11 @@ class Agent:
       about: description of the island's weights.
       listen: the address to listen at; None: see `Server`.
       members_file: where membership entries are kept; None: nowhere.
+
+    Attributes:
+      snapshots: see above.
+      clients: a client for each peer.
+      recent: recent events, for those who watch.
     """
 
     def __init__(
@@ -171,7 +178,8 @@ class Agent:
         listen: Address | None = None,
     ):
         self._founders, self._name, self._credentials = roster, name, credentials
-        self._protocol, self._report = protocol, report
+        self._protocol, self._to_people = protocol, report
+        self.recent, self._began = Recent(), time.time()
         self._members_file, self._listen = members_file, listen
         self._roster = known_roster(roster, protocol.members, protocol.round)
         self._codec = codec
@@ -186,7 +194,7 @@ class Agent:
             lambda share: states.of(share.whole).specs(share.number),
             settings.answer_seconds,
             self._changed,
-            Listener(self._happened, self._ended, self._read, report),
+            Listener(self._happened, self._ended, self._read, self._report),
         )
         self._whole_state, self._layout = settings.whole_state, states.of(settings.whole_state)
         self._assembly: Assembly | None = None  # shares of a state that this island catches up from
@@ -213,7 +221,7 @@ class Agent:
 
     def open(self) -> None:
         """Listen, and ask the peers for their status. Raises `UserError` where it cannot listen."""
-        actions = {ABOUT: self._tell_about}
+        actions = {ABOUT: self._tell_about, WATCH: self._show}
         serves = self._called, self.snapshots.state, actions, self._report, self._relay.call, self._introduced
         handlers = Handlers(*serves)
         self._server = Server(self._roster, self._name, self._credentials, handlers, self._listen, self._newest)
@@ -603,6 +611,46 @@ class Agent:
 
     def _called(self, caller: str, hello: Mapping[str, Any], connect: Callable[[Expects], Channel]) -> None:
         self._calls.called(caller, hello, connect)
+
+    def _report(self, line: str) -> None:
+        """Tell people, and those who watch."""
+        self.recent.add({"time": round(time.time(), 3), "event": "notice", "line": line[:LONGEST_LINE]})
+        self._to_people(line)
+
+    def _show(self, caller: str, argument: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of this island, its view of the peers, and events after the number `after`."""
+        after = argument.get("after", 0)
+        if type(after) is not int:
+            raise peer_errors.RefusedError("watch asks for the events after a number")
+        events, last = self.recent.after(after)
+        now = time.monotonic()
+        with self._changed:
+            status, ended = self._protocol.status(), self._protocol.round
+            peers = [
+                {
+                    "name": peer.name,
+                    "round": peer.round,
+                    "seen": None if peer.seen is None else round(max(now - peer.seen, 0.0), 1),
+                    "away": peer.away,
+                    "finished": peer.finished,
+                    "refuses": peer.wrong or "",
+                    "quarantined_until": peer.quarantined_until if peer.quarantined_until > ended else 0,
+                    "fault": peer.fault,
+                }
+                for peer in self._protocol.peers.values()
+            ]
+        shown = {name: getattr(status, name) for name in _SHOWN}
+        return {
+            **shown,
+            "name": self._name,
+            "run": self._founders.run,
+            "began": self._began,
+            "num_steps": self._about.get("config", {}).get("num_steps"),
+            "totals": self.recent.totals,
+            "peers": peers,
+            "events": events,
+            "last": last,
+        }
 
     def _tell_about(self, caller: str, argument: Mapping[str, Any]) -> dict[str, Any]:
         with self._changed:

@@ -20,7 +20,7 @@ import pyarrow as pa
 from pyarrow import flight
 
 from noloco_jax.errors import UserError
-from noloco_jax.islands.certificates import owner_and_issue
+from noloco_jax.islands.certificates import VIEWER, is_viewer, owner_and_issue
 from noloco_jax.islands.channel import (
     MAX_ACTION_BYTES,
     MAX_OPENING_BYTES,
@@ -34,6 +34,8 @@ from noloco_jax.islands.doorkeeper import Doorkeeper, Limited, descriptors, end
 from noloco_jax.islands.frames import SCHEMA, Expects
 from noloco_jax.islands.keys import Credentials, Newest
 from noloco_jax.islands.peer_errors import BusyError, PeerError, RefusedError
+from noloco_jax.islands.protocol.messages import StatusRequest
+from noloco_jax.islands.recent import WATCH
 from noloco_jax.islands.relay import CALLS as RELAY_CALLS
 from noloco_jax.islands.relay import CallPipe
 from noloco_jax.islands.roster import Address, Roster
@@ -176,7 +178,10 @@ class _Calls:
         try:
             opening = decode(content, limit)
             caller = self._caller(opening, context.peer_identity())
-            with self._place(caller, context.peer(), is_counted=opening.call not in RELAY_CALLS):
+            if is_viewer(caller):
+                _check_looks(caller, opening)
+            who = VIEWER if is_viewer(caller) else caller
+            with self._place(who, context.peer(), is_counted=opening.call not in RELAY_CALLS):
                 yield opening
         except Exception as error:
             if isinstance(error, (flight.FlightError, pa.ArrowException)):
@@ -196,7 +201,8 @@ class _Calls:
         claimed = opening.caller[:80]
         if self._is_tls:
             certified, issue = owner_and_issue(identity.decode(errors="replace")[:80])
-            if certified not in self._names and not self._introduced(certified, opening.body):
+            is_known = certified in self._names or is_viewer(certified)
+            if not is_known and not self._introduced(certified, opening.body):
                 raise RefusedError(
                     f"a certificate made out to {certified!r}, who is not in the roster of {self._roster.run}"
                 )
@@ -206,7 +212,7 @@ class _Calls:
                 )
             if not self._newest.admits(claimed, issue):
                 raise RefusedError(f"a certificate of {claimed} that another has replaced")
-        if claimed not in self._names:
+        if claimed not in self._names and not is_viewer(claimed):
             raise RefusedError(f"the caller says it is {claimed!r}, who is not in the roster of {self._roster.run}")
         if claimed == self._name:
             raise RefusedError(f"the caller says it is {claimed}, and so does this island: {USED_TWICE}")
@@ -249,6 +255,15 @@ class _Calls:
             with self._lock:
                 self._running[caller] -= is_counted
                 self._connections.pop(connection, None)  # another program may have had two calls on it
+
+
+def _check_looks(viewer: str, opening: Opening) -> None:
+    """Raise `RefusedError` for a viewer's call that is more than a look at the status."""
+    body = opening.body
+    asks = {name for name, value in body.items() if value} <= {"kind", "before"}  # tells nothing, settles nothing
+    is_status = opening.call == "exchange" and body.get("kind") == StatusRequest.__name__ and asks
+    if opening.call != WATCH and not is_status:
+        raise RefusedError(f"{viewer} may only look: a viewer's keys open the status of islands and nothing else")
 
 
 class _Counted:

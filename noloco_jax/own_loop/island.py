@@ -208,7 +208,7 @@ class Island:
             self._from_peers,
             lambda step: schedule.sync_every * self._samples,
         )
-        self._log = log = IslandLog(self._workdir, self._name)
+        self._log = log = IslandLog(self._workdir, self._name, self._agent.recent.add)
         size = sum(spec.nbytes for spec in specs_of(solo.code))
         merge = FinalMerge(steps, self._name, weights, self._linger, lambda: False, self._report)
         messages = Messages(of_outer_step=lambda round: size, of_inner_step=lambda step: 0)
@@ -258,6 +258,12 @@ class Island:
         after = self._saved(self._state(params, rest), self._step)
         self._state_of_outer = after.outer
         return self._params.given(after.params), self._rest.given(after.inner)
+
+    def record(self, **figures: float) -> None:
+        """Show figures of the training to those who watch: `loss`, `perplexity`, `tokens`, `tokens_per_second`."""
+        if self._agent is None:
+            raise ValueError("the island has not begun: call begin first")
+        self._agent.recent.add_figures(self._step, {name: float(value) for name, value in figures.items()})
 
     def merge(self, params: PyTree) -> PyTree:
         """End the training: return the mean of all islands' last weights, without those that are not done in time."""
