@@ -90,7 +90,7 @@ class IslandMode:
             self._log = IslandLog(self._workdir, self._member.name, self._agent.recent.add)
 
         def linger(state: TrainState) -> None:
-            steps.linger(state, config.num_steps, self._member.linger, self._is_stopping, self._report)
+            steps.linger(state, config.num_steps, self._member.linger, self._is_stopping, self._report, relays=True)
 
         merge = None
         if config.outer.final_merge:

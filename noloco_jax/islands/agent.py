@@ -374,6 +374,11 @@ class Agent:
                     self._protocol.peers[name].finished = True
             return self._unfinished()
 
+    @property
+    def is_relaying(self) -> bool:
+        """True while an island that only dials out is reached through this one."""
+        return self._relay.is_in_use
+
     def active(self) -> tuple[str, ...]:
         """Return the members of the last round, by their ids."""
         with self._changed:

@@ -145,9 +145,10 @@ def known_roster(roster: Roster, members: Members, round: int) -> Roster:
 
 
 def dials_of(roster: Roster, members: Members, name: str) -> Callable[[str], bool]:
-    """Return a function that maps the name of a peer to True if this island calls it.
+    """Return a function that maps the name of a peer to True if this island dials it for exchanges.
 
-    One that only dials out calls everybody, and is called by nobody that can be dialled.
+    One that only dials out dials everybody; one that can be dialled need not go to it through a relay, except for
+    questions, a state, or its last weights.
     """
 
     def can_be_dialled(member: str) -> bool:

@@ -95,7 +95,7 @@ class FinalMerge:
 
         def is_merged() -> bool:
             is_served = merging.done() and agent.snapshots.served >= set(peers)
-            return is_served or time.monotonic() > deadline
+            return (is_served and not agent.is_relaying) or time.monotonic() > deadline
 
         def mean() -> list[np.ndarray]:
             mean, merged = merging.result()

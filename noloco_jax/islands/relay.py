@@ -28,7 +28,7 @@ from noloco_jax.islands.peer_errors import BusyError, PeerError, RefusedError
 from noloco_jax.islands.roster import Address
 
 RELAY, AWAIT, ACCEPT = CALLS = ("relay", "await", "accept")
-MOST_TUNNELS, MOST_OF_A_MEMBER = 8, 4  # through one relay at once; from or to one member
+MOST_TUNNELS, MOST_OF_A_MEMBER = 16, 8  # through one relay at once; from or to one member
 MOST_AWAITING = 16  # islands that wait for callers at one relay
 MOST_BYTES = 16 << 30  # of a tunnel, each way
 TUNNEL_SECONDS = 3600.0
@@ -38,7 +38,7 @@ _PIECE_BYTES = 64 << 10
 _ANSWER_SECONDS = 10.0  # for the called island to accept
 _PING_SECONDS = 15.0  # routers forget silent connections after a minute or later
 _AWAIT_SECONDS = 600.0  # of one call that waits for callers
-_RETRY_SECONDS, _CLOSE_SECONDS = 5.0, 5.0
+_RETRY_SECONDS, _CLOSE_SECONDS = 1.0, 5.0
 _PING, _READY = b".", b"ready"  # an empty message would end its stream
 _ERRORS = (flight.FlightError, pa.ArrowException, OSError, PeerError, StopIteration)
 
@@ -196,6 +196,11 @@ class Relay:
             tunnel.caller_is_over.set()
             if tunnel.is_taken:
                 tunnel.called_is_over.wait()
+
+    @property
+    def is_in_use(self) -> bool:
+        """True while an island waits for callers here."""
+        return bool(self._awaiting)
 
     def close(self) -> None:
         """End the calls that wait for callers."""

@@ -191,6 +191,7 @@ class IslandSteps:
         seconds: float,
         is_stopping: Callable[[], bool],
         report: Callable[[str], None],
+        relays: bool = False,
     ) -> None:
         """Serve the weights after the last step until all islands have taken it.
 
@@ -200,6 +201,7 @@ class IslandSteps:
           seconds: the time limit.
           is_stopping: returns True to leave now.
           report: called with lines for people.
+          relays: stay until those that are reached through this island have left, too.
         """
         agent = self.agent
         if agent is not None and seconds and (unfinished := agent.unfinished()):
@@ -214,7 +216,8 @@ class IslandSteps:
             is_asking = now >= ask_at  # a goodbye may have been lost, or said before this island could hear it
             unfinished = agent.unfinished(_ASK_SECONDS if is_asking else 0.0)
             ask_at = now + _ASK_EVERY_SECONDS if is_asking else ask_at
-            return not unfinished and not agent.snapshots.is_serving
+            is_needed = agent.snapshots.is_serving or (relays and agent.is_relaying)
+            return not unfinished and not is_needed
 
         while self.processes.broadcast(lambda: time.monotonic() < deadline) and not is_stopping():
             self.serve(state, step)

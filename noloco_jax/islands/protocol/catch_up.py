@@ -155,7 +155,7 @@ class CatchUp:
     def _begin_sweep(self) -> None:
         context = self._context
         self._sweeps += 1
-        mixed = {name: _mixed(f"{context.name} {name} {self._sweeps}") for name in context.peers if context.dials(name)}
+        mixed = {name: _mixed(f"{context.name} {name} {self._sweeps}") for name in context.peers}
         names = sorted(mixed, key=lambda name: (name in self._heard, mixed[name]))
         waits = self.is_ready and not self.training and context.now < self._start_deadline
         request = StatusRequest(context.identity, until_ready=waits, news=context.news)

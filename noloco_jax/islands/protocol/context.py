@@ -78,7 +78,7 @@ class Context:
       taken_for_past: True if a peer knows a later incarnation than this one, which has exchanged nothing yet.
       refused: True once most others refuse this island.
       pace: its pace relative to the others.
-      dials: name -> False for a peer that calls and is never called.
+      dials: name -> False for a peer that dials for every exchange of the two.
       members: the members of the run, as far as they are known here.
       peers: the other members present.
     """

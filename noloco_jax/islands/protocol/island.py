@@ -110,7 +110,7 @@ class Island:
       settings: the protocol's settings.
       journal: the journal of the checkpoint to resume from, if any.
       began_before: without a journal: True if this island was part of the run, whose weights it then waits for.
-      dials: name -> False for a peer that only dials out, where this island does not: it is never called, and calls.
+      dials: name -> False for a peer that only dials out, where this island does not: all exchanges are its calls.
       members: the members of the run, which `partner` follows; None: `name` and `others`, for good.
     """
 
@@ -352,5 +352,5 @@ class Island:
         self._exchanges.leave()
         for peer in context.peers.values():
             waits = finished and peer.finished  # to hear that all have
-            if peer.seen is not None and (waits or not peer.away) and context.dials(peer.name):
+            if peer.seen is not None and (waits or not peer.away):
                 context.open(peer.name, Leave(context.caller(peer.name), finished))
