@@ -92,7 +92,7 @@ class Context:
         incarnation: int,
         ledger: Ledger,
         bounds: Bounds,
-        dials: Callable[[str], bool],
+        dials: Callable[[str], bool] = lambda name: True,
     ):
         self.name = name
         self.identity = identity
