@@ -2,30 +2,38 @@
 
     python -m noloco_jax.export --workdir=DIR --out=DIR2                 # the merged model: the mean of all replicas
     python -m noloco_jax.export --workdir=DIR --out=DIR2 --replica=2     # one replica
+    python -m noloco_jax.export --workdir=DIR --push=USER/NAME           # to the Hugging Face hub
 
 The newest checkpoint of the run is taken, with the run's tokenizer where that is a Hugging Face one. No accelerator is
 used, so that a run may be training on them.
 """
 
 import argparse
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 from noloco_jax.config import load_saved, make_parser
+from noloco_jax.errors import UserError
 from noloco_jax.model.huggingface import CONFIG_FILE, check_has_format, check_new_folder
 from noloco_jax.run.bucket_reading import readable_workdir
 from noloco_jax.run.model_folder import tokenizer_of, write_model_folder
 from noloco_jax.run.trained_model import load_for_export
-from noloco_jax.storage.local_copies import new_folder, workdir_of_flag
+from noloco_jax.storage.hub import check_push, push_folder
+from noloco_jax.storage.local_copies import Address, new_folder, workdir_of_flag
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export, and print what was written."""
     args = _parser().parse_args(argv)
+    if args.out is None and args.push is None:
+        raise UserError("where to is missing: give --out=FOLDER, --push=USER/NAME or both")
     if isinstance(args.out, Path):
         check_new_folder(args.out)
+    if args.push is not None:
+        check_push(args.push)
     jax.config.update("jax_platforms", "cpu")  # accelerators may be a training's
     with readable_workdir(args.workdir) as workdir:
         saved = load_saved(workdir)
@@ -33,9 +41,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer = tokenizer_of(saved.data)
         config, params = load_for_export(workdir, args.replica, tokenizer)
     of = "the mean of all replicas" if args.replica is None else f"replica {args.replica}"
-    with new_folder(args.out, CONFIG_FILE) as out:
-        lines = list(write_model_folder(out, params, config, tokenizer, of))
-    print(*lines, sep="\n")
+    with (
+        tempfile.TemporaryDirectory(prefix="noloco_jax-") as root,
+        new_folder(args.out or Path(root, "model"), CONFIG_FILE) as folder,
+    ):
+        written, *notes = write_model_folder(folder, params, config, tokenizer, of)
+        if isinstance(args.out, Path):  # it stays, whatever becomes of the push
+            print(written)
+        if args.push is not None:
+            print(f"pushed: {push_folder(folder, args.push, f'noloco_jax: {of}', private=args.private)}")
+    if isinstance(args.out, Address):
+        print(written)
+    for note in notes:
+        print(note)
     return 0
 
 
@@ -44,9 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--workdir", required=True, type=workdir_of_flag, help="a run's folder or address, with a checkpoint in it"
     )
-    parser.add_argument(
-        "--out", required=True, type=workdir_of_flag, help="the folder or address to write, new or empty"
-    )
+    parser.add_argument("--out", type=workdir_of_flag, help="the folder or address to write, new or empty")
+    parser.add_argument("--push", metavar="USER/NAME", help="commit the model to this repository on the hub")
+    parser.add_argument("--private", action="store_true", help="make that repository private where it is new")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--replica", type=int, help="export this replica's weights, counted from 0")
     which.add_argument("--merged", action="store_true", help="export the mean of all replicas' weights (the default)")

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -14,6 +15,8 @@ import orbax.checkpoint
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import LocalTokenNotFoundError
 from transformers import AutoTokenizer
 
 from noloco_jax.config import DataConfig, ModelConfig, TrainConfig, from_dict
@@ -198,3 +201,60 @@ def test_wrong_flags_are_refused_in_one_line(run, tmp_path, flags, message):
         export.main([f"--workdir={run[0]}", f"--out={tmp_path / 'out'}", *flags])
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub that takes everything and keeps (call, arguments, files and their bytes)."""
+    calls = []
+
+    def upload(api, *, folder_path, **arguments):
+        files = {file.name: file.read_bytes() for file in Path(folder_path).iterdir()}
+        calls.append(("upload", arguments, files))
+        return "https://hub/owner/name/commit/1"
+
+    monkeypatch.setattr(HfApi, "whoami", lambda api: {"name": "owner"})
+    monkeypatch.setattr(HfApi, "create_repo", lambda api, name, **more: calls.append(("create", (name, more), {})))
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    return calls
+
+
+def test_a_model_is_pushed_as_one_commit_of_what_would_be_written(run, tmp_path, hub, capsys):
+    export.main([f"--workdir={run[0]}", f"--out={tmp_path / 'out'}"])
+    capsys.readouterr()
+    export.main([f"--workdir={run[0]}", "--push=owner/name", "--private"])
+    assert capsys.readouterr().out == "pushed: https://hub/owner/name/commit/1\n"
+    made, (name, arguments, files) = hub
+    assert made == ("create", ("owner/name", {"private": True, "exist_ok": True}), {})
+    assert (name, arguments["repo_id"]) == ("upload", "owner/name")
+    assert files == {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize("name", ["name", "owner/name/more", "owner/na me", "-/x"])
+def test_a_name_that_is_none_of_the_hub_is_refused(run, hub, name):
+    with pytest.raises(UserError, match="give USER/NAME"):
+        export.main([f"--workdir={run[0]}", f"--push={name}"])
+    assert hub == []
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (LocalTokenNotFoundError("no token"), UserError, "without a login: log in by"),
+        (ConnectionError("no route"), TransientError, "could not be pushed .*no route.*try again"),
+    ],
+)
+def test_without_a_login_or_a_hub_nothing_is_read(run, hub, monkeypatch, error, kind, said):
+    def fail(api):
+        raise error
+
+    monkeypatch.setattr(HfApi, "whoami", fail)
+    monkeypatch.setattr(export, "load_for_export", pytest.fail)
+    with pytest.raises(kind, match=said) as caught:
+        export.main([f"--workdir={run[0]}", "--push=owner/name"])
+    assert (type(caught.value), hub) == (kind, [])
+
+
+def test_an_export_to_nowhere_is_refused(run):
+    with pytest.raises(UserError, match="give --out=FOLDER, --push=USER/NAME or both"):
+        export.main([f"--workdir={run[0]}"])
