@@ -96,7 +96,8 @@ def test_what_is_forgotten_is_not_called_aborted():
 
 
 def test_pauses_between_tries_double_up_to_the_longest():
-    context = Context("a", Members(("a", "b")), IDENTITY, Settings(retry_seconds=0.5), 1, Ledger(), Bounds(), lambda name: True)
+    arguments = Members(("a", "b")), IDENTITY, Settings(retry_seconds=0.5), 1, Ledger(), Bounds(), lambda name: True
+    context = Context("a", *arguments)
     backoff, pauses = Backoff(context), []
     for _ in range(9):
         backoff.start()
