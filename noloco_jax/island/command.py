@@ -7,6 +7,7 @@
     python -m noloco_jax.island join --entry=oslo/members.json --via=paris --workdir=runs/oslo   # on its machine
     python -m noloco_jax.island remove rome --keys=keys
     python -m noloco_jax.island status --roster=roster.toml --keys=keys   # a line for each island
+    python -m noloco_jax.island dashboard --roster=roster.toml --keys=keys   # a page to watch them, live
     python -m noloco_jax.island merge --roster=roster.toml --keys=keys --out=merged   # the mean of those that train
     python -m noloco_jax.island merge --workdirs runs/paris runs/rome --out=merged    # of those that have ended
     python -m noloco_jax.island report --workdirs runs/paris runs/rome --out=islands.png
@@ -20,12 +21,16 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from noloco_jax.cluster.host import keep_freed_memory
 from noloco_jax.cluster.place import define_flags, find_place
 from noloco_jax.config import make_parser, parse_args, split_overrides
+from noloco_jax.errors import UserError
 from noloco_jax.files import folder_of_flag
 from noloco_jax.islands.roster import read_roster
+from noloco_jax.storage.addresses import is_writable_kind
+from noloco_jax.storage.local_copies import workdir_of_flag
 from noloco_jax.train.flags import define_run_flags
 
 _TRAIN = "train as one of the islands"
@@ -47,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from noloco_jax.island import peers as commands
     elif flags.command in ("invite", "remove"):
         from noloco_jax.island import members as commands
+    elif flags.command == "dashboard":
+        from noloco_jax.island import dashboard as commands
     else:
         from noloco_jax.island import (
             models as commands,
@@ -102,9 +109,16 @@ def _define_island_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help="another address at which this island listens and is reached from now on, which it tells the others",
+        help="another address at which this island is reached from now on, which it tells the others; none: it only "
+        "dials out",
     )
-    parser.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="the island's own folder")
+    parser.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        help="the address of this machine to listen at, where a router forwards another one (default: the port that "
+        "the others dial, at all of the machine's addresses)",
+    )
+    parser.add_argument("--workdir", required=True, type=_own_folder, metavar="DIR", help="the island's own folder")
     define_run_flags(parser)
     parser.add_argument(
         "--pace",
@@ -112,6 +126,13 @@ def _define_island_flags(parser: argparse.ArgumentParser) -> None:
         default="steps",
         help="steps: every island takes every inner step; time: each takes as many of a round's as it has time for, "
         "while the fastest takes all, and messages weigh accordingly; the same on all islands (default %(default)s)",
+    )
+    parser.add_argument(
+        "--catch_up",
+        choices=("weights", "whole"),
+        help="an island that was away continues from the weights of several others, with fresh moments and a rate that "
+        "rises, or from a whole state, which is four times as large or more (default: weights, unless outer.moments "
+        "are averaged)",
     )
     parser.add_argument(
         "--linger",
@@ -122,6 +143,16 @@ def _define_island_flags(parser: argparse.ArgumentParser) -> None:
         "long; 0: leave at once (default %(default)s)",
     )
     define_flags(parser)
+
+
+def _own_folder(text: str) -> Path:
+    """The workdir that a flag names; raise `UserError` for an address."""
+    if is_writable_kind(text):
+        raise UserError(
+            f"{text} is in a bucket, and an island keeps on a disk what it must know before others hear of it: give a "
+            "folder, and copy it once the island has ended"
+        )
+    return folder_of_flag(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -138,9 +169,18 @@ def _parser() -> argparse.ArgumentParser:
     keys.add_argument(
         "--replace", action="append", default=[], metavar="NAME", help="make this island's anew; may be repeated"
     )
+    keys.add_argument(
+        "--viewer",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="make keys for somebody who may look at the islands and do nothing else; may be repeated",
+    )
     inviting = _command(commands, "invite", "make keys and a signed entry for a new member")
     inviting.add_argument("--name", required=True, metavar="NAME", help="its name, a DNS label")
-    inviting.add_argument("--address", required=True, metavar="HOST:PORT", help="where the others reach it")
+    inviting.add_argument(
+        "--address", required=True, metavar="HOST:PORT", help="where the others reach it; none: it only dials out"
+    )
     _define_authority_flags(inviting, "its first round, as in the log (default: far enough ahead for all to know)")
     inviting.add_argument(
         "--days", type=int, default=90, help="for which its certificate is valid (default %(default)s)"
@@ -152,6 +192,18 @@ def _parser() -> argparse.ArgumentParser:
     _define_roster_flag(status)
     _define_keys_flag(status)
     status.add_argument("--seconds", type=float, default=10.0, help="to wait for each (default %(default)s)")
+    dashboard = _command(commands, "dashboard", "serve a page of all islands on this machine, and metrics of them")
+    _define_roster_flag(dashboard)
+    _define_keys_flag(dashboard)
+    dashboard.add_argument(
+        "--listen",
+        default="127.0.0.1:8080",
+        metavar="HOST:PORT",
+        help="where the page is; port 0 takes any that is free (default %(default)s, for this machine alone)",
+    )
+    dashboard.add_argument(
+        "--every", type=float, default=2.0, metavar="SECONDS", help="interval of asking (default %(default)s)"
+    )
     _define_merge_flags(_command(commands, "merge", "write the mean of islands' weights as a model's folder"))
     report = _command(commands, "report", "print a table of islands, and draw their history")
     _define_workdirs_flag(report, required=True)
@@ -160,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     _define_workdirs_flag(gathering, required=True)
     gathering.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="its workdir, new or empty")
     scattering = _command(commands, "scatter", "split a run of one program into islands")
-    scattering.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="the run's folder")
+    scattering.add_argument("--workdir", required=True, type=workdir_of_flag, metavar="DIR", help="the run's folder")
     _define_roster_flag(scattering)
     scattering.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="gets a workdir for each")
     return parser
@@ -178,7 +230,7 @@ def _define_merge_flags(parser: argparse.ArgumentParser) -> None:
     _define_keys_flag(parser)
     _define_workdirs_flag(parser, required=False)
     parser.add_argument(
-        "--out", required=True, type=folder_of_flag, metavar="DIR", help="the folder to write, new or empty"
+        "--out", required=True, type=workdir_of_flag, metavar="DIR", help="the folder to write, new or empty"
     )
     parser.add_argument(
         "--at_least", type=int, default=1, metavar="K", help="refuse a mean of fewer islands (default %(default)s)"
@@ -206,7 +258,7 @@ def _define_roster_flag(parser: argparse.ArgumentParser, required: bool = True) 
         required=required,
         type=folder_of_flag,
         metavar="FILE",
-        help="the run's islands, a TOML file; for status and merge also an island's members.json",
+        help="the run's islands, a TOML file; for status, dashboard and merge also an island's members.json",
     )
 
 
@@ -215,11 +267,11 @@ def _define_keys_flag(parser: argparse.ArgumentParser) -> None:
         "--keys",
         type=folder_of_flag,
         metavar="DIR",
-        help="the folder that `island keys` made, or one island's own: that island itself is then not asked",
+        help="the folder that `island keys` made, or a viewer's; or one island's own, which itself is then not asked",
     )
 
 
 def _define_workdirs_flag(parser: argparse.ArgumentParser, required: bool) -> None:
     parser.add_argument(
-        "--workdirs", required=required, nargs="+", type=folder_of_flag, metavar="DIR", help="folders of islands"
+        "--workdirs", required=required, nargs="+", type=workdir_of_flag, metavar="DIR", help="folders of islands"
     )

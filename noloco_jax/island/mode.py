@@ -85,8 +85,8 @@ class IslandMode:
 
     def sync(self, config: TrainConfig, programs: Programs) -> Sync:
         steps = self._member.steps(config, self._agent, self._solo, programs, self._processes)
-        if self._processes.is_first:
-            self._log = IslandLog(self._workdir, self._member.name)
+        if self._agent is not None:
+            self._log = IslandLog(self._workdir, self._member.name, self._agent.recent.add)
 
         def linger(state: TrainState) -> None:
             steps.linger(state, config.num_steps, self._member.linger, self._is_stopping, self._report)
@@ -111,6 +111,10 @@ class IslandMode:
     def evaluate(self, programs: Programs, batches: Sequence[HostBatch], params: PyTree) -> dict[str, Any]:
         """Return the island's own perplexity: it has no other replica to merge with."""
         return {**self.labels, "perplexity": own_perplexity(programs, params, batches)}
+
+    def observe(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        if self._agent is not None:
+            self._agent.recent.add_figures(step, values)
 
     def close(self) -> None:
         if self._agent is not None:

@@ -7,11 +7,12 @@ from rich.table import Table
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable
 from noloco_jax.island.members import check_days
+from noloco_jax.islands.certificates import VIEWER, is_viewer
 from noloco_jax.islands.discovery import Found, discover, read_run
 from noloco_jax.islands.entries import MEMBERS_FILE, describe, known_roster, members_at, read_members, write_members
 from noloco_jax.islands.keys import AUTHORITY_KEY, make_keys
 from noloco_jax.islands.protocol.members import Members
-from noloco_jax.islands.roster import read_roster
+from noloco_jax.islands.roster import check_name, read_roster
 from noloco_jax.run.console import make_console
 
 
@@ -25,12 +26,18 @@ def keys(flags: argparse.Namespace) -> int:
     if entries:
         members_at(path, founders, None)  # raises where the roster has changed since
     roster = known_roster(founders, Members(founders.names, lambda entry: True, entries), 0)
-    made = make_keys(roster, flags.out, flags.days, flags.replace)
+    wanted = [*flags.viewer, *filter(is_viewer, flags.replace)]
+    viewers = list(dict.fromkeys(VIEWER + name.removeprefix(VIEWER) for name in wanted))
+    for viewer in viewers:
+        check_name(viewer.removeprefix(VIEWER))
+    made = make_keys(roster, flags.out, flags.days, flags.replace, viewers)
     write_members(path, founders, entries)
     kept = [name for name in roster.names if name not in made]
     if kept:
         print(f"kept as they are: {', '.join(kept)}")
-    for name in made:
+    for name in [name for name in made if is_viewer(name)]:
+        print(f"made: {flags.out / name}, valid for {flags.days} days: it opens the status of islands and nothing else")
+    for name in [name for name in made if not is_viewer(name)]:
         print(f"made: {flags.out / name}, valid for {flags.days} days; carry it to {name}'s machine, and nowhere else")
     if made:
         print(

@@ -2,6 +2,7 @@
 
 keys/ca.pem, keys/ca-key.pem             the authority; its key is needed only to add islands
 keys/paris/ca.pem, cert.pem, key.pem     what paris needs, and nobody else
+keys/viewer_ann/ca.pem, cert.pem, key.pem  what ann needs to look at the islands, and may do nothing else with
 """
 
 import contextlib
@@ -22,7 +23,17 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
-from noloco_jax.islands.certificates import expiry_of, fault_of, make_authority, make_certificate, pem_of, pem_of_key
+from noloco_jax.islands.certificates import (
+    expiry_of,
+    fault_of,
+    is_viewer,
+    make_authority,
+    make_certificate,
+    names_of,
+    owner_and_issue,
+    pem_of,
+    pem_of_key,
+)
 from noloco_jax.islands.roster import Roster
 
 AUTHORITY, AUTHORITY_KEY = "ca.pem", "ca-key.pem"  # no island can have these names, as names have no dot
@@ -45,21 +56,25 @@ class Credentials(NamedTuple):
     folder: Path | None = None
 
 
-def make_keys(roster: Roster, folder: Path, days: int, replace: Collection[str] = ()) -> list[str]:
-    """Make the authority and the keys of every island that has none, and return those islands' names.
+def make_keys(
+    roster: Roster, folder: Path, days: int, replace: Collection[str] = (), viewers: Collection[str] = ()
+) -> list[str]:
+    """Make the authority and the keys of every island and viewer that has none, and return their names.
 
     Args:
       roster: the islands.
       folder: the folder of the keys; made when missing.
       days: days that the islands' certificates are valid.
-      replace: islands whose keys are made anew. What others have is never written over.
+      replace: islands and viewers whose keys are made anew. What others have is never written over.
+      viewers: names of viewers, with their prefix.
 
     Raises:
       UserError: if an island's folder is incomplete, the authority's key is not there to sign with, or has expired.
     """
     for name in replace:
-        roster.index(name)
-    missing = [name for name in roster.names if name in replace or not _complete(folder / name)]
+        if name not in viewers:
+            roster.index(name)
+    missing = [name for name in (*roster.names, *viewers) if name in replace or not _complete(folder / name)]
     if not missing:
         return []
     folder.mkdir(parents=True, exist_ok=True)
@@ -131,16 +146,15 @@ def renewed(credentials: Credentials, name: str) -> Credentials | None:
 
 
 def owner_of(folder: Path, roster: Roster) -> str:
-    """Return the island to which a folder's certificate is made out.
+    """Return the island, or the viewer, to which a folder's certificate is made out.
 
     Raises `UserError` if it is to none of the roster.
     """
     path = folder / CERTIFICATE
     try:
-        certificate = _load_certificate(path, path.read_bytes())
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        owners = [name for name in names.get_values_for_type(x509.DNSName) if name in roster.names]
-    except (OSError, x509.ExtensionNotFound):
+        names = [owner_and_issue(name)[0] for name in names_of(_load_certificate(path, path.read_bytes()))]
+        owners = [name for name in names if name in roster.names or is_viewer(name)]
+    except OSError:
         owners = []
     if not owners:
         raise UserError(f"{path} is made out to no island of {roster.run}: give the keys of one")
@@ -153,7 +167,8 @@ def credentials_for(roster: Roster, name: str, folder: Path | None) -> Credentia
     Raises `UserError` for an unknown name, for what `load_keys` raises, and if an address can be reached from elsewhere
     and there are no keys.
     """
-    roster.index(name)
+    if not is_viewer(name):
+        roster.index(name)
     if folder is not None:
         return load_keys(folder, name)
     for island in roster.islands:

@@ -7,6 +7,7 @@ took time.
 import json
 import os
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,21 +23,25 @@ class IslandLog:
     Args:
       workdir: the island's workdir; made when missing.
       name: the island's name.
+      listener: called with every event, first with those of earlier starts.
 
     Attributes:
       name: the island's name.
       one_sided: number of exchanges, over all starts, that only the partner may have applied.
     """
 
-    def __init__(self, workdir: Path, name: str):
+    def __init__(self, workdir: Path, name: str, listener: Callable[[Mapping[str, Any]], None] = lambda event: None):
         workdir.mkdir(parents=True, exist_ok=True)
         self._path = workdir / LOG_FILE
         self.name = name
+        self._listener = listener
         self._gave_way = self._exposed = 0.0  # seconds up to the last round
         if self._path.exists():  # the process before this one may have been killed in the middle of a line
             content = self._path.read_bytes()
             os.truncate(self._path, content.rfind(b"\n") + 1)
         events = _events(self._path) if self._path.exists() else []
+        for event in events:
+            listener(event)
         self.one_sided = sum(event["event"] == "exchange" and event["one_sided"] for event in events)
         # Earlier versions logged starts without seconds.
         self._first = next((event for event in events if event["event"] == "start" and "seconds" in event), None)
@@ -100,6 +105,7 @@ class IslandLog:
                 f"{self._path} cannot be written ({error.strerror}): make room; the same command resumes from the "
                 "last checkpoint"
             ) from None
+        self._listener(written)
         return written
 
 

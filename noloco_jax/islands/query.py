@@ -9,6 +9,7 @@ import numpy as np
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands.client import Client
+from noloco_jax.islands.connections import Connections
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.keys import CERTIFICATE, Credentials, credentials_for, owner_of
 from noloco_jax.islands.peer_errors import PeerError, RefusedError
@@ -73,14 +74,15 @@ class Weights(NamedTuple):
     arrays: dict[str, np.ndarray]
 
 
-def clients_of(roster: Roster, keys: Path | None) -> dict[str, Client | str]:
+def clients_of(roster: Roster, keys: Path | None, connections: Connections | None = None) -> dict[str, Client | str]:
     """Return every island's client, or the reason why it cannot be asked.
 
     An island only answers other islands, so that each is asked in the name of another one whose keys are here.
 
     Args:
       roster: the islands.
-      keys: a folder with a folder for each of some islands, or with those of one; None: without TLS.
+      keys: a folder with a folder for each of some islands, or with those of one or of a viewer; None: without TLS.
+      connections: keeps connections for further calls; None: each is closed behind its call.
 
     Raises:
       UserError: if keys are needed, or those given are not right.
@@ -90,7 +92,7 @@ def clients_of(roster: Roster, keys: Path | None) -> dict[str, Client | str]:
     return {
         name: f"not asked: these are the keys of {name}, which others answer"
         if asker is None
-        else Client(roster, asker, known[asker], name)
+        else Client(roster, asker, known[asker], name, connections)
         for name, asker in askers.items()
     }
 

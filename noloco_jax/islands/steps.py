@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from noloco_jax.cluster.processes import OneProcess, Processes
 from noloco_jax.config import ModelConfig
 from noloco_jax.islands.agent import Agent, Correction, Healed
 from noloco_jax.islands.frames import ArraySpec
-from noloco_jax.islands.payload import specs_of
 from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.model.kind import param_shapes
 from noloco_jax.spmd.first_process import from_first_process, to_first_process
@@ -27,12 +27,8 @@ from noloco_jax.spmd.solo import SoloPrograms
 
 PyTree = Any
 _ASK_EVERY_SECONDS, _ASK_SECONDS = 10.0, 2.0  # interval of asking peers if they have finished; timeout of an answer
+WARM_UP_STEPS = 50  # inner steps after catching up with fresh moments, in which the rate rises
 _AT_ONCE_SECONDS = 600.0  # limit of `at_once`, which is for comparisons with other runs
-
-
-def state_specs(state: TrainState) -> list[ArraySpec]:
-    """Return the specs of a state that is sent: the number of inner steps, then the arrays of a `TrainState`."""
-    return [ArraySpec((), np.dtype(np.int64)), *specs_of(state)]
 
 
 def weight_specs(model: ModelConfig) -> dict[str, ArraySpec]:
@@ -47,7 +43,8 @@ class IslandSteps:
     Args:
       agent: the island's network side; None in all of the island's processes but the first.
       solo: compiled programs of solo steps and corrections.
-      place: the leaves of a state, as `from_first_process` takes them -> the state on its devices.
+      place: a peer's state, whose arrays the first process has -> the state on its devices, with fresh moments where
+        only the weights came.
       tokens_of_round: maps a step to the tokens of the fragment round that ends there.
       shares_moments: outer step -> True if its message carries the inner optimizer's moments.
       keeps_pace: True if an inner step stands for the steps of the schedule that the fastest island takes meanwhile,
@@ -65,7 +62,7 @@ class IslandSteps:
         self,
         agent: Agent | None,
         solo: SoloPrograms,
-        place: Callable[[Sequence[np.ndarray]], TrainState],
+        place: Callable[[Healed], TrainState],
         tokens_of_round: Callable[[int], int],
         shares_moments: Callable[[int], bool] = lambda round: False,
         *,
@@ -82,6 +79,8 @@ class IslandSteps:
         self._taken = self._scheduled = 0  # since the last outer step: inner steps, and those that they stand for
         self._steps = 0  # inner steps in all
         self._arrived: list[Correction | Healed] = []  # of the last broadcast, in the first process
+        self._cold = 0  # inner steps left with a lower rate
+        self._before: PyTree = None  # weights before the inner step, while the rate is lower
         self._sent_at: dict[int, int] = {}  # round whose message carried moments -> inner steps in all before it
 
     def advance(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int]:
@@ -96,12 +95,26 @@ class IslandSteps:
         """
         self._steps += 1
         stride = 1 if self.agent is None else self.agent.stride(most)
+        self._before = jax.tree.map(_copy, state.params) if self._cold else None
         if not self._keeps_pace:
             return state, stride
         stride = self.processes.broadcast(lambda: stride)
         self._taken += 1
         self._scheduled += stride
         return state._replace(inner=at_step(state.inner, step + stride)), stride
+
+    def warmed(self, state: TrainState) -> TrainState:
+        """Shorten the inner step that was taken since `advance`, while the moments are fresh.
+
+        Every optimizer scales its update by the rate at last, so that a part of the step is the step of a part of the
+        rate. It takes a copy of the weights for as long.
+        """
+        if self._before is None:
+            return state
+        share = np.float32(1 - self._cold / (WARM_UP_STEPS + 1))
+        params = jax.tree.map(lambda before, after: _between(before, after, share), self._before, state.params)
+        self._before, self._cold = None, self._cold - 1
+        return state._replace(params=params)
 
     def take(self, state: TrainState, step: int, count: int) -> TrainState:
         """Take `count` outer steps after inner step `step`, and start the exchange of their messages."""
@@ -132,18 +145,21 @@ class IslandSteps:
 
         Copies of the state and the weights go to peers and callers that wait for them.
         """
-        arrivals, gives_state, gives_weights = self.processes.broadcast(lambda: self._decide(state))
+        arrivals, wanted, gives_weights = self.processes.broadcast(lambda: self._decide(state))
         state, step = self._apply(arrivals, state, step)
-        if gives_state and state.outer is not None and int(state.outer.round) > 0:
-            copies = self._copies(state)
+        if wanted is not None and state.outer is not None and int(state.outer.round) > 0:
+            leaves = jax.tree.leaves(state)
+            copies = self._copies([leaves[number] for number in wanted])
             if self.agent is not None:
-                self.agent.give(int(state.outer.round) - 1, [np.asarray(step, np.int64), *copies])
+                self.agent.give(int(state.outer.round) - 1, step, dict(zip(wanted, copies, strict=True)))
         if gives_weights:
             self._give_weights(state, step)
         return state, step
 
     def _decide(self, state: TrainState) -> Sequence[Any]:
-        """Give way to slower islands; return what has arrived, and whether peers wait for the state and the weights."""
+        """Give way to slower islands; return what has arrived, the arrays of the state that peers wait for, and whether
+        somebody waits for the weights.
+        """
         assert self.agent is not None
         pause = self.agent.pause()
         if pause or self.agent.is_exchanging:
@@ -153,7 +169,8 @@ class IslandSteps:
                 time.sleep(pause)
             self.gave_way += pause
         arrivals = self._announced(self.agent.take())
-        return arrivals, self.agent.wants_state, self.agent.snapshots.wanted
+        wanted = self.agent.wanted if self.agent.wants_state else None
+        return arrivals, wanted, self.agent.snapshots.wanted
 
     def serve(self, state: TrainState, step: int) -> None:
         """Give the weights to a peer or a tool that waits for them."""
@@ -233,30 +250,32 @@ class IslandSteps:
                 return [], None
         return self._announced(items), journal.to_json()
 
-    def _announced(self, items: list[Correction | Healed]) -> list[list[int]]:
-        """Keep what has arrived for `_apply`; return how to announce it: [round of a correction], or [-1, inner steps]
-        of a state.
+    def _announced(self, items: list[Correction | Healed]) -> list[list[Any]]:
+        """Keep what has arrived for `_apply`; return how to announce it: a correction by its round, a state by its
+        round, its inner steps, and whether it is whole.
         """
         self._arrived = items
-        return [[-1, int(item.arrays[0])] if isinstance(item, Healed) else [item.round] for item in items]
+        return [[item.round, item.step, item.whole] if isinstance(item, Healed) else [item.round] for item in items]
 
-    def _apply(self, arrivals: Sequence[Sequence[int]], state: TrainState, step: int) -> tuple[TrainState, int]:
+    def _apply(self, arrivals: Sequence[Sequence[Any]], state: TrainState, step: int) -> tuple[TrainState, int]:
         """Apply what the first process has announced, and all processes place."""
         items, self._arrived = self._arrived or [None] * len(arrivals), []
-        for (round, *steps), item in zip(arrivals, items, strict=True):
+        for (round, *position), item in zip(arrivals, items, strict=True):
             with self._exposed():
-                if steps:
-                    state, step = self.healed(item.arrays if isinstance(item, Healed) else steps)
+                if isinstance(item, Healed):
+                    state, step = self.healed(item)
+                elif position:
+                    state, step = self.healed(Healed("", round, position[0], {}, position[1]))
                 else:
-                    state = self._corrected(state, round, item.arrays.result() if isinstance(item, Correction) else ())
+                    state = self._corrected(state, round, item.arrays.result() if item is not None else ())
         return state, step
 
-    def healed(self, arrays: Any) -> tuple[TrainState, int]:
+    def healed(self, item: Healed) -> tuple[TrainState, int]:
         """Place a received state on the devices; return it and its number of inner steps."""
-        step, *leaves = arrays
         self._taken = self._scheduled = 0
+        self._cold = 0 if item.whole else WARM_UP_STEPS
         self._sent_at.clear()
-        return self._place(leaves), int(step)
+        return self._place(item), item.step
 
     def _corrected(self, state: TrainState, round: int, arrays: Sequence[np.ndarray]) -> TrainState:
         params, inner, outer = state
@@ -282,3 +301,15 @@ class IslandSteps:
         started = time.perf_counter()
         yield
         self.seconds_exposed += time.perf_counter() - started
+
+
+def _copy(x: Any) -> Any:
+    return jnp.array(x, copy=True) if isinstance(x, jax.Array) else np.array(x)
+
+
+def _between(before: Any, after: Any, share: np.float32) -> Any:
+    """Return the point that far on the way between two arrays, in their dtype."""
+    if not jnp.issubdtype(after.dtype, jnp.floating):
+        return after
+    start = before.astype(np.promote_types(np.float32, after.dtype))
+    return (start + share * (after - start)).astype(after.dtype)

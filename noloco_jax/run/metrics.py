@@ -8,7 +8,7 @@ import os
 import shutil
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class MetricWriter:
       enabled: False makes every method do nothing, for the processes that do not report.
       run_config: the configuration that W&B shows for the run.
       process: number of this process; those after the first write metrics.PROCESS.jsonl.
+      observe: (step, kind, plain values) of every line that is written.
 
     Attributes:
       last_round: the last outer step in the lines kept from an earlier start; None without one.
@@ -71,8 +72,10 @@ class MetricWriter:
         enabled: bool = True,
         run_config: Mapping[str, Any] | None = None,
         process: int = 0,
+        observe: Callable[[int, str, Mapping[str, Any]], None] = lambda step, kind, values: None,
     ):
         self._file = self._tensorboard = self._wandb = None
+        self._observe = observe
         self.last_round: int | None = None
         if not enabled:
             return
@@ -114,6 +117,7 @@ class MetricWriter:
         if self._file is None:
             return
         values = {name: _plain(value) for name, value in values.items()}
+        self._observe(int(step), kind, values)
         scalars = {}
         for name, value in values.items():
             scalars |= _scalars(f"{kind}/{name}", value)

@@ -98,6 +98,10 @@ class Mode(Protocol):
         """Return the figures of an evaluation."""
         ...
 
+    def observe(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        """Receive the figures of a metrics line of `kind`, as plain values."""
+        ...
+
     def close(self) -> None:
         """Close its connections, also after a failed run."""
         ...
@@ -153,6 +157,9 @@ class WholeRun:
 
     def evaluate(self, programs: Programs, batches: Sequence[HostBatch], params: PyTree) -> dict[str, Any]:
         return evaluate(programs, params, batches)
+
+    def observe(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -57,11 +57,12 @@ def wheel(tmp_path_factory):
         yield opened
 
 
-def test_the_wheel_holds_every_module_and_config_and_the_mark_of_types_and_nothing_else(wheel):
+def test_the_wheel_holds_every_module_and_config_the_dashboards_page_the_mark_of_types_and_nothing_else(wheel):
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "noloco_jax").rglob("*.py")}
     configs = {f"noloco_jax/configs/{path.name}" for path in CONFIGS.glob("*.py")}
-    assert packed == modules | configs | {"noloco_jax/py.typed"}
+    page = {f"noloco_jax/island/page/{name}" for name in ("index.html", "dashboard.css", "dashboard.js")}
+    assert packed == modules | configs | page | {"noloco_jax/py.typed"}
 
 
 def test_the_wheels_metadata_holds_the_packages_version_and_the_readme(wheel):

@@ -125,6 +125,8 @@ class Exchanges:
 
     def _dial(self, meeting: Meeting) -> None:
         context = self._context
+        if not context.dials(meeting.peer.name):
+            return  # it calls
         if self.recovery.about(meeting.round) or meeting.running is not None or meeting.peer.away:
             return
         if self._link_limit.must_wait(meeting, self.meetings.values()):
@@ -429,7 +431,7 @@ class Exchanges:
         self._quarantine(peer, what, context.settings.quarantine_rounds)
 
     def _quarantine(self, peer: Peer, what: str, rounds: int) -> None:
-        peer.quarantined_until = self._context.round + 1 + rounds
+        peer.quarantined_until, peer.fault = self._context.round + 1 + rounds, what
         self._context.tell(f"{peer.name} {what}; nothing is exchanged with it before round {peer.quarantined_until}")
         for meeting in [meeting for meeting in self.meetings.values() if meeting.peer is peer]:
             self._end(meeting, "the partner is in quarantine")

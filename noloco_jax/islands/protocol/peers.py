@@ -58,6 +58,7 @@ class Peer:
       met: the last round whose message was exchanged with it; -1: none since the start.
       distance: see `bounds.py`.
       quarantined_until: the round in which it may be met again.
+      fault: the reason for its last quarantine.
       delay: seconds until its last answer to an offer, an estimate of the latency of its own offers.
       transfers: durations of exchanges with it.
     """
@@ -73,6 +74,7 @@ class Peer:
     met: int = -1
     distance: Distance = field(default_factory=Distance)
     quarantined_until: int = 0
+    fault: str = ""
     delay: float = 0.0
     transfers: Transfers = field(default_factory=Transfers)
 
