@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from noloco_jax.cluster.processes import Processes
 from noloco_jax.config import TrainConfig, from_dict, to_dict
@@ -248,13 +250,13 @@ class Membership:
         keeps_pace = self.pace == "time"
 
         def place(healed: Healed) -> TrainState:
-            """Place a peer's state; in processes but the first, `healed` has no leaves."""
-            likes, structure = jax.tree.flatten(programs.resting if healed.whole else programs.resting.params)
-            given = [healed.leaves[number] for number in range(len(likes))] if healed.leaves else []
-            placed = structure.unflatten(from_first_process(given, likes))
             if healed.whole:
-                return placed
-            state = programs.from_params(_of_one_replica(placed))
+                likes, structure = jax.tree.flatten(programs.resting)
+                return structure.unflatten(from_first_process([*map(healed.leaves.get, range(len(likes)))], likes))
+            weights = jax.tree.map(_of_one_replica, programs.state.params)
+            likes, structure = jax.tree.flatten(weights)
+            given = [x[0] for x in map(healed.leaves.get, range(len(likes))) if x is not None]
+            state = programs.from_params(structure.unflatten(from_first_process(given, likes)))
             assert state.outer is not None
             inner, outer = at_step(state.inner, healed.step + 1), at_round(state.outer, healed.round + 1)
             return state._replace(inner=inner, outer=outer)
@@ -269,6 +271,13 @@ class Membership:
             processes=processes,
             at_once=self.at_once,
         )
+
+
+def _of_one_replica(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Return shape, dtype and sharding of an array without its axis of replicas, of which there is one."""
+    assert isinstance(x.sharding, NamedSharding)
+    sharding = NamedSharding(x.sharding.mesh, P(*x.sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
 
 def _identity(member: Membership, config: TrainConfig, programs: Programs, fingerprint: str | None) -> Identity:
@@ -304,9 +313,3 @@ def common_values(config: TrainConfig) -> dict[str, Any]:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-@jax.jit
-def _of_one_replica(params: Any) -> Any:
-    """Drop the replica axis of an island's parameters."""
-    return jax.tree.map(lambda x: x[0], params)

@@ -43,7 +43,8 @@ class IslandSteps:
     Args:
       agent: the island's network side; None in all of the island's processes but the first.
       solo: compiled programs of solo steps and corrections.
-      place: a peer's state -> the state on its devices, with fresh moments where only the weights came.
+      place: a peer's state, whose arrays the first process has -> the state on its devices, with fresh moments where
+        only the weights came.
       tokens_of_round: maps a step to the tokens of the fragment round that ends there.
       shares_moments: outer step -> True if its message carries the inner optimizer's moments.
       keeps_pace: True if an inner step stands for the steps of the schedule that the fastest island takes meanwhile,
@@ -77,9 +78,9 @@ class IslandSteps:
         self.gave_way = 0.0
         self._taken = self._scheduled = 0  # since the last outer step: inner steps, and those that they stand for
         self._steps = 0  # inner steps in all
+        self._arrived: list[Correction | Healed] = []  # of the last broadcast, in the first process
         self._cold = 0  # inner steps left with a lower rate
         self._before: PyTree = None  # weights before the inner step, while the rate is lower
-        self._arrived: list[Correction | Healed] = []  # of the last broadcast, in the first process
         self._sent_at: dict[int, int] = {}  # round whose message carried moments -> inner steps in all before it
 
     def advance(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int]:
@@ -156,8 +157,8 @@ class IslandSteps:
         return state, step
 
     def _decide(self, state: TrainState) -> Sequence[Any]:
-        """Give way to slower islands; return what has arrived, the numbers of the state's arrays that peers wait for,
-        None for no peer, and whether any wait for the weights.
+        """Give way to slower islands; return what has arrived, the arrays of the state that peers wait for, and whether
+        somebody waits for the weights.
         """
         assert self.agent is not None
         pause = self.agent.pause()
@@ -252,9 +253,9 @@ class IslandSteps:
                 return [], None
         return self._announced(items), journal.to_json()
 
-    def _announced(self, items: list[Correction | Healed]) -> list[Sequence[Any]]:
-        """Keep what has arrived for `_apply`; return how to announce it: [round of a correction], or [round, inner
-        steps, whole or not] of a state.
+    def _announced(self, items: list[Correction | Healed]) -> list[list[Any]]:
+        """Keep what has arrived for `_apply`; return how to announce it: a correction by its round, a state by its
+        round, its inner steps, and whether it is whole.
         """
         self._arrived = items
         return [[item.round, item.step, item.whole] if isinstance(item, Healed) else [item.round] for item in items]
@@ -264,12 +265,12 @@ class IslandSteps:
         items, self._arrived = self._arrived or [None] * len(arrivals), []
         for (round, *position), item in zip(arrivals, items, strict=True):
             with self._exposed():
-                if position:
-                    at, whole = position
-                    healed = item if isinstance(item, Healed) else Healed("", round, at, {}, whole)
-                    state, step = self.healed(healed)
+                if isinstance(item, Healed):
+                    state, step = self.healed(item)
+                elif position:
+                    state, step = self.healed(Healed("", round, position[0], {}, position[1]))
                 else:
-                    state = self._corrected(state, round, item.arrays.result() if isinstance(item, Correction) else ())
+                    state = self._corrected(state, round, item.arrays.result() if item is not None else ())
         return state, step
 
     def healed(self, item: Healed) -> tuple[TrainState, int]:

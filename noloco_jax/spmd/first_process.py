@@ -35,7 +35,7 @@ def to_first_process(arrays: Sequence[Any]) -> list[np.ndarray]:
     return copies
 
 
-def from_first_process(arrays: Sequence[np.ndarray], likes: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+def from_first_process(arrays: Sequence[np.ndarray | None], likes: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
     """Place arrays of the first process on the devices of all, bitwise, one after another.
 
     Args:
