@@ -141,7 +141,7 @@ def check_has_format(config: ModelConfig) -> None:
     """Raise `UserError` for a model that Hugging Face has no format for: one's own, or parts that no family joins."""
     if config.kind not in BUILT_IN:
         raise UserError(
-            f"model.kind={config.kind!r} has no format of Hugging Face's, to which only {', '.join(BUILT_IN)} is "
+            f"model.kind={config.kind!r} has no format of Hugging Face's, to which only {' and '.join(BUILT_IN)} are "
             "converted: read its weights with noloco_jax.run.trained_model.load_for_export"
         )
     family_of(config)

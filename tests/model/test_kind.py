@@ -156,7 +156,7 @@ def broken(monkeypatch):
         ("HoldsStreams", 1, "only nnx.Param is trained and saved"),
         ("HoldsList", 1, "parts.0 lies in a list"),
         ("WrongAxes", 1, r"table of shape \(24, 16\) has the logical axes \('vocab',\)"),
-        ("UnknownAxis", 1, "of layer, vocab, hidden, heads, ffn or None"),
+        ("UnknownAxis", 1, "of layer, expert, vocab, hidden, heads, ffn or None"),
         ("HasNoHead", 1, "the loss of HasNoHead cannot be traced"),
         ("InWrongStages", 2, "answers does not fit Stages"),
         ("HasLossAlone", 2, "pipeline stages have the loss of the next token"),
@@ -192,7 +192,7 @@ def test_a_model_that_names_no_stages_is_not_cut_into_any():
 
 
 def test_a_model_of_ones_own_has_no_hugging_face_format():
-    with pytest.raises(UserError, match="to which only llama is converted"):
+    with pytest.raises(UserError, match="to which only llama and moe are converted"):
         check_has_format(OWN)
 
 
