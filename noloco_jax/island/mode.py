@@ -70,6 +70,7 @@ class IslandMode:
     ) -> bool:
         self._workdir, self._is_stopping, self._report = workdir, is_stopping, report
         journal = self._member.journal(resumed, config)
+        self._member.check_present(-1 if journal is None else journal.round)
         self._agent = self._member.open_agent(
             config, self._solo, self._programs, journal, workdir, is_stopping, report, tokenizer
         )

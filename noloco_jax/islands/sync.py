@@ -82,6 +82,10 @@ class IslandSync:
     def leave(self, finished: bool) -> None:
         self._steps.agent.leave(finished=finished)
 
+    @property
+    def parting(self) -> str | None:
+        return f"{self._log.name} was removed from the run" if self._steps.agent.is_removed else None
+
     def groups(self, number: int) -> Round | None:
         return None
 

@@ -100,7 +100,7 @@ def test_an_island_joins_two_that_train_one_is_removed_and_one_moves(group, caps
     assert "oslo" in table and "rome is removed" in table and "all that answer" in table
     group.wait(lambda: group.met("paris", "oslo", gone + 2) and group.met("oslo", "paris", gone + 2))
     assert not any(group.met(name, "rome", gone - 1) for name in ("paris", "oslo"))
-    assert "from then on rome trains alone: end it" in group.said("rome")
+    rome = group.running.pop("rome")
     for name in group.running:
         assert group.running[name].poll() is None
         assert name == "oslo" or "another island's weights" not in group.said(name)
@@ -108,6 +108,12 @@ def test_an_island_joins_two_that_train_one_is_removed_and_one_moves(group, caps
     assert island(["merge", f"--roster={folder / 'roster.toml'}", keys, f"--out={folder / 'merged'}"]) == 0
     merged = capsys.readouterr().out
     assert all(f"{name}: weights after round" in merged for name in ("paris", "oslo")) and "rome" not in merged
+
+    assert rome.wait(120) == 0  # it ends by itself, and does not start again
+    assert "rome was removed from the run: everything is saved, and there is nothing more to do" in group.said("rome")
+    group.train("rome")
+    assert group.running.pop("rome").wait(120) == 2
+    assert "rome was removed from the run, before round" in group.said("rome")
 
     group.stop("paris")  # and comes back at another address, which oslo hears from itself
     moved, before = free_ports(1)[0], group.round("oslo")
