@@ -1,6 +1,7 @@
 """Real processes over TLS: a third island joins two that train, one is removed, one moves, and none is disturbed."""
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,7 +86,7 @@ def test_an_island_joins_two_that_train_one_is_removed_and_one_moves(group, caps
     assert island(["invite", "--name=oslo", f"--address=127.0.0.1:{group.ports['oslo']}", keys]) == 0
     assert "told to paris, rome" in capsys.readouterr().out
     (folder / "carried").mkdir()
-    (folder / "keys" / "oslo").rename(folder / "carried" / "oslo")
+    shutil.copytree(folder / "keys" / "oslo", folder / "carried" / "oslo")
     group.start("oslo", "join", f"--entry={folder / 'carried/oslo/members.json'}", "--via=paris")
     group.wait(lambda: all(group.met("oslo", name) and group.met(name, "oslo") for name in FOUNDERS))
     assert "training continues from another island's weights" in group.said("oslo")
