@@ -21,7 +21,7 @@ def folder_of_flag(text: str) -> Path:
     Raises `UserError` for an address such as gs://bucket/folder.
     """
     if re.match(r"\w[\w+.-]*:/", text):
-        raise UserError(f"{text} is an address, and only the file system is written and read: mount it, give its path")
+        raise UserError(f"{text} is an address, where a folder of the file system is wanted: mount it, give its path")
     if not text:
         raise UserError("an empty text names no folder: give its path")  # as of a shell variable that is not set
     try:

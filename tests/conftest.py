@@ -23,6 +23,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup` has them ignore
 LONG = (
     *("processes/test_train", "run/test_parts_and_modes", "spmd/test_pipeline", "processes/test_pipeline"),
     *("run/test_train_errors", "processes/test_full_disk", "processes/test_workdir_lock"),
+    "processes/test_bucket_workdir",
     *("islands/test_processes", "islands/test_come_and_go", "islands/test_own_loop"),
     *(
         "processes/test_elastic",
@@ -37,6 +38,7 @@ LONG = (
     *("spmd/test_document_mask", "processes/test_kills", "islands/test_training", "islands/test_crossing"),
     *(
         "tools/test_documented_commands",
+        "tools/test_notebook",
         "islands/test_finished",
         "islands/test_membership",
         "islands/test_meshes",

@@ -46,6 +46,12 @@ class Holder(NamedTuple):
         return f"the trainer on {self.host} (process {self.process}, since {self.started})"
 
 
+def new_holder(folder: Path) -> Holder:
+    """Return this process as a holder that takes a lock of `folder` now."""
+    now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    return Holder(socket.gethostname(), os.getpid(), now, _kernel(), folder.stat().st_dev)
+
+
 class _Seen(NamedTuple):
     """A lock that was not taken: its holder, the time of its last beat, and why it was not."""
 
@@ -76,6 +82,39 @@ def holder_of(workdir: Path) -> Holder | None:
     with contextlib.suppress(OSError):
         return _parse((workdir / LOCK_FILE).read_bytes())
     return None
+
+
+class Watch:
+    """Look at the lock of a folder, again and again, without taking it.
+
+    Args:
+      workdir: the folder; may not exist yet.
+    """
+
+    def __init__(self, workdir: Path):
+        self._path = workdir / LOCK_FILE
+        self._seen: tuple[int, float] | None = None  # the last beat of another machine's, and when it was new here
+
+    def holder(self) -> Holder | None:
+        """Return the trainer that holds the lock, or None.
+
+        Of this machine the kernel tells. Of another one, it holds the lock until it has shown no sign of life for
+        `SILENT_SECONDS` of being looked at.
+        """
+        try:
+            file = os.open(self._path, os.O_RDWR)
+        except OSError:
+            return None
+        try:
+            locked = _flock(file)
+            holder, status = _parse(os.pread(file, 4096, 0)), os.fstat(file)
+        finally:
+            os.close(file)
+        if holder is None or (locked is not None and _is_here(holder, status.st_dev)):
+            return holder if locked is False else None
+        if self._seen is None or self._seen[0] != status.st_mtime_ns:
+            self._seen = status.st_mtime_ns, time.monotonic()
+        return holder if time.monotonic() - self._seen[1] < SILENT_SECONDS else None
 
 
 class WorkdirLock:
@@ -153,8 +192,7 @@ class WorkdirLock:
                 return seen
             if not self._is_at_path(status):  # its holder has just deleted it
                 return _Seen(None, 0, "other")
-            now = time.strftime("%Y-%m-%d %H:%M:%S %z")
-            self._line = _line_of(Holder(socket.gethostname(), os.getpid(), now, _kernel(), status.st_dev))
+            self._line = _line_of(new_holder(self._workdir))
             os.pwrite(file, self._line, 0)  # before the end is cut off: readers take the first line
             os.ftruncate(file, len(self._line))
             os.fsync(file)  # NFS shows it to other machines only then

@@ -31,16 +31,16 @@ _GREY, _LR = "#6b7280", "#b0b4bb"
 
 
 def _styles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """Return (color, dash, mark) of each row: a color a variant, a dash and a mark a value of the varied field.
+    """Return (color, dash, mark) of each row: a color a variant, a dash and a mark for its values of varied fields.
 
     A method that goes by its own name has the same color in all pictures.
     """
     named = [title for title in dict.fromkeys(row.variant.title for row in rows) if title not in _METHODS]
     colors = _METHODS | {title: _OTHERS[i % len(_OTHERS)] for i, title in enumerate(named)}
-    values = list(dict.fromkeys(row.variant.value for row in rows if row.variant.value is not None))
+    values = list(dict.fromkeys(row.variant.values for row in rows if row.variant.values))
 
     def place(row: Row) -> int:
-        return 0 if row.variant.value is None else values.index(row.variant.value)
+        return values.index(row.variant.values) if row.variant.values else 0
 
     return [
         (colors[row.variant.title], _DASHES[place(row) % len(_DASHES)], _MARKS[place(row) % len(_MARKS)])

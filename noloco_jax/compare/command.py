@@ -7,7 +7,8 @@ noloco's, ddp and local take it as it is, and diloco has the paper's settings be
 0.3 without Nesterov, and twice noloco's outer.sync_every. Other methods meet as often as noloco and have their own
 defaults beside it. --variant="often:outer.fragments=8,outer.wire=int6,outer.sync_every=2" adds another of noloco;
 `method=ddp` among its settings makes it one of ddp. `--set=diloco:outer.sync_every=50` sets a field of one variant,
-over all else, and `--vary=outer.sync_every=25,50,100` trains every variant that the field matters to with each value. A
+over all else, and `--vary=outer.sync_every=25,50,100` trains every variant that the field matters to with each value.
+Several --vary train all combinations; `--vary=num_steps/eval_every=600/150,2400/600` varies fields together. A
 variant's gap is above the ddp that has its inner.optimizer and is most like it, or above the variant that
 `reference=NAME` among its settings names.
 
@@ -16,9 +17,13 @@ with the one of them that ended with the lowest perplexity. More values may be a
 
 Each run has a workdir of `python -m noloco_jax.train`, DIR/NAME-seedK. `--jobs=2` trains two at a time, each on its
 share of the cores and of the GPUs that CUDA_VISIBLE_DEVICES names: worth it where one run does not fill them. The same
-command again resumes; with more variants, seeds or values it adds them. Finished runs are in
+command again resumes; with more variants, seeds or values it adds them. Given at the same time in other terminals or on
+machines that share DIR, it divides the runs among them, and each goes on until all are finished. Finished runs are in
 DIR/comparison.md, .csv, .png and DIR/comparison_bytes.png after every run. Once a run is finished, its checkpoints are
 no longer needed.
+
+`@FILE` stands for the flags that a file holds, as a shell has them, on any number of lines, with `#` comments: a plan
+to be kept and repeated.
 
 Replicas drift apart between outer steps, and diloco's are equal right after them. With eval_every an odd multiple of
 outer.sync_every, noloco is always evaluated right after an outer step and diloco every other time half-way.
@@ -28,6 +33,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 
@@ -44,11 +50,11 @@ from noloco_jax.run.console import make_console
 def main(argv: Sequence[str] | None = None) -> int:
     """Train the runs that are not finished; return the exit status, 1 where a run broke off."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    overrides, own = split_overrides(arguments)
+    overrides, own = split_overrides(with_plans(arguments))
     flags = _parser().parse_args(own)
     if flags.jobs < 1:
         raise UserError(f"--jobs={flags.jobs} is below 1: it is how many runs are trained at a time")
-    vary = parse_choices(flags.vary, "--vary") if flags.vary else None
+    vary = [parse_choices(text, "--vary") for text in flags.vary]
     tune = parse_choices(flags.tune, "--tune") if flags.tune else None
     variants = make_variants(flags.methods, flags.variant, flags.set, vary)
     plan = make_plan(flags.config, overrides, variants, flags.seeds, vary, tune)
@@ -73,6 +79,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return comparison.run()
 
 
+def with_plans(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments with the flags of plan files in the place of `@FILE`.
+
+    Raises:
+      UserError: if a file cannot be read, or ends within quotes.
+    """
+    flags = []
+    for argument in arguments:
+        if not argument.startswith("@"):
+            flags.append(argument)
+            continue
+        try:
+            flags += shlex.split(Path(argument[1:]).read_text(encoding="utf-8"), comments=True)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{argument}: the plan cannot be read ({error}): give a file of flags") from None
+    return flags
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.compare")
     parser.add_argument("--config", required=True, metavar="FILE[:ARGUMENT]", help="noloco's; --config.FIELD=VALUE too")
@@ -88,7 +112,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--workdir", required=True, type=folder_of_flag, metavar="DIR", help="where runs and results go"
     )
-    parser.add_argument("--vary", metavar="FIELD=A,B,C", help="a field to train with each of several values")
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="FIELD=A,B,C",
+        help="a field to train with each of several values; may be repeated, for all combinations",
+    )
     parser.add_argument("--tune", metavar="FIELD=A,B,C", help="a field of which every variant gets its own best value")
     parser.add_argument("--set", action="append", default=[], metavar="NAME:FIELD=VALUE", help="may be repeated")
     parser.add_argument(

@@ -10,13 +10,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from noloco_jax.compare.others import LOG_FILE
 from noloco_jax.compare.plan import Run
 from noloco_jax.cores import keep_on
 from noloco_jax.errors import UserError
 from noloco_jax.formatting import format_clock, format_perplexity, format_tokens_per_second, or_infinity
 from noloco_jax.run.metrics import METRICS_FILE, NewLines
 
-LOG_FILE = "log.txt"
+
+class BusyError(Exception):
+    """Another process trains the run."""
 
 
 class Job:
@@ -31,7 +34,7 @@ class Job:
       environment: variables that are its own.
 
     Raises:
-      UserError: if another process trains in the folder.
+      BusyError: if another process trains in the folder.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Job:
             try:
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the trainer inherits it, and may outlive us
             except BlockingIOError:
-                raise UserError(f"{folder} is being trained by another process: wait for it, or end it") from None
+                raise BusyError("a trainer that begins") from None
             # In a session of its own, so that Ctrl-C comes to it once, through this process.
             self._process = subprocess.Popen(
                 [sys.executable, *arguments],

@@ -1,5 +1,6 @@
 """Runs of a comparison: all of them, those due next, and the check that a folder holds this comparison."""
 
+import itertools
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -41,7 +42,7 @@ class Plan:
 
     Attributes:
       variants: that are compared.
-      vary: the field that varies, or None.
+      vary: the fields that vary.
       tune: the field that is tuned, or None.
       seeds: counted up from the configuration's.
       runs: all that there may be, of the first seed first.
@@ -49,7 +50,7 @@ class Plan:
     """
 
     variants: tuple[Variant, ...]
-    vary: Choices | None
+    vary: tuple[Choices, ...]
     tune: Choices | None
     seeds: tuple[int, ...]
     runs: tuple[Run, ...]
@@ -62,8 +63,19 @@ class Plan:
     @property
     def total(self) -> int:
         """The number of runs that are trained in all."""
-        first = sum(run.seed == self.seeds[0] for run in self.runs)
-        return first + len(self.variants) * (len(self.seeds) - 1)
+        return len(self.expected({}))
+
+    def expected(self, perplexities: Mapping[Run, float]) -> list[Run]:
+        """Return as many runs as are trained in all: where the best value is not known yet, any stands for it."""
+        due = self.due(perplexities)
+        known = {(run.variant, run.seed) for run in due}
+        others = (
+            self.runs_of(variant, seed)[0]
+            for seed in self.seeds
+            for variant in self.variants
+            if (variant, seed) not in known
+        )
+        return [*due, *others]
 
     def best_value(self, variant: Variant, perplexities: Mapping[Run, float]) -> str | None:
         """Return the tuned value with the least perplexity of the first seed, of the runs that have one."""
@@ -112,7 +124,7 @@ def make_plan(
     overrides: Sequence[str],
     variants: Sequence[Variant],
     num_seeds: int,
-    vary: Choices | None = None,
+    vary: Sequence[Choices] = (),
     tune: Choices | None = None,
 ) -> Plan:
     """The runs that the variants make of a config file.
@@ -122,7 +134,7 @@ def make_plan(
       overrides: `--config.FIELD=VALUE`, of all runs.
       variants: how to train, see `make_variants`.
       num_seeds: seeds, counted up from the configuration's.
-      vary: a field that takes several values in turn.
+      vary: fields that take several values in turn, every combination of them.
       tune: a field of which every variant gets its own best value.
 
     Raises:
@@ -137,14 +149,16 @@ def make_plan(
         raise UserError(f"--seeds={num_seeds} is below 1: it is how many seeds each variant is trained with")
     if tune is not None and len(tune.values) < 2:
         raise UserError(f"--tune={tune.field}={','.join(tune.values)} is one value: give two or more to choose from")
-    if tune is not None and vary is not None and tune.field == vary.field:
-        raise UserError(f"--tune and --vary both have {tune.field}: give it to one of them")
+    flags = [("--vary", choices) for choices in vary] + ([("--tune", tune)] if tune is not None else [])
+    for (flag, choices), (other, others) in itertools.combinations(flags, 2):
+        for field in set(choices.fields) & set(others.fields):
+            raise UserError(f"{other} and {flag} both have {field}: give it to one of them")
     seeds = tuple(range(base.seed, base.seed + num_seeds))
     runs = [
         _run(file, overrides, variant, seed, vary, tune, value)
         for seed in seeds
         for variant in variants
-        for value in (tune.values if tune is not None and variant.heeds(tune.field) else (None,))
+        for value in (tune.values if tune is not None and variant.heeds(tune) else (None,))
     ]
     names = [run.name for run in runs]
     for name in names:
@@ -152,7 +166,7 @@ def make_plan(
             raise UserError(
                 f"two runs would be called {name}: change the values of --vary or --tune, or a variant's name"
             )
-    return Plan(tuple(variants), vary, tune, seeds, tuple(runs), _references(variants, runs))
+    return Plan(tuple(variants), tuple(vary), tune, seeds, tuple(runs), _references(variants, runs))
 
 
 def _run(
@@ -160,15 +174,14 @@ def _run(
     overrides: Sequence[str],
     variant: Variant,
     seed: int,
-    vary: Choices | None,
+    vary: Sequence[Choices],
     tune: Choices | None,
     value: str | None,
 ) -> Run:
     common: dict[str, object] = {"seed": seed}
-    if vary is not None and variant.value is not None:
-        common[vary.field] = variant.value
-    if tune is not None and value is not None:
-        common[tune.field] = value
+    chosen = [(choices, variant.value_of(choices)) for choices in vary] + ([(tune, value)] if tune is not None else [])
+    for choices, text in chosen:
+        common |= choices.settings(text) if text is not None else {}
     flags = [*overrides, *_flags(common)]
     row = METHODS[variant.method]
     if row.has_outer_steps:  # the file's is noloco's, and would be left out with another method

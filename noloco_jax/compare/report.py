@@ -8,6 +8,7 @@ import numpy as np
 
 from noloco_jax.compare.plan import Plan, Run
 from noloco_jax.compare.rows import Row, Worth, mean_and_std, worths
+from noloco_jax.compare.variants import Choices
 from noloco_jax.formatting import format_bytes, format_spread
 from noloco_jax.methods import METHODS
 from noloco_jax.run.messages import num_outer_steps
@@ -76,7 +77,7 @@ def table(plan: Plan, rows: Sequence[Row], brief: bool = False) -> list[str]:
     columns = [column for column in _COLUMNS if not (brief and column[1] in _NOT_BRIEF)]
     titles = ["variant", *_own_titles(plan, rows), "seeds", "outer steps", *(title for title, _, _ in columns)]
     titles.append("what its bytes buy")
-    left = 1 + (plan.vary is not None)
+    left = 1 + len(plan.vary)
     lines = [_line(titles), _line(["---"] * left + ["---:"] * (len(titles) - left - 1) + ["---"])]
     for row, worth in zip(rows, worths(rows), strict=True):
         meetings = num_outer_steps(row.runs[0].config)
@@ -88,16 +89,21 @@ def table(plan: Plan, rows: Sequence[Row], brief: bool = False) -> list[str]:
 
 def _own_titles(plan: Plan, rows: Sequence[Row]) -> list[str]:
     """Columns that not every comparison has."""
-    choices = [plan.vary.field] if plan.vary else []
-    choices += [f"best {plan.tune.field}"] if plan.tune else []
+    choices = [choices.title() for choices in plan.vary]
+    choices += [f"best {plan.tune.title()}"] if plan.tune else []
     return [*choices, *(["reference"] if _has_references(rows) else [])]
 
 
 def _own_cells(plan: Plan, rows: Sequence[Row], row: Row) -> list[str]:
-    cells = [row.variant.value or "–"] if plan.vary else []
+    cells = [_value(row, choices) or "–" for choices in plan.vary]
     if plan.tune:
         cells.append("–" if row.tuned is None else f"{row.tuned} (at the end)" if row.is_at_end else row.tuned)
     return [*cells, *([row.reference or "–"] if _has_references(rows) else [])]
+
+
+def _value(row: Row, choices: Choices) -> str:
+    value = row.variant.value_of(choices)
+    return "" if value is None else choices.title(value)
 
 
 def _has_references(rows: Sequence[Row]) -> bool:
@@ -131,13 +137,15 @@ def remarks(plan: Plan, rows: Sequence[Row]) -> list[str]:
         for row in rows
         if _evaluated_when_equal(row.runs[0])
     ]
-    if plan.vary is not None and plan.vary.field == "outer.sync_every":
-        factors = {row.variant.title: METHODS[row.variant.method].sync_factor for row in rows if row.variant.value}
-        said += [
-            f"{title} takes {factor} x the {plan.vary.field} of the table."
-            for title, factor in factors.items()
-            if factor != 1
-        ]
+    for choices in plan.vary:
+        if "outer.sync_every" in choices.fields:
+            varied = [row.variant for row in rows if row.variant.value_of(choices)]
+            factors = {variant.title: METHODS[variant.method].sync_factor for variant in varied}
+            said += [
+                f"{title} takes {factor} x the outer.sync_every of the table."
+                for title, factor in factors.items()
+                if factor != 1
+            ]
     return said
 
 
@@ -152,7 +160,7 @@ def _setting(plan: Plan, rows: Sequence[Row]) -> str:
         + (f"inner lr {config.inner.lr:g}, " if len(rates) == 1 else "")
         + f"{data.kind} data"
     )
-    text += f"; {plan.vary.field} as in the table" if plan.vary else ""
+    text += "".join(f"; {choices.field} as in the table" for choices in plan.vary)
     settings = {row.variant.title: row.variant for row in rows if row.variant.settings}
     text += "".join(f"; {title}: {variant.written}" for title, variant in settings.items())
     if plan.tune:
@@ -187,13 +195,13 @@ def table_csv(plan: Plan, rows: Sequence[Row]) -> str:
     """Return the table as CSV for programs: a mean and a std of every figure, empty where there is none."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    own = [choices.field for choices in (plan.vary, plan.tune) if choices]
+    own = [choices.title() for choices in (*plan.vary, plan.tune) if choices]
     ends = ["tuned_at_end"] if plan.tune else []
     names = [f"{name}_{part}" for _, name, _ in _COLUMNS for part in ("mean", "std")]
     bought = ["beaten_by", "cheaper", "points_below_cheaper", "times_bytes_of_cheaper"]
     writer.writerow(["variant", "method", *own, *ends, "reference", "seeds", "outer_steps", *names, *bought])
     for row, worth in zip(rows, worths(rows), strict=True):
-        values = [row.variant.value or ""] if plan.vary else []
+        values = [_value(row, choices) for choices in plan.vary]
         values += [row.tuned or "", str(row.is_at_end).lower()] if plan.tune else []
         of_row = [row.variant.title, row.variant.method, *values, row.reference or "", len(row.runs)]
         figures = [_number(number) for _, name, _ in _COLUMNS for number in mean_and_std(row.figures[name])]

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from noloco_jax.compare.plan import Run
+from noloco_jax.compare.plan import Plan, Run
+from noloco_jax.run.flops import model_flops_per_token
 from noloco_jax.run.metrics import METRICS_FILE, read_metrics
 from noloco_jax.spmd.inner import learning_rates
 
@@ -67,6 +68,25 @@ def is_complete(run: Run, workdir: Path) -> bool:
     """Return True if the run in `workdir`/NAME has its last evaluation."""
     evaluations = read_progress(workdir / run.name).evaluations
     return bool(evaluations) and evaluations[-1]["step"] >= run.config.num_steps
+
+
+def seconds_left(plan: Plan, workdir: Path, trainers: int) -> float | None:
+    """Estimate how long the rest of a comparison takes, by the FLOPs of its runs; None before any has trained.
+
+    Args:
+      plan: which runs.
+      workdir: their folder.
+      trainers: how many train at a time, each as fast as the median run so far.
+    """
+    paces, left = [], 0.0
+    for run in plan.expected(last_perplexities(plan.runs, workdir)):
+        config, last = run.config, read_progress(workdir / run.name).last
+        whole = model_flops_per_token(config) * config.tokens_per_step * config.num_steps
+        trained = last.get("step", 0) / config.num_steps
+        left += whole * (1 - trained)
+        if trained > 0 and last.get("seconds", 0) > 0:
+            paces.append(last["seconds"] / (whole * trained))
+    return left * float(np.median(paces)) / trainers if paces else None
 
 
 def read_curve(run: Run, workdir: Path) -> Curve:

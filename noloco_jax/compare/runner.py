@@ -16,17 +16,19 @@ from rich.text import Text
 from noloco_jax.cluster.stop import INTERRUPTED, RESTART
 from noloco_jax.compare import report
 from noloco_jax.compare.chart import draw, draw_bytes
-from noloco_jax.compare.job import Job
+from noloco_jax.compare.job import BusyError, Job
+from noloco_jax.compare.others import Others
 from noloco_jax.compare.plan import Plan, Run
-from noloco_jax.compare.results import is_complete, last_perplexities, read_progress
+from noloco_jax.compare.results import is_complete, last_perplexities, read_progress, seconds_left
 from noloco_jax.compare.rows import make_rows
 from noloco_jax.cores import usable_cores
 from noloco_jax.files import write_whole
-from noloco_jax.formatting import format_perplexity, format_spread
+from noloco_jax.formatting import format_clock, format_perplexity, format_spread
 
 _FAILED = 1
 _POLL_SECONDS = 0.2
 _SAY_SECONDS = 1.0
+_LOOK_SECONDS = 2.0  # between two looks at runs that others train
 
 
 class Comparison:
@@ -46,7 +48,8 @@ class Comparison:
         self._slots: list[Job | None] = [None] * jobs
         self._gpus = visible_gpus(os.environ) if jobs > 1 else []
         self._command, self._console = command, console
-        self._taken: list[Run] = []  # runs that have been started, or were finished before
+        self._taken: list[Run] = []  # runs that have been started here, or were found finished
+        self._others, self._elsewhere = Others(plan.runs, workdir), dict[Run, str]()  # who trains them
         self._failed: set[Run] = set()
         self._stopped: int | None = None  # the signal that ends the comparison
 
@@ -88,24 +91,27 @@ class Comparison:
         return _FAILED if self._failed else 0
 
     def _train_all(self, say: Callable[[], None]) -> None:
-        """Start due runs in free slots until none is due and none trains, or all have to stop."""
-        told = time.monotonic()
+        """Start due runs in free slots until none is due and none trains, here or elsewhere, or all have to stop."""
+        told = looked = time.monotonic()
         self._fill()
-        while any(self._slots):
+        while any(self._slots) or (self._elsewhere and self._stopped is None):
             time.sleep(_POLL_SECONDS)
             ended = [job for job in self._slots if job is not None and job.status is not None]
             for job in ended:
                 self._slots[self._slots.index(job)] = None
                 self._finish(job)
-            if ended and self._stopped is None:
+            is_time = self._elsewhere and time.monotonic() - looked >= _LOOK_SECONDS
+            if (ended or is_time) and self._stopped is None:
+                looked = time.monotonic()
                 self._fill()
             if time.monotonic() - told >= _SAY_SECONDS:
                 told = time.monotonic()
                 say()
 
     def _fill(self) -> None:
-        """Start runs in all free slots."""
+        """Start runs in all free slots that nobody else trains."""
         due = self._plan.due(last_perplexities(self._plan.runs, self._workdir), self._failed)
+        before, self._elsewhere = self._elsewhere, {}
         for run in due:
             if run in self._taken:
                 continue
@@ -114,12 +120,21 @@ class Comparison:
                 self._taken.append(run)
                 self._say_result(run, label)
                 continue
+            if (trainer := self._others.trainer_of(run)) is not None:
+                self._elsewhere[run] = trainer
+                if run not in before:
+                    self._console.print(f"{run.name}: left to {trainer}")
+                continue
             if None not in self._slots or self._stopped is not None:
-                return
+                continue
             slot, jobs = self._slots.index(None), len(self._slots)
             cores = share_of_cores(usable_cores(), jobs, slot)
             environment = share_of_gpus(self._gpus, os.environ, jobs, slot)
-            job = Job(run, self._workdir / run.name, label, self._arguments(run), cores, environment)
+            try:
+                job = Job(run, self._workdir / run.name, label, self._arguments(run), cores, environment)
+            except BusyError as error:  # somebody was quicker
+                self._elsewhere[run] = str(error)
+                continue
             self._taken.append(run)
             self._slots[slot] = job
             if self._stopped is not None:  # between the question above and the process
@@ -129,7 +144,10 @@ class Comparison:
         """Print the end of a run."""
         if is_complete(job.run, self._workdir):
             self._write()
-            self._say_result(job.run, job.label)
+            self._say_result(job.run, job.label, self._left())
+        elif (trainer := self._others.trainer_of(job.run)) is not None:  # on another machine, which was quicker
+            self._taken.remove(job.run)
+            self._elsewhere[job.run] = trainer
         elif self._stopped is None:
             self._failed.add(job.run)
             self._console.print(f"{job.label}: broke off with {job.failure()}", style="bold red")
@@ -163,12 +181,19 @@ class Comparison:
             if news is not None:
                 self._console.print(news)
 
-    def _say_result(self, run: Run, label: str) -> None:
+    def _say_result(self, run: Run, label: str, left: str = "") -> None:
         last = read_progress(self._workdir / run.name).evaluations[-1]
         self._console.print(
             f"{label}: perplexity {format_perplexity(last['perplexity'])}, merged "
-            f"{format_perplexity(last['perplexity_merged'])}, spread {format_spread(last['replica_spread'])}"
+            f"{format_perplexity(last['perplexity_merged'])}, spread {format_spread(last['replica_spread'])}{left}"
         )
+
+    def _left(self) -> str:
+        """Return the end of a line: how many runs remain, and for how long."""
+        finished = last_perplexities(self._plan.runs, self._workdir)
+        left = sum(run not in finished for run in self._plan.expected(finished))
+        seconds = seconds_left(self._plan, self._workdir, len(self._slots) + len(self._elsewhere))
+        return f"; {left} to finish, about {format_clock(seconds)}" if left and seconds is not None else ""
 
     def _write(self, show: bool = False) -> None:
         """Write table and pictures of the finished runs, and show the table."""

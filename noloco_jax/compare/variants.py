@@ -1,6 +1,7 @@
 """Variants of a comparison, from its flags: name, method and settings."""
 
 import difflib
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +16,29 @@ _OWN_FLAGS = {"method": "--methods or --variant", "seed": "--seeds"}  # flags th
 
 @dataclass(frozen=True)
 class Choices:
-    """A field and the values that it takes in turn, as written."""
+    """Values that a field takes in turn, or several fields together, which go by the name and value of the first.
+
+    Attributes:
+      field: as written: `num_steps`, or `num_steps/eval_every` for two that change together.
+      values: as written: `600`, or `600/150`.
+    """
 
     field: str
     values: tuple[str, ...]
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return tuple(self.field.split("/"))
+
+    def title(self, value: str | None = None) -> str:
+        """Return the first field, or its value in one of the values."""
+        return self.fields[0] if value is None else self.settings(value)[self.fields[0]]
+
+    def settings(self, value: str) -> dict[str, str]:
+        """Return field -> value of one of the values."""
+        if len(self.fields) == 1:
+            return {self.field: value}
+        return dict(zip(self.fields, value.split("/"), strict=True))
 
 
 @dataclass(frozen=True)
@@ -30,15 +50,15 @@ class Variant:
       method: how it trains.
       settings: (field, value) of its own settings, over all else.
       reference: the title of the variant that its gap is above; None for the ddp that is most like it.
-      value: of the field that the comparison varies, as written; None where that makes no other run.
-      name: as its folders are called: the title, and the varied field with its value.
+      values: (choices, value) of the fields that the comparison varies, where they make another run.
+      name: as its folders are called: the title, and the varied fields with their values.
     """
 
     title: str
     method: str
     settings: tuple[tuple[str, str], ...] = ()
     reference: str | None = None
-    value: str | None = None
+    values: tuple[tuple[Choices, str], ...] = ()
     name: str = ""
 
     @property
@@ -49,9 +69,13 @@ class Variant:
     def sets(self, field: str) -> bool:
         return field in dict(self.settings)
 
-    def heeds(self, field: str) -> bool:
-        """Return True if another value of the field, given to all variants, makes another run of this one."""
-        return not self.sets(field) and not METHODS[self.method].is_unused(field)
+    def value_of(self, choices: Choices) -> str | None:
+        """Return its value of a varied field, as written, or None."""
+        return dict(self.values).get(choices)
+
+    def heeds(self, choices: Choices) -> bool:
+        """Return True if another value, given to all variants, makes another run of this one."""
+        return any(not self.sets(field) and not METHODS[self.method].is_unused(field) for field in choices.fields)
 
 
 def parse_methods(text: str) -> list[Variant]:
@@ -83,7 +107,7 @@ def parse_variant(text: str) -> Variant:
             f"{flag} is not of the form NAME:FIELD=VALUE,FIELD=VALUE, with a NAME of letters, digits, '.+-_'"
         )
     settings: dict[str, str] = {}
-    for part in re.split(r",(?=[\w. ]+=)", rest) if rest.strip() else []:  # a value may hold commas itself
+    for part in re.split(r",(?=[\w.\s]+=)", rest) if rest.strip() else []:  # a value may hold commas itself
         field, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals:
             raise UserError(f"{flag}: {part!r} is not of the form FIELD=VALUE")
@@ -99,15 +123,20 @@ def parse_variant(text: str) -> Variant:
 
 
 def parse_choices(text: str, flag: str) -> Choices:
-    """Parse "outer.sync_every=25,50" as a field and its values, which the configuration checks later."""
+    """Parse "outer.sync_every=25,50" or "num_steps/eval_every=600/150,2400/600"; the configuration checks values."""
     field, equals, rest = text.partition("=")
     values = tuple(value.strip() for value in rest.split(","))
     if not equals or not all(values):
         raise UserError(f"{flag}={text} is not of the form FIELD=VALUE,VALUE, such as outer.sync_every=25,50")
-    _check_field(field, f"{flag}={text}")
+    choices = Choices(field, values)
+    for name in choices.fields:
+        _check_field(name, f"{flag}={text}")
+    for value in values:
+        if len(choices.fields) > 1 and value.count("/") != field.count("/"):
+            raise UserError(f"{flag}={text}: {value!r} has not a value for each of {' and '.join(choices.fields)}")
     if len(set(values)) < len(values):
         raise UserError(f"{flag}={text} has a value twice: give each once")
-    return Choices(field, values)
+    return choices
 
 
 def with_settings(variants: Sequence[Variant], texts: Sequence[str]) -> list[Variant]:
@@ -127,9 +156,9 @@ def with_settings(variants: Sequence[Variant], texts: Sequence[str]) -> list[Var
 
 
 def make_variants(
-    methods: str | None, variants: Sequence[str], settings: Sequence[str], vary: Choices | None
+    methods: str | None, variants: Sequence[str], settings: Sequence[str], vary: Sequence[Choices] = ()
 ) -> list[Variant]:
-    """Make the variants that the flags name, each once for every value of the varied field that changes its run."""
+    """Make the variants that the flags name, each once for all values of the varied fields that change its run."""
     if methods is None and not variants:
         methods = _METHODS
     named = [*(parse_methods(methods) if methods is not None else []), *map(parse_variant, variants)]
@@ -143,12 +172,11 @@ def make_variants(
             raise UserError(f"--variant={variant.title}: no variant is called reference={variant.reference!r}: {hint}")
     expanded = []
     for variant in with_settings(named, settings):
-        if vary is None or not variant.heeds(vary.field):
-            expanded.append(replace(variant, name=variant.title))
-            continue
-        for value in vary.values:
-            name = re.sub(r"[^\w.=+-]", "_", f"{variant.title}-{vary.field}={value}")
-            expanded.append(replace(variant, name=name, value=value))
+        heeded = [choices for choices in vary if variant.heeds(choices)]
+        for values in itertools.product(*(choices.values for choices in heeded)):
+            pairs = list(zip(heeded, values, strict=True))
+            name = "-".join([variant.title, *(f"{choices.title()}={choices.title(value)}" for choices, value in pairs)])
+            expanded.append(replace(variant, name=re.sub(r"[^\w.=+-]", "_", name), values=tuple(pairs)))
     return expanded
 
 

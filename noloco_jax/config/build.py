@@ -19,6 +19,7 @@ from noloco_jax.config.fields import TrainConfig
 from noloco_jax.config.schema import Entries, FieldInfo, field_at, fields_of, leaf_fields, shown
 from noloco_jax.errors import UserError, described
 from noloco_jax.files import write_whole
+from noloco_jax.storage.local_copies import named
 
 CONFIG_FILE = "config.json"
 _ENTRY_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
@@ -181,9 +182,11 @@ def load_saved(workdir: str | os.PathLike[str]) -> TrainConfig:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path} is not there: give the --workdir of a run that was started") from None
+        raise UserError(f"{named(path)} is not there: give the --workdir of a run that was started") from None
     except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): restore it, or start afresh in another --workdir") from None
+        raise UserError(
+            f"{named(path)} is not JSON ({error}): restore it, or start afresh in another --workdir"
+        ) from None
     try:
         return from_dict(without_deleted(values))
     except UserError as error:

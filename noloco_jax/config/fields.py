@@ -448,7 +448,7 @@ class TrainConfig:
         choices=("", "merge", "keep", "copy"),
     )
     init_from: str = setting(
-        "", "Hugging Face folder of the initial weights; empty: random weights.", on_resume="may change"
+        "", "Hugging Face folder of the initial weights, or its address; empty: random weights.", on_resume="may change"
     )
     sample_prompt: str = setting("", "Prompt that the merged model continues at the end of the run.", on_resume="free")
     sample_tokens: int = setting(0, "Tokens to generate after sample_prompt; 0: none.", on_resume="free", minimum=0)

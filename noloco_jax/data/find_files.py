@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from noloco_jax.data.source import SourceOptions
-from noloco_jax.data.storage import is_remote, list_files
 from noloco_jax.errors import UserError
+from noloco_jax.storage.addresses import is_remote, list_files
 
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
 HELD_OUT_EVERY = 50

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from typing import NamedTuple
 
-from noloco_jax.data.reading import read_with_retries
-from noloco_jax.data.storage import is_remote, remote_facts
+from noloco_jax.storage.addresses import is_remote, remote_facts
+from noloco_jax.storage.retries import with_retries
 
 _BYTES = 1 << 26  # read at most, of all files together
 _FILES = 1 << 14  # sampled at most, evenly spaced
@@ -34,7 +34,7 @@ def file_state(path: str) -> FileState:
     if is_remote(path):
         size, version = remote_facts(path)
         return FileState(path, version, size)
-    stat = read_with_retries(functools.partial(os.stat, path), path)
+    stat = with_retries(functools.partial(os.stat, path), path)
     return FileState(path, stat.st_mtime_ns, stat.st_size)
 
 
@@ -93,4 +93,4 @@ def _sample(places: int, block: int, file: FileState) -> bytes:
                 found.update(opened.read(size))
         return found.digest()
 
-    return read_with_retries(read, file.path)
+    return with_retries(read, file.path)

@@ -15,8 +15,8 @@ from noloco_jax.data.identity import content_fact, file_states
 from noloco_jax.data.line_reader import COMPRESSED, Line, LinePosition, LineReader
 from noloco_jax.data.reading import DamagedFileError, stop_or_skip
 from noloco_jax.data.source import EncodeTexts, SourceOptions, WindowShuffledShard, seeded_permutation
-from noloco_jax.data.storage import is_remote
 from noloco_jax.errors import UserError
+from noloco_jax.storage.addresses import is_remote
 
 SUFFIXES = (".jsonl", *(f".jsonl{suffix}" for suffix in COMPRESSED))
 _JSON_KINDS = {

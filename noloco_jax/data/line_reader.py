@@ -11,8 +11,9 @@ from typing import IO, Any, NamedTuple, cast
 
 from isal import igzip, igzip_lib
 
-from noloco_jax.data.reading import DamagedFileError, read_with_retries, stop_or_skip
-from noloco_jax.data.storage import open_file, path_or_file
+from noloco_jax.data.reading import DamagedFileError, stop_or_skip
+from noloco_jax.storage.addresses import open_file, path_or_file
+from noloco_jax.storage.retries import with_retries
 
 _BUFFER_BYTES = 1 << 16
 _FIRST_BYTES = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\0"}
@@ -99,7 +100,7 @@ class LineReader:
                 return None
             path = self._files[file]
             try:
-                content = read_with_retries(self._read_line, path)
+                content = with_retries(self._read_line, path)
             except DamagedFileError as error:
                 stop_or_skip(error, self._on_bad_shard)
                 content = b""

@@ -6,9 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from noloco_jax.data.identity import FileState, file_state, file_states
-from noloco_jax.data.reading import DamagedFileError, read_with_retries
-from noloco_jax.data.storage import LARGEST_BLOCK, is_remote, path_or_file
+from noloco_jax.data.reading import DamagedFileError
 from noloco_jax.errors import UserError
+from noloco_jax.storage.addresses import LARGEST_BLOCK, is_remote, path_or_file
+from noloco_jax.storage.retries import with_retries
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -81,7 +82,7 @@ def _decoding(path: str, read: Callable[[], T]) -> T:
     import pyarrow as pa
 
     try:
-        return read_with_retries(read, path)
+        return with_retries(read, path)
     except (pa.ArrowException, OSError) as error:
         raise DamagedFileError(f"{path} is no readable Parquet file ({_one_line(error)}): fetch it again") from None
 
@@ -174,7 +175,7 @@ def read_batches(path: str, groups: range, columns: Sequence[str]) -> Iterator["
     try:
         while True:
             try:
-                batch = read_with_retries(read, path)
+                batch = with_retries(read, path)
             except (pa.ArrowException, OSError) as error:
                 raise DamagedFileError(
                     f"{path} is damaged after row group {groups.start} ({_one_line(error)}): fetch it again"

@@ -8,10 +8,10 @@ import numpy as np
 
 from noloco_jax.data.find_files import HELD_OUT_EVERY, HoldOut, find_files, without_repeats
 from noloco_jax.data.identity import content_fact, file_states
-from noloco_jax.data.reading import read_with_retries
 from noloco_jax.data.source import EncodeTexts, SourceOptions, seeded_permutation
-from noloco_jax.data.storage import open_file
 from noloco_jax.errors import UserError
+from noloco_jax.storage.addresses import open_file
+from noloco_jax.storage.retries import with_retries
 
 SUFFIXES = (".md", ".py", ".rst", ".txt")
 _MIN_PIECE_BYTES = 256
@@ -101,7 +101,7 @@ class TextSource:
                 opened.seek(start)
                 return opened.read(stop - start)
 
-        return read_with_retries(read, path).decode("utf-8", "replace")
+        return with_retries(read, path).decode("utf-8", "replace")
 
 
 def _piece_border(opened: BinaryIO, offset: int, size: int) -> int:

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from noloco_jax.data.storage import is_remote, list_files, read_file
 from noloco_jax.errors import TransientError, UserError
+from noloco_jax.storage.addresses import is_remote, list_files, read_file
 
 _TOKENIZER_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 _ANSWER_SECONDS = 3.0  # timeout of the Hugging Face hub

@@ -4,7 +4,8 @@
     python -m noloco_jax.examples.island_jax --roster=roster.toml --name=berlin --workdir=runs/berlin
 
 Start both within two minutes. The next byte of Python's standard library is told from the eight before it; each island
-draws from a half of its own. Random key and momentum travel with the weights.
+draws from a half of its own. Where an island catches up from its peers, the random key is theirs, and momentum begins
+anew.
 """
 
 import argparse

@@ -102,6 +102,8 @@ class Blocks:
         largest = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
         scale = jax.lax.reduce_precision((largest / self._limit).astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
         scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0, scale)
+        # XLA's maximum on the CPU may pass over a NaN.
+        scale = jnp.where(jnp.isfinite(blocks).all(axis=-1, keepdims=True), scale, jnp.nan)
         rounded = jnp.round(blocks / jnp.where(scale == 0, 1, scale))
         numbers = (jnp.clip(rounded, -self._limit, self._limit) + self._limit).astype(jnp.uint32)
         scale_bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) >> 16

@@ -9,35 +9,44 @@ used, so that a run may be training on them.
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 
 from noloco_jax.config import load_saved, make_parser
-from noloco_jax.files import folder_of_flag
-from noloco_jax.model.huggingface import check_has_format, check_new_folder
+from noloco_jax.model.huggingface import CONFIG_FILE, check_has_format, check_new_folder
+from noloco_jax.run.bucket_reading import readable_workdir
 from noloco_jax.run.model_folder import tokenizer_of, write_model_folder
 from noloco_jax.run.trained_model import load_for_export
+from noloco_jax.storage.local_copies import new_folder, workdir_of_flag
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Export, and print what was written."""
     args = _parser().parse_args(argv)
-    check_new_folder(args.out)
-    saved = load_saved(args.workdir)
-    check_has_format(saved.model)
-    tokenizer = tokenizer_of(saved.data)
+    if isinstance(args.out, Path):
+        check_new_folder(args.out)
     jax.config.update("jax_platforms", "cpu")  # accelerators may be a training's
-    config, params = load_for_export(args.workdir, args.replica, tokenizer)
+    with readable_workdir(args.workdir) as workdir:
+        saved = load_saved(workdir)
+        check_has_format(saved.model)
+        tokenizer = tokenizer_of(saved.data)
+        config, params = load_for_export(workdir, args.replica, tokenizer)
     of = "the mean of all replicas" if args.replica is None else f"replica {args.replica}"
-    for line in write_model_folder(args.out, params, config, tokenizer, of):
-        print(line)
+    with new_folder(args.out, CONFIG_FILE) as out:
+        lines = list(write_model_folder(out, params, config, tokenizer, of))
+    print(*lines, sep="\n")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.export")
-    parser.add_argument("--workdir", required=True, type=folder_of_flag, help="a run's folder, with a checkpoint in it")
-    parser.add_argument("--out", required=True, type=folder_of_flag, help="the folder to write, new or empty")
+    parser.add_argument(
+        "--workdir", required=True, type=workdir_of_flag, help="a run's folder or address, with a checkpoint in it"
+    )
+    parser.add_argument(
+        "--out", required=True, type=workdir_of_flag, help="the folder or address to write, new or empty"
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--replica", type=int, help="export this replica's weights, counted from 0")
     which.add_argument("--merged", action="store_true", help="export the mean of all replicas' weights (the default)")

@@ -18,16 +18,19 @@ from noloco_jax import draws
 from noloco_jax.config import ModelConfig, from_dict, load_saved, make_parser
 from noloco_jax.data import Tokenizer, check_vocabulary, load_tokenizer
 from noloco_jax.errors import UserError
-from noloco_jax.files import folder_of_flag
 from noloco_jax.formatting import format_memory
 from noloco_jax.model.decode import generate
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.model.huggingface_config import max_positions
 from noloco_jax.model.kind import Params, check_generates, kind_of
+from noloco_jax.run.bucket_reading import readable_workdir
 from noloco_jax.run.memory import device_memory
 from noloco_jax.run.model_folder import tokenizer_of
 from noloco_jax.run.sample import prompt_ids
 from noloco_jax.run.trained_model import load_for_export
+from noloco_jax.storage.local_copies import readable_folder, workdir_of_flag
+
+_MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 
 
 class _Loaded(NamedTuple):
@@ -41,7 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the prompt and what follows it."""
     args = _parser().parse_args(argv)
     _check(args)
-    loaded = _from_folder(args) if args.model else _from_workdir(args)
+    if args.model:
+        with readable_folder(args.model, _MODEL_SUFFIXES) as folder:
+            loaded = _from_folder(args, folder)
+    else:
+        with readable_workdir(args.workdir) as workdir:
+            loaded = _from_workdir(args, workdir)
     ids_BS = generate(
         loaded.config,
         loaded.params,
@@ -60,9 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.generate")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--model", type=Path, help="a Hugging Face folder of a Llama, Mistral, Qwen 2 or 3, weights as safetensors"
+        "--model", help="a Hugging Face folder of a Llama, Mistral, Qwen 2 or 3, weights as safetensors"
     )
-    source.add_argument("--workdir", type=folder_of_flag, help="a run's folder, with a checkpoint in it")
+    source.add_argument("--workdir", type=workdir_of_flag, help="a run's folder or address, with a checkpoint in it")
     parser.add_argument("--replica", type=int, help="of the run, counted from 0; without it, the mean of all replicas")
     parser.add_argument("--tokenizer", help='for --model without one: a tokenizer\'s name or folder, or "byte"')
     parser.add_argument("--prompt", default="", help="the text to continue (default: none, from the beginning of text)")
@@ -89,8 +97,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--replica={args.replica} is of a run: give --workdir instead of --model, or leave it out")
 
 
-def _from_folder(args: argparse.Namespace) -> _Loaded:
-    folder: Path = args.model
+def _from_folder(args: argparse.Namespace, folder: Path) -> _Loaded:
     config = from_dict({"model": config_from_folder(folder)}).model
     if args.tokenizer is None and not any(folder.glob("tokenizer*")):
         raise UserError(f'{folder} has no tokenizer: give --tokenizer, a name or folder, or "byte"')
@@ -99,8 +106,8 @@ def _from_folder(args: argparse.Namespace) -> _Loaded:
     return _Loaded(config, load_params(folder, config), tokenizer, ids)
 
 
-def _from_workdir(args: argparse.Namespace) -> _Loaded:
-    run = load_saved(args.workdir)
+def _from_workdir(args: argparse.Namespace, workdir: Path) -> _Loaded:
+    run = load_saved(workdir)
     tokenizer = tokenizer_of(run.data)
     if tokenizer is None:
         if args.tokenizer is None:
@@ -112,7 +119,7 @@ def _from_workdir(args: argparse.Namespace) -> _Loaded:
     elif args.tokenizer is not None:
         raise UserError(f"--tokenizer={args.tokenizer}: the run in --workdir brings its own, leave it out")
     ids = _checked_prompt(args, run.model, tokenizer, add_bos=run.data.add_bos, trained_length=run.data.sequence_length)
-    return _Loaded(run.model, load_for_export(args.workdir, args.replica, tokenizer)[1], tokenizer, ids)
+    return _Loaded(run.model, load_for_export(workdir, args.replica, tokenizer)[1], tokenizer, ids)
 
 
 def _checked_prompt(

@@ -20,11 +20,15 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from noloco_jax.cluster.host import keep_freed_memory
 from noloco_jax.config import make_parser, parse_args, split_overrides
+from noloco_jax.errors import UserError
 from noloco_jax.files import folder_of_flag
 from noloco_jax.islands.roster import read_roster
+from noloco_jax.storage.addresses import is_writable_kind
+from noloco_jax.storage.local_copies import workdir_of_flag
 from noloco_jax.train.flags import define_run_flags
 
 _TRAIN = "train as one of the islands"
@@ -103,9 +107,16 @@ def _define_island_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address",
         metavar="HOST:PORT",
-        help="another address at which this island listens and is reached from now on, which it tells the others",
+        help="another address at which this island is reached from now on, which it tells the others; none: it only "
+        "dials out",
     )
-    parser.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="the island's own folder")
+    parser.add_argument(
+        "--listen",
+        metavar="HOST:PORT",
+        help="the address of this machine to listen at, where a router forwards another one (default: the port that "
+        "the others dial, at all of the machine's addresses)",
+    )
+    parser.add_argument("--workdir", required=True, type=_own_folder, metavar="DIR", help="the island's own folder")
     define_run_flags(parser)
     parser.add_argument(
         "--pace",
@@ -116,6 +127,13 @@ def _define_island_flags(parser: argparse.ArgumentParser) -> None:
         "join that of the islands)",
     )
     parser.add_argument(
+        "--catch_up",
+        choices=("weights", "whole"),
+        help="an island that was away continues from the weights of several others, with fresh moments and a rate that "
+        "rises, or from a whole state, which is four times as large or more (default: weights, unless outer.moments "
+        "are averaged)",
+    )
+    parser.add_argument(
         "--linger",
         type=float,
         default=600.0,
@@ -123,6 +141,16 @@ def _define_island_flags(parser: argparse.ArgumentParser) -> None:
         help="after the last step, serve the weights to `island merge` until all islands have taken it, at most this "
         "long; 0: leave at once (default %(default)s)",
     )
+
+
+def _own_folder(text: str) -> Path:
+    """The workdir that a flag names; raise `UserError` for an address."""
+    if is_writable_kind(text):
+        raise UserError(
+            f"{text} is in a bucket, and an island keeps on a disk what it must know before others hear of it: give a "
+            "folder, and copy it once the island has ended"
+        )
+    return folder_of_flag(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -148,7 +176,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     inviting = _command(commands, "invite", "make keys and a signed entry for a new member")
     inviting.add_argument("--name", required=True, metavar="NAME", help="its name, a DNS label")
-    inviting.add_argument("--address", required=True, metavar="HOST:PORT", help="where the others reach it")
+    inviting.add_argument(
+        "--address", required=True, metavar="HOST:PORT", help="where the others reach it; none: it only dials out"
+    )
     _define_authority_flags(inviting, "its first round, as in the log (default: far enough ahead for all to know)")
     inviting.add_argument(
         "--days", type=int, default=90, help="for which its certificate is valid (default %(default)s)"
@@ -180,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
     _define_workdirs_flag(gathering, required=True)
     gathering.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="its workdir, new or empty")
     scattering = _command(commands, "scatter", "split a run of one program into islands")
-    scattering.add_argument("--workdir", required=True, type=folder_of_flag, metavar="DIR", help="the run's folder")
+    scattering.add_argument("--workdir", required=True, type=workdir_of_flag, metavar="DIR", help="the run's folder")
     _define_roster_flag(scattering)
     scattering.add_argument("--out", required=True, type=folder_of_flag, metavar="DIR", help="gets a workdir for each")
     return parser
@@ -198,7 +228,7 @@ def _define_merge_flags(parser: argparse.ArgumentParser) -> None:
     _define_keys_flag(parser)
     _define_workdirs_flag(parser, required=False)
     parser.add_argument(
-        "--out", required=True, type=folder_of_flag, metavar="DIR", help="the folder to write, new or empty"
+        "--out", required=True, type=workdir_of_flag, metavar="DIR", help="the folder to write, new or empty"
     )
     parser.add_argument(
         "--at_least", type=int, default=1, metavar="K", help="refuse a mean of fewer islands (default %(default)s)"
@@ -241,5 +271,5 @@ def _define_keys_flag(parser: argparse.ArgumentParser) -> None:
 
 def _define_workdirs_flag(parser: argparse.ArgumentParser, required: bool) -> None:
     parser.add_argument(
-        "--workdirs", required=required, nargs="+", type=folder_of_flag, metavar="DIR", help="folders of islands"
+        "--workdirs", required=required, nargs="+", type=workdir_of_flag, metavar="DIR", help="folders of islands"
     )

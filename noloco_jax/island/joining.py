@@ -35,7 +35,7 @@ def join_islands(overrides: Sequence[str], flags: argparse.Namespace) -> int:
     """Train as a member that was invited, with the configuration that the islands have or the workdir keeps."""
     saved, keys = read_members(flags.entry), flags.keys or flags.entry.parent
     roster = Roster(
-        saved.roster.run, tuple(Island(one.name, parse_address(one.address)) for one in saved.entries if one.address)
+        saved.roster.run, tuple(Island(one.name, parse_dialled(one.address)) for one in saved.entries if one.address)
     )
     name = owner_of(keys, roster)
     credentials = load_keys(keys, name)
@@ -98,7 +98,9 @@ def _train(
     members.merge(entries)
     if flags.address is not None:
         _move(members, name, flags.address, roster.run, credentials)
-    member = Membership(roster, name, credentials, pace=flags.pace, linger=flags.linger, members=members)
+    options = {"pace": flags.pace, "linger": flags.linger, "catch_up": flags.catch_up}
+    listen = None if flags.listen is None else parse_address(flags.listen)
+    member = Membership(roster, name, credentials, **options, members=members, listen=listen)
     if not 0 <= flags.linger < math.inf:
         raise UserError(f"--linger={flags.linger}: give seconds, 0 to leave at once")
     member.check(config)

@@ -41,7 +41,7 @@ def invite(flags: argparse.Namespace) -> int:
             raise UserError(
                 f"{name} is a member already: give another --name; keys are made anew by `island keys --replace={name}`"
             )
-        if other == address and name != flags.name:
+        if other == address and address.can_be_dialled and name != flags.name:
             raise UserError(f"--address={address} is that of {name}: give the new member its own")
     make_keys(Roster(saved.roster.run, (Island(flags.name, address),)), flags.keys, flags.days)
     former, folder = found.members.entry_of(flags.name), flags.keys / flags.name

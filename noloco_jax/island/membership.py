@@ -2,19 +2,18 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from noloco_jax.config import TrainConfig, from_dict, to_dict
 from noloco_jax.data import renumbered
 from noloco_jax.errors import UserError
-from noloco_jax.islands.agent import Agent
+from noloco_jax.islands.agent import Agent, Healed
 from noloco_jax.islands.entries import known_roster
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.moments_payload import MomentsCodec
@@ -24,13 +23,16 @@ from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.islands.protocol.members import Members
 from noloco_jax.islands.protocol.messages import Identity
-from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.roster import Address, Roster
 from noloco_jax.islands.start import open_agent
-from noloco_jax.islands.steps import IslandSteps, state_specs, weight_specs
+from noloco_jax.islands.state_shares import StateLayouts, layouts_of
+from noloco_jax.islands.steps import IslandSteps, weight_specs
 from noloco_jax.methods import schedule_of
+from noloco_jax.outer.rule import at_round
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.messages import Messages, shares_moments
 from noloco_jax.run.mode import Resumed
+from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import Programs, TrainState, shardings_of
 from noloco_jax.spmd.solo import SoloPrograms, compile_solo
 
@@ -53,8 +55,11 @@ class Membership:
         has time for while the fastest takes all of them. One inner step may then stand for several steps of the run's
         schedule of `num_steps`, which rounds and learning rates follow. A message's weight is its number of inner
         steps.
+      catch_up: "weights": it catches up from the weights of others, and begins with fresh moments and a rate that
+        rises; "whole": from their whole state. None: weights, unless `outer.moments` are averaged.
       linger: seconds for which an island that has taken its last step serves its weights, until all have.
       members: the members as they are known at the start; None: those of the roster.
+      listen: the address to listen at; None: that in the roster, see `Server`.
       at_once: True if outer steps wait for their exchange, for tests that compare islands with one program.
     """
 
@@ -63,6 +68,8 @@ class Membership:
     credentials: Credentials | None
     patience: int = 2
     pace: str = "steps"
+    catch_up: str | None = None
+    listen: Address | None = None
     at_once: bool = False
     linger: float = 600.0
     members: Members = None  # pyright: ignore[reportAssignmentType]
@@ -123,7 +130,20 @@ class Membership:
 
     def settings(self, config: TrainConfig) -> Settings:
         """Return the protocol's settings: every outer step is a round, so that patience counts all fragments."""
-        return Settings(patience=self.patience * config.outer.fragments, keeps_pace=self.pace == "time")
+        return Settings(
+            patience=self.patience * config.outer.fragments,
+            keeps_pace=self.pace == "time",
+            whole_state=self.takes_whole_state(config),
+        )
+
+    def takes_whole_state(self, config: TrainConfig) -> bool:
+        """Return whether it catches up from a whole state: moments that are averaged must not begin anew."""
+        return config.outer.moments > 0 if self.catch_up is None else self.catch_up == "whole"
+
+    @staticmethod
+    def states(config: TrainConfig, programs: Programs) -> StateLayouts:
+        """Return the layouts of a state for islands that catch up."""
+        return layouts_of(programs.state, len(jax.tree.leaves(programs.state.params)), config.outer.wire)
 
     def partner(self, config: TrainConfig) -> Callable[[int], str | None]:
         """Return a function that maps an outer step to the name of the island's partner in it."""
@@ -200,12 +220,13 @@ class Membership:
             journal,
             workdir,
             self.codec(config, solo),
-            state_specs(programs.state),
+            self.states(config, programs),
             weight_specs(config.model),
             {"identity": asdict(identity), "config": to_dict(config), "tokenizer": fingerprint},
             is_stopping,
             report,
             self.members,
+            self.listen,
         )
 
     def steps(self, config: TrainConfig, agent: Agent, solo: SoloPrograms, programs: Programs) -> IslandSteps:
@@ -219,9 +240,16 @@ class Membership:
 
         keeps_pace = self.pace == "time"
 
-        def place(leaves: Sequence[np.ndarray]) -> TrainState:
-            state = jax.tree.unflatten(jax.tree.structure(programs.state), leaves)
-            return jax.device_put(state, shardings_of(programs.resting))
+        def place(healed: Healed) -> TrainState:
+            structure, leaves = jax.tree.structure(programs.state), healed.leaves
+            if healed.whole:
+                state = structure.unflatten(leaves[number] for number in range(structure.num_leaves))
+                return jax.device_put(state, shardings_of(programs.resting))
+            weights = jax.tree.structure(programs.state.params)
+            state = programs.from_params(weights.unflatten(leaves[number][0] for number in range(weights.num_leaves)))
+            assert state.outer is not None
+            inner, outer = at_step(state.inner, healed.step + 1), at_round(state.outer, healed.round + 1)
+            return state._replace(inner=inner, outer=outer)
 
         return IslandSteps(
             agent,

@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands import peer_errors
@@ -21,8 +23,9 @@ from noloco_jax.islands.calls import Calls, Listener
 from noloco_jax.islands.channel import Channel
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.connections import Connections
+from noloco_jax.islands.donor import Donor
 from noloco_jax.islands.entries import describe, known_roster, write_members
-from noloco_jax.islands.frames import ArraySpec, Expects
+from noloco_jax.islands.frames import Expects
 from noloco_jax.islands.keys import Credentials, Newest, expiry_warning, renewed
 from noloco_jax.islands.payload import Arrays, Codec, norm_of, pair_windows
 from noloco_jax.islands.protocol.context import Settings
@@ -39,6 +42,7 @@ from noloco_jax.islands.protocol.events import (
     Event,
     Heal,
     Keep,
+    KeepShare,
     Learned,
     Open,
     Opened,
@@ -67,9 +71,11 @@ from noloco_jax.islands.protocol.messages import (
 )
 from noloco_jax.islands.query import ask_all
 from noloco_jax.islands.recent import LONGEST_LINE, WATCH, Recent
-from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.relay import Relay, RelayedPort, RelayedServer
+from noloco_jax.islands.roster import Address, Roster
 from noloco_jax.islands.server import Handlers, Server
 from noloco_jax.islands.snapshots import ABOUT, Snapshots
+from noloco_jax.islands.state_shares import Assembly, StateLayouts
 
 
 @dataclass(frozen=True)
@@ -92,17 +98,21 @@ _GOODBYE_SECONDS = 5.0  # for peers to ask about exchanges that only this island
 
 @dataclass(frozen=True)
 class Healed:
-    """State of a peer, from which training continues.
+    """State of peers, from which training continues.
 
     Attributes:
-      peer: the donor.
+      peer: the donor whose position is taken.
       round: the last round that it has ended.
-      arrays: the arrays given to the donor's `Agent.give`.
+      step: its inner steps.
+      leaves: arrays of a state by their numbers.
+      whole: True if these are all of them; otherwise weights, and what travels with them.
     """
 
     peer: str
     round: int
-    arrays: Arrays
+    step: int
+    leaves: Mapping[int, np.ndarray]
+    whole: bool
 
 
 @dataclass(frozen=True)
@@ -139,10 +149,11 @@ class Agent:
       protocol: the state machine that decides.
       settings: the protocol's settings.
       codec: the codec of messages.
-      state: specs of a state's arrays.
+      states: layouts of a state.
       report: called with lines for people.
       snapshots: copies of the weights for merging.
       about: description of the island's weights.
+      listen: the address to listen at; None: see `Server`.
       members_file: where membership entries are kept; None: nowhere.
 
     Attributes:
@@ -159,16 +170,17 @@ class Agent:
         protocol: Island,
         settings: Settings,
         codec: Codec,
-        state: Sequence[ArraySpec],
+        states: StateLayouts,
         report: Callable[[str], None],
         snapshots: Snapshots,
         about: Mapping[str, Any],
         members_file: Path | None = None,
+        listen: Address | None = None,
     ):
         self._founders, self._name, self._credentials = roster, name, credentials
         self._protocol, self._to_people = protocol, report
         self.recent, self._began = Recent(), time.time()
-        self._members_file = members_file
+        self._members_file, self._listen = members_file, listen
         self._roster = known_roster(roster, protocol.members, protocol.round)
         self._codec = codec
         self.snapshots, self._about = snapshots, dict(about)
@@ -178,25 +190,31 @@ class Agent:
         self.clients: dict[str, Client] = {}
         self._calls = Calls(
             self.clients,
-            lambda round: {**codec.specs(round), State.__name__: state},
+            codec.specs,
+            lambda share: states.of(share.whole).specs(share.number),
             settings.answer_seconds,
             self._changed,
             Listener(self._happened, self._ended, self._read, self._report),
         )
+        self._whole_state, self._layout = settings.whole_state, states.of(settings.whole_state)
+        self._assembly: Assembly | None = None  # shares of a state that this island catches up from
+        self._donor = Donor(states, self._calls.send, self._calls.end)
         self._former = ThreadPoolExecutor(1, thread_name_prefix="corrections")
         self._own: dict[int, Arrays] = {}
         self._others: dict[ExchangeId, Arrays] = {}  # decoded messages of peers that the protocol has accepted
-        self._arriving: Arrays | None = None  # arrays of the event at hand
+        self._arriving: Any = None  # arrays of the event at hand
         self._windows: dict[ExchangeId, Arrays] = {}  # windows of the pair
         self._proposed: dict[Any, Message] = {}  # channel on which windows were sent -> the message to follow
         self._inbox: list[Correction | Healed] = []
         self._met: list[Met] = []
-        self._waiting: list[tuple[Any, State]] = []  # peers that wait for a copy of the state
         self._admitted = self._decided = False
         self._refused: Refused | None = None
         self._left = False
         self._closed = False
         self._server: Server | None = None
+        self._relay = Relay()
+        self._relayed: RelayedServer | None = None
+        self._ports: dict[str, RelayedPort] = {}  # of peers that only dial out
         self._follow_members()
 
     # The training's side.
@@ -204,9 +222,14 @@ class Agent:
     def open(self) -> None:
         """Listen, and ask the peers for their status. Raises `UserError` where it cannot listen."""
         actions = {ABOUT: self._tell_about, WATCH: self._show}
-        handlers = Handlers(self._called, self.snapshots.state, actions, self._report, self._introduced)
-        self._server = Server(self._roster, self._name, self._credentials, handlers, newest=self._newest)
+        serves = self._called, self.snapshots.state, actions, self._report, self._relay.call, self._introduced
+        handlers = Handlers(*serves)
+        self._server = Server(self._roster, self._name, self._credentials, handlers, self._listen, self._newest)
         self._follow_members()
+        if not self._roster.address(self._name).can_be_dialled:
+            host = self._listen.host if self._listen and self._listen.host not in ("0.0.0.0", "::") else "127.0.0.1"
+            at = Address(host, self._server.port)
+            self._relayed = RelayedServer(self._name, self.clients, self._relays, at)
         threading.Thread(target=self._tick, daemon=True, name="ticks").start()
         if self._credentials is not None:
             threading.Thread(target=self._watch_keys, daemon=True, name="keys").start()
@@ -311,14 +334,19 @@ class Agent:
     @property
     def wants_state(self) -> bool:
         """True while a peer waits for a copy of the state: call `give` then."""
-        return bool(self._waiting)
-
-    def give(self, round: int, arrays: Arrays) -> None:
-        """Send a copy of the state after `round`, which nobody will change, to the peers that wait for it."""
         with self._changed:
-            waiting, self._waiting = self._waiting, []
-        for key, header in waiting:
-            self._calls.send(key, replace(header, round=round), arrays)
+            return self._donor.is_waited_for
+
+    @property
+    def wanted(self) -> list[int]:
+        """Numbers of the state's arrays to `give`."""
+        with self._changed:
+            return self._donor.wanted
+
+    def give(self, round: int, step: int, leaves: Mapping[int, np.ndarray]) -> None:
+        """Serve the peers that wait for a copy of the state: see `Donor.give`."""
+        with self._changed:
+            self._donor.give(round, step, leaves)
 
     def settle(self, round: int, seconds: float) -> None:
         """Wait up to `seconds` until every exchange of `round` and earlier ones has ended."""
@@ -371,6 +399,11 @@ class Agent:
         if not opened:
             return
         self._calls.hang_up(_GOODBYE_SECONDS)
+        self._relay.close()
+        if self._relayed is not None:
+            self._relayed.close()
+        for port in self._ports.values():
+            port.close()
         self._connections.close()
         assert self._server is not None
         self._server.close(1.0)
@@ -394,17 +427,21 @@ class Agent:
             case Open():
                 self._calls.dial(action)
             case Send(channel, State() as header):
-                self._waiting.append((channel, header))
+                self._donor.ask(channel, header)
             case Send(channel, Message() as header):
                 self._send_message(channel, header)
             case Send(channel, header):
                 self._calls.send(channel, header, None)
             case Close(channel):
-                self._waiting = [(key, header) for key, header in self._waiting if key != channel]
+                self._donor.forget(channel)
                 self._calls.end(channel)
             case Keep(xid):
                 assert self._arriving is not None
                 self._others[xid] = self._arriving
+            case KeepShare(number):
+                assert self._arriving is not None
+                self._assembly = self._assembly or Assembly(self._layout)
+                self._assembly.put(number, self._arriving[0])
             case Apply(xid, peer, weight, lag, factors):
                 messages = self._own[xid.round], self._others.pop(xid)
                 formed = self._former.submit(self._codec.correction, *messages, weight, factors)
@@ -421,7 +458,9 @@ class Agent:
                 assert self._arriving is not None
                 self._decided = True
                 self._own, self._others, self._windows = {}, {}, {}
-                self._inbox = [Healed(peer, round, self._arriving)]
+                (step, *_), leaves = self._arriving
+                self._inbox = [Healed(peer, round, int(step), leaves, self._whole_state)]
+                self._assembly = None
                 self._met.append(Met(round, peer, "healed"))
             case Refused():
                 self._refused = action
@@ -446,15 +485,28 @@ class Agent:
         if self._name not in self._roster.names:
             return  # removed: the others will not have it
         for name, address in self._roster.islands:
+            if not address.can_be_dialled and name != self._name and self._credentials is not None:
+                if name not in self._ports:
+                    arguments = self.clients, self._relays, self._relay
+                    self._ports[name] = RelayedPort(self._name, name, *arguments)
+                address = self._ports[name].address
+            elif name in self._ports:
+                self._ports.pop(name).close()
             if name in self.clients:
-                self.clients[name].move(address)
+                self.clients[name].move(address, is_relayed=name in self._ports)
             elif name != self._name:
                 self.clients[name] = Client(
                     self._roster, self._name, self._credentials, name, self._connections, self._newest
                 )
+                self.clients[name].move(address, is_relayed=name in self._ports)
         if self._server is not None:
             issued = {entry.name: entry.issued for entry in members.entries if entry.issued > 0}
             self._server.admit(self._roster, issued)
+
+    def _relays(self) -> list[str]:
+        """Return the members that can be dialled, but for this one."""
+        with self._changed:
+            return [name for name, at in self._roster.islands if at.can_be_dialled and name != self._name]
 
     def _introduced(self, name: str, body: Mapping[str, Any]) -> bool:
         """Return whether an unknown caller has brought an entry that makes it a member."""
@@ -529,12 +581,14 @@ class Agent:
     def _ended(self, channel: Any) -> None:
         with self._changed:
             self._proposed.pop(channel, None)
-            self._waiting = [(key, header) for key, header in self._waiting if key != channel]
+            self._donor.forget(channel)
 
     def _read(self, header: Header, arrays: Arrays) -> tuple[Content, Arrays]:
         """Decode the arrays behind a header, in the thread of the call: what the protocol learns, and what is kept."""
         if isinstance(header, Windows):
             return Content(0.0), arrays
+        if isinstance(header, State) and header.share is not None:
+            return self._read_share(header.share.number, arrays)
         if not isinstance(header, Message):
             return Content(norm_of(arrays)), arrays
         with self._changed:
@@ -545,6 +599,14 @@ class Agent:
             raise peer_errors.RefusedError("a message came ahead of its windows")
         read = self._codec.read(own, windows or (), arrays)
         return Content(read.norm, read.differences), read.arrays
+
+    def _read_share(self, number: int, arrays: Arrays) -> tuple[Content, Any]:
+        """Check a share; with the position, which comes last, decode all arrays."""
+        if number:
+            return Content(0.0 if self._layout.is_finite(number, arrays[0]) else math.nan), arrays
+        assembly = self._assembly or Assembly(self._layout)
+        leaves = assembly.leaves(arrays[1:])
+        return Content(norm_of([x for x in leaves.values() if x.dtype.kind != "c"])), (arrays[:1], leaves)
 
     def _called(self, caller: str, hello: Mapping[str, Any], connect: Callable[[Expects], Channel]) -> None:
         self._calls.called(caller, hello, connect)

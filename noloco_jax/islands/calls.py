@@ -25,6 +25,7 @@ from noloco_jax.islands.protocol.messages import (
     Leave,
     Message,
     Opener,
+    Share,
     State,
     StateRequest,
     StatusRequest,
@@ -34,6 +35,7 @@ from noloco_jax.islands.protocol.messages import (
 )
 
 Specs = Callable[[int], Mapping[str, Sequence[ArraySpec]]]
+ShareSpecs = Callable[[Share], Sequence[ArraySpec]]
 _CALL_SECONDS = 3600.0  # the protocol ends calls long before
 _LAST_WORDS_SECONDS = 10.0  # for the peer to read everything sent before the end
 
@@ -135,6 +137,7 @@ class Calls:
     Args:
       clients: a client for each peer.
       specs: round of an exchange -> kind of header -> specs of the arrays behind it.
+      share_specs: share of a state -> specs of its arrays.
       answer_seconds: the limit of calls with one request and one answer.
       lock: held while the listener is called, and while calls begin, send and end.
       listener: the callbacks.
@@ -144,11 +147,13 @@ class Calls:
         self,
         clients: Mapping[str, Client],
         specs: Specs,
+        share_specs: ShareSpecs,
         answer_seconds: float,
         lock: threading.Condition,
         listener: Listener,
     ):
-        self._clients, self._specs, self._answer_seconds = clients, specs, answer_seconds
+        self._clients, self._answer_seconds = clients, answer_seconds
+        self._specs, self._share_specs = specs, share_specs
         self._lock, self._listener = lock, listener
         self._under_way: dict[Any, Call] = {}
         self._numbers = itertools.count()
@@ -187,7 +192,7 @@ class Calls:
             raise RefusedError(f"a call does not begin with {type(header).__name__}")
         key = ("in", next(self._numbers))
         call = Call(key, self._arrived)
-        channel = connect(_Expected(self._specs, header, dialled_here=False))
+        channel = connect(_Expected(self._specs, self._share_specs, header, dialled_here=False))
         with self._lock:
             self._under_way[key] = call
             self._listener.happened(Opened(key, caller, header), None)
@@ -205,7 +210,7 @@ class Calls:
         is_long = isinstance(header, Hello | StateRequest) or (isinstance(header, StatusRequest) and header.until_ready)
         seconds = _CALL_SECONDS if is_long else self._answer_seconds
         try:
-            expects = _Expected(self._specs, header, dialled_here=True)
+            expects = _Expected(self._specs, self._share_specs, header, dialled_here=True)
             with self._clients[peer].exchange(to_json(header), expects, seconds) as channel:
                 call.run(channel)
         except PeerError as error:
@@ -233,22 +238,24 @@ class Calls:
 
 
 class _Expected:
-    """Arrays that may still come through a call: a message of the exchange that it was opened for, or a state, once.
+    """Arrays that may still come through a call, once: a message of the exchange, or the share, that it is opened for.
 
     Args:
-      specs: see `Calls`.
+      specs, share_specs: see `Calls`.
       opener: the call's first header.
       dialled_here: True if this side sent it.
     """
 
-    def __init__(self, specs: Specs, opener: Opener, *, dialled_here: bool):
+    def __init__(self, specs: Specs, share_specs: ShareSpecs, opener: Opener, *, dialled_here: bool):
         self._xid: ExchangeId | None = opener.xid if isinstance(opener, Hello) else None
-        self._specs = specs(0 if self._xid is None else self._xid.round)
+        self._specs = dict(specs(0 if self._xid is None else self._xid.round))
+        self._specs[State.__name__] = ()  # arrays behind a state are expected, and none unless they are asked for
         self._left: set[str] = set()
         if isinstance(opener, Hello):
             self._left = {Windows.__name__, Message.__name__}
-        elif isinstance(opener, StateRequest) and dialled_here:
+        elif isinstance(opener, StateRequest) and opener.share is not None and dialled_here:
             self._left = {State.__name__}
+            self._specs[State.__name__] = share_specs(opener.share)
 
     def __call__(self, header: Mapping[str, Any]) -> Sequence[ArraySpec] | None:
         """Return the specs of the arrays behind a header; raise `RefusedError` before any of them is read."""

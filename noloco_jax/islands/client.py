@@ -14,9 +14,9 @@ from noloco_jax.errors import UserError
 from noloco_jax.islands.certificates import is_viewer
 from noloco_jax.islands.channel import Channel, Opening, encode, from_flight
 from noloco_jax.islands.connections import Connection, Connections
-from noloco_jax.islands.frames import PIECE_BYTES, SCHEMA, ArraySpec, Expects
+from noloco_jax.islands.frames import PIECE_BYTES, SCHEMA, ArraySpec, Expects, drain
 from noloco_jax.islands.keys import Credentials, Newest
-from noloco_jax.islands.peer_errors import BrokenError, EndedError, PeerError, RefusedError
+from noloco_jax.islands.peer_errors import BrokenError, EndedError, PeerError, RefusedError, UnreachableError
 from noloco_jax.islands.probe import learn_issue, why_unreachable
 from noloco_jax.islands.roster import Address, Roster
 
@@ -56,19 +56,19 @@ class Client:
         self.peer = peer
         self._name = name
         self._credentials = credentials
-        self._address = roster.address(peer)
+        self._address, self._is_relayed = roster.address(peer), False
         self._connections = connections
         self._newest = newest
-        if credentials is None and not self._address.is_loopback:
+        if credentials is None and self._address.can_be_dialled and not self._address.is_loopback:
             raise UserError(f"{peer} at {self._address} can be reached from other machines: give --keys=FOLDER")
 
     def renew(self, credentials: Credentials) -> None:
         """Use other keys from the next call on."""
         self._credentials = credentials
 
-    def move(self, address: Address) -> None:
-        """Call the peer at another address from the next call on."""
-        self._address = address
+    def move(self, address: Address, *, is_relayed: bool = False) -> None:
+        """Call the peer at another address from the next call on; `is_relayed`: a `RelayedPort`."""
+        self._address, self._is_relayed = address, is_relayed
 
     def action(self, call: str, argument: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Call a small action and return its answer.
@@ -153,6 +153,29 @@ class Client:
                 yield header["name"], arrays[0]
 
     @contextlib.contextmanager
+    def tunnel(self, call: str, body: Mapping[str, Any], seconds: float) -> Iterator[tuple[Any, Any, Any]]:
+        """Yield reader, writer and cancellation of a call without frames, on a connection of its own.
+
+        It is cancelled at the end of the `with` block, when no other thread may read or write any more.
+        Raises `PeerError` where no connection comes about; Arrow's errors pass.
+        """
+        client = self._connected()
+        try:
+            descriptor = flight.FlightDescriptor.for_command(self._opening(call, body, seconds))
+            writer, reader = client.do_exchange(descriptor, flight.FlightCallOptions(timeout=seconds))
+            try:
+                writer.begin(SCHEMA)
+                yield reader, writer, reader.cancel
+            finally:
+                reader.cancel()
+                with contextlib.suppress(Exception):
+                    drain(reader)  # the stream must be over before it is freed
+                with contextlib.suppress(Exception):
+                    writer.close()
+        finally:
+            client.close()
+
+    @contextlib.contextmanager
     def _flight(self) -> Iterator[flight.FlightClient]:
         """Hold a connection for a call; after one that failed it is closed."""
         connection = self._connections.take(self.peer) if self._connections is not None else None
@@ -171,6 +194,8 @@ class Client:
                 connection.client.close()
 
     def _connected(self) -> flight.FlightClient:
+        if not self._address.can_be_dialled:
+            raise UnreachableError(f"{self.peer} only dials out: nobody can call it")
         if self._credentials is None:
             return flight.FlightClient(f"grpc://{self._address}", generic_options=_OPTIONS)
         # Certificates bear the time of their making as a name too: TLS itself then refuses every other one.
@@ -190,4 +215,7 @@ class Client:
         return encode(Opening(call, self._name, self.peer, seconds, dict(body)))
 
     def _why_unreachable(self) -> PeerError:
+        if self._is_relayed and self._credentials is not None and self._newest is not None:
+            learn_issue(self.peer, self._address, self._credentials, self._newest)
+            return UnreachableError(f"{self.peer} only dials out, and no relay that answers reaches it: it may be away")
         return why_unreachable(self.peer, self._address, self._credentials, self._newest)

@@ -26,7 +26,7 @@ from noloco_jax.islands.certificates import names_of, owner_and_issue
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.protocol.members import OPEN, Certificate, Entry, Members
 from noloco_jax.islands.protocol.messages import HeaderError, entry_from_json
-from noloco_jax.islands.roster import Island, Roster, check_name, parse_address, parse_dialled
+from noloco_jax.islands.roster import NONE, Island, Roster, check_name, parse_dialled
 
 MEMBERS_FILE = "members.json"
 _ALGORITHM = ec.ECDSA(hashes.SHA256())
@@ -110,7 +110,7 @@ def read_members(path: Path) -> Saved:
     """Read a `MEMBERS_FILE`; raise `UserError` where it is missing or damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        founders = tuple(Island(name, parse_address(address)) for name, address in content["founders"])
+        founders = tuple(Island(name, parse_dialled(address)) for name, address in content["founders"])
         entries = tuple(map(entry_from_json, content["entries"]))
         return Saved(Roster(str(content["run"]), founders), entries)
     except OSError as error:
@@ -140,17 +140,33 @@ def known_roster(roster: Roster, members: Members, round: int) -> Roster:
     """
     first = dict(roster.islands)
     told = {name: members.address_of(name) for name in members.present(round)}
-    addresses = {name: parse_address(text) if text else first.get(name) for name, text in told.items()}
+    addresses = {name: parse_dialled(text) if text else first.get(name) for name, text in told.items()}
     return Roster(roster.run, tuple(Island(name, at) for name, at in addresses.items() if at is not None))
+
+
+def dials_of(roster: Roster, members: Members, name: str) -> Callable[[str], bool]:
+    """Return a function that maps the name of a peer to True if this island calls it.
+
+    One that only dials out calls everybody, and is called by nobody that can be dialled.
+    """
+
+    def can_be_dialled(member: str) -> bool:
+        text = members.address_of(member)
+        return (parse_dialled(text) if text else roster.address(member)).can_be_dialled
+
+    return lambda peer: can_be_dialled(peer) or not can_be_dialled(name)
 
 
 def describe(entry: Entry) -> str:
     """Return a line for people on an entry."""
+    if entry.certificate and entry.address == NONE:
+        return f"{entry.name} only dials out from now on"
     if entry.certificate:
         return f"{entry.name} is at {entry.address} from now on"
     if entry.until_round != OPEN:
         return f"{entry.name} is removed: no member from round {entry.until_round + 1} on"
-    return f"{entry.name} at {entry.address} is a member from round {entry.from_round + 1} on"
+    where = "which only dials out," if entry.address == NONE else f"at {entry.address}"
+    return f"{entry.name} {where} is a member from round {entry.from_round + 1} on"
 
 
 def _content(entry: Entry, run: str) -> bytes:

@@ -11,6 +11,10 @@
     address = "10.0.0.7:7070"
     comment = "the one with eight GPUs"
 
+    [[island]]
+    name = "oslo"
+    address = "none"  # it only dials out
+
 An island's place in the file is the number of its replica. Its name is what its certificate is made out to.
 """
 
@@ -33,11 +37,14 @@ _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
+NONE = "none"
+
+
 class Address(NamedTuple):
     """Network address of an island.
 
     Attributes:
-      host: a DNS name or an IP address, an IPv6 one without brackets.
+      host: a DNS name or an IP address, an IPv6 one without brackets; empty: nobody can dial the island.
       port: 1 to 65535; 0 in an address to listen at takes any that is free.
     """
 
@@ -45,7 +52,14 @@ class Address(NamedTuple):
     port: int
 
     def __str__(self) -> str:
+        if not self.can_be_dialled:
+            return NONE
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def can_be_dialled(self) -> bool:
+        """False for an island that only dials out."""
+        return bool(self.host)
 
     @property
     def is_loopback(self) -> bool:
@@ -117,7 +131,9 @@ def parse_address(text: str) -> Address:
 
 
 def parse_dialled(text: str) -> Address:
-    """Parse an address that others dial; raise `UserError` for anything else."""
+    """Parse an address that others dial, or "none"; raise `UserError` for anything else."""
+    if text == NONE:
+        return Address("", 0)
     address = parse_address(text)
     if address.port == 0:
         raise UserError(f"address = {text!r}: others cannot dial port 0, give the one that it listens on")
@@ -165,7 +181,7 @@ def _roster(content: Mapping[str, Any]) -> Roster:
         raise UserError(f"it has {len(islands)} island, and a run has two at least: give each an [[island]]")
     seen: dict[str, int] = {}
     for number, (name, address) in enumerate(islands, start=1):
-        for what, value in (("name", name), ("address", str(address))):
+        for what, value in (("name", name), ("address", str(address)))[: 1 + address.can_be_dialled]:
             former = seen.setdefault(f"{what} = {value.lower()!r}", number)
             if former != number:
                 raise UserError(f"[[island]] {former} and {number} both have {what} = {value!r}: give each its own")

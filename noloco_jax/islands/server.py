@@ -36,6 +36,8 @@ from noloco_jax.islands.keys import Credentials, Newest
 from noloco_jax.islands.peer_errors import BusyError, PeerError, RefusedError
 from noloco_jax.islands.protocol.messages import StatusRequest
 from noloco_jax.islands.recent import WATCH
+from noloco_jax.islands.relay import CALLS as RELAY_CALLS
+from noloco_jax.islands.relay import CallPipe
 from noloco_jax.islands.roster import Address, Roster
 
 MAX_CALLS = 32  # at once
@@ -43,6 +45,10 @@ MAX_CALLS_OF_A_PEER = 8
 USED_TWICE = "one name is used twice"
 _TRIES = 100  # to listen again, a tenth of a second apart
 _GRACE_SECONDS = 5.0  # allowed to a caller after its own deadline
+
+
+def _relays_nothing(kind: str, caller: str, body: Mapping[str, Any], pipe: CallPipe) -> None:
+    raise RefusedError("nothing is relayed here")
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,7 @@ class Handlers:
       state: (caller, request) -> named arrays, which are sent one by one.
       actions: name -> (caller, argument) -> answer, both small JSON.
       report: called with one line about every call that was refused or failed.
+      relay: (kind of call, caller, body, its end of a tunnel): see `relay.Relay.call`.
       introduced: (name in the certificate, body of the call) -> True if that makes it a member: an unknown caller.
     """
 
@@ -65,6 +72,7 @@ class Handlers:
     state: Callable[[str, Mapping[str, Any]], Iterable[tuple[str, np.ndarray]]]
     actions: Mapping[str, Callable[[str, Mapping[str, Any]], Mapping[str, Any]]]
     report: Callable[[str], None]
+    relay: Callable[[str, str, Mapping[str, Any], CallPipe], None] = _relays_nothing
     introduced: Callable[[str, Mapping[str, Any]], bool] = lambda name, body: False
 
 
@@ -172,7 +180,8 @@ class _Calls:
             caller = self._caller(opening, context.peer_identity())
             if is_viewer(caller):
                 _check_looks(caller, opening)
-            with self._place(VIEWER if is_viewer(caller) else caller, context.peer()):
+            who = VIEWER if is_viewer(caller) else caller
+            with self._place(who, context.peer(), is_counted=opening.call not in RELAY_CALLS):
                 yield opening
         except Exception as error:
             if isinstance(error, (flight.FlightError, pa.ArrowException)):
@@ -228,21 +237,23 @@ class _Calls:
                 self._connections[connection] += 1
 
     @contextlib.contextmanager
-    def _place(self, caller: str, connection: str) -> Iterator[None]:
+    def _place(self, caller: str, connection: str, *, is_counted: bool) -> Iterator[None]:
+        """Hold a place for a call; those of a relay have limits of their own."""
         with self._lock:
             if self.closing:
                 raise BusyError(f"{self._name} is about to stop")
-            if self._running.total() >= MAX_CALLS or self._running[caller] >= MAX_CALLS_OF_A_PEER:
+            is_full = self._running.total() >= MAX_CALLS or self._running[caller] >= MAX_CALLS_OF_A_PEER
+            if is_counted and is_full:
                 raise BusyError(
                     f"{self._name} has {self._running[caller]} calls of {caller} of {self._running.total()} now"
                 )
-            self._running[caller] += 1
+            self._running[caller] += is_counted
             self._connections[connection] = 0
         try:
             yield
         finally:
             with self._lock:
-                self._running[caller] -= 1
+                self._running[caller] -= is_counted
                 self._connections.pop(connection, None)  # another program may have had two calls on it
 
 
@@ -303,6 +314,11 @@ class _Flight(flight.FlightServerBase):
 
                 if opening.call == "exchange":
                     self._handlers.exchange(opening.caller, opening.body, connect)
+                elif opening.call in RELAY_CALLS:
+                    writer.begin(SCHEMA)
+                    counted = _Counted(reader, functools.partial(self._calls.has_read, context.peer()))
+                    pipe = CallPipe(counted, writer, cancel)
+                    self._handlers.relay(opening.call, opening.caller, opening.body, pipe)
                 elif opening.call == "state":
                     _send_state(self._handlers.state(opening.caller, opening.body), connect)
                 else:
@@ -328,6 +344,8 @@ def _send_state(named: Iterable[tuple[str, np.ndarray]], connect: Callable[[Expe
 
 
 def _to_listen(address: Address) -> Address:
+    if not address.can_be_dialled:
+        return Address("127.0.0.1", 0)
     if address.is_loopback:
         return address
     return Address("::" if socket.has_dualstack_ipv6() else "0.0.0.0", address.port)

@@ -1,14 +1,15 @@
 """Start of an island: its incarnation, its agent among the peers, and the decision to train."""
 
+import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from noloco_jax.files import write_whole
 from noloco_jax.islands.agent import Agent
-from noloco_jax.islands.entries import MEMBERS_FILE, known_roster, write_members
+from noloco_jax.islands.entries import MEMBERS_FILE, dials_of, known_roster, write_members
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.payload import Codec
@@ -17,8 +18,9 @@ from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.members import Members
 from noloco_jax.islands.protocol.messages import Identity
 from noloco_jax.islands.query import check_alone
-from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.roster import Address, Roster
 from noloco_jax.islands.snapshots import Snapshots
+from noloco_jax.islands.state_shares import StateLayouts
 
 ISLAND_FILE = "island.json"
 
@@ -33,12 +35,13 @@ def open_agent(
     journal: Journal | None,
     workdir: Path,
     codec: Codec,
-    state: Sequence[ArraySpec],
+    states: StateLayouts,
     weights: Mapping[str, ArraySpec],
     about: Mapping[str, Any],
     is_stopping: Callable[[], bool],
     report: Callable[[str], None],
     members: Members | None = None,
+    listen: Address | None = None,
 ) -> Agent | None:
     """Join the peers, who may refuse the island; return None if told to stop meanwhile.
 
@@ -52,12 +55,13 @@ def open_agent(
       journal: of the checkpoint to resume from; None: a new run.
       workdir: the island's folder.
       codec: the codec of messages.
-      state: specs of a state that is sent, see `steps.state_specs`.
+      states: layouts of a state that is sent.
       weights: specs of weights sent for merging.
       about: description of the island's weights, beside its identity.
       is_stopping: returns True once told to stop.
       report: called with lines for people.
       members: the members as they are known at the start, which the workdir keeps; None: those of the roster.
+      listen: the address to listen at; None: see `Server`.
 
     Raises `UserError` if its name or address is in use, or most of the others refuse it.
     """
@@ -65,11 +69,15 @@ def open_agent(
     check_alone(known_roster(roster, members, 0), name, credentials)
     incarnation, began_before = incarnation_of(workdir)
     others = [other for other in roster.names if other != name]
-    protocol = Island(name, others, identity, partner, incarnation, settings, journal, began_before, members)
+    settings = dataclasses.replace(settings, shares=states.of(settings.whole_state).count)
+    rules = settings, journal, began_before, members, dials_of(roster, members, name)
+    protocol = Island(name, others, identity, partner, incarnation, *rules)
     file = workdir / MEMBERS_FILE
     if members.entries:
         write_members(file, roster, members.entries)
-    agent = Agent(roster, name, credentials, protocol, settings, codec, state, report, Snapshots(weights), about, file)
+    agent = Agent(
+        roster, name, credentials, protocol, settings, codec, states, report, Snapshots(weights), about, file, listen
+    )
     try:
         agent.open()
         if _until(agent.admitted, is_stopping):

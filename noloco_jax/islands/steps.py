@@ -2,16 +2,16 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from noloco_jax.config import ModelConfig
 from noloco_jax.islands.agent import Agent, Correction, Healed
 from noloco_jax.islands.frames import ArraySpec
-from noloco_jax.islands.payload import specs_of
 from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.model.kind import param_shapes
 from noloco_jax.spmd.inner import at_step
@@ -20,12 +20,8 @@ from noloco_jax.spmd.solo import SoloPrograms
 
 PyTree = Any
 _ASK_EVERY_SECONDS, _ASK_SECONDS = 10.0, 2.0  # interval of asking peers if they have finished; timeout of an answer
+WARM_UP_STEPS = 50  # inner steps after catching up with fresh moments, in which the rate rises
 _AT_ONCE_SECONDS = 600.0  # limit of `at_once`, which is for comparisons with other runs
-
-
-def state_specs(state: TrainState) -> list[ArraySpec]:
-    """Return the specs of a state that is sent: the number of inner steps, then the arrays of a `TrainState`."""
-    return [ArraySpec((), np.dtype(np.int64)), *specs_of(state)]
 
 
 def weight_specs(model: ModelConfig) -> dict[str, ArraySpec]:
@@ -40,7 +36,7 @@ class IslandSteps:
     Args:
       agent: the island's network side.
       solo: compiled programs of solo steps and corrections.
-      place: the leaves of a state -> the state on its devices.
+      place: a peer's state -> the state on its devices, with fresh moments where only the weights came.
       tokens_of_round: maps a step to the tokens of the fragment round that ends there.
       shares_moments: outer step -> True if its message carries the inner optimizer's moments.
       keeps_pace: True if an inner step stands for the steps of the schedule that the fastest island takes meanwhile,
@@ -57,7 +53,7 @@ class IslandSteps:
         self,
         agent: Agent,
         solo: SoloPrograms,
-        place: Callable[[Sequence[np.ndarray]], TrainState],
+        place: Callable[[Healed], TrainState],
         tokens_of_round: Callable[[int], int],
         shares_moments: Callable[[int], bool] = lambda round: False,
         *,
@@ -72,6 +68,8 @@ class IslandSteps:
         self.gave_way = 0.0
         self._taken = self._scheduled = 0  # since the last outer step: inner steps, and those that they stand for
         self._steps = 0  # inner steps in all
+        self._cold = 0  # inner steps left with a lower rate
+        self._before: PyTree = None  # weights before the inner step, while the rate is lower
         self._sent_at: dict[int, int] = {}  # round whose message carried moments -> inner steps in all before it
 
     def advance(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int]:
@@ -86,11 +84,25 @@ class IslandSteps:
         """
         self._steps += 1
         stride = self.agent.stride(most)
+        self._before = jax.tree.map(_copy, state.params) if self._cold else None
         if not self._keeps_pace:
             return state, stride
         self._taken += 1
         self._scheduled += stride
         return state._replace(inner=at_step(state.inner, step + stride)), stride
+
+    def warmed(self, state: TrainState) -> TrainState:
+        """Shorten the inner step that was taken since `advance`, while the moments are fresh.
+
+        Every optimizer scales its update by the rate at last, so that a part of the step is the step of a part of the
+        rate. It takes a copy of the weights for as long.
+        """
+        if self._before is None:
+            return state
+        share = np.float32(1 - self._cold / (WARM_UP_STEPS + 1))
+        params = jax.tree.map(lambda before, after: _between(before, after, share), self._before, state.params)
+        self._before, self._cold = None, self._cold - 1
+        return state._replace(params=params)
 
     def take(self, state: TrainState, step: int, count: int) -> TrainState:
         """Take `count` outer steps after inner step `step`, and start the exchange of their messages."""
@@ -131,8 +143,9 @@ class IslandSteps:
         for item in self.agent.take():
             state, step = self._entered(item, state, step)
         if self.agent.wants_state and state.outer is not None and int(state.outer.round) > 0:
-            copies = self._copies(state)
-            self.agent.give(int(state.outer.round) - 1, [np.asarray(step, np.int64), *copies])
+            wanted, leaves = self.agent.wanted, jax.tree.leaves(state)
+            copies = self._copies([leaves[number] for number in wanted])
+            self.agent.give(int(state.outer.round) - 1, step, dict(zip(wanted, copies, strict=True)))
         self.serve(state, step)
         return state, step
 
@@ -190,17 +203,17 @@ class IslandSteps:
             state, _ = self._entered(item, state, 0)
         return state, journal
 
-    def healed(self, arrays: Any) -> tuple[TrainState, int]:
+    def healed(self, item: Healed) -> tuple[TrainState, int]:
         """Place a received state on the devices; return it and its number of inner steps."""
-        step, *leaves = arrays
         self._taken = self._scheduled = 0
+        self._cold = 0 if item.whole else WARM_UP_STEPS
         self._sent_at.clear()
-        return self._place(leaves), int(step)
+        return self._place(item), item.step
 
     def _entered(self, item: Correction | Healed, state: TrainState, step: int) -> tuple[TrainState, int]:
         with self._exposed():
             if isinstance(item, Healed):
-                return self.healed(item.arrays)
+                return self.healed(item)
             params, inner, outer = state
             structure, arrays = jax.tree.structure(self._solo.correction), item.arrays.result()
             of_weights, of_moments = arrays[: structure.num_leaves], arrays[structure.num_leaves :]
@@ -223,3 +236,15 @@ class IslandSteps:
         started = time.perf_counter()
         yield
         self.seconds_exposed += time.perf_counter() - started
+
+
+def _copy(x: Any) -> Any:
+    return jnp.array(x, copy=True) if isinstance(x, jax.Array) else np.array(x)
+
+
+def _between(before: Any, after: Any, share: np.float32) -> Any:
+    """Return the point that far on the way between two arrays, in their dtype."""
+    if not jnp.issubdtype(after.dtype, jnp.floating):
+        return after
+    start = before.astype(np.promote_types(np.float32, after.dtype))
+    return (start + share * (after - start)).astype(after.dtype)

@@ -57,6 +57,7 @@ class IslandSync:
         return state, behind, stride
 
     def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterSteps | None]:
+        state = self._steps.warmed(state)
         assert state.outer is not None
         count = self._schedule.total(step) - self._schedule.total(step - stride)
         if count == 0:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 PyTree = Any
 Number = float | jax.Array | Callable[[Any], Any]  # a number, or an optax.Schedule of the round
@@ -92,6 +93,12 @@ class OuterState(NamedTuple):
     round: Any
     rule: Any
     windows: PyTree = None
+
+
+def at_round(state: OuterState, round: int) -> OuterState:
+    """Return a fresh state as that of a replica which has taken `round` outer steps."""
+    before = state.round
+    return state._replace(round=jax.device_put(np.full(before.shape, round, before.dtype), before.sharding))
 
 
 def at(value: Number, round: Any) -> Any:

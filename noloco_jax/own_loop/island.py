@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from noloco_jax.cluster.workdir_lock import WorkdirLock
 from noloco_jax.errors import UserError
 from noloco_jax.exchange.groups import GroupExchange
-from noloco_jax.islands.agent import Agent
+from noloco_jax.islands.agent import Agent, Healed
 from noloco_jax.islands.discovery import read_run
 from noloco_jax.islands.entries import MEMBERS_FILE, Saved, members_at
 from noloco_jax.islands.final_merge import FinalMerge
@@ -30,16 +30,18 @@ from noloco_jax.islands.payload import codec_of, specs_of
 from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.islands.protocol.messages import Identity
-from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.roster import Roster, parse_address
 from noloco_jax.islands.start import begin, open_agent
-from noloco_jax.islands.steps import IslandSteps, state_specs
+from noloco_jax.islands.state_shares import layouts_of
+from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.islands.sync import IslandSync
 from noloco_jax.outer.noloco import NoLoCo
 from noloco_jax.outer.pairing import Pairing, RandomPairing, largest_group
-from noloco_jax.outer.rule import OuterState
+from noloco_jax.outer.rule import OuterState, at_round
 from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.own_loop.checkpoints import OwnCheckpoints
 from noloco_jax.own_loop.forms import Form
+from noloco_jax.own_loop.fresh import Fresh, begins_anew
 from noloco_jax.run.finite import is_finite
 from noloco_jax.run.messages import Messages
 from noloco_jax.schedule import pairing_round
@@ -74,6 +76,11 @@ class Island:
       samples_per_step: samples of an inner step, by which exchanges of unequal islands are weighed.
       common: further values that must be equal on all islands, such as {"lr": 1e-3}: an island with another value is
         refused, by name.
+      catch_up: "weights": an island that was away continues from weights of its peers, with `rest` as given to
+        `begin` where it holds arrays of the weights' shapes (moments, and what lies beside them), and takes shorter
+        steps at first; all other parts of `rest` are a peer's. "whole": from a peer's weights and `rest`.
+      listen: the address of this machine to listen at, "host:port"; None: the port that others dial, at all of the
+        machine's addresses.
       save_every: inner steps between checkpoints; 0: only `save`.
       keep: number of checkpoints to keep.
       linger: seconds for which `merge` waits for islands that are later.
@@ -94,6 +101,8 @@ class Island:
         keys: str | Path | None = None,
         samples_per_step: int = 1,
         common: Mapping[str, Any] | None = None,
+        catch_up: str = "weights",
+        listen: str | None = None,
         save_every: int = 1000,
         keep: int = 2,
         linger: float = 600.0,
@@ -111,6 +120,10 @@ class Island:
         self._members.merge(saved.entries)
         if self._members.id_of(name) is None:
             raise UserError(f"{roster} has no entry of {name} that the authority of {keys} has signed: invite it again")
+        if catch_up not in ("weights", "whole"):
+            raise ValueError(f"catch_up is {catch_up!r}: give 'weights' or 'whole'")
+        self._listen = None if listen is None else parse_address(listen)
+        self._takes_whole_state = catch_up == "whole"
         self._pairing = _checked(outer, len(self._roster.islands))
         self._outer, self._common = outer, dict(common or {})
         self._samples, self._save_every, self._keep = samples_per_step, save_every, keep
@@ -161,6 +174,8 @@ class Island:
         solo = solo_of(self._outer, shapes, outer_shapes)
         self._places = TrainState(self._params.shapes(), self._rest.shapes(), outer_shapes)
         weights = self._params.specs
+        first = self._rest.arrays(rest)
+        self._fresh = Fresh(jax.tree.leaves(first), begins_anew(first, self._places.params))
         saved = {f"{part}{name}": spec for part, form in self._forms.items() for name, spec in form.specs.items()}
         saved |= {f"outer {i}": spec for i, spec in enumerate(specs_of(outer_shapes))}
         self._checkpoints = OwnCheckpoints(self._workdir, saved, self._keep)
@@ -173,23 +188,24 @@ class Island:
             self._credentials,
             identity,
             self._partner,
-            Settings(patience=2 * self._outer.fragments.count),
+            Settings(patience=2 * self._outer.fragments.count, whole_state=self._takes_whole_state),
             journal,
             self._workdir,
             codec,
-            state_specs(self._places),
+            layouts_of(self._places, len(jax.tree.leaves(self._places.params)), self._wire, self._carried),
             weights,
             {"identity": dataclasses.asdict(identity), "config": {}, "tokenizer": None},
             lambda: False,
             self._report,
             self._members,
+            self._listen,
         )
         assert self._agent is not None
         schedule = self._outer.schedule
         steps = IslandSteps(
             self._agent,
             self._compiled(solo),
-            self._placed,
+            self._from_peers,
             lambda step: schedule.sync_every * self._samples,
         )
         self._log = log = IslandLog(self._workdir, self._name, self._agent.recent.add)
@@ -277,10 +293,7 @@ class Island:
         assert self._checkpoints is not None
         step = self._checkpoints.latest_step()
         if step is None:
-            first = TrainState(self._params.arrays(params), self._rest.arrays(rest), None)
-            make = jax.jit(self._init, out_shardings=shardings_of(self._places.outer))
-            made = make(jax.tree.map(lambda x: x[None], first.params))
-            return first._replace(outer=made), 0, None
+            return self._begun(self._params.arrays(params), self._rest.arrays(rest)), 0, None
         arrays, run = self._checkpoints.restore(step, jax.tree.leaves(self._places))
         self._seconds_before = run["seconds"]
         self._report(f"resumes from the checkpoint of step {step}")
@@ -320,9 +333,8 @@ class Island:
         values = {f"outer.{name}": str(value) for name, value in rule.items() if not callable(value)}
         values |= {"outer.sync_every": str(schedule.sync_every), "outer.pairing": _digest(_described(self._pairing))}
         values |= {f"common.{name}": json.dumps(value) for name, value in self._common.items()}
-        wire = outer.exchange.wire.name  # type: ignore[attr-defined]
         model = _digest([f"{name} {spec}" for name, spec in arrays.items()])
-        codec = f"{wire}, {outer.fragments.count} fragments"
+        codec = f"{self._wire}, {outer.fragments.count} fragments"
         return Identity(self._roster.run, values, model, self._roster.version, codec, "steps")
 
     def _init(self, lifted: PyTree) -> Any:
@@ -368,9 +380,38 @@ class Island:
             .compile(),
         )
 
-    def _placed(self, leaves: Any) -> TrainState:
+    def _begun(self, params: PyTree, rest: PyTree) -> TrainState:
+        """Return a state with these weights, of which no outer step was taken."""
+        make = jax.jit(self._init, out_shardings=shardings_of(self._places.outer))
+        return TrainState(params, rest, make(jax.tree.map(lambda x: x[None], params)))
+
+    @property
+    def _wire(self) -> str:
+        return self._outer.exchange.wire.name  # type: ignore[attr-defined]
+
+    @property
+    def _carried(self) -> list[int]:
+        """Numbers of the state's arrays that travel with the weights."""
+        first, count = len(jax.tree.leaves(self._places.params)), len(jax.tree.leaves(self._places.inner))
+        return [first + number for number in range(count) if self._fresh.leaf(number) is None]
+
+    def _from_peers(self, healed: Healed) -> TrainState:
+        """Return the state of peers on this island's devices."""
+        params, rest, _ = self._places
+        if healed.whole:
+            return self._placed([healed.leaves[number] for number in range(len(jax.tree.leaves(self._places)))])
+        first, count = len(jax.tree.leaves(params)), len(jax.tree.leaves(rest))
+        leaves = [healed.leaves[number] for number in range(first)]
+        for number in range(count):
+            fresh = self._fresh.leaf(number)
+            leaves.append(healed.leaves[first + number] if fresh is None else fresh)
+        state = self._begun(*self._placed(leaves, TrainState(params, rest, None))[:2])
+        assert state.outer is not None
+        return state._replace(outer=at_round(state.outer, healed.round + 1))
+
+    def _placed(self, leaves: Any, places: TrainState | None = None) -> TrainState:
         """Return a peer's state on this island's devices."""
-        likes, structure = jax.tree.flatten(self._places)
+        likes, structure = jax.tree.flatten(places or self._places)
         return structure.unflatten(jax.device_put(x, like.sharding) for x, like in zip(leaves, likes, strict=True))
 
 

@@ -23,6 +23,7 @@ from noloco_jax.run import digests, record
 from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.programs import TrainState
 from noloco_jax.spmd.stages import resize_vocabulary, vocabulary_axis
+from noloco_jax.storage.local_copies import named
 
 PyTree = Any
 T = TypeVar("T")
@@ -74,8 +75,8 @@ class CheckpointFiles:
                 continue  # Orbax ignores this file then
             if not isinstance(content, dict):
                 raise UserError(
-                    f"the checkpoint {path.parent} is not whole ({path.name} is no JSON object): delete that folder to "
-                    "resume from the one before it, or restore it"
+                    f"the checkpoint {named(path.parent)} is not whole ({path.name} is no JSON object): delete that "
+                    "folder to resume from the one before it, or restore it"
                 )
 
     def verify(self, step: int) -> str:
@@ -111,8 +112,8 @@ class CheckpointFiles:
                 self._manager.item_metadata(step)  # the names and shapes of arrays, and of their files nothing
             if jax.process_index() == 0:
                 warnings.warn(
-                    f"the checkpoint {folder} is unchecked: an earlier version saved it without digests, so damage to "
-                    "its files would not be noticed",
+                    f"the checkpoint {named(folder)} is unchecked: an earlier version saved it without digests, so "
+                    "damage to its files would not be noticed",
                     stacklevel=2,
                 )
             return ""
@@ -149,11 +150,11 @@ class CheckpointFiles:
     def changes(self, step: int) -> list[Change]:
         """Return the fields that differ from the run that saved `step`; raise `UserError` if one of them must match."""
         saved = self.saved_config(step)
-        return record.permitted_changes(saved, self._config, self._folder)
+        return record.permitted_changes(saved, self._config, named(self._folder))
 
     def saved_config(self, step: int) -> TrainConfig:
         """Return the configuration with which the run saved `step`."""
-        return record.saved_config(self._record(step), self._folder / str(step))
+        return record.saved_config(self._record(step), named(self._folder / str(step)))
 
     def totals(self, step: int) -> Totals:
         """Return the run's totals at `step`; a checkpoint of an earlier version has only the tokens."""
@@ -168,8 +169,8 @@ class CheckpointFiles:
         then = self._record(step)["source"].get("tokenizer")  # None if the data were token ids
         if then not in (None, tokenizer.fingerprint):
             raise UserError(
-                f"data.tokenizer={tokenizer.name!r} is not the one that the run in {self._folder.parent} was trained "
-                f"with (fingerprint {then}, now {tokenizer.fingerprint}): restore its files"
+                f"data.tokenizer={tokenizer.name!r} is not the one that the run in {named(self._folder.parent)} was "
+                f"trained with (fingerprint {then}, now {tokenizer.fingerprint}): restore its files"
             )
 
     def version_changes(self, step: int) -> list[str]:
@@ -197,8 +198,8 @@ class CheckpointFiles:
                 if self._manager.latest_step() == newest:
                     raise
         raise TransientError(
-            f"checkpoints in {self._folder} are deleted before they are read, the last of step {newest}: try again "
-            "with faster storage, or let the run keep more checkpoints (keep_checkpoints)"
+            f"checkpoints in {named(self._folder)} are deleted before they are read, the last of step {newest}: try "
+            "again with faster storage, or let the run keep more checkpoints (keep_checkpoints)"
         )
 
     def saved_shape(self, step: int) -> SavedShape:
@@ -243,15 +244,15 @@ class CheckpointFiles:
     def _damaged(self, step: int, reason: object) -> UserError:
         if not (self._folder / str(step)).exists():
             return TransientError(
-                f"the checkpoint {self._folder / str(step)} was deleted while it was read: the same command reads the "
-                "newest one"
+                f"the checkpoint {named(self._folder / str(step))} was deleted while it was read: the same command "
+                "reads the newest one"
             )
         while isinstance(reason, BaseException) and reason.__cause__ is not None:
             reason = reason.__cause__  # Orbax's own error names one of its methods instead of the file
         reason = (str(reason).strip().splitlines() or [type(reason).__name__])[0][:200]
         return UserError(
-            f"the checkpoint {self._folder / str(step)} is not whole ({reason}): delete that folder to resume from the "
-            "one before it, or restore it"
+            f"the checkpoint {named(self._folder / str(step))} is not whole ({reason}): delete that folder to resume "
+            "from the one before it, or restore it"
         )
 
     def beside(self, step: int) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from noloco_jax.data import ByteTokenizer, Tokenizer, load_tokenizer, needs_toke
 from noloco_jax.errors import UserError
 from noloco_jax.model.huggingface import save_folder
 from noloco_jax.model.kind import num_params
+from noloco_jax.storage.local_copies import named
 
 PyTree = Any
 
@@ -46,7 +47,7 @@ def write_model_folder(
         bos_id=None if tokenizer is None else tokenizer.bos_id,
         eos_id=None if tokenizer is None else tokenizer.eos_id,
     )
-    lines = [f"written: {folder}, {num_params(config.model)[0]:,} parameters, {of}"]
+    lines = [f"written: {named(folder)}, {num_params(config.model)[0]:,} parameters, {of}"]
     if tokenizer is None:
         lines.append(
             "no tokenizer files, no BOS and no EOS: the run read token ids and data.tokenizer does not name their "

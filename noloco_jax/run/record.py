@@ -37,7 +37,7 @@ def make_record(config: TrainConfig, source: Mapping[str, Any], from_step: int |
     return {"config": to_dict(config), "source": dict(source), "versions": versions(), "from_step": from_step}
 
 
-def saved_config(record: Mapping[str, Any], where: Path) -> TrainConfig:
+def saved_config(record: Mapping[str, Any], where: str) -> TrainConfig:
     """Return the configuration of a record; `where` is the checkpoint's folder."""
     if "config" not in record:
         raise UserError(
@@ -47,7 +47,7 @@ def saved_config(record: Mapping[str, Any], where: Path) -> TrainConfig:
     return unchecked(without_deleted(record["config"]))
 
 
-def permitted_changes(before: TrainConfig, now: TrainConfig, where: Path) -> list[Change]:
+def permitted_changes(before: TrainConfig, now: TrainConfig, where: str) -> list[Change]:
     """Return the fields whose values differ from the checkpoint in `where`, without those that may always change.
 
     Raises:

@@ -10,6 +10,7 @@ from noloco_jax.config import TrainConfig, load_saved
 from noloco_jax.data import Tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.run.checkpoint import Checkpointer
+from noloco_jax.storage.local_copies import named
 
 PyTree = Any
 
@@ -36,7 +37,7 @@ def load_for_export(
 
     def read(step: int | None) -> PyTree:
         if step is None:
-            raise UserError(f"{workdir} holds no checkpoint: train first, or give another folder")
+            raise UserError(f"{named(Path(workdir))} holds no checkpoint: train first, or give another folder")
         if tokenizer is not None:
             checkpointer.check_tokenizer(step, tokenizer)
         num_replicas = checkpointer.saved_shape(step).num_replicas

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from noloco_jax.cluster.host import keep_freed_memory
 from noloco_jax.cluster.place import define_flags, find_place
 from noloco_jax.config import parse_args
-from noloco_jax.files import folder_of_flag
+from noloco_jax.storage.local_copies import workdir_of_flag
 from noloco_jax.train.flags import define_run_flags
 
 
@@ -35,9 +35,9 @@ def _define_flags(parser) -> None:
     parser.add_argument(
         "--workdir",
         required=True,
-        type=folder_of_flag,
+        type=workdir_of_flag,
         metavar="DIR",
-        help="where checkpoints, metrics and curves go",
+        help="where checkpoints, metrics and curves go: a folder, or s3://BUCKET/FOLDER, gs://BUCKET/FOLDER",
     )
     define_run_flags(parser)
     define_flags(parser)

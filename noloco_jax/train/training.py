@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from noloco_jax.model.huggingface import check_has_format, load_params
 from noloco_jax.model.kind import Params, check_generates, check_kind
 from noloco_jax.run import elastic
 from noloco_jax.run.banner import banner_rows, compiled_memory, show_results
+from noloco_jax.run.bucket_workdir import BucketWorkdir, opened_workdir
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress, banner, make_console
 from noloco_jax.run.extension import extension_note, rate_change
@@ -53,22 +54,47 @@ from noloco_jax.spmd.compile import FIRST_WEIGHTS, PROGRAMS, compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.shared_batch import replicas_read_here
+from noloco_jax.storage.addresses import is_remote
+from noloco_jax.storage.local_copies import Address, list_folder, named, readable_folder
 
 
-def train_at(place: Place | None, config: TrainConfig, workdir: Path, *, start_timeout: float, **choices: Any) -> int:
+def train_at(
+    place: Place | None,
+    config: TrainConfig,
+    workdir: Path | Address,
+    *,
+    start_timeout: float,
+    from_step: int | None = None,
+    dry_run: bool = False,
+    **choices: Any,
+) -> int:
     """Train as the process at `place`; return the exit status.
 
     Args:
       place: place among the processes of the run; None: the only process.
       config: the run.
-      workdir: see `train`.
+      workdir: its folder, or the address of one in a bucket.
       start_timeout: seconds that the processes wait for one another at the start.
-      **choices: passed to `train`.
+      from_step, dry_run, **choices: passed to `train`.
     """
     use_gpu_memory()
-    with joined(place, to_dict(config), start_timeout), full_disk_told(workdir):
+    with joined(place, to_dict(config), start_timeout):
         use_cpu_cores(config, 1 if place is None else place.num_processes)
-        return train(config, workdir, **choices)
+        with opened(workdir, from_step=from_step, dry_run=dry_run) as (folder, bucket), full_disk_told(folder):
+            return train(config, folder, from_step=from_step, dry_run=dry_run, bucket=bucket, **choices)
+
+
+@contextlib.contextmanager
+def opened(
+    workdir: Path | Address, *, from_step: int | None, dry_run: bool
+) -> Iterator[tuple[Path, BucketWorkdir | None]]:
+    """Give the local folder of a workdir, and the workdir in a bucket that it is a copy of, if it is one."""
+    if isinstance(workdir, Path):
+        yield workdir, None
+        return
+    console = _console_of_first_process()
+    with opened_workdir(workdir, run_processes(), console.print, from_step=from_step, read_only=dry_run) as bucket:
+        yield bucket.folder, bucket
 
 
 def train(
@@ -81,6 +107,7 @@ def train(
     hooks: Hooks | None = None,
     processes: Processes | None = None,
     mode: Mode | None = None,
+    bucket: BucketWorkdir | None = None,
 ) -> int:
     """Train until `num_steps`, resuming from the workdir's newest checkpoint if it has one; return the exit status.
 
@@ -96,6 +123,7 @@ def train(
       hooks: callbacks in the course of the run.
       processes: processes that train together; None: all processes of JAX.
       mode: mode of this process; None: `WholeRun`.
+      bucket: the workdir in a bucket, opened, that `workdir` is the local copy of; None: a local one.
 
     Raises:
       UserError: if the configuration does not fit the devices, the data or what the workdir holds.
@@ -114,17 +142,18 @@ def train(
     whole, config = config, mode.own(config)
     programs = build_programs(config, make_mesh(config, training_devices(config, jax.devices())))
     messages = mode.prepare(config, programs)
-    banner([*mode.rows, *banner_rows(config, programs, messages)], console)
+    place = [] if bucket is None else [("workdir", f"{bucket}, by way of {workdir}")]
+    banner([*mode.rows, *banner_rows(config, programs, messages), *place], console)
     check_memory(config, programs)
-    if dry_run and (holder := holder_of(workdir)) is not None:
+    if dry_run and (holder := holder_of(workdir) if bucket is None else bucket.holder()) is not None:
         console.print(
-            f"{workdir} was locked by {holder} and not released: wait until that process has ended, or give another "
-            "--workdir"
+            f"{named(workdir)} was locked by {holder} and not released: wait until that process has ended, or give "
+            "another --workdir"
         )
     with (
-        contextlib.nullcontext() if dry_run else workdir_locked(workdir, processes, console.print),
+        contextlib.nullcontext() if dry_run or bucket else workdir_locked(workdir, processes, console.print),
         Stop(processes) as stop,
-        Checkpointer(workdir, whole, processes, from_step=from_step, read_only=dry_run) as checkpoints,
+        Checkpointer(workdir, whole, processes, from_step=from_step, bucket=bucket, read_only=dry_run) as checkpoints,
         contextlib.ExitStack() as others,
     ):
         start = _find_start(config, mode, checkpoints, stop)
@@ -143,7 +172,7 @@ def train(
             changed = checkpoints.changes(start)
             if line := checkpoints.verify(start):
                 console.print(line)
-        given = load_params(config.init_from, config.model) if config.init_from and start is None else None
+        given = _given_weights(config) if config.init_from and start is None else None
         if dry_run:
             return 0
 
@@ -167,6 +196,8 @@ def train(
             return _begins_again(console, stop)
         if jax.process_index() == 0:
             write_start(whole, workdir, start or 0, changed)
+            if bucket is not None:
+                bucket.sync()
         progress = Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console)
         with _open_metrics(config, workdir, start, wandb_project, mode) as metrics, progress:
             processes.barrier("start")  # so that all clocks start together
@@ -219,6 +250,8 @@ def _check_inputs(config: TrainConfig) -> Tokenizer | None:
         check_generates(config.model)
     if config.init_from:
         check_has_format(config.model)
+        if is_remote(config.init_from):
+            list_folder(config.init_from)
     check_data(config.data, num_replicas=config.num_replicas, vocab_size=config.model.vocab_size)
     if not needs_tokenizer(config.data) and not config.sample_tokens:
         return None
@@ -260,7 +293,7 @@ def _show_complete(console: Console, workdir: Path, steps: int, extension: str) 
         show_results(console, workdir, evaluations[-1], sample=None)
     console.print(
         f"the run is complete ({steps} steps): {extension}; or start a new run in another --workdir (or delete "
-        f"{workdir})"
+        f"{named(workdir)})"
     )
 
 
@@ -301,6 +334,11 @@ def _peak(config: TrainConfig, programs: Programs) -> float | None:
     """Return the peak FLOP/s of all devices together; None if it is unknown."""
     peak = peak_of(programs.mesh.devices.flat[0].device_kind, config.model.dtype)
     return peak and peak.flops_per_second * programs.mesh.size
+
+
+def _given_weights(config: TrainConfig) -> Params:
+    with readable_folder(config.init_from, (".json", ".safetensors")) as folder:
+        return load_params(folder, config.model)
 
 
 def _make_state(config: TrainConfig, programs: Programs, given: Params | None) -> TrainState:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from noloco_jax.cluster import workdir_lock
-from noloco_jax.cluster.workdir_lock import LOCK_FILE, Holder, WorkdirLock, holder_of
+from noloco_jax.cluster.workdir_lock import LOCK_FILE, Holder, Watch, WorkdirLock, holder_of
 from noloco_jax.errors import TransientError, UserError
 from support.paths import ROOT
 
@@ -48,6 +48,27 @@ def test_a_dead_process_of_this_machine_holds_nothing_even_if_its_number_is_in_u
     write(tmp_path, mine)
     with WorkdirLock(tmp_path, pytest.fail):
         assert holder_of(tmp_path) != mine
+
+
+def test_who_looks_sees_a_holder_of_this_machine_while_it_lives(tmp_path):
+    watch = Watch(tmp_path)
+    assert watch.holder() is None
+    with WorkdirLock(tmp_path, pytest.fail):
+        assert watch.holder() == holder_of(tmp_path)
+        with WorkdirLock(tmp_path / "another", pytest.fail):  # looking took nothing
+            assert watch.holder() is not None
+    write(tmp_path, Holder("here", os.getpid(), "2026", workdir_lock._kernel(), tmp_path.stat().st_dev))
+    assert watch.holder() is None  # killed: its line is left
+
+
+def test_who_looks_sees_a_holder_of_another_machine_while_it_shows_life(tmp_path):
+    path, watch = write(tmp_path, ELSEWHERE), Watch(tmp_path)
+    for beat in range(10):
+        os.utime(path, (beat, beat))
+        assert watch.holder() == ELSEWHERE
+        time.sleep(0.2)
+    time.sleep(workdir_lock.SILENT_SECONDS)
+    assert watch.holder() is None
 
 
 def test_a_silent_holder_on_another_machine_is_followed_after_a_wait_that_is_announced(tmp_path):

@@ -1,5 +1,7 @@
 """The runs of a comparison: which they are, and what is refused before any starts."""
 
+import gzip
+import json
 import math
 import runpy
 from dataclasses import replace
@@ -84,8 +86,8 @@ def test_a_variant_is_a_name_a_method_and_settings(config_file):
 
 
 def test_a_variant_without_methods_is_alone(config_file):
-    assert [variant.title for variant in make_variants(None, ["often:outer.lr=1"], [], None)] == ["often"]
-    assert [variant.title for variant in make_variants(None, [], [], None)] == METHODS
+    assert [variant.title for variant in make_variants(None, ["often:outer.lr=1"], [])] == ["often"]
+    assert [variant.title for variant in make_variants(None, [], [])] == METHODS
 
 
 def test_a_varied_field_multiplies_the_variants_that_do_not_set_it(config_file):
@@ -97,6 +99,33 @@ def test_a_varied_field_multiplies_the_variants_that_do_not_set_it(config_file):
         "a-seed7",
         "b-outer.sync_every=3-seed7",
         "b-outer.sync_every=5-seed7",
+    ]
+
+
+def test_several_varied_fields_train_all_combinations_and_some_change_together(config_file):
+    plan = plan_of(
+        config_file, methods=["ddp", "noloco"], vary=["num_steps/eval_every=8/4,16/8", "outer.sync_every=2,4"]
+    )
+    found = {
+        (run.variant.method, run.config.num_steps, run.config.eval_every, run.config.outer.sync_every)
+        for run in plan.runs
+    }
+    ddp_sync = only(plan_of(config_file, methods=["ddp"]), "ddp").config.outer.sync_every
+    lengths = [(8, 4), (16, 8)]
+    expected = {("noloco", *length, sync) for length in lengths for sync in (2, 4)}
+    assert found == expected | {("ddp", *length, ddp_sync) for length in lengths}
+    for variant, reference in plan.references.items():
+        assert reference.method == "ddp" and reference.values == variant.values[:1]
+    assert plan.runs[2].name == "noloco-num_steps=8-outer.sync_every=2-seed7"
+
+
+def test_a_plan_is_a_file_of_flags(config_file, tmp_path, capsys):
+    plan = tmp_path / "law.txt"
+    plan.write_text(f"--config={config_file}  # of the tests\n--variant='a: outer.lr=1'\n\n--seeds 2 --methods=ddp\n")
+    assert compare.main([f"@{plan}", f"--workdir={tmp_path / 'out'}", "--dry_run"]) == 0
+    output = capsys.readouterr().out
+    assert [line for line in output.splitlines() if line.endswith("(to do)")] == [
+        f"{name}-seed{seed} (to do)" for seed in (7, 8) for name in ("ddp", "a")
     ]
 
 
@@ -219,6 +248,9 @@ def test_fields_that_refer_to_a_varied_one_follow_it(config_file):
         (["--variant=ddp:inner.lr=0.1", "--methods=ddp"], ["two variants are called 'ddp'"]),
         (["--tune=inner.lr=0.1"], ["two or more"]),
         (["--tune=inner.lr=0.1,0.2", "--vary=inner.lr=0.1,0.2"], ["--tune and --vary both have inner.lr"]),
+        (["--vary=num_steps/eval_every=8/4,16"], ["'16' has not a value for each of num_steps and eval_every"]),
+        (["--vary=num_steps=8,16", "--vary=num_steps/eval_every=8/4,16/4"], ["both have num_steps"]),
+        (["@nowhere.txt"], ["@nowhere.txt", "a file of flags"]),
         (["--jobs=0"], ["--jobs=0"]),
         (["--workdr=x"], ["--workdr", "did you mean '--workdir'"]),
     ],
@@ -261,3 +293,13 @@ def test_the_folder_of_another_comparison_is_refused(config_file, tmp_path):
         compare.main(arguments(config_file, out / "ddp-seed7", "--dry_run"))
     more = ["--methods=noloco,ddp,local", "--seeds=3", "--config.checkpoint_every=3", "--config.log_every=1"]
     assert compare.main(arguments(config_file, out, "--dry_run", *more)) == 0
+
+
+@pytest.mark.parametrize("plan", sorted((ROOT / "configs/plans").glob("*.txt")), ids=lambda path: path.stem)
+def test_the_plans_here_are_comparisons(plan, tmp_path, capsys):
+    for split in ("train", "validation"):
+        with gzip.open(tmp_path / f"c4-{split}.00000-of-00001.json.gz", "wt") as file:
+            file.writelines(json.dumps({"text": "a few words " * 9}) + "\n" for _ in range(1000))
+    flags = [f"@{plan}", f"--workdir={tmp_path / 'out'}", f"--config.data.path={tmp_path}", "--dry_run"]
+    assert compare.main(flags) == 0
+    assert capsys.readouterr().out.count("(to do)") >= 10

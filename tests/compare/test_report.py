@@ -17,11 +17,11 @@ def test_gaps_are_between_runs_of_the_same_seed_and_value(config_file, tmp_path)
     ddp = {(7, "2"): 10.0, (8, "2"): 20.0, (7, "4"): 40.0, (8, "4"): 80.0}
     gaps = {(7, "2"): 1.05, (8, "2"): 1.07, (7, "4"): 0.9, (8, "4"): 0.8}
     for run in runs.runs:
-        assert run.variant.value is not None
-        key = run.seed, run.variant.value
+        [(_, value)] = run.variant.values
+        key = run.seed, value
         factor = gaps[key] if run.variant.method == "noloco" else 1
         train(run, tmp_path, perplexity=ddp[key] * factor, merged=2 * ddp[key] * factor)
-    rows = {(row.variant.method, row.variant.value): row.figures for row in make_rows(runs, tmp_path)}
+    rows = {(row.variant.method, row.variant.values[0][1]): row.figures for row in make_rows(runs, tmp_path)}
     for name in ("gap_percent", "gap_merged_percent"):
         np.testing.assert_allclose(rows["noloco", "2"][name], [5, 7])
         np.testing.assert_allclose(rows["noloco", "4"][name], [-10, -20])
@@ -31,13 +31,17 @@ def test_gaps_are_between_runs_of_the_same_seed_and_value(config_file, tmp_path)
 def test_a_ddp_run_that_the_field_does_not_matter_to_serves_all_values(config_file, tmp_path):
     runs = plan_of(config_file, methods=["ddp", "noloco"], vary="outer.sync_every=2,4")
     for run in runs.runs:
-        train(run, tmp_path, perplexity={None: 10.0, "2": 11.0, "4": 12.0}[run.variant.value])
+        train(run, tmp_path, perplexity={(): 10.0, ("2",): 11.0, ("4",): 12.0}[_values(run.variant)])
     rows = make_rows(runs, tmp_path)
-    assert [(row.variant.value, round(row.figures["gap_percent"][0], 6)) for row in rows] == [
-        (None, 0),
-        ("2", 10),
-        ("4", 20),
+    assert [(_values(row.variant), round(row.figures["gap_percent"][0], 6)) for row in rows] == [
+        ((), 0),
+        (("2",), 10),
+        (("4",), 20),
     ]
+
+
+def _values(variant):
+    return tuple(value for _, value in variant.values)
 
 
 def test_correlation_is_pearsons_after_the_warmup(config_file, tmp_path):
@@ -163,6 +167,7 @@ def test_bytes_are_judged_by_what_more_of_them_bring_and_by_what_beats_them(conf
         {"methods": ["ddp"]},
         {"vary": "outer.sync_every=2,4"},
         {"vary": "num_replicas=2,4"},
+        {"vary": ["num_replicas=2,4", "outer.sync_every=2,4"]},
         {"variants": ["a:outer.wire=int8", "b:inner.optimizer=muon"], "tune": "inner.lr=0.01,0.02"},
     ],
     ids=str,

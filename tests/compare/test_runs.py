@@ -6,15 +6,18 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from noloco_jax.cluster.stop import RESTART
 from noloco_jax.compare import command as compare
-from noloco_jax.compare.job import LOG_FILE
+from noloco_jax.compare import results, runner
+from noloco_jax.compare.others import LOG_FILE
 from noloco_jax.compare.runner import Comparison
 from noloco_jax.config import to_dict
 from noloco_jax.errors import UserError
+from noloco_jax.run.metrics import MetricWriter
 from support import processes
 from support.comparisons import arguments, plan_of
 from support.paths import ROOT
@@ -32,6 +35,8 @@ if fate in ("start", "memory"):
     print("error: no such thing" if fate == "start" else "RESOURCE_EXHAUSTED: Out of memory")
     sys.exit(2 if fate == "start" else 1)
 workdir.mkdir(exist_ok=True)
+with (workdir / "starts").open("a") as file:
+    file.write("x")
 if fate == "hang":
     time.sleep(600)
 if fate == "meet":
@@ -99,13 +104,46 @@ def test_a_run_that_has_no_room_to_start_leaves_the_others(config_file, tmp_path
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_a_run_that_another_process_trains_is_not_trained_twice(config_file, tmp_path):
+def test_a_run_that_another_process_trains_is_left_to_it_until_it_ends(config_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "_LOOK_SECONDS", 0.1)
     out = tmp_path / "out"
     (out / "ddp-seed7").mkdir(parents=True)
     with (out / "ddp-seed7" / LOG_FILE).open("a") as log:
         fcntl.flock(log, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="ddp-seed7 is being trained by another process"):
-            compare.main(arguments(config_file, out))
+        threading.Timer(4.0, lambda: fcntl.flock(log, fcntl.LOCK_UN)).start()  # as if it were killed
+        assert compare.main(arguments(config_file, out)) == 0
+    told = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert told.index("ddp-seed7") < told.index("[3/4] local-seed7") < told.index("[4/4] ddp-seed7")
+
+
+@pytest.mark.timeout(120)
+def test_two_comparisons_of_one_folder_divide_its_runs(config_file, tmp_path, stand_in, monkeypatch, capsys):
+    """Two runs that end only when both train, of two comparisons that train one at a time."""
+    monkeypatch.setattr(runner.signal, "signal", lambda *_: signal.SIG_DFL)  # threads set no handlers
+    stand_in |= {"ddp": "meet", "noloco": "meet"}
+    flags = arguments(config_file, tmp_path / "out", "--methods=ddp,noloco")
+    statuses = []
+    both = [threading.Thread(target=lambda: statuses.append(compare.main(flags))) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    assert statuses == [0, 0]
+    started = sum((tmp_path / "out" / f"{name}-seed7" / "starts").read_text().count("x") for name in ("ddp", "noloco"))
+    assert started == 2 and capsys.readouterr().out.count("ddp-seed7: perplexity") == 2
+
+
+def test_the_time_left_is_that_of_the_flops_left(config_file, tmp_path):
+    """Of three runs of 40 steps, the first took 20 s; the second is half done at the same pace; two trainers."""
+    plan = plan_of(config_file, methods=["ddp", "noloco", "local"])
+    assert results.seconds_left(plan, tmp_path, 2) is None
+    for run, steps, seconds in zip(plan.runs, (40, 20), (20.0, 10.0), strict=False):
+        writer = MetricWriter(tmp_path / run.name, resume_step=None, tensorboard=False)
+        writer.write(steps, "train", loss=1.0, seconds=seconds)
+        writer.close()
+    assert results.seconds_left(plan, tmp_path, 2) == pytest.approx((10 + 20) / 2)
+    longer = plan_of(config_file, methods=["ddp", "noloco", "local"], settings=["local:num_steps=120"])
+    assert results.seconds_left(longer, tmp_path, 2) == pytest.approx((10 + 60) / 2)
 
 
 @pytest.mark.timeout(60)

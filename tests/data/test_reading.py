@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import DataConfig
-from noloco_jax.data import check_data, line_reader, load_tokenizer, parquet_file, reading, validation_batches
-from noloco_jax.data.reading import RETRY_DELAYS, read_with_retries
+from noloco_jax.data import check_data, line_reader, load_tokenizer, parquet_file, validation_batches
 from noloco_jax.errors import TransientError, UserError
+from noloco_jax.storage import retries
+from noloco_jax.storage.retries import RETRY_DELAYS, with_retries
 from support.data_makers import (
     documents,
     open_streams,
@@ -31,7 +32,7 @@ BYTE = load_tokenizer("byte")
 def naps(monkeypatch):
     """The seconds that reads have waited, without waiting."""
     waited = []
-    monkeypatch.setattr(reading, "sleep", waited.append)
+    monkeypatch.setattr(retries, "sleep", waited.append)
     return waited
 
 
@@ -50,20 +51,20 @@ def failing(times, number):
 def test_a_transient_error_that_passes_is_not_seen(naps):
     for number in (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOENT):
         naps.clear()
-        assert read_with_retries(failing(3, number), "file") == "content"
+        assert with_retries(failing(3, number), "file") == "content"
         assert naps == list(RETRY_DELAYS[:3])
 
 
 def test_a_transient_error_that_stays_ends_with_exit_status_1(naps):
     with pytest.raises(TransientError, match=r"^file cannot be read \(Stale file handle\), .* 7\.5 seconds") as caught:
-        read_with_retries(failing(100, errno.ESTALE), "file")
+        with_retries(failing(100, errno.ESTALE), "file")
     assert caught.value.exit_status == 1
     assert naps == list(RETRY_DELAYS)
 
 
 def test_other_errors_of_the_system_are_not_waited_for(naps):
     with pytest.raises(UserError, match=r"^file cannot be read \(Permission denied\)") as caught:
-        read_with_retries(failing(1, errno.EACCES), "file")
+        with_retries(failing(1, errno.EACCES), "file")
     assert caught.value.exit_status == 2
     assert not naps
 
@@ -74,7 +75,7 @@ def test_a_file_that_comes_back_interrupts_nothing(tmp_path, naps, monkeypatch, 
     config = replace(config, sequence_length=1, batch_size=1)
     (stream,) = open_streams(config, 1)
     (tmp_path / "data").rename(tmp_path / "gone")
-    monkeypatch.setattr(reading, "sleep", lambda _: (tmp_path / "gone").rename(tmp_path / "data"))
+    monkeypatch.setattr(retries, "sleep", lambda _: (tmp_path / "gone").rename(tmp_path / "data"))
     assert sorted(read_through(stream, 0)) == list(range(count))
 
 

@@ -20,12 +20,11 @@ from noloco_jax.data import (
     check_data,
     load_tokenizer,
     needs_tokenizer,
-    reading,
-    storage,
     validation_batches,
 )
 from noloco_jax.data.tokenizers import local_tokenizer
 from noloco_jax.errors import TransientError, UserError
+from noloco_jax.storage import addresses, retries
 from support.data_makers import CountingTokenizer, open_streams, write_counting, write_json_lines, write_rows
 from support.stores import STORES
 
@@ -75,7 +74,12 @@ def fresh():
     """Forget what this process knows of servers, as a new one would know nothing."""
 
     def forget():
-        for known in (storage._list_files, storage.remote_facts, storage._open_file_system, storage._opened_in_thread):
+        for known in (
+            addresses._list_files,
+            addresses.remote_facts,
+            addresses._open_file_system,
+            addresses._opened_in_thread,
+        ):
             known.cache_clear()
 
     forget()
@@ -87,7 +91,7 @@ def fresh():
 def naps(monkeypatch):
     """The seconds between attempts, without waiting."""
     waited = []
-    monkeypatch.setattr(reading, "sleep", waited.append)
+    monkeypatch.setattr(retries, "sleep", waited.append)
     return waited
 
 
@@ -143,7 +147,7 @@ def test_a_server_gives_the_validation_documents_of_the_disk(tmp_path, start, sc
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz", ""])
 def test_every_compression_is_read_from_a_server(tmp_path, start, suffix, monkeypatch):
-    monkeypatch.setattr(storage, "FIRST_BLOCK", 100)
+    monkeypatch.setattr(addresses, "FIRST_BLOCK", 100)
     write_json_lines(tmp_path / f"a.jsonl{suffix}", [f"{first} 7" for first in range(0, 4000, 7)])
     config = DataConfig(kind="jsonl", path=str(tmp_path / f"a.jsonl{suffix}"), sequence_length=7, add_eos=False)
     config = replace(config, add_bos=False)
@@ -208,7 +212,7 @@ def test_a_process_that_is_killed_while_it_reads_is_continued(tmp_path, start):
 @pytest.mark.parametrize("fault", [500, 503, 429, "cut", "short", "stall"])
 @pytest.mark.parametrize("scheme", ["s3", "hf", "http"])
 def test_what_fails_for_a_while_is_not_seen(tmp_path, start, naps, monkeypatch, scheme, fault):
-    monkeypatch.setattr(storage, "ANSWER_SECONDS", 0.5 if scheme != "s3" else 1.0)  # which S3's library rounds
+    monkeypatch.setattr(addresses, "ANSWER_SECONDS", 0.5 if scheme != "s3" else 1.0)  # which S3's library rounds
     config = made("jsonl", tmp_path, scheme)
     server = start(scheme)
     remote = at(config, tmp_path, server.upload(tmp_path))
@@ -218,7 +222,7 @@ def test_what_fails_for_a_while_is_not_seen(tmp_path, start, naps, monkeypatch, 
     faulty.faults.extend([None, *faults, None, *faults])
     assert taken(remote, 1) == taken(config, 1)
     assert not faulty.faults
-    assert naps == [storage.RETRY_DELAYS[0]] * 2
+    assert naps == [addresses.RETRY_DELAYS[0]] * 2
 
 
 @pytest.mark.parametrize("scheme", ["s3", "hf"])
@@ -253,8 +257,8 @@ def test_a_server_that_is_gone_ends_with_status_1(tmp_path, naps):
 
 
 def test_a_failed_request_repeats_nothing_before_it(tmp_path, start, naps, monkeypatch):
-    monkeypatch.setattr(storage, "FIRST_BLOCK", 256)
-    monkeypatch.setattr(storage, "LARGEST_BLOCK", 256)
+    monkeypatch.setattr(addresses, "FIRST_BLOCK", 256)
+    monkeypatch.setattr(addresses, "LARGEST_BLOCK", 256)
     write_json_lines(tmp_path / "a.jsonl.gz", [f"{first} 7" for first in range(0, 7000, 7)])
     server = start("s3")
     config = DataConfig(kind="jsonl", path=f"{server.upload(tmp_path)}/a.jsonl.gz", shuffle_buffer=1, sequence_length=7)
@@ -270,8 +274,8 @@ def test_a_failed_request_repeats_nothing_before_it(tmp_path, start, naps, monke
 
 
 def test_a_parquet_file_is_read_by_its_row_groups(tmp_path, start, monkeypatch):
-    monkeypatch.setattr(storage, "FIRST_BLOCK", 1 << 10)
-    monkeypatch.setattr(storage, "LARGEST_BLOCK", 1 << 12)
+    monkeypatch.setattr(addresses, "FIRST_BLOCK", 1 << 10)
+    monkeypatch.setattr(addresses, "LARGEST_BLOCK", 1 << 12)
     rows = [np.random.default_rng(k).integers(0, 1 << 20, 512).tolist() for k in range(64)]
     write_rows(tmp_path / "a.parquet", {"input_ids": rows, "labels": rows}, row_group_size=2)
     server = start("s3")
@@ -344,7 +348,7 @@ def test_a_file_that_is_listed_and_gone_ends_with_status_2(tmp_path, start, fres
     config = made("jsonl", tmp_path)
     server = start("s3")
     remote = at(config, tmp_path, server.upload(tmp_path))
-    storage.list_files(remote.path, recursive=True)
+    addresses.list_files(remote.path, recursive=True)
     gone = f"{remote.path}/part 1.jsonl.gz"
     server.delete(gone)
     with pytest.raises(UserError, match=f"^{gone}: there is no such file") as caught:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from noloco_jax.islands.protocol.context import MOST_AHEAD, STARTS_APART, Settings
+from noloco_jax.islands.protocol.download import MOST_AT_ONCE
 from noloco_jax.islands.protocol.events import (
     Admitted,
     Arrived,
@@ -14,6 +15,7 @@ from noloco_jax.islands.protocol.events import (
     Close,
     Content,
     Heal,
+    KeepShare,
     Open,
     Opened,
     Ready,
@@ -30,6 +32,7 @@ from noloco_jax.islands.protocol.messages import (
     ExchangeId,
     NotPartner,
     Outcome,
+    Share,
     State,
     StateRequest,
     Status,
@@ -42,6 +45,7 @@ OTHERS = ["b", "c", "d"]
 SETTINGS = Settings()
 LOST = SETTINGS.lost_seconds
 UNKNOWN = None
+POSITION = Share(0, whole=False)
 
 
 def journal(round: int = 5, lineage: bool = True, unresolved=()) -> Journal:
@@ -167,7 +171,7 @@ def test_a_donor_that_is_itself_far_behind_comes_last(late):
 @pytest.mark.parametrize("round", [4, 5])
 def test_a_state_that_is_no_further_than_the_own_weights_is_not_taken(round):
     island, actions = started(dict.fromkeys(OTHERS, status(40)), journal=journal(5))
-    after: list[Any] = island.handle(Arrived(actions[-1].channel, State(round, True), Content(1.0)), 2.0)
+    after: list[Any] = island.handle(Arrived(actions[-1].channel, State(round, True, POSITION), Content(1.0)), 2.0)
     assert island.round == 5 and isinstance(after[-1].header, StateRequest)  # to the next donor
 
 
@@ -202,16 +206,108 @@ def test_an_island_that_does_not_train_is_no_donor():
 
 
 def request(sender: str, *, lineage: bool = True) -> StateRequest:
-    return StateRequest(Caller(IDENTITY, sender, "a", 1, -1), lineage)
+    return StateRequest(Caller(IDENTITY, sender, "a", 1, -1), lineage, POSITION)
 
 
-def test_a_donor_serves_one_client_at_a_time():
+def test_a_donor_serves_a_limited_number_of_calls_of_an_island():
     donor, _ = started({}, journal=journal())
-    assert donor.handle(Opened("x", "b", request("b")), 1.0) == [Send("x", State(5, True))]
-    refusal: Any = donor.handle(Opened("y", "c", request("c")), 1.0)[0]
+    for number in range(MOST_AT_ONCE):
+        assert donor.handle(Opened(("b", number), "b", request("b")), 1.0) == [
+            Send(("b", number), State(5, True, POSITION))
+        ]
+    refusal: Any = donor.handle(Opened("y", "b", request("b")), 1.0)[0]
     assert isinstance(refusal.header, Busy)
-    donor.handle(Broken("x"), 2.0)
-    assert donor.handle(Opened("z", "c", request("c")), 3.0) == [Send("z", State(5, True))]
+    assert donor.handle(Opened("z", "c", request("c")), 3.0) == [Send("z", State(5, True, POSITION))]
+    donor.handle(Broken(("b", 0)), 2.0)
+    assert donor.handle(Opened("w", "b", request("b")), 3.0) == [Send("w", State(5, True, POSITION))]
+
+
+def test_an_island_of_an_earlier_version_which_asks_for_no_share_is_told_so():
+    donor, _ = started({}, journal=journal())
+    answer: Any = donor.handle(Opened("x", "b", replace(request("b"), share=None)), 1.0)[0]
+    assert "same version" in answer.header.reason
+
+
+def downloading(shares: int, donors: str = "bcd") -> tuple[Island, dict[Any, tuple[str, int]]]:
+    """Island "a" that catches up, and its requests: channel -> donor, number."""
+    settings = replace(SETTINGS, shares=shares)
+    island, actions = started(dict.fromkeys(donors, status(40)), journal=journal(), settings=settings)
+    return island, requests(actions)
+
+
+def requests(actions: list) -> dict[Any, tuple[str, int]]:
+    calls = [(action, action.header) for action in actions if isinstance(action, Open)]
+    found = [(call, header) for call, header in calls if isinstance(header, StateRequest)]
+    return {call.channel: (call.peer, header.share.number) for call, header in found if header.share}
+
+
+def give(island: Island, channel: Any, number: int, now: float, *, round: int = 40, norm: float = 1.0) -> list:
+    return island.handle(Arrived(channel, State(round, True, Share(number, whole=False)), Content(norm)), now)
+
+
+def test_shares_come_from_several_donors_at_once_each_one_time_and_the_position_last():
+    island, open_calls = downloading(shares=9)
+    assert {donor for donor, _ in open_calls.values()} == set(OTHERS)
+    kept: list[int] = []
+    now = 0.5
+    while open_calls:
+        channel, (_, number) = next(iter(open_calls.items()))
+        now += 2.0
+        actions = give(island, channel, number, now, round=40 + int(now) // 4)
+        del open_calls[channel]
+        open_calls |= requests(actions)
+        kept += [action.number for action in actions if isinstance(action, KeepShare)]
+    assert sorted(kept) == list(range(1, 10)) and number == 0
+    assert isinstance(actions[-1], Heal) and actions[-1].round == island.round == 40 + int(now) // 4
+
+
+def test_what_a_donor_that_stops_in_the_middle_did_not_give_comes_from_another():
+    island, open_calls = downloading(shares=4, donors="bc")
+    (first, (silent, missing)), (other, (_, number)) = open_calls.items()
+    asked = [missing, number]
+    now = 2.0
+    while True:
+        actions = give(island, other, number, now)
+        if not requests(actions):
+            break
+        ((other, (_, number)),) = requests(actions).items()
+        asked.append(number)
+        now += 1.5
+    deadline = island.next_deadline()
+    assert deadline is not None and deadline <= 0.5 + SETTINGS.share_seconds  # not for 600 s
+    actions = island.handle(Tick(), deadline)
+    assert Close(first) in actions
+    ((other, (donor, number)),) = requests(actions).items()
+    assert donor != silent and number == missing
+    ((position, (donor, number)),) = requests(give(island, other, missing, deadline + 1)).items()
+    assert number == 0 and donor != silent and sorted(asked) == [1, 2, 3, 4]
+    assert isinstance(give(island, position, 0, deadline + 2)[-1], Heal)
+
+
+def test_shares_that_came_stay_when_all_donors_fail():
+    island, open_calls = downloading(shares=3, donors="b")
+    ((channel, (_, first)),) = open_calls.items()
+    ((channel, _),) = requests(give(island, channel, first, 1.5)).items()
+    for _ in range(2):  # it gave something, and is asked once more
+        actions = island.handle(Broken(channel), 2.0)
+        channel = next(iter(requests(actions)), None)
+    assert Begin(fresh=False) in actions  # from its own weights, until it asks around again
+    island.peers["b"].told(1, 41, 3.0)
+    again = requests(asked(island, RoundEnded(6, 1, 1.0), dict.fromkeys("bcd", status(41)), 3.0))
+    numbers = []
+    while again:
+        channel, (_, number) = again.popitem()
+        numbers.append(number)
+        again |= requests(give(island, channel, number, 4.0, round=41))
+    assert sorted(numbers) == sorted({0, 1, 2, 3} - {first})
+
+
+def test_weights_that_are_not_finite_are_asked_for_again_from_another_donor():
+    island, open_calls = downloading(shares=1, donors="bc")
+    ((channel, (bad, number)),) = open_calls.items()
+    assert number == 1
+    ((channel, (donor, number)),) = requests(give(island, channel, 1, 1.0, norm=float("nan"))).items()
+    assert (donor != bad, number) == (True, 1)
 
 
 def test_a_client_that_never_reads_does_not_keep_its_donor_for_ever():
@@ -222,15 +318,22 @@ def test_a_client_that_never_reads_does_not_keep_its_donor_for_ever():
     assert donor.next_deadline() is None
 
 
-@pytest.mark.parametrize("failure", [Broken, lambda c: Arrived(c, Busy(1.0)), lambda c: Arrived(c, NotPartner("no")),
-                                     lambda c: Arrived(c, State(40, True), Content(float("nan")))])  # fmt: skip
+@pytest.mark.parametrize(
+    "failure",
+    [
+        Broken,
+        lambda c: Arrived(c, Busy(1.0)),
+        lambda c: Arrived(c, NotPartner("no")),
+        lambda c: Arrived(c, State(40, True, POSITION), Content(float("nan"))),
+    ],
+)
 def test_after_a_donor_that_fails_the_next_one_is_asked(failure):
     island, actions = started({"b": status(40), "c": status(40)}, began_before=True)
     first = donor_of(actions)
     second: list[Any] = island.handle(failure(actions[-1].channel), 1.0)
     assert {first, donor_of(second)} == {"b", "c"}
     call = second[-1]
-    healed = island.handle(Arrived(call.channel, State(41, True), Content(1.0)), 2.0)
+    healed = island.handle(Arrived(call.channel, State(41, True, POSITION), Content(1.0)), 2.0)
     assert healed[-1] == Heal(call.peer, 41, True)
     assert (island.round, island.incarnation, island.status().lineage) == (41, 8, True)
 
@@ -245,7 +348,7 @@ def test_questions_are_answered_for_the_weights_that_an_island_has():
         return answer.header.outcome
 
     assert outcome() is Outcome.COMMITTED
-    island.handle(Arrived(actions[-1].channel, State(40, True), Content(1.0)), 2.0)
+    island.handle(Arrived(actions[-1].channel, State(40, True, POSITION), Content(1.0)), 2.0)
     assert outcome() is Outcome.ABORTED
 
 

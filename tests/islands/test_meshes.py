@@ -95,8 +95,8 @@ def trained_as_islands(configs: list[TrainConfig], folder: Path) -> list[TrainSt
         assert [one.outcome for one in met] == ["met"] * 4
         assert 0 < island.seconds_exposed < seconds
         final[replica] = jax.device_get(state)
-        copies = [np.asarray(9, np.int64), *jax.tree.leaves(final[replica])]
-        healed, _ = island.healed(Healed("other", 3, copies).arrays)
+        leaves = dict(enumerate(jax.tree.leaves(final[replica])))
+        healed, _ = island.healed(Healed("other", 3, 9, leaves, whole=True))
         jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail("elsewhere"), healed, programs.resting)
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(healed), final[replica])
         agent.close()

@@ -36,6 +36,8 @@ ALL = [
     messages.Status(1, 2, True, False, 3, 4, 0.5, "oslo", Outcome.FORGOTTEN),
     messages.StateRequest(CALLER, True),
     messages.State(7, True),
+    messages.StateRequest(CALLER, True, messages.Share(0, True)),
+    messages.State(7, True, messages.Share(4095, False)),
     messages.Leave(CALLER, finished=True),
     messages.Windows(XID),
     messages.StatusRequest(news=News((ENTRY, OWN), "0" * 16), before=2**62),

@@ -23,6 +23,7 @@ import noloco_jax as nj
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as command_line
 from noloco_jax.islands.roster import Address, Island, Roster
+from noloco_jax.own_loop.fresh import Fresh, begins_anew
 from noloco_jax.schedule import pairing_round
 from support import platforms
 from support.paths import ROOT
@@ -170,18 +171,25 @@ def test_what_is_saved_comes_back_as_it_was_with_places_keys_and_numbers(roster,
     side_by_side(*(lambda name=name: train(name) for name in NAMES))
 
 
-def test_an_island_that_comes_later_continues_from_a_peers_state_and_step(tmp_path, roster):
+@pytest.mark.parametrize("catch_up", ["weights", "whole"])
+def test_an_island_that_comes_later_continues_from_its_peers_and_their_step(catch_up, tmp_path):
     names = (*NAMES, "rome")
     addresses = [Address("127.0.0.1", port) for port in free_ports(3)]
     roster = Roster("own", tuple(map(Island, names, addresses)))
     is_over, late = threading.Event(), threading.Event()
     found: dict[str, Any] = {}
+    tx = optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda step: 1e-3 / (1 + step)))
+
+    def first(name: str) -> Any:
+        return {"steps": 0, "name": np.array([names.index(name)]), "adam": tx.init(weights())}
 
     def train(name: str) -> None:
         with nj.Island(roster, name, workdir=tmp_path / name, outer=nj.noloco(sync_every=2), report=quiet) as island:
-            params, rest, step = island.begin(weights(), {"steps": 0, "name": np.array([names.index(name)])})
+            params, rest, step = island.begin(weights(), first(name))
             while not is_over.is_set():
-                params, rest = moved(params, "paris", step), {**rest, "steps": rest["steps"] + 1}
+                adam = tx.update(weights(), rest["adam"])[1]
+                params = moved(params, "paris", step)
+                rest = {**rest, "adam": adam, "steps": rest["steps"] + 1}
                 params, rest, step = island.step(params, rest)
                 assert rest["steps"] == step
                 if step > 20:
@@ -190,15 +198,42 @@ def test_an_island_that_comes_later_continues_from_a_peers_state_and_step(tmp_pa
 
     def come_later() -> None:
         assert late.wait(100)
-        with nj.Island(roster, "rome", workdir=tmp_path / "rome", outer=nj.noloco(sync_every=2), report=quiet) as it:
-            params, rest, step = it.begin(weights(), {"steps": 0, "name": np.array([2])})
+        with nj.Island(
+            roster, "rome", workdir=tmp_path / "rome", outer=nj.noloco(sync_every=2), catch_up=catch_up, report=quiet
+        ) as it:
+            params, rest, step = it.begin(weights(), first("rome"))
             found.update(params=params, rest=rest, step=step)
         is_over.set()
 
     side_by_side(*(lambda name=name: train(name) for name in NAMES), come_later)
     assert found["step"] > 15 and found["rest"]["steps"] == found["step"]
     assert found["rest"]["name"].item() in (0, 1)
+    moments, schedule = found["rest"]["adam"]
+    assert int(schedule.count) == found["step"] and (int(moments.count) > 0) is (catch_up == "whole")
+    assert any(np.any(x) for x in jax.tree.leaves((moments.mu, moments.nu))) is (catch_up == "whole")
     assert not np.array_equal(found["params"]["w"], weights()["w"])
+
+
+def test_what_lies_beside_moments_begins_anew_with_them_and_nothing_else():
+    params = weights()
+    rest = {
+        "adam": optax.adam(optax.constant_schedule(1e-3)).init(params),
+        "average": {"weights": params},
+        "key": jax.random.key_data(jax.random.key(0)),
+        "seen": np.zeros(96, np.int32),  # of a weight's shape, and no moment
+        "step": np.zeros([], np.int64),
+    }
+    flags = jax.tree.unflatten(jax.tree.structure(rest), begins_anew(rest, params))
+    assert all(jax.tree.leaves(flags["adam"][0])) and not any(jax.tree.leaves(flags["adam"][1]))
+    assert all(jax.tree.leaves(flags["average"]))
+    assert not (flags["key"] or flags["seen"] or flags["step"])
+    fresh = Fresh(jax.tree.leaves(rest), jax.tree.leaves(flags))
+    for number, (x, flag) in enumerate(zip(jax.tree.leaves(rest), jax.tree.leaves(flags), strict=True)):
+        value = fresh.leaf(number)
+        assert (value is not None) is flag
+        if value is not None:
+            np.testing.assert_array_equal(value, x)
+            assert value.dtype == x.dtype
 
 
 def test_an_invited_island_joins_loops_that_train_and_is_met_by_both(tmp_path):

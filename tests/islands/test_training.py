@@ -6,12 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from noloco_jax import draws
-from noloco_jax.islands.steps import IslandSteps
+from noloco_jax.islands.steps import WARM_UP_STEPS, IslandSteps
 from noloco_jax.methods import schedule_of
+from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import TrainState
 from support.sites import side_by_side
 from support.training_islands import NAMES, World, round_of, small, train, wait_until
@@ -116,27 +119,22 @@ def test_what_comes_of_an_exchange_under_way_enters_before_a_step_is_queued_behi
     assert ran == [True]
 
 
-def test_an_island_that_comes_later_goes_on_from_the_state_of_one_that_trains(world, tmp_path):
+@pytest.mark.parametrize("catch_up", ["weights", "whole"])
+def test_an_island_that_comes_later_goes_on_from_those_that_train(world, tmp_path, catch_up):
     world.begin(tmp_path)
-    given: list[tuple[int, list[np.ndarray]]] = []
+    states: list[Any] = []
     is_over = threading.Event()
     ready = threading.Barrier(3, timeout=60)
 
     def donor(replica: int) -> None:
         agent, island = world.join(NAMES[replica])
-        give = agent.give
-
-        def recorded(round: int, arrays: Any) -> None:
-            given.append((round, arrays))
-            give(round, arrays)
-
-        agent.give = recorded  # type: ignore[method-assign]
         state, step = world.programs.init(draws.key(0)), 0
         ready.wait()
         for _ in range(3):
             state, step = train(world, island, state, step, replica)
             agent.settle(step // 2 - 1, 2.0)
             state, step = island.enter(state, step)
+        states.append(jax.device_get(state))
         ready.wait()
         while not is_over.wait(0.01):
             state, step = island.enter(state, step)
@@ -146,16 +144,33 @@ def test_an_island_that_comes_later_goes_on_from_the_state_of_one_that_trains(wo
         try:
             ready.wait()
             ready.wait()
-            agent, island = world.join(NAMES[2])
+            agent, island = world.join(NAMES[2], catch_up=catch_up)
             state, step = island.enter(world.programs.init(draws.key(1)), 0)
-            (round, arrays), *_ = given
-            assert (step, int(state.outer.round)) == (6, 3) and round == 2
-            for mine, theirs in zip(jax.tree.leaves(jax.device_get(state)), arrays[1:], strict=True):
-                np.testing.assert_array_equal(mine, theirs)
+            assert (step, int(state.outer.round)) == (6, 3)
+            mine = jax.device_get(state)
+            (donor,) = [one for one in states if is_equal(mine.params, one.params)]
+            if catch_up == "whole":
+                assert is_equal(mine, donor)
+            else:
+                first = world.programs.from_params(jax.tree.map(lambda x: x[0], donor.params))
+                assert is_equal(mine.outer.rule, first.outer.rule)
+                assert is_equal(mine.inner, at_step(first.inner, 7))
+            later, _ = island.advance(state, step, 1)
+            stepped = world.inner(world.programs, jax.tree.map(jnp.copy, later), 7, range(2, 3))
+            warmed = jax.device_get(island.warmed(stepped))
+            share = 1 if catch_up == "whole" else 1 / (WARM_UP_STEPS + 1)
+            for x, before, after in zip(
+                *map(jax.tree.leaves, (warmed.params, mine.params, stepped.params)), strict=True
+            ):
+                np.testing.assert_allclose(x, before + share * (np.asarray(after) - before), rtol=1e-5, atol=1e-7)
+            state = later
             assert island.at_rest(state)[1] is not None
             agent.close()
         finally:
             is_over.set()
 
     side_by_side(lambda: donor(0), lambda: donor(1), joiner)
-    assert given
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    return all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))

@@ -43,11 +43,11 @@ def plan_of(
     methods: Sequence[str] = METHODS,
     variants: Sequence[str] = (),
     seeds: int = 1,
-    vary: str | None = None,
+    vary: str | Sequence[str] = (),
     tune: str | None = None,
     settings: Sequence[str] = (),
 ) -> Plan:
-    choices = parse_choices(vary, "--vary") if vary else None
+    choices = [parse_choices(text, "--vary") for text in ([vary] if isinstance(vary, str) else vary)]
     return make_plan(
         config_file,
         overrides,

@@ -80,14 +80,14 @@ def set_environment(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def command(config: Path, workdir: Path, *arguments: str, seconds_per_step: float = 0.0) -> list[str]:
+def command(config: Path, workdir: Path | str, *arguments: str, seconds_per_step: float = 0.0) -> list[str]:
     module = ["support.paced", str(seconds_per_step), "noloco_jax.train"] if seconds_per_step else ["noloco_jax.train"]
     return [sys.executable, "-m", *module, f"--config={config}", f"--workdir={workdir}", *arguments]
 
 
 def start(
     config: Path,
-    workdir: Path,
+    workdir: Path | str,
     *arguments: str,
     number: int = 1,
     devices: int = 1,
@@ -138,7 +138,7 @@ def kill(processes: Sequence[subprocess.Popen[str]]) -> None:
             process.stdout.close()
 
 
-def run(config: Path, workdir: Path, *arguments: str, number: int = 1, devices: int = 1) -> list[tuple[int, str]]:
+def run(config: Path, workdir: Path | str, *arguments: str, number: int = 1, devices: int = 1) -> list[tuple[int, str]]:
     return finish(start(config, workdir, *arguments, number=number, devices=devices))
 
 

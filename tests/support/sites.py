@@ -1,23 +1,26 @@
 """Islands whose training is a clock and whose weights are an array: real agents, calls and networks, quick to run."""
 
 import contextlib
+import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from noloco_jax.exchange.wire import Float32
 from noloco_jax.islands.agent import Agent, Correction, Healed, Met
+from noloco_jax.islands.entries import dials_of
 from noloco_jax.islands.keys import Credentials
-from noloco_jax.islands.payload import PlainCodec, norm_of, specs_of
+from noloco_jax.islands.payload import PlainCodec, norm_of
 from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.members import Members
 from noloco_jax.islands.roster import Address, Roster
 from noloco_jax.islands.roster import Island as Listed
 from noloco_jax.islands.snapshots import Snapshots
+from noloco_jax.islands.state_shares import layouts_of
 from support.fault_proxy import FaultProxy, Link
 from support.island_nodes import IDENTITY, circle
 from support.ports import free_ports
@@ -69,6 +72,10 @@ class Site:
         began_before: bool = False,
         members: Members | None = None,
         members_file: Path | None = None,
+        wire: str = "float32",
+        state: Sequence[np.ndarray] = (),
+        num_weights: int = 1,
+        listen: Address | None = None,
     ):
         settings = settings or Settings()
         self.name = name
@@ -81,10 +88,15 @@ class Site:
         self.heals: list[Healed] = []
         others = [other for other in roster.names if other != name]
         partner = partner_of(roster.names, name) if members is None else partner_among(members, name)
-        protocol = Island(name, others, identity, partner, incarnation, settings, journal, began_before, members)
         message = self.message(0)
-        arguments = settings, PlainCodec(Float32(), [message], [message]), specs_of(message), self.lines.append
-        self.agent = Agent(roster, name, credentials, protocol, *arguments, Snapshots({}), {}, members_file)
+        self._state = state
+        states = layouts_of(state or [message], num_weights, wire)
+        settings = dataclasses.replace(settings, shares=states.of(settings.whole_state).count)
+        dials = dials_of(roster, members or Members(roster.names), name)
+        rules = settings, journal, began_before, members, dials
+        protocol = Island(name, others, identity, partner, incarnation, *rules)
+        arguments = settings, PlainCodec(Float32(), [message], [message]), states, self.lines.append
+        self.agent = Agent(roster, name, credentials, protocol, *arguments, Snapshots({}), {}, members_file, listen)
 
     def message(self, round: int) -> np.ndarray:
         """Return the message of a round, different from every other's."""
@@ -128,7 +140,8 @@ class Site:
         """Enters what has come, and gives its state to who waits for it."""
         self._keep(self.agent.take())
         if self.agent.wants_state and self.round >= 0:
-            self.agent.give(self.round, [self.message(self.round)])
+            state = self._state or [self.message(self.round)]
+            self.agent.give(self.round, self.round, {number: state[number] for number in self.agent.wanted})
 
     def _keep(self, items: list[Correction | Healed]) -> None:
         for item in items:

@@ -1,15 +1,19 @@
 """The READMEs' commands, run one after the other as a page's reader would, each on a model that is small at once."""
 
+import contextlib
 import importlib
 import re
 import shlex
 from pathlib import Path
+from urllib.error import HTTPError
 
 import pytest
 
+from support import buckets
 from support.data_makers import write_c4
 from support.paths import ROOT
 from support.readmes import READMES
+from support.stores import send
 from support.texts import lines_of_words
 
 MODEL = [
@@ -93,6 +97,27 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def servers():
+    with buckets.servers() as start:
+        yield start
+
+
+@pytest.fixture
+def bucket(servers, monkeypatch, tmp_path_factory):
+    """The bucket that the pages name; without a command that names it no server starts."""
+    monkeypatch.setenv("NOLOCO_JAX_SCRATCH", str(tmp_path_factory.getbasetemp() / "scratch"))
+
+    def start() -> None:
+        server = servers("s3")
+        buckets.new_bucket(server, monkeypatch)
+        with contextlib.suppress(HTTPError):  # it is there
+            send("PUT", f"{server.address}/my-bucket")
+
+    yield start
+    buckets.forget()
+
+
 def test_every_documented_tool_is_run_here_or_by_the_named_test():
     assert {tool for _, tool, _ in documented()} == ADDED.keys() | ELSEWHERE.keys()
     for test in ELSEWHERE.values():
@@ -100,8 +125,10 @@ def test_every_documented_tool_is_run_here_or_by_the_named_test():
 
 
 @pytest.mark.parametrize("page, tool, arguments", COMMANDS, ids=[f"{page}-{tool}" for page, tool, _ in COMMANDS])
-def test_a_documented_command_runs(folder, page, tool, arguments, monkeypatch, capsys):
+def test_a_documented_command_runs(folder, page, tool, arguments, bucket, monkeypatch, capsys):
     monkeypatch.chdir(folder)
+    if any("s3://my-bucket" in argument for argument in arguments):
+        bucket()
     module, *subcommand = tool.split()
     main = importlib.import_module(f"noloco_jax.{module}.command").main
     status = main([*subcommand, *arguments, *ADDED[tool]])

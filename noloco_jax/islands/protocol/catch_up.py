@@ -1,4 +1,4 @@
-"""Start and catching up: from the own checkpoint, or from the state of a live island (design §12).
+"""Start and catching up: from the own checkpoint, or from the state of live islands (design §12).
 
 An island asks its peers twice when it starts: before it compiles, if it belongs to them; afterwards, as minutes may
 have passed, from which weights it trains. Islands that start at the same time begin together: one that is ready waits
@@ -12,12 +12,12 @@ that is ahead is better than none for a newcomer, and for an island whose weight
 train alone for ever.
 """
 
-import math
 import statistics
 import zlib
 from dataclasses import dataclass, field
 
 from noloco_jax.islands.protocol.context import Backoff, Context
+from noloco_jax.islands.protocol.download import MOST_AT_ONCE, Download
 from noloco_jax.islands.protocol.events import Admitted, Begin, Channel, Content, Heal
 from noloco_jax.islands.protocol.messages import (
     Busy,
@@ -78,16 +78,7 @@ class Sweep:
 
 
 ASKED_AT_ONCE = 16  # the median of a sample is good enough, even among a thousand islands
-
-
-@dataclass
-class _Download:
-    """State download from a donor, and the donors that are asked next."""
-
-    deadline: float
-    channel: Channel
-    donor: str
-    others: list[str]
+MOST_CLIENTS = 4 * MOST_AT_ONCE  # calls for shares that a donor serves at once
 
 
 class CatchUp:
@@ -107,8 +98,8 @@ class CatchUp:
         self._context = context
         self._retry = Backoff(context)
         self._sweep: Sweep | None = None
-        self._download: _Download | None = None
-        self._client: tuple[Channel, float] | None = None
+        self._download = Download(context)
+        self._clients: dict[Channel, tuple[str, float]] = {}  # calls for shares -> island, deadline
         self._rounds_late = 0  # consecutive rounds that ended too late for most partners
         self._sweeps = 0
         self._has_state = has_state
@@ -129,15 +120,14 @@ class CatchUp:
         self._begin_sweep()
 
     def stop(self) -> None:
-        """End its own downloads and requests, and the peer that it serves."""
+        """End its own downloads and requests, and those that it serves."""
         self.training = False
         self._retry.at = None
-        channels = [*(self._sweep.asked if self._sweep else ())]
-        channels += [part.channel for part in (self._download,) if part is not None]
-        channels += [self._client[0]] if self._client else []
-        for channel in channels:
+        for channel in (*(self._sweep.asked if self._sweep else ()), *self._clients):
             self._context.close(channel)
-        self._sweep = self._download = self._client = None
+        self._download.stop()
+        self._sweep = None
+        self._clients.clear()
 
     def round_ended(self) -> None:
         """Ask around if a peer may be so far ahead that this round's message came too late for it.
@@ -153,7 +143,7 @@ class CatchUp:
             or any(peer.round - context.round >= reach for peer in context.peers.values())
         )
         context.came_too_late = context.taken_for_past = False
-        if self._sweep is not None or self._download is not None:
+        if self._sweep is not None or self._download.is_under_way:
             return
         if suspicion:
             self._begin_sweep()
@@ -165,7 +155,7 @@ class CatchUp:
     def _begin_sweep(self) -> None:
         context = self._context
         self._sweeps += 1
-        mixed = {name: _mixed(f"{context.name} {name} {self._sweeps}") for name in context.peers}
+        mixed = {name: _mixed(f"{context.name} {name} {self._sweeps}") for name in context.peers if context.dials(name)}
         names = sorted(mixed, key=lambda name: (name in self._heard, mixed[name]))
         waits = self.is_ready and not self.training and context.now < self._start_deadline
         request = StatusRequest(context.identity, until_ready=waits, news=context.news)
@@ -218,13 +208,14 @@ class CatchUp:
         ]
         newest = max((alive[name].round for name in donors), default=0)
 
-        def worth(name: str) -> tuple[bool, bool, int]:
-            """Rank a donor; islands that start together choose different donors among equals."""
-            status = alive[name]
-            late = newest - status.round > context.reach
-            return not status.lineage, late, _mixed(f"{context.name} {name}")
+        def rank(name: str) -> tuple[bool, bool]:
+            return not alive[name].lineage, newest - alive[name].round > context.reach
 
-        self._ask_for_state(sorted(donors, key=worth))
+        def order(name: str) -> tuple:
+            """Rank a donor; islands that start together choose different donors among equals."""
+            return rank(name), _mixed(f"{context.name} {name}")
+
+        self._ask_for_state([(rank(name), name) for name in sorted(donors, key=order)])
 
     def _is_late(self, lags: list[int]) -> bool:
         """Return whether the own weights are too late to meet most others: by far, or in two rounds in a row."""
@@ -264,14 +255,15 @@ class CatchUp:
             self._context.actions.append(Begin(fresh=not self._has_state))
         self.training = True
 
-    def _ask_for_state(self, donors: list[str]) -> None:
-        context = self._context
-        if donors:
-            deadline = context.now + context.settings.state_seconds
-            request = StateRequest(context.caller(donors[0]), self._needs_lineage)
-            self._download = _Download(deadline, context.open(donors[0], request), donors[0], donors[1:])
+    def _ask_for_state(self, donors: list[tuple[tuple, str]]) -> None:
+        self._download.ask(donors, self._needs_lineage)
+        self._go_on_without_donors()
+
+    def _go_on_without_donors(self) -> None:
+        """Train from the own weights if there are any, or ask around later, once no donor is left."""
+        if self._download.is_under_way:
             return
-        self._download = None
+        context = self._context
         if self._has_state:
             self._begin()  # and asks again after a round
             return
@@ -280,11 +272,6 @@ class CatchUp:
             f"after {context.settings.lost_seconds:g} s where half of all islands answer and none has any"
         )
         self._retry.start()
-
-    def _next_donor(self) -> None:
-        assert self._download is not None
-        self._context.close(self._download.channel)
-        self._ask_for_state(self._download.others)
 
     def arrived(self, channel: Channel, header: Header, content: Content | None) -> Heal | None:
         """Handle a header of this part's channels; return the complete state of a donor, or None."""
@@ -303,61 +290,61 @@ class CatchUp:
             if channel not in sweep.asked:
                 context.close(channel)
             self._decide_when_all_are_heard()
-        elif download is not None and channel == download.channel:
-            finite = content is not None and math.isfinite(content.norm)
-            if isinstance(header, State) and finite and header.round > context.round:
-                context.close(channel)
-                self._download = None
-                self._has_state = self.training = True
-                self._needs_lineage = False
-                self._rounds_late = 0
-                return Heal(download.donor, header.round, header.lineage)
-            self._next_donor()
+        elif download.is_of(channel):
+            healed = download.arrived(channel, header, content)
+            if healed is None:
+                self._go_on_without_donors()
+                return None
+            self._download = Download(context)
+            self._has_state = self.training = True
+            self._needs_lineage = False
+            self._rounds_late = 0
+            return healed
         return None
 
     def broken(self, channel: Channel) -> None:
         if self._sweep is not None and channel in self._sweep.asked:
             del self._sweep.asked[channel]
             self._decide_when_all_are_heard()
-        elif self._download is not None and channel == self._download.channel:
-            self._next_donor()
-        elif self._client is not None and channel == self._client[0]:
-            self._client = None
+        elif self._download.is_of(channel):
+            self._download.broken(channel)
+            self._go_on_without_donors()
+        else:
+            self._clients.pop(channel, None)
 
     def tick(self) -> None:
         now = self._context.now
         self._decide_when_all_are_heard()
-        if self._download is not None and self._download.deadline <= now:
-            self._next_donor()
-        if self._client is not None and self._client[1] <= now:
-            self._context.close(self._client[0])
-            self._client = None
+        if self._download.is_under_way:
+            self._download.tick()
+            self._go_on_without_donors()
+        for channel in [channel for channel, (_, deadline) in self._clients.items() if deadline <= now]:
+            self._context.close(channel)
+            del self._clients[channel]
         if self._retry.due():
             self._begin_sweep()
 
     def deadlines(self) -> list[float]:
-        times = [
-            self._retry.at,
-            self._client[1] if self._client else None,
-            self._download.deadline if self._download else None,
-            self._sweep.deadline if self._sweep else None,
-        ]
-        return [time for time in times if time is not None]
+        times = [self._retry.at, self._sweep.deadline if self._sweep else None]
+        times += [deadline for _, deadline in self._clients.values()]
+        return [time for time in times if time is not None] + self._download.deadlines()
 
     # State for others.
 
-    def opened(self, channel: Channel, request: StateRequest) -> None:
-        """Answer a peer's request for the state. One at a time, as each takes the whole link."""
-        context = self._context
-        if not self.training or context.round < 0:
+    def opened(self, channel: Channel, peer: str, request: StateRequest) -> None:
+        """Answer a peer's request for a share of the state; a limited number at a time, as all share the link."""
+        context, served = self._context, [name for name, _ in self._clients.values()]
+        if request.share is None:
+            context.answer(channel, NotPartner("a state is given in shares: install the same version"))
+        elif not self.training or context.round < 0:
             context.answer(channel, NotPartner("no state yet"))
         elif request.lineage and not context.lineage:
             context.answer(channel, NotPartner("no exchange was ever committed here"))
-        elif self._client is not None:
+        elif len(served) >= MOST_CLIENTS or served.count(peer) >= MOST_AT_ONCE:
             context.answer(channel, Busy(context.settings.retry_seconds))
         else:
-            self._client = channel, context.now + context.settings.state_seconds
-            context.send(channel, State(context.round, context.lineage))
+            self._clients[channel] = peer, context.now + context.settings.state_seconds
+            context.send(channel, State(context.round, context.lineage, request.share))
 
 
 def _mixed(text: str) -> int:

@@ -4,6 +4,7 @@ import itertools
 import math
 import statistics
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from noloco_jax.islands.protocol.bounds import Bounds
@@ -32,7 +33,10 @@ class Settings:
       start_seconds: time that islands starting together wait for each other.
       lost_seconds: time for which an island that has lost its weights waits for others that have some; it then begins
         anew where at least half of all islands answer, itself included.
-      state_seconds: timeout of the transfer of a state.
+      share_seconds: timeout of a share of a state; it doubles with each that is late.
+      state_seconds: limit of `share_seconds`, and the time without a share after which those that came are too old.
+      shares: shares of a state beside its position, see `islands.state_shares`.
+      whole_state: True if an island catches up from a whole state; otherwise from weights alone.
       retry_seconds: delay of the first retry; it doubles with each.
       keeps_pace: True if an island fits its inner steps to common rounds, see `pace.py`.
     """
@@ -45,7 +49,10 @@ class Settings:
     rest_seconds: float = 2.0
     start_seconds: float = 120.0
     lost_seconds: float = 600.0
+    share_seconds: float = 20.0
     state_seconds: float = 600.0
+    shares: int = 0
+    whole_state: bool = False
     retry_seconds: float = 1.0
     keeps_pace: bool = False
 
@@ -71,6 +78,7 @@ class Context:
       taken_for_past: True if a peer knows a later incarnation than this one, which has exchanged nothing yet.
       refused: True once most others refuse this island.
       pace: its pace relative to the others.
+      dials: name -> False for a peer that calls and is never called.
       members: the members of the run, as far as they are known here.
       peers: the other members present.
     """
@@ -84,6 +92,7 @@ class Context:
         incarnation: int,
         ledger: Ledger,
         bounds: Bounds,
+        dials: Callable[[str], bool],
     ):
         self.name = name
         self.identity = identity
@@ -91,6 +100,7 @@ class Context:
         self.members = members
         self.peers: dict[str, Peer] = {}
         self.bounds = bounds
+        self.dials = dials
         self.ledger = ledger
         self.incarnation = incarnation
         self.round = -1

@@ -130,6 +130,12 @@ class Keep(NamedTuple):
     xid: ExchangeId
 
 
+class KeepShare(NamedTuple):
+    """Keep the arrays of the `Arrived` at hand, share `number` of a state to come; otherwise they are dropped."""
+
+    number: int
+
+
 class Apply(NamedTuple):
     """Apply the correction c_i = factor · weight (m_j − m_i) between two inner steps (design §12).
 
@@ -165,7 +171,7 @@ class Drop(NamedTuple):
 
 
 class Heal(NamedTuple):
-    """Continue from the state of `peer` after `round`, the arrays at hand; keep the own position in the data.
+    """Continue from the shares kept, at the position of `peer` after `round`; keep the own position in the data.
 
     `lineage` is the state's, see `Status`.
     """
@@ -193,4 +199,4 @@ class Tell(NamedTuple):
     line: str
 
 
-Action = Open | Send | Close | Admitted | Begin | Keep | Apply | Drop | Heal | Refused | Learned | Tell
+Action = Open | Send | Close | Admitted | Begin | Keep | KeepShare | Apply | Drop | Heal | Refused | Learned | Tell

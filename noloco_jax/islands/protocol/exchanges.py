@@ -125,6 +125,8 @@ class Exchanges:
 
     def _dial(self, meeting: Meeting) -> None:
         context = self._context
+        if not context.dials(meeting.peer.name):
+            return  # it calls
         if self.recovery.about(meeting.round) or meeting.running is not None or meeting.peer.away:
             return
         if self._link_limit.must_wait(meeting, self.meetings.values()):

@@ -81,6 +81,8 @@ class Gossip:
 
     def _ask(self, peer: str, before: int) -> None:
         context = self._context
+        if not context.dials(peer):
+            return  # it asks for itself
         channel = context.open(peer, StatusRequest(context.identity, before=before))
         self._request = _Request(channel, peer, context.now + context.settings.answer_seconds)
 

@@ -110,6 +110,7 @@ class Island:
       settings: the protocol's settings.
       journal: the journal of the checkpoint to resume from, if any.
       began_before: without a journal: True if this island was part of the run, whose weights it then waits for.
+      dials: name -> False for a peer that only dials out, where this island does not: it is never called, and calls.
       members: the members of the run, which `partner` follows; None: `name` and `others`, for good.
     """
 
@@ -124,12 +125,13 @@ class Island:
         journal: Journal | None = None,
         began_before: bool = False,
         members: Members | None = None,
+        dials: Callable[[str], bool] = lambda name: True,
     ):
         settings = settings or Settings()
         ledger = Ledger(journal.outcomes, journal.floor, journal.factors) if journal else Ledger()
         bounds = Bounds(journal.bounds if journal else None)
         members = members or Members((name, *others))
-        self._context = context = Context(name, members, identity, settings, incarnation, ledger, bounds)
+        self._context = context = Context(name, members, identity, settings, incarnation, ledger, bounds, dials)
         context.round = journal.round if journal else -1
         context.refresh_peers()
         context.lineage = journal is not None and journal.lineage
@@ -317,7 +319,7 @@ class Island:
             case Hello():
                 self._exchanges.opened(channel, header)
             case StateRequest():
-                self._catch_up.opened(channel, header)
+                self._catch_up.opened(channel, event.peer, header)
             case Leave():
                 peer = context.peers[event.peer]
                 peer.away = header.caller.incarnation >= peer.incarnation
@@ -350,5 +352,5 @@ class Island:
         self._exchanges.leave()
         for peer in context.peers.values():
             waits = finished and peer.finished  # to hear that all have
-            if peer.seen is not None and (waits or not peer.away):
+            if peer.seen is not None and (waits or not peer.away) and context.dials(peer.name):
                 context.open(peer.name, Leave(context.caller(peer.name), finished))

@@ -295,19 +295,32 @@ class Status:
 
 
 @dataclass(frozen=True)
+class Share:
+    """Share of a state, see `islands.state_shares`; number 0 is the position. `whole`: moments and φ travel too."""
+
+    number: int
+    whole: bool
+
+
+@dataclass(frozen=True)
 class StateRequest:
-    """Request for an island's whole state, to continue from. `lineage`: accept only a state with a lineage."""
+    """Request for a share of an island's state, to continue from. `lineage`: accept only a state with a lineage.
+
+    Earlier versions ask for no share, and get none.
+    """
 
     caller: Caller
     lineage: bool
+    share: Share | None = None
 
 
 @dataclass(frozen=True)
 class State:
-    """Header of the arrays of an island's state after `round`."""
+    """Header of the arrays of a share of an island's state after `round`."""
 
     round: int
     lineage: bool
+    share: Share | None = None
 
 
 @dataclass(frozen=True)

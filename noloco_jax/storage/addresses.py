@@ -1,4 +1,4 @@
-"""Data files by their addresses, on S3, Google Cloud Storage, the Hugging Face hub and web servers, beside local ones.
+"""Files by their addresses, on S3, Google Cloud Storage, the Hugging Face hub and web servers, beside local ones.
 
     s3://bucket/folder    gs://bucket/folder    hf://datasets/owner/name/folder    https://host/folder/file.jsonl
 
@@ -20,8 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
-from noloco_jax.data.reading import read_with_retries
 from noloco_jax.errors import UserError, described
+from noloco_jax.storage.retries import with_retries
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -46,6 +46,11 @@ class RemoteFacts(NamedTuple):
     version: str
 
 
+def is_writable_kind(path: str) -> bool:
+    """Return True for an address of an object store, which can be written: s3:// or gs://."""
+    return path.partition("://")[0] in _REMEDIES
+
+
 def is_remote(path: str) -> bool:
     """Return True for an address of one of the kinds above, False for a local path."""
     scheme, separator, _ = path.partition("://")
@@ -62,14 +67,14 @@ def list_files(path: str, *, recursive: bool) -> list[str]:
 
 @functools.cache
 def _list_files(path: str, recursive: bool) -> tuple[str, ...]:
-    return tuple(sorted(_retried(lambda: _store(path).list_files(path, recursive), path)))
+    return tuple(sorted(retried(lambda: _store(path).list_files(path, recursive), path)))
 
 
 @functools.cache
 def remote_facts(path: str) -> RemoteFacts:
     """Return the facts of a file at an address, which is asked for once in a process."""
     with _missing_told(path):
-        return _retried(lambda: _store(path).facts(path), path)
+        return retried(lambda: _store(path).facts(path), path)
 
 
 def read_range(path: str, start: int, size: int) -> bytes:
@@ -78,11 +83,11 @@ def read_range(path: str, start: int, size: int) -> bytes:
     def read() -> bytes:
         content = _store(path).read_range(path, start, size)
         if len(content) != size:
-            raise _failed(f"fewer than the {size} bytes that were asked for arrived")
+            raise failed(f"fewer than the {size} bytes that were asked for arrived")
         return content
 
     with _missing_told(path):
-        return _retried(read, path)
+        return retried(read, path)
 
 
 def read_file(path: str) -> bytes:
@@ -90,8 +95,9 @@ def read_file(path: str) -> bytes:
     return RemoteFile(path).read()
 
 
-def _retried(read: Callable[[], T], path: str) -> T:
-    return read_with_retries(read, path, delays=RETRY_DELAYS, transient=(errno.EIO,))
+def retried(act: Callable[[], T], path: str, done: str = "read") -> T:
+    """Call `act`, again after each of `RETRY_DELAYS` while it raises `failed`, and return its result."""
+    return with_retries(act, path, done, delays=RETRY_DELAYS, transient=(errno.EIO,))
 
 
 @contextlib.contextmanager
@@ -179,7 +185,7 @@ class _Store(ABC):
         """Return at most `size` bytes from `start` on."""
 
 
-def _failed(reason: str) -> OSError:
+def failed(reason: str) -> OSError:
     return OSError(errno.EIO, reason)
 
 
@@ -193,9 +199,9 @@ class _ArrowStore(_Store):
     def list_files(self, path: str, recursive: bool) -> list[str]:
         import pyarrow.fs as fs
 
-        inside = _inside(path)
-        with _arrow_errors(path):
-            system = _file_system(path)
+        inside = inside_bucket(path)
+        with arrow_errors(path):
+            system = file_system(path)
             kind = system.get_file_info(inside).type if "/" in inside else fs.FileType.Directory
             if kind == fs.FileType.File:
                 return [path]
@@ -205,9 +211,9 @@ class _ArrowStore(_Store):
         return [path + file.path[len(inside) :] for file in found if file.type == fs.FileType.File]
 
     def facts(self, path: str) -> RemoteFacts:
-        with _arrow_errors(path):
+        with arrow_errors(path):
             if path.startswith("gs://"):  # an open file there asks for the whole content before it tells its ETag
-                found = _file_system(path).get_file_info(_inside(path))
+                found = file_system(path).get_file_info(inside_bucket(path))
                 if found.size is None:
                     raise FileNotFoundError(path)
                 return RemoteFacts(found.size, str(found.mtime_ns))
@@ -215,12 +221,12 @@ class _ArrowStore(_Store):
             return RemoteFacts(opened.size(), (opened.metadata() or {}).get("ETag", b"").decode())
 
     def read_range(self, path: str, start: int, size: int) -> bytes:
-        with _arrow_errors(path):
+        with arrow_errors(path):
             opened = _arrow_file(path)
-            return opened.read_at(size, start) if path.startswith("gs://") else _read_marked(opened, start, size)
+            return opened.read_at(size, start) if path.startswith("gs://") else read_marked(opened, start, size)
 
 
-def _read_marked(opened: "pa.NativeFile", start: int, size: int) -> bytes:
+def read_marked(opened: "pa.NativeFile", start: int, size: int) -> bytes:
     """Read a range of S3, or less than `size` bytes of it if the answer is too short.
 
     pyarrow returns a whole buffer for every answer (as of 26.0.1), so the buffer's last byte tells: it was not written
@@ -236,14 +242,14 @@ def _read_marked(opened: "pa.NativeFile", start: int, size: int) -> bytes:
     return bytes(content[:-1])
 
 
-def _inside(path: str) -> str:
+def inside_bucket(path: str) -> str:
     """Return "bucket/key" of an address."""
     return path.partition("://")[2].removeprefix(_ANONYMOUS)
 
 
-def _file_system(path: str) -> "fs.FileSystem":
+def file_system(path: str) -> "fs.FileSystem":
     scheme, _, rest = path.partition("://")
-    return _open_file_system(scheme, _inside(path).partition("/")[0], rest.startswith(_ANONYMOUS))
+    return _open_file_system(scheme, inside_bucket(path).partition("/")[0], rest.startswith(_ANONYMOUS))
 
 
 @functools.cache
@@ -271,7 +277,8 @@ def _open_file_system(scheme: str, bucket: str, anonymous: bool) -> "fs.FileSyst
         endpoint_override=endpoint,
         connect_timeout=CONNECT_SECONDS,
         request_timeout=ANSWER_SECONDS,
-        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),  # `_retried` repeats
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1),  # `retried` repeats
+        allow_delayed_open=True,  # a small file is one request, and no parts of it are left by a killed process
     )
 
 
@@ -282,7 +289,7 @@ def _arrow_file(path: str) -> "pa.NativeFile":
 
 @functools.lru_cache(maxsize=_OPEN_FILES)
 def _opened_in_thread(path: str, thread: int) -> "pa.NativeFile":
-    return _file_system(path).open_input_file(_inside(path))
+    return file_system(path).open_input_file(inside_bucket(path))
 
 
 # pyarrow passes on what the services' libraries write: "AWS Error NAME (HTTP status 403)", "Status(NAME: ...)".
@@ -300,7 +307,7 @@ _REMEDIES = {
 
 
 @contextlib.contextmanager
-def _arrow_errors(path: str) -> Iterator[None]:
+def arrow_errors(path: str) -> Iterator[None]:
     """Sort pyarrow's errors, which are told apart by their text alone."""
     try:
         yield
@@ -311,7 +318,7 @@ def _arrow_errors(path: str) -> Iterator[None]:
             raise FileNotFoundError(path) from None
         if _DENIED.search(text) or _lacks_google_login(text):
             _refused(path, text[:200], _REMEDIES[path.partition("://")[0]])
-        raise _failed(text[:300]) from None
+        raise failed(text[:300]) from None
 
 
 def _lacks_google_login(text: str) -> bool:
@@ -357,7 +364,7 @@ def _refuse_status(path: str, status: int) -> NoReturn:
     if status in _GONE_STATUS:
         raise FileNotFoundError(path)
     if status >= 500 or status in _TRANSIENT_STATUS:
-        raise _failed(f"HTTP status {status}")
+        raise failed(f"HTTP status {status}")
     _refused(
         path,
         f"HTTP status {status}",
@@ -383,11 +390,11 @@ def _web_errors(path: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         _refuse_status(path, error.response.status_code)
     except json.JSONDecodeError as error:
-        raise _failed(f"the answer is no JSON: {error}") from None
+        raise failed(f"the answer is no JSON: {error}") from None
     except (ValueError, NotImplementedError) as error:
         raise UserError(f"{path} is no address ({described(error)}): give one as hf://datasets/OWNER/NAME") from None
     except Exception as error:
-        raise error if getattr(error, "errno", None) == errno.EIO else _failed(described(error)) from None
+        raise error if getattr(error, "errno", None) == errno.EIO else failed(described(error)) from None
 
 
 class _HubStore(_Store):

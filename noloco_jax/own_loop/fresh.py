@@ -1,0 +1,63 @@
+"""Optimizer state of an island that catches up from weights alone: which arrays begin anew, and which a peer sends.
+
+A part of the tree that holds arrays of the weights' shapes directly beside others, as Optax's `ScaleByAdamState` holds
+its moments beside their counter, begins anew as a whole: a counter of many steps beside fresh moments would make Adam's
+first updates several times too large. Everything else (a schedule's counter, random keys, numbers) is the peer's. The
+user's outermost dict, list or tuple is no such part: each of its entries is judged by itself.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+PyTree = Any
+
+
+def begins_anew(rest: PyTree, params: PyTree) -> list[bool]:
+    """Return for every leaf of `rest` whether it begins anew."""
+    shapes = {x.shape for x in jax.tree.leaves(params) if x.ndim}
+    flags: list[bool] = []
+
+    def is_like_weights(node: PyTree) -> bool:
+        leaves = jax.tree.leaves(node)
+        real = (np.issubdtype(x.dtype, np.inexact) or x.dtype.name == "bfloat16" for x in leaves)
+        return bool(leaves) and all(x.shape in shapes for x in leaves) and all(real)
+
+    def walk(node: PyTree) -> None:
+        children = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
+        if len(children) == 1 and children[0] is node:  # a leaf
+            flags.append(is_like_weights(node))
+        elif any(map(is_like_weights, children)) and not (node is rest and type(node) in (dict, list, tuple)):
+            flags.extend([True] * len(jax.tree.leaves(node)))
+        else:
+            for child in children:
+                walk(child)
+
+    walk(rest)
+    return flags
+
+
+class Fresh:
+    """Values with which leaves begin anew; of arrays of zeros none is kept.
+
+    Args:
+      leaves: the first values of all leaves.
+      flags: see `begins_anew`.
+    """
+
+    def __init__(self, leaves: Sequence[Any], flags: Sequence[bool]):
+        self._first: dict[int, np.ndarray | None] = {}
+        self._shapes = [(tuple(x.shape), np.dtype(x.dtype)) for x in leaves]
+        for number, (x, flag) in enumerate(zip(leaves, flags, strict=True)):
+            if flag:
+                values = np.asarray(x)
+                self._first[number] = np.array(values) if values.any() else None
+
+    def leaf(self, number: int) -> np.ndarray | None:
+        """Return the value of a leaf that begins anew, otherwise None."""
+        if number not in self._first:
+            return None
+        value = self._first[number]
+        return np.zeros(*self._shapes[number]) if value is None else value

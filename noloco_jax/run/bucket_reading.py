@@ -1,0 +1,148 @@
+"""Reading of a workdir in a bucket: what it holds, and local copies of it.
+
+The object `contents.json` names what is whole: the steps of the checkpoints and the files beside them. It is replaced
+whole, last of all that belongs together, so nothing depends on lists of objects, which some stores update late. Without
+it, as in a local workdir that somebody copied to a bucket, a list decides, and a checkpoint is whole if it has digests,
+which are written last.
+"""
+
+import contextlib
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from noloco_jax.cluster.workdir_lock import LOCK_FILE
+from noloco_jax.errors import UserError
+from noloco_jax.run.digests import DIGESTS_FILE, MismatchError, read_digests
+from noloco_jax.storage import objects
+from noloco_jax.storage.local_copies import Address, copy_below, mark_as_copy
+
+CHECKPOINTS = "checkpoints"
+CONTENTS_FILE = "contents.json"
+LISTED_FOLDERS = ("tensorboard",)  # beside the files at the top, where there is only a list
+_BUCKETS_OWN = (LOCK_FILE, CONTENTS_FILE, objects.PROBE)
+_DIGESTS = re.compile(rf"{CHECKPOINTS}/(\d+)/{re.escape(DIGESTS_FILE)}")
+_AT_ONCE = 8  # requests
+
+
+class Contents(NamedTuple):
+    """What a workdir in a bucket holds.
+
+    Attributes:
+      checkpoints: steps, sorted.
+      files: names of the files beside them.
+    """
+
+    checkpoints: tuple[int, ...] = ()
+    files: tuple[str, ...] = ()
+
+
+def read_contents(address: Address) -> Contents:
+    """Read what a workdir holds; nothing if it is new."""
+    path = f"{address}/{CONTENTS_FILE}"
+    try:
+        found = objects.read_json(path)
+        return Contents(tuple(map(int, found["checkpoints"])), tuple(map(_checked, found["files"])))
+    except FileNotFoundError:
+        return _listed(address)
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"{path} is damaged: delete it, and checkpoints are found by a list instead") from None
+
+
+def _checked(name: str) -> str:
+    """Return a name; raise `ValueError` where it would leave the folder that it belongs to."""
+    if name.startswith("/") or ".." in name.split("/"):
+        raise ValueError(f"{name!r} is no name of a file there")
+    return name
+
+
+def _listed(address: Address) -> Contents:
+    names = objects.list_objects(address)
+    parts = [name.split("/") for name in names]
+    steps = [
+        int(part[1]) for part in parts if part[0] == CHECKPOINTS and part[2:] == [DIGESTS_FILE] and part[1].isdigit()
+    ]
+    files = [name for name in names if "/" not in name or name.split("/")[0] in LISTED_FOLDERS]
+    return Contents(tuple(sorted(steps)), tuple(files))
+
+
+def download_files(address: Address, names: Iterable[str], folder: Path) -> None:
+    """Copy files of a workdir to a local folder; those that are gone are left out."""
+
+    def download(name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            objects.download_file(f"{address}/{name}", folder / name)
+
+    at_once(download, names)
+
+
+def download_newest(address: Address, folder: Path) -> int | None:
+    """Copy the newest checkpoint that is there to a local workdir and return its step; None if there is none.
+
+    A run may be saving and deleting checkpoints meanwhile.
+    """
+    tried: set[int] = set()
+    while left := set(read_contents(address).checkpoints) - tried:
+        step = max(left)
+        tried.add(step)
+        if download_checkpoint(address, step, folder):
+            return step
+    return None
+
+
+def download_checkpoint(address: Address, step: int, folder: Path) -> bool:
+    """Copy a checkpoint to a local workdir; False if it is gone. `Checkpointer` compares it with its digests."""
+    source, target = f"{address}/{CHECKPOINTS}/{step}", folder / CHECKPOINTS / str(step)
+    try:
+        objects.download_file(f"{source}/{DIGESTS_FILE}", target / DIGESTS_FILE)
+        try:
+            names = [_checked(name) for name in read_digests(target) or {}]
+        except (MismatchError, ValueError) as error:
+            raise UserError(
+                f"the checkpoint {source} is not whole ({error}): delete that folder to resume from the one before it, "
+                "or restore it"
+            ) from None
+        at_once(lambda name: objects.download_file(f"{source}/{name}", target / name), names)
+        return True
+    except FileNotFoundError:
+        shutil.rmtree(target, ignore_errors=True)
+        return False
+
+
+def at_once(act: Callable[[str], None], names: Iterable[str]) -> None:
+    """Call `act` for every name, several at once; raise the first error."""
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        try:
+            for _ in threads.map(act, names):
+                pass
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+
+
+@contextlib.contextmanager
+def readable_workdir(workdir: Path | Address, *, all_steps: bool = False) -> Iterator[Path]:
+    """Give the folder of a workdir to read: itself, or a temporary copy of one in a bucket.
+
+    Args:
+      workdir: a local folder or an address.
+      all_steps: copy all checkpoints, not only the newest.
+    """
+    if isinstance(workdir, Path):
+        yield workdir
+        return
+    objects.check_bucket(workdir)
+    with tempfile.TemporaryDirectory(prefix="noloco_jax-") as root:
+        folder = copy_below(Path(root), workdir)
+        mark_as_copy(folder, workdir)
+        contents = read_contents(workdir)
+        download_files(workdir, contents.files, folder)
+        newest = download_newest(workdir, folder)
+        for step in contents.checkpoints if all_steps else ():
+            if step != newest:
+                download_checkpoint(workdir, step, folder)
+        yield folder

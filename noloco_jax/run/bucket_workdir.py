@@ -1,0 +1,295 @@
+"""A run's workdir in a bucket: a local copy, in which the run works, and what of it goes to the bucket when.
+
+A checkpoint is written to the local copy, and uploaded whole in Orbax's background thread: first the files beside it,
+so that metrics reach as far as it, then its files, its digests, and last `contents.json`, which makes it one. Files
+beside checkpoints are small and replaced whole when they have changed: a killed process leaves the former one.
+"""
+
+import contextlib
+import itertools
+import json
+import shutil
+import threading
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import jax
+
+from noloco_jax.cluster.processes import Processes
+from noloco_jax.cluster.workdir_lease import WorkdirLease, lease_holder
+from noloco_jax.cluster.workdir_lock import LOCK_FILE, Holder, workdir_locked
+from noloco_jax.errors import TransientError, UserError
+from noloco_jax.files import check_writable
+from noloco_jax.run.bucket_reading import (
+    CHECKPOINTS,
+    CONTENTS_FILE,
+    Contents,
+    at_once,
+    download_checkpoint,
+    download_files,
+    download_newest,
+    read_contents,
+)
+from noloco_jax.run.digests import DIGESTS_FILE, read_digests
+from noloco_jax.storage import objects
+from noloco_jax.storage.local_copies import ADDRESS_FILE, SCRATCH_VARIABLE, Address, mark_as_copy, scratch_folder
+
+SET_ASIDE = "checkpoints_set_aside"
+SYNC_SECONDS = 10.0  # between two looks for files that have changed
+_BYTES_PER_SECOND = 1 << 20  # at most, of a file that is replaced again and again
+_COPY_SECONDS = 3600.0  # within which the first process has copied what a run resumes from
+_NOT_COPIED = (CHECKPOINTS, SET_ASIDE, LOCK_FILE, ADDRESS_FILE, "wandb", ".shared")
+
+
+@contextlib.contextmanager
+def opened_workdir(
+    address: Address,
+    processes: Processes,
+    report: Callable[[str], None],
+    *,
+    from_step: int | None,
+    read_only: bool,
+) -> Iterator["BucketWorkdir"]:
+    """Hold a workdir in a bucket for a run in the body, with a copy of what the run resumes from.
+
+    Args:
+      address: the workdir.
+      processes: those of the run. Each has to call this; the first one takes the lease, downloads and uploads.
+      report: is given lines for people.
+      from_step: a checkpoint to copy beside the newest, if it is there.
+      read_only: take no lease and write nothing.
+
+    Raises:
+      UserError: for a missing bucket, a refusal, a trainer that runs there, or processes without a common folder.
+    """
+    objects.check_bucket(address)
+    if jax.process_index() == 0 and not read_only:
+        objects.check_writable(address)
+    folder = scratch_folder(address)
+    folder = folder.with_name(f"{folder.name}.dry_run") if read_only else folder
+    check_writable(folder)
+    with workdir_locked(folder, processes, report), contextlib.ExitStack() as stack:
+        if jax.process_index() > 0:
+            workdir = BucketWorkdir(address, folder, Contents())
+        else:
+            lease = None if read_only else stack.enter_context(WorkdirLease(address, folder, report))
+            workdir = BucketWorkdir(address, folder, _copy(address, folder, from_step), lease)
+            stack.callback(_empty, folder)
+        _check_shared(folder, processes)
+        with workdir.kept():
+            yield workdir
+
+
+def _copy(address: Address, folder: Path, from_step: int | None) -> Contents:
+    """Make `folder` a copy of the workdir's files and of the checkpoints to resume from; return what is there."""
+    _empty(folder)
+    mark_as_copy(folder, address)
+    contents = read_contents(address)
+    download_files(address, contents.files, folder)
+    newest = download_newest(address, folder)
+    if from_step in contents.checkpoints and from_step != newest:
+        download_checkpoint(address, from_step, folder)
+    return contents._replace(checkpoints=tuple(step for step in contents.checkpoints if step <= (newest or -1)))
+
+
+def _empty(folder: Path) -> None:
+    """Delete what a folder holds but for its lock."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry.name != LOCK_FILE:
+            entry.unlink(missing_ok=True)
+
+
+def _check_shared(folder: Path, processes: Processes) -> None:
+    """Wait until the copy is made; raise `UserError` where a process does not see it."""
+    token, path = uuid.uuid4().hex, folder / ".shared"
+    if jax.process_index() == 0:
+        path.write_text(token, encoding="utf-8")
+    processes.wait_at("workdir copied", _COPY_SECONDS)
+    seen = processes.gather(path.read_text(encoding="utf-8") if path.is_file() else "")
+    if set(seen) != {seen[0]}:
+        raise UserError(
+            f"the processes do not share {folder}, where checkpoints are put together before they are uploaded: set "
+            f"{SCRATCH_VARIABLE} to a folder that all machines of the run share, or give a --workdir on one"
+        )
+
+
+class BucketWorkdir:
+    """A workdir in a bucket and its local copy.
+
+    Args:
+      address: the workdir.
+      folder: its local copy.
+      contents: what the workdir holds.
+      lease: is renewed before a checkpoint becomes one; None on all processes but the first: they write nothing.
+
+    Attributes:
+      folder: the local copy.
+    """
+
+    def __init__(self, address: Address, folder: Path, contents: Contents, lease: WorkdirLease | None = None):
+        self.folder = folder
+        self._address, self._contents, self._lease = address, contents, lease
+        self._sent: dict[str, tuple[int, int]] = {name: _state(folder / name) for name in self._files()}
+        self._sent_at: dict[str, float] = {}
+        self._turn = threading.RLock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._sync_often, name="workdir sync", daemon=True)
+
+    def __str__(self) -> str:
+        return self._address
+
+    def holder(self) -> Holder | None:
+        """Return the trainer that holds the workdir's lease, or was killed while it did."""
+        return lease_holder(self._address)
+
+    def steps(self) -> list[int]:
+        """Return the steps of the workdir's checkpoints, of which the local copy has some; the first process knows."""
+        return list(self._contents.checkpoints)
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Upload files that change during the body, and all of them at its end."""
+        if self._lease is None:
+            yield
+            return
+        self._delete_unfinished()
+        self._thread.start()
+        try:
+            yield
+        except BaseException as error:
+            self._stop()
+            if not isinstance(error, TransientError):  # of which the store may be the cause: it has had its retries
+                with contextlib.suppress(UserError, OSError):  # the body's error tells more
+                    self.sync()
+            raise
+        self._stop()
+        self.sync()
+
+    def _stop(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _delete_unfinished(self) -> None:
+        """Delete what a killed process left of uploads and deletions."""
+        names = objects.list_objects(f"{self._address}/{CHECKPOINTS}")
+        for step in sorted({name.split("/")[0] for name in names} - set(map(str, self._contents.checkpoints))):
+            objects.delete_folder(f"{self._address}/{CHECKPOINTS}/{step}")
+
+    def _sync_often(self) -> None:
+        while not self._closed.wait(SYNC_SECONDS):
+            with contextlib.suppress(TransientError):  # a save needs an upload, and raises the error
+                self.sync(at_most=_BYTES_PER_SECOND)
+
+    def sync(self, at_most: int | None = None) -> None:
+        """Upload the files beside the checkpoints that have changed, and delete those that are gone.
+
+        Args:
+          at_most: bytes a second of a file that changes often, on average; None: all of them now.
+        """
+        if self._lease is None:
+            return
+        with self._turn:
+            files = self._files()
+            for name in files:
+                self._send(name, at_most)
+            self._replace(files=tuple(name for name in files if name in self._sent))
+            for name in self._sent.keys() - set(files):
+                objects.delete_object(f"{self._address}/{name}")
+                del self._sent[name]
+
+    def _send(self, name: str, at_most: int | None) -> None:
+        path = self.folder / name
+        try:
+            state = _state(path)
+            pause = 0.0 if at_most is None else state[1] / at_most
+            if self._sent.get(name) == state or time.monotonic() - self._sent_at.get(name, -pause) < pause:
+                return
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return  # it is being replaced
+        objects.write_object(f"{self._address}/{name}", content)
+        self._sent[name], self._sent_at[name] = state, time.monotonic()
+
+    def _files(self) -> list[str]:
+        """Return the names of the files of the local copy that belong to the bucket."""
+        files = [path.relative_to(self.folder) for path in self.folder.rglob("*") if path.is_file()]
+        return sorted(
+            file.as_posix() for file in files if file.parts[0] not in _NOT_COPIED and not file.name.endswith(".tmp")
+        )
+
+    def _replace(self, **changes: tuple) -> None:
+        """Replace the record of what the workdir holds, where that changes."""
+        contents = self._contents._replace(**changes)
+        if contents != self._contents:
+            objects.write_object(f"{self._address}/{CONTENTS_FILE}", json.dumps(contents._asdict()).encode())
+            self._contents = contents
+
+    def publish(self, step: int, folder: Path, kept: Callable[[list[int]], Iterable[int]]) -> None:
+        """Upload a checkpoint, and delete those that are no longer kept.
+
+        Args:
+          step: its step.
+          folder: its local folder, whole and with digests.
+          kept: all steps -> those to keep.
+
+        Raises:
+          TransientError: if the store fails for longer than requests are repeated.
+        """
+        assert self._lease is not None
+        target = f"{self._address}/{CHECKPOINTS}/{step}"
+        self._lease.check()
+        self.sync()
+        at_once(lambda name: objects.upload_file(folder / name, f"{target}/{name}"), read_digests(folder) or {})
+        objects.upload_file(folder / DIGESTS_FILE, f"{target}/{DIGESTS_FILE}")
+        self._lease.check()
+        with self._turn:
+            steps = sorted({*self._contents.checkpoints, step})
+            self._replace(checkpoints=tuple(steps))
+            self._delete(set(steps) - set(kept(steps)))
+
+    def _delete(self, steps: Iterable[int]) -> None:
+        """Delete checkpoints; what cannot be deleted now, the next start deletes."""
+        gone = set(steps)
+        with self._turn:
+            self._replace(checkpoints=tuple(step for step in self._contents.checkpoints if step not in gone))
+        for step in sorted(gone):
+            try:
+                objects.delete_folder(f"{self._address}/{CHECKPOINTS}/{step}")
+            except TransientError as error:
+                warnings.warn(f"{error}; the run continues", stacklevel=2)
+
+    def set_aside_after(self, step: int) -> int:
+        """Move all later checkpoints to checkpoints_set_aside; return their number. A repetition continues."""
+        later = [other for other in self._contents.checkpoints if other > step]
+        for other in later:
+            self._copy_aside(other)
+        self._delete(later)
+        return len(later)
+
+    def _copy_aside(self, step: int) -> None:
+        """Copy a checkpoint, under its own name or, if that is taken, with a number appended."""
+        source = f"{self._address}/{CHECKPOINTS}/{step}"
+        numbered = (f"{step}.{number}" for number in itertools.count(1))
+        free = (name for name in itertools.chain([str(step)], numbered) if not self._is_aside(name))
+        target = f"{self._address}/{SET_ASIDE}/{next(free)}"
+        names = [name for name in objects.list_objects(source) if name != DIGESTS_FILE]
+        at_once(lambda name: objects.copy_object(f"{source}/{name}", f"{target}/{name}"), names)
+        objects.copy_object(f"{source}/{DIGESTS_FILE}", f"{target}/{DIGESTS_FILE}")
+
+    def _is_aside(self, name: str) -> bool:
+        try:
+            objects.read_object(f"{self._address}/{SET_ASIDE}/{name}/{DIGESTS_FILE}")
+        except FileNotFoundError:
+            return False
+        return True
+
+
+def _state(path: Path) -> tuple[int, int]:
+    """Return what changes with a file: the time of its last change, and its size."""
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size

@@ -1,0 +1,119 @@
+"""The lease of a workdir in a bucket: who holds it, who may follow, and who has to end."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from noloco_jax.cluster import workdir_lease
+from noloco_jax.cluster.workdir_lease import WorkdirLease, lease_holder
+from noloco_jax.cluster.workdir_lock import LOCK_FILE
+from noloco_jax.errors import UserError
+from noloco_jax.storage import objects
+from support import buckets
+from support.paths import ROOT
+
+
+@pytest.fixture(scope="module")
+def servers():
+    with buckets.servers() as start:
+        yield start
+
+
+@pytest.fixture(params=["s3", "gs"])
+def address(request, servers, monkeypatch):
+    yield buckets.new_bucket(servers(request.param), monkeypatch)
+    buckets.forget()
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch):
+    for name, seconds in {"BEAT": 0.1, "SILENT": 1.5, "_POLL": 0.05, "_SETTLE": 0.3}.items():
+        monkeypatch.setattr(workdir_lease, f"{name}_SECONDS", seconds)
+
+
+def lease(address: str, folder: Path, report=print) -> WorkdirLease:
+    """A trainer's lease; those with other folders are as on other machines."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return WorkdirLease(address, folder, report)
+
+
+def test_a_lease_names_its_holder_and_is_gone_after_it(address, tmp_path):
+    with lease(address, tmp_path):
+        holder = lease_holder(address)
+        assert holder is not None and (holder.host, holder.process) == (os.uname().nodename, os.getpid())
+    assert lease_holder(address) is None
+
+
+def test_a_lease_that_is_renewed_is_refused(address, tmp_path):
+    with lease(address, tmp_path / "a"), pytest.raises(UserError, match=rf"{address} is in use by .*{os.getpid()}"):
+        lease(address, tmp_path / "b").__enter__()
+    assert lease_holder(address) is None
+
+
+def test_a_silent_holder_elsewhere_is_followed_after_a_wait_that_is_announced(address, tmp_path):
+    lease(address, tmp_path / "a")._write()  # and killed
+    said, started = [], time.monotonic()
+    with lease(address, tmp_path / "b", said.append):
+        assert time.monotonic() - started >= workdir_lease.SILENT_SECONDS
+    assert len(said) == 1 and f"{address}/{LOCK_FILE} is of the trainer on" in said[0]
+
+
+def test_a_killed_holder_of_the_same_folder_is_followed_at_once(address, tmp_path):
+    lease(address, tmp_path)._write()
+    started = time.monotonic()
+    with lease(address, tmp_path, pytest.fail):
+        assert time.monotonic() - started < workdir_lease.SILENT_SECONDS
+
+
+def test_a_damaged_or_deleted_lease_is_written_again(address, tmp_path):
+    objects.write_object(f"{address}/{LOCK_FILE}", b"{")
+    with lease(address, tmp_path) as held:
+        objects.delete_object(f"{address}/{LOCK_FILE}")
+        held.check()
+        assert lease_holder(address) is not None
+
+
+def test_of_two_that_take_it_at_once_one_holds_it(address, tmp_path):
+    together, over, held, refused = threading.Barrier(2, timeout=60), threading.Event(), [], []
+
+    def take(name: str) -> None:
+        together.wait()
+        try:
+            with lease(address, tmp_path / name):
+                held.append(name)
+                over.wait(60)
+        except UserError as error:
+            refused.append(error)
+            over.set()
+
+    threads = [threading.Thread(target=take, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (len(held), len(refused)) == (1, 1)
+
+
+def test_a_holder_whose_lease_another_took_ends_and_publishes_nothing(address, tmp_path):
+    program = (
+        "import sys, time; from pathlib import Path; from noloco_jax.cluster import workdir_lease\n"
+        "workdir_lease.BEAT_SECONDS, workdir_lease._SETTLE_SECONDS = 3600.0, 0.0\n"
+        "with workdir_lease.WorkdirLease(sys.argv[1], Path(sys.argv[2]), print) as held:\n"
+        "    print('held', flush=True); sys.stdin.readline(); held.check(); print('published', flush=True)\n"
+    )
+    (tmp_path / "a").mkdir()
+    command = [sys.executable, "-c", program, address, str(tmp_path / "a")]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as held_up:
+        assert held_up.stdout is not None and held_up.stdout.readline() == "held\n"
+        with lease(address, tmp_path / "b"):  # which saw no life for long
+            said, errors = held_up.communicate("\n", timeout=60)
+            assert (held_up.returncode, said) == (2, "")
+            assert f"error: {address}/{LOCK_FILE} is now of the trainer on" in errors
+            assert lease_holder(address) is not None

@@ -1,0 +1,254 @@
+"""Islands behind a router: a port that is forwarded, and islands that can only dial out."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, cast
+
+import pytest
+import trustme
+
+from noloco_jax.errors import UserError
+from noloco_jax.island.command import main as island
+from noloco_jax.islands import relay
+from noloco_jax.islands.entries import dials_of
+from noloco_jax.islands.peer_errors import BusyError, PeerError, RefusedError
+from noloco_jax.islands.protocol.context import Settings
+from noloco_jax.islands.protocol.events import Open, RoundEnded
+from noloco_jax.islands.protocol.island import Island as Protocol
+from noloco_jax.islands.protocol.members import Members
+from noloco_jax.islands.roster import Address, Island, Roster, parse_dialled, read_roster
+from noloco_jax.islands.server import Handlers, Server
+from support import namespaces, platforms
+from support.fault_proxy import FaultProxy
+from support.island_nodes import IDENTITY
+from support.islands import keys_of
+from support.paths import ROOT
+from support.ports import free_ports
+from support.sites import Site, side_by_side
+
+FOUR = ("berlin", "oslo", "paris", "rome")
+NOWHERE = parse_dialled("none")
+SETTINGS = Settings(patience=4, retry_seconds=0.2)  # of short rounds
+
+
+def roster_of(**addresses: Address) -> Roster:
+    return Roster("test", tuple(Island(name, addresses[name]) for name in sorted(addresses)))
+
+
+def test_a_roster_may_have_several_islands_that_only_dial_out(tmp_path):
+    path = tmp_path / "roster.toml"
+    entries = [f'[[island]]\nname = "{name}"\naddress = "none"\n' for name in ("oslo", "rome")]
+    path.write_text('run = "test"\n[[island]]\nname = "paris"\naddress = "paris:7070"\n' + "".join(entries))
+    roster = read_roster(path)
+    assert [address.can_be_dialled for _, address in roster.islands] == [True, False, False]
+    assert str(roster.address("oslo")) == "none" and island(["keys", f"--roster={path}", f"--out={tmp_path}/keys"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("own", "peer", "calls"), [("none", "x:1", True), ("x:1", "none", False), ("x:1", "y:1", True)]
+)
+def test_who_only_dials_out_is_the_dialler_of_every_pair(own, peer, calls):
+    roster = roster_of(a=parse_dialled(own), b=parse_dialled(peer))
+    rules = Settings(), None, False, None, dials_of(roster, Members(roster.names), "a")
+    machine = Protocol("a", ["b"], IDENTITY, lambda round: "b", 7, *rules)
+    machine._catch_up.training = True
+    actions = machine.handle(RoundEnded(0, 1, 1.0), 1.0)
+    assert any(isinstance(action, Open) for action in actions) is calls
+
+
+def test_islands_that_only_dial_out_meet_all_others_and_each_other_through_a_relay(monkeypatch):
+    """Over TLS, which is between the two: the relay sees none of a message's bytes."""
+    passed: list[bytes] = []
+    read = relay.CallPipe.read
+
+    def recorded(pipe: relay.CallPipe) -> bytes:
+        piece = read(pipe)
+        if len(piece) > 100:  # not what relays tell
+            passed.append(piece)
+        return piece
+
+    monkeypatch.setattr(relay.CallPipe, "read", recorded)
+    ca, ports = trustme.CA(), free_ports(2)
+    addresses = {"berlin": Address("127.0.0.1", ports[0]), "oslo": NOWHERE, "rome": NOWHERE}
+    roster = roster_of(paris=Address("127.0.0.1", ports[1]), **addresses)
+    sites = [Site(name, roster, settings=SETTINGS, credentials=keys_of(ca, name)) for name in FOUR]
+    side_by_side(*[site.open for site in sites])
+    side_by_side(*[lambda site=site: site.train(12, 0.5) for site in sites])
+    side_by_side(*[site.close for site in sites])
+    assert passed[0][:2] == b"\x16\x03"  # a handshake of TLS
+    content = [site.message(round).tobytes()[:64] for site in sites for round in range(12)]
+    assert not any(one in piece for one in content for piece in passed)
+    assert sum(map(len, passed)) > 4 * 1000 * 4  # bytes of at least two exchanges
+    for site in sites:
+        met = {one.partner for one in site.met if one.outcome != "alone"}
+        assert met == {*FOUR} - {site.name}, site.met
+        assert site.share(2) > 0.6, site.met
+
+
+def test_an_island_listens_where_it_is_told_and_is_dialled_where_the_roster_says(tmp_path):
+    """As behind a router that forwards a port, which is a proxy here."""
+    ca, ports = trustme.CA(), free_ports(2)
+    with FaultProxy(ports[0]) as router:
+        addresses = Address("127.0.0.1", router.port), Address("127.0.0.1", ports[1])
+        roster = Roster("test", tuple(map(Island, ("berlin", "paris"), addresses)))
+        inside = Address("127.0.0.1", ports[0])
+        sites = [
+            Site(name, roster, credentials=keys_of(ca, name), listen=listen)
+            for name, listen in (("berlin", inside), ("paris", None))
+        ]
+        side_by_side(*[site.open for site in sites])
+        side_by_side(*[lambda site=site: site.train(6, 0.4) for site in sites])
+        side_by_side(*[site.close for site in sites])
+        assert router.accepted and sites[1].share(1) > 0.7, sites[1].met
+
+
+def test_without_keys_an_island_listens_on_loopback_alone():
+    roster = Roster("test", tuple(map(Island, ("a", "b"), (Address("127.0.0.1", 1), Address("127.0.0.1", 2)))))
+    handlers = Handlers(lambda *_: None, lambda *_: (), {}, print)
+    with pytest.raises(UserError, match="without keys"):
+        Server(roster, "a", None, handlers, listen=Address("0.0.0.0", 0))
+
+
+class End:
+    """End of a tunnel for a test: pieces to read, and those that were written."""
+
+    def __init__(self, *pieces: bytes):
+        self.pieces, self.written = [*pieces, b""], []
+        self.is_closed = threading.Event()
+
+    def read(self) -> bytes:
+        if len(self.pieces) == 1:
+            self.is_closed.wait(10)
+        return self.pieces.pop(0)
+
+    def write(self, piece: bytes) -> None:
+        self.written.append(piece)
+
+    def close(self) -> None:
+        self.is_closed.set()
+
+
+def waiting_at(relay_: relay.Relay, name: str) -> End:
+    """Let an island wait for callers; return the end of the call by which it is told of them."""
+    end: Any = End()
+    threading.Thread(target=relay_.call, args=(relay.AWAIT, name, {}, end), daemon=True).start()
+    while not end.written:
+        time.sleep(0.01)
+    return end
+
+
+def token_of(end: End, number: int = 1) -> str:
+    while len(end.written) <= number:
+        time.sleep(0.01)
+    return json.loads(end.written[number])["token"]
+
+
+def test_a_relay_passes_bytes_on_both_ways_to_the_island_that_was_meant_alone():
+    one, caller, called = relay.Relay(), End(b"to oslo"), End(b"to rome")
+    told = waiting_at(one, "oslo")
+    thread = threading.Thread(target=one.call, args=(relay.RELAY, "rome", {"to": "oslo"}, caller))
+    thread.start()
+    token = token_of(told)
+    with pytest.raises(RefusedError, match="any more"):
+        one.call(relay.ACCEPT, "paris", {"token": token}, cast(Any, End()))
+    accepts = threading.Thread(target=one.call, args=(relay.ACCEPT, "oslo", {"token": token}, called))
+    accepts.start()
+    while not (b"to oslo" in called.written and b"to rome" in caller.written):
+        time.sleep(0.01)
+    with pytest.raises(RefusedError, match="any more"):  # a token serves once
+        one.call(relay.ACCEPT, "oslo", {"token": token}, cast(Any, End()))
+    called.close()
+    thread.join(10)
+    accepts.join(10)
+    assert not thread.is_alive() and not accepts.is_alive() and caller.is_closed.is_set()
+
+
+def test_a_relay_has_limits(monkeypatch):
+    monkeypatch.setattr(relay, "_ANSWER_SECONDS", 0.3)
+    one = relay.Relay()
+    with pytest.raises(BusyError, match="does not wait"), one.tunnel("rome", "oslo", End()):
+        pass
+    waiting_at(one, "oslo")
+    with pytest.raises(BusyError, match="does not answer"), one.tunnel("rome", "oslo", End()):
+        pass
+    monkeypatch.setattr(relay, "_ANSWER_SECONDS", 5.0)
+
+    def ask() -> None:
+        with contextlib.suppress(BusyError):
+            one.call(relay.RELAY, "rome", {"to": "oslo"}, cast(Any, End()))
+
+    threads = [threading.Thread(target=ask) for _ in range(relay.MOST_OF_A_MEMBER)]
+    for thread in threads:
+        thread.start()
+    while one._open < relay.MOST_OF_A_MEMBER:
+        time.sleep(0.01)
+    with pytest.raises(BusyError, match="relayed here already"), one.tunnel("paris", "oslo", End()):
+        pass
+    monkeypatch.setattr(relay, "MOST_AWAITING", 1)
+    with pytest.raises(BusyError, match="wait for callers here already"):
+        one.call(relay.AWAIT, "berlin", {}, cast(Any, End()))
+    monkeypatch.setattr(relay, "MOST_BYTES", 10)
+    source, sink = End(b"123456", b"123456", b"not passed on"), End()
+    relay.pump(source, sink)
+    assert sink.written == [b"123456", b"123456"] and source.is_closed.is_set()
+
+
+def test_the_next_relay_serves_where_the_first_is_away():
+    """oslo waits for callers at two of them, in an order that its callers know."""
+    ca, ports = trustme.CA(), free_ports(3)
+    dialled = {name: Address("127.0.0.1", port) for name, port in zip(("berlin", "paris", "rome"), ports, strict=True)}
+    roster = roster_of(oslo=NOWHERE, turin=NOWHERE, **dialled)
+    first, *others = relay.relays_of("oslo", dialled)
+    names = ("oslo", "turin", *others)
+    sites = {
+        name: Site(name, roster, settings=SETTINGS, credentials=keys_of(ca, name), members=Members(roster.names))
+        for name in names
+    }
+    assert first not in sites
+    try:
+        side_by_side(*[site.agent.open for site in sites.values()])
+        answer: dict[str, Any] = {}
+        deadline = time.monotonic() + 30
+        while not answer and time.monotonic() < deadline:
+            with contextlib.suppress(PeerError):
+                answer = sites["turin"].agent.clients["oslo"].action("about", {}, 5.0)
+        assert answer["round"] == -1
+    finally:
+        side_by_side(*[site.agent.close for site in sites.values()])
+
+
+@pytest.mark.skipif(not namespaces.are_permitted(), reason="needs root, and network namespaces")
+def test_processes_that_have_no_way_to_each_other_meet_and_merge_through_the_third(tmp_path):
+    """The two that only dial out are in networks of their own, from which only the third is reached."""
+    names = ("paris", "oslo", "rome")
+    entries = [f'[[island]]\nname = "{name}"\naddress = "none"\n' for name in names[1:]]
+    hub = f'[[island]]\nname = "paris"\naddress = "{namespaces.HUB}:7070"\n'
+    (tmp_path / "roster.toml").write_text('run = "test"\n' + hub + "".join(entries))
+    assert island(["keys", f"--roster={tmp_path}/roster.toml", f"--out={tmp_path}/keys"]) == 0
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    environment = {**inherited, **platforms.of_a_run(1), "PYTHONPATH": str(ROOT)}
+
+    def command(name: str) -> list[str]:
+        flags = (f"--roster={tmp_path}/roster.toml", f"--keys={tmp_path}/keys/{name}", f"--workdir={tmp_path / name}")
+        return [sys.executable, "-m", "noloco_jax.examples.island_numpy", *flags, f"--name={name}", "--steps=300"]
+
+    with namespaces.hub_and_spokes(2) as enter:
+        for place, refusal in ((enter[0], True), (enter[1], False)):  # nobody listens; no way
+            reach = "import socket; socket.create_connection(('10.77.2.2', 9), 1)"
+            tried = subprocess.run([*place, sys.executable, "-c", reach], capture_output=True, text=True, check=False)
+            assert ("refused" in tried.stderr) is refusal
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes = [
+            subprocess.Popen([*place, *command(name)], env=environment, cwd=ROOT, **pipes)
+            for place, name in zip(enter, names, strict=True)
+        ]
+        outputs = dict(zip(names, (process.communicate(timeout=250)[0] for process in processes), strict=True))
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    for name, output in outputs.items():
+        assert all(f" met {other}" in output for other in names if other != name), outputs
+        assert "the mean of 3 of 3 islands" in output, outputs

@@ -1,0 +1,100 @@
+"""Shares of a state: cut anywhere between values or blocks, from whichever donor, they make up the arrays again."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from noloco_jax.islands import state_shares
+from noloco_jax.islands.state_shares import Assembly, layouts_of, state_wire
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def state(seed: int) -> list[np.ndarray]:
+    random = np.random.default_rng(seed)
+    return [
+        random.normal(0, 0.02, (3, 96, 80)).astype(np.float32),
+        random.normal(0, 0.02, (80,)).astype(np.float32),
+        random.normal(0, 0.02, (200, 72)).astype(BFLOAT16),
+        random.normal(0, 1, (3, 96, 80)).astype(np.float32),
+        np.asarray(17, np.int32),
+        random.integers(0, 9, 2000).astype(np.uint8),
+    ]
+
+
+def travelled(layout, donors: list[list[np.ndarray]]) -> dict[int, np.ndarray]:
+    """The arrays after each share came from the next donor; the position is the last one's."""
+    contents = [layout.encode(dict(enumerate(donor))) for donor in donors]
+    assembly = Assembly(layout)
+    for number in range(1, layout.count + 1):
+        share = layout.share(contents[number % len(donors)], number)
+        assert [share.shape] == [spec.shape for spec in layout.specs(number)] and layout.is_finite(number, share)
+        assembly.put(number, share)
+    small = [donors[-1][leaf] for leaf in layout.small]
+    assert [x.shape for x in small] == [spec.shape for spec in layout.specs(0)][1:]
+    return assembly.leaves(small)
+
+
+@pytest.fixture(autouse=True)
+def small_shares(monkeypatch):
+    monkeypatch.setattr(state_shares, "SHARE_BYTES", 1000)
+
+
+def test_a_whole_state_is_exact():
+    one = state(0)
+    layout = layouts_of(one, 3, "int4").whole
+    assert layout.count > 100 and layout.small == [4]
+    found = travelled(layout, [one])
+    assert found.keys() == set(range(6))
+    for number, x in found.items():
+        np.testing.assert_array_equal(x, one[number])
+        assert x.dtype == one[number].dtype
+
+
+@pytest.mark.parametrize(
+    ("wire", "bytes_", "error"),
+    [("float32", 4, 0), ("bfloat16", 2, 2**-8), ("int8", 1, 1 / 254), ("modulo4", 0.75, 1 / 62)],
+)
+def test_weights_take_the_bits_of_the_wire_or_eight(wire, bytes_, error):
+    one = state(0)
+    layout = layouts_of(one, 3, wire).weights
+    quantized = one[0].size * bytes_ + one[2].size * min(bytes_, 2) + 4 * 80
+    assert quantized <= layout.nbytes < 1.15 * quantized
+    found = travelled(layout, [one])
+    assert found.keys() == {0, 1, 2}
+    np.testing.assert_array_equal(found[1], one[1])  # few values are exact
+    for number in (0, 2):
+        x, y = found[number].astype(np.float32), one[number].astype(np.float32)
+        assert found[number].dtype == one[number].dtype
+        scale = np.abs(y) if wire == "bfloat16" else np.abs(y).max()
+        rounding = 2**-8 * np.abs(y) * (one[number].dtype == BFLOAT16)  # of an array that is bfloat16 itself
+        assert (np.abs(x - y) <= 1.02 * error * scale + rounding).all()
+
+
+def test_shares_of_two_donors_hold_values_of_the_one_or_the_other():
+    donors = [state(0), state(1)]
+    found = travelled(layouts_of(donors[0], 3, "int8").weights, donors)[0]
+    near = [np.abs(found - donor[0]) < 1e-3 for donor in donors]
+    assert (near[0] | near[1]).all() and 0.3 < np.mean(near[0]) < 0.7
+
+
+@pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_the_share_with_a_value_that_is_not_finite_is_found(wire, value):
+    one = state(0)
+    one[0][1, 50, 33] = value
+    layout = layouts_of(one, 3, wire).weights
+    content = layout.encode(dict(enumerate(one)))
+    bad = [n for n in range(1, layout.count + 1) if not layout.is_finite(n, layout.share(content, n))]
+    assert len(bad) == 1
+
+
+def test_formats_of_differences_are_not_for_weights():
+    assert [state_wire(wire) for wire in ("float32", "bfloat16", "int8", "int6", "int4", "modulo4")] == [
+        "float32",
+        "bfloat16",
+        "int8",
+        "int6",
+        "int6",
+        "int6",
+    ]

@@ -1,0 +1,260 @@
+"""A workdir in a bucket: what is in it is whole whatever fails, and the newest whole checkpoint is found."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from noloco_jax.cluster import workdir_lease
+from noloco_jax.cluster.processes import OneProcess
+from noloco_jax.errors import TransientError, UserError
+from noloco_jax.run import bucket_reading, bucket_workdir, digests
+from noloco_jax.run.bucket_reading import Contents, download_newest, read_contents, readable_workdir
+from noloco_jax.run.bucket_workdir import BucketWorkdir, opened_workdir
+from noloco_jax.storage import objects, retries
+from noloco_jax.storage.local_copies import Address, named
+from support import buckets
+
+
+@pytest.fixture(scope="module")
+def servers():
+    with buckets.servers() as start:
+        yield start
+
+
+@pytest.fixture
+def s3(servers, monkeypatch):
+    """S3's server and the address of a workdir there."""
+    server = servers("s3")
+    yield server, Address(buckets.new_bucket(server, monkeypatch))
+    buckets.forget()
+
+
+@pytest.fixture(params=["s3", "gs"])
+def address(request, servers, monkeypatch):
+    yield Address(buckets.new_bucket(servers(request.param), monkeypatch))
+    buckets.forget()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, tmp_path):
+    monkeypatch.setattr(retries, "sleep", lambda seconds: None)
+    monkeypatch.setattr(workdir_lease, "_SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(bucket_workdir, "SYNC_SECONDS", 3600.0)  # no look but those that are asked for
+    monkeypatch.setenv("NOLOCO_JAX_SCRATCH", str(tmp_path / "scratch"))
+
+
+def opened(address: Address, **choices):
+    return opened_workdir(address, OneProcess(), print, **{"from_step": None, "read_only": False, **choices})
+
+
+def checkpoint(root: Path, step: int, content: bytes = b"weights") -> Path:
+    """A folder as the checkpointer has it when all but its name is final."""
+    folder = root / "checkpoints" / f"{step}.orbax-checkpoint-tmp"
+    for name in ("state/d/one", "state/manifest", "run/metadata"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(f"{step} {name} ".encode() + content)
+    digests.write_digests(folder)
+    return folder
+
+
+def publish(workdir: BucketWorkdir, *steps: int, keep: int = 2) -> None:
+    for step in steps:
+        workdir.publish(step, checkpoint(workdir.folder, step), lambda every: every[-keep:])
+
+
+def whole_copy(address: Address, folder: Path) -> int | None:
+    """The step of the newest checkpoint, which is as it was saved."""
+    step = download_newest(address, folder)
+    if step is not None:
+        copied = folder / "checkpoints" / str(step)
+        digests.check_files(copied, digests.read_digests(copied) or {})
+        assert (copied / "state/manifest").read_bytes() == f"{step} state/manifest weights".encode()
+    return step
+
+
+def test_a_run_finds_what_the_one_before_has_left_there(address, tmp_path):
+    with opened(address) as workdir:
+        assert (workdir.steps(), list(workdir.folder.glob("*.json*"))) == ([], [])
+        (workdir.folder / "metrics.jsonl").write_text("first\n")
+        publish(workdir, 4, 8, 12)
+        assert workdir.steps() == [8, 12]
+        (workdir.folder / "tensorboard").mkdir()
+        (workdir.folder / "tensorboard/events").write_bytes(b"\0\1")
+    assert not (workdir.folder / "metrics.jsonl").exists()  # only the bucket has it
+    with opened(address) as workdir:
+        assert (workdir.folder / "metrics.jsonl").read_text() == "first\n"
+        assert (workdir.folder / "tensorboard/events").read_bytes() == b"\0\1"
+        assert [path.name for path in (workdir.folder / "checkpoints").iterdir()] == ["12"]
+        assert workdir.steps() == [8, 12]
+        assert named(workdir.folder / "metrics.jsonl") == f"{address}/metrics.jsonl"
+    left = objects.list_objects(address)
+    assert {name.split("/")[1] for name in left if name.startswith("checkpoints/")} == {"8", "12"}
+    assert "trainer.lock" not in left
+
+
+def test_only_one_trainer_at_a_time_and_readers_beside_it(address, tmp_path):
+    with opened(address) as workdir:
+        publish(workdir, 4)
+        (workdir.folder / "metrics.jsonl").write_text("first\n")
+        workdir.sync()
+        with readable_workdir(address) as folder:
+            assert (folder / "metrics.jsonl").read_text() == "first\n"
+            assert (folder / "checkpoints/4/state/manifest").exists()
+        with opened(address, read_only=True) as another:
+            assert another.holder() is not None
+        with pytest.raises(UserError, match="in use by the trainer on"), opened(address):
+            pass
+    assert objects.list_objects(f"{address}/checkpoints") != []
+
+
+@pytest.mark.parametrize("writes", range(5))  # three files, the digests, and the record that makes it a checkpoint
+def test_a_checkpoint_that_is_cut_off_is_none(s3, tmp_path, monkeypatch, writes):
+    """Whatever write is the first that fails, the newest whole checkpoint is the one before."""
+    server, address = s3
+
+    def fail_after_writes(request, done):
+        passed.append(request.method == "PUT" and "trainer.lock" not in request.path and done)
+        if sum(passed) >= writes:
+            server.everywhere = True
+            server.faults.extend([503] * (100 - len(server.faults)))
+
+    passed = []
+    monkeypatch.setattr(bucket_reading, "_AT_ONCE", 1)
+    with pytest.raises(TransientError), opened(address) as workdir:
+        publish(workdir, 4)
+        checkpoint(workdir.folder, 8)
+        server.on_request = fail_after_writes
+        publish(workdir, 8)
+    server.on_request = lambda request, done: None
+    server.everywhere = False
+    server.faults.clear()
+    assert (sum(passed), whole_copy(address, tmp_path / "copy")) == (writes, 4)
+    with opened(address) as workdir:
+        assert workdir.steps() == [4]
+        assert not any(name.startswith("checkpoints/8/") for name in objects.list_objects(address))
+        publish(workdir, 8)
+    assert whole_copy(address, tmp_path / "again") == 8
+
+
+def test_a_list_that_lags_loses_nothing(s3, tmp_path):
+    server, address = s3
+    server.lags = True
+    with opened(address) as workdir:
+        (workdir.folder / "metrics.jsonl").write_text("first\n")
+        publish(workdir, 4, 8, 12)
+    assert whole_copy(address, tmp_path / "copy") == 12
+    with opened(address) as workdir:
+        assert (workdir.folder / "metrics.jsonl").read_text() == "first\n"
+        assert workdir.steps() == [8, 12]
+
+
+def test_a_checkpoint_that_somebody_deleted_is_none(address, tmp_path):
+    with opened(address) as workdir:
+        publish(workdir, 4, 8)
+    objects.delete_folder(f"{address}/checkpoints/8")
+    with opened(address) as workdir:
+        assert (workdir.steps(), [path.name for path in (workdir.folder / "checkpoints").iterdir()]) == ([4], ["4"])
+
+
+def test_a_workdir_that_was_copied_to_a_bucket_is_found_by_its_digests(address, tmp_path):
+    for step in (4, 8, 12):
+        folder = checkpoint(tmp_path, step)
+        for file in [path for path in folder.rglob("*") if path.is_file()]:
+            if step < 12 or file.name != digests.DIGESTS_FILE:
+                name = file.relative_to(folder).as_posix()
+                objects.upload_file(file, f"{address}/checkpoints/{step}/{name}")
+    objects.write_object(f"{address}/metrics.jsonl", b"first\n")
+    assert read_contents(address) == Contents((4, 8), ("metrics.jsonl",))
+    assert whole_copy(address, tmp_path / "copy") == 8
+
+
+def test_damaged_digests_and_contents_are_named(address, tmp_path):
+    with opened(address) as workdir:
+        publish(workdir, 4)
+    objects.write_object(f"{address}/checkpoints/4/digests.txt", b"0\nnothing")
+    with pytest.raises(UserError, match=f"the checkpoint {address}/checkpoints/4 is not whole"):
+        download_newest(address, tmp_path)
+    objects.write_object(f"{address}/contents.json", b'{"checkpoints": [4], "files": ["../../etc/passwd"]}')
+    with pytest.raises(UserError, match=f"{address}/contents.json is damaged"):
+        read_contents(address)
+
+
+def test_files_are_replaced_when_they_change_and_deleted_when_they_are_gone(s3):
+    server, address = s3
+    with opened(address) as workdir:
+        metrics, other = workdir.folder / "metrics.jsonl", workdir.folder / "other"
+        metrics.write_text("first\n")
+        other.write_text("other")
+        workdir.sync()
+        server.requests.clear()
+        workdir.sync()
+        assert server.requests == []  # as nothing has changed
+        with metrics.open("a") as file:
+            file.write("second\n")
+        other.unlink()
+        workdir.sync()
+        assert objects.read_object(f"{address}/metrics.jsonl") == b"first\nsecond\n"
+        assert read_contents(address).files == ("metrics.jsonl",)
+        assert "other" not in objects.list_objects(address)
+
+
+def test_a_large_file_is_replaced_less_often(s3, monkeypatch):
+    monkeypatch.setattr(bucket_workdir.time, "monotonic", lambda: now)
+    _, address = s3
+    now = 100.0
+    with opened(address) as workdir:
+        metrics = workdir.folder / "metrics.jsonl"
+        metrics.write_bytes(bytes(1000))
+        workdir.sync(at_most=100)
+        metrics.write_bytes(bytes(1001))
+        now += 9.0
+        workdir.sync(at_most=100)
+        assert len(objects.read_object(f"{address}/metrics.jsonl")) == 1000
+        now += 2.0
+        workdir.sync(at_most=100)
+        assert len(objects.read_object(f"{address}/metrics.jsonl")) == 1001
+
+
+def test_metrics_reach_as_far_as_the_checkpoint_that_is_published(address):
+    with opened(address) as workdir:
+        (workdir.folder / "metrics.jsonl").write_text("step 4\n")
+        publish(workdir, 4)
+        assert objects.read_object(f"{address}/metrics.jsonl") == b"step 4\n"
+
+
+def test_later_checkpoints_are_set_aside_under_names_of_their_own(address):
+    for _ in range(2):
+        with opened(address) as workdir:
+            publish(workdir, 4, 8, 12, keep=9)
+            assert (workdir.set_aside_after(4), workdir.steps()) == (2, [4])
+    aside = objects.list_objects(f"{address}/checkpoints_set_aside")
+    assert {name.split("/")[0] for name in aside} == {"8", "12", "8.1", "12.1"}
+
+
+def test_a_checkpoint_to_go_back_to_is_copied_beside_the_newest(address):
+    with opened(address) as workdir:
+        publish(workdir, 4, 8, 12, keep=9)
+    with opened(address, from_step=4) as workdir:
+        assert {path.name for path in (workdir.folder / "checkpoints").iterdir()} == {"4", "12"}
+
+
+def test_a_missing_bucket_or_a_refusal_ends_before_anything_is_done(s3, tmp_path):
+    server, address = s3
+    with pytest.raises(UserError, match="there is no bucket 'nowhere'"), opened(Address("s3://nowhere/run")):
+        pass
+    server.everywhere = True
+    server.faults.extend([403] * 9)
+    with pytest.raises(UserError, match="is refused") as caught, opened(address):
+        pass
+    assert caught.value.exit_status == 2
+    assert not any((tmp_path / "scratch").rglob("*.jsonl"))
+
+
+def test_a_record_that_is_being_replaced_is_read_whole(s3):
+    server, address = s3
+    with opened(address) as workdir:
+        publish(workdir, 4)
+    server.faults.extend(["cut", "short"])
+    assert read_contents(address).checkpoints == (4,)
+    assert json.loads(objects.read_object(f"{address}/contents.json"))["checkpoints"] == [4]

@@ -1,0 +1,128 @@
+"""Objects in buckets are written whole, read as they are, and faults that pass are not seen."""
+
+import json
+
+import pytest
+
+from noloco_jax.errors import TransientError, UserError
+from noloco_jax.storage import addresses, objects, retries
+from support import buckets
+
+SCHEMES = ("s3", "gs")
+
+
+@pytest.fixture(scope="module")
+def servers():
+    with buckets.servers() as start:
+        yield start
+
+
+@pytest.fixture(params=SCHEMES)
+def folder(request, servers, monkeypatch):
+    yield buckets.new_bucket(servers(request.param), monkeypatch)
+    buckets.forget()
+
+
+@pytest.fixture
+def s3(servers, monkeypatch):
+    """S3's server and the address of a folder there."""
+    server = servers("s3")
+    yield server, buckets.new_bucket(server, monkeypatch)
+    buckets.forget()
+
+
+@pytest.fixture(autouse=True)
+def naps(monkeypatch):
+    """The seconds between attempts, without waiting."""
+    waited = []
+    monkeypatch.setattr(retries, "sleep", waited.append)
+    return waited
+
+
+def test_what_is_written_is_read_listed_copied_and_deleted(folder):
+    for name, content in (("a", b"first"), ("b/c", b"second"), ("b/empty", b"")):
+        objects.write_object(f"{folder}/{name}", content)
+        assert objects.read_object(f"{folder}/{name}") == content
+    objects.write_object(f"{folder}/a", b"another, longer one")
+    assert objects.read_object(f"{folder}/a") == b"another, longer one"
+    objects.copy_object(f"{folder}/a", f"{folder}/d/a")
+    assert objects.list_objects(folder) == ["a", "b/c", "b/empty", "d/a"]
+    objects.delete_folder(f"{folder}/b")
+    objects.delete_object(f"{folder}/a")
+    objects.delete_object(f"{folder}/a")  # which is gone
+    assert objects.list_objects(folder) == ["d/a"]
+    with pytest.raises(FileNotFoundError):
+        objects.read_object(f"{folder}/a")
+    assert objects.list_objects(f"{folder}/nothing") == []
+
+
+def test_files_of_several_parts_come_back_bitwise(folder, tmp_path):
+    content = bytes(range(256)) * (100 << 10)  # 25 MiB
+    (tmp_path / "file").write_bytes(content)
+    objects.upload_file(tmp_path / "file", f"{folder}/file")
+    objects.download_file(f"{folder}/file", tmp_path / "new/copy")
+    assert (tmp_path / "new/copy").read_bytes() == content
+
+
+@pytest.mark.parametrize("fault", [503, "cut", "short"])
+def test_a_read_is_repeated_while_it_fails(s3, naps, tmp_path, fault):
+    server, folder = s3
+    content = bytes(range(200)) * 1000
+    objects.write_object(f"{folder}/a", content)
+    server.faults.extend([fault, fault])
+    objects.download_file(f"{folder}/a", tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == content
+    assert naps[0] == addresses.RETRY_DELAYS[0]
+
+
+def test_a_write_is_repeated_while_it_fails(s3, naps):
+    server, folder = s3
+    server.everywhere = True
+    server.faults.extend([503, 500])
+    objects.write_object(f"{folder}/a", b"content")
+    assert (objects.read_object(f"{folder}/a"), naps) == (b"content", [*addresses.RETRY_DELAYS[:2]])
+
+
+def test_a_server_that_stays_broken_is_worth_another_try_later(s3):
+    server, folder = s3
+    server.everywhere = True
+    server.faults.extend([503] * 100)
+    with pytest.raises(TransientError, match=f"{folder}/a cannot be written .*503.* not even after 31.5 seconds"):
+        objects.write_object(f"{folder}/a", b"content")
+
+
+@pytest.mark.parametrize("act", [objects.check_writable, objects.check_bucket])
+def test_refused_credentials_are_a_mistake(s3, act):
+    server, folder = s3
+    server.everywhere = True
+    server.faults.extend([403] * 10)
+    with pytest.raises(UserError, match=r"is refused .*AWS_ACCESS_KEY_ID") as caught:
+        act(folder)
+    assert caught.value.exit_status == 2
+
+
+def test_a_bucket_that_is_missing_is_named(folder):
+    objects.check_bucket(folder)
+    scheme = folder.partition("://")[0]
+    with pytest.raises(UserError, match="there is no bucket 'nowhere'") as caught:
+        objects.check_bucket(f"{scheme}://nowhere/run")
+    assert caught.value.exit_status == 2
+    with pytest.raises(UserError, match="names no bucket"):
+        objects.check_bucket(f"{scheme}:///run")
+
+
+def test_an_object_that_is_replaced_while_it_is_read_comes_whole(folder, monkeypatch):
+    objects.write_object(f"{folder}/a", b'{"short": 1}')
+    longer = {"longer": list(range(50))}
+    read_part = objects._read_part
+
+    def replaced_before(opened, path, start, size):
+        monkeypatch.setattr(objects, "_read_part", read_part)
+        objects.write_object(path, json.dumps(longer).encode())
+        return read_part(opened, path, start, size)
+
+    monkeypatch.setattr(objects, "_read_part", replaced_before)
+    assert objects.read_json(f"{folder}/a") == longer
+    objects.write_object(f"{folder}/a", b"{")
+    with pytest.raises(ValueError):
+        objects.read_json(f"{folder}/a")

@@ -1,0 +1,54 @@
+"""The notebook runs from its first cell to its last, on a smaller configuration than the reader's."""
+
+import base64
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from support import processes
+from support.paths import ROOT
+
+NOTEBOOK = ROOT / "noloco_jax/examples/quickstart.ipynb"
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory) -> list[list[nbformat.NotebookNode]]:
+    """The outputs of each code cell, run where configs/quickstart.py is a small run."""
+    folder: Path = tmp_path_factory.mktemp("notebook")
+    config = processes.write_config(folder)
+    (folder / "configs").mkdir()
+    config.rename(folder / "configs/quickstart.py")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    source = notebook.cells[2].source
+    notebook.cells[2].source = source.replace("2400, 600", "24, 24")
+    assert notebook.cells[2].source != source
+    with pytest.MonkeyPatch.context() as patch:
+        processes.set_environment(config, patch)
+        patch.setenv("PYTHONPATH", str(ROOT))
+        NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
+    return [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def text(cell: list[nbformat.NotebookNode]) -> str:
+    return "".join(output.text for output in cell if output.output_type == "stream")
+
+
+def pictures(cell: list[nbformat.NotebookNode]) -> list[bytes]:
+    found = (output.data.get("image/png") for output in cell if output.output_type == "display_data")
+    return [base64.b64decode(picture) for picture in found if picture]
+
+
+def test_it_trains_draws_compares_and_writes(outputs):
+    install, train, curves, comparison, sample = outputs
+    assert text(install) == ""
+    assert "step 24/24  perplexity" in text(train)
+    assert [len(pictures(cell)) for cell in (curves, comparison)] == [1, 2]
+    assert all(len(picture) > 10_000 for cell in (curves, comparison) for picture in pictures(cell))
+    assert all(f"\n| {method} |" in text(comparison) for method in ("ddp", "noloco", "local"))
+    assert "def " in text(sample)
+
+
+def test_no_command_of_it_fails(outputs):
+    assert not any("error:" in text(cell) or "Traceback" in text(cell) for cell in outputs)
