@@ -86,6 +86,7 @@ def _join(argv: Sequence[str]) -> int:
         "--keys", type=folder_of_flag, metavar="DIR", help="the island's keys (default: beside --entry)"
     )
     _define_island_flags(parser)
+    parser.set_defaults(pace=None)  # that of the islands
     parser.epilog = "--config.FIELD=VALUE sets a field of the configuration, such as --config.data.path"
     overrides, own = split_overrides(argv)
     flags = parser.parse_args(own)
@@ -125,7 +126,8 @@ def _define_island_flags(parser: argparse.ArgumentParser) -> None:
         choices=("steps", "time"),
         default="steps",
         help="steps: every island takes every inner step; time: each takes as many of a round's as it has time for, "
-        "while the fastest takes all, and messages weigh accordingly; the same on all islands (default %(default)s)",
+        "while the fastest takes all, and messages weigh accordingly; the same on all islands (default: steps, and for "
+        "join that of the islands)",
     )
     parser.add_argument(
         "--catch_up",

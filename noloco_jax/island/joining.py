@@ -1,15 +1,17 @@
 """Start of an island, or of one of its processes: as one of a roster, or as a member that was invited."""
 
 import argparse
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from noloco_jax.cluster.host import use_cpu_cores, use_gpu_memory
 from noloco_jax.cluster.join import joined
 from noloco_jax.cluster.place import Place
 from noloco_jax.config import CONFIG_FILE, TrainConfig, from_dict, load_saved, overridden, to_dict
 from noloco_jax.errors import UserError
-from noloco_jax.files import full_disk_told
+from noloco_jax.files import full_disk_told, write_whole
 from noloco_jax.island.membership import Membership
 from noloco_jax.island.mode import IslandMode
 from noloco_jax.islands.client import Client
@@ -22,6 +24,7 @@ from noloco_jax.islands.query import ask_about
 from noloco_jax.islands.roster import Island, Roster, parse_address, parse_dialled
 from noloco_jax.train.training import train
 
+_JOINED_FILE = "joined.json"  # in the workdir: what was learned from a member beside the configuration
 _ASK_SECONDS = 30.0  # for a member to say what it trains
 
 
@@ -44,14 +47,24 @@ def join_islands(overrides: Sequence[str], place: Place | None, flags: argparse.
             f"{flags.entry} has no entry of {name} that the authority of {keys} has signed: invite it again"
         )
     if (flags.workdir / CONFIG_FILE).exists():
-        config = load_saved(flags.workdir)
+        config, pace = load_saved(flags.workdir), _kept_pace(flags.workdir)
     else:
-        config = _config_of(known_roster(saved.roster, members, 0), name, credentials, members, flags.via)
+        config, pace = _told(known_roster(saved.roster, members, 0), name, credentials, members, flags.via)
+        if not flags.dry_run:
+            flags.workdir.mkdir(parents=True, exist_ok=True)
+            write_whole(flags.workdir / _JOINED_FILE, json.dumps({"pace": pace}))
+    flags.pace = flags.pace or pace
     return _train(overridden(config, overrides), saved.roster, name, credentials, members.entries, place, flags)
 
 
-def _config_of(roster: Roster, name: str, credentials: Credentials, members: Members, via: str) -> TrainConfig:
-    """Return the configuration of a member's run, after telling it the entries known here."""
+def _kept_pace(workdir: Path) -> str:
+    """Return the pace with which an island joined; workdirs of earlier versions do not have it."""
+    path = workdir / _JOINED_FILE
+    return json.loads(path.read_text(encoding="utf-8"))["pace"] if path.exists() else "steps"
+
+
+def _told(roster: Roster, name: str, credentials: Credentials, members: Members, via: str) -> tuple[TrainConfig, str]:
+    """Return the configuration and the pace of a member's run, after telling it the entries known here."""
     client = Client(roster, name, credentials, via)
     try:
         introduce(client, members, _ASK_SECONDS)
@@ -62,7 +75,7 @@ def _config_of(roster: Roster, name: str, credentials: Credentials, members: Mem
     about = ask_about({via: client}, _ASK_SECONDS)[via]
     if isinstance(about, str):
         raise UserError(f"{via} does not say what it trains: {about}")
-    return from_dict(about.trainers_config)
+    return from_dict(about.trainers_config), about.identity.pace
 
 
 def _train(

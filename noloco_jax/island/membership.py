@@ -123,6 +123,14 @@ class Membership:
             if given != wanted:
                 raise UserError(f"{name}={given!r} is not for islands, {why}: give --config.{name}={wanted}")
 
+    def check_present(self, round: int) -> None:
+        """Raise `UserError` where the island was removed, and `round` was its last one or a later one."""
+        if self.members.is_over(self.name, round + 1):
+            raise UserError(
+                f"{self.name} was removed from the run, before round {round + 2}: have it invited again "
+                f"(`island invite --name={self.name}`), and join with what that makes"
+            )
+
     def own(self, config: TrainConfig) -> TrainConfig:
         """Return the configuration of the island's program, which holds one replica."""
         return replace(config, num_replicas=1, mesh=replace(config.mesh, replica=1))

@@ -79,6 +79,7 @@ class IslandMode:
         if not self._processes.is_first:
             return start.follow(is_stopping, self._processes)
         journal = self._member.journal(resumed, config)
+        self._member.check_present(-1 if journal is None else journal.round)
         self._agent = self._member.open_agent(
             config, self._solo, self._programs, journal, workdir, is_stopping, report, tokenizer, self._processes
         )

@@ -57,7 +57,7 @@ from noloco_jax.islands.protocol.events import (
     Told,
 )
 from noloco_jax.islands.protocol.island import Island, Journal
-from noloco_jax.islands.protocol.members import OPEN, Entry, News
+from noloco_jax.islands.protocol.members import Entry, News
 from noloco_jax.islands.protocol.messages import (
     ExchangeId,
     Header,
@@ -379,6 +379,12 @@ class Agent:
         """True while an island that only dials out is reached through this one."""
         return self._relay.is_in_use
 
+    @property
+    def is_removed(self) -> bool:
+        """True once this island has ended its last round as a member: the others go on without it."""
+        with self._changed:
+            return self._protocol.members.is_over(self._name, self._protocol.round + 1)
+
     def active(self) -> tuple[str, ...]:
         """Return the members of the last round, by their ids."""
         with self._changed:
@@ -473,8 +479,6 @@ class Agent:
         members = self._protocol.members
         for entry in entries:
             self._report(describe(entry))
-            if entry.name == self._name and entry.until_round != OPEN:
-                self._report(f"from then on {self._name} trains alone: end it")
         if self._members_file is not None:
             self._former.submit(write_members, self._members_file, self._founders, members.entries)
         self._follow_members()

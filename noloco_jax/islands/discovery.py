@@ -10,7 +10,7 @@ from noloco_jax.islands.entries import Saved, check_of, known_roster, read_membe
 from noloco_jax.islands.peer_errors import PeerError
 from noloco_jax.islands.protocol.members import Entry, Members, News
 from noloco_jax.islands.protocol.messages import HeaderError, Status, StatusRequest, from_json, to_json
-from noloco_jax.islands.query import clients_of, credentials_in
+from noloco_jax.islands.query import clients_of, credentials_in, kept_entries
 from noloco_jax.islands.roster import Roster, read_roster
 
 _AT_ONCE = 16
@@ -65,7 +65,8 @@ def discover(run: Saved, keys: Path | None, seconds: float, tell: Iterable[Entry
       tell: entries to tell every island, in the same calls.
     """
     credentials = next(iter(credentials_in(run.roster, keys, run.entries).values()), None)
-    members = Members(run.roster.names, check_of(run.roster.run, credentials), (*run.entries, *tell))
+    known = (*kept_entries(keys), *run.entries, *tell)
+    members = Members(run.roster.names, check_of(run.roster.run, credentials), known)
     clients: dict[str, Client | str] = {}
     answers: dict[str, Status | str] = {}
     entries: dict[str, frozenset[Entry]] = {}

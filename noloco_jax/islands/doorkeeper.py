@@ -23,7 +23,9 @@ _EVERY_SECONDS, _AT_REST = 0.02, 10  # interval of counting files; of looking at
 _HANDSHAKE_SECONDS = 10.0  # of TLS and the opening of the first call
 _MOST_STRANGERS = 256
 _MOST_BYTES = 4 << 20  # of an opening, at most 1 MiB, with whatever TLS adds
-_MOST_UNREAD = 8 * PIECE_BYTES  # of a call, since its last message was read; honest ones had up to 40 MiB on a busy machine
+_MOST_UNREAD = (
+    8 * PIECE_BYTES
+)  # of a call, since its last message was read; honest ones had up to 40 MiB on a busy machine
 _BYTES_RECEIVED = struct.Struct("=128xQ")  # of Linux's struct tcp_info: tcpi_bytes_received
 
 

@@ -10,10 +10,11 @@ import numpy as np
 from noloco_jax.errors import UserError
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.connections import Connections
+from noloco_jax.islands.entries import MEMBERS_FILE, read_members
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.keys import CERTIFICATE, Credentials, credentials_for, owner_of
 from noloco_jax.islands.peer_errors import PeerError, RefusedError
-from noloco_jax.islands.protocol.members import Entry
+from noloco_jax.islands.protocol.members import OPEN, Entry
 from noloco_jax.islands.protocol.messages import HeaderError, Identity, Status, StatusRequest, from_json, to_json
 from noloco_jax.islands.roster import Island, Roster
 from noloco_jax.islands.server import USED_TWICE
@@ -161,6 +162,12 @@ def _about(client: Client, seconds: float) -> About:
         raise RefusedError(f"{client.peer} describes its weights in an unknown form: it runs another version") from None
 
 
+def kept_entries(keys: Path | None) -> tuple[Entry, ...]:
+    """Return the entries beside the keys: all that the authority made, where the folder is its own."""
+    path = None if keys is None else keys / MEMBERS_FILE
+    return () if path is None or not path.exists() else read_members(path).entries
+
+
 def credentials_in(roster: Roster, keys: Path | None, entries: Iterable[Entry] = ()) -> dict[str, Credentials | None]:
     """Return the credentials to ask with: two islands' at most are ever needed.
 
@@ -177,7 +184,9 @@ def credentials_in(roster: Roster, keys: Path | None, entries: Iterable[Entry] =
     if (keys / CERTIFICATE).exists():
         name = owner_of(keys, roster)
         return {name: credentials_for(roster, name, keys)}
-    names = [name for name in roster.names if (keys / name / CERTIFICATE).exists()][:2]
+    names = [name for name in roster.names if (keys / name / CERTIFICATE).exists()]
+    removed = {entry.name for entry in kept_entries(keys) if entry.until_round != OPEN}
+    names = sorted(names, key=removed.__contains__)[:2]  # the others answer no removed one
     if not names:
         raise UserError(f"{keys} holds no keys of {roster.run}'s islands: give the folder that `island keys` made")
     return {name: credentials_for(roster, name, keys / name) for name in names}

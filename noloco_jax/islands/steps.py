@@ -56,6 +56,7 @@ class IslandSteps:
       seconds_exposed: seconds so far that training stood still for exchanges: copies from and to the devices, pauses
         for slower islands, and `settle`.
       gave_way: seconds of pauses for slower islands, see `protocol/pace.py`.
+      is_removed: True once the island has ended its last round as a member, as of the last `enter`.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class IslandSteps:
         self._shares_moments = shares_moments
         self.seconds_exposed = 0.0
         self.gave_way = 0.0
+        self.is_removed = False
         self._taken = self._scheduled = 0  # since the last outer step: inner steps, and those that they stand for
         self._steps = 0  # inner steps in all
         self._arrived: list[Correction | Healed] = []  # of the last broadcast, in the first process
@@ -145,7 +147,8 @@ class IslandSteps:
 
         Copies of the state and the weights go to peers and callers that wait for them.
         """
-        arrivals, wanted, gives_weights = self.processes.broadcast(lambda: self._decide(state))
+        decided = self.processes.broadcast(lambda: self._decide(state))
+        arrivals, wanted, gives_weights, self.is_removed = decided
         state, step = self._apply(arrivals, state, step)
         if wanted is not None and state.outer is not None and int(state.outer.round) > 0:
             leaves = jax.tree.leaves(state)
@@ -157,8 +160,8 @@ class IslandSteps:
         return state, step
 
     def _decide(self, state: TrainState) -> Sequence[Any]:
-        """Give way to slower islands; return what has arrived, the arrays of the state that peers wait for, and whether
-        somebody waits for the weights.
+        """Give way to slower islands; return what has arrived, the arrays of the state that peers wait for, whether
+        somebody waits for the weights, and whether the island was removed.
         """
         assert self.agent is not None
         pause = self.agent.pause()
@@ -170,7 +173,7 @@ class IslandSteps:
             self.gave_way += pause
         arrivals = self._announced(self.agent.take())
         wanted = self.agent.wanted if self.agent.wants_state else None
-        return arrivals, wanted, self.agent.snapshots.wanted
+        return arrivals, wanted, self.agent.snapshots.wanted, self.agent.is_removed
 
     def serve(self, state: TrainState, step: int) -> None:
         """Give the weights to a peer or a tool that waits for them."""

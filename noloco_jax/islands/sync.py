@@ -85,6 +85,11 @@ class IslandSync:
         if self._steps.agent is not None:
             self._steps.agent.leave(finished=finished)
 
+    @property
+    def parting(self) -> str | None:
+        name = "this island" if self._log is None else self._log.name
+        return f"{name} was removed from the run" if self._steps.is_removed else None
+
     def groups(self, number: int) -> Round | None:
         return None
 

@@ -133,7 +133,7 @@ class Island:
         self._checkpoints: OwnCheckpoints | None = None
         self._log: IslandLog | None = None
         self._seconds_before = 0.0
-        self._finished = False
+        self._finished = self._was_removed = False
 
     def __enter__(self) -> "Island":
         self._lock.__enter__()
@@ -259,6 +259,11 @@ class Island:
         self._state_of_outer = after.outer
         return self._params.given(after.params), self._rest.given(after.inner)
 
+    @property
+    def is_removed(self) -> bool:
+        """True once `island remove` has ended this island's membership: end the loop then."""
+        return self._agent is not None and self._agent.is_removed
+
     def record(self, **figures: float) -> None:
         """Show figures of the training to those who watch: `loss`, `perplexity`, `tokens`, `tokens_per_second`."""
         if self._agent is None:
@@ -308,6 +313,9 @@ class Island:
         return state
 
     def _tell(self) -> None:
+        if self.is_removed and not self._was_removed:
+            self._was_removed = True
+            self._report(f"{self._name} was removed from the run, and trains alone: end the loop")
         for news in self._sync.news(self._seconds_before + time.monotonic() - self._began):
             self._report(news.line)
 

@@ -80,7 +80,7 @@ class Outcome:
     Attributes:
       state: state after the last step taken.
       evaluation: the last evaluation of this start; empty if there was none.
-      finished: True if all steps are taken and evaluated, False if the run was told to stop before.
+      finished: True if all steps are taken and evaluated, False if the run was told to stop or parts before.
     """
 
     state: TrainState
@@ -127,7 +127,8 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         state, metrics, waited = _inner_step(run, state, step)
         log.write_previous()
         state, outer_steps = sync.after_step(state, step, stride)
-        is_last, is_stopping = step == config.num_steps, run.stop.is_due()
+        is_last, is_due = step == config.num_steps, run.stop.is_due()
+        is_stopping = is_due or (sync.parting is not None and not is_last)
         bytes_merging = 0
         if is_last:
             state = sync.finish(state, step)

@@ -94,6 +94,11 @@ class Sync(Protocol):
         """Begin no further exchange, as a save follows with which the run stops, or is `finished`."""
         ...
 
+    @property
+    def parting(self) -> str | None:
+        """The reason for which the run is to save and end here for good, before its last step; None: it goes on."""
+        ...
+
     def groups(self, number: int) -> Round | None:
         """Return the groups of outer step `number`; None if they are reported after the exchange, by `news`."""
         ...
@@ -109,6 +114,8 @@ class Sync(Protocol):
 
 class CollectiveSync:
     """Outer steps of one program that holds all replicas: partners wait for each other."""
+
+    parting: str | None = None
 
     def __init__(self, config: TrainConfig, programs: Programs):
         self._config, self._programs = config, programs

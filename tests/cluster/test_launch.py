@@ -216,7 +216,7 @@ def test_local_refuses_a_call_without_a_number():
     assert "usage: bash launch/local.sh N COMMAND" in called.stderr
 
 
-@pytest.mark.parametrize("path", sorted([*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch"]), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")]), ids=lambda path: path.name)
 def test_a_launcher_is_shell_that_parses(path):
     subprocess.run(["bash", "-n", path], check=True)
 

@@ -1,6 +1,7 @@
 """Real processes over TLS: a third island joins two that train, one is removed, one moves, and none is disturbed."""
 
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,7 +86,7 @@ def test_an_island_joins_two_that_train_one_is_removed_and_one_moves(group, caps
     assert island(["invite", "--name=oslo", f"--address=127.0.0.1:{group.ports['oslo']}", keys]) == 0
     assert "told to paris, rome" in capsys.readouterr().out
     (folder / "carried").mkdir()
-    (folder / "keys" / "oslo").rename(folder / "carried" / "oslo")
+    shutil.copytree(folder / "keys" / "oslo", folder / "carried" / "oslo")
     group.start("oslo", "join", f"--entry={folder / 'carried/oslo/members.json'}", "--via=paris")
     group.wait(lambda: all(group.met("oslo", name) and group.met(name, "oslo") for name in FOUNDERS))
     assert "training continues from another island's weights" in group.said("oslo")
@@ -100,7 +101,7 @@ def test_an_island_joins_two_that_train_one_is_removed_and_one_moves(group, caps
     assert "oslo" in table and "rome is removed" in table and "all that answer" in table
     group.wait(lambda: group.met("paris", "oslo", gone + 2) and group.met("oslo", "paris", gone + 2))
     assert not any(group.met(name, "rome", gone - 1) for name in ("paris", "oslo"))
-    assert "from then on rome trains alone: end it" in group.said("rome")
+    rome = group.running.pop("rome")
     for name in group.running:
         assert group.running[name].poll() is None
         assert name == "oslo" or "another island's weights" not in group.said(name)
@@ -108,6 +109,12 @@ def test_an_island_joins_two_that_train_one_is_removed_and_one_moves(group, caps
     assert island(["merge", f"--roster={folder / 'roster.toml'}", keys, f"--out={folder / 'merged'}"]) == 0
     merged = capsys.readouterr().out
     assert all(f"{name}: weights after round" in merged for name in ("paris", "oslo")) and "rome" not in merged
+
+    assert rome.wait(120) == 0  # it ends by itself, and does not start again
+    assert "rome was removed from the run: everything is saved, and there is nothing more to do" in group.said("rome")
+    group.train("rome")
+    assert group.running.pop("rome").wait(120) == 2
+    assert "rome was removed from the run, before round" in group.said("rome")
 
     group.stop("paris")  # and comes back at another address, which oslo hears from itself
     moved, before = free_ports(1)[0], group.round("oslo")

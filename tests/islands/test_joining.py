@@ -4,17 +4,22 @@ import dataclasses
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from noloco_jax.config import TrainConfig, save_config
 from noloco_jax.errors import UserError
+from noloco_jax.island import joining
 from noloco_jax.island.command import main as island
 from noloco_jax.island.members import lead
+from noloco_jax.island.mode import IslandMode
 from noloco_jax.islands.entries import check_of, members_at, own_address, read_members, signed
 from noloco_jax.islands.keys import authority_key, load_keys, make_keys
 from noloco_jax.islands.protocol.members import OPEN, Entry, Members
+from noloco_jax.islands.query import About
 from noloco_jax.islands.roster import Address, Island, Roster
 from support.island_nodes import IDENTITY
 from support.ports import free_ports
@@ -193,3 +198,30 @@ def test_a_member_that_was_invited_gets_keys_anew_like_the_others(running, capsy
     assert island(keys) == 0
     assert load_keys(running.keys / "oslo", "oslo") != before
     assert read_members(running.keys / "members.json").entries
+
+
+@pytest.mark.parametrize(("given", "expected"), [((), "time"), (("--pace=steps",), "steps")])
+def test_who_joins_takes_the_pace_of_the_islands_and_keeps_it(running, tmp_path, monkeypatch, given, expected):
+    """Asked for once: at a later start the member that told it may be away."""
+    asked: list[str] = []
+    taken: list[str] = []
+
+    def about(clients: Mapping[str, Any], seconds: float) -> dict[str, About]:
+        asked.extend(clients)
+        identity = dataclasses.replace(IDENTITY, pace="time")
+        return {name: About(identity, {"num_replicas": 2}, None, 0, True) for name in clients}
+
+    def train(config: TrainConfig, workdir: Path, *, mode: IslandMode, **choices: Any) -> int:
+        save_config(config, workdir)
+        taken.append(mode._member.pace)
+        return 0
+
+    monkeypatch.setattr(joining, "introduce", lambda *_: None)
+    monkeypatch.setattr(joining, "ask_about", about)
+    monkeypatch.setattr(joining, "train", train)
+    where = f"--address=127.0.0.1:{running.ports['oslo']}"
+    assert island(["invite", "--name=oslo", where, f"--keys={running.keys}", "--from_round=5"]) == 0
+    flags = [f"--entry={running.keys / 'oslo/members.json'}", "--via=paris", f"--workdir={tmp_path / 'oslo'}", *given]
+    assert island(["join", *flags]) == 0
+    assert island(["join", *flags]) == 0
+    assert taken == [expected] * 2 and asked == ["paris"]

@@ -117,22 +117,38 @@ def test_an_island_that_is_killed_starts_again_and_nobody_else(launch):
     assert lines.count("[launcher] island1 was ended (exit status 137): it starts again") == 2
 
 
-def test_an_island_that_is_killed_over_and_over_is_given_up(launch):
-    launcher = launch(2, lines="os.kill(os.getpid(), 9) if name == 'island1' else until_stopped()")
+@pytest.mark.parametrize(("end", "expected"), [("os.kill(os.getpid(), 9)", 137), ("sys.exit(1)", 1)])
+def test_an_island_that_ends_over_and_over_is_given_up_and_the_others_are_merged(launch, end, expected):
+    launcher = launch(3, lines=f"if name == 'island1': {end}")
     status, lines = launcher.result()
-    assert status == 137 and launcher.starts("island1") == 10
-    assert not any("fake merge" in line for line in lines)
+    assert status == expected and launcher.starts("island1") == 10
+    assert (launcher.starts("island0"), launcher.starts("island2")) == (1, 1)
+    left = f"--workdirs {launcher.runs}/island0 {launcher.runs}/island2"
+    assert lines[-3:] == [
+        f"fake report --out={launcher.runs}/islands.png {left}",
+        f"fake merge --out={launcher.runs}/merged --evaluate {left}",
+        "[launcher] 2 of 3 islands have come to the end",
+    ]
 
 
-def test_an_island_that_fails_lets_the_others_save_and_its_last_line_is_shown(launch):
-    ready = "all((workdir.parent / name / 'ready').exists() for name in ('island0', 'island1'))"
-    fails = f"    while not {ready}:\n        time.sleep(0.02)\n    print('error: it is all wrong')\n    sys.exit(2)"
-    launcher = launch(3, lines=f"if name == 'island2':\n{fails}\nuntil_stopped()")
+def test_an_island_with_a_mistake_is_reported_once_and_the_others_go_on(launch):
+    fails = "print('error: it is all wrong'); sys.exit(2)"
+    waits = "while not (workdir.parent / 'over').exists(): time.sleep(0.02)"
+    launcher = launch(3, lines=f"if name == 'island2': {fails}\n{waits}")
+    wait_until(lambda: (launcher.runs / "island2/log").exists() and "error" in launcher.log("island2"))
+    time.sleep(1.0)  # the launcher looks five times a second
+    assert launcher.process.poll() is None
+    (launcher.runs / "over").touch()
     status, lines = launcher.result()
-    assert status == 2
-    assert "error: it is all wrong" in lines
-    assert launcher.log("island0").endswith("goodbye\n") and launcher.log("island1").endswith("goodbye\n")
-    assert not any("fake merge" in line or "fake report" in line for line in lines)
+    assert status == 2 and launcher.starts("island2") == 1
+    assert "[launcher] island2 exited with 2 and is given up, the others go on; its log ends with" in lines
+    assert lines.count("error: it is all wrong") == 1
+    assert sum("fake merge" in line and "island2" not in line for line in lines) == 1
+
+
+def test_where_all_have_a_mistake_nothing_is_merged(launch):
+    status, lines = launch(2, lines="sys.exit(2)").result()
+    assert status == 2 and not any("fake merge" in line or "fake report" in line for line in lines)
 
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])

@@ -35,6 +35,12 @@ def test_who_is_active_follows_from_rounds_and_ids():
     assert known.active(40) == ("paris", "rome", "oslo", "cairo")
 
 
+def test_a_membership_is_over_from_the_round_that_ends_it_and_not_before_it_begins():
+    known = members(entry(2, "rome", 0, 9), entry(5, "cairo", 5))
+    assert [known.is_over("rome", round) for round in (0, 8, 9, 99)] == [False, False, True, True]
+    assert not any(known.is_over(name, round) for name in ("paris", "cairo", "nobody") for round in (0, 4, 99))
+
+
 def test_entries_come_to_the_same_set_in_every_order_and_any_number_of_times():
     entries = [
         entry(4, "lima", 20),

@@ -239,6 +239,8 @@ def test_the_losses_of_replicas_go_by_their_numbers(devices):
 class SlowSync:
     """Exchanges of an island whose inner steps stand for three each, where they may, and what the loop asked of it."""
 
+    parting: str | None = None
+
     def __init__(self):
         self.strides: list[tuple[int, int]] = []
         self.asked: list[str] = []
@@ -282,6 +284,18 @@ def test_a_step_that_stands_for_several_passes_over_no_evaluation_save_or_line(t
     assert slow.strides == [(3, 3), (6, 3), (8, 2), (10, 2), (13, 3), (16, 3), (19, 3), (20, 1)]
     written = {json.loads(line)["step"] for line in (tmp_path / METRICS_FILE).read_text().splitlines()}
     assert written >= {8, 16, 20}  # the first behind 7 and 14, and the last
+
+
+def test_an_island_that_parts_saves_after_that_step_and_stops(tmp_path, monkeypatch):
+    class Parting(SlowSync):
+        @property
+        def parting(self) -> str | None:
+            return "removed" if self.strides and self.strides[-1][0] >= 6 else None
+
+    shape = {"num_replicas": 2, "num_steps": 20, "eval_every": 6, "checkpoint_every": 10}
+    parting = Parting()
+    result = Result(tmp_path, monkeypatch, config=from_dict(shape | {"inner": {"warmup_steps": 0}}), exchanges=parting)
+    assert result.done == [("save", 6)] and parting.asked == ["leave", "settle"]
 
 
 def test_an_island_saves_what_the_run_has_come_to_by_then(tmp_path, monkeypatch):

@@ -117,10 +117,8 @@ def seen_islands(folder: Path, rounds: int = 24, seconds: float = 0.15) -> Itera
             live(name)
 
     stranger = make("vienna", identity=dataclasses.replace(IDENTITY, config={"seed": "2"}))
-    threads = [
-        threading.Thread(target=live, args=(name, rounds), daemon=True) for name in NAMES[:-1] if name != "lisbon"
-    ]
-    threads.append(threading.Thread(target=killed_and_back, args=("lisbon",), daemon=True))
+    lives = {name: killed_and_back if name == "lisbon" else live for name in sites}
+    threads = [threading.Thread(target=life, args=(name,), daemon=True) for name, life in lives.items()]
     try:
         for thread in threads:
             thread.start()

@@ -147,6 +147,10 @@ class Members:
         """Return the round from which on a name is that of a member; 0 for one that is unknown."""
         return next((first for _, known, first, _ in self._spans if known == name), 0)
 
+    def is_over(self, name: str, round: int) -> bool:
+        """Return whether a membership has ended before a round; False for a name that is unknown."""
+        return any(known == name and until != OPEN and round >= until for _, known, _, until in self._spans)
+
     def id_of(self, name: str) -> int | None:
         """Return a member's number; None for a name that is unknown."""
         return next((id for id, known, _, _ in self._spans if known == name), None)
