@@ -109,17 +109,17 @@ class Donor:
             share = one.header.share
             assert share is not None
             layout = self._layouts.of(share.whole)
-            if share.number == 0:
+            if not all(leaf in leaves for leaf in (layout.shared if share.number else layout.small)):
+                self._waiting.append(one)  # asked for since `wanted` was
+            elif share.number == 0:
                 position = [np.asarray(step, np.int64), *(leaves[leaf] for leaf in layout.small)]
                 self._send(one.channel, replace(one.header, round=round), position)
-            elif all(leaf in leaves for leaf in layout.shared):
+            else:
                 copy = self._copies.get(share.whole)
                 if copy is None or copy.round != round:
                     shared = {leaf: leaves[leaf] for leaf in layout.shared}
                     copy = self._copies[share.whole] = _Copy(layout, round, shared)
                 self._give_share(copy, one)
-            else:
-                self._waiting.append(one)  # asked for since `wanted` was
 
     def forget(self, channel: Any) -> None:
         """Serve a call no more."""

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 from noloco_jax.islands import state_shares
+from noloco_jax.islands.donor import Donor
+from noloco_jax.islands.protocol.messages import Share, State
 from noloco_jax.islands.state_shares import Assembly, layouts_of, state_wire
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -98,3 +100,17 @@ def test_formats_of_differences_are_not_for_weights():
         "int6",
         "int6",
     ]
+
+
+def test_a_donor_gives_what_was_asked_for_while_it_copied_with_the_next_copy():
+    one, sent = state(0), []
+    layouts = layouts_of(one, 3, "int8")
+    donor = Donor(layouts, lambda channel, header, arrays: sent.append((channel, header.round)), sent.append)
+    donor.ask("first", State(0, False, Share(1, False)))
+    wanted = donor.wanted
+    donor.ask("second", State(0, True, Share(0, True)))
+    donor.ask("third", State(0, True, Share(1, True)))
+    donor.give(7, 70, {leaf: one[leaf] for leaf in wanted})
+    assert sent == [("first", 7)] and donor.is_waited_for
+    donor.give(8, 80, {leaf: one[leaf] for leaf in donor.wanted})
+    assert sent == [("first", 7), ("second", 8), ("third", 8)] and not donor.is_waited_for
