@@ -143,6 +143,7 @@ def test_a_late_correction_has_decayed_by_the_inner_steps_since_the_message(tmp_
         is_exchanging=False,
         take=lambda: inbox,
         wants_state=False,
+        is_removed=False,
         snapshots=SimpleNamespace(wanted=False),
     )
     member = Membership(world.roster, "paris", None)

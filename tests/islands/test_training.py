@@ -112,6 +112,7 @@ def test_what_comes_of_an_exchange_under_way_enters_before_a_step_is_queued_behi
         is_exchanging=True,
         take=take,
         wants_state=False,
+        is_removed=False,
         snapshots=SimpleNamespace(wanted=False),
     )
     unused: Any = None
