@@ -93,10 +93,10 @@ class DistributedProcesses:
     """Several processes that `jax.distributed` connects."""
 
     alone = False
+    _asked, _stops = 0, False  # of the process: whichever of its objects asks JAX
 
     def __init__(self) -> None:
         self.is_first = jax.process_index() == 0
-        self._asked = 0
 
     def broadcast(self, decide: Callable[[], T]) -> T:
         client: Any = distributed.global_state.client
@@ -128,8 +128,11 @@ class DistributedProcesses:
         client.wait_at_barrier(f"noloco_jax/{name}", int(seconds * 1000))
 
     def agree_to_stop(self, received: bool) -> bool:
-        self._asked += 1  # JAX compares for equality, and an island's steps may pass over the one agreed on
-        return multihost_utils.reached_preemption_sync_point(self._asked)
+        # JAX answers True for one number alone: steps may pass over theirs, and who asks later has to hear of it too.
+        of_all = DistributedProcesses
+        of_all._asked += 1
+        of_all._stops = of_all._stops or multihost_utils.reached_preemption_sync_point(of_all._asked)
+        return of_all._stops
 
 
 def is_of_exchange(error: BaseException) -> bool:

@@ -137,10 +137,13 @@ class Membership:
 
     def settings(self, config: TrainConfig) -> Settings:
         """Return the protocol's settings: every outer step is a round, so that patience counts all fragments."""
+        schedule = schedule_of(config)
+        assert schedule is not None
         return Settings(
             patience=self.patience * config.outer.fragments,
             keeps_pace=self.pace == "time",
             whole_state=self.takes_whole_state(config),
+            fits=lambda round, step: 0 < step < config.num_steps and schedule.total(step) == round + 1,
         )
 
     def takes_whole_state(self, config: TrainConfig) -> bool:
@@ -260,7 +263,8 @@ class Membership:
         def place(healed: Healed) -> TrainState:
             if healed.whole:
                 likes, structure = jax.tree.flatten(programs.resting)
-                return structure.unflatten(from_first_process([*map(healed.leaves.get, range(len(likes)))], likes))
+                state = structure.unflatten(from_first_process([*map(healed.leaves.get, range(len(likes)))], likes))
+                return state._replace(outer=at_round(state.outer, healed.round + 1))
             weights = jax.tree.map(_of_one_replica, programs.state.params)
             likes, structure = jax.tree.flatten(weights)
             given = [x[0] for x in map(healed.leaves.get, range(len(likes))) if x is not None]

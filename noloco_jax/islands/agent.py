@@ -196,6 +196,7 @@ class Agent:
             self._changed,
             Listener(self._happened, self._ended, self._read, self._report),
         )
+        self._fits = settings.fits
         self._whole_state, self._layout = settings.whole_state, states.of(settings.whole_state)
         self._assembly: Assembly | None = None  # shares of a state that this island catches up from
         self._donor = Donor(states, self._calls.send, self._calls.end)
@@ -593,7 +594,7 @@ class Agent:
         if isinstance(header, Windows):
             return Content(0.0), arrays
         if isinstance(header, State) and header.share is not None:
-            return self._read_share(header.share.number, arrays)
+            return self._read_share(header.round, header.share.number, arrays)
         if not isinstance(header, Message):
             return Content(norm_of(arrays)), arrays
         with self._changed:
@@ -605,10 +606,12 @@ class Agent:
         read = self._codec.read(own, windows or (), arrays)
         return Content(read.norm, read.differences), read.arrays
 
-    def _read_share(self, number: int, arrays: Arrays) -> tuple[Content, Any]:
+    def _read_share(self, round: int, number: int, arrays: Arrays) -> tuple[Content, Any]:
         """Check a share; with the position, which comes last, decode all arrays."""
         if number:
             return Content(0.0 if self._layout.is_finite(number, arrays[0]) else math.nan), arrays
+        if not self._fits(round, int(arrays[0])):
+            return Content(math.nan), arrays
         assembly = self._assembly or Assembly(self._layout)
         leaves = assembly.leaves(arrays[1:])
         return Content(norm_of([x for x in leaves.values() if x.dtype.kind != "c"])), (arrays[:1], leaves)

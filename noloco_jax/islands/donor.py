@@ -70,11 +70,11 @@ class Donor:
         """Give a share now, or once there is a copy."""
         share = header.share
         assert share is not None
-        if share.number > self._layouts.of(share.whole).count:
+        if not 0 <= share.number <= self._layouts.of(share.whole).count:
             self._end(channel)
             return
-        copy = self._copies.get(share.whole)
-        if share.number and copy is not None and time.monotonic() - copy.taken < _LONGEST_SECONDS:
+        copy = self._usable(share.whole)
+        if share.number and copy is not None:
             self._give_share(copy, _Waiting(channel, header))
         else:
             self._waiting.append(_Waiting(channel, header))
@@ -115,11 +115,15 @@ class Donor:
                 position = [np.asarray(step, np.int64), *(leaves[leaf] for leaf in layout.small)]
                 self._send(one.channel, replace(one.header, round=round), position)
             else:
-                copy = self._copies.get(share.whole)
-                if copy is None or copy.round != round:
+                copy = self._usable(share.whole)
+                if copy is None:
                     shared = {leaf: leaves[leaf] for leaf in layout.shared}
                     copy = self._copies[share.whole] = _Copy(layout, round, shared)
                 self._give_share(copy, one)
+
+    def _usable(self, whole: bool) -> _Copy | None:
+        copy = self._copies.get(whole)
+        return copy if copy is not None and time.monotonic() - copy.taken < _LONGEST_SECONDS else None
 
     def forget(self, channel: Any) -> None:
         """Serve a call no more."""

@@ -215,7 +215,8 @@ def _is_finite(part: _Part, content: np.ndarray) -> bool:
         return bool(np.isfinite(scales.view(ml_dtypes.bfloat16).astype(np.float32)).all())
     if part.code.dtype.kind in "iub":
         return True
-    return bool(np.isfinite(np.ascontiguousarray(content).view(part.code.dtype).astype(np.float32)).all())
+    values = np.ascontiguousarray(content).view(part.code.dtype)
+    return bool(np.isfinite(values if part.code.dtype.kind in "fc" else values.astype(np.float32)).all())
 
 
 def _code(wire: str, x: jax.Array) -> jax.Array:

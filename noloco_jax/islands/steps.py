@@ -244,7 +244,10 @@ class IslandSteps:
         arrivals, journal = self.processes.broadcast(self._take_all)
         if journal is None:
             return state, None
-        return self._apply(arrivals, state, 0)[0], Journal.from_json(journal)
+        state, _ = self._apply(arrivals, state, 0)
+        if self._before is not None:  # else `warmed` would shorten the corrections, too
+            self._before = jax.tree.map(_copy, state.params)
+        return state, Journal.from_json(journal)
 
     def _take_all(self) -> Sequence[Any]:
         """Return everything that has arrived, and the journal; None in its place if this state is to be replaced."""

@@ -47,13 +47,13 @@ class IslandSync:
         self._schedule = schedule
         self._lines: list[News] = []
 
-    def before_step(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int, int]:
+    def before_step(self, state: TrainState, step: int, most: Callable[[int], int]) -> tuple[TrainState, int, int]:
         state, behind = self._steps.enter(state, step)
         if behind != step:
             self._lines.append(
                 News(f"after step {step}: training continues from another island's weights, after step {behind}")
             )
-        state, stride = self._steps.advance(state, behind, most)
+        state, stride = self._steps.advance(state, behind, most(behind))
         return state, behind, stride
 
     def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterSteps | None]:

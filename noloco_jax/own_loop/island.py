@@ -181,14 +181,18 @@ class Island:
         self._checkpoints = OwnCheckpoints(self._workdir, saved, self._keep)
         state, step, journal = self._start(params, rest)
         codec = codec_of(solo.wire, solo.message, solo.code, solo.cuts)
-        identity = self._identity(saved)
+        identity, schedule = self._identity(saved), self._outer.schedule
         self._agent = open_agent(
             self._roster,
             self._name,
             self._credentials,
             identity,
             self._partner,
-            Settings(patience=2 * self._outer.fragments.count, whole_state=self._takes_whole_state),
+            Settings(
+                patience=2 * self._outer.fragments.count,
+                whole_state=self._takes_whole_state,
+                fits=lambda round, step: 0 < step < 2**31 and schedule.total(step) == round + 1,
+            ),
             journal,
             self._workdir,
             codec,
@@ -201,7 +205,6 @@ class Island:
             self._listen,
         )
         assert self._agent is not None
-        schedule = self._outer.schedule
         steps = IslandSteps(
             self._agent,
             self._compiled(solo),
@@ -216,7 +219,7 @@ class Island:
         begin(self._agent, self._workdir, lambda: False)
         self._began = time.monotonic()
         log.start(step, self._seconds_before)
-        state, self._step, _ = self._sync.before_step(state, step, 1)
+        state, self._step, _ = self._sync.before_step(state, step, _one)
         self._state_of_outer = state.outer
         self._tell()
         return self._params.given(state.params), self._rest.given(state.inner), self._step
@@ -243,7 +246,7 @@ class Island:
         after, _ = self._sync.after_step(state, step, 1)
         if self._save_every and step % self._save_every == 0:
             after = self._saved(after, step)
-        after, step, _ = self._sync.before_step(after, step, 1)
+        after, step, _ = self._sync.before_step(after, step, _one)
         self._tell()
         self._step, self._state_of_outer = step, after.outer
         if after.params is state.params:  # nothing was due and nothing has arrived
@@ -458,3 +461,8 @@ def _described(pairing: Pairing) -> list[Any]:
 
 def _digest(values: Any) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+def _one(step: int) -> int:
+    """Return the most steps of the schedule that an inner step stands for."""
+    return 1

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -120,7 +121,7 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
     evaluation = _evaluate(run, state, start, log) if evaluate_first else {}
     step = start
     while step < config.num_steps:
-        state, step, stride = sync.before_step(state, step, _steps_at_once(config, step))
+        state, step, stride = sync.before_step(state, step, partial(_steps_at_once, config))
         _report_news(run, step, log)
         step += stride
         run.hooks.before_step(step)

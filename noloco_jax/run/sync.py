@@ -6,7 +6,7 @@ islands have their own (`islands.sync`).
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -59,13 +59,13 @@ class News(NamedTuple):
 class Sync(Protocol):
     """Exchanges of a run. It owns the outer state and all messages in flight."""
 
-    def before_step(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int, int]:
+    def before_step(self, state: TrainState, step: int, most: Callable[[int], int]) -> tuple[TrainState, int, int]:
         """Apply what has arrived since inner step `step`.
 
         Args:
           state: state after that step.
           step: step of the schedule.
-          most: the most steps of the schedule that the next inner step may stand for.
+          most: step -> the most steps of the schedule that the inner step after it may stand for.
 
         Returns:
           The state, its step (a different one if the state came from a peer), and the stride: the number of schedule
@@ -121,7 +121,7 @@ class CollectiveSync:
         self._config, self._programs = config, programs
         self._schedule = schedule_of(config)
 
-    def before_step(self, state: TrainState, step: int, most: int) -> tuple[TrainState, int, int]:
+    def before_step(self, state: TrainState, step: int, most: Callable[[int], int]) -> tuple[TrainState, int, int]:
         return state, step, 1
 
     def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterSteps | None]:

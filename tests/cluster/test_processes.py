@@ -6,8 +6,9 @@ import subprocess
 import sys
 
 import pytest
+from jax.experimental import multihost_utils
 
-from noloco_jax.cluster.processes import OneProcess, run_processes
+from noloco_jax.cluster.processes import DistributedProcesses, OneProcess, run_processes
 from support import processes
 from support.paths import ROOT
 from support.ports import free_port
@@ -171,3 +172,11 @@ def test_processes_wait_for_one_that_is_busy_for_long():
     results = run_both(WAITING)
     assert [status for status, _ in results] == [0, 0], processes.report(results)
     assert all("RESULT [0, 1]" in output for _, output in results)
+
+
+def test_a_stop_that_jax_tells_of_at_one_number_holds_for_all_who_ask_from_then_on(monkeypatch):
+    monkeypatch.setattr(DistributedProcesses, "_asked", 0)
+    monkeypatch.setattr(DistributedProcesses, "_stops", False)
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda number: number == 2)
+    trainer, island = DistributedProcesses(), DistributedProcesses()
+    assert [one.agree_to_stop(False) for one in (trainer, island, trainer, island)] == [False, True, True, True]

@@ -302,6 +302,34 @@ def test_shares_that_came_stay_when_all_donors_fail():
     assert sorted(numbers) == sorted({0, 1, 2, 3} - {first})
 
 
+@pytest.mark.parametrize("donors", ["b", "bcd"])
+def test_time_passes_where_donors_fall_silent_with_several_shares_under_way(donors):
+    """Before, deadlines of a donor that was left stayed in the past: an island looked at the clock for ever."""
+    island, open_calls = downloading(shares=30, donors=donors)
+    now = 0.2
+    for _ in range(4 * len(donors)):
+        channel, (_, number) = next(iter(open_calls.items()))
+        now += 0.01
+        del open_calls[channel]
+        open_calls |= requests(give(island, channel, number, now))
+    assert len(open_calls) > 2 * len(donors)
+    for _ in range(100):
+        deadline = island.next_deadline()
+        if deadline is None or deadline > 3000:
+            break
+        assert deadline > now
+        now = deadline
+        island.handle(Tick(), now)
+
+
+def test_a_donor_is_not_waited_for_longer_than_a_share_may_take_however_busy_it_says_it_is():
+    island, open_calls = downloading(shares=1, donors="b")
+    ((channel, _),) = open_calls.items()
+    island.handle(Arrived(channel, Busy(1e12)), 1.0)
+    deadline = island.next_deadline()
+    assert deadline is not None and deadline <= 1.0 + SETTINGS.share_seconds
+
+
 def test_weights_that_are_not_finite_are_asked_for_again_from_another_donor():
     island, open_calls = downloading(shares=1, donors="bc")
     ((channel, (bad, number)),) = open_calls.items()

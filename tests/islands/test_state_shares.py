@@ -1,10 +1,15 @@
 """Shares of a state: cut anywhere between values or blocks, from whichever donor, they make up the arrays again."""
 
+import math
+from types import SimpleNamespace
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from noloco_jax.islands import state_shares
+from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.donor import Donor
 from noloco_jax.islands.protocol.messages import Share, State
 from noloco_jax.islands.state_shares import Assembly, layouts_of, state_wire
@@ -114,3 +119,53 @@ def test_a_donor_gives_what_was_asked_for_while_it_copied_with_the_next_copy():
     assert sent == [("first", 7)] and donor.is_waited_for
     donor.give(8, 80, {leaf: one[leaf] for leaf in donor.wanted})
     assert sent == [("first", 7), ("second", 8), ("third", 8)] and not donor.is_waited_for
+
+
+def test_a_donor_ends_a_call_for_a_share_that_there_is_not():
+    ended = []
+    layouts = layouts_of(state(0), 3, "int8")
+    donor = Donor(layouts, lambda channel, header, arrays: pytest.fail("given"), ended.append)
+    for number in (-1, layouts.weights.count + 1):
+        donor.ask(number, State(0, False, Share(number, False)))
+    assert ended == [-1, layouts.weights.count + 1] and not donor.is_waited_for
+
+
+def test_a_donor_gives_later_rounds_from_the_copy_that_it_has(monkeypatch):
+    one, sent = state(0), []
+    donor = Donor(layouts_of(one, 3, "int8"), lambda channel, header, arrays: sent.append(header.round), sent.append)
+    for number, round in ((1, 7), (2, 8)):
+        donor.ask("a", State(0, False, Share(number, False)))
+        if donor.is_waited_for:
+            donor.give(round, 10 * round, {leaf: one[leaf] for leaf in donor.wanted})
+    assert sent == [7, 7]
+    monkeypatch.setattr("noloco_jax.islands.donor._LONGEST_SECONDS", 0.0)
+    donor.ask("a", State(0, False, Share(3, False)))
+    donor.give(9, 90, {leaf: one[leaf] for leaf in donor.wanted})
+    assert sent == [7, 7, 9]
+
+
+@pytest.mark.parametrize(
+    ("round", "step", "is_taken"), [(7, 80, True), (7, 79, False), (7, -1, False), (7, 2**62, False)]
+)
+def test_a_position_at_which_no_island_can_be_is_not_taken(step, is_taken):
+    one = state(0)
+    layout = layouts_of(one, 3, "int8").weights
+    assembly = Assembly(layout)
+    for number in range(1, layout.count + 1):
+        assembly.put(number, layout.share(layout.encode(dict(enumerate(one))), number))
+    fits = lambda round, step: step == 10 * (round + 1)  # noqa: E731
+    agent: Any = SimpleNamespace(_layout=layout, _assembly=assembly, _fits=fits)
+    content, _ = Agent._read_share(agent, 7, 0, [np.asarray(step, np.int64), *(one[leaf] for leaf in layout.small)])
+    assert math.isfinite(content.norm) == is_taken
+
+
+def test_large_float64_and_imaginary_parts_are_told_from_what_is_not_finite():
+    one = [np.full((3, 500), 1e300), np.full(600, 1 + 2j)]
+    layout = layouts_of(one, 1, "float32").whole
+
+    def found(arrays) -> bool:
+        content = layout.encode(dict(enumerate(arrays)))
+        return all(layout.is_finite(number, layout.share(content, number)) for number in range(1, layout.count + 1))
+
+    assert found(one)
+    assert not found([one[0], np.full(600, 1 + np.inf * 1j)])

@@ -1,6 +1,7 @@
 """The training loop over programs that only count, so that nothing is compiled: what is saved and written, and when."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -246,8 +247,8 @@ class SlowSync:
         self.asked: list[str] = []
         self.told: list[sync.News] = []
 
-    def before_step(self, state: Any, step: int, most: int) -> tuple[Any, int, int]:
-        return state, step, min(3, most)
+    def before_step(self, state: Any, step: int, most: Callable[[int], int]) -> tuple[Any, int, int]:
+        return state, step, min(3, most(step))
 
     def after_step(self, state: Any, step: int, stride: int) -> tuple[Any, None]:
         self.strides.append((step, stride))
@@ -284,6 +285,19 @@ def test_a_step_that_stands_for_several_passes_over_no_evaluation_save_or_line(t
     assert slow.strides == [(3, 3), (6, 3), (8, 2), (10, 2), (13, 3), (16, 3), (19, 3), (20, 1)]
     written = {json.loads(line)["step"] for line in (tmp_path / METRICS_FILE).read_text().splitlines()}
     assert written >= {8, 16, 20}  # the first behind 7 and 14, and the last
+
+
+def test_a_step_after_catching_up_passes_over_no_evaluation_save_or_end(tmp_path, monkeypatch):
+    class Jumping(SlowSync):
+        def before_step(self, state: Any, step: int, most: Callable[[int], int]) -> tuple[Any, int, int]:
+            step = {3: 7, 8: 18}.get(step, step)
+            return state, step, min(3, most(step))
+
+    shape = {"num_replicas": 2, "num_steps": 20, "eval_every": 8, "checkpoint_every": 10}
+    jumping = Jumping()
+    result = Result(tmp_path, monkeypatch, config=from_dict(shape | {"inner": {"warmup_steps": 0}}), exchanges=jumping)
+    assert jumping.strides == [(3, 3), (8, 1), (20, 2)]
+    assert result.done == [("evaluate", 8), ("evaluate", 20), ("save", 20)]
 
 
 def test_an_island_that_parts_saves_after_that_step_and_stops(tmp_path, monkeypatch):

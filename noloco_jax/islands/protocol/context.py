@@ -39,6 +39,7 @@ class Settings:
       whole_state: True if an island catches up from a whole state; otherwise from weights alone.
       retry_seconds: delay of the first retry; it doubles with each.
       keeps_pace: True if an island fits its inner steps to common rounds, see `pace.py`.
+      fits: (last round, inner steps) of a donor -> True if training can continue there.
     """
 
     patience: int = 2
@@ -55,6 +56,7 @@ class Settings:
     whole_state: bool = False
     retry_seconds: float = 1.0
     keeps_pace: bool = False
+    fits: Callable[[int, int], bool] = lambda round, step: True
 
     def __post_init__(self):
         if self.patience < 1:

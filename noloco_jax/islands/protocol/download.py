@@ -22,7 +22,7 @@ MOST_AT_ONCE = 4  # shares of one donor
 _QUICK_SECONDS = 1.0  # for a share, below which a donor is asked for another at the same time: its link has room
 
 
-@dataclass
+@dataclass(eq=False)
 class _Donor:
     """Donor, and how it answers.
 
@@ -100,7 +100,7 @@ class Download:
         context.close(channel)
         if isinstance(header, Busy) and donor.busy < MOST_BUSY:
             donor.busy += 1
-            donor.free_at = context.now + header.seconds
+            donor.free_at = context.now + min(header.seconds, context.settings.share_seconds)
             self._miss(request)
         elif not (isinstance(header, State) and header.share == self._share(request.number)):
             self._failed(request)
@@ -130,11 +130,16 @@ class Download:
 
     def tick(self) -> None:
         late = [channel for channel, request in self._requests.items() if request.deadline <= self._context.now]
+        silent: list[_Donor] = []
         for channel in late:
-            request = self._requests.pop(channel)
+            request = self._requests.pop(channel, None)
+            if request is None:  # its donor was left
+                continue
             self._context.close(channel)
-            self._allowance = min(2 * self._allowance, self._context.settings.state_seconds)
-            self._most = max(self._most - 1, 1)
+            if request.donor not in silent:
+                silent.append(request.donor)
+                self._allowance = min(2 * self._allowance, self._context.settings.state_seconds)
+                self._most = max(self._most - 1, 1)
             self._failed(request)
         self._fill()
 
@@ -182,6 +187,9 @@ class Download:
             donor.has_given, donor.at_once = False, 1
         elif donor in self._donors:
             self._donors.remove(donor)
+            for channel in [channel for channel, one in self._requests.items() if one.donor is donor]:
+                self._context.close(channel)
+                self._miss(self._requests.pop(channel))
         self._miss(request)
 
     def _miss(self, request: _Request) -> None:
