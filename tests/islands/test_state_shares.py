@@ -144,9 +144,7 @@ def test_a_donor_gives_later_rounds_from_the_copy_that_it_has(monkeypatch):
     assert sent == [7, 7, 9]
 
 
-@pytest.mark.parametrize(
-    ("round", "step", "is_taken"), [(7, 80, True), (7, 79, False), (7, -1, False), (7, 2**62, False)]
-)
+@pytest.mark.parametrize(("step", "is_taken"), [(80, True), (79, False), (-1, False), (2**62, False)])
 def test_a_position_at_which_no_island_can_be_is_not_taken(step, is_taken):
     one = state(0)
     layout = layouts_of(one, 3, "int8").weights
