@@ -490,14 +490,15 @@ class Agent:
         self._roster = known_roster(self._founders, members, self._protocol.round)
         if self._name not in self._roster.names:
             return  # removed: the others will not have it
+        behind = {name for name, address in self._roster.islands if not address.can_be_dialled}
+        for name in self._ports.keys() - behind:
+            self._former.submit(self._ports.pop(name).close)  # which waits for threads that want the lock
         for name, address in self._roster.islands:
             if not address.can_be_dialled and name != self._name and self._credentials is not None:
                 if name not in self._ports:
                     arguments = self.clients, self._relays, self._relay
                     self._ports[name] = RelayedPort(self._name, name, *arguments)
                 address = self._ports[name].address
-            elif name in self._ports:
-                self._ports.pop(name).close()
             if name in self.clients:
                 self.clients[name].move(address, is_relayed=name in self._ports)
             elif name != self._name:

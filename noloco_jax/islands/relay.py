@@ -134,6 +134,7 @@ class _Tunnel:
     pipe: Pipe
     other: Pipe | None = None
     is_taken: bool = False  # the called island's end is there, or about to be
+    is_over: bool = False  # the caller's end is gone
     is_open: threading.Event = field(default_factory=threading.Event)
     # A stream is freed when its call ends: both calls wait until nobody writes to the other's any more.
     caller_is_over: threading.Event = field(default_factory=threading.Event)
@@ -190,9 +191,10 @@ class Relay:
                 self._tunnels.pop(token, None)
                 self._open -= 1
                 self._running.subtract((caller, called))
+                tunnel.is_over, other = True, tunnel.other
             pipe.close()
-            if tunnel.other is not None:
-                tunnel.other.close()
+            if other is not None:
+                other.close()
             tunnel.caller_is_over.set()
             if tunnel.is_taken:
                 tunnel.called_is_over.wait()
@@ -240,7 +242,10 @@ class Relay:
             tunnel.is_taken = True
         try:
             pipe.write(_PING)
-            tunnel.other = pipe
+            with self._lock:
+                if tunnel.is_over:
+                    return
+                tunnel.other = pipe
             tunnel.is_open.set()
             pump(pipe, tunnel.pipe)
         finally:
@@ -308,6 +313,7 @@ class RelayedServer:
         self._name, self._clients, self._relays, self._server = name, clients, relays, server
         self._at: set[str] = set()  # relays where it waits
         self._lock = threading.Lock()
+        self._accepting = threading.BoundedSemaphore(MOST_TUNNELS)
         self._tunnels = _Tunnels()
         for _ in range(RELAYS):
             self._tunnels.start(self._wait)
@@ -322,22 +328,36 @@ class RelayedServer:
                     if relay in self._at:
                         continue
                     self._at.add(relay)
-                with contextlib.suppress(*_ERRORS):
-                    self._wait_at(relay)
+                has_waited = self._wait_at(relay)
                 with self._lock:
                     self._at.discard(relay)
                 if self._tunnels.closing.is_set():
                     return
+                if has_waited:
+                    break  # begin with the first again, as callers do
             self._tunnels.closing.wait(_RETRY_SECONDS)
 
-    def _wait_at(self, relay: str) -> None:
-        call = self._clients[relay].tunnel(AWAIT, {}, _AWAIT_SECONDS)
-        with call as streams, self._tunnels.held(CallPipe(*streams)) as pipe:
-            while True:
-                if (told := pipe.read()) != _PING:
-                    self._tunnels.start(self._accept, relay, str(json.loads(told).get("token")))
+    def _wait_at(self, relay: str) -> bool:
+        """Wait for callers at a relay until the call ends; return False where it never began."""
+        has_waited = False
+        with contextlib.suppress(*_ERRORS, ValueError, AttributeError):  # the latter two: a word that is none
+            call = self._clients[relay].tunnel(AWAIT, {}, _AWAIT_SECONDS)
+            with call as streams, self._tunnels.held(CallPipe(*streams)) as pipe:
+                while True:
+                    told = pipe.read()
+                    has_waited = True
+                    if told != _PING:
+                        self._tunnels.start(self._accept, relay, str(json.loads(told).get("token")))
+        return has_waited
 
     def _accept(self, relay: str, token: str) -> None:
+        if self._accepting.acquire(blocking=False):
+            try:
+                self._serve(relay, token)
+            finally:
+                self._accepting.release()
+
+    def _serve(self, relay: str, token: str) -> None:
         call = self._clients[relay].tunnel(ACCEPT, {"token": token}, TUNNEL_SECONDS)
         with call as streams, self._tunnels.held(CallPipe(*streams)) as pipe:
             pipe.read()
@@ -379,8 +399,13 @@ class RelayedPort:
         self._listener.close()
 
     def _listen(self) -> None:
-        while True:
-            self._tunnels.start(self._enter, self._listener.accept()[0])
+        while not self._tunnels.closing.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed, or no file is free
+                self._tunnels.closing.wait(_RETRY_SECONDS)
+                continue
+            self._tunnels.start(self._enter, connection)
 
     def _enter(self, connection: socket.socket) -> None:
         with connection, self._tunnels.held(SocketPipe(connection)) as pipe:

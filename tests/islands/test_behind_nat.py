@@ -252,3 +252,23 @@ def test_processes_that_have_no_way_to_each_other_meet_and_merge_through_the_thi
     for name, output in outputs.items():
         assert all(f" met {other}" in output for other in names if other != name), outputs
         assert "the mean of 3 of 3 islands" in output, outputs
+
+
+def test_an_island_waits_again_at_the_relays_that_callers_try_first(monkeypatch):
+    """Before, each call of ten minutes that ended led on to the next relay, beyond those at which callers look."""
+    visited: list[str] = []
+    done = threading.Event()
+
+    def wait_at(self, relay: str) -> bool:
+        visited.append(relay)
+        if len(visited) >= 40:
+            done.set()
+        return True
+
+    monkeypatch.setattr(relay, "_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(relay.RelayedServer, "_wait_at", wait_at)
+    members = [f"island{number}" for number in range(12)]
+    server = relay.RelayedServer("oslo", {}, lambda: members, Address("127.0.0.1", 1))
+    assert done.wait(30)
+    server.close()
+    assert set(visited) <= set(relay.relays_of("oslo", members)[: relay.RELAYS])
