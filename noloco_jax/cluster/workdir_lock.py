@@ -106,7 +106,7 @@ class Watch:
         except OSError:
             return None
         try:
-            locked = _flock(file)
+            locked = try_lock(file)
             holder, status = _parse(os.pread(file, 4096, 0)), os.fstat(file)
         finally:
             os.close(file)
@@ -184,7 +184,7 @@ class WorkdirLock:
                 "you know that none runs there, or give another --workdir"
             ) from None
         try:
-            locked = _flock(file)
+            locked = try_lock(file)
             holder, status = _parse(os.pread(file, 4096, 0)), os.fstat(file)
             here = locked is not None and holder is not None and _is_here(holder, status.st_dev)
             seen = _Seen(holder, status.st_mtime_ns, "alive" if here else "blocked" if locked is False else "other")
@@ -235,8 +235,8 @@ class WorkdirLock:
             os._exit(UserError.exit_status)
 
 
-def _flock(file: int) -> bool | None:
-    """Lock an open file; return None where its file system has no such locks."""
+def try_lock(file: int) -> bool | None:
+    """Lock an open file, which may be written to; return None where its file system has no such locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

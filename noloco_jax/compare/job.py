@@ -1,6 +1,5 @@
 """One run of a comparison as it trains, in a process of its own."""
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -10,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from noloco_jax.cluster.workdir_lock import try_lock
 from noloco_jax.compare.others import LOG_FILE
 from noloco_jax.compare.plan import Run
 from noloco_jax.cores import keep_on
@@ -18,7 +18,7 @@ from noloco_jax.formatting import format_clock, format_perplexity, format_tokens
 from noloco_jax.run.metrics import METRICS_FILE, NewLines
 
 
-class BusyError(Exception):
+class TakenError(Exception):
     """Another process trains the run."""
 
 
@@ -34,7 +34,7 @@ class Job:
       environment: variables that are its own.
 
     Raises:
-      BusyError: if another process trains in the folder.
+      TakenError: if another process trains in the folder.
     """
 
     def __init__(
@@ -50,10 +50,8 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         self.progress = Progress(run, label, folder)
         with (folder / LOG_FILE).open("a") as log:
-            try:
-                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the trainer inherits it, and may outlive us
-            except BlockingIOError:
-                raise BusyError("a trainer that begins") from None
+            if try_lock(log.fileno()) is False:  # the trainer inherits it, and may outlive us
+                raise TakenError
             # In a session of its own, so that Ctrl-C comes to it once, through this process.
             self._process = subprocess.Popen(
                 [sys.executable, *arguments],

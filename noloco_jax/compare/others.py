@@ -1,10 +1,11 @@
-"""Runs of a comparison that other processes train, on this machine or on others that share its folder."""
+"""Other processes that train runs of a comparison or write its results, also on machines that share its folder."""
 
+import contextlib
 import fcntl
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from noloco_jax.cluster.workdir_lock import Watch
+from noloco_jax.cluster.workdir_lock import Watch, try_lock
 from noloco_jax.compare.plan import Run
 
 LOG_FILE = "log.txt"  # a trainer that a comparison starts holds its lock from the start
@@ -32,10 +33,16 @@ class Others:
 
 def _is_locked(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with path.open("r+b") as file:  # as NFS wants it for a lock
+            return try_lock(file.fileno()) is False
     except FileNotFoundError:
         return False
-    except BlockingIOError:
-        return True
-    return False
+
+
+@contextlib.contextmanager
+def writing_alone(workdir: Path) -> Iterator[None]:
+    """Hold, in the body, the lock that comparisons of a folder take to write its results, where there are locks."""
+    with (workdir / "comparison.lock").open("a") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -65,9 +65,9 @@ class Plan:
         """The number of runs that are trained in all."""
         return len(self.expected({}))
 
-    def expected(self, perplexities: Mapping[Run, float]) -> list[Run]:
+    def expected(self, perplexities: Mapping[Run, float], failed: Collection[Run] = ()) -> list[Run]:
         """Return as many runs as are trained in all: where the best value is not known yet, any stands for it."""
-        due = self.due(perplexities)
+        due = self.due(perplexities, failed)
         known = {(run.variant, run.seed) for run in due}
         others = (
             self.runs_of(variant, seed)[0]

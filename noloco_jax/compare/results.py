@@ -1,14 +1,14 @@
 """Progress, evaluations and bytes sent of a comparison's runs, read from their metrics.jsonl."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from noloco_jax.compare.plan import Plan, Run
+from noloco_jax.compare.plan import Run
 from noloco_jax.run.flops import model_flops_per_token
 from noloco_jax.run.metrics import METRICS_FILE, read_metrics
 from noloco_jax.spmd.inner import learning_rates
@@ -70,23 +70,23 @@ def is_complete(run: Run, workdir: Path) -> bool:
     return bool(evaluations) and evaluations[-1]["step"] >= run.config.num_steps
 
 
-def seconds_left(plan: Plan, workdir: Path, trainers: int) -> float | None:
+def seconds_left(runs: Iterable[Run], workdir: Path, trainers: int) -> float | None:
     """Estimate how long the rest of a comparison takes, by the FLOPs of its runs; None before any has trained.
 
     Args:
-      plan: which runs.
+      runs: all that are expected, finished ones included.
       workdir: their folder.
       trainers: how many train at a time, each as fast as the median run so far.
     """
-    paces, left = [], 0.0
-    for run in plan.expected(last_perplexities(plan.runs, workdir)):
+    paces, left = [], []
+    for run in runs:
         config, last = run.config, read_progress(workdir / run.name).last
         whole = model_flops_per_token(config) * config.tokens_per_step * config.num_steps
         trained = last.get("step", 0) / config.num_steps
-        left += whole * (1 - trained)
+        left.append(whole * (1 - trained))
         if trained > 0 and last.get("seconds", 0) > 0:
             paces.append(last["seconds"] / (whole * trained))
-    return left * float(np.median(paces)) / trainers if paces else None
+    return max(sum(left) / trainers, *left) * float(np.median(paces)) if paces else None
 
 
 def read_curve(run: Run, workdir: Path) -> Curve:

@@ -16,8 +16,8 @@ from rich.text import Text
 from noloco_jax.cluster.stop import INTERRUPTED, RESTART
 from noloco_jax.compare import report
 from noloco_jax.compare.chart import draw, draw_bytes
-from noloco_jax.compare.job import BusyError, Job
-from noloco_jax.compare.others import Others
+from noloco_jax.compare.job import Job, TakenError
+from noloco_jax.compare.others import Others, writing_alone
 from noloco_jax.compare.plan import Plan, Run
 from noloco_jax.compare.results import is_complete, last_perplexities, read_progress, seconds_left
 from noloco_jax.compare.rows import make_rows
@@ -110,13 +110,13 @@ class Comparison:
 
     def _fill(self) -> None:
         """Start runs in all free slots that nobody else trains."""
-        due = self._plan.due(last_perplexities(self._plan.runs, self._workdir), self._failed)
+        finished = last_perplexities(self._plan.runs, self._workdir)
         before, self._elsewhere = self._elsewhere, {}
-        for run in due:
+        for run in self._plan.due(finished, self._failed):
             if run in self._taken:
                 continue
             label = f"[{len(self._taken) + 1}/{self._plan.total}] {run.name}"
-            if is_complete(run, self._workdir):
+            if run in finished:
                 self._taken.append(run)
                 self._say_result(run, label)
                 continue
@@ -132,8 +132,8 @@ class Comparison:
             environment = share_of_gpus(self._gpus, os.environ, jobs, slot)
             try:
                 job = Job(run, self._workdir / run.name, label, self._arguments(run), cores, environment)
-            except BusyError as error:  # somebody was quicker
-                self._elsewhere[run] = str(error)
+            except TakenError:  # somebody was quicker
+                self._elsewhere[run] = "a trainer that begins"
                 continue
             self._taken.append(run)
             self._slots[slot] = job
@@ -191,12 +191,18 @@ class Comparison:
     def _left(self) -> str:
         """Return the end of a line: how many runs remain, and for how long."""
         finished = last_perplexities(self._plan.runs, self._workdir)
-        left = sum(run not in finished for run in self._plan.expected(finished))
-        seconds = seconds_left(self._plan, self._workdir, len(self._slots) + len(self._elsewhere))
+        expected = [run for run in self._plan.expected(finished, self._failed) if run not in self._failed]
+        others = sum(run not in self._taken and self._others.trainer_of(run) is not None for run in expected)
+        left = sum(run not in finished for run in expected)
+        seconds = seconds_left(expected, self._workdir, len(self._slots) + others)
         return f"; {left} to finish, about {format_clock(seconds)}" if left and seconds is not None else ""
 
     def _write(self, show: bool = False) -> None:
         """Write table and pictures of the finished runs, and show the table."""
+        with writing_alone(self._workdir):
+            self._write_results(show)
+
+    def _write_results(self, show: bool) -> None:
         plan, rows = self._plan, make_rows(self._plan, self._workdir)
         due = plan.due(last_perplexities(plan.runs, self._workdir), self._failed)
         missing = [run for run in due if not is_complete(run, self._workdir)]

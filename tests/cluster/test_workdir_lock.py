@@ -108,7 +108,7 @@ def test_what_the_file_system_keeps_for_a_machine_that_is_gone_is_worth_another_
 
 
 def test_a_file_system_without_flock_is_watched(tmp_path, monkeypatch):
-    monkeypatch.setattr(workdir_lock, "_flock", lambda file: None)
+    monkeypatch.setattr(workdir_lock, "try_lock", lambda file: None)
     with WorkdirLock(tmp_path, pytest.fail), pytest.raises(UserError, match="is in use by"):
         WorkdirLock(tmp_path, lambda line: None).__enter__()
 

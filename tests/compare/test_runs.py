@@ -136,14 +136,15 @@ def test_two_comparisons_of_one_folder_divide_its_runs(config_file, tmp_path, st
 def test_the_time_left_is_that_of_the_flops_left(config_file, tmp_path):
     """Of three runs of 40 steps, the first took 20 s; the second is half done at the same pace; two trainers."""
     plan = plan_of(config_file, methods=["ddp", "noloco", "local"])
-    assert results.seconds_left(plan, tmp_path, 2) is None
+    assert results.seconds_left(plan.runs, tmp_path, 2) is None
     for run, steps, seconds in zip(plan.runs, (40, 20), (20.0, 10.0), strict=False):
         writer = MetricWriter(tmp_path / run.name, resume_step=None, tensorboard=False)
         writer.write(steps, "train", loss=1.0, seconds=seconds)
         writer.close()
-    assert results.seconds_left(plan, tmp_path, 2) == pytest.approx((10 + 20) / 2)
+    assert results.seconds_left(plan.runs, tmp_path, 1) == pytest.approx(10 + 20)
+    assert results.seconds_left(plan.runs, tmp_path, 2) == pytest.approx(20)  # no run is divided
     longer = plan_of(config_file, methods=["ddp", "noloco", "local"], settings=["local:num_steps=120"])
-    assert results.seconds_left(longer, tmp_path, 2) == pytest.approx((10 + 60) / 2)
+    assert results.seconds_left(longer.runs, tmp_path, 1) == pytest.approx(10 + 60)
 
 
 @pytest.mark.timeout(60)
