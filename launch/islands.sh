@@ -4,11 +4,12 @@
 #     bash launch/islands.sh 4 --config=configs/quickstart.py --workdir=runs/islands
 #
 # Further arguments go to `python -m noloco_jax.island train`. DIR gets a roster, keys and a folder for each island, with
-# its log in it; the first one's log is shown. Cores are shared out, and GPUs where there are any. An island that is killed
-# or fails is started again, ten times at most: try `kill -9` with a number that is printed. One that exits with 2, a mistake
-# to correct, is not: it is reported, the others go on, and at the end its status is this script's. Ctrl-C, or a SIGTERM to this script, lets all save and say
-# goodbye, and the same command goes on; a second Ctrl-C ends all at once. At the end come a table of the islands, the
-# merged model in DIR/merged with its perplexity, and DIR/islands.png. PYTHON chooses the interpreter.
+# its log in it; the first one's log is shown. Cores are shared out, and GPUs where there are any. An island that is
+# killed or fails is started again, ten times at most: try `kill -9` with a number that is printed. One that exits with
+# 2, a mistake to correct, is not: it is reported, the others go on (and wait for it at their end, `--linger` seconds at
+# most), and at the end its status is this script's. Ctrl-C, or a SIGTERM to this script, lets all save and say goodbye,
+# and the same command goes on; a second Ctrl-C ends all at once. At the end come a table of the islands, the merged
+# model in DIR/merged with its perplexity, and DIR/islands.png. PYTHON chooses the interpreter.
 set -uo pipefail
 
 fail() {
@@ -74,7 +75,7 @@ if [[ "${JAX_PLATFORMS:-}" != cpu* ]] && command -v nvidia-smi >/dev/null; then
         nvidia-smi --query-gpu=index --format=csv,noheader; fi 2>/dev/null) || true
     gpus=${#gpu[@]}
 fi
-stopping="" failed="" pids=() starts=() folders=() complete=()
+stopping="" failed="" pids=() starts=() folders=() finished=()
 for ((i = 0; i < n; i++)); do folders+=("$workdir/island$i"); done
 
 start() {
@@ -114,9 +115,9 @@ on_terminate() {
 # An island's process has ended with a status: most often the run is over for it.
 ended() {
     local i=$1 code=$2
-    if ((code == 0)); then complete+=("${folders[i]}"); fi
+    if ((code == 0)); then finished[i]=1; fi
     if ((code == 0)) || [ -n "$stopping" ]; then return; fi
-    if ((code != 75 && code != 1 && code < 128)) || ((starts[i] >= 10)); then
+    if ((code != 75 && code != 1 && code < 128)) || ((starts[i] > 10)); then
         echo "[launcher] island$i exited with $code and is given up, the others go on; its log ends with" >&2
         tail -n 3 "${folders[i]}/log" >&2
         failed=$code
@@ -154,12 +155,13 @@ if [ -n "$stopping" ]; then
     fi
     exit "$stopping"
 fi
+complete=()
+for i in "${!finished[@]}"; do complete+=("${folders[i]}"); done
 if ((${#complete[@]} == 0)); then exit "$failed"; fi
 if [ -e "$workdir/merged" ]; then
     rm -rf "$workdir/merged.old"
     mv "$workdir/merged" "$workdir/merged.old"
 fi
-IFS=$'\n' read -r -d '' -a complete < <(printf '%s\n' "${complete[@]}" | sort) || true
 show report --out="$workdir/islands.png" --workdirs "${complete[@]}" &&
     show merge --out="$workdir/merged" --evaluate --workdirs "${complete[@]}" || exit
 if [ -n "$failed" ]; then

@@ -110,6 +110,7 @@ while true; do
         restarts=$((restarts - 1))
         echo "[launcher] starting all $n again, at most $restarts times more" >&2
         sleep 1
+        if [ -n "$stopping" ]; then break; fi
     else
         break
     fi

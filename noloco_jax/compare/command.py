@@ -17,8 +17,9 @@ with the one of them that ended with the lowest perplexity. More values may be a
 
 Each run has a workdir of `python -m noloco_jax.train`, DIR/NAME-seedK. `--jobs=2` trains two at a time, each on its
 share of the cores and of the GPUs that CUDA_VISIBLE_DEVICES names: worth it where one run does not fill them. The same
-command again resumes; with more variants, seeds or values it adds them. Given at the same time in other terminals or on
-machines that share DIR, it divides the runs among them, and each goes on until all are finished. Finished runs are in
+command again resumes; with more variants, seeds or values it adds them. Given at the same time on other
+machines that share DIR, it divides the runs among them, and each goes on until all are finished (a run that breaks
+off is tried by each; on one machine rather take --jobs, which shares out cores and GPUs). Finished runs are in
 DIR/comparison.md, .csv, .png and DIR/comparison_bytes.png after every run. Once a run is finished, its checkpoints are
 no longer needed.
 

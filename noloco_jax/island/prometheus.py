@@ -73,7 +73,10 @@ def exposition(run: Mapping[str, Any]) -> bytes:
 
 
 def values_of(island: Mapping[str, Any]) -> dict[str, float]:
-    """Return metric -> value of an island as `Watcher.to_json` describes it; what is unknown is left out."""
+    """Return metric -> value of an island as `Watcher.to_json` describes it; what is unknown is left out.
+
+    Of one that does not answer these are its counters, and whether it had finished.
+    """
     status = island["status"] or {}
     figures: dict[str, Any] = {}
     for event in island["events"]:
@@ -86,7 +89,9 @@ def values_of(island: Mapping[str, Any]) -> dict[str, float]:
         known["participation"] = status["committed"] / status["due"] if status["due"] else None
         known["quarantined"] = sum(peer["quarantined_until"] > 0 for peer in peers)
         known["refusing"] = sum(bool(peer["refuses"]) for peer in peers)
-    found = {metric.name: _at(known, metric.path) for metric in METRICS}
+    lasting = ("up", "finished")
+    told = [metric for metric in METRICS if metric.kind == "counter" or metric.name in lasting or not island["away"]]
+    found = {metric.name: _at(known, metric.path) for metric in told}
     return {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
 
 
@@ -107,7 +112,7 @@ class _Collector:
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        values = {island["name"]: values_of(island) for island in self._run["islands"]}
+        values = {island["name"]: values_of(island) for island in self._run["islands"] if island["member"]}
         for metric in METRICS:
             family = (GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily)(
                 PREFIX + metric.name, metric.help, labels=("run", "island")

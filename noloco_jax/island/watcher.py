@@ -1,6 +1,7 @@
 """Watcher of a run's islands: polls their state and recent events, for a page and for metrics."""
 
 import contextlib
+import json
 import threading
 import time
 from collections import deque
@@ -46,7 +47,8 @@ class Watched:
             if is_other:  # another process, which counts its events anew and tells those of earlier ones again
                 status = client.action(WATCH, {"after": 0}, seconds)
             events, last = status.pop("events"), status.pop("last")
-        except (PeerError, KeyError) as error:
+            _check(status, events, last)
+        except Exception as error:  # whatever a member may answer
             is_known = isinstance(error, PeerError)
             reason = str(error) if is_known else "it describes itself in an unknown form: it runs another version"
             with self._lock:
@@ -71,6 +73,19 @@ class Watched:
                 "status": self._status,
                 "events": list(self._events),
             }
+
+
+def _check(status: Mapping[str, Any], events: Any, last: Any) -> None:
+    """Raise `ValueError` or `KeyError` for an answer that the page and the metrics do not understand."""
+    json.dumps([status, events], allow_nan=False)
+    numbers = (status["round"], status["due"], status["committed"], last)
+    are_counts = all(
+        isinstance(number, int) for number in (*numbers, *(p["quarantined_until"] for p in status["peers"]))
+    )
+    are_texts = all(isinstance(text, str) for p in status["peers"] for text in (p["name"], p["refuses"]))
+    are_events = all(isinstance(e["time"], int | float) and isinstance(e["event"], str) for e in events)
+    if not (are_counts and are_texts and are_events):
+        raise ValueError("an answer of another form")
 
 
 class Watcher:

@@ -30,7 +30,7 @@ _AT_ONCE = 8  # requests
 
 
 class Contents(NamedTuple):
-    """What a workdir in a bucket holds.
+    """Content of a workdir in a bucket.
 
     Attributes:
       checkpoints: steps, sorted.

@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 from time import sleep
 from typing import TypeVar
 
-from noloco_jax.errors import TransientError, UserError
+from noloco_jax.errors import TransientError, UserError, tell
 
 T = TypeVar("T")
 
 # What a network file system reports while a server restarts, a mount comes back or a file is replaced.
 TRANSIENT_ERRNOS = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOENT)
 RETRY_DELAYS = (0.1, 0.4, 1.0, 2.0, 4.0)  # seconds
+_TOLD_SECONDS = 8.0  # least delay of which people are told
 
 
 def with_retries(
@@ -52,4 +53,6 @@ def with_retries(
                     f"{path} cannot be {done} ({reason}), not even after {sum(delays):g} seconds of retries: "
                     "the same command continues once the storage is back"
                 ) from None
+            if delay >= _TOLD_SECONDS:
+                tell(f"{path} cannot be {done} ({reason}): trying again in {delay:g} s")
         sleep(delay)

@@ -1,6 +1,7 @@
 """The page of a run's islands: what it is served, and what a browser makes of it."""
 
 import json
+import math
 import re
 import shutil
 import signal
@@ -11,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,20 +84,36 @@ def test_a_restarted_island_is_shown_once_with_its_earlier_rounds(served):
     assert next(event["partner"] for event in lisbon["events"] if event.get("outcome") == "healed") in NAMES
 
 
+def event(number: int) -> dict[str, Any]:
+    return {"n": number, "time": 1.0, "event": "notice"}
+
+
+@pytest.mark.parametrize(
+    "answer", [{"round": math.nan}, {"peers": None}, {"events": None}, {"events": [{"time": 1.0}]}, {"last": "1"}]
+)
+def test_an_island_whose_answer_cannot_be_understood_is_shown_as_away(answer):
+    good = {"began": 1.0, "events": [event(1)], "last": 1, "round": 1, "due": 1, "committed": 1, "peers": []}
+    client, watched = SimpleNamespace(peer="paris", action=lambda *_: {**good, **answer}), Watched()
+    watched.ask(client, 1.0)  # pyright: ignore[reportArgumentType]
+    told = watched.to_json()
+    assert "unknown form" in told["away"] and told["status"] is None
+
+
 def test_a_new_process_replaces_what_the_former_one_told():
     class Fake:
         peer = "paris"
-        began, kept = 1.0, [{"n": 1}, {"n": 2}]
+        began, kept = 1.0, [event(1), event(2)]
 
         def action(self, call: str, argument: dict[str, int], seconds: float) -> dict[str, Any]:
             after = argument["after"]
-            return {"began": self.began, "events": self.kept[after:], "last": max(after, len(self.kept))}
+            state = {"round": 1, "due": 1, "committed": 1, "peers": []}
+            return {"began": self.began, "events": self.kept[after:], "last": max(after, len(self.kept)), **state}
 
     fake, watched = Fake(), Watched()
     watched.ask(fake, 1.0)  # pyright: ignore[reportArgumentType]
-    fake.began, fake.kept = 2.0, [{"n": 1}, {"n": 2}, {"n": 3}]
+    fake.began, fake.kept = 2.0, [event(1), event(2), event(3)]
     watched.ask(fake, 1.0)  # pyright: ignore[reportArgumentType]
-    fake.kept = [*fake.kept, {"n": 4}]
+    fake.kept = [*fake.kept, event(4)]
     watched.ask(fake, 1.0)  # pyright: ignore[reportArgumentType]
     assert [event["n"] for event in watched.to_json()["events"]] == [1, 2, 3, 4]
 

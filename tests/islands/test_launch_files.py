@@ -85,7 +85,7 @@ def test_a_pods_command_passes_arguments_on_and_its_status(tmp_path):
     assert process.returncode == 2
     assert said.split() == [
         *("-m", "noloco_jax.island", "train", "--name=island-2", "--roster=/roster/roster.toml", "--keys=/keys"),
-        *("--workdir=/work/island-2", "--config=configs/c4_125m.py", "--config.num_replicas=4"),
+        *("--workdir=/runs/island-2", "--config=configs/c4_125m.py", "--config.num_replicas=4"),
         "--config.data.path=/data/c4/en",
     ]
 
@@ -98,12 +98,13 @@ def test_a_pod_that_is_told_to_go_saves_first(tmp_path):
     assert process.communicate(timeout=60)[0] == "saved\n" and process.returncode == 75
 
 
-def test_a_pod_whose_island_has_come_to_its_end_stays(tmp_path):
+def test_a_pod_whose_island_has_come_to_its_end_stays_until_it_is_told_to_go(tmp_path):
     process = in_pod(tmp_path, "exit 0")
     time.sleep(1.0)
     assert process.poll() is None
-    process.kill()
+    process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
+    assert process.returncode == 0
 
 
 # Slurm.

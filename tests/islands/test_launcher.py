@@ -121,7 +121,7 @@ def test_an_island_that_is_killed_starts_again_and_nobody_else(launch):
 def test_an_island_that_ends_over_and_over_is_given_up_and_the_others_are_merged(launch, end, expected):
     launcher = launch(3, lines=f"if name == 'island1': {end}")
     status, lines = launcher.result()
-    assert status == expected and launcher.starts("island1") == 10
+    assert status == expected and launcher.starts("island1") == 11
     assert (launcher.starts("island0"), launcher.starts("island2")) == (1, 1)
     left = f"--workdirs {launcher.runs}/island0 {launcher.runs}/island2"
     assert lines[-3:] == [

@@ -63,6 +63,15 @@ def test_prometheus_reads_every_figure_of_an_island():
     assert {name: value for (name, island), value in found.items() if island == "rome"} == {"up": 0}
 
 
+def test_an_island_that_was_killed_has_counters_alone_and_one_that_was_removed_nothing():
+    killed = PARIS | {"away": "nobody listens there"}
+    removed = PARIS | {"name": "oslo", "member": False}
+    found = samples(exposition({"run": "c4", "islands": [killed, removed]}))
+    assert {island for _, island in found} == {"paris"}
+    assert {name for name, _ in found if not name.endswith("_total")} == {"up", "finished"}
+    assert found["up", "paris"] == 0 and found["exchanges_met_total", "paris"] == 50
+
+
 def test_totals_of_an_island_are_those_that_metrics_name():
     """A counter that no island tells would be missing for ever."""
     named = {metric.path[-1] for metric in METRICS if "totals" in metric.path}

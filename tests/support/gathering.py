@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
 from noloco_jax.run.metrics import read_metrics
 from support.paths import ROOT
@@ -71,7 +72,7 @@ class Gathering:
     def exchanges(self, name: str) -> list[dict]:
         try:
             return [line for line in read_metrics(self.folder / name) if line["kind"] == "exchange"]
-        except Exception:  # not there yet
+        except UserError:  # not there yet
             return []
 
     def round(self, name: str) -> int:
@@ -114,7 +115,7 @@ def disturbed(folder: Path, steps: int, seconds: float) -> None:
     statuses = group.end()
     print(f"\n{'island':8} {'due':>4} {'exchanged':>9} {'share':>6} starts status")
     for name in (*FOUNDERS, *JOINING):
-        lines = [line for line in group.exchanges(name) if line["partner"]]
+        lines = [line for line in group.exchanges(name) if line["partner"] and line["outcome"] != "healed"]
         met = sum(line["outcome"] in ("met", "late") for line in lines)
         share = f"{met / max(len(lines), 1):.0%}"
         print(f"{name:8} {len(lines):4} {met:9} {share:>6} {group.starts[name]:6} {statuses[name]:6}")
@@ -134,7 +135,7 @@ def undisturbed(folder: Path, steps: int, seconds: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=lambda text: Path(text).resolve())
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--seconds", type=float, default=0.1)
     flags = parser.parse_args()

@@ -81,7 +81,7 @@ function read(island, index) {
   const status = island.status;
   let state = "away";
   if (!island.member) state = "removed";
-  else if (!island.away && status) state = status.finished ? "finished" : status.training ? "training" : status.starting ? "starting" : "leaving";
+  else if (status && (status.finished || !island.away)) state = status.finished ? "finished" : status.training ? "training" : status.starting ? "starting" : "leaving";
   return { ...island, index, color: colorOf(index), rounds, healings, starts, curve, share, figures, state };
 }
 
