@@ -61,6 +61,7 @@ class WorkdirLease:
         holder = new_holder(folder)
         self._lease = _Lease(holder, f"{holder.kernel} {holder.device} {folder}", uuid.uuid4().hex, 0)
         self._closed, self._turn = threading.Event(), threading.Lock()
+        self._renewed = time.monotonic()
         self._thread = threading.Thread(target=self._beat, name="workdir lease", daemon=True)
 
     def __enter__(self) -> "WorkdirLease":
@@ -101,6 +102,8 @@ class WorkdirLease:
     def check(self) -> None:
         """Renew the lease; end this process at once where another trainer has taken it."""
         with self._turn:
+            if self._closed.is_set():
+                raise TransientError(f"{self._path} was given back: nothing more is saved")
             seen = _read(self._address)
             if seen is not None and not self._is_mine(seen):
                 tell(
@@ -109,6 +112,11 @@ class WorkdirLease:
                 )
                 os._exit(UserError.exit_status)
             self._write()
+
+    def check_if_older(self, seconds: float) -> None:
+        """Renew the lease, as `check` does, where it was not for so many seconds."""
+        if time.monotonic() - self._renewed > seconds:
+            self.check()
 
     def _is_mine(self, seen: _Lease | None) -> bool:
         return seen is not None and seen.key == self._lease.key
@@ -120,6 +128,7 @@ class WorkdirLease:
         self._lease = self._lease._replace(beat=self._lease.beat + 1)
         content = self._lease._asdict() | {"holder": self._lease.holder._asdict()}
         objects.write_object(self._path, json.dumps(content).encode())
+        self._renewed = time.monotonic()
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):
@@ -128,9 +137,17 @@ class WorkdirLease:
 
 
 def _read(address: str) -> _Lease | None:
-    """Return the lease; None where there is none or what is there is damaged."""
+    """Return the lease; None where there is none.
+
+    Raises `UserError` for what is no lease: of a trainer of another version, say, which may still run.
+    """
+    path = f"{address}/{LOCK_FILE}"
     try:
-        content = objects.read_json(f"{address}/{LOCK_FILE}")
+        content = objects.read_json(path)
         return _Lease(**content | {"holder": Holder(**content["holder"])})
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
+    except FileNotFoundError:
         return None
+    except (ValueError, TypeError, KeyError):
+        raise UserError(
+            f"{path} is damaged, or of another version: delete it once you know that no trainer runs there"
+        ) from None

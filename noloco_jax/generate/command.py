@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the prompt and what follows it."""
     args = _parser().parse_args(argv)
     _check(args)
-    if args.model:
+    if args.model is not None:
         with readable_folder(args.model, _MODEL_SUFFIXES) as folder:
             loaded = _from_folder(args, folder)
     else:

@@ -40,13 +40,14 @@ from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import Programs, TrainState
 from noloco_jax.spmd.solo import SoloPrograms, compile_solo
 
-# Groups and fields of a configuration that all islands must have equal; all others may differ.
 # Fields of `model` that earlier versions lack, with the values that changed nothing: islands of both meet.
 _LATER_FIELDS = {
     **{"kind": "llama", "head_dim": None, "qkv_bias": False, "qk_norm": False, "sliding_window": None},
     **{"num_experts": 8, "experts_per_token": 2, "norm_topk_prob": True, "router_aux_loss_coef": 0.01},
 }
+# Groups and fields of a configuration that all islands must have equal; all others may differ.
 COMMON = ("method", "num_steps", "num_replicas", "seed", "model", "inner", "outer")
+_MOST_ROUNDS = 2**30  # that a donor may say it has ended: counters hold twice as many
 
 
 @dataclass(frozen=True)
@@ -137,13 +138,11 @@ class Membership:
 
     def settings(self, config: TrainConfig) -> Settings:
         """Return the protocol's settings: every outer step is a round, so that patience counts all fragments."""
-        schedule = schedule_of(config)
-        assert schedule is not None
         return Settings(
             patience=self.patience * config.outer.fragments,
             keeps_pace=self.pace == "time",
             whole_state=self.takes_whole_state(config),
-            fits=lambda round, step: 0 < step < config.num_steps and schedule.total(step) == round + 1,
+            fits=lambda round, step: 0 < step < config.num_steps and round < _MOST_ROUNDS,
         )
 
     def takes_whole_state(self, config: TrainConfig) -> bool:

@@ -65,7 +65,7 @@ class FinalMerge:
             self._report("not merged, as it is told to stop: `island merge --workdirs` makes the mean of what is saved")
             return state
         likes, structure = jax.tree.flatten(state.params)
-        own = [x.astype(np.float32) for x in to_first_process(likes)]
+        own = [x.astype(np.float32, copy=False) for x in to_first_process(likes)]
         with ThreadPoolExecutor(1, thread_name_prefix="merge") as thread:
             deadline = time.monotonic() + self._seconds
             is_merged, mean = self._merging(thread, agent, own, deadline)
@@ -130,6 +130,8 @@ class FinalMerge:
     def _fetch(self, client: Client, deadline: float) -> list[np.ndarray] | str:
         """Return a peer's weights, or why they cannot be had."""
         while True:
+            if self._is_over.is_set():
+                return "the time is over, or this island is told to stop"
             try:
                 arrays = fetch_weights(client, self._specs, max(deadline - time.monotonic(), _LEAST_SECONDS)).arrays
                 return [np.asarray(arrays[name], np.float32) for name in self._specs]

@@ -302,6 +302,15 @@ def _check_stages(config: ModelConfig, stages: Stages) -> None:
             f"model.kind={config.kind!r}: pipeline stages have the loss of the next token, and not loss_sum of "
             f"{kind_of(config).__name__}: give --config.mesh.stage=1, or leave loss_sum out"
         )
+    kind = kind_of(config)
+    if (
+        kind.training_loss_sum is not Model.training_loss_sum
+        and kind.run_blocks_in_training is Model.run_blocks_in_training
+    ):
+        raise UserError(
+            f"model.kind={config.kind!r}: pipeline stages do not call training_loss_sum of {kind.__name__}: define "
+            "run_blocks_in_training too, or give --config.mesh.stage=1"
+        )
     axes, shapes = param_axes(config), _leaves(param_shapes(config))
     wanted: dict[str, Callable[[Path], bool]] = {
         stages.embedding: lambda path: axes[path][:1] == ("vocab",) and len(path) == 1,

@@ -10,9 +10,8 @@ slower at 8 experts), so that tokens are sorted into blocks of one expert each, 
 Axes: as of `llama`; E experts, A experts of a token, N tokens, C blocks, S slots of a block.
 """
 
-import functools
 from collections.abc import Callable, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -167,14 +166,37 @@ def _mixed(
 
     into = jnp.zeros((num_blocks * size, width), x_ND.dtype)
     x_CSD = into.at[slots_P].set(jnp.repeat(x_ND, per_token, axis=0), unique_indices=True).reshape(-1, size, width)
-    multiply = functools.partial(jnp.einsum, "csi,cio->cso")
-    hidden_CSF = swiglu(multiply(x_CSD, gate_EDF[experts_C]), multiply(x_CSD, up_EDF[experts_C]))
-    y_CSD = multiply(hidden_CSF, down_EFD[experts_C], preferred_element_type=jnp.float32)
+    hidden_CSF = swiglu(_multiply(x_CSD, gate_EDF, experts_C), _multiply(x_CSD, up_EDF, experts_C))
+    y_CSD = _multiply(hidden_CSF, down_EFD, experts_C).astype(jnp.float32)
     y_PD = y_CSD.reshape(-1, width).at[slots_P].get(unique_indices=True)
     return jnp.sum(y_PD.reshape(-1, per_token, width) * scores_NA[..., None], axis=1)
 
 
+@jax.custom_vjp
+def _multiply(x_CSI: jax.Array, kernels_EIO: jax.Array, experts_C: jax.Array) -> jax.Array:
+    """Multiply blocks by the kernels of their experts.
+
+    Its gradients sum the blocks of an expert in float32, and keep no copies of kernels for the backward pass.
+    """
+    return jnp.einsum("csi,cio->cso", x_CSI, kernels_EIO[experts_C])
+
+
+def _multiply_forward(x_CSI: jax.Array, kernels_EIO: jax.Array, experts_C: jax.Array) -> tuple[jax.Array, Any]:
+    return _multiply(x_CSI, kernels_EIO, experts_C), (x_CSI, kernels_EIO, experts_C)
+
+
+def _multiply_backward(saved: Any, gradient_CSO: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x_CSI, kernels_EIO, experts_C = jax.lax.optimization_barrier(saved)  # else XLA keeps the forward pass's copies
+    parts_CIO = jnp.einsum("csi,cso->cio", x_CSI, gradient_CSO, preferred_element_type=jnp.float32)
+    sums_EIO = jax.ops.segment_sum(parts_CIO, experts_C, kernels_EIO.shape[0], indices_are_sorted=True)
+    back_CSI = jnp.einsum("cso,cio->csi", gradient_CSO, kernels_EIO[experts_C])
+    return back_CSI, sums_EIO.astype(kernels_EIO.dtype), None
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
 def _block_size(num_sent: int, num_experts: int) -> int:
-    """Return a power of two, about a quarter of the tokens that an expert gets in the mean: an eighth is padding."""
+    """Return a power of two, about a quarter of the tokens that an expert gets in the mean: padding adds 12 to 25 %."""
     quarter = max(num_sent // (4 * num_experts), 1)
     return min(max(1 << (quarter.bit_length() - 1), _SMALLEST_BLOCK), _LARGEST_BLOCK)

@@ -181,7 +181,7 @@ class Island:
         self._checkpoints = OwnCheckpoints(self._workdir, saved, self._keep)
         state, step, journal = self._start(params, rest)
         codec = codec_of(solo.wire, solo.message, solo.code, solo.cuts)
-        identity, schedule = self._identity(saved), self._outer.schedule
+        identity = self._identity(saved)
         self._agent = open_agent(
             self._roster,
             self._name,
@@ -191,7 +191,7 @@ class Island:
             Settings(
                 patience=2 * self._outer.fragments.count,
                 whole_state=self._takes_whole_state,
-                fits=lambda round, step: 0 < step < 2**31 and schedule.total(step) == round + 1,
+                fits=lambda round, step: 0 < step < 2**31 and round < 2**30,
             ),
             journal,
             self._workdir,
@@ -205,6 +205,7 @@ class Island:
             self._listen,
         )
         assert self._agent is not None
+        schedule = self._outer.schedule
         steps = IslandSteps(
             self._agent,
             self._compiled(solo),

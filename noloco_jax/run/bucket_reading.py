@@ -63,9 +63,14 @@ def _checked(name: str) -> str:
 def _listed(address: Address) -> Contents:
     names = objects.list_objects(address)
     parts = [name.split("/") for name in names]
-    steps = [
-        int(part[1]) for part in parts if part[0] == CHECKPOINTS and part[2:] == [DIGESTS_FILE] and part[1].isdigit()
-    ]
+    folders = {part[1] for part in parts if part[0] == CHECKPOINTS and len(part) > 2 and part[1].isdigit()}
+    steps = [int(step) for step in folders if f"{CHECKPOINTS}/{step}/{DIGESTS_FILE}" in names]
+    if len(steps) < len(folders):
+        bare = min(folders - {str(step) for step in steps}, key=int)
+        raise UserError(
+            f"the checkpoint {address}/{CHECKPOINTS}/{bare} has no {DIGESTS_FILE}: it is not whole yet, or of an "
+            "earlier version; wait until it is copied, resume it in a local workdir, or delete that folder"
+        )
     files = [name for name in names if "/" not in name or name.split("/")[0] in LISTED_FOLDERS]
     return Contents(tuple(sorted(steps)), tuple(files))
 
@@ -108,8 +113,13 @@ def download_checkpoint(address: Address, step: int, folder: Path) -> bool:
             ) from None
         at_once(lambda name: objects.download_file(f"{source}/{name}", target / name), names)
         return True
-    except FileNotFoundError:
+    except FileNotFoundError as error:
         shutil.rmtree(target, ignore_errors=True)
+        if step in read_contents(address).checkpoints and objects.exists(f"{source}/{DIGESTS_FILE}"):
+            raise UserError(
+                f"the checkpoint {source} is not whole ({error} is missing): delete that folder to resume from the one "
+                "before it, or restore it"
+            ) from None
         return False
 
 

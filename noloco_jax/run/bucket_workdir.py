@@ -1,4 +1,4 @@
-"""A run's workdir in a bucket: a local copy, in which the run works, and what of it goes to the bucket when.
+"""Local copy of a run's workdir in a bucket, and uploads of its files and checkpoints.
 
 A checkpoint is written to the local copy, and uploaded whole in Orbax's background thread: first the files beside it,
 so that metrics reach as far as it, then its files, its digests, and last `contents.json`, which makes it one. Files
@@ -20,12 +20,13 @@ import jax
 
 from noloco_jax.cluster.processes import Processes
 from noloco_jax.cluster.workdir_lease import WorkdirLease, lease_holder
-from noloco_jax.cluster.workdir_lock import LOCK_FILE, Holder, workdir_locked
+from noloco_jax.cluster.workdir_lock import LOCK_FILE, SILENT_SECONDS, Holder, workdir_locked
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.files import check_writable
 from noloco_jax.run.bucket_reading import (
     CHECKPOINTS,
     CONTENTS_FILE,
+    LISTED_FOLDERS,
     Contents,
     at_once,
     download_checkpoint,
@@ -76,15 +77,21 @@ def opened_workdir(
             workdir = BucketWorkdir(address, folder, Contents())
         else:
             lease = None if read_only else stack.enter_context(WorkdirLease(address, folder, report))
-            workdir = BucketWorkdir(address, folder, _copy(address, folder, from_step), lease)
+            contents, unfinished = _copy(address, folder, from_step)
+            workdir = BucketWorkdir(address, folder, contents, lease, unfinished)
             stack.callback(_empty, folder)
         _check_shared(folder, processes)
         with workdir.kept():
             yield workdir
 
 
-def _copy(address: Address, folder: Path, from_step: int | None) -> Contents:
-    """Make `folder` a copy of the workdir's files and of the checkpoints to resume from; return what is there."""
+def _copy(address: Address, folder: Path, from_step: int | None) -> tuple[Contents, frozenset[str]]:
+    """Make `folder` a copy of the workdir's files and of the checkpoints to resume from.
+
+    Returns:
+      What is there, and the names of checkpoints that a killed process left unfinished: `contents.json` does not have
+      them. Without that file nothing is known to be unfinished.
+    """
     _empty(folder)
     mark_as_copy(folder, address)
     contents = read_contents(address)
@@ -92,7 +99,12 @@ def _copy(address: Address, folder: Path, from_step: int | None) -> Contents:
     newest = download_newest(address, folder)
     if from_step in contents.checkpoints and from_step != newest:
         download_checkpoint(address, from_step, folder)
-    return contents._replace(checkpoints=tuple(step for step in contents.checkpoints if step <= (newest or -1)))
+    unfinished: frozenset[str] = frozenset()
+    if objects.exists(f"{address}/{CONTENTS_FILE}"):
+        there = {name.split("/")[0] for name in objects.list_objects(f"{address}/{CHECKPOINTS}")}
+        unfinished = frozenset(there - set(map(str, contents.checkpoints)))
+    last = -1 if newest is None else newest
+    return contents._replace(checkpoints=tuple(step for step in contents.checkpoints if step <= last)), unfinished
 
 
 def _empty(folder: Path) -> None:
@@ -126,13 +138,21 @@ class BucketWorkdir:
       folder: its local copy.
       contents: what the workdir holds.
       lease: is renewed before a checkpoint becomes one; None on all processes but the first: they write nothing.
+      unfinished: names of checkpoints to delete before any is saved.
 
     Attributes:
       folder: the local copy.
     """
 
-    def __init__(self, address: Address, folder: Path, contents: Contents, lease: WorkdirLease | None = None):
-        self.folder = folder
+    def __init__(
+        self,
+        address: Address,
+        folder: Path,
+        contents: Contents,
+        lease: WorkdirLease | None = None,
+        unfinished: Iterable[str] = (),
+    ):
+        self.folder, self._unfinished = folder, sorted(unfinished)
         self._address, self._contents, self._lease = address, contents, lease
         self._sent: dict[str, tuple[int, int]] = {name: _state(folder / name) for name in self._files()}
         self._sent_at: dict[str, float] = {}
@@ -157,7 +177,8 @@ class BucketWorkdir:
         if self._lease is None:
             yield
             return
-        self._delete_unfinished()
+        for name in self._unfinished:
+            objects.delete_folder(f"{self._address}/{CHECKPOINTS}/{name}")
         self._thread.start()
         try:
             yield
@@ -174,19 +195,13 @@ class BucketWorkdir:
         self._closed.set()
         self._thread.join()
 
-    def _delete_unfinished(self) -> None:
-        """Delete what a killed process left of uploads and deletions."""
-        names = objects.list_objects(f"{self._address}/{CHECKPOINTS}")
-        for step in sorted({name.split("/")[0] for name in names} - set(map(str, self._contents.checkpoints))):
-            objects.delete_folder(f"{self._address}/{CHECKPOINTS}/{step}")
-
     def _sync_often(self) -> None:
         while not self._closed.wait(SYNC_SECONDS):
-            with contextlib.suppress(TransientError):  # a save needs an upload, and raises the error
+            with contextlib.suppress(UserError, OSError):  # a save needs an upload, and raises the error
                 self.sync(at_most=_BYTES_PER_SECOND)
 
     def sync(self, at_most: int | None = None) -> None:
-        """Upload the files beside the checkpoints that have changed, and delete those that are gone.
+        """Upload the files beside the checkpoints that have changed, and delete renamed ones.
 
         Args:
           at_most: bytes a second of a file that changes often, on average; None: all of them now.
@@ -194,11 +209,13 @@ class BucketWorkdir:
         if self._lease is None:
             return
         with self._turn:
+            self._lease.check_if_older(SILENT_SECONDS / 3)  # this process may have been held up
             files = self._files()
             for name in files:
                 self._send(name, at_most)
-            self._replace(files=tuple(name for name in files if name in self._sent))
-            for name in self._sent.keys() - set(files):
+            gone = {name for name in self._sent.keys() - set(files) if name.split("/")[0] in LISTED_FOLDERS}
+            self._replace(files=tuple(sorted(self._sent.keys() - gone)))
+            for name in gone:  # elsewhere a cleaner of temporary folders deletes, not the run
                 objects.delete_object(f"{self._address}/{name}")
                 del self._sent[name]
 
@@ -217,10 +234,9 @@ class BucketWorkdir:
 
     def _files(self) -> list[str]:
         """Return the names of the files of the local copy that belong to the bucket."""
-        files = [path.relative_to(self.folder) for path in self.folder.rglob("*") if path.is_file()]
-        return sorted(
-            file.as_posix() for file in files if file.parts[0] not in _NOT_COPIED and not file.name.endswith(".tmp")
-        )
+        tops = [path for path in self.folder.iterdir() if path.name not in _NOT_COPIED]
+        files = [file for top in tops for file in (top.rglob("*") if top.is_dir() else [top]) if file.is_file()]
+        return sorted(file.relative_to(self.folder).as_posix() for file in files if file.suffix != ".tmp")
 
     def _replace(self, **changes: tuple) -> None:
         """Replace the record of what the workdir holds, where that changes."""
@@ -244,7 +260,7 @@ class BucketWorkdir:
         target = f"{self._address}/{CHECKPOINTS}/{step}"
         self._lease.check()
         self.sync()
-        at_once(lambda name: objects.upload_file(folder / name, f"{target}/{name}"), read_digests(folder) or {})
+        at_once(lambda name: objects.upload_file(folder / name, f"{target}/{name}"), _digests_of(folder))
         objects.upload_file(folder / DIGESTS_FILE, f"{target}/{DIGESTS_FILE}")
         self._lease.check()
         with self._turn:
@@ -282,11 +298,14 @@ class BucketWorkdir:
         objects.copy_object(f"{source}/{DIGESTS_FILE}", f"{target}/{DIGESTS_FILE}")
 
     def _is_aside(self, name: str) -> bool:
-        try:
-            objects.read_object(f"{self._address}/{SET_ASIDE}/{name}/{DIGESTS_FILE}")
-        except FileNotFoundError:
-            return False
-        return True
+        return objects.exists(f"{self._address}/{SET_ASIDE}/{name}/{DIGESTS_FILE}")
+
+
+def _digests_of(folder: Path) -> Iterable[str]:
+    """Return the names of a whole checkpoint's files."""
+    digests = read_digests(folder)
+    assert digests is not None
+    return digests
 
 
 def _state(path: Path) -> tuple[int, int]:

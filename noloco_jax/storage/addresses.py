@@ -48,7 +48,8 @@ class RemoteFacts(NamedTuple):
 
 def is_writable_kind(path: str) -> bool:
     """Return True for an address of an object store, which can be written: s3:// or gs://."""
-    return path.partition("://")[0] in _REMEDIES
+    scheme, separator, _ = path.partition("://")
+    return bool(separator) and scheme in _REMEDIES
 
 
 def is_remote(path: str) -> bool:

@@ -50,6 +50,15 @@ def read_object(path: str) -> bytes:
     return _do(read, path, "read")
 
 
+def exists(path: str) -> bool:
+    """Return True if an object is there now."""
+    try:
+        read_object(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def read_json(path: str) -> Any:
     """Read an object of JSON as it is now; raise `ValueError` if it is none.
 

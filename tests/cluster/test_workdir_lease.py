@@ -12,7 +12,7 @@ import pytest
 from noloco_jax.cluster import workdir_lease
 from noloco_jax.cluster.workdir_lease import WorkdirLease, lease_holder
 from noloco_jax.cluster.workdir_lock import LOCK_FILE
-from noloco_jax.errors import UserError
+from noloco_jax.errors import TransientError, UserError
 from noloco_jax.storage import objects
 from support import buckets
 from support.paths import ROOT
@@ -70,8 +70,23 @@ def test_a_killed_holder_of_the_same_folder_is_followed_at_once(address, tmp_pat
         assert time.monotonic() - started < workdir_lease.SILENT_SECONDS
 
 
-def test_a_damaged_or_deleted_lease_is_written_again(address, tmp_path):
-    objects.write_object(f"{address}/{LOCK_FILE}", b"{")
+@pytest.mark.parametrize("content", [b"{", b'{"holder": {"name": "a trainer of another version"}}'])
+def test_what_is_no_lease_is_refused_as_its_trainer_may_run(address, tmp_path, content):
+    objects.write_object(f"{address}/{LOCK_FILE}", content)
+    with pytest.raises(UserError, match="damaged, or of another version: delete it"):
+        lease(address, tmp_path).__enter__()
+    assert objects.read_object(f"{address}/{LOCK_FILE}") == content
+
+
+def test_a_lease_that_was_given_back_is_not_renewed(address, tmp_path):
+    with lease(address, tmp_path) as held:
+        pass
+    with pytest.raises(TransientError, match="given back"):
+        held.check()
+    assert lease_holder(address) is None
+
+
+def test_a_deleted_lease_is_written_again(address, tmp_path):
     with lease(address, tmp_path) as held:
         objects.delete_object(f"{address}/{LOCK_FILE}")
         held.check()

@@ -302,6 +302,15 @@ def test_shares_that_came_stay_when_all_donors_fail():
     assert sorted(numbers) == sorted({0, 1, 2, 3} - {first})
 
 
+def test_a_share_without_the_lineage_that_was_asked_for_is_not_kept():
+    settings = replace(SETTINGS, shares=2)
+    island, actions = started({"b": status(40)}, began_before=True, settings=settings)
+    channel, (_, number) = next(iter(requests(actions).items()))
+    header = State(40, False, Share(number, whole=False))
+    actions = island.handle(Arrived(channel, header, Content(1.0)), 1.0)
+    assert not any(isinstance(action, KeepShare) for action in actions)
+
+
 @pytest.mark.parametrize("donors", ["b", "bcd"])
 def test_time_passes_where_donors_fall_silent_with_several_shares_under_way(donors):
     """Before, deadlines of a donor that was left stayed in the past: an island looked at the clock for ever."""

@@ -18,7 +18,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.model import kind
 from noloco_jax.model.decode import generate
 from noloco_jax.model.huggingface import check_has_format
-from noloco_jax.model.moe import Moe, MoeBlock
+from noloco_jax.model.moe import Moe, MoeBlock, _mixed
 from noloco_jax.run.flops import newton_schulz_flops
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
@@ -108,6 +108,25 @@ def test_it_is_rematerialized(remat):
 def test_bfloat16_trains_on_shards():
     found = losses(run_of(MeshConfig(replica=2, fsdp=2, tensor=2), dtype="bfloat16"), 8, start(), optimizer="adam")
     np.testing.assert_allclose(found, on_one_device("adam"), rtol=2e-2)
+
+
+def test_gradients_of_bfloat16_kernels_are_sums_in_float32():
+    """Of 4,096 tokens and 2 experts, whose blocks each bring a part: summed in bfloat16 they were off by 1 %."""
+    random = np.random.default_rng(0)
+    x, scores = random.normal(size=(4096, 16)), random.uniform(0.2, 0.8, (4096, 1))
+    experts = jnp.asarray(random.integers(0, 2, (4096, 1)), jnp.int32)
+    kernels = [random.normal(size=shape) / 4 for shape in ((2, 16, 24), (2, 16, 24), (2, 24, 16))]
+
+    def gradients(dtype) -> list[np.ndarray]:
+        def total(kernels):
+            mixed = _mixed(jnp.asarray(x, dtype), jnp.asarray(scores, jnp.float32), experts, *kernels)
+            return jnp.sum(mixed * jnp.asarray(x, jnp.float32))
+
+        found = jax.jit(jax.grad(total))([jnp.asarray(kernel, dtype) for kernel in kernels])
+        return [np.asarray(gradient, np.float32) for gradient in found]
+
+    for found, exact in zip(gradients(jnp.bfloat16), gradients(jnp.float32), strict=True):
+        assert np.linalg.norm(found - exact) < 6e-3 * np.linalg.norm(exact)
 
 
 def test_the_balance_is_trained_and_neither_logged_nor_evaluated():

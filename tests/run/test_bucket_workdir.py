@@ -158,12 +158,10 @@ def test_a_checkpoint_that_somebody_deleted_is_none(address, tmp_path):
 
 
 def test_a_workdir_that_was_copied_to_a_bucket_is_found_by_its_digests(address, tmp_path):
-    for step in (4, 8, 12):
+    for step in (4, 8):
         folder = checkpoint(tmp_path, step)
         for file in [path for path in folder.rglob("*") if path.is_file()]:
-            if step < 12 or file.name != digests.DIGESTS_FILE:
-                name = file.relative_to(folder).as_posix()
-                objects.upload_file(file, f"{address}/checkpoints/{step}/{name}")
+            objects.upload_file(file, f"{address}/checkpoints/{step}/{file.relative_to(folder).as_posix()}")
     objects.write_object(f"{address}/metrics.jsonl", b"first\n")
     assert read_contents(address) == Contents((4, 8), ("metrics.jsonl",))
     assert whole_copy(address, tmp_path / "copy") == 8
@@ -183,7 +181,8 @@ def test_damaged_digests_and_contents_are_named(address, tmp_path):
 def test_files_are_replaced_when_they_change_and_deleted_when_they_are_gone(s3):
     server, address = s3
     with opened(address) as workdir:
-        metrics, other = workdir.folder / "metrics.jsonl", workdir.folder / "other"
+        metrics, other = workdir.folder / "metrics.jsonl", workdir.folder / "tensorboard/other"
+        other.parent.mkdir()
         metrics.write_text("first\n")
         other.write_text("other")
         workdir.sync()
@@ -196,7 +195,7 @@ def test_files_are_replaced_when_they_change_and_deleted_when_they_are_gone(s3):
         workdir.sync()
         assert objects.read_object(f"{address}/metrics.jsonl") == b"first\nsecond\n"
         assert read_contents(address).files == ("metrics.jsonl",)
-        assert "other" not in objects.list_objects(address)
+        assert "tensorboard/other" not in objects.list_objects(address)
 
 
 def test_a_large_file_is_replaced_less_often(s3, monkeypatch):
@@ -258,3 +257,36 @@ def test_a_record_that_is_being_replaced_is_read_whole(s3):
     server.faults.extend(["cut", "short"])
     assert read_contents(address).checkpoints == (4,)
     assert json.loads(objects.read_object(f"{address}/contents.json"))["checkpoints"] == [4]
+
+
+def test_checkpoints_without_digests_that_somebody_copied_there_are_refused_and_kept(address):
+    for name in ("4/state/manifest", "8/state/manifest"):
+        objects.write_object(f"{address}/checkpoints/{name}", b"of an earlier version")
+    with (
+        pytest.raises(UserError, match=r"checkpoints/4 has no digests.txt: .* or of an earlier version"),
+        opened(address),
+    ):
+        pass
+    assert objects.list_objects(f"{address}/checkpoints") == ["4/state/manifest", "8/state/manifest"]
+
+
+def test_a_checkpoint_that_lacks_a_file_is_told_of_and_kept(address):
+    with opened(address) as workdir:
+        publish(workdir, 4, 8)
+    objects.delete_object(f"{address}/checkpoints/8/state/d/one")
+    with pytest.raises(UserError, match=r"checkpoints/8 is not whole \(.*state/d/one.* is missing\)"), opened(address):
+        pass
+    assert {name.split("/")[0] for name in objects.list_objects(f"{address}/checkpoints")} == {"4", "8"}
+    objects.delete_folder(f"{address}/checkpoints/8")
+    with opened(address) as workdir:
+        assert workdir.steps() == [4]
+
+
+def test_a_file_that_a_cleaner_deletes_locally_stays_in_the_bucket(address):
+    with opened(address) as workdir:
+        (workdir.folder / "config.json").write_text("{}")
+        workdir.sync()
+        (workdir.folder / "config.json").unlink()
+        workdir.sync()
+    with opened(address) as workdir:
+        assert (workdir.folder / "config.json").read_text() == "{}"

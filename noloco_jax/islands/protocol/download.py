@@ -102,7 +102,7 @@ class Download:
             donor.busy += 1
             donor.free_at = context.now + min(header.seconds, context.settings.share_seconds)
             self._miss(request)
-        elif not (isinstance(header, State) and header.share == self._share(request.number)):
+        elif not (isinstance(header, State) and self._is_answer(header, request.number)):
             self._failed(request)
         elif content is None or not math.isfinite(content.norm):
             if not request.number:  # in a share it would have been seen
@@ -195,6 +195,9 @@ class Download:
     def _miss(self, request: _Request) -> None:
         if request.number:
             self._missing.append(request.number)
+
+    def _is_answer(self, header: State, number: int) -> bool:
+        return header.share == self._share(number) and (header.lineage or not self._needs_lineage)
 
     def _count(self, donor: _Donor) -> int:
         return sum(request.donor is donor for request in self._requests.values())
