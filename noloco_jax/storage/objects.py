@@ -82,18 +82,21 @@ def write_object(path: str, content: bytes) -> None:
         with file_system(path).open_output_stream(inside_bucket(path)) as stream:
             stream.write(content)  # at once: a stream that an error leaves between two writes commits the first
 
-    _do(write, path, "written")
+    _write(write, path)
 
 
 def upload_file(file: Path, path: str) -> None:
     """Copy a local file of any size to an object."""
 
-    def upload() -> None:
-        with file.open("rb") as source, file_system(path).open_output_stream(inside_bucket(path)) as stream:
-            while piece := source.read(LARGEST_BLOCK):
-                stream.write(piece)
+    with file.open("rb") as source:
 
-    _do(upload, path, "written")
+        def upload() -> None:
+            source.seek(0)
+            with file_system(path).open_output_stream(inside_bucket(path)) as stream:
+                while piece := source.read(LARGEST_BLOCK):
+                    stream.write(piece)
+
+        _write(upload, path)
 
 
 def download_file(path: str, file: Path) -> None:
@@ -140,6 +143,17 @@ def _do(act: Callable[[], T], path: str, done: str) -> T:
             return act()
 
     return _retried(guarded, path, done)
+
+
+def _write(act: Callable[[], None], path: str) -> None:
+    def guarded() -> None:
+        try:
+            with arrow_errors(path):
+                act()
+        except FileNotFoundError:  # services that lose an upload want it begun anew
+            raise failed("the upload is lost, or its bucket gone") from None
+
+    _retried(guarded, path, "written")
 
 
 def _opened(path: str):

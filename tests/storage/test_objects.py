@@ -83,6 +83,20 @@ def test_a_write_is_repeated_while_it_fails(s3, naps):
     assert (objects.read_object(f"{folder}/a"), naps) == (b"content", [*addresses.RETRY_DELAYS[:2]])
 
 
+def test_an_upload_that_the_server_loses_begins_anew(folder, naps, monkeypatch, tmp_path):
+    (tmp_path / "file").write_bytes(b"content")
+    opened, lost = objects.file_system(folder), ["Permanent error in UploadChunk: Status(NOT_FOUND: no upload)"] * 2
+
+    def lose_it_first(path: str):
+        if lost:
+            raise OSError(lost.pop())
+        return opened
+
+    monkeypatch.setattr(objects, "file_system", lose_it_first)
+    objects.upload_file(tmp_path / "file", f"{folder}/a")
+    assert (objects.read_object(f"{folder}/a"), naps) == (b"content", [*addresses.RETRY_DELAYS[:2]])
+
+
 def test_a_server_that_stays_broken_is_worth_another_try_later(s3):
     server, folder = s3
     server.everywhere = True

@@ -262,11 +262,13 @@ def wait_for(url: str) -> None:
     raise AssertionError(f"{url} does not answer")
 
 
-# By itself it answers one connection at a time, and pyarrow leaves some open.
+# By itself it answers one connection at a time, and pyarrow leaves some open. Its threads must not write all that it
+# holds while others change it.
 _EMULATE = """
 import http.server, sys
 from gcp_storage_emulator import server
 server.server.HTTPServer = http.server.ThreadingHTTPServer
+server.Storage._write_config_to_file = lambda storage: None
 server.create_server("127.0.0.1", int(sys.argv[1]), in_memory=True, default_bucket="bucket").run()
 """
 
