@@ -10,13 +10,13 @@ from noloco_jax.config import load_saved, overridden
 from noloco_jax.errors import UserError
 from noloco_jax.formatting import format_perplexity
 from noloco_jax.island import folders
-from noloco_jax.island.merge import mean_of, of_folders, of_live_islands, perplexity_of
+from noloco_jax.island.merge import evaluation_of, mean_of, of_folders, of_live_islands
 from noloco_jax.island.report import draw_islands, report_table, row_of
 from noloco_jax.islands.discovery import read_run
 from noloco_jax.islands.roster import read_roster
 from noloco_jax.model.huggingface import CONFIG_FILE, check_has_format, check_new_folder
 from noloco_jax.run.bucket_reading import readable_workdir
-from noloco_jax.run.console import make_console
+from noloco_jax.run.console import by_source, make_console
 from noloco_jax.run.model_folder import tokenizer_of, write_model_folder
 from noloco_jax.storage.local_copies import new_folder
 
@@ -52,8 +52,8 @@ def _merge(flags: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         lines = list(write_model_folder(out, merged.params, config, tokenizer, str(merged)))
     print(*lines, sep="\n")
     if flags.evaluate:
-        perplexity = perplexity_of(config, merged.params, tokenizer)
-        print(f"merged model: validation perplexity {format_perplexity(perplexity)}")
+        values = evaluation_of(config, merged.params, tokenizer)
+        print(f"merged model: validation perplexity {format_perplexity(values['perplexity'])}{by_source(values)}")
     return 0
 
 
