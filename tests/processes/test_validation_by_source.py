@@ -57,12 +57,14 @@ def of_source_alone(workdir: Path, name: str) -> dict[str, Any]:
         **{field: getattr(source, field) for field in ("kind", "path", "validation_path")},
         **{field: getattr(mixed.data, field) for field in ("sequence_length", "batch_size", "shuffle_buffer")},
     )
-    config = replace(mixed, data=data, mesh=MeshConfig(replica=1))
-    programs = build_programs(config, make_mesh(config, jax.devices()[:1]))
     with Checkpointer(workdir, mixed, read_only=True) as checkpoints:
         step = checkpoints.latest_step()
         assert step is not None
-        params = jax.device_put(checkpoints.restore_params(step), shardings_of(programs.state.params))
+        params = checkpoints.restore_params(step)
+    count = jax.tree.leaves(params)[0].shape[0]  # an island saves one
+    config = replace(mixed, data=data, num_replicas=count, mesh=MeshConfig(replica=1))
+    programs = build_programs(config, make_mesh(config, jax.devices()[:1]))
+    params = jax.device_put(params, shardings_of(programs.state.params))
     batches = validation_batches(data, ByteTokenizer(), num_batches=config.eval_batches)
     return evaluate(programs, params, Validation(batches))
 
