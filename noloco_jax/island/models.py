@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import tempfile
 from pathlib import Path
 
 import jax
@@ -48,7 +49,10 @@ def _merge(flags: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     if tokenizer is not None:
         source.check_tokenizer(tokenizer)
     merged = mean_of(source, print, flags.at_least)
-    with new_folder(flags.out, CONFIG_FILE) as out:
+    with (
+        tempfile.TemporaryDirectory(prefix="noloco_jax-") as root,
+        new_folder(flags.out, CONFIG_FILE, Path(root)) as out,
+    ):
         lines = list(write_model_folder(out, merged.params, config, tokenizer, str(merged)))
     print(*lines, sep="\n")
     if flags.evaluate:
@@ -60,7 +64,8 @@ def _merge(flags: argparse.Namespace, stack: contextlib.ExitStack) -> int:
 def report(flags: argparse.Namespace) -> int:
     """Print a table of the islands and draw their history."""
     with contextlib.ExitStack() as stack:
-        rows = [row_of(stack.enter_context(readable_workdir(workdir))) for workdir in flags.workdirs]
+        copies = [stack.enter_context(readable_workdir(workdir, checkpoints="none")) for workdir in flags.workdirs]
+        rows = [row_of(copy) for copy in copies]
     make_console().print(report_table(rows))
     print(f"picture: {draw_islands([row.history for row in rows], flags.out)}")
     return 0
@@ -70,7 +75,7 @@ def gather(flags: argparse.Namespace) -> int:
     """Join islands that have ended into a run of one program."""
     jax.config.update("jax_platforms", "cpu")
     with contextlib.ExitStack() as stack:
-        copies = [stack.enter_context(readable_workdir(workdir, all_steps=True)) for workdir in flags.workdirs]
+        copies = [stack.enter_context(readable_workdir(workdir, checkpoints="all")) for workdir in flags.workdirs]
         folders.gather(copies, flags.out, print)
     return 0
 

@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import shutil
+import tempfile
 import threading
 import time
 import uuid
@@ -30,6 +31,7 @@ from noloco_jax.run.bucket_reading import (
     Contents,
     at_once,
     download_checkpoint,
+    download_digests,
     download_files,
     download_newest,
     read_contents,
@@ -293,7 +295,8 @@ class BucketWorkdir:
         numbered = (f"{step}.{number}" for number in itertools.count(1))
         free = (name for name in itertools.chain([str(step)], numbered) if not self._is_aside(name))
         target = f"{self._address}/{SET_ASIDE}/{next(free)}"
-        names = [name for name in objects.list_objects(source) if name != DIGESTS_FILE]
+        with tempfile.TemporaryDirectory(prefix="noloco_jax-") as folder:
+            names = download_digests(source, Path(folder))
         at_once(lambda name: objects.copy_object(f"{source}/{name}", f"{target}/{name}"), names)
         objects.copy_object(f"{source}/{DIGESTS_FILE}", f"{target}/{DIGESTS_FILE}")
 

@@ -16,12 +16,6 @@ from noloco_jax.storage.local_copies import Address, named
 from support import buckets
 
 
-@pytest.fixture(scope="module")
-def servers():
-    with buckets.servers() as start:
-        yield start
-
-
 @pytest.fixture
 def s3(servers, monkeypatch):
     """S3's server and the address of a workdir there."""
@@ -220,6 +214,29 @@ def test_metrics_reach_as_far_as_the_checkpoint_that_is_published(address):
         (workdir.folder / "metrics.jsonl").write_text("step 4\n")
         publish(workdir, 4)
         assert objects.read_object(f"{address}/metrics.jsonl") == b"step 4\n"
+
+
+def test_a_checkpoint_is_set_aside_whole_though_lists_lag(s3):
+    server, address = s3
+    server.lags = True
+    with opened(address) as workdir:
+        publish(workdir, 4, 8, keep=9)
+        workdir.set_aside_after(4)
+    server.lags = False
+    aside = [name.removeprefix("8/") for name in objects.list_objects(f"{address}/checkpoints_set_aside")]
+    assert aside == ["digests.txt", "run/metadata", "state/d/one", "state/manifest"]
+
+
+def test_a_reader_that_wants_no_checkpoint_asks_for_none(s3):
+    server, address = s3
+    with opened(address) as workdir:
+        (workdir.folder / "metrics.jsonl").write_text("first\n")
+        publish(workdir, 4)
+    server.requests.clear()
+    with readable_workdir(address, checkpoints="none") as folder:
+        assert (folder / "metrics.jsonl").read_text() == "first\n"
+        assert not (folder / "checkpoints").exists()
+    assert not any("/checkpoints/" in str(request) for request in server.requests)
 
 
 def test_later_checkpoints_are_set_aside_under_names_of_their_own(address):
