@@ -169,31 +169,38 @@ def test_a_stop_saves_to_the_bucket_and_the_same_command_resumes(config, whole, 
     check_equal(Address(address), whole)
 
 
-@pytest.mark.parametrize(
-    ("fault", "status", "said"),
-    [
-        pytest.param(503, 1, "cannot be (read|written)", id="an outage", marks=pytest.mark.slow),  # a minute of retries
-        pytest.param(400, 2, "is refused", id="expired credentials"),
-    ],
-)
-def test_a_store_that_fails_during_the_run_ends_it_with_a_line(config, s3, fault, status, said):
-    server, address = s3
-
-    def fail_in_the_second_checkpoint(request: Request, done: bool) -> None:
+def failing_from_the_second_checkpoint_on(server: S3, fault: int, count: int) -> None:
+    def fail(request: Request, done: bool) -> None:
         if "/checkpoints/6/" in request.path:
+            server.on_request = lambda request, done: None
             server.everywhere = True
-            server.faults.extend([fault] * (1000 - len(server.faults)))
+            server.faults.extend([fault] * count)
 
-    server.on_request = fail_in_the_second_checkpoint
-    ((found, output),) = processes.finish(start(config, address))
-    server.everywhere = False
+    server.on_request = fail
+
+
+def test_credentials_that_expire_end_the_run_and_the_same_command_loses_no_step(config, whole, s3):
+    server, address = s3
+    failing_from_the_second_checkpoint_on(server, 400, 1000)
+    ((status, output),) = processes.finish(start(config, address))
     server.faults.clear()
-    server.on_request = lambda request, done: None
-    assert found == status, output
+    assert status == 2, output
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and re.search(said, errors[0]), output
-    assert "Traceback" not in output
+    assert len(errors) == 1 and "is refused" in errors[0] and "Traceback" not in output, output
+    assert re.search(r"up to the checkpoint of step (9|1\d|2\d), is kept in \S+: the same command", output), output
     assert check_whole(Address(address)) == 3
+    ((status, output),) = processes.finish(start(config, address))
+    assert (status, "resuming from the checkpoint of step 3\n" in output) == (0, False), output
+    check_equal(Address(address), whole)
+
+
+@pytest.mark.slow  # a minute of retries
+def test_a_run_outlasts_an_outage(config, whole, s3):
+    server, address = s3
+    failing_from_the_second_checkpoint_on(server, 503, 80)
+    ((status, output),) = processes.finish(start(config, address))
+    assert (status, "the run continues, and the checkpoint of step" in output) == (0, True), output
+    check_equal(Address(address), whole)
 
 
 def test_without_a_bucket_nothing_is_started(config, s3):
