@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from noloco_jax.cluster.local_gpus import gpus_of_machine, own_gpus
+from noloco_jax.cluster.tpu_pods import Pod, tpu_pod_here
 from noloco_jax.errors import UserError
 
 _FIRST_PORT, _NUM_PORTS = 61440, 4096  # Linux assigns none of these ports by itself
@@ -40,20 +41,28 @@ def define_flags(parser: ArgumentParser) -> None:
 
 
 def find_place(
-    flags: Namespace, environment: Mapping[str, str], count_gpus: Callable[[], int] = gpus_of_machine
+    flags: Namespace,
+    environment: Mapping[str, str],
+    count_gpus: Callable[[], int] = gpus_of_machine,
+    find_tpu_pod: Callable[[Mapping[str, str]], Pod | None] = tpu_pod_here,
 ) -> Place | None:
-    """Find the place of this process by its flags, JAX_* variables, Kubernetes, Open MPI or Slurm; None if it is alone.
+    """Find the place of this process; None if it is alone.
+
+    It is told by flags, JAX_* variables, Kubernetes, Open MPI, Slurm or a Cloud TPU pod, in this order.
 
     Args:
       flags: as `define_flags` makes them; they go before the environment.
       environment: of this process.
       count_gpus: see `own_gpus`.
+      find_tpu_pod: see `tpu_pods.find_pod`; called where nothing else tells.
 
     Raises:
       UserError: if what is there is incomplete or contradicts itself, or if the processes of this machine cannot
         share its GPUs evenly.
     """
     found = _from_environment(environment)
+    if found == _Found() and flags.num_processes is None and (pod := find_tpu_pod(environment)) is not None:
+        found = _Found(*pod)
     coordinator = flags.coordinator or environment.get("JAX_COORDINATOR_ADDRESS") or found.coordinator
     num_processes = found.num_processes if flags.num_processes is None else flags.num_processes
     process_id = found.process_id if flags.process_id is None else flags.process_id

@@ -32,6 +32,13 @@ _TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
     (("L40S",), 362.0),
     (("L4",), 121.0),
 )
+_TPU_TFLOPS: tuple[tuple[tuple[str, ...], float], ...] = (
+    (("TPU7x",), 1153.5),  # a chip of 2,307 is two devices
+    (("TPU", "v6"), 918.0),  # v6e
+    (("TPU", "v5", "lite"), 197.0),  # v5e
+    (("TPU", "v5"), 459.0),  # v5p
+    (("TPU", "v4"), 275.0),
+)
 _TF32_SHARE = 0.5  # ratio of the TF32 rate to the bfloat16 rate, on all of these
 
 
@@ -41,15 +48,21 @@ def peak_of(device_kind: str, dtype: str) -> Peak | None:
     Args:
       device_kind: `device.device_kind`, such as "NVIDIA H100 80GB HBM3".
       dtype: dtype in which the model computes. For float32 the peak is that of TF32, which GPUs use by default; with
-        another matmul precision there is none.
+        another matmul precision there is none. TPUs round the factors to bfloat16 by default.
     """
     settings: Any = jax.config  # its attributes are made at run time, where no type checker sees them
     words = device_kind.replace("-", " ").split()
+    precision = settings.jax_default_matmul_precision
+    for names, tflops in _TPU_TFLOPS:
+        if all(name in words for name in names):
+            if dtype == "bfloat16" or precision in (None, "default"):
+                return Peak(1e12 * tflops, f"Google's page on the {' '.join(names)}, bfloat16")
+            return None
     for names, tflops in _TFLOPS:
         if all(name in words for name in names):
             if dtype == "bfloat16":
                 return Peak(1e12 * tflops, f"NVIDIA's data sheet of the {' '.join(names)}, bfloat16 without sparsity")
-            if settings.jax_default_matmul_precision in (None, "default", "tensorfloat32"):
+            if precision in (None, "default", "tensorfloat32"):
                 share = 1e12 * tflops * _TF32_SHARE
                 return Peak(share, f"NVIDIA's data sheet of the {' '.join(names)}, TF32 without sparsity")
     return None

@@ -4,9 +4,10 @@ from argparse import ArgumentParser
 
 import pytest
 
-from noloco_jax.cluster import local_gpus
+from noloco_jax.cluster import local_gpus, tpu_pods
 from noloco_jax.cluster.local_gpus import own_gpus
 from noloco_jax.cluster.place import Place, define_flags, find_place
+from noloco_jax.cluster.tpu_pods import find_pod
 from noloco_jax.errors import UserError
 
 
@@ -14,7 +15,12 @@ def found(arguments: str = "", **environment: str) -> Place | None:
     """The place of a process on a machine of eight GPUs."""
     parser = ArgumentParser()
     define_flags(parser)
-    return find_place(parser.parse_args(arguments.split()), environment, count_gpus=lambda: 8)
+    return find_place(
+        parser.parse_args(arguments.split()),
+        environment,
+        count_gpus=lambda: 8,
+        find_tpu_pod=lambda environment: find_pod(environment, lambda name: None),
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,3 +230,48 @@ def test_gpus_of_a_machine_are_counted_without_cuda(devices, expected, tmp_path,
     real = local_gpus.Path
     monkeypatch.setattr(local_gpus, "Path", lambda path: real(tmp_path / path.lstrip("/")))
     assert local_gpus.gpus_of_machine() == expected
+
+
+POD = {"TPU_WORKER_HOSTNAMES": "a,b,c,d", "TPU_WORKER_ID": "2"}
+
+
+@pytest.mark.parametrize(
+    ("more", "place"),
+    [
+        ({}, Place("a:8482", 4, 2)),
+        ({"TPU_WORKER_HOSTNAMES": "a:8471,b:8471,c:8471"}, Place("a:8482", 3, 2)),
+        (
+            {
+                "MEGASCALE_NUM_SLICES": "3",
+                "MEGASCALE_SLICE_ID": "1",
+                "MEGASCALE_COORDINATOR_ADDRESS": "first.of.all:8080",
+            },
+            Place("first.of.all:8482", 12, 6),
+        ),
+        ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
+        ({"JAX_COORDINATOR_ADDRESS": "x:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, Place("x:1", 2, 1)),
+    ],
+    ids=["slice", "ports", "slices", "one host", "told otherwise"],
+)
+def test_a_host_of_a_tpu_pod_on_kubernetes_knows_its_place(more, place):
+    assert found(**{**POD, **more}) == place
+
+
+@pytest.mark.parametrize("endpoints", ["a,b", "unknown:0:a,unknown:1:b"])
+def test_a_tpu_machine_asks_the_metadata_server(endpoints):
+    facts = {"worker-network-endpoints": endpoints, "agent-worker-number": "1"}
+    assert find_pod({}, facts.get) == ("a:8482", 2, 1)
+    assert find_pod({"TPU_SKIP_MDS_QUERY": "1"}, facts.get) is None
+    slices = {"tpu-env": "ACCELERATOR_TYPE: 'v5e'\nMEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\n"}
+    assert find_pod({}, {**facts, **slices}.get) == ("a:8482", 4, 3)
+
+
+def test_a_tpu_host_without_a_number_is_told_how_to_give_it():
+    with pytest.raises(UserError, match="give its place by --coordinator"):
+        found(TPU_WORKER_HOSTNAMES="a,b")
+
+
+def test_tpus_are_seen_by_their_devices(tmp_path):
+    assert not tpu_pods._has_tpus(tmp_path)
+    (tmp_path / "accel0").touch()
+    assert tpu_pods._has_tpus(tmp_path)

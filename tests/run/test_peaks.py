@@ -25,7 +25,19 @@ def test_a_device_is_known_by_its_name(device_kind, tflops):
     assert half is not None and half.flops_per_second == tflops * 1e12 / 2 and "TF32" in half.source
 
 
-@pytest.mark.parametrize("device_kind", ["cpu", "NVIDIA L40", "NVIDIA GeForce RTX 4090", "Tesla V100-SXM2-16GB", ""])
+@pytest.mark.parametrize(
+    ("device_kind", "tflops"),  # the names are those of JAX's topologies
+    [("TPU v4", 275), ("TPU v5 lite", 197), ("TPU v5", 459), ("TPU v6 lite", 918), ("TPU7x", 2307 / 2)],
+)
+def test_a_tpu_multiplies_float32_as_bfloat16_unless_told_otherwise(device_kind, tflops):
+    for dtype in ("bfloat16", "float32"):
+        peak = peak_of(device_kind, dtype)
+        assert peak is not None and peak.flops_per_second == tflops * 1e12
+    with jax.default_matmul_precision("highest"):
+        assert peak_of(device_kind, "float32") is None
+
+
+@pytest.mark.parametrize("device_kind", ["cpu", "TPU v3", "NVIDIA L40", "GeForce RTX 4090", "Tesla V100-SXM2-16GB", ""])
 def test_a_device_that_is_not_listed_has_none(device_kind):
     assert peak_of(device_kind, "bfloat16") is None
 
