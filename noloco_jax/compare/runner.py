@@ -137,6 +137,7 @@ class Comparison:
                 continue
             self._taken.append(run)
             self._slots[slot] = job
+            self._console.print(f"{label}: begins")
             if self._stopped is not None:  # between the question above and the process
                 job.send(self._stopped)
 

@@ -91,6 +91,8 @@ class FinalMerge:
             return lambda: True, lambda: []
         late, self._names = agent.unfinished(), agent.active()
         peers = [name for name in self._names if name not in (self._own, *late)]
+        if peers:
+            self._report(f"merging the last weights with those of {', '.join(peers)}, {self._seconds:g} s at most")
         merging = thread.submit(self._mean, agent.clients, own, peers, deadline)
 
         def is_merged() -> bool:

@@ -17,6 +17,8 @@ from typing import Literal, NamedTuple
 
 from noloco_jax.cluster.workdir_lock import LOCK_FILE
 from noloco_jax.errors import UserError
+from noloco_jax.formatting import format_bytes
+from noloco_jax.patience import told_if_slow
 from noloco_jax.run.digests import DIGESTS_FILE, MismatchError, read_digests
 from noloco_jax.storage import objects
 from noloco_jax.storage.local_copies import Address, copy_below, mark_as_copy
@@ -104,7 +106,9 @@ def download_checkpoint(address: Address, step: int, folder: Path) -> bool:
     source, target = f"{address}/{CHECKPOINTS}/{step}", folder / CHECKPOINTS / str(step)
     try:
         names = download_digests(source, target)
-        at_once(lambda name: objects.download_file(f"{source}/{name}", target / name), names)
+        size = format_bytes(sum(entry.size for entry in (read_digests(target) or {}).values()))
+        with told_if_slow(f"downloading the checkpoint {source}, {size}"):
+            at_once(lambda name: objects.download_file(f"{source}/{name}", target / name), names)
         return True
     except FileNotFoundError as error:
         shutil.rmtree(target, ignore_errors=True)

@@ -11,8 +11,9 @@ import orbax.checkpoint as ocp
 
 from noloco_jax.cluster.processes import Processes, is_of_exchange, run_processes
 from noloco_jax.config import TrainConfig
-from noloco_jax.errors import TransientError, UserError
+from noloco_jax.errors import TransientError, UserError, tell
 from noloco_jax.files import check_name, is_full_disk
+from noloco_jax.patience import told_if_slow
 from noloco_jax.run import digests, record
 from noloco_jax.run.bucket_workdir import SET_ASIDE, BucketWorkdir
 from noloco_jax.run.checkpoint_files import CheckpointFiles, SavedShape
@@ -198,7 +199,8 @@ class Checkpointer(CheckpointFiles):
 
     def close(self) -> None:
         """Wait until everything saved is on disk."""
-        with self._saving():
+        report = tell if jax.process_index() == 0 else lambda line: None
+        with self._saving(), told_if_slow(f"waiting until checkpoints are in {named(self._folder)}", report):
             self._manager.wait_until_finished()
             self._manager.close()
 

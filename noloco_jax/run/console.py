@@ -22,6 +22,7 @@ from noloco_jax.formatting import (
     format_tokens_per_second,
     or_infinity,
 )
+from noloco_jax.patience import SILENT_SECONDS
 
 _MANY = 16  # the most replicas or groups that are shown one by one
 
@@ -149,7 +150,7 @@ class Progress:
     Args:
       num_steps: the inner steps of the whole run.
       start_step: inner steps taken before this start.
-      log_every: steps between lines of `update` without a terminal.
+      log_every: steps between lines of `update` without a terminal; where that takes long, the first comes earlier.
       console: where to print.
       clock: seconds, for the ETA.
     """
@@ -166,6 +167,7 @@ class Progress:
         self._num_steps, self._log_every, self._clock = num_steps, log_every, clock
         self._console = console or make_console()
         self._first: tuple[int, float] | None = None
+        self._silent_since: float | None = clock()  # until the first line of `update`
         self._last_step = start_step
         self._bar = None
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -189,9 +191,14 @@ class Progress:
         figures = f"loss {loss:.4f}  lr {lr:.2e}  {format_tokens_per_second(tokens_per_second)}  ETA {self._eta(step)}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, where=self._where(step), figures=figures)
-        elif step // self._log_every > self._last_step // self._log_every or step == self._num_steps:
+        elif step // self._log_every > self._last_step // self._log_every or step == self._num_steps or self._is_late():
+            self._silent_since = None
             self.note(f"{self._where(step)}  {figures}")
         self._last_step = step
+
+    def _is_late(self) -> bool:
+        """Return True if the first line has been waited for so long that any step shall be one."""
+        return self._silent_since is not None and self._clock() - self._silent_since >= SILENT_SECONDS
 
     def outer(self, step: int, count: int, round: int, groups: Sequence[Sequence[int]], seconds: float) -> None:
         """Report `count` finished outer steps: the last one's round (from 0) and groups, and their total seconds."""

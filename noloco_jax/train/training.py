@@ -32,6 +32,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.files import check_file, check_writable, full_disk_told
 from noloco_jax.model.huggingface import check_has_format, load_params
 from noloco_jax.model.kind import Params, check_generates, check_kind
+from noloco_jax.patience import told_if_slow
 from noloco_jax.run import elastic
 from noloco_jax.run.banner import banner_rows, compiled_memory, show_results
 from noloco_jax.run.bucket_workdir import BucketWorkdir, opened_workdir
@@ -138,7 +139,8 @@ def train(
         check_wandb()
     mode = mode or WholeRun()
     mode.check(config)
-    tokenizer = _check_inputs(config)
+    with told_if_slow("looking at the data's files, their forms and the tokenizer", console.print):
+        tokenizer = _check_inputs(config)
     whole, config = config, mode.own(config)
     programs = build_programs(config, make_mesh(config, training_devices(config, jax.devices())))
     messages = mode.prepare(config, programs)
@@ -162,13 +164,16 @@ def train(
             note = extension_note(checkpoints.saved_config(start), whole, start)
             _show_complete(console, workdir, start, note)
             return 0
-        validation = read_validation(config, tokenizer)
-        streams = _open_streams(config, tokenizer, programs, mode)
+        with told_if_slow("reading the validation documents and opening those to train on", console.print):
+            validation = read_validation(config, tokenizer)
+            streams = _open_streams(config, tokenizer, programs, mode)
         changed: list[Change] = []
         if start is not None:
             streams.set_state(dict(enumerate(mode.data_positions(config, checkpoints, start))))
             changed = checkpoints.changes(start)
-            if line := checkpoints.verify(start):
+            with told_if_slow(f"comparing the checkpoint of step {start} with its digests", console.print):
+                line = checkpoints.verify(start)
+            if line:
                 console.print(line)
         given = _given_weights(config) if config.init_from and start is None else None
         if dry_run:
@@ -187,7 +192,8 @@ def train(
         if start is None:
             state, given = _make_state(config, programs, given), None  # frees the given parameters on the host
         else:
-            state = _restore_state(config, programs, checkpoints, start, from_step, console)
+            with told_if_slow(f"reading the checkpoint of step {start}", console.print):
+                state = _restore_state(config, programs, checkpoints, start, from_step, console)
         totals = Totals() if start is None else checkpoints.totals(start)
         if not mode.begin(stop.is_due, start or 0, totals.seconds):
             return _begins_again(console, stop)
@@ -224,7 +230,8 @@ def train(
     if not outcome.finished:
         console.print(f"{stop.reason}: everything is saved, the same command resumes the run")
         return stop.exit_status
-    sample = sample_of_run(config, tokenizer, programs, outcome.state.params)
+    with told_if_slow("writing the sample: its programs compile first", console.print):
+        sample = sample_of_run(config, tokenizer, programs, outcome.state.params)
     if jax.process_index() == 0:
         show_results(console, workdir, outcome.evaluation, sample)
     return 0
@@ -322,7 +329,8 @@ def _compile(
 ) -> Programs:
     started = time.perf_counter()
     needed = [name for name in PROGRAMS if name not in unused]
-    programs = compile_programs(config, programs, only=[*needed, FIRST_WEIGHTS] if is_new else needed)
+    with told_if_slow("compiling: large models take minutes", console.print):
+        programs = compile_programs(config, programs, only=[*needed, FIRST_WEIGHTS] if is_new else needed)
     console.print(f"compiled in {time.perf_counter() - started:.1f} s; {compiled_memory(programs)}")
     return programs
 

@@ -56,11 +56,20 @@ def test_without_a_terminal_a_line_comes_every_log_every_steps_and_at_the_end():
     console, clock = plain_console(), Clock()
     with Progress(25, log_every=10, console=console, clock=clock) as progress:
         for step in range(1, 26):
-            clock.now += 2.0
+            clock.now += 0.5
             progress.update(step, loss=1 / step, lr=1e-3, tokens_per_second=12_345)
     lines = shown(console).splitlines()
     assert [line.split()[1] for line in lines] == ["10/25", "20/25", "25/25"]
-    assert lines[1] == "step 20/25  loss 0.0500  lr 1.00e-03  12.3k tokens/s  ETA 0:10"
+    assert lines[1] == "step 20/25  loss 0.0500  lr 1.00e-03  12.3k tokens/s  ETA 0:02"
+
+
+def test_without_a_terminal_the_first_line_is_not_waited_for_longer_than_ten_seconds():
+    console, clock = plain_console(), Clock()
+    with Progress(100, log_every=50, console=console, clock=clock) as progress:
+        for step in range(1, 101):
+            clock.now += 4.0
+            progress.update(step, loss=1.0, lr=1e-3, tokens_per_second=10.0)
+    assert [line.split()[1] for line in shown(console).splitlines()] == ["3/100", "50/100", "100/100"]
 
 
 def test_without_a_terminal_no_control_characters_are_written():
