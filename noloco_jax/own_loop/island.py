@@ -49,6 +49,8 @@ from noloco_jax.spmd.programs import TrainState, outer_axes, shardings_of
 from noloco_jax.spmd.solo import SoloPrograms, solo_of
 
 PyTree = Any
+# Fields of the rule that all versions tell; later ones are no difference at their defaults.
+_FIRST_FIELDS = ("outer_lr", "outer_momentum", "consensus", "state_dtype", "of_corrections", "origin")
 
 
 class Island:
@@ -333,7 +335,11 @@ class Island:
 
     def _identity(self, arrays: Mapping[str, ArraySpec]) -> Identity:
         outer, schedule = self._outer, self._outer.schedule
-        rule = {field.name: getattr(outer.rule, field.name) for field in dataclasses.fields(outer.rule)}  # type: ignore[arg-type]
+        rule = {
+            field.name: getattr(outer.rule, field.name)
+            for field in dataclasses.fields(outer.rule)  # type: ignore[arg-type]
+            if field.name in _FIRST_FIELDS or getattr(outer.rule, field.name) != field.default
+        }
         values = {f"outer.{name}": str(value) for name, value in rule.items() if not callable(value)}
         values |= {"outer.sync_every": str(schedule.sync_every), "outer.pairing": _digest(_described(self._pairing))}
         values |= {f"common.{name}": json.dumps(value) for name, value in self._common.items()}

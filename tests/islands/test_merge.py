@@ -128,6 +128,14 @@ def islands(roster: Roster, folder: Path, *names: str) -> Iterator[dict[str, Fak
             fake.server.close()
 
 
+def test_an_island_of_a_newer_version_that_tells_more_of_itself_is_merged(roster, tmp_path):
+    with islands(roster, tmp_path, "paris", "rome") as fakes:
+        newer = fakes["rome"].about
+        fakes["rome"].about = newer | {"identity": {**newer["identity"], "later": 1}, "later": 2}
+        assert merge(tmp_path) == 0
+    assert_equal(merged(tmp_path), mean(weights(0), weights(1)))
+
+
 def test_the_merged_model_is_the_plain_mean_of_the_islands_that_answer(roster, tmp_path, capsys):
     with islands(roster, tmp_path, "paris", "rome"):
         assert merge(tmp_path) == 0
