@@ -9,7 +9,8 @@
 # 2, a mistake to correct, is not: it is reported, the others go on (and wait for it at their end, `--linger` seconds at
 # most), and at the end its status is this script's. Ctrl-C, or a SIGTERM to this script, lets all save and say goodbye,
 # and the same command goes on; a second Ctrl-C ends all at once. At the end come a table of the islands, the merged
-# model in DIR/merged with its perplexity, and DIR/islands.png. PYTHON chooses the interpreter.
+# model in DIR/merged with its perplexity, without islands that were removed, and DIR/islands.png. PYTHON chooses the
+# interpreter.
 set -uo pipefail
 
 fail() {
