@@ -156,7 +156,8 @@ class Island:
     def begin(self, params: PyTree, rest: PyTree = ()) -> tuple[PyTree, PyTree, int]:
         """Join the peers and return the state to train from: the newest checkpoint's, a peer's, or the one given.
 
-        It returns when the island may train: with the others that start at the same time, or from a peer's state.
+        It is called once, before the first `step`, and waits until the island may train: together with the others that
+        start at the same time, or from a peer's state.
 
         Args:
           params: weights to average, real arrays of JAX (under any sharding of this process) or NumPy. All islands
@@ -167,7 +168,8 @@ class Island:
           params, rest, and the inner steps that they have behind them.
 
         Raises:
-          UserError: if the checkpoint is damaged or of other arrays, or if most of the others refuse this island.
+          UserError: if the checkpoint is damaged or of other arrays, if the island's name or address is in use, or if
+            most of the others refuse it.
           ValueError: for leaves of other types.
         """
         self._params, self._rest = Form(params, "params"), Form(rest, "rest")
@@ -403,7 +405,7 @@ class Island:
     def _carried(self) -> list[int]:
         """Numbers of the state's arrays that travel with the weights."""
         first, count = len(jax.tree.leaves(self._places.params)), len(jax.tree.leaves(self._places.inner))
-        return [first + number for number in range(count) if self._fresh.leaf(number) is None]
+        return [first + number for number in range(count) if number not in self._fresh]
 
     def _from_peers(self, healed: Healed) -> TrainState:
         """Return the state of peers on this island's devices."""
