@@ -3,13 +3,14 @@
 #
 #     bash launch/islands.sh 4 --config=configs/quickstart.py --workdir=runs/islands
 #
-# Further arguments go to `python -m noloco_jax.island train`. DIR gets a roster, keys and a folder for each island, with
-# its log in it; the first one's log is shown. Cores are shared out, and GPUs where there are any. An island that is
-# killed or fails is started again, ten times at most: try `kill -9` with a number that is printed. One that exits with
-# 2, a mistake to correct, is not: it is reported, the others go on (and wait for it at their end, `--linger` seconds at
-# most), and at the end its status is this script's. Ctrl-C, or a SIGTERM to this script, lets all save and say goodbye,
-# and the same command goes on; a second Ctrl-C ends all at once. At the end come a table of the islands, the merged
-# model in DIR/merged with its perplexity, and DIR/islands.png. PYTHON chooses the interpreter.
+# Further arguments go to `python -m noloco_jax.island train`. DIR gets a roster, keys and a folder for each island,
+# with its log in it; the first one's log is shown. Cores are shared out, and GPUs where there are any. An island that
+# is killed or fails is started again, ten times at most: try `kill -9` with a number that is printed. One that exits
+# with 2, a mistake to correct, is not: it is reported, the others go on (and wait for it at their end, `--linger`
+# seconds at most), and at the end its status is this script's. Ctrl-C, or a SIGTERM to this script, lets all save and
+# say goodbye, and the same command goes on; a second Ctrl-C ends all at once. At the end come a table of the islands,
+# the merged model in DIR/merged with its perplexity, without islands that were removed, and DIR/islands.png. PYTHON
+# chooses the interpreter.
 set -uo pipefail
 
 fail() {

@@ -3,6 +3,7 @@
 import argparse
 import json
 import signal
+import socket
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -55,7 +56,7 @@ class DashboardServer:
     def __init__(self, address: Address, watcher: Watcher):
         handler = type("Handler", (_Handler,), {"watcher": watcher})
         try:
-            self._server = ThreadingHTTPServer((address.host, address.port), handler)
+            self._server = _Server(address, handler)
         except OSError as error:
             raise UserError(f"cannot listen at {address} ({error.strerror}): give another --listen=HOST:PORT") from None
         self.address = Address(address.host, self._server.server_address[1])
@@ -67,6 +68,15 @@ class DashboardServer:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    """Server of IPv4 or IPv6, as its address is."""
+
+    def __init__(self, address: Address, handler: type[BaseHTTPRequestHandler]):
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, *_, where = found[0]
+        super().__init__((str(where[0]), address.port), handler)
 
 
 class _Handler(BaseHTTPRequestHandler):

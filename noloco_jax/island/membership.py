@@ -40,11 +40,6 @@ from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import Programs, TrainState
 from noloco_jax.spmd.solo import SoloPrograms, compile_solo
 
-# Fields of `model` that earlier versions lack, with the values that changed nothing: islands of both meet.
-_LATER_FIELDS = {
-    **{"kind": "llama", "head_dim": None, "qkv_bias": False, "qk_norm": False, "sliding_window": None},
-    **{"num_experts": 8, "experts_per_token": 2, "norm_topk_prob": True, "router_aux_loss_coef": 0.01},
-}
 # Groups and fields of a configuration that all islands must have equal; all others may differ.
 COMMON = ("method", "num_steps", "num_replicas", "seed", "model", "inner", "outer")
 _MOST_ROUNDS = 2**30  # that a donor may say it has ended: counters hold twice as many
@@ -233,7 +228,7 @@ class Membership:
             self.codec(config, solo),
             self.states(config, programs),
             weight_specs(config.model),
-            {"identity": asdict(identity), "config": to_dict(config), "tokenizer": fingerprint},
+            {"identity": asdict(identity), "config": told_values(config), "tokenizer": fingerprint},
             is_stopping,
             report,
             self.members,
@@ -318,8 +313,25 @@ def common_values(config: TrainConfig) -> dict[str, Any]:
     """Return the values that all islands must have equal, by the names of `COMMON`."""
     values = to_dict(config)
     outer = {name: value for name, value in values["outer"].items() if name != "offload"}
-    model = {name: value for name, value in values["model"].items() if value != _LATER_FIELDS.get(name, ...)}
-    return {name: values[name] for name in COMMON} | {"outer": outer, "model": model}
+    return {name: values[name] for name in COMMON} | {"outer": outer}
+
+
+def told_values(config: TrainConfig) -> dict[str, Any]:
+    """Return the values that other islands and commands are told, from which `from_dict` builds the same configuration.
+
+    Those at their defaults are left out, as a version without a later field does not build what has it.
+    """
+
+    def changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+        groups = {name: defaults.get(name, ...) for name in values}
+        return {
+            name: changed(values[name], default) if isinstance(default, Mapping) and values[name] else values[name]
+            for name, default in groups.items()
+            if values[name] != default
+        }
+
+    always = {"method": config.method, "num_steps": config.num_steps}
+    return changed(to_dict(config), to_dict(from_dict({"method": config.method}))) | always
 
 
 def _digest(value: Any) -> str:

@@ -18,8 +18,9 @@ from noloco_jax.errors import UserError
 from noloco_jax.island.folders import configs_of_islands
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.discovery import discover
-from noloco_jax.islands.entries import Saved
-from noloco_jax.islands.peer_errors import PeerError
+from noloco_jax.islands.entries import MEMBERS_FILE, Saved, describe, read_members
+from noloco_jax.islands.peer_errors import PeerError, RefusedError
+from noloco_jax.islands.protocol.members import OPEN, Entry
 from noloco_jax.islands.query import About, ask_about, check_finite, fetch_weights
 from noloco_jax.islands.start import ISLAND_FILE
 from noloco_jax.islands.steps import weight_specs
@@ -136,7 +137,7 @@ def of_live_islands(run: Saved, keys: Path | None, ask_seconds: float, seconds: 
 
 
 def of_folders(workdirs: Sequence[Path]) -> Source:
-    """Read the newest checkpoint of each island's folder.
+    """Read the newest checkpoint of each island's folder; those of removed members are left out, and named.
 
     Raises `UserError` for a folder that is no island's, and where one's model or run is another than the first one's.
     """
@@ -145,8 +146,9 @@ def of_folders(workdirs: Sequence[Path]) -> Source:
             raise UserError(f"{workdir} is no folder of an island ({ISLAND_FILE} is missing): give islands' --workdir")
     configs = configs_of_islands(workdirs)
     are_different = len({workdir.name for workdir in workdirs}) == len(workdirs)
+    removed = _removed(workdirs)
     parts = {
-        workdir.name if are_different else str(workdir): partial(_read, workdir, config)
+        workdir.name if are_different else str(workdir): partial(_read, workdir, config, removed)
         for workdir, config in configs.items()
     }
 
@@ -209,8 +211,23 @@ def evaluation_of(config: TrainConfig, params: PyTree, tokenizer: Tokenizer | No
     return evaluate_alone(programs, placed, validation)
 
 
-def _read(workdir: Path, config: TrainConfig) -> Part:
+def _removed(workdirs: Sequence[Path]) -> dict[int, Entry]:
+    """Return the entries of removed members by their ids, as any of the folders knows them."""
+    entries: dict[int | str, Entry] = {}
+    for workdir in workdirs:
+        if (path := workdir / MEMBERS_FILE).exists():
+            for entry in read_members(path).entries:
+                known = entries.get(entry.slot)
+                if known is None or known.version < entry.version:
+                    entries[entry.slot] = entry
+    return {entry.id: entry for entry in entries.values() if entry.until_round != OPEN}
+
+
+def _read(workdir: Path, config: TrainConfig, removed: Mapping[int, Entry]) -> Part:
     def read(checkpoints: Checkpointer, step: int) -> Part:
+        entry = removed.get(checkpoints.positions(step)[0].get("replica", -1))
+        if entry is not None:
+            raise RefusedError(f"{workdir}: {describe(entry)}, and its weights are left out")
         journal = checkpoints.beside(step)
         arrays = [np.asarray(x[0]) for x in jax.tree.leaves(checkpoints.restore_params(step))]
         check_finite(f"{workdir}: the checkpoint's", dict(zip(weight_specs(config.model), arrays, strict=True)))

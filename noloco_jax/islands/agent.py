@@ -326,11 +326,16 @@ class Agent:
         with self._changed:
             self._inbox.insert(0, healed)
 
-    def take_met(self) -> tuple[list[Met], Status]:
-        """Return the outcomes since the last call, and the island's status."""
+    def take_met(self) -> list[Met]:
+        """Return the outcomes since the last call."""
         with self._changed:
             met, self._met = self._met, []
-            return met, self._protocol.status()
+            return met
+
+    def status(self) -> Status:
+        """Return this island's status."""
+        with self._changed:
+            return self._protocol.status()
 
     @property
     def wants_state(self) -> bool:

@@ -25,11 +25,13 @@ from noloco_jax.islands.protocol.messages import (
     Leave,
     Message,
     Opener,
+    OtherProtocolError,
     Share,
     State,
     StateRequest,
     StatusRequest,
     Windows,
+    Wrong,
     from_json,
     to_json,
 )
@@ -186,6 +188,10 @@ class Calls:
         """Serve a peer's call to its end, in the thread of the call."""
         try:
             header = from_json(dict(hello))
+        except OtherProtocolError as error:  # told as other differences are, so that the caller does not go on dialling
+            self._listener.report(f"{caller} was refused: {error}")
+            connect(lambda _: None).send(to_json(Wrong(str(error))))
+            return
         except HeaderError as error:
             raise RefusedError(str(error)) from None
         if not isinstance(header, Hello | StatusRequest | StateRequest | Leave):

@@ -23,7 +23,7 @@ class IslandLog:
     Args:
       workdir: the island's workdir; made when missing.
       name: the island's name.
-      listener: called with every event, first with those of earlier starts.
+      listener: called with every event.
 
     Attributes:
       name: the island's name.
@@ -39,9 +39,7 @@ class IslandLog:
         if self._path.exists():  # the process before this one may have been killed in the middle of a line
             content = self._path.read_bytes()
             os.truncate(self._path, content.rfind(b"\n") + 1)
-        events = _events(self._path) if self._path.exists() else []
-        for event in events:
-            listener(event)
+        events = earlier_events(workdir)
         self.one_sided = sum(event["event"] == "exchange" and event["one_sided"] for event in events)
         # Earlier versions logged starts without seconds.
         self._first = next((event for event in events if event["event"] == "start" and "seconds" in event), None)
@@ -114,6 +112,12 @@ class History(NamedTuple):
 
     name: str
     events: list[dict[str, Any]]
+
+
+def earlier_events(workdir: Path) -> list[dict[str, Any]]:
+    """Return the events of an island's earlier starts; `UserError` where a line of its log is none."""
+    path = workdir / LOG_FILE
+    return _events(path) if path.exists() else []
 
 
 def read_log(workdir: Path) -> History:

@@ -15,7 +15,15 @@ from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.keys import CERTIFICATE, Credentials, credentials_for, owner_of
 from noloco_jax.islands.peer_errors import PeerError, RefusedError
 from noloco_jax.islands.protocol.members import OPEN, Entry
-from noloco_jax.islands.protocol.messages import HeaderError, Identity, Status, StatusRequest, from_json, to_json
+from noloco_jax.islands.protocol.messages import (
+    HeaderError,
+    Identity,
+    Status,
+    StatusRequest,
+    from_json,
+    identity_from_json,
+    to_json,
+)
 from noloco_jax.islands.roster import Island, Roster
 from noloco_jax.islands.server import USED_TWICE
 from noloco_jax.islands.snapshots import ABOUT, PROGRESS, PROGRESS_SPEC
@@ -155,7 +163,7 @@ def _ask(client: Client, seconds: float) -> Status | str:
 def _about(client: Client, seconds: float) -> About:
     try:
         answer = client.action(ABOUT, {}, seconds)
-        identity = Identity(**answer.pop("identity"))
+        identity = identity_from_json(answer["identity"])
         config, tokenizer = dict(answer["config"]), answer["tokenizer"]
         return About(identity, config, tokenizer, int(answer["round"]), bool(answer["training"]))
     except (TypeError, KeyError, ValueError):

@@ -298,6 +298,7 @@ class _Flight(flight.FlightServerBase):
         with self._calls.admitted(context, descriptor.command, MAX_OPENING_BYTES) as opening:
             deadline = time.monotonic() + opening.seconds
             cancel = functools.partial(hang_up, context.peer())
+            counted = _Counted(reader, functools.partial(self._calls.has_read, context.peer()))
             with contextlib.ExitStack() as stack:
                 # The caller's own deadline ends the call, if it keeps to what it says.
                 overdue = threading.Timer(opening.seconds + _GRACE_SECONDS, cancel)
@@ -307,7 +308,6 @@ class _Flight(flight.FlightServerBase):
 
                 def connect(expects: Expects) -> Channel:
                     writer.begin(SCHEMA)
-                    counted = _Counted(reader, functools.partial(self._calls.has_read, context.peer()))
                     channel = Channel(opening.caller, counted, writer, expects, deadline, cancel)
                     stack.push(lambda _, error, __: channel.close(error))
                     return channel
@@ -316,9 +316,7 @@ class _Flight(flight.FlightServerBase):
                     self._handlers.exchange(opening.caller, opening.body, connect)
                 elif opening.call in RELAY_CALLS:
                     writer.begin(SCHEMA)
-                    counted = _Counted(reader, functools.partial(self._calls.has_read, context.peer()))
-                    pipe = CallPipe(counted, writer, cancel)
-                    self._handlers.relay(opening.call, opening.caller, opening.body, pipe)
+                    self._handlers.relay(opening.call, opening.caller, opening.body, CallPipe(counted, writer, cancel))
                 elif opening.call == "state":
                     _send_state(self._handlers.state(opening.caller, opening.body), connect)
                 else:

@@ -13,6 +13,7 @@ from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.entries import MEMBERS_FILE, dials_of, known_roster, write_members
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.keys import Credentials
+from noloco_jax.islands.log import earlier_events
 from noloco_jax.islands.payload import Codec
 from noloco_jax.islands.protocol.context import STARTS_APART, Settings
 from noloco_jax.islands.protocol.island import Island, Journal
@@ -81,6 +82,8 @@ def open_agent(
     agent = Agent(
         roster, name, credentials, protocol, settings, codec, states, report, Snapshots(weights), about, file, listen
     )
+    for event in earlier_events(workdir):  # who watches sees totals that never fall
+        agent.recent.add(event)
     try:
         agent.open()
         if _until(agent.admitted, is_stopping, processes or OneProcess()):

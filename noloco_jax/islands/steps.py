@@ -105,7 +105,7 @@ class IslandSteps:
         self._scheduled += stride
         return state._replace(inner=at_step(state.inner, step + stride)), stride
 
-    def warmed(self, state: TrainState) -> TrainState:
+    def warm_up(self, state: TrainState) -> TrainState:
         """Shorten the inner step that was taken since `advance`, while the moments are fresh.
 
         Every optimizer scales its update by the rate at last, so that a part of the step is the step of a part of the

@@ -57,7 +57,7 @@ class IslandSync:
         return state, behind, stride
 
     def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterSteps | None]:
-        state = self._steps.warmed(state)
+        state = self._steps.warm_up(state)
         assert state.outer is not None
         count = self._schedule.total(step) - self._schedule.total(step - stride)
         if count == 0:
@@ -86,7 +86,7 @@ class IslandSync:
             self._steps.agent.leave(finished=finished)
 
     @property
-    def parting(self) -> str | None:
+    def end_reason(self) -> str | None:
         name = "this island" if self._log is None else self._log.name
         return f"{name} was removed from the run" if self._steps.is_removed else None
 
@@ -97,7 +97,10 @@ class IslandSync:
         lines, self._lines = self._lines, []
         if self._steps.agent is None or self._log is None:
             return lines
-        met, status = self._steps.agent.take_met()
+        met = self._steps.agent.take_met()
+        if not met:
+            return lines
+        status = self._steps.agent.status()
         for one in met:
             size = self._messages.of_outer_step(one.round)
             self._log.exchange(one, size if one.outcome in ("met", "late") else 0)

@@ -55,6 +55,10 @@ class Fresh:
                 values = np.asarray(x)
                 self._first[number] = np.array(values) if values.any() else None
 
+    def __contains__(self, number: int) -> bool:
+        """Return whether a leaf begins anew."""
+        return number in self._first
+
     def leaf(self, number: int) -> np.ndarray | None:
         """Return the value of a leaf that begins anew, otherwise None."""
         if number not in self._first:

@@ -49,6 +49,8 @@ from noloco_jax.spmd.programs import TrainState, outer_axes, shardings_of
 from noloco_jax.spmd.solo import SoloPrograms, solo_of
 
 PyTree = Any
+# Fields of the rule that all versions tell; later ones are no difference at their defaults.
+_FIRST_FIELDS = ("outer_lr", "outer_momentum", "consensus", "state_dtype", "of_corrections", "origin")
 
 
 class Island:
@@ -154,7 +156,8 @@ class Island:
     def begin(self, params: PyTree, rest: PyTree = ()) -> tuple[PyTree, PyTree, int]:
         """Join the peers and return the state to train from: the newest checkpoint's, a peer's, or the one given.
 
-        It returns when the island may train: with the others that start at the same time, or from a peer's state.
+        It is called once, before the first `step`, and waits until the island may train: together with the others that
+        start at the same time, or from a peer's state.
 
         Args:
           params: weights to average, real arrays of JAX (under any sharding of this process) or NumPy. All islands
@@ -165,7 +168,8 @@ class Island:
           params, rest, and the inner steps that they have behind them.
 
         Raises:
-          UserError: if the checkpoint is damaged or of other arrays, or if most of the others refuse this island.
+          UserError: if the checkpoint is damaged or of other arrays, if the island's name or address is in use, or if
+            most of the others refuse it.
           ValueError: for leaves of other types.
         """
         self._params, self._rest = Form(params, "params"), Form(rest, "rest")
@@ -333,7 +337,11 @@ class Island:
 
     def _identity(self, arrays: Mapping[str, ArraySpec]) -> Identity:
         outer, schedule = self._outer, self._outer.schedule
-        rule = {field.name: getattr(outer.rule, field.name) for field in dataclasses.fields(outer.rule)}  # type: ignore[arg-type]
+        rule = {
+            field.name: getattr(outer.rule, field.name)
+            for field in dataclasses.fields(outer.rule)  # type: ignore[arg-type]
+            if field.name in _FIRST_FIELDS or getattr(outer.rule, field.name) != field.default
+        }
         values = {f"outer.{name}": str(value) for name, value in rule.items() if not callable(value)}
         values |= {"outer.sync_every": str(schedule.sync_every), "outer.pairing": _digest(_described(self._pairing))}
         values |= {f"common.{name}": json.dumps(value) for name, value in self._common.items()}
@@ -397,7 +405,7 @@ class Island:
     def _carried(self) -> list[int]:
         """Numbers of the state's arrays that travel with the weights."""
         first, count = len(jax.tree.leaves(self._places.params)), len(jax.tree.leaves(self._places.inner))
-        return [first + number for number in range(count) if self._fresh.leaf(number) is None]
+        return [first + number for number in range(count) if number not in self._fresh]
 
     def _from_peers(self, healed: Healed) -> TrainState:
         """Return the state of peers on this island's devices."""

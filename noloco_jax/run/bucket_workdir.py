@@ -208,6 +208,7 @@ class BucketWorkdir:
         self._turn, self._uploading = threading.RLock(), threading.RLock()
         self._kept: Callable[[list[int]], Iterable[int]] = lambda steps: steps
         self._refusal: UserError | None = None
+        self._newest = -1  # step of the checkpoint that was published last, or should have been
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._sync_often, name="workdir sync", daemon=True)
 
@@ -262,6 +263,9 @@ class BucketWorkdir:
         self._is_ahead = True
 
     def _unmark_ahead(self) -> None:
+        """Unmark the local copy once the bucket has the newest checkpoint, whose folder may not have its name yet."""
+        if max(self._contents.checkpoints, default=-1) < self._newest:
+            return
         (self.folder / AHEAD_FILE).unlink(missing_ok=True)
         self._is_ahead = False
 
@@ -332,7 +336,7 @@ class BucketWorkdir:
           folder: its local folder, whole and with digests.
           kept: all steps -> those to keep.
         """
-        self._kept = kept
+        self._kept, self._newest = kept, step
         try:
             with self._uploading:
                 self._upload(step, folder)
@@ -405,7 +409,8 @@ class BucketWorkdir:
 def _digests_of(folder: Path) -> Iterable[str]:
     """Return the names of a whole checkpoint's files."""
     digests = read_digests(folder)
-    assert digests is not None
+    if digests is None:
+        raise FileNotFoundError(f"{folder} was deleted meanwhile, as newer checkpoints are kept")
     return digests
 
 

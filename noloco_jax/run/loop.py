@@ -129,7 +129,7 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         log.write_previous()
         state, outer_steps = sync.after_step(state, step, stride)
         is_last, is_due = step == config.num_steps, run.stop.is_due()
-        is_stopping = is_due or (sync.parting is not None and not is_last)
+        is_stopping = is_due or (sync.end_reason is not None and not is_last)
         bytes_merging = 0
         if is_last:
             state = sync.finish(state, step)

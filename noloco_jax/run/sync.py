@@ -95,7 +95,7 @@ class Sync(Protocol):
         ...
 
     @property
-    def parting(self) -> str | None:
+    def end_reason(self) -> str | None:
         """The reason for which the run is to save and end here for good, before its last step; None: it goes on."""
         ...
 
@@ -115,7 +115,7 @@ class Sync(Protocol):
 class CollectiveSync:
     """Outer steps of one program that holds all replicas: partners wait for each other."""
 
-    parting: str | None = None
+    end_reason: str | None = None
 
     def __init__(self, config: TrainConfig, programs: Programs):
         self._config, self._programs = config, programs

@@ -16,7 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 
 def to_first_process(arrays: Sequence[Any]) -> list[np.ndarray]:
-    """Copy arrays to the host of the first process, one after another; other processes get an empty list.
+    """Copy arrays to the host of the first process.
+
+    Arrays that lie on several processes pass through a device one after another. The other processes call this too and
+    get an empty list, but where all arrays lie on their own devices: then every process gets copies.
 
     Args:
       arrays: arrays of JAX or NumPy; those that lie on several processes with a `NamedSharding`.

@@ -224,8 +224,8 @@ def train(
         sync.close(outcome.state, outcome.finished)
 
     streams.close()  # after a failure the streams close when the process ends
-    if not outcome.finished and sync.parting is not None:
-        console.print(f"{sync.parting}: everything is saved, and there is nothing more to do here")
+    if not outcome.finished and sync.end_reason is not None:
+        console.print(f"{sync.end_reason}: everything is saved, and there is nothing more to do here")
         return 0
     if not outcome.finished:
         console.print(f"{stop.reason}: everything is saved, the same command resumes the run")

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -48,6 +49,18 @@ def served(seen) -> Iterator[DashboardServer]:
     yield server
     server.close()
     watcher.close()
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+@pytest.mark.parametrize("host", ["::1", "127.0.0.1", "localhost"])
+def test_the_page_is_served_at_addresses_of_both_kinds_and_at_names(host):
+    watcher = SimpleNamespace(to_json=lambda: {"islands": []})
+    server = DashboardServer(Address(host, 0), watcher)  # pyright: ignore[reportArgumentType]
+    server.start()
+    try:
+        assert get(server, "/data.json")[0] == 200
+    finally:
+        server.close()
 
 
 def get(server: DashboardServer, path: str) -> tuple[int, str, bytes]:

@@ -8,6 +8,8 @@ import pytest
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.island.membership import Membership, _identity
+from noloco_jax.islands.agent import Agent
+from noloco_jax.islands.log import IslandLog
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.start import begin, incarnation_of, write_incarnation
 from support.training_islands import NAMES, World, small
@@ -61,6 +63,24 @@ def test_an_island_has_begun_when_it_may_train(world, tmp_path):
     assert begin(agent, tmp_path / "paris", lambda: False)
     assert incarnation_of(tmp_path / "paris")[1]
     agent.close()
+
+
+def test_totals_of_earlier_starts_are_told_from_the_first_answer_on(world, tmp_path):
+    """Between its first answer and its first step, and so in /metrics, no counter of a restarted island is smaller."""
+    world.begin(tmp_path)
+    IslandLog(tmp_path / "paris", "paris").start(0, 0.0)
+    IslandLog(tmp_path / "paris", "paris").round(0, 10, 0.5, 1.0)
+    first: list[dict[str, float]] = []
+    opened = Agent.open
+
+    def open_and_look(agent: Agent) -> None:
+        opened(agent)
+        first.append(agent.recent.totals)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Agent, "open", open_and_look)
+        world.open(Membership(world.roster, "paris", None)).close()
+    assert first[0]["starts"] == 1 and first[0]["rounds"] == 1
 
 
 def test_every_start_has_a_larger_incarnation_than_all_before(tmp_path):

@@ -19,8 +19,10 @@ from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
 from noloco_jax.island.membership import Membership
 from noloco_jax.island.merge import evaluation_of
+from noloco_jax.islands.entries import MEMBERS_FILE, write_members
 from noloco_jax.islands.keys import load_keys, make_keys
 from noloco_jax.islands.peer_errors import BusyError
+from noloco_jax.islands.protocol.members import OPEN, Entry
 from noloco_jax.islands.protocol.messages import Identity
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.server import Handlers, Server
@@ -126,6 +128,14 @@ def islands(roster: Roster, folder: Path, *names: str) -> Iterator[dict[str, Fak
     finally:
         for fake in fakes.values():
             fake.server.close()
+
+
+def test_an_island_of_a_newer_version_that_tells_more_of_itself_is_merged(roster, tmp_path):
+    with islands(roster, tmp_path, "paris", "rome") as fakes:
+        newer = fakes["rome"].about
+        fakes["rome"].about = newer | {"identity": {**newer["identity"], "later": 1}, "later": 2}
+        assert merge(tmp_path) == 0
+    assert_equal(merged(tmp_path), mean(weights(0), weights(1)))
 
 
 def test_the_merged_model_is_the_plain_mean_of_the_islands_that_answer(roster, tmp_path, capsys):
@@ -281,7 +291,7 @@ def ended(
     save_config(config, workdir)
     (workdir / ISLAND_FILE).write_text("{}")
     with Checkpointer(workdir, config) as checkpointer:
-        checkpointer.save(9, state, {0: {"source": {"tokenizer": "byte"}}}, beside=journal)
+        checkpointer.save(9, state, {0: {"source": {"tokenizer": "byte"}, "replica": seed}}, beside=journal)
     return named(params)
 
 
@@ -303,6 +313,21 @@ def test_a_checkpoint_whose_weights_are_not_finite_is_named_and_left_out(tmp_pat
     assert island(["merge", "--workdirs", *folders, f"--out={tmp_path / 'merged'}"]) == 0
     assert_equal(merged(tmp_path), sound)
     assert "rome: the checkpoint's weights are not finite" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_removed_member_that_has_ended_is_named_and_left_out(tmp_path, capsys):
+    """One of the others knows of its removal; another one came back."""
+    models = [ended(tmp_path / name, CONFIG, seed, 8) for seed, name in enumerate(("paris", "rome", "oslo"))]
+    roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 7070 + i)) for i, name in enumerate(ROUNDS)))
+    removals = [Entry(id, name, "", 0, 9, 0, 1) for id, name in enumerate(("paris", "rome", "oslo")) if id]
+    write_members(tmp_path / "paris" / MEMBERS_FILE, roster, removals)
+    write_members(tmp_path / "oslo" / MEMBERS_FILE, roster, [replace(removals[1], until_round=OPEN, version=2)])
+    folders = [str(tmp_path / name) for name in ("paris", "rome", "oslo")]
+    assert island(["merge", "--workdirs", *folders, f"--out={tmp_path / 'merged'}"]) == 0
+    assert_equal(merged(tmp_path), mean(models[0], models[2]))
+    told = capsys.readouterr().out.replace("\n", " ")
+    assert "rome is removed: no member from round 10 on, and its weights are left out" in told
+    assert "the mean of 2 of 3 islands" in told and "without rome" in told
 
 
 def test_folders_that_do_not_belong_together_are_refused(tmp_path):

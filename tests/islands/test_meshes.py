@@ -91,7 +91,7 @@ def trained_as_islands(configs: list[TrainConfig], folder: Path) -> list[TrainSt
             assert shardings_of(state.outer) == shardings_of(programs.resting.outer)
             state = island.take(state, step, int(step % config.outer.sync_every == 0))
         seconds += time.perf_counter()
-        met, _ = agent.take_met()
+        met = agent.take_met()
         assert [one.outcome for one in met] == ["met"] * 4
         assert 0 < island.seconds_exposed < seconds
         final[replica] = jax.device_get(state)

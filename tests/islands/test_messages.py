@@ -122,8 +122,15 @@ def test_a_difference_is_named_with_both_values(field):
     other = differing(IDENTITY, field)
     mine = {"config": "seed: 1"}.get(field, f"{field}: {getattr(IDENTITY, field)}")
     theirs = {"config": "2", "protocol": "9"}.get(field, "other")
-    assert IDENTITY.difference(other, "paris") == f"{mine} here, {theirs} at paris"
+    hint = " (install one version of noloco_jax on both)" if field == "protocol" else ""
+    assert IDENTITY.difference(other, "paris") == f"{mine} here, {theirs} at paris{hint}"
     assert IDENTITY.difference(dataclasses.replace(other, **{field: getattr(IDENTITY, field)}), "paris") is None
+
+
+def test_of_another_protocol_nothing_else_is_compared():
+    other = dataclasses.replace(differing(IDENTITY, "protocol"), config={"seed": "7"}, run="other")
+    difference = IDENTITY.difference(other, "paris")
+    assert difference is not None and "protocol" in difference and "seed" not in difference and "run:" not in difference
 
 
 def test_many_differences_fit_a_header_and_are_counted():

@@ -5,7 +5,7 @@ import math
 import time
 
 from noloco_jax.islands.agent import Met
-from noloco_jax.islands.log import IslandLog
+from noloco_jax.islands.log import IslandLog, earlier_events
 from noloco_jax.islands.recent import _LIMIT, _LIMITS, FIGURES, Recent
 
 
@@ -63,6 +63,8 @@ def test_a_later_start_shows_what_the_log_kept_and_counts_on(tmp_path):
     log.exchange(Met(0, "rome", "met"), 300)
     log.exchange(Met(1, "", "alone"), 0)  # no partner: no failure
     second = Recent()
+    for event in earlier_events(tmp_path):
+        second.add(event)
     IslandLog(tmp_path, "paris", second.add).start(10, 1.0)
     assert [event["event"] for event in second.after(0)[0]] == ["start", "round", "exchange", "exchange", "start"]
     assert second.totals == {

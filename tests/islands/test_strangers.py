@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,10 +16,12 @@ import pytest
 import trustme
 
 from noloco_jax.errors import UserError
+from noloco_jax.islands import calls
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.frames import SCHEMA, ArraySpec, _seal
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.peer_errors import PeerError
+from noloco_jax.islands.protocol.messages import VERSION, Header, to_json
 from noloco_jax.islands.roster import Address, Island, Roster
 from support.counted import descriptors, in_time, resident, settled
 from support.island_world import IDENTITY
@@ -48,6 +51,15 @@ def keys_with_fault(ca: trustme.CA, fault: str) -> Credentials | None:
     return keys_of(ca, "rome" if fault == "wrong name" else "berlin")
 
 
+def in_a_later_form(header: Header) -> dict[str, Any]:
+    """Return what an island of a later protocol sends, without fields that are read here."""
+    values = to_json(header)
+    identity = values.get("identity") or {}
+    if identity.get("protocol") == 9:
+        values |= {"identity": {"protocol": 9, "runs": [identity["run"]]}}
+    return values
+
+
 @pytest.mark.parametrize(
     ("fault", "to_the_stranger", "to_the_island"),
     [
@@ -57,17 +69,32 @@ def keys_with_fault(ca: trustme.CA, fault: str) -> Credentials | None:
         ("wrong name", "a certificate made out to 'rome', who is not", "a certificate made out to 'rome', who is not"),
         ("another authority", "its certificate is not of this run's authority", "is not of this run's authority"),
         ("another run", "run: other here, run at paris", "berlin was refused: run: run here, other at berlin"),
+        (
+            "another protocol",
+            f"protocol: 9 here, {VERSION} at paris .install one version of noloco_jax on both.",
+            f"berlin was refused: protocol: {VERSION} here, 9 at berlin (install one version of noloco_jax on both)",
+        ),
+        (
+            "a later form",
+            f"protocol: 9 of the caller, {VERSION} of the island called .install one version of noloco_jax on both.",
+            f"berlin was refused: protocol: 9 of the caller, {VERSION} of the island called (install one version",
+        ),
     ],
 )
-def test_a_stranger_is_told_what_is_wrong_and_so_is_the_island_that_it_calls(ca, fault, to_the_stranger, to_the_island):
+def test_a_stranger_is_told_what_is_wrong_and_so_is_the_island_that_it_calls(
+    ca, fault, to_the_stranger, to_the_island, monkeypatch
+):
     addresses = [Address("127.0.0.1", port) for port in free_ports(len(NAMES))]
     roster = Roster("test", tuple(map(Island, NAMES, addresses)))
     island = Site("paris", roster, credentials=keys_of(ca, "paris"))
-    identity = dataclasses.replace(IDENTITY, run="other") if fault == "another run" else IDENTITY
+    changes = {"another run": {"run": "other"}, "another protocol": {"protocol": 9}, "a later form": {"protocol": 9}}
+    identity = dataclasses.replace(IDENTITY, **changes.get(fault, {}))
+    if fault == "a later form":
+        monkeypatch.setattr(calls, "to_json", in_a_later_form)
     stranger = Site("berlin", roster, credentials=keys_with_fault(ca, fault), identity=identity)
     try:
         island.open()
-        if fault == "another run":
+        if fault in changes:
             with pytest.raises(UserError, match=to_the_stranger):
                 stranger.open()
         else:

@@ -82,7 +82,7 @@ def test_what_is_saved_has_entered_what_its_journal_tells_of(world, tmp_path):
         for _ in range(meeting + 1):
             state, step = train(world, island, state, step, replica)
         before = np.array(state.params["embed"])
-        wait_until(lambda: agent.take_met()[1].committed == 1)
+        wait_until(lambda: agent.status().committed == 1)
         state, journal = island.at_rest(state)
         assert journal is not None and journal.round == meeting
         committed = [xid for xid, outcome in journal.outcomes.items() if outcome == "committed"]
@@ -158,7 +158,7 @@ def test_an_island_that_comes_later_goes_on_from_those_that_train(world, tmp_pat
                 assert is_equal(mine.inner, at_step(first.inner, 7))
             later, _ = island.advance(state, step, 1)
             stepped = world.inner(world.programs, jax.tree.map(jnp.copy, later), 7, range(2, 3))
-            warmed = jax.device_get(island.warmed(stepped))
+            warmed = jax.device_get(island.warm_up(stepped))
             share = 1 if catch_up == "whole" else 1 / (WARM_UP_STEPS + 1)
             for x, before, after in zip(
                 *map(jax.tree.leaves, (warmed.params, mine.params, stepped.params)), strict=True

@@ -12,9 +12,8 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from noloco_jax.config import ModelConfig, from_dict, to_dict
+from noloco_jax.config import ModelConfig, from_dict
 from noloco_jax.errors import UserError
-from noloco_jax.island.membership import common_values
 from noloco_jax.model import kind
 from noloco_jax.model.huggingface import check_has_format
 from noloco_jax.model.llama import Llama
@@ -46,14 +45,6 @@ def test_no_room_but_the_models_knows_a_weight_of_the_llama():
 def test_the_llama_is_the_default_and_named_by_a_word_or_a_path():
     assert kind.kind_of(ModelConfig()) is Llama
     assert kind.kind_of(ModelConfig(kind="noloco_jax.model.llama:Llama")) is Llama
-
-
-def test_a_default_that_is_new_leaves_islands_of_earlier_versions_their_run():
-    values = to_dict(from_dict({}))
-    del values["model"]["kind"]
-    earlier = common_values(from_dict(values))
-    assert "kind" not in earlier["model"] and earlier == common_values(from_dict({}))
-    assert common_values(from_dict({"model": {"kind": OWN.kind}}))["model"]["kind"] == OWN.kind
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,7 @@ def test_a_checkpoint_is_uploaded_once_an_outage_ends(s3, tmp_path, monkeypatch)
     monkeypatch.setattr(bucket_workdir, "SYNC_SECONDS", 0.05)
     with opened(address) as workdir:
         publish(workdir, 4)
-        fail(server, *[503] * 1000)
+        fail(server, *[503] * 1_000_000)  # attempts follow one another without pauses here
         with pytest.warns(UserWarning, match="the checkpoint of step 8"):
             publish(workdir, 8)
         assert workdir.steps() == [4]

@@ -240,7 +240,7 @@ def test_the_losses_of_replicas_go_by_their_numbers(devices):
 class SlowSync:
     """Exchanges of an island whose inner steps stand for three each, where they may, and what the loop asked of it."""
 
-    parting: str | None = None
+    end_reason: str | None = None
 
     def __init__(self):
         self.strides: list[tuple[int, int]] = []
@@ -300,16 +300,16 @@ def test_a_step_after_catching_up_passes_over_no_evaluation_save_or_end(tmp_path
     assert result.done == [("evaluate", 8), ("evaluate", 20), ("save", 20)]
 
 
-def test_an_island_that_parts_saves_after_that_step_and_stops(tmp_path, monkeypatch):
-    class Parting(SlowSync):
+def test_an_island_that_was_removed_saves_after_that_step_and_stops(tmp_path, monkeypatch):
+    class Removed(SlowSync):
         @property
-        def parting(self) -> str | None:
+        def end_reason(self) -> str | None:
             return "removed" if self.strides and self.strides[-1][0] >= 6 else None
 
     shape = {"num_replicas": 2, "num_steps": 20, "eval_every": 6, "checkpoint_every": 10}
-    parting = Parting()
-    result = Result(tmp_path, monkeypatch, config=from_dict(shape | {"inner": {"warmup_steps": 0}}), exchanges=parting)
-    assert result.done == [("save", 6)] and parting.asked == ["leave", "settle"]
+    removed = Removed()
+    result = Result(tmp_path, monkeypatch, config=from_dict(shape | {"inner": {"warmup_steps": 0}}), exchanges=removed)
+    assert result.done == [("save", 6)] and removed.asked == ["leave", "settle"]
 
 
 def test_an_island_saves_what_the_run_has_come_to_by_then(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ Prints how often each island's due rounds were exchanged, its starts, and the pe
 """
 
 import argparse
+import os
 import re
 import shutil
 import signal
@@ -33,6 +34,7 @@ class Gathering:
 
     def __init__(self, folder: Path, steps: int, seconds: float, liar: str | None = None):
         self.folder, self.keys, self._steps, self._seconds, self._liar = folder, folder / "keys", steps, seconds, liar
+        self.checkouts: dict[str, Path] = {}  # island -> the folder of its code; this one for all others
         names = (*FOUNDERS, *JOINING)
         self.ports = dict(zip(names, free_ports(len(names)), strict=True))
         self.running: dict[str, subprocess.Popen[str]] = {}
@@ -59,10 +61,12 @@ class Gathering:
         how = ["support.altered", "flips signs"] if name == self._liar else ["support.paced"]
         command = [sys.executable, "-m", *how, str(self._seconds), "noloco_jax.island", *arguments]
         self.starts[name] += 1
+        checkout = self.checkouts.get(name, ROOT)
         with (self.folder / f"{name}.log").open("a") as log:
             self.running[name] = subprocess.Popen(
                 [*command, f"--workdir={self.folder / name}", "--linger=60"],
-                cwd=ROOT,
+                cwd=checkout,
+                env=os.environ | {"PYTHONPATH": f"{checkout}:{checkout / 'tests'}"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -83,7 +83,7 @@ def islands(config: TrainConfig, folder: Path) -> PyTree:
         for step in range(1, config.num_steps + 1):
             state = pushed(config, state, step, slice(replica, replica + 1))
             state = island.take(state, step, schedule.due(step))
-        met, status = agent.take_met()
+        met, status = agent.take_met(), agent.status()
         assert status.committed == status.due == schedule.total(config.num_steps)
         assert {one.outcome for one in met} == {"met"}
         agent.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from noloco_jax.islands.keys import load_keys, make_keys
-from noloco_jax.islands.log import IslandLog
+from noloco_jax.islands.log import IslandLog, earlier_events
 from noloco_jax.islands.protocol.members import Members
 from noloco_jax.islands.roster import Address, Island, Roster
 from support.island_nodes import IDENTITY
@@ -35,6 +35,8 @@ class SeenSite(Site):
     def __init__(self, name: str, roster: Roster, folder: Path, *, number: int = 0, poison: bool = False, **options):
         self._poison, self._number = poison, number
         super().__init__(name, roster, **options)
+        for event in earlier_events(folder):
+            self.agent.recent.add(event)
         self.log = IslandLog(folder, name, self.agent.recent.add)
         self._logged = 0
 

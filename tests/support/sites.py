@@ -151,7 +151,7 @@ class Site:
             else:
                 self.heals.append(item)
                 self.round = item.round
-        self.met += self.agent.take_met()[0]
+        self.met += self.agent.take_met()
 
     def share(self, first: int = 0, *, without: str = "") -> float:
         """Return the share of its rounds from `first` on that were exchanged, except those with one other island."""

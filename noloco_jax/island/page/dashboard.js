@@ -1,11 +1,27 @@
-// Page of a run's islands: asks the dashboard for its JSON and draws it. Texts come from other machines, so that they are
-// only ever set as text, never as HTML.
+// Page of a run's islands: asks the dashboard for its JSON and draws it. Texts come from other machines, so that they
+// are only ever set as text, never as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
-const PALETTE = ["#1f6fc4", "#e07b1e", "#1f9d6b", "#c2418f", "#7a5bd0", "#b8860b", "#0f9aa8", "#d1495b", "#6b8e23", "#8a5a44"];
+const PALETTE = [
+  "#1f6fc4",
+  "#e07b1e",
+  "#1f9d6b",
+  "#c2418f",
+  "#7a5bd0",
+  "#b8860b",
+  "#0f9aa8",
+  "#d1495b",
+  "#6b8e23",
+  "#8a5a44",
+];
 const OUTCOMES = {
-  met: "exchanged", late: "exchanged late", alone: "alone, not exchanged", quarantine: "alone, partner in quarantine",
-  none: "no partner, or not known yet", healed: "caught up from a donor", start: "started again",
+  met: "exchanged",
+  late: "exchanged late",
+  alone: "alone, not exchanged",
+  quarantine: "alone, partner in quarantine",
+  none: "no partner, or not known yet",
+  healed: "caught up from a donor",
+  start: "started again",
 };
 const WINDOW = 16; // messages of the running participation
 const $ = (id) => document.getElementById(id);
@@ -31,7 +47,10 @@ const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 function bytes(count) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   let unit = 0;
-  while (count >= 1000 && unit < units.length - 1) { count /= 1000; unit += 1; }
+  while (count >= 1000 && unit < units.length - 1) {
+    count /= 1000;
+    unit += 1;
+  }
   return `${unit && count < 100 ? count.toFixed(1) : Math.round(count)} ${units[unit]}`;
 }
 
@@ -51,8 +70,13 @@ function ago(seconds) {
 // What the events of an island say: the outcome of each round, curves, catch-ups.
 function read(island, index) {
   const rounds = new Map();
-  const healings = [], starts = [], curve = [], share = [], figures = {};
-  let pending = false, first = true;
+  const healings = [],
+    starts = [],
+    curve = [],
+    share = [],
+    figures = {};
+  let pending = false,
+    first = true;
   const events = [...island.events].sort((a, b) => a.time - b.time);
   for (const event of events) {
     if (event.event === "start") {
@@ -65,7 +89,8 @@ function read(island, index) {
       pending = false;
     } else if (event.event === "exchange") {
       let outcome = event.outcome;
-      if (outcome === "alone") outcome = !event.partner ? "none" : /quarantine/.test(event.reason) ? "quarantine" : "alone";
+      if (outcome === "alone")
+        outcome = !event.partner ? "none" : /quarantine/.test(event.reason) ? "quarantine" : "alone";
       if (outcome === "healed") healings.push({ round: event.round, donor: event.partner, time: event.time });
       rounds.set(event.round, { ...event, outcome });
     } else if (event.event === "figures") {
@@ -73,15 +98,21 @@ function read(island, index) {
       if (isNumber(event.loss)) curve.push([event.step, event.loss]);
     }
   }
-  const due = [...rounds].filter(([, one]) => ["met", "late", "alone", "quarantine"].includes(one.outcome)).sort((a, b) => a[0] - b[0]);
+  const due = [...rounds]
+    .filter(([, one]) => ["met", "late", "alone", "quarantine"].includes(one.outcome))
+    .sort((a, b) => a[0] - b[0]);
   for (let i = 3; i < due.length; i += 1) {
     const last = due.slice(Math.max(0, i - WINDOW + 1), i + 1);
-    share.push([due[i][0] + 1, last.filter(([, one]) => one.outcome === "met" || one.outcome === "late").length / last.length]);
+    share.push([
+      due[i][0] + 1,
+      last.filter(([, one]) => one.outcome === "met" || one.outcome === "late").length / last.length,
+    ]);
   }
   const status = island.status;
   let state = "away";
   if (!island.member) state = "removed";
-  else if (status && (status.finished || !island.away)) state = status.finished ? "finished" : status.training ? "training" : status.starting ? "starting" : "leaving";
+  else if (status && (status.finished || !island.away))
+    state = status.finished ? "finished" : status.training ? "training" : status.starting ? "starting" : "leaving";
   return { ...island, index, color: colorOf(index), rounds, healings, starts, curve, share, figures, state };
 }
 
@@ -89,7 +120,12 @@ function mark(kind, x, y, text) {
   const attributes = { class: `mark ${kind}`, "data-outcome": kind };
   if (kind === "met" || kind === "late") return drawn("circle", { ...attributes, cx: x, cy: y, r: 4 }, titled(text));
   if (kind === "none") return drawn("circle", { ...attributes, cx: x, cy: y, r: 2 }, titled(text));
-  if (kind === "healed") return drawn("path", { ...attributes, d: `M${x} ${y - 7}L${x + 7} ${y}L${x} ${y + 7}L${x - 7} ${y}Z` }, titled(text));
+  if (kind === "healed")
+    return drawn(
+      "path",
+      { ...attributes, d: `M${x} ${y - 7}L${x + 7} ${y}L${x} ${y + 7}L${x - 7} ${y}Z` },
+      titled(text),
+    );
   if (kind === "start") return drawn("path", { ...attributes, d: `M${x - 4} ${y - 16}h8l-4 7z` }, titled(text));
   if (kind === "quarantine") {
     return drawn("path", { ...attributes, d: `M${x - 4} ${y - 4}l8 8m0 -8l-8 8` }, titled(text));
@@ -109,14 +145,31 @@ function drawTimeline(islands) {
   const span = Number($("span").value);
   const last = Math.max(0, ...islands.flatMap((one) => [...one.rounds.keys()]));
   const first = Math.max(0, last - span + 1);
-  const left = 110, right = 30, top = 22, height = 52, width = 1400;
+  const left = 110,
+    right = 30,
+    top = 22,
+    height = 52,
+    width = 1400;
   const step = (width - left - right) / Math.max(span - 1, 1);
   const x = (round) => left + (round - first) * step;
   const rows = new Map(islands.map((one, row) => [one.name, top + 24 + row * height]));
   const bottom = top + islands.length * height;
-  const svg = drawn("svg", { viewBox: `0 0 ${width} ${bottom + 34}`, role: "img", "aria-label": "Exchanges between islands by round" });
-  svg.append(drawn("defs", {}, drawn("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 6, markerHeight: 6, orient: "auto" },
-    drawn("path", { class: "head", d: "M0 0L8 4L0 8Z" }))));
+  const svg = drawn("svg", {
+    viewBox: `0 0 ${width} ${bottom + 34}`,
+    role: "img",
+    "aria-label": "Exchanges between islands by round",
+  });
+  svg.append(
+    drawn(
+      "defs",
+      {},
+      drawn(
+        "marker",
+        { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 6, markerHeight: 6, orient: "auto" },
+        drawn("path", { class: "head", d: "M0 0L8 4L0 8Z" }),
+      ),
+    ),
+  );
   const every = [1, 2, 5, 10, 20, 50].find((n) => span / n <= 16) ?? 100;
   for (let round = first; round <= first + span - 1; round += 1) {
     if ((round + 1) % every) continue;
@@ -129,7 +182,8 @@ function drawTimeline(islands) {
     const y = rows.get(one.name);
     svg.append(drawn("text", { class: "name", x: left - 16, y: y + 4, "text-anchor": "end" }, one.name));
     const known = [...one.rounds.keys()].filter((round) => round >= first).sort((a, b) => a - b);
-    for (let i = 0; i < known.length; ) { // the row breaks where an island was not there
+    for (let i = 0; i < known.length;) {
+      // the row breaks where an island was not there
       let end = i;
       while (end + 1 < known.length && known[end + 1] === known[end] + 1) end += 1;
       svg.append(drawn("line", { class: "row", x1: x(known[i]) - 0.01, x2: x(known[end]), y1: y, y2: y }));
@@ -152,27 +206,41 @@ function drawTimeline(islands) {
     const y = rows.get(one.name);
     for (const { round, donor } of one.healings) {
       if (round < first || !rows.has(donor)) continue;
-      const from = rows.get(donor), sign = Math.sign(y - from);
-      svg.append(drawn("path", { class: "link healed", "data-donor": donor, "marker-end": "url(#arrow)",
-        d: `M${x(round) - step * 0.6} ${from}Q${x(round) - step} ${(from + y) / 2} ${x(round) - 5} ${y - 8 * sign}` },
-        titled(`${one.name} caught up from ${donor} after round ${round + 1}`)));
+      const from = rows.get(donor),
+        sign = Math.sign(y - from);
+      svg.append(
+        drawn(
+          "path",
+          {
+            class: "link healed",
+            "data-donor": donor,
+            "marker-end": "url(#arrow)",
+            d: `M${x(round) - step * 0.6} ${from}Q${x(round) - step} ${(from + y) / 2} ${x(round) - 5} ${y - 8 * sign}`,
+          },
+          titled(`${one.name} caught up from ${donor} after round ${round + 1}`),
+        ),
+      );
     }
     for (const [round, { outcome, partner, reason, lag }] of one.rounds) {
       if (round < first) continue;
       const whom = partner ? `, ${partner}` : "";
-      const text = `${one.name}, round ${round + 1}: ${OUTCOMES[outcome]}${whom}${reason ? ` (${reason})` : ""}${lag ? `, by ${lag} rounds` : ""}`;
+      const why = `${reason ? ` (${reason})` : ""}${lag ? `, by ${lag} rounds` : ""}`;
+      const text = `${one.name}, round ${round + 1}: ${OUTCOMES[outcome]}${whom}${why}`;
       svg.append(mark(outcome, x(round), y, text));
     }
-    for (const round of one.starts) if (round >= first) svg.append(mark("start", x(round), y, `${one.name} started again`));
+    for (const round of one.starts)
+      if (round >= first) svg.append(mark("start", x(round), y, `${one.name} started again`));
   }
   $("timeline").replaceChildren(svg);
 }
 
 function ticks(low, high, count) {
-  const raw = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(raw));
+  const raw = (high - low) / count || 1,
+    power = 10 ** Math.floor(Math.log10(raw));
   const size = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= raw);
   const found = [];
-  for (let value = Math.ceil(low / size) * size; value <= high + size * 1e-6; value += size) found.push(Number(value.toPrecision(12)));
+  for (let value = Math.ceil(low / size) * size; value <= high + size * 1e-6; value += size)
+    found.push(Number(value.toPrecision(12)));
   return found;
 }
 
@@ -187,7 +255,12 @@ function drawChart(id, islands, pointsOf, name, format, range) {
   const [low, high] = range ?? [Math.min(...all.map((p) => p[1])), Math.max(...all.map((p) => p[1]))];
   const pad = range ? 0 : (high - low) * 0.05 || 0.1;
   const [y0, y1] = [low - pad, high + pad];
-  const width = 680, height = 260, left = 48, right = 84, top = 10, bottom = 34;
+  const width = 680,
+    height = 260,
+    left = 48,
+    right = 84,
+    top = 10,
+    bottom = 34;
   const x = (value) => left + ((value - x0) / (x1 - x0 || 1)) * (width - left - right);
   const y = (value) => height - bottom - ((value - y0) / (y1 - y0)) * (height - top - bottom);
   const svg = drawn("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": name });
@@ -195,7 +268,8 @@ function drawChart(id, islands, pointsOf, name, format, range) {
     svg.append(drawn("line", { class: "axis", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
     svg.append(drawn("text", { x: left - 7, y: y(value) + 4, "text-anchor": "end" }, format(value)));
   }
-  for (const value of ticks(x0, x1, 6)) svg.append(drawn("text", { x: x(value), y: height - bottom + 16, "text-anchor": "middle" }, large(value)));
+  for (const value of ticks(x0, x1, 6))
+    svg.append(drawn("text", { x: x(value), y: height - bottom + 16, "text-anchor": "middle" }, large(value)));
   svg.append(drawn("text", { x: width - right, y: height - 4, "text-anchor": "end" }, name));
   const labels = [];
   for (const [one, points] of curves) {
@@ -204,20 +278,45 @@ function drawChart(id, islands, pointsOf, name, format, range) {
     labels.push({ one, at: y(points.at(-1)[1]) });
   }
   labels.sort((a, b) => a.at - b.at); // the names beside the curves' ends, moved apart
-  labels.forEach((label, i) => { if (i) label.at = Math.max(label.at, labels[i - 1].at + 13); });
+  labels.forEach((label, i) => {
+    if (i) label.at = Math.max(label.at, labels[i - 1].at + 13);
+  });
   const over = Math.max(0, (labels.at(-1)?.at ?? 0) - (height - bottom));
   for (const { one, at } of labels) {
-    svg.append(drawn("text", { x: width - right + 8, y: at - over + 4, style: `fill:${one.color};font-weight:600` }, one.name));
+    svg.append(
+      drawn("text", { x: width - right + 8, y: at - over + 4, style: `fill:${one.color};font-weight:600` }, one.name),
+    );
   }
   $(id).replaceChildren(svg);
 }
 
 function drawIslands(islands) {
-  const columns = [["island", "", "left"], ["state", "", "left"], ["round", ""], ["inner step", ""], ["loss", "nats a token"], ["perplexity", "validation"],
-    ["participation", "since the start"], ["lag", "rounds"], ["sent", ""], ["throughput", "tokens/s"], ["starts", ""], ["caught up", "last from", "left"], ["partner", "of the last round", "left"]];
-  const head = element("tr", {}, ...columns.map(([name, unit, side]) => element("th", { class: side ?? "" }, name, element("small", {}, unit || "\u00a0"))));
+  const columns = [
+    ["island", "", "left"],
+    ["state", "", "left"],
+    ["round", ""],
+    ["inner step", ""],
+    ["loss", "nats a token"],
+    ["perplexity", "validation"],
+    ["participation", "since the start"],
+    ["lag", "rounds"],
+    ["sent", ""],
+    ["throughput", "tokens/s"],
+    ["starts", ""],
+    ["caught up", "last from", "left"],
+    ["partner", "of the last round", "left"],
+  ];
+  const head = element(
+    "tr",
+    {},
+    ...columns.map(([name, unit, side]) =>
+      element("th", { class: side ?? "" }, name, element("small", {}, unit || "\u00a0")),
+    ),
+  );
   const rows = islands.map((one) => {
-    const { status, figures } = one, totals = status?.totals ?? {}, last = one.healings.at(-1);
+    const { status, figures } = one,
+      totals = status?.totals ?? {},
+      last = one.healings.at(-1);
     const share = status?.due ? status.committed / status.due : null;
     const bar = element("span", { class: "bar" }, element("i", { style: `width:${100 * (share ?? 0)}%` }));
     const steps = status?.num_steps ? ` of ${large(status.num_steps)}` : "";
@@ -236,17 +335,31 @@ function drawIslands(islands) {
       ["left", last ? `${last.donor}, round ${last.round + 1}` : "–"],
       ["left", status ? status.partner || "nobody" : "–"],
     ];
-    return element("tr", { "data-island": one.name, "data-state": one.state }, ...cells.map(([side, ...content]) => element("td", { class: side }, ...content)));
+    return element(
+      "tr",
+      { "data-island": one.name, "data-state": one.state },
+      ...cells.map(([side, ...content]) => element("td", { class: side }, ...content)),
+    );
   });
   $("islands").replaceChildren(element("thead", {}, head), element("tbody", {}, ...rows));
 }
 
 function drawTrouble(islands, now) {
   const items = [];
-  const add = (kind, who, what, why) => items.push(element("li", { class: kind, "data-trouble": who }, element("b", {}, who), ` ${what} `, element("span", {}, why)));
+  const add = (kind, who, what, why) =>
+    items.push(
+      element("li", { class: kind, "data-trouble": who }, element("b", {}, who), ` ${what} `, element("span", {}, why)),
+    );
   for (const one of islands) {
-    if (one.state === "away") add("alone", one.name, one.answered ? `has been away since ${ago(now - one.answered)}:` : "has not answered yet:", one.away);
-    const quarantined = [], refused = [];
+    if (one.state === "away")
+      add(
+        "alone",
+        one.name,
+        one.answered ? `has been away since ${ago(now - one.answered)}:` : "has not answered yet:",
+        one.away,
+      );
+    const quarantined = [],
+      refused = [];
     for (const other of islands.filter((other) => other.status && !other.away)) {
       const peer = other.status.peers.find((peer) => peer.name === one.name);
       if (peer?.quarantined_until) quarantined.push([other.name, peer]);
@@ -254,9 +367,20 @@ function drawTrouble(islands, now) {
     }
     if (quarantined.length) {
       const who = quarantined.map(([name, peer]) => `${name} until round ${peer.quarantined_until + 1}`).join(", ");
-      add("quarantine", one.name, `is quarantined by ${who}:`, `it ${quarantined[0][1].fault || "was before the last restart"}`);
+      add(
+        "quarantine",
+        one.name,
+        `is quarantined by ${who}:`,
+        `it ${quarantined[0][1].fault || "was before the last restart"}`,
+      );
     }
-    if (refused.length) add("late", one.name, `and ${refused.map(([name]) => name).join(", ")} refuse each other:`, refused[0][1].refuses);
+    if (refused.length)
+      add(
+        "late",
+        one.name,
+        `and ${refused.map(([name]) => name).join(", ")} refuse each other:`,
+        refused[0][1].refuses,
+      );
   }
   $("trouble").replaceChildren(...items);
   $("trouble-section").hidden = items.length === 0;
@@ -265,22 +389,37 @@ function drawTrouble(islands, now) {
 function drawLog(islands, changes) {
   const lines = islands.flatMap((one) => [
     ...one.events.filter((event) => event.event === "notice").map((event) => [event.time, one.name, event.line]),
-    ...one.healings.map((healing) => [healing.time, one.name, `caught up from ${healing.donor}, after round ${healing.round + 1}`]),
+    ...one.healings.map((healing) => [
+      healing.time,
+      one.name,
+      `caught up from ${healing.donor}, after round ${healing.round + 1}`,
+    ]),
   ]);
   lines.sort((a, b) => b[0] - a[0]);
-  const rows = lines.slice(0, 30).map(([time, name, line]) => element("tr", {}, element("td", {}, clock(time)), element("td", {}, name), element("td", {}, line)));
-  const members = changes.map((line) => element("tr", {}, element("td", {}, ""), element("td", {}, "members"), element("td", {}, line)));
+  const rows = lines
+    .slice(0, 30)
+    .map(([time, name, line]) =>
+      element("tr", {}, element("td", {}, clock(time)), element("td", {}, name), element("td", {}, line)),
+    );
+  const members = changes.map((line) =>
+    element("tr", {}, element("td", {}, ""), element("td", {}, "members"), element("td", {}, line)),
+  );
   $("log").replaceChildren(...members, ...rows);
 }
 
 function drawTiles(islands) {
-  const members = islands.filter((one) => one.member), known = members.filter((one) => one.status);
+  const members = islands.filter((one) => one.member),
+    known = members.filter((one) => one.status);
   const training = members.filter((one) => one.state === "training").length;
   const last = islands.flatMap((one) => one.share.slice(-1)).map((point) => point[1]);
-  const losses = members.filter((one) => one.state !== "away" && isNumber(one.figures.loss)).map((one) => one.figures.loss);
+  const losses = members
+    .filter((one) => one.state !== "away" && isNumber(one.figures.loss))
+    .map((one) => one.figures.loss);
   const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
   const total = (name) => known.reduce((sum, one) => sum + (one.status.totals[name] ?? 0), 0);
-  const speeds = members.filter((one) => one.state === "training" && isNumber(one.figures.tokens_per_second)).map((one) => one.figures.tokens_per_second);
+  const speeds = members
+    .filter((one) => one.state === "training" && isNumber(one.figures.tokens_per_second))
+    .map((one) => one.figures.tokens_per_second);
   const tiles = [
     [`${training} of ${members.length}`, "islands train"],
     [known.length ? String(Math.max(...known.map((one) => one.status.round)) + 1) : "–", "rounds ended"],
@@ -290,7 +429,11 @@ function drawTiles(islands) {
     [bytes(total("sent")), "sent in messages"],
     [String(total("healed")), "times caught up"],
   ];
-  $("tiles").replaceChildren(...tiles.map(([value, name]) => element("div", { class: "tile" }, element("b", {}, value), element("span", {}, name))));
+  $("tiles").replaceChildren(
+    ...tiles.map(([value, name]) =>
+      element("div", { class: "tile" }, element("b", {}, value), element("span", {}, name)),
+    ),
+  );
 }
 
 let shown = null;
@@ -304,7 +447,13 @@ function draw() {
   drawTimeline(islands);
   drawIslands(islands);
   drawTrouble(islands, shown.time);
-  drawChart("loss", islands, (one) => one.curve, "inner step", (value) => value.toFixed(2));
+  drawChart(
+    "loss",
+    islands,
+    (one) => one.curve,
+    "inner step",
+    (value) => value.toFixed(2),
+  );
   drawChart("participation", islands, (one) => one.share, "round", percent, [0, 1]);
   drawLog(islands, shown.changes);
   document.body.dataset.drawn = "true";
@@ -317,7 +466,9 @@ async function poll() {
     shown = await answer.json();
     wait = shown.every;
     $("updated").className = "";
-    $("updated").textContent = shown.polled ? `${shown.islands.length} islands, asked at ${clock(shown.polled)}, every ${shown.every} s` : "Waiting for the first answers …";
+    $("updated").textContent = shown.polled
+      ? `${shown.islands.length} islands, asked at ${clock(shown.polled)}, every ${shown.every} s`
+      : "Waiting for the first answers …";
     draw();
   } catch (error) {
     $("updated").className = "stale";

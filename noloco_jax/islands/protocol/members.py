@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 PAGE = 32  # entries in one header
 _MOST_VERSION = 1 << 42  # milliseconds since 1970
@@ -80,6 +80,15 @@ class News:
     rest: str = ""
 
 
+class _Span(NamedTuple):
+    """Rounds of a member: as in `Entry`."""
+
+    id: int
+    name: str
+    from_round: int
+    until_round: int
+
+
 class Members:
     """Merged entries of one run.
 
@@ -102,7 +111,7 @@ class Members:
         self._total = 0  # exclusive or of all marks
         self._newest: list[Entry] = []
         self._active: dict[int, tuple[str, ...]] = {}
-        self._spans = self._all_spans()
+        self._refresh()
         self.merge(entries)
 
     def merge(self, entries: Iterable[Entry]) -> list[Entry]:
@@ -114,7 +123,7 @@ class Members:
         if taken:
             self._newest = sorted(self._slots.values(), key=self._order, reverse=True)
             self._active.clear()
-            self._spans = self._all_spans()
+            self._refresh()
         return taken
 
     @property
@@ -145,15 +154,16 @@ class Members:
 
     def first_round(self, name: str) -> int:
         """Return the round from which on a name is that of a member; 0 for one that is unknown."""
-        return next((first for _, known, first, _ in self._spans if known == name), 0)
+        return self._by_name[name].from_round if name in self._by_name else 0
 
     def is_over(self, name: str, round: int) -> bool:
         """Return whether a membership has ended before a round; False for a name that is unknown."""
-        return any(known == name and until != OPEN and round >= until for _, known, _, until in self._spans)
+        span = self._by_name.get(name)
+        return span is not None and span.until_round != OPEN and round >= span.until_round
 
     def id_of(self, name: str) -> int | None:
         """Return a member's number; None for a name that is unknown."""
-        return next((id for id, known, _, _ in self._spans if known == name), None)
+        return self._by_name[name].id if name in self._by_name else None
 
     def entry_of(self, name: str) -> Entry | None:
         """Return the authority's entry about a name; None if there is none, as for founders at first."""
@@ -208,9 +218,10 @@ class Members:
         by_name = {entry.name: entry for entry in reversed(self._newest) if not entry.certificate}
         return list(by_name.values())
 
-    def _all_spans(self) -> list[tuple[int, str, int, int]]:
-        """Return id, name, first round and end of every member, by the ids."""
-        spans = {id: (id, name, 0, OPEN) for id, name in enumerate(self.founders)}
+    def _refresh(self) -> None:
+        """Work out all members' spans, by the ids, and by the names for questions about one."""
+        spans = {id: _Span(id, name, 0, OPEN) for id, name in enumerate(self.founders)}
         for entry in self._of_authority():
-            spans[entry.id] = entry.id, entry.name, entry.from_round, entry.until_round
-        return [spans[id] for id in sorted(spans)]
+            spans[entry.id] = _Span(entry.id, entry.name, entry.from_round, entry.until_round)
+        self._spans = [spans[id] for id in sorted(spans)]
+        self._by_name = {span.name: span for span in reversed(self._spans)}

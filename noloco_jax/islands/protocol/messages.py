@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 from noloco_jax.islands.protocol.bounds import Factors
 from noloco_jax.islands.protocol.members import Certificate, Entry, News
 
-VERSION = 5  # version of this protocol; fields with defaults may be added, and are ignored by those without them
+# Version of this protocol: `tests/islands/test_released_form.py` says what may change within it.
+VERSION = 5
 LONGEST_TEXT = 256
 _LONGEST_DIFFERENCE = 230  # leaves room in a text for the number of others
+_ONE_VERSION = " (install one version of noloco_jax on both)"
 MOST_FIELDS = 256
 MOST_FACTORS = 8192
 LONGEST_CERTIFICATE = 1024
@@ -29,6 +31,13 @@ PAST_INCARNATION = "a past incarnation"
 
 class HeaderError(ValueError):
     """Header that no island of this version sends."""
+
+
+class OtherProtocolError(HeaderError):
+    """Header of another version of the protocol, in a form that this one does not know."""
+
+    def __init__(self, version: int):
+        super().__init__(f"protocol: {version} of the caller, {VERSION} of the island called{_ONE_VERSION}")
 
 
 class Outcome(StrEnum):
@@ -88,7 +97,9 @@ class Identity:
           there: the other island's name.
           here: this one's place.
         """
-        names = ("protocol", "run", "roster", "tokenizer", "pace")
+        if self.protocol != other.protocol:  # nothing else compares
+            return f"protocol: {self.protocol} {here}, {other.protocol} at {there}{_ONE_VERSION}"
+        names = ("run", "roster", "tokenizer", "pace")
         pairs = [(name, str(getattr(self, name)), str(getattr(other, name))) for name in names]
         fields = sorted(self.config.keys() | other.config.keys())
         pairs += [(field, self.config.get(field, DEFAULT), other.config.get(field, DEFAULT)) for field in fields]
@@ -348,17 +359,39 @@ def from_json(values: Any) -> Header:
 
     Raises:
       HeaderError: if the kind is unknown, or a field without a default is missing, or one is of another type or out of
-        range. Fields of newer versions are ignored.
+        range: `OtherProtocolError` where the sender says that it speaks another version. Fields of newer versions are
+        ignored.
     """
-    if not isinstance(values, Mapping) or not isinstance(values.get("kind"), str) or values["kind"] not in KINDS:
+    if not isinstance(values, Mapping):
         raise HeaderError("no header of a known kind")
-    fields = {name: value for name, value in values.items() if name != "kind"}
-    return _made(KINDS[values["kind"]], fields, values["kind"])
+    kind = values.get("kind")
+    try:
+        if not isinstance(kind, str) or kind not in KINDS:
+            raise HeaderError("no header of a known kind")
+        return _made(KINDS[kind], {name: value for name, value in values.items() if name != "kind"}, kind)
+    except HeaderError:
+        version = _told_version(values)
+        if version in (None, VERSION):
+            raise
+        raise OtherProtocolError(version) from None
+
+
+def _told_version(header: Mapping[str, Any]) -> int | None:
+    """Return the version of the protocol in an opener of any version; None where there is none."""
+    caller = header.get("caller")
+    identity = caller.get("identity") if isinstance(caller, Mapping) else header.get("identity")
+    version = identity.get("protocol") if isinstance(identity, Mapping) else None
+    return version if type(version) is int else None
 
 
 def entry_from_json(values: Any) -> Entry:
     """Parse a membership entry; raise `HeaderError` for anything else."""
     return _made(Entry, values, "entry")
+
+
+def identity_from_json(values: Any) -> Identity:
+    """Parse an identity; raise `HeaderError` for anything else."""
+    return _made(Identity, values, "identity")
 
 
 def _made(kind: type, values: Any, where: str) -> Any:
