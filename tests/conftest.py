@@ -97,6 +97,15 @@ def config(tmp_path_factory) -> Path:
     return processes.write_config(tmp_path_factory.mktemp("runs"))
 
 
+@pytest.fixture(scope="module")
+def servers():
+    """Start the server of a scheme, `s3` or `gs`, when a test file first asks for it."""
+    from support import buckets  # imports pyarrow
+
+    with buckets.servers() as start:
+        yield start
+
+
 @pytest.fixture
 def config_file(tmp_path) -> str:
     """The file of a comparison's configuration."""

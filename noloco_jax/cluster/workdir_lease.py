@@ -10,7 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from noloco_jax.cluster.workdir_lock import BEAT_SECONDS, LOCK_FILE, SILENT_SECONDS, Holder, new_holder
+from noloco_jax.cluster.workdir_lock import (
+    BEAT_SECONDS,
+    LOCK_FILE,
+    SILENT_SECONDS,
+    Holder,
+    in_use,
+    new_holder,
+    watching,
+)
 from noloco_jax.errors import TransientError, UserError, tell
 from noloco_jax.storage import objects
 
@@ -77,15 +85,9 @@ class WorkdirLease:
                 first, since = None, time.monotonic()
             elif first is None or seen.key != first.key:
                 first, since = seen, time.monotonic()
-                self._report(
-                    f"{self._path} is of {seen.holder}, and whether that still runs cannot be known from here: it "
-                    f"shows life every {BEAT_SECONDS:.0f} s while it does, so this one waits {SILENT_SECONDS:.0f} s "
-                    "for that (delete the object if you know that it has ended)"
-                )
+                self._report(watching(self._path, "object", seen.holder))
             elif seen.beat != first.beat:
-                raise UserError(
-                    f"{self._address} is in use by {seen.holder}: wait for its end, stop it, or give another --workdir"
-                )
+                raise in_use(self._address, seen.holder)
             time.sleep(_POLL_SECONDS)
         self._thread.start()
         return self

@@ -52,6 +52,20 @@ def new_holder(folder: Path) -> Holder:
     return Holder(socket.gethostname(), os.getpid(), now, _kernel(), folder.stat().st_dev)
 
 
+def in_use(workdir: object, holder: Holder) -> UserError:
+    """Return the error for a workdir whose trainer shows life."""
+    return UserError(f"{workdir} is in use by {holder}: wait for its end, stop it, or give another --workdir")
+
+
+def watching(lock: object, what: str, holder: Holder) -> str:
+    """Return the line on a lock, a `what`, that is watched because its holder may be dead."""
+    return (
+        f"{lock} is of {holder}, and whether that still runs cannot be known from here: it shows life every "
+        f"{BEAT_SECONDS:.0f} s while it does, so this one waits {SILENT_SECONDS:.0f} s for that (delete the {what} if "
+        "you know that it has ended)"
+    )
+
+
 class _Seen(NamedTuple):
     """A lock that was not taken: its holder, the time of its last beat, and why it was not."""
 
@@ -145,11 +159,9 @@ class WorkdirLock:
             if first is None or seen.holder != first.holder:
                 first, since = seen, time.monotonic()
                 if seen.holder is not None and seen.reason != "alive":
-                    self._report(self._watching(seen.holder))
+                    self._report(watching(self._path, "file", seen.holder))
             elif seen.holder is not None and (seen.reason == "alive" or seen.beat != first.beat):
-                raise UserError(
-                    f"{self._workdir} is in use by {seen.holder}: wait for its end, stop it, or give another --workdir"
-                )
+                raise in_use(self._workdir, seen.holder)
             elif time.monotonic() - since >= SILENT_SECONDS + 2 * _POLL_SECONDS:
                 raise TransientError(
                     f"{self._path} is locked by {seen.holder or 'a trainer'}, which shows no life, and the file system "
@@ -166,13 +178,6 @@ class WorkdirLock:
             if self._path.read_bytes() == self._line:
                 self._path.unlink()
         self._let_go()
-
-    def _watching(self, holder: Holder) -> str:
-        return (
-            f"{self._path} is of {holder}, and whether that still runs cannot be known from here: it shows life every "
-            f"{BEAT_SECONDS:.0f} s while it does, so this one waits {SILENT_SECONDS:.0f} s for that (delete the file "
-            "if you know that it has ended)"
-        )
 
     def _try(self, given_up: _Seen | None) -> _Seen | None:
         """Take the lock if it is free, its holder is dead, or it is still as `given_up`; else return it as seen."""

@@ -1,4 +1,4 @@
-"""Pictures of a comparison: curves against tokens, and the gap to ddp against the bytes that a replica sends."""
+"""Pictures of a comparison: curves against tokens, and the gap to ddp against bytes and against meetings."""
 
 import math
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from noloco_jax.compare.law import Law
 from noloco_jax.compare.report import format_share
 from noloco_jax.compare.results import Curve
 from noloco_jax.compare.rows import Row, mean_and_std, worths
@@ -178,6 +179,47 @@ def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.legend(handles=legend, loc="outside right upper", frameon=False, fontsize=9)
+    write_picture(path, figure)
+    return True
+
+
+def draw_laws(rows: Sequence[Row], laws: Sequence[Law], path: Path) -> bool:
+    """Draw gaps against the meetings of a weight, with the laws and their 1-sigma bands; return False without a law."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: slow to import
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    if not laws:
+        return False
+    figure = Figure(figsize=(11, 5.2), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    colors = dict(zip((row.label for row in rows), (color for color, *_ in _styles(rows)), strict=True))
+    for law in laws:
+        color = colors[law.rows[0].label]
+        at = np.geomspace(law.meetings.min() / 1.3, law.meetings.max() * 1.3, 100)
+        gaps, factors = law.predict(at)
+        axes.plot(at, gaps, color=color, linewidth=1.4, label=str(law).partition(", fitted")[0])
+        axes.fill_between(at, gaps / factors, gaps * factors, color=color, alpha=0.15, linewidth=0)
+        lengths = [row.runs[0].config.num_steps for row in law.rows]
+        for place, length in enumerate(sorted(set(lengths))):
+            there = np.array(lengths) == length
+            label = f"{law.rows[0].variant.title}, {length:,} steps"
+            marker = _MARKS[place % len(_MARKS)]
+            axes.plot(law.meetings[there], law.gaps[there], marker, color=color, markersize=8, label=label)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    axes.set_title("Perplexity above data parallel training, against how often a weight is averaged")
+    axes.set_xlabel("meetings of a weight in the whole run")
+    axes.set_ylabel("validation perplexity above the reference (ddp), %")
+    axes.grid(True, color="#e6e8ec", linewidth=0.8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(frameon=False, fontsize=9)
     write_picture(path, figure)
     return True
 

@@ -1,4 +1,4 @@
-"""Train one model on the same tokens in several ways, and compare these in a table and two pictures.
+"""Train one model on the same tokens in several ways, and compare these in a table and pictures.
 
     python -m noloco_jax.compare --config=configs/c4_tiny.py --methods=ddp,diloco,noloco,local --seeds=3 --workdir=DIR
 
@@ -20,8 +20,12 @@ share of the cores and of the GPUs that CUDA_VISIBLE_DEVICES names: worth it whe
 command again resumes; with more variants, seeds or values it adds them. Given at the same time on other
 machines that share DIR, it divides the runs among them, and each goes on until all are finished (a run that breaks
 off is tried by each; on one machine rather take --jobs, which shares out cores and GPUs). Finished runs are in
-DIR/comparison.md, .csv, .png and DIR/comparison_bytes.png after every run. Once a run is finished, its checkpoints are
-no longer needed.
+DIR/comparison.md, .csv, .png and DIR/comparison_bytes.png after every run. Once a run is finished,
+its checkpoints are no longer needed.
+
+Where four rows of a variant or more differ in num_steps and outer.sync_every alone, a power law of the gap against the
+meetings of a weight is fitted to them, drawn in DIR/comparison_meetings.png, and tells what to expect of the rows that
+are not finished.
 
 `@FILE` stands for the flags that a file holds, as a shell has them, on any number of lines, with `#` comments: a plan
 to be kept and repeated.

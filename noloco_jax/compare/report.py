@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from noloco_jax.compare.law import Law, predictions
 from noloco_jax.compare.plan import Plan, Run
 from noloco_jax.compare.rows import Row, Worth, mean_and_std, worths
 from noloco_jax.compare.variants import Choices
@@ -38,7 +39,14 @@ _NOT_BRIEF = ("replica_spread", "spread_lr_correlation")
 _WITHOUT_DEVIATION = ("bytes_sent", "bytes_share")  # equal for all seeds
 
 
-def markdown(plan: Plan, rows: Sequence[Row], command: str, pictures: Mapping[str, str], missing: Sequence[Run]) -> str:
+def markdown(
+    plan: Plan,
+    rows: Sequence[Row],
+    command: str,
+    pictures: Mapping[str, str],
+    missing: Sequence[Run],
+    laws: Sequence[Law] = (),
+) -> str:
     """The page of a comparison.
 
     Args:
@@ -47,6 +55,7 @@ def markdown(plan: Plan, rows: Sequence[Row], command: str, pictures: Mapping[st
       command: that makes the comparison.
       pictures: what a picture shows -> its file name.
       missing: runs that are known to be needed and are not finished.
+      laws: of the gap.
     """
     lines = ["# Comparison", "", f"    {command}", ""]
     if rows:
@@ -65,6 +74,11 @@ def markdown(plan: Plan, rows: Sequence[Row], command: str, pictures: Mapping[st
     ]
     for remark in remarks(plan, rows):
         lines += ["", remark]
+    for law in laws:
+        lines += ["", f"{law}."]
+    expected = list(predictions(plan, rows, laws))
+    if expected:
+        lines += ["", f"Expected by that, with an error of 1 sigma: {'; '.join(expected)}."]
     if missing:
         lines += ["", f"Not finished: {', '.join(run.name for run in missing)}."]
     for shown, file in pictures.items():

@@ -15,8 +15,9 @@ from rich.text import Text
 
 from noloco_jax.cluster.stop import INTERRUPTED, RESTART
 from noloco_jax.compare import report
-from noloco_jax.compare.chart import draw, draw_bytes
+from noloco_jax.compare.chart import draw, draw_bytes, draw_laws
 from noloco_jax.compare.job import Job, TakenError
+from noloco_jax.compare.law import fit_laws
 from noloco_jax.compare.others import Others, writing_alone
 from noloco_jax.compare.plan import Plan, Run
 from noloco_jax.compare.results import is_complete, last_perplexities, read_progress, seconds_left
@@ -212,12 +213,15 @@ class Comparison:
             pictures["validation perplexity and replica spread"] = "comparison.png"
         if draw_bytes(rows, self._workdir / "comparison_bytes.png"):
             pictures["gap against bytes sent"] = "comparison_bytes.png"
-        page = report.markdown(plan, rows, self._command, pictures, missing)
+        laws = fit_laws(plan, rows)
+        if draw_laws(rows, laws, self._workdir / "comparison_meetings.png"):
+            pictures["gap against meetings"] = "comparison_meetings.png"
+        page = report.markdown(plan, rows, self._command, pictures, missing, laws)
         write_whole(self._workdir / "comparison.md", page)
         write_whole(self._workdir / "comparison.csv", report.table_csv(plan, rows))
         if show:
             self._console.print("\n" + "\n".join(report.table(plan, rows, brief=True)))
-            for remark in report.remarks(plan, rows):
+            for remark in [*report.remarks(plan, rows), *map(str, laws)]:
                 self._console.print(f"\n{remark}")
             self._console.print(f"\ncorrelation of replica spread and learning rate ({report.PAPERS_CORRELATION}):")
             for line in report.correlations(rows):

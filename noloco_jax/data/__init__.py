@@ -3,7 +3,7 @@
 from noloco_jax.data.from_config import check_data, needs_tokenizer
 from noloco_jax.data.packing import HostBatch
 from noloco_jax.data.positions import redistribute, renumbered
-from noloco_jax.data.stream import ReplicaStreams, Stream, train_stream, validation_batches
+from noloco_jax.data.stream import ReplicaStreams, Stream, train_stream, validation_batches, validation_by_source
 from noloco_jax.data.tokenizers import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "renumbered",
     "train_stream",
     "validation_batches",
+    "validation_by_source",
 ]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from noloco_jax.config import DataConfig
 
 
+_MIXTURE = "data.mixture."
 _SPAN = 2**64
 _STEP = 0x9E3779B97F4A7C15  # the odd integer next to _SPAN divided by the golden ratio
 _BYTES_PER_TOKEN = 4  # roughly, of text, for any vocabulary of subwords
@@ -81,7 +82,12 @@ def mixture_of(config: "DataConfig") -> Mixture:
 
 
 def _group(name: str) -> str:
-    return f"data.mixture.{name}"
+    return f"{_MIXTURE}{name}"
+
+
+def source_name(group: str) -> str:
+    """Return the name in `data.mixture` of the source with the fields of `group`."""
+    return group.removeprefix(_MIXTURE)
 
 
 def open_sources(

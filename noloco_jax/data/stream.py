@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from noloco_jax.data.from_config import Mixture, mixture_of, open_sources
+from noloco_jax.data.from_config import Mixture, mixture_of, open_sources, source_name
 from noloco_jax.data.identity import CONTENT_FACTS
 from noloco_jax.data.packing import HostBatch, HostSequence, Packer
 from noloco_jax.data.positions import DataPosition, start_position
@@ -309,7 +309,33 @@ def validation_batches(
       UserError: as `train_stream`, and for documents without a label to score.
     """
     sources = open_sources(config, tokenizer, validation=True, seed=0, vocab_size=vocab_size)
-    mixture = mixture_of(config)
+    return _first_batches(sources, mixture_of(config), config, num_batches)
+
+
+def validation_by_source(
+    config: "DataConfig",
+    tokenizer: Tokenizer | None,
+    *,
+    num_batches: int,
+    vocab_size: int | None = None,
+) -> dict[str, list[HostBatch]]:
+    """Return the name of each source of a mixture -> its `validation_batches`, as if it were the only one.
+
+    Empty for data that are no mixture. Args and Raises: see `validation_batches`.
+    """
+    if config.kind != "mixture":
+        return {}
+    sources = open_sources(config, tokenizer, validation=True, seed=0, vocab_size=vocab_size)
+    return {
+        source_name(group): _first_batches({group: source}, Mixture({group: 1.0}), config, num_batches)
+        for group, source in sources.items()
+    }
+
+
+def _first_batches(
+    sources: Mapping[str, Source], mixture: Mixture, config: "DataConfig", num_batches: int
+) -> list[HostBatch]:
+    """Return up to `num_batches` batches of the sources' sequences in the order of `mixture`."""
     batch_size = config.batch_size
     rows: list[HostSequence] = []
     with ExitStack() as stack:

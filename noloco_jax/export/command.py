@@ -22,7 +22,7 @@ from noloco_jax.run.bucket_reading import readable_workdir
 from noloco_jax.run.model_folder import tokenizer_of, write_model_folder
 from noloco_jax.run.trained_model import load_for_export
 from noloco_jax.storage.hub import check_push, push_folder
-from noloco_jax.storage.local_copies import Address, new_folder, workdir_of_flag
+from noloco_jax.storage.local_copies import new_folder, workdir_of_flag
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,17 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer = tokenizer_of(saved.data)
         config, params = load_for_export(workdir, args.replica, tokenizer)
     of = "the mean of all replicas" if args.replica is None else f"replica {args.replica}"
-    with (
-        tempfile.TemporaryDirectory(prefix="noloco_jax-") as root,
-        new_folder(args.out or Path(root, "model"), CONFIG_FILE) as folder,
-    ):
-        written, *notes = write_model_folder(folder, params, config, tokenizer, of)
-        if isinstance(args.out, Path):  # it stays, whatever becomes of the push
+    with tempfile.TemporaryDirectory(prefix="noloco_jax-") as root:
+        with new_folder(args.out or Path(root, "model"), CONFIG_FILE, Path(root)) as folder:
+            written, *notes = write_model_folder(folder, params, config, tokenizer, of)
+        if args.out is not None:  # it stays, whatever becomes of the push
             print(written)
         if args.push is not None:
             print(f"pushed: {push_folder(folder, args.push, f'noloco_jax: {of}', private=args.private)}")
-    if isinstance(args.out, Address):
-        print(written)
     for note in notes:
         print(note)
     return 0

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from noloco_jax.config import MeshConfig, TrainConfig, from_dict
-from noloco_jax.data import Tokenizer, validation_batches
+from noloco_jax.data import Tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.island.folders import configs_of_islands
 from noloco_jax.islands.client import Client
@@ -26,7 +26,7 @@ from noloco_jax.islands.start import ISLAND_FILE
 from noloco_jax.islands.steps import weight_specs
 from noloco_jax.model.kind import param_shapes
 from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.evaluate import own_perplexity
+from noloco_jax.run.evaluate import evaluate_alone, read_validation
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs, shardings_of
 
@@ -199,18 +199,16 @@ def mean_of(source: Source, tell: Callable[[str], None], at_least: int = 1) -> M
     return Merged(jax.tree.unflatten(structure, means), rounds, away)
 
 
-def perplexity_of(config: TrainConfig, params: PyTree, tokenizer: Tokenizer | None) -> float:
-    """Return a model's validation perplexity, by its run's evaluation data and batches, on the first device.
+def evaluation_of(config: TrainConfig, params: PyTree, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Evaluate a model on its run's validation data, on the first device; return the figures of `evaluate_alone`.
 
     Raises `UserError` where the data are not there.
     """
     alone = replace(config, num_replicas=1, mesh=MeshConfig(replica=1, stage=1, fsdp=1, tensor=1))
-    batches = validation_batches(
-        config.data, tokenizer, num_batches=config.eval_batches, vocab_size=config.model.vocab_size
-    )
+    validation = read_validation(config, tokenizer)
     programs = build_programs(alone, make_mesh(alone, jax.devices()[:1]))
     placed = jax.device_put(jax.tree.map(lambda x: x[None], params), shardings_of(programs.state.params))
-    return own_perplexity(programs, placed, batches)
+    return evaluate_alone(programs, placed, validation)
 
 
 def _removed(workdirs: Sequence[Path]) -> dict[int, Entry]:

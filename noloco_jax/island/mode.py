@@ -6,7 +6,6 @@ from typing import Any
 
 from noloco_jax.cluster.processes import run_processes
 from noloco_jax.config import TrainConfig
-from noloco_jax.data import HostBatch
 from noloco_jax.island.membership import Membership
 from noloco_jax.islands import start
 from noloco_jax.islands.agent import Agent
@@ -16,7 +15,7 @@ from noloco_jax.islands.steps import weight_specs
 from noloco_jax.islands.sync import IslandSync
 from noloco_jax.methods import schedule_of
 from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.evaluate import own_perplexity
+from noloco_jax.run.evaluate import Validation, evaluate_alone
 from noloco_jax.run.messages import Messages
 from noloco_jax.run.mode import Resumed
 from noloco_jax.run.sync import Sync
@@ -110,9 +109,9 @@ class IslandMode:
             self._log.start(step, seconds)
         return begins
 
-    def evaluate(self, programs: Programs, batches: Sequence[HostBatch], params: PyTree) -> dict[str, Any]:
+    def evaluate(self, programs: Programs, validation: Validation, params: PyTree) -> dict[str, Any]:
         """Return the island's own perplexity: it has no other replica to merge with."""
-        return {**self.labels, "perplexity": own_perplexity(programs, params, batches)}
+        return {**self.labels, **evaluate_alone(programs, params, validation)}
 
     def observe(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         if self._agent is not None:

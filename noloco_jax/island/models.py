@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import tempfile
 from pathlib import Path
 
 import jax
@@ -10,13 +11,13 @@ from noloco_jax.config import load_saved, overridden
 from noloco_jax.errors import UserError
 from noloco_jax.formatting import format_perplexity
 from noloco_jax.island import folders
-from noloco_jax.island.merge import mean_of, of_folders, of_live_islands, perplexity_of
+from noloco_jax.island.merge import evaluation_of, mean_of, of_folders, of_live_islands
 from noloco_jax.island.report import draw_islands, report_table, row_of
 from noloco_jax.islands.discovery import read_run
 from noloco_jax.islands.roster import read_roster
 from noloco_jax.model.huggingface import CONFIG_FILE, check_has_format, check_new_folder
 from noloco_jax.run.bucket_reading import readable_workdir
-from noloco_jax.run.console import make_console
+from noloco_jax.run.console import by_source, make_console
 from noloco_jax.run.model_folder import tokenizer_of, write_model_folder
 from noloco_jax.storage.local_copies import new_folder
 
@@ -48,19 +49,23 @@ def _merge(flags: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     if tokenizer is not None:
         source.check_tokenizer(tokenizer)
     merged = mean_of(source, print, flags.at_least)
-    with new_folder(flags.out, CONFIG_FILE) as out:
+    with (
+        tempfile.TemporaryDirectory(prefix="noloco_jax-") as root,
+        new_folder(flags.out, CONFIG_FILE, Path(root)) as out,
+    ):
         lines = list(write_model_folder(out, merged.params, config, tokenizer, str(merged)))
     print(*lines, sep="\n")
     if flags.evaluate:
-        perplexity = perplexity_of(config, merged.params, tokenizer)
-        print(f"merged model: validation perplexity {format_perplexity(perplexity)}")
+        values = evaluation_of(config, merged.params, tokenizer)
+        print(f"merged model: validation perplexity {format_perplexity(values['perplexity'])}{by_source(values)}")
     return 0
 
 
 def report(flags: argparse.Namespace) -> int:
     """Print a table of the islands and draw their history."""
     with contextlib.ExitStack() as stack:
-        rows = [row_of(stack.enter_context(readable_workdir(workdir))) for workdir in flags.workdirs]
+        copies = [stack.enter_context(readable_workdir(workdir, checkpoints="none")) for workdir in flags.workdirs]
+        rows = [row_of(copy) for copy in copies]
     make_console().print(report_table(rows))
     print(f"picture: {draw_islands([row.history for row in rows], flags.out)}")
     return 0
@@ -70,7 +75,7 @@ def gather(flags: argparse.Namespace) -> int:
     """Join islands that have ended into a run of one program."""
     jax.config.update("jax_platforms", "cpu")
     with contextlib.ExitStack() as stack:
-        copies = [stack.enter_context(readable_workdir(workdir, all_steps=True)) for workdir in flags.workdirs]
+        copies = [stack.enter_context(readable_workdir(workdir, checkpoints="all")) for workdir in flags.workdirs]
         folders.gather(copies, flags.out, print)
     return 0
 

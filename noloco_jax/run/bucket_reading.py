@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from noloco_jax.cluster.workdir_lock import LOCK_FILE
 from noloco_jax.errors import UserError
@@ -103,14 +103,7 @@ def download_checkpoint(address: Address, step: int, folder: Path) -> bool:
     """Copy a checkpoint to a local workdir; False if it is gone. `Checkpointer` compares it with its digests."""
     source, target = f"{address}/{CHECKPOINTS}/{step}", folder / CHECKPOINTS / str(step)
     try:
-        objects.download_file(f"{source}/{DIGESTS_FILE}", target / DIGESTS_FILE)
-        try:
-            names = [_checked(name) for name in read_digests(target) or {}]
-        except (MismatchError, ValueError) as error:
-            raise UserError(
-                f"the checkpoint {source} is not whole ({error}): delete that folder to resume from the one before it, "
-                "or restore it"
-            ) from None
+        names = download_digests(source, target)
         at_once(lambda name: objects.download_file(f"{source}/{name}", target / name), names)
         return True
     except FileNotFoundError as error:
@@ -121,6 +114,18 @@ def download_checkpoint(address: Address, step: int, folder: Path) -> bool:
                 "before it, or restore it"
             ) from None
         return False
+
+
+def download_digests(source: str, folder: Path) -> list[str]:
+    """Copy the digests of the checkpoint at `source` to a local folder; return the names of its other files."""
+    objects.download_file(f"{source}/{DIGESTS_FILE}", folder / DIGESTS_FILE)
+    try:
+        return [_checked(name) for name in read_digests(folder) or {}]
+    except (MismatchError, ValueError) as error:
+        raise UserError(
+            f"the checkpoint {source} is not whole ({error}): delete that folder to resume from the one before it, "
+            "or restore it"
+        ) from None
 
 
 def at_once(act: Callable[[str], None], names: Iterable[str]) -> None:
@@ -135,12 +140,14 @@ def at_once(act: Callable[[str], None], names: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def readable_workdir(workdir: Path | Address, *, all_steps: bool = False) -> Iterator[Path]:
+def readable_workdir(
+    workdir: Path | Address, *, checkpoints: Literal["newest", "all", "none"] = "newest"
+) -> Iterator[Path]:
     """Give the folder of a workdir to read: itself, or a temporary copy of one in a bucket.
 
     Args:
       workdir: a local folder or an address.
-      all_steps: copy all checkpoints, not only the newest.
+      checkpoints: those that are copied beside the files.
     """
     if isinstance(workdir, Path):
         yield workdir
@@ -151,8 +158,8 @@ def readable_workdir(workdir: Path | Address, *, all_steps: bool = False) -> Ite
         mark_as_copy(folder, workdir)
         contents = read_contents(workdir)
         download_files(workdir, contents.files, folder)
-        newest = download_newest(workdir, folder)
-        for step in contents.checkpoints if all_steps else ():
+        newest = None if checkpoints == "none" else download_newest(workdir, folder)
+        for step in contents.checkpoints if checkpoints == "all" else ():
             if step != newest:
                 download_checkpoint(workdir, step, folder)
         yield folder

@@ -3,12 +3,17 @@
 A checkpoint is written to the local copy, and uploaded whole in Orbax's background thread: first the files beside it,
 so that metrics reach as far as it, then its files, its digests, and last `contents.json`, which makes it one. Files
 beside checkpoints are small and replaced whole when they have changed: a killed process leaves the former one.
+
+While a store fails, the run goes on: a checkpoint that could not be uploaded stays in the local copy and is tried
+again, until a newer one takes its place. `AHEAD_FILE` marks a copy that holds more than the bucket: it is kept at the
+end, and the next start uploads it, unless the workdir has gone on elsewhere.
 """
 
 import contextlib
 import itertools
 import json
 import shutil
+import tempfile
 import threading
 import time
 import uuid
@@ -21,8 +26,8 @@ import jax
 from noloco_jax.cluster.processes import Processes
 from noloco_jax.cluster.workdir_lease import WorkdirLease, lease_holder
 from noloco_jax.cluster.workdir_lock import LOCK_FILE, SILENT_SECONDS, Holder, workdir_locked
-from noloco_jax.errors import TransientError, UserError
-from noloco_jax.files import check_writable
+from noloco_jax.errors import TransientError, UserError, tell
+from noloco_jax.files import check_writable, write_whole
 from noloco_jax.run.bucket_reading import (
     CHECKPOINTS,
     CONTENTS_FILE,
@@ -30,6 +35,7 @@ from noloco_jax.run.bucket_reading import (
     Contents,
     at_once,
     download_checkpoint,
+    download_digests,
     download_files,
     download_newest,
     read_contents,
@@ -42,7 +48,8 @@ SET_ASIDE = "checkpoints_set_aside"
 SYNC_SECONDS = 10.0  # between two looks for files that have changed
 _BYTES_PER_SECOND = 1 << 20  # at most, of a file that is replaced again and again
 _COPY_SECONDS = 3600.0  # within which the first process has copied what a run resumes from
-_NOT_COPIED = (CHECKPOINTS, SET_ASIDE, LOCK_FILE, ADDRESS_FILE, "wandb", ".shared")
+AHEAD_FILE = ".ahead"  # in a copy that holds more than the bucket: the checkpoints that the bucket had, as JSON
+_NOT_COPIED = (CHECKPOINTS, SET_ASIDE, LOCK_FILE, ADDRESS_FILE, AHEAD_FILE, "wandb", ".shared")
 
 
 @contextlib.contextmanager
@@ -77,26 +84,33 @@ def opened_workdir(
             workdir = BucketWorkdir(address, folder, Contents())
         else:
             lease = None if read_only else stack.enter_context(WorkdirLease(address, folder, report))
-            contents, unfinished = _copy(address, folder, from_step)
+            contents, unfinished = _copy(address, folder, from_step, report)
             workdir = BucketWorkdir(address, folder, contents, lease, unfinished)
-            stack.callback(_empty, folder)
+            stack.callback(_end, folder)
         _check_shared(folder, processes)
         with workdir.kept():
             yield workdir
 
 
-def _copy(address: Address, folder: Path, from_step: int | None) -> tuple[Contents, frozenset[str]]:
+def _copy(
+    address: Address, folder: Path, from_step: int | None, report: Callable[[str], None]
+) -> tuple[Contents, frozenset[str]]:
     """Make `folder` a copy of the workdir's files and of the checkpoints to resume from.
+
+    A copy that is ahead of the bucket stays as it is.
 
     Returns:
       What is there, and the names of checkpoints that a killed process left unfinished: `contents.json` does not have
       them. Without that file nothing is known to be unfinished.
     """
-    _empty(folder)
-    mark_as_copy(folder, address)
     contents = read_contents(address)
-    download_files(address, contents.files, folder)
-    newest = download_newest(address, folder)
+    if _is_ahead(folder, contents, report):
+        newest = max(_local_steps(folder), default=None)
+    else:
+        _empty(folder)
+        mark_as_copy(folder, address)
+        download_files(address, contents.files, folder)
+        newest = download_newest(address, folder)
     if from_step in contents.checkpoints and from_step != newest:
         download_checkpoint(address, from_step, folder)
     unfinished: frozenset[str] = frozenset()
@@ -105,6 +119,40 @@ def _copy(address: Address, folder: Path, from_step: int | None) -> tuple[Conten
         unfinished = frozenset(there - set(map(str, contents.checkpoints)))
     last = -1 if newest is None else newest
     return contents._replace(checkpoints=tuple(step for step in contents.checkpoints if step <= last)), unfinished
+
+
+def _local_steps(folder: Path) -> list[int]:
+    """Return the steps of the whole checkpoints of a local copy, sorted."""
+    whole = (folder / CHECKPOINTS).glob(f"*/{DIGESTS_FILE}")
+    return sorted(int(path.parent.name) for path in whole if path.parent.name.isdigit())
+
+
+def _is_ahead(folder: Path, contents: Contents, report: Callable[[str], None]) -> bool:
+    """Return True if the copy that a former start has left is one that the bucket has to catch up with."""
+    try:
+        known = json.loads((folder / AHEAD_FILE).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return False
+    steps = _local_steps(folder)
+    if known != list(contents.checkpoints):
+        report(
+            f"{folder} holds what a former start could not upload, up to step {max(steps, default=0)}, and the workdir "
+            "has gone on without it: it is dropped"
+        )
+        return False
+    return max(steps, default=-1) >= max(known, default=-1)
+
+
+def _end(folder: Path) -> None:
+    """Delete the local copy, unless it is ahead of the bucket."""
+    if (folder / AHEAD_FILE).exists():
+        step = max(_local_steps(folder), default=0)
+        tell(
+            f"warning: what could not be uploaded, up to the checkpoint of step {step}, is kept in {folder}: the same "
+            "command on this machine uploads it and resumes from it"
+        )
+    else:
+        _empty(folder)
 
 
 def _empty(folder: Path) -> None:
@@ -154,9 +202,12 @@ class BucketWorkdir:
     ):
         self.folder, self._unfinished = folder, sorted(unfinished)
         self._address, self._contents, self._lease = address, contents, lease
-        self._sent: dict[str, tuple[int, int]] = {name: _state(folder / name) for name in self._files()}
+        self._is_ahead = (folder / AHEAD_FILE).exists()  # then nothing is known of what the bucket has
+        self._sent = {} if self._is_ahead else {name: _state(folder / name) for name in self._files()}
         self._sent_at: dict[str, float] = {}
-        self._turn = threading.RLock()
+        self._turn, self._uploading = threading.RLock(), threading.RLock()
+        self._kept: Callable[[list[int]], Iterable[int]] = lambda steps: steps
+        self._refusal: UserError | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._sync_often, name="workdir sync", daemon=True)
 
@@ -179,6 +230,8 @@ class BucketWorkdir:
             return
         for name in self._unfinished:
             objects.delete_folder(f"{self._address}/{CHECKPOINTS}/{name}")
+        if self._is_ahead:
+            self._catch_up()
         self._thread.start()
         try:
             yield
@@ -186,10 +239,31 @@ class BucketWorkdir:
             self._stop()
             if not isinstance(error, TransientError):  # of which the store may be the cause: it has had its retries
                 with contextlib.suppress(UserError, OSError):  # the body's error tells more
-                    self.sync()
+                    self._catch_up()
             raise
         self._stop()
-        self.sync()
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Upload all that the bucket lacks; mark the local copy as ahead if that fails."""
+        try:
+            self.sync()
+            with self._uploading:
+                newest = max(self._contents.checkpoints, default=-1)
+                for step in [step for step in _local_steps(self.folder) if step > newest]:
+                    self._upload(step, self.folder / CHECKPOINTS / str(step))
+        except (UserError, OSError):
+            self._mark_ahead()
+            raise
+        self._unmark_ahead()
+
+    def _mark_ahead(self) -> None:
+        write_whole(self.folder / AHEAD_FILE, json.dumps(self._contents.checkpoints))
+        self._is_ahead = True
+
+    def _unmark_ahead(self) -> None:
+        (self.folder / AHEAD_FILE).unlink(missing_ok=True)
+        self._is_ahead = False
 
     def _stop(self) -> None:
         self._closed.set()
@@ -199,6 +273,8 @@ class BucketWorkdir:
         while not self._closed.wait(SYNC_SECONDS):
             with contextlib.suppress(UserError, OSError):  # a save needs an upload, and raises the error
                 self.sync(at_most=_BYTES_PER_SECOND)
+                if self._is_ahead:
+                    self._catch_up()
 
     def sync(self, at_most: int | None = None) -> None:
         """Upload the files beside the checkpoints that have changed, and delete renamed ones.
@@ -248,14 +324,38 @@ class BucketWorkdir:
     def publish(self, step: int, folder: Path, kept: Callable[[list[int]], Iterable[int]]) -> None:
         """Upload a checkpoint, and delete those that are no longer kept.
 
+        Where that fails, the checkpoint stays in the local copy for another attempt. `check_not_refused` raises what
+        another attempt would not change.
+
         Args:
           step: its step.
           folder: its local folder, whole and with digests.
           kept: all steps -> those to keep.
-
-        Raises:
-          TransientError: if the store fails for longer than requests are repeated.
         """
+        self._kept = kept
+        try:
+            with self._uploading:
+                self._upload(step, folder)
+        except UserError as error:
+            self._mark_ahead()
+            if not isinstance(error, TransientError):
+                self._refusal = error
+                return
+            warnings.warn(
+                f"{error}; the run continues, and the checkpoint of step {step} is uploaded from {self.folder} as soon "
+                "as that is possible",
+                stacklevel=2,
+            )
+        else:
+            self._unmark_ahead()
+
+    def check_not_refused(self) -> None:
+        """Raise `UserError` if the store has refused a checkpoint."""
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _upload(self, step: int, folder: Path) -> None:
+        """Upload a checkpoint, and delete those that are no longer kept."""
         assert self._lease is not None
         target = f"{self._address}/{CHECKPOINTS}/{step}"
         self._lease.check()
@@ -266,7 +366,7 @@ class BucketWorkdir:
         with self._turn:
             steps = sorted({*self._contents.checkpoints, step})
             self._replace(checkpoints=tuple(steps))
-            self._delete(set(steps) - set(kept(steps)))
+            self._delete(set(steps) - set(self._kept(steps)))
 
     def _delete(self, steps: Iterable[int]) -> None:
         """Delete checkpoints; what cannot be deleted now, the next start deletes."""
@@ -293,7 +393,8 @@ class BucketWorkdir:
         numbered = (f"{step}.{number}" for number in itertools.count(1))
         free = (name for name in itertools.chain([str(step)], numbered) if not self._is_aside(name))
         target = f"{self._address}/{SET_ASIDE}/{next(free)}"
-        names = [name for name in objects.list_objects(source) if name != DIGESTS_FILE]
+        with tempfile.TemporaryDirectory(prefix="noloco_jax-") as folder:
+            names = download_digests(source, Path(folder))
         at_once(lambda name: objects.copy_object(f"{source}/{name}", f"{target}/{name}"), names)
         objects.copy_object(f"{source}/{DIGESTS_FILE}", f"{target}/{DIGESTS_FILE}")
 

@@ -172,6 +172,7 @@ class Checkpointer(CheckpointFiles):
 
         Raises:
           TransientError: if this checkpoint or the one before could not be written, as on a full disk.
+          UserError: if a bucket has refused the one before; this one is saved in the local copy.
         """
         if step in self._manager.all_steps():
             return
@@ -192,6 +193,8 @@ class Checkpointer(CheckpointFiles):
                     run=ocp.args.JsonSave(run | SavedShape.of(self._config.model, state)._asdict()),
                 ),
             )
+        if self._bucket is not None:
+            self._bucket.check_not_refused()
 
     def close(self) -> None:
         """Wait until everything saved is on disk."""

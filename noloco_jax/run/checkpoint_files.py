@@ -50,6 +50,17 @@ class SavedShape(NamedTuple):
         return cls(leaves[0][1].shape[0], next(tables, model.vocab_size))
 
 
+class _Manager(ocp.CheckpointManager):
+    """Orbax's manager, which does not ask JAX whether the run stops.
+
+    It would ask with a number of its own, also from its thread, and JAX agrees on the number after the last that it was
+    asked with: one that the run has passed, which would never hear of the stop.
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        return False
+
+
 class CheckpointFiles:
     """Complete checkpoints of a run.
 
@@ -64,7 +75,7 @@ class CheckpointFiles:
         self._folder, self._config, self._processes = folder, config, processes
         self._verified: dict[int, str] = {}
         self._check_step_metadata()
-        self._manager = ocp.CheckpointManager(folder, options=options, item_names=ITEMS)
+        self._manager = _Manager(folder, options=options, item_names=ITEMS)
 
     def _check_step_metadata(self) -> None:
         """Raise `UserError` for a damaged metadata file, on which Orbax would crash when it lists the checkpoints."""

@@ -86,17 +86,29 @@ def results_table(values: Mapping[str, Any], console: Console | None = None) -> 
     """Print an evaluation: the perplexity of each replica, their mean, the merged model's, and the replica spread.
 
     Args:
-      values: as `evaluate` returns them and metrics.jsonl has them; for an island, which has one replica, only
-        `island`, its name, and `perplexity`.
+      values: as `evaluate` returns them and metrics.jsonl has them, each source of a mixture in a column of its own;
+        for an island, which has one replica, as `evaluate_alone` does, with `island`, its name.
       console: where to print.
     """
     table = Table("model", title="validation", title_justify="left", title_style="bold")
-    table.add_column("perplexity", justify="right")
+    for name in ("perplexity", *values.get("perplexity_by_source", ())):
+        table.add_column(name, justify="right")
     if "island" in values:
-        table.add_row(f"island {values['island']}", format_perplexity(values["perplexity"]))
+        table.add_row(f"island {values['island']}", *_perplexities(values, "perplexity"))
     else:
         _add_replicas(table, values)
     (console or make_console()).print(table)
+
+
+def by_source(values: Mapping[str, Any]) -> str:
+    """Format the perplexity on each source of a mixture, to follow other figures in a line; empty for other data."""
+    sources = values.get("perplexity_by_source", {})
+    return "".join(f", on {name} {format_perplexity(perplexity)}" for name, perplexity in sources.items())
+
+
+def _perplexities(values: Mapping[str, Any], name: str) -> list[str]:
+    """Format a perplexity and those of the sources of a mixture."""
+    return [*map(format_perplexity, (values[name], *values.get(f"{name}_by_source", {}).values()))]
 
 
 def _add_replicas(table: Table, values: Mapping[str, Any]) -> None:
@@ -108,8 +120,8 @@ def _add_replicas(table: Table, values: Mapping[str, Any]) -> None:
         table.add_row(f"best of {len(replicas)} replicas", format_perplexity(min(replicas, key=or_infinity)))
         table.add_row(f"worst of {len(replicas)} replicas", format_perplexity(max(replicas, key=or_infinity)))
     table.add_section()
-    table.add_row("mean of the replicas", format_perplexity(values["perplexity"]))
-    table.add_row("merged model", format_perplexity(values["perplexity_merged"]), style="bold")
+    table.add_row("mean of the replicas", *_perplexities(values, "perplexity"))
+    table.add_row("merged model", *_perplexities(values, "perplexity_merged"), style="bold")
     table.add_section()
     table.add_row("replica spread", format_spread(values["replica_spread"]))
 
@@ -190,12 +202,13 @@ class Progress:
         """Report an evaluation; `values` as for `results_table`."""
         text = f"{self._where(step)}  perplexity {format_perplexity(values['perplexity'])}"
         if "island" in values:
-            self.note(f"{text} of island {values['island']}")
+            self.note(f"{text} of island {values['island']}{by_source(values)}")
             return
         replicas = sorted(values["perplexity_replicas"], key=or_infinity)
         self.note(
             f"{text} (replicas {format_perplexity(replicas[0])} to {format_perplexity(replicas[-1])}), "
             f"merged {format_perplexity(values['perplexity_merged'])}, spread {format_spread(values['replica_spread'])}"
+            f"{by_source(values)}"
         )
 
     def note(self, text: str) -> None:

@@ -1,6 +1,7 @@
 """Plot of a run: training loss, validation perplexity and replica spread over the steps, from metrics.jsonl."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ CURVES_FILE = "curves.png"
 
 _RAW, _MAIN, _MERGED, _SPREAD, _OUTER = "#b9c6d8", "#1f5fa8", "#d1495b", "#2a7f62", "#8a8f98"
 _MOST = 1e9  # largest perplexity drawn; that of a diverged replica would flatten all others
+_SOURCES = ("#8a5fb0", "#c98a1b", "#3a9ca6", "#7a7a3d", "#b05f86")  # in turns
 _LEGEND: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "framealpha": 0.85}
 
 
@@ -25,8 +27,9 @@ def plot_curves(workdir: str | os.PathLike[str]) -> Path:
     """Draw WORKDIR/curves.png from WORKDIR/metrics.jsonl and return its path.
 
     Three panels over the inner step: the training loss and its running mean; the validation perplexity of each replica,
-    their mean and the merged model; the replica spread on a logarithmic axis. The outer steps are counted, and marked
-    if each has a line of its own. An island, which has one replica, shows its own perplexity and no third panel.
+    their mean and the merged model, and the mean on each source of a mixture; the replica spread on a logarithmic axis.
+    The outer steps are counted, and marked if each has a line of its own. An island, which has one replica, shows its
+    own perplexity and no third panel.
     """
     metrics = read_metrics(workdir)
     train = [entry for entry in metrics if entry["kind"] == "train" and "loss" in entry]
@@ -126,6 +129,7 @@ def _draw_perplexity(axes: "Axes", evals: list[dict[str, Any]]) -> None:
     for values, others, color in ((means, merged, _MAIN), (merged, means, _MERGED)):
         up = 5 if values[-1] > others[-1] else -5  # keeps the two labels apart where the lines end close together
         _annotate(axes, steps, values, up, color)
+    _draw_sources(axes, evals)
     axes.legend(**_LEGEND)
     _label_plainly(axes)
 
@@ -137,10 +141,24 @@ def _draw_own_perplexity(axes: "Axes", evals: list[dict[str, Any]]) -> None:
     perplexities, label = _drawn(perplexities), f"island {evals[-1]['island']}"
     axes.plot(steps, perplexities, color=_MAIN, linewidth=2, marker=_marker(steps), markersize=4, label=label)
     _annotate(axes, steps, perplexities, 0, _MAIN)
+    if _draw_sources(axes, evals):
+        axes.legend(**_LEGEND)
     _label_plainly(axes)
 
 
-def _marker(steps: np.ndarray) -> str:
+def _draw_sources(axes: "Axes", evals: list[dict[str, Any]]) -> bool:
+    """Draw the perplexity on each source of a mixture as the last evaluation names them; return True if there are."""
+    names = list(evals[-1].get("perplexity_by_source", ()))
+    for number, name in enumerate(names):
+        found = [(entry["step"], entry.get("perplexity_by_source", {})) for entry in evals]
+        steps, perplexities = zip(*((step, values[name]) for step, values in found if name in values), strict=True)
+        color = _SOURCES[number % len(_SOURCES)]
+        drawn = _drawn(np.array(perplexities, dtype=float))
+        axes.plot(steps, drawn, color=color, linewidth=1, marker=_marker(steps), markersize=3, label=f"on {name}")
+    return bool(names)
+
+
+def _marker(steps: Sequence[int] | np.ndarray) -> str:
     return "o" if len(steps) <= 30 else ""
 
 

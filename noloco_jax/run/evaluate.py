@@ -1,12 +1,13 @@
 """Validation: perplexity of every replica and of the merged model, and the replica spread; for an island, its own."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from noloco_jax.data import HostBatch
+from noloco_jax.config import TrainConfig
+from noloco_jax.data import HostBatch, Tokenizer, validation_batches, validation_by_source
 from noloco_jax.labels import IGNORED_LABEL
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.programs import Programs
@@ -14,40 +15,86 @@ from noloco_jax.spmd.programs import Programs
 PyTree = Any
 
 
-def evaluate(programs: Programs, params: PyTree, batches: Sequence[HostBatch]) -> dict[str, Any]:
+class Validation(NamedTuple):
+    """Batches of one replica to evaluate on, as the programs take them; equal on every process.
+
+    Attributes:
+      batches: those of the data as they are trained on.
+      by_source: name of a source of a mixture -> batches of it alone; empty for other data.
+    """
+
+    batches: Sequence[HostBatch]
+    by_source: Mapping[str, Sequence[HostBatch]] = {}
+
+
+def read_validation(config: TrainConfig, tokenizer: Tokenizer | None) -> Validation:
+    """Read the validation documents of a run; raise `UserError` as `validation_batches` does."""
+    num_batches, vocab_size = config.eval_batches, config.model.vocab_size
+    return Validation(
+        validation_batches(config.data, tokenizer, num_batches=num_batches, vocab_size=vocab_size),
+        validation_by_source(config.data, tokenizer, num_batches=num_batches, vocab_size=vocab_size),
+    )
+
+
+def evaluate(programs: Programs, params: PyTree, validation: Validation) -> dict[str, Any]:
     """Evaluate all replicas and their mean on the same sequences. Blocks, and communicates between replicas.
 
     Args:
       programs: the run's programs.
       params: fast weights, the replicas in front.
-      batches: batches of one replica, as the programs take them; equal on every process.
+      validation: the batches.
 
     Returns:
       `perplexity`: exp of the token loss averaged over the replicas; `perplexity_replicas`: each replica's;
       `perplexity_merged`: that of the plain mean of their weights; `replica_spread`: sqrt(Σ|mean − θ_i|²/(numel · N)).
+      Of a mixture also `perplexity_by_source` and `perplexity_merged_by_source`: name of a source -> the first and the
+      third of these on its batches.
     """
-    losses, num_replicas = _replica_losses(programs, params, batches), programs.batch["input_ids"].shape[0]
-    # The merged model is equal on all replicas, so each of them evaluates different batches.
+    sources = validation.by_source
+    losses = _replica_losses(programs, params, validation.batches)
+    figures = {"perplexity": _exp(losses.mean()), "perplexity_replicas": [_exp(loss) for loss in losses]}
+    merged = programs.merge(params)
+    figures["perplexity_merged"] = _merged_perplexity(programs, merged, validation.batches)
+    if sources:
+        figures["perplexity_by_source"] = {
+            name: _exp(_replica_losses(programs, params, sources[name]).mean()) for name in sources
+        }
+        figures["perplexity_merged_by_source"] = {
+            name: _merged_perplexity(programs, merged, sources[name]) for name in sources
+        }
+    del merged  # for its memory
+    return figures | {"replica_spread": float(programs.spread(params))}
+
+
+def evaluate_alone(programs: Programs, params: PyTree, validation: Validation) -> dict[str, Any]:
+    """Evaluate a run's only replica: `perplexity` and, of a mixture, `perplexity_by_source` of `evaluate`. Blocks."""
+    found: dict[str, Any] = {"perplexity": _own_perplexity(programs, params, validation.batches)}
+    if validation.by_source:
+        found["perplexity_by_source"] = {
+            name: _own_perplexity(programs, params, batches) for name, batches in validation.by_source.items()
+        }
+    return found
+
+
+def _own_perplexity(programs: Programs, params: PyTree, batches: Sequence[HostBatch]) -> float:
+    """Return exp of the token loss of a run's only replica."""
+    (loss,) = _replica_losses(programs, params, batches)
+    return _exp(loss)
+
+
+def _exp(loss: np.floating) -> float:
+    with np.errstate(over="ignore"):  # the perplexity of a diverged replica is infinite
+        return float(np.exp(loss))
+
+
+def _merged_perplexity(programs: Programs, merged: PyTree, batches: Sequence[HostBatch]) -> float:
+    """Return the perplexity of a model that is equal on all replicas: each of them evaluates different batches."""
+    num_replicas = programs.batch["input_ids"].shape[0]
     nothing = batches[0] | {"labels": np.full_like(batches[0]["labels"], IGNORED_LABEL)}
     rounds = [batches[start : start + num_replicas] for start in range(0, len(batches), num_replicas)]
     rounds = [[*part, *[nothing] * (num_replicas - len(part))] for part in rounds]
-    merged_sum, merged_tokens = _losses(programs, programs.merge(params), rounds).sum(axis=1)
-    with np.errstate(over="ignore"):  # the perplexity of a diverged replica is infinite
-        perplexity, perplexities = np.exp(losses.mean()), np.exp(losses)
-        merged = np.exp(merged_sum / merged_tokens)
-    return {
-        "perplexity": float(perplexity),
-        "perplexity_replicas": perplexities.tolist(),
-        "perplexity_merged": float(merged),
-        "replica_spread": float(programs.spread(params)),
-    }
-
-
-def own_perplexity(programs: Programs, params: PyTree, batches: Sequence[HostBatch]) -> float:
-    """Return exp of the token loss of a run's only replica; the arguments are those of `evaluate`. Blocks."""
-    (loss,) = _replica_losses(programs, params, batches)
-    with np.errstate(over="ignore"):
-        return float(np.exp(loss))
+    summed, tokens = _losses(programs, merged, rounds).sum(axis=1)
+    return _exp(summed / tokens)
 
 
 def _replica_losses(programs: Programs, params: PyTree, batches: Sequence[HostBatch]) -> np.ndarray:

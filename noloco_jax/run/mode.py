@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from noloco_jax.config import TrainConfig
-from noloco_jax.data import HostBatch
 from noloco_jax.run import elastic
 from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.evaluate import evaluate
+from noloco_jax.run.evaluate import Validation, evaluate
 from noloco_jax.run.messages import Messages, messages_of
 from noloco_jax.run.sync import BackgroundSync, CollectiveSync, Sync
 from noloco_jax.spmd.background import build_background, compile_background, host_mesh, is_in_background
@@ -96,7 +95,7 @@ class Mode(Protocol):
         """
         ...
 
-    def evaluate(self, programs: Programs, batches: Sequence[HostBatch], params: PyTree) -> dict[str, Any]:
+    def evaluate(self, programs: Programs, validation: Validation, params: PyTree) -> dict[str, Any]:
         """Return the figures of an evaluation."""
         ...
 
@@ -158,8 +157,8 @@ class WholeRun:
     def begin(self, is_stopping: Callable[[], bool], step: int, seconds: float) -> bool:
         return True
 
-    def evaluate(self, programs: Programs, batches: Sequence[HostBatch], params: PyTree) -> dict[str, Any]:
-        return evaluate(programs, params, batches)
+    def evaluate(self, programs: Programs, validation: Validation, params: PyTree) -> dict[str, Any]:
+        return evaluate(programs, params, validation)
 
     def observe(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         pass

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from noloco_jax.errors import UserError
-from noloco_jax.files import folder_of_flag
+from noloco_jax.files import folder_of_flag, full_disk_told
 from noloco_jax.storage import objects
 from noloco_jax.storage.addresses import is_remote, is_writable_kind, list_files, open_file
 
@@ -81,21 +81,23 @@ def readable_folder(path: str, suffixes: tuple[str, ...]) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="noloco_jax-") as root:
         folder = copy_below(Path(root), path.rstrip("/"))
-        folder.mkdir(parents=True)
-        for file in list_folder(path):
-            if file.endswith(suffixes):
-                with open_file(file) as source, (folder / file.rpartition("/")[2]).open("wb") as target:
-                    shutil.copyfileobj(source, target, 1 << 22)
+        with full_disk_told(folder):
+            folder.mkdir(parents=True)
+            for file in list_folder(path):
+                if file.endswith(suffixes):
+                    with open_file(file) as source, (folder / file.rpartition("/")[2]).open("wb") as target:
+                        shutil.copyfileobj(source, target, 1 << 22)
         yield folder
 
 
 @contextlib.contextmanager
-def new_folder(target: Path | Address, last: str) -> Iterator[Path]:
+def new_folder(target: Path | Address, last: str, root: Path) -> Iterator[Path]:
     """Give a folder that the body is to make: itself, or a temporary one whose files are uploaded afterwards.
 
     Args:
       target: a local folder or an address.
       last: the name of the file that is uploaded last, without which the folder is nothing.
+      root: an empty folder for the temporary one, which stays there.
 
     Raises:
       UserError: for an address with something there, or that cannot be written.
@@ -107,9 +109,8 @@ def new_folder(target: Path | Address, last: str) -> Iterator[Path]:
     if objects.list_objects(target):
         raise UserError(f"{target} already holds something: name a new folder")
     objects.check_writable(target)
-    with tempfile.TemporaryDirectory(prefix="noloco_jax-") as root:
-        folder = copy_below(Path(root), target)
-        mark_as_copy(folder.parent, target.rpartition("/")[0])
-        yield folder
-        for file in sorted(folder.iterdir(), key=lambda file: (file.name == last, file.name)):
-            objects.upload_file(file, f"{target}/{file.name}")
+    folder = copy_below(root, target)
+    mark_as_copy(folder.parent, target.rpartition("/")[0])
+    yield folder
+    for file in sorted(folder.iterdir(), key=lambda file: (file.name == last, file.name)):
+        objects.upload_file(file, f"{target}/{file.name}")

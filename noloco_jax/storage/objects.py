@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from noloco_jax.errors import UserError
+from noloco_jax.files import full_disk_told
 from noloco_jax.storage.addresses import LARGEST_BLOCK, arrow_errors, failed, file_system, inside_bucket, read_marked
 from noloco_jax.storage.addresses import retried as _retried
 
@@ -101,12 +102,34 @@ def upload_file(file: Path, path: str) -> None:
 
 def download_file(path: str, file: Path) -> None:
     """Copy an object of any size to a local file; its folder is made when missing."""
+    with full_disk_told(file.parent):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        while not _is_downloaded(path, file):
+            pass
+
+
+def _is_downloaded(path: str, file: Path) -> bool:
+    """Copy an object to a local file; return False if one of another size has taken its place meanwhile."""
     opened, size = _do(lambda: _opened(path), path, "read")
-    file.parent.mkdir(parents=True, exist_ok=True)
+
+    def read(start: int) -> bytes | None:
+        nonlocal opened
+        if opened is None:
+            opened, now = _opened(path)
+            if now != size:
+                return None
+        asked, opened = opened, None  # after an error it is opened anew
+        part = _read_part(asked, path, start, min(LARGEST_BLOCK, size - start))
+        opened = asked
+        return part
+
     with file.open("wb") as target:
         for start in range(0, size, LARGEST_BLOCK):
-            part = min(LARGEST_BLOCK, size - start)
-            target.write(_do(lambda start=start, part=part: _read_part(opened, path, start, part), path, "read"))
+            part = _do(lambda start=start: read(start), path, "read")
+            if part is None:
+                return False
+            target.write(part)
+    return True
 
 
 def copy_object(source: str, target: str) -> None:

@@ -27,7 +27,6 @@ from noloco_jax.data import (
     load_tokenizer,
     needs_tokenizer,
     train_stream,
-    validation_batches,
 )
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_file, check_writable, full_disk_told
@@ -38,6 +37,7 @@ from noloco_jax.run.banner import banner_rows, compiled_memory, show_results
 from noloco_jax.run.bucket_workdir import BucketWorkdir, opened_workdir
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress, banner, make_console
+from noloco_jax.run.evaluate import read_validation
 from noloco_jax.run.extension import extension_note, rate_change
 from noloco_jax.run.finite import is_finite
 from noloco_jax.run.loop import Hooks, Run, is_evaluated, train_steps
@@ -162,9 +162,7 @@ def train(
             note = extension_note(checkpoints.saved_config(start), whole, start)
             _show_complete(console, workdir, start, note)
             return 0
-        validation = validation_batches(
-            config.data, tokenizer, num_batches=config.eval_batches, vocab_size=config.model.vocab_size
-        )
+        validation = read_validation(config, tokenizer)
         streams = _open_streams(config, tokenizer, programs, mode)
         changed: list[Change] = []
         if start is not None:

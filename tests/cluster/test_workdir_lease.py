@@ -18,12 +18,6 @@ from support import buckets
 from support.paths import ROOT
 
 
-@pytest.fixture(scope="module")
-def servers():
-    with buckets.servers() as start:
-        yield start
-
-
 @pytest.fixture(params=["s3", "gs"])
 def address(request, servers, monkeypatch):
     yield buckets.new_bucket(servers(request.param), monkeypatch)

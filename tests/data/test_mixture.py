@@ -12,7 +12,15 @@ import pytest
 
 from noloco_jax.config import DataConfig, SourceConfig
 from noloco_jax.config.schema import Entries
-from noloco_jax.data import Stream, check_data, needs_tokenizer, redistribute, train_stream, validation_batches
+from noloco_jax.data import (
+    Stream,
+    check_data,
+    needs_tokenizer,
+    redistribute,
+    train_stream,
+    validation_batches,
+    validation_by_source,
+)
 from noloco_jax.data.from_config import Mixture, configs_by_source
 from noloco_jax.data.positions import DataPosition, shard_start
 from noloco_jax.errors import UserError
@@ -271,6 +279,16 @@ def test_validation_ends_where_a_source_ends_for_the_shares_to_hold(held_out):
     assert own == [tuple(range(500_000 + k, 500_004 + k)) for k in range(0, 24, 4)]
     scored = [inputs for inputs, labels in found if set(labels) != {-100}]
     assert abs(len(scored) - 4 * len(own)) <= 8 and len(scored) < len(found) == 3 * len(batches)
+
+
+@pytest.mark.parametrize("num_batches", [5, 1000])
+def test_validation_by_source_is_that_of_each_source_as_the_only_one(held_out, num_batches):
+    found = validation_by_source(held_out, CountingTokenizer(), num_batches=num_batches)
+    assert list(found) == ["own", "web"]
+    for group, alone in configs_by_source(held_out).items():
+        expected = validation_batches(alone, CountingTokenizer(), num_batches=num_batches)
+        assert_same(found[group.removeprefix("data.mixture.")], expected)
+        assert validation_by_source(alone, CountingTokenizer(), num_batches=num_batches) == {}
 
 
 def test_what_is_wrong_with_the_data_of_a_source_is_said_with_its_name(tmp_path):

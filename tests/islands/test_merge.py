@@ -18,7 +18,7 @@ from noloco_jax.data import load_tokenizer
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
 from noloco_jax.island.membership import Membership
-from noloco_jax.island.merge import perplexity_of
+from noloco_jax.island.merge import evaluation_of
 from noloco_jax.islands.entries import MEMBERS_FILE, write_members
 from noloco_jax.islands.keys import load_keys, make_keys
 from noloco_jax.islands.peer_errors import BusyError
@@ -364,5 +364,5 @@ def test_the_perplexity_of_a_merged_model_is_that_of_its_weights(tmp_path):
     values["data"] = {"kind": "text", "path": str(tmp_path), "sequence_length": 8, "batch_size": 2}
     config = from_dict({**values, "eval_batches": 2})
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), param_shapes(config.model))
-    found = perplexity_of(config, zeros, load_tokenizer("byte"))
+    found = evaluation_of(config, zeros, load_tokenizer("byte"))["perplexity"]
     assert found == pytest.approx(config.model.vocab_size, rel=1e-5)  # logits of 0: all tokens alike

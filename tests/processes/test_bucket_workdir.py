@@ -41,12 +41,6 @@ WRITES = {
 }
 
 
-@pytest.fixture(scope="module")
-def servers():
-    with buckets.servers() as start:
-        yield start
-
-
 @pytest.fixture
 def s3(servers, monkeypatch, tmp_path):
     """S3's server and the address of a folder there; scratch space of this test's own."""

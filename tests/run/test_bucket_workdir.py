@@ -1,6 +1,9 @@
 """A workdir in a bucket: what is in it is whole whatever fails, and the newest whole checkpoint is found."""
 
+import contextlib
 import json
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -14,12 +17,6 @@ from noloco_jax.run.bucket_workdir import BucketWorkdir, opened_workdir
 from noloco_jax.storage import objects, retries
 from noloco_jax.storage.local_copies import Address, named
 from support import buckets
-
-
-@pytest.fixture(scope="module")
-def servers():
-    with buckets.servers() as start:
-        yield start
 
 
 @pytest.fixture
@@ -59,8 +56,21 @@ def checkpoint(root: Path, step: int, content: bytes = b"weights") -> Path:
 
 
 def publish(workdir: BucketWorkdir, *steps: int, keep: int = 2) -> None:
+    """Save checkpoints as the checkpointer does, which keeps one in the local copy."""
     for step in steps:
-        workdir.publish(step, checkpoint(workdir.folder, step), lambda every: every[-keep:])
+        folder = checkpoint(workdir.folder, step)
+        workdir.publish(step, folder, lambda every: every[-keep:])
+        for other in folder.parent.iterdir():
+            if other != folder:
+                shutil.rmtree(other)
+        folder.rename(folder.with_name(str(step)))
+
+
+def fail(server, *faults: int) -> None:
+    """Let the next requests fail, or none."""
+    server.everywhere = bool(faults)
+    server.faults.clear()
+    server.faults.extend(faults)
 
 
 def whole_copy(address: Address, folder: Path) -> int | None:
@@ -71,6 +81,16 @@ def whole_copy(address: Address, folder: Path) -> int | None:
         digests.check_files(copied, digests.read_digests(copied) or {})
         assert (copied / "state/manifest").read_bytes() == f"{step} state/manifest weights".encode()
     return step
+
+
+@contextlib.contextmanager
+def another_machine(root: Path):
+    """Have another local copy in the body, and wait for no sign of life of the former trainer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NOLOCO_JAX_SCRATCH", str(root / "another machine"))
+        patch.setattr(workdir_lease, "SILENT_SECONDS", 0.0)
+        patch.setattr(workdir_lease, "_POLL_SECONDS", 0.0)
+        yield
 
 
 def test_a_run_finds_what_the_one_before_has_left_there(address, tmp_path):
@@ -116,25 +136,93 @@ def test_a_checkpoint_that_is_cut_off_is_none(s3, tmp_path, monkeypatch, writes)
     def fail_after_writes(request, done):
         passed.append(request.method == "PUT" and "trainer.lock" not in request.path and done)
         if sum(passed) >= writes:
-            server.everywhere = True
-            server.faults.extend([503] * (100 - len(server.faults)))
+            fail(server, *[503] * 100)
 
     passed = []
     monkeypatch.setattr(bucket_reading, "_AT_ONCE", 1)
-    with pytest.raises(TransientError), opened(address) as workdir:
+    with (
+        pytest.raises(TransientError),
+        pytest.warns(UserWarning, match="the run continues, and the checkpoint of step 8 is uploaded"),
+        opened(address) as workdir,
+    ):
         publish(workdir, 4)
-        checkpoint(workdir.folder, 8)
         server.on_request = fail_after_writes
         publish(workdir, 8)
     server.on_request = lambda request, done: None
-    server.everywhere = False
-    server.faults.clear()
+    fail(server)
     assert (sum(passed), whole_copy(address, tmp_path / "copy")) == (writes, 4)
-    with opened(address) as workdir:
+    with another_machine(tmp_path), opened(address) as workdir:
         assert workdir.steps() == [4]
         assert not any(name.startswith("checkpoints/8/") for name in objects.list_objects(address))
         publish(workdir, 8)
     assert whole_copy(address, tmp_path / "again") == 8
+
+
+def test_a_checkpoint_is_uploaded_once_an_outage_ends(s3, tmp_path, monkeypatch):
+    server, address = s3
+    monkeypatch.setattr(bucket_workdir, "SYNC_SECONDS", 0.05)
+    with opened(address) as workdir:
+        publish(workdir, 4)
+        fail(server, *[503] * 1000)
+        with pytest.warns(UserWarning, match="the checkpoint of step 8"):
+            publish(workdir, 8)
+        assert workdir.steps() == [4]
+        fail(server)
+        deadline = time.monotonic() + 30
+        while workdir.steps() != [4, 8]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert whole_copy(address, tmp_path / "copy") == 8
+    assert not workdir.folder.joinpath("metrics.jsonl").exists()
+
+
+def ended_in_an_outage(server, address) -> Path:
+    """Let a run end while the store is gone; return its local copy."""
+    with pytest.raises(TransientError), opened(address) as workdir:
+        publish(workdir, 4)
+        fail(server, *[503] * 1000)
+        with pytest.warns(UserWarning, match="the run continues"):
+            publish(workdir, 8)
+        (workdir.folder / "metrics.jsonl").write_text("step 8\n")
+    fail(server)
+    return workdir.folder
+
+
+def test_what_the_end_of_a_run_could_not_upload_is_kept_and_uploaded_by_the_next_start(s3, tmp_path, capfd):
+    server, address = s3
+    folder = ended_in_an_outage(server, address)
+    assert f"up to the checkpoint of step 8, is kept in {folder}: the same command" in capfd.readouterr().err
+    assert whole_copy(address, tmp_path / "copy") == 4
+    for _ in range(2):  # the first of them is killed
+        with opened(address) as workdir:
+            assert workdir.steps() == [4, 8]
+            assert (workdir.folder / "checkpoints/8/state/manifest").exists()
+            assert objects.read_object(f"{address}/metrics.jsonl") == b"step 8\n"
+    assert whole_copy(address, tmp_path / "again") == 8
+    assert list(folder.glob("checkpoints/*")) == []
+
+
+def test_a_copy_that_is_ahead_is_dropped_where_the_workdir_has_gone_on_elsewhere(s3, tmp_path, capsys):
+    server, address = s3
+    ended_in_an_outage(server, address)
+    with another_machine(tmp_path), opened(address) as workdir:
+        publish(workdir, 6)
+    with opened(address) as workdir:
+        assert workdir.steps() == [4, 6]
+        assert (workdir.folder / "checkpoints/6").exists() and not (workdir.folder / "checkpoints/8").exists()
+    assert "could not upload, up to step 8, and the workdir has gone on without it" in capsys.readouterr().out
+
+
+def test_a_refusal_is_told_at_the_next_save_and_the_checkpoint_kept(s3, tmp_path):
+    server, address = s3
+    with pytest.raises(UserError, match="is refused"), opened(address) as workdir:
+        publish(workdir, 4)
+        fail(server, *[403] * 1000)
+        publish(workdir, 8)
+        workdir.check_not_refused()
+    fail(server)
+    with opened(address) as workdir:
+        assert workdir.steps() == [4, 8]
 
 
 def test_a_list_that_lags_loses_nothing(s3, tmp_path):
@@ -220,6 +308,29 @@ def test_metrics_reach_as_far_as_the_checkpoint_that_is_published(address):
         (workdir.folder / "metrics.jsonl").write_text("step 4\n")
         publish(workdir, 4)
         assert objects.read_object(f"{address}/metrics.jsonl") == b"step 4\n"
+
+
+def test_a_checkpoint_is_set_aside_whole_though_lists_lag(s3):
+    server, address = s3
+    server.lags = True
+    with opened(address) as workdir:
+        publish(workdir, 4, 8, keep=9)
+        workdir.set_aside_after(4)
+    server.lags = False
+    aside = [name.removeprefix("8/") for name in objects.list_objects(f"{address}/checkpoints_set_aside")]
+    assert aside == ["digests.txt", "run/metadata", "state/d/one", "state/manifest"]
+
+
+def test_a_reader_that_wants_no_checkpoint_asks_for_none(s3):
+    server, address = s3
+    with opened(address) as workdir:
+        (workdir.folder / "metrics.jsonl").write_text("first\n")
+        publish(workdir, 4)
+    server.requests.clear()
+    with readable_workdir(address, checkpoints="none") as folder:
+        assert (folder / "metrics.jsonl").read_text() == "first\n"
+        assert not (folder / "checkpoints").exists()
+    assert not any("/checkpoints/" in str(request) for request in server.requests)
 
 
 def test_later_checkpoints_are_set_aside_under_names_of_their_own(address):

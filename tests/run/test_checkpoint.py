@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 from noloco_jax.cluster.processes import OneProcess
 from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
@@ -71,6 +72,13 @@ def saved(workdir: Path, config: TrainConfig) -> TrainState:
     with Checkpointer(workdir, config) as checkpoints:
         checkpoints.save(3, state, positions(config.num_replicas))
     return state
+
+
+def test_a_save_leaves_it_to_the_run_to_ask_jax_for_a_stop(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", asked.append)
+    saved(tmp_path, CONFIG)
+    assert asked == []
 
 
 def restored(workdir: Path, config: TrainConfig) -> tuple[TrainState, list[dict], str]:

@@ -102,6 +102,26 @@ def test_an_evaluation_is_a_line_with_replicas_merged_model_and_spread():
     )
 
 
+BY_SOURCE = {"perplexity_by_source": {"web": 6.1, "own": None}, "perplexity_merged_by_source": {"web": 5.9, "own": 3.2}}
+
+
+def test_the_sources_of_a_mixture_end_the_line_of_an_evaluation():
+    console = plain_console()
+    progress = Progress(1000, console=console)
+    progress.evaluation(500, VALUES | BY_SOURCE)
+    progress.evaluation(500, {"island": "paris", "perplexity": 5.4, "perplexity_by_source": {"web": 6.1}})
+    whole, island = shown(console).splitlines()
+    assert whole.endswith("spread 3.10e-04, on web 6.100, on own inf")
+    assert island.endswith("perplexity 5.400 of island paris, on web 6.100")
+
+
+def test_the_sources_of_a_mixture_are_columns_of_the_results_table():
+    console = plain_console()
+    results_table(VALUES | BY_SOURCE, console)
+    for row in ("model perplexity web own", "mean of the replicas 5.450 6.100 inf", "merged model 5.210 5.900 3.200"):
+        assert row in rows(console)
+
+
 def test_figures_that_were_not_finite_are_shown_as_infinite():
     console = plain_console()
     values = {"perplexity": None, "perplexity_replicas": [5.4, None], "perplexity_merged": 5.0, "replica_spread": None}

@@ -86,6 +86,18 @@ def test_the_picture_of_all_replicas_has_the_merged_model_and_the_spread(tmp_pat
     assert panels["replica spread (rms distance)"] == ["spread at evaluations", "5 outer steps"]
 
 
+@pytest.mark.parametrize("island", [{}, {"island": "paris"}])
+def test_the_picture_of_a_mixture_has_a_line_for_each_source_of_the_last_evaluation(island):
+    whole = {"perplexity": 5.0, "perplexity_replicas": [5.0], "perplexity_merged": 4.0, "replica_spread": 1e-3}
+    sources = [{"gone": 3.0}, {"web": 5.0, "step": 4.0}, {"web": None, "step": 3.0}]
+    evals = [
+        {"step": step, "kind": "eval", **whole, **island, "perplexity_by_source": by_source}
+        for step, by_source in enumerate(sources, start=1)
+    ]
+    labels = drawn(evals)["validation perplexity"]
+    assert labels[-2:] == ["on web", "on step"]
+
+
 @pytest.mark.parametrize("is_island_first", [True, False])
 def test_a_run_that_became_islands_or_one_program_again_gives_a_picture_of_the_latter(tmp_path, is_island_first):
     writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)

@@ -141,7 +141,7 @@ def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_is_compiled(
 
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_what_no_device_holds_is_refused_before_a_batch_is_made(config, tmp_path, monkeypatch, no_compiling, dry_run):
-    monkeypatch.setattr(trainer, "validation_batches", lambda *_, **__: pytest.fail("a batch is made"))
+    monkeypatch.setattr(trainer, "read_validation", lambda *_, **__: pytest.fail("a batch is made"))
     line = refusal(config, tmp_path, "--config.data.batch_size=2147483647", dry_run=dry_run)
     assert re.search(r"estimated at [\d.]+ TiB a device, and none has more than 64 TiB: lower data\.batch_size", line)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import from_dict
-from noloco_jax.run.evaluate import evaluate
+from noloco_jax.run.evaluate import Validation, evaluate
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
@@ -94,7 +94,7 @@ def test_segments_travel_with_the_micro_batch_that_is_routed_to_another_replica(
 def test_an_evaluation_scores_each_document_alone():
     config = run_config(stage=2)
     programs = build_programs(config, make_mesh(config, jax.devices()[:4]))
-    found = evaluate(programs, programs.from_params(params_of_one()).params, list(BATCHES.values()))
+    found = evaluate(programs, programs.from_params(params_of_one()).params, Validation(list(BATCHES.values())))
     num_labels = np.array([(batch["labels"] != -100).sum() for batch in BATCHES.values()])
     expected = np.exp(np.average(oracle()[0], weights=num_labels))
     np.testing.assert_allclose(found["perplexity_replicas"], [expected] * 2, rtol=1e-5)

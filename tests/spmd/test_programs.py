@@ -10,7 +10,7 @@ import pytest
 
 from noloco_jax.config import from_dict, load_config
 from noloco_jax.run.console import Progress
-from noloco_jax.run.evaluate import evaluate
+from noloco_jax.run.evaluate import Validation, evaluate
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
@@ -108,7 +108,7 @@ def test_the_merged_perplexity_is_that_of_the_mean_weights(replicas):
         {name: rng.integers(0, 32, (2, 8), dtype=np.int32) for name in ("input_ids", "labels")} for _ in range(6)
     ]
     batches[2]["labels"][0, :5] = -100  # batches weigh by their labels
-    figures = evaluate(programs, placed, batches)
+    figures = evaluate(programs, placed, Validation(batches))
 
     def mean_loss(weights: Any) -> Any:
         """By replica, on all batches, one at a time."""

@@ -10,12 +10,6 @@ from noloco_jax.storage.local_copies import Address, mark_as_copy, named, new_fo
 from support import buckets
 
 
-@pytest.fixture(scope="module")
-def servers():
-    with buckets.servers() as start:
-        yield start
-
-
 @pytest.fixture(params=["s3", "gs"])
 def address(request, servers, monkeypatch):
     yield Address(buckets.new_bucket(servers(request.param), monkeypatch))
@@ -43,19 +37,19 @@ def test_a_path_in_a_copy_is_known_by_its_address(tmp_path):
     assert named(tmp_path / "other") == str(tmp_path / "other")
 
 
-def test_a_new_folder_is_uploaded_with_one_file_last_or_not_at_all(address):
-    with pytest.raises(ZeroDivisionError), new_folder(address, "config.json") as folder:
+def test_a_new_folder_is_uploaded_with_one_file_last_or_not_at_all(address, tmp_path):
+    with pytest.raises(ZeroDivisionError), new_folder(address, "config.json", tmp_path / "first") as folder:
         folder.mkdir(parents=True)
         (folder / "weights").write_text("1")
         raise ZeroDivisionError
     assert objects.list_objects(address) == []
-    with new_folder(address, "config.json") as folder:
+    with new_folder(address, "config.json", tmp_path / "second") as folder:
         folder.mkdir(parents=True)
         assert named(folder) == address
         for name in ("config.json", "weights"):
             (folder / name).write_text(name)
     assert objects.list_objects(address) == ["config.json", "weights"]
-    with pytest.raises(UserError, match="already holds something"), new_folder(address, "config.json"):
+    with pytest.raises(UserError, match="already holds something"), new_folder(address, "config.json", tmp_path):
         pass
 
 

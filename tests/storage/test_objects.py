@@ -1,20 +1,17 @@
 """Objects in buckets are written whole, read as they are, and faults that pass are not seen."""
 
 import json
+import tempfile
 
 import pytest
 
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.storage import addresses, objects, retries
+from noloco_jax.storage.local_copies import readable_folder
 from support import buckets
+from support.disks import small_disk
 
 SCHEMES = ("s3", "gs")
-
-
-@pytest.fixture(scope="module")
-def servers():
-    with buckets.servers() as start:
-        yield start
 
 
 @pytest.fixture(params=SCHEMES)
@@ -140,3 +137,31 @@ def test_an_object_that_is_replaced_while_it_is_read_comes_whole(folder, monkeyp
     objects.write_object(f"{folder}/a", b"{")
     with pytest.raises(ValueError):
         objects.read_json(f"{folder}/a")
+
+
+def test_a_download_begins_anew_where_the_object_is_replaced_between_two_attempts(s3, naps, tmp_path):
+    server, folder = s3
+    objects.write_object(f"{folder}/a", bytes(1000))
+
+    def replaced_after_a_failure(request, done):
+        if done and request.method == "GET" and not server.faults:
+            server.on_request = lambda request, done: None
+            objects.write_object(f"{folder}/a", b"another" * 100)
+
+    server.faults.append(503)
+    server.on_request = replaced_after_a_failure
+    objects.download_file(f"{folder}/a", tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == b"another" * 100
+
+
+@pytest.mark.parametrize("write", ["file", "folder"])
+def test_a_disk_that_is_full_when_a_file_arrives_is_named(folder, write):
+    objects.write_object(f"{folder}/a.json", bytes(100_000))
+    with small_disk(50) as disk, pytest.raises(TransientError, match="no space left on device: make room"):
+        if write == "file":
+            objects.download_file(f"{folder}/a.json", disk.folder / "below/a")
+        else:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(tempfile, "tempdir", str(disk.folder))
+                with readable_folder(folder, (".json",)):
+                    pass

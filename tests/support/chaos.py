@@ -29,7 +29,7 @@ import numpy as np
 from noloco_jax.config import load_saved
 from noloco_jax.data import ByteTokenizer, validation_batches
 from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.evaluate import evaluate
+from noloco_jax.run.evaluate import Validation, evaluate
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
 from support.archipelago import Archipelago
@@ -141,7 +141,7 @@ def merged_perplexity(workdirs: Sequence[Path]) -> float:
     programs = build_programs(config, make_mesh(config, jax.devices()[:1]))
     vocab_size = config.model.vocab_size
     batches = validation_batches(config.data, ByteTokenizer(), num_batches=config.eval_batches, vocab_size=vocab_size)
-    return evaluate(programs, params, batches)["perplexity_merged"]
+    return evaluate(programs, params, Validation(batches))["perplexity_merged"]
 
 
 if __name__ == "__main__":

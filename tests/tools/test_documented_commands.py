@@ -97,12 +97,6 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def servers():
-    with buckets.servers() as start:
-        yield start
-
-
 @pytest.fixture
 def bucket(servers, monkeypatch, tmp_path_factory):
     """The bucket that the pages name; without a command that names it no server starts."""

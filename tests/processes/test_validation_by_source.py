@@ -1,0 +1,121 @@
+"""Validation of each source of a mixture, in every mode of a run: the oracle is a run of the source alone."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from noloco_jax.config import MeshConfig, TrainConfig, load_saved
+from noloco_jax.data import ByteTokenizer, validation_batches
+from noloco_jax.formatting import format_perplexity
+from noloco_jax.run.checkpoint import Checkpointer
+from noloco_jax.run.evaluate import Validation, evaluate
+from noloco_jax.spmd.mesh import make_mesh
+from noloco_jax.spmd.programs import build_programs, shardings_of
+from support import processes
+from support.archipelago import Archipelago
+from support.data_makers import write_json_lines
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def mixture(config) -> tuple[str, ...]:
+    """Flags that replace the run's data by a mixture: its files, and JSON lines of numbers with validation data."""
+    folder = config.parent / "numbers"
+    folder.mkdir()
+    write_json_lines(folder / "train.jsonl", [" ".join(map(str, range(k, k + 60))) for k in range(0, 4000, 60)])
+    write_json_lines(folder / "validation.jsonl", [" ".join(map(str, range(k, k + 70))) for k in range(30, 2000, 70)])
+    text, numbers = "--config.data.mixture.text", "--config.data.mixture.numbers"
+    return (
+        *("--config.data.kind=mixture", "--config.data.path=", "--config.data.validation_path="),
+        *(f"{text}.kind=text", f"{text}.weight=3", f"{text}.path={config.parent / 'data'}"),
+        f"{text}.validation_path={config.parent / 'held_out'}",
+        *(f"{numbers}.kind=jsonl", f"{numbers}.weight=1.0", f"{numbers}.path={folder}"),
+    )
+
+
+@pytest.fixture(scope="module")
+def virtual(config, mixture) -> Path:
+    """The run in one process, all replicas on one device."""
+    return processes.trained(config, "virtual", "--config.mesh.replica=1", *mixture)
+
+
+def last_evaluation(workdir: Path) -> dict[str, Any]:
+    return [line for line in processes.metrics(workdir) if line["kind"] == "eval"][-1]
+
+
+def of_source_alone(workdir: Path, name: str) -> dict[str, Any]:
+    """The figures of the newest checkpoint's replicas in a run whose data are one source."""
+    mixed = load_saved(workdir)
+    source = mixed.data.mixture[name]
+    data = replace(
+        TrainConfig().data,
+        **{field: getattr(source, field) for field in ("kind", "path", "validation_path")},
+        **{field: getattr(mixed.data, field) for field in ("sequence_length", "batch_size", "shuffle_buffer")},
+    )
+    with Checkpointer(workdir, mixed, read_only=True) as checkpoints:
+        step = checkpoints.latest_step()
+        assert step is not None
+        params = checkpoints.restore_params(step)
+    count = jax.tree.leaves(params)[0].shape[0]  # an island saves one
+    config = replace(mixed, data=data, num_replicas=count, mesh=MeshConfig(replica=1))
+    programs = build_programs(config, make_mesh(config, jax.devices()[:1]))
+    params = jax.device_put(params, shardings_of(programs.state.params))
+    batches = validation_batches(data, ByteTokenizer(), num_batches=config.eval_batches)
+    return evaluate(programs, params, Validation(batches))
+
+
+def test_each_source_is_evaluated_as_in_a_run_of_it_alone(virtual):
+    found = last_evaluation(virtual)
+    assert set(found["perplexity_by_source"]) == {"text", "numbers"}
+    for name in ("text", "numbers"):
+        alone = of_source_alone(virtual, name)
+        assert found["perplexity_by_source"][name] == pytest.approx(alone["perplexity"], rel=1e-6)
+        assert found["perplexity_merged_by_source"][name] == pytest.approx(alone["perplexity_merged"], rel=1e-6)
+    low, high = sorted(found["perplexity_by_source"].values())
+    assert high > 1.05 * low and low < found["perplexity"] < high
+
+
+@pytest.mark.parametrize(
+    "number, devices, flags",
+    [
+        (1, 4, ()),
+        (2, 1, ()),
+        (1, 4, ("--config.mesh.replica=2", "--config.mesh.stage=2", "--config.mesh.routing=fixed")),
+    ],
+    ids=["devices", "processes", "stages"],
+)
+def test_every_mode_evaluates_the_sources_alike(config, mixture, virtual, number, devices, flags, request):
+    workdir = processes.trained(config, request.node.callspec.id, *mixture, *flags, number=number, devices=devices)
+    mine, theirs = last_evaluation(workdir), last_evaluation(virtual)
+    for name in ("perplexity_by_source", "perplexity_merged_by_source"):
+        assert mine[name] == pytest.approx(theirs[name], rel=1e-4)
+
+
+def test_a_resumed_run_evaluates_the_sources_again(config, mixture, virtual):
+    workdir = config.parent / "resumed"
+    shutil.copytree(virtual, workdir)
+    shutil.rmtree(workdir / "checkpoints/24")
+    [(status, output)] = processes.run(config, workdir, "--config.mesh.replica=1", *mixture)
+    assert status == 0 and "resuming from the checkpoint of step 20" in output, output
+    assert processes.metrics(workdir) == processes.metrics(virtual)
+
+
+def test_an_island_evaluates_the_sources(config, mixture, tmp_path):
+    arguments = (f"--config={config}", "--config.num_replicas=2", *mixture)
+    names = ("berlin", "paris")
+    with Archipelago(tmp_path, names, arguments, processes.environment(config)) as islands:
+        for name in names:
+            islands.start(name)
+        for name in names:
+            assert islands.running[name].wait(processes.PATIENCE) == 0, islands.said(name)[-3000:]
+        found = islands.lines("paris", "eval")[-1]["perplexity_by_source"]
+        numbers, text = (format_perplexity(found[name]) for name in ("numbers", "text"))
+        assert f"of island paris, on numbers {numbers}, on text {text}" in islands.said("paris")
+    workdir = islands.workdir("paris")
+    for name in ("text", "numbers"):
+        assert found[name] == pytest.approx(of_source_alone(workdir, name)["perplexity"], rel=1e-6)
