@@ -405,7 +405,8 @@ class BucketWorkdir:
 def _digests_of(folder: Path) -> Iterable[str]:
     """Return the names of a whole checkpoint's files."""
     digests = read_digests(folder)
-    assert digests is not None
+    if digests is None:
+        raise FileNotFoundError(f"{folder} was deleted meanwhile, as newer checkpoints are kept")
     return digests
 
 
