@@ -215,7 +215,8 @@ class Client:
         return encode(Opening(call, self._name, self.peer, seconds, dict(body)))
 
     def _why_unreachable(self) -> PeerError:
-        if self._is_relayed and self._credentials is not None and self._newest is not None:
-            learn_issue(self.peer, self._address, self._credentials, self._newest)
+        if self._is_relayed:
+            if self._credentials is not None and self._newest is not None:
+                learn_issue(self.peer, self._address, self._credentials, self._newest)
             return UnreachableError(f"{self.peer} only dials out, and no relay that answers reaches it: it may be away")
         return why_unreachable(self.peer, self._address, self._credentials, self._newest)

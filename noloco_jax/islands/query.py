@@ -24,6 +24,7 @@ from noloco_jax.islands.protocol.messages import (
     identity_from_json,
     to_json,
 )
+from noloco_jax.islands.relayed_client import RelayedClient
 from noloco_jax.islands.roster import Island, Roster
 from noloco_jax.islands.server import USED_TWICE
 from noloco_jax.islands.snapshots import ABOUT, PROGRESS, PROGRESS_SPEC
@@ -86,7 +87,8 @@ class Weights(NamedTuple):
 def clients_of(roster: Roster, keys: Path | None, connections: Connections | None = None) -> dict[str, Client | str]:
     """Return every island's client, or the reason why it cannot be asked.
 
-    An island only answers other islands, so that each is asked in the name of another one whose keys are here.
+    An island only answers other islands, so that each is asked in the name of another one whose keys are here. One that
+    only dials out is asked through those that can be dialled.
 
     Args:
       roster: the islands.
@@ -98,12 +100,22 @@ def clients_of(roster: Roster, keys: Path | None, connections: Connections | Non
     """
     known = credentials_in(roster, keys)
     askers = {name: next((other for other in known if other != name), None) for name in roster.names}
-    return {
-        name: f"not asked: these are the keys of {name}, which others answer"
-        if asker is None
-        else Client(roster, asker, known[asker], name, connections)
+    clients = {
+        name: Client(roster, asker, known[asker], name, connections)
         for name, asker in askers.items()
+        if asker is not None
     }
+    relays = {name: client for name, client in clients.items() if roster.address(name).can_be_dialled}
+
+    def client_of(name: str, asker: str | None) -> Client | str:
+        if asker is None:
+            return f"not asked: these are the keys of {name}, which others answer"
+        credentials = known[asker]
+        if name in relays or credentials is None:
+            return clients[name]
+        return RelayedClient(roster, asker, credentials, name, relays)
+
+    return {name: client_of(name, asker) for name, asker in askers.items()}
 
 
 def ask_all(clients: Mapping[str, Client | str], seconds: float) -> Answers:

@@ -37,7 +37,7 @@ from noloco_jax.islands.peer_errors import BusyError, PeerError, RefusedError
 from noloco_jax.islands.protocol.messages import StatusRequest
 from noloco_jax.islands.recent import WATCH
 from noloco_jax.islands.relay import CALLS as RELAY_CALLS
-from noloco_jax.islands.relay import CallPipe
+from noloco_jax.islands.relay import RELAY, CallPipe
 from noloco_jax.islands.roster import Address, Roster
 
 MAX_CALLS = 32  # at once
@@ -258,11 +258,11 @@ class _Calls:
 
 
 def _check_looks(viewer: str, opening: Opening) -> None:
-    """Raise `RefusedError` for a viewer's call that is more than a look at the status."""
+    """Raise `RefusedError` for a viewer's call that is more than a look at the status, or the way to one by a relay."""
     body = opening.body
     asks = {name for name, value in body.items() if value} <= {"kind", "before"}  # tells nothing, settles nothing
     is_status = opening.call == "exchange" and body.get("kind") == StatusRequest.__name__ and asks
-    if opening.call != WATCH and not is_status:
+    if opening.call not in (WATCH, RELAY) and not is_status:
         raise RefusedError(f"{viewer} may only look: a viewer's keys open the status of islands and nothing else")
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -15,14 +16,19 @@ import trustme
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
 from noloco_jax.islands import relay
+from noloco_jax.islands.client import Client
 from noloco_jax.islands.entries import dials_of
+from noloco_jax.islands.keys import load_keys, make_keys
 from noloco_jax.islands.peer_errors import BusyError, PeerError, RefusedError
 from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.events import Open, RoundEnded
 from noloco_jax.islands.protocol.island import Island as Protocol
 from noloco_jax.islands.protocol.members import Members
+from noloco_jax.islands.query import clients_of
+from noloco_jax.islands.recent import WATCH
 from noloco_jax.islands.roster import Address, Island, Roster, parse_dialled, read_roster
 from noloco_jax.islands.server import Handlers, Server
+from noloco_jax.islands.snapshots import ABOUT
 from support import namespaces, platforms
 from support.fault_proxy import FaultProxy
 from support.island_nodes import IDENTITY
@@ -88,6 +94,38 @@ def test_islands_that_only_dial_out_meet_all_others_and_each_other_through_a_rel
         met = {one.partner for one in site.met if one.outcome != "alone"}
         assert met == {*FOUR} - {site.name}, site.met
         assert site.share(2) > 0.6, site.met
+
+
+def test_commands_ask_islands_that_only_dial_out_through_those_that_can_be_dialled(tmp_path, capsys):
+    """With keys of islands and with those of a viewer, which open no more there than elsewhere."""
+    ports = free_ports(2)
+    dialled = {"berlin": Address("127.0.0.1", ports[0]), "paris": Address("127.0.0.1", ports[1])}
+    roster = roster_of(oslo=NOWHERE, rome=NOWHERE, **dialled)
+    make_keys(roster, tmp_path / "keys", 30, viewers=["viewer_ann"])
+    lines = [f'[[island]]\nname = "{name}"\naddress = "{address}"\n' for name, address in roster.islands]
+    (tmp_path / "roster.toml").write_text('run = "test"\n' + "".join(lines))
+    keys = {name: load_keys(tmp_path / "keys" / name, name) for name in FOUR}
+    sites = [Site(name, roster, settings=SETTINGS, credentials=keys[name]) for name in FOUR]
+    try:
+        side_by_side(*[site.open for site in sites])
+        side_by_side(*[lambda site=site: site.train(3, 0.5) for site in sites])
+        for folder in ("keys", "keys/paris", "keys/viewer_ann"):
+            clients = clients_of(roster, tmp_path / folder)
+            for name in ("oslo", "rome"):
+                client = clients[name]
+                assert isinstance(client, Client) and client.action(WATCH, {"after": 0}, 20.0)["name"] == name
+        assert island(["status", f"--roster={tmp_path / 'roster.toml'}", f"--keys={tmp_path / 'keys'}"]) == 0
+        assert re.findall(r"(\w+) +│ 3 +│ training", capsys.readouterr().out) == [*FOUR]
+        viewer = clients_of(roster, tmp_path / "keys/viewer_ann")["oslo"]
+        assert isinstance(viewer, Client)
+        with pytest.raises(RefusedError, match="may only look"):
+            viewer.action(ABOUT, {}, 20.0)
+    finally:
+        side_by_side(*[site.close for site in sites])
+    gone = clients_of(roster, tmp_path / "keys")["oslo"]
+    assert isinstance(gone, Client)
+    with pytest.raises(PeerError, match="oslo only dials out, and no relay that answers reaches it"):
+        gone.action(WATCH, {"after": 0}, 20.0)
 
 
 def test_an_island_listens_where_it_is_told_and_is_dialled_where_the_roster_says(tmp_path):
