@@ -198,6 +198,7 @@ def test_what_differs_from_the_others_is_named(config, tmp_path, compiled, field
     named, theirs, mine = field, getattr(other, field), getattr(same, field)
     if field == "config":
         named, theirs, mine = "seed", theirs["seed"], "the default"
-    said = f"{named}: {mine} here, {theirs} at berlin"
+    advice = " (install one version of noloco_jax on both)" if field == "protocol" else ""
+    said = f"{named}: {mine} here, {theirs} at berlin{advice}"
     assert line.startswith(f"1 of 1 islands refuse paris; berlin says: {said}: give all")
-    assert f"paris was refused: {named}: {theirs} here, {mine} at paris" in site.lines  # on the other side too
+    assert f"paris was refused: {named}: {theirs} here, {mine} at paris{advice}" in site.lines  # on the other side too
