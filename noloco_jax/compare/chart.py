@@ -16,6 +16,7 @@ from noloco_jax.formatting import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _METHODS = {
     "ddp": "#6b7280",
@@ -121,9 +122,7 @@ def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
     replicas; hollow diamonds of the merged model. A line joins the variants that no other beats. What sends nothing is
     a level, as the axis has no place for it.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: slow to import
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
+    from matplotlib.lines import Line2D  # here: slow to import
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     beaten = [worth.beaten_by is not None for worth in worths(rows)]
@@ -135,10 +134,7 @@ def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
     ]
     if not any(sent > 0 for _, _, sent, *_ in shown):
         return False
-    figure = Figure(figsize=(11, 5.2), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.set_xscale("log")
+    figure, axes = _gap_axes()
     axes.axhline(0, color=_GREY, linewidth=0.8)
     legend = []
     for row, (color, _, mark), sent, gaps, merged, _ in sorted(shown, key=lambda entry: -entry[2]):
@@ -173,11 +169,7 @@ def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_title("Perplexity above data parallel training, against the bytes that a replica sends")
     axes.set_xlabel("bytes that a replica sends in the whole run")
-    axes.set_ylabel("validation perplexity above the reference (ddp), %")
     axes.margins(x=0.08)
-    axes.grid(True, color="#e6e8ec", linewidth=0.8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
     figure.legend(handles=legend, loc="outside right upper", frameon=False, fontsize=9)
     write_picture(path, figure)
     return True
@@ -185,16 +177,11 @@ def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
 
 def draw_laws(rows: Sequence[Row], laws: Sequence[Law], path: Path) -> bool:
     """Draw gaps against the meetings of a weight, with the laws and their 1-sigma bands; return False without a law."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: slow to import
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter  # here: slow to import
 
     if not laws:
         return False
-    figure = Figure(figsize=(11, 5.2), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    axes.set_xscale("log")
+    figure, axes = _gap_axes()
     axes.set_yscale("log")
     colors = dict(zip((row.label for row in rows), (color for color, *_ in _styles(rows)), strict=True))
     for law in laws:
@@ -215,13 +202,25 @@ def draw_laws(rows: Sequence[Row], laws: Sequence[Law], path: Path) -> bool:
         axis.set_minor_formatter(NullFormatter())
     axes.set_title("Perplexity above data parallel training, against how often a weight is averaged")
     axes.set_xlabel("meetings of a weight in the whole run")
+    axes.legend(frameon=False, fontsize=9)
+    write_picture(path, figure)
+    return True
+
+
+def _gap_axes() -> tuple["Figure", "Axes"]:
+    """Return a figure and its only axes, for gaps upwards."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: slow to import
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5.2), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.set_xscale("log")
     axes.set_ylabel("validation perplexity above the reference (ddp), %")
     axes.grid(True, color="#e6e8ec", linewidth=0.8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
-    write_picture(path, figure)
-    return True
+    return figure, axes
 
 
 def _bar(axes: "Axes", sent: float, gaps: np.ndarray, color: str, mark: str) -> None:
