@@ -28,8 +28,9 @@ _METHODS = {
 }
 _OTHERS = ("#d6336c", "#0b7285", "#f08c00", "#5c940d", "#364fc7", "#8c510a", "#a61e4d", "#15aabf", "#212529", "#b197fc")
 _DASHES = ("-", "--", ":", "-.")
-_MARKS = ("o", "s", "^", "v")
+_MARKS = ("o", "s", "^", "v", "P", "X", "<", ">", "p", "*", "h")
 _GREY, _LR = "#6b7280", "#b0b4bb"
+_NAMED_MARKS = 8  # more names beside marks would cover one another; the legend has them all
 
 
 def _styles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
@@ -134,7 +135,9 @@ def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
     ]
     if not any(sent > 0 for _, _, sent, *_ in shown):
         return False
-    figure, axes = _gap_axes()
+    is_few = len(shown) <= _NAMED_MARKS
+    columns = 2 if max(len(row.label) for row, *_ in shown) <= 20 else 1
+    figure, axes = _gap_axes(legend_lines=math.ceil((len(shown) + 2) / columns))
     axes.axhline(0, color=_GREY, linewidth=0.8)
     legend = []
     for row, (color, _, mark), sent, gaps, merged, _ in sorted(shown, key=lambda entry: -entry[2]):
@@ -144,7 +147,8 @@ def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
         if sent > 0:
             _bar(axes, sent, gaps, color, mark)
             axes.plot(sent, merged_gap, color=color, marker="D", markerfacecolor="white", markersize=5, linestyle="")
-            axes.annotate(row.label, (sent, gap), (9, 4), textcoords="offset points", color=color, fontsize=9)
+            if is_few:
+                axes.annotate(row.label, (sent, gap), (9, 4), textcoords="offset points", color=color, fontsize=9)
             written = format_share(share) if math.isfinite(share) else format_bytes(sent)
             handle = Line2D([], [], color=color, marker=mark, linestyle="")
         else:
@@ -164,13 +168,15 @@ def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
         Line2D([], [], color=_GREY, marker="o", linestyle="", label="full, bar over the seeds: mean of the replicas"),
         Line2D([], [], color=_GREY, marker="D", markerfacecolor="white", linestyle="", label="hollow: merged model"),
     ]
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    sizes = [sent for _, _, sent, *_ in shown if sent > 0]
+    is_wide = max(sizes) > 1000 * min(sizes)  # 2 and 5 of each decade would run into one another
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_title("Perplexity above data parallel training, against the bytes that a replica sends")
     axes.set_xlabel("bytes that a replica sends in the whole run")
     axes.margins(x=0.08)
-    figure.legend(handles=legend, loc="outside right upper", frameon=False, fontsize=9)
+    figure.legend(handles=legend, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     write_picture(path, figure)
     return True
 
@@ -207,12 +213,12 @@ def draw_laws(rows: Sequence[Row], laws: Sequence[Law], path: Path) -> bool:
     return True
 
 
-def _gap_axes() -> tuple["Figure", "Axes"]:
-    """Return a figure and its only axes, for gaps upwards."""
+def _gap_axes(legend_lines: int = 0) -> tuple["Figure", "Axes"]:
+    """Return a figure and its only axes, for gaps upwards, with so many lines of room below for a legend."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: slow to import
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 5.2), dpi=120, layout="constrained")
+    figure = Figure(figsize=(11, 5.2 + 0.19 * legend_lines), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.set_xscale("log")
