@@ -209,9 +209,11 @@ def test_without_a_bucket_nothing_is_started(config, s3):
     assert "error: s3://nowhere/run: there is no bucket 'nowhere'" in output
 
 
-def test_commands_read_and_write_in_a_bucket_what_they_do_on_a_disk(whole, s3, tmp_path, capsys):
+def test_commands_read_and_write_in_a_bucket_what_they_do_on_a_disk(config, s3, tmp_path, capsys):
     """`export`, `generate`, `--init_from` and a dry run, with a run that was copied to a bucket."""
     _, folder = s3
+    llama = [*ARGUMENTS, "--config.model.kind=llama"]
+    whole = processes.trained(config, "llama", *llama)
     address = f"{folder}/copied"
     for file in sorted(path for path in whole.rglob("*") if path.is_file()):
         objects.upload_file(file, f"{address}/{file.relative_to(whole).as_posix()}")
@@ -230,8 +232,8 @@ def test_commands_read_and_write_in_a_bucket_what_they_do_on_a_disk(whole, s3, t
         said.append(capsys.readouterr().out)
     assert said[0] == said[1] == said[2]
 
-    arguments = [*ARGUMENTS, f"--config.init_from={folder}/model", "--dry_run"]
-    ((status, output),) = processes.run(whole.parent / "config.py", tmp_path / "new", *arguments)
+    arguments = [*llama, f"--config.init_from={folder}/model", "--dry_run"]
+    ((status, output),) = processes.run(config, tmp_path / "new", *arguments)
     assert status == 0, output
-    ((status, output),) = processes.run(whole.parent / "config.py", address, *ARGUMENTS, "--dry_run")
+    ((status, output),) = processes.run(config, address, *llama, "--dry_run")
     assert (status, f"the checkpoint of step {NUM_STEPS} is as it was saved" in output) == (0, True), output

@@ -152,10 +152,14 @@ def expected(setting: Setting) -> Any:
 
 
 def assert_same(actual: Any, setting: Setting) -> None:
-    """Compare all numbers, but for one of a thousand that a rounding error makes a format round the other way."""
+    """Compare all numbers, but for those that a rounding error makes a format round the other way.
+
+    One of a thousand may; in arrays of many blocks also all 64 of a block, at both partners, by their common scale.
+    """
     for (path, mine), theirs in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected(setting)), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-2, err_msg=str(path))
-        assert np.mean(np.abs(mine.astype(np.float32) - theirs.astype(np.float32)) > 1e-6) < 1e-3, path
+        differ = np.sum(np.abs(mine.astype(np.float32) - theirs.astype(np.float32)) > 1e-6)
+        assert differ <= (2 * 64 if mine.size > 4096 else mine.size // 1000), path
 
 
 @pytest.mark.parametrize("setting", settings("one_program"))

@@ -26,6 +26,7 @@ from noloco_jax.spmd.inner import inner_optimizer
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs, shardings_of
 from noloco_jax.spmd.sharding import fragments_of
+from support import tiny_model
 from support.layouts import some_devices
 from support.sites import side_by_side
 from support.training_islands import NAMES, World
@@ -35,7 +36,7 @@ OPTIONS = {"xla_backend_optimization_level": 0, "xla_cpu_collective_call_termina
 CONFIG = TrainConfig(
     num_replicas=4,
     num_steps=9,
-    model=ModelConfig(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=64),
+    model=ModelConfig(kind=tiny_model.KIND, hidden_size=32, intermediate_size=64, num_layers=2, vocab_size=64),
     outer=OuterConfig(sync_every=2),
     data=DataConfig(sequence_length=16, batch_size=2),
 )

@@ -1,7 +1,6 @@
 """Platform of the tests: eight forced CPU devices or, with `-m gpu`, the GPUs that JAX finds.
 
-XLA's flags for the CPU are those of the tests' own process, which compiles much and computes little: what is ready
-soonest. Processes of runs keep the code generator that a user's run has.
+XLA's flags for the CPU are of programs that compile soonest: tests compile much and compute little.
 """
 
 import os
@@ -47,8 +46,8 @@ def _settle(xla_flags: list[str]) -> None:
 def of_a_run(num_cpus: int) -> dict[str, str]:
     """The variables of a process of a run: so many CPU devices, or the GPUs that this process uses."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
-        flags = f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={num_cpus}"
-        return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        flags = [f"--xla_force_host_platform_device_count={num_cpus}", *QUICK_TO_COMPILE]
+        return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
     return {name: os.environ[name] for name in _ON_GPUS} | {"XLA_FLAGS": " ".join(_GPU_FLAGS)}
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from noloco_jax.config import load_saved
 from noloco_jax.run.checkpoint import Checkpointer
-from support import platforms
+from support import platforms, tiny_model
 from support.paths import ROOT
 from support.ports import free_port
 from support.texts import lines_of_words
@@ -34,7 +34,7 @@ from ml_collections import ConfigDict
 def get_config():
     return ConfigDict({{
         "num_replicas": 4, "num_steps": 24, "eval_every": 12, "eval_batches": 2, "log_every": 1, "checkpoint_every": 4,
-        "model": {{"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}},
+        "model": {{"kind": {kind!r}, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2}},
         "inner": {{"lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 2, "eps": 1e-4}},
         "outer": {{"sync_every": 4}},
         "data": {{"kind": "text", "path": {data!r}, "validation_path": {held_out!r}, "sequence_length": 32,
@@ -52,7 +52,7 @@ def write_config(folder: Path) -> Path:
         (folder / "data" / f"{number:02}.txt").write_text("".join(lines[8 * number : 8 * number + 40]))
     (folder / "held_out/text.txt").write_text("".join(lines[150:]))
     path = folder / "config.py"
-    path.write_text(CONFIG.format(data=str(folder / "data"), held_out=str(folder / "held_out")))
+    path.write_text(CONFIG.format(kind=tiny_model.KIND, data=str(folder / "data"), held_out=str(folder / "held_out")))
     return path
 
 

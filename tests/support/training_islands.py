@@ -17,6 +17,7 @@ from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.solo import SoloPrograms, build_solo
+from support import tiny_model
 from support.ports import free_ports
 
 NAMES = ("paris", "berlin", "rome", "oslo")
@@ -27,7 +28,7 @@ def small(**outer: Any) -> TrainConfig:
         {
             "num_replicas": 4,
             "num_steps": 20,
-            "model": {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1},
+            "model": {"kind": tiny_model.KIND, "hidden_size": 16, "intermediate_size": 32, "num_layers": 1},
             "inner": {"lr": 1e-2, "warmup_steps": 2, "eps": 1e-4},
             "outer": {"sync_every": 2, **outer},
             "data": {"sequence_length": 8, "batch_size": 2},
