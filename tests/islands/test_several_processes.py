@@ -68,7 +68,7 @@ def last_round(islands: Archipelago, name: str) -> int:
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="sends signals as Linux has them")
 def test_a_killed_process_ends_its_island_alone_which_comes_back_and_is_a_donor(config, tmp_path):
     arguments = [f"--config={config}", *SMALL, "--config.num_steps=100000", "--config.eval_every=100000"]
-    arguments += ["--config.checkpoint_every=20", "--pace=time"]
+    arguments += ["--config.checkpoint_every=20", "--pace=time", "--config.model.kind=llama"]
     environment, both = processes.environment(config), ("paris", "paris.1")
     with Archipelago(tmp_path, NAMES, arguments, environment, 0.1, sizes={"paris": 2}, own=OWN) as islands:
         for name in NAMES:

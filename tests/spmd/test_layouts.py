@@ -17,6 +17,7 @@ from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
+from support import tiny_model
 
 NUM_STEPS, SYNC_EVERY = 6, 2
 VIRTUAL = MeshConfig(replica=1)
@@ -31,6 +32,9 @@ CONFIG = TrainConfig(
     outer=OuterConfig(sync_every=SYNC_EVERY),
     data=DataConfig(sequence_length=16, batch_size=2),
 )
+
+
+TINY = dataclasses.replace(CONFIG.model, kind=tiny_model.KIND)
 
 
 class Run(NamedTuple):
@@ -49,9 +53,9 @@ def batches() -> Iterator[dict[str, np.ndarray]]:
         yield {"input_ids": tokens[..., :-1], "labels": tokens[..., 1:]}
 
 
-def train(method: str, optimizer: str, outer: OuterConfig, mesh: MeshConfig) -> Run:
+def train(model: ModelConfig, method: str, optimizer: str, outer: OuterConfig, mesh: MeshConfig) -> Run:
     inner_config = dataclasses.replace(CONFIG.inner, optimizer=optimizer)
-    config = dataclasses.replace(CONFIG, method=method, inner=inner_config, outer=outer, mesh=mesh)
+    config = dataclasses.replace(CONFIG, model=model, method=method, inner=inner_config, outer=outer, mesh=mesh)
     sizes = [size for size in dataclasses.asdict(mesh).values() if isinstance(size, int)]
     num_devices = int(np.prod(sizes))
     devices = jax.devices() if len(jax.devices()) >= num_devices else jax.devices("cpu")
@@ -88,38 +92,35 @@ def _rows(batch: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
 
 
 @pytest.fixture(scope="module")
-def virtual() -> dict[tuple[str, str, OuterConfig], Run]:
+def virtual() -> dict[tuple, Run]:
     return {}
 
 
 WHOLE = CONFIG.outer
 LATE_FRAGMENTS = OuterConfig(sync_every=SYNC_EVERY, fragments=4, delay=1)
-LAYOUTS = [
-    ("noloco", "adam", MeshConfig(replica=8)),
-    ("noloco", "adam", MeshConfig(replica=4)),
-    ("noloco", "adam", MeshConfig(replica=4, fsdp=2)),
-    ("noloco", "adam", MeshConfig(replica=4, tensor=2)),
-    ("noloco", "muon", MeshConfig(replica=4)),
-    ("noloco", "muon", MeshConfig(replica=2, fsdp=2, tensor=2)),
-    ("diloco", "adam", MeshConfig(replica=4, fsdp=2)),
-    ("epidemic", "adam", MeshConfig(replica=4)),
-    ("sparseloco", "adam", MeshConfig(replica=4)),
-    ("ddp", "adam", MeshConfig(replica=4, fsdp=2)),
-    ("local", "adam", MeshConfig(replica=4)),
-]
+CUBE = MeshConfig(replica=2, fsdp=2, tensor=2)
+# Inner steps of a Llama, heads and all, and outer steps of every method.
+LAYOUTS = {
+    "llama-devices": (CONFIG.model, "noloco", "adam", WHOLE, MeshConfig(replica=8)),
+    "llama-fsdp": (CONFIG.model, "noloco", "adam", WHOLE, MeshConfig(replica=4, fsdp=2)),
+    "llama-tensor": (CONFIG.model, "noloco", "adam", WHOLE, MeshConfig(replica=4, tensor=2)),
+    "llama-muon-cube": (CONFIG.model, "noloco", "muon", WHOLE, CUBE),
+    "slots": (TINY, "noloco", "adam", WHOLE, MeshConfig(replica=4)),
+    "muon-slots": (TINY, "noloco", "muon", WHOLE, MeshConfig(replica=4)),
+    "diloco-fsdp": (TINY, "diloco", "adam", WHOLE, MeshConfig(replica=4, fsdp=2)),
+    "epidemic-slots": (TINY, "epidemic", "adam", WHOLE, MeshConfig(replica=4)),
+    "sparseloco-slots": (TINY, "sparseloco", "adam", WHOLE, MeshConfig(replica=4)),
+    "ddp-fsdp": (TINY, "ddp", "adam", WHOLE, MeshConfig(replica=4, fsdp=2)),
+    "local-slots": (TINY, "local", "adam", WHOLE, MeshConfig(replica=4)),
+    "late-fragments-slots": (TINY, "noloco", "adam", LATE_FRAGMENTS, MeshConfig(replica=4)),
+    "late-fragments-cube": (TINY, "noloco", "adam", LATE_FRAGMENTS, CUBE),
+}
 
 
-@pytest.mark.parametrize(
-    ("method", "optimizer", "outer", "mesh"),
-    [
-        *((method, optimizer, WHOLE, mesh) for method, optimizer, mesh in LAYOUTS),
-        ("noloco", "adam", LATE_FRAGMENTS, MeshConfig(replica=4)),
-        ("noloco", "adam", LATE_FRAGMENTS, MeshConfig(replica=2, fsdp=2, tensor=2)),
-    ],
-    ids=lambda x: x if isinstance(x, str) else _name(x),
-)
-def test_a_layout_agrees_with_virtual_replicas_step_by_step(virtual, method, optimizer, outer, mesh):
-    run = method, optimizer, outer
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_agrees_with_virtual_replicas_step_by_step(virtual, layout):
+    *run, mesh = LAYOUTS[layout]
+    run = tuple(run)
     if run not in virtual:
         virtual[run] = train(*run, VIRTUAL)
     expected, actual = virtual[run], train(*run, mesh)
@@ -128,9 +129,3 @@ def test_a_layout_agrees_with_virtual_replicas_step_by_step(virtual, method, opt
     for mine, theirs in zip(actual.params, expected.params, strict=True):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6), mine, theirs)
     np.testing.assert_allclose(actual.perplexities, expected.perplexities, rtol=1e-6)
-
-
-def _name(part: MeshConfig | OuterConfig) -> str:
-    if isinstance(part, OuterConfig):
-        return "whole" if part == WHOLE else "late_fragments"
-    return "-".join(f"{axis}{size}" for axis, size in dataclasses.asdict(part).items() if size not in (1, "random"))

@@ -12,22 +12,26 @@ from noloco_jax.config import from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.methods import schedule_of
 from noloco_jax.model.kind import init_params
-from noloco_jax.model.llama import Llama
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
 from noloco_jax.spmd.routing import draw_routes, route_pool
 from noloco_jax.spmd.stages import resize_vocabulary
+from support import tiny_model
+from support.tiny_model import Tiny
 
 N, B, T, V = 4, 4, 8, 32
 
 
-def run_config(num_stages=2, routing="random", num_microbatches=2, remat="none", vocab_size=V, **mesh):
+def run_config(
+    num_stages=2, routing="random", num_microbatches=2, remat="none", vocab_size=V, kind=tiny_model.KIND, **mesh
+):
     return from_dict(
         {
             "num_replicas": N,
             "num_microbatches": num_microbatches,
             "num_steps": 20,
             "model": {
+                "kind": kind,
                 "vocab_size": vocab_size,
                 "hidden_size": 16,
                 "intermediate_size": 32,
@@ -93,7 +97,7 @@ LAYOUTS = {
     "4 replicas x 2 stages": (run_config(2, "fixed"), 8),
     "two replicas a device": (run_config(4, "fixed", 4, replica=2), 8),
     "2 replicas x 2 stages x fsdp 2": (run_config(2, "fixed", replica=2, fsdp=2), 8),
-    "2 replicas x 2 stages x tensor 2": (run_config(2, "fixed", replica=2, tensor=2), 8),
+    "2 replicas x 2 stages x tensor 2, heads and all": (run_config(2, "fixed", kind="llama", replica=2, tensor=2), 8),
 }
 
 
@@ -107,7 +111,9 @@ def test_muon_on_stages_that_are_sharded_equals_the_model_that_is_not_cut():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fixed_routing_equals_the_model_that_is_not_cut(layout):
-    assert_same_run(trajectory(*LAYOUTS[layout]), trajectory(run_config(1, "fixed", 1), 1))
+    config, num_devices = LAYOUTS[layout]
+    whole = run_config(1, "fixed", 1, kind=config.model.kind)
+    assert_same_run(trajectory(config, num_devices), trajectory(whole, 1))
 
 
 def pick(tree, *index):
@@ -118,10 +124,10 @@ def pick(tree, *index):
 @functools.partial(jax.value_and_grad, argnums=1)
 def push(model, route, batch, weight):
     """The weighted loss of one micro-batch through the parameters of the replicas on its route."""
-    ends = Llama.from_params(model, {name: route[name] for name in ("embed", "norm", "head")})
+    ends = Tiny.from_params(model, {name: route[name] for name in ("embed", "norm", "head")})
     h_BTD = ends.embed_tokens(batch["input_ids"])
     for blocks in route["blocks"]:
-        h_BTD = Llama.from_params(model, {"blocks": blocks}).run_blocks(h_BTD)
+        h_BTD = Tiny.from_params(model, {"blocks": blocks}).run_blocks(h_BTD)
     log_p_BTV = jax.nn.log_softmax(ends.final_norm(h_BTD) @ route["head"])
     nll_BT = -jnp.take_along_axis(log_p_BTV, jnp.maximum(batch["labels"], 0)[..., None], axis=-1)[..., 0]
     return weight * jnp.sum(nll_BT * (batch["labels"] != -100))
@@ -198,12 +204,12 @@ def test_random_routing_with_fragments_in_few_bits_does_not_depend_on_the_device
         _, _, state, _ = train(dataclasses.replace(config, outer=outer), num_devices, num_steps=1)
         return np.concatenate([np.ravel(x) for x in jax.tree.leaves(resize_vocabulary(config.model, state.params, V))])
 
-    config, num_devices, virtual = RANDOM_LAYOUTS["two replicas a device"]
+    config, virtual = run_config(2, replica=2), run_config(2)
     small = {"fragments": 2, "wire": "int6"}
-    met = weights(config, num_devices, **small)
-    assert np.isclose(met, weights(virtual, 1, **small), 0, 2e-5).mean() > 0.9
+    met = weights(config, 4, **small)
+    assert np.isclose(met, weights(virtual, 1, **small), 0, 2e-5).mean() > 0.75
     for other in (weights(run_config(2, "fixed"), 1, **small), weights(virtual, 1)):
-        assert np.isclose(met, other, 0, 2e-5).mean() < 0.8  # routes and codes leave their traces
+        assert np.isclose(met, other, 0, 2e-5).mean() < 0.7  # routes and codes leave their traces
 
 
 def test_random_routing_is_not_fixed_routing():
@@ -216,7 +222,8 @@ def test_evaluation_takes_fixed_routes():
     _, _, params, (nll_N, tokens_N) = trajectory(config, 8)
     batch = batches(4)[-1]
     for i in range(N):
-        log_p_BTV = jax.nn.log_softmax(Llama.from_params(config.model, pick(params, i))(batch["input_ids"][i]))
+        model = Tiny.from_params(config.model, pick(params, i))
+        log_p_BTV = jax.nn.log_softmax(model.logits(model.hidden(batch["input_ids"][i])))
         nll_BT = -jnp.take_along_axis(log_p_BTV, np.maximum(batch["labels"][i], 0)[..., None], axis=-1)[..., 0]
         live_BT = batch["labels"][i] != -100
         np.testing.assert_allclose(nll_N[i], jnp.sum(nll_BT * live_BT), rtol=1e-4)

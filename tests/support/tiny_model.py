@@ -1,4 +1,4 @@
-"""The model of runs whose subject is not the model: it has every logical axis of a Llama, and compiles in a third of the time.
+"""The model of runs whose subject is not the model: quick to compile, with a Llama's logical axes.
 
 Axes: B batch, T positions, D hidden width, V vocabulary.
 """
@@ -21,8 +21,8 @@ def _normal(rngs: nnx.Rngs, *shape: int) -> jax.Array:
     return 0.02 * jax.random.normal(rngs.params(), shape)
 
 
-class Layer(nnx.Module):
-    """A feed-forward layer on the mean of the positions up to each one."""
+class Block(nnx.Module):
+    """A feed-forward block on the mean of the positions up to each one."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.up = weight(_normal(rngs, config.hidden_size, config.intermediate_size), "hidden", "ffn")
@@ -34,13 +34,13 @@ class Layer(nnx.Module):
 
 
 class Tiny(kind.Model):
-    """Layers of two matrices between a table of tokens and a head."""
+    """Blocks of two matrices between a table of tokens and a head."""
 
-    stages: ClassVar[Stages] = Stages("embed", "layers", "norm", "head")
+    stages: ClassVar[Stages] = Stages("embed", "blocks", "norm", "head")
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.embed = weight(_normal(rngs, config.vocab_size, config.hidden_size), "vocab", "hidden")
-        self.layers = stacked(lambda *, rngs: Layer(config, rngs=rngs), config.num_layers, rngs)
+        self.blocks = stacked(lambda *, rngs: Block(config, rngs=rngs), config.num_layers, rngs)
         self.norm = weight(jnp.ones(config.hidden_size), None)
         self.head = weight(_normal(rngs, config.hidden_size, config.vocab_size), "hidden", "vocab")
 
@@ -51,8 +51,8 @@ class Tiny(kind.Model):
         return look_up(self.embed[...], ids_BT, self.embed.dtype)
 
     def run_blocks(self, h_BTD: jax.Array, *, segments_BT: jax.Array | None = None) -> jax.Array:
-        graphdef, layers = nnx.split(self.layers)
-        return jax.lax.scan(lambda h, layer: (nnx.merge(graphdef, layer)(h), None), h_BTD, layers)[0]
+        graphdef, blocks = nnx.split(self.blocks)
+        return jax.lax.scan(lambda h, block: (nnx.merge(graphdef, block)(h), None), h_BTD, blocks)[0]
 
     def final_norm(self, h_BTD: jax.Array) -> jax.Array:
         return self.norm[...][None, None] * h_BTD
