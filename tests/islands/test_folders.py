@@ -24,6 +24,7 @@ from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
+from support import tiny_model
 from support.texts import lines_of_words
 
 NAMES = ("paris", "berlin", "rome")
@@ -40,7 +41,7 @@ def config(tmp_path_factory) -> TrainConfig:
     return from_dict(
         {
             "num_replicas": 3,
-            "model": {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1},
+            "model": {"kind": tiny_model.KIND, "hidden_size": 16, "intermediate_size": 32, "num_layers": 1},
             "data": {"kind": "text", "path": str(folder), "sequence_length": 32, "batch_size": 1},
         }
     )

@@ -21,6 +21,7 @@ from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs, shardings_of
 from noloco_jax.spmd.solo import build_solo
+from support import tiny_model
 from support.ports import free_ports
 from support.sites import side_by_side
 
@@ -29,7 +30,7 @@ CONFIG = from_dict(
     {
         "num_replicas": 2,
         "num_steps": 9,  # two replicas are equal after an outer step
-        "model": {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2},
+        "model": {"kind": tiny_model.KIND, "hidden_size": 16, "intermediate_size": 32, "num_layers": 1},
         "inner": {"lr": 1e-2, "warmup_steps": 2, "eps": 1e-4},
         "outer": {"sync_every": 2},
         "data": {"sequence_length": 8, "batch_size": 2},

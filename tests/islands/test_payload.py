@@ -22,6 +22,7 @@ from noloco_jax.run.messages import messages_of
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
 from noloco_jax.spmd.solo import SoloPrograms, build_solo
+from support import tiny_model
 from support.wires import ROUNDED
 
 SHAPES = [(1, 5, 96), (1, 7)]  # of the leading replica; the second is shorter than a block
@@ -31,7 +32,7 @@ def config_of(wire: str, **mesh: int) -> TrainConfig:
     return from_dict(
         {
             "num_replicas": 4,
-            "model": {"hidden_size": 16, "intermediate_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2},
+            "model": {"kind": tiny_model.KIND, "hidden_size": 16, "intermediate_size": 32, "num_layers": 1},
             "outer": {"wire": wire, "fragments": 2},
             "data": {"sequence_length": 8, "batch_size": 2},
             "mesh": mesh,

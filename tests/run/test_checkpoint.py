@@ -22,10 +22,11 @@ from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.offload import offloaded
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.stages import resize_vocabulary
+from support import tiny_model
 
 CONFIG = TrainConfig(
     num_replicas=4,
-    model=ModelConfig(hidden_size=16, intermediate_size=32, num_layers=2, num_heads=2, num_kv_heads=2, vocab_size=32),
+    model=ModelConfig(kind=tiny_model.KIND, hidden_size=16, intermediate_size=32, num_layers=2, vocab_size=32),
     inner=InnerConfig(warmup_steps=1),
     data=DataConfig(sequence_length=8, batch_size=2),
     mesh=MeshConfig(replica=1),
@@ -127,9 +128,7 @@ def test_what_the_run_has_come_to_is_kept_and_of_an_earlier_versions_checkpoint_
 
 
 def test_arrays_may_be_donated_while_they_are_saved(tmp_path):
-    large = ModelConfig(
-        hidden_size=256, intermediate_size=512, num_layers=2, num_heads=2, num_kv_heads=2, vocab_size=32
-    )
+    large = ModelConfig(hidden_size=256, intermediate_size=512, num_layers=2, vocab_size=32)
     config = dataclasses.replace(CONFIG, model=large)
     state = random_state(programs_of(config).state)
     expected = jax.tree.map(np.array, state)

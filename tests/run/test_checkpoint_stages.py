@@ -15,6 +15,7 @@ from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.stages import resize_vocabulary
+from support import tiny_model
 
 N, B, T = 2, 2, 8
 SAVED, LAST = 2, 4
@@ -22,7 +23,7 @@ CONFIG = TrainConfig(
     num_replicas=N,
     num_steps=LAST,
     num_microbatches=2,
-    model=ModelConfig(hidden_size=16, intermediate_size=32, num_layers=4, num_heads=2, num_kv_heads=2),
+    model=ModelConfig(kind=tiny_model.KIND, hidden_size=16, intermediate_size=32, num_layers=4),
     inner=InnerConfig(lr=1e-2, warmup_steps=0, eps=1e-3),
     outer=OuterConfig(sync_every=2),
     data=DataConfig(sequence_length=T, batch_size=B),

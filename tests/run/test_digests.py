@@ -26,12 +26,13 @@ from noloco_jax.run.digests import Entry
 from noloco_jax.run.trained_model import load_for_export
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
+from support import tiny_model
 from support.digested import UNLISTED
 from support.paths import ROOT
 
 CONFIG = TrainConfig(
     num_replicas=4,
-    model=ModelConfig(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=2, vocab_size=32),
+    model=ModelConfig(kind=tiny_model.KIND, hidden_size=16, intermediate_size=32, num_layers=1, vocab_size=32),
     inner=InnerConfig(warmup_steps=1),
     data=DataConfig(sequence_length=8, batch_size=2),
     mesh=MeshConfig(replica=1),

@@ -9,12 +9,13 @@ from noloco_jax.config import DataConfig, MeshConfig, ModelConfig, OuterConfig, 
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
+from support import tiny_model
 from support.layouts import some_devices
 
 CONFIG = TrainConfig(
     method="noloco",
     num_replicas=4,
-    model=ModelConfig(hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=2, vocab_size=32),
+    model=ModelConfig(kind=tiny_model.KIND, hidden_size=16, intermediate_size=32, num_layers=1, vocab_size=32),
     outer=OuterConfig(offload=True),
     data=DataConfig(sequence_length=8, batch_size=2),
 )
