@@ -65,6 +65,13 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "unit: starts no run and compiles nothing large; conftest.py sets it")
     config.addinivalue_line("markers", "gpu: right on any device, and given alone on GPUs; conftest.py sets it")
     (platforms.use_gpus if config.option.markexpr == "gpu" else platforms.use_cpu)()
+    if not hasattr(config, "workerinput"):
+        platforms.share_programs()
+
+
+def pytest_unconfigure(config):
+    if not hasattr(config, "workerinput"):
+        platforms.forget_programs()
 
 
 def pytest_sessionstart(session):

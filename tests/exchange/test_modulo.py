@@ -29,12 +29,18 @@ def met(tree, movement, groups=PAIRS, layout=8, remembered=None):
     """Likewise, with what their blocks then remember."""
     if remembered is None:
         remembered = jax.tree.map(lambda x: memory_of(x.shape), tree)
+    return jax.device_get(_mean(tuple(map(tuple, groups)), layout)(tree, movement, remembered))
+
+
+@functools.cache
+def _mean(groups, layout):
+    """Return the compiled round of these groups, which a test calls many times."""
 
     def mean(tree, movement, remembered):
         pairing, axes = nj.ExplicitPairing([groups]), axis_of(layout)
         return pair_mean_in_windows(tree, pairing, jnp.int32(0), axes, CODE, movement, remembered)
 
-    return jax.device_get(jax.jit(over_replicas(mean, layout))(tree, movement, remembered))
+    return jax.jit(over_replicas(mean, layout))
 
 
 def memory_of(shape):

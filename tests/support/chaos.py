@@ -32,6 +32,7 @@ from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.evaluate import Validation, evaluate
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
+from support import platforms
 from support.archipelago import Archipelago
 from support.chaos_arms import Result, run_islands, run_together
 from support.fault_tape import tape
@@ -95,7 +96,7 @@ def environment(folder: Path) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
     return inherited | {
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "programs"),
+        "JAX_COMPILATION_CACHE_DIR": platforms.programs(folder.parent),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "PYTHONUNBUFFERED": "1",

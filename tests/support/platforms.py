@@ -4,13 +4,18 @@ XLA's flags for the CPU are of programs that compile soonest: tests compile much
 """
 
 import os
+import shutil
+import tempfile
 from importlib.metadata import version
+from pathlib import Path
 
 EIGHT_CPUS = "--xla_force_host_platform_device_count=8"
 QUICK_TO_COMPILE = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
 if version("jaxlib").startswith("0.10."):
     # Its older code generator compiles these programs in a third of the time. Later releases have only the newer one.
     QUICK_TO_COMPILE.append("--xla_cpu_use_fusion_emitters=false")
+
+PROGRAMS = "NOLOCO_JAX_TEST_PROGRAMS"
 
 _ON_GPUS = {
     "JAX_DEFAULT_MATMUL_PRECISION": "highest",  # not TF32, whose rounding no test allows for
@@ -49,6 +54,20 @@ def of_a_run(num_cpus: int) -> dict[str, str]:
         flags = [f"--xla_force_host_platform_device_count={num_cpus}", *QUICK_TO_COMPILE]
         return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
     return {name: os.environ[name] for name in _ON_GPUS} | {"XLA_FLAGS": " ".join(_GPU_FLAGS)}
+
+
+def share_programs() -> None:
+    """Make the compilation cache of a session's runs, in all its workers, which inherit the variable that names it."""
+    os.environ[PROGRAMS] = tempfile.mkdtemp(prefix="noloco_jax_programs_")
+
+
+def forget_programs() -> None:
+    shutil.rmtree(os.environ.pop(PROGRAMS), ignore_errors=True)
+
+
+def programs(folder: Path) -> str:
+    """Return the compilation cache of runs: the session's, or outside of a session one in the folder."""
+    return os.environ.get(PROGRAMS) or str(folder / "programs")
 
 
 def missing() -> str:

@@ -63,7 +63,7 @@ def environment(config: Path, devices: int = 1) -> dict[str, str]:
         inherited
         | platforms.of_a_run(devices)
         | {
-            "JAX_COMPILATION_CACHE_DIR": str(config.parent / "programs"),
+            "JAX_COMPILATION_CACHE_DIR": platforms.programs(config.parent),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),  # the latter for `support.paced`
             "PYTHONUNBUFFERED": "1",
