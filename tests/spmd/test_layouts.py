@@ -101,26 +101,25 @@ LATE_FRAGMENTS = OuterConfig(sync_every=SYNC_EVERY, fragments=4, delay=1)
 CUBE = MeshConfig(replica=2, fsdp=2, tensor=2)
 # Inner steps of a Llama, heads and all, and outer steps of every method.
 LAYOUTS = {
-    "llama-devices": (CONFIG.model, "noloco", "adam", WHOLE, MeshConfig(replica=8)),
-    "llama-fsdp": (CONFIG.model, "noloco", "adam", WHOLE, MeshConfig(replica=4, fsdp=2)),
-    "llama-tensor": (CONFIG.model, "noloco", "adam", WHOLE, MeshConfig(replica=4, tensor=2)),
-    "llama-muon-cube": (CONFIG.model, "noloco", "muon", WHOLE, CUBE),
-    "slots": (TINY, "noloco", "adam", WHOLE, MeshConfig(replica=4)),
-    "muon-slots": (TINY, "noloco", "muon", WHOLE, MeshConfig(replica=4)),
-    "diloco-fsdp": (TINY, "diloco", "adam", WHOLE, MeshConfig(replica=4, fsdp=2)),
-    "epidemic-slots": (TINY, "epidemic", "adam", WHOLE, MeshConfig(replica=4)),
-    "sparseloco-slots": (TINY, "sparseloco", "adam", WHOLE, MeshConfig(replica=4)),
-    "ddp-fsdp": (TINY, "ddp", "adam", WHOLE, MeshConfig(replica=4, fsdp=2)),
-    "local-slots": (TINY, "local", "adam", WHOLE, MeshConfig(replica=4)),
-    "late-fragments-slots": (TINY, "noloco", "adam", LATE_FRAGMENTS, MeshConfig(replica=4)),
-    "late-fragments-cube": (TINY, "noloco", "adam", LATE_FRAGMENTS, CUBE),
+    "llama-devices": ((CONFIG.model, "noloco", "adam", WHOLE), MeshConfig(replica=8)),
+    "llama-fsdp": ((CONFIG.model, "noloco", "adam", WHOLE), MeshConfig(replica=4, fsdp=2)),
+    "llama-tensor": ((CONFIG.model, "noloco", "adam", WHOLE), MeshConfig(replica=4, tensor=2)),
+    "llama-muon-cube": ((CONFIG.model, "noloco", "muon", WHOLE), CUBE),
+    "slots": ((TINY, "noloco", "adam", WHOLE), MeshConfig(replica=4)),
+    "muon-slots": ((TINY, "noloco", "muon", WHOLE), MeshConfig(replica=4)),
+    "diloco-fsdp": ((TINY, "diloco", "adam", WHOLE), MeshConfig(replica=4, fsdp=2)),
+    "epidemic-slots": ((TINY, "epidemic", "adam", WHOLE), MeshConfig(replica=4)),
+    "sparseloco-slots": ((TINY, "sparseloco", "adam", WHOLE), MeshConfig(replica=4)),
+    "ddp-fsdp": ((TINY, "ddp", "adam", WHOLE), MeshConfig(replica=4, fsdp=2)),
+    "local-slots": ((TINY, "local", "adam", WHOLE), MeshConfig(replica=4)),
+    "late-fragments-slots": ((TINY, "noloco", "adam", LATE_FRAGMENTS), MeshConfig(replica=4)),
+    "late-fragments-cube": ((TINY, "noloco", "adam", LATE_FRAGMENTS), CUBE),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_agrees_with_virtual_replicas_step_by_step(virtual, layout):
-    *run, mesh = LAYOUTS[layout]
-    run = tuple(run)
+    run, mesh = LAYOUTS[layout]
     if run not in virtual:
         virtual[run] = train(*run, VIRTUAL)
     expected, actual = virtual[run], train(*run, mesh)
