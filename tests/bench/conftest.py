@@ -36,7 +36,7 @@ def result(fast_matrices, tmp_path_factory) -> dict:
 
 @pytest.fixture(scope="session")
 def ddp_result(fast_matrices, tmp_path_factory) -> dict:
-    """Of a run without data, with a trace."""
+    """Result of a run without data, with a trace."""
     from noloco_jax.bench.worker import measure
     from support import benchmarks
 

@@ -1,4 +1,4 @@
-"""Where a profile says that the time goes: hand-made traces of a GPU and of the CPU, and a real one."""
+"""Times of a profile: hand-made traces of a GPU and of the CPU, and a real one."""
 
 import pytest
 from jax.profiler import ProfileData

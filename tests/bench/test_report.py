@@ -11,7 +11,7 @@ from support.benchmarks import small
 
 
 def shown(rows, width: int | None = None) -> str:
-    """What is printed on a terminal of that width, or to a file."""
+    """Return the text printed on a terminal of that width, or to a file."""
     file = io.StringIO()
     console = Console(
         file=file, width=width, force_terminal=width is not None, color_system=None, highlight=False, soft_wrap=True

@@ -1,4 +1,4 @@
-"""How steps are timed, and on what."""
+"""Timing of steps, and its devices."""
 
 import dataclasses
 import time

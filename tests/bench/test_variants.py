@@ -1,4 +1,4 @@
-"""Which variants of a configuration are measured."""
+"""Variants of a configuration that are measured."""
 
 from noloco_jax.bench.variants import make_variants
 

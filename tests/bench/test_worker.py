@@ -1,4 +1,4 @@
-"""What the benchmark measures, against independent figures."""
+"""Figures of the benchmark, against independent ones."""
 
 import json
 from dataclasses import replace

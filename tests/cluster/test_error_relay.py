@@ -11,7 +11,7 @@ from noloco_jax.errors import StartError, TransientError, UserError
 
 
 class Service:
-    """What the relay asks of JAX's coordination service."""
+    """Part of JAX's coordination service that the relay uses."""
 
     def __init__(self):
         self._values: dict[str, str] = {}

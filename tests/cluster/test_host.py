@@ -96,7 +96,7 @@ print(jax.local_device_count())
 
 
 def test_without_the_kernels_word_a_process_has_the_machines_cores_and_stays_on_none(monkeypatch):
-    """As on macOS, which has neither call."""
+    """MacOS has neither call."""
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.delattr(os, "sched_setaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)

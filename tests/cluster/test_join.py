@@ -1,4 +1,4 @@
-"""How processes come together as one run, where one of them is lost on the way."""
+"""Processes that come together as one run, of which one is lost on the way."""
 
 import subprocess
 import sys

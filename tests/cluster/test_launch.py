@@ -292,7 +292,7 @@ def test_kubernetes_and_slurm_start_again_what_was_preempted():
 
 
 class Example(NamedTuple):
-    """What a launch file asks for: machines, processes and GPUs of each, and the trainer's arguments."""
+    """Requests of a launch file: machines, processes and GPUs of each, and the trainer's arguments."""
 
     nodes: int
     processes: int

@@ -1,4 +1,4 @@
-"""Where a process stands by its flags or environment, and which GPUs of its machine are its own."""
+"""A process's number by its flags or environment, and its GPUs of the machine."""
 
 from argparse import ArgumentParser
 
@@ -108,7 +108,7 @@ def test_jobs_of_open_mpi_on_one_machine_have_ports_of_their_own():
 
 
 def test_open_mpi_inside_a_slurm_job_counts_its_ranks_and_not_slurms_tasks():
-    """On other nodes than the first, mpirun's ranks inherit the variables of the Slurm task that started them."""
+    """Ranks of mpirun on other nodes than the first inherit the variables of the Slurm task that started them."""
     rank = found(**SLURM, **OPEN_MPI)
     assert rank is not None
     assert (rank.num_processes, rank.process_id) == (2, 1)

@@ -1,4 +1,4 @@
-"""Where processes wait for one another: one alone in this process, several in real ones."""
+"""Barriers of processes: one alone in this process, several in real ones."""
 
 import json
 import os

@@ -22,7 +22,7 @@ def roll_call(
     expected: int | None = None,
     visit: Callable[[int], None] = lambda port: None,
 ) -> list[UserError | None]:
-    """What each process, given by its report, is told: None if all is well. `visit` comes to the first one's port."""
+    """Return each process's answer to its report, None if all is well. `visit` comes to the first one's port."""
     port = free_port()
     verdicts: list[UserError | None] = [None] * len(infos)
 

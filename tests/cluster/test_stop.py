@@ -1,4 +1,4 @@
-"""How a run is told to stop: signals to this process alone, and what several agree on."""
+"""Requests to stop a run: signals to this process alone, and the agreement of several."""
 
 import signal
 

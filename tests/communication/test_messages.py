@@ -1,4 +1,4 @@
-"""What a run reports of its messages, against the messages of the programs that XLA compiles for it."""
+"""Messages that a run reports, against the messages of the programs that XLA compiles for it."""
 
 import math
 import re
@@ -72,7 +72,7 @@ def test_the_outer_steps_of_a_pass_through_the_pairings_send_what_all_branches_h
 
 
 def test_sharded_replicas_send_more_by_the_copies_of_their_norms_alone():
-    """Which lie whole on each of a replica's devices, and go from each to its counterpart."""
+    """Norms lie whole on each of a replica's devices, and go from each to its counterpart."""
     config = config_of("noloco", 4, fsdp=2)
     reported = messages_of(config, {"replica": 4, "stage": 1, "fsdp": 2, "tensor": 1})
     norms = 3 * MODEL["hidden_size"] * 4

@@ -1,4 +1,4 @@
-"""What every method communicates on every kind of mesh, and what it promises of that."""
+"""Communication of every method on every kind of mesh, against its promises."""
 
 import math
 
@@ -137,7 +137,7 @@ def test_a_replica_sends_the_bytes_that_its_run_reports(num_replicas, group_size
     ],
 )
 def test_codes_and_shares_of_sharded_arrays_are_made_where_the_shards_lie(mesh, group_size, wire):
-    """Where every device has whole blocks of hidden states, as in all but tiny models."""
+    """Every device has whole blocks of hidden states, as in all but tiny models."""
     num_devices = group_size * math.prod(mesh.values())
     size = {"num_layers": 2, "hidden_size": 128}
     report = report_of("noloco", group_size, num_devices, OUTER, group_size, wire=wire, **size, **mesh)
@@ -192,7 +192,7 @@ def test_diloco_reduces_over_all_replicas_in_outer_steps():
 
 
 def bytes_of(report) -> float:
-    """What the log says that a replica sends in an outer step."""
+    """Return the bytes a replica sends in an outer step, by the log."""
     return messages_of(report.config, report.mesh_shape).of_outer_step(0)
 
 

@@ -1,4 +1,4 @@
-"""What a comparison measures of its runs, its table and its picture."""
+"""Figures, table and picture of a comparison."""
 
 import csv
 from dataclasses import replace

@@ -134,7 +134,7 @@ def test_two_comparisons_of_one_folder_divide_its_runs(config_file, tmp_path, st
 
 
 def test_the_time_left_is_that_of_the_flops_left(config_file, tmp_path):
-    """Of three runs of 40 steps, the first took 20 s; the second is half done at the same pace; two trainers."""
+    """There are three runs of 40 steps: the first took 20 s; the second is half done at the same pace; two trainers."""
     plan = plan_of(config_file, methods=["ddp", "noloco", "local"])
     assert results.seconds_left(plan.runs, tmp_path, 2) is None
     for run, steps, seconds in zip(plan.runs, (40, 20), (20.0, 10.0), strict=False):

@@ -21,7 +21,7 @@ def load(name: str, argument: str = "", *overrides: str) -> TrainConfig:
 
 
 def given(name: str) -> list[str]:
-    """What the user has to give on the command line."""
+    """Flags that the user has to give on the command line."""
     return ["--config.data.tokenizer=byte"] if name == "c4_tiny" else []
 
 

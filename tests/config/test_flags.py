@@ -155,7 +155,7 @@ def test_a_tool_adds_its_own_flags(file):
 
 @pytest.fixture(scope="module")
 def shown():
-    """What `--help` prints."""
+    """Return the text that `--help` prints."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), pytest.raises(SystemExit) as stopped:
         parse_args(["--help"], "A tool.")

@@ -84,7 +84,7 @@ def changes(rng: random.Random) -> dict[str, Any]:
 
 
 def plan(config: TrainConfig) -> None:
-    """What a run asks of its configuration before anything is built."""
+    """Compute everything a run asks of its configuration before anything is built."""
     method = METHODS[config.method]
     assert method.describe(config)
     schedule = schedule_of(config)

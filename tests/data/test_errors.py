@@ -20,7 +20,7 @@ FINE = {"input_ids": [[1, 2]] * 8, "label": [[2, 3]] * 8}
 
 
 def assert_refused(config, pattern, **checked):
-    """By the check beforehand, in one line, which is returned."""
+    """Assert that the check beforehand refuses it in one line, and return the line."""
     with pytest.raises(UserError, match=pattern) as caught:
         check_data(config, **checked)
     assert "\n" not in str(caught.value)
@@ -197,7 +197,7 @@ def test_documents_without_a_token(tmp_path):
 
 
 def test_documents_without_a_token_at_both_ends_of_the_data_are_no_error(tmp_path):
-    """From the last document of an epoch to the first of the next the data seem empty, and are not."""
+    """Data seem empty from the last document of an epoch to the first of the next, and are not."""
     rows = {"input_ids": [[0, 0], [1, 2], [3, 4], [0, 0]], "attention_mask": [[0, 0], [1, 1], [1, 1], [0, 0]]}
     write_rows(tmp_path / "0.parquet", rows)
     config = DataConfig(kind="parquet", path=str(tmp_path), validation_path="elsewhere", shuffle_buffer=1)

@@ -12,7 +12,7 @@ from noloco_jax.data.identity import sampled_contents
 
 @pytest.fixture(autouse=True)
 def sampling(monkeypatch):
-    """At most 4 KiB of at most 8 files, at 16 places; nothing is known of before."""
+    """Sample at most 4 KiB of at most 8 files, at 16 places, with nothing known from before."""
     for name, value in {"_BYTES": 4096, "_FILES": 8, "_PLACES": 16}.items():
         monkeypatch.setattr(identity, name, value)
     identity._sampled_contents.cache_clear()
@@ -28,7 +28,7 @@ def write(folder, sizes):
 
 
 def seen(files, number, place):
-    """Whether another byte at a place of a file makes another digest."""
+    """Return True if another byte at a place of a file makes another digest."""
     identity._sampled_contents.cache_clear()
     before, path = sampled_contents(files), Path(files[number])
     content = path.read_bytes()

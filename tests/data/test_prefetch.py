@@ -51,7 +51,7 @@ def in_turns(documents, position, num_workers):
 
 
 def positions_and_tokens(made, count):
-    """Of the first `count` documents."""
+    """Return positions and tokens of the first `count` documents."""
     found = []
     for chunk in made:
         tokens = np.split(chunk["tokens"], chunk["ends"][:-1], axis=1)

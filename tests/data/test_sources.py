@@ -144,7 +144,7 @@ def test_text_that_yields_no_token_is_skipped(tmp_path):
 
 @pytest.mark.parametrize("excluded", ["snapshot/valid.txt", "blobs/2", "snapshot/held_out", "blobs"])
 def test_what_is_validated_on_is_not_trained_on_by_a_link_to_it(tmp_path, excluded):
-    """As in Hugging Face's cache, whose files are links."""
+    """Files of Hugging Face's cache are links."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
     (snapshot / "held_out").mkdir(parents=True)
     blobs.mkdir()

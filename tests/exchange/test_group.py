@@ -1,4 +1,4 @@
-"""What the exchange sends, where: routes by brute force, messages in the compiled programs."""
+"""Contents and routes of the exchange: routes by brute force, messages in the compiled programs."""
 
 import functools
 import re
@@ -154,7 +154,7 @@ SOME_GROUPS = [
 @pytest.mark.parametrize("groups", SOME_GROUPS)
 @pytest.mark.parametrize("layout", [8, (8, 1), (2, 4)])
 def test_members_of_a_group_receive_bitwise_the_same_mean(groups, layout):
-    """Of groups of one size, where a member adds up a share for all, and of several sizes, where each adds up all."""
+    """Groups of one size, where a member adds up a share for all, and of several sizes, where each adds up all."""
     x = np.random.default_rng(0).normal(size=(8, 7)).astype(np.float32)
     pairing = nj.ExplicitPairing([groups])
     mean = functools.partial(group_mean, pairing=pairing, index=jnp.int32(0), axis_name=axis_of(layout))

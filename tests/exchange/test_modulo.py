@@ -21,12 +21,12 @@ CODE = Modulo("modulo4")
 
 
 def meet(tree, movement, groups=PAIRS, layout=8, remembered=None):
-    """What the replicas receive in a round of these groups."""
+    """Return the means that replicas receive in a round of these groups."""
     return met(tree, movement, groups, layout, remembered)[0]
 
 
 def met(tree, movement, groups=PAIRS, layout=8, remembered=None):
-    """Likewise, with what their blocks then remember."""
+    """Return the means of `meet`, and the blocks' memories after the round."""
     if remembered is None:
         remembered = jax.tree.map(lambda x: memory_of(x.shape), tree)
     return jax.device_get(_mean(tuple(map(tuple, groups)), layout)(tree, movement, remembered))
@@ -44,7 +44,7 @@ def _mean(groups, layout):
 
 
 def memory_of(shape):
-    """Of N replicas' arrays of that shape, the N in front."""
+    """Return empty memories of N replicas' arrays of a shape (N, ...)."""
     return np.zeros((shape[0], *block_counts(shape[1:], len(shape) - 2)), np.uint8)
 
 
@@ -94,7 +94,7 @@ def meet_corrections(blocks, movement):
 
 
 def test_a_block_with_a_value_beyond_the_window_is_refused_by_both_and_the_next_window_is_wide_enough():
-    """By one value, up or down, in any place, by half a window or by any number of windows."""
+    """One value leaves, up or down, in any place, by half a window or by any number of windows."""
     rng = np.random.default_rng(0)
     half = 1.5e-3  # for a movement of 1e-3
     for places, windows in [(1, 0.5), (1, 1), (1, -1), (1, 7), (3, 1), (20, -2), (64, 1)]:
@@ -229,7 +229,7 @@ RARE = [
 
 @pytest.mark.parametrize("setting", RARE, ids=lambda setting: f"{setting[0]} replicas, pushed {setting[-1]:g}")
 def test_rows_that_move_rarely_stay_as_close_as_in_float32_and_come_together_once_they_are_quiet(setting):
-    """As the rows of rare tokens in an embedding. A window that forgets wraps there, and feeds on what it does."""
+    """Rows of rare tokens in an embedding move like this: a window that forgets wraps there, again and again."""
     exact, coded = (spreads(setting, wire) for wire in ("float32", "modulo4"))
     assert rms(coded[100:200]) < 3 * rms(exact[100:200])  # four bits are coarse
     assert coded[-1].max() < 5e-2 * rms(coded[100:200])

@@ -25,7 +25,7 @@ every_block_wire = pytest.mark.parametrize(("wire", "bits"), BITS.items())
 
 
 def meet(tree, wire, groups=PAIRS, layout=8, options=None):
-    """What the replicas receive in a round of these groups."""
+    """Return the means that replicas receive in a round of these groups."""
     code: Any = WIRES[wire]
     mean = functools.partial(
         group_mean, pairing=nj.ExplicitPairing([groups]), index=jnp.int32(0), axis_name=axis_of(layout), wire=code
@@ -75,7 +75,7 @@ def test_pairs_come_together_by_exactly_opposite_differences_of_what_the_wire_le
 @pytest.mark.parametrize("groups", [[[0, 1, 2], [3, 4, 5]], [[0, 5, 2, 4], [1, 3]], [[0, 1, 2, 3, 4, 5]]])
 @pytest.mark.parametrize("layout", [6, (3, 2)])
 def test_larger_groups_come_together_by_the_mean_of_what_the_wire_leaves_of_all(layout, groups, wire):
-    """By shares, and all to all where sizes differ or codes are short; over leaves that fill no whole blocks."""
+    """Members send shares, or all to all where sizes differ or messages are short; leaves fill no whole blocks."""
     trees = random_tree(0, 6) | {"blocks": np.random.default_rng(1).normal(size=(6, 333)).astype(np.float32)}
     means = meet(trees, wire, groups, layout)
     for name, x in trees.items():

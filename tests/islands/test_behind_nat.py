@@ -97,7 +97,7 @@ def test_islands_that_only_dial_out_meet_all_others_and_each_other_through_a_rel
 
 
 def test_commands_ask_islands_that_only_dial_out_through_those_that_can_be_dialled(tmp_path, capsys):
-    """With keys of islands and with those of a viewer, which open no more there than elsewhere."""
+    """Keys are an island's or a viewer's, which open no more there than elsewhere."""
     ports = free_ports(2)
     dialled = {"berlin": Address("127.0.0.1", ports[0]), "paris": Address("127.0.0.1", ports[1])}
     roster = roster_of(oslo=NOWHERE, rome=NOWHERE, **dialled)
@@ -129,7 +129,7 @@ def test_commands_ask_islands_that_only_dial_out_through_those_that_can_be_diall
 
 
 def test_an_island_listens_where_it_is_told_and_is_dialled_where_the_roster_says(tmp_path):
-    """As behind a router that forwards a port, which is a proxy here."""
+    """A proxy stands for a router that forwards a port."""
     ca, ports = trustme.CA(), free_ports(2)
     with FaultProxy(ports[0]) as router:
         addresses = Address("127.0.0.1", router.port), Address("127.0.0.1", ports[1])

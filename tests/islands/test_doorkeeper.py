@@ -105,7 +105,7 @@ def test_an_opening_that_is_too_long_is_cut_off_before_it_takes_memory(served):
 
 
 def test_a_piece_of_a_message_that_is_too_long_is_cut_off_before_it_takes_memory(served):
-    """By a member whose call was admitted, behind a header that announces what is due."""
+    """The member's call was admitted, and its header announced the right length."""
     opening = encode(Opening("exchange", "berlin", "paris", 60.0, {}))
     with without_limits(served) as client, pytest.raises(flight.FlightError):
         writer, reader = client.do_exchange(flight.FlightDescriptor.for_command(opening))

@@ -244,7 +244,7 @@ def headers(actions) -> list:
 
 @pytest.mark.parametrize(("round", "answer"), [(0, Busy), (1, AtRound)])
 def test_two_dials_that_cross_become_one(round, answer):
-    """In even rounds the lower name's counts, so that "a" refuses "b", and "b" takes what "a" sends."""
+    """The dial of the lower name counts in even rounds, so that "a" refuses "b", and "b" takes what "a" sends."""
     assert isinstance(headers(trained("a", ["b"]).handle(Opened("x", "b", hello("a", "b", round)), 20.1))[0], answer)
     assert isinstance(headers(trained("b", ["a"]).handle(Opened("x", "a", hello("b", "a")), 20.1))[0], Accept)
 

@@ -114,7 +114,7 @@ def test_pages_of_news_bring_any_two_sets_together():
 
 @pytest.mark.parametrize("order", ["passes", "hypercube", "independent"])
 def test_all_active_members_are_paired_with_each_other(order):
-    """Of 4 founders of which one leaves and two join: 4, 5, 4 and 5 members."""
+    """One of 4 founders leaves and two join: 4, 5, 4 and 5 members."""
     config = from_dict({"num_replicas": 4, "outer": {"order": order}})
     known = members(entry(4, "lima", 20), entry(5, "cairo", 60), entry(1, "berlin", 0, 40))
     partners = {name: partner_in(known, name, config) for name in (*FOUNDERS, "lima", "cairo")}

@@ -1,4 +1,4 @@
-"""What an island checks and writes before it trains."""
+"""Checks and files of an island before it trains."""
 
 import re
 from dataclasses import replace

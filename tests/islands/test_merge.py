@@ -306,7 +306,7 @@ def test_the_newest_checkpoints_of_folders_are_merged_whatever_their_rounds(tmp_
 
 
 def test_a_checkpoint_whose_weights_are_not_finite_is_named_and_left_out(tmp_path, capsys):
-    """Of an earlier version, which saved them; this one does not."""
+    """An earlier version saved such weights; this one does not."""
     sound = ended(tmp_path / "paris", CONFIG, 0, 8)
     ended(tmp_path / "rome", CONFIG, 1, 8, np.nan)
     folders = [str(tmp_path / name) for name in ("paris", "rome")]

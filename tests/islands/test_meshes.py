@@ -55,7 +55,7 @@ def inner(programs: Programs, state: TrainState, step: int, replicas: range) -> 
 
 
 def trained_together(config: TrainConfig) -> TrainState:
-    """By one program of two replicas."""
+    """Train by one program of two replicas."""
     programs = compile_programs(config, build_programs(config, make_mesh(config, jax.devices()[:2])), only=PROGRAMS)
     assert programs.outer_step is not None
     state = programs.init(draws.key(config.seed))
@@ -68,7 +68,7 @@ def trained_together(config: TrainConfig) -> TrainState:
 
 
 def trained_as_islands(configs: list[TrainConfig], folder: Path) -> list[TrainState]:
-    """By an island for each configuration, on devices of its own, each exchange waited for."""
+    """Train an island for each configuration, on devices of its own, waiting for each exchange."""
     addresses = [Address("127.0.0.1", port) for port in free_ports(2)]
     roster = Roster("test", tuple(map(Island, NAMES, addresses)))
     devices = iter(jax.devices())

@@ -1,4 +1,4 @@
-"""What one member or one machine may do to others, with real processes over TLS; `World` has each in virtual time."""
+"""Limits on the harm that one member does to others, with real processes over TLS; `World` has them in virtual time."""
 
 import shutil
 import signal
@@ -36,7 +36,7 @@ def last_round(islands: Archipelago, name: str) -> int:
 
 
 def test_islands_that_keep_pace_meet_again_after_the_slower_ones_were_stopped_for_rounds(config, tmp_path):
-    """At speeds of 1, 2 and 4. Before, the fastest stayed rounds ahead of all others and met nobody."""
+    """Speeds are 1, 2 and 4. Before, the fastest stayed rounds ahead of all others and met nobody."""
     arguments = [f"--config={config}", "--config.num_replicas=3", "--pace=time", *ARGUMENTS]
     seconds = {name: 0.1 * 2**place for place, name in enumerate(NAMES)}
     with Archipelago(tmp_path, NAMES, arguments, processes.environment(config), seconds) as islands:

@@ -1,4 +1,4 @@
-"""What an island keeps of its recent events."""
+"""An island's list of its recent events."""
 
 import json
 import math

@@ -92,7 +92,7 @@ def test_journals_of_the_released_version_are_resumed():
 
 @pytest.mark.parametrize("values", RELEASED["entries"]["signed"], ids=["authority's", "own"])
 def test_signatures_of_the_released_version_hold(values):
-    """What is signed has no further field: the released version would not know it."""
+    """Signed messages have no further field: the released version would not know it."""
     check = check_of(RUN, Credentials(RELEASED["entries"]["authority"].encode(), b"", b""))
     entry = entry_from_json(values)
     assert check(entry) and not check(dataclasses.replace(entry, version=entry.version + 1))

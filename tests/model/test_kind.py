@@ -64,7 +64,7 @@ def test_a_kind_that_is_no_model_is_refused_in_a_line(given, message):
 
 
 class Base(kind.Model):
-    """What the broken models below share."""
+    """Base class of the broken models below."""
 
     def __init__(self, config, *, rngs):
         self.table = kind.weight(jnp.ones((config.vocab_size, config.hidden_size)), "vocab", "hidden")

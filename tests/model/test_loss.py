@@ -88,7 +88,7 @@ def test_columns_of_zeros_behind_the_vocabulary_change_nothing(inputs, vocab_mul
 def test_a_kernel_whose_columns_are_sharded_has_the_loss_and_the_gradients_of_the_whole(
     inputs, num_shards, vocab_multiple, one_pass
 ):
-    """With the weights of `weight_B`, in chunks, and columns behind the vocabulary that belong to no token."""
+    """The loss has the weights of `weight_B`, chunks, and columns behind the vocabulary that belong to no token."""
     h_BTD, kernel_DV, labels_BT = as_float32(inputs)
     padding = -V % num_shards
     padded_DV = jnp.pad(kernel_DV, ((0, 0), (0, padding)), constant_values=9.0)  # seen if they are not left out

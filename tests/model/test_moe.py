@@ -111,7 +111,7 @@ def test_bfloat16_trains_on_shards():
 
 
 def test_gradients_of_bfloat16_kernels_are_sums_in_float32():
-    """Of 4,096 tokens and 2 experts, whose blocks each bring a part: summed in bfloat16 they were off by 1 %."""
+    """Blocks of 4,096 tokens and 2 experts each bring a part: summed in bfloat16 they were off by 1 %."""
     random = np.random.default_rng(0)
     x, scores = random.normal(size=(4096, 16)), random.uniform(0.2, 0.8, (4096, 1))
     experts = jnp.asarray(random.integers(0, 2, (4096, 1)), jnp.int32)

@@ -33,7 +33,7 @@ def tree(seed: int) -> dict[str, np.ndarray]:
 
 
 def members(shape: tuple[int, ...], count: int) -> list[np.ndarray]:
-    """Which elements belong to which fragment, as masks: stripes of the largest dimension that `count` divides, and
+    """Return a mask of elements for each fragment: stripes of the largest dimension that `count` divides, and
     runs of the vector where there is none."""
     fitting = [dim for dim, size in enumerate(shape) if size % count == 0]
     number = np.zeros(shape, int)

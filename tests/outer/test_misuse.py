@@ -51,7 +51,7 @@ def test_a_traced_sync_is_an_error_that_names_the_ways():
 
 @pytest.mark.parametrize("sync", [None, False, True])
 def test_parameters_that_shard_map_takes_for_equal_everywhere_are_an_error(sync):
-    """With in_specs=P(), jax.grad sums their gradients over the replicas: an all-reduce at every step."""
+    """Given in_specs=P(), jax.grad sums their gradients over the replicas: an all-reduce at every step."""
     tx = noloco()
     params = {"w": np.ones(3, np.float32)}
 

@@ -1,4 +1,4 @@
-"""What every rule promises, wherever its replicas live: rows of `support.rules` times rows of `LAYOUTS`."""
+"""Promises of every rule, wherever its replicas live: rows of `support.rules` times rows of `LAYOUTS`."""
 
 from functools import partial
 from typing import Any
@@ -130,7 +130,7 @@ def test_momentum_of_corrections_leaves_the_mean_of_replicas_where_plain_averagi
 
 
 def drift(outer: Any, form: str, rounds: int = 40, by: float = 1e-3) -> float:
-    """How far weights near 1 move that inner steps push by the same amount in every round: the mean over many."""
+    """Return the mean distance that weights near 1 move when inner steps push them equally in every round."""
     size, n = 2048, 2
     start = 1 + 1e-2 * np.random.default_rng(0).random(size, np.float32)  # equal weights are rounded alike
     params = {"w": jnp.broadcast_to(start[None], (n, size))}

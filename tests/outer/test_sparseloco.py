@@ -129,7 +129,7 @@ def test_outer_steps_are_those_of_the_equations_round_by_round(layout):
 
 
 def test_error_feedback_loses_nothing():
-    """With β = 1, what was sent and what is left add up to all Δ; with α = 1 the weights move by what was sent."""
+    """Sent and left add up to all Δ with β = 1; with α = 1 the weights move by what was sent."""
     outer = nj.sparseloco(1.0, 1.0)
     step = jax.jit(jax.vmap(outer.step, axis_name="replica"))
     params: Any = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), tree(0))
@@ -146,7 +146,7 @@ def test_error_feedback_loses_nothing():
 
 
 def test_all_entries_with_few_sizes_move_the_mean_by_what_is_left_over():
-    """With k = 4096 everything is sent; two sizes a chunk are coarse, and the error holds just the rounding."""
+    """All is sent with k = 4096; two sizes a chunk are coarse, and the error holds just the rounding."""
     x = tree(3)["matrix"][0]
     sparse = np.asarray(TopEntries(4096).sparsify(jnp.asarray(x)))
     assert ((sparse != 0) == (x != 0)).all() and (np.sign(sparse) == np.sign(x)).all()

@@ -109,7 +109,7 @@ def strike_to_the_end(run: SmallRun, strike: Strike, rng: random.Random) -> tupl
 
 
 def differences(run: SmallRun, whole: SmallRun) -> list[str]:
-    """What a run has left that is not bitwise what another has."""
+    """List the files and arrays of a run that differ by a bit from another run's."""
     found = []
     for number in range(run.number):
         name = "metrics.jsonl" if number == 0 else f"metrics.{number}.jsonl"

@@ -340,7 +340,7 @@ def test_a_checkpoint_is_not_called_damaged_for_want_of_memory_storage_or_a_proc
 )
 @pytest.mark.parametrize("method", ["save", "wait_until_finished"])
 def test_a_full_disk_is_worth_another_try_and_not_damage(tmp_path, monkeypatch, method, error):
-    """Whether it is told by a save or, of the last one, by the wait for it."""
+    """A save raises it or, for the last one, the wait for it."""
     state = random_state(programs_of(CONFIG).state)
 
     def fail(*_, **__):

@@ -1,4 +1,4 @@
-"""What a run shows, on a terminal and where there is none."""
+"""Output of a run, on a terminal and where there is none."""
 
 import errno
 import io

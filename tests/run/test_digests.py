@@ -84,7 +84,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 def resume(workdir: Path) -> TrainState:
-    """What a run reads to go on."""
+    """Restore everything that a run reads to resume."""
     with Checkpointer(workdir, CONFIG, read_only=True) as checkpoints:
         step = checkpoints.start_step()
         assert step == 3

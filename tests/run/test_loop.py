@@ -85,7 +85,7 @@ NOTHING = Totals()
 
 
 class Result:
-    """What a run of CONFIG did: saves and evaluations, lines of metrics, and how it ended."""
+    """Result of a run of CONFIG: saves and evaluations, lines of metrics, and how it ended."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What replicas send, against a count by hand, and for routed micro-batches against a walk along the routes.
+"""Bytes that replicas send, against a count by hand, and for routed micro-batches against a walk along the routes.
 
 `tests/communication/test_messages.py` holds the same figures to the collectives of the compiled programs.
 """
@@ -113,7 +113,7 @@ def test_stages_send_their_parts_of_the_vocabulary_with_its_padding_and_each_the
 
 @pytest.mark.parametrize(("num_replicas", "stages"), [(5, 2), (4, 3)])
 def test_routed_micro_batches_send_what_a_walk_along_the_routes_comes_to(num_replicas, stages):
-    """At every tick, in the bubble too, each stage but the last sends hidden states, labels and weight to one of the
+    """Each stage but the last sends at every tick, in the bubble too, hidden states, labels and weight to one of the
     next stage, and its gradient of the hidden states comes back."""
     config = run("noloco", num_replicas, {"stage": stages})
     sequences, length, ticks = 4 // 2, 8, 2 + stages - 1
@@ -140,7 +140,7 @@ def test_epidemic_sends_whole_messages_to_each_of_its_neighbours():
 
 
 def test_sparseloco_sends_its_entries_and_four_bytes_a_chunk_to_all_others():
-    """Of eight rows of a table, or of 32 units, a chunk of 128, of fewer each one of 16; four entries of 10 bits."""
+    """Eight rows of a table, or 32 units, make a chunk of 128, fewer one of 16 each; four entries of 10 bits."""
     chunks = 2 * math.ceil(V / 8) + 3 * F // 8 + 16 + 8 + 8 + 16 + 3
     assert messages("sparseloco").of_outer_step(0) == 3 * chunks * (4 + 4 * 10 // 8)
     assert num_outer_steps(run("sparseloco")) == 10

@@ -1,4 +1,4 @@
-"""What is out of all proportion is named, and nothing else is."""
+"""Settings out of all proportion are named, and no others."""
 
 import math
 

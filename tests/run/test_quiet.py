@@ -1,4 +1,4 @@
-"""What is not shown of a save that fails, besides the error."""
+"""Messages of a failing save that are hidden, besides the error."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""What a run may change when it goes on, and the history of its starts."""
+"""Settings a run may change when it resumes, and the history of its starts."""
 
 import json
 from dataclasses import replace

@@ -24,7 +24,7 @@ def test_the_first_steps_may_rise():
 
 
 def test_a_rise_is_told_once_for_every_fifth():
-    """From 2.0 to 4.0 it is a fifth more three times, 1.2^3 = 1.73."""
+    """The loss rises by a fifth three times from 2.0 to 4.0: 1.2^3 = 1.73."""
     losses = np.concatenate([np.full(300, 2.0), np.linspace(2, 4, 300), np.full(20, 4.0)])
     steps = told(losses)
     assert len(steps) == 3

@@ -1,4 +1,4 @@
-"""What a user can get wrong between a config, a workdir and data: one line, exit status 2, nothing written over.
+"""Mistakes between a config, a workdir and data: one line, exit status 2, nothing written over.
 
 What is refused before anything is compiled is tried in the tests' own process, all else in a real one.
 """

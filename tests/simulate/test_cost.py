@@ -1,4 +1,4 @@
-"""What the cost model says that replicas send, against the trainer's own programs."""
+"""Bytes that replicas send by the cost model, against the trainer's own programs."""
 
 import pytest
 

@@ -81,7 +81,7 @@ def train(config, num_devices, num_steps=4):
 
 
 def trajectory(config, num_devices):
-    """What `train` returns, of the state the model's weights."""
+    """Return `train`'s result with the model's weights for the state."""
     losses, norms, state, evaluation = train(config, num_devices)
     params = jax.tree.map(np.asarray, resize_vocabulary(config.model, state.params, config.model.vocab_size))
     return losses, norms, params, evaluation
@@ -197,7 +197,7 @@ def test_random_routing_does_not_depend_on_the_devices(layout):
 
 
 def test_random_routing_with_fragments_in_few_bits_does_not_depend_on_the_devices():
-    """But for weights that a rounding error in front of the code takes to the next of its 63 values."""
+    """All weights agree but those that a rounding error before quantizing takes to the next of 63 values."""
 
     def weights(config, num_devices, **outer):
         outer = dataclasses.replace(config.outer, sync_every=1, **outer)
@@ -245,7 +245,7 @@ def test_the_heads_gradient_is_not_kept_for_every_microbatch(num_devices):
 
 
 def parts_of(x):
-    """What the devices of the first replica hold of an array: from the first stage to the last."""
+    """Return the parts of an array on the first replica's devices, from the first stage to the last."""
     return [np.asarray(shard.data)[0] for shard in x.addressable_shards if shard.index[0].start in (0, None)]
 
 

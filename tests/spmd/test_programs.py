@@ -1,4 +1,4 @@
-"""What the programs of a run compute, against numpy: outer steps with the groups that are logged, merging, spread."""
+"""Results of a run's programs, against numpy: outer steps with the groups that are logged, merging, spread."""
 
 import dataclasses
 from typing import Any
@@ -111,7 +111,7 @@ def test_the_merged_perplexity_is_that_of_the_mean_weights(replicas):
     figures = evaluate(programs, placed, Validation(batches))
 
     def mean_loss(weights: Any) -> Any:
-        """By replica, on all batches, one at a time."""
+        """Return each replica's mean loss on all batches, one at a time."""
         everywhere = [place_batch(dict.fromkeys(range(4), batch), programs.batch) for batch in batches]
         sums, counts = zip(*(programs.evaluate(weights, batch) for batch in everywhere), strict=True)
         return np.sum(sums, axis=0, dtype=np.float64) / np.sum(counts, axis=0, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Which replica's next stage a micro-batch enters."""
+"""Routes of micro-batches between replicas' stages."""
 
 import jax
 import jax.numpy as jnp

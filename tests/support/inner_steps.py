@@ -41,7 +41,7 @@ def losses(config: TrainConfig, num_devices: int, start: Any = None, **inner: An
 
 
 def assert_copies_are_equal(params: Any) -> None:
-    """What several devices hold of a parameter, such as a norm on each stage, is bitwise the same on all."""
+    """Assert that a parameter that several devices hold, such as a norm on each stage, is bitwise equal on all."""
     for path, x in jax.tree.leaves_with_path(params):
         first: dict[str, np.ndarray] = {}
         for shard in x.addressable_shards:

@@ -1,4 +1,4 @@
-"""What a world of islands is made of: processes with disks and books, calls, and faults."""
+"""Parts of a world of islands: processes with disks and books, calls, and faults."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

@@ -33,7 +33,7 @@ _EMPTY_LIST = (
 
 
 class Request(NamedTuple):
-    """What was asked of a server, `range` as (start, stop) where it was for a part of a file."""
+    """Request to a server, `range` as (start, stop) where it was for a part of a file."""
 
     method: str
     path: str

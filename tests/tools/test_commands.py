@@ -1,4 +1,4 @@
-"""What the command lines of all tools have in common."""
+"""Common rules of all tools' command lines."""
 
 import runpy
 import sys

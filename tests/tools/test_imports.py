@@ -1,4 +1,4 @@
-"""Who imports whom in the package."""
+"""Imports between the rooms of the package."""
 
 import ast
 import graphlib
