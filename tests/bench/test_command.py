@@ -66,7 +66,7 @@ def test_a_variant_that_does_not_fit_the_devices_is_refused_and_the_others_go_on
     path = tmp_path / "bench.json"
     arguments = [f"--config={config_file}", "--compile_only", f"--json={path}"]
     with pytest.raises(UserError, match=r"model\.hidden_size=32"):  # 3 heads do not divide the width: refused at once
-        command.main([*arguments, "--vary", "model.num_heads=4,3"])
+        command.main([*arguments, "--config.model.kind=llama", "--vary", "model.num_heads=4,3"])
     assert not path.exists()
 
     # How many devices there are, only a variant's process can tell.

@@ -50,6 +50,7 @@ class Group:
     def train(self, name: str, **more: str) -> None:
         """Start a founder."""
         fields = {"num_replicas": 2, "num_steps": 4000, "eval_every": 4000, "checkpoint_every": 4000}
+        fields |= {"model.kind": "llama"}  # which `merge` can write
         flags = {"roster": self.folder / "roster.toml", "name": name, "keys": self.folder / "keys" / name}
         flags |= {"config": self.config, **more, **{f"config.{field}": value for field, value in fields.items()}}
         self.start(name, "train", *(f"--{flag}={value}" for flag, value in flags.items()))

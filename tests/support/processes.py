@@ -43,8 +43,8 @@ def get_config():
 """
 
 
-def write_config(folder: Path) -> Path:
-    """A configuration of a small run, on a few files of text."""
+def write_config(folder: Path, kind: str = tiny_model.KIND) -> Path:
+    """Write the configuration of a small run of a kind of model, and a few files of text."""
     lines = lines_of_words(210)
     (folder / "data").mkdir(parents=True)
     (folder / "held_out").mkdir()
@@ -52,7 +52,7 @@ def write_config(folder: Path) -> Path:
         (folder / "data" / f"{number:02}.txt").write_text("".join(lines[8 * number : 8 * number + 40]))
     (folder / "held_out/text.txt").write_text("".join(lines[150:]))
     path = folder / "config.py"
-    path.write_text(CONFIG.format(kind=tiny_model.KIND, data=str(folder / "data"), held_out=str(folder / "held_out")))
+    path.write_text(CONFIG.format(kind=kind, data=str(folder / "data"), held_out=str(folder / "held_out")))
     return path
 
 

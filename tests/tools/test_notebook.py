@@ -17,7 +17,7 @@ NOTEBOOK = ROOT / "noloco_jax/examples/quickstart.ipynb"
 def outputs(tmp_path_factory) -> list[list[nbformat.NotebookNode]]:
     """The outputs of each code cell, run where configs/quickstart.py is a small run."""
     folder: Path = tmp_path_factory.mktemp("notebook")
-    config = processes.write_config(folder)
+    config = processes.write_config(folder, "llama")
     (folder / "configs").mkdir()
     config.rename(folder / "configs/quickstart.py")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
