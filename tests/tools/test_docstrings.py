@@ -8,7 +8,7 @@ import pytest
 
 from support.paths import ROOT
 
-PACKAGE = ROOT / "noloco_jax"
+ROOTS = [ROOT / "noloco_jax", ROOT / "tests"]
 # Each opens a relative clause, a question or half a sentence: the reader has to find out what is meant.
 OPENINGS = (
     "what",
@@ -44,11 +44,12 @@ def opens_badly(text: str) -> bool:
 
 
 def rooms() -> dict[str, list[Path]]:
-    """Map each room to its files; the modules that stand beside the rooms are together "noloco_jax"."""
+    """Map each room, of the package and of the tests, to its files; modules beside the rooms are one room."""
     found: dict[str, list[Path]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        first, *below = path.relative_to(PACKAGE).parts
-        found.setdefault(first if below else PACKAGE.name, []).append(path)
+    for root in ROOTS:
+        for path in sorted(root.rglob("*.py")):
+            first, *below = path.relative_to(root).parts
+            found.setdefault(f"{root.name}/{first if below else ''}", []).append(path)
     return found
 
 
