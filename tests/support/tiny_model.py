@@ -1,4 +1,4 @@
-"""The model of runs whose subject is not the model: quick to compile, with a Llama's logical axes.
+"""The model of runs whose subject is not the model: quick to compile, with a Llama's logical axes but "heads".
 
 Axes: B batch, T positions, D hidden width, V vocabulary.
 """
