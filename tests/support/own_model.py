@@ -13,6 +13,7 @@ from noloco_jax.config import ModelConfig
 from noloco_jax.model import kind
 from noloco_jax.model.kind import Stages, stacked, weight
 from noloco_jax.model.placement import look_up
+from support.tiny_model import Tiny
 
 
 def draw(rngs: nnx.Rngs, *shape: int) -> jax.Array:
@@ -48,8 +49,8 @@ class Gate(nnx.Module):
         return h_BTD + jnp.tanh(h_BTD.cumsum(axis=1) / positions_1T1 @ self.share[...])
 
 
-class Layered(kind.Model):
-    """Layers that pipeline stages share out."""
+class Layered(Tiny):
+    """Layers that pipeline stages share out, under other names than a Llama's."""
 
     stages: ClassVar[Stages] = Stages("tokens", "gates", "scale", "answers")
 
@@ -58,19 +59,3 @@ class Layered(kind.Model):
         self.gates = stacked(lambda *, rngs: Gate(config, rngs=rngs), config.num_layers, rngs)
         self.scale = weight(jnp.ones(config.hidden_size), None)
         self.answers = weight(draw(rngs, config.hidden_size, config.vocab_size), "hidden", "vocab")
-
-    def hidden(self, ids_BT: jax.Array, *, segments_BT: jax.Array | None = None) -> jax.Array:
-        return self.final_norm(self.run_blocks(self.embed_tokens(ids_BT)))
-
-    def embed_tokens(self, ids_BT: jax.Array) -> jax.Array:
-        return look_up(self.tokens[...], ids_BT, self.tokens.dtype)
-
-    def run_blocks(self, h_BTD: jax.Array, *, segments_BT: jax.Array | None = None) -> jax.Array:
-        graphdef, layers = nnx.split(self.gates)
-        return jax.lax.scan(lambda h, layer: (nnx.merge(graphdef, layer)(h), None), h_BTD, layers)[0]
-
-    def final_norm(self, h_BTD: jax.Array) -> jax.Array:
-        return self.scale[...][None, None] * h_BTD
-
-    def head_kernel(self) -> jax.Array:
-        return self.answers[...]

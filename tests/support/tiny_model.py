@@ -3,7 +3,7 @@
 Axes: B batch, T positions, D hidden width, V vocabulary.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,10 @@ class Block(nnx.Module):
 
 
 class Tiny(kind.Model):
-    """Blocks of two matrices between a table of tokens and a head."""
+    """Blocks of two matrices between a table of tokens and a head.
+
+    A subclass may have other blocks and name its fields otherwise, in `stages`.
+    """
 
     stages: ClassVar[Stages] = Stages("embed", "blocks", "norm", "head")
 
@@ -44,18 +47,22 @@ class Tiny(kind.Model):
         self.norm = weight(jnp.ones(config.hidden_size), None)
         self.head = weight(_normal(rngs, config.hidden_size, config.vocab_size), "hidden", "vocab")
 
+    def _field(self, place: str) -> Any:
+        """Return the field that has a place in `stages`."""
+        return getattr(self, getattr(self.stages, place))
+
     def hidden(self, ids_BT: jax.Array, *, segments_BT: jax.Array | None = None) -> jax.Array:
         return self.final_norm(self.run_blocks(self.embed_tokens(ids_BT)))
 
     def embed_tokens(self, ids_BT: jax.Array) -> jax.Array:
-        return look_up(self.embed[...], ids_BT, self.embed.dtype)
+        return look_up(self._field("embedding")[...], ids_BT, self._field("embedding").dtype)
 
     def run_blocks(self, h_BTD: jax.Array, *, segments_BT: jax.Array | None = None) -> jax.Array:
-        graphdef, blocks = nnx.split(self.blocks)
+        graphdef, blocks = nnx.split(self._field("layers"))
         return jax.lax.scan(lambda h, block: (nnx.merge(graphdef, block)(h), None), h_BTD, blocks)[0]
 
     def final_norm(self, h_BTD: jax.Array) -> jax.Array:
-        return self.norm[...][None, None] * h_BTD
+        return self._field("norm")[...][None, None] * h_BTD
 
     def head_kernel(self) -> jax.Array:
-        return self.head[...]
+        return self._field("head")[...]
