@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from noloco_jax.island.command import main as island
-from support import processes
+from support import processes, warm
 from support.paths import ROOT
 from support.ports import free_ports
 
@@ -33,7 +33,7 @@ class Group:
     def start(self, name: str, command: str, *flags: str) -> None:
         paced = [sys.executable, "-m", "support.paced", "0.1", "noloco_jax.island", command]
         with (self.folder / f"{name}.log").open("a") as output:
-            self.running[name] = subprocess.Popen(
+            self.running[name] = warm.Popen(
                 [*paced, *flags, "--linger=0", f"--workdir={self.folder / name}"],
                 env=processes.environment(self.config),
                 cwd=ROOT,

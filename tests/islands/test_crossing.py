@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from noloco_jax.island.command import main as island
+from support import warm
 from support.events import shown
 from support.paths import ROOT
 from support.ports import free_ports
@@ -42,7 +43,7 @@ def two_islands(folder: Path) -> Path:
 def train_islands(config: Path, roster: Path, folder: Path, *options: str) -> list[Path]:
     """Trains both to the end, each exchange waited for; returns their folders."""
     processes = [
-        subprocess.Popen(
+        warm.Popen(
             [
                 *(sys.executable, "-m", "support.waiting", f"--config={config}", f"--roster={roster}"),
                 *(f"--name={name}", f"--workdir={folder / name}", *COMMON, *options),

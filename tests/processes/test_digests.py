@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from support import processes
+from support import processes, warm
 from support.digested import UNLISTED
 from support.paths import ROOT
 from support.ports import free_port
@@ -24,7 +24,7 @@ def run(config: Path, workdir: Path, log: Path, *arguments: str) -> tuple[list[t
     place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     log.mkdir()
     started = [
-        subprocess.Popen(
+        warm.Popen(
             [
                 *(sys.executable, "-m", "support.digested", str(log / str(number)), "noloco_jax.train"),
                 *(f"--config={config}", f"--workdir={workdir}", *arguments),

@@ -9,7 +9,7 @@ from itertools import permutations
 from pathlib import Path
 
 from noloco_jax.island.command import main as island
-from support import processes
+from support import processes, warm
 from support.fault_proxy import FaultProxy
 from support.paths import ROOT
 from support.ports import free_port, free_ports
@@ -84,7 +84,7 @@ class Archipelago:
         for number in range(size):
             process = f"{name}.{number}" if number else name
             with self.log(process).open("a") as output:
-                self.running[process] = subprocess.Popen(
+                self.running[process] = warm.Popen(
                     [*command, *arguments],
                     env={**self._environment, **place, "JAX_PROCESS_ID": str(number)},
                     cwd=ROOT,

@@ -16,7 +16,7 @@ import pytest
 
 from noloco_jax.config import load_saved
 from noloco_jax.run.checkpoint import Checkpointer
-from support import platforms, tiny_model
+from support import platforms, tiny_model, warm
 from support.paths import ROOT
 from support.ports import free_port
 from support.texts import lines_of_words
@@ -102,7 +102,7 @@ def start(
     if number > 1:
         place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(number)}
     return [
-        subprocess.Popen(
+        warm.Popen(
             command(config, workdir, *arguments, seconds_per_step=seconds_per_step),
             env=environment(config, devices) | place | {"JAX_PROCESS_ID": str(process)},
             cwd=folders[process] if folders else ROOT,
