@@ -21,12 +21,11 @@ from noloco_jax.errors import UserError
 from noloco_jax.islands import peer_errors
 from noloco_jax.islands.calls import Calls, Listener
 from noloco_jax.islands.channel import Channel
-from noloco_jax.islands.client import Client
-from noloco_jax.islands.connections import Connections
 from noloco_jax.islands.donor import Donor
 from noloco_jax.islands.entries import describe, known_roster, write_members
 from noloco_jax.islands.frames import Expects
-from noloco_jax.islands.keys import Credentials, Newest, expiry_warning, renewed
+from noloco_jax.islands.keys import Credentials
+from noloco_jax.islands.network import Network
 from noloco_jax.islands.payload import Arrays, Codec, norm_of, pair_windows
 from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.events import (
@@ -71,9 +70,8 @@ from noloco_jax.islands.protocol.messages import (
 )
 from noloco_jax.islands.query import ask_all
 from noloco_jax.islands.recent import LONGEST_LINE, WATCH, Recent
-from noloco_jax.islands.relay import Relay, RelayedPort, RelayedServer
 from noloco_jax.islands.roster import Address, Roster
-from noloco_jax.islands.server import Handlers, Server
+from noloco_jax.islands.server import Handlers
 from noloco_jax.islands.snapshots import ABOUT, Snapshots
 from noloco_jax.islands.state_shares import Assembly, StateLayouts
 
@@ -91,7 +89,6 @@ class Correction:
     arrays: Future[Arrays]
 
 
-_KEYS_SECONDS, _WARN_SECONDS = 10.0, 86400.0  # interval of reading the keys again; of warnings that they expire
 _SHOWN = ("incarnation", "round", "training", "starting", "finished", "committed", "due", "lag", "partner", "members")
 _GOODBYE_SECONDS = 5.0  # for peers to ask about exchanges that only this island can resolve
 
@@ -158,7 +155,7 @@ class Agent:
 
     Attributes:
       snapshots: see above.
-      clients: a client for each peer.
+      network: the ways to the peers.
       recent: recent events, for those who watch.
     """
 
@@ -177,19 +174,17 @@ class Agent:
         members_file: Path | None = None,
         listen: Address | None = None,
     ):
-        self._founders, self._name, self._credentials = roster, name, credentials
+        self._founders, self._name = roster, name
         self._protocol, self._to_people = protocol, report
         self.recent, self._began = Recent(), time.time()
-        self._members_file, self._listen = members_file, listen
-        self._roster = known_roster(roster, protocol.members, protocol.round)
+        self._members_file = members_file
         self._codec = codec
         self.snapshots, self._about = snapshots, dict(about)
         self._changed = threading.Condition(threading.RLock())
-        self._connections = Connections()
-        self._newest = Newest(credentials.folder if credentials else None)
-        self.clients: dict[str, Client] = {}
+        known = known_roster(roster, protocol.members, protocol.round)
+        self.network = Network(known, name, credentials, self._report, listen)
         self._calls = Calls(
-            self.clients,
+            self.network.clients,
             codec.specs,
             lambda share: states.of(share.whole).specs(share.number),
             settings.answer_seconds,
@@ -211,11 +206,7 @@ class Agent:
         self._admitted = self._decided = False
         self._refused: Refused | None = None
         self._left = False
-        self._closed = False
-        self._server: Server | None = None
-        self._relay = Relay()
-        self._relayed: RelayedServer | None = None
-        self._ports: dict[str, RelayedPort] = {}  # of peers that only dial out
+        self._opened = self._closed = False
         self._follow_members()
 
     # The training's side.
@@ -223,17 +214,11 @@ class Agent:
     def open(self) -> None:
         """Listen, and ask the peers for their status. Raises `UserError` where it cannot listen."""
         actions = {ABOUT: self._tell_about, WATCH: self._show}
-        serves = self._called, self.snapshots.state, actions, self._report, self._relay.call, self._introduced
-        handlers = Handlers(*serves)
-        self._server = Server(self._roster, self._name, self._credentials, handlers, self._listen, self._newest)
+        serves = self._called, self.snapshots.state, actions, self._report, self.network.relay.call, self._introduced
+        self.network.open(Handlers(*serves))
+        self._opened = True
         self._follow_members()
-        if not self._roster.address(self._name).can_be_dialled:
-            host = self._listen.host if self._listen and self._listen.host not in ("0.0.0.0", "::") else "127.0.0.1"
-            at = Address(host, self._server.port)
-            self._relayed = RelayedServer(self._name, self.clients, self._relays, at)
         threading.Thread(target=self._tick, daemon=True, name="ticks").start()
-        if self._credentials is not None:
-            threading.Thread(target=self._watch_keys, daemon=True, name="keys").start()
         self._handle(Start())
 
     def admitted(self, seconds: float) -> bool:
@@ -284,7 +269,7 @@ class Agent:
                 return  # these weights are about to be replaced
             self._own[round] = message
             self._handle(RoundEnded(round, tokens, norm))
-            if len(self._protocol.members.present(round)) != len(self._roster.names):
+            if len(self._protocol.members.present(round)) != len(self.network.roster.names):
                 self._follow_members()
             for old in [old for old in self._own if not self._protocol.is_meeting(old)]:
                 del self._own[old]
@@ -365,7 +350,7 @@ class Agent:
         `finished`: all steps of the run are taken; the weights are then served until `close`.
         """
         with self._changed:
-            if self._server is not None and not self._left:
+            if self._opened and not self._left:
                 self._left = True
                 self._handle(Stop(finished))
 
@@ -373,7 +358,7 @@ class Agent:
         """Return the islands not known to have taken all steps; ask them first where `ask_seconds` is positive."""
         with self._changed:
             names = self._unfinished()
-        answers = ask_all({name: self.clients[name] for name in names}, ask_seconds) if ask_seconds else {}
+        answers = ask_all({name: self.network.clients[name] for name in names}, ask_seconds) if ask_seconds else {}
         with self._changed:
             for name, answer in answers.items():
                 if isinstance(answer, Status) and answer.finished and name in self._protocol.peers:
@@ -383,7 +368,7 @@ class Agent:
     @property
     def is_relaying(self) -> bool:
         """True while an island that only dials out is reached through this one."""
-        return self._relay.is_in_use
+        return self.network.relay.is_in_use
 
     @property
     def is_removed(self) -> bool:
@@ -404,20 +389,13 @@ class Agent:
         """Leave, and end all calls."""
         self.leave()
         with self._changed:
-            opened, self._closed = self._server is not None and not self._closed, True
+            is_first, self._closed = self._opened and not self._closed, True
             self.snapshots.close()
             self._changed.notify_all()
-        if not opened:
+        if not is_first:
             return
         self._calls.hang_up(_GOODBYE_SECONDS)
-        self._relay.close()
-        if self._relayed is not None:
-            self._relayed.close()
-        for port in self._ports.values():
-            port.close()
-        self._connections.close()
-        assert self._server is not None
-        self._server.close(1.0)
+        self.network.close()
         self._former.shutdown()
 
     def _taken(self, count: int) -> list[Correction | Healed]:
@@ -492,33 +470,8 @@ class Agent:
     def _follow_members(self) -> None:
         """Call and admit the present members, at their newest addresses."""
         members = self._protocol.members
-        self._roster = known_roster(self._founders, members, self._protocol.round)
-        if self._name not in self._roster.names:
-            return  # removed: the others will not have it
-        behind = {name for name, address in self._roster.islands if not address.can_be_dialled}
-        for name in self._ports.keys() - behind:
-            self._former.submit(self._ports.pop(name).close)  # which waits for threads that want the lock
-        for name, address in self._roster.islands:
-            if not address.can_be_dialled and name != self._name and self._credentials is not None:
-                if name not in self._ports:
-                    arguments = self.clients, self._relays, self._relay
-                    self._ports[name] = RelayedPort(self._name, name, *arguments)
-                address = self._ports[name].address
-            if name in self.clients:
-                self.clients[name].move(address, is_relayed=name in self._ports)
-            elif name != self._name:
-                self.clients[name] = Client(
-                    self._roster, self._name, self._credentials, name, self._connections, self._newest
-                )
-                self.clients[name].move(address, is_relayed=name in self._ports)
-        if self._server is not None:
-            issued = {entry.name: entry.issued for entry in members.entries if entry.issued > 0}
-            self._server.admit(self._roster, issued)
-
-    def _relays(self) -> list[str]:
-        """Return the members that can be dialled, but for this one."""
-        with self._changed:
-            return [name for name, at in self._roster.islands if at.can_be_dialled and name != self._name]
+        issued = {entry.name: entry.issued for entry in members.entries if entry.issued > 0}
+        self.network.follow(known_roster(self._founders, members, self._protocol.round), issued)
 
     def _introduced(self, name: str, body: Mapping[str, Any]) -> bool:
         """Return whether an unknown caller has brought an entry that makes it a member."""
@@ -530,25 +483,7 @@ class Agent:
             return False
         with self._changed:
             self._handle(Told(header.news))
-            return name in self._roster.names
-
-    def _watch_keys(self) -> None:
-        """Read keys that were renewed, and warn daily of those that expire soon."""
-        warned = -math.inf
-        assert self._credentials is not None
-        while not self._closed:
-            if (keys := renewed(self._credentials, self._name)) is not None:
-                self._credentials = keys
-                for client in self.clients.values():
-                    client.renew(keys)
-                assert self._server is not None
-                self._server.renew(keys)
-                self._report(f"{self._name} has read new keys from {keys.folder}")
-            elif time.monotonic() - warned > _WARN_SECONDS and (line := expiry_warning(self._credentials, self._name)):
-                warned = time.monotonic()
-                self._report(line)
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed, _KEYS_SECONDS)
+            return name in self.network.roster.names
 
     def _tick(self) -> None:
         """Send the protocol a tick whenever its deadline has come."""

@@ -93,7 +93,7 @@ class FinalMerge:
         peers = [name for name in self._names if name not in (self._own, *late)]
         if peers:
             self._report(f"merging the last weights with those of {', '.join(peers)}, {self._seconds:g} s at most")
-        merging = thread.submit(self._mean, agent.clients, own, peers, deadline)
+        merging = thread.submit(self._mean, agent.network.clients, own, peers, deadline)
 
         def is_merged() -> bool:
             is_served = merging.done() and agent.snapshots.served >= set(peers)

@@ -254,7 +254,7 @@ def test_the_next_relay_serves_where_the_first_is_away():
         deadline = time.monotonic() + 30
         while not answer and time.monotonic() < deadline:
             with contextlib.suppress(PeerError):
-                answer = sites["turin"].agent.clients["oslo"].action("about", {}, 5.0)
+                answer = sites["turin"].agent.network.clients["oslo"].action("about", {}, 5.0)
         assert answer["round"] == -1
     finally:
         side_by_side(*[site.agent.close for site in sites.values()])

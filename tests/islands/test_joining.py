@@ -119,7 +119,7 @@ def test_a_stranger_with_a_certificate_and_no_entry_is_refused(running):
     forged = dataclasses.replace(running.entry(2, "oslo", 0), signature="00")
     members = Members(FOUNDERS, lambda entry: True, [forged])
     site = Site("oslo", running.roster, credentials=load_keys(running.keys / "oslo", "oslo"), members=members)
-    site.agent._roster = dataclasses.replace(
+    site.agent.network.roster = dataclasses.replace(
         running.roster, islands=(*running.roster.islands, Island("oslo", Address("127.0.0.1", running.ports["oslo"])))
     )
     site.agent.open()
@@ -128,7 +128,7 @@ def test_a_stranger_with_a_certificate_and_no_entry_is_refused(running):
         site.agent.ready()
         running.wait(lambda: any("made out to 'oslo'" in line for line in running.sites["paris"].lines))
         assert running.sites["paris"].agent.incarnation == 1
-        assert not any("oslo" in running.sites[name].agent.clients for name in FOUNDERS)
+        assert not any("oslo" in running.sites[name].agent.network.clients for name in FOUNDERS)
     finally:
         site.agent.close()
 
@@ -139,7 +139,7 @@ def test_a_member_that_moves_tells_its_new_address_itself(running):
     moved = own_address("rome", "127.0.0.1:1", 0, RUN, rome)
     assert check_of(RUN, paris)(moved)
     running.sites["rome"].agent.tell(moved)
-    running.wait(lambda: running.sites["paris"].agent._roster.address("rome") == Address("127.0.0.1", 1))
+    running.wait(lambda: running.sites["paris"].agent.network.roster.address("rome") == Address("127.0.0.1", 1))
     before = running.sites["paris"].round
     running.wait(lambda: running.met("paris", "rome", before))  # rome dials, as nobody listens at the new address
 

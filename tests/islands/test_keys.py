@@ -13,7 +13,7 @@ from cryptography import x509
 
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
-from noloco_jax.islands import agent
+from noloco_jax.islands import network
 from noloco_jax.islands.certificates import names_of, owner_and_issue
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.keys import Credentials, Newest, credentials_for, expiry_warning, load_keys
@@ -290,7 +290,7 @@ def test_a_damaged_list_of_the_newest_certificates_is_told(tmp_path, content):
 
 
 def test_an_island_reads_renewed_keys_while_it_runs_and_meets_on(roster, monkeypatch):
-    monkeypatch.setattr(agent, "_KEYS_SECONDS", 0.2)
+    monkeypatch.setattr(network, "_KEYS_SECONDS", 0.2)
     keys = make(roster)
     names = ("paris", "berlin")
     addresses = [Address("127.0.0.1", port) for port in free_ports(2)]
