@@ -38,10 +38,13 @@ _one_at_a_time = threading.Lock()
 
 
 class Popen(subprocess.Popen):
-    """A `subprocess.Popen` of `[sys.executable, "-m", MODULE, ARGUMENT...]` that forks a server instead."""
+    """A `subprocess.Popen` of `[sys.executable, "-m", MODULE, ARGUMENT...]` that forks a server instead, on Linux."""
 
     def _execute_child(self, *arguments: Any) -> None:
-        given = inspect.signature(super()._execute_child).bind(*arguments).arguments
+        anew = super()._execute_child  # pyright: ignore[reportAttributeAccessIssue]
+        if sys.platform != "linux":
+            return anew(*arguments)
+        given = inspect.signature(anew).bind(*arguments).arguments
         python, option, *command = map(str, given["args"])
         assert (python, option) == (sys.executable, "-m"), given["args"]
         streams = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
@@ -54,7 +57,7 @@ class Popen(subprocess.Popen):
             self.pid = _fork(request, [own if stream == -1 else stream for own, stream in enumerate(streams)])
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-        self._close_pipe_fds(*(given[name] for name in pipes))
+        self._close_pipe_fds(*(given[name] for name in pipes))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _fork(request: Mapping[str, Any], streams: list[int]) -> int:
