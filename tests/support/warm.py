@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,11 +68,11 @@ def _fork(request: Mapping[str, Any], streams: list[int]) -> int:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
         socket.send_fds(server, [json.dumps(request).encode()], streams)
-        number = int(server.recv(LONGEST_REQUEST))
-        assert server.recv(LONGEST_REQUEST) == b"adopted"
+        number = server.recv(LONGEST_REQUEST)
+        assert server.recv(LONGEST_REQUEST) == b"adopted", "the server has ended: its output says why"
     finally:
         prctl(PR_SET_CHILD_SUBREAPER, 0)
-    return number
+    return int(number)
 
 
 def _server(env: Mapping[str, str]) -> socket.socket:
@@ -108,10 +109,13 @@ def _serve(tests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         if not message:
             return None
         if (between := os.fork()) == 0:
+            between = os.getpid()
             if number := os.fork():
                 tests.send(str(number).encode())
                 os._exit(0)
             tests.close()
+            while os.getppid() == between:
+                time.sleep(0.001)
             return json.loads(message), streams
         os.waitpid(between, 0)
         tests.send(b"adopted")
@@ -119,19 +123,9 @@ def _serve(tests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
             os.close(stream)
 
 
-def _draw() -> None:
-    """Draw a picture, as the first of a process loads fonts and takes five times as long."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(layout="constrained")
-    figure.add_subplot(yscale="log", title="title").plot([1, 1000], label="label")
-    figure.savefig(io.BytesIO())
-
-
 def main() -> None:
     for name in IMPORTS:
         importlib.import_module(name)
-    _draw()
     gc.freeze()  # what is never written stays shared by all forks
     if (asked := _serve(socket.socket(fileno=int(sys.argv[1])))) is None:
         return
