@@ -274,7 +274,7 @@ def refusals(client) -> set[str]:
 
 
 def test_each_kind_of_wrong_key_is_reported_to_its_owner_and_to_its_callers(ca):
-    """TLS servers close without a reason: a caller checks its own certificate, and its peers check it when they dial."""
+    """A TLS server closes without a reason: callers check their own certificate, and the peer's when they dial."""
     foreign = trustme.CA()
     past = {"not_before": datetime.datetime(2020, 1, 1), "not_after": datetime.datetime(2021, 1, 1)}
     foreign_keys = keys_of(foreign, "berlin")

@@ -122,11 +122,11 @@ def test_an_islands_evaluation_reports_only_its_own_perplexity_under_its_name(cr
         assert (figures, line["island"]) == ({"island", "perplexity"}, name)
         tags = {tag for _, tag, _ in shown(folder) if tag.startswith("eval/")}
         assert tags == {"eval/perplexity", "eval/tokens", "eval/seconds"}
-        said = (folder.parent / f"{name}.log").read_text()
-        assert f"perplexity {line['perplexity']:.3f} of island {name}\n" in said
-        assert f"│ island {name}" in said
+        log = (folder.parent / f"{name}.log").read_text()
+        assert f"perplexity {line['perplexity']:.3f} of island {name}\n" in log
+        assert f"│ island {name}" in log
         for word in ("replica 0", "replicas", "merged", "spread"):
-            assert word not in said[said.index(" of island ") :], word
+            assert word not in log[log.index(" of island ") :], word
 
 
 def test_metrics_and_tensorboard_record_every_exchange(crossed):
