@@ -1,4 +1,4 @@
-"""Islands behind a router: a port that is forwarded, and islands that can only dial out."""
+"""Islands behind NAT: a forwarded port, and islands that can only dial out."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ from support.sites import Site, side_by_side
 
 FOUR = ("berlin", "oslo", "paris", "rome")
 NOWHERE = parse_dialled("none")
-SETTINGS = Settings(patience=4, retry_seconds=0.2)  # of short rounds
+SETTINGS = Settings(patience=4, retry_seconds=0.2)  # for short rounds
 
 
 def roster_of(**addresses: Address) -> Roster:
@@ -58,7 +58,7 @@ def test_a_roster_may_have_several_islands_that_only_dial_out(tmp_path):
 @pytest.mark.parametrize(
     ("own", "peer", "calls"), [("none", "x:1", True), ("x:1", "none", False), ("x:1", "y:1", True)]
 )
-def test_who_only_dials_out_is_the_dialler_of_every_pair(own, peer, calls):
+def test_an_island_that_only_dials_out_dials_in_every_pair(own, peer, calls):
     roster = roster_of(a=parse_dialled(own), b=parse_dialled(peer))
     rules = Settings(), None, False, None, dials_of(roster, Members(roster.names), "a")
     machine = Protocol("a", ["b"], IDENTITY, lambda round: "b", 7, *rules)
@@ -67,15 +67,15 @@ def test_who_only_dials_out_is_the_dialler_of_every_pair(own, peer, calls):
     assert any(isinstance(action, Open) for action in actions) is calls
 
 
-def test_islands_that_only_dial_out_meet_all_others_and_each_other_through_a_relay(monkeypatch):
-    """Over TLS, which is between the two: the relay sees none of a message's bytes."""
-    passed: list[bytes] = []
+def test_islands_that_only_dial_out_exchange_with_every_peer_through_a_relay(monkeypatch):
+    """TLS is end to end: the relay sees no plaintext of a message."""
+    relayed: list[bytes] = []
     read = relay.CallPipe.read
 
     def recorded(pipe: relay.CallPipe) -> bytes:
         piece = read(pipe)
-        if len(piece) > 100:  # not what relays tell
-            passed.append(piece)
+        if len(piece) > 100:  # no control message of the relay
+            relayed.append(piece)
         return piece
 
     monkeypatch.setattr(relay.CallPipe, "read", recorded)
@@ -86,18 +86,18 @@ def test_islands_that_only_dial_out_meet_all_others_and_each_other_through_a_rel
     side_by_side(*[site.open for site in sites])
     side_by_side(*[lambda site=site: site.train(12, 0.5) for site in sites])
     side_by_side(*[site.close for site in sites])
-    assert passed[0][:2] == b"\x16\x03"  # a handshake of TLS
+    assert relayed[0][:2] == b"\x16\x03"  # a TLS handshake
     content = [site.message(round).tobytes()[:64] for site in sites for round in range(12)]
-    assert not any(one in piece for one in content for piece in passed)
-    assert sum(map(len, passed)) > 4 * 1000 * 4  # bytes of at least two exchanges
+    assert not any(one in piece for one in content for piece in relayed)
+    assert sum(map(len, relayed)) > 4 * 1000 * 4  # bytes: at least two exchanges
     for site in sites:
         met = {one.partner for one in site.met if one.outcome != "alone"}
         assert met == {*FOUR} - {site.name}, site.met
         assert site.share(2) > 0.6, site.met
 
 
-def test_commands_ask_islands_that_only_dial_out_through_those_that_can_be_dialled(tmp_path, capsys):
-    """Keys are an island's or a viewer's, which open no more there than elsewhere."""
+def test_commands_reach_islands_that_only_dial_out_through_a_relay(tmp_path, capsys):
+    """A viewer's keys stay read-only through a relay."""
     ports = free_ports(2)
     dialled = {"berlin": Address("127.0.0.1", ports[0]), "paris": Address("127.0.0.1", ports[1])}
     roster = roster_of(oslo=NOWHERE, rome=NOWHERE, **dialled)
@@ -128,8 +128,8 @@ def test_commands_ask_islands_that_only_dial_out_through_those_that_can_be_diall
         gone.action(WATCH, {"after": 0}, 20.0)
 
 
-def test_an_island_listens_where_it_is_told_and_is_dialled_where_the_roster_says(tmp_path):
-    """A proxy stands for a router that forwards a port."""
+def test_the_listen_address_may_differ_from_the_rosters_address(tmp_path):
+    """A proxy plays the router that forwards a port."""
     ca, ports = trustme.CA(), free_ports(2)
     with FaultProxy(ports[0]) as router:
         addresses = Address("127.0.0.1", router.port), Address("127.0.0.1", ports[1])
@@ -145,7 +145,7 @@ def test_an_island_listens_where_it_is_told_and_is_dialled_where_the_roster_says
         assert router.accepted and sites[1].share(1) > 0.7, sites[1].met
 
 
-def test_without_keys_an_island_listens_on_loopback_alone():
+def test_an_island_without_keys_listens_on_loopback_only():
     roster = Roster("test", tuple(map(Island, ("a", "b"), (Address("127.0.0.1", 1), Address("127.0.0.1", 2)))))
     handlers = Handlers(lambda *_: None, lambda *_: (), {}, print)
     with pytest.raises(UserError, match="without keys"):
@@ -153,7 +153,7 @@ def test_without_keys_an_island_listens_on_loopback_alone():
 
 
 class End:
-    """End of a tunnel for a test: pieces to read, and those that were written."""
+    """Fake tunnel end: yields the given pieces when read, and records those written."""
 
     def __init__(self, *pieces: bytes):
         self.pieces, self.written = [*pieces, b""], []
@@ -171,8 +171,8 @@ class End:
         self.is_closed.set()
 
 
-def waiting_at(relay_: relay.Relay, name: str) -> End:
-    """Let an island wait for callers; return the end of the call by which it is told of them."""
+def register(relay_: relay.Relay, name: str) -> End:
+    """Register an island at a relay; return the tunnel end on which the relay announces callers."""
     end: Any = End()
     threading.Thread(target=relay_.call, args=(relay.AWAIT, name, {}, end), daemon=True).start()
     while not end.written:
@@ -186,19 +186,19 @@ def token_of(end: End, number: int = 1) -> str:
     return json.loads(end.written[number])["token"]
 
 
-def test_a_relay_passes_bytes_on_both_ways_to_the_island_that_was_meant_alone():
+def test_a_relay_forwards_bytes_both_ways_to_the_intended_island_only():
     one, caller, called = relay.Relay(), End(b"to oslo"), End(b"to rome")
-    told = waiting_at(one, "oslo")
+    announcements = register(one, "oslo")
     thread = threading.Thread(target=one.call, args=(relay.RELAY, "rome", {"to": "oslo"}, caller))
     thread.start()
-    token = token_of(told)
+    token = token_of(announcements)
     with pytest.raises(RefusedError, match="any more"):
         one.call(relay.ACCEPT, "paris", {"token": token}, cast(Any, End()))
     accepts = threading.Thread(target=one.call, args=(relay.ACCEPT, "oslo", {"token": token}, called))
     accepts.start()
     while not (b"to oslo" in called.written and b"to rome" in caller.written):
         time.sleep(0.01)
-    with pytest.raises(RefusedError, match="any more"):  # a token serves once
+    with pytest.raises(RefusedError, match="any more"):  # a token is valid once
         one.call(relay.ACCEPT, "oslo", {"token": token}, cast(Any, End()))
     called.close()
     thread.join(10)
@@ -211,7 +211,7 @@ def test_a_relay_has_limits(monkeypatch):
     one = relay.Relay()
     with pytest.raises(BusyError, match="does not wait"), one.tunnel("rome", "oslo", End()):
         pass
-    waiting_at(one, "oslo")
+    register(one, "oslo")
     with pytest.raises(BusyError, match="does not answer"), one.tunnel("rome", "oslo", End()):
         pass
     monkeypatch.setattr(relay, "_ANSWER_SECONDS", 5.0)
@@ -236,8 +236,8 @@ def test_a_relay_has_limits(monkeypatch):
     assert sink.written == [b"123456", b"123456"] and source.is_closed.is_set()
 
 
-def test_the_next_relay_serves_where_the_first_is_away():
-    """oslo waits for callers at two of them, in an order that its callers know."""
+def test_the_next_relay_takes_over_when_the_first_is_down():
+    """oslo registers at two relays, in an order that its callers know."""
     ca, ports = trustme.CA(), free_ports(3)
     dialled = {name: Address("127.0.0.1", port) for name, port in zip(("berlin", "paris", "rome"), ports, strict=True)}
     roster = roster_of(oslo=NOWHERE, turin=NOWHERE, **dialled)
@@ -261,8 +261,8 @@ def test_the_next_relay_serves_where_the_first_is_away():
 
 
 @pytest.mark.skipif(not namespaces.are_permitted(), reason="needs root, and network namespaces")
-def test_processes_that_have_no_way_to_each_other_meet_and_merge_through_the_third(tmp_path):
-    """The two that only dial out are in networks of their own, from which only the third is reached."""
+def test_processes_without_a_route_to_each_other_exchange_and_merge_through_a_relay(tmp_path):
+    """Each of the two that only dial out is in a network of its own, which reaches only the third."""
     names = ("paris", "oslo", "rome")
     entries = [f'[[island]]\nname = "{name}"\naddress = "none"\n' for name in names[1:]]
     hub = f'[[island]]\nname = "paris"\naddress = "{namespaces.HUB}:7070"\n'
@@ -276,7 +276,7 @@ def test_processes_that_have_no_way_to_each_other_meet_and_merge_through_the_thi
         return [sys.executable, "-m", "noloco_jax.examples.island_numpy", *flags, f"--name={name}", "--steps=300"]
 
     with namespaces.hub_and_spokes(2) as enter:
-        for place, refusal in ((enter[0], True), (enter[1], False)):  # nobody listens; no way
+        for place, refusal in ((enter[0], True), (enter[1], False)):  # a route but no listener; no route
             reach = "import socket; socket.create_connection(('10.77.2.2', 9), 1)"
             tried = subprocess.run([*place, sys.executable, "-c", reach], capture_output=True, text=True, check=False)
             assert ("refused" in tried.stderr) is refusal
@@ -292,8 +292,8 @@ def test_processes_that_have_no_way_to_each_other_meet_and_merge_through_the_thi
         assert "the mean of 3 of 3 islands" in output, outputs
 
 
-def test_an_island_waits_again_at_the_relays_that_callers_try_first(monkeypatch):
-    """Before, each call of ten minutes that ended led on to the next relay, beyond those at which callers look."""
+def test_an_island_registers_again_only_at_the_relays_that_callers_try(monkeypatch):
+    """Guard a regression: after each ten-minute call the island moved on to the next relay, past those callers try."""
     visited: list[str] = []
     done = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Bounds on corrections: what one member can do to another, and what honest ones never notice."""
+"""Bounds on corrections: they limit how far one member moves another, and leave honest members alone."""
 
 import random
 from typing import Any
@@ -41,7 +41,7 @@ from support.ports import free_ports
 from support.sites import Site, side_by_side
 
 
-def known(sizes: list[list[float]]) -> Bounds:
+def bounds_after(sizes: list[list[float]]) -> Bounds:
     bounds = Bounds()
     for one in sizes:
         bounds.accept(one, (), ())
@@ -49,27 +49,27 @@ def known(sizes: list[list[float]]) -> Bounds:
 
 
 @pytest.mark.parametrize(("count", "multiple"), [(NEEDED, EARLY), (KEPT, MULTIPLE), (3 * KEPT, MULTIPLE)])
-def test_each_array_is_bounded_by_a_multiple_of_its_last_sizes_median(count, multiple):
+def test_each_array_is_bounded_by_a_multiple_of_the_median_of_its_recent_sizes(count, multiple):
     rng = np.random.default_rng(0)
     sizes = rng.uniform(1, 2, (count, 3)) * [1.0, 10.0, 10.0]
     median = np.median(sizes[-KEPT:], axis=0)
-    least = np.sqrt((median**2).mean())  # of arrays that are smaller than most
+    least = np.sqrt((median**2).mean())  # floor for arrays that are smaller than most
     alone = ALONE * multiple * np.maximum(median, least)
     together = multiple * np.median(np.linalg.norm(sizes[-KEPT:], axis=1))
-    bounds = known(sizes.tolist())
+    bounds = bounds_after(sizes.tolist())
     for size in (median, [0.0, alone[1], 0.0], [0.0, 5 * alone[1], 0.0], 9 * median, np.multiply(median, [9, 1, 1])):
         size = np.asarray(size)
         expected = np.minimum(1.0, np.minimum(alone / np.maximum(size, 1e-9), together / np.linalg.norm(size)))
         assert (bounds.factors(size.tolist(), 1e9) or (1.0,) * 3) == pytest.approx(tuple(expected), rel=1e-2)
 
 
-def test_the_first_corrections_are_bounded_by_a_share_of_the_own_message():
+def test_the_first_corrections_are_bounded_by_a_share_of_the_own_messages_norm():
     assert Bounds().factors([3.0, 4.0], 5.0 / FIRST) == ()
     assert Bounds().factors([3.0, 4.0], 1.0 / FIRST) == (pytest.approx(0.2),) * 2
 
 
-def test_a_bound_grows_a_little_with_each_exchange_that_it_clips_and_shrinks_with_others():
-    bounds = known([[1.0]] * KEPT)
+def test_a_bound_grows_when_it_clips_and_shrinks_when_it_does_not():
+    bounds = bounds_after([[1.0]] * KEPT)
     limits = []
     for size in (100.0, 100.0, 1.0, 1.0, 1.0):
         limits.append(100.0 * bounds.factors([100.0], 1e9)[0])
@@ -78,9 +78,9 @@ def test_a_bound_grows_a_little_with_each_exchange_that_it_clips_and_shrinks_wit
     assert limits == [pytest.approx(MULTIPLE * GROWTH**power, rel=1e-2) for power in (0, 1, 2, 1, 0)]
 
 
-def test_one_of_eight_moves_no_bound_of_the_others_and_a_partitions_halves_open_theirs():
+def test_a_bound_withstands_one_far_peer_of_seven_and_widens_for_four():
     def limit_after(far: set[int]) -> float:
-        bounds = known([[1.0]] * KEPT)
+        bounds = bounds_after([[1.0]] * KEPT)
         for number in range(10 * 7):
             size = 100.0 if number % 7 in far else 1.0
             own = bounds.factors([size], 1e9)
@@ -98,8 +98,8 @@ def test_smaller_factors_never_exceed_one():
     assert smaller((0.5, 1.0, 1.0), (0.7, 0.2, 9.0)) == (0.5, 0.2, 1.0)
 
 
-def trained(journal: Journal | None = None, bounds: Bounds | None = None) -> Island:
-    """Island "a", which meets "b" in every round and has ended round 0, or the one after a journal's."""
+def started(journal: Journal | None = None, bounds: Bounds | None = None) -> Island:
+    """Return started island "a", whose partner is "b" in every round; nobody answers its first requests."""
     island = Island("a", ["b"], IDENTITY, lambda round: "b", 7, journal=journal)
     if bounds is not None:
         island._context.bounds = bounds
@@ -110,7 +110,8 @@ def trained(journal: Journal | None = None, bounds: Bounds | None = None) -> Isl
     return island
 
 
-def dialled(island: Island, round: int = 0) -> tuple[Any, ExchangeId]:
+def dial(island: Island, round: int = 0) -> tuple[Any, ExchangeId]:
+    """End a round; return the channel and the id of the exchange that the island dials for."""
     actions = island.handle(RoundEnded(round, 1, 1.0), 1.0)
     ((channel, hello),) = [
         (a.channel, a.header) for a in actions if isinstance(a, Open) and isinstance(a.header, Hello)
@@ -118,16 +119,16 @@ def dialled(island: Island, round: int = 0) -> tuple[Any, ExchangeId]:
     return channel, hello.xid
 
 
-def usual() -> Bounds:
-    return known([[1.0, 1.0]] * KEPT)
+def usual_bounds() -> Bounds:
+    return bounds_after([[1.0, 1.0]] * KEPT)
 
 
 FAR = Content(1.0, (4 * MULTIPLE,) * 2)  # half of the correction is clipped away
 
 
-def test_who_answers_has_both_use_the_smaller_factors():
-    a = trained(bounds=usual())
-    channel, _ = dialled(a)
+def test_the_answering_island_commits_the_smaller_factors_for_both():
+    a = started(bounds=usual_bounds())
+    channel, _ = dial(a)
     a.handle(Broken(channel), 1.0)
     xid = ExchangeId(0, "b", 1, 1)
     a.handle(Opened("x", "b", Hello(Caller(IDENTITY, "b", "a", 1, 0), xid, 1)), 1.0)
@@ -137,9 +138,9 @@ def test_who_answers_has_both_use_the_smaller_factors():
     assert [action.factors for action in done if isinstance(action, Apply)] == [(0.25, 0.5)]
 
 
-def test_who_dialled_never_uses_more_than_its_own_factors():
-    a = trained(bounds=usual())
-    channel, xid = dialled(a)
+def test_the_dialling_island_never_exceeds_its_own_factors():
+    a = started(bounds=usual_bounds())
+    channel, xid = dial(a)
     a.handle(Arrived(channel, Accept(1, 0, 1)), 1.0)
     sent = Send(channel, Received(xid, True, (0.5, 0.5)))
     assert a.handle(Arrived(channel, Message(xid), FAR), 1.0) == [Keep(xid), sent]
@@ -147,9 +148,9 @@ def test_who_dialled_never_uses_more_than_its_own_factors():
     assert [action.factors for action in done if isinstance(action, Apply)] == [(0.1, 0.5)]
 
 
-def test_a_lost_commit_is_asked_for_with_the_factors_of_both():
-    a = trained(bounds=usual())
-    channel, xid = dialled(a)
+def test_a_status_request_after_a_lost_commit_carries_the_factors_of_both():
+    a = started(bounds=usual_bounds())
+    channel, xid = dial(a)
     a.handle(Arrived(channel, Accept(1, 0, 1)), 1.0)
     a.handle(Arrived(channel, Message(xid), FAR), 1.0)
     actions = a.handle(Broken(channel), 1.0)
@@ -160,9 +161,9 @@ def test_a_lost_commit_is_asked_for_with_the_factors_of_both():
     assert [action.factors for action in done if isinstance(action, Apply)] == [(0.25, 0.5)]
 
 
-def test_a_question_settles_a_held_message_with_the_askers_factors_also_after_a_restart():
-    a = trained(bounds=usual())
-    channel, _ = dialled(a)
+def test_a_status_request_commits_with_both_factors_even_after_a_restart():
+    a = started(bounds=usual_bounds())
+    channel, _ = dial(a)
     a.handle(Broken(channel), 1.0)
     xid = ExchangeId(0, "b", 1, 1)
     a.handle(Opened("x", "b", Hello(Caller(IDENTITY, "b", "a", 1, 0), xid, 1)), 1.0)
@@ -173,20 +174,20 @@ def test_a_question_settles_a_held_message_with_the_askers_factors_also_after_a_
         actions = (restarted or a).handle(Opened("y", "b", question), 1.0)
         (answer,) = [x.header for x in actions if isinstance(x, Send) and isinstance(x.header, Status)]
         assert (answer.outcome, answer.factors) == (Outcome.COMMITTED, (0.25, 0.5))
-        restarted = trained(Journal.from_json(a.journal().to_json()))
+        restarted = started(Journal.from_json(a.journal().to_json()))
 
 
 def test_a_restarted_island_clips_as_before():
-    a = trained(bounds=usual())
+    a = started(bounds=usual_bounds())
     a.peers["b"].quarantined_until = 99
     journal = a.journal()
-    again = trained(Journal.from_json(journal.to_json()))
+    again = started(Journal.from_json(journal.to_json()))
     assert again.journal()._replace(round=0) == journal._replace(round=0)
     assert again._context.bounds.factors([2 * MULTIPLE] * 2, 1e9) == (0.5, 0.5)
 
 
 class Numbers(World):
-    """Islands whose weights are a number that takes random steps; `poison` makes what the last one sends."""
+    """Islands whose weights are one number on a random walk; the last one sends `poison` unless it is None."""
 
     def __init__(self, poison: float | None, count: int = 8, **arguments: Any):
         super().__init__(count, durations=[ROUND] * count, **arguments)
@@ -200,7 +201,7 @@ class Numbers(World):
         return self.weights[node.name], 1
 
     def distances(self, own: float, other: float) -> tuple[float, ...]:
-        return (abs(own - other) + 2.0,)  # weights of many dimensions are never close in all of them
+        return (abs(own - other) + 2.0,)  # a floor: weights of many dimensions are never close in all of them
 
     def correction(self, node: Node, own: float, other: float, action: Apply) -> float:
         correction = super().correction(node, own, other, action)
@@ -211,7 +212,7 @@ class Numbers(World):
         return [weight for name, weight in self.weights.items() if name != "i7"]
 
 
-def test_who_is_far_and_comes_no_closer_is_left_out_and_named_by_all_and_moves_them_by_little():
+def test_a_peer_that_stays_far_is_reported_by_all_and_hardly_moves_them():
     world = Numbers(poison=4000.0)
     world.run(60 * ROUND).finish()
     honest = [node for node in world.nodes.values() if node.name != "i7"]
@@ -222,7 +223,7 @@ def test_who_is_far_and_comes_no_closer_is_left_out_and_named_by_all_and_moves_t
     assert max(abs(weight - 1000.0) for weight in world.honest()) < 200.0
 
 
-def test_the_halves_of_a_partition_meet_again_and_nobody_is_named():
+def test_the_halves_of_a_partition_converge_again_and_no_island_is_reported():
     world = Numbers(poison=None)
     world.cuts.append((0.0, 50 * ROUND, frozenset(world.names[:4])))
     world.at(49 * ROUND, lambda: world.weights.update({name: world.weights[name] + 60.0 for name in world.names[:4]}))
@@ -234,7 +235,7 @@ def test_the_halves_of_a_partition_meet_again_and_nobody_is_named():
 
 
 class Drifting(Numbers):
-    """Honest islands that move apart, from round 20 on faster with every round than any bound opens."""
+    """Honest islands that drift apart, from round 20 on faster than any bound grows."""
 
     def message(self, node: Node) -> tuple[float, int]:
         speed = 1.4 ** max(node.round - 20, 0)
@@ -242,14 +243,14 @@ class Drifting(Numbers):
         return self.weights[node.name], 1
 
 
-def test_two_islands_that_drift_apart_are_clipped_and_exchange_on():
+def test_two_islands_that_drift_apart_are_clipped_and_keep_exchanging():
     world = Drifting(None, count=2)
     world.run(60 * ROUND).finish()
     assert world.participation(3, 55) == 1.0
     assert min(min(action.factors, default=1.0) for node in world.nodes.values() for action in node.applied) < 0.5
 
 
-def test_an_island_leaves_out_at_most_half_of_those_that_it_exchanges_with():
+def test_an_island_quarantines_at_most_half_of_its_peers():
     world = Drifting(None)
     most = 0
 
@@ -267,7 +268,7 @@ def test_an_island_leaves_out_at_most_half_of_those_that_it_exchanges_with():
     assert 0 < most <= 3
 
 
-def test_a_pairs_windows_are_capped_by_the_more_modest_one_and_equal_on_both_sides():
+def test_a_pairs_windows_are_equal_on_both_sides_and_capped_by_the_smaller_one():
     modest, wide = np.array([[10, 60, 255]], np.uint8), np.array([[254, 100, 3]], np.uint8)
     for one, other in ((modest, wide), (wide, modest)):  # 255 marks a broken block
         (found,) = pair_windows([one], [other])

@@ -26,7 +26,7 @@ from noloco_jax.islands.server import Server
 from support.islands import Recorder, arrays, calling, keys_of, nothing, roster_at, running
 from support.ports import free_ports
 
-SECONDS = 60.0  # of calls that end long before
+SECONDS = 60.0  # timeout of calls that end long before it
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def same(left, right) -> bool:
 
 
 @pytest.mark.parametrize("is_tls", [True, False])
-def test_both_send_arrays_at_once(ca, is_tls):
+def test_both_sides_send_arrays_at_once(ca, is_tls):
     recorder = Recorder()
     with running(recorder, keys_of(ca, "paris") if is_tls else None) as server:
         got = both_send(recorder, server.port, keys_of(ca, "berlin") if is_tls else None)
@@ -77,7 +77,7 @@ def test_both_send_arrays_at_once(ca, is_tls):
 
 
 def test_messages_larger_than_all_buffers_cross_without_a_deadlock():
-    """Without a thread that reads, 64 MB each way stop until the deadline."""
+    """Without a reader thread, 64 MB each way would block until the deadline."""
     recorder = Recorder()
 
     def large(seed: int) -> list[np.ndarray]:
@@ -123,7 +123,7 @@ def test_an_action_is_answered(ca):
             client.action("state", {}, SECONDS)
 
 
-def test_what_a_handler_refuses_is_told_to_the_caller_before_and_in_the_call():
+def test_a_handlers_refusal_reaches_the_caller_before_and_during_the_call():
     recorder = Recorder()
     with running(recorder) as server:
         client = calling(server.port)
@@ -153,7 +153,7 @@ def test_what_a_handler_refuses_is_told_to_the_caller_before_and_in_the_call():
         assert recorder.lines[0].startswith("the call of berlin from ipv4:127.0.0.1:")
 
 
-def test_a_handlers_own_fault_is_reported_and_stops_nothing():
+def test_a_handlers_own_failure_is_reported_and_the_server_keeps_answering():
     recorder = Recorder()
 
     def fails(caller, hello, connect):
@@ -172,7 +172,7 @@ def test_a_handlers_own_fault_is_reported_and_stops_nothing():
         assert client.action("status", {}, SECONDS)
 
 
-def test_arrays_that_do_not_fit_are_refused_by_name_on_both_sides():
+def test_arrays_of_unexpected_shapes_are_refused_and_named_on_both_sides():
     recorder = Recorder()
     recorder.exchange = lambda caller, hello, connect: connect(
         lambda header: [ArraySpec((2,), np.dtype(int))]
@@ -189,11 +189,11 @@ def test_arrays_that_do_not_fit_are_refused_by_name_on_both_sides():
 
 def test_a_call_ends_at_its_deadline():
     recorder = Recorder()
-    asleep = threading.Event()
+    wake = threading.Event()
 
     def exchange(caller, hello, connect):
         connect(nothing)
-        asleep.wait(SECONDS)
+        wake.wait(SECONDS)
 
     recorder.exchange = exchange
     with running(recorder) as server:
@@ -202,35 +202,35 @@ def test_a_call_ends_at_its_deadline():
         with pytest.raises(LateError), client.exchange({}, nothing, 1.0) as channel:
             channel.receive()
         assert time.monotonic() - start < SECONDS / 2
-        asleep.set()
-        assert client.action("status", {}, SECONDS)  # the server has not suffered
+        wake.set()
+        assert client.action("status", {}, SECONDS)  # the server still works
 
 
-def test_a_wait_ends_before_the_call_and_loses_no_frame():
+def test_a_receive_timeout_ends_no_call_and_loses_no_frame():
     recorder = Recorder()
-    go_on = threading.Event()
+    proceed = threading.Event()
 
     def exchange(caller, hello, connect):
         channel = connect(nothing)
-        if go_on.wait(SECONDS):
+        if proceed.wait(SECONDS):
             channel.send({"late": True})
 
     recorder.exchange = exchange
     with running(recorder) as server, calling(server.port).exchange({}, nothing, 15.0) as channel:
         with pytest.raises(LateError, match=r"paris sent nothing whole within 0.1 s"):
             channel.receive(timeout=0.1)
-        go_on.set()
+        proceed.set()
         assert channel.receive().header == {"late": True}
 
 
-def test_calls_beyond_the_limit_are_told_that_the_island_is_busy(monkeypatch):
+def test_calls_beyond_a_peers_limit_are_refused_as_busy(monkeypatch):
     monkeypatch.setattr(server_module, "MAX_CALLS_OF_A_PEER", 2)
     recorder = Recorder()
-    go_on = threading.Event()
+    proceed = threading.Event()
 
     def exchange(caller, hello, connect):
         connect(nothing).send({"here": True})
-        go_on.wait(SECONDS)
+        proceed.wait(SECONDS)
 
     recorder.exchange = exchange
     with running(recorder) as server:
@@ -241,11 +241,11 @@ def test_calls_beyond_the_limit_are_told_that_the_island_is_busy(monkeypatch):
             with pytest.raises(BusyError, match="paris says: paris has 2 calls of berlin"):
                 berlin.action("status", {}, SECONDS)
             assert rome.action("status", {}, SECONDS)
-            go_on.set()
+            proceed.set()
         assert berlin.action("status", {}, SECONDS)
 
 
-def test_one_connection_more_or_less_is_no_matter_to_the_next_call(ca):
+def test_a_client_reconnects_each_time_its_server_comes_back(ca):
     [port] = free_ports(1)
     keys = {name: keys_of(ca, name) for name in ("paris", "berlin")}
     client = calling(port, keys["berlin"])
@@ -257,7 +257,7 @@ def test_one_connection_more_or_less_is_no_matter_to_the_next_call(ca):
         server.close()
 
 
-# --- who may call whom
+# --- authentication
 
 
 def refusals(client) -> set[str]:
@@ -273,25 +273,25 @@ def refusals(client) -> set[str]:
     return said
 
 
-def test_each_kind_of_wrong_key_is_named_to_its_bearer_and_to_those_who_dial_it(ca):
-    """A server's TLS tells nobody why it closes: a caller looks at its own keys, and others see them as they dial."""
+def test_each_kind_of_wrong_key_is_reported_to_its_owner_and_to_its_callers(ca):
+    """A TLS server closes without a reason: callers check their own certificate, and the peer's when they dial."""
     foreign = trustme.CA()
     past = {"not_before": datetime.datetime(2020, 1, 1), "not_after": datetime.datetime(2021, 1, 1)}
-    of_foreign = keys_of(foreign, "berlin")
-    bearers = {
+    foreign_keys = keys_of(foreign, "berlin")
+    wrong_keys = {
         "expired on 2021-01-01": keys_of(ca, "berlin", **past),
-        "is not of this run's authority but of 'OU=Testing CA": of_foreign._replace(authority=ca.cert_pem.bytes()),
+        "is not of this run's authority but of 'OU=Testing CA": foreign_keys._replace(authority=ca.cert_pem.bytes()),
     }
     recorder = Recorder()
     with running(recorder, keys_of(ca, "paris")) as server:
         where = f"paris at 127.0.0.1:{server.port}"
-        for fault, keys in bearers.items():
+        for fault, keys in wrong_keys.items():
             [line] = refusals(calling(server.port, keys))
             assert line.startswith(f"RefusedError: {where} closes on this island's certificate, which {fault}")
             with running(Recorder(), keys) as wrong:
                 [line] = refusals(calling(wrong.port, keys_of(ca, "berlin")))
                 assert line.startswith(f"RefusedError: paris at 127.0.0.1:{wrong.port}: its certificate {fault}")
-        [line] = refusals(calling(server.port, of_foreign))  # another authority for all: another run
+        [line] = refusals(calling(server.port, foreign_keys))  # all keys are of another authority: another run
         assert line.startswith(f"RefusedError: {where}: its certificate is not of this run's authority")
         [line] = refusals(calling(server.port, None))
         assert line == f"RefusedError: {where} asks for keys: give --keys here, or start it without"
@@ -302,7 +302,7 @@ def test_each_kind_of_wrong_key_is_named_to_its_bearer_and_to_those_who_dial_it(
     assert recorder.lines == []
 
 
-def test_the_right_authority_with_the_wrong_name_is_named_on_both_sides(ca):
+def test_a_certificate_with_the_wrong_name_is_refused_and_reported_on_both_sides(ca):
     recorder = Recorder()
     with running(recorder, keys_of(ca, "paris")) as server:
         for keys, said in (
@@ -335,7 +335,7 @@ def test_names_are_checked_without_keys_as_well():
         )
 
 
-def test_what_cannot_be_listened_at_is_said_at_once(ca):
+def test_an_unusable_listen_address_is_reported_at_once(ca):
     with running(Recorder()) as server:
         taken = Address("127.0.0.1", server.port)
         with pytest.raises(UserError, match=f"paris cannot listen at {taken} .*in use.*: another program"):

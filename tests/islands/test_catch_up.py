@@ -1,4 +1,4 @@
-"""Starts and healings: a joiner never trains from other weights than the run's, a donor is never wiped out."""
+"""Starting and catching up: a joiner trains only from the run's weights, and a donor never loses its own."""
 
 from dataclasses import replace
 from typing import Any
@@ -57,7 +57,7 @@ def status(round: int, *, training: bool = True, lineage: bool = True) -> Status
 
 
 def started(answers: dict, **arguments) -> tuple[Island, list]:
-    """Island "a" after what the others answered at its start (None: nothing), and what it then does."""
+    """Return island "a" after the answers to its requests at start (None: no answer), and its actions then."""
     island = Island("a", OTHERS, IDENTITY, lambda round: OTHERS[round % 3], 7, **arguments)
     last = asked(island, Start(), answers)
     if Admitted() in last:
@@ -77,7 +77,7 @@ def asked(island: Island, event: Any, answers: dict, now: float | None = 0.0) ->
 
 
 def waits_for(event: Any, answers: dict, island: Island, now: float = 0.0) -> tuple[float, list]:
-    """Return the seconds for which an island that was answered at once waits for the rest, and what it then does."""
+    """Return the seconds that an island waits for the peers without an answer, and its actions then."""
     for call in [action for action in island.handle(event, now) if isinstance(action, Open)]:
         if call.peer in answers:
             island.handle(Arrived(call.channel, answers[call.peer]), now)
@@ -92,7 +92,7 @@ def donor_of(actions: list) -> str:
     return call.peer
 
 
-def test_an_island_alone_goes_on_from_its_checkpoint():
+def test_an_island_alone_resumes_from_its_checkpoint():
     assert started({}, journal=journal())[1] == [Begin(fresh=False)]
 
 
@@ -104,15 +104,15 @@ def test_an_island_alone_goes_on_from_its_checkpoint():
         ({"b": status(40, training=False)}, SETTINGS.answer_seconds),
     ],
 )
-def test_a_peer_that_says_nothing_is_waited_for_briefly_where_another_trains_from_the_runs_weights(answers, seconds):
+def test_the_wait_for_silent_peers_is_short_once_one_trains_from_the_runs_weights(answers, seconds):
     """c and d are stopped, or behind a partition."""
     island = Island("a", OTHERS, IDENTITY, lambda round: None, 7, journal=journal())
     waited, actions = waits_for(Start(), answers, island)
     assert waited == seconds and Admitted() in actions
 
 
-def test_an_island_with_weights_waits_once_for_peers_that_all_say_nothing():
-    """And one without them each time, as one of them may have the run's."""
+def test_an_island_with_weights_waits_for_silent_peers_only_once():
+    """An island without weights waits each time, as a silent peer may have the run's."""
     island = Island("a", OTHERS, IDENTITY, lambda round: None, 7, journal=journal())
     assert waits_for(Start(), {}, island)[0] == SETTINGS.answer_seconds
     waited, actions = waits_for(Ready(), {}, island, 100.0)
@@ -140,7 +140,7 @@ def test_an_island_that_has_lost_its_weights_does_not_begin_anew():
     }
 
 
-def test_a_checkpoint_is_taken_while_it_is_within_patience_and_else_a_donor():
+def test_a_checkpoint_is_used_within_patience_and_a_donor_beyond_it():
     near = dict.fromkeys(OTHERS, status(7))
     assert started(near, journal=journal(5))[1] == [Begin(fresh=False)]
     assert donor_of(started(dict.fromkeys(OTHERS, status(8)), journal=journal(5))[1]) in OTHERS
@@ -152,8 +152,8 @@ def test_one_island_far_ahead_makes_nobody_heal():
 
 
 @pytest.mark.parametrize(("rounds", "heals"), [((7, 7, 9), False), ((7, 8), True)])
-def test_an_island_heals_that_is_late_by_its_patience_in_two_rounds_in_a_row(rounds, heals):
-    """It ends its rounds 5, 6, ... when the others have ended those of `rounds`."""
+def test_an_island_heals_after_two_consecutive_rounds_late_by_its_patience(rounds, heals):
+    """The others have ended round `rounds[i]` when the island ends its round 5 + i."""
     island, actions = started({}, journal=journal(4))
     for own, others in enumerate(rounds, start=5):
         for name in OTHERS:
@@ -163,13 +163,13 @@ def test_an_island_heals_that_is_late_by_its_patience_in_two_rounds_in_a_row(rou
 
 
 @pytest.mark.parametrize("late", ["b", "c"])
-def test_a_donor_that_is_itself_far_behind_comes_last(late):
+def test_a_donor_that_is_far_behind_is_not_asked_first(late):
     answers = {"b": status(50), "c": status(50)} | {late: status(40)}
     assert donor_of(started(answers)[1]) != late
 
 
 @pytest.mark.parametrize("round", [4, 5])
-def test_a_state_that_is_no_further_than_the_own_weights_is_not_taken(round):
+def test_a_state_no_newer_than_the_own_weights_is_rejected(round):
     island, actions = started(dict.fromkeys(OTHERS, status(40)), journal=journal(5))
     after: list[Any] = island.handle(Arrived(actions[-1].channel, State(round, True, POSITION), Content(1.0)), 2.0)
     assert island.round == 5 and isinstance(after[-1].header, StateRequest)  # to the next donor
@@ -189,12 +189,12 @@ def test_a_donor_without_a_lineage_is_refused_on_both_sides():
     assert answer == Send("x", NotPartner("no exchange was ever committed here"))
 
 
-def test_a_newcomer_prefers_a_lineage_and_takes_what_there_is():
+def test_a_newcomer_prefers_a_donor_with_a_lineage_but_accepts_one_without():
     assert donor_of(started({"b": status(50, lineage=False), "c": status(40), "d": UNKNOWN})[1]) == "c"
     assert donor_of(started({"b": status(50, lineage=False)})[1]) == "b"
 
 
-def test_weights_that_wait_for_their_islands_to_start_are_waited_for():
+def test_an_island_waits_for_a_peer_that_has_weights_but_does_not_train_yet():
     assert "waits" in started({"b": status(50, training=False)})[1][0].line
 
 
@@ -209,7 +209,7 @@ def request(sender: str, *, lineage: bool = True) -> StateRequest:
     return StateRequest(Caller(IDENTITY, sender, "a", 1, -1), lineage, POSITION)
 
 
-def test_a_donor_serves_a_limited_number_of_calls_of_an_island():
+def test_a_donor_serves_a_limited_number_of_calls_per_island():
     donor, _ = started({}, journal=journal())
     for number in range(MOST_AT_ONCE):
         assert donor.handle(Opened(("b", number), "b", request("b")), 1.0) == [
@@ -222,14 +222,14 @@ def test_a_donor_serves_a_limited_number_of_calls_of_an_island():
     assert donor.handle(Opened("w", "b", request("b")), 3.0) == [Send("w", State(5, True, POSITION))]
 
 
-def test_an_island_of_an_earlier_version_which_asks_for_no_share_is_told_so():
+def test_a_state_request_of_an_earlier_version_is_refused_with_the_reason():
     donor, _ = started({}, journal=journal())
     answer: Any = donor.handle(Opened("x", "b", replace(request("b"), share=None)), 1.0)[0]
     assert "same version" in answer.header.reason
 
 
 def downloading(shares: int, donors: str = "bcd") -> tuple[Island, dict[Any, tuple[str, int]]]:
-    """Island "a" that catches up, and its requests: channel -> donor, number."""
+    """Return island "a" that catches up, and its requests: channel -> (donor, number of the share)."""
     settings = replace(SETTINGS, shares=shares)
     island, actions = started(dict.fromkeys(donors, status(40)), journal=journal(), settings=settings)
     return island, requests(actions)
@@ -245,7 +245,7 @@ def give(island: Island, channel: Any, number: int, now: float, *, round: int = 
     return island.handle(Arrived(channel, State(round, True, Share(number, whole=False)), Content(norm)), now)
 
 
-def test_shares_come_from_several_donors_at_once_each_one_time_and_the_position_last():
+def test_each_share_comes_once_from_donors_in_parallel_and_the_position_last():
     island, open_calls = downloading(shares=9)
     assert {donor for donor, _ in open_calls.values()} == set(OTHERS)
     kept: list[int] = []
@@ -261,7 +261,7 @@ def test_shares_come_from_several_donors_at_once_each_one_time_and_the_position_
     assert isinstance(actions[-1], Heal) and actions[-1].round == island.round == 40 + int(now) // 4
 
 
-def test_what_a_donor_that_stops_in_the_middle_did_not_give_comes_from_another():
+def test_shares_missing_after_a_donor_stops_come_from_another_donor():
     island, open_calls = downloading(shares=4, donors="bc")
     (first, (silent, missing)), (other, (_, number)) = open_calls.items()
     asked = [missing, number]
@@ -284,14 +284,14 @@ def test_what_a_donor_that_stops_in_the_middle_did_not_give_comes_from_another()
     assert isinstance(give(island, position, 0, deadline + 2)[-1], Heal)
 
 
-def test_shares_that_came_stay_when_all_donors_fail():
+def test_received_shares_are_kept_when_all_donors_fail():
     island, open_calls = downloading(shares=3, donors="b")
     ((channel, (_, first)),) = open_calls.items()
     ((channel, _),) = requests(give(island, channel, first, 1.5)).items()
-    for _ in range(2):  # it gave something, and is asked once more
+    for _ in range(2):  # a donor that gave a share is asked once more
         actions = island.handle(Broken(channel), 2.0)
         channel = next(iter(requests(actions)), None)
-    assert Begin(fresh=False) in actions  # from its own weights, until it asks around again
+    assert Begin(fresh=False) in actions  # from its own weights, until it queries its peers again
     island.peers["b"].told(1, 41, 3.0)
     again = requests(asked(island, RoundEnded(6, 1, 1.0), dict.fromkeys("bcd", status(41)), 3.0))
     numbers = []
@@ -302,7 +302,7 @@ def test_shares_that_came_stay_when_all_donors_fail():
     assert sorted(numbers) == sorted({0, 1, 2, 3} - {first})
 
 
-def test_a_share_without_the_lineage_that_was_asked_for_is_not_kept():
+def test_a_share_without_the_requested_lineage_is_discarded():
     settings = replace(SETTINGS, shares=2)
     island, actions = started({"b": status(40)}, began_before=True, settings=settings)
     channel, (_, number) = next(iter(requests(actions).items()))
@@ -312,8 +312,8 @@ def test_a_share_without_the_lineage_that_was_asked_for_is_not_kept():
 
 
 @pytest.mark.parametrize("donors", ["b", "bcd"])
-def test_time_passes_where_donors_fall_silent_with_several_shares_under_way(donors):
-    """Before, deadlines of a donor that was left stayed in the past: an island looked at the clock for ever."""
+def test_deadlines_advance_when_donors_fall_silent_with_several_shares_pending(donors):
+    """Guard a regression: deadlines of an abandoned donor stayed in the past, and the island looped over the clock."""
     island, open_calls = downloading(shares=30, donors=donors)
     now = 0.2
     for _ in range(4 * len(donors)):
@@ -331,7 +331,7 @@ def test_time_passes_where_donors_fall_silent_with_several_shares_under_way(dono
         island.handle(Tick(), now)
 
 
-def test_a_donor_is_not_waited_for_longer_than_a_share_may_take_however_busy_it_says_it_is():
+def test_a_busy_donor_is_waited_for_no_longer_than_the_share_timeout():
     island, open_calls = downloading(shares=1, donors="b")
     ((channel, _),) = open_calls.items()
     island.handle(Arrived(channel, Busy(1e12)), 1.0)
@@ -339,7 +339,7 @@ def test_a_donor_is_not_waited_for_longer_than_a_share_may_take_however_busy_it_
     assert deadline is not None and deadline <= 1.0 + SETTINGS.share_seconds
 
 
-def test_weights_that_are_not_finite_are_asked_for_again_from_another_donor():
+def test_nonfinite_weights_are_requested_again_from_another_donor():
     island, open_calls = downloading(shares=1, donors="bc")
     ((channel, (bad, number)),) = open_calls.items()
     assert number == 1
@@ -347,7 +347,7 @@ def test_weights_that_are_not_finite_are_asked_for_again_from_another_donor():
     assert (donor != bad, number) == (True, 1)
 
 
-def test_a_client_that_never_reads_does_not_keep_its_donor_for_ever():
+def test_a_donor_drops_a_client_that_never_reads():
     donor, _ = started({}, journal=journal())
     donor.handle(Opened("x", "b", request("b")), 1.0)
     assert donor.next_deadline() == 601.0
@@ -364,7 +364,7 @@ def test_a_client_that_never_reads_does_not_keep_its_donor_for_ever():
         lambda c: Arrived(c, State(40, True, POSITION), Content(float("nan"))),
     ],
 )
-def test_after_a_donor_that_fails_the_next_one_is_asked(failure):
+def test_the_next_donor_is_asked_after_one_fails(failure):
     island, actions = started({"b": status(40), "c": status(40)}, began_before=True)
     first = donor_of(actions)
     second: list[Any] = island.handle(failure(actions[-1].channel), 1.0)
@@ -375,8 +375,8 @@ def test_after_a_donor_that_fails_the_next_one_is_asked(failure):
     assert (island.round, island.incarnation, island.status().lineage) == (41, 8, True)
 
 
-def test_questions_are_answered_for_the_weights_that_an_island_has():
-    """Committed by the weights of the checkpoint, and unknown to those of the donor that replace them."""
+def test_status_requests_are_answered_for_the_current_weights():
+    """The exchange is part of the checkpoint's weights, and not of the donor's, which replace them."""
     xid = ExchangeId(5, "b", 1, 1)
     island, actions = started(dict.fromkeys(OTHERS, status(40)), journal=journal())
 
@@ -389,7 +389,7 @@ def test_questions_are_answered_for_the_weights_that_an_island_has():
     assert outcome() is Outcome.ABORTED
 
 
-def test_what_was_in_doubt_when_the_weights_were_saved_is_logged():
+def test_an_exchange_unresolved_at_the_checkpoint_is_logged_as_one_sided():
     unresolved = ((ExchangeId(5, "a", 6, 1), "b"),)
     island = Island("a", OTHERS, IDENTITY, lambda round: "b", 7, journal=journal(unresolved=unresolved))
     actions: list[Any] = island.handle(Start(), 0.0)
@@ -402,7 +402,7 @@ def test_the_journal_survives_json():
     )
 
 
-def test_more_than_half_of_the_peers_have_to_refuse_an_island():
+def test_an_island_stops_only_when_more_than_half_of_its_peers_refuse_it():
     one = started({"b": Wrong("model"), "c": status(5), "d": status(5)}, journal=journal())[1]
     assert one[-1] == Begin(fresh=False)
     actions = started({"b": Wrong("model"), "c": status(5), "d": Wrong("model")})[1]
@@ -424,13 +424,13 @@ def test_joiners_choose_different_donors():
 @pytest.mark.parametrize("count", [3, 4, 18, 40])
 @pytest.mark.parametrize("one_stays_away", [False, True])
 def test_islands_that_all_lost_their_weights_begin_anew_and_meet(count, one_stays_away):
-    """More of them than one asks at once, too."""
+    """Include more islands than one queries at once."""
     world = World(count, durations=[ROUND] * count)
     world.run(0.5 * ROUND)
     for node in world.nodes.values():
         world.crash(node, "lose disk")
     if one_stays_away:
-        world.nodes["i0"].process += 1  # its next start is not this one
+        world.nodes["i0"].process += 1  # invalidates its scheduled start
     began = LOST if one_stays_away else 4 * ROUND
     world.run(began + 14 * ROUND).finish()
     alive = list(world.nodes.values())[one_stays_away:]
@@ -438,8 +438,8 @@ def test_islands_that_all_lost_their_weights_begin_anew_and_meet(count, one_stay
     assert sum(len(node.applied) for node in alive) >= (2 if one_stays_away and count == 3 else 4) * len(alive)
 
 
-def test_fewer_than_half_of_all_never_begin_anew():
-    """The rest may have the weights."""
+def test_fewer_than_half_of_the_islands_never_begin_anew():
+    """The absent ones may have the weights."""
     world = World(5, durations=[ROUND] * 5)
     world.run(0.5 * ROUND)
     for node in world.nodes.values():
@@ -450,7 +450,7 @@ def test_fewer_than_half_of_all_never_begin_anew():
     assert not world.nodes["i3"].ends and any("waits for" in line for line in world.nodes["i3"].lines)
 
 
-def test_weights_that_an_island_has_are_waited_for_beyond_the_time():
+def test_an_island_waits_beyond_the_loss_timeout_for_a_peer_with_the_runs_weights():
     """b has the run's weights and does not train yet; c began anew, d is away."""
     said = {"b": status(50, training=False), "c": status(3, lineage=False)}
     island, actions = started(said, began_before=True)
@@ -466,7 +466,7 @@ def test_weights_that_an_island_has_are_waited_for_beyond_the_time():
     assert deadline > LOST
 
 
-def test_an_island_that_asks_for_its_weights_has_soon_asked_everybody():
+def test_an_island_without_weights_queries_all_peers_within_three_sweeps():
     names = [f"i{number}" for number in range(40)]
     island = Island("a", names, IDENTITY, lambda round: None, 7, began_before=True)
     nothing = status(-1, training=False, lineage=False)
@@ -480,8 +480,8 @@ def test_an_island_that_asks_for_its_weights_has_soon_asked_everybody():
     assert sweeps == 3
 
 
-def test_an_island_whose_workdir_was_lost_with_its_incarnation_meets_the_others_at_once():
-    """Its clock and its first start say less than what the others know."""
+def test_an_island_that_lost_its_workdir_and_incarnation_exchanges_again_at_once():
+    """The others know a higher incarnation than its clock suggests."""
     world = World(4, durations=[ROUND] * 4)
     world.run(5.5 * ROUND)
     lost = world.nodes["i1"]
@@ -493,8 +493,8 @@ def test_an_island_whose_workdir_was_lost_with_its_incarnation_meets_the_others_
     assert any("workdir was lost" in line for line in lost.lines)
 
 
-def test_an_island_that_is_taken_for_a_past_one_asks_around_after_its_round():
-    """It could ask nobody when it started."""
+def test_an_island_refused_as_a_past_incarnation_queries_its_peers_after_the_round():
+    """No peer answered when it started."""
     island, _ = started({}, journal=journal(4))
     (dial,) = [action for action in island.handle(RoundEnded(5, 1, 1.0), 1.0) if isinstance(action, Open)]
     island.handle(Arrived(dial.channel, NotPartner(PAST_INCARNATION)), 1.1)
@@ -503,7 +503,7 @@ def test_an_island_that_is_taken_for_a_past_one_asks_around_after_its_round():
 
 
 @pytest.mark.parametrize("told", [10**6, 2**62])
-def test_no_peers_word_moves_an_incarnation_by_more_than_the_bound_or_once_it_has_exchanged(told):
+def test_a_peer_raises_an_incarnation_only_within_the_bound_and_before_any_exchange(told):
     island, _ = started({"b": replace(status(5), yours=told)}, journal=journal())
     assert island.incarnation == (told + STARTS_APART if told < MOST_AHEAD else 7)
     island._context.commits = 1

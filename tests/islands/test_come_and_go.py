@@ -50,7 +50,7 @@ class Group:
     def train(self, name: str, **more: str) -> None:
         """Start a founder."""
         fields = {"num_replicas": 2, "num_steps": 4000, "eval_every": 4000, "checkpoint_every": 4000}
-        fields |= {"model.kind": "llama"}  # which `merge` can write
+        fields |= {"model.kind": "llama"}  # a model that `merge` can write
         flags = {"roster": self.folder / "roster.toml", "name": name, "keys": self.folder / "keys" / name}
         flags |= {"config": self.config, **more, **{f"config.{field}": value for field, value in fields.items()}}
         self.start(name, "train", *(f"--{flag}={value}" for flag, value in flags.items()))
@@ -63,11 +63,11 @@ class Group:
         lines = [line for line in processes.metrics(self.folder / name) if line["kind"] == "exchange"]
         return max((line["round"] for line in lines), default=-1)
 
-    def said(self, name: str) -> str:
+    def log(self, name: str) -> str:
         return re.sub(r"\s+", " ", (self.folder / f"{name}.log").read_text())
 
     def wait(self, condition) -> None:
-        logs = "\n".join(f"{name}: {self.said(name)[-1500:]}" for name in self.running)
+        logs = "\n".join(f"{name}: {self.log(name)[-1500:]}" for name in self.running)
         assert processes.wait_until(condition, list(self.running.values()), 240), logs
 
 
@@ -78,7 +78,7 @@ def group(config, tmp_path):
     processes.kill(list(made.running.values()))
 
 
-def test_an_island_joins_two_that_train_one_is_removed_and_one_moves(group, capsys):
+def test_islands_join_are_removed_and_move_while_the_others_train(group, capsys):
     folder, keys = group.folder, f"--keys={group.folder / 'keys'}"
     for name in FOUNDERS:
         group.train(name)
@@ -90,7 +90,7 @@ def test_an_island_joins_two_that_train_one_is_removed_and_one_moves(group, caps
     shutil.copytree(folder / "keys" / "oslo", folder / "carried" / "oslo")
     group.start("oslo", "join", f"--entry={folder / 'carried/oslo/members.json'}", "--via=paris")
     group.wait(lambda: all(group.met("oslo", name) and group.met(name, "oslo") for name in FOUNDERS))
-    assert "training continues from another island's weights" in group.said("oslo")
+    assert "training continues from another island's weights" in group.log("oslo")
     assert (folder / "oslo/members.json").exists() and (folder / "rome/members.json").exists()
 
     assert island(["remove", "rome", keys, f"--from-round={group.round('paris') + 12}"]) == 0
@@ -105,22 +105,22 @@ def test_an_island_joins_two_that_train_one_is_removed_and_one_moves(group, caps
     rome = group.running.pop("rome")
     for name in group.running:
         assert group.running[name].poll() is None
-        assert name == "oslo" or "another island's weights" not in group.said(name)
+        assert name == "oslo" or "another island's weights" not in group.log(name)
 
     assert island(["merge", f"--roster={folder / 'roster.toml'}", keys, f"--out={folder / 'merged'}"]) == 0
     merged = capsys.readouterr().out
     assert all(f"{name}: weights after round" in merged for name in ("paris", "oslo")) and "rome" not in merged
 
-    assert rome.wait(120) == 0  # it ends by itself, and does not start again
-    assert "rome was removed from the run: everything is saved, and there is nothing more to do" in group.said("rome")
+    assert rome.wait(120) == 0  # it ends by itself, and refuses to start again
+    assert "rome was removed from the run: everything is saved, and there is nothing more to do" in group.log("rome")
     group.train("rome")
     assert group.running.pop("rome").wait(120) == 2
-    assert "rome was removed from the run, before round" in group.said("rome")
+    assert "rome was removed from the run, before round" in group.log("rome")
 
-    group.stop("paris")  # and comes back at another address, which oslo hears from itself
+    group.stop("paris")  # it comes back at another address, and tells oslo
     moved, before = free_ports(1)[0], group.round("oslo")
     group.train("paris", address=f"127.0.0.1:{moved}")
     group.wait(lambda: group.met("oslo", "paris", before) and group.met("paris", "oslo", before))
-    assert f"paris is at 127.0.0.1:{moved} from now on" in group.said("oslo")
+    assert f"paris is at 127.0.0.1:{moved} from now on" in group.log("oslo")
     for name in group.running:
         group.stop(name)

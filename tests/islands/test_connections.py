@@ -1,4 +1,4 @@
-"""Connections between whole islands: kept from call to call, and replaced where they are lost or old."""
+"""Connections between whole islands: kept from call to call, and replaced when lost or old."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ from support.sites import Site, rosters, side_by_side
 NAMES = ("berlin", "paris")
 
 
-def test_exchanges_make_no_connections_but_the_first_and_those_that_were_lost(monkeypatch):
-    """Nor does the time limit of a call that is over end the next one on its connection."""
+def test_exchanges_reuse_connections_and_replace_only_lost_ones(monkeypatch):
+    """The timeout of a finished call does not end the next call on its connection either."""
     monkeypatch.setattr(calls, "_LAST_WORDS_SECONDS", 0.3)
     ca = trustme.CA()
     with rosters(NAMES, far="paris") as (seen, proxies):
@@ -33,12 +33,12 @@ def test_exchanges_make_no_connections_but_the_first_and_those_that_were_lost(mo
             proxy.reset()
         after_reset = made_while_training(4)
         side_by_side(*[site.close for site in sites])
-    assert kept <= 2  # dials that cross may need one more each
+    assert kept <= 2  # crossing dials may need one more on each side
     assert 0 < after_reset <= 6
     assert all(site.share() == 1 for site in sites), [site.met for site in sites]
 
 
-class Fake:
+class FakeClient:
     """A Flight client that can only be closed."""
 
     closed = False
@@ -50,19 +50,19 @@ class Fake:
 @pytest.mark.parametrize(
     ("idle", "age", "kept"), [(0.0, 0.0, True), (46.0, 46.0, False), (0.0, 601.0, False), (44.0, 599.0, True)]
 )
-def test_a_connection_that_was_silent_or_is_old_is_closed(monkeypatch, idle, age, kept):
+def test_a_connection_that_was_idle_too_long_or_is_too_old_is_closed(monkeypatch, idle, age, kept):
     now = [1000.0]
     monkeypatch.setattr(connections.time, "monotonic", lambda: now[0])
-    pool, fake = Connections(), Fake()
+    pool, fake = Connections(), FakeClient()
     client: Any = fake
     pool.keep("paris", Connection(client, now[0] - age + idle))
     now[0] += idle
     assert (pool.take("paris") is not None) is kept and fake.closed is not kept
-    assert pool.take("paris") is None  # a call has it to itself
+    assert pool.take("paris") is None  # one call at a time has a connection
 
 
-def test_of_many_idle_connections_the_oldest_are_closed_and_all_at_the_end():
-    pool, fakes = Connections(), [Fake() for _ in range(connections.MOST_KEPT + 3)]
+def test_the_oldest_surplus_connections_are_closed_and_all_with_the_pool():
+    pool, fakes = Connections(), [FakeClient() for _ in range(connections.MOST_KEPT + 3)]
     for number, fake in enumerate(fakes):
         client: Any = fake
         pool.keep(f"i{number}", Connection(client, connections.time.monotonic()))

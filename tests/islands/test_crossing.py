@@ -1,4 +1,4 @@
-"""Real processes: a run of one program goes on as islands, and islands as a run of one program."""
+"""Real processes: a run of one program resumes as islands, and islands resume as a run of one program."""
 
 import shutil
 import subprocess
@@ -22,15 +22,15 @@ NAMES = ("paris", "berlin")
 COMMON = ("--config.num_replicas=2", "--config.keep_checkpoints=9")
 
 
-def cut(workdir: Path, step: int) -> None:
-    """Takes a run back to a checkpoint, as if it had been stopped there."""
+def rewind(workdir: Path, step: int) -> None:
+    """Delete the checkpoints after `step`, as if the run had been stopped there."""
     for folder in (workdir / "checkpoints").iterdir():
         if folder.name.isdigit() and int(folder.name) > step:
             shutil.rmtree(folder)
 
 
-def two_islands(folder: Path) -> Path:
-    """A roster."""
+def write_roster(folder: Path) -> Path:
+    """Write a roster of both islands; return its path."""
     roster = folder / "roster.toml"
     islands = [
         f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{port}"\n'
@@ -41,7 +41,7 @@ def two_islands(folder: Path) -> Path:
 
 
 def train_islands(config: Path, roster: Path, folder: Path, *options: str) -> list[Path]:
-    """Trains both to the end, each exchange waited for; returns their folders."""
+    """Train both islands to the end, waiting for every exchange; return their folders."""
     processes = [
         warm.Popen(
             [
@@ -64,7 +64,7 @@ def train_islands(config: Path, roster: Path, folder: Path, *options: str) -> li
 
 
 class Crossed(NamedTuple):
-    """The workdir of a run of one program, and those of the islands that went on from its step 8."""
+    """Workdirs of a run of one program (`whole`), and of the islands that resumed from its step 8."""
 
     config: Path
     whole: Path
@@ -77,18 +77,18 @@ def crossed(tmp_path_factory) -> Crossed:
     config = write_config(tmp_path_factory.mktemp("config"))
     whole = trained(config, "whole", *COMMON)
     run = shutil.copytree(whole, folder / "run")
-    cut(run, 8)
-    roster = two_islands(folder)
+    rewind(run, 8)
+    roster = write_roster(folder)
     out = folder / "islands"
     assert island(["scatter", f"--workdir={run}", f"--roster={roster}", f"--out={out}"]) == 0
     return Crossed(config, whole, train_islands(config, roster, out))
 
 
 @pytest.mark.parametrize("step", [24, 16], ids=["at-the-end", "on-the-way"])
-def test_from_one_program_to_islands_and_back_the_weights_are_those_of_one_program(crossed, tmp_path, step):
+def test_scattering_to_islands_and_gathering_again_matches_one_program(crossed, tmp_path, step):
     folders = [shutil.copytree(folder, tmp_path / folder.name) for folder in crossed.islands]
     for folder in folders:
-        cut(folder, step)
+        rewind(folder, step)
     together = crossed.config.parent / f"together{step}"
     assert island(["gather", "--workdirs", *map(str, folders), f"--out={together}"]) == 0
     trained(crossed.config, together.name, *COMMON)
@@ -99,37 +99,37 @@ def test_from_one_program_to_islands_and_back_the_weights_are_those_of_one_progr
     assert metrics(together)[-1]["perplexity"] == pytest.approx(perplexity, rel=1e-4)
 
 
-def test_islands_that_send_few_bits_often_have_the_weights_of_one_program(tmp_path):
-    """Compare as `best` does: a value next to the middle between two codes may be sent as either."""
+def test_islands_that_exchange_few_bits_often_match_one_program(tmp_path):
+    """Allow for rounding: a value close to the middle between two codes may be sent as either."""
     best = {"wire": "modulo4", "fragments": 8, "order": "hypercube", "momentum": 0.3, "momentum_of": "corrections"}
     options = [f"--config.outer.{name}={value}" for name, value in {**best, "lr": 1.0, "sync_every": 8}.items()]
     config = write_config(tmp_path)
     expected = weights(trained(config, "whole", *COMMON, *options))
-    folders = train_islands(config, two_islands(tmp_path), tmp_path, *options)
+    folders = train_islands(config, write_roster(tmp_path), tmp_path, *options)
     for replica, folder in enumerate(folders):
         lines = [line for line in metrics(folder) if line["kind"] == "exchange"]
         assert len(lines) == 24 and {line["outcome"] for line in lines} == {"met"}
         for name, found in weights(folder).items():
             one, other = expected[name]
-            apart = np.sqrt(np.mean(np.square(one - other)))
-            assert np.sqrt(np.mean(np.square(found[0] - expected[name][replica]))) <= 0.2 * apart > 0, name
+            replica_distance = np.sqrt(np.mean(np.square(one - other)))
+            assert np.sqrt(np.mean(np.square(found[0] - expected[name][replica]))) <= 0.2 * replica_distance > 0, name
 
 
-def test_an_islands_evaluation_is_its_own_under_its_own_name_and_tells_of_no_merged_model_or_spread(crossed):
+def test_an_islands_evaluation_reports_only_its_own_perplexity_under_its_name(crossed):
     for name, folder in zip(NAMES, crossed.islands, strict=True):
         *_, line = [line for line in metrics(folder) if line["kind"] == "eval"]
         figures = line.keys() - {"step", "kind", "tokens", "seconds", "time"}
         assert (figures, line["island"]) == ({"island", "perplexity"}, name)
         tags = {tag for _, tag, _ in shown(folder) if tag.startswith("eval/")}
         assert tags == {"eval/perplexity", "eval/tokens", "eval/seconds"}
-        said = (folder.parent / f"{name}.log").read_text()
-        assert f"perplexity {line['perplexity']:.3f} of island {name}\n" in said
-        assert f"│ island {name}" in said
+        log = (folder.parent / f"{name}.log").read_text()
+        assert f"perplexity {line['perplexity']:.3f} of island {name}\n" in log
+        assert f"│ island {name}" in log
         for word in ("replica 0", "replicas", "merged", "spread"):
-            assert word not in said[said.index(" of island ") :], word
+            assert word not in log[log.index(" of island ") :], word
 
 
-def test_metrics_and_tensorboard_tell_of_every_exchange(crossed):
+def test_metrics_and_tensorboard_record_every_exchange(crossed):
     for folder in crossed.islands:
         lines = [line for line in metrics(folder) if line["kind"] == "exchange"]
         assert [line["round"] for line in lines] == [2, 3, 4, 5]

@@ -1,4 +1,4 @@
-"""The page of a run's islands: what it is served, and what a browser makes of it."""
+"""Dashboard of a run's islands: the data that it serves, and the page that a browser draws."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def seen(tmp_path_factory) -> Iterator[Seen]:
 
 @pytest.fixture(scope="module")
 def served(seen) -> Iterator[DashboardServer]:
-    """The page over a viewer's keys, after the first answers."""
+    """Serve the page with a viewer's keys, once every island except vienna has answered."""
     watcher = Watcher(read_run(seen.roster), seen.keys / VIEWER, every=0.5)
     server = DashboardServer(Address("127.0.0.1", 0), watcher)
     watcher.start()
@@ -53,7 +53,7 @@ def served(seen) -> Iterator[DashboardServer]:
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
 @pytest.mark.parametrize("host", ["::1", "127.0.0.1", "localhost"])
-def test_the_page_is_served_at_addresses_of_both_kinds_and_at_names(host):
+def test_the_page_is_served_at_ipv4_and_ipv6_addresses_and_host_names(host):
     watcher = SimpleNamespace(to_json=lambda: {"islands": []})
     server = DashboardServer(Address(host, 0), watcher)  # pyright: ignore[reportArgumentType]
     server.start()
@@ -104,7 +104,7 @@ def event(number: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "answer", [{"round": math.nan}, {"peers": None}, {"events": None}, {"events": [{"time": 1.0}]}, {"last": "1"}]
 )
-def test_an_island_whose_answer_cannot_be_understood_is_shown_as_away(answer):
+def test_an_island_with_a_malformed_answer_is_shown_as_away(answer):
     good = {"began": 1.0, "events": [event(1)], "last": 1, "round": 1, "due": 1, "committed": 1, "peers": []}
     client, watched = SimpleNamespace(peer="paris", action=lambda *_: {**good, **answer}), Watched()
     watched.ask(client, 1.0)  # pyright: ignore[reportArgumentType]
@@ -112,7 +112,7 @@ def test_an_island_whose_answer_cannot_be_understood_is_shown_as_away(answer):
     assert "unknown form" in told["away"] and told["status"] is None
 
 
-def test_a_new_process_replaces_what_the_former_one_told():
+def test_the_events_of_a_restarted_island_replace_those_of_its_former_process():
     class Fake:
         peer = "paris"
         began, kept = 1.0, [event(1), event(2)]
@@ -144,15 +144,15 @@ def test_only_get_is_answered(served):
     caught.value.close()
 
 
-def test_the_page_refers_to_its_own_files_alone_and_sets_no_html():
+def test_the_page_loads_only_its_own_files_and_sets_no_html():
     text = {path.name: path.read_text() for path in PAGE.iterdir()}
     assert {*text} == {"index.html", "dashboard.css", "dashboard.js"}
     assert re.findall(r"https?://[^\"' ]+", "".join(text.values())) == ["http://www.w3.org/2000/svg"]
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text["dashboard.js"])
 
 
-class Found(HTMLParser):
-    """The elements with data attributes, and the text, of a page."""
+class ParsedPage(HTMLParser):
+    """Parser that collects the elements with data attributes, and the text, of a page."""
 
     def __init__(self, page: str):
         super().__init__()
@@ -172,7 +172,7 @@ class Found(HTMLParser):
         return [one[name] for one in self.data if name in one]
 
 
-def opened(server: DashboardServer, folder: Path) -> Found:
+def opened(server: DashboardServer, folder: Path) -> ParsedPage:
     """Return the page as a headless browser has drawn it."""
     assert BROWSER is not None
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
@@ -183,8 +183,8 @@ def opened(server: DashboardServer, folder: Path) -> Found:
     except subprocess.TimeoutExpired:  # Chromium itself may hang at its start on a busy machine
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "CONSOLE" not in done.stderr, done.stderr  # errors of the script, and what the policy forbids
-    return Found(done.stdout)
+    assert "CONSOLE" not in done.stderr, done.stderr  # script errors, and violations of the content security policy
+    return ParsedPage(done.stdout)
 
 
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no headless browser here: apt-get install chromium")
@@ -205,7 +205,7 @@ def test_a_browser_draws_islands_exchanges_trouble_and_curves(served, tmp_path):
 
 
 @needs_browser
-def test_a_browser_shows_who_is_quarantined_and_why_and_takes_no_text_for_html(tmp_path):
+def test_a_browser_shows_quarantines_and_their_reasons_and_renders_no_text_as_html(tmp_path):
     status = {name: 0 for name in ("round", "lag", "committed", "due")} | {"totals": {}, "partner": "", "num_steps": 8}
     peer = {"name": "rome", "quarantined_until": 40, "fault": "sent 3 broken messages in a row", "refuses": ""}
     notice = {"time": 1.0, "event": "notice", "line": "<img src=x onerror=console.log(1)>"}
@@ -258,6 +258,6 @@ def test_the_command_serves_until_it_is_told_to_stop(seen):
     ("flag", "line"),
     [("--listen=nowhere", "is no address"), ("--every=0", "give 0.2 to 3600"), ("--keys=missing", "holds no keys")],
 )
-def test_wrong_flags_are_told(seen, tmp_path: Path, flag, line):
+def test_wrong_flags_are_reported(seen, tmp_path: Path, flag, line):
     with pytest.raises(UserError, match=line):
         island(["dashboard", f"--roster={seen.roster}", f"--keys={seen.keys / VIEWER}", flag])

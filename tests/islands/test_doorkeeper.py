@@ -1,4 +1,4 @@
-"""Strangers' connections at an island's port: they take neither its files nor its memory, nor fill its log."""
+"""Hostile connections to an island's port: they exhaust neither its file descriptors, nor its memory, nor its log."""
 
 import contextlib
 import resource
@@ -36,14 +36,14 @@ class Served(NamedTuple):
     keys: Credentials
 
     def end(self) -> tuple[int, int, int]:
-        """Return how often it could open no files, its highest memory in MiB, and the lines that it reported."""
+        """Return the number of failed file opens, the peak memory in MiB, and the number of lines reported."""
         failed, memory, lines = self.process.communicate(timeout=60)[0].split()
         return int(failed), int(memory), int(lines)
 
 
 @pytest.fixture
 def served(tmp_path) -> Iterator[Served]:
-    """A server with at most 1,024 open files, the hard limit too."""
+    """A server whose soft and hard limits are 1,024 open files."""
     ca = trustme.CA()
     for file, content in zip(("ca.pem", "cert.pem", "key.pem"), keys_of(ca, "paris")[:3], strict=True):
         (tmp_path / file).write_bytes(content)
@@ -59,15 +59,15 @@ def served(tmp_path) -> Iterator[Served]:
             process.kill()
 
 
-def silent(port: int, count: int) -> list[socket.socket]:
-    """Open connections that say nothing."""
+def silent_connections(port: int, count: int) -> list[socket.socket]:
+    """Open `count` connections that send nothing."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, count + 2048)), hard))
     return [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(count)]
 
 
-def test_silent_strangers_take_no_files_of_an_island_and_keep_no_peer_out(served):
-    strangers = silent(served.port, 1100)
+def test_silent_connections_exhaust_no_file_descriptors_and_keep_no_peer_out(served):
+    strangers = silent_connections(served.port, 1100)
     try:
         for _ in range(5):
             assert calling(served.port, served.keys).action("status", {"a": 1}, 30.0)
@@ -76,7 +76,7 @@ def test_silent_strangers_take_no_files_of_an_island_and_keep_no_peer_out(served
         for stranger in strangers:
             stranger.close()
     failed, _, _ = served.end()
-    assert failed < 20  # some while 1,100 connections are taken at once, and never again
+    assert failed < 20  # only while 1,100 connections are accepted at once
 
 
 def without_limits(served: Served) -> flight.FlightClient:
@@ -91,7 +91,7 @@ def without_limits(served: Served) -> flight.FlightClient:
     )
 
 
-def test_an_opening_that_is_too_long_is_cut_off_before_it_takes_memory(served):
+def test_an_oversized_opening_is_cut_off_before_it_takes_memory(served):
     keys = served.keys
     assert calling(served.port, keys).action("status", {}, 30.0)
     with without_limits(served) as client:
@@ -104,7 +104,7 @@ def test_an_opening_that_is_too_long_is_cut_off_before_it_takes_memory(served):
     assert memory < 500
 
 
-def test_a_piece_of_a_message_that_is_too_long_is_cut_off_before_it_takes_memory(served):
+def test_an_oversized_message_piece_is_cut_off_before_it_takes_memory(served):
     """The member's call was admitted, and its header announced the right length."""
     opening = encode(Opening("exchange", "berlin", "paris", 60.0, {}))
     with without_limits(served) as client, pytest.raises(flight.FlightError):
@@ -121,7 +121,7 @@ def test_a_piece_of_a_message_that_is_too_long_is_cut_off_before_it_takes_memory
     assert memory < 500
 
 
-def test_a_message_may_be_longer_than_any_piece_of_it(served):
+def test_a_large_message_in_pieces_is_accepted(served):
     arrays = [np.zeros(EXPECTED.shape, EXPECTED.dtype)]
     with calling(served.port, served.keys).exchange({}, nothing, 120.0) as channel:
         channel.send({}, arrays)
@@ -129,7 +129,7 @@ def test_a_message_may_be_longer_than_any_piece_of_it(served):
             channel.receive()
 
 
-def test_a_stranger_that_says_nothing_is_hung_up_on_and_a_call_that_lasts_is_not(monkeypatch):
+def test_a_silent_connection_is_closed_and_a_long_call_is_not(monkeypatch):
     monkeypatch.setattr(doorkeeper, "_HANDSHAKE_SECONDS", 0.5)
     recorder = Recorder()
 
@@ -143,13 +143,13 @@ def test_a_stranger_that_says_nothing_is_hung_up_on_and_a_call_that_lasts_is_not
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as stranger:
             assert in_time(lambda: len(list(connections(server.port))) == 2)
             assert stranger.recv(1 << 16) is not None
-            while stranger.recv(1 << 16):  # gRPC's greeting, and then the end
+            while stranger.recv(1 << 16):  # gRPC's greeting, then the end of the stream
                 pass
         channel.send({"are you": "there"})
         assert channel.receive().header == {"still": "here"}
 
 
-def test_what_is_reported_is_limited_and_the_rest_is_counted(monkeypatch):
+def test_reports_are_rate_limited_and_suppressed_ones_are_counted(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""Entries: what a signature covers, who may sign what, and the file that keeps them."""
+"""Entries: fields that a signature covers, permitted signers, and the file that stores them."""
 
 import dataclasses
 
@@ -37,7 +37,7 @@ OWN = own_address("oslo", "10.0.0.8:7070", 0, RUN, OSLO)
 is_signed = check_of(RUN, PARIS)
 
 
-def test_what_the_authority_and_members_sign_of_themselves_is_believed():
+def test_entries_signed_by_the_authority_or_the_member_itself_are_accepted():
     assert is_signed(ENTRY) and is_signed(OWN)
 
 
@@ -65,20 +65,20 @@ def test_a_signature_covers_every_field(entry, field):
         dataclasses.replace(OWN, certificate="no certificate"),
     ],
 )
-def test_what_somebody_else_has_signed_or_cannot_be_is_refused(forged):
+def test_forged_and_invalid_entries_are_refused(forged):
     assert not is_signed(forged)
 
 
-def test_without_keys_nothing_is_believed():
+def test_no_entry_is_accepted_without_keys():
     assert not check_of(RUN, None)(ENTRY)
 
 
-def test_versions_grow_also_where_a_clock_was_put_back():
+def test_versions_grow_even_if_the_clock_was_set_back():
     assert now_version(1 << 41) == (1 << 41) + 1
     assert now_version() > 1_700_000_000_000
 
 
-def test_a_file_brings_back_what_was_written(tmp_path):
+def test_members_are_read_back_from_their_file(tmp_path):
     path = tmp_path / "run" / "members.json"
     write_members(path, ROSTER, [OWN, ENTRY])
     assert read_members(path) == (ROSTER, (OWN, ENTRY))
@@ -88,25 +88,25 @@ def test_a_file_brings_back_what_was_written(tmp_path):
     assert known_roster(ROSTER, members, 0).address("rome") == Address("127.0.0.1", 7071)
 
 
-def test_a_file_without_the_keys_or_of_nobody_gives_the_founders(tmp_path):
+def test_a_missing_file_yields_the_founders(tmp_path):
     assert members_at(tmp_path / "members.json", ROSTER, PARIS).entries == ()
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"run": "test", "founders": [["a", 1]], "entries": []}', "[1]"])
-def test_a_damaged_file_is_told_in_a_line(tmp_path, content):
+def test_a_damaged_file_is_reported(tmp_path, content):
     (tmp_path / "members.json").write_text(content)
     with pytest.raises(UserError, match="is damaged: bring back a copy"):
         members_at(tmp_path / "members.json", ROSTER, PARIS)
 
 
-def test_a_roster_that_was_made_longer_does_not_fit_the_file(tmp_path):
+def test_a_roster_extended_after_the_file_was_written_is_refused(tmp_path):
     write_members(tmp_path / "members.json", ROSTER, [ENTRY])
     longer = Roster(RUN, (*ROSTER.islands, Island("oslo", Address("127.0.0.1", 7072))))
     with pytest.raises(UserError, match="give the roster that the run began with"):
         members_at(tmp_path / "members.json", longer, PARIS)
 
 
-def test_who_was_removed_is_in_no_roster_a_few_rounds_later():
+def test_a_removed_member_leaves_the_roster_a_few_rounds_later():
     gone = signed(Entry(1, "rome", "", 0, 20, 0, 1000), RUN, CA_KEY)
     members = Members(ROSTER.names, is_signed, [gone])
     assert known_roster(ROSTER, members, 20).names == ("paris", "rome")

@@ -11,20 +11,20 @@ from noloco_jax.islands.protocol.pace import MOST_GIVEN, MOST_UNEQUAL, Pace
 from support.island_world import ROUND, World
 
 SETTINGS = Settings(answer_seconds=3.0, state_seconds=30.0)
-STEPS = 50  # of a round
+STEPS = 50  # inner steps per round
 ROUNDS = 120
 
 
 def apart(world: World, round: int) -> float:
-    """Seconds from the first to the last end of a round."""
+    """Return the seconds between the first and the last island's end of a round."""
     ends = [node.ends[round] for node in world.nodes.values()]
     return max(ends) - min(ends)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("count", [2, 4, 6])
-def test_nobody_heals_however_long_each_compiles_and_whatever_holds_it_up_for_a_moment(count, seed):
-    """Held up now and then for half a round, which would drive them apart by several rounds."""
+def test_no_island_heals_after_uneven_compile_times_and_short_delays(count, seed):
+    """The delays of half a round would drive the islands apart by several rounds if none gave way."""
     chance = random.Random(seed)
     preparing = [chance.uniform(0, 6 * ROUND) for _ in range(count)]
     world = World(count, seed=seed, durations=[ROUND] * count, steps=STEPS, settings=SETTINGS, preparing=preparing)
@@ -42,7 +42,7 @@ def test_nobody_heals_however_long_each_compiles_and_whatever_holds_it_up_for_a_
 
 
 @pytest.mark.parametrize(("reach_seconds", "heals"), [(5 * ROUND, 0), (0.0, 1)])
-def test_who_is_held_up_for_rounds_is_given_way_to_within_the_reach_and_heals_beyond_it(reach_seconds, heals):
+def test_peers_give_way_to_a_delayed_island_within_the_reach_and_it_heals_beyond_it(reach_seconds, heals):
     settings = dataclasses.replace(SETTINGS, reach_seconds=reach_seconds)
     world = World(3, durations=[ROUND] * 3, steps=STEPS, settings=settings)
     world.at(20.2 * ROUND, setattr, world.nodes["i1"], "stopped_until", 23.2 * ROUND)
@@ -54,8 +54,8 @@ def test_who_is_held_up_for_rounds_is_given_way_to_within_the_reach_and_heals_be
     assert max(node.paused for node in world.nodes.values()) < 4 * ROUND
 
 
-def test_who_is_rounds_ahead_of_all_others_is_among_them_again():
-    """Nobody is late then but itself, and none of the others has anything to heal from."""
+def test_an_island_rounds_ahead_of_all_others_falls_back_to_them():
+    """The others are delayed together, so that none of them is late, and none heals."""
     world = World(4, durations=[ROUND] * 4, steps=STEPS, settings=SETTINGS)
     for name in ("i0", "i1", "i3"):
         world.at(10.2 * ROUND, setattr, world.nodes[name], "stopped_until", 15.2 * ROUND)
@@ -72,7 +72,7 @@ def test_islands_that_compile_for_different_times_begin_together():
     assert min(node.ends[0] for node in world.nodes.values()) == pytest.approx(50.0 + ROUND, abs=1.0)
 
 
-def test_nobody_waits_longer_than_was_said_for_one_that_is_never_ready():
+def test_the_wait_for_an_island_that_is_never_ready_is_bounded():
     world = World(3, durations=[ROUND] * 3, preparing=[1.0, 2.0, 1000.0], settings=SETTINGS)
     world.run(SETTINGS.start_seconds + 30.0)
     begun = [node.ends[0] - ROUND for node in world.nodes.values() if node.ends]
@@ -80,7 +80,7 @@ def test_nobody_waits_longer_than_was_said_for_one_that_is_never_ready():
 
 
 @pytest.mark.parametrize("action", ["kill", "vanish"])
-def test_who_dies_while_it_compiles_is_not_waited_for(action):
+def test_islands_do_not_wait_for_a_peer_that_dies_while_compiling(action):
     world = World(3, durations=[ROUND] * 3, preparing=[1.0, 2.0, 60.0], settings=SETTINGS, downtime=None)
     world.at(5.0, world.crash, world.nodes["i2"], action)
     world.run(60.0)
@@ -89,7 +89,7 @@ def test_who_dies_while_it_compiles_is_not_waited_for(action):
     assert max(ends) - min(ends) < 2 * SETTINGS.answer_seconds
 
 
-def test_who_starts_while_others_train_takes_weights_that_are_not_older_than_its_compiling():
+def test_a_late_starter_takes_weights_as_of_the_end_of_its_compilation():
     world = World(4, durations=[ROUND] * 4, preparing=[1.0, 1.0, 1.0, 45.0], settings=SETTINGS, downtime=20.0)
     world.run(80.0)
     world.crash(world.nodes["i3"], "lose disk")
@@ -100,7 +100,7 @@ def test_who_starts_while_others_train_takes_weights_that_are_not_older_than_its
     assert abs(heal.round - expected) <= 1
 
 
-def test_nobody_waits_for_one_that_is_not_ready_where_others_train():
+def test_an_island_heals_from_trained_peers_without_waiting_for_one_that_compiles():
     world = World(4, durations=[ROUND] * 4, preparing=[1.0, 1.0, 5.0, 60.0], settings=SETTINGS, downtime=20.0)
     world.run(120.0)
     for name in ("i2", "i3"):
@@ -109,28 +109,33 @@ def test_nobody_waits_for_one_that_is_not_ready_where_others_train():
     assert world.nodes["i2"].heals and not world.nodes["i3"].heals
 
 
-def steps(pace: Pace, now: float, count: int) -> float:
-    """The time after so many steps of a second."""
+def take_steps(pace: Pace, now: float, count: int) -> float:
+    """Take inner steps of one second from `now` on; return the time after them."""
     for _ in range(count):
         pace.stride(now, 1)
         now += 1.0
     return now
 
 
-def met(pace: Pace, lead: int, *, ago: float = 0.0, theirs: float = 1.0, delay: float = 0.0) -> float:
-    """The time so many steps after the end of round 0, when its partner comes, that has ended it so long ago.
+def meet_partner(pace: Pace, lead: int, *, ago: float = 0.0, theirs: float = 1.0, delay: float = 0.0) -> float:
+    """End round 0, take `lead` inner steps and hear from the partner; return the time.
 
-    It takes `theirs` for a step.
+    Args:
+      pace: of the island.
+      lead: inner steps since the end of round 0.
+      ago: seconds since the partner ended round 0.
+      theirs: seconds of an inner step of the partner.
+      delay: latency of the partner's header, in seconds.
     """
-    now = steps(pace, 0.0, 10)
+    now = take_steps(pace, 0.0, 10)
     pace.round_ended(0, now)
-    now = steps(pace, now, lead)
+    now = take_steps(pace, now, lead)
     pace.meet(0, Timing(ago, Speed("other", theirs, 0), None), now, delay)
     return now
 
 
 def pauses(pace: Pace, now: float) -> list[float]:
-    """Before each of the next steps, of a second."""
+    """Return the pauses before each of the next 100 inner steps, which take one second each."""
     given = []
     for _ in range(100):
         given.append(pace.pause())
@@ -140,44 +145,44 @@ def pauses(pace: Pace, now: float) -> list[float]:
     return given
 
 
-def test_who_is_first_gives_way_until_its_lead_is_gone_at_a_quarter_of_its_speed():
+def test_the_leading_island_slows_to_a_quarter_of_its_speed_until_its_lead_is_gone():
     pace = Pace("me", ["other"], is_kept=False)
-    given = pauses(pace, met(pace, lead=6, ago=2.0))
+    given = pauses(pace, meet_partner(pace, lead=6, ago=2.0))
     assert sum(given) == pytest.approx(4.0)
     assert max(given) == pytest.approx(MOST_GIVEN)
 
 
-def test_who_is_last_pauses_for_nobody():
+def test_the_last_island_does_not_pause():
     pace = Pace("me", ["other"], is_kept=False)
-    assert not any(pauses(pace, met(pace, lead=0, ago=6.0)))
+    assert not any(pauses(pace, meet_partner(pace, lead=0, ago=6.0)))
 
 
-def test_a_word_that_was_long_on_its_way_is_no_lead():
+def test_network_latency_does_not_count_as_a_lead():
     pace = Pace("me", ["other"], is_kept=False)
-    assert sum(pauses(pace, met(pace, lead=6, delay=5.0))) == pytest.approx(1.0)
+    assert sum(pauses(pace, meet_partner(pace, lead=6, delay=5.0))) == pytest.approx(1.0)
 
 
-def test_steps_that_were_begun_early_and_wait_in_a_queue_are_no_lead():
+def test_inner_steps_queued_on_the_device_do_not_count_as_a_lead():
     pace = Pace("me", ["other"], is_kept=False)
-    now = steps(pace, 0.0, 10)
+    now = take_steps(pace, 0.0, 10)
     pace.round_ended(0, now)
-    for _ in range(3):  # at once: the device takes a second for each
+    for _ in range(3):  # dispatched at once; the device takes a second for each
         pace.stride(now, 1)
     pace.meet(0, Timing(0.0, Speed("other", 1.0, 0), None), now + 0.5, 0.0)
     assert sum(pauses(pace, now + 0.5)) == pytest.approx(0.5)
 
 
-def test_who_was_held_up_itself_has_no_lead():
+def test_an_island_that_was_delayed_itself_has_no_lead():
     pace = Pace("me", ["other"], is_kept=False)
-    now = steps(pace, 0.0, 10)
+    now = take_steps(pace, 0.0, 10)
     pace.round_ended(0, now)
-    pace.meet(0, Timing(0.0, Speed("other", 1.0, 0), None), now + 100.0, 0.0)  # sent long ago, and read now
+    pace.meet(0, Timing(0.0, Speed("other", 1.0, 0), None), now + 100.0, 0.0)  # sent long ago, and read only now
     assert not any(pauses(pace, now + 100.0))
 
 
-def test_who_has_other_work_for_a_while_is_given_way_to_as_it_is_usually_as_fast():
+def test_an_island_gives_way_to_a_temporarily_slow_partner_of_equal_usual_speed():
     pace = Pace("slow", ["other"], is_kept=False)
-    now = steps(pace, 0.0, 100)
+    now = take_steps(pace, 0.0, 100)
     for _ in range(50):
         pace.stride(now, 1)
         now += 5.0
@@ -185,20 +190,20 @@ def test_who_has_other_work_for_a_while_is_given_way_to_as_it_is_usually_as_fast
     timing = pace.timing(0, now)
     assert timing is not None and timing.own is not None and timing.own.seconds == pytest.approx(1.0)
     other = Pace("me", ["other"], is_kept=False)
-    now = steps(other, 0.0, 100)
+    now = take_steps(other, 0.0, 100)
     other.round_ended(0, now)
-    for _ in range(20):  # idle cores, meanwhile
+    for _ in range(20):  # meanwhile the cores of this island are idle, and its steps faster
         other.stride(now, 1)
         now += 0.4
     other.meet(0, timing, now, 0.0)
     assert other.pause() > 0
 
 
-def test_nobody_gives_way_to_a_partner_that_is_usually_slower():
+def test_no_island_gives_way_to_a_partner_that_is_usually_slower():
     pace = Pace("me", ["other"], is_kept=False)
-    assert not any(pauses(pace, met(pace, lead=6, theirs=1.01 * MOST_UNEQUAL)))
+    assert not any(pauses(pace, meet_partner(pace, lead=6, theirs=1.01 * MOST_UNEQUAL)))
 
 
 def test_islands_that_keep_pace_never_pause():
     pace = Pace("me", ["other"])
-    assert not any(pauses(pace, met(pace, lead=6)))
+    assert not any(pauses(pace, meet_partner(pace, lead=6)))

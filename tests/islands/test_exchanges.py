@@ -1,4 +1,4 @@
-"""Exchanges word by word: what one island makes of each of its partner's."""
+"""Exchanges header by header: actions of one island in answer to each header of its partner."""
 
 import math
 from typing import Any
@@ -43,7 +43,7 @@ GOOD, BROKEN = 1.0, math.nan  # norms
 
 
 class Exchanging:
-    """Island "a", which meets "b" in every round, and has ended round 0."""
+    """Island "a", whose partner is "b" in every round, after the end of round 0."""
 
     def __init__(self, others: str = "bcd"):
         self.island = Island("a", list(others), IDENTITY, lambda round: "b", 7)
@@ -64,15 +64,15 @@ class Exchanging:
         return self.island.handle(Arrived(channel, header, None if norm is None else Content(norm)), 1.0)
 
     def hold(self) -> tuple[Any, ExchangeId]:
-        """The channel and the id of the exchange that it has dialled for, up to the message that it now holds."""
+        """Run the dialled exchange until the island holds the partner's message; return its channel and id."""
         ((channel, hello),) = self.dials
         self.arrive(channel, Accept(1, 0, 1))
-        said = self.arrive(channel, Message(hello.xid), GOOD)
-        assert said == [Keep(hello.xid), Send(channel, Received(hello.xid, True))]
+        actions = self.arrive(channel, Message(hello.xid), GOOD)
+        assert actions == [Keep(hello.xid), Send(channel, Received(hello.xid, True))]
         return channel, hello.xid
 
     def answer(self, round: int, norm: float, attempt: int = 1) -> list[Any]:
-        """Return the answer to a dial of "b", whom the island's own dial does not reach, and what follows."""
+        """Fail the island's own dials, then let "b" dial and exchange; return all actions."""
         for channel, _ in self.dials:
             self.island.handle(Broken(channel), 1.0)
         xid, channel = ExchangeId(round, "b", 1, attempt), ("in", round, attempt)
@@ -81,8 +81,8 @@ class Exchanging:
         return actions + self.arrive(channel, Received(xid, True))
 
 
-def test_a_message_that_was_held_is_saved_as_in_doubt():
-    """The partner may commit at any time from `Received` on, also where the process that is to hear of it is killed."""
+def test_an_exchange_with_a_held_message_is_saved_as_unresolved():
+    """The partner may commit at any time after `Received`, even if this process is killed before it hears of it."""
     a = Exchanging()
     assert a.island.journal().unresolved == ()
     channel, xid = a.hold()
@@ -91,7 +91,7 @@ def test_a_message_that_was_held_is_saved_as_in_doubt():
     assert a.island.journal().unresolved == () and a.island.journal().outcomes[xid] is Outcome.COMMITTED
 
 
-def test_a_doubt_is_given_up_a_round_after_its_message():
+def test_an_unresolved_exchange_is_dropped_a_round_later_than_an_unanswered_one():
     a = Exchanging()
     channel, xid = a.hold()
     a.island.handle(Broken(channel), 1.0)
@@ -103,15 +103,15 @@ def test_a_doubt_is_given_up_a_round_after_its_message():
     ]
 
 
-def test_only_who_dialled_may_ask_how_an_exchange_ended():
+def test_only_the_dialling_island_may_query_the_outcome_of_an_exchange():
     a = Exchanging()
     xid = ExchangeId(0, "b", 1, 1)
     answer: Any = a.island.handle(Opened("x", "c", StatusRequest(IDENTITY, xid)), 1.0)[0]
     assert answer.header.outcome is None
-    assert any(isinstance(action, Apply) for action in a.answer(0, GOOD))  # it is as open as before
+    assert any(isinstance(action, Apply) for action in a.answer(0, GOOD))  # the exchange is still open
 
 
-def test_broken_messages_with_a_good_one_between_are_no_reason_for_quarantine():
+def test_only_consecutive_broken_messages_lead_to_quarantine():
     a = Exchanging()
     for round, norm in enumerate((BROKEN, BROKEN, GOOD, BROKEN)):
         if round:
@@ -129,15 +129,15 @@ def test_broken_messages_with_a_good_one_between_are_no_reason_for_quarantine():
 def test_a_message_that_is_not_due_is_never_kept_and_ends_its_exchange(undue):
     a = Exchanging()
     ((channel, hello),) = a.dials
-    said, xid = [], hello.xid
+    actions, xid = [], hello.xid
     if undue != "ahead of the answer":
-        said += a.arrive(channel, Accept(1, 0, 1))
+        actions += a.arrive(channel, Accept(1, 0, 1))
     if undue == "a second one":
-        said += a.arrive(channel, Message(xid), GOOD)
+        actions += a.arrive(channel, Message(xid), GOOD)
     other = xid._replace(attempt=2) if undue == "another exchange's" else xid
     refusal = a.arrive(channel, Message(other), GOOD)
-    said += refusal
-    assert [action for action in said if isinstance(action, Keep)] == [Keep(xid)] * (undue == "a second one")
+    actions += refusal
+    assert [action for action in actions if isinstance(action, Keep)] == [Keep(xid)] * (undue == "a second one")
     assert Close(channel) in refusal
     (line,) = [action.line for action in refusal if isinstance(action, Tell)]
     assert line.startswith("b sent a message that is not due, and it is refused: ExchangeId(round=0")
@@ -145,7 +145,7 @@ def test_a_message_that_is_not_due_is_never_kept_and_ends_its_exchange(undue):
 
 
 @pytest.mark.parametrize("until", [1, 2])
-def test_quarantine_is_over_in_the_round_that_is_told(until):
+def test_quarantine_ends_in_the_announced_round(until):
     a = Exchanging()
     a.island.peers["b"].quarantined_until = until
     a.end_round(1)
@@ -154,7 +154,7 @@ def test_quarantine_is_over_in_the_round_that_is_told(until):
     assert isinstance(answer.header, Accept) if until == 1 else answer.header == NotPartner("in quarantine")
 
 
-def test_newcomers_that_refuse_an_island_stop_it_before_its_first_exchange_alone():
+def test_a_refusal_stops_an_island_only_before_its_first_exchange():
     for has_exchanged in (False, True):
         a = Exchanging(others="b")
         channel, xid = a.hold()
@@ -167,7 +167,7 @@ def test_newcomers_that_refuse_an_island_stop_it_before_its_first_exchange_alone
         assert any(isinstance(action, Refused) for action in actions) is not has_exchanged
 
 
-def test_a_late_goodbye_of_a_former_process_is_not_the_present_ones():
+def test_a_late_goodbye_of_a_former_process_is_ignored():
     a = Exchanging()
     a.island.peers["b"].told(2, 0, 0.0)
     for incarnation, away in ((1, False), (2, True)):

@@ -1,7 +1,7 @@
-"""Thousands of schedules of faults: whatever goes wrong, no half of an exchange is applied that nobody knows of.
+"""Thousands of fault schedules: no exchange is applied on one side alone unless that is logged.
 
-What is asserted in every one stands in `support/island_world.py`: Σ w c = 0 but for halves that were logged or went
-down with their island's weights, nothing applied or dropped twice, nothing waited for longer than `patience` rounds.
+`support/island_world.py` asserts in each of them: Σ w c = 0 except for halves that were logged or lost with their
+island's weights, nothing applied or dropped twice, nothing waited for longer than `patience` rounds.
 """
 
 import functools
@@ -31,7 +31,7 @@ def met_again(world: World) -> bool:
     )
 
 
-def drawn(rng: random.Random, at: list[tuple[str, int]]) -> Fault:
+def draw_fault(rng: random.Random, at: list[tuple[str, int]]) -> Fault:
     kind, nth = rng.choice(at)
     if kind == "Apply" or rng.random() < 0.4:
         return Fault(kind, nth, rng.choice(NODE_FAULTS), rng.choice(MOMENTS))
@@ -39,7 +39,7 @@ def drawn(rng: random.Random, at: list[tuple[str, int]]) -> Fault:
 
 
 @pytest.mark.parametrize("action", FRAME_FAULTS)
-def test_every_header_of_the_first_rounds_may_go_wrong(action):
+def test_exchanges_continue_after_any_one_faulty_header_of_the_first_rounds(action):
     for kind, nth in points(2):
         if kind != "Apply":
             assert met_again(World(2, [Fault(kind, nth, action)], settings=settings()).run(110).finish())
@@ -47,28 +47,28 @@ def test_every_header_of_the_first_rounds_may_go_wrong(action):
 
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("action", NODE_FAULTS)
-def test_either_side_may_die_or_stop_at_every_point_of_the_first_rounds(action, moment):
+def test_exchanges_continue_after_either_side_dies_or_stops_at_any_point(action, moment):
     for kind, nth in points(2):
         assert met_again(World(2, [Fault(kind, nth, action, moment)], settings=settings()).run(120).finish())
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_any_two_faults_may_meet(seed):
+def test_exchanges_continue_after_random_pairs_of_faults(seed):
     rng = random.Random(seed)
     for _ in range(200):
         at, number = points(2), rng.randrange(10**6)
-        faults = [drawn(rng, at), drawn(rng, at)]
+        faults = [draw_fault(rng, at), draw_fault(rng, at)]
         assert met_again(World(2, faults, seed=number, settings=settings()).run(120).finish()), (faults, number)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_islands_outlive_tapes_of_faults_and_partitions(seed):
+def test_exchanges_continue_after_random_sequences_of_faults_and_partitions(seed):
     rng = random.Random(100 + seed)
     for _ in range(25):
         count, number = rng.randrange(2, 6), rng.randrange(10**6)
         patience = rng.choice((1, 2, 2, 3))
         at = points(count, number, 45.0, patience)
-        faults = [drawn(rng, at) for _ in range(rng.randrange(3, 12))]
+        faults = [draw_fault(rng, at) for _ in range(rng.randrange(3, 12))]
         world = World(
             count,
             faults,
@@ -86,7 +86,7 @@ def test_islands_outlive_tapes_of_faults_and_partitions(seed):
 
 
 @pytest.mark.parametrize("action", NODE_FAULTS)
-def test_a_failure_costs_the_others_no_exchange(action):
+def test_a_failed_island_costs_the_others_no_exchange(action):
     for kind, nth in [point for point in points(4, until=1.5 * ROUND) if point[0] in ("Hello", "Message", "Commit")]:
         world = World(4, [Fault(kind, nth, action, MOMENTS[1])], settings=settings(), downtime=None).run(125).finish()
         (hit,) = [node.name for node in world.nodes.values() if node.disturbed]
@@ -99,19 +99,19 @@ def test_a_failure_costs_the_others_no_exchange(action):
 
 
 @pytest.mark.parametrize("durations", [(10.0, 20.0, 40.0), (10.0, 10.7, 11.9, 13.0)])
-def test_much_slower_islands_hold_nobody_up_and_leave_no_half_exchange(durations):
+def test_slow_islands_delay_nobody_and_leave_no_half_exchange(durations):
     world = World(len(durations), settings=settings(), durations=durations).run(400).finish()
     fastest = min(world.nodes.values(), key=lambda node: node.duration)
     followed = [duration for duration in durations if duration <= MOST_UNEQUAL * fastest.duration]
-    assert fastest.round >= int((400 - 10) / max(followed)) - 1  # but for the start
+    assert fastest.round >= int((400 - 10) / max(followed)) - 1  # without the start
 
 
-def test_faults_are_rarely_one_sided():
-    """Most schedules with a single lost header end with both halves of every exchange applied."""
-    sided = applied = 0
+def test_one_lost_header_leaves_no_exchange_one_sided():
+    """Cover each header of the first rounds."""
+    one_sided_count = applied = 0
     for kind, nth in points(2):
         world = World(2, [Fault(kind, nth, "drop")], settings=settings()).run(110).finish()
-        sided += sum(len(node.one_sided) for node in world.nodes.values())
+        one_sided_count += sum(len(node.one_sided) for node in world.nodes.values())
         applied += sum(len(node.applied) for node in world.nodes.values())
-    assert sided == 0
+    assert one_sided_count == 0
     assert applied > 0

@@ -1,4 +1,4 @@
-"""Islands that have taken their last step: they serve their weights to the others, and merge them."""
+"""Islands after their last step: they serve their weights to the others, and merge them."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ from support.sites import side_by_side
 from support.training_islands import NAMES, World, train
 
 
-def test_islands_that_have_finished_serve_their_weights_until_all_have(world, tmp_path):
+def test_finished_islands_serve_their_weights_until_all_have_finished(world, tmp_path):
     world.begin(tmp_path)
     together = threading.Barrier(4, timeout=100)
     is_first_through, is_served = threading.Event(), threading.Event()
@@ -25,7 +25,7 @@ def test_islands_that_have_finished_serve_their_weights_until_all_have(world, tm
     final: list[Any] = []
     served: list[dict[str, np.ndarray]] = []
 
-    def one(replica: int) -> None:
+    def train_one(replica: int) -> None:
         name = NAMES[replica]
         agent, island = world.join(name)
         together.wait()
@@ -49,7 +49,7 @@ def test_islands_that_have_finished_serve_their_weights_until_all_have(world, tm
         is_served.set()
 
     started = time.monotonic()
-    side_by_side(*[lambda i=i: one(i) for i in range(4)], merge)
+    side_by_side(*[lambda i=i: train_one(i) for i in range(4)], merge)
     assert time.monotonic() - started < 90
     for found, expected in zip(served[0].values(), jax.tree.leaves(final[0]), strict=True):
         np.testing.assert_array_equal(found, expected[0])
@@ -57,28 +57,28 @@ def test_islands_that_have_finished_serve_their_weights_until_all_have(world, tm
     assert "oslo" in said["paris"][0]
 
 
-def merged_by(world: World, name: str, agent: Agent, island: IslandSteps, seconds: float, say: Any) -> FinalMerge:
+def final_merge(world: World, name: str, agent: Agent, island: IslandSteps, seconds: float, say: Any) -> FinalMerge:
     return FinalMerge(island, name, weight_specs(world.config.model), seconds, lambda: False, say)
 
 
-def test_islands_that_end_with_a_merge_have_the_mean_of_all_last_weights(world, tmp_path):
+def test_a_final_merge_gives_every_island_the_mean_of_all_last_weights(world, tmp_path):
     world.begin(tmp_path)
     together = threading.Barrier(4, timeout=100)
     last, merged = {}, {}
     said: dict[str, list[str]] = {name: [] for name in NAMES}
 
-    def one(replica: int) -> None:
+    def train_one(replica: int) -> None:
         name = NAMES[replica]
         agent, island = world.join(name)
         together.wait()
         state, step = train(world, island, world.programs.init(draws.key(0)), 0, replica)
         last[name] = jax.device_get(jax.tree.leaves(state.params))
-        time.sleep(replica)  # one after the other
-        state = merged_by(world, name, agent, island, 100.0, said[name].append)(state, step)
+        time.sleep(replica)  # the islands merge one after the other
+        state = final_merge(world, name, agent, island, 100.0, said[name].append)(state, step)
         merged[name] = jax.device_get(jax.tree.leaves(state.params))
         agent.close()
 
-    side_by_side(*[lambda i=i: one(i) for i in range(4)])
+    side_by_side(*[lambda i=i: train_one(i) for i in range(4)])
     for number, found in enumerate(zip(*merged.values(), strict=True)):
         mean = np.mean([np.float64(last[name][number]) for name in NAMES], axis=0)
         np.testing.assert_allclose(found[0], mean, rtol=2e-7, atol=1e-7)
@@ -93,13 +93,13 @@ def test_a_merge_names_the_islands_that_it_leaves_out(world, tmp_path):
     agent, island = world.join("paris")
     state, step = train(world, island, world.programs.init(draws.key(0)), 0, 0)
     before = jax.device_get(state.params)
-    merged = merged_by(world, "paris", agent, island, 0.5, said.append)(state, step)
+    merged = final_merge(world, "paris", agent, island, 0.5, said.append)(state, step)
     agent.close()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(merged.params), before)
     assert said[-1] == "merged model: the mean of 1 of 4 islands, without berlin, rome, oslo"
 
 
-def test_who_serves_for_others_in_vain_names_them(world, tmp_path):
+def test_an_island_that_stops_serving_names_the_unfinished_peers(world, tmp_path):
     world.begin(tmp_path)
     said: list[str] = []
     agent, island = world.join("paris")

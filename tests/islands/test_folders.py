@@ -1,4 +1,4 @@
-"""Islands' folders made of a run of one program, and such a run made of islands' folders."""
+"""Scattering a run of one program to islands' folders, and gathering such folders to a run."""
 
 import itertools
 import shutil
@@ -52,7 +52,7 @@ def stream(config: TrainConfig, replica: int, num_replicas: int) -> Stream:
 
 
 def random_state(config: TrainConfig) -> TrainState:
-    """Make a state as a run has it; scalars, which are common to all replicas, are 7."""
+    """Make a random state of a run; scalars, which are common to all replicas, are 7."""
     generator = np.random.default_rng(0)
     shapes = build_programs(config, make_mesh(config, jax.devices()[:1])).state
     return jax.tree.map(
@@ -86,7 +86,7 @@ class Run:
 
     Attributes:
       state: of the run after step 12.
-      batches: each replica's next ones.
+      batches: the next ones of each replica.
     """
 
     def __init__(self, folder: Path, config: TrainConfig):
@@ -104,7 +104,7 @@ class Run:
         (folder / "roster.toml").write_text(f'run = "test"\n{islands}')
 
     def scatter(self, *overrides: str, out: str = "islands") -> list[Path]:
-        """The islands' folders, in DIR/out."""
+        """Scatter the run to DIR/out; return the islands' folders."""
         flags = [f"--workdir={self.folder / 'run'}", f"--roster={self.folder / 'roster.toml'}"]
         assert island(["scatter", *flags, f"--out={self.folder / out}", *overrides]) == 0
         return [self.folder / out / name for name in NAMES]
@@ -112,7 +112,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, config) -> Run:
-    """A run and its islands' folders, which tests leave as they are."""
+    """A run and its islands' folders, shared: tests must not change them."""
     run = Run(tmp_path_factory.mktemp("run"), config)
     run.scatter()
     return run
@@ -130,7 +130,7 @@ def gathered(workdirs: list[Path], out: Path) -> list[str]:
     return lines
 
 
-def test_an_island_has_its_replicas_state_and_share_of_the_totals(made, folders):
+def test_a_scattered_island_has_its_replicas_state_and_share_of_the_totals(made, folders):
     for replica, folder in enumerate(folders):
         step, state, positions, totals = newest(folder)
         assert step == 12 and positions == [made.positions[replica]]
@@ -139,7 +139,7 @@ def test_an_island_has_its_replicas_state_and_share_of_the_totals(made, folders)
         assert totals == replace(TOTALS, tokens=1000)
 
 
-def test_an_island_reads_on_where_its_replica_was(made, folders):
+def test_a_scattered_island_continues_its_replicas_data_stream(made, folders):
     for replica, folder in enumerate(folders):
         ((position,), one) = newest(folder)[2], stream(made.config, replica, 3)
         one.set_state(position)
@@ -149,7 +149,7 @@ def test_an_island_reads_on_where_its_replica_was(made, folders):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
-def test_what_was_scattered_and_gathered_is_the_same_run(made, folders, tmp_path, order):
+def test_scattering_and_gathering_restores_the_run(made, folders, tmp_path, order):
     gathered([folders[i] for i in order], tmp_path / "run")
     step, state, positions, totals = newest(tmp_path / "run")
     assert step == 12 and positions == made.positions
@@ -157,9 +157,9 @@ def test_what_was_scattered_and_gathered_is_the_same_run(made, folders, tmp_path
     assert totals == TOTALS
 
 
-def test_an_island_that_joined_later_is_gathered_behind_the_founders(made, folders, tmp_path):
+def test_an_island_that_joined_later_is_gathered_after_the_founders(made, folders, tmp_path):
     _, state, _, _ = newest(folders[0])
-    guest = stream(made.config, 4, 3)  # the second that joined; the first is not among the folders
+    guest = stream(made.config, 4, 3)  # replica 4, the second to join; replica 3 is not among the folders
     list(itertools.islice(guest, 3))
     joined = jax.tree.map(lambda x: -x if x.ndim else x, state)
     save(tmp_path / "lima", made.config, 12, joined, [guest.get_state()])
@@ -183,7 +183,7 @@ def test_islands_are_gathered_at_the_newest_step_that_all_have(made, folders, tm
     assert lines[0] == f"{folders[0]}: replica 0 of 3 after step 16"
 
 
-def test_islands_without_a_common_step_are_told_which_each_has(made, folders, tmp_path):
+def test_gathering_without_a_common_step_reports_the_steps_of_each_island(made, folders, tmp_path):
     _, state, positions, _ = newest(folders[1])
     shutil.rmtree(folders[1] / "checkpoints")
     save(folders[1], made.config, 14, state, positions)
@@ -192,7 +192,7 @@ def test_islands_without_a_common_step_are_told_which_each_has(made, folders, tm
     assert not (tmp_path / "run").exists()
 
 
-def test_of_some_islands_a_run_goes_on_with_their_weights_and_what_they_had_yet_to_read(made, folders, tmp_path):
+def test_gathering_some_islands_keeps_their_weights_and_unread_data(made, folders, tmp_path):
     lines = gathered([folders[2], folders[0]], tmp_path / "run")
     assert "without replica 1: its share of the data is not read before the next epoch" in lines
     _, state, positions, totals = newest(tmp_path / "run")
@@ -206,8 +206,8 @@ def test_of_some_islands_a_run_goes_on_with_their_weights_and_what_they_had_yet_
         one.close()
 
 
-def wrong(folders: list[Path], what: str) -> list[Path]:
-    """The folders with something that does not belong together."""
+def make_inconsistent(folders: list[Path], what: str) -> list[Path]:
+    """Make the folders inconsistent; return those to gather."""
     _, state, (position,), _ = newest(folders[1])
     if what == "alone":
         return folders[:1]
@@ -240,13 +240,13 @@ def wrong(folders: list[Path], what: str) -> list[Path]:
         ("rounds", r"different outer steps behind them \(7, 8, 7\)"),
     ],
 )
-def test_folders_that_make_no_run_are_refused_and_nothing_is_written(folders, tmp_path, what, line):
+def test_inconsistent_folders_are_refused_and_nothing_is_written(folders, tmp_path, what, line):
     with pytest.raises(UserError, match=line):
-        gathered(wrong(folders, what), tmp_path / "run")
+        gathered(make_inconsistent(folders, what), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_is_no_island(made, folders, tmp_path):
+def test_gathering_refuses_a_run_in_place_of_an_island(made, folders, tmp_path):
     with pytest.raises(UserError, match=r"run holds 3 replicas and is no island's"):
         gathered([made.folder / "run", folders[1]], tmp_path / "run")
 
@@ -259,18 +259,18 @@ def test_a_run_is_no_island(made, folders, tmp_path):
         ("model.num_layers=2", "holds a checkpoint with model.num_layers=1"),
     ],
 )
-def test_what_islands_cannot_go_on_from_is_told_before_anything_is_written(made, override, line):
+def test_incompatible_settings_of_a_scatter_are_refused_before_anything_is_written(made, override, line):
     with pytest.raises(UserError, match=line):
         made.scatter(f"--config.{override}", out="others")
     assert not (made.folder / "others").exists()
 
 
-def test_no_folder_is_written_over(made):
+def test_scattering_overwrites_no_folder(made):
     with pytest.raises(UserError, match="already holds something"):
         made.scatter()
 
 
-def test_a_run_of_more_replicas_is_merged_for_the_islands(tmp_path, config):
+def test_scattering_merges_the_replicas_of_a_larger_run(tmp_path, config):
     six = replace(config, num_replicas=6)
     state, positions = random_state(six), [stream(six, i, 6).get_state() for i in range(6)]
     run = Run(tmp_path, config)
@@ -285,7 +285,7 @@ def member(name: str, *names: str) -> Membership:
     return Membership(Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in names)), name, None)
 
 
-def test_an_island_goes_on_in_a_longer_roster_with_what_is_left_of_its_share(made, folders):
+def test_an_island_in_a_longer_roster_resumes_with_the_rest_of_its_data_share(made, folders):
     config = replace(made.config, num_replicas=4)
     with Checkpointer(folders[1], config, read_only=True) as checkpoints:
         position = member("berlin", *NAMES, "oslo").data_position(checkpoints, 12)
@@ -300,7 +300,7 @@ def test_an_island_goes_on_in_a_longer_roster_with_what_is_left_of_its_share(mad
     ("workdir", "line"),
     [("islands/rome", "step 12 is of replica 2, and berlin is replica 1"), ("run", "step 12 is of all 3 replicas")],
 )
-def test_an_island_does_not_go_on_from_what_is_not_its_own(made, workdir, line):
+def test_an_island_refuses_to_resume_from_a_checkpoint_that_is_not_its_own(made, workdir, line):
     with (
         Checkpointer(made.folder / workdir, made.config, read_only=True) as checkpoints,
         pytest.raises(UserError, match=line),
@@ -308,7 +308,7 @@ def test_an_island_does_not_go_on_from_what_is_not_its_own(made, workdir, line):
         member("berlin", *NAMES).data_position(checkpoints, 12)
 
 
-def test_an_island_that_joined_later_goes_on_by_its_number(made, tmp_path):
+def test_an_island_that_joined_later_resumes_by_its_replica_number(made, tmp_path):
     position = stream(made.config, 3, 3).get_state()
     save(tmp_path / "oslo", made.config, 12, jax.tree.map(lambda x: x[:1] if x.ndim else x, made.state), [position])
     entries = [Entry(3, "oslo", "127.0.0.1:9", 7, OPEN, 0, 1), Entry(4, "lima", "127.0.0.1:8", 9, OPEN, 0, 1)]
@@ -323,8 +323,8 @@ def test_an_island_that_joined_later_goes_on_by_its_number(made, tmp_path):
             lima.data_position(checkpoints, 12)
 
 
-def documents_of_an_epoch(config: TrainConfig, replica: int, num_replicas: int, position: dict[str, Any]) -> list[str]:
-    """The lines that a stream is about to read, but for the first and last ones, which are cut."""
+def next_documents(config: TrainConfig, replica: int, num_replicas: int, position: dict[str, Any]) -> list[str]:
+    """Return the lines of a stream's next 12 batches, without the first and last ones, which may be cut."""
     one = stream(config, replica, num_replicas)
     one.set_state(position)
     text = b"".join(
@@ -335,10 +335,10 @@ def documents_of_an_epoch(config: TrainConfig, replica: int, num_replicas: int, 
     return text.decode(errors="replace").splitlines()[1:-1]
 
 
-def test_replicas_copied_from_one_island_divide_what_is_left_of_its_share(made, folders):
+def test_replicas_copied_from_one_island_divide_the_rest_of_its_data_share(made, folders):
     config = replace(made.config, elastic="copy")
     with Checkpointer(folders[1], config, read_only=True) as checkpoints:
         divided = elastic.data_positions(checkpoints, 12, 3)
     assert [(one["replica"], one["num_replicas"]) for one in divided] == [(i, 3) for i in range(3)]
-    read = [set(documents_of_an_epoch(config, i, 3, position)) for i, position in enumerate(divided)]
+    read = [set(next_documents(config, i, 3, position)) for i, position in enumerate(divided)]
     assert all(read) and not any(one & other for one, other in itertools.combinations(read, 2))

@@ -1,4 +1,4 @@
-"""Frames on a stream that is a list, so that every way in which it can be damaged is tried."""
+"""Frames on a stream that is a list, so that every kind of damage can be tried."""
 
 import tracemalloc
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ HEADER = {"round": 7, "text": "ü", "none": None, "list": [1, 2.5]}
 
 
 class Stream:
-    """Stand-in for a Flight stream: an item a message, with a record batch or metadata."""
+    """Fake Flight stream: a list of messages, each of which has a record batch or metadata."""
 
     def __init__(self, messages=()):
         self.messages = list(messages)
@@ -42,7 +42,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(frames, "PIECE_BYTES", 1000)
 
 
-def sent() -> list[np.ndarray]:
+def sample_arrays() -> list[np.ndarray]:
     generator = np.random.default_rng(0)
     return [
         generator.standard_normal((30, 40)).astype(np.float32),
@@ -57,28 +57,28 @@ def sent() -> list[np.ndarray]:
 
 
 def expected(_=None) -> list[ArraySpec]:
-    return specs_of(sent())
+    return specs_of(sample_arrays())
 
 
-def written() -> list:
+def written_frame() -> list:
     stream = Stream()
-    write_frame(stream, "frame", HEADER, sent())
+    write_frame(stream, "frame", HEADER, sample_arrays())
     return stream.messages
 
 
-def test_what_is_written_is_read():
-    read = read_frame(Stream(written()), expected)
+def test_a_written_frame_is_read_back_unchanged():
+    read = read_frame(Stream(written_frame()), expected)
     assert read is not None
     kind, (header, arrays) = read
     assert (kind, header) == ("frame", HEADER)
-    assert arrays is not None and len(arrays) == len(sent())
-    for array, original in zip(arrays, sent(), strict=True):
+    assert arrays is not None and len(arrays) == len(sample_arrays())
+    for array, original in zip(arrays, sample_arrays(), strict=True):
         assert (array.dtype, array.shape) == (original.dtype, original.shape)
         assert array.tobytes() == original.tobytes()
         assert array.flags.c_contiguous and array.flags.aligned and not array.flags.writeable
 
 
-def test_frames_follow_one_another_until_the_stream_ends():
+def test_frames_are_read_in_order_until_the_stream_ends():
     stream = Stream()
     for number in range(3):
         write_frame(stream, "frame", {"number": number}, [np.full(5, number)] if number % 2 else None)
@@ -88,8 +88,8 @@ def test_frames_follow_one_another_until_the_stream_ends():
     assert read[0] == ("frame", Frame({"number": 0}, None))
 
 
-def test_an_array_of_one_piece_lies_in_the_received_buffer():
-    messages = written()
+def test_an_array_of_one_piece_shares_memory_with_the_received_buffer():
+    messages = written_frame()
     read = read_frame(Stream(messages), expected)
     assert read is not None and read[1].arrays is not None
     buffers = [batch.column(0).to_numpy() for batch, _ in messages if batch is not None]
@@ -98,16 +98,16 @@ def test_an_array_of_one_piece_lies_in_the_received_buffer():
             assert any(np.shares_memory(array, buffer) for buffer in buffers)
 
 
-def test_no_beginning_of_a_frame_passes_for_the_whole():
-    messages = written()
+def test_a_truncated_frame_is_refused():
+    messages = written_frame()
     assert read_frame(Stream([]), expected) is None
     for end in range(1, len(messages)):
         with pytest.raises(BrokenError, match="ended before the message was whole"):
             read_frame(Stream(messages[:end]), expected)
 
 
-def test_no_message_of_a_frame_may_be_missing_twice_or_elsewhere():
-    messages = written()
+def test_missing_repeated_and_reordered_messages_of_a_frame_are_refused():
+    messages = written_frame()
     others = [messages[:i] + messages[i + 1 :] for i in range(len(messages))]
     others += [[*messages[:i], messages[i], *messages[i:]] for i in range(len(messages) - 1)]
     others += [[*messages[:i], messages[i + 1], messages[i], *messages[i + 2 :]] for i in range(len(messages) - 1)]
@@ -116,11 +116,11 @@ def test_no_message_of_a_frame_may_be_missing_twice_or_elsewhere():
             read_frame(Stream(changed), expected)
 
 
-def test_no_bit_may_be_another_one():
+def test_a_flipped_bit_is_detected():
     generator = np.random.default_rng(1)
-    for place, (batch, content) in enumerate(written()):
+    for place, (batch, content) in enumerate(written_frame()):
         for _ in range(20):
-            messages = written()
+            messages = written_frame()
             raw = bytearray(content if batch is None else batch.column(0).to_numpy().tobytes())
             raw[generator.integers(len(raw))] ^= 1 << int(generator.integers(8))
             column = pa.array(np.frombuffer(bytes(raw), np.uint8))
@@ -141,8 +141,8 @@ def test_no_bit_may_be_another_one():
         (lambda specs: None, "no arrays would fit here"),
     ],
 )
-def test_arrays_that_are_not_expected_are_refused_before_any_is_read(others, announced):
-    stream = Stream(written())
+def test_unexpected_arrays_are_refused_before_any_is_read(others, announced):
+    stream = Stream(written_frame())
     with pytest.raises(RefusedError) as error:
         read_frame(stream, lambda header: others(expected()))
     assert stream.read == 1
@@ -150,7 +150,7 @@ def test_arrays_that_are_not_expected_are_refused_before_any_is_read(others, ann
 
 
 def test_an_announced_size_allocates_nothing():
-    """A header may say anything: what counts is what the receiver expects."""
+    """The receiver allocates only what it expects, whatever a header announces."""
     huge = Stream()
     huge.write_metadata(frames._seal({"kind": "frame", "header": {}, "arrays": [["float32", [1 << 40]]]}))
     tracemalloc.start()
@@ -178,15 +178,15 @@ def test_missing_arrays_are_refused():
     ],
 )
 @pytest.mark.parametrize("sealed", [True, False])
-def test_what_is_no_frame_is_said_to_be_none(content, sealed):
+def test_content_that_is_no_frame_is_refused(content, sealed):
     stream = Stream()
     stream.write_metadata(frames.xxhash.xxh3_128_digest(content) + content if sealed else content)
     with pytest.raises(BrokenError):
         read_frame(stream, lambda header: None)
 
 
-def test_pieces_of_another_form_are_refused():
-    head, *rest = written()
+def test_malformed_pieces_are_refused():
+    head, *rest = written_frame()
     for column in (
         pa.array(np.arange(10, dtype=np.uint8)),
         pa.array(np.zeros(0, np.uint8)),
@@ -198,7 +198,7 @@ def test_pieces_of_another_form_are_refused():
             read_frame(Stream([head, (batch, None), *rest[1:]]), expected)
 
 
-def test_a_piece_that_says_it_is_longer_than_its_buffer_is_not_read():
+def test_a_piece_that_claims_to_be_longer_than_its_buffer_is_refused():
     """Arrow hands such a batch on, and numpy would read whatever lies behind the buffer."""
     size, longer = (number.to_bytes(8, "little") for number in (345, 1 << 20))
     raw = pa.RecordBatch.from_arrays([pa.array(np.zeros(345, np.uint8))], schema=SCHEMA).serialize().to_pybytes()
@@ -206,7 +206,7 @@ def test_a_piece_that_says_it_is_longer_than_its_buffer_is_not_read():
     lying = pa.ipc.read_record_batch(pa.py_buffer(rows + longer + buffer + size + column + longer + rest), SCHEMA)
     assert lying.num_rows == 1 << 20
     with pytest.raises(BrokenError, match="damaged piece"):
-        read_frame(Stream([written()[0], (lying, None)]), expected)
+        read_frame(Stream([written_frame()[0], (lying, None)]), expected)
 
 
 def test_only_plain_numbers_and_small_headers_are_sent():
