@@ -1,4 +1,4 @@
-"""A member that sends a whole island what is not due or not true, over Flight: refused or bounded, and named."""
+"""Protocol violations and false reports by a member, over Flight: each is refused or bounded, and its sender named."""
 
 import contextlib
 import time
@@ -31,13 +31,13 @@ from support.island_world import IDENTITY
 from support.ports import free_ports
 from support.sites import TOKENS, Site
 
-SECONDS = 30.0  # of calls that end long before
+SECONDS = 30.0  # timeout of calls, which end long before it
 GOOD = np.full(1000, 0.5, np.float32)
 NAN = np.full(1000, np.nan, np.float32)
 
 
 class Victim:
-    """Island paris, which has ended round 0, and the calls that member berlin makes by hand."""
+    """Island paris after round 0, and hand-made calls of member berlin."""
 
     def __init__(self, settings: Settings | None = None):
         names = ("berlin", "paris")
@@ -50,7 +50,7 @@ class Victim:
 
     @contextlib.contextmanager
     def exchange(self, round: int = 0, timing: Timing | None = None) -> Iterator[tuple[Channel, ExchangeId]]:
-        """Open an exchange as berlin, up to paris's own message."""
+        """Open an exchange as berlin, up to paris's own message; yield the channel and the exchange's id."""
         self.attempts += 1
         xid = ExchangeId(round, "berlin", 1, self.attempts)
         hello = Hello(Caller(IDENTITY, "berlin", "paris", 1, round), xid, TOKENS, timing)
@@ -61,8 +61,8 @@ class Victim:
             assert [channel.receive().header["kind"] for _ in range(2)] == ["Accept", "Message"]
             yield channel, xid
 
-    def entered(self) -> list[np.ndarray]:
-        """Return the corrections of the last 0.3 s."""
+    def pop_corrections(self) -> list[np.ndarray]:
+        """Wait 0.3 s; remove and return the corrections received so far."""
         time.sleep(0.3)
         self.site.look()
         found, self.site.corrections = list(self.site.corrections.values()), {}
@@ -76,19 +76,19 @@ def victim() -> Iterator[Victim]:
     victim.site.agent.close()
 
 
-def until_ended(channel: Channel) -> None:
+def read_to_end(channel: Channel) -> None:
     """Read to the end of the call; raise the `PeerError` that it ends with."""
     while True:
         channel.receive()
 
 
-def test_a_second_message_of_an_exchange_is_refused_and_never_entered(victim):
+def test_a_second_message_in_one_exchange_is_refused_and_never_applied(victim):
     with victim.exchange() as (channel, xid):
         for message in (GOOD, NAN):
             channel.send(to_json(Message(xid)), [message])
         channel.send(to_json(Received(xid, True)))
-        until_ended(channel)
-    assert all(np.isfinite(correction).all() for correction in victim.entered())
+        read_to_end(channel)
+    assert all(np.isfinite(correction).all() for correction in victim.pop_corrections())
     assert any("berlin" in line and "a second one" in line for line in victim.site.lines)
 
 
@@ -98,26 +98,26 @@ def test_a_message_of_another_exchange_is_refused_before_it_is_read(victim, call
         if call == "an exchange":
             with victim.exchange() as (channel, xid):
                 channel.send(to_json(Message(xid._replace(attempt=99))), [NAN])
-                until_ended(channel)
+                read_to_end(channel)
         else:
             request = to_json(StatusRequest(IDENTITY, until_ready=True))
             client = Client(victim.roster, "berlin", None, "paris")
             with client.exchange(request, lambda header: None, SECONDS) as channel:
                 channel.send(to_json(Message(ExchangeId(0, "berlin", 1, 1))), [NAN])
-                until_ended(channel)
-    assert victim.entered() == []
+                read_to_end(channel)
+    assert victim.pop_corrections() == []
     said = "of another exchange" if call == "an exchange" else "does not belong to this call"
     assert in_time(lambda: any("berlin" in line and said in line for line in victim.site.lines), 20), victim.site.lines
 
 
 def test_three_damaged_messages_in_a_row_lead_to_quarantine(victim, monkeypatch):
-    """A digest that is wrong is counted like a message that is not finite."""
+    """A wrong digest counts like a message with non-finite values."""
     for attempt in range(3):
         with monkeypatch.context() as patch, victim.exchange() as (channel, xid):
             patch.setattr("noloco_jax.islands.frames._seal", with_wrong_digest)
             channel.send(to_json(Message(xid)), [GOOD])
             patch.undo()
-            until_ended(channel)
+            read_to_end(channel)
         assert in_time(lambda attempt=attempt: sum("digest" in line for line in victim.site.lines) > attempt, 20)
     assert in_time(lambda: any("3 broken messages in a row" in line for line in victim.site.lines), 20), (
         victim.site.lines
@@ -129,15 +129,15 @@ def with_wrong_digest(content):
 
 
 @pytest.mark.parametrize("name", ["nobody", "paris", "berlin"])
-def test_a_false_speed_moves_an_island_through_the_schedule_within_the_bound(name):
+def test_a_false_speed_report_is_bounded_and_ignored_under_a_wrong_name(name):
     victim = Victim(Settings(keeps_pace=True))
     agent = victim.site.agent
     try:
-        for _ in range(8):  # its own speed
+        for _ in range(8):  # paris measures its own speed
             agent.stride(10**6)
             time.sleep(0.01)
-        false = Speed(name, 1e-9, 2**62)
-        with victim.exchange(timing=Timing(0.0, false, false)):
+        false_speed = Speed(name, 1e-9, 2**62)
+        with victim.exchange(timing=Timing(0.0, false_speed, false_speed)):
             pass
         strides = []
         for _ in range(20):
@@ -146,4 +146,4 @@ def test_a_false_speed_moves_an_island_through_the_schedule_within_the_bound(nam
     finally:
         agent.close()
     assert max(strides) <= (1 if name != "berlin" else MOST_TOLD + 1)
-    assert sum(strides) > 3 * len(strides) or name != "berlin"  # it was heard
+    assert sum(strides) > 3 * len(strides) or name != "berlin"  # berlin's report was used

@@ -1,4 +1,4 @@
-"""Islands that come, move and go among real ones, over TLS."""
+"""Islands that join a running group over TLS, change their address and are removed."""
 
 import dataclasses
 import re
@@ -49,7 +49,7 @@ class Running:
         return signed(entry, RUN, authority_key(self.keys))
 
     def give_keys(self, name: str) -> None:
-        """Make keys of a name without an entry."""
+        """Make keys for a name that has no entry."""
         make_keys(Roster(RUN, (Island(name, Address("127.0.0.1", self.ports[name])),)), self.keys, 30)
 
     def start(self, name: str, *entries: Entry) -> Site:
@@ -95,13 +95,13 @@ def running(tmp_path) -> Iterator[Running]:
         thread.join(30)
 
 
-def test_who_brings_an_entry_is_met_by_all_and_who_is_removed_by_nobody(running):
+def test_an_island_with_a_signed_entry_exchanges_with_all_until_its_removal(running):
     running.start_founders()
     running.give_keys("oslo")
     running.start("oslo", running.entry(2, "oslo", running.sites["paris"].round + 12))
     running.wait(lambda: running.met("oslo", "paris") and running.met("oslo", "rome"))
     assert not running.sites["paris"].heals and running.sites["oslo"].heals
-    for name in FOUNDERS:  # each keeps it for its next start
+    for name in FOUNDERS:  # each has stored the entry for its next start
         credentials = load_keys(running.keys / name, name)
         assert members_at(running.folder / name / "members.json", running.roster, credentials).id_of("oslo") == 2
 
@@ -113,7 +113,7 @@ def test_who_brings_an_entry_is_met_by_all_and_who_is_removed_by_nobody(running)
     assert running.met("paris", "rome", ends)
 
 
-def test_a_stranger_with_a_certificate_and_no_entry_is_refused(running):
+def test_an_island_with_a_certificate_but_no_valid_entry_is_refused(running):
     running.start_founders()
     running.give_keys("oslo")
     forged = dataclasses.replace(running.entry(2, "oslo", 0), signature="00")
@@ -124,7 +124,7 @@ def test_a_stranger_with_a_certificate_and_no_entry_is_refused(running):
     )
     site.agent.open()
     try:
-        assert site.agent.admitted(20)  # as nobody answers
+        assert site.agent.admitted(20)  # no peer answers, so that none can refuse
         site.agent.ready()
         running.wait(lambda: any("made out to 'oslo'" in line for line in running.sites["paris"].lines))
         assert running.sites["paris"].agent.incarnation == 1
@@ -133,7 +133,7 @@ def test_a_stranger_with_a_certificate_and_no_entry_is_refused(running):
         site.agent.close()
 
 
-def test_a_member_that_moves_tells_its_new_address_itself(running):
+def test_a_member_announces_its_own_new_address(running):
     running.start_founders()
     rome, paris = (load_keys(running.keys / name, name) for name in ("rome", "paris"))
     moved = own_address("rome", "127.0.0.1:1", 0, RUN, rome)
@@ -144,7 +144,7 @@ def test_a_member_that_moves_tells_its_new_address_itself(running):
     running.wait(lambda: running.met("paris", "rome", before))  # rome dials, as nobody listens at the new address
 
 
-def test_an_invitation_is_told_to_all_and_holds_early_enough_for_all_to_know_it(running, capsys):
+def test_invitations_and_removals_reach_all_members_before_they_take_effect(running, capsys):
     running.start_founders()
     address, keys = f"--address=127.0.0.1:{running.ports['oslo']}", f"--keys={running.keys}"
     before = running.sites["paris"].round
@@ -158,7 +158,7 @@ def test_an_invitation_is_told_to_all_and_holds_early_enough_for_all_to_know_it(
     assert island(["remove", "oslo", keys, "--from_round=500"]) == 0
     entries = running.sites["rome"].agent._protocol.members.entries
     assert [(one.id, one.from_round, one.until_round) for one in entries] == [(2, entry.from_round, 499)]
-    assert island(["invite", "--name=oslo", address, keys, "--from_round=600"]) == 0  # again, with its number
+    assert island(["invite", "--name=oslo", address, keys, "--from_round=600"]) == 0  # a second invitation keeps the id
     (entry,) = running.sites["rome"].agent._protocol.members.entries
     assert (entry.id, entry.from_round, entry.until_round) == (2, 599, OPEN)
 
@@ -178,20 +178,20 @@ def test_an_invitation_is_told_to_all_and_holds_early_enough_for_all_to_know_it(
         ("remove rome --from_round=9", "give the same command again once one answers"),
     ],
 )
-def test_a_command_that_cannot_be_is_told_in_a_line(running, command, line):
+def test_an_invalid_invite_or_remove_command_is_refused_with_the_reason(running, command, line):
     words = command.replace("PARIS", f"127.0.0.1:{running.ports['paris']}").split()
     with pytest.raises(UserError, match=re.escape(line)):
         island([*words, f"--keys={running.keys}"])
 
 
 @pytest.mark.parametrize("missing", ["ca-key.pem", "members.json"])
-def test_who_cannot_sign_is_told_what_is_missing(running, missing):
+def test_a_missing_signing_key_or_member_list_is_named(running, missing):
     (running.keys / missing).unlink()
     with pytest.raises(UserError, match=f"{missing} is missing"):
         island(["remove", "rome", f"--keys={running.keys}"])
 
 
-def test_a_member_that_was_invited_gets_keys_anew_like_the_others(running, capsys):
+def test_the_keys_of_an_invited_member_can_be_replaced(running, capsys):
     assert island(["invite", "--name=oslo", "--address=127.0.0.1:1", f"--keys={running.keys}", "--from_round=9"]) == 0
     before = load_keys(running.keys / "oslo", "oslo")
     keys = ["keys", f"--roster={running.folder / 'roster.toml'}", f"--out={running.keys}", "--replace=oslo"]
@@ -201,8 +201,10 @@ def test_a_member_that_was_invited_gets_keys_anew_like_the_others(running, capsy
 
 
 @pytest.mark.parametrize(("given", "expected"), [((), "time"), (("--pace=steps",), "steps")])
-def test_who_joins_takes_the_pace_of_the_islands_and_keeps_it(running, tmp_path, monkeypatch, given, expected):
-    """Asked for once: at a later start the member that told it may be away."""
+def test_a_joining_island_takes_its_pace_from_a_flag_or_a_peer_and_keeps_it(
+    running, tmp_path, monkeypatch, given, expected
+):
+    """The pace is asked for once: at a later start the member that answered may be offline."""
     asked: list[str] = []
     taken: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The command that makes a run's keys, and the keys as an island loads them."""
+"""Keys of a run: the command that makes them, how an island loads them, and how replaced ones are revoked."""
 
 import datetime
 import re
@@ -67,8 +67,8 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*.pem")}
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="compares with the openssl command, which is not here")
-def test_openssl_takes_the_keys_for_both_ends_and_the_islands_name_alone(roster):
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="the openssl command is not installed")
+def test_openssl_verifies_keys_for_server_and_client_under_the_islands_name_only(roster):
     keys = make(roster)
     for name in ("paris", "berlin"):
         folder = keys / name
@@ -92,14 +92,14 @@ def test_only_the_owner_can_read_a_key(roster):
     assert {path.name for path in (keys / "paris").iterdir()} == {"ca.pem", "cert.pem", "key.pem"}
 
 
-def test_the_command_says_what_to_do_with_each(roster, capsys):
+def test_the_keys_command_prints_what_to_do_with_each_key(roster, capsys):
     keys = make(roster)
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith(f"made: {keys / 'paris'}, valid for 90 days; carry it to paris's machine")
     assert said[-1].startswith(f"{keys / 'ca-key.pem'} signs for any name of test: no island needs it")
 
 
-def test_an_island_that_is_added_later_gets_keys_of_the_same_authority_and_others_keep_theirs(roster, capsys):
+def test_an_added_island_gets_keys_of_the_same_authority_and_other_keys_are_kept(roster, capsys):
     keys = make(roster)
     before = contents(keys)
     roster.write_text(ROSTER + ROME)
@@ -111,7 +111,7 @@ def test_an_island_that_is_added_later_gets_keys_of_the_same_authority_and_other
     assert load_keys(keys / "rome", "rome").authority == load_keys(keys / "paris", "paris").authority
 
 
-def test_keys_are_written_over_only_for_the_islands_that_are_named(roster):
+def test_replace_overwrites_the_keys_of_the_named_islands_only(roster):
     keys = make(roster)
     before = contents(keys)
     make(roster, "--replace=berlin")
@@ -120,10 +120,10 @@ def test_keys_are_written_over_only_for_the_islands_that_are_named(roster):
     load_keys(keys / "berlin", "berlin")
 
 
-def test_the_authoritys_key_is_asked_for_only_to_sign(roster):
+def test_the_authority_key_is_needed_only_for_signing(roster):
     keys = make(roster)
     (keys / "ca-key.pem").rename(roster.parent / "safe")
-    make(roster)  # nothing is missing
+    make(roster)  # nothing to sign
     roster.write_text(ROSTER + ROME)
     with pytest.raises(UserError, match=r"ca-key.pem is missing: bring it back to sign with"):
         make(roster)
@@ -140,13 +140,13 @@ def test_the_authoritys_key_is_asked_for_only_to_sign(roster):
         (["--replace"], "expected one argument"),
     ],
 )
-def test_a_wrong_flag_makes_nothing(arguments, said, roster):
+def test_an_invalid_flag_is_refused_and_no_keys_are_written(arguments, said, roster):
     with pytest.raises(UserError, match=said):
         make(roster, *arguments)
     assert not (roster.parent / "keys").exists()
 
 
-def test_a_folder_with_some_of_an_islands_keys_is_left_alone(roster):
+def test_an_incomplete_key_folder_is_refused_and_left_unchanged(roster):
     keys = make(roster)
     (keys / "paris/key.pem").unlink()
     before = contents(keys)
@@ -166,13 +166,13 @@ def store(folder: Path, ca: trustme.CA, name: str, **validity) -> Path:
     return folder
 
 
-def test_keys_of_another_maker_are_taken(tmp_path):
+def test_keys_made_by_another_tool_are_accepted(tmp_path):
     ca = trustme.CA(key_type=trustme.KeyType.RSA)
     folder = store(tmp_path / "keys", ca, "paris", key_type=trustme.KeyType.RSA)
     assert load_keys(folder, "paris").authority == ca.cert_pem.bytes()
 
 
-def test_keys_that_others_would_refuse_are_refused_by_the_island_itself(tmp_path):
+def test_unusable_keys_are_refused_at_load_with_the_reason(tmp_path):
     ca, foreign = trustme.CA(), trustme.CA()
     day = datetime.timedelta(days=1)
     now = datetime.datetime.now()
@@ -207,7 +207,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path):
             load_keys(folder, "paris")
 
 
-def test_a_certificate_is_warned_of_in_the_last_third_of_its_time(tmp_path):
+def test_expiry_is_warned_of_in_the_last_third_of_a_certificates_validity(tmp_path):
     now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
     for days, warned in ((29, True), (31, False)):
         validity = {"not_before": now - (90 - days) * day, "not_after": now + days * day}
@@ -217,8 +217,8 @@ def test_a_certificate_is_warned_of_in_the_last_third_of_its_time(tmp_path):
         assert not warned or re.search(r"paris's certificate expires on .*`island keys --replace=paris`", line or "")
 
 
-def test_a_replaced_certificate_is_refused_once_a_newer_one_was_seen_also_after_a_restart(roster):
-    """The server's only way to know a certificate is its first name."""
+def test_a_server_refuses_a_replaced_client_certificate_also_after_a_restart(roster):
+    """The server tells certificates of one island apart by their first DNS name alone."""
     keys = make(roster)
     old = load_keys(keys / "berlin", "berlin")
     make(roster, "--replace=berlin")
@@ -234,8 +234,8 @@ def test_a_replaced_certificate_is_refused_once_a_newer_one_was_seen_also_after_
             assert calling(server.port, new).action("status", {}, 60.0)
 
 
-def test_a_server_that_shows_a_replaced_certificate_is_refused_and_named_by_who_dials_it(roster):
-    """Somebody listens in paris's place with its old keys."""
+def test_a_client_refuses_and_names_a_server_with_a_replaced_certificate(roster):
+    """Another process listens at paris's address with its old keys."""
     keys = make(roster)
     old, berlin, newest = load_keys(keys / "paris", "paris"), load_keys(keys / "berlin", "berlin"), Newest(None)
     make(roster, "--replace=paris")
@@ -251,7 +251,7 @@ def test_a_server_that_shows_a_replaced_certificate_is_refused_and_named_by_who_
                     client.action("status", {}, 60.0)
 
 
-def test_a_server_that_shows_a_newer_certificate_is_called_with_that_from_the_second_call_on(roster):
+def test_a_client_accepts_a_newer_server_certificate_from_the_second_call_on(roster):
     keys = make(roster)
     old, berlin, newest = load_keys(keys / "paris", "paris"), load_keys(keys / "berlin", "berlin"), Newest(None)
     assert newest.admits("paris", issue_of(old))
@@ -267,7 +267,7 @@ def test_a_server_that_shows_a_newer_certificate_is_called_with_that_from_the_se
             client.action("status", {}, 60.0)
 
 
-def test_who_only_dials_learns_the_certificate_that_it_is_shown_and_takes_no_older_one(roster):
+def test_a_client_remembers_a_servers_certificate_and_refuses_an_older_one(roster):
     keys = make(roster)
     old, berlin, newest = load_keys(keys / "paris", "paris"), load_keys(keys / "berlin", "berlin"), Newest(None)
     make(roster, "--replace=paris")
@@ -283,13 +283,13 @@ def test_who_only_dials_learns_the_certificate_that_it_is_shown_and_takes_no_old
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"paris": "soon"}', '{"paris": null}'])
-def test_a_damaged_list_of_the_newest_certificates_is_told(tmp_path, content):
+def test_a_damaged_list_of_newest_certificates_is_reported(tmp_path, content):
     (tmp_path / "newest.json").write_text(content)
     with pytest.raises(UserError, match=r"newest.json is damaged: delete it"):
         Newest(tmp_path)
 
 
-def test_an_island_reads_renewed_keys_while_it_runs_and_meets_on(roster, monkeypatch):
+def test_a_running_island_reloads_renewed_keys_and_keeps_exchanging(roster, monkeypatch):
     monkeypatch.setattr(network, "_KEYS_SECONDS", 0.2)
     keys = make(roster)
     names = ("paris", "berlin")
@@ -305,7 +305,7 @@ def test_an_island_reads_renewed_keys_while_it_runs_and_meets_on(roster, monkeyp
     assert all(site.share(5) == 1 for site in sites), sites[0].met
 
 
-def test_only_islands_of_one_machine_do_without_keys(roster, tmp_path):
+def test_keys_are_optional_only_if_all_islands_are_on_one_machine(roster, tmp_path):
     assert credentials_for(roster_at([7070, 7071]), "paris", None) is None
     with pytest.raises(UserError, match=r"paris at paris.example.org:7070 can be reached from other machines: give"):
         credentials_for(read_roster(roster), "berlin", None)

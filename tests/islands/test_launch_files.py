@@ -1,4 +1,4 @@
-"""Islands on Kubernetes and Slurm: the files, and what their scripts do with a few lines in place of the islands."""
+"""Launch files of islands for Kubernetes and Slurm; their scripts run a few lines of shell in place of the islands."""
 
 import os
 import signal
@@ -39,7 +39,7 @@ def test_every_kubernetes_document_fits_its_schema():
         kubernetes_validate.validate(document, "1.31", strict=True)
 
 
-def test_the_pods_are_the_rosters_islands_at_their_names_in_the_service(tmp_path):
+def test_pods_match_the_names_and_addresses_of_the_rosters_islands(tmp_path):
     roster, found = roster_in(tmp_path), documents()
     islands, service = found["StatefulSet"], found["Service"]
     name = islands["metadata"]["name"]
@@ -53,7 +53,7 @@ def test_the_pods_are_the_rosters_islands_at_their_names_in_the_service(tmp_path
     assert f"--config.num_replicas={len(roster.names)}" in container["command"]
 
 
-def test_a_pod_sees_its_own_keys_and_no_others_and_they_are_whole(tmp_path):
+def test_each_pod_mounts_the_complete_keys_of_its_own_island(tmp_path):
     roster, pod = roster_in(tmp_path), pod_of("StatefulSet")
     make_keys(roster, tmp_path / "keys", 30)
     [volume] = [volume["secret"] for volume in pod["volumes"] if "secret" in volume]
@@ -70,8 +70,8 @@ def test_a_pod_sees_its_own_keys_and_no_others_and_they_are_whole(tmp_path):
         load_keys(tmp_path / "mounted" / mount["subPathExpr"].replace("$(POD_NAME)", name), name)
 
 
-def in_pod(folder: Path, lines: str) -> subprocess.Popen[str]:
-    """Run the pod's command, with some lines of shell in place of Python."""
+def start_pod(folder: Path, lines: str) -> subprocess.Popen[str]:
+    """Start the pod's command, with `lines` of shell in place of Python."""
     fake = folder / "python"
     fake.write_text(f"#!/bin/bash\n{lines}\n")
     fake.chmod(0o755)
@@ -80,8 +80,8 @@ def in_pod(folder: Path, lines: str) -> subprocess.Popen[str]:
     return subprocess.Popen(container["command"], env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_pods_command_passes_arguments_on_and_its_status(tmp_path):
-    said, _ = (process := in_pod(tmp_path, 'echo "$@"; exit 2')).communicate(timeout=60)
+def test_the_pods_command_passes_on_arguments_and_exit_status(tmp_path):
+    said, _ = (process := start_pod(tmp_path, 'echo "$@"; exit 2')).communicate(timeout=60)
     assert process.returncode == 2
     assert said.split() == [
         *("-m", "noloco_jax.island", "train", "--name=island-2", "--roster=/roster/roster.toml", "--keys=/keys"),
@@ -90,16 +90,16 @@ def test_a_pods_command_passes_arguments_on_and_its_status(tmp_path):
     ]
 
 
-def test_a_pod_that_is_told_to_go_saves_first(tmp_path):
+def test_a_terminated_pod_saves_before_it_exits(tmp_path):
     lines = "trap 'sleep 0.5; echo saved; exit 75' TERM; echo ready; while :; do sleep 0.1; done"
-    process = in_pod(tmp_path, lines)
+    process = start_pod(tmp_path, lines)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=60)[0] == "saved\n" and process.returncode == 75
 
 
-def test_a_pod_whose_island_has_come_to_its_end_stays_until_it_is_told_to_go(tmp_path):
-    process = in_pod(tmp_path, "exit 0")
+def test_a_pod_with_a_finished_island_stays_until_it_is_terminated(tmp_path):
+    process = start_pod(tmp_path, "exit 0")
     time.sleep(1.0)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
@@ -116,8 +116,8 @@ exit "$STATUS"
 """
 
 
-def task(folder: Path, number: int, count: int = 3, status: int = 0, *arguments: str) -> tuple[int, list[str]]:
-    """Run the task of a job array, with programs in place of Slurm's and of the training."""
+def run_task(folder: Path, number: int, count: int = 3, status: int = 0, *arguments: str) -> tuple[int, list[str]]:
+    """Run one task of a job array with stand-ins for Slurm and training; return its exit status and output lines."""
     (folder / "bin").mkdir(exist_ok=True)
     programs = {"python": FAKE_PYTHON, "srun": '#!/bin/bash\nexec "$@"\n'}
     programs["scontrol"] = '#!/bin/bash\necho scontrol "$@"\n'
@@ -139,11 +139,11 @@ def task(folder: Path, number: int, count: int = 3, status: int = 0, *arguments:
     return done.returncode, done.stdout.splitlines()
 
 
-def test_tasks_of_an_array_are_islands_of_one_run_and_later_ones_know_the_earlier(tmp_path):
+def test_array_tasks_are_islands_of_one_run_and_later_tasks_know_earlier_addresses(tmp_path):
     runs = tmp_path / "runs"
     host = subprocess.run(["hostname", "-f"], capture_output=True, text=True, check=True).stdout.strip()
-    assert task(tmp_path, 0)[0] == 0
-    status, lines = task(tmp_path, 2)
+    assert run_task(tmp_path, 0)[0] == 0
+    status, lines = run_task(tmp_path, 2)
     expected = [
         *("-m", "noloco_jax.island", "train", "--config=a.py", "--config.num_replicas=3"),
         *(f"--roster={runs}/island2/roster.toml", "--name=island2", f"--keys={runs}/keys/island2"),
@@ -159,8 +159,8 @@ def test_tasks_of_an_array_are_islands_of_one_run_and_later_ones_know_the_earlie
 
 
 @pytest.mark.parametrize(("status", "requeued"), [(75, ["scontrol requeue 17_0"]), (2, [])])
-def test_a_task_that_was_stopped_is_queued_again_and_one_with_a_mistake_is_not(tmp_path, status, requeued):
-    found, lines = task(tmp_path, 0, status=status)
+def test_a_stopped_task_is_requeued_and_one_with_a_user_error_is_not(tmp_path, status, requeued):
+    found, lines = run_task(tmp_path, 0, status=status)
     assert found == status and [line for line in lines if line.startswith("scontrol")] == requeued
 
 
@@ -168,6 +168,6 @@ def test_a_task_that_was_stopped_is_queued_again_and_one_with_a_mistake_is_not(t
     ("count", "arguments", "line"),
     [(1, ("--workdir=x",), "give --array=0-M"), (2, ("--config=a.py",), "--workdir=DIR is missing")],
 )
-def test_what_is_missing_is_told_in_a_line(tmp_path, count, arguments, line):
-    status, lines = task(tmp_path, 0, count, 0, *arguments)
+def test_a_missing_array_or_workdir_is_reported(tmp_path, count, arguments, line):
+    status, lines = run_task(tmp_path, 0, count, 0, *arguments)
     assert status == 2 and line in lines[-1]

@@ -1,4 +1,4 @@
-"""launch/islands.sh, with a few lines of Python in place of the islands; and once with real ones."""
+"""The launcher launch/islands.sh, with a few lines of Python in place of the islands; and once with real ones."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from support import processes
 from support.paths import ROOT
 from support.platforms import QUICK_TO_COMPILE
 
-# In place of `noloco_jax.island`: its commands say that they were called, and `train` runs a test's lines.
+# Stands in for `noloco_jax.island`: each command prints its arguments, and `train` also runs a test's lines.
 FAKE = """
 import os, pathlib, signal, sys, time
 command, arguments = sys.argv[1], sys.argv[2:]
@@ -37,7 +37,7 @@ if command == "train":
 
 
 class Launcher:
-    """launch/islands.sh under way, in `folder`/runs."""
+    """A running launch/islands.sh, whose workdir is `folder`/runs."""
 
     def __init__(self, folder: Path, *arguments: str, lines: str = "", **variables: str):
         (folder / "fake.py").write_text(FAKE)
@@ -85,7 +85,7 @@ def launch(tmp_path):
     return start
 
 
-def test_every_island_gets_its_place_and_what_was_given_and_the_end_is_shown(launch):
+def test_every_island_gets_its_flags_and_a_report_and_a_merge_follow(launch):
     launcher = launch(3, "--config=a.py", "--config.num_steps=7")
     status, lines = launcher.result()
     runs = launcher.runs
@@ -109,7 +109,7 @@ def test_the_first_islands_log_is_shown(launch):
     assert "hello from island0" in lines and "hello from island1" not in lines
 
 
-def test_an_island_that_is_killed_starts_again_and_nobody_else(launch):
+def test_only_the_killed_island_is_restarted(launch):
     launcher = launch(2, lines="if name == 'island1' and starts < 3: os.kill(os.getpid(), 9)")
     status, lines = launcher.result()
     assert status == 0
@@ -118,7 +118,7 @@ def test_an_island_that_is_killed_starts_again_and_nobody_else(launch):
 
 
 @pytest.mark.parametrize(("end", "expected"), [("os.kill(os.getpid(), 9)", 137), ("sys.exit(1)", 1)])
-def test_an_island_that_ends_over_and_over_is_given_up_and_the_others_are_merged(launch, end, expected):
+def test_an_island_that_keeps_failing_is_given_up_and_the_others_are_merged(launch, end, expected):
     launcher = launch(3, lines=f"if name == 'island1': {end}")
     status, lines = launcher.result()
     assert status == expected and launcher.starts("island1") == 11
@@ -131,12 +131,12 @@ def test_an_island_that_ends_over_and_over_is_given_up_and_the_others_are_merged
     ]
 
 
-def test_an_island_with_a_mistake_is_reported_once_and_the_others_go_on(launch):
+def test_a_user_error_of_one_island_is_reported_once_and_the_others_continue(launch):
     fails = "print('error: it is all wrong'); sys.exit(2)"
     waits = "while not (workdir.parent / 'over').exists(): time.sleep(0.02)"
     launcher = launch(3, lines=f"if name == 'island2': {fails}\n{waits}")
     wait_until(lambda: (launcher.runs / "island2/log").exists() and "error" in launcher.log("island2"))
-    time.sleep(1.0)  # the launcher looks five times a second
+    time.sleep(1.0)  # the launcher polls five times a second
     assert launcher.process.poll() is None
     (launcher.runs / "over").touch()
     status, lines = launcher.result()
@@ -146,13 +146,13 @@ def test_an_island_with_a_mistake_is_reported_once_and_the_others_go_on(launch):
     assert sum("fake merge" in line and "island2" not in line for line in lines) == 1
 
 
-def test_where_all_have_a_mistake_nothing_is_merged(launch):
+def test_nothing_is_merged_if_every_island_exits_with_a_user_error(launch):
     status, lines = launch(2, lines="sys.exit(2)").result()
     assert status == 2 and not any("fake merge" in line or "fake report" in line for line in lines)
 
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_a_signal_lets_all_islands_say_goodbye(launch, sent, status):
+def test_a_signal_stops_all_islands_gracefully(launch, sent, status):
     launcher = launch(2, lines="until_stopped()")
     launcher.ready("island0", "island1")
     launcher.process.send_signal(sent)
@@ -163,7 +163,7 @@ def test_a_signal_lets_all_islands_say_goodbye(launch, sent, status):
     assert any("fake report" in line for line in lines) and not any("fake merge" in line for line in lines)
 
 
-def test_a_second_interrupt_ends_all_at_once(launch):
+def test_a_second_interrupt_kills_all_islands_immediately(launch):
     deaf = "signal.signal(signal.SIGTERM, lambda *_: (workdir / 'deaf').touch())"
     launcher = launch(2, lines=f"{deaf}; (workdir / 'ready').touch(); time.sleep(60)")
     launcher.ready("island0", "island1")
@@ -175,14 +175,14 @@ def test_a_second_interrupt_ends_all_at_once(launch):
     assert time.monotonic() - started < 30
 
 
-def test_one_folder_has_one_launcher(launch, tmp_path):
+def test_a_second_launcher_of_a_folder_is_refused_while_the_first_runs(launch, tmp_path):
     first = launch(2, lines="until_stopped()")
     first.ready("island0", "island1")
     status, [line] = launch(2).result()
     assert status == 2 and line.startswith(f"error: islands of {tmp_path}/runs are running")
     first.process.send_signal(signal.SIGTERM)
     assert first.result()[0] == 75
-    assert launch(2).result()[0] == 0  # the same command goes on
+    assert launch(2).result()[0] == 0  # the same command resumes
 
 
 @pytest.mark.parametrize(
@@ -194,12 +194,12 @@ def test_one_folder_has_one_launcher(launch, tmp_path):
         (["2", "--config=a.py", "--workdir"], "error: --workdir=DIR is missing"),
     ],
 )
-def test_what_is_missing_is_told_in_a_line(tmp_path, arguments, line):
+def test_missing_or_invalid_arguments_are_reported_in_one_line(tmp_path, arguments, line):
     status, [found] = Launcher(tmp_path, *arguments).result()
     assert status == 2 and found.startswith(line)
 
 
-def test_another_number_of_islands_than_before_is_refused(launch):
+def test_a_changed_number_of_islands_is_refused(launch):
     assert launch(2).result()[0] == 0
     status, lines = launch(3).result()
     assert status == 2 and re.match(r"error: .*roster\.toml is of 2 islands: give their number", lines[-1])
@@ -228,7 +228,7 @@ def test_gpus_are_shared_out(launch, tmp_path, monkeypatch, gpus, expected):
     assert [launcher.log(f"island{i}").splitlines()[-1] for i in range(3)] == expected
 
 
-def test_twelve_islands_on_a_gpu_have_a_twelfth_of_it_each_unless_the_user_says_how_much(launch, tmp_path, monkeypatch):
+def test_twelve_islands_share_the_memory_of_one_gpu_unless_the_user_sets_the_fraction(launch, tmp_path, monkeypatch):
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)
     machine = {"CUDA_VISIBLE_DEVICES": "0", "PATH": f"{tmp_path}:{os.environ['PATH']}", "JAX_PLATFORMS": ""}

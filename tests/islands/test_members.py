@@ -1,4 +1,4 @@
-"""Members that come and go: entries, who is active, and how news spreads, in a virtual world."""
+"""Changing membership: entries, active members, pairing, and the spread of news in a simulated world."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ def members(*entries) -> Members:
 # Entries.
 
 
-def test_who_is_active_follows_from_rounds_and_ids():
+def test_active_members_follow_from_rounds_and_ids():
     known = members(entry(5, "cairo", 30), entry(4, "lima", 20, 40), entry(1, "berlin", 0, 25))
     assert known.active(0) == FOUNDERS
     assert known.active(20) == (*FOUNDERS, "lima")
@@ -35,13 +35,13 @@ def test_who_is_active_follows_from_rounds_and_ids():
     assert known.active(40) == ("paris", "rome", "oslo", "cairo")
 
 
-def test_a_membership_is_over_from_the_round_that_ends_it_and_not_before_it_begins():
+def test_a_membership_is_over_only_from_its_until_round_on():
     known = members(entry(2, "rome", 0, 9), entry(5, "cairo", 5))
     assert [known.is_over("rome", round) for round in (0, 8, 9, 99)] == [False, False, True, True]
     assert not any(known.is_over(name, round) for name in ("paris", "cairo", "nobody") for round in (0, 4, 99))
 
 
-def test_entries_come_to_the_same_set_in_every_order_and_any_number_of_times():
+def test_merging_entries_is_idempotent_and_independent_of_their_order():
     entries = [
         entry(4, "lima", 20),
         entry(4, "lima", 20, 50, version=2),
@@ -69,18 +69,18 @@ def test_a_tombstone_beats_a_stale_entry():
         entry(4, "lima", 20, signature=""),
         entry(4, "lima", 20, signature="signed by lima"),
         moved("rome", "evil:1", 9, signature="signed by oslo"),
-        entry(1, "rome", 20),  # the founder's number under another name
-        entry(7, "rome", 20),  # its name under another number
+        entry(1, "rome", 20),  # a founder's id under another name
+        entry(7, "rome", 20),  # a founder's name under another id
         entry(-1, "lima", 20),
         entry(4, "lima", 20, version=1 << 42),
     ],
 )
-def test_an_entry_that_is_not_signed_or_not_possible_is_refused(forged):
+def test_a_forged_or_invalid_entry_is_refused(forged):
     known = members()
     assert known.merge([forged]) == [] and known.view == members().view
 
 
-def test_the_newest_address_counts_whoever_told_it():
+def test_the_newest_address_wins_regardless_of_its_signer():
     known = members(entry(4, "lima", 20, version=3), moved("lima", "lima:2", 2))
     assert known.address_of("lima") == "lima:1"
     known.merge([moved("lima", "lima:3", 4)])
@@ -88,14 +88,14 @@ def test_the_newest_address_counts_whoever_told_it():
     assert known.address_of("paris") == ""
 
 
-def test_a_member_that_returns_has_its_number():
+def test_a_returning_member_keeps_its_id():
     known = members(entry(4, "lima", 20, 30), entry(5, "cairo", 25), entry(4, "lima", 60, version=2))
     assert [known.active(round) for round in (24, 59)] == [FOUNDERS, (*FOUNDERS, "cairo")]
     assert known.active(60) == (*FOUNDERS, "lima", "cairo")
     assert known.id_of("lima") == 4
 
 
-def test_pages_of_news_bring_any_two_sets_together():
+def test_paged_news_delivers_every_missing_entry():
     generator = random.Random(0)
     for _ in range(20):
         entries = [entry(4 + number, f"m{number}", 9, version=generator.randrange(1, 200)) for number in range(150)]
@@ -113,7 +113,7 @@ def test_pages_of_news_bring_any_two_sets_together():
 
 
 @pytest.mark.parametrize("order", ["passes", "hypercube", "independent"])
-def test_all_active_members_are_paired_with_each_other(order):
+def test_every_round_pairs_all_active_members_but_an_odd_one(order):
     """One of 4 founders leaves and two join: 4, 5, 4 and 5 members."""
     config = from_dict({"num_replicas": 4, "outer": {"order": order}})
     known = members(entry(4, "lima", 20), entry(5, "cairo", 60), entry(1, "berlin", 0, 40))
@@ -126,7 +126,7 @@ def test_all_active_members_are_paired_with_each_other(order):
         assert sum(pairs[name] is None for name in active) == len(active) % 2
 
 
-def test_the_founders_alone_pair_as_one_program_of_as_many_replicas():
+def test_founders_are_paired_like_the_replicas_of_one_program():
     from noloco_jax.methods import method_of
 
     config = from_dict({"num_replicas": 4, "outer": {"order": "hypercube"}})
@@ -144,7 +144,7 @@ def partner_of_paris(known: Members) -> str | None:
 
 
 def trained(known: Members) -> Island:
-    """An island "paris" after round 0, in which its partner is "oslo", which has not answered yet."""
+    """Return island paris after round 0; its partner oslo has not answered yet."""
     assert partner_of_paris(known) == "oslo"
     island = Island("paris", FOUNDERS[1:], IDENTITY, partner_in(known, "paris", CONFIG), 1, members=known)
     for time, event in ((0.0, Start()), (10.0, Tick()), (10.0, Ready()), (20.0, Tick()), (20.0, RoundEnded(0, 3, 1.0))):
@@ -158,7 +158,7 @@ def answer_to(island: Island, peer: str):
     return next(action.header for action in island.handle(Opened(peer, peer, hello), 20.1) if isinstance(action, Send))
 
 
-def test_a_round_keeps_the_partner_that_it_was_paired_with():
+def test_a_round_keeps_its_partner_when_the_membership_changes():
     island = trained(members())
     newcomers = [entry(4 + k, f"m{k}", 0) for k in range(9)]
     count = next(k for k in range(9) if partner_of_paris(members(*newcomers[:k])) not in (None, "oslo"))
@@ -170,14 +170,14 @@ def test_a_round_keeps_the_partner_that_it_was_paired_with():
     assert isinstance(answer_to(island, "oslo"), Accept)
 
 
-def test_who_is_answered_and_who_is_refused_both_hear_the_news():
+def test_accepted_and_refused_callers_both_receive_the_news():
     island = trained(members(entry(4, "lima", 50)))
     for peer, kind in (("oslo", Accept), ("rome", NotPartner)):
         answer = answer_to(island, peer)
         assert isinstance(answer, kind) and answer.news == island.members.news()
 
 
-def test_a_member_that_was_removed_is_a_peer_until_its_last_messages_are_over():
+def test_a_removed_member_remains_a_peer_for_the_grace_rounds():
     island = trained(members(entry(2, "rome", 0, 3)))
     for round in range(1, 3 + GRACE):
         assert "rome" in island.peers
@@ -186,24 +186,24 @@ def test_a_member_that_was_removed_is_a_peer_until_its_last_messages_are_over():
     assert set(island.peers) == {"berlin", "oslo"}
 
 
-# In a world.
+# A simulated world.
 
 
-def test_a_member_that_joins_meets_the_others_and_nobody_is_disturbed():
+def test_a_joining_member_exchanges_with_all_without_disturbing_them():
     world = ChangingWorld(4, durations=[ROUND] * 4)
     world.run(4.5 * ROUND)
     world.join("new", 12)
     world.run(24 * ROUND).finish()
     assert len(set(world.views().values())) == 1
     new = world.nodes["new"]
-    assert [heal.round in (11, 12) for heal in new.heals] == [True]  # not before: it would drift away, alone
+    assert [heal.round in (11, 12) for heal in new.heals] == [True]  # catching up earlier, it would drift away alone
     assert not any(world.nodes[name].heals for name in world.founders)
     assert min(action.xid.round for action in new.applied) >= 12
     assert {action.peer for action in new.applied} == set(world.founders)
     assert world.participation(0, 22) == 1.0
 
 
-def test_who_is_removed_meets_nobody_from_that_round_on_and_the_others_go_on():
+def test_a_removed_member_exchanges_with_nobody_from_its_removal_on():
     world = ChangingWorld(5, durations=[ROUND] * 5)
     world.run(4.5 * ROUND)
     world.remove("i1", 12, told="i3")
@@ -212,10 +212,11 @@ def test_who_is_removed_meets_nobody_from_that_round_on_and_the_others_go_on():
     assert max(action.xid.round for action in world.nodes["i1"].applied) == 11
     assert world.participation(0, 28) == 1.0
     others = [world.nodes[name] for name in world.founders if name != "i1"]
-    assert all(sum(action.xid.round >= 12 for action in node.applied) >= 15 for node in others)  # of four, all meet
+    # Four members remain, so that each has a partner in every round.
+    assert all(sum(action.xid.round >= 12 for action in node.applied) >= 15 for node in others)
 
 
-def test_a_new_address_spreads_and_outlives_restarts():
+def test_a_new_address_spreads_and_survives_a_restart():
     world = ChangingWorld(6, durations=[ROUND] * 6)
     world.run(2.5 * ROUND)
     world.tell("i2", moved("i2", "elsewhere:9", 5))
@@ -226,7 +227,7 @@ def test_a_new_address_spreads_and_outlives_restarts():
     assert {machine.members.address_of("i2") for machine in machines if machine is not None} == {"elsewhere:9"}
 
 
-def test_news_reaches_all_in_about_twice_the_logarithm_of_their_number():
+def test_news_reaches_n_members_in_about_2_log2_n_rounds():
     world = ChangingWorld(32, durations=[ROUND] * 32)
     world.run(3.5 * ROUND)
     told = world.entry("new", 40)
@@ -235,11 +236,11 @@ def test_news_reaches_all_in_about_twice_the_logarithm_of_their_number():
     assert len(set(world.views().values())) == 1
 
 
-def test_two_that_see_different_members_do_not_pair_and_name_it():
+def test_peers_with_different_member_lists_do_not_exchange_and_report_it():
     world = ChangingWorld(4, durations=[ROUND] * 4)
     world.run(2.5 * ROUND)
-    world.tell("i0", world.entry("new", 3))  # from the next round on, which is too soon for the news
-    world.run(20 * ROUND).finish()  # the books: nothing is applied on one side alone
+    world.tell("i0", world.entry("new", 3))  # active before the news can reach all
+    world.run(20 * ROUND).finish()  # also checks that nothing was applied on one side alone
     assert len(set(world.views().values())) == 1
     reasons = [drop.reason for node in world.nodes.values() for drop in node.drops if drop.peer != "new"]
     assert any("members there" in reason for reason in reasons)
@@ -248,7 +249,7 @@ def test_two_that_see_different_members_do_not_pair_and_name_it():
             assert action.xid in world.nodes[action.peer].weights
 
 
-def test_a_member_may_join_during_a_partition_and_is_known_to_all_after_it():
+def test_a_member_that_joins_during_a_partition_is_known_to_all_after_it():
     world = ChangingWorld(6, durations=[ROUND] * 6)
     world.cuts.append((3.2 * ROUND, 14.2 * ROUND, frozenset({"i0", "i1", "i2", "new"})))
     world.run(4.5 * ROUND)
@@ -262,7 +263,7 @@ def test_a_member_may_join_during_a_partition_and_is_known_to_all_after_it():
     assert met == set(world.founders)
 
 
-def test_who_was_away_for_long_learns_more_entries_than_one_header_holds():
+def test_a_returning_member_learns_more_entries_than_one_header_holds():
     world = ChangingWorld(4, durations=[ROUND] * 4, downtime=12 * ROUND)
     world.run(3.5 * ROUND)
     world.crash(world.nodes["i3"], "kill")
@@ -274,7 +275,7 @@ def test_who_was_away_for_long_learns_more_entries_than_one_header_holds():
     assert len(set(world.views().values())) == 1
 
 
-def test_a_stranger_without_an_entry_is_not_let_in():
+def test_a_stranger_with_a_forged_entry_is_not_admitted():
     world = ChangingWorld(3, durations=[ROUND] * 3)
     world.run(3.5 * ROUND)
     world.join("new", 8)

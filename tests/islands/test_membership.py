@@ -37,14 +37,14 @@ def test_an_island_of_another_configuration_is_refused_before_it_compiles(world,
         ({"method": "diloco"}, "method='diloco': islands meet in pairs"),
     ],
 )
-def test_a_configuration_that_islands_cannot_follow_is_told_in_a_line(changes, line):
+def test_a_configuration_unsupported_by_islands_is_refused_with_the_reason(changes, line):
     roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in NAMES))
     with pytest.raises(UserError, match=re.escape(line)):
         Membership(roster, "paris", None).check(from_dict({"num_replicas": 4} | changes))
 
 
-def test_fields_at_their_defaults_are_no_part_of_the_identity(world):
-    """A newer version's new field is no difference before it is used, and one that is used is named."""
+def test_fields_at_their_defaults_are_left_out_of_the_identity(world):
+    """A field that only a newer version has makes no difference while it has its default; once set, it is named."""
     roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in NAMES))
     default, other = (
         _identity(Membership(roster, "paris", None), replace(world.config, seed=seed), world.programs, None)
@@ -55,8 +55,8 @@ def test_fields_at_their_defaults_are_no_part_of_the_identity(world):
     assert default.difference(other, "rome") == "seed: the default here, 5 at rome"
 
 
-def test_an_island_has_begun_when_it_may_train(world, tmp_path):
-    """One that is killed while it compiles has no weights to lose, and waits for nobody's when it starts again."""
+def test_an_island_counts_as_begun_only_once_it_may_train(world, tmp_path):
+    """An island killed while it compiles has no weights to lose, and at its next start waits for no peer's weights."""
     world.begin(tmp_path)
     agent = world.open(Membership(world.roster, "paris", None))
     assert not incarnation_of(tmp_path / "paris")[1]
@@ -65,8 +65,8 @@ def test_an_island_has_begun_when_it_may_train(world, tmp_path):
     agent.close()
 
 
-def test_totals_of_earlier_starts_are_told_from_the_first_answer_on(world, tmp_path):
-    """Between its first answer and its first step, and so in /metrics, no counter of a restarted island is smaller."""
+def test_totals_of_earlier_starts_are_restored_when_the_agent_opens(world, tmp_path):
+    """A restarted island's counters in /metrics must not drop between its first answer and its first step."""
     world.begin(tmp_path)
     IslandLog(tmp_path / "paris", "paris").start(0, 0.0)
     IslandLog(tmp_path / "paris", "paris").round(0, 10, 0.5, 1.0)
@@ -83,7 +83,7 @@ def test_totals_of_earlier_starts_are_told_from_the_first_answer_on(world, tmp_p
     assert first[0]["starts"] == 1 and first[0]["rounds"] == 1
 
 
-def test_every_start_has_a_larger_incarnation_than_all_before(tmp_path):
+def test_the_incarnation_increases_with_every_start(tmp_path):
     first, began = incarnation_of(tmp_path)
     write_incarnation(tmp_path, first)
     second, again = incarnation_of(tmp_path)

@@ -1,4 +1,4 @@
-"""The merged model of islands: of those that train, and of the folders of those that have ended."""
+"""Merging the models of islands: of training ones over the network, and of finished ones from their folders."""
 
 import contextlib
 import re
@@ -50,7 +50,7 @@ CONFIG = from_dict(
 
 @pytest.fixture
 def roster(tmp_path) -> Roster:
-    """Make a roster of three islands on loopback, with keys; written to roster.toml."""
+    """Make keys and a roster of three islands on loopback, which is also written to roster.toml."""
     addresses = [Address("127.0.0.1", port) for port in free_ports(len(NAMES))]
     roster = Roster("test", tuple(map(Island, NAMES, addresses)))
     entries = [f'[[island]]\nname = "{name}"\naddress = "{address}"\n' for name, address in roster.islands]
@@ -65,7 +65,7 @@ def merge(folder: Path, *flags: str) -> int:
 
 
 def merged(folder: Path) -> dict[str, np.ndarray]:
-    """The arrays of the model that was written."""
+    """Return the arrays of the merged model that was written below `folder`."""
     config = from_dict({"model": config_from_folder(folder / "merged")}).model
     assert config == CONFIG.model
     return named(load_params(folder / "merged", config))
@@ -97,10 +97,10 @@ class Fake:
     """An island's server that has weights and trains nothing.
 
     Attributes:
-      about: what it says of them.
-      arrays: its weights, after round `round`.
-      fails_after: arrays that it sends before something breaks; None: all.
-      asked: how often it was asked for its weights.
+      about: its answer to a question about itself.
+      arrays: its weights, by name.
+      fails_after: number of arrays sent before a failure; None: no failure.
+      asked: number of requests for its weights.
     """
 
     def __init__(self, roster: Roster, name: str, folder: Path, seed: int, **changes: Any):
@@ -117,7 +117,7 @@ class Fake:
         sent = [("progress", np.asarray([self.about["round"], 70], np.int64)), *self.arrays.items()]
         yield from sent[: self.fails_after]
         if self.fails_after is not None:
-            raise RuntimeError("the machine is on fire")
+            raise RuntimeError("injected failure")
 
 
 @contextlib.contextmanager
@@ -130,7 +130,7 @@ def islands(roster: Roster, folder: Path, *names: str) -> Iterator[dict[str, Fak
             fake.server.close()
 
 
-def test_an_island_of_a_newer_version_that_tells_more_of_itself_is_merged(roster, tmp_path):
+def test_an_island_of_a_newer_version_with_unknown_fields_is_merged(roster, tmp_path):
     with islands(roster, tmp_path, "paris", "rome") as fakes:
         newer = fakes["rome"].about
         fakes["rome"].about = newer | {"identity": {**newer["identity"], "later": 1}, "later": 2}
@@ -148,7 +148,7 @@ def test_the_merged_model_is_the_plain_mean_of_the_islands_that_answer(roster, t
     assert any("the mean of 2 of 3 islands, up to 1 rounds apart, without berlin" in line for line in lines)
 
 
-def test_an_island_that_breaks_off_leaves_nothing_in_the_mean(roster, tmp_path, capsys):
+def test_an_island_that_fails_while_sending_is_left_out_of_the_mean(roster, tmp_path, capsys):
     with islands(roster, tmp_path, *NAMES) as fakes:
         fakes["berlin"].fails_after = 3
         assert merge(tmp_path) == 0
@@ -178,7 +178,7 @@ def test_fewer_islands_than_asked_for_are_refused_and_nothing_is_written(roster,
     assert not (tmp_path / "merged").exists()
 
 
-def test_no_more_weights_are_fetched_once_there_will_be_too_few(roster, tmp_path):
+def test_no_more_weights_are_fetched_once_too_few_islands_remain(roster, tmp_path):
     with islands(roster, tmp_path, *NAMES) as fakes:
         fakes["paris"].fails_after = 2
         with pytest.raises(UserError, match=r"of 2 islands can be had, not those of paris, and --at_least=3"):
@@ -187,7 +187,7 @@ def test_no_more_weights_are_fetched_once_there_will_be_too_few(roster, tmp_path
 
 
 @pytest.mark.parametrize("part", ["model", "config", "codec", "tokenizer"])
-def test_islands_of_two_models_are_refused(roster, tmp_path, part):
+def test_islands_with_another_model_config_codec_or_tokenizer_are_refused(roster, tmp_path, part):
     named = "seed" if part == "config" else part
     with islands(roster, tmp_path, *NAMES) as fakes:
         fakes["rome"].about["identity"][part] = {"seed": "2"} if part == "config" else "another"
@@ -202,7 +202,7 @@ def test_islands_of_another_roster_are_refused(roster, tmp_path):
             merge(tmp_path)
 
 
-def test_weights_of_another_shape_than_the_configuration_are_not_taken(roster, tmp_path, capsys):
+def test_weights_that_do_not_fit_the_configuration_are_left_out(roster, tmp_path, capsys):
     with islands(roster, tmp_path, "paris", "rome") as fakes:
         fakes["rome"].arrays["['embed']"] = np.zeros((3, 3), np.float32)
         assert merge(tmp_path) == 0
@@ -210,7 +210,7 @@ def test_weights_of_another_shape_than_the_configuration_are_not_taken(roster, t
     assert "would fit here" in capsys.readouterr().out
 
 
-def test_a_tokenizer_that_is_another_one_here_is_refused(roster, tmp_path):
+def test_a_local_tokenizer_other_than_that_of_the_islands_is_refused(roster, tmp_path):
     text = tmp_path / "text"
     text.mkdir()
     (text / "a.py").write_text("words " * 100)
@@ -221,8 +221,8 @@ def test_a_tokenizer_that_is_another_one_here_is_refused(roster, tmp_path):
             merge(tmp_path)
 
 
-def test_islands_that_train_give_their_weights_between_two_steps(roster, tmp_path):
-    """Real agents and states; each island's weights are those of its program at some step."""
+def test_training_islands_hand_over_their_weights_between_two_steps(roster, tmp_path):
+    """Real agents and states; each island must hand over the weights that its own program holds."""
     own = Membership(roster, "paris", None).own(CONFIG)
     programs = build_programs(own, make_mesh(own, jax.devices()[:1]))
     solo = build_solo(own, programs)
@@ -256,7 +256,7 @@ def test_islands_that_train_give_their_weights_between_two_steps(roster, tmp_pat
     assert_equal(merged(tmp_path), mean(*models))
 
 
-def test_a_merger_that_does_not_read_holds_up_no_training():
+def test_a_merge_client_that_does_not_read_does_not_block_training():
     snapshots = Snapshots(weight_specs(CONFIG.model))
     first = snapshots.state("berlin", {})
     received: list[Any] = []
@@ -266,7 +266,7 @@ def test_a_merger_that_does_not_read_holds_up_no_training():
         pass
     given = [x + 0 for x in weights(0).values()]
     snapshots.give(3, 40, given)  # returns at once
-    assert not snapshots.wanted  # steps that follow copy nothing for it
+    assert not snapshots.wanted  # later steps copy nothing for this client
     thread.join(60)
     assert received[0][0] == "progress" and received[0][1].tolist() == [3, 40]
     with pytest.raises(BusyError, match="another merge is under way"):
@@ -277,10 +277,10 @@ def test_a_merger_that_does_not_read_holds_up_no_training():
         next(snapshots.state("rome", {}))
 
 
-def ended(
+def write_finished(
     workdir: Path, config: TrainConfig, seed: int, round: int, first: float | None = None
 ) -> dict[str, np.ndarray]:
-    """Writes the folder of an island that has ended, with another first weight if given; returns its weights."""
+    """Write the folder of a finished island, its first weight set to `first` if given; return its weights."""
     params = jax.tree.map_with_path(
         lambda path, _: weights(seed, config)[jax.tree_util.keystr(path)], param_shapes(config.model)
     )
@@ -295,8 +295,8 @@ def ended(
     return named(params)
 
 
-def test_the_newest_checkpoints_of_folders_are_merged_whatever_their_rounds(tmp_path, capsys):
-    models = [ended(tmp_path / name, CONFIG, seed, round) for seed, (name, round) in enumerate(ROUNDS.items())]
+def test_checkpoints_of_folders_are_merged_whatever_their_rounds(tmp_path, capsys):
+    models = [write_finished(tmp_path / name, CONFIG, seed, round) for seed, (name, round) in enumerate(ROUNDS.items())]
     flags = ["merge", "--workdirs", *(str(tmp_path / name) for name in ROUNDS), f"--out={tmp_path / 'merged'}"]
     assert island(flags) == 0
     assert_equal(merged(tmp_path), mean(*models))
@@ -306,18 +306,18 @@ def test_the_newest_checkpoints_of_folders_are_merged_whatever_their_rounds(tmp_
 
 
 def test_a_checkpoint_whose_weights_are_not_finite_is_named_and_left_out(tmp_path, capsys):
-    """An earlier version saved such weights; this one does not."""
-    sound = ended(tmp_path / "paris", CONFIG, 0, 8)
-    ended(tmp_path / "rome", CONFIG, 1, 8, np.nan)
+    """Checkpoints of earlier versions may hold such weights."""
+    sound = write_finished(tmp_path / "paris", CONFIG, 0, 8)
+    write_finished(tmp_path / "rome", CONFIG, 1, 8, np.nan)
     folders = [str(tmp_path / name) for name in ("paris", "rome")]
     assert island(["merge", "--workdirs", *folders, f"--out={tmp_path / 'merged'}"]) == 0
     assert_equal(merged(tmp_path), sound)
     assert "rome: the checkpoint's weights are not finite" in capsys.readouterr().out.replace("\n", " ")
 
 
-def test_a_removed_member_that_has_ended_is_named_and_left_out(tmp_path, capsys):
-    """One of the others knows of its removal; another one came back."""
-    models = [ended(tmp_path / name, CONFIG, seed, 8) for seed, name in enumerate(("paris", "rome", "oslo"))]
+def test_the_folder_of_a_removed_member_is_named_and_left_out(tmp_path, capsys):
+    """The folder of paris records the removals of rome and oslo, and that of oslo its own return."""
+    models = [write_finished(tmp_path / name, CONFIG, seed, 8) for seed, name in enumerate(("paris", "rome", "oslo"))]
     roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 7070 + i)) for i, name in enumerate(ROUNDS)))
     removals = [Entry(id, name, "", 0, 9, 0, 1) for id, name in enumerate(("paris", "rome", "oslo")) if id]
     write_members(tmp_path / "paris" / MEMBERS_FILE, roster, removals)
@@ -346,7 +346,7 @@ def test_folders_that_do_not_belong_together_are_refused(tmp_path):
     assert not (tmp_path / "merged").exists()
 
 
-def test_flags_that_contradict_each_other_are_told_before_anything_is_asked(tmp_path):
+def test_contradictory_or_invalid_flags_are_refused(tmp_path):
     out = f"--out={tmp_path / 'merged'}"
     for flags, line in (
         ([out], "give --roster=FILE of islands that train, or --workdirs"),
@@ -358,11 +358,11 @@ def test_flags_that_contradict_each_other_are_told_before_anything_is_asked(tmp_
             island(["merge", *flags])
 
 
-def test_the_perplexity_of_a_merged_model_is_that_of_its_weights(tmp_path):
+def test_the_perplexity_of_a_merged_model_is_computed_from_its_weights(tmp_path):
     (tmp_path / "a.py").write_text("".join(f"x{i} = {i * i % 97}\n" for i in range(3000)))
     values = to_dict(CONFIG)
     values["data"] = {"kind": "text", "path": str(tmp_path), "sequence_length": 8, "batch_size": 2}
     config = from_dict({**values, "eval_batches": 2})
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), param_shapes(config.model))
     found = evaluation_of(config, zeros, load_tokenizer("byte"))["perplexity"]
-    assert found == pytest.approx(config.model.vocab_size, rel=1e-5)  # logits of 0: all tokens alike
+    assert found == pytest.approx(config.model.vocab_size, rel=1e-5)  # zero logits make all tokens equally likely

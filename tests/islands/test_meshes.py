@@ -1,4 +1,4 @@
-"""Islands of several devices, whose weights and outer states lie in several ways: those of one program."""
+"""Islands on several devices, with sharded or offloaded states: they match one program of as many replicas."""
 
 import itertools
 import time
@@ -29,7 +29,7 @@ NAMES = ("paris", "berlin")
 CONFIG = from_dict(
     {
         "num_replicas": 2,
-        "num_steps": 9,  # two replicas are equal after an outer step
+        "num_steps": 9,  # not a multiple of sync_every: two replicas are equal after an outer step
         "model": {"kind": tiny_model.KIND, "hidden_size": 16, "intermediate_size": 32, "num_layers": 1},
         "inner": {"lr": 1e-2, "warmup_steps": 2, "eps": 1e-4},
         "outer": {"sync_every": 2},
@@ -44,7 +44,7 @@ def laid_out(offload: bool = False, **sizes: int) -> TrainConfig:
 
 
 def inner(programs: Programs, state: TrainState, step: int, replicas: range) -> TrainState:
-    """An inner step of some replicas, on batches that are a function of step and replica alone."""
+    """Run an inner step of some replicas on batches that depend on step and replica alone; return the new state."""
     size = CONFIG.data.batch_size, CONFIG.data.sequence_length
     numbers = [np.random.default_rng([step, replica]).integers(0, 259, (2, *size)) for replica in replicas]
     batch = {i: {"input_ids": x[0], "labels": x[1]} for i, x in enumerate(x.astype(np.int32) for x in numbers)}
@@ -55,7 +55,7 @@ def inner(programs: Programs, state: TrainState, step: int, replicas: range) -> 
 
 
 def trained_together(config: TrainConfig) -> TrainState:
-    """Train by one program of two replicas."""
+    """Train two replicas in one program; return the final state on the host."""
     programs = compile_programs(config, build_programs(config, make_mesh(config, jax.devices()[:2])), only=PROGRAMS)
     assert programs.outer_step is not None
     state = programs.init(draws.key(config.seed))
@@ -68,7 +68,7 @@ def trained_together(config: TrainConfig) -> TrainState:
 
 
 def trained_as_islands(configs: list[TrainConfig], folder: Path) -> list[TrainState]:
-    """Train an island for each configuration, on devices of its own, waiting for each exchange."""
+    """Train one island per configuration on its own devices, waiting for each exchange; return the final states."""
     addresses = [Address("127.0.0.1", port) for port in free_ports(2)]
     roster = Roster("test", tuple(map(Island, NAMES, addresses)))
     devices = iter(jax.devices())
@@ -98,7 +98,9 @@ def trained_as_islands(configs: list[TrainConfig], folder: Path) -> list[TrainSt
         final[replica] = jax.device_get(state)
         leaves = dict(enumerate(jax.tree.leaves(final[replica])))
         healed, _ = island.healed(Healed("other", 3, 9, leaves, whole=True))
-        jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail("elsewhere"), healed, programs.resting)
+        jax.tree.map(
+            lambda x, like: x.sharding == like.sharding or pytest.fail("another sharding"), healed, programs.resting
+        )
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(healed), final[replica])
         agent.close()
 
@@ -111,7 +113,7 @@ def trained_as_islands(configs: list[TrainConfig], folder: Path) -> list[TrainSt
 
 
 @pytest.fixture(scope="module")
-def together() -> TrainState:
+def one_program() -> TrainState:
     return trained_together(CONFIG)
 
 
@@ -124,12 +126,12 @@ def together() -> TrainState:
     ],
     ids=["fsdp", "each-its-own", "offloaded"],
 )
-def test_islands_of_any_layout_have_the_states_of_one_program(tmp_path, together, layouts):
+def test_islands_of_any_layout_match_the_states_of_one_program(tmp_path, one_program, layouts):
     found = trained_as_islands([laid_out(**layout) for layout in layouts], tmp_path)
-    for path, expected in jax.tree.leaves_with_path(together):
+    for path, expected in jax.tree.leaves_with_path(one_program):
         for replica in range(2):
             mine = dict(jax.tree.leaves_with_path(found[replica]))[path]
             row = slice(replica, replica + 1) if expected.ndim else ()
             np.testing.assert_allclose(mine, expected[row], rtol=5e-4, atol=5e-6, err_msg=str((replica, path)))
-    embed = np.asarray(together.params["embed"])
+    embed = np.asarray(one_program.params["embed"])
     assert np.abs(embed[0] - embed[1]).max() > 1e-4  # they are no copies of each other

@@ -1,4 +1,4 @@
-"""Headers: what is sent arrives as it was, and nothing else is taken for a header."""
+"""Message headers: encoding, validation, compatibility with other versions, and comparison of identities."""
 
 import dataclasses
 import json
@@ -45,12 +45,12 @@ ALL = [
 FROZEN = json.loads((ROOT / "tests/golden/headers.json").read_text())
 
 
-def test_every_kind_is_tried():
+def test_every_kind_of_header_is_covered():
     assert {type(header) for header in ALL} == set(messages.KINDS.values())
 
 
 @pytest.mark.parametrize("header", ALL, ids=lambda header: type(header).__name__)
-def test_what_is_sent_arrives(header):
+def test_headers_survive_a_round_trip_through_json(header):
     assert messages.from_json(json.loads(json.dumps(messages.to_json(header)))) == header
 
 
@@ -93,7 +93,7 @@ def caller_with(config):
         {"kind": "Done", "outcome": ["committed"]},
     ],
 )
-def test_what_no_island_sends_is_refused(values):
+def test_an_invalid_header_is_refused(values):
     with pytest.raises(HeaderError):
         messages.from_json(values)
 
@@ -112,13 +112,13 @@ def test_fields_of_a_newer_version_are_ignored(header):
 
 @pytest.mark.parametrize("values", FROZEN, ids=lambda values: values["kind"])
 def test_headers_of_an_earlier_release_are_read(values):
-    """`tests/golden/headers.json` is what protocol 4 sent, and 5 with news: no field without a default can be added."""
+    """Headers of protocol 4, and of 5 with news (`tests/golden/headers.json`): a field added later needs a default."""
     read = json.loads(json.dumps(messages.to_json(messages.from_json(values))))
     assert {name: read[name] for name in values} == values
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Identity)])
-def test_a_difference_is_named_with_both_values(field):
+def test_a_difference_between_identities_is_named_with_both_values(field):
     other = differing(IDENTITY, field)
     mine = {"config": "seed: 1"}.get(field, f"{field}: {getattr(IDENTITY, field)}")
     theirs = {"config": "2", "protocol": "9"}.get(field, "other")
@@ -127,7 +127,7 @@ def test_a_difference_is_named_with_both_values(field):
     assert IDENTITY.difference(dataclasses.replace(other, **{field: getattr(IDENTITY, field)}), "paris") is None
 
 
-def test_of_another_protocol_nothing_else_is_compared():
+def test_nothing_else_is_compared_if_the_protocols_differ():
     other = dataclasses.replace(differing(IDENTITY, "protocol"), config={"seed": "7"}, run="other")
     difference = IDENTITY.difference(other, "paris")
     assert difference is not None and "protocol" in difference and "seed" not in difference and "run:" not in difference
@@ -141,5 +141,5 @@ def test_many_differences_fit_a_header_and_are_counted():
     assert messages.from_json(messages.to_json(messages.Wrong(line))) == messages.Wrong(line)
 
 
-def test_an_island_that_reads_token_ids_fits_any_tokenizer():
+def test_an_island_that_reads_token_ids_is_compatible_with_any_tokenizer():
     assert IDENTITY.difference(dataclasses.replace(IDENTITY, tokenizer=""), "paris") is None

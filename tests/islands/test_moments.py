@@ -1,4 +1,4 @@
-"""Moments of the inner optimizer in the messages of islands: what travels, what bounds it, and how it enters late."""
+"""Inner-optimizer moments in the messages of islands: their payload, the bound on a correction, and its decay."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ NORM = "norm"  # an array that every wire sends as one block
 
 
 def with_random_moments(world: World, seed: int) -> TrainState:
-    """Return the initial state with moments of random numbers, the second ones not negative."""
+    """Return the initial state with random moments, none of them negative."""
     rng = np.random.default_rng(seed)
     state = world.programs.init(draws.key(0))
     moments = dict(jax.tree.leaves_with_path(moments_of(state.inner, state.params)))
@@ -39,7 +39,7 @@ def with_random_moments(world: World, seed: int) -> TrainState:
 
 
 def message_of(world: World, state: TrainState, round: int = 0) -> list[np.ndarray]:
-    """Return what an island keeps of its message; the state's arrays are donated."""
+    """Return the arrays that an island keeps of its own message; the arrays of `state` are donated."""
     assert world.solo.moments is not None
     _, _, kept, _ = world.solo.step(state.params, state.outer)
     arrays = jax.tree.leaves((kept, world.solo.moments.send(state.inner, np.int32(round))))
@@ -47,7 +47,7 @@ def message_of(world: World, state: TrainState, round: int = 0) -> list[np.ndarr
 
 
 def exchanged(world: World, codec: Codec, own: Any, other: Any, weight: float) -> tuple[Any, Any]:
-    """Return how the other's message is read, and the correction of the moments as a tree."""
+    """Return the decoded message of the other island, and the correction of the moments as a tree."""
     windows = codec.windows(own)
     both = (
         () if windows is None else [np.maximum(x, y) for x, y in zip(windows, codec.windows(other) or (), strict=True)]
@@ -70,7 +70,7 @@ def by_name(inner: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("wire", ["float32", "int8", "modulo4"])
-def test_a_correction_leads_to_the_weighted_mean_of_first_moments_and_of_the_roots_of_second_ones(wire, tmp_path):
+def test_a_correction_averages_first_moments_and_the_roots_of_second_moments(wire, tmp_path):
     world, codec = worlds_of(tmp_path, wire=wire)
     states = [with_random_moments(world, seed) for seed in (1, 2)]
     (mu, nu), (other_mu, other_nu) = (by_name(state.inner, NORM) for state in states)
@@ -88,7 +88,7 @@ def test_a_correction_leads_to_the_weighted_mean_of_first_moments_and_of_the_roo
     np.testing.assert_allclose(found_nu[0], root**2 - nu[0], atol=1e-5)
 
 
-def test_a_correction_is_at_most_as_large_as_the_own_moment(tmp_path):
+def test_a_correction_is_clipped_to_the_norm_of_the_own_moment(tmp_path):
     world, codec = worlds_of(tmp_path)
     states = [with_random_moments(world, seed) for seed in (1, 2)]
     mu, _ = by_name(states[0].inner, NORM)
@@ -102,7 +102,7 @@ def test_a_correction_is_at_most_as_large_as_the_own_moment(tmp_path):
 
 @pytest.mark.parametrize("wire", ["float32", "int8"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_message_whose_moments_are_not_finite_is_not_finite(wire, value, tmp_path):
+def test_non_finite_moments_make_the_norm_of_their_message_non_finite(wire, value, tmp_path):
     world, codec = worlds_of(tmp_path, wire=wire)
     states = [with_random_moments(world, seed) for seed in (1, 2)]
 
@@ -130,7 +130,7 @@ def test_every_second_round_of_a_fragment_sends_moments_and_counts_their_bytes(w
     assert np.diff(sizes).tolist() == [0, -of_moments, 0, of_moments, 0, -of_moments, 0]
 
 
-def test_a_late_correction_has_decayed_by_the_inner_steps_since_the_message(tmp_path):
+def test_a_late_correction_decays_with_every_inner_step_since_its_message(tmp_path):
     world, codec = worlds_of(tmp_path)
     state, other = with_random_moments(world, 1), message_of(world, with_random_moments(world, 2))
     mu, nu = by_name(state.inner, NORM)

@@ -52,7 +52,7 @@ def weights() -> dict[str, np.ndarray]:
 
 
 def moved(params: Any, name: str, step: int) -> Any:
-    """Return weights after an inner step, which moves every island by steps of its own."""
+    """Return the weights after an inner step whose update depends on the island and the step."""
     rng = np.random.default_rng([NAMES.index(name), step])
     return {key: params[key] + 1e-3 * rng.normal(size=SHAPES[key]).astype(np.float32) for key in SHAPES}
 
@@ -67,7 +67,7 @@ def trained(
     def train(name: str) -> None:
         with nj.Island(roster, name, workdir=folder / name, outer=outer(), report=quiet) as island:
             params, _, step = island.begin(weights())
-            begun.wait()  # else one that has ended a round already would be the other's donor
+            begun.wait()  # otherwise an island that has ended a round would be the other's donor
             island._sync._steps._at_once = True
             while step < STEPS:
                 params, _, step = island.step(moved(params, name, step))
@@ -92,7 +92,7 @@ def in_one_program(outer: Callable[..., Any]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("options", [{}, {"fragments": 2, "wire": "int8"}, {"fragments": 2, "wire": "modulo4"}])
-def test_an_own_loop_of_islands_has_the_numbers_of_an_optax_loop(options, roster, tmp_path):
+def test_islands_in_a_users_loop_match_an_optax_loop(options, roster, tmp_path):
     def outer(*pairing: Any) -> Any:
         return nj.noloco(*pairing, sync_every=4, **options)
 
@@ -112,7 +112,7 @@ def test_the_merged_model_is_the_mean_of_the_last_weights_on_every_island(roster
 
 
 def sharded() -> tuple[Any, Any]:
-    """Return weights over four devices, and a rest of every kind of leaf."""
+    """Return weights sharded over four devices, and a `rest` with a leaf of every kind."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     places = {"w": NamedSharding(mesh, P(None, "data")), "b": NamedSharding(mesh, P())}
     params = {key: jax.device_put(x, places[key]) for key, x in weights().items()}
@@ -141,7 +141,7 @@ def assert_equal(found: Any, expected: Any) -> None:
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
 
 
-def test_what_is_saved_comes_back_as_it_was_with_places_keys_and_numbers(roster, tmp_path):
+def test_a_checkpoint_restores_values_shardings_random_keys_and_numbers(roster, tmp_path):
     saved: dict[str, Any] = {}
 
     def train(name: str) -> None:
@@ -153,7 +153,7 @@ def test_what_is_saved_comes_back_as_it_was_with_places_keys_and_numbers(roster,
                 params = jax.tree.map(lambda x: x + 1e-3 * (1 + NAMES.index(name)), params)
                 rest = {**rest, "epoch": step, "key": jax.random.split(rest["key"])[0]}
                 params, rest, step = island.step(params, rest)
-            with saving:  # Orbax mixes up two saves of one process
+            with saving:  # Orbax mixes up concurrent saves in one process
                 saved[name] = island.save(params, rest), step
                 assert island._checkpoints is not None
                 island._checkpoints.close()
@@ -172,7 +172,7 @@ def test_what_is_saved_comes_back_as_it_was_with_places_keys_and_numbers(roster,
 
 
 @pytest.mark.parametrize("catch_up", ["weights", "whole"])
-def test_an_island_that_comes_later_continues_from_its_peers_and_their_step(catch_up, tmp_path):
+def test_a_late_island_continues_from_the_weights_and_the_step_of_its_peers(catch_up, tmp_path):
     names = (*NAMES, "rome")
     addresses = [Address("127.0.0.1", port) for port in free_ports(3)]
     roster = Roster("own", tuple(map(Island, names, addresses)))
@@ -196,7 +196,7 @@ def test_an_island_that_comes_later_continues_from_its_peers_and_their_step(catc
                     late.set()
                 is_over.wait(0.02)
 
-    def come_later() -> None:
+    def join_late() -> None:
         assert late.wait(100)
         with nj.Island(
             roster, "rome", workdir=tmp_path / "rome", outer=nj.noloco(sync_every=2), catch_up=catch_up, report=quiet
@@ -205,7 +205,7 @@ def test_an_island_that_comes_later_continues_from_its_peers_and_their_step(catc
             found.update(params=params, rest=rest, step=step)
         is_over.set()
 
-    side_by_side(*(lambda name=name: train(name) for name in NAMES), come_later)
+    side_by_side(*(lambda name=name: train(name) for name in NAMES), join_late)
     assert found["step"] > 15 and found["rest"]["steps"] == found["step"]
     assert found["rest"]["name"].item() in (0, 1)
     moments, schedule = found["rest"]["adam"]
@@ -214,13 +214,13 @@ def test_an_island_that_comes_later_continues_from_its_peers_and_their_step(catc
     assert not np.array_equal(found["params"]["w"], weights()["w"])
 
 
-def test_what_lies_beside_moments_begins_anew_with_them_and_nothing_else():
+def test_only_weight_shaped_floats_and_leaves_directly_beside_them_begin_anew():
     params = weights()
     rest = {
         "adam": optax.adam(optax.constant_schedule(1e-3)).init(params),
         "average": {"weights": params},
         "key": jax.random.key_data(jax.random.key(0)),
-        "seen": np.zeros(96, np.int32),  # of a weight's shape, and no moment
+        "seen": np.zeros(96, np.int32),  # of a weight's shape, but integers
         "step": np.zeros([], np.int64),
     }
     flags = jax.tree.unflatten(jax.tree.structure(rest), begins_anew(rest, params))
@@ -236,7 +236,7 @@ def test_what_lies_beside_moments_begins_anew_with_them_and_nothing_else():
             assert value.dtype == x.dtype
 
 
-def test_an_invited_island_joins_loops_that_train_and_is_met_by_both(tmp_path):
+def test_an_invited_island_joins_running_loops_and_exchanges_with_both(tmp_path):
     lines = ['run = "own"\n']
     for name, port in zip(NAMES, free_ports(2), strict=True):
         lines.append(f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{port}"\n')
@@ -256,7 +256,7 @@ def test_an_invited_island_joins_loops_that_train_and_is_met_by_both(tmp_path):
     def has_met(name: str, other: str) -> bool:
         return any(f"met {other}" in line for line in said[name])
 
-    def come() -> None:
+    def join_running() -> None:
         wait_until(lambda: has_met("paris", "berlin"))
         assert command_line(["invite", "--name=oslo", f"--address=127.0.0.1:{port}", f"--keys={keys}"]) == 0
         train("oslo", keys / "oslo" / "members.json")
@@ -270,7 +270,7 @@ def test_an_invited_island_joins_loops_that_train_and_is_met_by_both(tmp_path):
         finally:
             is_over.set()
 
-    side_by_side(*(lambda name=name: train(name, tmp_path / "roster.toml") for name in NAMES), come, watch)
+    side_by_side(*(lambda name=name: train(name, tmp_path / "roster.toml") for name in NAMES), join_running, watch)
 
 
 @pytest.mark.parametrize(
@@ -282,12 +282,12 @@ def test_an_invited_island_joins_loops_that_train_and_is_met_by_both(tmp_path):
         (lambda: nj.noloco(nj.RandomPairing(4)), "the pairing is of 4 replicas in groups of 2, and the roster has 2"),
     ],
 )
-def test_an_outer_optimizer_that_islands_cannot_follow_is_refused_with_the_reason(outer, line, roster, tmp_path):
+def test_an_outer_optimizer_unsupported_by_islands_is_refused_with_the_reason(outer, line, roster, tmp_path):
     with pytest.raises(ValueError, match=re.escape(line)):
         nj.Island(roster, "paris", workdir=tmp_path, outer=outer())
 
 
-def test_without_a_pairing_an_outer_step_in_a_program_is_an_error_that_says_what_to_give():
+def test_an_outer_step_in_a_program_without_a_pairing_is_refused():
     tx = nj.noloco(sync_every=1)
     params = {key: np.stack([x] * 2) for key, x in weights().items()}
     state: Any = jax.vmap(tx.init)(params)
@@ -296,8 +296,8 @@ def test_without_a_pairing_an_outer_step_in_a_program_is_an_error_that_says_what
 
 
 @pytest.fixture
-def alone(tmp_path) -> Iterator[tuple[Any, Any]]:
-    """Return an island that has begun, as if its peer had, and its weights."""
+def begun_island(tmp_path) -> Iterator[tuple[Any, Any]]:
+    """Yield island paris and the result of its `begin`, once its peer has begun too."""
     addresses = [Address("127.0.0.1", port) for port in free_ports(2)]
     roster = Roster("own", tuple(map(Island, NAMES, addresses)))
     with ExitStack() as stack:
@@ -312,8 +312,8 @@ def alone(tmp_path) -> Iterator[tuple[Any, Any]]:
         yield begun["paris"]
 
 
-def test_trees_of_another_form_are_refused_by_the_name_of_the_leaf(alone):
-    island, (params, rest, _) = alone
+def test_a_tree_of_changed_structure_shape_or_dtype_is_refused_naming_the_leaf(begun_island):
+    island, (params, rest, _) = begun_island
     with pytest.raises(ValueError, match="params changed its structure"):
         island.step({"w": params["w"]}, rest)
     with pytest.raises(ValueError, match=r"params\['w'\] was float32\[64, 96\]"):
@@ -324,7 +324,7 @@ def test_trees_of_another_form_are_refused_by_the_name_of_the_leaf(alone):
 
 
 @pytest.mark.parametrize("leaf", ["text", None.__class__, object()])
-def test_a_leaf_that_is_no_array_is_refused_by_its_name(leaf, roster, tmp_path):
+def test_a_leaf_that_is_not_an_array_is_refused_by_name(leaf, roster, tmp_path):
     with (
         nj.Island(roster, "paris", workdir=tmp_path, outer=nj.noloco(), report=quiet) as island,
         pytest.raises(ValueError, match=r"rest\['x'\] is .*: give JAX or NumPy arrays, numbers or random keys"),
@@ -332,16 +332,16 @@ def test_a_leaf_that_is_no_array_is_refused_by_its_name(leaf, roster, tmp_path):
         island.begin(weights(), {"x": leaf})
 
 
-def test_weights_that_are_not_finite_are_not_saved(alone, tmp_path):
-    island, (params, rest, _) = alone
+def test_weights_that_are_not_finite_are_not_saved(begun_island, tmp_path):
+    island, (params, rest, _) = begun_island
     params = {**params, "b": np.full(96, np.nan, np.float32)}
     with pytest.raises(UserError, match=r"after step 0 have values that are not finite, and are not saved"):
         island.save(params, rest)
     assert not list((tmp_path / "paris" / "checkpoints").iterdir())
 
 
-def test_a_checkpoint_of_other_arrays_or_a_damaged_one_is_told_in_a_line(alone, roster, tmp_path):
-    island, (params, rest, _) = alone
+def test_a_checkpoint_that_is_damaged_or_holds_other_arrays_is_refused(begun_island, roster, tmp_path):
+    island, (params, rest, _) = begun_island
     island.save(params, rest)
     island.__exit__(None, None, None)
     arguments: dict[str, Any] = {"workdir": tmp_path / "paris", "outer": nj.noloco(sync_every=2), "report": quiet}
@@ -361,7 +361,7 @@ def test_a_checkpoint_of_other_arrays_or_a_damaged_one_is_told_in_a_line(alone, 
         other.begin(weights(), rest)
 
 
-def test_islands_with_other_values_in_common_are_refused_by_the_value(tmp_path):
+def test_an_island_with_a_different_common_value_is_refused_naming_the_value(tmp_path):
     names = ("paris", "berlin", "rome")
     addresses = [Address("127.0.0.1", port) for port in free_ports(3)]
     roster = Roster("own", tuple(map(Island, names, addresses)))
@@ -387,7 +387,7 @@ def test_islands_with_other_values_in_common_are_refused_by_the_value(tmp_path):
     ("example", "steps", "figure", "least", "most"),
     [("numpy", 100, "accuracy", 0.9, 1.0), ("nnx", 300, "accuracy", 0.9, 1.0), ("jax", 600, "perplexity", 1.0, 20.0)],
 )
-def test_an_example_of_two_processes_meets_and_ends_with_one_model(example, steps, figure, least, most, tmp_path):
+def test_both_processes_of_an_example_exchange_and_end_with_one_model(example, steps, figure, least, most, tmp_path):
     lines = ['run = "example"\n']
     for name, port in zip(NAMES, free_ports(2), strict=True):
         lines.append(f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{port}"\n')
@@ -411,7 +411,7 @@ def test_an_example_of_two_processes_meets_and_ends_with_one_model(example, step
 
 
 @pytest.mark.parametrize("options", [{}, {"fragments": 3}])
-def test_own_islands_meet_as_the_replicas_of_an_optax_loop_do(options, tmp_path):
+def test_islands_in_a_users_loop_are_paired_like_replicas_of_an_optax_loop(options, tmp_path):
     names = ("paris", "berlin", "rome", "oslo")
     roster = Roster("own", tuple(Island(name, Address("127.0.0.1", 1)) for name in names))
     outer, pairing = nj.noloco(**options), nj.RandomPairing(4)
@@ -424,6 +424,6 @@ def test_own_islands_meet_as_the_replicas_of_an_optax_loop_do(options, tmp_path)
         assert {name: it._partner(number) for name, it in zip(names, islands, strict=True)} == expected
 
 
-def test_outer_optimizers_keep_their_schedule_and_cut():
+def test_outer_optimizers_keep_their_schedule_and_fragments():
     outer = nj.noloco(sync_every=6, fragments=3)
     assert dataclasses.astuple(outer.schedule) == (6, 3, 0) and outer.fragments.count == 3
