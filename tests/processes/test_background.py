@@ -1,4 +1,4 @@
-"""Runs over several processes whose exchanges run over the hosts while the devices train."""
+"""Runs over several processes that exchange between hosts while their devices train."""
 
 import signal
 
@@ -16,8 +16,8 @@ LATE = (
 )
 
 
-def test_exchanges_over_the_hosts_train_as_in_one_program_and_resume_bitwise(config):
-    """Stopped by a SIGTERM to one of them, with corrections on their way."""
+def test_overlapped_host_exchanges_train_as_in_one_process_and_resume_bitwise(config):
+    """SIGTERM to one process stops the run while corrections are pending."""
     alone = processes.trained(config, "alone", "--config.mesh.replica=1", *LATE)
     whole, stopped = config.parent / "whole", config.parent / "stopped"
     results = processes.run(config, whole, *LATE, number=2, devices=2)
@@ -37,7 +37,7 @@ def test_exchanges_over_the_hosts_train_as_in_one_program_and_resume_bitwise(con
         np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
 
 
-def test_a_process_without_devices_for_exchanges_is_told_what_to_do(config):
+def test_processes_without_devices_for_exchanges_are_refused(config):
     results = processes.run(config, config.parent / "refused", *LATE, number=2, devices=1)
     assert [status for status, _ in results] == [2, 2], processes.report(results)
     assert "exchanges on CPU devices beside those that train" in results[0][1]

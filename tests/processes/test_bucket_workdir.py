@@ -1,4 +1,4 @@
-"""A run whose workdir is in a bucket, in processes: killed at any write, it ends as if it had not been."""
+"""Processes that train on a workdir in a bucket: killed at any write, a run ends as an undisturbed one."""
 
 import itertools
 import os
@@ -28,8 +28,8 @@ ARGUMENTS = [
     *("--config.checkpoint_every=3", "--config.keep_checkpoints=2", "--config.eval_every=6"),
 ]
 USUAL_KILLS = 2
-MOST_WRITES, MOST_SECONDS = 180, 9.0  # of a start that nobody kills
-# What a killed process was writing or deleting, by the first pattern that fits the request.
+MOST_WRITES, MOST_SECONDS = 180, 9.0  # of an uninterrupted start
+# Kinds of writes and deletions at which a process is killed: the first pattern that matches the request.
 WRITES = {
     "lease": r"trainer\.lock",
     "record": r"contents\.json",
@@ -43,7 +43,7 @@ WRITES = {
 
 @pytest.fixture
 def s3(servers, monkeypatch, tmp_path):
-    """S3's server and the address of a folder there; scratch space of this test's own."""
+    """Return the S3 server and the address of a folder there, with scratch space for this test only."""
     server = servers("s3")
     monkeypatch.setenv("NOLOCO_JAX_SCRATCH", str(tmp_path / "scratch"))
     yield server, buckets.new_bucket(server, monkeypatch)
@@ -53,7 +53,7 @@ def s3(servers, monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(config) -> Path:
-    """The folder of the run on a disk, which nobody disturbs."""
+    """Return the workdir of the undisturbed run on a local disk."""
     return processes.trained(config, "whole", *ARGUMENTS)
 
 
@@ -62,8 +62,8 @@ def start(config: Path, address: str, *arguments: str, number: int = 1) -> list[
 
 
 @pytest.mark.timeout(0)
-def test_a_run_that_is_killed_at_any_write_ends_bitwise_as_if_it_had_not_been(config, whole, s3, request, capsys):
-    """Its weights and metrics are those of the run on a disk, and whatever a kill leaves behind is whole."""
+def test_a_run_killed_at_any_bucket_write_matches_the_undisturbed_run_bitwise(config, whole, s3, request, capsys):
+    """Weights and metrics equal those of the run on disk, and every checkpoint present after a kill is whole."""
     server, folder = s3
     count = request.config.getoption("--kills") if request.config.getoption("--slow") else USUAL_KILLS
     rng, kills = random.Random(request.config.getoption("--kills_seed")), Counter()
@@ -80,7 +80,7 @@ def test_a_run_that_is_killed_at_any_write_ends_bitwise_as_if_it_had_not_been(co
             return
 
 
-def test_a_killed_run_in_a_bucket_of_google_ends_bitwise_as_if_it_had_not_been(
+def test_a_killed_run_in_a_gcs_bucket_matches_the_undisturbed_run_bitwise(
     config, whole, servers, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("NOLOCO_JAX_SCRATCH", str(tmp_path / "scratch"))
@@ -96,7 +96,7 @@ def test_a_killed_run_in_a_bucket_of_google_ends_bitwise_as_if_it_had_not_been(
 
 
 def start_and_kill(server: S3, config: Path, address: Address, rng: random.Random) -> str | None:
-    """Start the run and kill it at a write or a time; return what it was writing, None where it came to its end."""
+    """Start the run and kill it at a write or after a time; return the kind of write, or None if it completed."""
     at, before_it = rng.randrange(1, MOST_WRITES), rng.random() < 0.5
     seconds = rng.uniform(1.0, MOST_SECONDS) if rng.random() < 0.2 else None
     writes, kind = 0, "time"
@@ -106,8 +106,8 @@ def start_and_kill(server: S3, config: Path, address: Address, rng: random.Rando
         if request.method in ("PUT", "POST", "DELETE") and done != before_it:
             writes += 1
             if writes == at and seconds is None:
-                said = f"{request.path} {request.query}"
-                kind = next(name for name, pattern in WRITES.items() if re.search(pattern, said))
+                described = f"{request.path} {request.query}"
+                kind = next(name for name, pattern in WRITES.items() if re.search(pattern, described))
                 os.kill(running.pid, signal.SIGKILL)
 
     (running,) = start(config, address)
@@ -125,11 +125,11 @@ def start_and_kill(server: S3, config: Path, address: Address, rng: random.Rando
 
 
 def check_whole(address: Address) -> int:
-    """Check that every checkpoint of the record is whole, and metrics reach as far; return the newest step, or 0."""
+    """Check that each listed checkpoint is whole and has all metrics up to it; return the newest step, or 0."""
     contents = read_contents(address)
     for step in contents.checkpoints:
         with readable_workdir(address) as folder:
-            assert download_checkpoint(address, step, folder), f"the checkpoint of step {step} is not there"
+            assert download_checkpoint(address, step, folder), f"the checkpoint of step {step} is listed and missing"
             copied = folder / "checkpoints" / str(step)
             digests.check_files(copied, digests.read_digests(copied) or {})
             steps = {line["step"] for line in processes.metrics(folder) if line["kind"] == "train"}
@@ -146,8 +146,8 @@ def check_equal(address: Address, whole: Path) -> None:
         assert processes.metrics(folder) == processes.metrics(whole)
 
 
-def test_what_several_processes_save_together_is_in_the_bucket(config, s3):
-    """Two processes on one machine share the local copy; each writes its part of a checkpoint there."""
+def test_checkpoints_of_two_processes_are_whole_in_the_bucket(config, s3):
+    """Two processes on one machine share the local copy and each writes its part of a checkpoint to it."""
     _, address = s3
     results = processes.finish(start(config, address, number=2))
     assert [status for status, _ in results] == [0, 0], processes.report(results)
@@ -169,7 +169,7 @@ def test_a_stop_saves_to_the_bucket_and_the_same_command_resumes(config, whole, 
     check_equal(Address(address), whole)
 
 
-def failing_from_the_second_checkpoint_on(server: S3, fault: int, count: int) -> None:
+def fail_from_the_second_checkpoint(server: S3, fault: int, count: int) -> None:
     def fail(request: Request, done: bool) -> None:
         if "/checkpoints/6/" in request.path:
             server.on_request = lambda request, done: None
@@ -179,9 +179,9 @@ def failing_from_the_second_checkpoint_on(server: S3, fault: int, count: int) ->
     server.on_request = fail
 
 
-def test_credentials_that_expire_end_the_run_and_the_same_command_loses_no_step(config, whole, s3):
+def test_expired_credentials_end_the_run_and_a_restart_loses_no_step(config, whole, s3):
     server, address = s3
-    failing_from_the_second_checkpoint_on(server, 400, 1000)
+    fail_from_the_second_checkpoint(server, 400, 1000)
     ((status, output),) = processes.finish(start(config, address))
     server.faults.clear()
     assert status == 2, output
@@ -197,20 +197,20 @@ def test_credentials_that_expire_end_the_run_and_the_same_command_loses_no_step(
 @pytest.mark.slow  # a minute of retries
 def test_a_run_outlasts_an_outage(config, whole, s3):
     server, address = s3
-    failing_from_the_second_checkpoint_on(server, 503, 80)
+    fail_from_the_second_checkpoint(server, 503, 80)
     ((status, output),) = processes.finish(start(config, address))
     assert (status, "the run continues, and the checkpoint of step" in output) == (0, True), output
     check_equal(Address(address), whole)
 
 
-def test_without_a_bucket_nothing_is_started(config, s3):
+def test_a_missing_bucket_is_refused(config, s3):
     ((status, output),) = processes.finish(start(config, "s3://nowhere/run"))
     assert status == 2
     assert "error: s3://nowhere/run: there is no bucket 'nowhere'" in output
 
 
-def test_commands_read_and_write_in_a_bucket_what_they_do_on_a_disk(config, s3, tmp_path, capsys):
-    """`export`, `generate`, `--init_from` and a dry run, with a run that was copied to a bucket."""
+def test_commands_give_the_same_results_in_a_bucket_as_on_a_disk(config, s3, tmp_path, capsys):
+    """Covers `export`, `generate`, `--init_from` and a dry run, with a run copied to a bucket."""
     _, folder = s3
     llama = [*ARGUMENTS, "--config.model.kind=llama"]
     whole = processes.trained(config, "llama", *llama)
@@ -225,12 +225,12 @@ def test_commands_read_and_write_in_a_bucket_what_they_do_on_a_disk(config, s3, 
     for name in files:
         assert objects.read_object(f"{folder}/model/{name}") == (tmp_path / "model" / name).read_bytes()
 
-    said = []
+    generated = []
     for source in (f"--workdir={whole}", f"--workdir={address}", f"--model={folder}/model"):
         more = ["--tokenizer=byte"] if "model" in source else []
         generate.main([source, "--prompt=the ", "--max_new_tokens=8", *more])
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] == said[2]
+        generated.append(capsys.readouterr().out)
+    assert generated[0] == generated[1] == generated[2]
 
     arguments = [*llama, f"--config.init_from={folder}/model", "--dry_run"]
     ((status, output),) = processes.run(config, tmp_path / "new", *arguments)

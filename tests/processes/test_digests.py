@@ -1,4 +1,4 @@
-"""Each of two real processes takes the digests of the arrays that it saves, and compares its share of all files."""
+"""Digests in two real processes: each hashes the arrays that it saves and verifies its share of all files."""
 
 import shutil
 import subprocess
@@ -20,7 +20,7 @@ UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 def run(config: Path, workdir: Path, log: Path, *arguments: str) -> tuple[list[tuple[int, str]], list[list[str]]]:
-    """Two processes; (their results, the files of checkpoint 8 that each took digests of, by their final names)."""
+    """Run two processes; return their results and, for each, the files of checkpoint 8 it hashed, by final name."""
     place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     log.mkdir()
     started = [
@@ -48,14 +48,14 @@ def run(config: Path, workdir: Path, log: Path, *arguments: str) -> tuple[list[t
 
 @pytest.fixture(scope="module")
 def saved(config) -> tuple[Path, list[list[str]]]:
-    """A run that stopped at step 8, with room for more, and whose files each process took the digests of."""
+    """Return the workdir of a run that ended at step 8, and the files that each process hashed."""
     workdir = config.parent / "saved"
     results, digested = run(config, workdir, config.parent / "of_save", "--config.num_steps=8")
     assert [status for status, _ in results] == [0, 0], processes.report(results)
     return workdir, digested
 
 
-def test_each_process_takes_the_digests_of_its_own_arrays_and_the_first_of_the_rest(saved):
+def test_each_process_hashes_its_own_arrays_and_the_first_all_other_files(saved):
     workdir, digested = saved
     _, *lines = (workdir / STEP / "digests.txt").read_text().splitlines()
     listed = {name: (digest, int(size)) for digest, size, name in (line.split() for line in lines)}
@@ -69,14 +69,14 @@ def test_each_process_takes_the_digests_of_its_own_arrays_and_the_first_of_the_r
     assert sorted(first + second) == sorted(listed)
 
 
-def test_each_process_compares_its_share_and_both_refuse_what_one_finds_damaged(config, saved, tmp_path):
+def test_each_process_verifies_its_share_and_both_refuse_damage_found_by_one(config, saved, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(saved[0], workdir)
     results, compared = run(config, workdir, tmp_path / "whole", "--config.num_steps=24", "--dry_run")
     assert [status for status, _ in results] == [0, 0], processes.report(results)
     first, second = (set(names) for names in compared)
     small = {f"{item}/{name}" for item in ("run", "data") for name in ("metadata", "commit_success.txt")}
-    assert first & second <= small  # which each process reads for itself
+    assert first & second <= small  # every process reads these
     assert len(first) > 5 and len(second) > 5
 
     damaged = max((workdir / STEP / "state/ocdbt.process_1/d").iterdir(), key=lambda path: path.stat().st_size)

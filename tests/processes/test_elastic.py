@@ -1,4 +1,4 @@
-"""A checkpoint of two real processes goes on with fewer replicas, over two processes and in one."""
+"""Resuming a checkpoint of two real processes with fewer replicas, over two processes and in one."""
 
 import shutil
 from pathlib import Path
@@ -10,46 +10,46 @@ from support import processes
 
 pytestmark = pytest.mark.timeout(900)
 
-# Steps too small to move a weight, and no outer step: what the checkpoint of the end holds is what was restored.
+# Steps too small to change a weight, and no outer step: the final checkpoint holds the restored weights.
 STILL = ("--config.inner.lr=1e-30", "--config.inner.min_lr=0", "--config.outer.sync_every=100")
 FEWER = ("--config.num_replicas=2", "--config.elastic=keep", "--config.num_steps=12")
 
 
 @pytest.fixture(scope="module")
 def four(config) -> Path:
-    """Four replicas over two processes, saved at step 8."""
+    """Return the workdir of four replicas over two processes, saved at step 8."""
     return processes.trained(config, "four", "--config.num_steps=8", number=2)
 
 
 @pytest.fixture(scope="module")
 def alone(config, four) -> Path:
-    """Two of them, in one process."""
+    """Return the workdir of a resume with two of the replicas, in one process."""
     shutil.copytree(four, config.parent / "alone")
     return processes.trained(config, "alone", *FEWER, *STILL)
 
 
 @pytest.fixture(scope="module")
 def over_two(config, four) -> Path:
-    """Two of them, each in a process."""
+    """Return the workdir of a resume with two of the replicas, one per process."""
     shutil.copytree(four, config.parent / "over_two")
     return processes.trained(config, "over_two", *FEWER, *STILL, number=2)
 
 
 @pytest.mark.parametrize("layout", ["alone", "over_two"])
-def test_the_replicas_that_stay_have_their_weights_bit_for_bit(four, layout, request):
+def test_kept_replicas_are_restored_bitwise(four, layout, request):
     before, after = processes.weights(four), processes.weights(request.getfixturevalue(layout))
     assert np.abs(before["['embed']"][0] - before["['embed']"][1]).max() > 1e-3
     for name in before:
         np.testing.assert_array_equal(after[name], before[name][:2], err_msg=name)
 
 
-def test_the_data_are_dealt_alike_over_processes_and_in_one(alone, over_two):
+def test_data_are_distributed_alike_over_two_processes_and_in_one(alone, over_two):
     mine, expected = processes.losses(over_two, 2)[8:], processes.losses(alone)[8:]
     assert len(mine) == 4
     np.testing.assert_allclose(mine, expected, rtol=1e-5)
 
 
-def test_the_restored_replicas_train_on(config, four, alone):
+def test_the_restored_replicas_continue_training(config, four, alone):
     workdir = config.parent / "onward"
     shutil.copytree(four, workdir)
     results = processes.run(config, workdir, *FEWER, number=2)

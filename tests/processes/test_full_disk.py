@@ -1,4 +1,4 @@
-"""A disk that fills up under a run: one line, nothing lost, and the same command goes on when there is room."""
+"""A disk that fills up during a run: a one-line error, no loss, and the same command resumes once there is room."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from support.disks import SmallDisk, small_disk
 pytestmark = pytest.mark.timeout(900)
 
 LONG = ["--config.num_steps=80", "--config.checkpoint_every=20", "--config.keep_checkpoints=9"]
-ROOM = 10_000  # kilobytes for a few checkpoints
+ROOM = 10_000  # kilobytes, enough for a few checkpoints
 
 
 @pytest.fixture
@@ -21,8 +21,8 @@ def disk() -> Iterator[SmallDisk]:
         yield disk
 
 
-def assert_told(status: int, output: str, disk: SmallDisk) -> None:
-    """A run ended with one line that names a place on the full disk."""
+def assert_full_disk_error(status: int, output: str, disk: SmallDisk) -> None:
+    """Check that a run ended with a one-line error that names a path on the full disk."""
     assert status == 1, output
     assert "Traceback" not in output, output
     [line] = [line for line in output.splitlines() if line.startswith("error: ")]
@@ -34,28 +34,28 @@ def saved(workdir: Path) -> list[int]:
     return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
 
 
-def test_a_run_goes_on_when_a_full_disk_has_room_again(config, disk):
+def test_a_run_resumes_once_a_full_disk_has_room_again(config, disk):
     whole = processes.trained(config, "whole", *LONG)
     size = sum(path.stat().st_size for path in (whole / "checkpoints/20").rglob("*") if path.is_file()) // 1024
     workdir = disk.folder / "run"
 
-    disk.fill()  # from the start
+    disk.fill()  # no room from the start
     [result] = processes.run(config, workdir, *LONG)
-    assert_told(*result, disk)
+    assert_full_disk_error(*result, disk)
     disk.empty()
 
-    disk.resize(5 * size // 2)  # room for two checkpoints and no third
+    disk.resize(5 * size // 2)  # room for two checkpoints but not for a third
     [result] = processes.run(config, workdir, *LONG)
-    assert_told(*result, disk)
+    assert_full_disk_error(*result, disk)
     assert saved(workdir) == [20, 40]
 
-    disk.resize(5 * size)  # for all, but none for metrics
+    disk.resize(5 * size)  # room for all checkpoints; the disk is filled again for the metrics
     before = (workdir / "metrics.jsonl").stat().st_ino
     run = processes.start(config, workdir, *LONG, "--config.checkpoint_every=1000", seconds_per_step=0.2)
     assert processes.wait_until(lambda: (workdir / "metrics.jsonl").stat().st_ino != before, run)
     disk.fill()
     [result] = processes.finish(run)
-    assert_told(*result, disk)
+    assert_full_disk_error(*result, disk)
     disk.empty()
 
     [(status, output)] = processes.run(config, workdir, *LONG)

@@ -1,4 +1,4 @@
-"""Runs whose processes are killed at random instants, time and again, come to the end that they would have come to."""
+"""Runs whose processes are killed repeatedly at random times and end bitwise as undisturbed ones."""
 
 import itertools
 import random
@@ -24,9 +24,9 @@ ARGUMENTS = [
     "--config.eval_batches=1",
     "--start_timeout=45",
 ]
-Strike = Callable[[SmallRun, Path, random.Random], Kill | None]
-MOST_STARTS = 60  # of one run: it has to get on
-MOST_SECONDS = 150  # for which processes may outlive another: JAX misses it after 100
+Interrupt = Callable[[SmallRun, Path, random.Random], Kill | None]
+MOST_STARTS = 60  # of one run, which has to progress
+MOST_SECONDS = 150  # that processes may outlive a killed one: JAX detects its loss after 100
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def rng(request) -> random.Random:
 
 @pytest.fixture(scope="module", params=[1, 4])
 def whole(config, request) -> SmallRun:
-    """The run that nobody disturbs, in one process and in four."""
+    """Return the undisturbed run, in one process and in four."""
     number = request.param
     workdir = config.parent / f"whole{number}"
     started = time.monotonic()
@@ -55,16 +55,16 @@ def whole(config, request) -> SmallRun:
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_a_run_killed_at_random_instants_ends_bitwise_as_if_it_had_not_been(whole, count, rng, capsys):
-    """Processes that are left end with 1, worth another try, or had come to their end."""
+def test_a_run_killed_at_random_times_matches_the_undisturbed_run_bitwise(whole, count, rng, capsys):
+    """Surviving processes exit with status 1 (transient), or 0 if they had completed."""
     with capsys.disabled():
-        disturb(whole, "killed", start_and_kill, lambda kill: set(kill.statuses) <= {0, 1}, count, rng)
+        interrupt_runs(whole, "killed", start_and_kill, lambda kill: set(kill.statuses) <= {0, 1}, count, rng)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-def test_a_run_terminated_at_random_instants_ends_bitwise_as_if_it_had_not_been(whole, count, rng, capsys):
-    """It saves and asks for a restart; before and after its time a process of Python ends as any does."""
+def test_a_run_terminated_at_random_times_matches_the_undisturbed_run_bitwise(whole, count, rng, capsys):
+    """A run saves and exits with 75; before its handler is set and after it is removed, SIGTERM acts as usual."""
 
     def is_right(kill: Kill) -> bool:
         if set(kill.statuses) == {75}:
@@ -72,19 +72,19 @@ def test_a_run_terminated_at_random_instants_ends_bitwise_as_if_it_had_not_been(
         return kill.phase in ("start", "end") and set(kill.statuses) <= {-15, 0, 1}
 
     with capsys.disabled():
-        disturb(whole, "terminated", start_and_terminate, is_right, count, rng)
+        interrupt_runs(whole, "terminated", start_and_terminate, is_right, count, rng)
 
 
-def disturb(
-    whole: SmallRun, name: str, strike: Strike, is_right: Callable[[Kill], bool], count: int, rng: random.Random
+def interrupt_runs(
+    whole: SmallRun, name: str, interrupt: Interrupt, is_right: Callable[[Kill], bool], count: int, rng: random.Random
 ) -> None:
-    """Has runs struck, each until it comes to its end, so many times in all; they end as `whole` did."""
+    """Interrupt runs until each completes, `count` times in all; check that they end as `whole` did."""
     kills: list[Kill] = []
     for number in itertools.count():
         run = replace(whole, workdir=whole.workdir.parent / f"{name}{whole.number}" / f"run{number}")
-        struck, wrong = strike_to_the_end(run, strike, rng)
-        kills += struck
-        wrong += [f"{kill.log}: {kill}" for kill in struck if not is_right(kill) or kill.seconds > MOST_SECONDS]
+        run_kills, wrong = interrupt_until_complete(run, interrupt, rng)
+        kills += run_kills
+        wrong += [f"{kill.log}: {kill}" for kill in run_kills if not is_right(kill) or kill.seconds > MOST_SECONDS]
         wrong += [] if wrong else differences(run, whole)
         print(f"\n{number + 1} runs, {len(kills)} kills", table(kills), *wrong, sep="\n", flush=True)
         assert not wrong
@@ -92,24 +92,24 @@ def disturb(
             return
 
 
-def strike_to_the_end(run: SmallRun, strike: Strike, rng: random.Random) -> tuple[list[Kill], list[str]]:
-    """Has a run struck until it comes to its end; returns how, and what it lost on the way."""
+def interrupt_until_complete(run: SmallRun, interrupt: Interrupt, rng: random.Random) -> tuple[list[Kill], list[str]]:
+    """Interrupt a run until it completes; return the kills and a list of failures."""
     kills, newest = [], 0
     for start in range(MOST_STARTS):
-        kill = strike(run, run.workdir.with_name(f"{run.workdir.name}_log") / str(start), rng)
+        kill = interrupt(run, run.workdir.with_name(f"{run.workdir.name}_log") / str(start), rng)
         if kill is None:
             return kills, []
         kills.append(kill)
-        said = f"{kill.lost_steps} steps again, {kill.statuses} after {kill.seconds:.1f} s"
-        print(f"{kill.phase} {kill.background}: {said}", flush=True)
+        description = f"{kill.lost_steps} steps again, {kill.statuses} after {kill.seconds:.1f} s"
+        print(f"{kill.phase} {kill.background}: {description}", flush=True)
         before, newest = newest, newest_checkpoint(run.workdir)
         if newest < before:
             return kills, [f"{kill.log}: the checkpoint of step {before} is lost"]
-    return kills, [f"{run.workdir} does not come to its end"]
+    return kills, [f"{run.workdir} is not complete after {MOST_STARTS} starts"]
 
 
 def differences(run: SmallRun, whole: SmallRun) -> list[str]:
-    """List the files and arrays of a run that differ by a bit from another run's."""
+    """List files and arrays of a run that are not bitwise those of `whole`, and files that `whole` does not have."""
     found = []
     for number in range(run.number):
         name = "metrics.jsonl" if number == 0 else f"metrics.{number}.jsonl"
@@ -120,7 +120,7 @@ def differences(run: SmallRun, whole: SmallRun) -> list[str]:
     mine, theirs = processes.weights(run.workdir), processes.weights(whole.workdir)
     found += [f"{run.workdir}: {name} differs" for name in theirs if not np.array_equal(mine[name], theirs[name])]
     names = {path.name for path in run.workdir.iterdir()} - {path.name for path in whole.workdir.iterdir()}
-    found += [f"{run.workdir / name} is left" for name in names if not name.endswith(".old")]
+    found += [f"{run.workdir / name} is left over" for name in names if not name.endswith(".old")]
     return found
 
 
@@ -129,18 +129,18 @@ def untimed(workdir: Path) -> list[tuple[int, str, float]]:
 
 
 def table(kills: Sequence[Kill]) -> str:
-    """A line for every phase."""
+    """Return a Markdown table with a row for each phase."""
     lines = [
         "| phase | kills | meanwhile a save, a prune | steps again: median, most | others end after: median, most |",
         "|---|---:|---:|---:|---:|",
     ]
     for phase in PHASES:
-        those = [kill for kill in kills if kill.phase == phase]
-        background = [kill.background for kill in those]
-        steps = [kill.lost_steps for kill in those]
-        seconds = [kill.seconds for kill in those if kill.statuses]
+        phase_kills = [kill for kill in kills if kill.phase == phase]
+        background = [kill.background for kill in phase_kills]
+        steps = [kill.lost_steps for kill in phase_kills]
+        seconds = [kill.seconds for kill in phase_kills if kill.statuses]
         lines.append(
-            f"| {phase} | {len(those)} | {background.count('save')}, {background.count('prune')} "
+            f"| {phase} | {len(phase_kills)} | {background.count('save')}, {background.count('prune')} "
             f"| {f'{statistics.median(steps):g}, {max(steps)}' if steps else ''} "
             f"| {f'{statistics.median(seconds):.1f}, {max(seconds):.1f} s' if seconds else ''} |"
         )

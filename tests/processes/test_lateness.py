@@ -1,4 +1,4 @@
-"""No global blocking, shown: eight processes, one of them late, and who of the others waits for it."""
+"""Absence of global blocking: eight processes, one of them late, and the others that wait for it."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ from support.paths import ROOT
 LATE, SECONDS = 3, 6.0
 
 
-def test_lateness_spreads_by_exchanges_alone():
+def test_lateness_spreads_only_through_exchanges():
     rounds = [(10, ((0, 1), (2, 3))), (20, ((0, 2), (1, 3))), (30, ((0, 3), (1, 2)))]
     assert linked(rounds, [Late(2, 15, 1.0)]) == [set(), {0, 2}, {0, 1, 2, 3}]
     assert linked(rounds, [Late(2, 10, 1.0)]) == [{2, 3}, {0, 1, 2, 3}, {0, 1, 2, 3}]
@@ -25,20 +25,20 @@ def test_lateness_spreads_by_exchanges_alone():
 
 
 ROWS = [
-    {"step": 5, "seconds": [9.0, 0.0, 0.0]},  # before anybody is late
+    {"step": 5, "seconds": [9.0, 0.0, 0.0]},  # before any process is late
     {"step": 10, "seconds": [0.7, 0.0, 0.1]},
-    {"step": 12, "seconds": [0.4, 0.2, 0.9]},  # as for a correction that is due
+    {"step": 12, "seconds": [0.4, 0.2, 0.9]},  # as when waiting for a correction that is due
     {"step": 20, "seconds": [0.0, 2.0, 0.0]},
 ]
 
 
-def test_those_held_up_stood_for_half_of_the_lateness_soon_after_it():
+def test_held_up_counts_processes_that_wait_half_the_lateness_within_the_window():
     assert held_up(ROWS, [Late(2, 8, 2.0)], window=5) == 1  # replica 0, for 1.1 s; 2 itself is late
     assert held_up(ROWS, [Late(2, 8, 2.0)], window=4) == 0
     assert held_up(ROWS, [Late(2, 8, 2.0)], window=13) == 2
 
 
-def test_the_sums_of_all_outer_steps_end_in_a_sentence_on_those_that_are_never_late():
+def test_the_summary_averages_the_waits_of_processes_that_are_never_late():
     assert seconds_stood(ROWS) == pytest.approx([10.1, 2.2, 1.0])
     stood = {"noloco, delay 0": [3.0, 1.0, 9.0], "diloco": [2.5, 2.5, 0.0]}
     assert summary(stood, [Late(2, 8, 2.0)]) == (
@@ -58,11 +58,11 @@ def arguments(config: Path, workdir: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def finished(config) -> tuple[Path, str]:
-    """The workdir of a call that came to its end, and what it printed."""
+    """Return the workdir of a completed call, and its stdout."""
     workdir = config.parent / "finished"
     inherited = processes.environment(config)
-    del inherited["XLA_FLAGS"]  # a process with a delay makes itself a second CPU device, for its exchanges
-    called = subprocess.run(
+    del inherited["XLA_FLAGS"]  # a process with a delay creates a second CPU device for its exchanges
+    completed = subprocess.run(
         [sys.executable, "-m", "noloco_jax.lateness", *arguments(config, workdir)],
         env=inherited,
         cwd=ROOT,
@@ -70,22 +70,22 @@ def finished(config) -> tuple[Path, str]:
         text=True,
         timeout=processes.PATIENCE,
     )
-    assert called.returncode == 0, called.stdout + called.stderr
-    return workdir, called.stdout
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return workdir, completed.stdout
 
 
 @pytest.mark.timeout(processes.PATIENCE)
-def test_each_process_has_its_seconds_of_every_outer_step_of_a_fragment(finished):
+def test_every_outer_step_of_a_fragment_records_the_wait_of_each_process(finished):
     rows = json.loads((finished[0] / "lateness.json").read_text())["noloco, delay 0"]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["groups"] == [[[0, 1]]] for row in rows)
     assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows)
     assert [row["linked"] for row in rows] == [[], [], [0, 1], [0, 1]]
-    assert rows[2]["seconds"][0] > 0.8  # for process 1, which sleeps a second before step 3
+    assert rows[2]["seconds"][0] > 0.8  # waits for process 1, which sleeps for a second before step 3
 
 
 @pytest.mark.timeout(processes.PATIENCE)
-def test_a_line_says_what_runs_and_a_row_and_a_sentence_compare_the_delays(finished):
+def test_the_output_names_the_runs_and_compares_the_delays(finished):
     lines = finished[1].splitlines()
     assert lines[:2] == [
         "process 1 of 2 is 1 s late before step 3",
@@ -100,7 +100,7 @@ def test_a_line_says_what_runs_and_a_row_and_a_sentence_compare_the_delays(finis
 
 
 @pytest.mark.timeout(processes.PATIENCE)
-def test_runs_that_are_there_are_not_measured_again(finished, config):
+def test_a_workdir_that_holds_runs_is_refused_and_unchanged(finished, config):
     workdir, _ = finished
     before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
     with pytest.raises(UserError, match="noloco holds a run already: give another --workdir"):
@@ -126,7 +126,7 @@ def test_runs_that_are_there_are_not_measured_again(finished, config):
         ("--methods=noloco,diloco --config.outer.wire=bfloat16", "epidemic's messages and method='diloco'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_anything_starts(flags, message, config, tmp_path):
+def test_invalid_arguments_are_refused_before_anything_starts(flags, message, config, tmp_path):
     workdir = tmp_path / "runs"
     with pytest.raises(UserError, match=message):
         lateness.main([*arguments(config, workdir), *flags.split()])
@@ -137,12 +137,12 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(flags, messag
     ("platforms", "expected"), [("", ["cpu 0", "cpu 1"]), ("cuda", ["cuda 0", "cuda 1"])], ids=["unset", "cuda"]
 )
 def test_no_two_processes_share_a_gpu(platforms, expected, config, tmp_path, monkeypatch):
-    """Processes that only say where they would compute."""
+    """A stand-in interpreter prints the devices that each process would use."""
     interpreter = tmp_path / "python"
     interpreter.write_text('#!/bin/sh\necho "$JAX_PLATFORMS $JAX_LOCAL_DEVICE_IDS"\n')
     interpreter.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(interpreter))
-    monkeypatch.setattr(lateness.signal, "signal", lambda *_: None)  # pytest keeps its own
+    monkeypatch.setattr(lateness.signal, "signal", lambda *_: None)  # pytest's handlers stay
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
     with pytest.raises(UserError, match=r"metrics\.jsonl is not there"):
         lateness.main(arguments(config, tmp_path))
@@ -151,7 +151,7 @@ def test_no_two_processes_share_a_gpu(platforms, expected, config, tmp_path, mon
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> dict[str, list[dict]]:
-    """Rounds after steps 3, 6, 9 and 12; one process is late at step 8. Till 12 nothing else spans them."""
+    """Return rows of outer steps after steps 3, 6, 9 and 12 of eight processes, one of which is late at step 8."""
     folder = tmp_path_factory.mktemp("lateness")
     config = processes.write_config(folder)
     fields = {"num_replicas": 8, "outer.sync_every": 3}
@@ -160,19 +160,18 @@ def rows(tmp_path_factory) -> dict[str, list[dict]]:
         *("--steps=12", "--delays=0", "--step_seconds=0", f"--late={LATE}:8:{SECONDS}"),
         *(f"--config.{name}={x}" for name, x in fields.items()),
     ]
-    called = subprocess.run(
+    completed = subprocess.run(
         command, env=processes.environment(config), cwd=ROOT, capture_output=True, text=True, timeout=800
     )
-    assert called.returncode == 0, called.stdout + called.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     return json.loads((folder / "runs/lateness.json").read_text())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_with_noloco_only_those_linked_to_the_late_process_wait(rows):
-    _, before, during, after = rows[
-        "noloco, delay 0"
-    ]  # in the first round, processes also wait for those that started later
+def test_with_noloco_only_processes_linked_to_the_late_one_wait(rows):
+    # The first round is left out: in it, processes also wait for those that started later.
+    _, before, during, after = rows["noloco, delay 0"]
     assert max(before["seconds"]) < SECONDS / 2
     [partners] = [group for group in during["groups"][0] if LATE in group]
     assert sorted(partners) == during["linked"]

@@ -1,4 +1,4 @@
-"""Pipeline stages over two real processes, random routing: the same training as in one process on one device."""
+"""Pipeline stages over two real processes with random routing: training as in one process on one device."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(900)
 STAGES = (
     *("--config.num_replicas=2", "--config.mesh.stage=2", "--config.mesh.routing=random"),
     *("--config.num_microbatches=2", "--config.num_steps=12"),
-    "--config.outer.sync_every=5",  # the two replicas are equal but for rounding after an outer step: not at the end
+    "--config.outer.sync_every=5",  # no outer step at the end: after one, the replicas differ only by rounding
 )
 
 
@@ -22,7 +22,7 @@ def alone(config) -> Path:
 
 
 @pytest.mark.parametrize(("replicas", "devices"), [(1, 1), (2, 2)], ids=["one-stage-each", "one-replica-each"])
-def test_stages_over_processes_train_as_in_one(config, alone, replicas, devices):
+def test_stages_over_processes_train_as_in_one_process(config, alone, replicas, devices):
     arguments = (*STAGES, f"--config.mesh.replica={replicas}")
     workdir = processes.trained(config, f"{replicas}x2", *arguments, number=2, devices=devices)
     np.testing.assert_allclose(processes.losses(workdir, 2), processes.losses(alone), rtol=1e-5)

@@ -1,4 +1,4 @@
-"""A replica over several real processes: one of them reads its data, for all."""
+"""A replica over two real processes, of which one reads the data for both."""
 
 import gzip
 from pathlib import Path
@@ -19,21 +19,21 @@ FIELDS = {
     "num_steps": 6,
     "eval_every": 0,
     "data.kind": "c4",
-    "data.path": "c4",  # below the folder in which a process runs
+    "data.path": "c4",  # relative to the working directory of a process
     "data.validation_path": "",
 }
 ARGUMENTS = [f"--config.{name}={value}" for name, value in FIELDS.items()]
 
 
 def shards(folder: Path) -> list[Path]:
-    """Files of documents to train on, and some to validate with."""
+    """Write training and validation shards; return the training shards."""
     texts = lines_of_words(240)
     write_c4(folder / "c4", [texts[:20]], "validation")
     return write_c4(folder / "c4", [texts[20:130], texts[130:]])
 
 
-def test_one_process_reads_for_a_replica_and_its_weights_are_bitwise_those_of_one_process(config, tmp_path):
-    """The second process could not read: all but the first of its documents, which is read beforehand, are damaged."""
+def test_one_process_reads_for_a_replica_over_two_and_weights_match_bitwise(config, tmp_path):
+    """The second process cannot read: all its documents but the first, which is read in advance, are damaged."""
     whole, damaged = tmp_path / "whole", tmp_path / "damaged"
     shards(whole)
     for file in shards(damaged):

@@ -1,4 +1,4 @@
-"""Runs over several real processes: the same training as in one, whatever becomes of the processes on the way."""
+"""Runs over several real processes: training as in one, also after processes are stopped or killed."""
 
 import signal
 from pathlib import Path
@@ -11,26 +11,26 @@ from support.ports import free_port
 
 pytestmark = pytest.mark.timeout(900)
 
-# Processes agree to stop within a second or two of a SIGTERM, in which a fast machine takes many steps.
+# Processes agree to stop within a second or two of a SIGTERM; a fast machine takes many steps meanwhile.
 LONG = "--config.num_steps=60"
 
 
 @pytest.fixture(scope="module")
 def alone(config) -> Path:
-    """The run in one process, all replicas on one device."""
+    """Return the workdir of the run in one process, all replicas on one device."""
     return processes.trained(config, "alone", "--config.mesh.replica=1", LONG)
 
 
 @pytest.fixture(scope="module")
 def two(config) -> tuple[Path, list[str]]:
-    """The run over two processes, two replicas to each: its workdir, and what each process printed."""
+    """Return the workdir of the run over two processes with two replicas each, and the output of each process."""
     workdir = config.parent / "two"
     results = processes.run(config, workdir, LONG, number=2)
     assert [status for status, _ in results] == [0, 0], processes.report(results)
     return workdir, [output for _, output in results]
 
 
-def test_replicas_over_processes_train_as_in_one(alone, two):
+def test_replicas_over_processes_train_as_in_one_process(alone, two):
     workdir, _ = two
     processes.assert_same_training(workdir, alone)
     np.testing.assert_allclose(processes.losses(workdir, 2), processes.losses(alone), rtol=1e-5)
@@ -42,8 +42,8 @@ def test_only_the_first_process_reports(two):
     assert "loss" not in second
 
 
-def test_a_run_goes_on_with_other_processes_and_meshes(config, alone):
-    """Four processes, two to a replica; two processes, two replicas to each; one process. Stopped by SIGTERM to one."""
+def test_a_run_resumes_on_other_numbers_of_processes_and_meshes(config, alone):
+    """Four processes (two per replica), two (two replicas each), then one; SIGTERM to one process stops a run."""
     workdir = config.parent / "moved"
     sharded = ("--config.mesh.replica=2", "--config.mesh.fsdp=2")
     step = 0
@@ -63,8 +63,8 @@ def test_a_run_goes_on_with_other_processes_and_meshes(config, alone):
     processes.assert_same_training(workdir, alone)
 
 
-def test_after_a_sigkill_of_any_process_all_continue_bitwise(config, two):
-    """The process that dies takes the others along within a bounded time; started again, they go on."""
+def test_a_run_resumes_bitwise_after_a_sigkill_of_any_process(config, two):
+    """The loss of a process ends the others within a bounded time; a restart resumes."""
     whole, broken = two[0], config.parent / "broken"
     for victim, step in ((1, 6), (0, 13)):
         run = processes.start(config, broken, LONG, number=2)
@@ -91,7 +91,7 @@ def test_a_process_with_another_config_is_named_by_all(config):
         assert "has config.seed=5, process 0 on" in output
 
 
-def test_a_missing_process_is_named_within_the_given_time(config):
+def test_a_missing_process_is_named_within_the_start_timeout(config):
     place = (f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2", "--process_id=0")
     [(status, output)] = processes.run(config, config.parent / "lonely", *place, "--start_timeout=2")
     assert status == 1

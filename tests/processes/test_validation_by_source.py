@@ -1,4 +1,4 @@
-"""Validation of each source of a mixture, in every mode of a run: the oracle is a run of the source alone."""
+"""Validation of each source of a mixture in every mode of a run, against a run on that source alone."""
 
 import shutil
 from dataclasses import replace
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def mixture(config) -> tuple[str, ...]:
-    """Flags that replace the run's data by a mixture: its files, and JSON lines of numbers with validation data."""
+    """Return flags that replace the run's data by a mixture: its text files, and JSON lines of numbers."""
     folder = config.parent / "numbers"
     folder.mkdir()
     write_json_lines(folder / "train.jsonl", [" ".join(map(str, range(k, k + 60))) for k in range(0, 4000, 60)])
@@ -40,7 +40,7 @@ def mixture(config) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def virtual(config, mixture) -> Path:
-    """The run in one process, all replicas on one device."""
+    """Return the workdir of the run in one process, all replicas on one device."""
     return processes.trained(config, "virtual", "--config.mesh.replica=1", *mixture)
 
 
@@ -48,8 +48,8 @@ def last_evaluation(workdir: Path) -> dict[str, Any]:
     return [line for line in processes.metrics(workdir) if line["kind"] == "eval"][-1]
 
 
-def of_source_alone(workdir: Path, name: str) -> dict[str, Any]:
-    """The figures of the newest checkpoint's replicas in a run whose data are one source."""
+def evaluate_on_source(workdir: Path, name: str) -> dict[str, Any]:
+    """Evaluate the newest checkpoint's replicas on the validation data of one source."""
     mixed = load_saved(workdir)
     source = mixed.data.mixture[name]
     data = replace(
@@ -61,7 +61,7 @@ def of_source_alone(workdir: Path, name: str) -> dict[str, Any]:
         step = checkpoints.latest_step()
         assert step is not None
         params = checkpoints.restore_params(step)
-    count = jax.tree.leaves(params)[0].shape[0]  # an island saves one
+    count = jax.tree.leaves(params)[0].shape[0]  # an island saves one replica
     config = replace(mixed, data=data, num_replicas=count, mesh=MeshConfig(replica=1))
     programs = build_programs(config, make_mesh(config, jax.devices()[:1]))
     params = jax.device_put(params, shardings_of(programs.state.params))
@@ -69,11 +69,11 @@ def of_source_alone(workdir: Path, name: str) -> dict[str, Any]:
     return evaluate(programs, params, Validation(batches))
 
 
-def test_each_source_is_evaluated_as_in_a_run_of_it_alone(virtual):
+def test_each_source_is_evaluated_as_in_a_run_on_that_source_alone(virtual):
     found = last_evaluation(virtual)
     assert set(found["perplexity_by_source"]) == {"text", "numbers"}
     for name in ("text", "numbers"):
-        alone = of_source_alone(virtual, name)
+        alone = evaluate_on_source(virtual, name)
         assert found["perplexity_by_source"][name] == pytest.approx(alone["perplexity"], rel=1e-6)
         assert found["perplexity_merged_by_source"][name] == pytest.approx(alone["perplexity_merged"], rel=1e-6)
     low, high = sorted(found["perplexity_by_source"].values())
@@ -118,4 +118,4 @@ def test_an_island_evaluates_the_sources(config, mixture, tmp_path):
         assert f"of island paris, on numbers {numbers}, on text {text}" in islands.said("paris")
     workdir = islands.workdir("paris")
     for name in ("text", "numbers"):
-        assert found[name] == pytest.approx(of_source_alone(workdir, name)["perplexity"], rel=1e-6)
+        assert found[name] == pytest.approx(evaluate_on_source(workdir, name)["perplexity"], rel=1e-6)

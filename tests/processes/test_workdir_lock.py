@@ -1,4 +1,4 @@
-"""Two trainers on one workdir, as a user would start them: one trains, the other ends with a line."""
+"""Concurrent trainers on one workdir, started as by a user: one trains, the others end with a one-line error."""
 
 import contextlib
 import re
@@ -19,8 +19,8 @@ IN_USE = (
 
 
 @contextlib.contextmanager
-def under_way(config: Path, workdir: Path, number: int = 1) -> Iterator[list[subprocess.Popen[str]]]:
-    """The processes of a run that has begun to train, and does not come to its end meanwhile."""
+def training_run(config: Path, workdir: Path, number: int = 1) -> Iterator[list[subprocess.Popen[str]]]:
+    """Yield the processes of a run that is training and does not complete within the body."""
     run = processes.start(config, workdir, "--config.num_steps=9999", number=number, seconds_per_step=0.5)
     try:
         assert processes.wait_until(processes.reached(workdir, 2), run)
@@ -30,9 +30,9 @@ def under_way(config: Path, workdir: Path, number: int = 1) -> Iterator[list[sub
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_a_second_trainer_is_refused_while_the_first_lives_and_no_longer(config, tmp_path, number):
+def test_a_second_trainer_is_refused_only_while_the_first_is_alive(config, tmp_path, number):
     workdir = tmp_path / "run"
-    with under_way(config, workdir, number) as first:
+    with training_run(config, workdir, number) as first:
         results = processes.run(config, workdir, number=number)
         assert [status for status, _ in results] == [2] * number, processes.report(results)
         holders = [re.search(IN_USE, output) for _, output in results]
@@ -47,7 +47,7 @@ def test_a_second_trainer_is_refused_while_the_first_lives_and_no_longer(config,
     assert not (workdir / "trainer.lock").exists()
 
 
-def test_of_trainers_that_start_at_the_same_instant_one_trains(config, tmp_path):
+def test_exactly_one_of_several_simultaneous_trainers_trains(config, tmp_path):
     workdir = tmp_path / "run"
     trainers = [processes.start(config, workdir, "--config.num_steps=8", seconds_per_step=0.5)[0] for _ in range(3)]
     results = processes.finish(trainers)

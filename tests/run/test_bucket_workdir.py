@@ -1,4 +1,4 @@
-"""A workdir in a bucket: what is in it is whole whatever fails, and the newest whole checkpoint is found."""
+"""A workdir in a bucket: despite failures its contents are whole, and the newest whole checkpoint is found."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from support import buckets
 
 @pytest.fixture
 def s3(servers, monkeypatch):
-    """S3's server and the address of a workdir there."""
+    """Return the S3 server and the address of a workdir there."""
     server = servers("s3")
     yield server, Address(buckets.new_bucket(server, monkeypatch))
     buckets.forget()
@@ -34,10 +34,10 @@ def address(request, servers, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch, tmp_path):
+def without_pauses(monkeypatch, tmp_path):
     monkeypatch.setattr(retries, "sleep", lambda seconds: None)
     monkeypatch.setattr(workdir_lease, "_SETTLE_SECONDS", 0.0)
-    monkeypatch.setattr(bucket_workdir, "SYNC_SECONDS", 3600.0)  # no look but those that are asked for
+    monkeypatch.setattr(bucket_workdir, "SYNC_SECONDS", 3600.0)  # no periodic sync, only explicit ones
     monkeypatch.setenv("NOLOCO_JAX_SCRATCH", str(tmp_path / "scratch"))
 
 
@@ -46,7 +46,7 @@ def opened(address: Address, **choices):
 
 
 def checkpoint(root: Path, step: int, content: bytes = b"weights") -> Path:
-    """A folder as the checkpointer has it when all but its name is final."""
+    """Write a checkpoint as the checkpointer leaves it before the final rename; return its folder."""
     folder = root / "checkpoints" / f"{step}.orbax-checkpoint-tmp"
     for name in ("state/d/one", "state/manifest", "run/metadata"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +56,7 @@ def checkpoint(root: Path, step: int, content: bytes = b"weights") -> Path:
 
 
 def publish(workdir: BucketWorkdir, *steps: int, keep: int = 2) -> None:
-    """Save checkpoints as the checkpointer does, which keeps one in the local copy."""
+    """Publish checkpoints as the checkpointer does, with only the newest kept in the local copy."""
     for step in steps:
         folder = checkpoint(workdir.folder, step)
         workdir.publish(step, folder, lambda every: every[-keep:])
@@ -67,14 +67,14 @@ def publish(workdir: BucketWorkdir, *steps: int, keep: int = 2) -> None:
 
 
 def fail(server, *faults: int) -> None:
-    """Let the next requests fail, or none."""
+    """Make the next requests fail with these statuses; without any, end the outage."""
     server.everywhere = bool(faults)
     server.faults.clear()
     server.faults.extend(faults)
 
 
-def whole_copy(address: Address, folder: Path) -> int | None:
-    """The step of the newest checkpoint, which is as it was saved."""
+def step_of_whole_copy(address: Address, folder: Path) -> int | None:
+    """Download the newest checkpoint and check that it is as it was saved; return its step."""
     step = download_newest(address, folder)
     if step is not None:
         copied = folder / "checkpoints" / str(step)
@@ -85,7 +85,7 @@ def whole_copy(address: Address, folder: Path) -> int | None:
 
 @contextlib.contextmanager
 def another_machine(root: Path):
-    """Have another local copy in the body, and wait for no sign of life of the former trainer."""
+    """Use another local copy in the body, and take over the former trainer's lease without waiting."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NOLOCO_JAX_SCRATCH", str(root / "another machine"))
         patch.setattr(workdir_lease, "SILENT_SECONDS", 0.0)
@@ -93,7 +93,7 @@ def another_machine(root: Path):
         yield
 
 
-def test_a_run_finds_what_the_one_before_has_left_there(address, tmp_path):
+def test_a_run_downloads_files_and_checkpoints_of_the_previous_run(address, tmp_path):
     with opened(address) as workdir:
         assert (workdir.steps(), list(workdir.folder.glob("*.json*"))) == ([], [])
         (workdir.folder / "metrics.jsonl").write_text("first\n")
@@ -101,7 +101,7 @@ def test_a_run_finds_what_the_one_before_has_left_there(address, tmp_path):
         assert workdir.steps() == [8, 12]
         (workdir.folder / "tensorboard").mkdir()
         (workdir.folder / "tensorboard/events").write_bytes(b"\0\1")
-    assert not (workdir.folder / "metrics.jsonl").exists()  # only the bucket has it
+    assert not (workdir.folder / "metrics.jsonl").exists()  # the local copy is removed at the end
     with opened(address) as workdir:
         assert (workdir.folder / "metrics.jsonl").read_text() == "first\n"
         assert (workdir.folder / "tensorboard/events").read_bytes() == b"\0\1"
@@ -113,7 +113,7 @@ def test_a_run_finds_what_the_one_before_has_left_there(address, tmp_path):
     assert "trainer.lock" not in left
 
 
-def test_only_one_trainer_at_a_time_and_readers_beside_it(address, tmp_path):
+def test_a_workdir_admits_one_trainer_and_any_readers(address, tmp_path):
     with opened(address) as workdir:
         publish(workdir, 4)
         (workdir.folder / "metrics.jsonl").write_text("first\n")
@@ -128,9 +128,9 @@ def test_only_one_trainer_at_a_time_and_readers_beside_it(address, tmp_path):
     assert objects.list_objects(f"{address}/checkpoints") != []
 
 
-@pytest.mark.parametrize("writes", range(5))  # three files, the digests, and the record that makes it a checkpoint
-def test_a_checkpoint_that_is_cut_off_is_none(s3, tmp_path, monkeypatch, writes):
-    """Whatever write is the first that fails, the newest whole checkpoint is the one before."""
+@pytest.mark.parametrize("writes", range(5))  # three files, the digests, and the contents record
+def test_a_partially_uploaded_checkpoint_is_ignored(s3, tmp_path, monkeypatch, writes):
+    """For any first failing write, the newest whole checkpoint is the previous one."""
     server, address = s3
 
     def fail_after_writes(request, done):
@@ -150,12 +150,12 @@ def test_a_checkpoint_that_is_cut_off_is_none(s3, tmp_path, monkeypatch, writes)
         publish(workdir, 8)
     server.on_request = lambda request, done: None
     fail(server)
-    assert (sum(passed), whole_copy(address, tmp_path / "copy")) == (writes, 4)
+    assert (sum(passed), step_of_whole_copy(address, tmp_path / "copy")) == (writes, 4)
     with another_machine(tmp_path), opened(address) as workdir:
         assert workdir.steps() == [4]
         assert not any(name.startswith("checkpoints/8/") for name in objects.list_objects(address))
         publish(workdir, 8)
-    assert whole_copy(address, tmp_path / "again") == 8
+    assert step_of_whole_copy(address, tmp_path / "again") == 8
 
 
 def test_a_checkpoint_is_uploaded_once_an_outage_ends(s3, tmp_path, monkeypatch):
@@ -163,7 +163,7 @@ def test_a_checkpoint_is_uploaded_once_an_outage_ends(s3, tmp_path, monkeypatch)
     monkeypatch.setattr(bucket_workdir, "SYNC_SECONDS", 0.05)
     with opened(address) as workdir:
         publish(workdir, 4)
-        fail(server, *[503] * 1_000_000)  # attempts follow one another without pauses here
+        fail(server, *[503] * 1_000_000)  # retries do not pause here
         with pytest.warns(UserWarning, match="the checkpoint of step 8"):
             publish(workdir, 8)
         assert workdir.steps() == [4]
@@ -172,12 +172,12 @@ def test_a_checkpoint_is_uploaded_once_an_outage_ends(s3, tmp_path, monkeypatch)
         while workdir.steps() != [4, 8]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-    assert whole_copy(address, tmp_path / "copy") == 8
+    assert step_of_whole_copy(address, tmp_path / "copy") == 8
     assert not workdir.folder.joinpath("metrics.jsonl").exists()
 
 
-def ended_in_an_outage(server, address) -> Path:
-    """Let a run end while the store is gone; return its local copy."""
+def end_during_an_outage(server, address) -> Path:
+    """End a run during an outage of the store; return its local copy."""
     with pytest.raises(TransientError), opened(address) as workdir:
         publish(workdir, 4)
         fail(server, *[503] * 1000)
@@ -188,23 +188,23 @@ def ended_in_an_outage(server, address) -> Path:
     return workdir.folder
 
 
-def test_what_the_end_of_a_run_could_not_upload_is_kept_and_uploaded_by_the_next_start(s3, tmp_path, capfd):
+def test_files_left_by_a_failed_final_upload_are_uploaded_at_the_next_start(s3, tmp_path, capfd):
     server, address = s3
-    folder = ended_in_an_outage(server, address)
+    folder = end_during_an_outage(server, address)
     assert f"up to the checkpoint of step 8, is kept in {folder}: the same command" in capfd.readouterr().err
-    assert whole_copy(address, tmp_path / "copy") == 4
-    for _ in range(2):  # the first of them is killed
+    assert step_of_whole_copy(address, tmp_path / "copy") == 4
+    for _ in range(2):  # the first start uploads, the second finds the upload
         with opened(address) as workdir:
             assert workdir.steps() == [4, 8]
             assert (workdir.folder / "checkpoints/8/state/manifest").exists()
             assert objects.read_object(f"{address}/metrics.jsonl") == b"step 8\n"
-    assert whole_copy(address, tmp_path / "again") == 8
+    assert step_of_whole_copy(address, tmp_path / "again") == 8
     assert list(folder.glob("checkpoints/*")) == []
 
 
-def test_a_copy_that_is_ahead_is_dropped_where_the_workdir_has_gone_on_elsewhere(s3, tmp_path, capsys):
+def test_a_local_copy_is_dropped_if_another_machine_has_continued_the_run(s3, tmp_path, capsys):
     server, address = s3
-    ended_in_an_outage(server, address)
+    end_during_an_outage(server, address)
     with another_machine(tmp_path), opened(address) as workdir:
         publish(workdir, 6)
     with opened(address) as workdir:
@@ -213,7 +213,7 @@ def test_a_copy_that_is_ahead_is_dropped_where_the_workdir_has_gone_on_elsewhere
     assert "could not upload, up to step 8, and the workdir has gone on without it" in capsys.readouterr().out
 
 
-def test_a_refusal_is_told_at_the_next_save_and_the_checkpoint_kept(s3, tmp_path):
+def test_a_refused_upload_is_raised_at_the_next_check_and_keeps_the_checkpoint(s3, tmp_path):
     server, address = s3
     with pytest.raises(UserError, match="is refused"), opened(address) as workdir:
         publish(workdir, 4)
@@ -225,19 +225,19 @@ def test_a_refusal_is_told_at_the_next_save_and_the_checkpoint_kept(s3, tmp_path
         assert workdir.steps() == [4, 8]
 
 
-def test_a_list_that_lags_loses_nothing(s3, tmp_path):
+def test_a_stale_listing_loses_no_file_or_checkpoint(s3, tmp_path):
     server, address = s3
     server.lags = True
     with opened(address) as workdir:
         (workdir.folder / "metrics.jsonl").write_text("first\n")
         publish(workdir, 4, 8, 12)
-    assert whole_copy(address, tmp_path / "copy") == 12
+    assert step_of_whole_copy(address, tmp_path / "copy") == 12
     with opened(address) as workdir:
         assert (workdir.folder / "metrics.jsonl").read_text() == "first\n"
         assert workdir.steps() == [8, 12]
 
 
-def test_a_checkpoint_that_somebody_deleted_is_none(address, tmp_path):
+def test_a_checkpoint_deleted_from_the_bucket_is_ignored(address, tmp_path):
     with opened(address) as workdir:
         publish(workdir, 4, 8)
     objects.delete_folder(f"{address}/checkpoints/8")
@@ -245,17 +245,17 @@ def test_a_checkpoint_that_somebody_deleted_is_none(address, tmp_path):
         assert (workdir.steps(), [path.name for path in (workdir.folder / "checkpoints").iterdir()]) == ([4], ["4"])
 
 
-def test_a_workdir_that_was_copied_to_a_bucket_is_found_by_its_digests(address, tmp_path):
+def test_checkpoints_copied_into_a_bucket_are_found_by_their_digests(address, tmp_path):
     for step in (4, 8):
         folder = checkpoint(tmp_path, step)
         for file in [path for path in folder.rglob("*") if path.is_file()]:
             objects.upload_file(file, f"{address}/checkpoints/{step}/{file.relative_to(folder).as_posix()}")
     objects.write_object(f"{address}/metrics.jsonl", b"first\n")
     assert read_contents(address) == Contents((4, 8), ("metrics.jsonl",))
-    assert whole_copy(address, tmp_path / "copy") == 8
+    assert step_of_whole_copy(address, tmp_path / "copy") == 8
 
 
-def test_damaged_digests_and_contents_are_named(address, tmp_path):
+def test_damaged_digests_and_contents_records_are_named(address, tmp_path):
     with opened(address) as workdir:
         publish(workdir, 4)
     objects.write_object(f"{address}/checkpoints/4/digests.txt", b"0\nnothing")
@@ -276,7 +276,7 @@ def test_files_are_replaced_when_they_change_and_deleted_when_they_are_gone(s3):
         workdir.sync()
         server.requests.clear()
         workdir.sync()
-        assert server.requests == []  # as nothing has changed
+        assert server.requests == []  # nothing has changed
         with metrics.open("a") as file:
             file.write("second\n")
         other.unlink()
@@ -303,14 +303,14 @@ def test_a_large_file_is_replaced_less_often(s3, monkeypatch):
         assert len(objects.read_object(f"{address}/metrics.jsonl")) == 1001
 
 
-def test_metrics_reach_as_far_as_the_checkpoint_that_is_published(address):
+def test_publishing_a_checkpoint_uploads_the_metrics_up_to_it(address):
     with opened(address) as workdir:
         (workdir.folder / "metrics.jsonl").write_text("step 4\n")
         publish(workdir, 4)
         assert objects.read_object(f"{address}/metrics.jsonl") == b"step 4\n"
 
 
-def test_a_checkpoint_is_set_aside_whole_though_lists_lag(s3):
+def test_a_checkpoint_is_set_aside_whole_despite_stale_listings(s3):
     server, address = s3
     server.lags = True
     with opened(address) as workdir:
@@ -321,7 +321,7 @@ def test_a_checkpoint_is_set_aside_whole_though_lists_lag(s3):
     assert aside == ["digests.txt", "run/metadata", "state/d/one", "state/manifest"]
 
 
-def test_a_reader_that_wants_no_checkpoint_asks_for_none(s3):
+def test_a_reader_without_checkpoints_requests_none(s3):
     server, address = s3
     with opened(address) as workdir:
         (workdir.folder / "metrics.jsonl").write_text("first\n")
@@ -333,7 +333,7 @@ def test_a_reader_that_wants_no_checkpoint_asks_for_none(s3):
     assert not any("/checkpoints/" in str(request) for request in server.requests)
 
 
-def test_later_checkpoints_are_set_aside_under_names_of_their_own(address):
+def test_later_checkpoints_are_set_aside_under_unique_names(address):
     for _ in range(2):
         with opened(address) as workdir:
             publish(workdir, 4, 8, 12, keep=9)
@@ -342,14 +342,14 @@ def test_later_checkpoints_are_set_aside_under_names_of_their_own(address):
     assert {name.split("/")[0] for name in aside} == {"8", "12", "8.1", "12.1"}
 
 
-def test_a_checkpoint_to_go_back_to_is_copied_beside_the_newest(address):
+def test_from_step_downloads_that_checkpoint_and_the_newest(address):
     with opened(address) as workdir:
         publish(workdir, 4, 8, 12, keep=9)
     with opened(address, from_step=4) as workdir:
         assert {path.name for path in (workdir.folder / "checkpoints").iterdir()} == {"4", "12"}
 
 
-def test_a_missing_bucket_or_a_refusal_ends_before_anything_is_done(s3, tmp_path):
+def test_a_missing_bucket_or_refused_access_fails_before_anything_is_written(s3, tmp_path):
     server, address = s3
     with pytest.raises(UserError, match="there is no bucket 'nowhere'"), opened(Address("s3://nowhere/run")):
         pass
@@ -361,7 +361,7 @@ def test_a_missing_bucket_or_a_refusal_ends_before_anything_is_done(s3, tmp_path
     assert not any((tmp_path / "scratch").rglob("*.jsonl"))
 
 
-def test_a_record_that_is_being_replaced_is_read_whole(s3):
+def test_a_truncated_read_of_the_contents_record_is_retried(s3):
     server, address = s3
     with opened(address) as workdir:
         publish(workdir, 4)
@@ -370,7 +370,7 @@ def test_a_record_that_is_being_replaced_is_read_whole(s3):
     assert json.loads(objects.read_object(f"{address}/contents.json"))["checkpoints"] == [4]
 
 
-def test_checkpoints_without_digests_that_somebody_copied_there_are_refused_and_kept(address):
+def test_copied_checkpoints_without_digests_are_refused_and_kept(address):
     for name in ("4/state/manifest", "8/state/manifest"):
         objects.write_object(f"{address}/checkpoints/{name}", b"of an earlier version")
     with (
@@ -381,7 +381,7 @@ def test_checkpoints_without_digests_that_somebody_copied_there_are_refused_and_
     assert objects.list_objects(f"{address}/checkpoints") == ["4/state/manifest", "8/state/manifest"]
 
 
-def test_a_checkpoint_that_lacks_a_file_is_told_of_and_kept(address):
+def test_a_checkpoint_with_a_missing_file_is_refused_and_kept(address):
     with opened(address) as workdir:
         publish(workdir, 4, 8)
     objects.delete_object(f"{address}/checkpoints/8/state/d/one")
@@ -393,7 +393,7 @@ def test_a_checkpoint_that_lacks_a_file_is_told_of_and_kept(address):
         assert workdir.steps() == [4]
 
 
-def test_a_file_that_a_cleaner_deletes_locally_stays_in_the_bucket(address):
+def test_a_config_file_deleted_locally_stays_in_the_bucket(address):
     with opened(address) as workdir:
         (workdir.folder / "config.json").write_text("{}")
         workdir.sync()

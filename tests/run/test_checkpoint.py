@@ -1,4 +1,4 @@
-"""Checkpoints hold a state and give it back, on any mesh and for any number of replicas."""
+"""Checkpoints: saving a state and restoring it on any mesh and with any number of replicas."""
 
 import dataclasses
 import errno
@@ -58,7 +58,7 @@ def random_state(like: TrainState) -> TrainState:
 
 
 def position(replica: int, num_replicas: int) -> dict:
-    """A data position as a stream gives it."""
+    """Return a data position in the form that a stream reports."""
     shard = [0, replica, num_replicas, 10 + replica, 1, 3, []]
     return {"replica": replica, "num_replicas": num_replicas, "source": {"files": 4}, "epoch": 0, "shards": [shard]}
 
@@ -68,14 +68,14 @@ def positions(num_replicas: int) -> dict[int, dict]:
 
 
 def saved(workdir: Path, config: TrainConfig) -> TrainState:
-    """A state saved at step 3."""
+    """Save a random state at step 3 and return it."""
     state = random_state(programs_of(config).state)
     with Checkpointer(workdir, config) as checkpoints:
         checkpoints.save(3, state, positions(config.num_replicas))
     return state
 
 
-def test_a_save_leaves_it_to_the_run_to_ask_jax_for_a_stop(tmp_path, monkeypatch):
+def test_saving_does_not_query_jax_for_preemption(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", asked.append)
     saved(tmp_path, CONFIG)
@@ -88,7 +88,7 @@ def restored(workdir: Path, config: TrainConfig) -> tuple[TrainState, list[dict]
         assert checkpoints.latest_step() == 3
         state, changed = elastic.restore(checkpoints, 3, config, programs)
         data = elastic.data_positions(checkpoints, 3, config.num_replicas)
-    jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail("elsewhere"), state, programs.state)
+    jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail("sharding"), state, programs.state)
     return state, data, changed
 
 
@@ -107,7 +107,7 @@ def assert_equal(state: TrainState, expected: TrainState) -> None:
     ],
     ids=["virtual-mesh", "sharded-slots", "tensor-fsdp", "mesh-virtual", "muon"],
 )
-def test_a_state_comes_back_on_another_mesh(tmp_path, before, after):
+def test_a_state_is_restored_on_another_mesh(tmp_path, before, after):
     state = saved(tmp_path, before)
     back, data, changed = restored(tmp_path, after)
     assert_equal(back, state)
@@ -115,7 +115,7 @@ def test_a_state_comes_back_on_another_mesh(tmp_path, before, after):
     assert changed == ""
 
 
-def test_what_the_run_has_come_to_is_kept_and_of_an_earlier_versions_checkpoint_its_tokens(tmp_path):
+def test_totals_are_restored_and_a_checkpoint_without_them_yields_its_token_count(tmp_path):
     totals = Totals(tokens=4000, bytes_sent_total=1891942.4, seconds=1.5, seconds_waiting_for_data=0.25)
     state = random_state(programs_of(CONFIG).state)
     with Checkpointer(tmp_path, CONFIG) as checkpoints:
@@ -142,7 +142,7 @@ def test_arrays_may_be_donated_while_they_are_saved(tmp_path):
 
 
 def members(before: int, after: int, replica: int, choice: str) -> list[int]:
-    """The former replicas of which a replica is made."""
+    """Return the former replicas whose mean a replica is."""
     if choice == "copy":
         return [replica % before]
     return [replica] if choice == "keep" else list(range(replica, before, after))
@@ -161,7 +161,7 @@ def members(before: int, after: int, replica: int, choice: str) -> list[int]:
     ],
     ids=["merge", "merge-uneven", "keep", "copy", "copy-sharded", "merge-muon", "copy-muon"],
 )
-def test_another_number_of_replicas_is_made_as_the_config_says(tmp_path, before, after):
+def test_restoring_another_number_of_replicas_follows_the_elastic_setting(tmp_path, before, after):
     state = saved(tmp_path, before)
     back, data, changed = restored(tmp_path, after)
     n, m = before.num_replicas, after.num_replicas
@@ -177,7 +177,7 @@ def test_another_number_of_replicas_is_made_as_the_config_says(tmp_path, before,
     assert f"elastic='{after.elastic}': {n} replicas become {m}" in changed
 
 
-def test_corrections_and_an_offloaded_outer_state_of_fragments_are_made_likewise_where_they_rest(tmp_path):
+def test_elastic_restore_returns_corrections_and_offloaded_outer_state_to_host_memory(tmp_path):
     outer = OuterConfig(sync_every=4, fragments=2, delay=1, offload=True)
     before, after = (dataclasses.replace(config, outer=outer) for config in (changed(4), changed(2, "keep", replica=2)))
     state = saved(tmp_path, before)
@@ -185,12 +185,13 @@ def test_corrections_and_an_offloaded_outer_state_of_fragments_are_made_likewise
     with Checkpointer(tmp_path, after) as checkpoints:
         back, _ = elastic.restore(checkpoints, 3, after, programs)
     assert_equal(back, jax.tree.map(lambda x: x[:2] if x.ndim else x, state))
-    assert len(jax.tree.leaves(back.outer)) > 3 * len(jax.tree.leaves(back.params))  # slow weights, momentum and Late
+    # The outer state has slow weights, momentum and the pending corrections (Late).
+    assert len(jax.tree.leaves(back.outer)) > 3 * len(jax.tree.leaves(back.params))
     assert {x.sharding for x in jax.tree.leaves(back)} == {x.sharding for x in jax.tree.leaves(programs.resting)}
     assert {x.sharding.memory_kind for x in jax.tree.leaves(back.outer)} == {"pinned_host"}
 
 
-def test_an_array_is_gone_before_the_next_one_is_read(tmp_path):
+def test_restore_each_frees_an_array_before_reading_the_next(tmp_path):
     like = programs_of(CONFIG).state
     saved(tmp_path, CONFIG)
     read: list[weakref.ref] = []
@@ -206,19 +207,19 @@ def test_an_array_is_gone_before_the_next_one_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(("num_replicas", "choice"), [(2, ""), (2, "copy"), (8, ""), (8, "merge"), (8, "keep")])
-def test_another_number_of_replicas_needs_a_fitting_choice(num_replicas, choice):
+def test_another_number_of_replicas_requires_a_matching_elastic_setting(num_replicas, choice):
     with pytest.raises(
         UserError, match=f"num_replicas=4, the config has {num_replicas} and elastic={choice!r}: give --"
     ):
         elastic.check_elastic(changed(num_replicas, choice), SavedShape(4, CONFIG.model.vocab_size))
 
 
-def test_the_same_number_of_replicas_needs_no_choice():
+def test_an_unchanged_number_of_replicas_accepts_any_elastic_setting():
     for choice in ("", "merge", "keep", "copy"):
         elastic.check_elastic(changed(4, choice), SavedShape(4, CONFIG.model.vocab_size))
 
 
-def test_a_state_of_another_optimizer_is_refused_by_the_field(tmp_path):
+def test_a_state_of_another_optimizer_is_refused_naming_the_config_field(tmp_path):
     saved(tmp_path, CONFIG)
     other = with_muon(CONFIG)
     with Checkpointer(tmp_path, other) as checkpoints, pytest.raises(UserError) as refused:
@@ -227,7 +228,7 @@ def test_a_state_of_another_optimizer_is_refused_by_the_field(tmp_path):
 
 
 @pytest.mark.parametrize("item", ["state", "data", "run"])
-def test_a_checkpoint_without_all_its_parts_is_no_checkpoint(tmp_path, item):
+def test_a_checkpoint_without_all_its_parts_is_refused(tmp_path, item):
     saved(tmp_path, CONFIG)
     (tmp_path / "checkpoints/3" / item / "commit_success.txt").unlink()
     with (
@@ -246,7 +247,7 @@ def test_only_the_newest_checkpoints_stay(tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
 
 
-def test_checkpoints_of_the_period_stay(tmp_path):
+def test_checkpoints_at_multiples_of_keep_period_stay(tmp_path):
     config = dataclasses.replace(CONFIG, keep_checkpoints=1, keep_period=2)
     state = random_state(programs_of(config).state)
     with Checkpointer(tmp_path, config) as checkpoints:
@@ -256,7 +257,7 @@ def test_checkpoints_of_the_period_stay(tmp_path):
 
 
 def save_steps(workdir: Path, *steps: int, from_step: int | None = None) -> None:
-    """Checkpoints of a few small numbers: what is in them does not matter."""
+    """Save tiny checkpoints whose contents do not matter."""
     state = TrainState({"embed": np.zeros((4, 32, 1))}, {}, None)
     with Checkpointer(workdir, CONFIG, from_step=from_step) as checkpoints:
         for step in steps:
@@ -268,7 +269,7 @@ def start_step(workdir: Path, from_step: int | None, config: TrainConfig = CONFI
         return checkpoints.start_step()
 
 
-def test_a_run_goes_back_to_a_step_and_the_later_ones_are_moved_not_deleted(tmp_path):
+def test_from_step_sets_later_checkpoints_aside_without_deleting_them(tmp_path):
     save_steps(tmp_path, 4, 8)
     assert (start_step(tmp_path, None), start_step(tmp_path, 4)) == (8, 4)
     for names in (["8"], ["8", "8.1"]):
@@ -279,15 +280,15 @@ def test_a_run_goes_back_to_a_step_and_the_later_ones_are_moved_not_deleted(tmp_
         save_steps(tmp_path, 8)
 
 
-def test_the_same_command_goes_on_from_what_it_has_saved_since_it_went_back(tmp_path):
+def test_repeating_from_step_resumes_from_the_checkpoint_saved_since(tmp_path):
     save_steps(tmp_path, 4, 6, from_step=4)
     assert (start_step(tmp_path, 4), start_step(tmp_path, None)) == (6, 6)
-    save_steps(tmp_path, 7)  # by a run that was not told to go back
+    save_steps(tmp_path, 7)  # by a run without --from_step
     with pytest.raises(UserError, match=r"--from_step=5: .* no checkpoint of that step \(there are 6, 7\)"):
         start_step(tmp_path, 5)
 
 
-def test_a_checkpoint_tells_configuration_data_and_versions_of_its_run(tmp_path):
+def test_a_checkpoint_records_the_config_data_source_and_versions_of_its_run(tmp_path):
     save_steps(tmp_path, 3)
     with Checkpointer(tmp_path, dataclasses.replace(CONFIG, num_steps=7), read_only=True) as checkpoints:
         assert checkpoints.saved_config(3) == CONFIG
@@ -298,7 +299,7 @@ def test_a_checkpoint_tells_configuration_data_and_versions_of_its_run(tmp_path)
     assert record["versions"]["jax"] == jax.__version__
 
 
-def test_a_must_match_field_is_refused_with_both_values_and_what_to_give(tmp_path):
+def test_changing_a_must_match_field_is_refused_with_both_values_and_the_flag(tmp_path):
     save_steps(tmp_path, 3)
     data = dataclasses.replace(CONFIG.data, add_bos=False)
     message = "data.add_bos=True, the config has False: give --config.data.add_bos=True"
@@ -306,7 +307,7 @@ def test_a_must_match_field_is_refused_with_both_values_and_what_to_give(tmp_pat
         start_step(tmp_path, None, dataclasses.replace(CONFIG, data=data))
 
 
-def test_processes_that_see_other_checkpoints_do_not_start(tmp_path, monkeypatch):
+def test_processes_that_see_different_checkpoints_do_not_start(tmp_path, monkeypatch):
     saved(tmp_path, CONFIG)
     processes = OneProcess()
     monkeypatch.setattr(processes, "gather", lambda step: [step, 2])
@@ -318,7 +319,7 @@ LOST = ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [12
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ESTALE, "stale file handle"), LOST])
-def test_a_checkpoint_is_not_called_damaged_for_want_of_memory_storage_or_a_process(tmp_path, monkeypatch, error):
+def test_memory_storage_and_peer_errors_are_not_reported_as_checkpoint_damage(tmp_path, monkeypatch, error):
     saved(tmp_path, CONFIG)
 
     def fail(*_, **__):
@@ -339,8 +340,8 @@ def test_a_checkpoint_is_not_called_damaged_for_want_of_memory_storage_or_a_proc
     ],
 )
 @pytest.mark.parametrize("method", ["save", "wait_until_finished"])
-def test_a_full_disk_is_worth_another_try_and_not_damage(tmp_path, monkeypatch, method, error):
-    """A save raises it or, for the last one, the wait for it."""
+def test_a_full_disk_during_a_save_is_a_transient_error(tmp_path, monkeypatch, method, error):
+    """The save raises the error or, for the last save, the wait for its end."""
     state = random_state(programs_of(CONFIG).state)
 
     def fail(*_, **__):
@@ -358,7 +359,7 @@ def test_a_full_disk_is_worth_another_try_and_not_damage(tmp_path, monkeypatch, 
     checkpoints.close()
 
 
-def test_a_process_that_is_lost_during_a_save_is_not_taken_for_a_full_disk(tmp_path, monkeypatch):
+def test_a_lost_process_during_a_save_is_not_reported_as_a_full_disk(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise LOST
 
@@ -368,7 +369,7 @@ def test_a_process_that_is_lost_during_a_save_is_not_taken_for_a_full_disk(tmp_p
             checkpoints.save(3, random_state(programs_of(CONFIG).state), positions(4))
 
 
-def test_the_weights_alone_are_those_of_the_state_on_the_host(tmp_path):
+def test_restore_params_returns_the_saved_weights_on_the_host(tmp_path):
     state = saved(tmp_path, changed(replica=2, fsdp=2))
     with Checkpointer(tmp_path, CONFIG) as checkpoints:
         params = checkpoints.restore_params(3)
@@ -376,7 +377,7 @@ def test_the_weights_alone_are_those_of_the_state_on_the_host(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, state.params)
 
 
-def test_the_weights_alone_are_the_models_without_what_stages_pad(tmp_path):
+def test_restore_params_removes_the_vocabulary_padding_of_stages(tmp_path):
     state = random_state(programs_of(CONFIG).state)
     with Checkpointer(tmp_path, CONFIG) as checkpoints:
         padded = resize_vocabulary(CONFIG.model, state.params, CONFIG.model.vocab_size + 3)
@@ -386,7 +387,7 @@ def test_the_weights_alone_are_the_models_without_what_stages_pad(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, state.params)
 
 
-def test_what_is_not_kept_of_an_array_is_gone_before_the_next_is_read(tmp_path):
+def test_restore_params_frees_discarded_rows_before_reading_the_next_array(tmp_path):
     saved(tmp_path, CONFIG)
     read = []
 

@@ -1,4 +1,4 @@
-"""A checkpoint goes on with another number of pipeline stages."""
+"""Restoring a checkpoint with another number of pipeline stages."""
 
 import dataclasses
 import functools
@@ -31,7 +31,7 @@ CONFIG = TrainConfig(
 
 
 def config_of(num_stages: int, vocab_size: int) -> TrainConfig:
-    """Fixed routes, on which any number of stages is the same model."""
+    """Return a config with fixed routing, under which any number of stages is the same model."""
     model = dataclasses.replace(CONFIG.model, vocab_size=vocab_size)
     mesh = MeshConfig(replica=N, stage=num_stages, routing="fixed")
     return dataclasses.replace(CONFIG, model=model, mesh=mesh)
@@ -43,7 +43,7 @@ def programs_of(config: TrainConfig) -> Programs:
 
 
 def train(programs: Programs, state: TrainState, first: int, last: int) -> tuple[TrainState, np.ndarray]:
-    """The state after the steps `first` to `last`, an outer step after every second one, and the losses."""
+    """Return the state after steps `first` to `last`, with an outer step after every second one, and the losses."""
     assert programs.outer_step is not None
     params, inner, outer = state
     losses = []
@@ -58,13 +58,13 @@ def train(programs: Programs, state: TrainState, first: int, last: int) -> tuple
     return TrainState(params, inner, outer), np.stack(losses)
 
 
-def whole(state: TrainState, vocab_size: int) -> Any:
-    """Weights, moments and slow weights without padding, on the host."""
+def unpadded(state: TrainState, vocab_size: int) -> Any:
+    """Return weights, moments and slow weights without vocabulary padding, on the host."""
     return jax.tree.map(np.asarray, resize_vocabulary(CONFIG.model, state, vocab_size))
 
 
-def interrupted(config: TrainConfig, workdir: Path) -> tuple[TrainState, TrainState, np.ndarray]:
-    """The state that a run saves after its second step, its state at the end, and the losses in between."""
+def train_and_save(config: TrainConfig, workdir: Path) -> tuple[TrainState, TrainState, np.ndarray]:
+    """Train and save after the second step; return the saved state, the state at the end, and the losses in between."""
     programs = programs_of(config)
     state, _ = train(programs, programs.init(jax.random.key(0)), 1, SAVED)
     with Checkpointer(workdir, config) as checkpoints:
@@ -73,9 +73,9 @@ def interrupted(config: TrainConfig, workdir: Path) -> tuple[TrainState, TrainSt
     return before, *train(programs, state, SAVED + 1, LAST)
 
 
-def test_muons_state_comes_back_and_trains_on_bitwise(tmp_path):
+def test_a_restored_muon_state_continues_training_bitwise(tmp_path):
     config = dataclasses.replace(config_of(2, 32), inner=dataclasses.replace(CONFIG.inner, optimizer="muon"))
-    _, end, losses = interrupted(config, tmp_path)
+    _, end, losses = train_and_save(config, tmp_path)
     programs = programs_of(config)
     with Checkpointer(tmp_path, config) as checkpoints:
         state, _ = elastic.restore(checkpoints, SAVED, config, programs)
@@ -95,20 +95,20 @@ def test_muons_state_comes_back_and_trains_on_bitwise(tmp_path):
         (1, 4, 29, "the vocabulary is padded to 32 tokens, before 29"),
     ],
 )
-def test_a_checkpoint_of_other_stages_is_the_same_state_and_trains_on_alike(tmp_path, before, after, vocab_size, words):
-    saved, end, losses = interrupted(config_of(before, vocab_size), tmp_path)
+def test_restoring_with_other_stages_preserves_state_and_training(tmp_path, before, after, vocab_size, words):
+    saved, end, losses = train_and_save(config_of(before, vocab_size), tmp_path)
     config = config_of(after, vocab_size)
     programs = programs_of(config)
     with Checkpointer(tmp_path, config) as checkpoints:
         state, changed = elastic.restore(checkpoints, SAVED, config, programs)
-    jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail("elsewhere"), state, programs.state)
-    jax.tree.map(np.testing.assert_array_equal, whole(state, vocab_size), whole(saved, vocab_size))
+    jax.tree.map(lambda x, like: x.sharding == like.sharding or pytest.fail("sharding"), state, programs.state)
+    jax.tree.map(np.testing.assert_array_equal, unpadded(state, vocab_size), unpadded(saved, vocab_size))
     assert changed == words
 
     mine, my_losses = train(programs, state, SAVED + 1, LAST)
     np.testing.assert_allclose(my_losses, losses, rtol=1e-5)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5),
-        whole(mine, vocab_size),
-        whole(end, vocab_size),
+        unpadded(mine, vocab_size),
+        unpadded(end, vocab_size),
     )

@@ -1,4 +1,4 @@
-"""Output of a run, on a terminal and where there is none."""
+"""Console output of a run, on a terminal and without one."""
 
 import errno
 import io
@@ -46,13 +46,13 @@ class Clock:
         return self.now
 
 
-def test_a_banner_aligns_its_values_and_the_further_lines_of_one():
+def test_a_banner_aligns_values_and_their_continuation_lines():
     console = plain_console()
     banner([("devices", "1 cpu"), ("a", "[red]x\ny"), ("none", "")], console)
     assert shown(console) == "devices  1 cpu\na        [red]x\n         y\nnone     \n\n"
 
 
-def test_without_a_terminal_a_line_comes_every_log_every_steps_and_at_the_end():
+def test_without_a_terminal_a_line_is_written_every_log_every_steps_and_at_the_end():
     console, clock = plain_console(), Clock()
     with Progress(25, log_every=10, console=console, clock=clock) as progress:
         for step in range(1, 26):
@@ -63,7 +63,7 @@ def test_without_a_terminal_a_line_comes_every_log_every_steps_and_at_the_end():
     assert lines[1] == "step 20/25  loss 0.0500  lr 1.00e-03  12.3k tokens/s  ETA 0:02"
 
 
-def test_without_a_terminal_the_first_line_is_not_waited_for_longer_than_ten_seconds():
+def test_without_a_terminal_the_first_line_is_written_after_ten_seconds():
     console, clock = plain_console(), Clock()
     with Progress(100, log_every=50, console=console, clock=clock) as progress:
         for step in range(1, 101):
@@ -91,19 +91,19 @@ def test_without_a_terminal_no_control_characters_are_written():
         ([[2 * i, 2 * i + 1] for i in range(32)], 0.5, "30-31 and 16 more groups, 500 ms"),
     ],
 )
-def test_an_outer_step_says_who_averaged_with_whom_and_how_long_it_took(groups, seconds, text):
+def test_an_outer_step_line_shows_the_groups_and_the_duration(groups, seconds, text):
     console = plain_console()
     Progress(1000, console=console).outer(150, 1, 2, groups, seconds)
     assert shown(console).startswith("step  150/1000  outer step 3: ") and text in shown(console)
 
 
-def test_outer_steps_that_follow_closely_are_told_together_with_the_groups_of_the_last():
+def test_several_outer_steps_share_a_line_with_the_groups_of_the_last():
     console = plain_console()
     Progress(1000, console=console).outer(150, 40, 79, [[0, 1]], 0.5)
     assert shown(console) == "step  150/1000  outer steps 41 to 80, the last: 0-1, 500 ms\n"
 
 
-def test_an_evaluation_is_a_line_with_replicas_merged_model_and_spread():
+def test_an_evaluation_line_shows_replicas_merged_model_and_spread():
     console = plain_console()
     Progress(1000, console=console).evaluation(500, VALUES)
     assert shown(console) == (
@@ -114,7 +114,7 @@ def test_an_evaluation_is_a_line_with_replicas_merged_model_and_spread():
 BY_SOURCE = {"perplexity_by_source": {"web": 6.1, "own": None}, "perplexity_merged_by_source": {"web": 5.9, "own": 3.2}}
 
 
-def test_the_sources_of_a_mixture_end_the_line_of_an_evaluation():
+def test_an_evaluation_line_ends_with_the_perplexity_of_each_source():
     console = plain_console()
     progress = Progress(1000, console=console)
     progress.evaluation(500, VALUES | BY_SOURCE)
@@ -131,7 +131,7 @@ def test_the_sources_of_a_mixture_are_columns_of_the_results_table():
         assert row in rows(console)
 
 
-def test_figures_that_were_not_finite_are_shown_as_infinite():
+def test_non_finite_figures_are_shown_as_infinite():
     console = plain_console()
     values = {"perplexity": None, "perplexity_replicas": [5.4, None], "perplexity_merged": 5.0, "replica_spread": None}
     Progress(10, console=console).evaluation(5, values)
@@ -139,7 +139,7 @@ def test_figures_that_were_not_finite_are_shown_as_infinite():
     assert "perplexity inf (replicas 5.400 to inf)" in shown(console)
 
 
-def test_on_a_terminal_the_bar_is_one_line_and_messages_stand_above_it():
+def test_on_a_terminal_messages_are_printed_above_a_one_line_progress_bar():
     console = terminal()
     with Progress(100, console=console) as progress:
         progress.update(50, loss=2.5, lr=1e-3, tokens_per_second=2e6)
@@ -153,14 +153,14 @@ def test_on_a_terminal_the_bar_is_one_line_and_messages_stand_above_it():
     assert len(last) <= 120
 
 
-def test_on_a_terminal_the_cursor_comes_back_when_the_run_fails():
+def test_on_a_terminal_the_cursor_is_restored_when_the_run_fails():
     console = terminal()
     with pytest.raises(KeyboardInterrupt), Progress(100, console=console):
         raise KeyboardInterrupt
     assert shown(console).rindex("\x1b[?25h") > shown(console).rindex("\x1b[?25l")
 
 
-def test_an_eta_counts_from_the_step_that_the_run_resumed_at():
+def test_the_eta_counts_from_the_step_of_the_resume():
     console, clock = plain_console(), Clock()
     progress = Progress(120, start_step=100, console=console, clock=clock)
     progress.update(101, 1.0, 1e-3, 10.0)
@@ -173,7 +173,7 @@ def rows(console: Console) -> list[str]:
     return [" ".join(re.findall(r"[\w.+-]+", line)) for line in shown(console).splitlines()]
 
 
-def test_the_results_table_has_each_replica_their_mean_the_merged_model_and_the_spread():
+def test_the_results_table_lists_replicas_their_mean_merged_model_and_spread():
     console = plain_console()
     results_table(VALUES, console)
     for row in (
@@ -186,7 +186,7 @@ def test_the_results_table_has_each_replica_their_mean_the_merged_model_and_the_
         assert row in rows(console)
 
 
-def test_an_island_has_its_own_perplexity_under_its_own_name_and_no_other_row():
+def test_an_island_shows_only_its_own_perplexity_under_its_name():
     console = plain_console()
     values = {"island": "paris", "perplexity": 5.4}
     results_table(values, console)
@@ -202,7 +202,7 @@ def test_the_results_table_of_many_replicas_shows_the_best_and_the_worst():
     assert "best of 64 replicas 5.000" in rows(console) and "worst of 64 replicas 68.000" in rows(console)
 
 
-def test_text_that_the_terminals_encoding_lacks_is_replaced(monkeypatch):
+def test_characters_missing_from_the_stdout_encoding_are_replaced(monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", stream)
     make_console().print("café [x]")
@@ -214,7 +214,7 @@ def test_text_that_the_terminals_encoding_lacks_is_replaced(monkeypatch):
     [(errno.EPIPE, "Broken pipe"), (errno.EIO, "Input/output error"), (errno.ENOSPC, "No space left")],
 )
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_standard_output_that_fails_is_told_once_and_given_up(monkeypatch, capsys, number, words, is_terminal):
+def test_a_failing_stdout_is_warned_about_once_and_no_longer_written(monkeypatch, capsys, number, words, is_terminal):
     class Failing(io.StringIO):
         def flush(self) -> None:
             raise OSError(number, os.strerror(number))

@@ -1,4 +1,4 @@
-"""A checkpoint whose bytes have changed since they were saved is refused by the name of the file."""
+"""Digests of checkpoints: a file that has changed since it was saved is refused by name."""
 
 import dataclasses
 import gc
@@ -67,14 +67,14 @@ def save(workdir: Path, *steps: int) -> TrainState:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[Path, TrainState]:
-    """A workdir with a checkpoint of step 3, and what is in it."""
+    """Return a workdir with a checkpoint of step 3, and the saved state."""
     workdir = tmp_path_factory.mktemp("saved")
     return workdir, save(workdir, 3)
 
 
 @pytest.fixture
 def workdir(saved, tmp_path) -> Path:
-    """A copy that may be damaged."""
+    """Return a copy of the saved workdir for a test to damage."""
     shutil.copytree(saved[0], tmp_path / "run")
     return tmp_path / "run"
 
@@ -105,8 +105,8 @@ def flip_a_bit(path: Path, rng: random.Random) -> None:
     path.write_bytes(content)
 
 
-def test_a_flipped_bit_in_any_file_is_refused_by_the_files_name_or_changes_nothing(saved, workdir):
-    """The mark of a whole checkpoint and Orbax's notes have no digest: they are written last, and decide no value."""
+def test_a_flipped_bit_is_refused_naming_the_file_or_changes_nothing(saved, workdir):
+    """The commit marker and Orbax's metadata have no digest: they are written last and affect no restored value."""
     rng, state = random.Random(0), saved[1]
     names = files_of(workdir / STEP)
     assert {"run/metadata", "data/metadata", "state/_METADATA", "state/manifest.ocdbt"} < set(names)
@@ -147,8 +147,8 @@ def test_every_reader_of_weights_refuses_damaged_arrays(workdir, read: Callable,
         read(workdir)
 
 
-def test_digests_are_those_of_the_files_on_disk(workdir):
-    """The oracle reads each file whole."""
+def test_digests_match_the_files_on_disk(workdir):
+    """The reference digests are of whole files."""
     first, *lines = (workdir / STEP / "digests.txt").read_text().splitlines(keepends=True)
     assert first.strip() == xxhash.xxh3_128_hexdigest("".join(lines).encode())
     listed = {name: (digest, int(size)) for digest, size, name in (line.split() for line in lines)}
@@ -158,21 +158,21 @@ def test_digests_are_those_of_the_files_on_disk(workdir):
         assert listed[name] == (xxhash.xxh3_128_hexdigest(content[name]), len(content[name]))
 
 
-def test_a_checkpoint_of_an_earlier_version_is_restored_with_one_line_that_it_is_unchecked(saved, workdir):
+def test_a_checkpoint_without_digests_is_restored_with_one_warning(saved, workdir):
     (workdir / STEP / "digests.txt").unlink()
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as caught:
         state = resume(workdir)
     jax.tree.map(np.testing.assert_array_equal, state, saved[1])
-    [line] = [str(warning.message) for warning in told]
+    [line] = [str(warning.message) for warning in caught]
     assert "checkpoints/3 is unchecked" in line
 
 
-def test_files_that_were_never_saved_do_no_harm(workdir):
+def test_unlisted_files_in_a_checkpoint_are_ignored(workdir):
     (workdir / STEP / ".DS_Store").write_bytes(b"of a file manager")
     resume(workdir)
 
 
-def test_a_save_that_is_killed_before_its_digests_are_whole_leaves_the_checkpoint_before(tmp_path):
+def test_a_save_killed_while_writing_digests_leaves_the_previous_checkpoint(tmp_path):
     save(tmp_path, 3)
     script = (
         "import os, sys; from pathlib import Path; from noloco_jax.run import digests\n"
@@ -189,7 +189,7 @@ def test_a_save_that_is_killed_before_its_digests_are_whole_leaves_the_checkpoin
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["3", "8"]
 
 
-def test_a_save_whose_digests_cannot_be_written_is_told_as_any_save_that_fails(tmp_path, monkeypatch):
+def test_a_failure_to_write_digests_is_reported_as_a_failed_save(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(5, "Input/output error")
 
@@ -201,7 +201,7 @@ def test_a_save_whose_digests_cannot_be_written_is_told_as_any_save_that_fails(t
     resume(tmp_path)
 
 
-def test_each_file_is_read_once_however_many_arrays_are_restored(workdir, monkeypatch):
+def test_each_array_file_is_hashed_once_when_restoring(workdir, monkeypatch):
     read, entry = [], digests._entry
 
     def counted(file: Path) -> Entry:
@@ -214,7 +214,7 @@ def test_each_file_is_read_once_however_many_arrays_are_restored(workdir, monkey
     assert len(arrays) == len(set(arrays)) > 1
 
 
-def test_the_shares_of_several_readers_are_all_files_once_and_about_as_large():
+def test_verification_shares_cover_each_file_once_and_are_balanced():
     rng = random.Random(0)
     entries = {f"{number:03}": Entry(rng.randrange(1, 100), "") for number in range(200)}
     shares = [digests.share_of(entries, index, 7) for index in range(7)]
@@ -223,7 +223,7 @@ def test_the_shares_of_several_readers_are_all_files_once_and_about_as_large():
     assert max(sizes) - min(sizes) <= 100
 
 
-def test_what_another_process_has_found_damaged_is_refused_here_too(workdir, monkeypatch):
+def test_damage_found_by_another_process_is_refused(workdir, monkeypatch):
     processes = OneProcess()
     monkeypatch.setattr(processes, "gather", lambda reason: [reason, "state/d/1 is missing"])
     with (
@@ -233,14 +233,14 @@ def test_what_another_process_has_found_damaged_is_refused_here_too(workdir, mon
         checkpoints.verify(3)
 
 
-def test_notes_that_orbax_writes_after_the_digests_are_no_damage(saved, workdir):
-    """Also where an earlier version listed them as they were before."""
+def test_orbax_metadata_written_after_the_digests_is_no_damage(saved, workdir):
+    """The same holds if an earlier version listed a digest of that metadata."""
     listed = (workdir / STEP / "digests.txt").read_text().partition("\n")[2] + f"{'0' * 32} 135 _CHECKPOINT_METADATA\n"
     (workdir / STEP / "digests.txt").write_text(xxhash.xxh3_128_hexdigest(listed.encode()) + "\n" + listed)
     jax.tree.map(np.testing.assert_array_equal, resume(workdir), saved[1])
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of the arrays read beside the first
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # errors of arrays read beside the first
 @pytest.mark.parametrize("content", [b"", b"3", b"[]", b'{"a": 1}', b"\xff\xfe\x00", b'{"cut'])
 @pytest.mark.parametrize(
     "name",
@@ -253,7 +253,7 @@ def test_notes_that_orbax_writes_after_the_digests_are_no_damage(saved, workdir)
         "state/array_metadatas/process_0",
     ],
 )
-def test_damaged_metadata_is_one_line_or_changes_nothing_without_digests_too(saved, workdir, name, content):
+def test_damaged_metadata_without_digests_is_a_one_line_error_or_changes_nothing(saved, workdir, name, content):
     (workdir / STEP / "digests.txt").unlink()
     (workdir / STEP / name).write_bytes(content)
     with warnings.catch_warnings():
@@ -261,19 +261,19 @@ def test_damaged_metadata_is_one_line_or_changes_nothing_without_digests_too(sav
         try:
             state = resume(workdir)
         except UserError as error:
-            told = error.exit_status, str(error)
+            caught = error.exit_status, str(error)
         else:
             assert name in ("_CHECKPOINT_METADATA", "state/array_metadatas/process_0")
             jax.tree.map(np.testing.assert_array_equal, state, saved[1])
             return
     gc.collect()
-    assert told[0] == 2
-    assert "checkpoints/3" in told[1]
-    assert "\n" not in told[1]
+    assert caught[0] == 2
+    assert "checkpoints/3" in caught[1]
+    assert "\n" not in caught[1]
 
 
 @pytest.mark.filterwarnings("ignore:.*unchecked:UserWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_the_line_of_a_damaged_array_names_what_could_not_be_read(workdir):
+def test_the_error_of_a_missing_array_file_without_digests_names_the_array(workdir):
     (workdir / STEP / "digests.txt").unlink()
     path = max((workdir / STEP / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
     path.unlink()

@@ -1,4 +1,4 @@
-"""States with values that are not finite: found wherever they lie, and not continued from."""
+"""Non-finite values in a state: detection on any device, and refusal to resume from them."""
 
 from typing import Any
 
@@ -28,13 +28,13 @@ def state(dtype: Any, spread: P, value: float, place: int) -> dict[str, Any]:
 @pytest.mark.parametrize("place", [0, 5, 11])
 @pytest.mark.parametrize("spread", [P("replica"), P()], ids=["spread", "everywhere"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_one_value_is_found_on_any_device(dtype, spread, place):
+def test_a_single_non_finite_value_is_found_on_any_device(dtype, spread, place):
     assert is_finite(state(dtype, spread, 1e30, place))
     for value in (np.nan, np.inf, -np.inf):
         assert not is_finite(state(dtype, spread, value, place))
 
 
-def test_a_checkpoint_with_such_values_is_not_continued_from(monkeypatch):
+def test_resuming_from_a_checkpoint_with_non_finite_values_is_refused(monkeypatch):
     restored = state(jnp.float32, P("replica"), np.nan, 5)
     monkeypatch.setattr(elastic, "restore", lambda *_: (restored, ""))
     nothing: Any = None

@@ -1,4 +1,4 @@
-"""The FLOP count, against one product by product."""
+"""The FLOP count, against a count per matrix product."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from noloco_jax.spmd.muon import newton_schulz
 
 
 def matmul_flops(config: TrainConfig) -> float:
-    """The same count, product by product over one sequence, m x k by k x n being 2mkn, causal scores half."""
+    """Count FLOPs per token by matrix product over one sequence: 2mkn for m x k by k x n, half for causal scores."""
     model, length = config.model, config.data.sequence_length
     width = model.head_dim or model.hidden_size // model.num_heads
     window = min(model.sliding_window or length, length)
-    # Below the diagonal, counted as half a square: all pairs, less those of tokens that the window has left behind.
+    # Pairs below the diagonal, counted as half a square, minus the pairs outside the sliding window.
     pairs = length**2 / 2 - (length - window) ** 2 / 2
     products = []
     for _ in range(model.num_layers):
@@ -43,7 +43,7 @@ def matmul_flops(config: TrainConfig) -> float:
     ],
     ids=str,
 )
-def test_flops_are_those_of_the_models_matrix_products(fields):
+def test_model_flops_match_a_count_per_matrix_product(fields):
     config = from_dict(
         {
             "model": {"num_layers": 3, "intermediate_size": 768, "vocab_size": 1000, **fields},
@@ -58,7 +58,7 @@ def test_a_tied_head_costs_what_an_untied_one_does():
     assert model_flops_per_token(tied) == model_flops_per_token(TrainConfig())
 
 
-def test_newton_schulz_takes_the_products_that_its_program_has():
+def test_newton_schulz_flops_match_the_traced_matrix_products():
     model = from_dict({"model": {"num_kv_heads": 2, "num_layers": 3, "intermediate_size": 96}}).model
     stacks = [stack for stack in param_shapes(model)["blocks"].values() if stack.ndim == 3]
     equations: list[Any] = [eqn for stack in stacks for eqn in jax.make_jaxpr(newton_schulz)(stack).eqns]
@@ -71,5 +71,5 @@ def test_newton_schulz_takes_the_products_that_its_program_has():
     assert newton_schulz_flops(model) == sum(products)
 
 
-def test_mfu_is_the_part_of_the_peak():
+def test_mfu_is_the_fraction_of_the_peak():
     assert mfu(tokens_per_second=1e3, flops_per_token=2e9, peak_flops_per_second=4e12) == 0.5

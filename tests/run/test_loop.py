@@ -1,4 +1,4 @@
-"""The training loop over programs that only count, so that nothing is compiled: what is saved and written, and when."""
+"""Saves, evaluations and metrics of the training loop, over fake programs that compile nothing."""
 
 import json
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from noloco_jax.spmd.programs import StepMetrics, TrainState
 
 
 class Programs:
-    """Steps whose loss is their number, and not a number at step `nan_at`; the weights are none from `lost_at` on."""
+    """Fake steps: the loss is the step number, or NaN at step `nan_at`; step `lost_at` makes the weights non-finite."""
 
     def __init__(self, nan_at: int | None, lost_at: int | None):
         self._nan_at, self._lost_at = nan_at, lost_at
@@ -42,7 +42,7 @@ class Programs:
 
 
 class Batches:
-    """Nothing to train on, and an error in the place of batch `damaged_at`."""
+    """Empty batches, with an error in place of batch `damaged_at`."""
 
     def __init__(self, damaged_at: int | None):
         self._damaged_at, self._taken = damaged_at, 0
@@ -57,7 +57,7 @@ class Batches:
 
 
 class Recorder:
-    """A run's checkpoints and evaluations, in their order, and whether to stop."""
+    """Record of saves and evaluations in order; requests a stop at step `stop_at`."""
 
     def __init__(self, stop_at: int | None, start: int):
         self.done: list[tuple[str, int]] = []
@@ -85,7 +85,7 @@ NOTHING = Totals()
 
 
 class Result:
-    """Result of a run of CONFIG: saves and evaluations, lines of metrics, and how it ended."""
+    """Result of a run of CONFIG: saves and evaluations, metrics lines, and the outcome or error."""
 
     def __init__(
         self,
@@ -133,14 +133,14 @@ class Result:
 
 
 def test_the_evaluation_of_a_step_precedes_its_save(tmp_path, monkeypatch):
-    """A run that is killed in between has the step before it again, with both."""
+    """A run killed in between resumes from before this step, so it evaluates and saves it again."""
     result = Result(tmp_path, monkeypatch)
     assert result.done == [("evaluate", 3), ("save", 3), ("evaluate", 6), ("save", 6)]
     assert result.outcome is not None and result.outcome.finished
 
 
 @pytest.mark.parametrize("step", [2, 3, 6])
-def test_a_run_that_is_told_to_stop_saves_and_evaluates_no_more(tmp_path, monkeypatch, step):
+def test_a_stop_request_saves_without_evaluating(tmp_path, monkeypatch, step):
     result = Result(tmp_path, monkeypatch, stop_at=step)
     assert result.outcome is not None and not result.outcome.finished
     assert [entry for entry in result.done if entry[1] == step] == [("save", step)]
@@ -148,7 +148,7 @@ def test_a_run_that_is_told_to_stop_saves_and_evaluates_no_more(tmp_path, monkey
 
 
 @pytest.mark.parametrize("step", [3, 6])
-def test_its_next_start_makes_up_for_the_evaluation(tmp_path, monkeypatch, step):
+def test_the_next_start_runs_the_skipped_evaluation_first(tmp_path, monkeypatch, step):
     result = Result(tmp_path, monkeypatch, start=step, evaluate_first=True)
     assert result.done[0] == ("evaluate", step)
     assert result.outcome is not None and result.outcome.finished
@@ -159,33 +159,33 @@ def test_its_next_start_makes_up_for_the_evaluation(tmp_path, monkeypatch, step)
     [(3, {}, True), (4, {}, False), (6, {}, True), (9, {}, False), (5, {"num_steps": 5}, True)],
     ids=["every third", "between", "the last", "beyond", "the last of others"],
 )
-def test_evaluations_belong_to_every_so_manieth_step_and_the_last(step, config, expected):
+def test_evaluations_are_due_every_eval_every_steps_and_at_the_last(step, config, expected):
     values: dict[str, Any] = {"method": "local", "num_replicas": 1, "num_steps": 6, "eval_every": 3}
     run: TrainConfig = from_dict(values | {"inner": {"warmup_steps": 0}} | config)
     assert loop.is_evaluated(run, step) == expected
 
 
-def test_an_error_leaves_the_figures_of_every_step_before_it(tmp_path, monkeypatch):
+def test_an_error_keeps_the_metrics_of_all_earlier_steps(tmp_path, monkeypatch):
     result = Result(tmp_path, monkeypatch, damaged_at=5)
     assert result.error == "a file is damaged"
     assert [line["step"] for line in result.lines] == [1, 2, 3, 4]
 
 
-def test_a_loss_that_is_no_number_is_written_too(tmp_path, monkeypatch):
+def test_a_nan_loss_ends_the_run_and_is_written(tmp_path, monkeypatch):
     result = Result(tmp_path, monkeypatch, nan_at=2)
     assert result.error is not None and "the loss is nan at step 2" in result.error
     assert [(line["step"], line["loss"]) for line in result.lines] == [(1, 1.0), (2, None)]
 
 
 @pytest.mark.parametrize(("stop_at", "saved"), [(None, [3]), (5, [3])])
-def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch, stop_at, saved):
-    """The loss of the step that made them is that of the weights before it."""
+def test_non_finite_weights_are_never_saved(tmp_path, monkeypatch, stop_at, saved):
+    """The loss of that step is still finite, since it is computed with the weights before the update."""
     result = Result(tmp_path, monkeypatch, lost_at=stop_at or 6, stop_at=stop_at)
     assert result.error is not None and f"the state after step {stop_at or 6} has values that are not" in result.error
-    assert [step for what, step in result.done if what == "save"] == saved
+    assert [step for action, step in result.done if action == "save"] == saved
 
 
-def test_totals_go_on_where_the_checkpoint_had_them(tmp_path, monkeypatch):
+def test_totals_continue_from_the_checkpoint(tmp_path, monkeypatch):
     first = Result(tmp_path, monkeypatch, stop_at=3)
     assert [line["tokens"] for line in first.lines] == [CONFIG.tokens_per_step * step for step in (1, 2, 3)]
     assert first.totals.tokens == 3 * CONFIG.tokens_per_step
@@ -200,7 +200,7 @@ def test_totals_go_on_where_the_checkpoint_had_them(tmp_path, monkeypatch):
     assert times == sorted(times)
 
 
-def test_the_last_line_counts_what_the_final_merge_sends(tmp_path, monkeypatch):
+def test_the_last_line_includes_the_bytes_of_the_final_merge(tmp_path, monkeypatch):
     without = Result(tmp_path / "without", monkeypatch)
     monkeypatch.setattr(Programs, "final_merge", lambda self, params: params)
     merged = Result(tmp_path / "merged", monkeypatch)
@@ -208,12 +208,12 @@ def test_the_last_line_counts_what_the_final_merge_sends(tmp_path, monkeypatch):
     assert sent_merged == [*sent[:-1], sent[-1] + 10**6]
 
 
-def test_the_last_step_has_a_line_whatever_the_interval(tmp_path, monkeypatch):
+def test_the_last_step_is_logged_regardless_of_log_every(tmp_path, monkeypatch):
     config = replace(CONFIG, log_every=4)
     assert [line["step"] for line in Result(tmp_path, monkeypatch, config=config).lines] == [4, 6]
 
 
-def test_the_loss_of_each_replica_is_written_where_it_is_asked_for(tmp_path, monkeypatch):
+def test_log_replicas_writes_the_loss_of_each_replica(tmp_path, monkeypatch):
     assert "loss_replicas" not in Result(tmp_path, monkeypatch).lines[0]
     config = replace(CONFIG, log_replicas=True)
     assert [line["loss_replicas"] for line in Result(tmp_path, monkeypatch, config=config).lines[:2]] == [
@@ -222,7 +222,7 @@ def test_the_loss_of_each_replica_is_written_where_it_is_asked_for(tmp_path, mon
     ]
 
 
-def test_mfu_is_there_where_the_devices_peak_is_known(tmp_path, monkeypatch):
+def test_mfu_is_written_only_if_the_device_peak_is_known(tmp_path, monkeypatch):
     assert "mfu" not in Result(tmp_path, monkeypatch).lines[0]
     line = Result(tmp_path, monkeypatch, peak=1e15).lines[-1]
     assert line["mfu"] == pytest.approx(line["tokens_per_second"] * model_flops_per_token(CONFIG) / 1e15)
@@ -231,21 +231,21 @@ def test_mfu_is_there_where_the_devices_peak_is_known(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "devices", [(8, 1), (4, 2), (2, 4)], ids=["a replica a device", "over two devices", "over four"]
 )
-def test_the_losses_of_replicas_go_by_their_numbers(devices):
+def test_losses_are_keyed_by_replica_number_on_any_device_layout(devices):
     mesh = jax.make_mesh(devices, ("replica", "stage"), (AxisType.Auto,) * 2)
     losses = jax.device_put(np.arange(8.0), NamedSharding(mesh, P("replica")))
     assert loop._by_replica(losses) == {replica: float(replica) for replica in range(8)}
 
 
 class SlowSync:
-    """Exchanges of an island whose inner steps stand for three each, where they may, and what the loop asked of it."""
+    """Fake sync of an island with a stride of up to three inner steps; records the calls of the loop."""
 
     end_reason: str | None = None
 
     def __init__(self):
         self.strides: list[tuple[int, int]] = []
-        self.asked: list[str] = []
-        self.told: list[sync.News] = []
+        self.calls: list[str] = []
+        self.queued_news: list[sync.News] = []
 
     def before_step(self, state: Any, step: int, most: Callable[[int], int]) -> tuple[Any, int, int]:
         return state, step, min(3, most(step))
@@ -255,39 +255,39 @@ class SlowSync:
         return state, None
 
     def finish(self, state: Any, step: int) -> Any:
-        self.asked.append("finish")
+        self.calls.append("finish")
         return state
 
     def settle(self, state: Any) -> tuple[Any, dict[str, Any]]:
-        self.asked.append("settle")
+        self.calls.append("settle")
         return state, {"journal": len(self.strides)}
 
     def leave(self, finished: bool) -> None:
-        self.asked.append("leave")
+        self.calls.append("leave")
 
     def groups(self, number: int) -> None:
         return None
 
     def news(self, seconds: float) -> list[sync.News]:
-        told, self.told = self.told, []
-        return told
+        queued, self.queued_news = self.queued_news, []
+        return queued
 
     def close(self, state: Any, finished: bool) -> None:
         pass
 
 
-def test_a_step_that_stands_for_several_passes_over_no_evaluation_save_or_line(tmp_path, monkeypatch):
+def test_a_stride_of_several_steps_skips_no_evaluation_save_or_log_line(tmp_path, monkeypatch):
     shape = {"num_replicas": 2, "num_steps": 20, "eval_every": 8, "checkpoint_every": 10, "log_every": 7}
     slow = SlowSync()
     result = Result(tmp_path, monkeypatch, config=from_dict(shape | {"inner": {"warmup_steps": 0}}), exchanges=slow)
-    saves_and_evaluations = [("evaluate", 8), ("save", 10), ("evaluate", 16), ("evaluate", 20), ("save", 20)]
-    assert result.done == saves_and_evaluations
+    expected_actions = [("evaluate", 8), ("save", 10), ("evaluate", 16), ("evaluate", 20), ("save", 20)]
+    assert result.done == expected_actions
     assert slow.strides == [(3, 3), (6, 3), (8, 2), (10, 2), (13, 3), (16, 3), (19, 3), (20, 1)]
     written = {json.loads(line)["step"] for line in (tmp_path / METRICS_FILE).read_text().splitlines()}
-    assert written >= {8, 16, 20}  # the first behind 7 and 14, and the last
+    assert written >= {8, 16, 20}  # the first steps after 7 and 14, and the last step
 
 
-def test_a_step_after_catching_up_passes_over_no_evaluation_save_or_end(tmp_path, monkeypatch):
+def test_a_stride_after_catching_up_skips_no_evaluation_save_or_end(tmp_path, monkeypatch):
     class Jumping(SlowSync):
         def before_step(self, state: Any, step: int, most: Callable[[int], int]) -> tuple[Any, int, int]:
             step = {3: 7, 8: 18}.get(step, step)
@@ -300,7 +300,7 @@ def test_a_step_after_catching_up_passes_over_no_evaluation_save_or_end(tmp_path
     assert result.done == [("evaluate", 8), ("evaluate", 20), ("save", 20)]
 
 
-def test_an_island_that_was_removed_saves_after_that_step_and_stops(tmp_path, monkeypatch):
+def test_a_removed_island_saves_after_the_current_step_and_stops(tmp_path, monkeypatch):
     class Removed(SlowSync):
         @property
         def end_reason(self) -> str | None:
@@ -309,27 +309,27 @@ def test_an_island_that_was_removed_saves_after_that_step_and_stops(tmp_path, mo
     shape = {"num_replicas": 2, "num_steps": 20, "eval_every": 6, "checkpoint_every": 10}
     removed = Removed()
     result = Result(tmp_path, monkeypatch, config=from_dict(shape | {"inner": {"warmup_steps": 0}}), exchanges=removed)
-    assert result.done == [("save", 6)] and removed.asked == ["leave", "settle"]
+    assert result.done == [("save", 6)] and removed.calls == ["leave", "settle"]
 
 
-def test_an_island_saves_what_the_run_has_come_to_by_then(tmp_path, monkeypatch):
+def test_a_checkpoint_of_an_island_counts_the_tokens_of_its_executed_steps(tmp_path, monkeypatch):
     config = from_dict({"num_replicas": 2, "num_steps": 6, "checkpoint_every": 3, "inner": {"warmup_steps": 0}})
     before = Totals(tokens=7)
     result = Result(tmp_path, monkeypatch, config=config, exchanges=SlowSync(), totals=before)
     assert result.done[-1] == ("save", 6)
-    assert result.totals.tokens == before.tokens + 2 * config.tokens_per_step  # of two inner steps
+    assert result.totals.tokens == before.tokens + 2 * config.tokens_per_step  # two inner steps are executed
 
 
-def test_exchanges_are_completed_and_left_before_the_last_save_settles_them(tmp_path, monkeypatch):
+def test_the_last_save_settles_exchanges_after_finish_and_leave(tmp_path, monkeypatch):
     slow = SlowSync()
     result = Result(tmp_path, monkeypatch, exchanges=slow)
-    assert slow.asked == ["settle", "finish", "leave", "settle"]  # saves after steps 3 and 6
+    assert slow.calls == ["settle", "finish", "leave", "settle"]  # saves after steps 3 and 6
     assert result.beside == {"journal": 2}
 
 
-def test_news_of_exchanges_are_lines_of_metrics_of_their_own(tmp_path, monkeypatch):
+def test_exchange_news_are_written_as_separate_metrics_lines(tmp_path, monkeypatch):
     slow = SlowSync()
-    slow.told = [sync.News("met rome", "exchange", {"round": 4}), sync.News("for people alone")]
+    slow.queued_news = [sync.News("met rome", "exchange", {"round": 4}), sync.News("for people alone")]
     result = Result(tmp_path, monkeypatch, exchanges=slow)
     assert [line["round"] for line in result.lines if line["kind"] == "exchange"] == [4]
     assert {line["kind"] for line in result.lines} == {"exchange", "train"}
@@ -339,13 +339,13 @@ def test_news_of_exchanges_are_lines_of_metrics_of_their_own(tmp_path, monkeypat
     ("start", "last_round", "unlogged"),
     [
         (19, 15, (16, 3)),
-        (19, None, (16, 3)),  # no file of metrics came along
+        (19, None, (16, 3)),  # without a metrics file
         (24, 23, None),
-        (20, 19, None),  # there is a line, as the run was to end there
+        (20, 19, None),  # step 20 was logged, as the run was to end there
     ],
 )
-def test_a_run_goes_on_with_the_outer_steps_that_no_line_tells_of(start, last_round, unlogged):
-    """One after every inner step, and a line after every eighth."""
+def test_a_resumed_run_finds_the_outer_steps_that_were_never_logged(start, last_round, unlogged):
+    """Every inner step is followed by an outer step, and every eighth by a metrics line."""
     fields = {"num_replicas": 2, "num_steps": 40, "log_every": 8, "outer": {"fragments": 4, "sync_every": 4}}
     exchanges = SimpleNamespace(groups=lambda number: ((0, 1),))
     run: Any = SimpleNamespace(config=from_dict(fields), sync=exchanges, metrics=SimpleNamespace(last_round=last_round))

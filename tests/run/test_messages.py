@@ -1,6 +1,6 @@
-"""Bytes that replicas send, against a count by hand, and for routed micro-batches against a walk along the routes.
+"""Bytes that replicas send, against a manual count, and for routed micro-batches against a walk along the routes.
 
-`tests/communication/test_messages.py` holds the same figures to the collectives of the compiled programs.
+`tests/communication/test_messages.py` compares the same figures with the collectives of the compiled programs.
 """
 
 import json
@@ -20,7 +20,7 @@ from support.messages import CASES, ONE_DEVICE, ROUNDS, STEPS
 V, D, F = 259, 16, 32
 LAYER = D * (16 + 8 + 8 + 16) + 3 * D * F + 2 * D  # attention's q, k, v, o, the MLP's three, two norms
 PARAMETERS = 2 * V * D + LAYER + D
-RING = 4 * PARAMETERS * 3 // 2  # all but one of four parts, twice
+RING = 4 * PARAMETERS * 3 // 2  # a ring all-reduce of four sends three of four parts, twice
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/messages/bytes.json").read_text())
 
 
@@ -54,7 +54,7 @@ def messages(method: str, *arguments: Any, **outer) -> Messages:
     ("method", "in_outer_step", "in_inner_step"),
     [("noloco", 4 * PARAMETERS, 0), ("diloco", RING, 0), ("ddp", 0, RING), ("local", 0, 0)],
 )
-def test_messages_are_of_the_parameters_size(method, in_outer_step, in_inner_step):
+def test_bytes_sent_follow_from_the_number_of_parameters(method, in_outer_step, in_inner_step):
     found = messages(method)
     assert [found.of_outer_step(round) for round in (0, 1, 5000)] == [in_outer_step] * 3
     assert [found.of_inner_step(step) for step in (1, 2, 5000)] == [in_inner_step] * 3
@@ -62,7 +62,7 @@ def test_messages_are_of_the_parameters_size(method, in_outer_step, in_inner_ste
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bytes_are_those_once_read_from_the_traced_programs(name):
+def test_bytes_match_golden_values_of_the_traced_programs(name):
     found = messages_of(*CASES[name])
     figures = {
         "outer": [found.of_outer_step(round) for round in ROUNDS],
@@ -77,9 +77,10 @@ def test_outer_steps_are_counted_for_methods_that_have_them():
     assert [num_outer_steps(run(method)) for method in ("noloco", "diloco", "ddp", "local")] == [10, 10, 0, 0]
 
 
-def test_a_group_of_four_sends_what_a_ring_does_one_that_leaves_a_rest_all_to_all_and_half_the_width_half_the_bytes():
-    assert messages("noloco", group_size=4).of_outer_step(0) == pytest.approx(RING, abs=2 * 3 * 4)  # whole shares
-    # Three send everything to two others each, and the fourth is alone.
+def test_bytes_of_a_group_match_ring_or_all_to_all_and_scale_with_the_wire_width():
+    # A ring sends shares of whole elements, hence the tolerance.
+    assert messages("noloco", group_size=4).of_outer_step(0) == pytest.approx(RING, abs=2 * 3 * 4)
+    # Three replicas send everything to two others each, and the fourth is unpaired.
     assert messages("noloco", group_size=3).of_outer_step(0) == 3 * 2 * 4 * PARAMETERS / 4
     assert messages("noloco", wire="bfloat16").of_outer_step(0) == 2 * PARAMETERS
 
@@ -87,24 +88,24 @@ def test_a_group_of_four_sends_what_a_ring_does_one_that_leaves_a_rest_all_to_al
 @pytest.mark.parametrize(
     ("wire", "bits", "beside"), [("int8", 8, 2), ("int6", 6, 2), ("int4", 4, 2), ("modulo4", 4, 2)]
 )
-def test_a_message_in_blocks_counts_what_goes_beside_a_block_and_what_fills_the_last_of_every_array(wire, bits, beside):
-    """Rows of 16 hidden states: four of a table, or of 32 units, are a block of 64, of fewer each is one of 16."""
+def test_a_block_quantized_message_counts_block_scales_and_padding(wire, bits, beside):
+    """Rows have 16 elements: embedding tables and MLP matrices (32 units) form blocks of 64, others blocks of 16."""
     full = 2 * math.ceil(V / 4) + 3 * F // 4
     small = 16 + 8 + 8 + 16 + 3  # attention's q, k, v, o, and the norms
     message = full * (64 * bits // 8 + beside) + small * (16 * bits // 8 + beside)
     assert messages("noloco", wire=wire).of_outer_step(0) == message
-    if wire == "int4":  # a group of four sends everything to everyone: less than a quarter's mean in float32
+    if wire == "int4":  # a group of four sends all to all: fewer bytes than a ring all-reduce in float32
         assert messages("noloco", wire=wire, group_size=4).of_outer_step(0) == 3 * message
 
 
-def test_of_an_odd_number_of_replicas_the_one_that_is_alone_sends_nothing():
+def test_the_unpaired_one_of_an_odd_number_of_replicas_sends_nothing():
     found = messages("noloco", 5)
     assert [found.of_outer_step(round) for round in range(10)] == [4 / 5 * 4 * PARAMETERS] * 10
 
 
-def test_stages_send_their_parts_of_the_vocabulary_with_its_padding_and_each_the_last_norm():
+def test_messages_of_stages_include_vocabulary_padding_and_a_final_norm_each():
     stages = 2
-    weights = 2 * (V + 13) * D + stages * LAYER + stages * D  # a multiple of 8 tokens a stage
+    weights = 2 * (V + 13) * D + stages * LAYER + stages * D  # padded to a multiple of 8 tokens per stage
     found = messages("noloco", 4, {"stage": stages, "routing": "fixed"})
     assert found.of_outer_step(0) == 4 * weights
     assert found.of_inner_step(1) == 0
@@ -112,9 +113,9 @@ def test_stages_send_their_parts_of_the_vocabulary_with_its_padding_and_each_the
 
 
 @pytest.mark.parametrize(("num_replicas", "stages"), [(5, 2), (4, 3)])
-def test_routed_micro_batches_send_what_a_walk_along_the_routes_comes_to(num_replicas, stages):
-    """Each stage but the last sends at every tick, in the bubble too, hidden states, labels and weight to one of the
-    next stage, and its gradient of the hidden states comes back."""
+def test_bytes_of_routed_micro_batches_match_a_walk_along_the_routes(num_replicas, stages):
+    """At every tick, bubble included, each stage but the last sends hidden states, labels and a weight to a replica of
+    the next stage, and receives the gradient of the hidden states."""
     config = run("noloco", num_replicas, {"stage": stages})
     sequences, length, ticks = 4 // 2, 8, 2 + stages - 1
     message = 2 * 4 * sequences * length * D + 4 * sequences * length + 4
@@ -129,18 +130,18 @@ def test_routed_micro_batches_send_what_a_walk_along_the_routes_comes_to(num_rep
 
 
 @pytest.mark.parametrize("method", ["noloco", "diloco", "local", "ddp"])
-def test_inner_steps_may_send_where_they_do(method):
+def test_may_send_in_inner_steps_agrees_with_the_bytes_sent(method):
     assert may_send_in_inner_steps(run(method)) == (messages(method).mean_of_inner_steps > 0)
 
 
 def test_epidemic_sends_whole_messages_to_each_of_its_neighbours():
     assert messages("epidemic").of_outer_step(0) == 2 * 4 * PARAMETERS
     assert messages("epidemic", neighbours=3, wire="bfloat16").of_outer_step(0) == 3 * 2 * PARAMETERS
-    assert num_pairings(run("epidemic")) == 3  # two of the three shifts
+    assert num_pairings(run("epidemic")) == 3  # each pairing is two of the three shifts
 
 
 def test_sparseloco_sends_its_entries_and_four_bytes_a_chunk_to_all_others():
-    """Eight rows of a table, or 32 units, make a chunk of 128, fewer one of 16 each; four entries of 10 bits."""
+    """Tables and MLP matrices form chunks of 128 elements, others chunks of 16; four entries of 10 bits a chunk."""
     chunks = 2 * math.ceil(V / 8) + 3 * F // 8 + 16 + 8 + 8 + 16 + 3
     assert messages("sparseloco").of_outer_step(0) == 3 * chunks * (4 + 4 * 10 // 8)
     assert num_outer_steps(run("sparseloco")) == 10

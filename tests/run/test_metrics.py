@@ -1,4 +1,4 @@
-"""metrics.jsonl and its companions."""
+"""metrics.jsonl, and the same numbers in TensorBoard and wandb."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ def write(workdir: Path, steps: range, resume_step: int | None) -> None:
 
 
 def tensorboard(workdir: Path, name: str = "tensorboard") -> list[tuple[int, str, float]]:
-    """(step, tag, value) of the event files."""
+    """Return (step, tag, value) of each scalar in the event files."""
     return [
         (event.step, value.tag, value.simple_value)
         for file in events(workdir, name)
@@ -30,14 +30,14 @@ def tensorboard(workdir: Path, name: str = "tensorboard") -> list[tuple[int, str
     ]
 
 
-def test_a_line_is_a_json_object_with_step_and_kind_and_is_there_at_once(tmp_path):
+def test_a_line_is_a_json_object_with_step_and_kind_flushed_at_once(tmp_path):
     writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
     writer.write(3, "train", loss=np.float32(1.5), lr=6e-4)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3, "kind": "train", "loss": 1.5, "lr": 0.0006}\n'
     writer.close()
 
 
-def test_what_was_written_is_read_back(tmp_path):
+def test_written_metrics_are_read_back(tmp_path):
     writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
     writer.write(5, "eval", perplexity_replicas=np.array([1.5, 2.5], np.float32), groups=[[0, 2], [1, 3]])
     writer.close()
@@ -54,7 +54,7 @@ def test_a_float32_keeps_every_bit(tmp_path):
     assert np.float32(read_metrics(tmp_path)[0]["loss"]) == value
 
 
-def test_what_json_cannot_say_becomes_null(tmp_path):
+def test_non_finite_values_become_null(tmp_path):
     writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
     writer.write(1, "train", loss=float("nan"), perplexity_replicas=[1.0, float("inf")])
     writer.close()
@@ -68,7 +68,7 @@ def test_a_resumed_run_drops_the_steps_that_it_will_write_again(tmp_path):
 
 
 @pytest.mark.parametrize("torn", ['{"step": 3, "ki', '{"step": 3, "kind": "train"}', "\ufffd"])
-def test_a_torn_last_line_is_not_read_and_goes_when_the_run_resumes(tmp_path, torn):
+def test_a_torn_last_line_is_skipped_and_removed_on_resume(tmp_path, torn):
     write(tmp_path, range(1, 3), None)
     path = tmp_path / "metrics.jsonl"
     whole = path.read_text()
@@ -78,27 +78,27 @@ def test_a_torn_last_line_is_not_read_and_goes_when_the_run_resumes(tmp_path, to
     assert path.read_text() == whole
 
 
-def test_a_torn_letter_is_a_torn_line(tmp_path):
+def test_a_line_torn_within_a_utf8_character_is_skipped(tmp_path):
     write(tmp_path, range(1, 3), None)
     with (tmp_path / "metrics.jsonl").open("ab") as file:
         file.write('{"step": 3, "text": "é'.encode()[:-1])
     assert len(read_metrics(tmp_path)) == 2
 
 
-def test_a_new_run_keeps_an_old_ones_metrics_aside(tmp_path):
+def test_a_new_run_sets_the_metrics_of_an_old_one_aside(tmp_path):
     write(tmp_path, range(1, 4), None)
     write(tmp_path, range(1, 2), None)
     assert len(read_metrics(tmp_path)) == 1
     assert len((tmp_path / "metrics.jsonl.old").read_text().splitlines()) == 3
 
 
-def test_nothing_else_is_left_in_the_folder(tmp_path):
+def test_resuming_leaves_no_other_file_in_the_folder(tmp_path):
     write(tmp_path, range(1, 4), None)
     write(tmp_path, range(3, 4), 2)
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_process_that_does_not_report_writes_nothing(tmp_path):
+def test_a_disabled_writer_writes_nothing(tmp_path):
     writer = MetricWriter(tmp_path / "run", resume_step=None, wandb_project="none", enabled=False)
     writer.write(1, "train", loss=1.0)
     writer.close()
@@ -108,7 +108,7 @@ def test_a_process_that_does_not_report_writes_nothing(tmp_path):
 DAMAGED = {
     "torn": b'{"step": 2, "ki\n',
     "NUL": bytes(300) + b"\n",
-    "binary": bytes(range(256)),  # with an end of line and all that str.splitlines takes for one
+    "binary": bytes(range(256)),  # with a newline and every other byte that str.splitlines splits at
     "no object": b"3\n",
     "no step": b'{"kind": "train"}\n',
     "no kind": b'{"step": 2, "kinf": "train"}\n',
@@ -118,26 +118,26 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
-def test_damaged_lines_are_left_out_with_one_note_and_all_others_are_read(tmp_path, damage):
+def test_damaged_lines_are_skipped_with_one_warning(tmp_path, damage):
     path = tmp_path / "metrics.jsonl"
     write(tmp_path, range(1, 4), None)
     first, second, third = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(first + second + damage.rstrip(b"\n") + b"\n" + third)
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as caught:
         assert [entry["step"] for entry in read_metrics(tmp_path)] == [1, 2, 3]
-    [note] = [str(warning.message) for warning in told]
+    [note] = [str(warning.message) for warning in caught]
     number = len(damage.rstrip(b"\n").split(b"\n"))
     lines = ", ".join(str(3 + line) for line in range(number))
     assert note == f"{path}: {number} damaged line{'s' * (number > 1)} left out (line {lines})"
 
 
-def test_a_note_of_many_damaged_lines_stays_a_line(tmp_path):
+def test_a_warning_about_many_damaged_lines_numbers_only_the_first_five(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"?\n" * 1000)
     with pytest.warns(UserWarning, match=r"1000 damaged lines left out \(line 1, 2, 3, 4, 5, \.\.\.\)$"):
         assert read_metrics(tmp_path) == []
 
 
-def test_a_run_goes_on_over_damaged_lines_and_leaves_none_behind(tmp_path):
+def test_resuming_removes_damaged_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(tmp_path, range(1, 4), None)
     whole = path.read_bytes()
@@ -147,7 +147,7 @@ def test_a_run_goes_on_over_damaged_lines_and_leaves_none_behind(tmp_path):
     assert path.read_bytes() == whole
 
 
-def test_new_lines_tell_where_in_the_file_a_damaged_one_is(tmp_path):
+def test_new_lines_reports_the_line_number_of_a_damaged_line(tmp_path):
     path, lines = tmp_path / "metrics.jsonl", NewLines(tmp_path)
     write(tmp_path, range(1, 4), None)
     assert steps_of(lines)[0] == [1, 2, 3]
@@ -158,12 +158,12 @@ def test_new_lines_tell_where_in_the_file_a_damaged_one_is(tmp_path):
     assert steps_of(lines)[0] == []
 
 
-def test_reading_where_no_run_was_is_an_error(tmp_path):
+def test_reading_metrics_of_a_folder_without_a_run_is_an_error(tmp_path):
     with pytest.raises(UserError, match=r"metrics\.jsonl"):
         read_metrics(tmp_path)
 
 
-def test_tensorboard_gets_the_same_numbers_and_a_number_for_each_of_a_list(tmp_path):
+def test_tensorboard_gets_the_same_numbers_and_one_series_per_list_entry(tmp_path):
     writer = MetricWriter(tmp_path, resume_step=None)
     writer.write(7, "eval", perplexity=2.0, perplexity_replicas=[1.5, 2.5], groups=[[0, 1]], note="text")
     writer.close()
@@ -174,14 +174,14 @@ def test_tensorboard_gets_the_same_numbers_and_a_number_for_each_of_a_list(tmp_p
     ]
 
 
-def test_tensorboard_has_what_was_written_whatever_becomes_of_the_process(tmp_path):
+def test_tensorboard_events_are_flushed_at_once(tmp_path):
     writer = MetricWriter(tmp_path, resume_step=None)
     writer.write(1, "train", loss=1.5)
     assert tensorboard(tmp_path) == [(1, "train/loss", 1.5)]
     writer.close()
 
 
-def test_a_new_run_keeps_an_old_ones_events_aside(tmp_path):
+def test_a_new_run_sets_the_events_of_an_old_one_aside(tmp_path):
     for loss in (1.0, 2.0, 3.0):
         with MetricWriter(tmp_path, resume_step=None) as writer:
             writer.write(1, "train", loss=loss)
@@ -189,8 +189,8 @@ def test_a_new_run_keeps_an_old_ones_events_aside(tmp_path):
     assert [value for _, _, value in tensorboard(tmp_path, "tensorboard.old")] == [2.0]
 
 
-def test_a_resumed_run_tells_tensorboard_which_steps_it_writes_again(tmp_path):
-    """TensorBoard forgets the steps from that of a session's start on: of all files, in the order of their names."""
+def test_a_resumed_run_marks_its_session_start_in_tensorboard(tmp_path):
+    """At a session start, TensorBoard discards earlier events from that step on, over all files in name order."""
     for resume_step in (None, 1):
         with MetricWriter(tmp_path, resume_step=resume_step) as writer:
             writer.write(2, "train", loss=1.0)
@@ -200,7 +200,7 @@ def test_a_resumed_run_tells_tensorboard_which_steps_it_writes_again(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_worth_another_try_and_named(tmp_path, monkeypatch):
+def test_a_full_disk_is_a_transient_error_naming_the_file(tmp_path, monkeypatch):
     writer = MetricWriter(tmp_path, resume_step=None, tensorboard=False)
     assert writer._file is not None
     writer._file.close()
@@ -209,7 +209,7 @@ def test_a_full_disk_is_worth_another_try_and_named(tmp_path, monkeypatch):
         writer.write(1, "train", loss=1.0)
 
 
-def test_wandb_gets_the_same_numbers_and_goes_on_in_its_run(tmp_path, monkeypatch):
+def test_wandb_gets_the_same_numbers_and_a_resume_continues_its_run(tmp_path, monkeypatch):
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     for resume_step in (None, 4, None):
@@ -224,7 +224,7 @@ def test_wandb_gets_the_same_numbers_and_goes_on_in_its_run(tmp_path, monkeypatc
     assert first["id"] == resumed["id"] != fresh["id"]
 
 
-def test_wandb_that_is_missing_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
+def test_a_missing_wandb_package_is_an_error_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install wandb"):
         MetricWriter(tmp_path / "run", resume_step=None, wandb_project="p")
@@ -251,7 +251,7 @@ def steps_of(lines: NewLines) -> tuple[list[int], bool]:
     return [entry["step"] for entry in entries], is_new_file
 
 
-def test_new_lines_are_read_once_and_a_torn_one_when_it_is_whole(tmp_path):
+def test_new_lines_returns_each_line_once_and_a_torn_line_once_complete(tmp_path):
     lines = NewLines(tmp_path)
     assert steps_of(lines) == ([], False)
     path = tmp_path / "metrics.jsonl"
@@ -267,7 +267,7 @@ def test_new_lines_are_read_once_and_a_torn_one_when_it_is_whole(tmp_path):
             assert steps_of(lines)[0] == expected
 
 
-def test_new_lines_of_a_run_that_goes_on_begin_anew(tmp_path):
+def test_new_lines_starts_over_when_a_resume_rewrites_the_file(tmp_path):
     lines = NewLines(tmp_path)
     write(tmp_path, range(1, 8), None)
     assert steps_of(lines) == ([1, 2, 3, 4, 5, 6, 7], True)
@@ -276,13 +276,13 @@ def test_new_lines_of_a_run_that_goes_on_begin_anew(tmp_path):
     assert steps_of(lines) == ([], False)
 
 
-def test_tensorboard_gets_the_numbers_of_a_mapping_by_their_names(tmp_path):
+def test_tensorboard_gets_one_series_per_mapping_key(tmp_path):
     with MetricWriter(tmp_path, resume_step=None) as writer:
         writer.write(7, "train", loss_replicas={2: 1.5, 3: 2.5}, time="now")
     assert tensorboard(tmp_path) == [(7, "train/loss_replicas/2", 1.5), (7, "train/loss_replicas/3", 2.5)]
 
 
-def test_a_run_that_goes_on_knows_the_last_outer_step_that_its_lines_tell_of(tmp_path):
+def test_a_resumed_writer_knows_the_last_logged_outer_step(tmp_path):
     with MetricWriter(tmp_path, resume_step=None, tensorboard=False) as writer:
         assert writer.last_round is None
         for step, round in ((4, 3), (8, 7), (12, 11)):

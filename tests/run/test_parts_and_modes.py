@@ -1,6 +1,6 @@
-"""The README's table of parts and modes: equal numbers wherever a part is used, or a refusal that says why.
+"""The README's table of parts and modes: equal numbers in each mode that has a part, a refusal with a reason elsewhere.
 
-The rows are those of the table, and its columns an own loop, one program, and islands.
+Its columns are an own loop, one program, and islands.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from support import modes
 from support.paths import ROOT
 from support.training_islands import NAMES
 
-# One program's layouts: all replicas on one device, several a device, sharded inside, in stages.
+# Layouts of one program: all replicas on one device, several per device, sharded replicas, pipeline stages.
 VIRTUAL = MeshConfig(replica=1)
 SLOTS = MeshConfig(replica=2)
 CUBE = MeshConfig(replica=2, fsdp=2, tensor=2)
 STAGES = MeshConfig(replica=4, stage=2)
-# With a delay as many devices exchange.
+# Smaller layouts for delayed exchanges, which take as many devices again.
 FSDP = MeshConfig(replica=2, fsdp=2)
 FEW_STAGES = MeshConfig(replica=2, stage=2)
 
@@ -34,13 +34,13 @@ USERS = "is the user's own"
 
 
 class No(NamedTuple):
-    """A part that a mode does not have; if it could be asked for, it is refused with this reason."""
+    """Mark of a part that a mode does not have, with the reason of the refusal if a config can request it."""
 
     reason: str = ""
 
 
 class Setting(NamedTuple):
-    """A way to use a part: a method, its outer steps, and the layouts of one program."""
+    """Use of a part: a method, its outer steps, and the layouts to run it in as one program."""
 
     outer: OuterConfig
     meshes: tuple[MeshConfig, ...] = (SLOTS,)
@@ -52,7 +52,7 @@ class Setting(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A part: SAME, USERS, No, or the file of its tests, in each mode; and the settings by which SAME is tested."""
+    """Row of a part: per mode SAME, USERS, No, or the file of its tests; and the settings that test SAME."""
 
     own_loop: Any
     one_program: Any
@@ -134,7 +134,7 @@ TABLE = {
 
 
 def settings(mode: str) -> list[Any]:
-    """Return the settings of the rows whose cell of a mode is SAME."""
+    """Return the settings of all rows with SAME in the column of a mode."""
     return [
         pytest.param(setting, id=f"{part} {number}")
         for part, row in TABLE.items()
@@ -145,16 +145,16 @@ def settings(mode: str) -> list[Any]:
 
 @functools.cache
 def expected(setting: Setting) -> Any:
-    """Return the numbers of an own loop, or of replicas on one device for what an own loop does not have."""
+    """Return the numbers of an own loop or, for delayed moments, which it lacks, of replicas on one device."""
     if setting.outer.moments and setting.outer.delay:
         return modes.one_program(setting.config, VIRTUAL)
     return modes.own_loop(setting.config)
 
 
 def assert_same(actual: Any, setting: Setting) -> None:
-    """Compare all numbers, but for those that a rounding error makes a format round the other way.
+    """Compare all numbers, allowing a few that a rounding error moves to the other side of a quantization step.
 
-    One of a thousand may; of a format in blocks also all 64 of a block, at both partners, by their common scale.
+    One in a thousand may differ; in block formats also all 64 of a block, at both partners, through a common scale.
     """
     in_blocks = (setting.outer.wire or "float32").startswith(("int", "modulo"))
     for (path, mine), theirs in zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected(setting)), strict=True):
@@ -164,18 +164,18 @@ def assert_same(actual: Any, setting: Setting) -> None:
 
 
 @pytest.mark.parametrize("setting", settings("one_program"))
-def test_one_program_has_the_numbers_of_an_own_loop(setting):
+def test_one_program_gives_the_numbers_of_an_own_loop(setting):
     for mesh in setting.meshes:
         assert_same(modes.one_program(setting.config, mesh), setting)
 
 
 @pytest.mark.parametrize("setting", settings("islands"))
-def test_islands_have_the_numbers_of_an_own_loop(setting, tmp_path):
+def test_islands_give_the_numbers_of_an_own_loop(setting, tmp_path):
     assert_same(modes.islands(setting.config, tmp_path), setting)
 
 
 @pytest.mark.parametrize("part", [part for part, row in TABLE.items() if getattr(row.islands, "reason", "")])
-def test_islands_refuse_what_they_do_not_have_with_the_reason(part):
+def test_islands_refuse_unsupported_parts_with_the_reason(part):
     roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in NAMES))
     row = TABLE[part]
     staged = dataclasses.replace(modes.CONFIG, mesh=dataclasses.replace(modes.CONFIG.mesh, stage=2))
@@ -185,7 +185,7 @@ def test_islands_refuse_what_they_do_not_have_with_the_reason(part):
             Membership(roster, "paris", None).check(without_delay)
 
 
-def test_the_readme_has_this_table_cell_by_cell():
+def test_the_readme_table_matches_this_table():
     text = (ROOT / "README.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in re.findall(r"^\|.*\|$", text, re.MULTILINE)]
     start = rows.index(["part", "own loop", "one program (`train`)", "islands"]) + 2
@@ -198,6 +198,6 @@ def test_the_readme_has_this_table_cell_by_cell():
             assert not cell.startswith("yes") or mine is SAME or (ROOT / f"tests/{mine}.py").exists(), (part, cell)
 
 
-def test_files_that_cells_name_exist():
+def test_files_named_in_table_cells_exist():
     names = {cell for row in TABLE.values() for cell in row[:3] if isinstance(cell, str)} - {SAME, USERS}
     assert not [name for name in names if not (ROOT / f"tests/{name}.py").exists()]

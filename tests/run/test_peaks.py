@@ -1,4 +1,4 @@
-"""Peaks of devices by the names that they give themselves, against their makers' data sheets."""
+"""Peak FLOP/s of devices by JAX's device_kind, against the vendors' data sheets."""
 
 import jax
 import pytest
@@ -18,7 +18,7 @@ from noloco_jax.run.peaks import peak_of
         ("NVIDIA L4", 121),
     ],
 )
-def test_a_device_is_known_by_its_name(device_kind, tflops):
+def test_the_peak_of_a_gpu_is_found_by_its_device_kind(device_kind, tflops):
     peak = peak_of(device_kind, "bfloat16")
     assert peak is not None and peak.flops_per_second == tflops * 1e12
     half = peak_of(device_kind, "float32")
@@ -26,10 +26,10 @@ def test_a_device_is_known_by_its_name(device_kind, tflops):
 
 
 @pytest.mark.parametrize(
-    ("device_kind", "tflops"),  # the names are those of JAX's topologies
+    ("device_kind", "tflops"),  # names as in JAX's topologies
     [("TPU v4", 275), ("TPU v5 lite", 197), ("TPU v5", 459), ("TPU v6 lite", 918), ("TPU7x", 2307 / 2)],
 )
-def test_a_tpu_multiplies_float32_as_bfloat16_unless_told_otherwise(device_kind, tflops):
+def test_the_float32_peak_of_a_tpu_is_that_of_bfloat16_at_default_precision(device_kind, tflops):
     for dtype in ("bfloat16", "float32"):
         peak = peak_of(device_kind, dtype)
         assert peak is not None and peak.flops_per_second == tflops * 1e12
@@ -38,11 +38,11 @@ def test_a_tpu_multiplies_float32_as_bfloat16_unless_told_otherwise(device_kind,
 
 
 @pytest.mark.parametrize("device_kind", ["cpu", "TPU v3", "NVIDIA L40", "GeForce RTX 4090", "Tesla V100-SXM2-16GB", ""])
-def test_a_device_that_is_not_listed_has_none(device_kind):
+def test_an_unlisted_device_has_no_peak(device_kind):
     assert peak_of(device_kind, "bfloat16") is None
 
 
-def test_float32_in_full_precision_has_none():
+def test_float32_at_full_precision_has_no_peak():
     with jax.default_matmul_precision("highest"):
         assert peak_of("NVIDIA H100 80GB HBM3", "float32") is None
         assert peak_of("NVIDIA H100 80GB HBM3", "bfloat16") is not None

@@ -1,4 +1,4 @@
-"""Settings out of all proportion are named, and no others."""
+"""Warnings about replicas whose weights move much farther than usual."""
 
 import math
 
@@ -27,16 +27,16 @@ def test_a_replica_alone_in_its_process_is_compared_with_its_own_past():
     assert not any(proportion.unusual({5: 1.0}) for _ in range(6))
     (line,) = proportion.unusual({5: 11.0})
     assert line.startswith("replica 5 moved 11 times as far as usual")
-    assert not proportion.unusual({5: 1.5})  # and what was out of proportion does not become usual
+    assert not proportion.unusual({5: 1.5})  # the outlier does not count towards the usual movement
 
 
-def test_what_is_not_finite_is_out_of_proportion():
+def test_a_non_finite_movement_is_reported():
     proportion = Proportion()
     assert not any(proportion.unusual({5: 1.0}) for _ in range(6))
     assert proportion.unusual({5: math.nan}) and proportion.unusual({5: math.inf})
 
 
-def test_warmup_and_decay_are_no_matter():
+def test_learning_rate_warmup_and_decay_do_not_warn():
     proportion = Proportion()
     rates = [k / 20 for k in range(1, 21)] + [0.5 * (1 + math.cos(math.pi * k / 200)) + 0.02 for k in range(200)]
     assert not any(proportion.unusual({0: rate, 1: 1.1 * rate}) for rate in rates)

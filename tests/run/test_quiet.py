@@ -1,4 +1,4 @@
-"""Messages of a failing save that are hidden, besides the error."""
+"""Log messages of a failed save other than its error, which are hidden."""
 
 import asyncio
 import gc
@@ -8,7 +8,7 @@ import pytest
 from noloco_jax.run.quiet import quiet_saves
 
 
-def test_writes_that_fail_beside_the_one_that_is_raised_are_not_told(caplog):
+def test_further_failed_writes_of_a_save_are_not_logged(caplog):
     async def write() -> None:
         raise ValueError("no space left")
 
@@ -20,5 +20,5 @@ def test_writes_that_fail_beside_the_one_that_is_raised_are_not_told(caplog):
     quiet_saves()
     with pytest.raises(ValueError):
         asyncio.run(save())
-    gc.collect()  # asyncio tells of an error that nobody took when its task goes
+    gc.collect()  # asyncio logs an unretrieved exception when its task is collected
     assert not caplog.records

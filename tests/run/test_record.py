@@ -1,4 +1,4 @@
-"""Settings a run may change when it resumes, and the history of its starts."""
+"""Settings that a run may change on resume, and the history of its starts."""
 
 import json
 from dataclasses import replace
@@ -16,7 +16,7 @@ OTHER = from_dict(
 )
 
 
-def test_what_may_change_is_told_and_what_is_free_or_unused_by_the_method_is_not(tmp_path):
+def test_permitted_changes_are_listed_without_free_or_unused_fields(tmp_path):
     lines = [str(change) for change in permitted_changes(CONFIG, OTHER, tmp_path)]
     assert lines == [
         "num_steps: 1000 before, 77 now",
@@ -25,7 +25,7 @@ def test_what_may_change_is_told_and_what_is_free_or_unused_by_the_method_is_not
     ]
 
 
-def test_a_field_is_compared_where_either_method_uses_it():
+def test_a_field_is_compared_if_either_method_uses_it():
     outer = replace(CONFIG.outer, sync_every=5)
     ddp, slow_ddp = (replace(CONFIG, method="ddp", outer=each) for each in (CONFIG.outer, outer))
     assert changes(ddp, slow_ddp) == []
@@ -52,7 +52,7 @@ def test_a_field_is_compared_where_either_method_uses_it():
         },
     ],
 )
-def test_what_must_match_is_refused(values, tmp_path):
+def test_a_change_of_a_must_match_field_is_refused(values, tmp_path):
     with pytest.raises(UserError, match="another --workdir"):
         permitted_changes(CONFIG, from_dict(values), tmp_path)
 
@@ -79,12 +79,12 @@ def test_a_change_of_the_arrays_in_the_state_is_refused(before, now, tmp_path):
         ({"wire": "int4"}, {"wire": "float32"}),
     ],
 )
-def test_a_change_of_how_the_same_arrays_are_used_is_told(before, now, tmp_path):
+def test_a_change_that_keeps_the_arrays_in_the_state_is_permitted(before, now, tmp_path):
     [change] = permitted_changes(from_dict({"outer": before}), from_dict({"outer": now}), tmp_path)
     assert change.on_resume == "may change"
 
 
-def test_a_source_that_came_or_went_is_named_with_the_flag_that_undoes_it(tmp_path):
+def test_an_added_or_removed_source_is_refused_with_the_flag_that_undoes_it(tmp_path):
     web, own = ({"kind": kind, "weight": 1.0} for kind in ("c4", "jsonl"))
     one, both, heavier = (
         from_dict({"data": {"kind": "mixture", "mixture": mixture}})
@@ -97,19 +97,19 @@ def test_a_source_that_came_or_went_is_named_with_the_flag_that_undoes_it(tmp_pa
     assert list(map(str, permitted_changes(one, heavier, tmp_path))) == ["data.mixture.web.weight: 1.0 before, 2.0 now"]
 
 
-def test_a_record_survives_json_and_gives_the_configuration_back(tmp_path):
+def test_a_record_restores_its_config_after_a_json_round_trip(tmp_path):
     made = json.loads(json.dumps(make_record(OTHER, {"files": 3}, None)))
     assert saved_config(made, tmp_path) == OTHER
     assert version_changes(made) == []
 
 
-def test_another_version_is_told(tmp_path, monkeypatch):
+def test_a_changed_version_is_reported(tmp_path, monkeypatch):
     made = make_record(CONFIG, {}, None)
     monkeypatch.setattr(record, "versions", lambda: made["versions"] | {"jax": "9.9"})
     assert version_changes(made) == [f"jax: version {made['versions']['jax']} before, 9.9 now"]
 
 
-def test_a_package_that_came_or_went_is_told(monkeypatch):
+def test_an_added_or_removed_package_is_reported(monkeypatch):
     monkeypatch.setattr(record, "versions", lambda: {"numpy": "2.0", "jax": "0.10"})
     before = {"versions": {"numpy": "2.0", "optax": "0.2"}}
     assert version_changes(before) == [
@@ -118,7 +118,7 @@ def test_a_package_that_came_or_went_is_told(monkeypatch):
     ]
 
 
-def test_every_start_leaves_a_line_and_the_configuration_of_the_last_can_be_read(tmp_path):
+def test_every_start_appends_a_history_line_and_saves_its_config(tmp_path):
     write_start(CONFIG, tmp_path, 0, [])
     write_start(OTHER, tmp_path, 8, changes(CONFIG, OTHER))
     lines = [json.loads(line) for line in (tmp_path / "config.history.jsonl").read_text().splitlines()]
@@ -129,7 +129,7 @@ def test_every_start_leaves_a_line_and_the_configuration_of_the_last_can_be_read
 
 
 @pytest.mark.parametrize("former", [b"\xff\x00\n\xfe", b"cut sho", b"whole\n"])
-def test_a_history_of_any_bytes_is_kept_and_added_to(tmp_path, former):
+def test_a_history_with_any_bytes_is_kept_and_appended_to(tmp_path, former):
     (tmp_path / "config.history.jsonl").write_bytes(former)
     write_start(CONFIG, tmp_path, 3, [])
     *before, line = (tmp_path / "config.history.jsonl").read_bytes().splitlines(keepends=True)
@@ -137,12 +137,12 @@ def test_a_history_of_any_bytes_is_kept_and_added_to(tmp_path, former):
     assert json.loads(line)["step"] == 3
 
 
-def test_a_checkpoint_of_a_version_without_records_is_refused_in_words(tmp_path):
+def test_a_checkpoint_without_a_recorded_config_is_refused(tmp_path):
     with pytest.raises(UserError, match="holds no configuration, since an earlier version"):
         saved_config({"method": "noloco"}, tmp_path)
 
 
-def test_a_checkpoint_with_a_field_that_is_gone_resumes_where_the_field_changed_nothing(tmp_path):
+def test_a_checkpoint_with_a_removed_field_resumes_only_if_it_had_no_effect(tmp_path):
     before = make_record(CONFIG, {}, None)
     before["config"]["outer"] |= {"final_steps": 0, "final_sync_every": 7}
     assert saved_config(before, tmp_path) == CONFIG
@@ -151,7 +151,7 @@ def test_a_checkpoint_with_a_field_that_is_gone_resumes_where_the_field_changed_
         saved_config(before, tmp_path)
 
 
-def test_what_is_set_and_not_used_by_the_method_is_named():
+def test_settings_that_the_method_ignores_are_listed():
     outer = {"outer": {"sync_every": 5, "nesterov": True, "group_size": 3}}
     assert unused_settings(from_dict(outer)) == ["outer.nesterov=True"]
     assert unused_settings(from_dict({"method": "diloco"} | outer)) == ["outer.group_size=3"]

@@ -1,11 +1,11 @@
-"""A loss that rises is told, one that is noisy or falls is not."""
+"""Warnings about a rising loss, but none about a noisy, constant or falling one."""
 
 import numpy as np
 
 from noloco_jax.run.rise import Rise
 
 
-def told(losses):
+def warned_steps(losses):
     rise = Rise()
     return [step for step, loss in enumerate(losses, 1) if rise.told(step, loss)]
 
@@ -14,24 +14,24 @@ def noisy(losses, seed=0):
     return losses * (1 + 0.15 * np.random.default_rng(seed).normal(size=len(losses)))
 
 
-def test_a_falling_and_a_level_loss_are_not_told_however_noisy():
-    assert told(noisy(np.linspace(6, 2, 2000))) == []
-    assert told(noisy(np.full(2000, 2.0))) == []
+def test_a_noisy_falling_or_constant_loss_does_not_warn():
+    assert warned_steps(noisy(np.linspace(6, 2, 2000))) == []
+    assert warned_steps(noisy(np.full(2000, 2.0))) == []
 
 
-def test_the_first_steps_may_rise():
-    assert told(np.concatenate([np.linspace(5, 9, 40), np.full(200, 4.0)])) == []
+def test_a_rise_in_the_first_steps_does_not_warn():
+    assert warned_steps(np.concatenate([np.linspace(5, 9, 40), np.full(200, 4.0)])) == []
 
 
-def test_a_rise_is_told_once_for_every_fifth():
-    """The loss rises by a fifth three times from 2.0 to 4.0: 1.2^3 = 1.73."""
+def test_a_rising_loss_warns_once_per_twenty_percent():
+    """From 2.0 to 4.0 the loss rises by 20 % three times: 1.2^3 = 1.73."""
     losses = np.concatenate([np.full(300, 2.0), np.linspace(2, 4, 300), np.full(20, 4.0)])
-    steps = told(losses)
+    steps = warned_steps(losses)
     assert len(steps) == 3
     assert 360 <= steps[0] <= 400
 
 
-def test_the_line_names_both_losses_and_what_to_lower():
+def test_the_warning_names_the_lowest_loss_and_the_setting_to_lower():
     rise = Rise()
     lines = [line for step in range(1, 400) if (line := rise.told(step, 2.0 if step < 200 else 5.0))]
     assert "2.00 at step" in lines[0] and "inner.lr" in lines[0]

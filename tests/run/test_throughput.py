@@ -1,4 +1,4 @@
-"""The speed meter."""
+"""Throughput over a sliding window of steps."""
 
 from noloco_jax.run.throughput import Throughput
 
@@ -13,7 +13,7 @@ def test_throughput_is_the_windows_tokens_over_its_seconds():
     assert meter.tokens_per_second == 200 / 4.0
 
 
-def test_throughput_leaves_out_what_happened_before_a_reset():
+def test_throughput_excludes_everything_before_a_reset():
     now = [0.0]
     meter = Throughput(clock=lambda: now[0])
     meter.step(100)

@@ -1,6 +1,6 @@
-"""Mistakes between a config, a workdir and data: one line, exit status 2, nothing written over.
+"""Mismatches of config, workdir and data: a one-line error, exit status 2, nothing overwritten.
 
-What is refused before anything is compiled is tried in the tests' own process, all else in a real one.
+Refusals before compilation are tested in the tests' own process, all others in a real one.
 """
 
 import json
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def trained(config) -> Path:
-    """A run that stopped at step 8, with room for more."""
+    """Return the workdir of a run that ended at step 8."""
     return processes.trained(config, "trained", "--config.num_steps=8")
 
 
@@ -39,7 +39,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def error_lines(output: str) -> list[str]:
-    """Lines of an error; a thread of orbax that is cut off may leave the beginning of its own before one."""
+    """Return the error lines; an interrupted thread of Orbax may leave part of its own line before one."""
     return re.findall(r"(?:^|\s)(error: .*)", output, re.MULTILINE)
 
 
@@ -48,7 +48,7 @@ def train_here(config: Path, workdir: Path, *overrides: str, dry_run: bool = Fal
 
 
 def refusal(config: Path, workdir: Path, *overrides: str, dry_run: bool = False) -> str:
-    """The one line of an error; everything that was saved is still as it was."""
+    """Return the one-line error of a refused start, and check that the workdir is unchanged."""
     before = contents(workdir)
     with pytest.raises(UserError) as raised:
         train_here(config, workdir, *overrides, dry_run=dry_run)
@@ -74,7 +74,7 @@ def test_the_checkpoint_of_another_run_is_refused(config, trained, arguments, me
 @pytest.fixture
 def no_compiling(monkeypatch):
     def fail(*_: object) -> NoReturn:
-        pytest.fail("something is compiled")
+        pytest.fail("compilation began before the refusal")
 
     monkeypatch.setattr(trainer, "_compile", fail)
 
@@ -90,12 +90,12 @@ def test_pieces_of_another_length_are_refused_before_anything_is_compiled(config
     assert "piece_bytes (by data.sequence_length) 256, this run's has 2048" in line
 
 
-def test_a_step_that_was_not_saved_is_refused_with_those_that_were(config, trained):
+def test_from_step_without_a_checkpoint_is_refused_listing_the_saved_steps(config, trained):
     with pytest.raises(UserError, match=r"--from_step=5: .* \(there are 4, 8\)"):
         train(from_dict(load_config(str(config))), trained, from_step=5)
 
 
-def test_a_run_goes_back_to_a_step_and_says_all_that_is_changed(config, trained, tmp_path):
+def test_from_step_resumes_from_an_earlier_checkpoint_and_reports_changed_settings(config, trained, tmp_path):
     workdir = tmp_path / "back"
     shutil.copytree(trained, workdir)
     changes = ["--config.num_steps=12", "--config.outer.sync_every=2", "--config.eval_every=0"]
@@ -109,7 +109,7 @@ def test_a_run_goes_back_to_a_step_and_says_all_that_is_changed(config, trained,
     lines = [json.loads(line) for line in (workdir / "config.history.jsonl").read_text().splitlines()]
     assert [(line["step"], line["changed"].get("num_steps")) for line in lines] == [(0, None), (4, [8, 12])]
     evaluated = [line["step"] for line in processes.metrics(workdir) if line["kind"] == "eval"]
-    assert evaluated == [12]  # at the end alone
+    assert evaluated == [12]  # only at the end
 
 
 def test_a_dry_run_refuses_the_checkpoint_of_another_run(config, trained):
@@ -140,13 +140,15 @@ def test_a_folder_in_the_place_of_a_file_is_refused_before_anything_is_compiled(
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_what_no_device_holds_is_refused_before_a_batch_is_made(config, tmp_path, monkeypatch, no_compiling, dry_run):
-    monkeypatch.setattr(trainer, "read_validation", lambda *_, **__: pytest.fail("a batch is made"))
+def test_a_memory_estimate_beyond_any_device_is_refused_before_reading_data(
+    config, tmp_path, monkeypatch, no_compiling, dry_run
+):
+    monkeypatch.setattr(trainer, "read_validation", lambda *_, **__: pytest.fail("data were read before the refusal"))
     line = refusal(config, tmp_path, "--config.data.batch_size=2147483647", dry_run=dry_run)
     assert re.search(r"estimated at [\d.]+ TiB a device, and none has more than 64 TiB: lower data\.batch_size", line)
 
 
-def test_an_estimate_above_what_the_device_has_is_warned_of(config, tmp_path, monkeypatch):
+def test_a_memory_estimate_above_the_device_memory_warns(config, tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "device_memory", lambda _: 3 << 10)
     with pytest.warns(UserWarning, match=r"estimated at [\d.]+ [KM]iB a device, and the first one here has 3 KiB: "):
         assert train_here(config, tmp_path / "workdir", dry_run=True) == 0
@@ -158,7 +160,7 @@ def test_a_dry_run_writes_nothing(config, tmp_path):
     assert not (tmp_path / "workdir").exists()
 
 
-def test_the_banner_names_what_is_as_the_method_has_it_by_default(config, tmp_path, capsys):
+def test_the_banner_lists_settings_left_at_the_methods_defaults(config, tmp_path, capsys):
     flags = ["--config.method=diloco", "--config.outer.lr=0.6", "--config.outer.sync_every=3"]
     assert train_here(config, tmp_path / "workdir", *flags, dry_run=True) == 0
     banner = capsys.readouterr().out
@@ -166,12 +168,12 @@ def test_the_banner_names_what_is_as_the_method_has_it_by_default(config, tmp_pa
     assert "at diloco's defaults: momentum=0.9, nesterov=True\n" in banner
 
 
-def test_a_sample_that_would_begin_with_no_token_is_refused(config, tmp_path):
+def test_an_empty_sample_prompt_without_bos_is_refused(config, tmp_path):
     line = refusal(config, tmp_path, "--config.sample_tokens=5", "--config.data.add_bos=False")
     assert "sample_prompt='' has no tokens" in line
 
 
-def test_a_run_that_is_to_end_before_its_first_evaluation_is_complete(config, trained, tmp_path, capsys):
+def test_a_checkpoint_beyond_num_steps_without_evaluations_is_a_complete_run(config, trained, tmp_path, capsys):
     workdir = tmp_path / "stopped"
     shutil.copytree(trained, workdir)
     lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -189,7 +191,7 @@ def test_a_checkpoint_that_lacks_a_part_is_refused(config, trained, tmp_path, it
     assert f"checkpoints/8 is not whole (no complete {item}): delete that folder" in line
 
 
-def test_a_checkpoint_half_written_is_not_taken_for_a_whole_one(config, trained, tmp_path):
+def test_a_half_written_checkpoint_is_ignored(config, trained, tmp_path):
     workdir = tmp_path / "half"
     shutil.copytree(trained, workdir)
     (workdir / "checkpoints/8").rename(workdir / "checkpoints/8.orbax-checkpoint-tmp")
@@ -199,7 +201,7 @@ def test_a_checkpoint_half_written_is_not_taken_for_a_whole_one(config, trained,
 
 
 @pytest.mark.parametrize("has_digests", [True, False])
-def test_weights_that_cannot_be_read_are_refused(config, trained, tmp_path, has_digests):
+def test_truncated_weights_are_refused_and_the_workdir_is_unchanged(config, trained, tmp_path, has_digests):
     workdir = tmp_path / "damaged"
     shutil.copytree(trained, workdir)
     if not has_digests:
@@ -217,7 +219,7 @@ def test_weights_that_cannot_be_read_are_refused(config, trained, tmp_path, has_
 
 
 @pytest.mark.parametrize("command", [[], ["--config.num_replicas=2", "--config.elastic=merge"]], ids=["same", "fewer"])
-def test_a_dry_run_refuses_a_checkpoint_whose_arrays_could_not_be_restored(config, trained, tmp_path, command):
+def test_a_dry_run_refuses_a_checkpoint_with_missing_arrays(config, trained, tmp_path, command):
     workdir = tmp_path / "no_arrays"
     shutil.copytree(trained, workdir)
     for path in (workdir / "checkpoints/8/state").rglob("d/*"):
@@ -226,14 +228,14 @@ def test_a_dry_run_refuses_a_checkpoint_whose_arrays_could_not_be_restored(confi
     assert re.search(r"checkpoints/8 is not whole \(state/\S+ is missing\): delete that folder", line)
 
 
-def test_a_dry_run_says_what_it_has_compared(config, trained, capsys):
+def test_a_dry_run_reports_the_number_of_verified_files(config, trained, capsys):
     assert train_here(config, trained, "--config.num_steps=24", dry_run=True) == 0
     number = len(contents(trained / "checkpoints/8").keys() - UNLISTED)
     assert f"the checkpoint of step 8 is as it was saved: {number} files, " in capsys.readouterr().out
 
 
-def cut_short(folder: Path, shard: int) -> tuple[str, list[str]]:
-    """The name of a C4 shard that breaks off, and arguments of a run whose replica of that number comes to its end."""
+def write_truncated_shard(folder: Path, shard: int) -> tuple[str, list[str]]:
+    """Write C4 data with one truncated shard; return its name, and arguments of a run that reads to its end."""
     texts = [f"{number} {line}" for number, line in enumerate(lines_of_words(480))]
     path = write_c4(folder, [texts[number::4] for number in range(4)])[shard]
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 3 // 4])
@@ -243,8 +245,8 @@ def cut_short(folder: Path, shard: int) -> tuple[str, list[str]]:
     return path.name, [f"--config.{name}={value}" for name, value in fields.items()]
 
 
-def test_a_file_cut_short_in_the_middle_of_a_run_keeps_what_was_saved(config, tmp_path):
-    name, arguments = cut_short(tmp_path / "c4", 2)
+def test_a_truncated_data_file_ends_the_run_and_keeps_its_checkpoints(config, tmp_path):
+    name, arguments = write_truncated_shard(tmp_path / "c4", 2)
     [(status, output)] = processes.run(config, tmp_path, *arguments)
     assert status == 2, output
     *_, last = output.strip().splitlines()
@@ -254,8 +256,8 @@ def test_a_file_cut_short_in_the_middle_of_a_run_keeps_what_was_saved(config, tm
 
 
 @pytest.mark.parametrize(("shard", "reader"), [(1, 0), (2, 1)])
-def test_a_file_cut_short_that_one_process_reads_ends_all_with_its_name(config, tmp_path, shard, reader):
-    name, arguments = cut_short(tmp_path / "c4", shard)
+def test_a_truncated_data_file_of_one_process_is_named_by_all_processes(config, tmp_path, shard, reader):
+    name, arguments = write_truncated_shard(tmp_path / "c4", shard)
     run = processes.start(config, tmp_path, *arguments, number=2)
     assert processes.wait_until(processes.reached(tmp_path, 20), run)
     results = processes.finish(run, patience=120)
@@ -266,7 +268,7 @@ def test_a_file_cut_short_that_one_process_reads_ends_all_with_its_name(config, 
     assert processes.weights(tmp_path)
 
 
-def test_a_dry_run_asks_for_wandb_where_it_is_wanted(config, tmp_path, monkeypatch):
+def test_a_dry_run_with_a_wandb_project_requires_the_package(config, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     run = from_dict(load_config(str(config)))
     with pytest.raises(UserError, match="pip install wandb"):
@@ -274,7 +276,7 @@ def test_a_dry_run_asks_for_wandb_where_it_is_wanted(config, tmp_path, monkeypat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_sample_of_token_ids_without_their_tokenizer_is_refused(tmp_path):
+def test_sampling_from_token_id_data_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "data").mkdir()
     ids = pa.array([[1, 2, 3, 4] * 20] * 50)
     pq.write_table(pa.table({"input_ids": ids, "labels": ids}), tmp_path / "data/train-0.parquet")

@@ -1,4 +1,4 @@
-"""A run that is interrupted continues as if it had not been: real processes, killed and terminated."""
+"""Resuming interrupted runs bitwise: real processes, killed and terminated."""
 
 import random
 import signal
@@ -29,7 +29,7 @@ def assert_same_run(workdir: Path, other: Path) -> None:
         np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
 
 
-def test_a_run_killed_at_any_moment_even_while_it_saves_continues_bitwise(config, uninterrupted):
+def test_a_run_killed_at_random_steps_and_during_saves_resumes_bitwise(config, uninterrupted):
     workdir = config.parent / "killed"
     rng = random.Random(0)
 
@@ -42,7 +42,7 @@ def test_a_run_killed_at_any_moment_even_while_it_saves_continues_bitwise(config
         processes.wait_until(processes.reached(workdir, step + rng.randrange(4)), run)
         processes.kill(run)
         run = processes.start(config, workdir)
-        processes.wait_until(lambda: not saving(), run)  # what the last one left is cleaned up first
+        processes.wait_until(lambda: not saving(), run)  # a start first removes the previous one's partial save
         interrupted += processes.wait_until(saving, run)
         processes.kill(run)
     assert interrupted
@@ -51,10 +51,10 @@ def test_a_run_killed_at_any_moment_even_while_it_saves_continues_bitwise(config
     assert_same_run(workdir, uninterrupted)
 
 
-def test_an_offloaded_run_that_is_continued_is_bitwise_the_run_on_the_device(config, uninterrupted):
+def test_a_resumed_offloaded_run_matches_the_on_device_run_bitwise(config, uninterrupted):
     workdir, offload = config.parent / "offloaded", "--config.outer.offload=True"
     run = processes.start(config, workdir, offload)
-    assert processes.wait_until(processes.reached(workdir, 12), run)  # the save of step 4 is over before that of 8
+    assert processes.wait_until(processes.reached(workdir, 12), run)  # the save of step 4 ends before that of step 8
     processes.kill(run)
     [(status, output)] = processes.run(config, workdir, offload)
     assert status == 0, output
@@ -63,7 +63,7 @@ def test_an_offloaded_run_that_is_continued_is_bitwise_the_run_on_the_device(con
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
-def test_a_signal_saves_and_asks_for_a_restart(config, uninterrupted, number):
+def test_a_termination_signal_saves_exits_with_status_75_and_resumes_bitwise(config, uninterrupted, number):
     workdir = config.parent / f"signalled{number}"
     run = processes.start(config, workdir, seconds_per_step=0.2)
     processes.wait_until(processes.reached(workdir, 6), run)
@@ -80,16 +80,16 @@ def test_a_signal_saves_and_asks_for_a_restart(config, uninterrupted, number):
     assert_same_run(workdir, uninterrupted)
 
 
-def test_a_run_whose_reader_has_gone_comes_to_the_same_end(config, uninterrupted):
+def test_a_closed_stdout_pipe_neither_stops_nor_changes_the_run(config, uninterrupted):
     workdir = config.parent / "unread"
     [run] = processes.start(config, workdir, seconds_per_step=0.1)
     assert run.stdout is not None
-    run.stdout.close()  # of standard error too
+    run.stdout.close()  # also the pipe of standard error
     assert run.wait(processes.PATIENCE) == 0
     assert_same_run(workdir, uninterrupted)
 
 
-def test_a_full_standard_output_is_told_as_such_and_stops_nothing(config, uninterrupted):
+def test_a_full_stdout_is_reported_once_and_does_not_stop_the_run(config, uninterrupted):
     workdir = config.parent / "full"
     with open("/dev/full", "w") as full:
         run = subprocess.run(
@@ -108,7 +108,7 @@ def test_a_full_standard_output_is_told_as_such_and_stops_nothing(config, uninte
 
 
 class Terminate(Hooks):
-    """Sends this process a SIGTERM in a step."""
+    """Hooks that send this process a SIGTERM in a given step."""
 
     def __init__(self, step: int):
         self._step = step
@@ -118,8 +118,8 @@ class Terminate(Hooks):
             signal.raise_signal(signal.SIGTERM)
 
 
-def test_a_run_terminated_at_its_evaluations_makes_up_for_them(config, tmp_path):
-    """The next start evaluates the state that it restores; also after the last step."""
+def test_evaluations_skipped_by_termination_are_run_at_the_next_start(config, tmp_path):
+    """The next start evaluates the restored state, also after the last step."""
     run = from_dict(load_config(str(config), ["--config.num_steps=4", "--config.eval_every=2"]))
     assert train(run, tmp_path, hooks=Terminate(2)) == 75
     assert [line["step"] for line in processes.metrics(tmp_path) if line["kind"] == "eval"] == []
@@ -132,22 +132,21 @@ def test_a_run_terminated_at_its_evaluations_makes_up_for_them(config, tmp_path)
     ]
 
 
-def test_a_run_of_late_fragments_that_is_continued_is_bitwise_undisturbed(config, tmp_path):
-    """Stopped with three corrections on their way, and two outer steps of which no line tells yet; it ends with all
-    replicas at their mean."""
+def test_a_run_with_delayed_fragment_exchanges_resumes_bitwise(config, tmp_path):
+    """The run stops with three pending corrections and two outer steps not yet logged, and ends with a final merge."""
     flags = ["--config.num_steps=8", "--config.outer.fragments=4", "--config.outer.delay=3", "--config.log_every=4"]
     run = from_dict(load_config(str(config), [*flags, "--config.outer.final_merge=True"]))
     assert train(run, tmp_path / "one") == 0
     assert train(run, tmp_path / "two", hooks=Terminate(6)) == 75
     assert train(run, tmp_path / "two") == 0
     assert_same_run(tmp_path / "two", tmp_path / "one")
-    told = [line["outer_steps"] for line in processes.metrics(tmp_path / "one") if "round" in line]
-    assert told == [4, 4]  # one a step
+    logged = [line["outer_steps"] for line in processes.metrics(tmp_path / "one") if "round" in line]
+    assert logged == [4, 4]  # one outer step per inner step
     for weights in processes.weights(tmp_path / "one").values():
         np.testing.assert_array_equal(weights, np.broadcast_to(weights[:1], weights.shape))
 
 
-def test_a_run_on_a_mixture_that_is_terminated_continues_bitwise(config, tmp_path, capsys):
+def test_a_terminated_run_on_a_data_mixture_resumes_bitwise(config, tmp_path, capsys):
     mixture = {"long": ("data", 2), "short": ("held_out", 1)}
     flags = ["--config.data.kind=mixture", "--config.data.path=", "--config.data.validation_path="]
     for name, (folder, weight) in mixture.items():
@@ -161,6 +160,6 @@ def test_a_run_on_a_mixture_that_is_terminated_continues_bitwise(config, tmp_pat
     assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
-def test_a_complete_run_says_so(config, uninterrupted, capsys):
+def test_restarting_a_complete_run_reports_completion(config, uninterrupted, capsys):
     assert train(from_dict(load_config(str(config))), uninterrupted) == 0
     assert "the run is complete (24 steps)" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Addresses as flags take them, and folders at addresses for libraries that read the file system."""
+"""Addresses in flags, and local copies of bucket folders for libraries that read the file system."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def address(request, servers, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["s3://bucket/run", "s3://bucket//run/", "s3:///bucket/run"])
-def test_one_folder_has_one_address(text):
+def test_spellings_of_a_bucket_folder_give_one_address(text):
     assert workdir_of_flag(text) == Address("s3://bucket/run")
     assert workdir_of_flag("runs/one") == Path("runs/one")
 
@@ -25,19 +25,19 @@ def test_one_folder_has_one_address(text):
 @pytest.mark.parametrize(
     "text", ["s3://bucket", "gs://", "s3://bucket/../run", "hf://datasets/a/b", "https://host/run"]
 )
-def test_what_is_no_folder_of_a_bucket_is_refused(text):
+def test_an_address_that_names_no_bucket_folder_is_refused(text):
     with pytest.raises(UserError, match=r"give|mount"):
         workdir_of_flag(text)
 
 
-def test_a_path_in_a_copy_is_known_by_its_address(tmp_path):
+def test_a_path_in_a_local_copy_is_named_by_its_address(tmp_path):
     mark_as_copy(tmp_path / "copy", "s3://bucket/run")
     assert named(tmp_path / "copy/checkpoints/4") == "s3://bucket/run/checkpoints/4"
     assert named(tmp_path / "copy") == "s3://bucket/run"
     assert named(tmp_path / "other") == str(tmp_path / "other")
 
 
-def test_a_new_folder_is_uploaded_with_one_file_last_or_not_at_all(address, tmp_path):
+def test_a_new_folder_is_uploaded_whole_or_not_at_all(address, tmp_path):
     with pytest.raises(ZeroDivisionError), new_folder(address, "config.json", tmp_path / "first") as folder:
         folder.mkdir(parents=True)
         (folder / "weights").write_text("1")
@@ -53,7 +53,7 @@ def test_a_new_folder_is_uploaded_with_one_file_last_or_not_at_all(address, tmp_
         pass
 
 
-def test_a_folder_at_an_address_is_read_as_a_local_one(address, tmp_path):
+def test_a_bucket_folder_is_read_as_a_local_one(address, tmp_path):
     for name in ("config.json", "model.safetensors", "training_args.bin"):
         objects.write_object(f"{address}/{name}", name.encode())
     with readable_folder(address, (".json", ".safetensors")) as folder:

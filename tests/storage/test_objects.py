@@ -1,4 +1,4 @@
-"""Objects in buckets are written whole, read as they are, and faults that pass are not seen."""
+"""Objects in buckets: whole writes, consistent reads, and retries of transient faults."""
 
 import json
 import tempfile
@@ -22,7 +22,7 @@ def folder(request, servers, monkeypatch):
 
 @pytest.fixture
 def s3(servers, monkeypatch):
-    """S3's server and the address of a folder there."""
+    """Return the S3 server and the address of a folder there."""
     server = servers("s3")
     yield server, buckets.new_bucket(server, monkeypatch)
     buckets.forget()
@@ -30,13 +30,13 @@ def s3(servers, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def naps(monkeypatch):
-    """The seconds between attempts, without waiting."""
+    """Record the seconds between attempts instead of waiting."""
     waited = []
     monkeypatch.setattr(retries, "sleep", waited.append)
     return waited
 
 
-def test_what_is_written_is_read_listed_copied_and_deleted(folder):
+def test_objects_are_written_read_listed_copied_and_deleted(folder):
     for name, content in (("a", b"first"), ("b/c", b"second"), ("b/empty", b"")):
         objects.write_object(f"{folder}/{name}", content)
         assert objects.read_object(f"{folder}/{name}") == content
@@ -46,14 +46,14 @@ def test_what_is_written_is_read_listed_copied_and_deleted(folder):
     assert objects.list_objects(folder) == ["a", "b/c", "b/empty", "d/a"]
     objects.delete_folder(f"{folder}/b")
     objects.delete_object(f"{folder}/a")
-    objects.delete_object(f"{folder}/a")  # which is gone
+    objects.delete_object(f"{folder}/a")  # already deleted
     assert objects.list_objects(folder) == ["d/a"]
     with pytest.raises(FileNotFoundError):
         objects.read_object(f"{folder}/a")
     assert objects.list_objects(f"{folder}/nothing") == []
 
 
-def test_files_of_several_parts_come_back_bitwise(folder, tmp_path):
+def test_a_multipart_file_round_trips_bitwise(folder, tmp_path):
     content = bytes(range(256)) * (100 << 10)  # 25 MiB
     (tmp_path / "file").write_bytes(content)
     objects.upload_file(tmp_path / "file", f"{folder}/file")
@@ -62,7 +62,7 @@ def test_files_of_several_parts_come_back_bitwise(folder, tmp_path):
 
 
 @pytest.mark.parametrize("fault", [503, "cut", "short"])
-def test_a_read_is_repeated_while_it_fails(s3, naps, tmp_path, fault):
+def test_a_failing_read_is_retried(s3, naps, tmp_path, fault):
     server, folder = s3
     content = bytes(range(200)) * 1000
     objects.write_object(f"{folder}/a", content)
@@ -72,7 +72,7 @@ def test_a_read_is_repeated_while_it_fails(s3, naps, tmp_path, fault):
     assert naps[0] == addresses.RETRY_DELAYS[0]
 
 
-def test_a_write_is_repeated_while_it_fails(s3, naps):
+def test_a_failing_write_is_retried(s3, naps):
     server, folder = s3
     server.everywhere = True
     server.faults.extend([503, 500])
@@ -80,21 +80,21 @@ def test_a_write_is_repeated_while_it_fails(s3, naps):
     assert (objects.read_object(f"{folder}/a"), naps) == (b"content", [*addresses.RETRY_DELAYS[:2]])
 
 
-def test_an_upload_that_the_server_loses_begins_anew(folder, naps, monkeypatch, tmp_path):
+def test_an_upload_lost_by_the_server_is_restarted(folder, naps, monkeypatch, tmp_path):
     (tmp_path / "file").write_bytes(b"content")
     opened, lost = objects.file_system(folder), ["Permanent error in UploadChunk: Status(NOT_FOUND: no upload)"] * 2
 
-    def lose_it_first(path: str):
+    def lose_the_upload(path: str):
         if lost:
             raise OSError(lost.pop())
         return opened
 
-    monkeypatch.setattr(objects, "file_system", lose_it_first)
+    monkeypatch.setattr(objects, "file_system", lose_the_upload)
     objects.upload_file(tmp_path / "file", f"{folder}/a")
     assert (objects.read_object(f"{folder}/a"), naps) == (b"content", [*addresses.RETRY_DELAYS[:2]])
 
 
-def test_a_server_that_stays_broken_is_worth_another_try_later(s3):
+def test_a_persistent_server_error_is_transient_once_retries_are_exhausted(s3):
     server, folder = s3
     server.everywhere = True
     server.faults.extend([503] * 100)
@@ -103,7 +103,7 @@ def test_a_server_that_stays_broken_is_worth_another_try_later(s3):
 
 
 @pytest.mark.parametrize("act", [objects.check_writable, objects.check_bucket])
-def test_refused_credentials_are_a_mistake(s3, act):
+def test_refused_credentials_are_a_user_error(s3, act):
     server, folder = s3
     server.everywhere = True
     server.faults.extend([403] * 10)
@@ -112,7 +112,7 @@ def test_refused_credentials_are_a_mistake(s3, act):
     assert caught.value.exit_status == 2
 
 
-def test_a_bucket_that_is_missing_is_named(folder):
+def test_a_missing_bucket_is_named(folder):
     objects.check_bucket(folder)
     scheme = folder.partition("://")[0]
     with pytest.raises(UserError, match="there is no bucket 'nowhere'") as caught:
@@ -122,40 +122,40 @@ def test_a_bucket_that_is_missing_is_named(folder):
         objects.check_bucket(f"{scheme}:///run")
 
 
-def test_an_object_that_is_replaced_while_it_is_read_comes_whole(folder, monkeypatch):
+def test_an_object_replaced_during_a_read_is_read_whole(folder, monkeypatch):
     objects.write_object(f"{folder}/a", b'{"short": 1}')
     longer = {"longer": list(range(50))}
     read_part = objects._read_part
 
-    def replaced_before(opened, path, start, size):
+    def replace_then_read(opened, path, start, size):
         monkeypatch.setattr(objects, "_read_part", read_part)
         objects.write_object(path, json.dumps(longer).encode())
         return read_part(opened, path, start, size)
 
-    monkeypatch.setattr(objects, "_read_part", replaced_before)
+    monkeypatch.setattr(objects, "_read_part", replace_then_read)
     assert objects.read_json(f"{folder}/a") == longer
     objects.write_object(f"{folder}/a", b"{")
     with pytest.raises(ValueError):
         objects.read_json(f"{folder}/a")
 
 
-def test_a_download_begins_anew_where_the_object_is_replaced_between_two_attempts(s3, naps, tmp_path):
+def test_a_download_restarts_if_the_object_is_replaced_between_attempts(s3, naps, tmp_path):
     server, folder = s3
     objects.write_object(f"{folder}/a", bytes(1000))
 
-    def replaced_after_a_failure(request, done):
+    def replace_after_a_failure(request, done):
         if done and request.method == "GET" and not server.faults:
             server.on_request = lambda request, done: None
             objects.write_object(f"{folder}/a", b"another" * 100)
 
     server.faults.append(503)
-    server.on_request = replaced_after_a_failure
+    server.on_request = replace_after_a_failure
     objects.download_file(f"{folder}/a", tmp_path / "a")
     assert (tmp_path / "a").read_bytes() == b"another" * 100
 
 
 @pytest.mark.parametrize("write", ["file", "folder"])
-def test_a_disk_that_is_full_when_a_file_arrives_is_named(folder, write):
+def test_a_full_disk_during_a_download_is_a_transient_error(folder, write):
     objects.write_object(f"{folder}/a.json", bytes(100_000))
     with small_disk(50) as disk, pytest.raises(TransientError, match="no space left on device: make room"):
         if write == "file":
