@@ -1,4 +1,4 @@
-"""The parts of the protocol that decide by numbers, and what it may not know of."""
+"""Numeric parts of the protocol, each by itself, and the modules that the protocol may import."""
 
 import ast
 import math
@@ -19,7 +19,7 @@ from support.paths import ROOT
 XID = ExchangeId(3, "a", 1, 1)
 
 
-def test_the_protocol_knows_no_clock_socket_thread_file_chance_or_array():
+def test_the_protocol_imports_only_its_own_modules_and_arithmetic():
     imported = set()
     for path in (ROOT / "noloco_jax/islands/protocol").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -32,7 +32,7 @@ def test_the_protocol_knows_no_clock_socket_thread_file_chance_or_array():
     assert outside <= {"collections", "collections.abc", "dataclasses", "types", "typing", *arithmetic}
 
 
-def test_a_transfer_may_take_the_median_and_four_median_deviations():
+def test_the_allowance_of_a_transfer_is_the_median_plus_four_median_deviations():
     transfers, seconds = Transfers(), [3.0, 1.0, 9.0, 8.0, 2.0]
     for second in seconds:
         transfers.add(second)
@@ -40,20 +40,20 @@ def test_a_transfer_may_take_the_median_and_four_median_deviations():
     assert transfers.allowance(0.0) == np.median(seconds) + 4 * deviation
 
 
-def test_transfers_of_milliseconds_are_not_cut_off_by_a_process_that_pauses():
+def test_the_allowance_of_fast_transfers_is_never_below_the_least():
     transfers = Transfers()
     for _ in range(16):
         transfers.add(0.006)
     assert transfers.allowance(1.0) == 1.0
 
 
-def test_even_transfers_leave_room_and_a_link_that_slows_down_is_given_more():
+def test_the_allowance_leaves_slack_and_grows_when_the_link_slows_down():
     transfers = Transfers()
     assert transfers.allowance(0.0) == math.inf
     for _ in range(16):
         transfers.add(1.0)
     assert transfers.allowance(0.0) == 2.0
-    for _ in range(60):  # the link takes 5 seconds now, and is cut off until that is known
+    for _ in range(60):  # each transfer takes 5 s now, and is cut off until the allowance has grown
         transfers.add(min(5.0, transfers.allowance(0.0)))
     assert transfers.allowance(0.0) >= 5.0
 
@@ -71,14 +71,14 @@ def test_weighted_corrections_cancel(mine, theirs):
     assert m_i + c_i == pytest.approx(m_j + c_j)
 
 
-def test_an_outcome_is_final_and_a_question_makes_it_so():
+def test_settling_an_unknown_exchange_aborts_it_for_good():
     ledger = Ledger()
     assert ledger.settle(XID) is Outcome.ABORTED
     with pytest.raises(ValueError, match="ended as aborted"):
         ledger.close(XID, Outcome.COMMITTED)
 
 
-def test_one_correction_a_round():
+def test_a_second_correction_in_one_round_is_refused():
     ledger = Ledger()
     ledger.close(XID, Outcome.COMMITTED)
     assert ledger.settle(XID) is Outcome.COMMITTED and ledger.has_committed(3)
@@ -86,7 +86,7 @@ def test_one_correction_a_round():
         ledger.close(XID._replace(attempt=2), Outcome.COMMITTED)
 
 
-def test_what_is_forgotten_is_not_called_aborted():
+def test_a_committed_exchange_is_forgotten_and_never_reported_as_aborted():
     ledger = Ledger()
     ledger.close(XID, Outcome.COMMITTED)
     ledger.forget(3 + ROUNDS_KEPT)
@@ -95,7 +95,7 @@ def test_what_is_forgotten_is_not_called_aborted():
     assert ledger.settle(XID) is Outcome.FORGOTTEN
 
 
-def test_pauses_between_tries_double_up_to_the_longest():
+def test_pauses_between_retries_double_up_to_the_longest():
     arguments = Members(("a", "b")), IDENTITY, Settings(retry_seconds=0.5), 1, Ledger(), Bounds(), lambda name: True
     context = Context("a", *arguments)
     backoff, pauses = Backoff(context), []
@@ -108,7 +108,7 @@ def test_pauses_between_tries_double_up_to_the_longest():
     assert pauses[:3] == [0.5, 1.0, 2.0] and pauses[-3:] == [0.5 * LONGEST_PAUSE] * 3
 
 
-def test_a_word_that_another_overtook_puts_a_peer_back_to_no_earlier_round():
+def test_an_overtaken_message_does_not_move_a_peer_back_to_an_earlier_round():
     peer = Peer("b")
     for incarnation, round in ((1, 7), (1, 6)):
         peer.told(incarnation, round, 0.0)

@@ -1,4 +1,4 @@
-"""Messages of islands in few bits: what travels, and what becomes of two that have met."""
+"""Quantized messages of islands: payloads, and the corrections of two islands that exchange them."""
 
 import dataclasses
 from typing import Any
@@ -25,7 +25,7 @@ from noloco_jax.spmd.solo import SoloPrograms, build_solo
 from support import tiny_model
 from support.wires import ROUNDED
 
-SHAPES = [(1, 5, 96), (1, 7)]  # of the leading replica; the second is shorter than a block
+SHAPES = [(1, 5, 96), (1, 7)]  # the leading axis is the replica; the second array is shorter than a block
 
 
 def config_of(wire: str, **mesh: int) -> TrainConfig:
@@ -41,22 +41,22 @@ def config_of(wire: str, **mesh: int) -> TrainConfig:
 
 
 def programs_of(config: TrainConfig, devices: int) -> tuple[Programs, SoloPrograms]:
-    """Build the programs of one island, on so many devices."""
+    """Build the programs of one island on `devices` devices."""
     own = dataclasses.replace(config, num_replicas=1, mesh=dataclasses.replace(config.mesh, replica=1))
     programs = build_programs(own, make_mesh(own, jax.devices()[:devices]))
     return programs, build_solo(own, programs)
 
 
 def encoded(name: str, message: list[np.ndarray]) -> list[np.ndarray]:
-    """A message as it travels."""
+    """Encode a message in the wire format `name`."""
     wire = wire_of(name)
     assert not isinstance(wire, Modulo)
     encode = jax.jit(lambda message: [jax.vmap(lambda x: wire.encode(to_code(wire, x)))(x) for x in message])
     return [np.asarray(x) for x in encode(message)]
 
 
-def codes_of(name: str) -> tuple[PlainCodec, list[list[np.ndarray]], list[list[np.ndarray]]]:
-    """A code, two messages, and the two as they travel."""
+def codec_and_messages(name: str) -> tuple[PlainCodec, list[list[np.ndarray]], list[list[np.ndarray]]]:
+    """Return a codec, two messages, and both messages encoded."""
     wire = wire_of(name)
     assert not isinstance(wire, Modulo)
     messages = [[np.random.default_rng(i).standard_normal(s).astype(np.float32) for s in SHAPES] for i in range(2)]
@@ -66,43 +66,44 @@ def codes_of(name: str) -> tuple[PlainCodec, list[list[np.ndarray]], list[list[n
 
 @pytest.mark.parametrize("name", ["float32", *ROUNDED])
 @pytest.mark.parametrize("weight", [0.5, 0.8])
-def test_a_correction_is_the_weighted_difference_of_what_both_have_rounded(name, weight):
-    codes, messages, sent = codes_of(name)
+def test_a_correction_is_the_weighted_difference_of_both_quantized_messages(name, weight):
+    codec, messages, sent = codec_and_messages(name)
     rounded = ROUNDED.get(name, lambda x: x)
     for own, other in ((0, 1), (1, 0)):
-        found = codes.correction(sent[own], sent[other], weight)
+        found = codec.correction(sent[own], sent[other], weight)
         for x, mine, theirs in zip(found, messages[own], messages[other], strict=True):
             expected = weight * (rounded(theirs[0]).astype(np.float64) - rounded(mine[0]))
             np.testing.assert_allclose(x[0], expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-def test_corrections_of_a_pair_are_exactly_opposite_and_those_of_equal_islands_nothing(name):
-    codes, _, sent = codes_of(name)
+def test_corrections_of_a_pair_are_exactly_opposite_and_zero_between_equal_islands(name):
+    codec, _, sent = codec_and_messages(name)
     for mine, theirs in zip(
-        codes.correction(sent[0], sent[1], 0.5), codes.correction(sent[1], sent[0], 0.5), strict=True
+        codec.correction(sent[0], sent[1], 0.5), codec.correction(sent[1], sent[0], 0.5), strict=True
     ):
         np.testing.assert_array_equal(mine, -theirs)
         assert np.abs(mine).max() > 0.1
-    assert not any(x.any() for x in codes.correction(sent[0], list(sent[0]), 0.5))
+    assert not any(x.any() for x in codec.correction(sent[0], list(sent[0]), 0.5))
 
 
 @pytest.mark.parametrize("name", ["float32", *ROUNDED])
-def test_a_message_with_a_broken_value_has_no_finite_norm(name):
-    codes, messages, sent = codes_of(name)
+def test_the_norm_of_a_message_is_correct_and_not_finite_with_a_nan(name):
+    codec, messages, sent = codec_and_messages(name)
     norm = np.sqrt(sum((ROUNDED.get(name, lambda x: x)(x[0]).astype(float) ** 2).sum() for x in messages[0]))
-    assert codes.read(sent[0], (), sent[0]).norm == pytest.approx(norm, rel=1e-5)
+    assert codec.read(sent[0], (), sent[0]).norm == pytest.approx(norm, rel=1e-5)
     broken = [x.copy() for x in messages[0]]
     broken[0][0, 3, 40] = np.nan
-    assert not np.isfinite(codes.read(sent[0], (), encoded(name, broken)).norm)
+    assert not np.isfinite(codec.read(sent[0], (), encoded(name, broken)).norm)
 
 
-class InWindows:
-    """Two messages in windows, and what islands make of them.
+class WindowedPair:
+    """Pair of messages in a windowed format, with the payloads and corrections of both islands.
 
     Args:
-      distance: of the two, where values are about 1.
-      moved: how far each value has moved, so far as the islands know.
+      distance: standard deviation of each message from their shared values, which are about 1.
+      moved: movement of the first array's values since the last exchange; the second array's is twice that.
+      remembered: window that the last exchange left in every block.
     """
 
     def __init__(self, distance: float, moved: float = 0.05, remembered: int = 0):
@@ -120,11 +121,11 @@ class InWindows:
             arguments = message, self.movement, self.remembered
             return jax.vmap(lambda m, moved, seen: (windows.proposed(code, m, moved, seen, self.cuts), m))(*arguments)
 
-        def travels(message: list[jax.Array], of_pair: list[jax.Array]) -> Any:
+        def encode(message: list[jax.Array], of_pair: list[jax.Array]) -> Any:
             return jax.vmap(lambda one, its: windows.encoded(code, one, its, self.cuts))(message, of_pair)
 
         self.kept = [[np.asarray(x) for x in jax.tree.leaves(jax.jit(kept)(message))] for message in self.messages]
-        shapes = self.kept[0][:2], jax.eval_shape(travels, self.messages[0], self.kept[0][:2])
+        shapes = self.kept[0][:2], jax.eval_shape(encode, self.messages[0], self.kept[0][:2])
         self.codec = codec_of(code, self.messages[0], shapes, self.cuts)
 
     def read(self, own: int, sent: list[np.ndarray] | None = None) -> Read:
@@ -140,9 +141,9 @@ class InWindows:
 
 @pytest.mark.parametrize("remembered", [0, 100])
 @pytest.mark.parametrize("distance", [0.01, 0.03, 10.0])
-def test_islands_correct_in_windows_what_a_pair_in_one_program_does(distance, remembered):
+def test_windowed_corrections_equal_the_pair_mean_of_one_program(distance, remembered):
     """Some blocks are refused at the second distance, and nearly all at the third."""
-    pair = InWindows(distance, remembered=remembered)
+    pair = WindowedPair(distance, remembered=remembered)
     axis, pairing = "replica", RandomPairing(2, 2, 0)
 
     def mean(message: Any, movement: Any, seen: Any) -> Any:
@@ -161,29 +162,29 @@ def test_islands_correct_in_windows_what_a_pair_in_one_program_does(distance, re
 
 
 @pytest.mark.parametrize(("weights", "exact"), [((0.5, 0.5), True), ((0.2, 0.8), False)])
-def test_corrections_in_windows_cancel_by_weight(weights, exact):
-    pair = InWindows(0.01)
+def test_windowed_corrections_cancel_by_weight(weights, exact):
+    pair = WindowedPair(0.01)
     (mine, theirs) = pair.corrections(weights)
     for one, other in zip(mine[:2], theirs[:2], strict=True):
         np.testing.assert_allclose(weights[1] * one, -weights[0] * other, rtol=0 if exact else 1e-6)
     for message, other, correction in zip(*pair.messages, mine[:2], strict=True):
         assert (
             np.abs(correction - weights[0] * (other - message)).max() < weights[0] * 0.03
-        )  # a step of the second array
+        )  # a quantization step of the second array
     for one, other in zip(mine[2:], theirs[2:], strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-def test_the_norm_of_a_message_in_windows_is_that_of_the_message_as_far_as_it_is_read():
-    pair = InWindows(0.01)
+def test_the_norm_of_a_windowed_message_is_correct_and_not_finite_with_a_nan():
+    pair = WindowedPair(0.01)
     norm = np.sqrt(sum((x.astype(float) ** 2).sum() for x in pair.messages[1]))
     assert pair.read(0).norm == pytest.approx(norm, rel=1e-2)
-    broken = InWindows(0.01, moved=np.nan)
+    broken = WindowedPair(0.01, moved=np.nan)
     assert not np.isfinite(broken.read(0).norm)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "int6", "modulo4"])
-def test_a_message_takes_the_bytes_that_it_takes_in_one_program(name):
+def test_a_message_takes_as_many_bytes_as_in_one_program(name):
     config = config_of(name)
     of_island = Membership.messages(config, programs_of(config, 1)[1])
     in_one = messages_of(config, make_mesh(config, jax.devices()[:4]).shape)
@@ -191,7 +192,7 @@ def test_a_message_takes_the_bytes_that_it_takes_in_one_program(name):
 
 
 def test_islands_on_different_meshes_send_the_same_bits():
-    """The blocks of a code are of whole arrays, not of what a device holds."""
+    """Quantization blocks divide whole arrays, not a device's shards."""
     sent = []
     for count in (1, 2):
         programs, solo = programs_of(config_of("int6", fsdp=count), count)

@@ -1,4 +1,4 @@
-"""Limits on the harm that one member does to others, with real processes over TLS; `World` has them in virtual time."""
+"""Limits on the harm that a member does to others, with real processes over TLS; `World` tests them in virtual time."""
 
 import shutil
 import signal
@@ -19,13 +19,13 @@ ARGUMENTS = ["--config.num_steps=100000", "--config.checkpoint_every=100000", "-
 
 
 def outcomes(islands: Archipelago, name: str, first: int = 0) -> list[bool]:
-    """Return whether each message of a round from `first` on, which had a partner, was exchanged."""
+    """Return, for each message with a partner from round `first` on, whether it was exchanged."""
     lines = (line for line in islands.lines(name, "exchange") if line["partner"] and line["round"] >= first)
     return [line["outcome"] != "alone" for line in lines]
 
 
 def until(islands: Archipelago, condition: Callable[[], bool], *names: str) -> None:
-    """Waits for a condition while all of these islands run."""
+    """Wait for a condition while the named islands, by default all, run."""
     watched = [islands.running[name] for name in names or NAMES]
     said = [islands.said(name)[-2000:] for name in NAMES if islands.log(name).exists()]
     assert processes.wait_until(condition, watched, 240), "\n".join(said)
@@ -35,8 +35,8 @@ def last_round(islands: Archipelago, name: str) -> int:
     return max((line["round"] for line in islands.lines(name, "train") if "round" in line), default=-1)
 
 
-def test_islands_that_keep_pace_meet_again_after_the_slower_ones_were_stopped_for_rounds(config, tmp_path):
-    """Speeds are 1, 2 and 4. Before, the fastest stayed rounds ahead of all others and met nobody."""
+def test_islands_that_keep_pace_meet_again_after_the_slower_ones_were_paused(config, tmp_path):
+    """Speeds are 4, 2 and 1. Regression test: the fastest stayed rounds ahead of the others and met none of them."""
     arguments = [f"--config={config}", "--config.num_replicas=3", "--pace=time", *ARGUMENTS]
     seconds = {name: 0.1 * 2**place for place, name in enumerate(NAMES)}
     with Archipelago(tmp_path, NAMES, arguments, processes.environment(config), seconds) as islands:
@@ -52,29 +52,30 @@ def test_islands_that_keep_pace_meet_again_after_the_slower_ones_were_stopped_fo
         back = last_round(islands, FASTEST)
         until(islands, lambda: len(outcomes(islands, FASTEST, back + 10)) >= 12)
         met = outcomes(islands, FASTEST, back + 10)
-        assert sum(met) >= len(met) / 3, islands.said(FASTEST)[-3000:]  # before: none
+        assert sum(met) >= len(met) / 3, islands.said(FASTEST)[-3000:]  # none before the fix
 
 
-def test_a_member_whose_speeds_are_false_moves_the_others_through_the_schedule_within_the_bound(config, tmp_path):
-    """Before, two islands ran 30 times as fast through their schedule, for ever; and with bounds by the rounds that
-    the liar ends alone, 8 times and more, as it kept pace with those that believed it.
+def test_a_member_with_false_speeds_accelerates_the_others_only_within_the_bound(config, tmp_path):
+    """Regression test: two islands passed through their schedule 30 times as fast, without an end.
+
+    With a bound by the liar's rounds alone it was 8 times and more, as the liar kept pace with those that believed it.
     """
     arguments = [f"--config={config}", "--config.num_replicas=3", "--pace=time", *ARGUMENTS]
-    how = {"rome": "lies of speed"}
-    with Archipelago(tmp_path, NAMES, arguments, processes.environment(config), 0.1, how) as islands:
+    altered = {"rome": "lies of speed"}
+    with Archipelago(tmp_path, NAMES, arguments, processes.environment(config), 0.1, altered) as islands:
         for name in NAMES:
             islands.start(name)
         until(islands, lambda: all(len(islands.lines(name, "train")) >= 120 for name in NAMES))
-        assert sum(outcomes(islands, "rome")) >= 4  # it was heard
+        assert sum(outcomes(islands, "rome")) >= 4  # its reports were received
         for name in ("berlin", "paris"):
             steps = [line["step"] for line in islands.lines(name, "train")]
             assert (steps[-1] - steps[20]) / (len(steps) - 21) <= 1.2 * MOST_TIMED, name
 
 
-def test_islands_that_were_all_killed_before_their_first_checkpoint_begin_anew_without_one_of_them(config, tmp_path):
+def test_islands_all_killed_before_a_checkpoint_begin_anew_without_one_of_them(config, tmp_path):
     arguments = [f"--config={config}", "--config.num_replicas=3", *ARGUMENTS]
-    how = dict.fromkeys(NAMES, "begins anew soon")
-    with Archipelago(tmp_path, NAMES, arguments, processes.environment(config), 0.1, how) as islands:
+    altered = dict.fromkeys(NAMES, "begins anew soon")
+    with Archipelago(tmp_path, NAMES, arguments, processes.environment(config), 0.1, altered) as islands:
         for name in NAMES:
             islands.start(name)
         until(islands, lambda: all(islands.step(name) >= 6 for name in NAMES))
@@ -91,10 +92,10 @@ def test_islands_that_were_all_killed_before_their_first_checkpoint_begin_anew_w
         until(islands, lambda: all(has_begun_anew(name) for name in SLOWER), *SLOWER)
 
 
-def test_a_member_whose_messages_have_the_wrong_sign_is_named_and_left_out_and_the_others_learn_on(config, tmp_path):
+def test_a_member_that_flips_signs_is_quarantined_and_the_others_keep_learning(config, tmp_path):
     arguments = [f"--config={config}", "--config.num_replicas=3", *ARGUMENTS]
-    how = {"rome": "flips signs"}
-    with Archipelago(tmp_path, NAMES, arguments, processes.environment(config), 0.1, how) as islands:
+    altered = {"rome": "flips signs"}
+    with Archipelago(tmp_path, NAMES, arguments, processes.environment(config), 0.1, altered) as islands:
         for name in NAMES:
             islands.start(name)
         honest = ("berlin", "paris")
@@ -111,7 +112,7 @@ def test_a_member_whose_messages_have_the_wrong_sign_is_named_and_left_out_and_t
             assert "alone, without paris" not in islands.said("berlin")
 
 
-def test_an_island_that_lost_its_workdir_and_its_clock_meets_the_others_again(config, tmp_path):
+def test_an_island_with_a_lost_workdir_and_clock_set_back_meets_the_others_again(config, tmp_path):
     arguments = [f"--config={config}", "--config.num_replicas=3", *ARGUMENTS]
     with Archipelago(tmp_path, NAMES, arguments, processes.environment(config), 0.1) as islands:
         for name in NAMES:
@@ -125,11 +126,11 @@ def test_an_island_that_lost_its_workdir_and_its_clock_meets_the_others_again(co
         assert "peers know a later rome" in islands.said("rome")
 
 
-def test_a_second_message_of_an_exchange_is_refused_and_the_others_train_and_meet_on(config, tmp_path):
-    """Before, the second one, of NaN, was what the victim added to its weights when the first was accepted."""
+def test_a_second_message_of_an_exchange_is_refused_and_training_continues(config, tmp_path):
+    """Regression test: the victim accepted the first message and added the second one, of NaN, to its weights."""
     arguments = [f"--config={config}", "--config.num_replicas=3", *ARGUMENTS]
-    how = {"rome": "sends twice"}
-    with Archipelago(tmp_path, NAMES, arguments, processes.environment(config), 0.1, how) as islands:
+    altered = {"rome": "sends twice"}
+    with Archipelago(tmp_path, NAMES, arguments, processes.environment(config), 0.1, altered) as islands:
         for name in NAMES:
             islands.start(name)
         honest = ("berlin", "paris")
@@ -143,7 +144,7 @@ def test_a_second_message_of_an_exchange_is_refused_and_the_others_train_and_mee
             assert all(np.isfinite(line["loss"]).all() for line in islands.lines(name, "train"))
 
 
-def test_keys_are_renewed_while_an_island_trains_and_a_process_with_the_old_ones_meets_nobody(config, tmp_path):
+def test_keys_are_renewed_during_training_and_the_replaced_keys_are_refused(config, tmp_path):
     arguments = [f"--config={config}", "--config.num_replicas=3", *ARGUMENTS]
     with Archipelago(tmp_path, NAMES, arguments, processes.environment(config), 0.1) as islands:
         for name in NAMES:

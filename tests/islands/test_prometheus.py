@@ -1,4 +1,4 @@
-"""Metrics of islands in Prometheus' format, and the Grafana dashboard that asks for them."""
+"""Metrics of islands in Prometheus' format, and the Grafana dashboard that queries them."""
 
 import json
 import re
@@ -41,7 +41,7 @@ RUN = {"run": "c4", "islands": [PARIS, ROME]}
 
 
 def samples(text: bytes) -> dict[tuple[str, str], float]:
-    """Return (sample without prefix, island) -> value, as Prometheus' own reader takes them."""
+    """Map (sample name without prefix, island) to its value, as Prometheus' own parser reads it."""
     found = {}
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
@@ -63,7 +63,7 @@ def test_prometheus_reads_every_figure_of_an_island():
     assert {name: value for (name, island), value in found.items() if island == "rome"} == {"up": 0}
 
 
-def test_an_island_that_was_killed_has_counters_alone_and_one_that_was_removed_nothing():
+def test_a_killed_island_exposes_no_training_gauges_and_a_removed_island_nothing():
     killed = PARIS | {"away": "nobody listens there"}
     removed = PARIS | {"name": "oslo", "member": False}
     found = samples(exposition({"run": "c4", "islands": [killed, removed]}))
@@ -72,8 +72,8 @@ def test_an_island_that_was_killed_has_counters_alone_and_one_that_was_removed_n
     assert found["up", "paris"] == 0 and found["exchanges_met_total", "paris"] == 50
 
 
-def test_totals_of_an_island_are_those_that_metrics_name():
-    """A counter that no island tells would be missing for ever."""
+def test_every_counter_metric_names_an_existing_total():
+    """A counter of a total that does not exist would be missing without an error."""
     named = {metric.path[-1] for metric in METRICS if "totals" in metric.path}
     assert named <= Recent().totals.keys()
 
@@ -100,7 +100,7 @@ def test_the_dashboard_serves_the_metrics(url):
         assert samples(answer.read())["up", "paris"] == 1
 
 
-def test_without_the_package_the_answer_says_what_to_install(url, monkeypatch):
+def test_the_answer_without_prometheus_client_says_what_to_install(url, monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(url, timeout=30)
@@ -112,7 +112,7 @@ def grafana() -> dict[str, Any]:
     return json.loads((ROOT / "launch" / "grafana.json").read_text())
 
 
-def test_grafanas_queries_name_only_metrics_that_exist_and_all_that_matter():
+def test_grafanas_queries_name_only_existing_metrics_and_omit_only_the_listed_ones():
     names = {sample for sample, _ in samples(exposition(RUN))}
     asked: set[str] = set()
     queries = [target["expr"] for panel in grafana()["panels"] for target in panel["targets"]]

@@ -13,7 +13,7 @@ def notice(number: int) -> dict:
     return {"time": float(number), "event": "notice", "line": str(number)}
 
 
-def test_events_are_read_bit_by_bit_in_their_order():
+def test_events_are_read_incrementally_in_order():
     recent = Recent()
     recent.add(notice(1))
     recent.add_figures(10, {"loss": 2.0})
@@ -23,7 +23,7 @@ def test_events_are_read_bit_by_bit_in_their_order():
     assert recent.after(last)[0] == [notice(2)]
 
 
-def test_the_newest_of_each_kind_are_kept_and_a_flood_of_one_leaves_the_others():
+def test_each_kind_of_event_has_its_own_limit_and_keeps_the_newest():
     recent = Recent()
     recent.add_figures(1, {"loss": 1.0})
     for number in range(10 * _LIMITS["notice"]):
@@ -49,13 +49,13 @@ def test_an_answer_stays_small_with_the_longest_events():
     assert len(json.dumps(recent.after(0))) < 1 << 20
 
 
-def test_figures_that_json_lacks_are_left_out():
+def test_missing_non_finite_and_unlisted_figures_are_left_out():
     recent = Recent()
     recent.add_figures(1, {"loss": math.nan, "perplexity": math.inf, "tokens": None, "lr": 1.0})
     assert recent.after(0) == ([], 0)
 
 
-def test_a_later_start_shows_what_the_log_kept_and_counts_on(tmp_path):
+def test_a_restart_restores_events_and_totals_from_the_log(tmp_path):
     first = Recent()
     log = IslandLog(tmp_path, "paris", first.add)
     log.start(0, 0.0)

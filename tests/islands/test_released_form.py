@@ -1,8 +1,8 @@
-"""Two versions that speak one protocol run together: what is told keeps the form of the version that was released.
+"""Compatibility of two versions with one protocol number: messages keep the form of the released version.
 
-`tests/golden/protocol5.json` is the form of protocol 5. What a test here refuses needs another `VERSION`, with a form
-of its own (`support.released_form`), as islands of the released version would take it for something else, or not at
-all. Allowed are further fields of headers, with defaults, and of the configuration, with defaults that change nothing.
+`tests/golden/protocol5.json` is the form of protocol 5. A change that fails here needs a new `VERSION`, with a golden
+file of its own (`support.released_form`), because islands of the released version would misread it or not read it at
+all. Allowed are new header fields with defaults, and new configuration fields whose defaults change nothing.
 """
 
 import copy
@@ -40,12 +40,12 @@ def current() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("part", COMPARED)
-def test_what_is_told_is_what_the_released_version_tells(current, part):
+def test_each_part_of_the_protocols_form_equals_the_released_version(current, part):
     assert current[part] == RELEASED[part]
 
 
 def broken_headers(released: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Return the headers and fields of which the released version does not read what this one sends, or the reverse."""
+    """Return the headers and fields that one of the two versions sends in a form that the other does not read."""
     broken = sorted(released.keys() ^ current.keys())
     for kind in released.keys() & current.keys():
         before, now = released[kind], current[kind]
@@ -58,7 +58,7 @@ def broken_headers(released: dict[str, Any], current: dict[str, Any]) -> list[st
     return broken
 
 
-def test_headers_are_read_by_the_released_version_and_its_are_read_here(current):
+def test_headers_are_compatible_with_the_released_version_in_both_directions(current):
     assert broken_headers(RELEASED["headers"], current["headers"]) == []
 
 
@@ -75,14 +75,14 @@ def test_headers_are_read_by_the_released_version_and_its_are_read_here(current)
         (lambda headers: headers["Status"].pop("view"), None),
     ],
 )
-def test_a_change_that_the_released_version_does_not_read_is_found(change: Callable[[Any], None], found):
+def test_only_incompatible_header_changes_are_detected(change: Callable[[Any], None], found):
     changed = copy.deepcopy(RELEASED["headers"])
     change(changed)
     assert broken_headers(RELEASED["headers"], changed) == ([] if found is None else [found])
 
 
-def test_defaults_that_are_left_out_are_those_of_the_released_version(current):
-    """An island takes what a peer leaves out for its own default."""
+def test_omitted_defaults_equal_those_of_the_released_version(current):
+    """An island substitutes its own default for a field that a peer omits."""
     assert {name: current["defaults"].get(name, "gone") for name in RELEASED["defaults"]} == RELEASED["defaults"]
 
 
@@ -92,7 +92,7 @@ def test_journals_of_the_released_version_are_resumed():
 
 @pytest.mark.parametrize("values", RELEASED["entries"]["signed"], ids=["authority's", "own"])
 def test_signatures_of_the_released_version_hold(values):
-    """Signed messages have no further field: the released version would not know it."""
+    """Signed messages may have no new field, as the released version would not know it."""
     check = check_of(RUN, Credentials(RELEASED["entries"]["authority"].encode(), b"", b""))
     entry = entry_from_json(values)
     assert check(entry) and not check(dataclasses.replace(entry, version=entry.version + 1))
@@ -103,16 +103,16 @@ def test_signatures_of_the_released_version_hold(values):
 
 
 class TwoVersions(World):
-    """Islands of which the first half is of the released version, and the others of a newer one with a field more.
+    """World whose first half of the islands has the released version, the others a newer one with one field more.
 
-    The released version drops fields that it does not know, and does not send those in `without`.
+    The released version drops unknown fields and does not send those in `without`.
     """
 
     without = ("news", "before", "share", "view", "members", "yours", "finished")
 
     def __init__(self, count: int, **arguments: Any):
         self.released = [f"i{number}" for number in range(count // 2)]
-        self.between = 0
+        self.calls_between_versions = 0
         super().__init__(count, **arguments)
 
     def _transmit(self, call: Call, side: int, header: Any, nth: int, opener: bool = False) -> None:
@@ -121,16 +121,16 @@ class TwoVersions(World):
         if sender in self.released:
             values = {name: value for name, value in values.items() if name not in self.without}
         else:
-            values = with_more(values)
-        self.between += (sender in self.released) != (receiver in self.released)
+            values = with_new_fields(values)
+        self.calls_between_versions += (sender in self.released) != (receiver in self.released)
         super()._transmit(call, side, messages.from_json(values), nth, opener)
 
 
-def with_more(value: Any) -> Any:
-    """Return a header's values with a field of a newer version in every group."""
+def with_new_fields(value: Any) -> Any:
+    """Add a field of a newer version to every group of a header's values."""
     if not isinstance(value, dict):
         return value
-    more = {name: one if name == "config" else with_more(one) for name, one in value.items()}
+    more = {name: one if name == "config" else with_new_fields(one) for name, one in value.items()}
     return more | {"field_of_a_newer_version": [{"a": 1}]}
 
 
@@ -139,10 +139,10 @@ def test_islands_of_two_versions_exchange_in_every_round():
     world.run(20 * ROUND).finish()
     assert world.participation(2, 15) == 1.0
     applied = {(node.name, action.peer) for node in world.nodes.values() for action in node.applied}
-    assert {("i0", "i3"), ("i3", "i0"), ("i1", "i2"), ("i2", "i1")} <= applied and world.between > 100
+    assert {("i0", "i3"), ("i3", "i0"), ("i1", "i2"), ("i2", "i1")} <= applied and world.calls_between_versions > 100
 
 
-def test_an_island_of_the_released_version_resumes_as_a_newer_one_from_its_checkpoint():
+def test_a_newer_version_resumes_from_a_checkpoint_of_the_released_one():
     world = TwoVersions(4, starts=[0.0] * 4, downtime=0.2 * ROUND).run(8.5 * ROUND)
     node = world.nodes["i0"]
     world.crash(node, "kill")
@@ -155,7 +155,7 @@ def test_an_island_of_the_released_version_resumes_as_a_newer_one_from_its_check
 # Identity.
 
 
-def test_a_field_of_a_newer_version_is_no_difference_of_own_loops_before_it_is_used(tmp_path, monkeypatch):
+def test_a_newer_versions_setting_is_no_difference_while_it_has_its_default(tmp_path, monkeypatch):
     @dataclasses.dataclass(frozen=True)
     class Newer(NoLoCo):
         decay_of_slow_weights: float = 1.0
@@ -188,11 +188,11 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("name", ["quickstart", "c4_125m", "c4_bytes", *GIVEN])
-def test_the_configuration_is_told_without_defaults_and_built_from_that(name):
+def test_the_configuration_is_sent_without_defaults_and_rebuilt_exactly(name):
     config = from_dict(GIVEN.get(name) or load_config(str(CONFIGS / f"{name}.py")))
-    told = json.loads(json.dumps(told_values(config)))
-    assert from_dict(told) == config
-    assert "qk_norm" not in told.get("model", {}) and told["num_steps"] == config.num_steps
+    sent = json.loads(json.dumps(told_values(config)))
+    assert from_dict(sent) == config
+    assert "qk_norm" not in sent.get("model", {}) and sent["num_steps"] == config.num_steps
 
 
 # Another protocol.
@@ -200,7 +200,7 @@ def test_the_configuration_is_told_without_defaults_and_built_from_that(name):
 
 @pytest.mark.parametrize("values", [{"caller": {"identity": {"protocol": 9}}}, {"identity": {"protocol": 9}}])
 @pytest.mark.parametrize("kind", [Hello.__name__, "KindOfANewerProtocol"])
-def test_a_header_of_another_protocol_that_cannot_be_read_tells_both_versions_and_what_to_do(kind, values):
+def test_an_unreadable_header_of_another_protocol_is_refused_with_both_versions(kind, values):
     line = (
         f"protocol: 9 of the caller, {messages.VERSION} of the island called .install one version of noloco_jax on both"
     )
@@ -209,8 +209,8 @@ def test_a_header_of_another_protocol_that_cannot_be_read_tells_both_versions_an
 
 
 @pytest.mark.parametrize("identity", [None, [], {}, {"protocol": "9"}, {"protocol": True}, {"protocol": 5}])
-def test_a_header_that_cannot_be_read_is_of_no_other_protocol_unless_it_says_so(identity):
+def test_an_unreadable_header_that_names_no_other_protocol_is_a_header_error(identity):
     for values in ({"identity": identity}, {"caller": {"identity": identity}}, {"caller": identity}):
-        with pytest.raises(HeaderError) as told:
+        with pytest.raises(HeaderError) as error:
             messages.from_json({"kind": "Hello", **values})
-        assert not isinstance(told.value, OtherProtocolError)
+        assert not isinstance(error.value, OtherProtocolError)

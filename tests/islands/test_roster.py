@@ -1,4 +1,4 @@
-"""The file that says who the islands of a run are."""
+"""The roster file, which lists the islands of a run."""
 
 from pathlib import Path
 
@@ -21,20 +21,20 @@ comment = "the one with eight GPUs"
 """
 
 
-def written(folder: Path, text: str) -> Path:
+def write_roster(folder: Path, text: str) -> Path:
     path = folder / "roster.toml"
     path.write_text(text)
     return path
 
 
 def test_an_islands_place_in_the_file_is_its_replica(tmp_path):
-    roster = read_roster(written(tmp_path, RIGHT))
+    roster = read_roster(write_roster(tmp_path, RIGHT))
     assert (roster.run, roster.names) == ("c4-125m", ("paris", "berlin-2"))
     assert [roster.index(name) for name in roster.names] == [0, 1]
     assert roster.address("berlin-2") == Address("2001:db8::7", 7071)
 
 
-def test_an_address_reads_as_it_is_written():
+def test_an_address_is_unchanged_by_parsing_and_formatting():
     for text in ("paris.example.org:7070", "[2001:db8::7]:7071", "10.0.0.7:1", "gpu_3:65535"):
         assert str(parse_address(text)) == text
 
@@ -50,17 +50,17 @@ def test_loopback_addresses_are_those_that_no_other_machine_reaches(host, is_loo
     assert Address(host, 1).is_loopback is is_loopback
 
 
-def test_the_version_is_of_names_and_their_order_alone(tmp_path):
-    version = read_roster(written(tmp_path, RIGHT)).version
+def test_the_version_depends_only_on_the_names_and_their_order(tmp_path):
+    version = read_roster(write_roster(tmp_path, RIGHT)).version
     same = RIGHT.replace("eight", "nine").replace("paris.example.org:7070", "10.0.0.7:7000")
-    assert read_roster(written(tmp_path, same)).version == version
+    assert read_roster(write_roster(tmp_path, same)).version == version
     head, first, second = RIGHT.split("[[island]]")
     for other in (
         RIGHT.replace("c4-125m", "c4-1b"),
         RIGHT.replace("berlin-2", "berlin-3"),
         "[[island]]".join([head, second + "\n", first]),
     ):
-        assert read_roster(written(tmp_path, other)).version != version
+        assert read_roster(write_roster(tmp_path, other)).version != version
 
 
 @pytest.mark.parametrize(
@@ -89,20 +89,20 @@ def test_the_version_is_of_names_and_their_order_alone(tmp_path):
         ('run = "c4-125m"', "run = c4", "is not TOML"),
     ],
 )
-def test_a_mistake_is_a_line_that_names_file_and_entry(former, new, said, tmp_path):
+def test_a_mistake_is_reported_in_one_line_that_names_file_and_entry(former, new, said, tmp_path):
     assert former in RIGHT
     with pytest.raises(UserError) as error:
-        read_roster(written(tmp_path, RIGHT.replace(former, new)))
+        read_roster(write_roster(tmp_path, RIGHT.replace(former, new)))
     assert said in str(error.value) and str(tmp_path / "roster.toml") in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_one_island_is_no_roster(tmp_path):
+def test_a_roster_of_fewer_than_two_islands_is_refused(tmp_path):
     alone = RIGHT[: RIGHT.rindex("[[island]]")]
     with pytest.raises(UserError, match="it has 1 island, and a run has two at least"):
-        read_roster(written(tmp_path, alone))
+        read_roster(write_roster(tmp_path, alone))
     with pytest.raises(UserError, match=r"give one \[\[island\]\] for each"):
-        read_roster(written(tmp_path, 'run = "r"\n[island]\nname = "paris"\naddress = "a:1"\n'))
+        read_roster(write_roster(tmp_path, 'run = "r"\n[island]\nname = "paris"\naddress = "a:1"\n'))
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
@@ -114,7 +114,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 
 def test_an_unknown_name_is_answered_with_the_nearest(tmp_path):
-    roster = read_roster(written(tmp_path, RIGHT))
+    roster = read_roster(write_roster(tmp_path, RIGHT))
     with pytest.raises(UserError, match="has no island 'pari': did you mean 'paris'"):
         roster.index("pari")
     with pytest.raises(UserError, match="has no island 'x': it has paris, berlin-2"):

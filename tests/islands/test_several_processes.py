@@ -1,4 +1,4 @@
-"""An island of several real processes, over which its replica is sharded: the first one meets the other islands."""
+"""Island of several real processes that shard its replica; its first process exchanges with the other islands."""
 
 import shutil
 import signal
@@ -20,18 +20,18 @@ SMALL = ["--config.num_replicas=2", "--config.model.num_layers=1"]
 
 
 def until(islands: Archipelago, condition: Callable[[], bool], *watched: str) -> None:
-    """Waits for a condition while these processes run."""
+    """Wait for a condition while these processes run."""
     running = [islands.running[name] for name in watched]
     said = lambda: "\n".join(islands.said(name)[-3000:] for name in islands.running)  # noqa: E731
     assert processes.wait_until(condition, running, 240), said()
 
 
 def trained(config: Path, folder: Path, *arguments: str, size: int, devices: int) -> Archipelago:
-    """Islands that have come to their end, paris of so many processes, each exchange waited for."""
+    """Train both islands to the end, paris in `size` processes, waiting for each exchange; return them."""
     every = [f"--config={config}", *SMALL, *arguments]
-    how = dict.fromkeys(NAMES, "waits for exchanges")
+    altered = dict.fromkeys(NAMES, "waits for exchanges")
     environment = processes.environment(config, devices)
-    with Archipelago(folder, NAMES, every, environment, altered=how, sizes={"paris": size}, own=OWN) as islands:
+    with Archipelago(folder, NAMES, every, environment, altered=altered, sizes={"paris": size}, own=OWN) as islands:
         for name in NAMES:
             islands.start(name)
         ended = {name: process.wait(processes.PATIENCE) for name, process in islands.running.items()}
@@ -40,7 +40,7 @@ def trained(config: Path, folder: Path, *arguments: str, size: int, devices: int
 
 
 def test_an_island_of_two_processes_trains_bitwise_like_one_of_two_devices(config, tmp_path):
-    """Corrections of weights and moments, the schedule's messages, and at the end the mean of both islands."""
+    """Corrections cover weights and moments of two fragments; at the end both islands are merged into their mean."""
     arguments = ["--config.num_steps=12", "--config.outer.fragments=2", "--config.outer.moments=1", "--linger=100"]
     arguments += ["--config.outer.final_merge=True", "--config.outer.wire=modulo4"]
     over_two = trained(config, tmp_path / "over_two", *arguments, size=2, devices=1)
@@ -65,7 +65,7 @@ def last_round(islands: Archipelago, name: str) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="sends signals as Linux has them")
-def test_a_killed_process_ends_its_island_alone_which_comes_back_and_is_a_donor(config, tmp_path):
+def test_a_killed_process_ends_only_its_island_which_resumes_and_serves_as_donor(config, tmp_path):
     arguments = [f"--config={config}", *SMALL, "--config.num_steps=100000", "--config.eval_every=100000"]
     arguments += ["--config.checkpoint_every=20", "--pace=time", "--config.model.kind=llama"]
     environment, both = processes.environment(config), ("paris", "paris.1")

@@ -1,4 +1,4 @@
-"""Shares of a state: cut anywhere between values or blocks, from whichever donor, they make up the arrays again."""
+"""Shares of a state: cut between values or blocks and read from any donor, they reassemble to the arrays."""
 
 import math
 from types import SimpleNamespace
@@ -29,8 +29,8 @@ def state(seed: int) -> list[np.ndarray]:
     ]
 
 
-def travelled(layout, donors: list[list[np.ndarray]]) -> dict[int, np.ndarray]:
-    """The arrays after each share came from the next donor; the position is the last one's."""
+def transferred(layout, donors: list[list[np.ndarray]]) -> dict[int, np.ndarray]:
+    """Return the arrays assembled from shares of the donors in turn, with the last donor's small arrays."""
     contents = [layout.encode(dict(enumerate(donor))) for donor in donors]
     assembly = Assembly(layout)
     for number in range(1, layout.count + 1):
@@ -47,11 +47,11 @@ def small_shares(monkeypatch):
     monkeypatch.setattr(state_shares, "SHARE_BYTES", 1000)
 
 
-def test_a_whole_state_is_exact():
+def test_a_whole_state_is_transferred_exactly():
     one = state(0)
     layout = layouts_of(one, 3, "int4").whole
     assert layout.count > 100 and layout.small == [4]
-    found = travelled(layout, [one])
+    found = transferred(layout, [one])
     assert found.keys() == set(range(6))
     for number, x in found.items():
         np.testing.assert_array_equal(x, one[number])
@@ -62,32 +62,32 @@ def test_a_whole_state_is_exact():
     ("wire", "bytes_", "error"),
     [("float32", 4, 0), ("bfloat16", 2, 2**-8), ("int8", 1, 1 / 254), ("modulo4", 0.75, 1 / 62)],
 )
-def test_weights_take_the_bits_of_the_wire_or_eight(wire, bytes_, error):
+def test_weights_take_the_bytes_of_their_wire_format_within_its_error(wire, bytes_, error):
     one = state(0)
     layout = layouts_of(one, 3, wire).weights
     quantized = one[0].size * bytes_ + one[2].size * min(bytes_, 2) + 4 * 80
     assert quantized <= layout.nbytes < 1.15 * quantized
-    found = travelled(layout, [one])
+    found = transferred(layout, [one])
     assert found.keys() == {0, 1, 2}
-    np.testing.assert_array_equal(found[1], one[1])  # few values are exact
+    np.testing.assert_array_equal(found[1], one[1])  # small arrays are exact
     for number in (0, 2):
         x, y = found[number].astype(np.float32), one[number].astype(np.float32)
         assert found[number].dtype == one[number].dtype
         scale = np.abs(y) if wire == "bfloat16" else np.abs(y).max()
-        rounding = 2**-8 * np.abs(y) * (one[number].dtype == BFLOAT16)  # of an array that is bfloat16 itself
+        rounding = 2**-8 * np.abs(y) * (one[number].dtype == BFLOAT16)  # for an array that is bfloat16 itself
         assert (np.abs(x - y) <= 1.02 * error * scale + rounding).all()
 
 
-def test_shares_of_two_donors_hold_values_of_the_one_or_the_other():
+def test_shares_of_two_donors_reassemble_to_values_of_either():
     donors = [state(0), state(1)]
-    found = travelled(layouts_of(donors[0], 3, "int8").weights, donors)[0]
+    found = transferred(layouts_of(donors[0], 3, "int8").weights, donors)[0]
     near = [np.abs(found - donor[0]) < 1e-3 for donor in donors]
     assert (near[0] | near[1]).all() and 0.3 < np.mean(near[0]) < 0.7
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_the_share_with_a_value_that_is_not_finite_is_found(wire, value):
+def test_the_share_with_a_non_finite_value_is_detected(wire, value):
     one = state(0)
     one[0][1, 50, 33] = value
     layout = layouts_of(one, 3, wire).weights
@@ -96,7 +96,7 @@ def test_the_share_with_a_value_that_is_not_finite_is_found(wire, value):
     assert len(bad) == 1
 
 
-def test_formats_of_differences_are_not_for_weights():
+def test_weights_are_sent_in_int6_where_the_wire_format_has_fewer_bits():
     assert [state_wire(wire) for wire in ("float32", "bfloat16", "int8", "int6", "int4", "modulo4")] == [
         "float32",
         "bfloat16",
@@ -107,7 +107,7 @@ def test_formats_of_differences_are_not_for_weights():
     ]
 
 
-def test_a_donor_gives_what_was_asked_for_while_it_copied_with_the_next_copy():
+def test_a_request_during_a_donors_copy_is_served_from_the_next_copy():
     one, sent = state(0), []
     layouts = layouts_of(one, 3, "int8")
     donor = Donor(layouts, lambda channel, header, arrays: sent.append((channel, header.round)), sent.append)
@@ -121,7 +121,7 @@ def test_a_donor_gives_what_was_asked_for_while_it_copied_with_the_next_copy():
     assert sent == [("first", 7), ("second", 8), ("third", 8)] and not donor.is_waited_for
 
 
-def test_a_donor_ends_a_call_for_a_share_that_there_is_not():
+def test_a_donor_ends_a_call_for_a_share_that_does_not_exist():
     ended = []
     layouts = layouts_of(state(0), 3, "int8")
     donor = Donor(layouts, lambda channel, header, arrays: pytest.fail("given"), ended.append)
@@ -130,7 +130,7 @@ def test_a_donor_ends_a_call_for_a_share_that_there_is_not():
     assert ended == [-1, layouts.weights.count + 1] and not donor.is_waited_for
 
 
-def test_a_donor_gives_later_rounds_from_the_copy_that_it_has(monkeypatch):
+def test_a_donor_reuses_its_copy_in_later_rounds_until_it_is_too_old(monkeypatch):
     one, sent = state(0), []
     donor = Donor(layouts_of(one, 3, "int8"), lambda channel, header, arrays: sent.append(header.round), sent.append)
     for number, round in ((1, 7), (2, 8)):
@@ -145,7 +145,7 @@ def test_a_donor_gives_later_rounds_from_the_copy_that_it_has(monkeypatch):
 
 
 @pytest.mark.parametrize(("step", "is_taken"), [(80, True), (79, False), (-1, False), (2**62, False)])
-def test_a_position_at_which_no_island_can_be_is_not_taken(step, is_taken):
+def test_a_state_at_an_impossible_step_is_refused(step, is_taken):
     one = state(0)
     layout = layouts_of(one, 3, "int8").weights
     assembly = Assembly(layout)
@@ -157,7 +157,7 @@ def test_a_position_at_which_no_island_can_be_is_not_taken(step, is_taken):
     assert math.isfinite(content.norm) == is_taken
 
 
-def test_large_float64_and_imaginary_parts_are_told_from_what_is_not_finite():
+def test_finiteness_is_right_for_large_float64_and_complex_values():
     one = [np.full((3, 500), 1e300), np.full(600, 1 + 2j)]
     layout = layouts_of(one, 1, "float32").whole
 

@@ -1,6 +1,6 @@
-"""Strangers to a run are refused with a line on both sides, and half a message leaves nothing behind.
+"""Refusal of strangers to a run, with a line on both sides, and incomplete messages that leak nothing.
 
-What each single call is told is in `test_calls.py`; these are whole islands, which train on meanwhile.
+`test_calls.py` tests each single call; these are whole islands, which keep training.
 """
 
 import contextlib
@@ -44,15 +44,15 @@ def keys_with_fault(ca: trustme.CA, fault: str) -> Credentials | None:
     if fault == "expired":
         past = {"not_before": datetime.datetime(2020, 1, 1), "not_after": datetime.datetime(2021, 1, 1)}
         return keys_of(ca, "berlin", **past)
-    if fault == "foreign":  # it takes this run's authority for its own, which did not sign its certificate
+    if fault == "foreign":  # it trusts this run's authority, which did not sign its certificate
         return keys_of(trustme.CA(), "berlin")._replace(authority=ca.cert_pem.bytes())
     if fault == "another authority":
         return keys_of(trustme.CA(), "berlin")
     return keys_of(ca, "rome" if fault == "wrong name" else "berlin")
 
 
-def in_a_later_form(header: Header) -> dict[str, Any]:
-    """Return what an island of a later protocol sends, without fields that are read here."""
+def later_protocol_json(header: Header) -> dict[str, Any]:
+    """Return a header as an island of a later protocol sends it, without fields that are read here."""
     values = to_json(header)
     identity = values.get("identity") or {}
     if identity.get("protocol") == 9:
@@ -81,7 +81,7 @@ def in_a_later_form(header: Header) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_stranger_is_told_what_is_wrong_and_so_is_the_island_that_it_calls(
+def test_a_refused_stranger_and_the_called_island_both_report_the_fault(
     ca, fault, to_the_stranger, to_the_island, monkeypatch
 ):
     addresses = [Address("127.0.0.1", port) for port in free_ports(len(NAMES))]
@@ -90,7 +90,7 @@ def test_a_stranger_is_told_what_is_wrong_and_so_is_the_island_that_it_calls(
     changes = {"another run": {"run": "other"}, "another protocol": {"protocol": 9}, "a later form": {"protocol": 9}}
     identity = dataclasses.replace(IDENTITY, **changes.get(fault, {}))
     if fault == "a later form":
-        monkeypatch.setattr(calls, "to_json", in_a_later_form)
+        monkeypatch.setattr(calls, "to_json", later_protocol_json)
     stranger = Site("berlin", roster, credentials=keys_with_fault(ca, fault), identity=identity)
     try:
         island.open()
@@ -109,29 +109,29 @@ def test_a_stranger_is_told_what_is_wrong_and_so_is_the_island_that_it_calls(
 
 
 EXPECTED = ArraySpec((64 << 20,), np.dtype(np.uint8))
-HALVES = ("nothing", "a header", "a huge announcement", "a piece", "a piece, and the network gone", "a wrong trailer")
+PARTIAL = ("nothing", "a header", "a huge announcement", "a piece", "a piece, and the network gone", "a wrong trailer")
 
 
-def send_half(client: Client, half: str) -> None:
-    """A call by somebody who may call, and who sends a part of a message or a wrong one."""
-    seconds = 0.1 if half.endswith("gone") else 60.0
+def send_incomplete(client: Client, kind: str) -> None:
+    """Call as an admitted peer and send a part of a message, or a wrong one."""
+    seconds = 0.1 if kind.endswith("gone") else 60.0
     with contextlib.suppress(PeerError, pa.ArrowException), client.exchange({}, nothing, seconds) as channel:
-        writer, size = channel._writer, 1 << 50 if half == "a huge announcement" else EXPECTED.nbytes
-        if half == "nothing":
+        writer, size = channel._writer, 1 << 50 if kind == "a huge announcement" else EXPECTED.nbytes
+        if kind == "nothing":
             raise PeerError
         writer.write_metadata(_seal({"kind": "frame", "header": {}, "arrays": [["uint8", [size]]]}))
-        if half in ("a header", "a huge announcement"):
+        if kind in ("a header", "a huge announcement"):
             raise PeerError
         column = pa.array(np.zeros(1 << 16, np.uint8))
         writer.write_batch(pa.RecordBatch.from_arrays([column], schema=SCHEMA))
-        if half == "a wrong trailer":
+        if kind == "a wrong trailer":
             writer.write_metadata(_seal({"bytes": 1 << 16, "digest": ""}))
-        elif half.endswith("gone"):
-            channel.receive()  # until the deadline, with the other side in the middle of the message
+        elif kind.endswith("gone"):
+            channel.receive()  # waits for the deadline while the other side expects the rest of the message
         raise PeerError
 
 
-def check_halves(ca: trustme.CA | None, tries: int) -> None:
+def check_incomplete_messages(ca: trustme.CA | None, tries: int) -> None:
     keys = {name: None if ca is None else keys_of(ca, name) for name in NAMES}
     received: list[object] = []
     recorder = Recorder()
@@ -139,13 +139,13 @@ def check_halves(ca: trustme.CA | None, tries: int) -> None:
     with running(recorder, keys["paris"]) as server:
         client = calling(server.port, keys["berlin"])
 
-        def all_kinds(number: int) -> None:
+        def send_all_kinds(number: int) -> None:
             for one in range(number):
-                send_half(client, HALVES[one % len(HALVES)])
+                send_incomplete(client, PARTIAL[one % len(PARTIAL)])
 
-        all_kinds(len(HALVES) * 3)  # what it takes once, it may keep
+        send_all_kinds(len(PARTIAL) * 3)  # warm-up: what is allocated once may stay
         before = settled(descriptors), settled(threading.active_count), resident()
-        all_kinds(tries)
+        send_all_kinds(tries)
         assert client.action("status", {}, 60.0)
         assert in_time(lambda: settled(descriptors) <= before[0] + 5)
         assert in_time(lambda: settled(threading.active_count) <= before[1] + 3)
@@ -154,13 +154,13 @@ def check_halves(ca: trustme.CA | None, tries: int) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux lists them")
-def test_half_messages_of_those_who_may_call_leave_nothing_behind(ca):
-    check_halves(ca, 200)
+def test_incomplete_messages_of_admitted_peers_leak_nothing(ca):
+    check_incomplete_messages(ca, 200)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux lists them")
 @pytest.mark.parametrize("is_tls", [True, False])
-def test_ten_thousand_half_messages_leave_nothing_behind(ca, is_tls):
-    check_halves(ca if is_tls else None, 10_000)
+def test_ten_thousand_incomplete_messages_leak_nothing(ca, is_tls):
+    check_incomplete_messages(ca if is_tls else None, 10_000)

@@ -1,4 +1,4 @@
-"""Figures and timelines of islands' logs, on logs that are made up."""
+"""Figures and timelines of islands, computed from made-up logs."""
 
 import itertools
 import json
@@ -41,8 +41,8 @@ def history(name: str, *events: Iterable[dict[str, Any]]) -> History:
     return History(name, sorted(itertools.chain(*events), key=lambda event: event["time"]))
 
 
-# paris trains from 0 to 100 and ends a round every 10 s; rome a second later each; oslo is killed after 35, begins
-# again at 60 from a checkpoint after round 1, and takes the state of paris after round 6.
+# paris trains from 0 to 100 s and ends a round every 10 s; rome 1 s later each; oslo is killed at about 35 s, resumes
+# at 60 s from a checkpoint after round 1, and catches up with the state of paris after round 6.
 PARIS = history(
     "paris",
     [start(0.0, "paris"), end(101.0)],
@@ -65,16 +65,16 @@ OSLO = history(
 )
 
 
-def test_every_exchange_is_a_link_between_the_ends_of_its_round_once():
+def test_each_exchange_is_one_link_between_both_ends_of_its_round():
     assert sorted(links_of([PARIS, ROME, OSLO])) == [
         Link("oslo", 20.5, "rome", 21.0, late=False),
         Link("paris", 10.0, "rome", 11.0, late=False),
         Link("paris", 30.0, "rome", 31.0, late=True),
     ]
-    assert len(links_of([PARIS, OSLO])) == 0  # rome's row is not there to lead to
+    assert len(links_of([PARIS, OSLO])) == 0  # rome has no row to link to
 
 
-def test_a_round_that_is_ended_again_is_linked_where_the_exchange_took_place():
+def test_an_exchange_links_the_latest_ends_of_its_round_before_it():
     again = history("oslo", OSLO.events, [exchange(32.0, 2, "rome", "met"), exchange(63.0, 2, "rome", "met")])
     rome = history("rome", ROME.events, [tick(62.5, 2)])
     links = links_of([again, rome])
@@ -82,26 +82,26 @@ def test_a_round_that_is_ended_again_is_linked_where_the_exchange_took_place():
     assert Link("oslo", 30.5, "rome", 31.0, late=False) in links
 
 
-def test_figures_are_those_of_all_starts():
+def test_figures_cover_all_starts_of_an_island():
     assert figures_of(PARIS) == (10, 2, 9, 0.5, 1000, 1, 0, 2.5, 5.0, 100.0)
     assert figures_of(ROME) == (10, 3, 10, 0.0, 1500, 1, 0, 2.5, 5.0, 100.5)
-    # Of round 2 two messages went out; from 30.5 to 60 it was away.
+    # The message of round 2 was sent twice; oslo was away from 30.5 s to 60 s.
     assert figures_of(OSLO) == (9, 1, 7, 0.0, 500, 2, 1, 1.75, 3.5, pytest.approx(30.3 + 30.0))
     healed_alone = history("oslo", [start(0.0, "oslo"), exchange(5.0, 6, "paris", "healed")])
-    assert figures_of(healed_alone).rounds == 7  # that lie behind the weights
+    assert figures_of(healed_alone).rounds == 7  # rounds of training in the weights
 
 
-def test_a_timeline_tells_of_deaths_healings_and_rounds_alone():
+def test_a_timeline_lists_deaths_healings_and_rounds_alone():
     paris, oslo = timeline_of(PARIS), timeline_of(OSLO)
-    assert paris.alone == [40.0]  # of round 3; in round 1 there was nobody to meet
+    assert paris.alone == [40.0]  # round 3; round 1 had no partner
     assert [life[:2] for life in oslo.lives] == [(0.2, 30.5), (60.0, 90.0)]
     assert oslo.healings == [(70.0, "paris")]
     assert [died(life, oslo, 103.0) for life in oslo.lives] == [True, False]
-    assert died(oslo.lives[1], oslo, 103.0 + 500)  # silent for long: no longer just between two rounds
+    assert died(oslo.lives[1], oslo, 103.0 + 500)  # silent for too long to be between two rounds
     assert [died(life, paris, 999.0) for life in paris.lives] == [False]
 
 
-def test_the_picture_has_every_tick_and_link_where_they_belong():
+def test_the_picture_draws_every_tick_and_link_at_its_time_and_row():
     axes = Figure().subplots()
     draw_on(axes, [PARIS, ROME, OSLO])
     drawn = {collection.get_label(): collection.get_segments() for collection in axes.collections}  # type: ignore[attr-defined]
@@ -122,7 +122,7 @@ def test_the_picture_has_every_tick_and_link_where_they_belong():
     assert [label.get_text() for label in axes.get_yticklabels()] == ["paris", "rome", "oslo"]
 
 
-def test_islands_that_have_just_started_and_very_many_rounds_give_a_picture(tmp_path):
+def test_a_picture_is_drawn_of_no_rounds_and_of_very_many(tmp_path):
     dice = random.Random(0)
     many = [
         history(
@@ -138,7 +138,7 @@ def test_islands_that_have_just_started_and_very_many_rounds_give_a_picture(tmp_
         assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_log_goes_on_after_a_process_that_was_killed_in_the_middle_of_a_line(tmp_path):
+def test_a_log_continues_after_a_process_killed_in_the_middle_of_a_line(tmp_path):
     IslandLog(tmp_path, "paris").start(0, 0.0)
     IslandLog(tmp_path, "paris").round(0, 10, 0.0, 0.0)
     with (tmp_path / LOG_FILE).open("a") as file:
@@ -151,7 +151,7 @@ def test_a_log_goes_on_after_a_process_that_was_killed_in_the_middle_of_a_line(t
     assert figures_of(log).sent == 300
 
 
-def test_a_round_is_told_the_seconds_that_were_lost_in_it_alone(tmp_path):
+def test_a_round_is_logged_with_only_its_own_lost_seconds(tmp_path):
     log = IslandLog(tmp_path, "paris")
     log.start(0, 0.0)
     for number, gave_way in enumerate((2.0, 2.0, 5.0)):
@@ -160,7 +160,7 @@ def test_a_round_is_told_the_seconds_that_were_lost_in_it_alone(tmp_path):
     assert [(event["gave_way"], event["exposed"]) for event in rounds] == [(2.0, 4.0), (0.0, 0.0), (3.0, 6.0)]
 
 
-def test_the_report_tells_the_exposed_share_and_nothing_where_logs_of_an_earlier_version_do_not():
+def test_the_report_shows_the_exposed_share_only_if_the_log_has_it():
     def title(history: History) -> str:
         return str(report_table([Row(history, None)]).title)
 
@@ -169,14 +169,14 @@ def test_the_report_tells_the_exposed_share_and_nothing_where_logs_of_an_earlier
     assert "stood still" not in title(history("paris", [start(0.0, "paris")], former))
 
 
-def test_goodput_is_what_the_run_has_behind_it_of_the_time_since_the_first_start(tmp_path, monkeypatch):
+def test_goodput_is_the_trained_share_of_the_time_since_the_first_start(tmp_path, monkeypatch):
     now = 1000.0
     monkeypatch.setattr(log.time, "time", lambda: now)
     first = IslandLog(tmp_path, "paris")
-    first.start(0, 20.0)  # of a run of one program before
+    first.start(0, 20.0)  # 20 s of training come from an earlier run as one program
     now = 1010.0
     assert first.goodput(28.0) == pytest.approx(0.8)
-    now = 1100.0  # killed, and back from a save of after 25 seconds
+    now = 1100.0  # killed, and resumed from a checkpoint after 25 s
     second = IslandLog(tmp_path, "paris")
     second.start(10, 25.0)
     now = 1120.0
@@ -194,7 +194,7 @@ def test_one_sided_exchanges_are_counted_over_all_processes(tmp_path):
     assert second.one_sided == 2
 
 
-def test_a_folder_without_an_islands_log_is_told_in_a_line(tmp_path):
+def test_a_folder_without_a_valid_log_is_a_user_error(tmp_path):
     with pytest.raises(UserError, match=r"island\.jsonl is not there: give the --workdir of an island"):
         read_log(tmp_path)
     for content in ('{"event": "round"}\n', "[]\n", "nothing\n"):

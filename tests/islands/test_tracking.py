@@ -1,4 +1,4 @@
-"""The figures of an island's training, as TensorBoard, W&B and those who watch get them."""
+"""Training figures of an island, as TensorBoard, W&B and watchers get them."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ from support.fake_wandb import FakeWandb
 from support.training_islands import small
 
 
-def test_an_islands_figures_reach_tensorboard_wandb_and_those_who_watch(tmp_path: Path, monkeypatch):
+def test_an_islands_figures_reach_tensorboard_wandb_and_watchers(tmp_path: Path, monkeypatch):
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     roster = Roster("c4", (Island("paris", Address("127.0.0.1", 1)), Island("rome", Address("127.0.0.1", 2))))

@@ -21,12 +21,12 @@ from support.training_islands import NAMES, World, round_of, small, train, wait_
 
 
 def learning_rate_counts(state: TrainState) -> set[int]:
-    """Steps behind the inner optimizer, as far as its learning rate goes."""
+    """Return the step counts of the learning rate schedule in the inner optimizer's state."""
     parts = jax.tree.leaves(state.inner, is_leaf=lambda part: isinstance(part, optax.ScaleByScheduleState))
     return {int(np.asarray(part.count)[0]) for part in parts if isinstance(part, optax.ScaleByScheduleState)}
 
 
-def test_an_island_of_a_quarter_of_the_speed_ends_its_rounds_with_the_fast_one_and_weighs_less(tmp_path):
+def test_a_four_times_slower_island_ends_rounds_with_the_fast_one_and_weighs_less(tmp_path):
     world = World(small(sync_every=8), tmp_path)
     schedule, rounds = schedule_of(world.config), 24
     assert schedule is not None
@@ -71,7 +71,7 @@ def test_an_island_of_a_quarter_of_the_speed_ends_its_rounds_with_the_fast_one_a
     assert np.median(weights["paris"]) < 0.4 and np.median(weights["berlin"]) > 0.6
 
 
-def test_what_is_saved_has_entered_what_its_journal_tells_of(world, tmp_path):
+def test_saved_weights_include_every_correction_committed_in_their_journal(world, tmp_path):
     world.begin(tmp_path)
     meeting = round_of("paris", "berlin", world)
     results: list[Any] = []
@@ -98,13 +98,13 @@ def test_what_is_saved_has_entered_what_its_journal_tells_of(world, tmp_path):
     assert np.abs(correction).max() > 1e-4
 
 
-def test_what_comes_of_an_exchange_under_way_enters_before_a_step_is_queued_behind_the_one_that_runs():
+def test_corrections_of_a_running_exchange_are_taken_after_the_current_step_ends():
     slow = jax.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, y: y @ x, x))
     state = TrainState({"w": slow(np.ones((300, 300), np.float32))}, (), None)
-    ran: list[bool] = []
+    was_ready: list[bool] = []
 
     def take() -> list[Any]:
-        ran.append(state.params["w"].is_ready())
+        was_ready.append(state.params["w"].is_ready())
         return []
 
     quiet: Any = SimpleNamespace(
@@ -117,11 +117,11 @@ def test_what_comes_of_an_exchange_under_way_enters_before_a_step_is_queued_behi
     )
     unused: Any = None
     IslandSteps(quiet, unused, unused, lambda step: 1).enter(state, 0)
-    assert ran == [True]
+    assert was_ready == [True]
 
 
 @pytest.mark.parametrize("catch_up", ["weights", "whole"])
-def test_an_island_that_comes_later_goes_on_from_those_that_train(world, tmp_path, catch_up):
+def test_a_late_joiner_continues_from_a_donors_state(world, tmp_path, catch_up):
     world.begin(tmp_path)
     states: list[Any] = []
     is_over = threading.Event()

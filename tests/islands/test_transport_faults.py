@@ -1,4 +1,4 @@
-"""Calls over networks and beside processes that fail: nothing incomplete passes for whole, nobody waits for ever."""
+"""Calls over failing networks and to failing processes: no incomplete message is accepted, and no call hangs."""
 
 import contextlib
 import gc
@@ -39,12 +39,12 @@ def expects(header):
 
 
 class Pair:
-    """Paris behind a faulty network, and berlin, who calls it: both send a message and receive one.
+    """Call from berlin to paris over a faulty network; each side sends a message and receives one.
 
     Attributes:
       proxy: the network.
-      got: what each received whole.
-      errors: what each was told instead.
+      got: arrays that each island received whole.
+      errors: error that ended each island's part of the call.
     """
 
     def __init__(self, proxy: FaultProxy, recorder: Recorder, keys):
@@ -58,7 +58,7 @@ class Pair:
         recorder.exchange = self._paris
 
     def run(self, seconds: float = PATIENCE) -> "Pair":
-        """Lets the two exchange their messages, until both are done."""
+        """Exchange the messages and return once both islands are done."""
         self._attempt("berlin", lambda: self._berlin(seconds))
         if self.greeted.is_set():
             assert self._paris_done.wait(PATIENCE)
@@ -94,7 +94,7 @@ class Pair:
             self.errors[name] = error
 
     def check_whole(self) -> None:
-        """Everything that was handed on is what was sent."""
+        """Assert that each received message equals the one that was sent."""
         for arrays in self.got.values():
             assert len(arrays) == 1 and (arrays[0] == MESSAGE).all()
 
@@ -121,7 +121,7 @@ def pair_over(ca: trustme.CA | None) -> Iterator[Pair]:
         it.go_on.set()
 
 
-def test_a_slow_and_distant_network_changes_nothing(pair):
+def test_messages_arrive_whole_over_a_slow_distant_network(pair):
     pair.proxy.latency = 0.05
     pair.proxy.rate = 20e6
     pair.run()
@@ -130,8 +130,8 @@ def test_a_slow_and_distant_network_changes_nothing(pair):
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
-def test_a_connection_cut_in_a_message_breaks_it_at_once(pair, direction):
-    """Its receiver knows; its sender may have written it all by then, which is what a commit is for."""
+def test_a_connection_cut_within_a_message_fails_its_receiver_at_once(pair, direction):
+    """Its sender may have written everything by then without noticing the cut, hence the commit."""
     pair.proxy.cut[direction] = 1 << 20
     pair.run()
     receiver = "paris" if direction == "up" else "berlin"
@@ -141,7 +141,7 @@ def test_a_connection_cut_in_a_message_breaks_it_at_once(pair, direction):
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
-def test_a_byte_that_is_another_one_is_noticed(pair, direction):
+def test_a_corrupted_byte_is_detected(pair, direction):
     pair.proxy.flip[direction] = 1_000_003
     pair.run()
     assert pair.errors
@@ -163,8 +163,8 @@ def test_a_connection_that_is_reset_breaks_the_call_at_once(pair):
     assert pair.got == {}
 
 
-def test_a_silent_network_costs_both_sides_the_deadline_and_no_more(ca):
-    """A black hole, and half-open connections, without a way there and without a way back, all at the same time."""
+def test_calls_over_a_silent_network_end_at_the_deadline(ca):
+    """Three calls at the same time: silence in both directions, only towards paris, and only towards berlin."""
     with contextlib.ExitStack() as stack:
         pairs = [(silent, stack.enter_context(pair_over(ca))) for silent in SILENT]
         threads = [threading.Thread(target=pair.run, args=(6.0,)) for _, pair in pairs]
@@ -175,16 +175,16 @@ def test_a_silent_network_costs_both_sides_the_deadline_and_no_more(ca):
             pair.proxy.silent |= silent
             pair.go_on.set()
         for (silent, pair), thread in zip(pairs, threads, strict=True):
-            thread.join(PATIENCE)  # far from the 6 seconds, of which a busy machine makes more
+            thread.join(PATIENCE)  # far above the 6 s deadline, which a busy machine exceeds
             assert not thread.is_alive()
             assert "paris" in pair.errors
-            assert ("berlin" in pair.got) == ("down" not in silent)  # whose own words may be lost without its knowing
+            assert ("berlin" in pair.got) == ("down" not in silent)  # its own messages may be lost without notice
             assert "down" not in silent or isinstance(pair.errors["berlin"], LateError)
             pair.check_whole()
 
 
 def test_a_server_ends_its_calls_when_it_is_closed():
-    """Flight has no way to, and waits for a caller that was stopped as long as that has said it would wait."""
+    """Flight cannot end them: it waits for a stopped caller until that caller's own deadline."""
     recorder = Recorder()
     ended = threading.Event()
 
@@ -215,15 +215,15 @@ def test_a_server_ends_its_calls_when_it_is_closed():
         ended.clear()
 
 
-def test_a_port_that_takes_connections_and_says_nothing_is_given_up_at_the_deadline(ca):
+def test_a_call_to_a_port_that_never_answers_ends_at_the_deadline(ca):
     with socket.create_server(("127.0.0.1", 0)) as mute:
         port = mute.getsockname()[1]
         with pytest.raises(LateError, match="paris: the call's deadline passed"):
             calling(port, keys_of(ca, "berlin")).action("status", {}, 0.5)
 
 
-def test_what_a_killed_island_had_begun_to_send_is_not_taken_for_whole():
-    """SIGKILL in the middle of two messages: one that it sent as the caller, and one that it sent as it was called."""
+def test_messages_cut_off_by_a_killed_island_are_not_accepted():
+    """SIGKILL in the middle of two messages: one sent as the caller, and one sent as the called island."""
     spec = [ArraySpec((4 * PIECE_BYTES,), np.dtype(np.uint8))]
     errors = []
     done = threading.Event()
@@ -268,8 +268,8 @@ def test_what_a_killed_island_had_begun_to_send_is_not_taken_for_whole():
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
-def rubbish(seed: int) -> bytes:
-    """Bytes that anybody may send: nothing, noise, half a greeting, a protocol's greeting with noise behind it."""
+def garbage(seed: int) -> bytes:
+    """Return bytes of a stranger: nothing, noise, half a handshake, or a protocol's handshake with noise after it."""
     generator = np.random.default_rng(seed)
     noise = generator.bytes(int(generator.integers(1, 3000)))
     hello = b"\x16\x03\x01" + (512).to_bytes(2, "big") + b"\x01\x00\x01\xfc\x03\x03"
@@ -278,14 +278,14 @@ def rubbish(seed: int) -> bytes:
     return [*kinds, PREFACE + settings + noise, PREFACE + settings + b"\xff\xff\xff\x00\x01\x00\x00\x00\x01"][seed % 9]
 
 
-def disturb(port: int, tries: int) -> None:
+def send_garbage(port: int, tries: int) -> None:
     held = []
     for seed in range(tries):
         one = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
         with contextlib.suppress(OSError):
-            one.sendall(rubbish(seed))
+            one.sendall(garbage(seed))
         held.append(one)
-        if len(held) > 20:  # some stay for a while
+        if len(held) > 20:  # keep some connections open for a while
             held.pop(0).close()
     for one in held:
         one.close()
@@ -297,9 +297,9 @@ def check_garbage(ca: trustme.CA | None, tries: int) -> None:
     with running(recorder, keys["paris"]) as server:
         client = calling(server.port, keys["berlin"])
         assert client.action("status", {}, PATIENCE)
-        disturb(server.port, 200)  # what it takes once, it may keep
+        send_garbage(server.port, 200)  # warm-up: what is allocated once may stay
         before, threads, memory = settled(descriptors), settled(threading.active_count), resident()
-        disturb(server.port, tries)
+        send_garbage(server.port, tries)
         assert client.action("status", {}, PATIENCE)
         assert in_time(lambda: settled(descriptors) <= before + 5)
         assert in_time(lambda: settled(threading.active_count) <= threads + 3)
@@ -309,25 +309,25 @@ def check_garbage(ca: trustme.CA | None, tries: int) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux lists them")
 @pytest.mark.parametrize("is_tls", [True, False])
-def test_garbage_on_the_port_stops_and_leaks_nothing(ca, is_tls):
+def test_garbage_on_the_port_neither_stops_the_server_nor_leaks(ca, is_tls):
     check_garbage(ca if is_tls else None, 300)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux lists them")
 @pytest.mark.parametrize("is_tls", [True, False])
-def test_ten_thousand_pieces_of_garbage_stop_and_leak_nothing(ca, is_tls):
+def test_ten_thousand_pieces_of_garbage_neither_stop_the_server_nor_leak(ca, is_tls):
     check_garbage(ca if is_tls else None, 10_000)
 
 
 def test_a_connection_that_is_reset_before_its_handshake_leaves_no_socket(ca, monkeypatch):
-    """Python's own leaves one to the collector, which would warn of it."""
+    """Python's `ssl` alone would leave it to the garbage collector, which would warn of it."""
     make_context = probe._any_certificate
 
     def late(credentials):
         accepted, _ = listening.accept()
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        accepted.close()  # by a reset, that way
+        accepted.close()  # sends a reset, because of SO_LINGER 0
         context = make_context(credentials)
         time.sleep(0.2)
         return context

@@ -1,4 +1,4 @@
-"""Keys that may only look: what they open, and that they open nothing else."""
+"""Viewer keys: they open the status and recent events of islands and nothing else."""
 
 import dataclasses
 import stat
@@ -121,7 +121,7 @@ def test_weights_and_other_actions_are_refused(viewer):
         viewer.action(ABOUT, {}, 10.0)
 
 
-def test_what_follows_a_viewers_question_is_not_heard(viewer, sites):
+def test_messages_after_a_viewers_request_are_ignored(viewer, sites):
     before = {name: (peer.away, peer.finished, peer.round) for name, peer in sites[0].agent._protocol.peers.items()}
     leave = Leave(dataclasses.replace(CALLER, sender="berlin"), finished=True)
     for header in (leave, StateRequest(CALLER, lineage=False), Hello(CALLER, XID, 1)):
@@ -136,7 +136,7 @@ def test_what_follows_a_viewers_question_is_not_heard(viewer, sites):
     assert after == before and not sites[0].agent.wants_state
 
 
-def test_a_viewers_certificate_is_of_no_island_and_no_server(folder, roster):
+def test_a_viewers_certificate_is_valid_for_no_island_and_no_server(folder, roster):
     certificate = x509.load_pem_x509_certificate((folder / "keys" / VIEWER / "cert.pem").read_bytes())
     assert {owner_and_issue(name)[0] for name in names_of(certificate)} == {VIEWER}
     purposes = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value

@@ -39,7 +39,7 @@ def config(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def compiled() -> Iterator[list[str]]:
-    """The names of the programs that are compiled meanwhile, but for a number's conversion, which is no training."""
+    """Collect the names of programs compiled during the test, except conversions of numbers, which are no training."""
     names: list[str] = []
 
     def listen(event: str, duration_secs: float, **more: Any) -> None:
@@ -51,7 +51,7 @@ def compiled() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def written(folder: Path, names: tuple[str, ...] = ("paris", "berlin"), host: str = "127.0.0.1") -> Path:
+def write_roster(folder: Path, names: tuple[str, ...] = ("paris", "berlin"), host: str = "127.0.0.1") -> Path:
     path = folder / "roster.toml"
     lines = ['run = "test"']
     for name, port in zip(names, free_ports(len(names)), strict=True):
@@ -61,14 +61,14 @@ def written(folder: Path, names: tuple[str, ...] = ("paris", "berlin"), host: st
 
 
 def command(config: Path, roster: Path, *more: str, name: str = "paris") -> list[str]:
-    """The arguments of `island train`, for as many replicas as two."""
+    """Return the arguments of `island train` for two replicas."""
     workdir = roster.parent / "workdir"
     flags = [f"--config={config}", f"--roster={roster}", f"--name={name}", f"--workdir={workdir}"]
     return ["train", *flags, "--config.num_replicas=2", *more]
 
 
-def told(arguments: list[str], compiled: list[str]) -> str:
-    """The line with which the command ends."""
+def error_line(arguments: list[str], compiled: list[str]) -> str:
+    """Run the command and return its error, one line; nothing may have been compiled before it."""
     with pytest.raises(UserError) as error:
         island(arguments)
     assert error.value.exit_status == 2 and "\n" not in str(error.value)
@@ -76,13 +76,13 @@ def told(arguments: list[str], compiled: list[str]) -> str:
     return str(error.value)
 
 
-def test_a_program_that_is_compiled_is_counted(compiled):
+def test_the_fixture_detects_a_compiled_program(compiled):
     jax.jit(lambda x: x + 17).lower(1.0).compile()
     assert compiled
 
 
-def test_as_a_user_sees_it(config, tmp_path):
-    arguments = command(config, written(tmp_path), name="pari")
+def test_wrong_input_ends_the_process_with_one_error_line_and_exit_status_2(config, tmp_path):
+    arguments = command(config, write_roster(tmp_path), name="pari")
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(
         [sys.executable, "-m", "noloco_jax.island", *arguments],
@@ -106,29 +106,29 @@ def test_as_a_user_sees_it(config, tmp_path):
         (["--nam=x"], "unknown argument '--nam=x': did you mean '--name'?"),
     ],
 )
-def test_a_wrong_flag_is_told(config, tmp_path, compiled, more, said):
-    assert said in told(command(config, written(tmp_path), *more), compiled)
+def test_a_wrong_flag_is_reported(config, tmp_path, compiled, more, said):
+    assert said in error_line(command(config, write_roster(tmp_path), *more), compiled)
 
 
-def test_two_islands_of_one_name_in_a_roster_are_told(config, tmp_path, compiled):
-    line = told(command(config, written(tmp_path, ("paris", "paris"))), compiled)
+def test_a_duplicate_island_name_in_the_roster_is_reported(config, tmp_path, compiled):
+    line = error_line(command(config, write_roster(tmp_path, ("paris", "paris"))), compiled)
     assert line.endswith("[[island]] 1 and 2 both have name = 'paris': give each its own")
 
 
-def test_keys_are_asked_for_where_an_address_is_not_loopback(config, tmp_path, compiled):
-    line = told(command(config, written(tmp_path, host="192.0.2.1")), compiled)
+def test_keys_are_required_for_an_address_that_is_not_loopback(config, tmp_path, compiled):
+    line = error_line(command(config, write_roster(tmp_path, host="192.0.2.1")), compiled)
     assert "can be reached from other machines: give --keys=FOLDER (python -m noloco_jax.island keys" in line
 
 
-def test_keys_of_another_island_are_told(config, tmp_path, compiled):
-    roster = written(tmp_path)
+def test_keys_of_another_island_are_reported(config, tmp_path, compiled):
+    roster = write_roster(tmp_path)
     assert island(["keys", f"--roster={roster}", f"--out={tmp_path / 'keys'}"]) == 0
-    line = told(command(config, roster, f"--keys={tmp_path / 'keys/berlin'}"), compiled)
+    line = error_line(command(config, roster, f"--keys={tmp_path / 'keys/berlin'}"), compiled)
     assert "cert.pem is made out to berlin, not to paris: have a new one made with `island keys --replac" in line
 
 
-def test_a_dry_run_writes_nothing_and_meets_nobody(config, tmp_path, compiled, capsys):
-    roster = written(tmp_path)
+def test_a_dry_run_compiles_and_writes_nothing_and_opens_no_port(config, tmp_path, compiled, capsys):
+    roster = write_roster(tmp_path)
     with socket.create_server(read_roster(roster).address("paris")):
         assert island(command(config, roster, "--dry_run")) == 0
     assert "paris, 1 of 2 of test" in capsys.readouterr().out
@@ -137,27 +137,27 @@ def test_a_dry_run_writes_nothing_and_meets_nobody(config, tmp_path, compiled, c
 
 @pytest.mark.parametrize("module", [None, types.ModuleType("wandb")], ids=["missing", "a folder of that name"])
 @pytest.mark.parametrize("more", [[], ["--dry_run"]], ids=["train", "dry_run"])
-def test_a_missing_wandb_is_told(config, tmp_path, compiled, monkeypatch, module, more):
+def test_a_missing_wandb_is_reported(config, tmp_path, compiled, monkeypatch, module, more):
     monkeypatch.setitem(sys.modules, "wandb", module)
-    line = told(command(config, written(tmp_path), "--wandb=p", *more), compiled)
+    line = error_line(command(config, write_roster(tmp_path), "--wandb=p", *more), compiled)
     assert line.endswith("not installed: pip install wandb") and not (tmp_path / "workdir").exists()
 
 
-def test_a_step_to_go_back_to_that_was_not_saved_is_told(config, tmp_path, compiled):
-    line = told(command(config, written(tmp_path), "--from_step=5"), compiled)
+def test_a_from_step_without_a_checkpoint_is_reported(config, tmp_path, compiled):
+    line = error_line(command(config, write_roster(tmp_path), "--from_step=5"), compiled)
     assert "--from_step=5: " in line and "holds no checkpoint of that step (there are none)" in line
 
 
-def test_a_workdir_in_which_a_trainer_is_at_work_is_told(config, tmp_path, compiled):
+def test_a_workdir_in_use_by_a_trainer_is_reported(config, tmp_path, compiled):
     with WorkdirLock(tmp_path / "workdir", print):
-        line = told(command(config, written(tmp_path)), compiled)
+        line = error_line(command(config, write_roster(tmp_path)), compiled)
     assert f"workdir is in use by the trainer on {socket.gethostname()} (process {os.getpid()}, since " in line
 
 
-def test_a_port_in_use_is_told(config, tmp_path, compiled):
-    roster = written(tmp_path)
+def test_a_port_in_use_is_reported(config, tmp_path, compiled):
+    roster = write_roster(tmp_path)
     with socket.create_server(read_roster(roster).address("paris")):
-        line = told(command(config, roster), compiled)
+        line = error_line(command(config, roster), compiled)
     assert "paris cannot listen at 127.0.0.1:" in line and "another program, or the same island, runs there" in line
 
 
@@ -169,12 +169,12 @@ def identity(config: Path, roster: Roster) -> Identity:
     return _identity(member, loaded, build_programs(own, make_mesh(own, jax.devices()[:1])), "byte")
 
 
-def test_an_island_that_runs_already_is_told(config, tmp_path, compiled):
-    roster = written(tmp_path)
+def test_an_island_that_already_runs_is_reported(config, tmp_path, compiled):
+    roster = write_roster(tmp_path)
     site = Site("paris", read_roster(roster))
     site.open()
     try:
-        line = told(command(config, roster), compiled)
+        line = error_line(command(config, roster), compiled)
     finally:
         site.close()
     assert line == (
@@ -184,15 +184,15 @@ def test_an_island_that_runs_already_is_told(config, tmp_path, compiled):
 
 
 @pytest.mark.parametrize("field", ["model", "config", "roster", "protocol", "tokenizer"])
-def test_what_differs_from_the_others_is_named(config, tmp_path, compiled, field):
-    roster = written(tmp_path)
+def test_a_difference_from_the_other_islands_is_named(config, tmp_path, compiled, field):
+    roster = write_roster(tmp_path)
     same = identity(config, read_roster(roster))
     other = differing(same, field)
     site = Site("berlin", read_roster(roster), identity=other)
     site.open()
     compiled.clear()
     try:
-        line = told(command(config, roster), compiled)
+        line = error_line(command(config, roster), compiled)
     finally:
         site.close()
     named, theirs, mine = field, getattr(other, field), getattr(same, field)
