@@ -95,7 +95,7 @@ print(jax.local_device_count())
     assert printed(program, XLA_FLAGS="") == 3
 
 
-def test_without_the_kernels_word_a_process_has_the_machines_cores_and_stays_on_none(monkeypatch):
+def test_all_cores_are_usable_without_the_affinity_calls_of_the_kernel(monkeypatch):
     """MacOS has neither call."""
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.delattr(os, "sched_setaffinity", raising=False)
@@ -105,7 +105,7 @@ def test_without_the_kernels_word_a_process_has_the_machines_cores_and_stays_on_
 
 
 @pytest.mark.parametrize(("method", "count"), [("noloco", 8), ("ddp", 4)])
-def test_exchanges_of_a_method_with_a_delay_have_as_many_cpu_devices_again(method, count):
+def test_delayed_exchanges_double_the_number_of_cpu_devices(method, count):
     """A configuration serves all methods: one without outer steps ignores the delay."""
     program = f"""
 import os
@@ -129,7 +129,7 @@ def no_limits_set(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def test_a_process_may_fill_its_gpus_and_pin_the_hosts_memory(no_limits_set):
+def test_default_limits_allow_most_gpu_memory_and_all_host_memory(no_limits_set):
     use_gpu_memory()
     assert generate_pjrt_gpu_plugin_options()["memory_fraction"] == 0.92
     with open("/proc/meminfo") as file:
@@ -138,7 +138,7 @@ def test_a_process_may_fill_its_gpus_and_pin_the_hosts_memory(no_limits_set):
 
 
 @pytest.mark.parametrize("name", FRACTIONS)
-def test_limits_that_the_environment_sets_stay(monkeypatch, no_limits_set, name):
+def test_memory_limits_set_in_the_environment_are_kept(monkeypatch, no_limits_set, name):
     monkeypatch.setenv(name, "0.5")
     monkeypatch.setenv(HOST_LIMIT, "7")
     use_gpu_memory()
@@ -147,12 +147,12 @@ def test_limits_that_the_environment_sets_stay(monkeypatch, no_limits_set, name)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators than glibc's are left as they are")
-def test_memory_that_a_thread_once_freed_is_used_again_without_the_kernel():
+def test_memory_freed_by_a_thread_is_reused_without_page_faults():
     kept, handed_back = (printed(PAGES_FETCHED_AGAIN.format(first=first)) for first in (KEEP, ""))
     assert kept < 100 < handed_back
 
 
-def test_where_gpus_may_train_freed_memory_is_left_to_the_allocator():
+def test_freed_memory_is_not_kept_where_gpus_may_train():
     assert printed(PAGES_FETCHED_AGAIN.format(first=KEEP), JAX_PLATFORMS="cuda") > 100
 
 
@@ -168,7 +168,7 @@ def test_where_gpus_may_train_freed_memory_is_left_to_the_allocator():
     ],
     ids=["train", "bench", "island"],
 )
-def test_what_trains_settles_it_before_anything_starts_threads(command, tmp_path):
+def test_training_commands_keep_freed_memory_before_importing_threaded_modules(command, tmp_path):
     of = '\n[[island]]\nname = "{}"\naddress = "127.0.0.1:{}"\n'
     islands = of.format("paris", 1) + of.format("rome", 2)
     (tmp_path / "roster.toml").write_text(f'run = "c4"\n{islands}')

@@ -16,7 +16,7 @@ with join.joined(Place("localhost:{port}", 2, 0), {{}}, timeout=2):
 """
 
 
-def test_a_process_lost_between_the_roll_call_and_jax_ends_the_others_with_a_line_and_status_1():
+def test_a_process_lost_before_jax_connects_ends_the_others_with_status_1():
     """JAX aborts them, which by itself is the signal's end."""
     program = LOST_BEFORE_JAX.format(port=free_port())
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)

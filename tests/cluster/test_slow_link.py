@@ -56,7 +56,7 @@ def test_packets_leave_at_the_links_rate_and_arrive_a_delay_later():
 
 
 @needs_namespaces
-def test_a_message_between_two_processes_takes_its_bytes_over_the_rate_and_the_delay():
+def test_a_message_takes_its_bytes_over_the_rate_plus_the_delay():
     """100 kB at 4 Mbit/s take 0.2 s besides TCP's slow start, a round trip of 0.2 s at a time."""
     code = """
 if i == 0:

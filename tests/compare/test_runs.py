@@ -73,7 +73,7 @@ def stand_in(config_file, tmp_path, monkeypatch):
     return fates
 
 
-def test_a_run_that_breaks_off_leaves_the_others_and_is_tried_again(config_file, tmp_path, stand_in, capsys):
+def test_a_failed_run_does_not_stop_the_others_and_is_retried_next_time(config_file, tmp_path, stand_in, capsys):
     stand_in["diloco"] = "later"
     out = tmp_path / "out"
     assert compare.main(arguments(config_file, out, "--methods=ddp,diloco,noloco")) == 1
@@ -95,7 +95,7 @@ def test_a_run_that_does_not_start_ends_the_comparison(config_file, tmp_path, st
     assert "| ddp |" in (out / "comparison.md").read_text()
 
 
-def test_a_run_that_has_no_room_to_start_leaves_the_others(config_file, tmp_path, stand_in, capsys):
+def test_a_run_out_of_memory_does_not_stop_the_others(config_file, tmp_path, stand_in, capsys):
     stand_in["diloco"] = "memory"
     assert compare.main(arguments(config_file, tmp_path / "out", "--methods=ddp,diloco,noloco")) == 1
     output = capsys.readouterr().out
@@ -104,7 +104,7 @@ def test_a_run_that_has_no_room_to_start_leaves_the_others(config_file, tmp_path
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_a_run_that_another_process_trains_is_left_to_it_until_it_ends(config_file, tmp_path, monkeypatch, capsys):
+def test_a_run_trained_by_another_process_is_left_until_that_process_ends(config_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "_LOOK_SECONDS", 0.1)
     out = tmp_path / "out"
     (out / "ddp-seed7").mkdir(parents=True)
@@ -133,7 +133,7 @@ def test_two_comparisons_of_one_folder_divide_its_runs(config_file, tmp_path, st
     assert started == 2 and capsys.readouterr().out.count("ddp-seed7: perplexity") == 2
 
 
-def test_the_time_left_is_that_of_the_flops_left(config_file, tmp_path):
+def test_the_time_left_is_estimated_from_the_flops_left(config_file, tmp_path):
     """There are three runs of 40 steps: the first took 20 s; the second is half done at the same pace; two trainers."""
     plan = plan_of(config_file, methods=["ddp", "noloco", "local"])
     assert results.seconds_left(plan.runs, tmp_path, 2) is None
@@ -148,12 +148,12 @@ def test_the_time_left_is_that_of_the_flops_left(config_file, tmp_path):
 
 
 @pytest.mark.timeout(60)
-def test_so_many_runs_train_at_a_time(config_file, tmp_path, stand_in):
+def test_jobs_sets_the_number_of_concurrent_runs(config_file, tmp_path, stand_in):
     stand_in |= {"ddp": "meet", "noloco": "meet"}
     assert compare.main(arguments(config_file, tmp_path / "out", "--methods=ddp,noloco", "--jobs=2")) == 0
 
 
-def test_an_error_ends_the_runs_beside_it(config_file, tmp_path, stand_in):
+def test_an_error_ends_the_concurrent_runs(config_file, tmp_path, stand_in):
     stand_in |= {"ddp": "hang", "diloco": "start"}
     out = tmp_path / "out"
     with pytest.raises(UserError, match="diloco-seed7 did not start"):
@@ -162,7 +162,7 @@ def test_an_error_ends_the_runs_beside_it(config_file, tmp_path, stand_in):
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which a trainer at work would hold
 
 
-def test_tuning_goes_on_at_the_best_of_what_did_not_break_off(config_file, tmp_path, stand_in, capsys):
+def test_tuning_uses_the_best_value_among_the_runs_that_finished(config_file, tmp_path, stand_in, capsys):
     stand_in["noloco-inner.lr=0.02-seed7"] = "later"
     out = tmp_path / "out"
     flags = arguments(config_file, out, "--methods=ddp,noloco", "--seeds=2", "--tune=inner.lr=0.02,0.03", "--jobs=2")
@@ -174,7 +174,7 @@ def test_tuning_goes_on_at_the_best_of_what_did_not_break_off(config_file, tmp_p
 
 
 @pytest.mark.timeout(900)
-def test_a_comparison_that_is_stopped_goes_on_to_its_table(tmp_path, monkeypatch, capsys):
+def test_a_stopped_comparison_resumes_and_writes_its_table(tmp_path, monkeypatch, capsys):
     config = processes.write_config(tmp_path)
     out = tmp_path / "out"
     flags = arguments(str(config), out, "--methods=ddp,noloco", "--jobs=2")

@@ -126,7 +126,7 @@ def from_flags(chosen: dict[str, Any]) -> TrainConfig:
 
 
 @pytest.mark.parametrize(("build", "number"), [(from_values, 1500), (from_flags, 500)], ids=["values", "flags"])
-def test_a_configuration_at_random_is_refused_in_one_line_or_can_be_planned(build, number):
+def test_a_random_configuration_is_refused_in_one_line_or_can_be_planned(build, number):
     rng, taken = random.Random(0), 0
     for _ in range(number):
         chosen = changes(rng)

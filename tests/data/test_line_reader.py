@@ -30,7 +30,7 @@ def random_texts(count, letters):
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".bz2", ".xz"])
-def test_reading_goes_on_at_any_position(tmp_path, suffix):
+def test_reading_resumes_at_any_position(tmp_path, suffix):
     texts = random_texts(60, 9000)  # together many times what is read at once
     files = [str(tmp_path / f"{number}.jsonl{suffix}") for number in range(2)]
     write_json_lines(tmp_path / f"0.jsonl{suffix}", texts[:40])
@@ -49,7 +49,7 @@ def test_blank_lines_are_left_out_and_counted(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz"])
-def test_a_damaged_file_that_is_skipped_ends_at_the_same_line_from_wherever_it_is_read(tmp_path, suffix):
+def test_a_skipped_damaged_file_ends_at_the_same_line_from_any_start_position(tmp_path, suffix):
     file = tmp_path / f"0.jsonl{suffix}"
     write_json_lines(file, random_texts(3000, 300))
     file.write_bytes(file.read_bytes()[:-9000])
@@ -60,7 +60,7 @@ def test_a_damaged_file_that_is_skipped_ends_at_the_same_line_from_wherever_it_i
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz"])
-def test_a_torn_file_that_is_skipped_keeps_every_whole_line_that_can_be_decompressed(tmp_path, suffix):
+def test_a_skipped_truncated_file_keeps_the_lines_of_its_complete_members(tmp_path, suffix):
     """Its end is a part of its own (a member, frame or stream), of which half is missing."""
     parts = [b"".join(b"%d %d\n" % (part, k) for k in range(1000)) for part in range(3)]
     content = b"".join(compressed(part, suffix) for part in parts)
@@ -75,7 +75,7 @@ def test_a_torn_file_that_is_skipped_keeps_every_whole_line_that_can_be_decompre
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz"])
-def test_a_compressed_file_without_the_suffix_is_named_for_what_it_is(tmp_path, capfd, suffix):
+def test_a_compressed_file_without_its_suffix_is_refused_or_skipped(tmp_path, capfd, suffix):
     file = tmp_path / "0.jsonl"
     file.write_bytes(compressed(b"one\ntwo\n", suffix))
     (tmp_path / "1.jsonl").write_bytes(b"three\n")

@@ -61,7 +61,7 @@ def positions_and_tokens(made, count):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_workers_in_turns_make_the_chunks_of_one(tmp_path, kind):
+def test_alternating_workers_make_the_chunks_of_a_single_worker(tmp_path, kind):
     config, _ = write_counting(kind, tmp_path / "data", 150)
     (stream,) = open_streams(config, 1)
     for _ in range(37):
@@ -101,7 +101,7 @@ def test_workers_share_out_the_row_groups_of_tokens(tmp_path, monkeypatch, row_g
     assert 1000 <= num_read < 2000  # five workers that read everything would have read 5000 rows
 
 
-def test_all_workers_start_with_their_stream_and_end_with_a_trainer_that_is_killed(tmp_path):
+def test_workers_start_with_their_stream_and_end_when_the_trainer_is_killed(tmp_path):
     """They get no signal of their own, and would keep their memory for ever."""
     config, _ = write_counting("jsonl", tmp_path / "data", 150)
     script = tmp_path / "read.py"

@@ -48,21 +48,21 @@ def failing(times, number):
     return read
 
 
-def test_a_transient_error_that_passes_is_not_seen(naps):
+def test_a_transient_error_is_retried_until_it_passes(naps):
     for number in (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOENT):
         naps.clear()
         assert with_retries(failing(3, number), "file") == "content"
         assert naps == list(RETRY_DELAYS[:3])
 
 
-def test_a_transient_error_that_stays_ends_with_exit_status_1(naps):
+def test_a_transient_error_that_outlasts_the_retries_ends_with_exit_status_1(naps):
     with pytest.raises(TransientError, match=r"^file cannot be read \(Stale file handle\), .* 7\.5 seconds") as caught:
         with_retries(failing(100, errno.ESTALE), "file")
     assert caught.value.exit_status == 1
     assert naps == list(RETRY_DELAYS)
 
 
-def test_other_errors_of_the_system_are_not_waited_for(naps):
+def test_other_system_errors_are_not_retried(naps):
     with pytest.raises(UserError, match=r"^file cannot be read \(Permission denied\)") as caught:
         with_retries(failing(1, errno.EACCES), "file")
     assert caught.value.exit_status == 2
@@ -70,7 +70,7 @@ def test_other_errors_of_the_system_are_not_waited_for(naps):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_that_comes_back_interrupts_nothing(tmp_path, naps, monkeypatch, kind):
+def test_a_temporarily_missing_file_does_not_interrupt_reading(tmp_path, naps, monkeypatch, kind):
     config, count = write_counting(kind, tmp_path / "data", 60)
     config = replace(config, sequence_length=1, batch_size=1)
     (stream,) = open_streams(config, 1)
@@ -80,7 +80,7 @@ def test_a_file_that_comes_back_interrupts_nothing(tmp_path, naps, monkeypatch, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_that_stays_away_ends_the_run_with_exit_status_1(tmp_path, naps, kind):
+def test_a_file_that_stays_missing_raises_a_transient_error(tmp_path, naps, kind):
     config, _ = write_counting(kind, tmp_path / "data", 60)
     (stream,) = open_streams(config, 1)
     (tmp_path / "data").rename(tmp_path / "gone")
@@ -89,7 +89,7 @@ def test_a_file_that_stays_away_ends_the_run_with_exit_status_1(tmp_path, naps, 
     assert naps == list(RETRY_DELAYS)
 
 
-def test_a_read_that_fails_in_the_middle_of_a_file_starts_again_there(tmp_path, naps, monkeypatch):
+def test_a_read_that_fails_mid_file_is_retried_from_there(tmp_path, naps, monkeypatch):
     rows = [[k, k + 1] for k in range(1000)]
     labels = [[k + 1, k + 2] for k in range(1000)]
     write_rows(tmp_path / "0.parquet", {"input_ids": rows, "label": labels}, row_group_size=1000)
@@ -185,7 +185,7 @@ def test_a_damaged_file_stops_the_run(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["c4", "jsonl", "parquet"])
-def test_a_damaged_file_is_skipped_where_that_is_asked_for(tmp_path, capfd, kind):
+def test_a_damaged_file_is_skipped_with_one_warning_if_configured(tmp_path, capfd, kind):
     config, damaged = damaged_set(kind, tmp_path)
     (stream,) = open_streams(replace(config, on_bad_shard="skip"), 1, BYTE)
     found = bytearray()
@@ -198,7 +198,7 @@ def test_a_damaged_file_is_skipped_where_that_is_asked_for(tmp_path, capfd, kind
     assert re.match("warning: skipped, as data.on_bad_shard='skip' says: .*damaged", warnings[0])
 
 
-def test_a_file_that_is_no_parquet_file_and_a_line_that_is_no_document_are_skipped_alone(tmp_path):
+def test_skipping_leaves_out_only_the_invalid_file_or_line(tmp_path):
     write_rows(tmp_path / "rows" / "0.parquet", {"input_ids": [[1, 2]] * 4, "labels": [[1, 2]] * 4})
     (tmp_path / "rows" / "1.parquet").write_text("nothing of the kind")
     config = DataConfig(kind="parquet", path=str(tmp_path / "rows"), sequence_length=2, batch_size=1)

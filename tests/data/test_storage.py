@@ -131,14 +131,14 @@ def made(kind: str, root: Path, scheme: str = "s3") -> DataConfig:
         *(("http", kind) for kind in ("jsonl", "parquet")),
     ],
 )
-def test_a_server_gives_the_tokens_of_the_disk(tmp_path, start, scheme, kind):
+def test_a_server_yields_the_same_tokens_as_the_disk(tmp_path, start, scheme, kind):
     config = made(kind, tmp_path, scheme)
     remote = at(config, tmp_path, start(scheme).upload(tmp_path))
     assert taken(remote) == taken(config)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "http"])
-def test_a_server_gives_the_validation_documents_of_the_disk(tmp_path, start, scheme):
+def test_a_server_yields_the_same_validation_batches_as_the_disk(tmp_path, start, scheme):
     config = made("jsonl", tmp_path, scheme)
     remote = at(config, tmp_path, start(scheme).upload(tmp_path))
     there, here = (validation_batches(one, CountingTokenizer(), num_batches=2) for one in (remote, config))
@@ -155,7 +155,7 @@ def test_every_compression_is_read_from_a_server(tmp_path, start, suffix, monkey
 
 
 @pytest.mark.parametrize(("kind", "away"), [("c4", "before"), ("parquet", "after"), ("text", "never"), ("c4", "never")])
-def test_a_resume_continues_wherever_the_data_are(tmp_path, start, kind, away):
+def test_a_resume_continues_on_disk_or_server(tmp_path, start, kind, away):
     """Between a disk and a server, either way, and from one start to the next on a server."""
     local = made(kind, tmp_path)
     remote = at(local, tmp_path, start("s3").upload(tmp_path))
@@ -190,7 +190,7 @@ while True:
 """
 
 
-def test_a_process_that_is_killed_while_it_reads_is_continued(tmp_path, start):
+def test_reading_resumes_after_the_process_was_killed(tmp_path, start):
     write_json_lines(tmp_path / "a.jsonl.gz", ["some text " * k for k in range(300)])
     fields = {"kind": "jsonl", "sequence_length": 16, "shuffle_buffer": 50}
     local = DataConfig(path=str(tmp_path / "a.jsonl.gz"), **fields)
@@ -211,7 +211,7 @@ def test_a_process_that_is_killed_while_it_reads_is_continued(tmp_path, start):
 
 @pytest.mark.parametrize("fault", [500, 503, 429, "cut", "short", "stall"])
 @pytest.mark.parametrize("scheme", ["s3", "hf", "http"])
-def test_what_fails_for_a_while_is_not_seen(tmp_path, start, naps, monkeypatch, scheme, fault):
+def test_transient_request_failures_are_retried(tmp_path, start, naps, monkeypatch, scheme, fault):
     monkeypatch.setattr(addresses, "ANSWER_SECONDS", 0.5 if scheme != "s3" else 1.0)  # which S3's library rounds
     config = made("jsonl", tmp_path, scheme)
     server = start(scheme)
@@ -226,7 +226,7 @@ def test_what_fails_for_a_while_is_not_seen(tmp_path, start, naps, monkeypatch, 
 
 
 @pytest.mark.parametrize("scheme", ["s3", "hf"])
-def test_a_listing_that_fails_for_a_while_is_asked_for_again(tmp_path, start, naps, scheme):
+def test_a_failed_listing_is_retried(tmp_path, start, naps, scheme):
     config = made("parquet", tmp_path)
     server = start(scheme)
     remote = at(config, tmp_path, server.upload(tmp_path))
@@ -238,7 +238,7 @@ def test_a_listing_that_fails_for_a_while_is_asked_for_again(tmp_path, start, na
 
 @pytest.mark.parametrize("fault", [503, "cut"])
 @pytest.mark.parametrize("scheme", ["s3", "http"])
-def test_what_fails_for_long_ends_with_status_1(tmp_path, start, naps, scheme, fault):
+def test_request_failures_that_outlast_the_retries_end_with_status_1(tmp_path, start, naps, scheme, fault):
     config = made("jsonl", tmp_path, scheme)
     server = start(scheme)
     remote = at(config, tmp_path, server.upload(tmp_path))
@@ -250,13 +250,13 @@ def test_what_fails_for_long_ends_with_status_1(tmp_path, start, naps, scheme, f
     assert remote.path in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_server_that_is_gone_ends_with_status_1(tmp_path, naps):
+def test_an_unreachable_server_ends_with_status_1(tmp_path, naps):
     with pytest.raises(TransientError, match=r"http://127\.0\.0\.1:1/a\.jsonl cannot be read") as caught:
         check_data(DataConfig(kind="jsonl", path="http://127.0.0.1:1/a.jsonl"))
     assert caught.value.exit_status == 1
 
 
-def test_a_failed_request_repeats_nothing_before_it(tmp_path, start, naps, monkeypatch):
+def test_a_retried_request_does_not_read_earlier_blocks_again(tmp_path, start, naps, monkeypatch):
     monkeypatch.setattr(addresses, "FIRST_BLOCK", 256)
     monkeypatch.setattr(addresses, "LARGEST_BLOCK", 256)
     write_json_lines(tmp_path / "a.jsonl.gz", [f"{first} 7" for first in range(0, 7000, 7)])
@@ -273,7 +273,7 @@ def test_a_failed_request_repeats_nothing_before_it(tmp_path, start, naps, monke
     assert 2 <= len(starts) - len(set(starts)) <= 5  # where a block ends in a zero, it is read twice
 
 
-def test_a_parquet_file_is_read_by_its_row_groups(tmp_path, start, monkeypatch):
+def test_only_the_needed_row_groups_of_a_parquet_file_are_read(tmp_path, start, monkeypatch):
     monkeypatch.setattr(addresses, "FIRST_BLOCK", 1 << 10)
     monkeypatch.setattr(addresses, "LARGEST_BLOCK", 1 << 12)
     rows = [np.random.default_rng(k).integers(0, 1 << 20, 512).tolist() for k in range(64)]
@@ -344,7 +344,7 @@ def test_a_listing_that_lacks_a_file_is_refused_at_a_resume(tmp_path, start, fre
         resumed(remote, fresh, lambda: server.delete(f"{remote.path}/c4-train.00001-of-99999.json.gz"))
 
 
-def test_a_file_that_is_listed_and_gone_ends_with_status_2(tmp_path, start, fresh):
+def test_a_listed_file_that_was_deleted_ends_with_status_2(tmp_path, start, fresh):
     config = made("jsonl", tmp_path)
     server = start("s3")
     remote = at(config, tmp_path, server.upload(tmp_path))
@@ -370,7 +370,7 @@ def test_a_file_that_is_listed_and_gone_ends_with_status_2(tmp_path, start, fres
         ("http", "{}/nothing", "no such file"),
     ],
 )
-def test_what_is_not_there_ends_with_status_2_and_a_line(tmp_path, start, naps, scheme, path, told):
+def test_a_missing_path_on_a_server_ends_with_status_2_and_one_line(tmp_path, start, naps, scheme, path, told):
     made("jsonl", tmp_path)
     path = path.format(start(scheme).upload(tmp_path))
     with pytest.raises(UserError, match=told) as caught:
@@ -380,7 +380,7 @@ def test_what_is_not_there_ends_with_status_2_and_a_line(tmp_path, start, naps, 
     assert not naps
 
 
-def test_wrong_credentials_end_with_status_2_and_where_to_give_them(tmp_path, start, naps, monkeypatch):
+def test_wrong_credentials_end_with_status_2_and_name_the_settings(tmp_path, start, naps, monkeypatch):
     from moto import settings
 
     config = made("jsonl", tmp_path)
@@ -406,7 +406,7 @@ def test_credentials_that_expire_while_reading_end_with_status_2(tmp_path, start
     assert not naps
 
 
-def test_the_hubs_token_goes_to_the_hub_alone(tmp_path, start, monkeypatch):
+def test_the_hub_token_is_sent_only_to_the_hub(tmp_path, start, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     config = made("parquet", tmp_path)
     server = start("hf")
@@ -417,7 +417,7 @@ def test_the_hubs_token_goes_to_the_hub_alone(tmp_path, start, monkeypatch):
     assert not any("authorization" in request.headers for request in server.contents.requests)
 
 
-def test_a_server_without_ranges_is_refused(tmp_path, start):
+def test_a_server_without_range_requests_is_refused(tmp_path, start):
     config = made("jsonl", tmp_path, "http")
     server = start("http")
     remote = at(config, tmp_path, server.upload(tmp_path))
