@@ -1,4 +1,4 @@
-"""Devices of the CPU, memory of GPUs as JAX's own client reads it, and freed memory that a process on the CPU keeps."""
+"""CPU devices, GPU memory limits as JAX's client reads them, and freed memory that a CPU process keeps."""
 
 import os
 import platform
@@ -17,8 +17,8 @@ HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 KEEP = "from noloco_jax.cluster.host import keep_freed_memory; keep_freed_memory()"
 
-# A thread that has begun and ended leaves an arena, where it may have one of its own. Then another thread allocates,
-# fills and frees 256 MiB, and prints how many pages the second time had to fetch.
+# The first thread leaves a malloc arena behind, unless all threads share one. The second thread allocates, fills and
+# frees 256 MiB twice, and prints the page faults of the second time.
 PAGES_FETCHED_AGAIN = """
 import resource, threading
 {first}
@@ -39,8 +39,8 @@ for run in (lambda: bytes(100_000), twice):
     thread.join()
 """
 
-# Runs a command until it settles what is kept, and prints what was imported by then that starts threads.
-FIRST = """
+# Runs a command until it calls keep_freed_memory, and prints the thread-starting modules imported by then.
+IMPORTED_BEFORE_KEEP = """
 import os, runpy, sys
 from noloco_jax.cluster import host
 
@@ -56,7 +56,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def printed(program: str, **environment: str) -> int:
-    """The number that a Python program prints."""
+    """Run a Python program and return the number it prints."""
     run = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | environment, capture_output=True, text=True, check=True
     )
@@ -96,7 +96,7 @@ print(jax.local_device_count())
 
 
 def test_all_cores_are_usable_without_the_affinity_calls_of_the_kernel(monkeypatch):
-    """MacOS has neither call."""
+    """MacOS lacks both affinity calls."""
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.delattr(os, "sched_setaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
@@ -106,7 +106,7 @@ def test_all_cores_are_usable_without_the_affinity_calls_of_the_kernel(monkeypat
 
 @pytest.mark.parametrize(("method", "count"), [("noloco", 8), ("ddp", 4)])
 def test_delayed_exchanges_double_the_number_of_cpu_devices(method, count):
-    """A configuration serves all methods: one without outer steps ignores the delay."""
+    """A method without outer steps ignores the delay."""
     program = f"""
 import os
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -125,7 +125,7 @@ print(jax.local_device_count())
 @pytest.fixture
 def no_limits_set(monkeypatch):
     for name in (HOST_LIMIT, *FRACTIONS):
-        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
 
 
@@ -174,6 +174,6 @@ def test_training_commands_keep_freed_memory_before_importing_threaded_modules(c
     (tmp_path / "roster.toml").write_text(f'run = "c4"\n{islands}')
     arguments = [part.format(tmp=tmp_path) for part in command]
     run = subprocess.run(
-        [sys.executable, "-c", FIRST, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", IMPORTED_BEFORE_KEEP, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert run.stdout == "[]\n", run.stderr

@@ -23,7 +23,7 @@ LAUNCH = ROOT / "launch"
 
 
 def local(number: int, code: str, **variables: str) -> subprocess.Popen[str]:
-    """Starts local.sh with processes that run a few lines of Python; `i` is the process."""
+    """Start local.sh with processes that run `code`, in which `i` is the process number."""
     code = f"import os, signal, sys, time; i = int(os.environ['JAX_PROCESS_ID']); {code}"
     return subprocess.Popen(
         ["bash", str(LAUNCH / "local.sh"), str(number), sys.executable, "-u", "-c", code],
@@ -95,7 +95,7 @@ def test_a_machine_of_several_needs_its_number_and_the_coordinator_address(varia
 
 
 def with_gpus(folder: Path, number: int) -> dict[str, str]:
-    """The variables of a machine with so many GPUs, as far as local.sh looks, on which JAX may use them."""
+    """Write an nvidia-smi that lists `number` GPUs; return the environment variables that make local.sh use it."""
     tool = folder / "nvidia-smi"
     lines = "".join(f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{i}e-1)\\n" for i in range(number))
     tool.write_text(f"""#!/bin/sh\n[ "$*" = --list-gpus ] && printf '{lines}'\n""")
@@ -146,7 +146,7 @@ def test_more_local_processes_than_gpus_run_on_the_cpu(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("visible", ["2,3", "GPU-2e-1,GPU-3e-1"])
 def test_local_processes_divide_only_the_visible_gpus(visible, tmp_path):
-    """JAX counts from the first visible one."""
+    """JAX numbers the visible GPUs from 0."""
     variables = with_gpus(tmp_path, 4) | {"CUDA_VISIBLE_DEVICES": visible}
     status, lines = result(local(2, PRINT_GPUS, **variables))
     assert (status, sorted(lines)) == (0, ["[0] 0", "[1] 1"])
@@ -357,7 +357,7 @@ def test_files_named_in_launchers_exist():
 
 
 def gpu(folder: Path, *parts: str) -> subprocess.CompletedProcess[str]:
-    """Runs gpu.sh with an interpreter that says what it is to run, and fails where that is pytest."""
+    """Run gpu.sh with an interpreter that prints its arguments, and fails for pytest."""
     interpreter = folder / "python"
     interpreter.write_text('#!/bin/sh\necho "run: $*"\n[ "$2" != pytest ]\n')
     interpreter.chmod(0o755)

@@ -1,4 +1,4 @@
-"""A process's number by its flags or environment, and its GPUs of the machine."""
+"""The number and the GPUs of a process, found from its flags and environment."""
 
 from argparse import ArgumentParser
 
@@ -12,7 +12,7 @@ from noloco_jax.errors import UserError
 
 
 def found(arguments: str = "", **environment: str) -> Place | None:
-    """The place of a process on a machine of eight GPUs."""
+    """Return the place of a process on a machine with eight GPUs."""
     parser = ArgumentParser()
     define_flags(parser)
     return find_place(
@@ -57,7 +57,7 @@ def test_the_process_number_takes_precedence_over_the_pod_index():
     assert found(**variables, JOB_COMPLETION_INDEX="1") == Place("a:1", 16, 11)
 
 
-# Task 2 of a step of 4 nodes: the only one of its node, which is the third.
+# Task 2 of a step of 4 nodes with one task each; it runs on the third node.
 SLURM = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "0",
@@ -100,7 +100,7 @@ def test_open_mpi_ranks_use_the_launcher_as_coordinator():
 
 
 def test_open_mpi_jobs_on_one_machine_use_different_ports():
-    """It numbers them in steps of 4096."""
+    """Open MPI numbers its jobs in steps of 4096."""
     other = "1531580416.0;tcp://10.96.0.1,10.148.0.1:34912"
     first, second = found(**OPEN_MPI), found(**OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": other})
     assert first is not None and second is not None
@@ -128,9 +128,9 @@ def test_an_incomplete_place_is_refused(arguments, message):
 
 
 def slurm(local: int, tasks: str, node: int = 0, visible: str = "", on_node: int | None = None, **more: str) -> dict:
-    """The variables of a Slurm task: its number on its node, the tasks of each node, and the GPUs that Slurm shows it.
+    """Return the variables of a Slurm task: its local number, the tasks of each node, and the GPUs visible to it.
 
-    SLURM_GPUS_ON_NODE is what the step has on the node: by default what the task sees.
+    `on_node` is the number of GPUs that the step has on the node, by default of those visible to the task.
     """
     count = len(visible.split(",")) if on_node is None else on_node
     gpus = {"CUDA_VISIBLE_DEVICES": visible, "SLURM_GPUS_ON_NODE": str(count)} if visible else {}

@@ -1,4 +1,4 @@
-"""Barriers of processes: one alone in this process, several in real ones."""
+"""Barriers, gathers, broadcasts and stops: of a single process, and of two real ones."""
 
 import json
 import os
@@ -23,8 +23,8 @@ def test_a_single_process_gathers_broadcasts_and_stops_alone():
     assert [alone.agree_to_stop(received) for received in (False, True)] == [False, True]
 
 
-# The first broadcasts more values than the store keeps. Every process gathers values of unlike sizes, the second comes
-# to the barrier late, and the first is sent a SIGTERM.
+# Process 0 broadcasts more values than the store keeps. Both gather values of different sizes, process 1 is late at a
+# barrier, and process 0 sends itself a SIGTERM.
 SEVERAL = """
 import json, os, signal, time
 from argparse import Namespace
@@ -56,7 +56,7 @@ with joined(place, {}, 60):
         os.kill(os.getpid(), signal.SIGTERM)
     step = 1
     while not processes.agree_to_stop(False):
-        time.sleep(0.02 * (1 + place.process_id))  # unlike speeds
+        time.sleep(0.02 * (1 + place.process_id))  # different speeds
         step += 1
     result = {"told": told, "asked": asked, "kept": kept, "first": processes.is_first}
     result |= {"alone": processes.alone, "gathered": gathered, "came": came, "left": left, "stopped_at": step}
@@ -65,7 +65,7 @@ with joined(place, {}, 60):
 
 
 def run_both(program: str, *arguments: str) -> list[tuple[int, str]]:
-    """(exit status, output) of two processes of a program."""
+    """Run a program as two processes; return (exit status, output) of each."""
     address = f"127.0.0.1:{free_port()}"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "SLURM_"))}
     started = [
@@ -110,7 +110,7 @@ def test_broadcasts_received_by_all_are_deleted(results):
 
 def test_a_barrier_holds_early_processes_until_the_last_arrives(results):
     early, late = results
-    assert early["left"] >= late["came"]  # by a clock that all processes of a machine share
+    assert early["left"] >= late["came"]  # processes of one machine share the clock
 
 
 def test_all_processes_stop_at_the_same_step_after_one_gets_sigterm(results):
@@ -118,7 +118,7 @@ def test_all_processes_stop_at_the_same_step_after_one_gets_sigterm(results):
     assert first == second
 
 
-# One of two is lost, while the other exchanges with it or, of JAX's own accord, only waits.
+# One of two processes is killed while the other gathers or only sleeps.
 LOST = """
 import os, signal, sys, time
 from argparse import Namespace
@@ -150,7 +150,7 @@ def test_a_lost_process_ends_the_other_with_one_line_and_status_1(victim, doing)
     assert "Traceback" not in output
 
 
-# The second is later than Gloo waits for, which `gather` would begin with.
+# Process 1 arrives after Gloo's timeout, within which `gather` alone would have to start.
 WAITING = """
 import os, time
 from argparse import Namespace

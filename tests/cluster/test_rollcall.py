@@ -22,7 +22,7 @@ def roll_call(
     expected: int | None = None,
     visit: Callable[[int], None] = lambda port: None,
 ) -> list[UserError | None]:
-    """Return each process's answer to its report, None if all is well. `visit` comes to the first one's port."""
+    """Run a roll call; return each process's error or None. `visit` is called with the coordinator's port."""
     port = free_port()
     verdicts: list[UserError | None] = [None] * len(infos)
 
@@ -89,7 +89,7 @@ def test_two_processes_with_one_number_are_named_to_all():
 
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "silent"])
 def test_a_process_replaces_a_lost_one_of_the_same_number(ended, monkeypatch):
-    """It came and ended, or its machine is lost: then the connection stays, and nobody answers."""
+    """The former process ended, or its machine is lost and its connection stays open without an answer."""
     monkeypatch.setattr(rollcall, "_ANSWER_SECONDS", 0.3)
     connections = contextlib.ExitStack()
 
@@ -145,8 +145,8 @@ def test_a_port_in_use_is_named():
 
 
 def test_a_foreign_connection_to_the_port_is_ignored():
-    def stranger(port: int) -> None:
+    def foreign_client(port: int) -> None:
         with connect(port) as connection:
             connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
 
-    assert roll_call(reports(2), 20, visit=stranger) == [None] * 2
+    assert roll_call(reports(2), 20, visit=foreign_client) == [None] * 2

@@ -1,4 +1,4 @@
-"""The lease of a workdir in a bucket: who holds it, who may follow, and who has to end."""
+"""Lease of a workdir in a bucket: holding it, taking it over, and the exit of a holder that lost it."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ def short_times(monkeypatch):
 
 
 def lease(address: str, folder: Path, report=print) -> WorkdirLease:
-    """A trainer's lease; those with other folders are as on other machines."""
+    """Return the lease of a trainer; trainers with different folders count as on different machines."""
     folder.mkdir(parents=True, exist_ok=True)
     return WorkdirLease(address, folder, report)
 
@@ -50,7 +50,7 @@ def test_a_renewed_lease_refuses_a_second_trainer(address, tmp_path):
 
 
 def test_the_lease_of_a_silent_holder_is_taken_over_after_an_announced_wait(address, tmp_path):
-    lease(address, tmp_path / "a")._write()  # and killed
+    lease(address, tmp_path / "a")._write()  # and is killed
     said, started = [], time.monotonic()
     with lease(address, tmp_path / "b", said.append):
         assert time.monotonic() - started >= workdir_lease.SILENT_SECONDS
@@ -121,7 +121,7 @@ def test_a_holder_that_lost_its_lease_exits_without_publishing(address, tmp_path
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as held_up:
         assert held_up.stdout is not None and held_up.stdout.readline() == "held\n"
-        with lease(address, tmp_path / "b"):  # which saw no life for long
+        with lease(address, tmp_path / "b"):  # takes over, having seen no renewal
             said, errors = held_up.communicate("\n", timeout=60)
             assert (held_up.returncode, said) == (2, "")
             assert f"error: {address}/{LOCK_FILE} is now of the trainer on" in errors

@@ -1,4 +1,4 @@
-"""The lock of a workdir: what one machine's kernel decides, and what can be seen of a holder on another machine."""
+"""Lock of a workdir: by flock within one machine, and by the heartbeats of a holder on another machine."""
 
 import fcntl
 import os
@@ -55,7 +55,7 @@ def test_watch_reports_a_holder_on_this_machine_while_it_is_alive(tmp_path):
     assert watch.holder() is None
     with WorkdirLock(tmp_path, pytest.fail):
         assert watch.holder() == holder_of(tmp_path)
-        with WorkdirLock(tmp_path / "another", pytest.fail):  # looking took nothing
+        with WorkdirLock(tmp_path / "another", pytest.fail):  # watching took no lock
             assert watch.holder() is not None
     write(tmp_path, Holder("here", os.getpid(), "2026", workdir_lock._kernel(), tmp_path.stat().st_dev))
     assert watch.holder() is None  # killed: its line is left
@@ -73,7 +73,7 @@ def test_watch_reports_a_holder_on_another_machine_while_it_sends_heartbeats(tmp
 
 def test_the_lock_of_a_silent_remote_holder_is_taken_over_after_an_announced_wait(tmp_path):
     path, said = write(tmp_path, ELSEWHERE), []
-    os.utime(path, (0, time.time() + 9e5))  # its clock is of no account
+    os.utime(path, (0, time.time() + 9e5))  # the holder's clock may be wrong
     started = time.monotonic()
     with WorkdirLock(tmp_path, said.append):
         assert time.monotonic() - started >= workdir_lock.SILENT_SECONDS
@@ -141,7 +141,7 @@ with workdir_lock.WorkdirLock(Path({str(tmp_path)!r}), print):
 
 
 def test_at_most_one_of_many_simultaneous_processes_holds_the_lock(tmp_path):
-    """Each appends its number when it has the lock and before it gives it back: the two stand together."""
+    """Each process logs its pid after taking and before releasing the lock: the two lines must be adjacent."""
     program = f"""
 import os, sys, time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The law of the gap: recovered from runs that follow it, silent where there is none, and used for what is to come."""
+"""Power law of the gap: recovered from runs that follow it, absent where none does, and used for predictions."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ LENGTHS = "num_steps/eval_every=40/4,80/8"
 
 
 def trained(config_file, tmp_path, gap, *overrides, without=(), every="2,4,8,20"):
-    """Plan and rows of runs whose gap in percent is `gap(meetings)`, but for those named in `without`."""
+    """Return plan and rows of runs whose gap in percent is `gap(meetings)`; runs named in `without` are not trained."""
     vary = (LENGTHS, f"outer.sync_every={every}")
     plan = plan_of(config_file, *overrides, methods=["ddp", "noloco"], vary=vary)
     for run in plan.runs:

@@ -1,4 +1,4 @@
-"""The runs of a comparison: which they are, and what is refused before any starts."""
+"""Plan of a comparison: its runs, and the input refused before any of them starts."""
 
 import gzip
 import json
@@ -162,7 +162,7 @@ def test_other_seeds_are_trained_only_at_the_best_value_of_the_first(config_file
     later = [(run.seed, run.variant.title, run.tuned) for run in plan.due(half, failed={first[5]}) if run not in first]
     assert later == [(8, "ddp", "0.02"), (8, "noloco", "0.02"), (9, "ddp", "0.02"), (9, "noloco", "0.02")]
     assert len(plan.due(half, failed={first[5]})) == plan.total
-    assert plan.due({}, failed=first) == first, "where no value worked the other seeds have none"
+    assert plan.due({}, failed=first) == first, "the other seeds have no value if all of the first failed"
 
 
 def test_variants_that_set_or_ignore_the_tuned_field_are_not_tuned(config_file):
@@ -195,7 +195,7 @@ def test_jobs_that_share_a_gpu_share_its_memory():
     shares = [share_of_gpus(["3", "5"], {}, 3, slot) for slot in range(3)]
     assert [share["CUDA_VISIBLE_DEVICES"] for share in shares] == ["3", "5", "3"]
     assert {share["XLA_CLIENT_MEM_FRACTION"] for share in shares} == {"0.45"}
-    own = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"}  # JAX refuses the two together
+    own = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"}  # JAX refuses both variables together
     assert share_of_gpus(["3"], own, 2, 1) == {"CUDA_VISIBLE_DEVICES": "3"}
 
 

@@ -1,4 +1,4 @@
-"""Figures, table and picture of a comparison."""
+"""Figures, table and charts of a comparison."""
 
 import csv
 from dataclasses import replace
@@ -118,7 +118,7 @@ def test_a_row_shows_the_best_tuned_value_and_its_gap_to_the_tuned_reference(con
         "ddp": {"0.01": 10.0, "0.02": 8.0, "0.04": 9.0},
         "noloco": {"0.01": 13.0, "0.02": 12.0, "0.04": 11.0},
     }
-    for run in plan.runs:  # of the other seed too what is not needed, as where the best was another before
+    for run in plan.runs:  # all values of the other seed too, as if another had been the best
         assert run.tuned is not None
         train(run, tmp_path, perplexities[run.variant.method][run.tuned] * (1 if run.seed == 7 else 2))
     ddp, noloco = rows = make_rows(plan, tmp_path)
@@ -141,7 +141,7 @@ def test_bytes_are_rated_by_their_gain_and_by_the_variant_that_dominates(config_
         "cheap": (14.0, 100.0),
         "middle": (12.0, 400.0),
         "bad": (13.0, 800.0),
-        "other": (11.0, 100.0),  # beats all, but is measured by nothing that they are
+        "other": (11.0, 100.0),  # best of all, but has no ddp to compare it with
     }
     for run in plan.runs:
         perplexity, sent = left[run.variant.title]

@@ -1,4 +1,4 @@
-"""The defaults of a method: where its numbers come from when a configuration gives none of its own."""
+"""Defaults of each method, which fill the fields that a configuration leaves out."""
 
 import dataclasses
 import inspect
@@ -24,7 +24,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.methods import METHOD_FIELDS, METHODS, defaults_of
 from support.paths import CONFIGS
 
-# Written down from the papers and from what the four transforms took before there was a table.
+# Taken from the papers and from the defaults of the four transforms before METHODS existed.
 OWN = {
     "noloco": {
         **{"lr": 0.7, "momentum": 0.5, "momentum_of": "steps", "consensus": None, "sync_every": 50},
@@ -37,7 +37,7 @@ OWN = {
     "local": {},
 }
 NOTHING = dict.fromkeys(METHOD_FIELDS)
-# As the outer fields were called in a record of a run before each method had its own.
+# Outer fields of a configuration saved before each method had its own defaults.
 BEFORE = {
     **{"lr": 0.7, "momentum": 0.5, "momentum_of": "steps", "consensus": None, "sync_every": 50, "group_size": 2},
     **{"order": "passes", "nesterov": False, "wire": "float32", "neighbours": None, "error_decay": 0.95, "top_k": 64},
@@ -74,7 +74,7 @@ def test_a_transform_has_the_defaults_of_its_method(method):
         if number in parameters:
             assert parameters.pop(number).default is None
     row = dict(OWN[method])
-    if method in ("noloco", "epidemic"):  # in their first argument
+    if method in ("noloco", "epidemic"):  # their first argument holds these options
         parameters |= inspect.signature(
             {"noloco": nj.RandomPairing, "epidemic": nj.RandomNeighbours}[method]
         ).parameters
@@ -139,7 +139,7 @@ def test_changing_the_method_of_a_saved_configuration_drops_its_method_settings(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_old_saved_configuration_with_all_fields_is_the_same_run(method):
-    """Such a record has a value for every field: what the method uses is compared, and nothing else."""
+    """An old configuration has a value for every field; only those that the method uses are compared."""
     now = from_dict({"method": method})
     values = to_dict(now)
     before = from_dict(values | {"outer": values["outer"] | BEFORE | OWN[method]})
@@ -169,7 +169,7 @@ SHIPPED = {
 
 @pytest.mark.parametrize("file", SHIPPED)
 def test_a_shipped_file_keeps_the_outer_step_of_its_own_method(file):
-    """The numbers with which the results in configs/README.md, and the paper's, were measured."""
+    """The results in configs/README.md and in the paper were measured with these settings."""
     config = loaded(file)
     assert {name: getattr(config.outer, name) for name in SHIPPED[file]} == SHIPPED[file]
 

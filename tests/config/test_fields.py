@@ -41,7 +41,7 @@ def refusal(values: dict) -> str:
 
 
 def nested(path: str, value: object) -> dict:
-    """A configuration's mapping that sets one field, and what that field cannot be without."""
+    """Return a mapping that sets one field and the fields that it requires."""
     if path.startswith("model.rope_scaling."):
         return {"model": {"rope_scaling": ROPE | {path.rpartition(".")[2]: value}}}
     if path.startswith("data.mixture.NAME."):
@@ -53,7 +53,7 @@ def nested(path: str, value: object) -> dict:
 
 
 def mixture(*names: str, source: object = SOURCE, **fields: object) -> dict:
-    """A configuration of sources that are all the same."""
+    """Return the mapping of a mixture whose sources are all the same."""
     return {"data": {"kind": "mixture", "mixture": dict.fromkeys(names, source)} | fields}
 
 

@@ -20,7 +20,7 @@ def load(name: str, argument: str = "", *overrides: str) -> TrainConfig:
     return from_dict(load_config(f"{CONFIGS / name}.py{suffix}", overrides))
 
 
-def given(name: str) -> list[str]:
+def required_flags(name: str) -> list[str]:
     """Flags that the user has to give on the command line."""
     return ["--config.data.tokenizer=byte"] if name == "c4_tiny" else []
 
@@ -32,7 +32,7 @@ def test_there_is_a_file_for_each_of_the_papers_runs():
 def test_every_file_is_a_consistent_configuration_from_any_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in RUNS:
-        assert load(name, "", *given(name)).method == "noloco", name
+        assert load(name, "", *required_flags(name)).method == "noloco", name
 
 
 def test_a_file_imports_only_ml_collections_and_the_standard_library():
@@ -90,7 +90,7 @@ def test_diloco_takes_the_papers_outer_step():
 def test_the_argument_chooses_the_method():
     for name in ("c4_1b", "c4_tiny"):
         for method in ("noloco", "diloco", "ddp", "local"):
-            assert load(name, method, *given(name)).method == method
+            assert load(name, method, *required_flags(name)).method == method
 
 
 def test_the_global_batch_does_not_depend_on_the_replicas():
@@ -125,7 +125,7 @@ def test_the_quickstart_has_about_a_million_weights_and_reads_the_standard_libra
 
 @pytest.mark.parametrize("name", [*PAPER, "c4_tiny"])
 def test_best_changes_only_optimizer_and_outer_step_for_any_number_of_replicas(name):
-    plain, best = load(name, "", *given(name)), load(name, "best", *given(name))
+    plain, best = load(name, "", *required_flags(name)), load(name, "best", *required_flags(name))
     assert (best.inner.optimizer, best.outer.fragments, best.outer.wire) == ("muon", 8, "modulo4")
     assert best.inner.adam_lr == plain.inner.lr and best.inner.min_lr == pytest.approx(best.inner.lr / 10)
     assert dataclasses.replace(best, inner=plain.inner, outer=plain.outer) == plain

@@ -154,7 +154,7 @@ def test_a_tool_adds_its_own_flags(file):
 
 
 @pytest.fixture(scope="module")
-def shown():
+def help_text():
     """Return the text that `--help` prints."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), pytest.raises(SystemExit) as stopped:
@@ -163,14 +163,14 @@ def shown():
     return output.getvalue()
 
 
-def test_help_lists_every_field_with_its_meaning(shown):
-    assert shown.count("A tool.") == 1
-    words = " ".join(shown.split())
+def test_help_lists_every_field_with_its_meaning(help_text):
+    assert help_text.count("A tool.") == 1
+    words = " ".join(help_text.split())
     for path, field in known_fields().items():
-        assert f"\n  {path} " in shown and field.meaning in words, path
+        assert f"\n  {path} " in help_text and field.meaning in words, path
 
 
-def test_help_shows_type_values_and_default_of_a_field(shown):
+def test_help_shows_type_values_and_default_of_a_field(help_text):
     for line in (
         "  method  str, one of noloco, diloco, epidemic, sparseloco, ddp, local (default 'noloco'), "
         "must match on resume",
@@ -182,7 +182,7 @@ def test_help_shows_type_values_and_default_of_a_field(shown):
         "  data.add_bos  bool (default True), must match on resume",
         "  model.rope_scaling.factor  float, more than 0, must match on resume",
     ):
-        assert f"\n{line}\n" in shown
+        assert f"\n{line}\n" in help_text
 
 
 def test_a_wrong_argument_is_refused_by_name(file):

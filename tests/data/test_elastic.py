@@ -15,7 +15,7 @@ KINDS = ["c4", "jsonl", "parquet", "text"]
 
 
 def finish(config, states, epoch):
-    """The ids that are left of the epochs up to `epoch`: what the streams at `states` go on to read."""
+    """Return the ids that the streams at `states` have yet to read through `epoch`."""
     config = replace(config, sequence_length=1, batch_size=1)
     streams = restored(config, [before_next_document(config, state) for state in states])
     return [token for stream in streams for token in read_through(stream, epoch)]
@@ -29,7 +29,7 @@ def restored(config, states):
 
 
 def run_chain(config, numbers, rng, batches):
-    """(states after training with each of `numbers` of replicas in turn, ids delivered). Replicas differ in pace."""
+    """Read with each of `numbers` of replicas in turn, at random paces; return (last states, ids delivered)."""
     delivered = []
     streams = open_streams(config, numbers[0])
     for following in [*numbers[1:], None]:
@@ -95,7 +95,7 @@ def test_splitting_a_shard_deals_its_documents_out_round_robin(tmp_path):
     found = [read_through(s, 0) for s in restored(config, redistribute([stream.get_state()], 3))]
     tokens = [list(range(first, first + count)) for first, count in spans]
     expected = [[token for document in tokens[1 + k :: 3] for token in document] for k in range(3)]
-    expected[0] = tokens[0][1:] + expected[0]
+    expected[0] = tokens[0][1:] + expected[0]  # the partly read document
     assert found == expected
 
 

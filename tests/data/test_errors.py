@@ -1,4 +1,4 @@
-"""Bad data: one line that names the thing and the remedy, from the check beforehand or from the running stream."""
+"""Bad data: one line that names the fault and the remedy, from `check_data` or from the running stream."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ FINE = {"input_ids": [[1, 2]] * 8, "label": [[2, 3]] * 8}
 
 
 def assert_refused(config, pattern, **checked):
-    """Assert that the check beforehand refuses it in one line, and return the line."""
+    """Assert that `check_data` refuses the configuration in one line, and return that line."""
     with pytest.raises(UserError, match=pattern) as caught:
         check_data(config, **checked)
     assert "\n" not in str(caught.value)
@@ -32,7 +32,7 @@ def read_until_refused(config, pattern, batches=2000):
     with pytest.raises(UserError, match=pattern):
         for _ in range(batches):
             next(stream)
-    with pytest.raises(UserError, match=pattern):  # and again, never an end of data
+    with pytest.raises(UserError, match=pattern):  # a second call fails likewise instead of ending the stream
         next(stream)
 
 
@@ -197,7 +197,7 @@ def test_data_without_any_token_are_refused(tmp_path):
 
 
 def test_empty_documents_at_both_ends_of_the_data_are_accepted(tmp_path):
-    """Data seem empty from the last document of an epoch to the first of the next, and are not."""
+    """Consecutive empty documents across an epoch boundary must not pass for empty data."""
     rows = {"input_ids": [[0, 0], [1, 2], [3, 4], [0, 0]], "attention_mask": [[0, 0], [1, 1], [1, 1], [0, 0]]}
     write_rows(tmp_path / "0.parquet", rows)
     config = DataConfig(kind="parquet", path=str(tmp_path), validation_path="elsewhere", shuffle_buffer=1)

@@ -1,4 +1,4 @@
-"""Files of a folder and of those that links in it lead to: each is read once, and none for ever; and their splits."""
+"""Files of a folder and its links: each is read once, link cycles end, and file names give the split."""
 
 import os
 from pathlib import Path
@@ -108,7 +108,7 @@ def test_c4_shards_linked_twice_are_read_once(tmp_path):
 
 
 def files_of(root, names, **options):
-    """(names of the split's files, part) in a folder that holds `names`."""
+    """Create the files `names` below `root`; return (names of the split's files, part)."""
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("")

@@ -53,7 +53,7 @@ def take(stream, count):
 
 
 def sequences(batches):
-    """(inputs, labels) of every sequence of some batches as tuples."""
+    """Return (inputs, labels) of every sequence of `batches` as tuples."""
     return [
         (tuple(inputs.tolist()), tuple(labels.tolist()))
         for batch in batches
@@ -70,7 +70,7 @@ def with_source(config, name, **fields):
 
 
 def read_epochs(streams, last_epoch):
-    """The ids of every source of the epochs up to `last_epoch`; batches must hold one token."""
+    """Return the ids of all sources through `last_epoch`; batches must hold one token."""
     ids = []
     for stream in streams:
         while True:
@@ -314,14 +314,14 @@ def test_errors_in_the_data_of_a_source_name_the_source(tmp_path):
         assert "\n" not in str(caught.value)
     blank = with_source(config, "own", path=str(tmp_path / "blank.jsonl"), validation_path=config.mixture["own"].path)
     (stream,) = open_streams(blank, 1)
-    for _ in range(2):  # and again, at the same place
+    for _ in range(2):  # a second attempt fails at the same place
         with pytest.raises(UserError, match=r"hold no token: data\.mixture\.own\.path="):
             take(stream, 9)
     assert stream.get_state()["drawn"] < 18
 
 
 def test_a_batch_that_fails_halfway_loses_no_sequence_of_any_source():
-    """The documents of a source are its sequences, of one number each; one is there at the second attempt."""
+    """Each document is a sequence of one number; one of them can be read only at the second attempt."""
 
     def stream_of(broken):
         broken = {("b", broken)}
@@ -352,7 +352,7 @@ def test_a_batch_that_fails_halfway_loses_no_sequence_of_any_source():
 def test_a_mixture_needs_a_tokenizer_if_any_source_holds_text(tmp_path):
     config, _ = write_mixture(tmp_path)
     assert needs_tokenizer(config)
-    assert needs_tokenizer(with_source(config, "code", path=str(tmp_path / "moved")))  # which need not be opened
+    assert needs_tokenizer(with_source(config, "code", path=str(tmp_path / "moved")))  # no need to open every source
     stored = replace(config, mixture=Entries({"code": config.mixture["code"]}))
     assert not needs_tokenizer(stored)
     stream = train_stream(stored, None, replica=0, num_replicas=1, seed=0)

@@ -118,7 +118,7 @@ def test_the_document_mask_numbers_segments_and_drops_labels_across_documents(co
 
 
 def padded_documents(sequence_length: int, seed: int) -> list[np.ndarray]:
-    """Rows that are mostly as long as a sequence or two, filled up with padding, and some that are shorter."""
+    """Return padded rows, most as long as one or two sequences and some shorter."""
     rng, documents, first = np.random.default_rng(seed), [], 0
     for _ in range(30):
         length = int(rng.choice([sequence_length, sequence_length, 2 * sequence_length, 3]))

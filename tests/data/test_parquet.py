@@ -14,7 +14,7 @@ from support.data_makers import write_rows
 
 
 def all_of_validation(config, folder, tokenizer=None):
-    """(input ids, labels), the sequences of a folder's rows in the files' order."""
+    """Return (input ids, labels) of all sequences of a folder's rows, in file order."""
     config = replace(config, path="elsewhere", validation_path=str(folder))
     batches = validation_batches(config, tokenizer, num_batches=1000)
     return [np.concatenate([batch[name] for batch in batches]) for name in ("input_ids", "labels")]
@@ -29,7 +29,7 @@ def random_rows(count, length, seed=0):
 
 
 def masked_rows():
-    """Rows of 12 with padding 0 behind, in front, everywhere and nowhere, and their attention masks."""
+    """Return four rows of 12 ids, padded with 0 nowhere, behind, everywhere and in front, and their attention masks."""
     rows = random_rows(4, 12)
     mask = np.ones_like(rows)
     mask[1, 7:] = 0
@@ -42,8 +42,8 @@ def labels_by_hand(row, mask):
     return [row[t + 1] if t < 11 and mask[t] and mask[t + 1] else -100 for t in range(12)]
 
 
-def behind(values, mask):
-    """A row's values with those of its padding behind the others."""
+def padding_last(values, mask):
+    """Return a row's values with those of its padding moved to the end."""
     values = list(values)
     return [v for v, m in zip(values, mask, strict=True) if m] + [v for v, m in zip(values, mask, strict=True) if not m]
 
@@ -111,7 +111,7 @@ def test_any_nonzero_attention_mask_value_marks_a_token(tmp_path, one, kind):
     masks = pa.array((mask.astype(object) * one).tolist(), pa.list_(kind))
     pq.write_table(pa.table({"input_ids": rows.tolist(), "attention_mask": masks}), tmp_path / "0.parquet")
     inputs, _ = all_of_validation(config_for(12), tmp_path)
-    np.testing.assert_array_equal(inputs, [behind(rows[k], mask[k]) for k in (0, 1, 3)])
+    np.testing.assert_array_equal(inputs, [padding_last(rows[k], mask[k]) for k in (0, 1, 3)])
 
 
 def test_masked_rows_keep_padding_out_of_the_loss(tmp_path):
@@ -119,8 +119,8 @@ def test_masked_rows_keep_padding_out_of_the_loss(tmp_path):
     write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "attention_mask": list(mask)})
     inputs, labels = all_of_validation(config_for(12), tmp_path)
     kept = [0, 1, 3]  # the row of padding alone is left out
-    np.testing.assert_array_equal(inputs, [behind(rows[k], mask[k]) for k in kept])
-    np.testing.assert_array_equal(labels, [behind(labels_by_hand(rows[k], mask[k]), mask[k]) for k in kept])
+    np.testing.assert_array_equal(inputs, [padding_last(rows[k], mask[k]) for k in kept])
+    np.testing.assert_array_equal(labels, [padding_last(labels_by_hand(rows[k], mask[k]), mask[k]) for k in kept])
 
 
 def test_padding_before_or_between_tokens_is_moved_behind_them(tmp_path):
@@ -130,9 +130,9 @@ def test_padding_before_or_between_tokens_is_moved_behind_them(tmp_path):
     batches = validation_batches(config, None, num_batches=1000)
     assert len(batches) == 40
     for row, its_mask, batch in zip(rows, mask, batches, strict=True):
-        np.testing.assert_array_equal(batch["input_ids"][0], behind(row * its_mask, its_mask))
-        np.testing.assert_array_equal(batch["labels"][0], behind(labels_by_hand(row, its_mask), its_mask))
-        np.testing.assert_array_equal(batch["segment_ids"][0], behind(its_mask, its_mask))
+        np.testing.assert_array_equal(batch["input_ids"][0], padding_last(row * its_mask, its_mask))
+        np.testing.assert_array_equal(batch["labels"][0], padding_last(labels_by_hand(row, its_mask), its_mask))
+        np.testing.assert_array_equal(batch["segment_ids"][0], padding_last(its_mask, its_mask))
 
 
 def test_padding_of_rows_that_do_not_fill_sequences_is_dropped(tmp_path):
@@ -149,8 +149,8 @@ def test_longer_rows_are_split_and_parts_of_only_padding_are_left_out(tmp_path):
     write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "attention_mask": list(mask)})
     inputs, labels = all_of_validation(config_for(4), tmp_path)
     kept = [(0, 0), (0, 4), (0, 8), (1, 0), (1, 4), (3, 0), (3, 4)]  # row 1 has 7 tokens, the ninth of row 3 no label
-    np.testing.assert_array_equal(inputs, [behind(rows[k], mask[k])[t : t + 4] for k, t in kept])
-    expected = [behind(labels_by_hand(rows[k], mask[k]), mask[k]) for k in range(4)]
+    np.testing.assert_array_equal(inputs, [padding_last(rows[k], mask[k])[t : t + 4] for k, t in kept])
+    expected = [padding_last(labels_by_hand(rows[k], mask[k]), mask[k]) for k in range(4)]
     np.testing.assert_array_equal(labels, [expected[k][t : t + 4] for k, t in kept])
 
 
@@ -225,7 +225,7 @@ def test_nulls_are_refused_with_file_and_row(tmp_path):
         ({"input_ids": holed, "attention_mask": ones}, "row 290 .*: input_ids holds a null"),
         ({"text": ["a"] * 250 + [None] + ["b"] * 49}, "row 250 .*: text is null"),
     ]:
-        # The rows of a file are counted, whatever the files before it and the row groups in it.
+        # Row numbers restart in each file and continue across its row groups.
         pq.write_table(pa.table({name: values[:30] for name, values in columns.items()}), tmp_path / "0.parquet")
         pq.write_table(pa.table(columns), tmp_path / "1.parquet", row_group_size=37)
         with pytest.raises(UserError, match=rf"1\.parquet, {pattern}"):
@@ -271,8 +271,8 @@ def test_a_text_column_of_another_type_is_refused_naming_the_type(tmp_path, valu
         needs_tokenizer(replace(config_for(2), path=str(tmp_path)))
 
 
-def of_invalid_utf8(path, texts, row_group_size):
-    """A file whose row 3 holds a byte that is not UTF-8."""
+def write_invalid_utf8(path, texts, row_group_size):
+    """Write a file whose row 3 holds a byte that is not UTF-8."""
     encoded = [text.encode() for text in texts]
     encoded[3] = b"caf\xe9!"
     column = pa.Array.from_buffers(pa.string(), len(encoded), pa.array(encoded).buffers())
@@ -282,7 +282,7 @@ def of_invalid_utf8(path, texts, row_group_size):
 @pytest.mark.parametrize("row_group_size", [2, 50])
 def test_text_that_is_not_utf8_is_refused_with_file_and_row_or_skipped(tmp_path, capfd, row_group_size):
     texts = [f"text {k}" for k in range(9)]
-    of_invalid_utf8(tmp_path / "0.parquet", texts, row_group_size)
+    write_invalid_utf8(tmp_path / "0.parquet", texts, row_group_size)
     with pytest.raises(UserError, match=r"0\.parquet, row 3 .*: text is not UTF-8 .*position 3.*") as caught:
         all_of_validation(config_for(64), tmp_path, ByteTokenizer())
     assert "\n" not in str(caught.value) and caught.value.exit_status == 2
@@ -309,7 +309,7 @@ def test_a_file_with_a_duplicated_column_is_refused_or_skipped(tmp_path, capfd):
         (warning,) = set(capfd.readouterr().err.splitlines())
         assert warning.startswith("warning: skipped") and f"0.parquet has 2 columns named {name!r}" in warning
     pq.write_table(pa.table([text, ids, ids], ["text", "other", "other"]), tmp_path / "0.parquet")
-    assert needs_tokenizer(config)  # what is not read may be there twice
+    assert needs_tokenizer(config)  # columns that are not read may be duplicated
 
 
 def test_text_needs_a_tokenizer_and_tokens_need_none(tmp_path):
@@ -336,8 +336,8 @@ def test_integers_and_lists_of_every_width_are_read(tmp_path, kinds):
     ids, attended = (pa.array(value.tolist()).cast(kind) for value, kind in zip((rows, mask == 1), kinds, strict=True))
     pq.write_table(pa.table({"input_ids": ids, "attention_mask": attended}), tmp_path / "0.parquet")
     inputs, labels = all_of_validation(config_for(12), tmp_path)
-    np.testing.assert_array_equal(inputs, [behind(rows[k], mask[k]) for k in (0, 1, 3)])
-    np.testing.assert_array_equal(labels, [behind(labels_by_hand(rows[k], mask[k]), mask[k]) for k in (0, 1, 3)])
+    np.testing.assert_array_equal(inputs, [padding_last(rows[k], mask[k]) for k in (0, 1, 3)])
+    np.testing.assert_array_equal(labels, [padding_last(labels_by_hand(rows[k], mask[k]), mask[k]) for k in (0, 1, 3)])
 
 
 @pytest.mark.parametrize("row_group_size", [1, 7, 1000])

@@ -41,7 +41,7 @@ def options(path, split="train", both=False):
 
 
 def read_texts(path, split="train", both=False):
-    """The documents of a folder, in order."""
+    """Return the documents of a folder, in order."""
     source = TextSource(options(path, split, both), PIECE, ENCODE)
     shard = source.open_shard(0, 0, 1, ())
     records = [shard.get(k) for k in range(int(source.fingerprint["documents"]))]
@@ -144,7 +144,7 @@ def test_text_that_yields_no_token_is_skipped(tmp_path):
 
 @pytest.mark.parametrize("excluded", ["snapshot/valid.txt", "blobs/2", "snapshot/held_out", "blobs"])
 def test_validation_files_are_not_trained_on_through_links(tmp_path, excluded):
-    """Files of Hugging Face's cache are links."""
+    """Files in the Hugging Face cache are links."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
     (snapshot / "held_out").mkdir(parents=True)
     blobs.mkdir()
@@ -180,7 +180,7 @@ def test_the_permutation_of_a_key_never_changes():
 
 
 class Numbers(WindowShuffledShard):
-    """The documents 0 to 24."""
+    """Shard of the documents 0 to 24."""
 
     seek_hint: tuple[int, ...] = ()
 
@@ -197,7 +197,7 @@ def test_a_shard_is_shuffled_within_each_window():
     for start in (0, 10, 20):
         window = found[start : start + 10]
         assert sorted(window) == list(range(25))[start : start + 10] != window
-    assert [document + 10 for document in found[:10]] != found[10:20]  # each in an order of its own
+    assert [document + 10 for document in found[:10]] != found[10:20]  # each window has its own order
     assert shard.get(25) is None
     assert shard.get(40) is None
 
@@ -210,5 +210,5 @@ def test_a_window_of_one_keeps_the_order():
 def test_every_bit_of_a_seed_matters_and_32_bit_seeds_keep_their_permutation():
     keys = [(0, 1), (2**32, 0), (2**32,), (0, 1, 0), (1, 0), (2**32 + 1, 0), (2**64, 0), (0, 2**32), (2**63 - 1, 0)]
     assert len({tuple(seeded_permutation(50, *key)) for key in keys}) == len(keys)
-    largest = np.random.PCG64(np.random.SeedSequence((2, 2**32 - 1, 7)))  # as it has always been
+    largest = np.random.PCG64(np.random.SeedSequence((2, 2**32 - 1, 7)))  # the permutation of earlier versions
     assert seeded_permutation(50, 2**32 - 1, 7).tolist() == np.argsort(largest.random_raw(50), kind="stable").tolist()

@@ -1,4 +1,4 @@
-"""Streams: what each replica reads, and that a saved position means the same batches."""
+"""Streams: the documents that each replica reads, and resuming with the same batches."""
 
 import itertools
 import json
@@ -119,7 +119,7 @@ def test_document_mask_segments_follow_documents_and_resume_bitwise(tmp_path, ki
         np.testing.assert_array_equal(np.diff(batch["segment_ids"]) != 0, np.diff(owner_BT) != 0)
         assert (batch["segment_ids"][:, 0] == 1).all() and (np.diff(batch["segment_ids"]) >= 0).all()
         inside = owner_BT[:, :-1] == owner_BT[:, 1:]
-        kept = inside | (kind == "parquet")  # whose labels are stored beside the ids
+        kept = inside | (kind == "parquet")  # Parquet rows store their labels
         expected = np.where(kept, unmasked["labels"][:, :-1], -100)
         np.testing.assert_array_equal(batch["labels"][:, :-1], expected)
 
@@ -265,14 +265,14 @@ def test_a_state_is_refused_after_contents_changed_at_the_same_size(tmp_path, ki
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns + 10**9))
     (same,) = open_streams(config, 1)
     same.set_state(stream.get_state())
-    of_an_earlier_version = {k: v for k, v in stream.source.items() if k not in ("sampled contents", "text column")}
-    same.set_state(stream.get_state() | {"source": of_an_earlier_version})
+    earlier_version = {k: v for k, v in stream.source.items() if k not in ("sampled contents", "text column")}
+    same.set_state(stream.get_state() | {"source": earlier_version})
     with pytest.raises(UserError, match=r"sampled contents '0', .*restore the former data"):
         same.set_state(stream.get_state() | {"source": stream.source | {"sampled contents": "0"}})
 
 
 def contents_of(config):
-    """The digest of another process, which has read none of the files before."""
+    """Return the digest of sampled contents as a new process computes it."""
     identity._sampled_contents.cache_clear()
     source = open_source(config, CountingTokenizer(), validation=False, seed=0, vocab_size=None)
     return source.fingerprint["sampled contents"]

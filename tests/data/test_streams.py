@@ -1,4 +1,4 @@
-"""The streams of several replicas: they begin together, before a batch is asked for, and end together."""
+"""The streams of several replicas: they start together, before the first batch is requested, and end together."""
 
 import json
 import threading
@@ -9,20 +9,20 @@ from noloco_jax.data import ReplicaStreams
 from noloco_jax.errors import UserError
 from support.data_makers import CountingTokenizer, open_streams, write_counting
 
-PREFETCHING = "grain-thread-prefetch"  # in the names of threads
+PREFETCHING = "grain-thread-prefetch"  # the prefetch threads' name
 
 
 class MeetingTokenizer(CountingTokenizer):
-    """Goes on once so many streams have come to their first documents; fails where one waits for another's to end."""
+    """Tokenizer that blocks each thread's first call until `number` threads have called; fails after 60 s."""
 
     def __init__(self, number: int):
-        self._all_are_here = threading.Barrier(number, timeout=60)
-        self._came = threading.local()
+        self._barrier = threading.Barrier(number, timeout=60)
+        self._waited = threading.local()
 
     def encode_batch(self, texts):
-        if not hasattr(self._came, "once"):
-            self._came.once = True
-            self._all_are_here.wait()
+        if not hasattr(self._waited, "once"):
+            self._waited.once = True
+            self._barrier.wait()
         return super().encode_batch(texts)
 
 

@@ -26,7 +26,7 @@ def folder(request):
 
 
 def word_tokenizer(folder: Path, *, special: dict[str, str], added: list[str]) -> str:
-    """A folder with a tokenizer of the words "a" and "b", then `special` and `added` tokens."""
+    """Write a tokenizer of the words "a" and "b", then `special` and `added` tokens; return its folder."""
     names = [*special.values(), *added]
     tokens = [
         {"id": 3 + k, "content": name, "special": name in special.values(), "normalized": False}
@@ -139,7 +139,7 @@ def test_an_unknown_name_is_an_error_that_says_what_to_do(monkeypatch):
 
 @pytest.fixture
 def no_hub(monkeypatch):
-    """A hub at which nobody listens."""
+    """Point the Hub client at a port where nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
@@ -153,7 +153,7 @@ def test_an_unreachable_hub_fails_fast_with_one_line(no_hub, capfd):
         load_tokenizer("nobody/nothing")
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
-    assert time.monotonic() - start < 30  # it was a minute of retries; an import may be part of this
+    assert time.monotonic() - start < 30  # a minute with retries; may include an import
 
 
 def test_an_unreachable_hub_falls_back_to_the_local_cache(no_hub, monkeypatch):
