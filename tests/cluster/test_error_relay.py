@@ -1,4 +1,4 @@
-"""An error of one process ends all of a run: the processes are threads here, the service between them a dict."""
+"""Error relay: an error of one process ends all. The processes are threads here, and their service is a dict."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Devices of the CPU, memory of GPUs as JAX's own client reads it, and freed memory that a process on the CPU keeps."""
+"""CPU devices, GPU memory limits as JAX's client reads them, and freed memory that a CPU process keeps."""
 
 import os
 import platform
@@ -17,8 +17,8 @@ HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 KEEP = "from noloco_jax.cluster.host import keep_freed_memory; keep_freed_memory()"
 
-# A thread that has begun and ended leaves an arena, where it may have one of its own. Then another thread allocates,
-# fills and frees 256 MiB, and prints how many pages the second time had to fetch.
+# The first thread leaves a malloc arena behind, unless all threads share one. The second thread allocates, fills and
+# frees 256 MiB twice, and prints the page faults of the second time.
 PAGES_FETCHED_AGAIN = """
 import resource, threading
 {first}
@@ -39,8 +39,8 @@ for run in (lambda: bytes(100_000), twice):
     thread.join()
 """
 
-# Runs a command until it settles what is kept, and prints what was imported by then that starts threads.
-FIRST = """
+# Runs a command until it calls keep_freed_memory, and prints the thread-starting modules imported by then.
+IMPORTED_BEFORE_KEEP = """
 import os, runpy, sys
 from noloco_jax.cluster import host
 
@@ -56,7 +56,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def printed(program: str, **environment: str) -> int:
-    """The number that a Python program prints."""
+    """Run a Python program and return the number it prints."""
     run = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | environment, capture_output=True, text=True, check=True
     )
@@ -95,8 +95,8 @@ print(jax.local_device_count())
     assert printed(program, XLA_FLAGS="") == 3
 
 
-def test_without_the_kernels_word_a_process_has_the_machines_cores_and_stays_on_none(monkeypatch):
-    """MacOS has neither call."""
+def test_all_cores_are_usable_without_the_affinity_calls_of_the_kernel(monkeypatch):
+    """MacOS lacks both affinity calls."""
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     monkeypatch.delattr(os, "sched_setaffinity", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
@@ -105,8 +105,8 @@ def test_without_the_kernels_word_a_process_has_the_machines_cores_and_stays_on_
 
 
 @pytest.mark.parametrize(("method", "count"), [("noloco", 8), ("ddp", 4)])
-def test_exchanges_of_a_method_with_a_delay_have_as_many_cpu_devices_again(method, count):
-    """A configuration serves all methods: one without outer steps ignores the delay."""
+def test_delayed_exchanges_double_the_number_of_cpu_devices(method, count):
+    """A method without outer steps ignores the delay."""
     program = f"""
 import os
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -125,11 +125,11 @@ print(jax.local_device_count())
 @pytest.fixture
 def no_limits_set(monkeypatch):
     for name in (HOST_LIMIT, *FRACTIONS):
-        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
 
 
-def test_a_process_may_fill_its_gpus_and_pin_the_hosts_memory(no_limits_set):
+def test_default_limits_allow_most_gpu_memory_and_all_host_memory(no_limits_set):
     use_gpu_memory()
     assert generate_pjrt_gpu_plugin_options()["memory_fraction"] == 0.92
     with open("/proc/meminfo") as file:
@@ -138,7 +138,7 @@ def test_a_process_may_fill_its_gpus_and_pin_the_hosts_memory(no_limits_set):
 
 
 @pytest.mark.parametrize("name", FRACTIONS)
-def test_limits_that_the_environment_sets_stay(monkeypatch, no_limits_set, name):
+def test_memory_limits_set_in_the_environment_are_kept(monkeypatch, no_limits_set, name):
     monkeypatch.setenv(name, "0.5")
     monkeypatch.setenv(HOST_LIMIT, "7")
     use_gpu_memory()
@@ -147,12 +147,12 @@ def test_limits_that_the_environment_sets_stay(monkeypatch, no_limits_set, name)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators than glibc's are left as they are")
-def test_memory_that_a_thread_once_freed_is_used_again_without_the_kernel():
+def test_memory_freed_by_a_thread_is_reused_without_page_faults():
     kept, handed_back = (printed(PAGES_FETCHED_AGAIN.format(first=first)) for first in (KEEP, ""))
     assert kept < 100 < handed_back
 
 
-def test_where_gpus_may_train_freed_memory_is_left_to_the_allocator():
+def test_freed_memory_is_not_kept_where_gpus_may_train():
     assert printed(PAGES_FETCHED_AGAIN.format(first=KEEP), JAX_PLATFORMS="cuda") > 100
 
 
@@ -168,12 +168,12 @@ def test_where_gpus_may_train_freed_memory_is_left_to_the_allocator():
     ],
     ids=["train", "bench", "island"],
 )
-def test_what_trains_settles_it_before_anything_starts_threads(command, tmp_path):
+def test_training_commands_keep_freed_memory_before_importing_threaded_modules(command, tmp_path):
     of = '\n[[island]]\nname = "{}"\naddress = "127.0.0.1:{}"\n'
     islands = of.format("paris", 1) + of.format("rome", 2)
     (tmp_path / "roster.toml").write_text(f'run = "c4"\n{islands}')
     arguments = [part.format(tmp=tmp_path) for part in command]
     run = subprocess.run(
-        [sys.executable, "-c", FIRST, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", IMPORTED_BEFORE_KEEP, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert run.stdout == "[]\n", run.stderr

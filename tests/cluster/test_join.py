@@ -1,11 +1,11 @@
-"""Processes that come together as one run, of which one is lost on the way."""
+"""Start of a distributed run in which one process is lost."""
 
 import subprocess
 import sys
 
 from support.ports import free_port
 
-# The roll call, which the lost process was at, is left out.
+# The roll call is skipped, as the lost process had passed it.
 LOST_BEFORE_JAX = """
 from noloco_jax.cluster import join
 from noloco_jax.cluster.place import Place
@@ -16,8 +16,8 @@ with join.joined(Place("localhost:{port}", 2, 0), {{}}, timeout=2):
 """
 
 
-def test_a_process_lost_between_the_roll_call_and_jax_ends_the_others_with_a_line_and_status_1():
-    """JAX aborts them, which by itself is the signal's end."""
+def test_a_process_lost_before_jax_connects_ends_the_others_with_status_1():
+    """By itself, JAX would abort them with a signal."""
     program = LOST_BEFORE_JAX.format(port=free_port())
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1, ended.stderr

@@ -23,7 +23,7 @@ LAUNCH = ROOT / "launch"
 
 
 def local(number: int, code: str, **variables: str) -> subprocess.Popen[str]:
-    """Starts local.sh with processes that run a few lines of Python; `i` is the process."""
+    """Start local.sh with processes that run `code`, in which `i` is the process number."""
     code = f"import os, signal, sys, time; i = int(os.environ['JAX_PROCESS_ID']); {code}"
     return subprocess.Popen(
         ["bash", str(LAUNCH / "local.sh"), str(number), sys.executable, "-u", "-c", code],
@@ -45,7 +45,7 @@ def test_every_line_of_local_processes_names_its_process():
     assert sorted(lines) == sorted(f"[{i}] {word}" for i in range(3) for word in ("first", "second"))
 
 
-def test_local_processes_start_again_after_a_failure_as_often_as_they_are_told_to(tmp_path):
+def test_local_processes_restart_after_failures_up_to_the_configured_number(tmp_path):
     code = f"open('{tmp_path}/' + str(i), 'a').write('x'); time.sleep(60 if i else 0); sys.exit(1)"
     status, lines = result(local(2, code, RESTARTS="2"))
     assert status == 1
@@ -55,7 +55,7 @@ def test_local_processes_start_again_after_a_failure_as_often_as_they_are_told_t
     ]
 
 
-def test_local_processes_do_not_start_again_after_a_mistake(tmp_path):
+def test_local_processes_do_not_restart_after_exit_status_2(tmp_path):
     status, lines = result(local(1, "sys.exit(2)", RESTARTS="2"))
     assert status == 2 and not any("again" in line for line in lines)
 
@@ -64,21 +64,21 @@ PLACE = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 PRINT_PLACE = f"print(*(os.environ[name] for name in {PLACE}))"
 
 
-def test_local_processes_know_their_place():
+def test_local_processes_get_coordinator_count_and_number():
     status, lines = result(local(2, PRINT_PLACE, PORT="12345"))
     assert status == 0
     assert sorted(lines) == ["[0] 127.0.0.1:12345 2 0", "[1] 127.0.0.1:12345 2 1"]
 
 
 @pytest.mark.parametrize("variable", ["NODE", "JOB_COMPLETION_INDEX"])
-def test_processes_of_several_machines_are_numbered_through(variable):
+def test_processes_are_numbered_consecutively_across_machines(variable):
     machine = {"NODES": "3", variable: "2", "JAX_COORDINATOR_ADDRESS": "first:12345"}
     status, lines = result(local(2, PRINT_PLACE, **machine))
     assert status == 0
     assert sorted(lines) == ["[4] first:12345 6 4", "[5] first:12345 6 5"]
 
 
-def test_the_index_of_a_pod_alone_makes_no_further_machines():
+def test_a_pod_index_without_nodes_means_a_single_machine():
     status, lines = result(local(1, PRINT_PLACE, PORT="12345", JOB_COMPLETION_INDEX="3"))
     assert (status, lines) == (0, ["[0] 127.0.0.1:12345 1 0"])
 
@@ -88,14 +88,14 @@ def test_the_index_of_a_pod_alone_makes_no_further_machines():
     [{"JAX_COORDINATOR_ADDRESS": "a:1"}, {"NODE": "1"}, {"NODE": "2", "JAX_COORDINATOR_ADDRESS": "a:1"}],
     ids=["no number", "no address", "beyond the last"],
 )
-def test_a_machine_of_several_needs_its_number_and_the_first_ones_address(variables):
+def test_a_machine_of_several_needs_its_number_and_the_coordinator_address(variables):
     status, [line] = result(local(1, PRINT_PLACE, NODES="2", **variables))
     assert status == 2
     assert line.startswith("error: NODES=2 with NODE=") and "a NODE from 0 to 1, and HOST:PORT" in line
 
 
 def with_gpus(folder: Path, number: int) -> dict[str, str]:
-    """The variables of a machine with so many GPUs, as far as local.sh looks, on which JAX may use them."""
+    """Write an nvidia-smi that lists `number` GPUs; return the environment variables that make local.sh use it."""
     tool = folder / "nvidia-smi"
     lines = "".join(f"GPU {i}: NVIDIA H100 80GB HBM3 (UUID: GPU-{i}e-1)\\n" for i in range(number))
     tool.write_text(f"""#!/bin/sh\n[ "$*" = --list-gpus ] && printf '{lines}'\n""")
@@ -112,7 +112,7 @@ def test_local_processes_take_a_gpu_each(tmp_path, monkeypatch):
     assert (status, sorted(lines)) == (0, ["[0] 0", "[1] 1", "[2] 2"])
 
 
-def test_lines_that_name_no_gpu_count_for_none(tmp_path, monkeypatch):
+def test_nvidia_smi_lines_that_name_no_gpu_are_not_counted(tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     variables = with_gpus(tmp_path, 2)
     tool = tmp_path / "nvidia-smi"
@@ -145,8 +145,8 @@ def test_more_local_processes_than_gpus_run_on_the_cpu(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("visible", ["2,3", "GPU-2e-1,GPU-3e-1"])
-def test_local_processes_share_out_the_visible_gpus_alone(visible, tmp_path):
-    """JAX counts from the first visible one."""
+def test_local_processes_divide_only_the_visible_gpus(visible, tmp_path):
+    """JAX numbers the visible GPUs from 0."""
     variables = with_gpus(tmp_path, 4) | {"CUDA_VISIBLE_DEVICES": visible}
     status, lines = result(local(2, PRINT_GPUS, **variables))
     assert (status, sorted(lines)) == (0, ["[0] 0", "[1] 1"])
@@ -174,7 +174,7 @@ def test_a_killed_local_process_ends_all():
     assert status == 137
 
 
-def test_local_processes_that_ask_for_it_are_started_again(tmp_path):
+def test_local_processes_restart_after_exit_status_75(tmp_path):
     mark = f"p = {str(tmp_path)!r} + f'/{{i}}'; again = os.path.exists(p); open(p, 'w').close()"
     status, lines = result(local(2, f"{mark}; print(again); sys.exit(0 if again else 75)"))
     assert status == 0
@@ -210,14 +210,14 @@ def test_a_second_interrupt_ends_local_processes_at_once():
     assert time.monotonic() - start < 30
 
 
-def test_local_refuses_a_call_without_a_number():
+def test_the_local_launcher_refuses_a_call_without_a_number():
     called = subprocess.run(["bash", LAUNCH / "local.sh", "python"], capture_output=True, text=True)
     assert called.returncode == 2
     assert "usage: bash launch/local.sh N COMMAND" in called.stderr
 
 
 @pytest.mark.parametrize("path", sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")]), ids=lambda path: path.name)
-def test_a_launcher_is_shell_that_parses(path):
+def test_launch_scripts_parse(path):
     subprocess.run(["bash", "-n", path], check=True)
 
 
@@ -241,7 +241,7 @@ def test_jaxlib_accepts_every_xla_flag():
     assert called.returncode == 0, called.stderr
 
 
-def test_xla_flags_that_are_set_stay():
+def test_xla_flags_set_by_the_user_are_kept():
     mine = "--xla_gpu_enable_latency_hiding_scheduler=false"
     flags = xla_flags(XLA_FLAGS=mine).split()
     assert flags[0] == mine
@@ -259,14 +259,14 @@ def test_the_kubernetes_file_fits_its_schema():
         kubernetes_validate.validate(document, "1.31", strict=True)
 
 
-def test_a_kubernetes_file_with_a_misspelt_field_does_not():
+def test_the_kubernetes_schema_refuses_a_misspelt_field():
     job = kubernetes()[1]
     job["spec"]["completion"] = job["spec"].pop("completions")
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(job, "1.31", strict=True)
 
 
-def test_the_pods_of_the_job_find_the_first_of_them():
+def test_kubernetes_pods_find_the_coordinator_pod():
     service, job = kubernetes()
     pod = job["spec"]["template"]["spec"]
     [container] = pod["containers"]
@@ -281,7 +281,7 @@ def test_the_pods_of_the_job_find_the_first_of_them():
     assert variables["XLA_FLAGS"].split() == xla_flags().split()
 
 
-def test_kubernetes_and_slurm_start_again_what_was_preempted():
+def test_kubernetes_and_slurm_restart_preempted_jobs():
     rules = kubernetes()[1]["spec"]["podFailurePolicy"]["rules"]
     actions = {
         code: rule["action"] for rule in rules if "onExitCodes" in rule for code in rule["onExitCodes"]["values"]
@@ -318,7 +318,7 @@ def kubernetes_example() -> Example:
 
 
 @pytest.mark.parametrize("example", [slurm_example, kubernetes_example])
-def test_the_examples_start_a_process_a_gpu_and_leave_none_idle(example):
+def test_launch_examples_start_one_process_per_gpu_and_use_all_gpus(example):
     nodes, processes_each, gpus, command = example()
     assert processes_each == gpus
     [path] = re.findall(r"--config=(\S+)", command)
@@ -338,7 +338,7 @@ def kubernetes_grace() -> int:
 @pytest.mark.parametrize(
     ("example", "grace"), [(slurm_example, slurm_grace), (kubernetes_example, kubernetes_grace)], ids=["slurm", "k8s"]
 )
-def test_two_saves_of_the_example_fit_into_its_grace_at_a_gigabyte_a_second(example, grace):
+def test_the_grace_period_fits_two_saves_at_a_gigabyte_per_second(example, grace):
     [path] = re.findall(r"--config=(\S+)", example().command)
     config = from_dict(load_config(str(ROOT / path)))
     model = config.model
@@ -349,7 +349,7 @@ def test_two_saves_of_the_example_fit_into_its_grace_at_a_gigabyte_a_second(exam
     assert 2 * state / 1e9 <= grace() <= 4 * state / 1e9
 
 
-def test_launchers_name_files_that_are_there():
+def test_files_named_in_launchers_exist():
     texts = [path.read_text() for path in LAUNCH.iterdir() if path.suffix != ".md"]
     named = {name for text in texts for name in re.findall(r"\b(?:launch|configs)/[\w.]+\.(?:sh|py|sbatch|yaml)", text)}
     assert named
@@ -357,7 +357,7 @@ def test_launchers_name_files_that_are_there():
 
 
 def gpu(folder: Path, *parts: str) -> subprocess.CompletedProcess[str]:
-    """Runs gpu.sh with an interpreter that says what it is to run, and fails where that is pytest."""
+    """Run gpu.sh with an interpreter that prints its arguments, and fails for pytest."""
     interpreter = folder / "python"
     interpreter.write_text('#!/bin/sh\necho "run: $*"\n[ "$2" != pytest ]\n')
     interpreter.chmod(0o755)
@@ -366,7 +366,7 @@ def gpu(folder: Path, *parts: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_the_parts_for_a_gpu_run_one_after_another_and_one_that_fails_stops_no_other(tmp_path):
+def test_gpu_parts_run_in_order_and_continue_after_a_failed_one(tmp_path):
     ended = gpu(tmp_path)
     assert ended.returncode == 1
     runs = [line.split()[2] for line in ended.stdout.splitlines() if line.startswith("run: -m")]
@@ -376,13 +376,13 @@ def test_the_parts_for_a_gpu_run_one_after_another_and_one_that_fails_stops_no_o
     assert f"--json={tmp_path}/out/four.json" in log and "--steps=3 --config.data.batch_size=2" in log
 
 
-def test_a_part_for_a_gpu_that_there_is_not_is_named_before_any_runs(tmp_path):
+def test_an_unknown_gpu_part_is_refused_before_any_runs(tmp_path):
     ended = gpu(tmp_path, "quickstart", "ate")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "error: ate is no part: choose from tests quickstart eight" in ended.stderr
 
 
-def test_an_interpreter_without_the_package_is_named_before_any_part_runs(tmp_path):
+def test_an_interpreter_without_the_package_is_refused_before_any_part_runs(tmp_path):
     command = ["bash", LAUNCH / "gpu.sh", tmp_path / "out", "quickstart"]
     ended = subprocess.run(command, env=os.environ | {"PYTHON": "false"}, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (2, "")

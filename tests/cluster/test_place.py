@@ -1,4 +1,4 @@
-"""A process's number by its flags or environment, and its GPUs of the machine."""
+"""The number and the GPUs of a process, found from its flags and environment."""
 
 from argparse import ArgumentParser
 
@@ -12,7 +12,7 @@ from noloco_jax.errors import UserError
 
 
 def found(arguments: str = "", **environment: str) -> Place | None:
-    """The place of a process on a machine of eight GPUs."""
+    """Return the place of a process on a machine with eight GPUs."""
     parser = ArgumentParser()
     define_flags(parser)
     return find_place(
@@ -37,12 +37,12 @@ def test_a_process_alone_is_not_distributed(arguments, environment):
     assert found(arguments, **environment) is None
 
 
-def test_flags_say_where_a_process_stands():
+def test_flags_give_coordinator_and_process_number():
     assert found("--coordinator=host:1 --num_processes=4 --process_id=3") == Place("host:1", 4, 3)
 
 
 @pytest.mark.parametrize(("flags", "coordinator"), [("", "a:1"), ("--coordinator=b:2", "b:2")])
-def test_flags_go_before_the_environment(flags, coordinator):
+def test_flags_take_precedence_over_the_environment(flags, coordinator):
     variables = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
     assert found(flags, **variables) == Place(coordinator, 2, 1)
 
@@ -52,12 +52,12 @@ def test_a_pod_of_an_indexed_job_takes_its_index():
     assert found(**variables) == Place("a:1", 2, 1)
 
 
-def test_a_process_of_several_in_a_pod_takes_its_own_number():
+def test_the_process_number_takes_precedence_over_the_pod_index():
     variables = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "16", "JAX_PROCESS_ID": "11"}
     assert found(**variables, JOB_COMPLETION_INDEX="1") == Place("a:1", 16, 11)
 
 
-# Task 2 of a step of 4 nodes: the only one of its node, which is the third.
+# Task 2 of a step of 4 nodes with one task each; it runs on the third node.
 SLURM = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "0",
@@ -75,7 +75,7 @@ SLURM = {
     ("nodes", "first"),
     [("node1", "node1"), ("a,b", "a"), ("gpu[007-009,12],b", "gpu007"), ("gpu[3,5]", "gpu3")],
 )
-def test_slurm_tasks_meet_on_the_first_node_of_the_step(nodes, first):
+def test_slurm_tasks_use_the_first_node_of_the_step_as_coordinator(nodes, first):
     task = found(**SLURM | {"SLURM_STEP_NODELIST": nodes})
     assert task is not None
     host, _, port = task.coordinator.partition(":")
@@ -93,21 +93,21 @@ OPEN_MPI = {
 }
 
 
-def test_open_mpi_ranks_meet_at_the_launcher():
+def test_open_mpi_ranks_use_the_launcher_as_coordinator():
     rank = found(**OPEN_MPI)
     assert rank is not None
     assert (rank.coordinator.partition(":")[0], rank.num_processes, rank.process_id) == ("10.96.0.1", 2, 1)
 
 
-def test_jobs_of_open_mpi_on_one_machine_have_ports_of_their_own():
-    """It numbers them in steps of 4096."""
+def test_open_mpi_jobs_on_one_machine_use_different_ports():
+    """Open MPI numbers its jobs in steps of 4096."""
     other = "1531580416.0;tcp://10.96.0.1,10.148.0.1:34912"
     first, second = found(**OPEN_MPI), found(**OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": other})
     assert first is not None and second is not None
     assert first.coordinator != second.coordinator
 
 
-def test_open_mpi_inside_a_slurm_job_counts_its_ranks_and_not_slurms_tasks():
+def test_open_mpi_ranks_take_precedence_over_slurm_tasks():
     """Ranks of mpirun on other nodes than the first inherit the variables of the Slurm task that started them."""
     rank = found(**SLURM, **OPEN_MPI)
     assert rank is not None
@@ -128,9 +128,9 @@ def test_an_incomplete_place_is_refused(arguments, message):
 
 
 def slurm(local: int, tasks: str, node: int = 0, visible: str = "", on_node: int | None = None, **more: str) -> dict:
-    """The variables of a Slurm task: its number on its node, the tasks of each node, and the GPUs that Slurm shows it.
+    """Return the variables of a Slurm task: its local number, the tasks of each node, and the GPUs visible to it.
 
-    SLURM_GPUS_ON_NODE is what the step has on the node: by default what the task sees.
+    `on_node` is the number of GPUs that the step has on the node, by default of those visible to the task.
     """
     count = len(visible.split(",")) if on_node is None else on_node
     gpus = {"CUDA_VISIBLE_DEVICES": visible, "SLURM_GPUS_ON_NODE": str(count)} if visible else {}
@@ -271,7 +271,7 @@ def test_a_tpu_host_without_a_number_is_told_how_to_give_it():
         found(TPU_WORKER_HOSTNAMES="a,b")
 
 
-def test_tpus_are_seen_by_their_devices(tmp_path):
+def test_tpus_are_detected_by_their_device_files(tmp_path):
     assert not tpu_pods._has_tpus(tmp_path)
     (tmp_path / "accel0").touch()
     assert tpu_pods._has_tpus(tmp_path)

@@ -1,4 +1,4 @@
-"""Barriers of processes: one alone in this process, several in real ones."""
+"""Barriers, gathers, broadcasts and stops: of a single process, and of two real ones."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from support.paths import ROOT
 from support.ports import free_port
 
 
-def test_a_process_alone_waits_for_nobody():
+def test_a_single_process_gathers_broadcasts_and_stops_alone():
     alone = run_processes()
     assert isinstance(alone, OneProcess) and alone.alone
     assert alone.gather({"step": 3}) == [{"step": 3}]
@@ -23,8 +23,8 @@ def test_a_process_alone_waits_for_nobody():
     assert [alone.agree_to_stop(received) for received in (False, True)] == [False, True]
 
 
-# The first broadcasts more values than the store keeps. Every process gathers values of unlike sizes, the second comes
-# to the barrier late, and the first is sent a SIGTERM.
+# Process 0 broadcasts more values than the store keeps. Both gather values of different sizes, process 1 is late at a
+# barrier, and process 0 sends itself a SIGTERM.
 SEVERAL = """
 import json, os, signal, time
 from argparse import Namespace
@@ -56,7 +56,7 @@ with joined(place, {}, 60):
         os.kill(os.getpid(), signal.SIGTERM)
     step = 1
     while not processes.agree_to_stop(False):
-        time.sleep(0.02 * (1 + place.process_id))  # unlike speeds
+        time.sleep(0.02 * (1 + place.process_id))  # different speeds
         step += 1
     result = {"told": told, "asked": asked, "kept": kept, "first": processes.is_first}
     result |= {"alone": processes.alone, "gathered": gathered, "came": came, "left": left, "stopped_at": step}
@@ -65,7 +65,7 @@ with joined(place, {}, 60):
 
 
 def run_both(program: str, *arguments: str) -> list[tuple[int, str]]:
-    """(exit status, output) of two processes of a program."""
+    """Run a program as two processes; return (exit status, output) of each."""
     address = f"127.0.0.1:{free_port()}"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "SLURM_"))}
     started = [
@@ -92,33 +92,33 @@ def results() -> list[dict]:
     return [json.loads(line.removeprefix("RESULT ")) for line in lines]
 
 
-def test_every_process_gathers_what_all_gave_in_their_order(results):
+def test_gather_returns_all_values_in_process_order(results):
     expected = [{"process": 0, "text": ""}, {"process": 1, "text": "x" * 5000}]
     assert [result["gathered"] for result in results] == [expected] * 2
     assert [result["alone"] for result in results] == [False] * 2
 
 
-def test_what_the_first_process_decides_all_learn_in_its_order(results):
+def test_all_processes_receive_the_broadcasts_of_the_first_in_order(results):
     assert [result["told"] for result in results] == [[{"number": i, "by": 0} for i in range(24)]] * 2
     assert [result["asked"] for result in results] == [[0, 1, 2, 3, 4], []]
     assert [result["first"] for result in results] == [True, False]
 
 
-def test_broadcasts_that_all_have_heard_are_forgotten(results):
+def test_broadcasts_received_by_all_are_deleted(results):
     assert results[0]["kept"] == 14  # of 24: the second ten, and four
 
 
-def test_at_a_barrier_the_early_wait_for_the_late(results):
+def test_a_barrier_holds_early_processes_until_the_last_arrives(results):
     early, late = results
-    assert early["left"] >= late["came"]  # by a clock that all processes of a machine share
+    assert early["left"] >= late["came"]  # processes of one machine share the clock
 
 
-def test_after_a_sigterm_to_one_all_stop_at_the_same_step(results):
+def test_all_processes_stop_at_the_same_step_after_one_gets_sigterm(results):
     first, second = (result["stopped_at"] for result in results)
     assert first == second
 
 
-# One of two is lost, while the other exchanges with it or, of JAX's own accord, only waits.
+# One of two processes is killed while the other gathers or only sleeps.
 LOST = """
 import os, signal, sys, time
 from argparse import Namespace
@@ -139,7 +139,7 @@ with joined(place, {}, 60):
 
 
 @pytest.mark.parametrize(("victim", "doing"), [(0, "wait"), (1, "exchange")])
-def test_a_process_that_has_lost_another_ends_with_a_line_that_says_so_and_status_1(victim, doing):
+def test_a_lost_process_ends_the_other_with_one_line_and_status_1(victim, doing):
     status, output = run_both(LOST, str(victim), doing)[1 - victim]
     assert status == 1, output
     line = output.splitlines()[-1]
@@ -150,7 +150,7 @@ def test_a_process_that_has_lost_another_ends_with_a_line_that_says_so_and_statu
     assert "Traceback" not in output
 
 
-# The second is later than Gloo waits for, which `gather` would begin with.
+# Process 1 arrives after Gloo's timeout, within which `gather` alone would have to start.
 WAITING = """
 import os, time
 from argparse import Namespace
@@ -168,13 +168,13 @@ with joined(place, {}, 60):
 
 
 @pytest.mark.slow
-def test_processes_wait_for_one_that_is_busy_for_long():
+def test_processes_wait_longer_than_gloos_timeout_for_a_busy_one():
     results = run_both(WAITING)
     assert [status for status, _ in results] == [0, 0], processes.report(results)
     assert all("RESULT [0, 1]" in output for _, output in results)
 
 
-def test_a_stop_that_jax_tells_of_at_one_number_holds_for_all_who_ask_from_then_on(monkeypatch):
+def test_a_preemption_sync_point_stops_every_later_caller(monkeypatch):
     monkeypatch.setattr(DistributedProcesses, "_asked", 0)
     monkeypatch.setattr(DistributedProcesses, "_stops", False)
     monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda number: number == 2)

@@ -22,7 +22,7 @@ def roll_call(
     expected: int | None = None,
     visit: Callable[[int], None] = lambda port: None,
 ) -> list[UserError | None]:
-    """Return each process's answer to its report, None if all is well. `visit` comes to the first one's port."""
+    """Run a roll call; return each process's error or None. `visit` is called with the coordinator's port."""
     port = free_port()
     verdicts: list[UserError | None] = [None] * len(infos)
 
@@ -88,8 +88,8 @@ def test_two_processes_with_one_number_are_named_to_all():
 
 
 @pytest.mark.parametrize("ended", [True, False], ids=["ended", "silent"])
-def test_a_process_takes_the_place_of_one_that_is_gone(ended, monkeypatch):
-    """It came and ended, or its machine is lost: then the connection stays, and nobody answers."""
+def test_a_process_replaces_a_lost_one_of_the_same_number(ended, monkeypatch):
+    """The former process ended, or its machine is lost and its connection stays open without an answer."""
     monkeypatch.setattr(rollcall, "_ANSWER_SECONDS", 0.3)
     connections = contextlib.ExitStack()
 
@@ -115,11 +115,11 @@ def test_a_process_takes_the_place_of_one_that_is_gone(ended, monkeypatch):
     ],
     ids=["one missing", "no coordinator", "one different", "one twice"],
 )
-def test_only_a_mistake_has_the_status_with_which_launchers_give_up(came, status):
+def test_missing_processes_exit_with_status_1_and_user_errors_with_2(came, status):
     assert [verdict and verdict.exit_status for verdict in roll_call(came, 1, expected=3)] == [status] * len(came)
 
 
-def test_too_few_open_files_are_named_to_those_that_came(monkeypatch):
+def test_too_low_a_limit_of_open_files_is_named(monkeypatch):
     def accept(listener):
         raise OSError(errno.EMFILE, "Too many open files")
 
@@ -144,9 +144,9 @@ def test_a_port_in_use_is_named():
         call_the_roll(f"127.0.0.1:{taken.getsockname()[1]}", 2, reports(2)[0], 1)
 
 
-def test_a_stranger_at_the_port_is_ignored():
-    def stranger(port: int) -> None:
+def test_a_foreign_connection_to_the_port_is_ignored():
+    def foreign_client(port: int) -> None:
         with connect(port) as connection:
             connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
 
-    assert roll_call(reports(2), 20, visit=stranger) == [None] * 2
+    assert roll_call(reports(2), 20, visit=foreign_client) == [None] * 2

@@ -27,7 +27,7 @@ needs_namespaces = pytest.mark.skipif(not has_namespaces(), reason="needs root, 
 
 
 def linked(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    """Run a few lines of Python as both processes; `i` is the process."""
+    """Run `code` as both processes; `i` in it is the process number."""
     code = f"import os, socket, sys, time; i = int(os.environ['JAX_PROCESS_ID']); {code}"
     command = [sys.executable, str(SCRIPT), *flags, sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -39,10 +39,10 @@ def test_packets_leave_at_the_links_rate_and_arrive_a_delay_later():
     with source, far, sink, received:
         received.setblocking(False)
         way = runpy.run_path(str(SCRIPT))["Direction"](source.fileno(), sink.fileno(), 1e6, 0.1)
-        for number in range(200):  # 10 ms each: two seconds of packets at once, of which one is queued
+        for number in range(200):  # 10 ms each: two seconds of packets at once, of which one second is queued
             far.send(bytes([number]) * 1250)
             way.accept(5.0)
-        assert way.deliver(5.0) == pytest.approx(0.1)  # asked again by then at the latest
+        assert way.deliver(5.0) == pytest.approx(0.1)  # seconds until the next call
         arrived = []
         for tick in range(1, 300):
             way.deliver(5.0 + 0.01 * tick + 1e-6)
@@ -51,12 +51,12 @@ def test_packets_leave_at_the_links_rate_and_arrive_a_delay_later():
                     arrived.append((tick, received.recv(2000)[0]))
                 except BlockingIOError:
                     break
-    assert 100 <= len(arrived) <= 101  # the second that may queue
+    assert 100 <= len(arrived) <= 101  # the queue holds one second of packets
     assert arrived == [(11 + number, number) for number in range(len(arrived))]
 
 
 @needs_namespaces
-def test_a_message_between_two_processes_takes_its_bytes_over_the_rate_and_the_delay():
+def test_a_message_takes_its_bytes_over_the_rate_plus_the_delay():
     """100 kB at 4 Mbit/s take 0.2 s besides TCP's slow start, a round trip of 0.2 s at a time."""
     code = """
 if i == 0:

@@ -33,7 +33,7 @@ def test_a_second_sigterm_does_not_cut_off_a_save():
         assert stop.is_due()
 
 
-def test_signals_are_the_callers_again_afterwards():
+def test_signal_handlers_are_restored_afterwards():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with Stop(OneProcess()):
         signal.raise_signal(signal.SIGINT)
@@ -77,7 +77,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_hangup_of_one_of_several_processes_is_the_sigterm_that_jax_spreads():
+def test_a_hangup_of_one_of_several_processes_is_forwarded_as_sigterm():
     received: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     try:

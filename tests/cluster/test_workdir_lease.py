@@ -1,4 +1,4 @@
-"""The lease of a workdir in a bucket: who holds it, who may follow, and who has to end."""
+"""Lease of a workdir in a bucket: holding it, taking it over, and the exit of a holder that lost it."""
 
 import os
 import subprocess
@@ -31,33 +31,33 @@ def short_times(monkeypatch):
 
 
 def lease(address: str, folder: Path, report=print) -> WorkdirLease:
-    """A trainer's lease; those with other folders are as on other machines."""
+    """Return the lease of a trainer; trainers with different folders count as on different machines."""
     folder.mkdir(parents=True, exist_ok=True)
     return WorkdirLease(address, folder, report)
 
 
-def test_a_lease_names_its_holder_and_is_gone_after_it(address, tmp_path):
+def test_a_lease_names_its_holder_and_is_released_on_exit(address, tmp_path):
     with lease(address, tmp_path):
         holder = lease_holder(address)
         assert holder is not None and (holder.host, holder.process) == (os.uname().nodename, os.getpid())
     assert lease_holder(address) is None
 
 
-def test_a_lease_that_is_renewed_is_refused(address, tmp_path):
+def test_a_renewed_lease_refuses_a_second_trainer(address, tmp_path):
     with lease(address, tmp_path / "a"), pytest.raises(UserError, match=rf"{address} is in use by .*{os.getpid()}"):
         lease(address, tmp_path / "b").__enter__()
     assert lease_holder(address) is None
 
 
-def test_a_silent_holder_elsewhere_is_followed_after_a_wait_that_is_announced(address, tmp_path):
-    lease(address, tmp_path / "a")._write()  # and killed
+def test_the_lease_of_a_silent_holder_is_taken_over_after_an_announced_wait(address, tmp_path):
+    lease(address, tmp_path / "a")._write()  # and is killed
     said, started = [], time.monotonic()
     with lease(address, tmp_path / "b", said.append):
         assert time.monotonic() - started >= workdir_lease.SILENT_SECONDS
     assert len(said) == 1 and f"{address}/{LOCK_FILE} is of the trainer on" in said[0]
 
 
-def test_a_killed_holder_of_the_same_folder_is_followed_at_once(address, tmp_path):
+def test_the_lease_of_a_killed_holder_of_the_same_folder_is_taken_over_at_once(address, tmp_path):
     lease(address, tmp_path)._write()
     started = time.monotonic()
     with lease(address, tmp_path, pytest.fail):
@@ -65,14 +65,14 @@ def test_a_killed_holder_of_the_same_folder_is_followed_at_once(address, tmp_pat
 
 
 @pytest.mark.parametrize("content", [b"{", b'{"holder": {"name": "a trainer of another version"}}'])
-def test_what_is_no_lease_is_refused_as_its_trainer_may_run(address, tmp_path, content):
+def test_an_unreadable_lease_is_refused(address, tmp_path, content):
     objects.write_object(f"{address}/{LOCK_FILE}", content)
     with pytest.raises(UserError, match="damaged, or of another version: delete it"):
         lease(address, tmp_path).__enter__()
     assert objects.read_object(f"{address}/{LOCK_FILE}") == content
 
 
-def test_a_lease_that_was_given_back_is_not_renewed(address, tmp_path):
+def test_a_released_lease_is_not_renewed(address, tmp_path):
     with lease(address, tmp_path) as held:
         pass
     with pytest.raises(TransientError, match="given back"):
@@ -87,7 +87,7 @@ def test_a_deleted_lease_is_written_again(address, tmp_path):
         assert lease_holder(address) is not None
 
 
-def test_of_two_that_take_it_at_once_one_holds_it(address, tmp_path):
+def test_one_of_two_simultaneous_trainers_gets_the_lease(address, tmp_path):
     together, over, held, refused = threading.Barrier(2, timeout=60), threading.Event(), [], []
 
     def take(name: str) -> None:
@@ -108,7 +108,7 @@ def test_of_two_that_take_it_at_once_one_holds_it(address, tmp_path):
     assert (len(held), len(refused)) == (1, 1)
 
 
-def test_a_holder_whose_lease_another_took_ends_and_publishes_nothing(address, tmp_path):
+def test_a_holder_that_lost_its_lease_exits_without_publishing(address, tmp_path):
     program = (
         "import sys, time; from pathlib import Path; from noloco_jax.cluster import workdir_lease\n"
         "workdir_lease.BEAT_SECONDS, workdir_lease._SETTLE_SECONDS = 3600.0, 0.0\n"
@@ -121,7 +121,7 @@ def test_a_holder_whose_lease_another_took_ends_and_publishes_nothing(address, t
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as held_up:
         assert held_up.stdout is not None and held_up.stdout.readline() == "held\n"
-        with lease(address, tmp_path / "b"):  # which saw no life for long
+        with lease(address, tmp_path / "b"):  # takes over, having seen no renewal
             said, errors = held_up.communicate("\n", timeout=60)
             assert (held_up.returncode, said) == (2, "")
             assert f"error: {address}/{LOCK_FILE} is now of the trainer on" in errors

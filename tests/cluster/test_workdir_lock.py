@@ -1,4 +1,4 @@
-"""The lock of a workdir: what one machine's kernel decides, and what can be seen of a holder on another machine."""
+"""Lock of a workdir: by flock within one machine, and by the heartbeats of a holder on another machine."""
 
 import fcntl
 import os
@@ -30,38 +30,38 @@ def write(workdir: Path, holder: Holder) -> Path:
     return workdir / LOCK_FILE
 
 
-def test_a_lock_names_its_holder_and_is_gone_after_it(tmp_path):
+def test_a_lock_names_its_holder_and_is_deleted_on_exit(tmp_path):
     with WorkdirLock(tmp_path / "run", print):
         holder = holder_of(tmp_path / "run")
         assert holder is not None and (holder.host, holder.process) == (os.uname().nodename, os.getpid())
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_lock_that_lives_on_this_machine_is_refused_at_once(tmp_path):
+def test_a_lock_held_on_this_machine_is_refused_at_once(tmp_path):
     with WorkdirLock(tmp_path, print), pytest.raises(UserError, match=rf"in use by .*process {os.getpid()}") as refused:
         WorkdirLock(tmp_path, pytest.fail).__enter__()
     assert refused.value.exit_status == 2
 
 
-def test_a_dead_process_of_this_machine_holds_nothing_even_if_its_number_is_in_use_again(tmp_path):
+def test_a_dead_process_holds_no_lock_even_if_its_pid_is_reused(tmp_path):
     mine = Holder("here", os.getpid(), "2026", workdir_lock._kernel(), tmp_path.stat().st_dev)
     write(tmp_path, mine)
     with WorkdirLock(tmp_path, pytest.fail):
         assert holder_of(tmp_path) != mine
 
 
-def test_who_looks_sees_a_holder_of_this_machine_while_it_lives(tmp_path):
+def test_watch_reports_a_holder_on_this_machine_while_it_is_alive(tmp_path):
     watch = Watch(tmp_path)
     assert watch.holder() is None
     with WorkdirLock(tmp_path, pytest.fail):
         assert watch.holder() == holder_of(tmp_path)
-        with WorkdirLock(tmp_path / "another", pytest.fail):  # looking took nothing
+        with WorkdirLock(tmp_path / "another", pytest.fail):  # watching took no lock
             assert watch.holder() is not None
     write(tmp_path, Holder("here", os.getpid(), "2026", workdir_lock._kernel(), tmp_path.stat().st_dev))
     assert watch.holder() is None  # killed: its line is left
 
 
-def test_who_looks_sees_a_holder_of_another_machine_while_it_shows_life(tmp_path):
+def test_watch_reports_a_holder_on_another_machine_while_it_sends_heartbeats(tmp_path):
     path, watch = write(tmp_path, ELSEWHERE), Watch(tmp_path)
     for beat in range(10):
         os.utime(path, (beat, beat))
@@ -71,9 +71,9 @@ def test_who_looks_sees_a_holder_of_another_machine_while_it_shows_life(tmp_path
     assert watch.holder() is None
 
 
-def test_a_silent_holder_on_another_machine_is_followed_after_a_wait_that_is_announced(tmp_path):
+def test_the_lock_of_a_silent_remote_holder_is_taken_over_after_an_announced_wait(tmp_path):
     path, said = write(tmp_path, ELSEWHERE), []
-    os.utime(path, (0, time.time() + 9e5))  # its clock is of no account
+    os.utime(path, (0, time.time() + 9e5))  # the holder's clock may be wrong
     started = time.monotonic()
     with WorkdirLock(tmp_path, said.append):
         assert time.monotonic() - started >= workdir_lock.SILENT_SECONDS
@@ -81,7 +81,7 @@ def test_a_silent_holder_on_another_machine_is_followed_after_a_wait_that_is_ann
     assert "of the trainer on pod-7f (process 12, since 2026-01-02 03:04:05 +0000)" in line and "waits 1 s" in line
 
 
-def test_a_holder_on_another_machine_that_shows_life_is_refused(tmp_path):
+def test_a_lock_with_heartbeats_from_another_machine_is_refused(tmp_path):
     path, is_over = write(tmp_path, ELSEWHERE), threading.Event()
 
     def live() -> None:
@@ -100,20 +100,20 @@ def test_a_holder_on_another_machine_that_shows_life_is_refused(tmp_path):
     assert holder_of(tmp_path) == ELSEWHERE
 
 
-def test_what_the_file_system_keeps_for_a_machine_that_is_gone_is_worth_another_try(tmp_path):
+def test_an_flock_kept_for_a_lost_machine_is_a_transient_error(tmp_path):
     with write(tmp_path, ELSEWHERE).open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(TransientError, match=r"is locked by the trainer on pod-7f .* delete that file"):
             WorkdirLock(tmp_path, lambda line: None).__enter__()
 
 
-def test_a_file_system_without_flock_is_watched(tmp_path, monkeypatch):
+def test_a_held_lock_is_refused_on_a_file_system_without_flock(tmp_path, monkeypatch):
     monkeypatch.setattr(workdir_lock, "try_lock", lambda file: None)
     with WorkdirLock(tmp_path, pytest.fail), pytest.raises(UserError, match="is in use by"):
         WorkdirLock(tmp_path, lambda line: None).__enter__()
 
 
-def test_a_holder_shows_life_and_takes_a_deleted_lock_again(tmp_path):
+def test_a_holder_sends_heartbeats_and_takes_a_deleted_lock_again(tmp_path):
     with WorkdirLock(tmp_path, print):
         path = tmp_path / LOCK_FILE
         before = path.stat().st_mtime_ns
@@ -124,7 +124,7 @@ def test_a_holder_shows_life_and_takes_a_deleted_lock_again(tmp_path):
             WorkdirLock(tmp_path, print).__enter__()
 
 
-def test_a_holder_whose_lock_was_taken_over_ends_at_once_with_a_line(tmp_path):
+def test_a_holder_that_lost_its_lock_exits_at_once_with_one_line(tmp_path):
     program = f"""
 import sys, time
 from pathlib import Path
@@ -140,8 +140,8 @@ with workdir_lock.WorkdirLock(Path({str(tmp_path)!r}), print):
     assert holder_of(tmp_path) == ELSEWHERE
 
 
-def test_of_many_that_start_at_one_instant_one_holds_it_at_a_time(tmp_path):
-    """Each appends its number when it has the lock and before it gives it back: the two stand together."""
+def test_at_most_one_of_many_simultaneous_processes_holds_the_lock(tmp_path):
+    """Each process logs its pid after taking and before releasing the lock: the two lines must be adjacent."""
     program = f"""
 import os, sys, time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The law of the gap: recovered from runs that follow it, silent where there is none, and used for what is to come."""
+"""Power law of the gap: recovered from runs that follow it, absent where none does, and used for predictions."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ LENGTHS = "num_steps/eval_every=40/4,80/8"
 
 
 def trained(config_file, tmp_path, gap, *overrides, without=(), every="2,4,8,20"):
-    """Plan and rows of runs whose gap in percent is `gap(meetings)`, but for those named in `without`."""
+    """Return plan and rows of runs whose gap in percent is `gap(meetings)`; runs named in `without` are not trained."""
     vary = (LENGTHS, f"outer.sync_every={every}")
     plan = plan_of(config_file, *overrides, methods=["ddp", "noloco"], vary=vary)
     for run in plan.runs:
@@ -23,7 +23,7 @@ def trained(config_file, tmp_path, gap, *overrides, without=(), every="2,4,8,20"
     return plan, make_rows(plan, tmp_path)
 
 
-def test_a_law_that_runs_follow_is_found(config_file, tmp_path):
+def test_a_power_law_is_recovered_from_runs_that_follow_it(config_file, tmp_path):
     plan, rows = trained(config_file, tmp_path, lambda meetings: 3 * (meetings / 100) ** -0.7)
     (law,) = fit_laws(plan, rows)
     assert (law.at_unit, law.power) == pytest.approx((3, 0.7), rel=1e-6)
@@ -59,13 +59,13 @@ def test_the_errors_are_those_of_linear_regression(config_file, tmp_path):
     ],
     ids=["no gap", "one that grows", "too few points"],
 )
-def test_no_law_is_made_up(config_file, tmp_path, gap, every):
+def test_no_law_is_fitted_to_runs_that_follow_none(config_file, tmp_path, gap, every):
     plan, rows = trained(config_file, tmp_path, gap, every=every)
     assert fit_laws(plan, rows) == []
     assert not draw_laws(rows, [], tmp_path / "law.png")
 
 
-def test_what_is_not_finished_is_predicted_on_the_page(config_file, tmp_path):
+def test_the_page_predicts_the_gap_of_unfinished_runs(config_file, tmp_path):
     name = "noloco-num_steps=80-outer.sync_every=2"
     plan, rows = trained(config_file, tmp_path, lambda n: 3 * (n / 100) ** -0.5, without=[f"{name}-seed7"])
     laws = fit_laws(plan, rows)
@@ -78,7 +78,7 @@ def test_what_is_not_finished_is_predicted_on_the_page(config_file, tmp_path):
     assert draw_laws(rows, laws, tmp_path / "law.png") and (tmp_path / "law.png").stat().st_size > 10_000
 
 
-def test_variants_that_differ_in_more_than_meetings_have_laws_of_their_own(config_file, tmp_path):
+def test_variants_that_differ_in_more_than_meetings_get_separate_laws(config_file, tmp_path):
     vary = ("outer.sync_every=1,2,4,8", "num_replicas=2,4")
     plan = plan_of(config_file, methods=["ddp", "noloco"], vary=vary)
     for run in plan.runs:

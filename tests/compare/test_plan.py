@@ -1,4 +1,4 @@
-"""The runs of a comparison: which they are, and what is refused before any starts."""
+"""Plan of a comparison: its runs, and the input refused before any of them starts."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ from support.comparisons import METHODS, arguments, only, plan_of, train
 from support.paths import ROOT
 
 
-def test_the_runs_of_a_seed_differ_in_method_and_outer_step_alone(config_file):
+def test_the_runs_of_a_seed_differ_only_in_method_and_outer_step(config_file):
     for seed in (7, 8):
         runs = [run for run in plan_of(config_file, seeds=2).runs if run.seed == seed]
         assert [run.variant.method for run in runs] == METHODS
@@ -28,7 +28,7 @@ def test_the_runs_of_a_seed_differ_in_method_and_outer_step_alone(config_file):
             assert run.name == f"{run.variant.method}-seed{seed}"
 
 
-def test_diloco_has_the_papers_settings_beside_nolocos(config_file):
+def test_diloco_has_the_papers_settings_relative_to_noloco(config_file):
     runs = plan_of(config_file)
     noloco, diloco = only(runs, "noloco").config.outer, only(runs, "diloco").config.outer
     assert (noloco.lr, noloco.momentum, noloco.sync_every) == (0.6, 0.4, 4)
@@ -37,14 +37,14 @@ def test_diloco_has_the_papers_settings_beside_nolocos(config_file):
     assert paper["diloco"] == (diloco.lr, diloco.momentum, paper["noloco"][2] * diloco.sync_every // noloco.sync_every)
 
 
-def test_methods_without_a_baseline_have_their_own_settings_and_meet_as_often_as_noloco(config_file):
+def test_methods_without_a_baseline_keep_their_defaults_but_nolocos_sync_every(config_file):
     runs = plan_of(config_file, "--config.outer.lr=0.8", methods=["noloco", "epidemic", "sparseloco"])
     noloco, epidemic, sparseloco = (run.config.outer for run in runs.runs)
     assert (noloco.lr, noloco.sync_every, epidemic.sync_every, sparseloco.sync_every) == (0.8, 4, 4, 4)
     assert (sparseloco.lr, sparseloco.top_k, epidemic.order) == (1.0, 64, "passes")
 
 
-def test_set_changes_one_method_over_all_else(config_file):
+def test_set_overrides_all_other_settings_of_one_method(config_file):
     settings = ["diloco:outer.sync_every=5", "diloco:outer.momentum=0.9", "ddp:inner.lr=0.03"]
     runs = plan_of(config_file, "--config.outer.momentum=0.2", vary="outer.sync_every=2,3", settings=settings)
     assert [run.config.outer.sync_every for run in runs.runs if run.variant.method == "noloco"] == [2, 3]
@@ -54,7 +54,7 @@ def test_set_changes_one_method_over_all_else(config_file):
     assert [run.config.outer.momentum for run in runs.runs if run.variant.method == "noloco"] == [0.2, 0.2]
 
 
-def test_a_value_makes_a_run_of_every_method_that_it_matters_to(config_file):
+def test_a_varied_field_adds_runs_only_of_the_methods_that_use_it(config_file):
     names = {run.name: run for run in plan_of(config_file, vary="outer.sync_every=5,10").runs}
     assert list(names) == [
         "ddp-seed7",
@@ -85,7 +85,7 @@ def test_a_variant_is_a_name_a_method_and_settings(config_file):
     assert (rare.config.outer.sync_every, rare.config.outer.momentum, rare.config.inner.optimizer) == (9, 0.3, "muon")
 
 
-def test_a_variant_without_methods_is_alone(config_file):
+def test_variants_given_without_methods_are_the_only_ones(config_file):
     assert [variant.title for variant in make_variants(None, ["often:outer.lr=1"], [])] == ["often"]
     assert [variant.title for variant in make_variants(None, [], [])] == METHODS
 
@@ -102,7 +102,7 @@ def test_a_varied_field_multiplies_the_variants_that_do_not_set_it(config_file):
     ]
 
 
-def test_several_varied_fields_train_all_combinations_and_some_change_together(config_file):
+def test_varied_fields_are_combined_and_grouped_ones_change_together(config_file):
     plan = plan_of(
         config_file, methods=["ddp", "noloco"], vary=["num_steps/eval_every=8/4,16/8", "outer.sync_every=2,4"]
     )
@@ -129,7 +129,7 @@ def test_a_plan_is_a_file_of_flags(config_file, tmp_path, capsys):
     ]
 
 
-def test_the_reference_is_the_ddp_of_the_same_inner_optimizer_that_is_most_like_it(config_file):
+def test_the_reference_is_the_most_similar_ddp_with_the_same_inner_optimizer(config_file):
     variants = [
         "adam_slow:inner.lr=0.001",
         "ddp_slow:method=ddp,inner.lr=0.001",
@@ -150,7 +150,7 @@ def test_the_reference_is_the_ddp_of_the_same_inner_optimizer_that_is_most_like_
     }
 
 
-def test_other_seeds_are_trained_at_the_best_value_of_the_first_alone(config_file):
+def test_other_seeds_are_trained_only_at_the_best_value_of_the_first(config_file):
     plan = plan_of(config_file, methods=["ddp", "noloco"], seeds=3, tune="inner.lr=0.01,0.02,0.03")
     first = [run for run in plan.runs if run.seed == 7]
     assert [run.config.inner.lr for run in first] == [0.01, 0.02, 0.03] * 2
@@ -162,10 +162,10 @@ def test_other_seeds_are_trained_at_the_best_value_of_the_first_alone(config_fil
     later = [(run.seed, run.variant.title, run.tuned) for run in plan.due(half, failed={first[5]}) if run not in first]
     assert later == [(8, "ddp", "0.02"), (8, "noloco", "0.02"), (9, "ddp", "0.02"), (9, "noloco", "0.02")]
     assert len(plan.due(half, failed={first[5]})) == plan.total
-    assert plan.due({}, failed=first) == first, "where no value worked the other seeds have none"
+    assert plan.due({}, failed=first) == first, "the other seeds have no value if all of the first failed"
 
 
-def test_what_a_tuned_field_does_not_matter_to_is_not_tuned(config_file):
+def test_variants_that_set_or_ignore_the_tuned_field_are_not_tuned(config_file):
     plan = plan_of(config_file, methods=["ddp", "noloco"], variants=["own:outer.lr=1"], tune="outer.lr=0.5,0.7")
     assert [run.name for run in plan.runs] == [
         "ddp-seed7",
@@ -195,11 +195,11 @@ def test_jobs_that_share_a_gpu_share_its_memory():
     shares = [share_of_gpus(["3", "5"], {}, 3, slot) for slot in range(3)]
     assert [share["CUDA_VISIBLE_DEVICES"] for share in shares] == ["3", "5", "3"]
     assert {share["XLA_CLIENT_MEM_FRACTION"] for share in shares} == {"0.45"}
-    own = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"}  # JAX refuses the two together
+    own = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3"}  # JAX refuses both variables together
     assert share_of_gpus(["3"], own, 2, 1) == {"CUDA_VISIBLE_DEVICES": "3"}
 
 
-def test_the_gpus_of_runs_are_those_that_are_named_or_all_that_the_driver_tells_of(tmp_path):
+def test_visible_gpus_are_those_of_the_environment_or_all_of_the_driver(tmp_path):
     driver = tmp_path / "nvidia-smi"
     driver.write_text("#!/bin/sh\nprintf '0\\n1\\n'\n")
     driver.chmod(0o755)
@@ -296,7 +296,7 @@ def test_the_folder_of_another_comparison_is_refused(config_file, tmp_path):
 
 
 @pytest.mark.parametrize("plan", sorted((ROOT / "configs/plans").glob("*.txt")), ids=lambda path: path.stem)
-def test_the_plans_here_are_comparisons(plan, tmp_path, capsys):
+def test_the_shipped_plans_are_valid_comparisons(plan, tmp_path, capsys):
     for split in ("train", "validation"):
         with gzip.open(tmp_path / f"c4-{split}.00000-of-00001.json.gz", "wt") as file:
             file.writelines(json.dumps({"text": "a few words " * 9}) + "\n" for _ in range(1000))

@@ -1,4 +1,4 @@
-"""Figures, table and picture of a comparison."""
+"""Figures, table and charts of a comparison."""
 
 import csv
 from dataclasses import replace
@@ -28,7 +28,7 @@ def test_gaps_are_between_runs_of_the_same_seed_and_value(config_file, tmp_path)
         np.testing.assert_array_equal(rows["ddp", "4"][name], [0, 0])
 
 
-def test_a_ddp_run_that_the_field_does_not_matter_to_serves_all_values(config_file, tmp_path):
+def test_a_ddp_run_that_ignores_the_varied_field_is_the_reference_of_all_values(config_file, tmp_path):
     runs = plan_of(config_file, methods=["ddp", "noloco"], vary="outer.sync_every=2,4")
     for run in runs.runs:
         train(run, tmp_path, perplexity={(): 10.0, ("2",): 11.0, ("4",): 12.0}[_values(run.variant)])
@@ -60,7 +60,7 @@ def test_correlation_is_pearsons_after_the_warmup(config_file, tmp_path):
     assert results.correlation(curve, 8) == pytest.approx((x * y).sum() / np.sqrt((x**2).sum() * (y**2).sum()))
 
 
-def test_replicas_that_rounding_alone_sets_apart_have_no_spread(config_file, tmp_path):
+def test_replicas_that_differ_only_by_rounding_have_no_spread(config_file, tmp_path):
     run = only(plan_of(config_file), "ddp")
     train(run, tmp_path, 5.0, spread=lambda lr: 1e-9)
     curve = results.read_curve(run, tmp_path)
@@ -96,7 +96,7 @@ def test_the_table_has_mean_and_spread_over_seeds(config_file, tmp_path):
     assert line["replica_spread_mean"] == ""
 
 
-def test_diloco_that_is_evaluated_after_outer_steps_alone_is_remarked(config_file, tmp_path):
+def test_the_page_remarks_on_diloco_evaluated_only_after_outer_steps(config_file, tmp_path):
     plan = finished(config_file, tmp_path, methods=["diloco"])
     rows = make_rows(plan, tmp_path)
     for every, changes, remarked in (
@@ -112,13 +112,13 @@ def test_diloco_that_is_evaluated_after_outer_steps_alone_is_remarked(config_fil
         assert ("right after outer steps alone" in page) == remarked
 
 
-def test_a_row_is_of_the_best_value_and_its_gap_above_a_reference_that_is_tuned_likewise(config_file, tmp_path):
+def test_a_row_shows_the_best_tuned_value_and_its_gap_to_the_tuned_reference(config_file, tmp_path):
     plan = plan_of(config_file, methods=["ddp", "noloco"], seeds=2, tune="inner.lr=0.01,0.02,0.04")
     perplexities = {
         "ddp": {"0.01": 10.0, "0.02": 8.0, "0.04": 9.0},
         "noloco": {"0.01": 13.0, "0.02": 12.0, "0.04": 11.0},
     }
-    for run in plan.runs:  # of the other seed too what is not needed, as where the best was another before
+    for run in plan.runs:  # all values of the other seed too, as if another had been the best
         assert run.tuned is not None
         train(run, tmp_path, perplexities[run.variant.method][run.tuned] * (1 if run.seed == 7 else 2))
     ddp, noloco = rows = make_rows(plan, tmp_path)
@@ -132,7 +132,7 @@ def test_a_row_is_of_the_best_value_and_its_gap_above_a_reference_that_is_tuned_
     assert [(line["inner.lr"], line["tuned_at_end"]) for line in lines] == [("0.02", "false"), ("0.04", "true")]
 
 
-def test_bytes_are_judged_by_what_more_of_them_bring_and_by_what_beats_them(config_file, tmp_path):
+def test_bytes_are_rated_by_their_gain_and_by_the_variant_that_dominates(config_file, tmp_path):
     variants = ["cheap:outer.lr=0.1", "middle:outer.lr=0.2", "bad:outer.lr=0.3", "other:inner.optimizer=muon"]
     plan = plan_of(config_file, methods=["ddp", "local"], variants=variants)
     left = {
@@ -141,7 +141,7 @@ def test_bytes_are_judged_by_what_more_of_them_bring_and_by_what_beats_them(conf
         "cheap": (14.0, 100.0),
         "middle": (12.0, 400.0),
         "bad": (13.0, 800.0),
-        "other": (11.0, 100.0),  # beats all, but is measured by nothing that they are
+        "other": (11.0, 100.0),  # best of all, but has no ddp to compare it with
     }
     for run in plan.runs:
         perplexity, sent = left[run.variant.title]
@@ -172,7 +172,7 @@ def test_bytes_are_judged_by_what_more_of_them_bring_and_by_what_beats_them(conf
     ],
     ids=str,
 )
-def test_any_comparison_gives_its_pictures(config_file, tmp_path, settings):
+def test_every_kind_of_comparison_draws_its_charts(config_file, tmp_path, settings):
     plan = finished(config_file, tmp_path / "out", **settings)
     rows = make_rows(plan, tmp_path / "out")
     draw(rows, tmp_path / "comparison.png")
@@ -182,7 +182,7 @@ def test_any_comparison_gives_its_pictures(config_file, tmp_path, settings):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_without_a_reference_there_is_no_picture_of_bytes(config_file, tmp_path):
+def test_no_chart_of_bytes_is_drawn_without_a_reference(config_file, tmp_path):
     plan = finished(config_file, tmp_path / "out", methods=["noloco"])
     assert not draw_bytes(make_rows(plan, tmp_path / "out"), tmp_path / "bytes.png")
     assert not (tmp_path / "bytes.png").exists()

@@ -1,4 +1,4 @@
-"""The runs of a comparison as they train: those that fail, are at work elsewhere, or are stopped and go on."""
+"""Training the runs of a comparison: failures, concurrent comparisons, stop and resume."""
 
 import csv
 import fcntl
@@ -22,8 +22,8 @@ from support import processes
 from support.comparisons import arguments, plan_of
 from support.paths import ROOT
 
-# In the trainer's place.
-STAND_IN = """
+# Replaces the trainer.
+FAKE_TRAINER = """
 import json, sys, time
 from pathlib import Path
 
@@ -55,56 +55,58 @@ for step in (4, 40):
 
 
 @pytest.fixture
-def stand_in(config_file, tmp_path, monkeypatch):
-    """Makes the comparison call a stand-in, which does what `stand_in[method or name of the run]` says: fail at the
-    "start", for want of "memory" or "later", "hang", or "meet" another one that trains at the same time."""
-    script = tmp_path / "stand_in.py"
-    script.write_text(STAND_IN)
+def fake_trainer(config_file, tmp_path, monkeypatch):
+    """Replace the trainer by a script that behaves as `fake_trainer[method or name of the run]` says.
+
+    It fails at the "start", out of "memory" or "later", it hangs, or it waits to "meet" a concurrent run.
+    """
+    script = tmp_path / "fake_trainer.py"
+    script.write_text(FAKE_TRAINER)
     plans = (plan_of(config_file), plan_of(config_file, seeds=2, tune="inner.lr=0.02,0.03"))
     configs = {run.name: to_dict(run.config) for plan in plans for run in plan.runs}
     fates: dict[str, str] = {}
     real = Comparison._arguments
 
-    def stand_in_arguments(self, run):
+    def fake_arguments(self, run):
         assert real(self, run)[:2] == ["-m", "noloco_jax.train"]
         return [str(script), json.dumps({"fates": fates, "configs": configs}), *real(self, run)[2:]]
 
-    monkeypatch.setattr(Comparison, "_arguments", stand_in_arguments)
+    monkeypatch.setattr(Comparison, "_arguments", fake_arguments)
     return fates
 
 
-def test_a_run_that_breaks_off_leaves_the_others_and_is_tried_again(config_file, tmp_path, stand_in, capsys):
-    stand_in["diloco"] = "later"
+def test_a_failed_run_does_not_stop_the_others_and_is_retried_next_time(config_file, tmp_path, fake_trainer, capsys):
+    fake_trainer["diloco"] = "later"
     out = tmp_path / "out"
     assert compare.main(arguments(config_file, out, "--methods=ddp,diloco,noloco")) == 1
     output = capsys.readouterr().out
     assert "diloco-seed7: broke off with status 1: the loss is nan" in output
     assert "Not finished: diloco-seed7." in (out / "comparison.md").read_text()
-    stand_in.clear()
+    fake_trainer.clear()
     before = (out / "ddp-seed7/metrics.jsonl").read_text()
     assert compare.main(arguments(config_file, out, "--methods=ddp,diloco,noloco")) == 0
     assert (out / "ddp-seed7/metrics.jsonl").read_text() == before
     assert "Not finished" not in (out / "comparison.md").read_text()
 
 
-def test_a_run_that_does_not_start_ends_the_comparison(config_file, tmp_path, stand_in):
-    stand_in["diloco"] = "start"
+def test_a_run_that_does_not_start_ends_the_comparison(config_file, tmp_path, fake_trainer):
+    fake_trainer["diloco"] = "start"
     out = tmp_path / "out"
     with pytest.raises(UserError, match=r"diloco-seed7 did not start .*: no such thing"):
         compare.main(arguments(config_file, out))
     assert "| ddp |" in (out / "comparison.md").read_text()
 
 
-def test_a_run_that_has_no_room_to_start_leaves_the_others(config_file, tmp_path, stand_in, capsys):
-    stand_in["diloco"] = "memory"
+def test_a_run_out_of_memory_does_not_stop_the_others(config_file, tmp_path, fake_trainer, capsys):
+    fake_trainer["diloco"] = "memory"
     assert compare.main(arguments(config_file, tmp_path / "out", "--methods=ddp,diloco,noloco")) == 1
     output = capsys.readouterr().out
     assert "diloco-seed7: broke off with status 1: RESOURCE_EXHAUSTED: Out of memory" in output
     assert "noloco-seed7: perplexity" in output
 
 
-@pytest.mark.usefixtures("stand_in")
-def test_a_run_that_another_process_trains_is_left_to_it_until_it_ends(config_file, tmp_path, monkeypatch, capsys):
+@pytest.mark.usefixtures("fake_trainer")
+def test_a_run_trained_by_another_process_is_left_until_that_process_ends(config_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "_LOOK_SECONDS", 0.1)
     out = tmp_path / "out"
     (out / "ddp-seed7").mkdir(parents=True)
@@ -117,10 +119,10 @@ def test_a_run_that_another_process_trains_is_left_to_it_until_it_ends(config_fi
 
 
 @pytest.mark.timeout(120)
-def test_two_comparisons_of_one_folder_divide_its_runs(config_file, tmp_path, stand_in, monkeypatch, capsys):
-    """Two runs that end only when both train, of two comparisons that train one at a time."""
-    monkeypatch.setattr(runner.signal, "signal", lambda *_: signal.SIG_DFL)  # threads set no handlers
-    stand_in |= {"ddp": "meet", "noloco": "meet"}
+def test_two_comparisons_of_one_folder_divide_its_runs(config_file, tmp_path, fake_trainer, monkeypatch, capsys):
+    """Each comparison trains one run at a time, and each run ends only once both train."""
+    monkeypatch.setattr(runner.signal, "signal", lambda *_: signal.SIG_DFL)  # only the main thread may set handlers
+    fake_trainer |= {"ddp": "meet", "noloco": "meet"}
     flags = arguments(config_file, tmp_path / "out", "--methods=ddp,noloco")
     statuses = []
     both = [threading.Thread(target=lambda: statuses.append(compare.main(flags))) for _ in range(2)]
@@ -133,8 +135,8 @@ def test_two_comparisons_of_one_folder_divide_its_runs(config_file, tmp_path, st
     assert started == 2 and capsys.readouterr().out.count("ddp-seed7: perplexity") == 2
 
 
-def test_the_time_left_is_that_of_the_flops_left(config_file, tmp_path):
-    """There are three runs of 40 steps: the first took 20 s; the second is half done at the same pace; two trainers."""
+def test_the_time_left_is_estimated_from_the_flops_left(config_file, tmp_path):
+    """Three runs of 40 steps: the first took 20 s, the second is half done at the same pace."""
     plan = plan_of(config_file, methods=["ddp", "noloco", "local"])
     assert results.seconds_left(plan.runs, tmp_path, 2) is None
     for run, steps, seconds in zip(plan.runs, (40, 20), (20.0, 10.0), strict=False):
@@ -148,22 +150,22 @@ def test_the_time_left_is_that_of_the_flops_left(config_file, tmp_path):
 
 
 @pytest.mark.timeout(60)
-def test_so_many_runs_train_at_a_time(config_file, tmp_path, stand_in):
-    stand_in |= {"ddp": "meet", "noloco": "meet"}
+def test_jobs_sets_the_number_of_concurrent_runs(config_file, tmp_path, fake_trainer):
+    fake_trainer |= {"ddp": "meet", "noloco": "meet"}
     assert compare.main(arguments(config_file, tmp_path / "out", "--methods=ddp,noloco", "--jobs=2")) == 0
 
 
-def test_an_error_ends_the_runs_beside_it(config_file, tmp_path, stand_in):
-    stand_in |= {"ddp": "hang", "diloco": "start"}
+def test_an_error_ends_the_concurrent_runs(config_file, tmp_path, fake_trainer):
+    fake_trainer |= {"ddp": "hang", "diloco": "start"}
     out = tmp_path / "out"
     with pytest.raises(UserError, match="diloco-seed7 did not start"):
         compare.main(arguments(config_file, out, "--jobs=2"))
     with (out / "ddp-seed7" / LOG_FILE).open("a") as log:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which a trainer at work would hold
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a running trainer would hold it
 
 
-def test_tuning_goes_on_at_the_best_of_what_did_not_break_off(config_file, tmp_path, stand_in, capsys):
-    stand_in["noloco-inner.lr=0.02-seed7"] = "later"
+def test_tuning_uses_the_best_value_among_the_runs_that_finished(config_file, tmp_path, fake_trainer, capsys):
+    fake_trainer["noloco-inner.lr=0.02-seed7"] = "later"
     out = tmp_path / "out"
     flags = arguments(config_file, out, "--methods=ddp,noloco", "--seeds=2", "--tune=inner.lr=0.02,0.03", "--jobs=2")
     assert compare.main(flags) == 1
@@ -174,7 +176,7 @@ def test_tuning_goes_on_at_the_best_of_what_did_not_break_off(config_file, tmp_p
 
 
 @pytest.mark.timeout(900)
-def test_a_comparison_that_is_stopped_goes_on_to_its_table(tmp_path, monkeypatch, capsys):
+def test_a_stopped_comparison_resumes_and_writes_its_table(tmp_path, monkeypatch, capsys):
     config = processes.write_config(tmp_path)
     out = tmp_path / "out"
     flags = arguments(str(config), out, "--methods=ddp,noloco", "--jobs=2")

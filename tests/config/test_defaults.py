@@ -1,4 +1,4 @@
-"""The defaults of a method: where its numbers come from when a configuration gives none of its own."""
+"""Defaults of each method, which fill the fields that a configuration leaves out."""
 
 import dataclasses
 import inspect
@@ -24,7 +24,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.methods import METHOD_FIELDS, METHODS, defaults_of
 from support.paths import CONFIGS
 
-# Written down from the papers and from what the four transforms took before there was a table.
+# Taken from the papers and from the defaults of the four transforms before METHODS existed.
 OWN = {
     "noloco": {
         **{"lr": 0.7, "momentum": 0.5, "momentum_of": "steps", "consensus": None, "sync_every": 50},
@@ -37,7 +37,7 @@ OWN = {
     "local": {},
 }
 NOTHING = dict.fromkeys(METHOD_FIELDS)
-# As the outer fields were called in a record of a run before each method had its own.
+# Outer fields of a configuration saved before each method had its own defaults.
 BEFORE = {
     **{"lr": 0.7, "momentum": 0.5, "momentum_of": "steps", "consensus": None, "sync_every": 50, "group_size": 2},
     **{"order": "passes", "nesterov": False, "wire": "float32", "neighbours": None, "error_decay": 0.95, "top_k": 64},
@@ -55,17 +55,17 @@ def loaded(name: str, *overrides: str) -> TrainConfig:
 
 
 @pytest.mark.parametrize("method", OWN)
-def test_what_is_not_given_is_the_methods_own_and_what_it_has_no_use_for_is_none(method):
+def test_omitted_fields_take_the_methods_defaults_and_unused_ones_none(method):
     assert own_fields(from_dict({"method": method})) == own_fields(TrainConfig(method=method)) == NOTHING | OWN[method]
 
 
-def test_the_fields_that_are_none_by_default_are_those_of_the_table():
+def test_the_fields_that_default_to_none_are_those_of_the_method_table():
     fields = dataclasses.fields(OuterConfig)
     assert {field.name for field in fields if field.default is None} == set(METHOD_FIELDS) == set(BEFORE)
 
 
 @pytest.mark.parametrize("method", ["noloco", "diloco", "epidemic", "sparseloco"])
-def test_a_transform_has_the_defaults_of_its_row(method):
+def test_a_transform_has_the_defaults_of_its_method(method):
     """A method without options is the same whether it is chained in Optax or chosen in a configuration."""
     parameters = dict(inspect.signature(getattr(nj, method)).parameters)
     common = {parameters.pop(name).default for name in ("axis_name", "state_dtype") if name in parameters}
@@ -74,7 +74,7 @@ def test_a_transform_has_the_defaults_of_its_row(method):
         if number in parameters:
             assert parameters.pop(number).default is None
     row = dict(OWN[method])
-    if method in ("noloco", "epidemic"):  # in their first argument
+    if method in ("noloco", "epidemic"):  # their first argument holds these options
         parameters |= inspect.signature(
             {"noloco": nj.RandomPairing, "epidemic": nj.RandomNeighbours}[method]
         ).parameters
@@ -86,13 +86,13 @@ def test_a_transform_has_the_defaults_of_its_row(method):
 
 @pytest.mark.parametrize("file", ["quickstart", "c4_bytes", "c4_tiny", "c4_125m", "c4_125m:best", "reddit_7b"])
 @pytest.mark.parametrize("method", ["diloco", "epidemic", "sparseloco"])
-def test_a_method_that_a_flag_chooses_has_its_own_numbers_whatever_the_file_gave_noloco(file, method):
+def test_a_method_chosen_by_flag_ignores_the_settings_of_the_files_method(file, method):
     config = loaded(file, f"--config.method={method}")
     assert own_fields(config) == NOTHING | OWN[method]
     assert unused_settings(config) == []
 
 
-def test_flags_beside_the_method_count_before_its_defaults():
+def test_flags_override_the_defaults_of_a_method_chosen_by_flag():
     for flags in (
         ["--config.method=diloco", "--config.outer.momentum=0.3", "--config.outer.sync_every=20"],
         ["--config.outer.sync_every=20", "--config.outer.momentum=0.3", "--config.method=diloco"],
@@ -106,11 +106,11 @@ def test_naming_the_files_own_method_changes_nothing():
     assert loaded("c4_125m:diloco", "--config.method=diloco") == loaded("c4_125m:diloco")
 
 
-def test_a_flag_of_none_is_the_methods_own():
+def test_a_flag_of_none_means_the_methods_default():
     assert loaded("quickstart", "--config.outer.sync_every=None").outer.sync_every == 50
 
 
-def test_fields_that_refer_to_one_of_another_method_keep_its_value_and_follow_a_flag(tmp_path):
+def test_references_to_a_method_field_keep_the_files_value_unless_a_flag_sets_it(tmp_path):
     file = tmp_path / "a.py"
     file.write_text(
         "from ml_collections import ConfigDict\n\ndef get_config():\n"
@@ -125,7 +125,7 @@ def test_fields_that_refer_to_one_of_another_method_keep_its_value_and_follow_a_
     assert (with_flag.outer.sync_every, with_flag.eval_every) == (20, 100)
 
 
-def test_a_saved_configuration_of_another_method_leaves_its_numbers_behind(tmp_path):
+def test_changing_the_method_of_a_saved_configuration_drops_its_method_settings(tmp_path):
     saved = save_config(loaded("quickstart"), tmp_path)
     record = json.loads(Path(saved).read_text())
     assert (record["outer"]["momentum"], record["outer"]["sync_every"], record["outer"]["nesterov"]) == (0.5, 10, None)
@@ -138,15 +138,15 @@ def test_a_saved_configuration_of_another_method_leaves_its_numbers_behind(tmp_p
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_record_from_before_the_table_is_the_same_run(method):
-    """Such a record has a value for every field: what the method uses is compared, and nothing else."""
+def test_an_old_saved_configuration_with_all_fields_is_the_same_run(method):
+    """An old configuration has a value for every field; only those that the method uses are compared."""
     now = from_dict({"method": method})
     values = to_dict(now)
     before = from_dict(values | {"outer": values["outer"] | BEFORE | OWN[method]})
     assert changes(before, now) == []
 
 
-def test_the_wire_that_a_method_has_no_use_for_may_be_float32_alone():
+def test_methods_that_ignore_the_wire_accept_only_float32():
     assert from_dict({"method": "diloco", "outer": {"wire": "float32"}}).outer.wire == "float32"
     with pytest.raises(UserError, match="wire='int8'"):
         from_dict({"method": "diloco", "outer": {"wire": "int8"}})
@@ -169,18 +169,18 @@ SHIPPED = {
 
 @pytest.mark.parametrize("file", SHIPPED)
 def test_a_shipped_file_keeps_the_outer_step_of_its_own_method(file):
-    """The numbers with which the results in configs/README.md, and the paper's, were measured."""
+    """The results in configs/README.md and in the paper were measured with these settings."""
     config = loaded(file)
     assert {name: getattr(config.outer, name) for name in SHIPPED[file]} == SHIPPED[file]
 
 
-def test_the_values_that_are_the_methods_defaults_are_named():
+def test_default_settings_lists_the_values_left_at_the_methods_defaults():
     config = loaded("quickstart", "--config.method=diloco", "--config.outer.lr=0.5")
     assert default_settings(config) == ["momentum=0.9", "nesterov=True", "sync_every=100"]
     assert default_settings(loaded("quickstart", "--config.method=ddp")) == []
     assert not any(setting.startswith("consensus") for setting in default_settings(loaded("quickstart")))
 
 
-def test_a_field_that_methods_disagree_on_has_the_default_of_each():
+def test_defaults_of_a_field_are_listed_for_each_method():
     assert defaults_of("sync_every") == {"noloco": 50, "diloco": 100, "epidemic": 1, "sparseloco": 30}
     assert defaults_of("fragments") == {}

@@ -41,7 +41,7 @@ def refusal(values: dict) -> str:
 
 
 def nested(path: str, value: object) -> dict:
-    """A configuration's mapping that sets one field, and what that field cannot be without."""
+    """Return a mapping that sets one field and the fields that it requires."""
     if path.startswith("model.rope_scaling."):
         return {"model": {"rope_scaling": ROPE | {path.rpartition(".")[2]: value}}}
     if path.startswith("data.mixture.NAME."):
@@ -53,7 +53,7 @@ def nested(path: str, value: object) -> dict:
 
 
 def mixture(*names: str, source: object = SOURCE, **fields: object) -> dict:
-    """A configuration of sources that are all the same."""
+    """Return the mapping of a mixture whose sources are all the same."""
     return {"data": {"kind": "mixture", "mixture": dict.fromkeys(names, source)} | fields}
 
 
@@ -64,7 +64,7 @@ def assert_each_is_refused(cases: Sequence[tuple[dict, Sequence[str]]]) -> None:
             assert part in message, (values, message)
 
 
-def test_nothing_given_is_the_defaults():
+def test_an_empty_configuration_has_the_defaults():
     assert from_dict({}) == from_dict(ConfigDict()) == TrainConfig()
 
 
@@ -77,7 +77,7 @@ def test_configurations_cannot_be_changed():
         TrainConfig().num_steps = 1  # type: ignore[misc]
 
 
-def test_every_field_has_a_meaning_of_one_sentence_or_two_halves():
+def test_every_field_has_a_meaning_of_one_sentence():
     for path, field in known_fields().items():
         assert field.meaning.endswith(".") and ". " not in field.meaning and len(field.meaning) > 12, path
 
@@ -98,7 +98,7 @@ def test_a_config_dict_is_read_like_a_mapping():
     assert from_dict(ConfigDict(values)) == from_dict(values)
 
 
-def test_an_int_is_a_float_where_one_is_due():
+def test_an_int_becomes_a_float_in_a_float_field():
     assert type(from_dict({"outer": {"lr": 1, "consensus": 1}}).outer.lr) is float
 
 
@@ -106,7 +106,7 @@ def test_a_rope_scaling_of_nones_is_none():
     assert from_dict({"model": {"rope_scaling": dict.fromkeys(ROPE)}}).model.rope_scaling is None
 
 
-def test_an_unchecked_configuration_has_its_types_checked_alone():
+def test_an_unchecked_configuration_has_only_its_types_checked():
     config = unchecked({"num_replicas": 1, "outer": {"lr": 1}})
     assert (config.method, config.num_replicas, type(config.outer.lr)) == ("noloco", 1, float)
     with pytest.raises(UserError, match="expected int"):
@@ -127,7 +127,7 @@ def test_an_unknown_field_is_refused_with_the_nearest_name():
     )
 
 
-def test_what_is_wrong_with_a_source_of_a_mixture_is_refused_with_its_name():
+def test_errors_in_a_mixture_source_name_the_source():
     assert_each_is_refused(
         [
             (mixture("web", source=SOURCE | {"kind": "c5"}), ["data.mixture.web.kind='c5'", "give one of c4, jsonl"]),
@@ -144,13 +144,13 @@ def test_what_is_wrong_with_a_source_of_a_mixture_is_refused_with_its_name():
     )
 
 
-def test_a_mixture_is_the_same_in_any_order_and_without_the_sources_that_are_none():
+def test_mixtures_ignore_the_order_of_sources_and_sources_of_none():
     assert from_dict(mixture("web", "own")) == from_dict(mixture("own", "web"))
     without = from_dict({"data": {"kind": "mixture", "mixture": {"web": SOURCE, "own": None}}})
     assert without == from_dict(mixture("web")) != from_dict(mixture("own"))
 
 
-def test_a_mixture_is_hashed_pickled_and_kept_in_json_and_cannot_be_changed():
+def test_a_mixture_is_immutable_hashable_and_survives_pickle_and_json():
     config = from_dict(mixture("web", "own"))
     assert hash(config) == hash(from_dict(mixture("web", "own"))) != hash(from_dict(mixture("web")))
     assert pickle.loads(pickle.dumps(config)) == config == from_dict(json.loads(json.dumps(to_dict(config))))
@@ -227,7 +227,7 @@ def test_fields_that_contradict_each_other_are_refused_with_both_values():
     )
 
 
-def test_every_field_refuses_what_is_outside_its_choices_or_range_by_name():
+def test_every_field_refuses_values_outside_its_choices_or_range_by_name():
     outside = {
         path: [
             *(["qqqq", allowed.choices[0][:-1] + "q"] if allowed.choices else []),
@@ -248,7 +248,7 @@ def test_every_field_refuses_what_is_outside_its_choices_or_range_by_name():
             assert f"{path}={value!r}" in message, message
 
 
-def test_the_edges_of_ranges_are_where_they_were_meant():
+def test_ranges_accept_or_refuse_their_edge_values():
     accepted = {"inner.b1": 0.0, "outer.momentum": 0.0, "outer.consensus": 0.0, "inner.min_lr": 0.0, "seed": 0}
     accepted |= {"inner.clip_norm": 0.0, "eval_every": 0, "keep_period": 0}
     accepted |= {"log_every": 2**31 - 1}
@@ -259,19 +259,19 @@ def test_the_edges_of_ranges_are_where_they_were_meant():
         assert f"{path}={value!r}" in refusal(nested(path, value))
 
 
-def test_true_is_no_number():
+def test_booleans_are_refused_as_numbers():
     for path in ("inner.lr", "num_steps"):
         assert f"config field {path}: expected" in refusal(nested(path, True))
 
 
-def test_the_fields_with_choices_are_the_words_that_the_program_tells_apart():
+def test_every_enumerated_field_declares_its_choices():
     words = {"method", "elastic", "model.dtype", "model.param_dtype", "model.remat", "outer.order", "outer.wire"}
     words |= {"outer.state_dtype", "data.kind", "data.on_bad_shard", "mesh.routing", "data.mixture.NAME.kind"}
     words |= {"inner.optimizer", "inner.schedule", "outer.momentum_of"}
     assert {path for path, field in known_fields().items() if field.allowed.choices} == words
 
 
-def test_a_refused_value_is_answered_with_what_to_give():
+def test_refusals_say_which_values_are_allowed():
     assert_each_is_refused(
         [
             (nested("method", "nolocco"), ["method='nolocco' is unknown: did you mean 'noloco'?"]),

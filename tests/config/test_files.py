@@ -20,7 +20,7 @@ def load(name: str, argument: str = "", *overrides: str) -> TrainConfig:
     return from_dict(load_config(f"{CONFIGS / name}.py{suffix}", overrides))
 
 
-def given(name: str) -> list[str]:
+def required_flags(name: str) -> list[str]:
     """Flags that the user has to give on the command line."""
     return ["--config.data.tokenizer=byte"] if name == "c4_tiny" else []
 
@@ -32,7 +32,7 @@ def test_there_is_a_file_for_each_of_the_papers_runs():
 def test_every_file_is_a_consistent_configuration_from_any_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in RUNS:
-        assert load(name, "", *given(name)).method == "noloco", name
+        assert load(name, "", *required_flags(name)).method == "noloco", name
 
 
 def test_a_file_imports_only_ml_collections_and_the_standard_library():
@@ -90,7 +90,7 @@ def test_diloco_takes_the_papers_outer_step():
 def test_the_argument_chooses_the_method():
     for name in ("c4_1b", "c4_tiny"):
         for method in ("noloco", "diloco", "ddp", "local"):
-            assert load(name, method, *given(name)).method == method
+            assert load(name, method, *required_flags(name)).method == method
 
 
 def test_the_global_batch_does_not_depend_on_the_replicas():
@@ -99,7 +99,7 @@ def test_the_global_batch_does_not_depend_on_the_replicas():
         assert config.num_replicas * config.data.batch_size == 512, argument
 
 
-def test_the_replicas_flag_shares_out_the_global_batch_as_the_argument_does():
+def test_the_replicas_flag_divides_the_global_batch_like_the_argument():
     assert load("c4_1b", "", "--config.num_replicas=32") == load("c4_1b", "noloco,replicas=32")
 
 
@@ -107,7 +107,7 @@ def test_the_argument_cuts_a_replica_into_stages():
     assert load("c4_7b", "noloco,stages=4").mesh.stage == 4
 
 
-def test_an_argument_that_means_nothing_is_refused():
+def test_an_invalid_argument_is_refused():
     for argument in ("nolocco", "noloco,replica=4", "noloco,replicas=x", "noloco,stages"):
         with pytest.raises(UserError, match=r"c4_1b\.py"):
             load("c4_1b", argument)
@@ -124,8 +124,8 @@ def test_the_quickstart_has_about_a_million_weights_and_reads_the_standard_libra
 
 
 @pytest.mark.parametrize("name", [*PAPER, "c4_tiny"])
-def test_best_changes_nothing_but_optimizer_and_outer_step_and_fits_any_number_of_replicas(name):
-    plain, best = load(name, "", *given(name)), load(name, "best", *given(name))
+def test_best_changes_only_optimizer_and_outer_step_for_any_number_of_replicas(name):
+    plain, best = load(name, "", *required_flags(name)), load(name, "best", *required_flags(name))
     assert (best.inner.optimizer, best.outer.fragments, best.outer.wire) == ("muon", 8, "modulo4")
     assert best.inner.adam_lr == plain.inner.lr and best.inner.min_lr == pytest.approx(best.inner.lr / 10)
     assert dataclasses.replace(best, inner=plain.inner, outer=plain.outer) == plain
@@ -134,7 +134,7 @@ def test_best_changes_nothing_but_optimizer_and_outer_step_and_fits_any_number_o
         assert orders == {4: "hypercube", 6: "passes"}
 
 
-def test_a_record_may_lie_in_a_folder_with_a_colon(tmp_path):
+def test_the_path_of_a_saved_configuration_may_contain_a_colon(tmp_path):
     folder = tmp_path / "2026-11-24T10:00"
     folder.mkdir()
     (folder / "config.json").write_text('{"num_steps": 7}')
@@ -151,7 +151,7 @@ def test_a_record_may_lie_in_a_folder_with_a_colon(tmp_path):
         ("raise ValueError('one\\n\\n  two')", "ValueError: one two"),
     ],
 )
-def test_whatever_a_file_raises_is_one_line_with_its_place(tmp_path, body, said):
+def test_an_exception_in_a_file_becomes_one_line_with_file_and_line_number(tmp_path, body, said):
     file = tmp_path / "c.py"
     file.write_text(
         "class Unprintable(Exception):\n    def __str__(self): raise ValueError\n"
@@ -162,7 +162,7 @@ def test_whatever_a_file_raises_is_one_line_with_its_place(tmp_path, body, said)
     assert str(caught.value) == f"config file {file} line 5: {said}"
 
 
-def test_a_keyboards_interrupt_is_not_a_files_error(tmp_path):
+def test_a_keyboard_interrupt_is_not_reported_as_a_file_error(tmp_path):
     (tmp_path / "c.py").write_text("def get_config():\n    raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
         read_config_file(str(tmp_path / "c.py"))

@@ -105,7 +105,7 @@ def test_an_int_in_a_file_does_not_make_a_float_field_an_int(file):
     assert loaded(file, "--config.inner.clip_norm=0.5").inner.clip_norm == 0.5
 
 
-def test_booleans_take_no_value_or_a_no_in_front(file):
+def test_boolean_flags_take_no_value_or_a_no_prefix(file):
     assert loaded(file, "--config.model.tie_embeddings").model.tie_embeddings
     assert not loaded(file, "--noconfig.data.add_bos").data.add_bos
     assert loaded(file, "--config.data.add_bos=True").data.add_bos
@@ -122,14 +122,14 @@ def test_a_value_may_follow_its_flag_and_look_like_a_flag():
     assert rest == ["--workdir", "a"]
 
 
-def test_a_file_from_a_saved_configuration_gives_it_back(tmp_path):
+def test_a_file_that_returns_a_saved_configuration_loads_it_unchanged(tmp_path):
     rope = dict.fromkeys(ROPE[:2], 1.0) | {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     for config in (TrainConfig(), from_dict({"outer": {"consensus": 0.5}, "model": {"rope_scaling": rope}})):
         (tmp_path / "a.py").write_text(f"def get_config():\n    return {to_dict(config)!r}\n")
         assert loaded(str(tmp_path / "a.py")) == config
 
 
-def test_a_run_is_repeated_from_its_own_record(file, tmp_path):
+def test_a_run_can_be_repeated_from_its_saved_configuration(file, tmp_path):
     config, _ = parse_args(["--config", file, "--config.inner.lr=0.5", "--config.num_replicas=2"], "A tool.")
     record = save_config(config, tmp_path / "run")
     assert parse_args([f"--config={record}"], "A tool.")[0] == config
@@ -138,7 +138,7 @@ def test_a_run_is_repeated_from_its_own_record(file, tmp_path):
     assert changed.model.rope_scaling is not None and changed.model.rope_scaling.factor == 2.0
 
 
-def test_a_locked_file_is_overridden_too(tmp_path):
+def test_flags_override_a_locked_configuration(tmp_path):
     (tmp_path / "a.py").write_text(FILE.replace("    return config", "    config.lock()\n    return config"))
     config = loaded(str(tmp_path / "a.py"), "--config.outer.lr=0.5", "--config.inner.b1=0.5", "--config.seed=3")
     assert (config.outer.lr, config.inner.b1, config.seed) == (0.5, 0.5, 3)
@@ -154,7 +154,7 @@ def test_a_tool_adds_its_own_flags(file):
 
 
 @pytest.fixture(scope="module")
-def shown():
+def help_text():
     """Return the text that `--help` prints."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), pytest.raises(SystemExit) as stopped:
@@ -163,14 +163,14 @@ def shown():
     return output.getvalue()
 
 
-def test_help_lists_every_field_with_its_meaning(shown):
-    assert shown.count("A tool.") == 1
-    words = " ".join(shown.split())
+def test_help_lists_every_field_with_its_meaning(help_text):
+    assert help_text.count("A tool.") == 1
+    words = " ".join(help_text.split())
     for path, field in known_fields().items():
-        assert f"\n  {path} " in shown and field.meaning in words, path
+        assert f"\n  {path} " in help_text and field.meaning in words, path
 
 
-def test_help_shows_type_values_and_default_of_a_field(shown):
+def test_help_shows_type_values_and_default_of_a_field(help_text):
     for line in (
         "  method  str, one of noloco, diloco, epidemic, sparseloco, ddp, local (default 'noloco'), "
         "must match on resume",
@@ -182,7 +182,7 @@ def test_help_shows_type_values_and_default_of_a_field(shown):
         "  data.add_bos  bool (default True), must match on resume",
         "  model.rope_scaling.factor  float, more than 0, must match on resume",
     ):
-        assert f"\n{line}\n" in shown
+        assert f"\n{line}\n" in help_text
 
 
 def test_a_wrong_argument_is_refused_by_name(file):
@@ -211,7 +211,7 @@ def test_a_wrong_argument_is_refused_by_name(file):
         assert named in refusal("--config", file, argument), argument
 
 
-def test_without_a_config_the_flag_is_asked_for():
+def test_a_missing_config_flag_is_named():
     assert "--config" in refusal()
 
 
@@ -233,7 +233,7 @@ def test_a_config_file_that_fails_is_named(tmp_path):
     assert "outer: expected a group of fields, got 3" in refusal(f"--config={path}", "--config.outer.lr=1")
 
 
-def test_a_reference_without_a_value_is_refused(tmp_path):
+def test_a_reference_that_cannot_be_evaluated_is_refused(tmp_path):
     path = tmp_path / "a.py"
     divided = "    config.seed = 1\n    config.eval_every = 64 // config.get_oneway_ref('seed')\n    return"
     path.write_text(FILE.replace("    return", divided))
@@ -265,7 +265,7 @@ def test_an_argument_to_a_file_that_takes_none_is_refused(tmp_path):
     assert "takes no argument, got 'diloco'" in refusal(f"--config={tmp_path / 'a.py'}:diloco")
 
 
-def test_an_int_that_other_fields_refer_to_is_a_float_where_one_is_due(tmp_path):
+def test_a_referenced_int_becomes_a_float_in_a_float_field(tmp_path):
     path = tmp_path / "a.py"
     path.write_text(FILE.replace('"lr": 1e-3', '"lr": 1'))
     assert (loaded(str(path)).inner.lr, loaded(str(path)).inner.min_lr) == (1.0, 0.1)

@@ -1,4 +1,4 @@
-"""Configurations at random: each is refused in one line or is one that a run can be planned with."""
+"""Random configurations: each is refused in one line or can be planned."""
 
 import random
 from typing import Any
@@ -61,7 +61,7 @@ def any_value(rng: random.Random) -> Any:
 
 
 def value_of(rng: random.Random, field: FieldInfo) -> Any:
-    """Mostly one of the field's own type, at the edges of what it takes and beyond them."""
+    """Return a random value, mostly of the field's type, at the edges of its range and beyond."""
     if rng.random() < 0.15:
         return any_value(rng)
     if field.type is bool:
@@ -72,9 +72,9 @@ def value_of(rng: random.Random, field: FieldInfo) -> Any:
 
 
 def changes(rng: random.Random) -> dict[str, Any]:
-    """A few fields of any group by dotted path, and rarely a name that is no field."""
+    """Return random values of a few fields by dotted path, and rarely of an unknown field."""
     chosen = {name: value_of(rng, FIELDS[name]) for name in rng.sample(sorted(FIELDS), rng.choice([1, 2, 2, 3, 5]))}
-    if rng.random() < 0.05:  # the group that is there whole or not at all
+    if rng.random() < 0.05:  # all or none of this group must be set
         chosen |= {name: value_of(rng, FIELDS[name]) for name in ROPE}
     if rng.random() < 0.05:
         chosen[rng.choice(["model", "modle.dtype", "", ".", "model.", "outer.lr.x", "model.rope_scaling"])] = any_value(
@@ -126,7 +126,7 @@ def from_flags(chosen: dict[str, Any]) -> TrainConfig:
 
 
 @pytest.mark.parametrize(("build", "number"), [(from_values, 1500), (from_flags, 500)], ids=["values", "flags"])
-def test_a_configuration_at_random_is_refused_in_one_line_or_can_be_planned(build, number):
+def test_a_random_configuration_is_refused_in_one_line_or_can_be_planned(build, number):
     rng, taken = random.Random(0), 0
     for _ in range(number):
         chosen = changes(rng)

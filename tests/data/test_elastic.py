@@ -15,7 +15,7 @@ KINDS = ["c4", "jsonl", "parquet", "text"]
 
 
 def finish(config, states, epoch):
-    """The ids that are left of the epochs up to `epoch`: what the streams at `states` go on to read."""
+    """Return the ids that the streams at `states` have yet to read through `epoch`."""
     config = replace(config, sequence_length=1, batch_size=1)
     streams = restored(config, [before_next_document(config, state) for state in states])
     return [token for stream in streams for token in read_through(stream, epoch)]
@@ -29,7 +29,7 @@ def restored(config, states):
 
 
 def run_chain(config, numbers, rng, batches):
-    """(states after training with each of `numbers` of replicas in turn, ids delivered). Replicas differ in pace."""
+    """Read with each of `numbers` of replicas in turn, at random paces; return (last states, ids delivered)."""
     delivered = []
     streams = open_streams(config, numbers[0])
     for following in [*numbers[1:], None]:
@@ -54,7 +54,7 @@ def test_no_token_is_skipped_or_repeated_in_the_epoch(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_replicas_in_different_epochs_complete_every_epoch_that_one_has_begun(tmp_path, kind):
+def test_redistributing_replicas_of_different_epochs_completes_every_begun_epoch(tmp_path, kind):
     config, count = write_counting(kind, tmp_path / "data", 13)
     states, delivered = run_chain(config, (3, 2, 3), np.random.default_rng(1), batches=22)
     last = max(state["epoch"] for state in states)
@@ -73,7 +73,7 @@ def test_later_epochs_are_divided_as_in_a_new_run(tmp_path):
         assert read_through(changed, 1) == read_through(new, 1)
 
 
-def test_shards_taken_over_take_turns_after_the_documents_begun(tmp_path):
+def test_merged_shards_are_read_alternately_after_their_partly_read_documents(tmp_path):
     config, _ = write_counting("text", tmp_path / "data", 16)
     config = replace(config, shuffle_buffer=1, sequence_length=1, batch_size=1)
     streams, spans = open_streams(config, 4), documents(16)
@@ -87,7 +87,7 @@ def test_shards_taken_over_take_turns_after_the_documents_begun(tmp_path):
     assert read_through(merged, 0) == begun + turns
 
 
-def test_a_divided_shard_gives_each_every_count_th_document_and_the_one_begun_to_the_first(tmp_path):
+def test_splitting_a_shard_deals_its_documents_out_round_robin(tmp_path):
     config, _ = write_counting("text", tmp_path / "data", 10)
     config = replace(config, shuffle_buffer=1, sequence_length=1, batch_size=1)
     (stream,), spans = open_streams(config, 1), documents(10)
@@ -95,7 +95,7 @@ def test_a_divided_shard_gives_each_every_count_th_document_and_the_one_begun_to
     found = [read_through(s, 0) for s in restored(config, redistribute([stream.get_state()], 3))]
     tokens = [list(range(first, first + count)) for first, count in spans]
     expected = [[token for document in tokens[1 + k :: 3] for token in document] for k in range(3)]
-    expected[0] = tokens[0][1:] + expected[0]
+    expected[0] = tokens[0][1:] + expected[0]  # the partly read document
     assert found == expected
 
 

@@ -1,4 +1,4 @@
-"""Bad data: one line that names the thing and the remedy, from the check beforehand or from the running stream."""
+"""Bad data: one line that names the fault and the remedy, from `check_data` or from the running stream."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ FINE = {"input_ids": [[1, 2]] * 8, "label": [[2, 3]] * 8}
 
 
 def assert_refused(config, pattern, **checked):
-    """Assert that the check beforehand refuses it in one line, and return the line."""
+    """Assert that `check_data` refuses the configuration in one line, and return that line."""
     with pytest.raises(UserError, match=pattern) as caught:
         check_data(config, **checked)
     assert "\n" not in str(caught.value)
@@ -32,12 +32,12 @@ def read_until_refused(config, pattern, batches=2000):
     with pytest.raises(UserError, match=pattern):
         for _ in range(batches):
             next(stream)
-    with pytest.raises(UserError, match=pattern):  # and again, never an end of data
+    with pytest.raises(UserError, match=pattern):  # a second call fails likewise instead of ending the stream
         next(stream)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_missing_folder(tmp_path, kind):
+def test_a_missing_folder_is_refused(tmp_path, kind):
     config = DataConfig(kind=kind, path=str(tmp_path / "nowhere"))
     message = assert_refused(config, r"data.path='.*nowhere'.*there is no such")
     with pytest.raises(UserError, match=re.escape(message)):
@@ -45,7 +45,7 @@ def test_a_missing_folder(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_path_at_all(kind):
+def test_an_empty_path_is_refused(kind):
     assert_refused(DataConfig(kind=kind), 'data.path is ""')
 
 
@@ -64,7 +64,7 @@ def test_an_empty_folder_names_the_pattern_looked_for(tmp_path, kind, pattern):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_missing_validation(tmp_path, kind):
+def test_missing_validation_files_are_refused(tmp_path, kind):
     config, _ = write_counting(kind, tmp_path / "data", 9)
     (tmp_path / "empty").mkdir()
     for folder in ("nowhere", "empty"):
@@ -74,7 +74,7 @@ def test_missing_validation(tmp_path, kind):
             validation_batches(broken, BYTE, num_batches=1)
 
 
-def test_c4_without_validation_files(tmp_path):
+def test_c4_without_validation_files_is_refused(tmp_path):
     write_c4(tmp_path, [["text"]])
     assert_refused(DataConfig(kind="c4", path=str(tmp_path)), r"data.path=.* no file c4-validation\.\*\.json\.gz")
 
@@ -104,12 +104,12 @@ def test_a_truncated_file_is_named_across_worker_processes(tmp_path):
     stream.close()
 
 
-def test_a_c4_file_that_is_no_gzip_file(tmp_path):
+def test_a_c4_file_that_is_not_gzip_is_refused(tmp_path):
     (tmp_path / "c4-train.0.json.gz").write_text("plain")
     assert_refused(DataConfig(kind="c4", path=str(tmp_path)), r"c4-train.0.json.gz cannot be decompressed")
 
 
-def test_a_line_that_is_no_document_is_named(tmp_path):
+def test_a_line_that_is_not_a_json_document_is_named(tmp_path):
     good = json.dumps({"text": "abc"})
     path = tmp_path / "c4-train.0.json.gz"
     for line in ("{broken", '{"txt": "a"}', '["text"]', '{"text": 3}'):
@@ -120,24 +120,24 @@ def test_a_line_that_is_no_document_is_named(tmp_path):
         assert_refused(config, "line 1 is not a JSON object")
 
 
-def test_a_parquet_file_with_neither_schema_names_its_columns(tmp_path):
+def test_an_unknown_parquet_schema_is_refused_with_its_columns(tmp_path):
     write_rows(tmp_path / "0.parquet", FINE)
     write_rows(tmp_path / "1.parquet", {"tokens": [[1]], "input_ids": [[1]]})
     config = DataConfig(kind="parquet", path=str(tmp_path))
     assert_refused(config, r"1\.parquet has the columns tokens, input_ids: expected input_ids and labels")
 
 
-def test_a_parquet_column_that_is_no_list(tmp_path):
+def test_a_parquet_column_that_is_not_a_list_is_refused(tmp_path):
     pq.write_table(pa.table({"input_ids": [1, 2], "label": [1, 2]}), tmp_path / "0.parquet")
     assert_refused(DataConfig(kind="parquet", path=str(tmp_path)), "'input_ids' is int64; it must be a list")
 
 
-def test_a_parquet_file_that_is_none(tmp_path):
+def test_a_file_that_is_not_parquet_is_refused(tmp_path):
     (tmp_path / "0.parquet").write_text("text")
     assert_refused(DataConfig(kind="parquet", path=str(tmp_path)), r"0\.parquet is no readable Parquet file")
 
 
-def test_a_parquet_file_damaged_inside(tmp_path):
+def test_a_parquet_file_damaged_inside_is_named_when_it_is_read(tmp_path):
     rows = [[(k * 7919) % 1000 for k in range(j, j + 50)] for j in range(400)]
     path = tmp_path / "0.parquet"
     labels = [[token + 1 for token in row] for row in rows]
@@ -150,14 +150,14 @@ def test_a_parquet_file_damaged_inside(tmp_path):
     read_until_refused(config, r"0\.parquet is damaged after row group")
 
 
-def test_rows_of_unequal_columns(tmp_path):
+def test_rows_whose_columns_differ_in_length_are_refused(tmp_path):
     write_rows(tmp_path / "0.parquet", {"input_ids": [[1, 2]] * 4, "label": [[2, 3]] * 3 + [[2]]})
     assert_refused(
         DataConfig(kind="parquet", path=str(tmp_path)), r"0\.parquet, row 3 .* has 2 input_ids and 1 values in label"
     )
 
 
-def test_token_ids_outside_the_models_vocabulary(tmp_path):
+def test_token_ids_outside_the_models_vocabulary_are_refused(tmp_path):
     write_rows(tmp_path / "0.parquet", {"input_ids": [[1, 2]] * 4, "label": [[2, 500]] * 4})
     config = DataConfig(kind="parquet", path=str(tmp_path), sequence_length=2)
     check_data(config, vocab_size=501)
@@ -166,13 +166,13 @@ def test_token_ids_outside_the_models_vocabulary(tmp_path):
         validation_batches(config, None, num_batches=1, vocab_size=300)
 
 
-def test_negative_token_ids(tmp_path):
+def test_negative_token_ids_are_refused(tmp_path):
     write_rows(tmp_path / "0.parquet", {"input_ids": [[1, -1]] * 4, "label": [[2, 5]] * 4})
     assert_refused(DataConfig(kind="parquet", path=str(tmp_path)), "input_ids holds -1")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_more_replicas_than_documents(tmp_path, kind):
+def test_more_replicas_than_documents_are_refused(tmp_path, kind):
     config, _ = write_counting(kind, tmp_path / "data", 6)
     check_data(config, num_replicas=6)
     assert_refused(config, "num_replicas=7, but .* holds 6 ", num_replicas=7)
@@ -180,7 +180,7 @@ def test_more_replicas_than_documents(tmp_path, kind):
         open_streams(config, 7)
 
 
-def test_a_replica_whose_files_are_empty(tmp_path):
+def test_a_replica_whose_files_are_empty_is_refused(tmp_path):
     write_c4(tmp_path, [["0 5", "5 5"], []])
     config = DataConfig(kind="c4", path=str(tmp_path), sequence_length=2, batch_size=1, add_bos=False, add_eos=False)
     _, second = open_streams(config, 2)
@@ -188,7 +188,7 @@ def test_a_replica_whose_files_are_empty(tmp_path):
         next(second)
 
 
-def test_documents_without_a_token(tmp_path):
+def test_data_without_any_token_are_refused(tmp_path):
     write_rows(tmp_path / "0.parquet", {"input_ids": [[0, 0]] * 8, "attention_mask": [[0, 0]] * 8})
     config = DataConfig(kind="parquet", path=str(tmp_path), sequence_length=2, batch_size=1)
     read_until_refused(config, "hold no token")
@@ -196,8 +196,8 @@ def test_documents_without_a_token(tmp_path):
         validation_batches(config, None, num_batches=1)
 
 
-def test_documents_without_a_token_at_both_ends_of_the_data_are_no_error(tmp_path):
-    """Data seem empty from the last document of an epoch to the first of the next, and are not."""
+def test_empty_documents_at_both_ends_of_the_data_are_accepted(tmp_path):
+    """Consecutive empty documents across an epoch boundary must not pass for empty data."""
     rows = {"input_ids": [[0, 0], [1, 2], [3, 4], [0, 0]], "attention_mask": [[0, 0], [1, 1], [1, 1], [0, 0]]}
     write_rows(tmp_path / "0.parquet", rows)
     config = DataConfig(kind="parquet", path=str(tmp_path), validation_path="elsewhere", shuffle_buffer=1)
@@ -206,7 +206,7 @@ def test_documents_without_a_token_at_both_ends_of_the_data_are_no_error(tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "text"])
-def test_too_little_to_hold_a_part_out(tmp_path, kind):
+def test_data_too_small_to_hold_out_validation_are_refused(tmp_path, kind):
     if kind == "text":
         write_texts(tmp_path, ["one short file"])
     elif kind == "jsonl":
@@ -217,14 +217,14 @@ def test_too_little_to_hold_a_part_out(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "text"])
-def test_validation_data_that_are_the_training_data(tmp_path, kind):
+def test_validation_data_that_are_the_training_data_are_refused(tmp_path, kind):
     config, _ = write_counting(kind, tmp_path / "data", 9)
     (tmp_path / "link").symlink_to(tmp_path / "data")
     for path in (config.path, str(tmp_path / "link"), f"{config.path}/../data/"):
         assert_refused(replace(config, validation_path=path), r"data\.validation_path='.*' is data\.path: .* empty")
 
 
-def test_a_replica_that_does_not_exist(tmp_path):
+def test_a_replica_number_out_of_range_is_refused(tmp_path):
     config, _ = write_counting("text", tmp_path / "data", 60)
     with pytest.raises(UserError, match="replica -1 of 2"):
         train_stream(config, BYTE, replica=-1, num_replicas=2, seed=0)

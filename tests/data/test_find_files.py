@@ -1,4 +1,4 @@
-"""Files of a folder and of those that links in it lead to: each is read once, and none for ever; and their splits."""
+"""Files of a folder and its links: each is read once, link cycles end, and file names give the split."""
 
 import os
 from pathlib import Path
@@ -43,7 +43,7 @@ def found(folder):
     return [os.path.relpath(path, folder) for path in find_files(options(folder), [".txt"])]
 
 
-def test_folders_that_links_lead_to_are_searched_like_others(tmp_path):
+def test_linked_folders_are_searched_like_others(tmp_path):
     write(tmp_path / "data", "a.txt", "in/b.txt")
     write(tmp_path / "disk", "c.txt", "deep/d.txt", ".hidden/no.txt", "__pycache__/no.txt")
     write(tmp_path / "further", "e.txt")
@@ -55,7 +55,7 @@ def test_folders_that_links_lead_to_are_searched_like_others(tmp_path):
 
 
 @pytest.mark.timeout(20)
-def test_links_in_a_circle_end(tmp_path):
+def test_link_cycles_end(tmp_path):
     write(tmp_path / "data", "a/a.txt", "b/b.txt")
     (tmp_path / "data/a/up").symlink_to(tmp_path / "data")
     (tmp_path / "data/a/self").symlink_to(".")
@@ -65,7 +65,7 @@ def test_links_in_a_circle_end(tmp_path):
     assert found(tmp_path / "data") == ["a/a.txt", "b/b.txt"]
 
 
-def test_a_folder_keeps_its_own_name_whatever_links_to_it_are_called(tmp_path):
+def test_a_folder_is_listed_under_its_own_name_or_else_its_first_link(tmp_path):
     write(tmp_path / "data", "z/a.txt")
     for name in ("a", "zz"):
         (tmp_path / "data" / name).symlink_to("z")
@@ -76,7 +76,7 @@ def test_a_folder_keeps_its_own_name_whatever_links_to_it_are_called(tmp_path):
     assert found(tmp_path / "data") == ["x/a.txt", "z/a.txt"]
 
 
-def test_a_file_is_read_once_however_many_links_to_it_are_there(tmp_path):
+def test_a_file_with_several_symbolic_links_is_read_once(tmp_path):
     write(tmp_path, "a.txt", "blob", "copies/c.txt")
     (tmp_path / "0.txt").symlink_to("a.txt")
     (tmp_path / "b.txt").symlink_to("blob")
@@ -87,7 +87,7 @@ def test_a_file_is_read_once_however_many_links_to_it_are_there(tmp_path):
     assert split_files(options(tmp_path), [".txt"])[0] == [str(tmp_path / name) for name in names]
 
 
-def test_a_file_is_in_the_split_that_a_link_to_it_names(tmp_path):
+def test_the_name_of_a_link_gives_the_split_of_its_file(tmp_path):
     write(tmp_path, "all/0.txt", "all/1.txt", "all/2.txt")
     for split, number in (("train", 0), ("train", 1), ("validation", 2)):
         (tmp_path / split).mkdir(exist_ok=True)
@@ -108,7 +108,7 @@ def test_c4_shards_linked_twice_are_read_once(tmp_path):
 
 
 def files_of(root, names, **options):
-    """(names of the split's files, part) in a folder that holds `names`."""
+    """Create the files `names` below `root`; return (names of the split's files, part)."""
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("")
@@ -116,7 +116,7 @@ def files_of(root, names, **options):
     return [Path(file).relative_to(root).as_posix() for file in files], part
 
 
-def test_a_name_says_its_split_as_hugging_face_has_it():
+def test_file_names_give_the_split_by_hugging_face_conventions():
     for name, split in {
         "train-00000-of-00004.parquet": "train",
         "c4-train.00000-of-01024.jsonl.gz": "train",
@@ -135,28 +135,28 @@ def test_a_name_says_its_split_as_hugging_face_has_it():
         assert split_in_name(Path(name).parts) == split, name
 
 
-def test_training_reads_the_files_named_train_alone_and_holds_none_of_them_out(tmp_path):
+def test_training_reads_only_the_files_named_train_and_all_of_them(tmp_path):
     names = ["deep/train-0.x", "other.x", "test-0.x", "train-1.x", "validation-0.x"]
     assert files_of(tmp_path, names) == (["deep/train-0.x", "train-1.x"], "all")
     assert files_of(tmp_path, [], split="validation") == (["validation-0.x"], "all")
 
 
-def test_without_validation_files_a_part_of_the_training_files_is_held_out(tmp_path):
+def test_part_of_the_training_files_is_held_out_without_validation_files(tmp_path):
     names = ["test-0.x", "train-0.x"]
     assert files_of(tmp_path, names) == (["train-0.x"], "rest")
     assert files_of(tmp_path, [], split="validation") == (["train-0.x"], "held_out")
 
 
-def test_without_training_files_those_that_name_no_split_are_trained_on(tmp_path):
+def test_files_that_name_no_split_are_trained_on_if_none_is_named_train(tmp_path):
     assert files_of(tmp_path, ["b.x", "a/a.x", "dev/0.x", "test/0.x"]) == (["a/a.x", "b.x"], "all")
 
 
-def test_a_folder_of_validation_and_test_files_is_not_trained_on(tmp_path):
+def test_training_on_only_validation_and_test_files_is_refused(tmp_path):
     with pytest.raises(UserError, match="no file to train on: the names of all 2 say validation or test"):
         files_of(tmp_path, ["dev-0.x", "test-0.x"])
 
 
-def test_a_validation_folder_of_its_own_may_have_any_names(tmp_path):
+def test_a_separate_validation_folder_may_have_any_file_names(tmp_path):
     alone = {"split": "validation", "holds_both_splits": False}
     assert files_of(tmp_path / "a", ["train-0.x", "val-0.x"], **alone) == (["val-0.x"], "all")
     assert files_of(tmp_path / "b", ["train-0.x", "test-0.x"], **alone) == (["test-0.x"], "all")
@@ -164,7 +164,7 @@ def test_a_validation_folder_of_its_own_may_have_any_names(tmp_path):
     assert files_of(tmp_path / "d", ["test-0.x", "val-0.x"], **alone) == (["val-0.x"], "all")
 
 
-def test_files_of_the_other_path_inside_are_left_out(tmp_path):
+def test_files_below_the_path_of_the_other_split_are_left_out(tmp_path):
     names = ["book/0.x", "book/last/1.x", "book/2.x"]
     apart = {"holds_both_splits": False, "exclude": str(tmp_path / "book" / "last")}
     assert files_of(tmp_path, names, **apart) == (["book/0.x", "book/2.x"], "all")
@@ -180,7 +180,7 @@ def test_every_item_is_either_held_out_or_in_the_rest():
         assert 1 <= held_out.sum() <= max(1, round(count / 49)), count
 
 
-def test_counts_before_an_item_are_those_of_the_mask():
+def test_count_before_agrees_with_the_mask():
     for split in ("all", "held_out", "rest"):
         for count in (1, 2, 49, 50, 127):
             hold_out = HoldOut(count, split)

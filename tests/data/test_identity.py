@@ -1,4 +1,4 @@
-"""Digests of sampled contents: what they see, at which cost, and what they do not see."""
+"""Digests of sampled contents: the changes they detect or miss, and the bytes they read."""
 
 import hashlib
 from pathlib import Path
@@ -12,7 +12,7 @@ from noloco_jax.data.identity import sampled_contents
 
 @pytest.fixture(autouse=True)
 def sampling(monkeypatch):
-    """Sample at most 4 KiB of at most 8 files, at 16 places, with nothing known from before."""
+    """Sample at most 4 KiB of at most 8 files, at 16 places, with an empty cache."""
     for name, value in {"_BYTES": 4096, "_FILES": 8, "_PLACES": 16}.items():
         monkeypatch.setattr(identity, name, value)
     identity._sampled_contents.cache_clear()
@@ -27,8 +27,8 @@ def write(folder, sizes):
     return [str(file) for file in files]
 
 
-def seen(files, number, place):
-    """Return True if another byte at a place of a file makes another digest."""
+def detects(files, number, place):
+    """Return True if flipping the byte at `place` of file `number` changes the digest."""
     identity._sampled_contents.cache_clear()
     before, path = sampled_contents(files), Path(files[number])
     content = path.read_bytes()
@@ -39,28 +39,28 @@ def seen(files, number, place):
     return before != after
 
 
-def test_every_byte_of_a_small_data_set_is_seen(tmp_path):
+def test_a_change_of_any_byte_of_a_small_data_set_is_detected(tmp_path):
     files = write(tmp_path, [1, 100, 0, 200])
-    assert all(seen(files, number, place) for number, size in enumerate([1, 100, 0, 200]) for place in range(size))
+    assert all(detects(files, number, place) for number, size in enumerate([1, 100, 0, 200]) for place in range(size))
 
 
-def test_of_a_large_file_places_all_over_it_are_seen_its_first_and_last_byte_among_them(tmp_path):
+def test_a_large_file_is_sampled_throughout_including_its_first_and_last_byte(tmp_path):
     files = write(tmp_path, [16 * 4096])
     places = range(0, 16 * 4096, 131)
-    found = [place for place in places if seen(files, 0, place)]
+    found = [place for place in places if detects(files, 0, place)]
     assert 0.04 < len(found) / len(places) < 0.09  # a sixteenth
     assert max(np.diff(found)) < 2 * 4096
-    assert seen(files, 0, 0) and seen(files, 0, 16 * 4096 - 1)
+    assert detects(files, 0, 0) and detects(files, 0, 16 * 4096 - 1)
 
 
-def test_of_several_files_each_ones_first_and_last_byte_are_seen(tmp_path):
+def test_up_to_eight_files_are_each_sampled_at_their_first_and_last_byte(tmp_path):
     files = write(tmp_path, [5000] * 8)
-    assert all(seen(files, number, place) for number in range(8) for place in (0, 4999))
+    assert all(detects(files, number, place) for number in range(8) for place in (0, 4999))
     files = write(tmp_path, [5000] * 20)
-    assert 6 <= sum(seen(files, number, 0) for number in range(20)) <= 8
+    assert 6 <= sum(detects(files, number, 0) for number in range(20)) <= 8
 
 
-def test_no_more_is_read_than_the_samples(tmp_path, monkeypatch):
+def test_the_number_of_hashed_bytes_is_bounded(tmp_path, monkeypatch):
     for sizes in ([10**6], [10**5] * 8, [10**4] * 100):
         files = write(tmp_path / str(len(sizes)), sizes)
         hashed = 0
@@ -82,12 +82,12 @@ def test_no_more_is_read_than_the_samples(tmp_path, monkeypatch):
         assert 2000 < hashed < 4096 + 2000, sizes
 
 
-def test_the_same_contents_elsewhere_have_the_same_digest_and_in_another_order_another(tmp_path):
+def test_the_digest_depends_on_contents_and_order_but_not_on_the_folder(tmp_path):
     first, second = (write(tmp_path / name, [5000, 10, 700]) for name in ("a", "b"))
     assert sampled_contents(first) == sampled_contents(second) != sampled_contents(second[::-1])
 
 
-def test_of_many_files_some_all_over_them_are_seen_and_the_rest_are_not(tmp_path, monkeypatch):
+def test_only_evenly_spaced_ones_of_many_files_are_sampled(tmp_path, monkeypatch):
     monkeypatch.setattr(identity, "_FILES", 3)
     files = write(tmp_path, [10] * 7)
-    assert [seen(files, number, 5) for number in range(7)] == [True, False, False, True, False, False, True]
+    assert [detects(files, number, 5) for number in range(7)] == [True, False, False, True, False, False, True]

@@ -34,7 +34,7 @@ def test_plain_and_compressed_files_are_read_in_sorted_order(tmp_path):
     assert BYTE.decode(batch["input_ids"][0]) == "lo helworld"
 
 
-def test_a_file_named_outright_may_have_any_name(tmp_path):
+def test_a_path_to_a_single_file_may_have_any_name(tmp_path):
     write_json_lines(tmp_path / "corpus", ["abcd", "efgh"])
     (batch, *_) = validation_batches(
         config_for("elsewhere", validation_path=str(tmp_path / "corpus")), BYTE, num_batches=5
@@ -54,7 +54,7 @@ def test_a_stream_resumes_in_the_middle_of_a_file(tmp_path, suffix):
         assert next(again)["input_ids"].tolist() == next(whole)["input_ids"].tolist()
 
 
-def test_one_document_in_fifty_is_held_out_of_large_and_of_many_small_files(tmp_path):
+def test_one_document_in_fifty_is_held_out_of_few_or_many_files(tmp_path):
     for name, files in {"large": 2, "small": 1000}.items():
         spans = documents(1000)
         config, total = write_counting("jsonl", tmp_path / name, len(spans), files)
@@ -66,7 +66,7 @@ def test_one_document_in_fifty_is_held_out_of_large_and_of_many_small_files(tmp_
         assert len(trained) + sum(count for _, count in held_out) == total
 
 
-def test_of_two_documents_one_is_held_out(tmp_path):
+def test_one_of_two_documents_is_held_out(tmp_path):
     for name, files in {"one": 1, "two": 2}.items():
         config, _ = write_counting("jsonl", tmp_path / name, 2, files)
         config = replace(config, validation_path="")
@@ -76,7 +76,7 @@ def test_of_two_documents_one_is_held_out(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "c4", "parquet"])
-def test_the_text_is_read_from_the_field_that_is_named(tmp_path, kind):
+def test_the_text_is_read_from_the_configured_field(tmp_path, kind):
     documents = [{"text": f"no {k}", "body": f"b{k}", "input_ids": [k], "labels": [k]} for k in range(9)]
     if kind == "parquet":
         pq.write_table(pa.Table.from_pylist(documents), tmp_path / "0.parquet")
@@ -95,7 +95,7 @@ def test_the_text_is_read_from_the_field_that_is_named(tmp_path, kind):
     assert "text_column" in str(caught.value) and "body" in str(caught.value)
 
 
-def test_every_source_of_a_mixture_has_a_text_field_of_its_own(tmp_path):
+def test_each_source_of_a_mixture_has_its_own_text_field(tmp_path):
     sources = {}
     for name in ("body", "text"):
         (tmp_path / name).mkdir()
@@ -121,7 +121,7 @@ def test_every_source_of_a_mixture_has_a_text_field_of_its_own(tmp_path):
         ('{"text": ["' + "a" * 999 + '"]}', r"line 3 .* \(\"text\" is a list\)"),
     ],
 )
-def test_a_line_without_a_text_is_refused_with_its_reason_or_left_out(tmp_path, capfd, line, reason):
+def test_a_line_without_text_is_refused_with_its_reason_or_skipped(tmp_path, capfd, line, reason):
     good = json.dumps({"text": "abcd"})
     (tmp_path / "0.jsonl").write_text("\n".join([good, good, line, good]) + "\n")
     config = config_for("elsewhere", validation_path=str(tmp_path))
@@ -133,7 +133,7 @@ def test_a_line_without_a_text_is_refused_with_its_reason_or_left_out(tmp_path, 
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
-def test_a_long_number_beside_the_text_is_no_error(tmp_path):
+def test_a_very_long_number_beside_the_text_is_accepted(tmp_path):
     (tmp_path / "0.jsonl").write_text('{"n": ' + "1" * 5000 + ', "text": "abcd"}\n{"text": "efgh"}\n')
     (batch, *_) = validation_batches(config_for("elsewhere", validation_path=str(tmp_path)), BYTE, num_batches=5)
     assert BYTE.decode(batch["input_ids"][0]) == "abcd"

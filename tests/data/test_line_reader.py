@@ -1,4 +1,4 @@
-"""Lines of files: reading that goes on at a position finds what one reading from the start would have found."""
+"""Line reading: a reader resumed at a position yields the same lines as one that read from the start."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ START = LinePosition(0, 0, 0)
 
 
 def read_all(files, position=START, on_bad_shard="stop"):
-    """(lines from a position on, the position before each and after the last)."""
+    """Return (lines from `position` on, positions before each line and after the last)."""
     reader = LineReader(files, position, on_bad_shard=on_bad_shard)
     lines, positions = [], [position]
     while (line := reader.next()) is not None:
@@ -30,8 +30,8 @@ def random_texts(count, letters):
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".bz2", ".xz"])
-def test_reading_goes_on_at_any_position(tmp_path, suffix):
-    texts = random_texts(60, 9000)  # together many times what is read at once
+def test_reading_resumes_at_any_position(tmp_path, suffix):
+    texts = random_texts(60, 9000)  # many times the read size in all
     files = [str(tmp_path / f"{number}.jsonl{suffix}") for number in range(2)]
     write_json_lines(tmp_path / f"0.jsonl{suffix}", texts[:40])
     write_json_lines(tmp_path / f"1.jsonl{suffix}", texts[40:])
@@ -49,7 +49,7 @@ def test_blank_lines_are_left_out_and_counted(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz"])
-def test_a_damaged_file_that_is_skipped_ends_at_the_same_line_from_wherever_it_is_read(tmp_path, suffix):
+def test_a_skipped_damaged_file_ends_at_the_same_line_from_any_start_position(tmp_path, suffix):
     file = tmp_path / f"0.jsonl{suffix}"
     write_json_lines(file, random_texts(3000, 300))
     file.write_bytes(file.read_bytes()[:-9000])
@@ -60,22 +60,22 @@ def test_a_damaged_file_that_is_skipped_ends_at_the_same_line_from_wherever_it_i
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz"])
-def test_a_torn_file_that_is_skipped_keeps_every_whole_line_that_can_be_decompressed(tmp_path, suffix):
-    """Its end is a part of its own (a member, frame or stream), of which half is missing."""
+def test_a_skipped_truncated_file_keeps_the_lines_of_its_complete_members(tmp_path, suffix):
+    """The file has three members (frames or streams), and half of the last is missing."""
     parts = [b"".join(b"%d %d\n" % (part, k) for k in range(1000)) for part in range(3)]
     content = b"".join(compressed(part, suffix) for part in parts)
-    torn = tmp_path / f"0.jsonl{suffix}"
-    torn.write_bytes(content[: len(content) - len(compressed(parts[2], suffix)) // 2])
+    cut = tmp_path / f"0.jsonl{suffix}"
+    cut.write_bytes(content[: len(content) - len(compressed(parts[2], suffix)) // 2])
     with pytest.raises(UserError, match=r"0\.jsonl.* cannot be decompressed after line \d+ .*truncated"):
-        read_all([str(torn)])
-    lines, _ = read_all([str(torn)], on_bad_shard="skip")
+        read_all([str(cut)])
+    lines, _ = read_all([str(cut)], on_bad_shard="skip")
     whole = b"".join(parts).splitlines(keepends=True)
     assert len(lines) >= 2000
     assert all(line.content == expected for line, expected in zip(lines, whole, strict=False))
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz"])
-def test_a_compressed_file_without_the_suffix_is_named_for_what_it_is(tmp_path, capfd, suffix):
+def test_a_compressed_file_without_its_suffix_is_refused_or_skipped(tmp_path, capfd, suffix):
     file = tmp_path / "0.jsonl"
     file.write_bytes(compressed(b"one\ntwo\n", suffix))
     (tmp_path / "1.jsonl").write_bytes(b"three\n")

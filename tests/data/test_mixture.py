@@ -53,7 +53,7 @@ def take(stream, count):
 
 
 def sequences(batches):
-    """(inputs, labels) of every sequence of some batches as tuples."""
+    """Return (inputs, labels) of every sequence of `batches` as tuples."""
     return [
         (tuple(inputs.tolist()), tuple(labels.tolist()))
         for batch in batches
@@ -70,7 +70,7 @@ def with_source(config, name, **fields):
 
 
 def read_epochs(streams, last_epoch):
-    """The ids of every source of the epochs up to `last_epoch`; batches must hold one token."""
+    """Return the ids of all sources through `last_epoch`; batches must hold one token."""
     ids = []
     for stream in streams:
         while True:
@@ -89,7 +89,7 @@ def every_id(counts):
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_every_stretch_of_the_order_has_each_source_in_its_share(weights):
+def test_every_section_of_the_order_holds_each_source_in_its_share(weights):
     mixture, total = Mixture(weights), sum(map(Fraction, weights.values()))
     drawn = [mixture.source_at(place) for place in range(20_000)]
     for name, weight in weights.items():
@@ -99,7 +99,7 @@ def test_every_stretch_of_the_order_has_each_source_in_its_share(weights):
         assert np.ptp(ahead) < 5 and abs(ahead).max() < 4
 
 
-def test_a_place_belongs_to_the_source_in_whose_part_the_multiple_of_the_golden_ratio_lies():
+def test_the_order_of_sources_follows_multiples_of_the_golden_ratio():
     mixture, precision = Mixture({"a": 1, "b": 2, "c": 3}), 10**30
     ratio = Fraction(math.isqrt(5 * precision**2) - precision, 2 * precision)
     for place in range(3000):
@@ -107,7 +107,7 @@ def test_a_place_belongs_to_the_source_in_whose_part_the_multiple_of_the_golden_
         assert mixture.source_at(place) == ("a" if point < Fraction(1, 6) else "b" if point < Fraction(1, 2) else "c")
 
 
-def test_a_weight_is_the_share_of_the_tokens_however_long_the_documents(tmp_path):
+def test_weights_are_shares_of_tokens_whatever_the_document_lengths(tmp_path):
     write_json_lines(tmp_path / "long.jsonl", [f"{5000 * k} 5000" for k in range(20)])
     write_json_lines(tmp_path / "short.jsonl", [f"{200_000 + k} 1" for k in range(300)])
     sources = {name: SourceConfig("jsonl", weight, str(tmp_path / f"{name}.jsonl"))
@@ -121,7 +121,7 @@ def test_a_weight_is_the_share_of_the_tokens_however_long_the_documents(tmp_path
         stream.close()
 
 
-def test_what_all_replicas_read_in_a_step_has_each_source_in_its_share(tmp_path):
+def test_each_step_over_all_replicas_holds_each_source_in_its_share(tmp_path):
     config, _ = write_mixture(tmp_path)
     streams = open_streams(replace(config, batch_size=1), 8)
     for _ in range(10):
@@ -139,7 +139,7 @@ def test_each_source_is_read_as_if_it_were_the_only_one(tmp_path):
         assert len(found) > 5 and found == expected[: len(found)]
 
 
-def test_an_epoch_of_every_source_holds_each_of_its_tokens_once_over_all_replicas(tmp_path):
+def test_replicas_together_read_each_token_of_a_source_once_per_epoch(tmp_path):
     config, counts = write_mixture(tmp_path)
     for num_replicas in (1, 3):
         for last_epoch in (0, 1):
@@ -162,7 +162,7 @@ def test_a_mixture_resumes_bitwise_at_any_position(tmp_path):
     assert again.get_state() == whole.get_state()
 
 
-def test_worker_processes_of_each_source_make_the_same_batches_from_a_saved_position_on(tmp_path):
+def test_worker_processes_resume_a_mixture_with_the_same_batches(tmp_path):
     config, _ = write_mixture(tmp_path)
     config = replace(config, mixture=Entries({name: config.mixture[name] for name in ("own", "web")}))
     (alone,), (helped,) = open_streams(config, 1), open_streams(replace(config, num_workers=2), 1)
@@ -173,7 +173,7 @@ def test_worker_processes_of_each_source_make_the_same_batches_from_a_saved_posi
     helped.close()
 
 
-def test_a_new_batch_shape_goes_on_at_the_same_tokens(tmp_path):
+def test_a_new_batch_size_resumes_at_the_same_tokens(tmp_path):
     config, _ = write_mixture(tmp_path)
     (old,), (new,) = (open_streams(replace(config, batch_size=size), 1) for size in (2, 3))
     take(old, 5)
@@ -181,7 +181,7 @@ def test_a_new_batch_shape_goes_on_at_the_same_tokens(tmp_path):
     assert sequences(take(new, 4)) == sequences(take(old, 6))
 
 
-def test_no_token_is_skipped_or_repeated_where_the_number_of_replicas_changes(tmp_path):
+def test_changing_the_number_of_replicas_skips_and_repeats_no_token(tmp_path):
     config, counts = write_mixture(tmp_path)
     one_by_one = replace(config, sequence_length=1, batch_size=1)
     for numbers in [(4, 2), (2, 4), (3, 5, 2)]:
@@ -205,7 +205,7 @@ def test_no_token_is_skipped_or_repeated_where_the_number_of_replicas_changes(tm
         assert Counter(delivered) == dict.fromkeys(every_id(counts), last_epoch + 1), numbers
 
 
-def test_replicas_that_are_added_keep_the_shares_of_a_step(tmp_path):
+def test_added_replicas_continue_the_order_of_sources(tmp_path):
     config, _ = write_mixture(tmp_path)
     streams = open_streams(config, 3)
     for stream in streams:
@@ -219,7 +219,7 @@ def test_replicas_that_are_added_keep_the_shares_of_a_step(tmp_path):
         assert found == [order.source_at(8 + replica + k) for k in range(4)]
 
 
-def test_other_weights_hold_from_the_position_on_and_every_source_goes_on_where_it_was(tmp_path):
+def test_changed_weights_apply_from_the_resume_and_sources_keep_their_positions(tmp_path):
     config, _ = write_mixture(tmp_path)
     changed = with_source(config, "books", weight=90.0)
     (stream,), (other,) = open_streams(config, 1), open_streams(changed, 1)
@@ -233,7 +233,7 @@ def test_other_weights_hold_from_the_position_on_and_every_source_goes_on_where_
         assert both == sequences(take(open_streams(replace(alone, batch_size=1), 1)[0], len(both)))
 
 
-def test_a_state_of_other_sources_is_refused_with_the_name_of_the_source(tmp_path):
+def test_a_state_of_other_sources_is_refused_naming_the_source(tmp_path):
     config, _ = write_mixture(tmp_path)
     (stream,) = open_streams(config, 1)
     larger, _ = write_counting("jsonl", tmp_path / "larger", 29)
@@ -261,7 +261,7 @@ def held_out(tmp_path):
     )
 
 
-def test_validation_takes_the_sources_in_turns_each_as_if_it_were_the_only_one(held_out):
+def test_validation_interleaves_the_sources_each_read_as_if_alone(held_out):
     batches = validation_batches(held_out, CountingTokenizer(), num_batches=5)
     assert_same(batches, validation_batches(held_out, CountingTokenizer(), num_batches=5))
     alone = {
@@ -272,7 +272,7 @@ def test_validation_takes_the_sources_in_turns_each_as_if_it_were_the_only_one(h
     assert sequences(batches) == [next(alone[order.source_at(place)]) for place in range(15)]
 
 
-def test_validation_ends_where_a_source_ends_for_the_shares_to_hold(held_out):
+def test_validation_ends_with_the_first_exhausted_source_to_keep_the_shares(held_out):
     batches = validation_batches(held_out, CountingTokenizer(), num_batches=1000)
     found = sequences(batches)
     own = [inputs for inputs, _ in found if inputs[0] >= 500_000]
@@ -282,7 +282,7 @@ def test_validation_ends_where_a_source_ends_for_the_shares_to_hold(held_out):
 
 
 @pytest.mark.parametrize("num_batches", [5, 1000])
-def test_validation_by_source_is_that_of_each_source_as_the_only_one(held_out, num_batches):
+def test_validation_by_source_equals_validating_each_source_alone(held_out, num_batches):
     found = validation_by_source(held_out, CountingTokenizer(), num_batches=num_batches)
     assert list(found) == ["own", "web"]
     for group, alone in configs_by_source(held_out).items():
@@ -291,7 +291,7 @@ def test_validation_by_source_is_that_of_each_source_as_the_only_one(held_out, n
         assert validation_by_source(alone, CountingTokenizer(), num_batches=num_batches) == {}
 
 
-def test_what_is_wrong_with_the_data_of_a_source_is_said_with_its_name(tmp_path):
+def test_errors_in_the_data_of_a_source_name_the_source(tmp_path):
     config, _ = write_mixture(tmp_path)
     check_data(config, num_replicas=3)
     (tmp_path / "nothing.jsonl").write_text("")
@@ -314,14 +314,14 @@ def test_what_is_wrong_with_the_data_of_a_source_is_said_with_its_name(tmp_path)
         assert "\n" not in str(caught.value)
     blank = with_source(config, "own", path=str(tmp_path / "blank.jsonl"), validation_path=config.mixture["own"].path)
     (stream,) = open_streams(blank, 1)
-    for _ in range(2):  # and again, at the same place
+    for _ in range(2):  # a second attempt fails at the same place
         with pytest.raises(UserError, match=r"hold no token: data\.mixture\.own\.path="):
             take(stream, 9)
     assert stream.get_state()["drawn"] < 18
 
 
 def test_a_batch_that_fails_halfway_loses_no_sequence_of_any_source():
-    """The documents of a source are its sequences, of one number each; one is there at the second attempt."""
+    """Each document is a sequence of one number; one of them can be read only at the second attempt."""
 
     def stream_of(broken):
         broken = {("b", broken)}
@@ -349,10 +349,10 @@ def test_a_batch_that_fails_halfway_loses_no_sequence_of_any_source():
     interrupted.close()
 
 
-def test_a_mixture_needs_a_tokenizer_where_a_source_holds_texts(tmp_path):
+def test_a_mixture_needs_a_tokenizer_if_any_source_holds_text(tmp_path):
     config, _ = write_mixture(tmp_path)
     assert needs_tokenizer(config)
-    assert needs_tokenizer(with_source(config, "code", path=str(tmp_path / "moved")))  # which need not be opened
+    assert needs_tokenizer(with_source(config, "code", path=str(tmp_path / "moved")))  # no need to open every source
     stored = replace(config, mixture=Entries({"code": config.mixture["code"]}))
     assert not needs_tokenizer(stored)
     stream = train_stream(stored, None, replica=0, num_replicas=1, seed=0)

@@ -59,20 +59,20 @@ def test_the_position_is_that_of_the_next_input_token():
         assert (shard.document, shard.token) == (owners[(number + 1) * 10], offsets[(number + 1) * 10])
 
 
-def test_a_document_is_taken_from_its_positions_token_on():
+def test_a_document_is_packed_from_the_token_of_its_position():
     packer = Packer(1, 4, document_mask=False)
     packer.add(np.arange(10, dtype=np.int32)[None], position(0, token=7))
     packer.add(np.arange(20, 30, dtype=np.int32)[None], position(1, token=8))
     assert packer.pop()["input_ids"].tolist() == [7, 8, 9, 28]
 
 
-def test_a_token_beyond_the_documents_end_says_that_the_data_changed():
+def test_a_position_beyond_the_end_of_its_document_is_refused():
     with pytest.raises(UserError, match="token 7 of a document of 5"):
         Packer(1, 4, document_mask=False).add(np.zeros((1, 5), np.int32), position(0, token=7))
 
 
 @pytest.mark.parametrize("columns", [1, 2])
-def test_the_rest_is_filled_up_with_ignored_labels(columns):
+def test_the_last_sequence_is_padded_with_ignored_labels(columns):
     documents = random_documents(columns, count=9)
     tokens = np.concatenate(documents, axis=1)
     inputs, labels = (tokens[0, :-1], tokens[0, 1:]) if columns == 1 else tokens
@@ -85,19 +85,19 @@ def test_the_rest_is_filled_up_with_ignored_labels(columns):
     assert (rest["labels"].ravel()[len(labels) - taken :] == IGNORED_LABEL).all()
 
 
-def test_a_rest_without_a_label_is_none():
+def test_leftover_tokens_without_a_label_make_no_sequence():
     packer = Packer(1, 4, document_mask=False)
     packer.add(np.array([[3]], np.int32), position(0))  # no token follows it
     assert packer.pop_rest() is None
 
 
-def test_without_a_document_mask_a_sequence_holds_ids_and_labels_alone():
+def test_sequences_hold_only_ids_and_labels_without_a_document_mask():
     sequences, _, packer = pack(random_documents(1), 5)
     assert {name for sequence in [*sequences, packer.pop_rest()] for name in sequence} == {"input_ids", "labels"}
 
 
 @pytest.mark.parametrize("columns", [1, 2])
-def test_segments_number_the_documents_of_each_sequence_and_the_last_token_of_one_has_no_label(columns):
+def test_the_document_mask_numbers_segments_and_drops_labels_across_documents(columns):
     documents = random_documents(columns)
     owners = [k for k, d in enumerate(documents) for _ in range(d.shape[1])]
     followed = [one == other for one, other in itertools.pairwise(owners)]
@@ -118,7 +118,7 @@ def test_segments_number_the_documents_of_each_sequence_and_the_last_token_of_on
 
 
 def padded_documents(sequence_length: int, seed: int) -> list[np.ndarray]:
-    """Rows that are mostly as long as a sequence or two, filled up with padding, and some that are shorter."""
+    """Return padded rows, most as long as one or two sequences and some shorter."""
     rng, documents, first = np.random.default_rng(seed), [], 0
     for _ in range(30):
         length = int(rng.choice([sequence_length, sequence_length, 2 * sequence_length, 3]))
@@ -132,7 +132,7 @@ def padded_documents(sequence_length: int, seed: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_padding_is_never_in_front_of_a_token_of_its_sequence(seed):
+def test_padding_comes_after_the_tokens_of_its_sequence(seed):
     documents = padded_documents(8, seed)
     sequences, _, packer = pack(documents, 8, document_mask=True)
     rest = packer.pop_rest()
@@ -149,7 +149,7 @@ def test_padding_is_never_in_front_of_a_token_of_its_sequence(seed):
     assert (labels[segments == 0] == IGNORED_LABEL).all() and (inputs[segments == 0] == 0).all()
 
 
-def test_rows_as_long_as_a_sequence_stay_one_sequence_each_with_their_padding():
+def test_rows_of_sequence_length_become_one_sequence_each_with_their_padding():
     documents = [d for d in padded_documents(8, 0) if d.shape[1] == 8]
     sequences, _, _ = pack([*documents, documents[0]], 8)
     for sequence, document in zip(sequences, documents, strict=True):
@@ -157,7 +157,7 @@ def test_rows_as_long_as_a_sequence_stay_one_sequence_each_with_their_padding():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_packer_that_goes_on_from_a_position_keeps_the_same_padding(seed):
+def test_a_packer_resumed_at_a_position_keeps_the_same_padding(seed):
     documents = padded_documents(8, seed)
     sequences, positions, _ = pack(documents, 8, document_mask=True)
     for number, found in enumerate(positions[:-1], start=1):

@@ -14,7 +14,7 @@ from support.data_makers import write_rows
 
 
 def all_of_validation(config, folder, tokenizer=None):
-    """(input ids, labels), the sequences of a folder's rows in the files' order."""
+    """Return (input ids, labels) of all sequences of a folder's rows, in file order."""
     config = replace(config, path="elsewhere", validation_path=str(folder))
     batches = validation_batches(config, tokenizer, num_batches=1000)
     return [np.concatenate([batch[name] for batch in batches]) for name in ("input_ids", "labels")]
@@ -29,7 +29,7 @@ def random_rows(count, length, seed=0):
 
 
 def masked_rows():
-    """Rows of 12 with padding 0 behind, in front, everywhere and nowhere, and their attention masks."""
+    """Return four rows of 12 ids, padded with 0 nowhere, behind, everywhere and in front, and their attention masks."""
     rows = random_rows(4, 12)
     mask = np.ones_like(rows)
     mask[1, 7:] = 0
@@ -42,13 +42,13 @@ def labels_by_hand(row, mask):
     return [row[t + 1] if t < 11 and mask[t] and mask[t + 1] else -100 for t in range(12)]
 
 
-def behind(values, mask):
-    """A row's values with those of its padding behind the others."""
+def padding_last(values, mask):
+    """Return a row's values with those of its padding moved to the end."""
     values = list(values)
     return [v for v, m in zip(values, mask, strict=True) if m] + [v for v, m in zip(values, mask, strict=True) if not m]
 
 
-def test_stored_labels_come_as_they_are(tmp_path):
+def test_stored_labels_are_kept_unchanged(tmp_path):
     rows = random_rows(20, 8)
     labels = rows + 1000
     for row_group_size in (1, 3, 50):
@@ -84,7 +84,7 @@ def test_other_negative_labels_are_refused(tmp_path):
         ("labels", 2**31, pa.uint32()),
     ],
 )
-def test_an_integer_that_int32_cannot_hold_is_refused_and_never_wrapped(tmp_path, name, value, kind):
+def test_integers_beyond_int32_are_refused_instead_of_wrapping(tmp_path, name, value, kind):
     rows = random_rows(4, 8).tolist()
     columns = {"input_ids": rows, "label" if name == "input_ids" else name: [[*row[1:], row[0]] for row in rows]}
     columns[name] = [*rows[:2], [value, *rows[2][1:]], rows[3]]
@@ -97,7 +97,7 @@ def test_an_integer_that_int32_cannot_hold_is_refused_and_never_wrapped(tmp_path
     assert "\n" not in str(caught.value)
 
 
-def test_a_label_outside_the_vocabulary_is_refused_where_all_ids_are_inside(tmp_path):
+def test_a_label_outside_the_vocabulary_is_refused(tmp_path):
     write_rows(tmp_path / "0.parquet", {"input_ids": [[1, 2, 3]] * 4, "label": [[2, 3, 40]] * 4})
     config = replace(config_for(2), path=str(tmp_path))
     check_data(config, vocab_size=41)
@@ -106,12 +106,12 @@ def test_a_label_outside_the_vocabulary_is_refused_where_all_ids_are_inside(tmp_
 
 
 @pytest.mark.parametrize(("one", "kind"), [(2**32, pa.int64()), (2**63, pa.uint64()), (-(2**40), pa.int64())])
-def test_a_mask_is_what_is_not_zero_however_large(tmp_path, one, kind):
+def test_any_nonzero_attention_mask_value_marks_a_token(tmp_path, one, kind):
     rows, mask = masked_rows()
     masks = pa.array((mask.astype(object) * one).tolist(), pa.list_(kind))
     pq.write_table(pa.table({"input_ids": rows.tolist(), "attention_mask": masks}), tmp_path / "0.parquet")
     inputs, _ = all_of_validation(config_for(12), tmp_path)
-    np.testing.assert_array_equal(inputs, [behind(rows[k], mask[k]) for k in (0, 1, 3)])
+    np.testing.assert_array_equal(inputs, [padding_last(rows[k], mask[k]) for k in (0, 1, 3)])
 
 
 def test_masked_rows_keep_padding_out_of_the_loss(tmp_path):
@@ -119,20 +119,20 @@ def test_masked_rows_keep_padding_out_of_the_loss(tmp_path):
     write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "attention_mask": list(mask)})
     inputs, labels = all_of_validation(config_for(12), tmp_path)
     kept = [0, 1, 3]  # the row of padding alone is left out
-    np.testing.assert_array_equal(inputs, [behind(rows[k], mask[k]) for k in kept])
-    np.testing.assert_array_equal(labels, [behind(labels_by_hand(rows[k], mask[k]), mask[k]) for k in kept])
+    np.testing.assert_array_equal(inputs, [padding_last(rows[k], mask[k]) for k in kept])
+    np.testing.assert_array_equal(labels, [padding_last(labels_by_hand(rows[k], mask[k]), mask[k]) for k in kept])
 
 
-def test_padding_in_front_of_a_rows_tokens_or_between_them_comes_behind_them(tmp_path):
+def test_padding_before_or_between_tokens_is_moved_behind_them(tmp_path):
     rows, mask = random_rows(40, 12), (np.random.default_rng(1).random((40, 12)) < 0.8).astype(np.int32)
     write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "attention_mask": list(mask)}, 7)
     config = replace(config_for(12), path="elsewhere", validation_path=str(tmp_path), document_mask=True)
     batches = validation_batches(config, None, num_batches=1000)
     assert len(batches) == 40
     for row, its_mask, batch in zip(rows, mask, batches, strict=True):
-        np.testing.assert_array_equal(batch["input_ids"][0], behind(row * its_mask, its_mask))
-        np.testing.assert_array_equal(batch["labels"][0], behind(labels_by_hand(row, its_mask), its_mask))
-        np.testing.assert_array_equal(batch["segment_ids"][0], behind(its_mask, its_mask))
+        np.testing.assert_array_equal(batch["input_ids"][0], padding_last(row * its_mask, its_mask))
+        np.testing.assert_array_equal(batch["labels"][0], padding_last(labels_by_hand(row, its_mask), its_mask))
+        np.testing.assert_array_equal(batch["segment_ids"][0], padding_last(its_mask, its_mask))
 
 
 def test_padding_of_rows_that_do_not_fill_sequences_is_dropped(tmp_path):
@@ -144,13 +144,13 @@ def test_padding_of_rows_that_do_not_fill_sequences_is_dropped(tmp_path):
     assert (inputs.ravel()[len(tokens) :] == 0).all() and (labels.ravel()[len(tokens) :] == -100).all()
 
 
-def test_longer_rows_are_split_and_padding_alone_is_left_out(tmp_path):
+def test_longer_rows_are_split_and_parts_of_only_padding_are_left_out(tmp_path):
     rows, mask = masked_rows()
     write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "attention_mask": list(mask)})
     inputs, labels = all_of_validation(config_for(4), tmp_path)
     kept = [(0, 0), (0, 4), (0, 8), (1, 0), (1, 4), (3, 0), (3, 4)]  # row 1 has 7 tokens, the ninth of row 3 no label
-    np.testing.assert_array_equal(inputs, [behind(rows[k], mask[k])[t : t + 4] for k, t in kept])
-    expected = [behind(labels_by_hand(rows[k], mask[k]), mask[k]) for k in range(4)]
+    np.testing.assert_array_equal(inputs, [padding_last(rows[k], mask[k])[t : t + 4] for k, t in kept])
+    expected = [padding_last(labels_by_hand(rows[k], mask[k]), mask[k]) for k in range(4)]
     np.testing.assert_array_equal(labels, [expected[k][t : t + 4] for k, t in kept])
 
 
@@ -179,7 +179,7 @@ def test_hugging_face_labels_are_shifted_within_their_row(tmp_path):
     np.testing.assert_array_equal(inputs, rows.reshape(6, 4)[:5])
 
 
-def test_labels_come_before_an_attention_mask_and_a_label_that_is_no_list(tmp_path):
+def test_labels_take_precedence_over_the_mask_and_a_scalar_label_is_ignored(tmp_path):
     rows = random_rows(4, 8)
     columns = {"input_ids": rows.tolist(), "attention_mask": np.ones_like(rows).tolist(), "label": [0, 1, 0, 1]}
     labels = [[*row[1:], -100] for row in rows.tolist()]
@@ -208,7 +208,7 @@ def test_labels_that_are_shifted_already_are_refused(tmp_path):
         all_of_validation(config_for(7), tmp_path)
 
 
-def test_a_label_of_one_repeated_token_is_no_error(tmp_path):
+def test_a_label_equal_to_ids_of_one_repeated_token_is_accepted(tmp_path):
     rows = np.full((2, 4), 7)
     write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "label": list(rows)})
     np.testing.assert_array_equal(all_of_validation(config_for(4), tmp_path)[1], rows)
@@ -225,7 +225,7 @@ def test_nulls_are_refused_with_file_and_row(tmp_path):
         ({"input_ids": holed, "attention_mask": ones}, "row 290 .*: input_ids holds a null"),
         ({"text": ["a"] * 250 + [None] + ["b"] * 49}, "row 250 .*: text is null"),
     ]:
-        # The rows of a file are counted, whatever the files before it and the row groups in it.
+        # Row numbers restart in each file and continue across its row groups.
         pq.write_table(pa.table({name: values[:30] for name, values in columns.items()}), tmp_path / "0.parquet")
         pq.write_table(pa.table(columns), tmp_path / "1.parquet", row_group_size=37)
         with pytest.raises(UserError, match=rf"1\.parquet, {pattern}"):
@@ -247,7 +247,7 @@ def test_a_text_column_is_tokenized(tmp_path):
     [pa.dictionary(pa.int32(), pa.string()), pa.dictionary(pa.int8(), pa.large_string()), pa.large_string()],
     ids=str,
 )
-def test_text_is_read_in_every_form_in_which_arrow_keeps_it(tmp_path, kind):
+def test_text_is_read_from_every_arrow_string_type(tmp_path, kind):
     texts = ["one", "", "zwei drei", "one", "四"]
     column = pa.array(texts).cast(kind)
     pq.write_table(pa.table({"text": column}), tmp_path / "0.parquet", row_group_size=2)
@@ -265,14 +265,14 @@ def test_text_is_read_in_every_form_in_which_arrow_keeps_it(tmp_path, kind):
         ([["a"], ["b"]], pa.list_(pa.string()), r"list<.*: string>"),
     ],
 )
-def test_a_text_column_that_holds_no_text_is_named_with_what_it_holds(tmp_path, values, kind, said):
+def test_a_text_column_of_another_type_is_refused_naming_the_type(tmp_path, values, kind, said):
     pq.write_table(pa.table({"text": pa.array(values, kind)}), tmp_path / "0.parquet")
     with pytest.raises(UserError, match=rf"0\.parquet: column 'text' is {said}; it must be a string"):
         needs_tokenizer(replace(config_for(2), path=str(tmp_path)))
 
 
-def of_invalid_utf8(path, texts, row_group_size):
-    """A file whose row 3 holds a byte that is not UTF-8."""
+def write_invalid_utf8(path, texts, row_group_size):
+    """Write a file whose row 3 holds a byte that is not UTF-8."""
     encoded = [text.encode() for text in texts]
     encoded[3] = b"caf\xe9!"
     column = pa.Array.from_buffers(pa.string(), len(encoded), pa.array(encoded).buffers())
@@ -280,9 +280,9 @@ def of_invalid_utf8(path, texts, row_group_size):
 
 
 @pytest.mark.parametrize("row_group_size", [2, 50])
-def test_text_that_is_not_utf8_is_refused_with_file_and_row_or_left_out(tmp_path, capfd, row_group_size):
+def test_text_that_is_not_utf8_is_refused_with_file_and_row_or_skipped(tmp_path, capfd, row_group_size):
     texts = [f"text {k}" for k in range(9)]
-    of_invalid_utf8(tmp_path / "0.parquet", texts, row_group_size)
+    write_invalid_utf8(tmp_path / "0.parquet", texts, row_group_size)
     with pytest.raises(UserError, match=r"0\.parquet, row 3 .*: text is not UTF-8 .*position 3.*") as caught:
         all_of_validation(config_for(64), tmp_path, ByteTokenizer())
     assert "\n" not in str(caught.value) and caught.value.exit_status == 2
@@ -293,7 +293,7 @@ def test_text_that_is_not_utf8_is_refused_with_file_and_row_or_left_out(tmp_path
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
-def test_a_file_with_two_columns_of_a_name_that_is_read_is_refused_or_left_out(tmp_path, capfd):
+def test_a_file_with_a_duplicated_column_is_refused_or_skipped(tmp_path, capfd):
     text, ids = pa.array(["a", "b"]), pa.array([[1, 2], [3, 4]])
     for name, twice in {
         "text": pa.table([text, text], ["text", "text"]),
@@ -309,7 +309,7 @@ def test_a_file_with_two_columns_of_a_name_that_is_read_is_refused_or_left_out(t
         (warning,) = set(capfd.readouterr().err.splitlines())
         assert warning.startswith("warning: skipped") and f"0.parquet has 2 columns named {name!r}" in warning
     pq.write_table(pa.table([text, ids, ids], ["text", "other", "other"]), tmp_path / "0.parquet")
-    assert needs_tokenizer(config)  # what is not read may be there twice
+    assert needs_tokenizer(config)  # columns that are not read may be duplicated
 
 
 def test_text_needs_a_tokenizer_and_tokens_need_none(tmp_path):
@@ -336,8 +336,8 @@ def test_integers_and_lists_of_every_width_are_read(tmp_path, kinds):
     ids, attended = (pa.array(value.tolist()).cast(kind) for value, kind in zip((rows, mask == 1), kinds, strict=True))
     pq.write_table(pa.table({"input_ids": ids, "attention_mask": attended}), tmp_path / "0.parquet")
     inputs, labels = all_of_validation(config_for(12), tmp_path)
-    np.testing.assert_array_equal(inputs, [behind(rows[k], mask[k]) for k in (0, 1, 3)])
-    np.testing.assert_array_equal(labels, [behind(labels_by_hand(rows[k], mask[k]), mask[k]) for k in (0, 1, 3)])
+    np.testing.assert_array_equal(inputs, [padding_last(rows[k], mask[k]) for k in (0, 1, 3)])
+    np.testing.assert_array_equal(labels, [padding_last(labels_by_hand(rows[k], mask[k]), mask[k]) for k in (0, 1, 3)])
 
 
 @pytest.mark.parametrize("row_group_size", [1, 7, 1000])

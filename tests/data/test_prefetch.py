@@ -1,4 +1,4 @@
-"""Workers: in turns they make the chunks that one alone would, and read no more than they load where that can be."""
+"""Workers: alternating, they make the chunks of a single worker, and divide the reading where the format allows."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ from noloco_jax.data.prefetch import ReplicaDocuments, chunks
 from support.data_makers import CountingTokenizer, open_streams, write_counting, write_rows
 
 KINDS = ["c4", "jsonl", "parquet", "text"]
-# Tells the workers of a stream that has begun, and waits to be killed.
+# Prints the process ids of a started stream's workers and waits to be killed.
 READ_WITH_WORKERS = """
 import multiprocessing, sys, time
 from noloco_jax.config import DataConfig
@@ -42,7 +42,7 @@ def documents_of(config, replica=0, num_replicas=1):
 
 
 def in_turns(documents, position, num_workers):
-    """The chunks of several workers: each goes on until one of its own ends its turn."""
+    """Yield the chunks of several workers, switching to the next worker after a chunk that ends a turn."""
     workers = [chunks(documents, position, worker, num_workers) for worker in range(num_workers)]
     for worker in itertools.cycle(workers):
         while not (chunk := next(worker))["ends_turn"]:
@@ -61,7 +61,7 @@ def positions_and_tokens(made, count):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_workers_in_turns_make_the_chunks_of_one(tmp_path, kind):
+def test_alternating_workers_make_the_chunks_of_a_single_worker(tmp_path, kind):
     config, _ = write_counting(kind, tmp_path / "data", 150)
     (stream,) = open_streams(config, 1)
     for _ in range(37):
@@ -101,8 +101,8 @@ def test_workers_share_out_the_row_groups_of_tokens(tmp_path, monkeypatch, row_g
     assert 1000 <= num_read < 2000  # five workers that read everything would have read 5000 rows
 
 
-def test_all_workers_start_with_their_stream_and_end_with_a_trainer_that_is_killed(tmp_path):
-    """They get no signal of their own, and would keep their memory for ever."""
+def test_workers_start_with_their_stream_and_end_when_the_trainer_is_killed(tmp_path):
+    """Workers of a killed trainer get no signal, and would keep their memory forever."""
     config, _ = write_counting("jsonl", tmp_path / "data", 150)
     script = tmp_path / "read.py"
     script.write_text(READ_WITH_WORKERS)
@@ -125,5 +125,5 @@ def is_running(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends while its file is open
+    except (FileNotFoundError, ProcessLookupError):  # ProcessLookupError: ended while the file is open
         return False

@@ -1,4 +1,4 @@
-"""Transient errors are waited out for a while; damaged files are refused, or skipped with a warning."""
+"""Transient errors are retried; damaged files are refused, or skipped with a warning."""
 
 import errno
 import itertools
@@ -29,15 +29,15 @@ BYTE = load_tokenizer("byte")
 
 
 @pytest.fixture
-def naps(monkeypatch):
-    """The seconds that reads have waited, without waiting."""
+def waits(monkeypatch):
+    """Return the list of retry delays in seconds, which are recorded instead of waited for."""
     waited = []
     monkeypatch.setattr(retries, "sleep", waited.append)
     return waited
 
 
 def failing(times, number):
-    """A read that raises an error of the operating system so many times, then returns "content"."""
+    """Return a read that raises OSError with errno `number` for `times` calls, then returns "content"."""
     errors = iter([OSError(number, os.strerror(number))] * times)
 
     def read():
@@ -48,29 +48,29 @@ def failing(times, number):
     return read
 
 
-def test_a_transient_error_that_passes_is_not_seen(naps):
+def test_a_transient_error_is_retried_until_it_passes(waits):
     for number in (errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOENT):
-        naps.clear()
+        waits.clear()
         assert with_retries(failing(3, number), "file") == "content"
-        assert naps == list(RETRY_DELAYS[:3])
+        assert waits == list(RETRY_DELAYS[:3])
 
 
-def test_a_transient_error_that_stays_ends_with_exit_status_1(naps):
+def test_a_transient_error_that_outlasts_the_retries_ends_with_exit_status_1(waits):
     with pytest.raises(TransientError, match=r"^file cannot be read \(Stale file handle\), .* 7\.5 seconds") as caught:
         with_retries(failing(100, errno.ESTALE), "file")
     assert caught.value.exit_status == 1
-    assert naps == list(RETRY_DELAYS)
+    assert waits == list(RETRY_DELAYS)
 
 
-def test_other_errors_of_the_system_are_not_waited_for(naps):
+def test_other_system_errors_are_not_retried(waits):
     with pytest.raises(UserError, match=r"^file cannot be read \(Permission denied\)") as caught:
         with_retries(failing(1, errno.EACCES), "file")
     assert caught.value.exit_status == 2
-    assert not naps
+    assert not waits
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_that_comes_back_interrupts_nothing(tmp_path, naps, monkeypatch, kind):
+def test_a_temporarily_missing_file_does_not_interrupt_reading(tmp_path, waits, monkeypatch, kind):
     config, count = write_counting(kind, tmp_path / "data", 60)
     config = replace(config, sequence_length=1, batch_size=1)
     (stream,) = open_streams(config, 1)
@@ -80,16 +80,16 @@ def test_a_file_that_comes_back_interrupts_nothing(tmp_path, naps, monkeypatch, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_file_that_stays_away_ends_the_run_with_exit_status_1(tmp_path, naps, kind):
+def test_a_file_that_stays_missing_raises_a_transient_error(tmp_path, waits, kind):
     config, _ = write_counting(kind, tmp_path / "data", 60)
     (stream,) = open_streams(config, 1)
     (tmp_path / "data").rename(tmp_path / "gone")
     with pytest.raises(TransientError, match=r"data/.* cannot be read \(.*\), .* the same command continues"):
         next(stream)
-    assert naps == list(RETRY_DELAYS)
+    assert waits == list(RETRY_DELAYS)
 
 
-def test_a_read_that_fails_in_the_middle_of_a_file_starts_again_there(tmp_path, naps, monkeypatch):
+def test_a_read_that_fails_mid_file_is_retried_from_there(tmp_path, waits, monkeypatch):
     rows = [[k, k + 1] for k in range(1000)]
     labels = [[k + 1, k + 2] for k in range(1000)]
     write_rows(tmp_path / "0.parquet", {"input_ids": rows, "label": labels}, row_group_size=1000)
@@ -97,13 +97,13 @@ def test_a_read_that_fails_in_the_middle_of_a_file_starts_again_there(tmp_path, 
     opened = parquet_file._open
 
     def flaky(path):
-        """The file fails once, at its fourth batch."""
+        """Open a file that fails once, at its fourth batch."""
         file = opened(path)
         iter_batches = file.iter_batches
 
         def iterate(*args, **kwargs):
             for k, batch in enumerate(iter_batches(*args, **kwargs)):
-                if k == 3 and not naps:
+                if k == 3 and not waits:
                     raise OSError(errno.EIO, "Input/output error")
                 yield batch
 
@@ -116,12 +116,12 @@ def test_a_read_that_fails_in_the_middle_of_a_file_starts_again_there(tmp_path, 
     )
     batches = validation_batches(config, None, num_batches=2000)
     assert [batch["input_ids"].tolist() for batch in batches] == [[row] for row in rows]
-    assert len(naps) == 1
+    assert len(waits) == 1
 
     open_decompressed = line_reader.open_decompressed
 
     class FlakyFile:
-        """Fails once, at its 500th line."""
+        """File that fails once, at its 500th line."""
 
         def __init__(self, path, damaged=False):
             self._file, self._reads = open_decompressed(path), itertools.count(1)
@@ -129,7 +129,7 @@ def test_a_read_that_fails_in_the_middle_of_a_file_starts_again_there(tmp_path, 
 
         def readline(self):
             line = self._file.readline()
-            if next(self._reads) == 500 and len(naps) == 1:
+            if next(self._reads) == 500 and len(waits) == 1:
                 raise OSError(errno.ESTALE, "Stale file handle")
             return line
 
@@ -138,17 +138,17 @@ def test_a_read_that_fails_in_the_middle_of_a_file_starts_again_there(tmp_path, 
     config = DataConfig(kind="jsonl", path=str(tmp_path), validation_path="elsewhere", **plain)
     (stream,) = open_streams(config, 1)
     assert read_through(stream, 0) == list(range(1000))
-    assert len(naps) == 2
+    assert len(waits) == 2
 
 
-def texts_that_do_not_compress(count):
+def incompressible_texts(count):
     rng = np.random.default_rng(0)
     return ["".join(map(chr, rng.integers(97, 123, 200))) for _ in range(count)]
 
 
 def damaged_set(kind, folder):
-    """(config of a set of two files of 100 documents, of which the second one's end is damaged; that file)."""
-    texts = texts_that_do_not_compress(200)
+    """Write two files of 100 documents, the second damaged in its middle; return (config, damaged file)."""
+    texts = incompressible_texts(200)
     if kind == "c4":
         _, damaged = write_c4(folder, [texts[:100], texts[100:]])
         write_c4(folder, [["a text to validate on"]], "validation")
@@ -185,20 +185,20 @@ def test_a_damaged_file_stops_the_run(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["c4", "jsonl", "parquet"])
-def test_a_damaged_file_is_skipped_where_that_is_asked_for(tmp_path, capfd, kind):
+def test_a_damaged_file_is_skipped_with_one_warning_if_configured(tmp_path, capfd, kind):
     config, damaged = damaged_set(kind, tmp_path)
     (stream,) = open_streams(replace(config, on_bad_shard="skip"), 1, BYTE)
     found = bytearray()
     while stream.get_state()["epoch"] < 2:
         found += bytes(token for token in next(stream)["input_ids"].ravel().tolist() if token < 256)
-    first_file = "".join(texts_that_do_not_compress(200)[:100]).encode()
+    first_file = "".join(incompressible_texts(200)[:100]).encode()
     assert found.count(first_file) == 2
     warnings = [line for line in capfd.readouterr().err.splitlines() if str(damaged) in line]
-    assert len(warnings) == 1  # of two epochs
+    assert len(warnings) == 1  # in two epochs
     assert re.match("warning: skipped, as data.on_bad_shard='skip' says: .*damaged", warnings[0])
 
 
-def test_a_file_that_is_no_parquet_file_and_a_line_that_is_no_document_are_skipped_alone(tmp_path):
+def test_skipping_leaves_out_only_the_invalid_file_or_line(tmp_path):
     write_rows(tmp_path / "rows" / "0.parquet", {"input_ids": [[1, 2]] * 4, "labels": [[1, 2]] * 4})
     (tmp_path / "rows" / "1.parquet").write_text("nothing of the kind")
     config = DataConfig(kind="parquet", path=str(tmp_path / "rows"), sequence_length=2, batch_size=1)

@@ -61,7 +61,7 @@ def test_an_unshuffled_replica_reads_its_c4_shards_token_by_token():
 
 
 @pytest.mark.parametrize("num_replicas", [2, 7])
-def test_replicas_share_the_c4_documents_out(num_replicas):
+def test_replicas_together_read_every_c4_document_once(num_replicas):
     texts = sorted(text for k in range(4) for text in c4_texts(f"c4-train.0000{k}-of-00004.json.gz"))
     tokenizer = load_tokenizer("byte")
     found = []

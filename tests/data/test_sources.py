@@ -41,14 +41,14 @@ def options(path, split="train", both=False):
 
 
 def read_texts(path, split="train", both=False):
-    """The documents of a folder, in order."""
+    """Return the documents of a folder, in order."""
     source = TextSource(options(path, split, both), PIECE, ENCODE)
     shard = source.open_shard(0, 0, 1, ())
     records = [shard.get(k) for k in range(int(source.fingerprint["documents"]))]
     return [BYTE.decode(array[0]) for array in source.load([k for k in records if k is not None])]
 
 
-def test_text_files_are_found_by_suffix_below_folders_that_count(tmp_path):
+def test_text_files_are_found_by_suffix_outside_ignored_folders(tmp_path):
     for name in ["b.py", "a.txt", "deep/er/c.md", "deep/d.rst", "deep/e.c", "empty.py"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("" if "empty" in name else "text")
@@ -60,12 +60,12 @@ def test_text_files_are_found_by_suffix_below_folders_that_count(tmp_path):
     assert found == ["a.txt", "b.py", "deep/d.rst", "deep/er/c.md"]
 
 
-def test_a_file_named_outright_may_have_any_suffix(tmp_path):
+def test_a_path_to_a_single_text_file_may_have_any_suffix(tmp_path):
     (tmp_path / "book").write_text("text")
     assert find_text_files(options(tmp_path / "book")) == [(str(tmp_path / "book"), 4)]
 
 
-def test_pieces_of_a_long_file_are_whole_lines_and_together_the_file(tmp_path):
+def test_a_long_file_is_split_at_line_ends_without_loss(tmp_path):
     rng = np.random.default_rng(0)
     text = "".join("é" * int(n) + "\n" for n in rng.integers(0, 150, 3000))
     (tmp_path / "long.txt").write_text(text)
@@ -75,7 +75,7 @@ def test_pieces_of_a_long_file_are_whole_lines_and_together_the_file(tmp_path):
     assert all(piece.endswith("\n") for piece in pieces)
 
 
-def test_pieces_of_a_file_without_lines_are_whole_characters(tmp_path):
+def test_a_file_without_line_ends_is_split_between_characters(tmp_path):
     text = "x" + "€🙂" * 30_000
     (tmp_path / "line.txt").write_text(text)
     pieces = read_texts(tmp_path)
@@ -88,7 +88,7 @@ def test_bytes_that_are_not_utf8_are_replaced(tmp_path):
     assert read_texts(tmp_path) == ["caf\ufffd!"]
 
 
-def test_of_many_text_files_whole_ones_are_held_out(tmp_path):
+def test_whole_files_are_held_out_of_many_text_files(tmp_path):
     for k in range(60):
         (tmp_path / f"{k:02}.txt").write_text(f"{k}\n" * (PIECE if k % 2 else 1))
     validation, train = (set("".join(read_texts(tmp_path, split, both=True)).split()) for split in SPLITS)
@@ -96,7 +96,7 @@ def test_of_many_text_files_whole_ones_are_held_out(tmp_path):
     assert train == {str(k) for k in range(60)} - validation
 
 
-def test_of_few_text_files_a_fiftieth_of_the_text_is_held_out(tmp_path):
+def test_a_fiftieth_of_the_text_is_held_out_of_few_text_files(tmp_path):
     lines = [[f"{file} {k:06}\n" for k in range(10 * PIECE if file == 1 else 40)] for file in range(3)]
     for file, its_lines in enumerate(lines):
         (tmp_path / f"{file}.txt").write_text("".join(its_lines))
@@ -143,8 +143,8 @@ def test_text_that_yields_no_token_is_skipped(tmp_path):
 
 
 @pytest.mark.parametrize("excluded", ["snapshot/valid.txt", "blobs/2", "snapshot/held_out", "blobs"])
-def test_what_is_validated_on_is_not_trained_on_by_a_link_to_it(tmp_path, excluded):
-    """Files of Hugging Face's cache are links."""
+def test_validation_files_are_not_trained_on_through_links(tmp_path, excluded):
+    """Files in the Hugging Face cache are links."""
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
     (snapshot / "held_out").mkdir(parents=True)
     blobs.mkdir()
@@ -180,7 +180,7 @@ def test_the_permutation_of_a_key_never_changes():
 
 
 class Numbers(WindowShuffledShard):
-    """The documents 0 to 24."""
+    """Shard of the documents 0 to 24."""
 
     seek_hint: tuple[int, ...] = ()
 
@@ -197,7 +197,7 @@ def test_a_shard_is_shuffled_within_each_window():
     for start in (0, 10, 20):
         window = found[start : start + 10]
         assert sorted(window) == list(range(25))[start : start + 10] != window
-    assert [document + 10 for document in found[:10]] != found[10:20]  # each in an order of its own
+    assert [document + 10 for document in found[:10]] != found[10:20]  # each window has its own order
     assert shard.get(25) is None
     assert shard.get(40) is None
 
@@ -207,8 +207,8 @@ def test_a_window_of_one_keeps_the_order():
     assert [shard.get(document) for document in range(25)] == list(range(25))
 
 
-def test_every_bit_of_a_seed_counts_and_small_seeds_are_as_they_were():
+def test_every_bit_of_a_seed_matters_and_32_bit_seeds_keep_their_permutation():
     keys = [(0, 1), (2**32, 0), (2**32,), (0, 1, 0), (1, 0), (2**32 + 1, 0), (2**64, 0), (0, 2**32), (2**63 - 1, 0)]
     assert len({tuple(seeded_permutation(50, *key)) for key in keys}) == len(keys)
-    largest = np.random.PCG64(np.random.SeedSequence((2, 2**32 - 1, 7)))  # as it has always been
+    largest = np.random.PCG64(np.random.SeedSequence((2, 2**32 - 1, 7)))  # the permutation of earlier versions
     assert seeded_permutation(50, 2**32 - 1, 7).tolist() == np.argsort(largest.random_raw(50), kind="stable").tolist()

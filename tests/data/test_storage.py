@@ -1,4 +1,4 @@
-"""Data on servers give the tokens that the same files give from a disk, whatever fails for a while."""
+"""Data on servers yield the same tokens as on a disk, also through transient failures."""
 
 import functools
 import json
@@ -34,14 +34,14 @@ _RESOLVED = "{repo_id}/resolve/{revision}/{filename}"
 
 @pytest.fixture(scope="module")
 def servers():
-    """Start the server of a kind once."""
+    """Return a function that starts the server of a scheme at most once."""
     with ExitStack() as stack:
         yield functools.cache(lambda scheme: stack.enter_context(closing(STORES[scheme]())))
 
 
 @pytest.fixture
-def start(servers, monkeypatch, fresh):
-    """Start a server as the environment names it, without faults and requests of before."""
+def start(servers, monkeypatch, clear_caches):
+    """Return a function that starts a server, points the environment to it and clears its faults and requests."""
 
     def start(scheme):
         server = servers(scheme)
@@ -54,7 +54,7 @@ def start(servers, monkeypatch, fresh):
         if scheme == "hf":
             from huggingface_hub import HfFileSystem, constants
 
-            monkeypatch.setenv("HF_ENDPOINT", server.address)  # which processes of the test's read at their start
+            monkeypatch.setenv("HF_ENDPOINT", server.address)  # for subprocesses
             monkeypatch.setattr(constants, "ENDPOINT", server.address)
             monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{server.address}/{_RESOLVED}")
             HfFileSystem.clear_instance_cache()
@@ -70,8 +70,8 @@ def start(servers, monkeypatch, fresh):
 
 
 @pytest.fixture
-def fresh():
-    """Forget what this process knows of servers, as a new one would know nothing."""
+def clear_caches():
+    """Return a function that clears the caches about servers, as in a new process."""
 
     def forget():
         for known in (
@@ -88,27 +88,27 @@ def fresh():
 
 
 @pytest.fixture(autouse=True)
-def naps(monkeypatch):
-    """The seconds between attempts, without waiting."""
+def waits(monkeypatch):
+    """Return the list of retry delays in seconds, which are recorded instead of waited for."""
     waited = []
     monkeypatch.setattr(retries, "sleep", waited.append)
     return waited
 
 
-def at(config: DataConfig, root: Path, address: str) -> DataConfig:
-    """The same data at an address."""
+def moved_to(config: DataConfig, root: Path, address: str) -> DataConfig:
+    """Return the configuration with its paths moved from `root` to `address`."""
     moved = {name: getattr(config, name).replace(str(root), address) for name in ("path", "validation_path")}
     return replace(config, **moved)
 
 
 def single_files(config: DataConfig) -> DataConfig:
-    """The first files of the folders, for servers that list none."""
+    """Return the configuration with the first file of each folder, for servers without listings."""
     first = {name: min(map(str, Path(getattr(config, name)).iterdir())) for name in ("path", "validation_path")}
     return replace(config, **first)
 
 
-def taken(config: DataConfig, num_replicas: int = 2, count: int = BATCHES) -> list[list[int]]:
-    """The input ids of each replica's first batches."""
+def first_ids(config: DataConfig, num_replicas: int = 2, count: int = BATCHES) -> list[list[int]]:
+    """Return the input ids of each replica's first batches."""
     streams = open_streams(config, num_replicas)
     try:
         return [np.ravel([next(stream)["input_ids"] for _ in range(count)]).tolist() for stream in streams]
@@ -117,7 +117,7 @@ def taken(config: DataConfig, num_replicas: int = 2, count: int = BATCHES) -> li
             stream.close()
 
 
-def made(kind: str, root: Path, scheme: str = "s3") -> DataConfig:
+def write_data(kind: str, root: Path, scheme: str = "s3") -> DataConfig:
     config, _ = write_counting(kind, root / "data", 60, files=5)
     return single_files(config) if scheme == "http" else config
 
@@ -131,16 +131,16 @@ def made(kind: str, root: Path, scheme: str = "s3") -> DataConfig:
         *(("http", kind) for kind in ("jsonl", "parquet")),
     ],
 )
-def test_a_server_gives_the_tokens_of_the_disk(tmp_path, start, scheme, kind):
-    config = made(kind, tmp_path, scheme)
-    remote = at(config, tmp_path, start(scheme).upload(tmp_path))
-    assert taken(remote) == taken(config)
+def test_a_server_yields_the_same_tokens_as_the_disk(tmp_path, start, scheme, kind):
+    config = write_data(kind, tmp_path, scheme)
+    remote = moved_to(config, tmp_path, start(scheme).upload(tmp_path))
+    assert first_ids(remote) == first_ids(config)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "http"])
-def test_a_server_gives_the_validation_documents_of_the_disk(tmp_path, start, scheme):
-    config = made("jsonl", tmp_path, scheme)
-    remote = at(config, tmp_path, start(scheme).upload(tmp_path))
+def test_a_server_yields_the_same_validation_batches_as_the_disk(tmp_path, start, scheme):
+    config = write_data("jsonl", tmp_path, scheme)
+    remote = moved_to(config, tmp_path, start(scheme).upload(tmp_path))
     there, here = (validation_batches(one, CountingTokenizer(), num_batches=2) for one in (remote, config))
     np.testing.assert_equal(there, here)
 
@@ -151,16 +151,16 @@ def test_every_compression_is_read_from_a_server(tmp_path, start, suffix, monkey
     write_json_lines(tmp_path / f"a.jsonl{suffix}", [f"{first} 7" for first in range(0, 4000, 7)])
     config = DataConfig(kind="jsonl", path=str(tmp_path / f"a.jsonl{suffix}"), sequence_length=7, add_eos=False)
     config = replace(config, add_bos=False)
-    assert taken(at(config, tmp_path, start("s3").upload(tmp_path)), 1) == taken(config, 1)
+    assert first_ids(moved_to(config, tmp_path, start("s3").upload(tmp_path)), 1) == first_ids(config, 1)
 
 
 @pytest.mark.parametrize(("kind", "away"), [("c4", "before"), ("parquet", "after"), ("text", "never"), ("c4", "never")])
-def test_a_resume_continues_wherever_the_data_are(tmp_path, start, kind, away):
-    """Between a disk and a server, either way, and from one start to the next on a server."""
-    local = made(kind, tmp_path)
-    remote = at(local, tmp_path, start("s3").upload(tmp_path))
+def test_a_resume_continues_on_disk_or_server(tmp_path, start, kind, away):
+    """The data move from a server to a disk, from a disk to a server, or stay on a server."""
+    local = write_data(kind, tmp_path)
+    remote = moved_to(local, tmp_path, start("s3").upload(tmp_path))
     first, then = {"before": (remote, local), "after": (local, remote), "never": (remote, remote)}[away]
-    expected = taken(local, 1)[0]
+    expected = first_ids(local, 1)[0]
     (stream,) = open_streams(first, 1)
     with closing(stream):
         seen = np.ravel([next(stream)["input_ids"] for _ in range(BATCHES // 3)]).tolist()
@@ -173,9 +173,9 @@ def test_a_resume_continues_wherever_the_data_are(tmp_path, start, kind, away):
 
 
 def test_worker_processes_read_from_a_server(tmp_path, start):
-    config = made("parquet", tmp_path)
-    remote = at(config, tmp_path, start("s3").upload(tmp_path))
-    assert taken(replace(remote, num_workers=1), 1) == taken(config, 1)
+    config = write_data("parquet", tmp_path)
+    remote = moved_to(config, tmp_path, start("s3").upload(tmp_path))
+    assert first_ids(replace(remote, num_workers=1), 1) == first_ids(config, 1)
 
 
 _READS_ON = """
@@ -190,11 +190,11 @@ while True:
 """
 
 
-def test_a_process_that_is_killed_while_it_reads_is_continued(tmp_path, start):
+def test_reading_resumes_after_the_process_was_killed(tmp_path, start):
     write_json_lines(tmp_path / "a.jsonl.gz", ["some text " * k for k in range(300)])
     fields = {"kind": "jsonl", "sequence_length": 16, "shuffle_buffer": 50}
     local = DataConfig(path=str(tmp_path / "a.jsonl.gz"), **fields)
-    remote = at(local, tmp_path, start("s3").upload(tmp_path))
+    remote = moved_to(local, tmp_path, start("s3").upload(tmp_path))
     command = [sys.executable, "-c", _READS_ON, json.dumps(fields | {"path": remote.path})]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -211,52 +211,52 @@ def test_a_process_that_is_killed_while_it_reads_is_continued(tmp_path, start):
 
 @pytest.mark.parametrize("fault", [500, 503, 429, "cut", "short", "stall"])
 @pytest.mark.parametrize("scheme", ["s3", "hf", "http"])
-def test_what_fails_for_a_while_is_not_seen(tmp_path, start, naps, monkeypatch, scheme, fault):
-    monkeypatch.setattr(addresses, "ANSWER_SECONDS", 0.5 if scheme != "s3" else 1.0)  # which S3's library rounds
-    config = made("jsonl", tmp_path, scheme)
+def test_transient_request_failures_are_retried(tmp_path, start, waits, monkeypatch, scheme, fault):
+    monkeypatch.setattr(addresses, "ANSWER_SECONDS", 0.5 if scheme != "s3" else 1.0)  # S3's library rounds it
+    config = write_data("jsonl", tmp_path, scheme)
     server = start(scheme)
-    remote = at(config, tmp_path, server.upload(tmp_path))
+    remote = moved_to(config, tmp_path, server.upload(tmp_path))
     faulty = server.contents if scheme == "hf" else server
     faulty.stalls = 1.3 if scheme != "s3" else 3.0
-    faults = [fault, fault] if (scheme, fault) == ("s3", "short") else [fault]  # which asks twice to be sure
+    faults = [fault, fault] if (scheme, fault) == ("s3", "short") else [fault]  # S3's library asks twice
     faulty.faults.extend([None, *faults, None, *faults])
-    assert taken(remote, 1) == taken(config, 1)
+    assert first_ids(remote, 1) == first_ids(config, 1)
     assert not faulty.faults
-    assert naps == [addresses.RETRY_DELAYS[0]] * 2
+    assert waits == [addresses.RETRY_DELAYS[0]] * 2
 
 
 @pytest.mark.parametrize("scheme", ["s3", "hf"])
-def test_a_listing_that_fails_for_a_while_is_asked_for_again(tmp_path, start, naps, scheme):
-    config = made("parquet", tmp_path)
+def test_a_failed_listing_is_retried(tmp_path, start, waits, scheme):
+    config = write_data("parquet", tmp_path)
     server = start(scheme)
-    remote = at(config, tmp_path, server.upload(tmp_path))
+    remote = moved_to(config, tmp_path, server.upload(tmp_path))
     server.everywhere = True
     server.faults.extend([500, 500])
-    assert taken(remote, 1) == taken(config, 1)
-    assert len(naps) == 2
+    assert first_ids(remote, 1) == first_ids(config, 1)
+    assert len(waits) == 2
 
 
 @pytest.mark.parametrize("fault", [503, "cut"])
 @pytest.mark.parametrize("scheme", ["s3", "http"])
-def test_what_fails_for_long_ends_with_status_1(tmp_path, start, naps, scheme, fault):
-    config = made("jsonl", tmp_path, scheme)
+def test_request_failures_that_outlast_the_retries_end_with_status_1(tmp_path, start, waits, scheme, fault):
+    config = write_data("jsonl", tmp_path, scheme)
     server = start(scheme)
-    remote = at(config, tmp_path, server.upload(tmp_path))
+    remote = moved_to(config, tmp_path, server.upload(tmp_path))
     check_data(remote)
     server.faults.extend([fault] * 100)
     with pytest.raises(TransientError, match=r"31\.5 seconds of retries: the same command continues") as caught:
-        taken(remote, 1)
+        first_ids(remote, 1)
     assert caught.value.exit_status == 1
     assert remote.path in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_server_that_is_gone_ends_with_status_1(tmp_path, naps):
+def test_an_unreachable_server_ends_with_status_1(tmp_path, waits):
     with pytest.raises(TransientError, match=r"http://127\.0\.0\.1:1/a\.jsonl cannot be read") as caught:
         check_data(DataConfig(kind="jsonl", path="http://127.0.0.1:1/a.jsonl"))
     assert caught.value.exit_status == 1
 
 
-def test_a_failed_request_repeats_nothing_before_it(tmp_path, start, naps, monkeypatch):
+def test_a_retried_request_does_not_read_earlier_blocks_again(tmp_path, start, waits, monkeypatch):
     monkeypatch.setattr(addresses, "FIRST_BLOCK", 256)
     monkeypatch.setattr(addresses, "LARGEST_BLOCK", 256)
     write_json_lines(tmp_path / "a.jsonl.gz", [f"{first} 7" for first in range(0, 7000, 7)])
@@ -273,7 +273,7 @@ def test_a_failed_request_repeats_nothing_before_it(tmp_path, start, naps, monke
     assert 2 <= len(starts) - len(set(starts)) <= 5  # where a block ends in a zero, it is read twice
 
 
-def test_a_parquet_file_is_read_by_its_row_groups(tmp_path, start, monkeypatch):
+def test_only_the_needed_row_groups_of_a_parquet_file_are_read(tmp_path, start, monkeypatch):
     monkeypatch.setattr(addresses, "FIRST_BLOCK", 1 << 10)
     monkeypatch.setattr(addresses, "LARGEST_BLOCK", 1 << 12)
     rows = [np.random.default_rng(k).integers(0, 1 << 20, 512).tolist() for k in range(64)]
@@ -291,33 +291,33 @@ def test_a_parquet_file_is_read_by_its_row_groups(tmp_path, start, monkeypatch):
 
 
 def test_a_folder_is_listed_once(tmp_path, start):
-    config = made("parquet", tmp_path)
+    config = write_data("parquet", tmp_path)
     server = start("s3")
-    remote = at(config, tmp_path, server.upload(tmp_path))
+    remote = moved_to(config, tmp_path, server.upload(tmp_path))
     needs_tokenizer(remote)
     check_data(remote, num_replicas=2)
-    taken(remote)
+    first_ids(remote)
     listed = [request.query for request in server.requests if "list-type" in request.query]
     whole = [query for query in listed if "delimiter" not in query]
     assert len([query for query in whole if "data%2F" in query or "data/" in query]) == 1, listed
     assert len([query for query in whole if "data-validation" in query]) == 1, listed
 
 
-def resumed(config: DataConfig, fresh, change) -> None:
-    """Begin, change something on the server, and set a new process's stream to the position of the first."""
+def resume_after(config: DataConfig, clear_caches, change) -> None:
+    """Read a batch, call `change`, and resume from its state as a new process would."""
     (stream,) = open_streams(config, 1)
     with closing(stream):
         next(stream)
         state = stream.get_state()
     change()
-    fresh()
+    clear_caches()
     (stream,) = open_streams(config, 1)
     with closing(stream):
         stream.set_state(state)
 
 
 @pytest.mark.parametrize("scheme", ["s3", "hf", "http"])
-def test_other_contents_of_the_same_size_are_refused_at_a_resume(tmp_path, start, fresh, scheme):
+def test_other_contents_of_the_same_size_are_refused_at_a_resume(tmp_path, start, clear_caches, scheme):
     file = tmp_path / "data" / "a.jsonl"
     write_json_lines(file, [f"{first} 7" for first in range(1000, 2000, 7)])
     server = start(scheme)
@@ -329,30 +329,30 @@ def test_other_contents_of_the_same_size_are_refused_at_a_resume(tmp_path, start
         if scheme == "s3":
             server.put_file(remote.path, content)
         file.write_bytes(content)
-        start(scheme)  # the hub's client remembers its lists
+        start(scheme)  # clears the listing cache of the hub's client
 
     with pytest.raises(UserError, match=r"of data with file versions .* restore the former data") as caught:
-        resumed(remote, fresh, change)
+        resume_after(remote, clear_caches, change)
     assert caught.value.exit_status == 2
 
 
-def test_a_listing_that_lacks_a_file_is_refused_at_a_resume(tmp_path, start, fresh):
-    config = made("c4", tmp_path)
+def test_a_listing_that_lacks_a_file_is_refused_at_a_resume(tmp_path, start, clear_caches):
+    config = write_data("c4", tmp_path)
     server = start("s3")
-    remote = at(config, tmp_path, server.upload(tmp_path))
+    remote = moved_to(config, tmp_path, server.upload(tmp_path))
     with pytest.raises(UserError, match=r"of data with files 5, this run's has 4"):
-        resumed(remote, fresh, lambda: server.delete(f"{remote.path}/c4-train.00001-of-99999.json.gz"))
+        resume_after(remote, clear_caches, lambda: server.delete(f"{remote.path}/c4-train.00001-of-99999.json.gz"))
 
 
-def test_a_file_that_is_listed_and_gone_ends_with_status_2(tmp_path, start, fresh):
-    config = made("jsonl", tmp_path)
+def test_a_listed_file_that_was_deleted_ends_with_status_2(tmp_path, start, clear_caches):
+    config = write_data("jsonl", tmp_path)
     server = start("s3")
-    remote = at(config, tmp_path, server.upload(tmp_path))
+    remote = moved_to(config, tmp_path, server.upload(tmp_path))
     addresses.list_files(remote.path, recursive=True)
     gone = f"{remote.path}/part 1.jsonl.gz"
     server.delete(gone)
     with pytest.raises(UserError, match=f"^{gone}: there is no such file") as caught:
-        taken(remote)
+        first_ids(remote)
     assert caught.value.exit_status == 2
 
 
@@ -370,57 +370,57 @@ def test_a_file_that_is_listed_and_gone_ends_with_status_2(tmp_path, start, fres
         ("http", "{}/nothing", "no such file"),
     ],
 )
-def test_what_is_not_there_ends_with_status_2_and_a_line(tmp_path, start, naps, scheme, path, told):
-    made("jsonl", tmp_path)
+def test_a_missing_path_on_a_server_ends_with_status_2_and_one_line(tmp_path, start, waits, scheme, path, told):
+    write_data("jsonl", tmp_path)
     path = path.format(start(scheme).upload(tmp_path))
     with pytest.raises(UserError, match=told) as caught:
         check_data(DataConfig(kind="jsonl", path=path))
     assert caught.value.exit_status == 2
     assert path in str(caught.value) and "\n" not in str(caught.value)
-    assert not naps
+    assert not waits
 
 
-def test_wrong_credentials_end_with_status_2_and_where_to_give_them(tmp_path, start, naps, monkeypatch):
+def test_wrong_credentials_end_with_status_2_and_name_the_settings(tmp_path, start, waits, monkeypatch):
     from moto import settings
 
-    config = made("jsonl", tmp_path)
-    remote = at(config, tmp_path, start("s3").upload(tmp_path))
-    monkeypatch.setattr(settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)  # from here on the server checks them
+    config = write_data("jsonl", tmp_path)
+    remote = moved_to(config, tmp_path, start("s3").upload(tmp_path))
+    monkeypatch.setattr(settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)  # from here on the server checks credentials
     with pytest.raises(UserError, match=r"refused.*AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or ~/\.aws") as caught:
         check_data(remote)
     assert caught.value.exit_status == 2
-    assert not naps
+    assert not waits
 
 
 @pytest.mark.parametrize("scheme", ["s3", "hf", "http"])
-def test_credentials_that_expire_while_reading_end_with_status_2(tmp_path, start, naps, scheme):
-    config = made("jsonl", tmp_path, scheme)
+def test_credentials_that_expire_while_reading_end_with_status_2(tmp_path, start, waits, scheme):
+    config = write_data("jsonl", tmp_path, scheme)
     server = start(scheme)
-    remote = at(config, tmp_path, server.upload(tmp_path))
+    remote = moved_to(config, tmp_path, server.upload(tmp_path))
     check_data(remote)
     server.everywhere = True
     server.faults.extend([403] * 10)
     with pytest.raises(UserError, match="is refused") as caught:
-        taken(remote, 1)
+        first_ids(remote, 1)
     assert caught.value.exit_status == 2
-    assert not naps
+    assert not waits
 
 
-def test_the_hubs_token_goes_to_the_hub_alone(tmp_path, start, monkeypatch):
+def test_the_hub_token_is_sent_only_to_the_hub(tmp_path, start, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    config = made("parquet", tmp_path)
+    config = write_data("parquet", tmp_path)
     server = start("hf")
-    check_data(at(config, tmp_path, server.upload(tmp_path)))
+    check_data(moved_to(config, tmp_path, server.upload(tmp_path)))
     asked = [request for request in server.requests if "resolve" in request.path]
     assert asked and all(request.headers["authorization"] == "Bearer hf_secret" for request in asked)
     assert server.contents.ranges()
     assert not any("authorization" in request.headers for request in server.contents.requests)
 
 
-def test_a_server_without_ranges_is_refused(tmp_path, start):
-    config = made("jsonl", tmp_path, "http")
+def test_a_server_without_range_requests_is_refused(tmp_path, start):
+    config = write_data("jsonl", tmp_path, "http")
     server = start("http")
-    remote = at(config, tmp_path, server.upload(tmp_path))
+    remote = moved_to(config, tmp_path, server.upload(tmp_path))
     server.faults.append(200)
     with pytest.raises(UserError, match="does not send parts of files"):
         check_data(remote)
@@ -435,7 +435,7 @@ def test_a_tokenizer_is_loaded_from_a_server(tmp_path, start):
     loaded = load_tokenizer(address)
     assert loaded.encode("abba").tolist() == [2, 1, 0]
     assert loaded.fingerprint == load_tokenizer(str(tmp_path)).fingerprint
-    with local_tokenizer(address) as copy:  # which an export reads
+    with local_tokenizer(address) as copy:  # for an export
         assert load_tokenizer(copy).fingerprint == loaded.fingerprint
     assert not Path(copy).exists()
 

@@ -1,4 +1,4 @@
-"""Streams: what each replica reads, and that a saved position means the same batches."""
+"""Streams: the documents that each replica reads, and resuming with the same batches."""
 
 import itertools
 import json
@@ -63,7 +63,7 @@ def test_epochs_and_seeds_differ_in_order(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_joins_later_reads_everything_once_an_epoch_in_an_order_of_its_own(tmp_path, kind):
+def test_a_late_replica_reads_all_data_once_per_epoch_in_its_own_order(tmp_path, kind):
     config, count = write_counting(kind, tmp_path / "data", 23)
     config = replace(config, sequence_length=1, batch_size=1)
     streams = [train_stream(config, CountingTokenizer(), replica=k, num_replicas=2, seed=5) for k in (2, 3)]
@@ -77,7 +77,7 @@ def test_who_joins_later_reads_everything_once_an_epoch_in_an_order_of_its_own(t
     assert len(orders) == 6
 
 
-def test_who_joined_later_continues_from_its_state(tmp_path):
+def test_a_late_replica_resumes_from_its_state(tmp_path):
     config, _ = write_counting("c4", tmp_path / "data", 23)
     whole = train_stream(config, CountingTokenizer(), replica=3, num_replicas=2, seed=5)
     take(whole, 17)
@@ -87,7 +87,7 @@ def test_who_joined_later_continues_from_its_state(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_continues_from_its_state_bitwise(tmp_path, kind):
+def test_a_stream_resumes_from_its_state_bitwise(tmp_path, kind):
     config, _ = write_counting(kind, tmp_path / "data", 23)
     whole, saved = train_stream(config, CountingTokenizer(), replica=1, num_replicas=2, seed=5), []
     batches = []
@@ -103,7 +103,7 @@ def test_a_stream_continues_from_its_state_bitwise(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_with_a_document_mask_segments_are_documents_and_a_state_goes_on_bitwise(tmp_path, kind):
+def test_document_mask_segments_follow_documents_and_resume_bitwise(tmp_path, kind):
     config, _ = write_counting(kind, tmp_path / "data", 23)
     config = replace(config, sequence_length=16, document_mask=True)
     owner = np.concatenate([np.full(count, k) for k, (_, count) in enumerate(documents(23))])
@@ -119,13 +119,13 @@ def test_with_a_document_mask_segments_are_documents_and_a_state_goes_on_bitwise
         np.testing.assert_array_equal(np.diff(batch["segment_ids"]) != 0, np.diff(owner_BT) != 0)
         assert (batch["segment_ids"][:, 0] == 1).all() and (np.diff(batch["segment_ids"]) >= 0).all()
         inside = owner_BT[:, :-1] == owner_BT[:, 1:]
-        kept = inside | (kind == "parquet")  # whose labels are stored beside the ids
+        kept = inside | (kind == "parquet")  # Parquet rows store their labels
         expected = np.where(kept, unmasked["labels"][:, :-1], -100)
         np.testing.assert_array_equal(batch["labels"][:, :-1], expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_batch_shape_goes_on_at_the_same_token(tmp_path, kind):
+def test_a_new_batch_shape_resumes_at_the_same_token(tmp_path, kind):
     config, _ = write_counting(kind, tmp_path / "data", 60)
     (old,) = open_streams(config, 1)
     (new,) = open_streams(replace(config, batch_size=1, sequence_length=4), 1)
@@ -153,7 +153,7 @@ def test_documents_stand_between_bos_and_eos(tmp_path):
     assert found == tokens[: len(found)]
 
 
-def test_without_shuffling_files_are_shared_out_in_sorted_order(tmp_path):
+def test_unshuffled_files_are_dealt_to_replicas_in_sorted_order(tmp_path):
     write_c4(tmp_path, [[f"{100 * file + 10 * k} 10" for k in range(3)] for file in range(5)])
     config, _ = write_counting("c4", tmp_path / "unused", 3)
     config = replace(config, path=str(tmp_path), shuffle_buffer=1, batch_size=1, sequence_length=1)
@@ -162,7 +162,7 @@ def test_without_shuffling_files_are_shared_out_in_sorted_order(tmp_path):
         assert read_through(stream, 0) == expected
 
 
-def test_without_shuffling_few_files_are_shared_out_by_document(tmp_path):
+def test_few_unshuffled_files_are_dealt_to_replicas_by_document(tmp_path):
     config, _ = write_counting("c4", tmp_path / "data", 23, files=3)
     config = replace(config, shuffle_buffer=1, batch_size=1, sequence_length=1)
     spans = documents(23)
@@ -183,7 +183,7 @@ def test_a_window_shuffle_stays_within_its_window(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["c4", "parquet"])
-def test_worker_processes_make_the_same_batches_from_a_saved_position_on(tmp_path, kind):
+def test_worker_processes_resume_with_the_same_batches(tmp_path, kind):
     config, _ = write_counting(kind, tmp_path / "data", 150)
     config = replace(config, document_mask=True)
     (alone,) = open_streams(config, 1)
@@ -195,7 +195,7 @@ def test_worker_processes_make_the_same_batches_from_a_saved_position_on(tmp_pat
     helped.close()
 
 
-def test_the_state_is_that_of_the_batches_delivered(tmp_path):
+def test_the_state_is_that_after_the_last_delivered_batch(tmp_path):
     config, _ = write_counting("text", tmp_path / "data", 60)
     (stream,) = open_streams(config, 1)
     first = stream.get_state()
@@ -206,7 +206,7 @@ def test_the_state_is_that_of_the_batches_delivered(tmp_path):
     assert stream.get_state() == second != first
 
 
-def test_a_closed_stream_gives_nothing(tmp_path):
+def test_a_closed_stream_refuses_to_read(tmp_path):
     config, _ = write_counting("text", tmp_path / "data", 60)
     (stream,) = open_streams(config, 1)
     next(stream)
@@ -228,7 +228,7 @@ def test_a_state_of_other_data_is_refused(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_of_as_many_other_files_is_refused(tmp_path, kind):
+def test_a_state_is_refused_after_a_file_was_renamed(tmp_path, kind):
     config, _ = write_counting(kind, tmp_path / "data", 23)
     (stream,) = open_streams(config, 1)
     first = min(file for file in (tmp_path / "data").iterdir() if "train" in file.name or kind != "c4")
@@ -239,7 +239,7 @@ def test_a_state_of_as_many_other_files_is_refused(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_of_a_folder_goes_on_where_it_was_moved_to(tmp_path, kind):
+def test_a_state_is_accepted_after_its_folder_was_moved(tmp_path, kind):
     config, _ = write_counting(kind, tmp_path / "data", 23)
     (stream,) = open_streams(config, 1)
     take(stream, 3)
@@ -249,7 +249,7 @@ def test_a_state_of_a_folder_goes_on_where_it_was_moved_to(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_of_files_of_the_same_names_and_sizes_and_other_contents_is_refused(tmp_path, kind):
+def test_a_state_is_refused_after_contents_changed_at_the_same_size(tmp_path, kind):
     config, _ = write_counting(kind, tmp_path / "data", 23)
     (stream,) = open_streams(config, 1)
     take(stream, 3)
@@ -265,14 +265,14 @@ def test_a_state_of_files_of_the_same_names_and_sizes_and_other_contents_is_refu
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns + 10**9))
     (same,) = open_streams(config, 1)
     same.set_state(stream.get_state())
-    of_an_earlier_version = {k: v for k, v in stream.source.items() if k not in ("sampled contents", "text column")}
-    same.set_state(stream.get_state() | {"source": of_an_earlier_version})
+    earlier_version = {k: v for k, v in stream.source.items() if k not in ("sampled contents", "text column")}
+    same.set_state(stream.get_state() | {"source": earlier_version})
     with pytest.raises(UserError, match=r"sampled contents '0', .*restore the former data"):
         same.set_state(stream.get_state() | {"source": stream.source | {"sampled contents": "0"}})
 
 
 def contents_of(config):
-    """The digest of another process, which has read none of the files before."""
+    """Return the digest of sampled contents as a new process computes it."""
     identity._sampled_contents.cache_clear()
     source = open_source(config, CountingTokenizer(), validation=False, seed=0, vocab_size=None)
     return source.fingerprint["sampled contents"]
@@ -289,7 +289,7 @@ def test_a_state_of_text_in_another_field_is_refused(tmp_path):
             body.set_state(text.get_state())
 
 
-def test_a_state_of_other_rows_in_files_of_the_same_names_and_counts_is_refused(tmp_path):
+def test_a_state_of_rows_of_another_length_is_refused(tmp_path):
     for length in (3, 4):
         rows = [list(range(length))] * 6
         write_rows(tmp_path / f"{length}/0.parquet", {"input_ids": rows, "labels": rows})
@@ -303,7 +303,7 @@ class OtherTokenizer(CountingTokenizer):
     fingerprint = "other"
 
 
-def test_a_state_of_other_tokens_of_the_same_text_is_refused(tmp_path):
+def test_a_state_of_another_tokenization_is_refused(tmp_path):
     config, _ = write_counting("c4", tmp_path / "data", 23)
     (stream,) = open_streams(config, 1)
     for field in ("add_bos", "add_eos"):
@@ -315,7 +315,7 @@ def test_a_state_of_other_tokens_of_the_same_text_is_refused(tmp_path):
         other.set_state(stream.get_state())
 
 
-def test_a_state_of_stored_tokens_needs_no_tokenizer(tmp_path):
+def test_a_state_of_stored_tokens_ignores_the_tokenizer(tmp_path):
     config, _ = write_counting("parquet", tmp_path / "data", 23)
     (stream,), (other,) = open_streams(config, 1), open_streams(config, 1, OtherTokenizer())
     other.set_state(stream.get_state())
@@ -371,7 +371,7 @@ def test_held_out_documents_are_never_trained_on(tmp_path, kind):
     assert 0.95 * total < len(trained) < total
 
 
-def test_a_single_long_file_is_split_into_pieces_of_which_some_are_held_out(tmp_path):
+def test_some_pieces_of_a_single_long_file_are_held_out(tmp_path):
     lines = [f"line {k} of a long file\n" for k in range(9000)]
     write_texts(tmp_path, ["".join(lines)])
     config, _ = write_counting("text", tmp_path / "unused", 3)

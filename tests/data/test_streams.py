@@ -1,4 +1,4 @@
-"""The streams of several replicas: they begin together, before a batch is asked for, and end together."""
+"""The streams of several replicas: they start together, before the first batch is requested, and end together."""
 
 import json
 import threading
@@ -9,20 +9,20 @@ from noloco_jax.data import ReplicaStreams
 from noloco_jax.errors import UserError
 from support.data_makers import CountingTokenizer, open_streams, write_counting
 
-PREFETCHING = "grain-thread-prefetch"  # in the names of threads
+PREFETCHING = "grain-thread-prefetch"  # the prefetch threads' name
 
 
 class MeetingTokenizer(CountingTokenizer):
-    """Goes on once so many streams have come to their first documents; fails where one waits for another's to end."""
+    """Tokenizer that blocks each thread's first call until `number` threads have called; fails after 60 s."""
 
     def __init__(self, number: int):
-        self._all_are_here = threading.Barrier(number, timeout=60)
-        self._came = threading.local()
+        self._barrier = threading.Barrier(number, timeout=60)
+        self._waited = threading.local()
 
     def encode_batch(self, texts):
-        if not hasattr(self._came, "once"):
-            self._came.once = True
-            self._all_are_here.wait()
+        if not hasattr(self._waited, "once"):
+            self._waited.once = True
+            self._barrier.wait()
         return super().encode_batch(texts)
 
 
@@ -39,13 +39,13 @@ def config(tmp_path):
     return write_counting("text", tmp_path / "data", 60)[0]
 
 
-def test_all_streams_read_their_first_documents_at_once_when_a_batch_is_asked_for(config):
+def test_requesting_a_batch_starts_all_streams_in_parallel(config):
     streams = streams_of(config, tokenizer=MeetingTokenizer(3))
     assert set(next(streams)) == {0, 1, 2}
     streams.close()
 
 
-def test_started_streams_read_before_a_batch_is_asked_for(config):
+def test_started_streams_read_before_the_first_request(config):
     tokenizer = MeetingTokenizer(4)  # this thread is the fourth
     streams = streams_of(config, tokenizer=tokenizer)
     streams.start()
@@ -53,7 +53,7 @@ def test_started_streams_read_before_a_batch_is_asked_for(config):
     streams.close()
 
 
-def test_what_is_made_ahead_of_time_changes_neither_positions_nor_batches(config):
+def test_prefetching_changes_neither_positions_nor_batches(config):
     started, fresh = streams_of(config), streams_of(config)
     before = json.dumps(fresh.get_state())
     started.start()
@@ -82,7 +82,7 @@ def test_an_error_in_documents_read_ahead_is_raised_with_their_batch(tmp_path):
     streams.close()
 
 
-def test_closing_ends_every_thread_though_no_batch_was_taken(config):
+def test_closing_before_the_first_batch_ends_every_prefetch_thread(config):
     def prefetching():
         return {thread for thread in threading.enumerate() if thread.name.startswith(PREFETCHING)}
 
@@ -96,7 +96,7 @@ def test_closing_ends_every_thread_though_no_batch_was_taken(config):
         next(streams)
 
 
-def test_a_process_that_reads_for_no_replica_has_streams_all_the_same():
+def test_a_process_without_replicas_has_empty_streams():
     streams = ReplicaStreams({})
     streams.start()
     assert next(streams) == {} and streams.get_state() == {}

@@ -26,7 +26,7 @@ def folder(request):
 
 
 def word_tokenizer(folder: Path, *, special: dict[str, str], added: list[str]) -> str:
-    """A folder with a tokenizer of the words "a" and "b", then `special` and `added` tokens."""
+    """Write a tokenizer of the words "a" and "b", then `special` and `added` tokens; return its folder."""
     names = [*special.values(), *added]
     tokens = [
         {"id": 3 + k, "content": name, "special": name in special.values(), "normalized": False}
@@ -101,7 +101,7 @@ def test_reserved_special_tokens_need_no_embedding_but_added_words_do(tmp_path):
     assert (added.vocab_size, added.encode("a ab b").tolist()) == (6, [1, 5, 2])
 
 
-def test_documents_are_encoded_with_the_special_tokens_asked_for():
+def test_documents_are_encoded_with_the_configured_special_tokens():
     tokenizer = load_tokenizer("byte")
     for bos, eos in [(True, True), (True, False), (False, True), (False, False)]:
         encode = DocumentEncoder(tokenizer, add_bos=bos, add_eos=eos)
@@ -110,7 +110,7 @@ def test_documents_are_encoded_with_the_special_tokens_asked_for():
         assert empty.shape == (1, 0)
 
 
-def test_a_token_that_the_tokenizer_lacks_is_an_error(tmp_path):
+def test_a_special_token_that_the_tokenizer_lacks_is_refused(tmp_path):
     tokenizer = load_tokenizer(word_tokenizer(tmp_path, special={"bos_token": "<s>"}, added=[]))
     DocumentEncoder(tokenizer, add_bos=True, add_eos=False)
     with pytest.raises(UserError, match=r"has no EOS token: set data\.add_eos=False"):
@@ -118,7 +118,7 @@ def test_a_token_that_the_tokenizer_lacks_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nowhere", "~/nothing-of-this-name"])
-def test_a_folder_that_is_not_there_is_an_error(name):
+def test_a_missing_tokenizer_folder_is_refused(name):
     with pytest.raises(UserError, match=r"there is no such folder; .*tokenizer.json"):
         load_tokenizer(name)
 
@@ -139,7 +139,7 @@ def test_an_unknown_name_is_an_error_that_says_what_to_do(monkeypatch):
 
 @pytest.fixture
 def no_hub(monkeypatch):
-    """A hub at which nobody listens."""
+    """Point the Hub client at a port where nothing listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
@@ -147,16 +147,16 @@ def no_hub(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-def test_without_a_hub_a_name_takes_one_line_and_a_moment(no_hub, capfd):
+def test_an_unreachable_hub_fails_fast_with_one_line(no_hub, capfd):
     start = time.monotonic()
     with pytest.raises(TransientError, match=r"'nobody/nothing' was not fetched before and http.* answer") as caught:
         load_tokenizer("nobody/nothing")
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
-    assert time.monotonic() - start < 30  # it was a minute of retries; an import may be part of this
+    assert time.monotonic() - start < 30  # a minute with retries; may include an import
 
 
-def test_without_a_hub_what_was_fetched_before_is_taken(no_hub, monkeypatch):
+def test_an_unreachable_hub_falls_back_to_the_local_cache(no_hub, monkeypatch):
     asked = {}
 
     def from_pretrained(name, **options):
@@ -169,13 +169,13 @@ def test_without_a_hub_what_was_fetched_before_is_taken(no_hub, monkeypatch):
     assert asked["local_files_only"]
 
 
-def test_a_vocabulary_too_small_names_both_numbers():
+def test_too_small_a_vocabulary_is_refused_with_both_sizes():
     check_vocabulary(load_tokenizer("byte"), 259)
     with pytest.raises(UserError, match=r"model.vocab_size=200 .* 259 ids .*'byte'"):
         check_vocabulary(load_tokenizer("byte"), 200)
 
 
-def test_a_fingerprint_is_of_what_a_tokenizer_does_not_of_its_name(tmp_path):
+def test_a_fingerprint_depends_on_the_tokens_but_not_on_the_name(tmp_path):
     def fingerprint(name: str, *, bos: str = "<s>", added: str = "x") -> str:
         (tmp_path / name).mkdir()
         return load_tokenizer(
@@ -187,7 +187,7 @@ def test_a_fingerprint_is_of_what_a_tokenizer_does_not_of_its_name(tmp_path):
     assert len({one, fingerprint("other_word", added="y"), fingerprint("other_bos", bos="<b>"), "byte"}) == 4
 
 
-def test_a_fingerprint_is_of_how_texts_are_cut_up(tmp_path):
+def test_a_fingerprint_depends_on_the_pre_tokenizer(tmp_path):
     folder = Path(word_tokenizer(tmp_path, special={"bos_token": "<s>", "eos_token": "</s>"}, added=[]))
     before = load_tokenizer(str(folder)).fingerprint
     content = json.loads((folder / "tokenizer.json").read_text())
