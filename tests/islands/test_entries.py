@@ -45,9 +45,9 @@ def test_entries_signed_by_the_authority_or_the_member_itself_are_accepted():
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Entry)])
 def test_a_signature_covers_every_field(entry, field):
     value = getattr(entry, field)
-    other = value + 1 if isinstance(value, int) else {"address": "10.0.0.9:7070", "name": "rome"}.get(field, value[2:])
-    if other != value:
-        assert not is_signed(dataclasses.replace(entry, **{field: other}))
+    texts = {"address": "10.0.0.9:7070", "name": "rome"}
+    other = value + 1 if isinstance(value, int) else texts.get(field, value[2:] or "00")
+    assert not is_signed(dataclasses.replace(entry, **{field: other}))
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,9 @@ def test_an_unreadable_header_of_another_protocol_is_refused_with_both_versions(
         messages.from_json({"kind": kind, **values})
 
 
-@pytest.mark.parametrize("identity", [None, [], {}, {"protocol": "9"}, {"protocol": True}, {"protocol": 5}])
+@pytest.mark.parametrize(
+    "identity", [None, [], {}, {"protocol": "9"}, {"protocol": True}, {"protocol": messages.VERSION}]
+)
 def test_an_unreadable_header_that_names_no_other_protocol_is_a_header_error(identity):
     for values in ({"identity": identity}, {"caller": {"identity": identity}}, {"caller": identity}):
         with pytest.raises(HeaderError) as error:
