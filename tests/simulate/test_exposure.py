@@ -105,10 +105,10 @@ def test_exposed_seconds_match_counts_by_hand():
     assert exposed("NoLoCo", delay=4) == pytest.approx((4.1 - 2) / 10)
     assert exposed("NoLoCo", delay=9) == 0  # 4.5 s
     assert exposed("NoLoCo", delay=1, bandwidth=160e9, step_time=0.3) == 0  # though 0.1 + 0.2 > 0.3
-    # Every 2.5 steps 1.1 s, of which 1 s fits into a delay of 2, and all of it between two exchanges.
+    # An exchange of 1.1 s every 2.5 steps: a delay of 2 hides 1 s of it, a delay of 3 all.
     assert exposed("NoLoCo", delay=2, fragments=4) == pytest.approx(0.1 / 2.5)
     assert exposed("NoLoCo", delay=3, fragments=4) == 0
-    # DiLoCo's 2.35 s do not even fit there, whatever the delay; DDP's 7.6 s are not delayed.
+    # DiLoCo's 2.35 s exceed the 1.25 s between two exchanges at any delay; DDP does not delay its 7.6 s.
     assert exposed("DiLoCo", delay=10, fragments=4) == pytest.approx((2.35 - 1.25) / 2.5)
     assert exposed("DDP", delay=10, fragments=4) == pytest.approx(7.6)
 
@@ -138,13 +138,13 @@ def test_the_shortest_interval_is_the_first_without_a_replayed_wait_at_some_dela
 @pytest.mark.parametrize(
     ("changes", "fits"),
     [
-        # 4.1 s beside steps of 0.5 s.
+        # An exchange takes 4.1 s, a step 0.5 s.
         ({}, ("float32", 10, 9)),
         ({"delay": 3}, ("float32", 10, 9)),
-        # 4 steps, 2 s, hide no bfloat16 (2.1 s) but int8 (0.1 s + 66 bytes for 64 weights).
+        # 4 steps, 2 s, cannot hide bfloat16 (2.1 s), but int8 (0.1 s + 66 bytes for 64 weights).
         ({"sync_every": 4}, ("int8", 4, 3)),
         ({"sync_every": 4, "wire": "int4"}, ("int4", 4, 2)),
-        # Nothing is as quick as the latency: modulo4 takes 2 · 0.8 s + 0.53 s beside steps of 0.5 s.
+        # No wire beats the latency: modulo4 takes 2 · 0.8 s + 0.53 s, a step 0.5 s.
         ({"sync_every": 1, "latency": 0.8}, ("modulo4", 5, 5)),
         ({"sync_every": 1, "latency": 0.8, "group_size": 4}, ("int4", 8, 8)),
     ],

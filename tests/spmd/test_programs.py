@@ -99,7 +99,7 @@ def test_the_spread_is_the_root_mean_square_distance_from_the_mean(replicas):
 
 
 def test_the_merged_perplexity_is_that_of_the_mean_weights(replicas):
-    """Six batches over four replicas, two of which evaluate one batch fewer. The oracle is each replica's own loss."""
+    """Six batches over four replicas: two replicas have one fewer. The oracle is each replica's own loss."""
     programs, params, placed = replicas
     rng = np.random.default_rng(1)
     batches = [
