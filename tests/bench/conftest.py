@@ -17,7 +17,7 @@ def config_file(tmp_path) -> Path:
 def fast_matrices():
     from noloco_jax.bench import rates, worker
 
-    assert worker.matrix_side  # taken as it is: the notes name the side of a user's matrices
+    assert worker.matrix_side  # not patched: the notes name the side of a user's matrices
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rates, "matrix_side", lambda backend: 64)
         patch.setattr(rates, "_MATRIX_SECONDS", 0.01)

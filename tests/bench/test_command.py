@@ -15,7 +15,7 @@ from support import processes
 
 @pytest.fixture(autouse=True)
 def sigterm():
-    """The command sets how its process ends."""
+    """Restore the SIGTERM handler, which the command replaces."""
     former = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, former)
@@ -44,7 +44,7 @@ def test_bad_input_is_refused_in_one_line_before_anything_is_measured(arguments,
     assert "\n" not in str(caught.value)
 
 
-def test_figures_that_are_saved_are_not_overwritten(config_file, tmp_path):
+def test_saved_figures_are_not_overwritten(config_file, tmp_path):
     path = tmp_path / "bench.json"
     path.write_text("mine")
     with pytest.raises(UserError, match="is there already"):
@@ -52,7 +52,7 @@ def test_figures_that_are_saved_are_not_overwritten(config_file, tmp_path):
     assert path.read_text() == "mine"
 
 
-def test_a_variant_whose_process_is_killed_is_a_failure_and_the_others_go_on(config_file, monkeypatch, capsys):
+def test_a_killed_variant_is_reported_and_the_next_one_still_runs(config_file, monkeypatch, capsys):
     killed = subprocess.CompletedProcess([], -signal.SIGKILL)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
     assert command.main([f"--config={config_file}", "--vary", "num_replicas=2,4"]) == 1
@@ -60,7 +60,7 @@ def test_a_variant_whose_process_is_killed_is_a_failure_and_the_others_go_on(con
     assert "failed: num_replicas=2: its process was ended by SIGKILL" in out and "failed: num_replicas=4" in out
 
 
-def test_a_variant_that_does_not_fit_the_devices_is_refused_and_the_others_go_on(
+def test_a_variant_unfit_for_the_devices_is_refused_and_the_next_one_still_runs(
     config_file, tmp_path, monkeypatch, capfd
 ):
     path = tmp_path / "bench.json"
@@ -69,9 +69,9 @@ def test_a_variant_that_does_not_fit_the_devices_is_refused_and_the_others_go_on
         command.main([*arguments, "--config.model.kind=llama", "--vary", "model.num_heads=4,3"])
     assert not path.exists()
 
-    # How many devices there are, only a variant's process can tell.
+    # Only a variant's process knows the number of devices.
     processes.set_environment(config_file, monkeypatch)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # the variant says how many devices
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # without a number of devices
     small = ["--config.mesh.fsdp=2", "--config.model.num_layers=1"]
     assert command.main([*arguments, *small, "--vary", "data.batch_size=3,4"]) == REFUSED
     refused, measured = json.loads(path.read_text())["runs"]

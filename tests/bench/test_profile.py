@@ -5,7 +5,7 @@ from jax.profiler import ProfileData
 
 from noloco_jax.bench.profile import parts_of
 
-# Operations of an inner step: a copy of a parameter, a product, one fused of what has a name; `loop` holds others.
+# Operations of an inner step: a parameter's copy, a product, a fusion of a named one; `loop` nests others.
 PROGRAM = """HloModule jit__inner_step, is_scheduled=true
 
 %fused (x: f32[2]) -> f32[2] {
@@ -24,7 +24,7 @@ ENTRY %main (p: f32[2]) -> f32[2] {
 
 
 def line(name: str, *events: tuple[str, float, float]) -> str:
-    """A line of (operation, start, end) in microseconds; those called copies are of no program."""
+    """Return a trace line of (operation, start, end) in microseconds; copies belong to no program."""
     entries = []
     for operation, start, end in events:
         program = "" if operation == "a copy" else 'stats { metadata_id: 2 str_value: "jit__inner_step(7)" }'
@@ -51,7 +51,7 @@ def seconds(parts) -> dict[str, float]:
     return {part.name: part.seconds for part in parts}
 
 
-def test_operations_count_for_the_scope_of_their_own_name_or_of_what_they_fuse(tmp_path):
+def test_operations_count_for_the_scope_of_their_name_or_of_their_fusion(tmp_path):
     trace = saved(tmp_path / "x.pb", "/host:CPU", line("a thread", ("dot.1", 0, 30), ("fusion.2", 30, 40)))
     parts, _ = parts_of(trace, {"inner_step": PROGRAM}, {"inner_step": 2}, num_devices=1)
     assert [part.name for part in parts] == ["attention forward", "mlp backward"]
@@ -60,13 +60,13 @@ def test_operations_count_for_the_scope_of_their_own_name_or_of_what_they_fuse(t
     assert parts[0].largest == [("dot.1", pytest.approx(0.75))]
 
 
-def test_the_name_of_a_parameter_is_no_scope(tmp_path):
+def test_a_parameters_name_is_no_scope(tmp_path):
     trace = saved(tmp_path / "x.pb", "/host:CPU", line("a thread", ("copy.3", 0, 30)))
     [part], _ = parts_of(trace, {"inner_step": PROGRAM}, {"inner_step": 1}, num_devices=1)
     assert part.name == "rest of the inner step"
 
 
-def test_an_operation_that_holds_others_counts_without_them(tmp_path):
+def test_an_operation_counts_without_its_nested_operations(tmp_path):
     events = ("loop", 0, 100), ("dot.1", 10, 40), ("fusion.2", 40, 60), ("dot.1", 70, 80)
     trace = saved(tmp_path / "x.pb", "/host:CPU", line("a thread", *events))
     parts, _ = parts_of(trace, {"inner_step": PROGRAM}, {"inner_step": 1}, num_devices=1)
@@ -74,7 +74,7 @@ def test_an_operation_that_holds_others_counts_without_them(tmp_path):
     assert seconds(parts) == pytest.approx(expected)
 
 
-def test_a_kernel_that_begins_before_the_last_one_ends_takes_that_moment_over(tmp_path):
+def test_overlapping_time_of_kernels_counts_for_the_later_one(tmp_path):
     trace = saved(
         tmp_path / "x.pb", "/device:GPU:0", line("Stream #13(compute)", ("dot.1", 0, 30), ("fusion.2", 28, 130))
     )
@@ -82,14 +82,14 @@ def test_a_kernel_that_begins_before_the_last_one_ends_takes_that_moment_over(tm
     assert seconds(parts) == pytest.approx({"mlp backward": 102e-6, "attention forward": 28e-6})
 
 
-def test_copies_of_several_steps_are_counted_by_step(tmp_path):
+def test_the_time_of_copies_is_per_inner_step(tmp_path):
     copies = [("a copy", 100 * step, 100 * step + 10) for step in range(3)]
     trace = saved(tmp_path / "x.pb", "/device:GPU:0", line("Stream #14(copies)", *copies))
     [part], _ = parts_of(trace, {"inner_step": PROGRAM}, {"inner_step": 3, "outer_step": 1}, num_devices=1)
     assert (part.name, part.seconds) == ("unnamed", pytest.approx(10e-6))
 
 
-def test_a_gpus_time_is_that_of_its_streams_alone_and_copies_have_their_own_names(tmp_path):
+def test_gpu_time_is_that_of_streams_only_and_copies_keep_their_names(tmp_path):
     trace = saved(
         tmp_path / "x.pb",
         "/device:GPU:0",
@@ -102,7 +102,7 @@ def test_a_gpus_time_is_that_of_its_streams_alone_and_copies_have_their_own_name
     assert {name for part in parts for name, _ in part.largest} == {"dot.1", "MemcpyD2H copy"}
 
 
-def test_the_idle_share_is_the_time_in_which_no_line_has_an_operation(tmp_path):
+def test_the_idle_share_is_the_time_without_an_operation_on_any_line(tmp_path):
     one = line("one", ("dot.1", 0, 30), ("dot.1", 60, 70))
     other = line("other", ("fusion.2", 20, 40), ("fusion.2", 90, 100))
     _, idle = parts_of(saved(tmp_path / "x.pb", "/host:CPU", one, other), {"inner_step": PROGRAM}, {}, num_devices=1)

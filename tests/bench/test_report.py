@@ -1,4 +1,4 @@
-"""The table of what was measured, and the notes below it."""
+"""The table of measurements, and the notes below it."""
 
 import io
 import re
@@ -25,26 +25,26 @@ def rows_of(result: dict, **changes) -> list[report.VariantResult]:
     return [(variant, result | changes)]
 
 
-def test_the_table_is_one_line_a_variant_where_there_is_no_terminal(result):
+def test_the_table_has_one_line_per_variant_without_a_terminal(result):
     text = shown(rows_of(result, mfu=0.25, bytes_sent=3e6))
     [line] = [line for line in text.splitlines() if re.match(r"\s*4\s", line)]
     assert "25 %" in line and "3 MB" in line
     assert "embedding out" in text and "causal attention counted once" in text and "2048 x 2048" in text
 
 
-def test_what_muon_adds_to_the_models_operations_is_said_where_there_is_some(result):
+def test_muons_share_of_the_operations_is_noted_when_it_is_not_zero(result):
     assert "on top" not in shown(rows_of(result))
     assert "Newton-Schulz iterations take 12.5 % of the model's" in shown(rows_of(result, newton_schulz_share=0.125))
 
 
 def test_a_narrow_terminal_gets_two_tables_with_nothing_cut(result):
-    steady = {"median": 0.0123, "lower_quartile": 0.0118, "upper_quartile": 0.0131}  # whatever this machine does
+    steady = {"median": 0.0123, "lower_quartile": 0.0118, "upper_quartile": 0.0131}  # on any machine
     text = shown(rows_of(result, step_seconds=steady), width=90)
     assert len(re.findall(r"^ *num_replicas ", text, re.MULTILINE)) == 2  # in headings; warnings name variants too
     assert "…" not in text
 
 
-def test_a_slow_data_pipeline_is_warned_of(result):
+def test_a_slow_data_pipeline_warns(result):
     speed = result["tokens_per_second"]
     assert "warning" in shown(rows_of(result, data_tokens_per_second=2.9 * speed))
     assert "warning" not in shown(rows_of(result, data_tokens_per_second=3.1 * speed))
@@ -57,7 +57,7 @@ def test_a_failed_variant_is_shown_beside_the_measured_ones(result):
     assert re.search(r"^\s*4\s", text, re.MULTILINE)
 
 
-def test_what_devices_held_stands_beside_what_xla_said_that_they_would(result):
+def test_measured_peak_memory_stands_beside_xlas_estimate(result):
     measured = {"peak_memory_bytes": 3 << 30, "peak_memory_bytes_before_outer_steps": 3 << 30}
     text = shown(rows_of(result, compiled_peak_memory_bytes=2 << 30, peak_memory_from="the allocators", **measured))
     [line] = [line for line in text.splitlines() if re.match(r"\s*4\s", line)]
@@ -77,12 +77,12 @@ def test_a_profile_is_a_table_of_parts_with_their_largest_operations(result):
     assert "unnamed: copies" in text and "XLA runs no CUDA graphs" in text
 
 
-def test_a_profile_in_which_nothing_ran_says_why_it_may_be(result):
+def test_an_empty_profile_names_a_possible_reason(result):
     text = shown(rows_of(result, profile="here/plugins/profile/now/trace.json.gz", profile_parts=[], profile_idle=1.0))
     assert "saw no operation" in text and "CUPTI" in text and "ran none" not in text
 
 
-def test_how_often_outer_steps_come_is_said_of_fragments_too(result):
+def test_the_interval_of_outer_steps_is_noted_with_and_without_fragments(result):
     assert "of the outer steps, one every 4 inner steps" in shown(rows_of(result))
     outer = {"sync_every": 5, "fragments": 8, "delay": 2}
     variant = Variant({"num_replicas": "4"}, (), small(outer=outer), "")

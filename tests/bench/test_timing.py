@@ -1,4 +1,4 @@
-"""Timing of steps, and its devices."""
+"""Timing of steps, and the random batches that they take."""
 
 import dataclasses
 import time
@@ -10,7 +10,7 @@ from noloco_jax.bench import timing
 from support.benchmarks import small
 
 
-def test_no_outer_step_is_timed_in_which_partners_meet_for_the_first_time():
+def test_outer_steps_are_timed_only_for_rounds_that_have_run_before():
     taken: list[int] = []
 
     class Run:
@@ -41,7 +41,7 @@ def test_a_step_is_timed_from_end_to_end_with_one_dispatched_ahead(monkeypatch):
     assert events[:5] == [("dispatch", 0), ("dispatch", 1), ("wait", 0), ("dispatch", 2), ("wait", 1)]
 
 
-def test_quartiles_are_those_beside_the_median():
+def test_quartiles_are_the_values_beside_the_median():
     assert timing.quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == {"median": 3.0, "lower_quartile": 2.0, "upper_quartile": 4.0}
 
 
@@ -51,7 +51,7 @@ def test_random_batches_stay_within_the_vocabulary_and_differ_between_replicas()
     assert (first["input_ids"] != other["input_ids"]).any()
 
 
-def test_random_batches_have_several_documents_a_sequence_where_attention_stays_inside_them():
+def test_random_batches_have_several_documents_per_sequence_with_document_mask():
     config = small()
     data = dataclasses.replace(config.data, document_mask=True, sequence_length=512)
     segments_BT = next(timing.RandomStreams(dataclasses.replace(config, data=data), [0]))[0]["segment_ids"]

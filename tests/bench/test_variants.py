@@ -1,4 +1,4 @@
-"""Variants of a configuration that are measured."""
+"""Variants of a configuration to measure."""
 
 from noloco_jax.bench.variants import make_variants
 
@@ -17,7 +17,7 @@ def test_without_fields_to_vary_the_configuration_is_the_variant(config_file):
     assert variant.label == "method=noloco num_replicas=2"
 
 
-def test_one_replica_is_measured_as_local_and_said_so(config_file):
+def test_one_replica_is_measured_as_local_with_a_note(config_file):
     one, two = make_variants(str(config_file), [], ["num_replicas=1,2"])
     assert (one.config.method, two.config.method) == ("local", "noloco")
     assert "method=local" in one.note and not two.note

@@ -33,7 +33,7 @@ def test_a_measured_run_has_every_figure_and_they_agree(result):
     assert json.loads(json.dumps(result)) == result
 
 
-def test_outer_steps_of_every_fragment_count_in_their_share_of_the_run(fast_matrices):
+def test_the_outer_share_counts_the_outer_steps_of_every_fragment(fast_matrices):
     config = small(outer={"sync_every": 4, "fragments": 2}, num_steps=100)
     result = measure(config, replace(QUICK, data_seconds=0))
     step, outer = (result[name]["median"] for name in ("step_seconds", "outer_step_seconds"))
@@ -41,9 +41,9 @@ def test_outer_steps_of_every_fragment_count_in_their_share_of_the_run(fast_matr
     assert result["outer_share"] == pytest.approx(outer_steps * outer / (outer_steps * outer + 100 * step))
 
 
-def test_memory_is_the_programs_and_the_state_beside_them(result):
+def test_peak_memory_is_that_of_a_program_and_the_state_beside_it(result):
     programs = result["program_memory_bytes"]
-    replicas = 2  # of a device
+    replicas = 2  # per device
     inner, outer = programs["inner_step"], programs["outer_step"]
     # Adam: two moments and two counters a replica; outer: slow weights and momentum a replica, one counter.
     assert outer["beside"] == replicas * (8 * PARAMETERS + 8)
@@ -56,14 +56,14 @@ def test_memory_is_the_programs_and_the_state_beside_them(result):
     assert inner["arguments"] >= replicas * 12 * PARAMETERS + batch
 
 
-def test_methods_without_outer_steps_have_no_figures_of_them(ddp_result):
+def test_methods_without_outer_steps_have_no_outer_figures(ddp_result):
     assert ddp_result["outer_step_seconds"] is None and ddp_result["outer_share"] is None
     assert ddp_result["pairings"] is None
     assert ddp_result["bytes_sent"] == 2 * 4 * PARAMETERS * 3 // 4
     assert set(ddp_result["compile_seconds"]) == {"inner_step"}
 
 
-def test_data_that_are_not_there_leave_the_rest_measured(ddp_result):
+def test_missing_data_leave_the_other_figures_measured(ddp_result):
     assert ddp_result["data_tokens_per_second"] is None
     assert "data.path" in ddp_result["data_missing"]
     assert ddp_result["tokens_per_second"] > 0
@@ -78,7 +78,7 @@ def test_a_trace_is_written_for_both_viewers(ddp_result):
 
 @pytest.fixture(scope="module")
 def offloaded(fast_matrices) -> tuple[dict, set[str]]:
-    """The result of a run with its outer state in host memory, and the kinds of memory that arrays were put from."""
+    """Return the result of a run with an offloaded outer state, and the memory kinds that arrays were put from."""
     kinds = set()
     transfer = jax.device_put
 
@@ -91,12 +91,12 @@ def offloaded(fast_matrices) -> tuple[dict, set[str]]:
         return measure(small(outer=SMALL["outer"] | {"offload": True}), QUICK), kinds
 
 
-def test_an_offloaded_outer_state_is_not_beside_the_inner_step(result, offloaded):
+def test_an_offloaded_outer_state_takes_no_device_memory_in_inner_steps(result, offloaded):
     programs, on_device = offloaded[0]["program_memory_bytes"], result["program_memory_bytes"]
     assert programs == on_device | {"inner_step": on_device["inner_step"] | {"beside": 0}}
 
 
-def test_an_offloaded_outer_state_is_timed_from_the_host(offloaded):
+def test_timed_outer_steps_read_an_offloaded_state_from_the_host(offloaded):
     assert "pinned_host" in offloaded[1]
 
 

@@ -1,4 +1,4 @@
-"""The command `python -m noloco_jax.communication`: what it prints, and how it ends."""
+"""The command `python -m noloco_jax.communication`: its output and its exit status."""
 
 import json
 
@@ -28,7 +28,7 @@ def config_file(tmp_path):
 
 @pytest.fixture
 def devices(monkeypatch):
-    """JAX as it is before it has looked for devices: as many as it is told to make, of those that the tests have."""
+    """Make JAX look uninitialized: it then has as many of the tests' devices as the command asks for."""
     there, updates = jax.devices(), {}
     monkeypatch.setattr(jax.config, "update", updates.__setitem__)
     monkeypatch.setattr(jax, "devices", lambda: there[: updates["jax_num_cpu_devices"]])

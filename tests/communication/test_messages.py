@@ -1,4 +1,4 @@
-"""Messages that a run reports, against the messages of the programs that XLA compiles for it."""
+"""Bytes that a run reports, against the messages of the programs that XLA compiles for it."""
 
 import math
 import re
@@ -41,7 +41,7 @@ def compiled(config: TrainConfig, program: str) -> str:
 
 
 def permuted(hlo: str, devices_a_replica: int) -> dict[str, int]:
-    """Computation -> bytes that its collective-permutes send from replica to replica, on all devices together."""
+    """Map each computation to the bytes that its collective-permutes send between replicas, over all devices."""
     found, name = {}, ""
     for line in hlo.splitlines():
         if start := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
@@ -63,7 +63,7 @@ def permuted(hlo: str, devices_a_replica: int) -> dict[str, int]:
         (3, {}, {"stage": 2}),
     ],
 )
-def test_the_outer_steps_of_a_pass_through_the_pairings_send_what_all_branches_hold(num_replicas, outer, mesh):
+def test_reported_bytes_of_a_pass_over_the_pairings_equal_those_of_all_branches(num_replicas, outer, mesh):
     config = config_of("noloco", num_replicas, outer, **mesh)
     hlo = compiled(config, "outer_step")
     reported = messages_of(config, {"replica": 1, "stage": 1, "fsdp": 1, "tensor": 1})
@@ -71,8 +71,8 @@ def test_the_outer_steps_of_a_pass_through_the_pairings_send_what_all_branches_h
     assert sum(permuted(hlo, config.mesh.stage).values()) == pytest.approx(total, rel=1e-12)
 
 
-def test_sharded_replicas_send_more_by_the_copies_of_their_norms_alone():
-    """Norms lie whole on each of a replica's devices, and go from each to its counterpart."""
+def test_sharded_replicas_send_redundant_copies_of_their_norms_only():
+    """Every device of a replica has whole norms and sends them to its counterpart."""
     config = config_of("noloco", 4, fsdp=2)
     reported = messages_of(config, {"replica": 4, "stage": 1, "fsdp": 2, "tensor": 1})
     norms = 3 * MODEL["hidden_size"] * 4
@@ -80,7 +80,7 @@ def test_sharded_replicas_send_more_by_the_copies_of_their_norms_alone():
     assert sum(permuted(compiled(config, "outer_step"), 2).values()) == total
 
 
-def test_the_inner_steps_of_routed_stages_send_what_the_branches_of_their_routes_hold():
+def test_reported_bytes_of_a_routed_inner_step_equal_those_of_its_routes_branches():
     config = config_of("noloco", 4, stage=2)
     hlo = compiled(config, "inner_step")
     by_computation = permuted(hlo, 2)
@@ -98,7 +98,7 @@ def test_the_inner_steps_of_routed_stages_send_what_the_branches_of_their_routes
 
 
 @pytest.mark.parametrize(("method", "program"), [("diloco", "outer_step"), ("ddp", "inner_step")])
-def test_an_all_reduce_sends_what_a_ring_of_its_operands_does(method, program):
+def test_reported_bytes_of_an_all_reduce_are_those_of_a_ring(method, program):
     config = config_of(method, 4)
     reported = messages_of(config, {"replica": 4, "stage": 1, "fsdp": 1, "tensor": 1})
     sizes = []

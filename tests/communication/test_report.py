@@ -53,7 +53,7 @@ def report_of(
         (8, {"stage": 2}, {"stage"}),
     ],
 )
-def test_only_replicas_over_several_processes_are_sent_their_batches_and_nobody_else(num_processes, mesh, axes):
+def test_batches_are_shared_only_inside_replicas_that_span_processes(num_processes, mesh, axes):
     inside = math.prod(mesh.values())
     config = from_dict(
         {
@@ -74,7 +74,7 @@ def test_only_replicas_over_several_processes_are_sent_their_batches_and_nobody_
 
 
 def across(report: Report, program: str) -> dict[str, set[tuple[str, ...]]]:
-    """Kind -> axes, of what crosses replicas."""
+    """Map each kind of collective that crosses replicas to its axes."""
     kinds: dict[str, set[tuple[str, ...]]] = {}
     for collective in report.traffic[program].collectives():
         if "replica" in collective.axes:
@@ -87,7 +87,7 @@ def axes_of(report: Report, program: str) -> set[str]:
 
 
 def sent(report: Report, program: str) -> tuple[int, int]:
-    """The least and the most bytes that a device sends to other replicas."""
+    """Return the least and the most bytes that a device sends to other replicas."""
     return report.traffic[program].extent(lambda c: c.bytes * ("replica" in c.axes))
 
 
@@ -120,7 +120,7 @@ def test_fsdp_inside_replicas_crosses_no_replica_and_sends_shards():
     [*((4, 2, wire) for wire in WIRES), (4, 4, "float32"), (4, 4, "int8"), (8, 8, "int8")],
 )
 def test_a_replica_sends_the_bytes_that_its_run_reports(num_replicas, group_size, wire):
-    """A whole message, by shares and all to all; a group's share is of the whole bucket."""
+    """Cover whole messages, shards and all-to-all; a group's shard is of the whole bucket."""
     report = report_of("noloco", num_replicas, num_replicas, OUTER, group_size, wire=wire)
     reported = messages_of(report.config, report.mesh_shape)
     assert sent(report, "outer_step") == (reported.of_outer_step(0),) * 2
@@ -136,7 +136,7 @@ def test_a_replica_sends_the_bytes_that_its_run_reports(num_replicas, group_size
         ({"fsdp": 2, "tensor": 2}, 2, "int4"),
     ],
 )
-def test_codes_and_shares_of_sharded_arrays_are_made_where_the_shards_lie(mesh, group_size, wire):
+def test_sharded_arrays_are_encoded_without_communication_inside_replicas(mesh, group_size, wire):
     """Every device has whole blocks of hidden states, as in all but tiny models."""
     num_devices = group_size * math.prod(mesh.values())
     size = {"num_layers": 2, "hidden_size": 128}
@@ -164,7 +164,7 @@ def test_ddp_of_a_single_sharded_replica_is_fsdp():
     assert axes_of(report_of("ddp", 1, num_devices=4, fsdp=4), "inner_step") == {"fsdp"}
 
 
-def test_replicas_that_share_a_device_meet_there_and_send_at_most_whole_blocks():
+def test_replicas_that_share_a_device_send_at_most_the_devices_block():
     report = report_of("noloco", 8, num_devices=4)
     assert axes_of(report, "inner_step") == set()
     assert across(report, "outer_step") == {"collective-permute": {("replica",)}}
@@ -172,7 +172,7 @@ def test_replicas_that_share_a_device_meet_there_and_send_at_most_whole_blocks()
     assert broken_promises(report) == []
 
 
-def test_a_group_of_three_sends_two_thirds_out_and_two_back():
+def test_a_group_of_three_sends_two_thirds_out_and_two_thirds_back():
     report = report_of("noloco", 3, num_devices=3, group_size=3, only=OUTER)
     assert sent(report, "outer_step") == (4 * 4 * math.ceil(numel(1) / 3),) * 2
 
@@ -214,7 +214,7 @@ def test_sparseloco_gathers_its_packed_messages_from_all_replicas():
 
 
 @pytest.mark.parametrize(("mesh", "inside"), [({"fsdp": 2}, {"fsdp"}), ({"stage": 2}, set())], ids=str)
-def test_sparse_messages_are_of_chunks_that_a_sharded_replica_gathers_and_its_stages_have_whole(mesh, inside):
+def test_sparse_messages_gather_chunks_inside_fsdp_replicas_but_not_between_stages(mesh, inside):
     report = report_of("sparseloco", 2, 2 * math.prod(mesh.values()), OUTER, num_layers=2, **mesh)
     assert axes_of(report, "outer_step") == {"replica"} | inside
     assert broken_promises(report) == []

@@ -1,4 +1,4 @@
-"""Contents and routes of the exchange: routes by brute force, messages in the compiled programs."""
+"""Routes of the exchange checked by brute force, and messages in the compiled programs."""
 
 import functools
 import re
@@ -30,7 +30,7 @@ SIZE = 6  # elements of the one array that replicas send
 
 
 def follow(routes, entry):
-    """The replica whose block every replica ends with, sending as `Routes` say."""
+    """Return the replica whose block each replica ends with, following `routes`."""
     d, slots = routes.num_devices, routes.num_slots
     outgoing = np.take_along_axis(np.arange(d * slots).reshape(d, slots), routes.send[entry], axis=1)
     arrived = np.full((d, slots), -1)
@@ -44,7 +44,7 @@ def follow(routes, entry):
 
 
 def sent(routes, entry):
-    """Blocks of a replica that cross devices."""
+    """Count the blocks that cross devices."""
     pattern = routes.patterns[routes.pattern_of[entry]]
     return sum(count * sum(d != to for d, to in enumerate(destinations)) for destinations, count in pattern)
 
@@ -53,7 +53,7 @@ SHAPES = [(d, slots) for d in range(1, 9) for slots in (1, 2, 3, 4, 8)]
 
 
 @pytest.mark.parametrize(("d", "slots"), SHAPES)
-def test_routes_bring_every_replica_its_source_and_send_nothing_that_can_stay(d, slots):
+def test_routes_deliver_every_source_and_send_only_blocks_that_change_device(d, slots):
     rng = np.random.default_rng([d, slots])
     sources = np.stack([rng.permutation(d * slots) for _ in range(12)])
     routes = lower(sources, d, slots)
@@ -68,7 +68,7 @@ def test_routes_bring_every_replica_its_source_and_send_nothing_that_can_stay(d,
 
 
 @pytest.mark.parametrize(("d", "slots"), [(1, 8), (2, 4), (4, 2), (8, 1), (2, 8), (4, 4)])
-def test_pairs_of_a_power_of_two_replicas_take_at_most_one_message_a_device_and_round(d, slots):
+def test_pairs_of_a_power_of_two_send_at_most_one_message_per_device_and_round(d, slots):
     n = d * slots
     sources = np.array([[partner(round_)[i] for i in range(n)] for round_ in nj.RandomPairing(n).pool])
     routes = lower(sources, d, slots)
@@ -83,7 +83,7 @@ def partner(round_):
 
 
 def expected_messages(pairing, d, slots):
-    """Sizes of the messages that a pool of groups of equal size compiles to, by `lower`: each distinct pattern once."""
+    """Return the message sizes of a pool of equal groups, by `lower`: each distinct pattern compiles once."""
     result = []
     for k in range(1, len(pairing.pool[0][0])):
         sources = [[0] * pairing.num_replicas for _ in pairing.pool]
@@ -100,7 +100,7 @@ def compiled_outer_step(tx, d, slots):
     n = d * slots
     params = np.zeros((n, SIZE), np.float32)
     state = state_at_start(n, params, params)
-    # A jit within, as a user may have it, must not hide the mesh from the transform.
+    # An inner jit, which users may have, must not hide the mesh from the transform.
     return compiled(over_replicas(jax.jit(tx.update), (d, slots)), params, state, params)
 
 
@@ -114,7 +114,7 @@ def compiled_outer_step(tx, d, slots):
         (4, 1, nj.ExplicitPairing([[[0, 1], [2, 3]], [[0, 2], [1, 3]]]), 2),
     ],
 )
-def test_the_outer_program_sends_by_collective_permute_alone_and_exactly_what_the_routes_say(d, slots, pairing, number):
+def test_the_outer_program_sends_only_the_routes_messages_by_collective_permute(d, slots, pairing, number):
     tx = nj.noloco(pairing, sync_every=2, axis_name=axis_of((d, slots)))
     hlo = compiled_outer_step(tx, d, slots)
     assert not other_collectives(hlo)
@@ -132,8 +132,8 @@ def test_diloco_sends_by_all_reduce_alone(d, slots):
 
 @pytest.mark.parametrize("n", [3, 4, 6])
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
-def test_a_member_of_a_group_sends_what_a_ring_would(n, wire):
-    """2 (n − 1) messages of an n-th: half of them in the wire's code, half float32, as the mean has to be exact."""
+def test_a_group_mean_has_the_message_sizes_of_a_ring_all_reduce(n, wire):
+    """2 (n − 1) messages of 1 / n each: half in the wire format, half float32, because the mean has to be exact."""
     size, pairing = 60, nj.ExplicitPairing([[list(range(n))]])
     code: Any = WIRES[wire]
     mean = functools.partial(group_mean, axis_name="replica", wire=code, pairing=pairing, index=jnp.int32(0))
@@ -154,7 +154,7 @@ SOME_GROUPS = [
 @pytest.mark.parametrize("groups", SOME_GROUPS)
 @pytest.mark.parametrize("layout", [8, (8, 1), (2, 4)])
 def test_members_of_a_group_receive_bitwise_the_same_mean(groups, layout):
-    """Groups of one size, where a member adds up a share for all, and of several sizes, where each adds up all."""
+    """Equal groups reduce one shard per member and gather; in groups of mixed sizes each member reduces everything."""
     x = np.random.default_rng(0).normal(size=(8, 7)).astype(np.float32)
     pairing = nj.ExplicitPairing([groups])
     mean = functools.partial(group_mean, pairing=pairing, index=jnp.int32(0), axis_name=axis_of(layout))
@@ -164,7 +164,7 @@ def test_members_of_a_group_receive_bitwise_the_same_mean(groups, layout):
     np.testing.assert_allclose(means, oracle_mean(x, groups), rtol=1e-6, atol=1e-6)
 
 
-def test_large_arrays_travel_by_themselves_and_small_ones_together():
+def test_small_arrays_share_a_bucket_and_large_ones_have_their_own():
     rng = np.random.default_rng(0)
     sizes = {"a": (3,), "b": (40,), "c": (2, 2), "d": (5,), "e": (9,)}
     tree: dict = {name: rng.normal(size=shape).astype(np.float32) for name, shape in sizes.items()}
@@ -187,7 +187,7 @@ def test_a_static_inner_step_sends_nothing():
     assert not other_collectives(hlo)
 
 
-def test_the_group_mean_is_bitwise_the_same_wherever_the_replicas_live():
+def test_the_group_mean_is_bitwise_equal_on_every_layout():
     pairing = nj.ExplicitPairing(nj.RandomPairing(8, 3, max_pool=2).pool)
     x = np.random.default_rng(0).normal(size=(8, SIZE)).astype(np.float32)
 
@@ -205,7 +205,7 @@ def test_the_group_mean_is_bitwise_the_same_wherever_the_replicas_live():
 
 
 @pytest.mark.parametrize("layout", [4, (2, 2)])
-def test_a_pairing_of_another_number_of_replicas_is_an_error_that_names_both(layout):
+def test_a_pairing_for_a_different_number_of_replicas_is_refused(layout):
     tx = nj.noloco(nj.RandomPairing(6), sync_every=1, axis_name=axis_of(layout))
     params = np.zeros((4, SIZE), np.float32)
     state = state_at_start(4, params, params)

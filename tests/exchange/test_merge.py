@@ -11,7 +11,7 @@ from support.layouts import assert_trees_close, axis_of, compiled, over_replicas
 
 
 @pytest.mark.parametrize("n", range(1, 18))
-def test_rounds_are_of_pairs_and_few(n):
+def test_a_merge_takes_log2_n_rounds_of_pairs_and_at_most_two_more(n):
     rounds = merge_rounds(n)
     assert len(rounds) == math.floor(math.log2(n)) + (0 if n & (n - 1) == 0 else 2)
     for partner, _, _ in rounds:
@@ -29,7 +29,7 @@ def test_all_replicas_end_with_the_mean(layout):
             np.testing.assert_array_equal(np.asarray(x), np.broadcast_to(x[:1], x.shape))
 
 
-def test_a_merge_sends_messages_to_partners_alone():
+def test_a_merge_sends_only_to_partners():
     tree = random_tree(0, 8)
     text = compiled(over_replicas(lambda t: mean_by_pairs(t, "replica"), (8, 1)), tree)
     assert text.count(" collective-permute(") == 3 * len(tree)

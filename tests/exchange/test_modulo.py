@@ -20,13 +20,13 @@ BITS = MODULO_BITS["modulo4"]
 CODE = Modulo("modulo4")
 
 
-def meet(tree, movement, groups=PAIRS, layout=8, remembered=None):
+def exchange(tree, movement, groups=PAIRS, layout=8, remembered=None):
     """Return the means that replicas receive in a round of these groups."""
-    return met(tree, movement, groups, layout, remembered)[0]
+    return exchange_with_memories(tree, movement, groups, layout, remembered)[0]
 
 
-def met(tree, movement, groups=PAIRS, layout=8, remembered=None):
-    """Return the means of `meet`, and the blocks' memories after the round."""
+def exchange_with_memories(tree, movement, groups=PAIRS, layout=8, remembered=None):
+    """Return the received means, and the blocks' memories after the round."""
     if remembered is None:
         remembered = jax.tree.map(lambda x: memory_of(x.shape), tree)
     return jax.device_get(_mean(tuple(map(tuple, groups)), layout)(tree, movement, remembered))
@@ -49,7 +49,7 @@ def memory_of(shape):
 
 
 def replicas(distance, shape=(3, 50), seed=0):
-    """Weights that all replicas share, and of each a difference of about that size."""
+    """Return weights shared by all replicas, plus a difference of about `distance` for each."""
     rng = np.random.default_rng(seed)
     shared = rng.normal(size=shape)
     return {"w": (shared + distance * rng.normal(size=(8, *shape))).astype(np.float32)}
@@ -60,11 +60,11 @@ def like(tree, value):
 
 
 @pytest.mark.parametrize("layout", [8, (8, 1), (2, 4)])
-def test_a_pair_comes_together_by_half_its_difference_to_within_the_step(layout):
+def test_a_pair_meets_at_its_midpoint_within_half_a_grid_step(layout):
     """The step is 3 / 2^bits of the movement, and up to a fourth of an octave more."""
     distance = 1e-3
     tree = replicas(distance)
-    means = meet(tree, like(tree, 5 * distance), layout=layout)
+    means = exchange(tree, like(tree, 5 * distance), layout=layout)
     step = 3 / 2**BITS * 5 * distance * 2**0.3
     difference = tree["w"][PARTNER].astype(np.float64) - tree["w"]
     np.testing.assert_allclose(means["w"] - tree["w"], difference / 2, atol=step / 2 + 1e-7)
@@ -72,117 +72,117 @@ def test_a_pair_comes_together_by_half_its_difference_to_within_the_step(layout)
 
 
 @pytest.mark.parametrize("distance", [1e-4, 1e-3, 1.0, 100.0], ids=lambda x: f"distance {x:g}")
-def test_corrections_are_exactly_opposite_also_where_blocks_are_refused(distance):
+def test_corrections_of_a_pair_are_exactly_opposite_even_for_refused_blocks(distance):
     x = np.random.default_rng(1).standard_t(1, size=(8, 10, 64)).astype(np.float32) * distance
-    corrections, remembered = meet_corrections(x, 1e-3)
+    corrections, remembered = exchange_corrections(x, 1e-3)
     np.testing.assert_array_equal(corrections + corrections[PARTNER], np.zeros_like(corrections))
     np.testing.assert_array_equal(remembered, remembered[PARTNER])
 
 
-def meet_corrections(blocks, movement):
-    """The corrections themselves, and what blocks remember: of larger weights, what is left of a sum is rounded."""
+def exchange_corrections(blocks, movement):
+    """Return the bare corrections and the blocks' memories; added to larger weights, corrections would be rounded."""
     code, partner = CODE, jnp.asarray(PARTNER)
 
     @jax.jit
-    def meet(x):
+    def exchange(x):
         windows = code.windows(x, jnp.full((*x.shape[:-1], 1), movement), jnp.zeros((*x.shape[:-1], 1), jnp.uint8))
         windows = jnp.maximum(windows, windows[partner])
         sent = code.encode(x, windows)
         return code.correction(sent, sent[partner], windows)
 
-    return jax.device_get(meet(blocks))
+    return jax.device_get(exchange(blocks))
 
 
-def test_a_block_with_a_value_beyond_the_window_is_refused_by_both_and_the_next_window_is_wide_enough():
-    """One value leaves, up or down, in any place, by half a window or by any number of windows."""
+def test_both_partners_refuse_a_block_beyond_the_window_and_widen_it_enough():
+    """Values leave the window up or down, in any places, by half a window or by several windows."""
     rng = np.random.default_rng(0)
     half = 1.5e-3  # for a movement of 1e-3
     for places, windows in [(1, 0.5), (1, 1), (1, -1), (1, 7), (3, 1), (20, -2), (64, 1)]:
         x = np.broadcast_to(rng.normal(size=(1, 5, 64)), (8, 5, 64)).astype(np.float32)
         for pair in PAIRS:
             x[pair[0], 2, rng.choice(64, places, replace=False)] += np.float32(2.4 * half * windows)
-        corrections, remembered = meet_corrections(x, 1e-3)
+        corrections, remembered = exchange_corrections(x, 1e-3)
         assert not corrections.any()
         wide = 2.0 ** ((remembered[:, 2].astype(float) - 120) / 4) * 2**BITS / 2
         assert (wide >= 3 * half).all()
         assert (remembered[:, [0, 1, 3, 4]] < remembered[:, 2:3]).all()
 
 
-def test_a_refused_block_comes_together_within_a_few_rounds():
+def test_a_refused_block_converges_within_60_rounds():
     """A hundred windows apart, as after a partition or from another run's weights."""
     tree = {"w": np.zeros((8, 64), np.float32)}
     tree["w"][[0, 1, 4, 5]] = 0.3
     remembered = {"w": memory_of(tree["w"].shape)}
     for _ in range(60):
-        means, remembered = met(tree, like(tree, 1e-3), remembered=remembered)
+        means, remembered = exchange_with_memories(tree, like(tree, 1e-3), remembered=remembered)
         tree = {"w": np.asarray(means["w"])}
     assert np.abs(tree["w"] - tree["w"][PARTNER]).max() < 1e-3
     np.testing.assert_allclose(tree["w"].mean(axis=0), 0.15, atol=1e-6)
 
 
 @pytest.mark.parametrize("distance", [6e3, 1e5, 1e9])
-def test_blocks_that_moved_far_come_together_like_others(distance):
+def test_blocks_that_moved_far_converge_too(distance):
     tree = replicas(distance)
-    means = meet(tree, like(tree, 5 * distance))
+    means = exchange(tree, like(tree, 5 * distance))
     assert np.isfinite(means["w"]).all()
     apart = np.abs(tree["w"] - tree["w"][PARTNER]).mean()
     assert np.abs(means["w"] - means["w"][PARTNER]).mean() < 0.8 * apart
 
 
-def test_equal_replicas_stay_bitwise_equal_and_who_is_alone_as_it_is():
+def test_equal_replicas_and_unpaired_replicas_keep_their_weights_bitwise():
     rng = np.random.default_rng(0)
     one = rng.standard_t(1, size=(1, 333)).astype(np.float32)
     tree = {"w": np.broadcast_to(one, (5, 333))}
-    means = meet(tree, like(tree, 1e-3), groups=[[0, 3], [1, 2], [4]], layout=5)
+    means = exchange(tree, like(tree, 1e-3), groups=[[0, 3], [1, 2], [4]], layout=5)
     np.testing.assert_array_equal(means["w"], tree["w"])
     apart = replicas(1e-3)
     alone = {"w": apart["w"][:5]}
-    means = meet(alone, like(alone, 1e-3), groups=[[0, 3], [1, 2], [4]], layout=5)
+    means = exchange(alone, like(alone, 1e-3), groups=[[0, 3], [1, 2], [4]], layout=5)
     np.testing.assert_array_equal(means["w"][4], alone["w"][4])
 
 
-def test_both_take_the_larger_window_so_that_who_stood_still_reaches_who_did_not():
+def test_both_partners_use_the_larger_of_their_windows():
     tree = replicas(1.0)
     movement = like(tree, 0.0)
     movement["w"][[0, 1, 4, 5]] = 5.0
-    means = meet(tree, movement)
-    both = meet(tree, like(tree, 5.0))
+    means = exchange(tree, movement)
+    both = exchange(tree, like(tree, 5.0))
     np.testing.assert_array_equal(means["w"], both["w"])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_so_for_both_of_its_pair_and_in_its_block_alone(value):
+def test_a_non_finite_value_makes_only_its_block_nan_at_both_partners(value):
     tree = {"w": np.random.default_rng(0).normal(size=(8, 640)).astype(np.float32)}
-    clean = meet(tree, like(tree, 5.0))
+    clean = exchange(tree, like(tree, 5.0))
     broken = {"w": tree["w"].copy()}
     broken["w"][3, 130] = value
-    means = meet(broken, like(tree, 5.0))
+    means = exchange(broken, like(tree, 5.0))
     block = np.zeros((8, 640), bool)
     block[[0, 3], 128:192] = True
     assert np.isnan(means["w"][block]).all()
     np.testing.assert_array_equal(means["w"][~block], clean["w"][~block])
 
 
-def test_a_message_is_a_byte_a_block_for_its_window_and_then_the_bits_and_a_check_byte():
+def test_a_message_has_a_window_byte_a_payload_and_a_check_byte_per_block():
     """A row of 321 weights is six blocks of 56; three weights are a block of 8."""
     tree = {"w": np.zeros((8, 5 * 64 + 1), np.float32), "b": np.zeros((8, 3), np.float32)}
     memory = jax.tree.map(lambda x: memory_of(x.shape), tree)
-    meeting = functools.partial(
+    send = functools.partial(
         pair_mean_in_windows,
         pairing=nj.ExplicitPairing([PAIRS]),
         index=jnp.int32(0),
         axis_name="replica",
         code=CODE,
     )
-    text = compiled(over_replicas(lambda t, m: meeting(t, movement=t, remembered=m), (8, 1)), tree, memory)
+    text = compiled(over_replicas(lambda t, m: send(t, movement=t, remembered=m), (8, 1)), tree, memory)
     sent = [line for line in text.splitlines() if " collective-permute(" in line]
     sizes = [int(np.prod([int(n) for n in line.split("u8[")[1].split("]")[0].split(",")])) for line in sent]
     assert sum(sizes) == 6 * (1 + 56 * BITS // 8 + 1) + (1 + 8 * BITS // 8 + 1)
 
 
 @pytest.mark.parametrize(("wire", "limit"), [("float32", 1.1), ("modulo4", 1.5)])
-def test_replicas_stay_together_while_the_steps_they_take_become_a_hundredth(wire, limit):
-    """Their spread over their steps, at the end; of block codes of 4 bits it would be 30 times the exact one."""
+def test_replicas_stay_close_while_their_steps_shrink_a_hundredfold(wire, limit):
+    """Bound the final ratio of spread to step size; 4-bit block formats would be 30 times worse than float32."""
     outer = nj.noloco(nj.RandomPairing(8), 1.0, 0.0, 1.0, sync_every=1, axis_name="replica", wire=wire)
     rng = np.random.default_rng(0)
     params = {"w": np.broadcast_to(0.02 * rng.normal(size=(1, 4096)), (8, 4096)).astype(np.float32)}
@@ -199,8 +199,8 @@ def test_replicas_stay_together_while_the_steps_they_take_become_a_hundredth(wir
 
 @pytest.mark.parametrize("layout", [8, (8, 1)])
 @pytest.mark.parametrize("shape", [(16, 260), (260, 16)], ids=["head", "embedding"])
-def test_weights_of_a_token_that_moves_a_hundred_times_as_far_as_its_neighbours_stay_together(shape, layout):
-    """Windows that such a token shared with 63 others would be too narrow for it: it would wrap, and wrap for good."""
+def test_tokens_that_move_a_hundred_times_faster_than_others_stay_close(shape, layout):
+    """A window shared with 63 slower tokens would be too narrow: such a token would wrap and never recover."""
     outer = nj.noloco(nj.RandomPairing(8), 1.0, 0.0, 1.0, sync_every=1, axis_name=axis_of(layout), wire="modulo4")
     rng = np.random.default_rng(0)
     rate = np.full(260, 1e-4, np.float32)
@@ -228,14 +228,14 @@ RARE = [
 
 
 @pytest.mark.parametrize("setting", RARE, ids=lambda setting: f"{setting[0]} replicas, pushed {setting[-1]:g}")
-def test_rows_that_move_rarely_stay_as_close_as_in_float32_and_come_together_once_they_are_quiet(setting):
-    """Rows of rare tokens in an embedding move like this: a window that forgets wraps there, again and again."""
+def test_rarely_moving_rows_stay_close_and_converge_once_they_stop(setting):
+    """Embedding rows of rare tokens move like this; a window that forgets would wrap there repeatedly."""
     exact, coded = (spreads(setting, wire) for wire in ("float32", "modulo4"))
     assert rms(coded[100:200]) < 3 * rms(exact[100:200])  # four bits are coarse
     assert coded[-1].max() < 5e-2 * rms(coded[100:200])
 
 
-def test_momentum_of_corrections_that_hardly_lets_replicas_meet_is_warned_of():
+def test_too_high_a_momentum_of_corrections_warns():
     with pytest.warns(UserWarning, match="outer_momentum 0.8 of corrections.*wire='modulo4'.*use at most 0.6"):
         nj.noloco(nj.RandomPairing(8), 0.7, 0.8, 0.7, wire="modulo4", momentum_of="corrections")
 
@@ -245,7 +245,7 @@ def rms(x):
 
 
 def spreads(setting, wire, pushed=200, quiet=140, rows=24):
-    """(rounds, rows): the replicas' spread of every row, while rows are pushed at random and then no more."""
+    """Return the replicas' spread, (rounds, rows): rows are pushed at random for `pushed` rounds, then not."""
     n, lr, momentum, consensus, momentum_of, chance = setting
     outer = nj.noloco(nj.RandomPairing(n), lr, momentum, consensus, sync_every=1, wire=wire, momentum_of=momentum_of)
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The message of a round: one array for all weights, rounded on its way where that was asked for."""
+"""Messages of a round: one array for all weights, quantized by the wire."""
 
 import functools
 import re
@@ -24,7 +24,7 @@ every_rounding_wire = pytest.mark.parametrize("wire", ROUNDED)
 every_block_wire = pytest.mark.parametrize(("wire", "bits"), BITS.items())
 
 
-def meet(tree, wire, groups=PAIRS, layout=8, options=None):
+def exchange(tree, wire, groups=PAIRS, layout=8, options=None):
     """Return the means that replicas receive in a round of these groups."""
     code: Any = WIRES[wire]
     mean = functools.partial(
@@ -34,7 +34,7 @@ def meet(tree, wire, groups=PAIRS, layout=8, options=None):
 
 
 def sent(wire, x):
-    """Q(x) of one array, as the wire decodes what it encodes."""
+    """Return Q(x): one array encoded and decoded by the wire."""
     code: Any = WIRES[wire]
     return np.asarray(from_code(code, code.decode(code.encode(to_code(code, jnp.asarray(x)))), x))
 
@@ -58,9 +58,9 @@ def test_all_weights_go_in_one_message_a_round(d, slots, number):
 
 @every_rounding_wire
 @pytest.mark.parametrize("layout", [8, (8, 1), (2, 4)])
-def test_pairs_come_together_by_exactly_opposite_differences_of_what_the_wire_leaves_of_both(layout, wire):
+def test_pairs_apply_exactly_opposite_corrections_from_their_rounded_weights(layout, wire):
     trees = random_tree(0, 8) | {"tails": heavy_tailed(8, 333)}
-    means = meet(trees, wire, layout=layout)
+    means = exchange(trees, wire, layout=layout)
     partner = np.empty(8, int)
     for i, j in PAIRS:
         partner[[i, j]] = j, i
@@ -74,10 +74,10 @@ def test_pairs_come_together_by_exactly_opposite_differences_of_what_the_wire_le
 @every_rounding_wire
 @pytest.mark.parametrize("groups", [[[0, 1, 2], [3, 4, 5]], [[0, 5, 2, 4], [1, 3]], [[0, 1, 2, 3, 4, 5]]])
 @pytest.mark.parametrize("layout", [6, (3, 2)])
-def test_larger_groups_come_together_by_the_mean_of_what_the_wire_leaves_of_all(layout, groups, wire):
-    """Members send shares, or all to all where sizes differ or messages are short; leaves fill no whole blocks."""
+def test_larger_groups_apply_corrections_towards_the_mean_of_rounded_weights(layout, groups, wire):
+    """Members exchange shards, or everything if sizes differ or messages are short; leaves fill no whole blocks."""
     trees = random_tree(0, 6) | {"blocks": np.random.default_rng(1).normal(size=(6, 333)).astype(np.float32)}
-    means = meet(trees, wire, groups, layout)
+    means = exchange(trees, wire, groups, layout)
     for name, x in trees.items():
         rounded = np.stack([ROUNDED[wire](one) for one in x]).astype(np.float64)
         correction = oracle_mean(rounded, groups) - rounded
@@ -86,19 +86,19 @@ def test_larger_groups_come_together_by_the_mean_of_what_the_wire_leaves_of_all(
 
 @pytest.mark.parametrize("wire", ["float32", *ROUNDED])
 @pytest.mark.parametrize("group_size", [2, 3, 4, 7, 8])
-def test_replicas_with_equal_values_keep_them_through_every_wire(group_size, wire):
-    """Also where the compiler multiplies by 1/3 to divide by 3, as in a user's run."""
+def test_equal_replicas_keep_their_values_through_every_wire(group_size, wire):
+    """The compiler option makes XLA multiply by 1/3 instead of dividing by 3, as in a user's run."""
     tree = random_tree(0, 8) | {"tails": heavy_tailed(8, 333)}
     tree = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), tree)
     options = {"xla_backend_optimization_level": 3}
-    means = meet(tree, wire, nj.RandomPairing(8, group_size, max_pool=4).pool[-1], options=options)
+    means = exchange(tree, wire, nj.RandomPairing(8, group_size, max_pool=4).pool[-1], options=options)
     for name, x in tree.items():
         np.testing.assert_array_equal(means[name], x)
 
 
 @pytest.mark.parametrize("layout", [8, (8, 1), (2, 4)])
-def test_an_outer_step_through_four_bits_leaves_the_mean_of_the_replicas_where_float32_leaves_it(layout):
-    """The message is computed in the same program: had a sender rounded it otherwise for itself, a step would show."""
+def test_an_outer_step_through_int4_keeps_the_replica_mean_of_float32(layout):
+    """One program computes message and step: a sender that rounded its own copy differently would shift the mean."""
     theta, slow, momentum = ({"w": np.random.default_rng(seed).normal(size=(8, 999))} for seed in range(3))
     state = state_at_start(8, *jax.tree.map(np.float32, (slow, momentum)))
     pairing = nj.RandomPairing(8)
@@ -112,20 +112,20 @@ def test_an_outer_step_through_four_bits_leaves_the_mean_of_the_replicas_where_f
 
 
 @every_rounding_wire
-def test_a_group_that_is_alone_keeps_its_values_through_a_wire_that_rounds(wire):
+def test_an_unpaired_replica_keeps_its_values_through_a_rounding_wire(wire):
     x = heavy_tailed(3, 333)
-    np.testing.assert_array_equal(meet(x, wire, [[0, 1], [2]], 3)[2], x[2])
+    np.testing.assert_array_equal(exchange(x, wire, [[0, 1], [2]], 3)[2], x[2])
 
 
 @every_block_wire
-def test_a_weight_is_sent_to_half_a_grid_step_of_its_block(wire, bits):
+def test_quantization_errors_are_at_most_half_a_grid_step_of_the_block(wire, bits):
     for scale in (1.0, 100.0, 1e-30):
         x = heavy_tailed(1000) * np.float32(scale)
         assert np.all(np.abs(sent(wire, x).astype(np.float64) - x) <= grid_steps(x, bits) / 2)
 
 
 @every_block_wire
-def test_the_largest_weights_of_a_block_are_sent_to_bfloat16s_rounding_and_zeros_as_zeros(wire, bits):
+def test_a_blocks_largest_weight_has_bfloat16_precision_and_zeros_are_exact(wire, bits):
     x = np.zeros(192, np.float32)
     x[[3, 70]] = 1.2345, -6.789e-5
     limit = 2 ** (bits - 1) - 1
@@ -137,12 +137,12 @@ def test_the_largest_weights_of_a_block_are_sent_to_bfloat16s_rounding_and_zeros
 
 @every_rounding_wire
 @pytest.mark.parametrize("groups", [PAIRS, [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 2], [3, 4, 5], [6, 7]]])
-def test_what_is_not_finite_arrives_so_at_its_group_and_in_its_block_alone(groups, wire):
+def test_non_finite_values_reach_their_group_and_affect_only_their_block(groups, wire):
     x = np.random.default_rng(0).normal(size=(8, 3 * 64)).astype(np.float32)
     trees = {"clean": x} | {name: x.copy() for name in ("nan", "inf", "-inf")}
     for name in ("nan", "inf", "-inf"):
         trees[name][0, 70] = float(name)
-    means = meet(trees, wire, groups)
+    means = exchange(trees, wire, groups)
     (group,) = [group for group in groups if 0 in group]
     block = np.zeros(x.shape, bool)
     block[group, 64:128] = True
@@ -152,7 +152,7 @@ def test_what_is_not_finite_arrives_so_at_its_group_and_in_its_block_alone(group
 
 
 @pytest.mark.parametrize("bits", [2, 4, 6, 8, 16])
-def test_packed_numbers_fill_their_bits_and_come_back(bits):
+def test_packed_numbers_fill_their_bits_and_unpack_unchanged(bits):
     numbers = np.random.default_rng(bits).integers(2**bits, size=(5, 64)).astype(np.uint32)
     packed = pack(jnp.asarray(numbers), bits)
     assert packed.dtype == jnp.uint8 and packed.shape == (5, 8 * bits)
@@ -160,7 +160,7 @@ def test_packed_numbers_fill_their_bits_and_come_back(bits):
 
 
 @every_rounding_wire
-def test_complex_numbers_are_an_error_of_a_wire_that_rounds(wire):
+def test_a_rounding_wire_refuses_complex_parameters(wire):
     outer = nj.noloco(nj.RandomPairing(4), wire=wire)
     params = {"w": np.ones((4, 2), np.complex64)}
     message = f"wire='{wire}' rounds real numbers and the parameters hold complex64: use wire='float32'"
@@ -169,16 +169,16 @@ def test_complex_numbers_are_an_error_of_a_wire_that_rounds(wire):
 
 
 @every_rounding_wire
-def test_float64_travels_in_what_the_wire_has_and_keeps_what_that_does_not_hold(wire):
+def test_float64_digits_beyond_the_wires_precision_are_kept(wire):
     with jax.enable_x64(True):
         x = 1 + 1e-12 * np.arange(8.0)[:, None] * np.ones(70)
-        means = meet(x, wire)
+        means = exchange(x, wire)
         assert means.dtype == np.float64
         np.testing.assert_array_equal(means, x)
 
 
 @pytest.mark.parametrize(("wire", "operand"), [("bfloat16", "u16[13]"), ("int6", "u8[4,8]"), ("int4", "u8[4,6]")])
-def test_all_weights_go_in_one_message_of_the_wires_bits_on_every_backend(wire, operand):
+def test_all_weights_go_in_one_message_of_the_wires_payload_size(wire, operand):
     """Three rows of 4 weights and one of 1: 13 of bfloat16; a block of 8 for each row, with two bytes of scale."""
     params = random_tree(0, 8)
     tx = nj.noloco(nj.RandomPairing(8), sync_every=1, wire=wire)

@@ -27,7 +27,7 @@ def test_attention_is_the_softmax_over_earlier_positions(length, kv_heads):
 
 
 def softmax_attention(q_BTHK, k_BTGK, v_BTGK, segments_BT):
-    """The formula, in float32."""
+    """Return the formula's attention, in float32."""
     repeats = q_BTHK.shape[2] // k_BTGK.shape[2]
     k_BTHK, v_BTHK = (jnp.repeat(x, repeats, axis=2) for x in (k_BTGK, v_BTGK))
     scores_BHTS = jnp.einsum("bthk,bshk->bhts", q_BTHK, k_BTHK, precision="highest") / math.sqrt(q_BTHK.shape[-1])
@@ -40,8 +40,8 @@ def softmax_attention(q_BTHK, k_BTGK, v_BTGK, segments_BT):
 
 @pytest.mark.parametrize("documents", [False, True], ids=["whole sequences", "documents"])
 @pytest.mark.parametrize(("length", "kv_heads", "head_dim"), [(64, 4, 64), (256, 2, 64), (130, 1, 128)])
-def test_16_bit_attention_and_its_gradients_are_the_formulas_to_rounding(length, kv_heads, head_dim, documents):
-    """cuDNN's on a GPU. A number of bfloat16 is rounded by up to 0.2 %; results are to within 1 % of their norm."""
+def test_16_bit_attention_and_its_gradients_match_the_formula_within_rounding(length, kv_heads, head_dim, documents):
+    """A GPU runs cuDNN here. bfloat16 rounds numbers by up to 0.2 %; results must be within 1 % of their norm."""
     rng = np.random.default_rng(0)
     shapes = [(2, length, heads, head_dim) for heads in (4, kv_heads, kv_heads, 4)]
     *arguments, cotangent = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in shapes)
@@ -64,7 +64,7 @@ def test_16_bit_attention_and_its_gradients_are_the_formulas_to_rounding(length,
 
 
 @pytest.mark.skipif("jax.default_backend() != 'gpu'", reason="needs a GPU")
-def test_16_bit_attention_on_this_gpu_is_cudnns():
+def test_16_bit_attention_on_this_gpu_uses_cudnn():
     x_BTHK = jnp.zeros((1, 64, 4, 64), jnp.bfloat16)
     program = jax.jit(causal_attention).lower(x_BTHK, x_BTHK, x_BTHK).compile().as_text()
     assert program and "cudnn" in program
@@ -82,7 +82,7 @@ def test_16_bit_attention_on_this_gpu_is_cudnns():
     ],
     ids=["V100", "T4", "A100", "RTX 5090", "MI250", "compiled without one"],
 )
-def test_16_bit_attention_is_cudnns_from_ampere_on(monkeypatch, gpu, used):
+def test_16_bit_attention_uses_cudnn_from_ampere_on(monkeypatch, gpu, used):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [types.SimpleNamespace(**gpu)])
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *_, implementation, **__: implementation)

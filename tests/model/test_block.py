@@ -8,7 +8,7 @@ from noloco_jax.model.block import dense
 
 
 @pytest.mark.parametrize(("width_in", "width_out"), [(3, 5), (5, 3), (4, 4)])
-def test_the_gradients_of_dense_are_those_of_the_product(width_in, width_out):
+def test_gradients_of_dense_equal_those_of_the_product(width_in, width_out):
     rng = np.random.default_rng(0)
     x_BTI, kernel_IO, d_y_BTO = (
         rng.normal(size=shape) for shape in [(2, 7, width_in), (width_in, width_out), (2, 7, width_out)]

@@ -1,4 +1,4 @@
-"""The exported tokenizer of bytes makes the ids of the one in training, and `AutoTokenizer` loads it."""
+"""The exported byte tokenizer, loaded by `AutoTokenizer`, against the one in training."""
 
 import random
 
@@ -27,21 +27,21 @@ def texts() -> list[str]:
     ]
 
 
-def test_it_makes_the_ids_of_training_and_decodes_them(loaded):
+def test_ids_match_training_and_decode_to_the_text(loaded):
     for text in texts():
         ids = loaded(text)["input_ids"]
         assert ids == ByteTokenizer().encode(text).tolist()
         assert loaded.decode(ids) == text
 
 
-def test_it_decodes_bytes_that_are_no_text_as_training_does(loaded):
+def test_invalid_utf_8_decodes_as_in_training(loaded):
     rng = random.Random(1)
     for _ in range(50):
         ids = rng.choices(range(256), k=20)
         assert loaded.decode(ids) == ByteTokenizer().decode(ids)
 
 
-def test_its_special_tokens_have_the_ids_of_training(loaded):
+def test_special_tokens_have_the_ids_of_training(loaded):
     ours = ByteTokenizer()
     assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (ours.bos_id, ours.eos_id, 258)
     assert len(loaded) == ours.vocab_size

@@ -26,13 +26,13 @@ PROMPTS_BP = np.array([[3, 14, 15, 9], [26, 5, 35, 8]], np.int32)
 
 @pytest.fixture(scope="module")
 def params():
-    # A large scale: logits far enough apart that rounding cannot change which is the largest.
+    # The large scale separates logits so far that rounding cannot change their argmax.
     return random_params(CONFIG, scale=0.3)
 
 
 def greedy_without_cache(config, params, prompt_BP, count):
     forward = jax.jit(lambda params, ids_BS: Llama.from_params(config, params)(ids_BS))
-    # Positions yet to come are zeros, which those before them cannot see.
+    # Later positions are zeros; causal attention hides them from earlier ones.
     ids_BS = np.pad(prompt_BP, ((0, 0), (0, count)))
     for position in range(prompt_BP.shape[1], ids_BS.shape[1]):
         ids_BS[:, position] = np.argmax(forward(params, ids_BS)[:, position - 1], axis=-1)
@@ -56,7 +56,7 @@ def test_cached_greedy_decoding_is_the_argmax_of_the_plain_forward_pass(params, 
     np.testing.assert_array_equal(ids_BS, greedy_without_cache(config, params, PROMPTS_BP, 12))
 
 
-def test_hidden_states_in_pieces_through_a_cache_are_those_of_the_whole(params):
+def test_hidden_states_computed_in_pieces_with_a_cache_equal_the_whole(params):
     rng = np.random.default_rng(1)
     ids_BT = jnp.asarray(rng.integers(0, CONFIG.vocab_size, (2, 9)), jnp.int32)
 
@@ -71,7 +71,7 @@ def test_hidden_states_in_pieces_through_a_cache_are_those_of_the_whole(params):
     np.testing.assert_allclose(in_pieces_BTD, whole_BTD, atol=1e-5)
 
 
-def test_what_a_cache_holds_beyond_its_length_is_not_seen(params):
+def test_cache_entries_beyond_its_length_are_ignored(params):
     @jax.jit
     def hidden(params, rest):
         cache = Cache.empty(CONFIG, batch_size=2, max_length=8)
@@ -87,7 +87,7 @@ def test_a_prompt_of_one_token_and_one_new_token_work(params):
     np.testing.assert_array_equal(ids_BS, greedy_without_cache(CONFIG, params, PROMPTS_BP[:, :1], 1))
 
 
-def test_prompts_go_past_cudnn(params, monkeypatch):
+def test_generation_does_not_use_cudnn(params, monkeypatch):
     used = []
 
     def attention(*args, implementation, **kwargs):
@@ -98,10 +98,10 @@ def test_prompts_go_past_cudnn(params, monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     generate(dataclasses.replace(CONFIG, dtype="bfloat16"), params, PROMPTS_BP, max_new_tokens=2)
-    assert used == ["xla", "xla"]  # of the prompt, of the tokens after it
+    assert used == ["xla", "xla"]  # for the prompt, for the tokens after it
 
 
-def test_after_the_end_of_text_a_prompt_repeats_it_and_the_others_go_on(params):
+def test_a_finished_prompt_repeats_the_end_of_text_while_others_continue(params):
     free_BS = np.asarray(generate(CONFIG, params, PROMPTS_BP, max_new_tokens=12))
     eos_id = int(free_BS[0, 6])
     first_B = [4 + list(row[4:]).index(eos_id) if eos_id in row[4:] else len(row) for row in free_BS]
@@ -111,7 +111,7 @@ def test_after_the_end_of_text_a_prompt_repeats_it_and_the_others_go_on(params):
         np.testing.assert_array_equal(ended_S[first:], eos_id)
 
 
-def test_sampling_among_the_likeliest_alone_is_greedy(params):
+def test_top_1_sampling_is_greedy(params):
     sampled_BS = generate(
         CONFIG, params, PROMPTS_BP, max_new_tokens=12, temperature=1.0, top_k=1, key=jax.random.key(3)
     )
@@ -142,7 +142,7 @@ def test_sampling_is_a_function_of_its_key(params):
 
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="the checkpoint of ../shared is not here")
-def test_a_trained_grouped_query_llama_tells_its_golden_story():
+def test_a_trained_grouped_query_llama_reproduces_its_golden_story():
     config = ModelConfig(**huggingface.config_from_folder(STORIES))
     params = jax.tree.map(jnp.asarray, huggingface.load_params(STORIES, config))
     golden = json.loads((STORIES / "greedy_golden.json").read_text())["greedy_ids"]

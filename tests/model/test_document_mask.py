@@ -1,4 +1,4 @@
-"""Attention inside documents: a packed sequence is its documents, each alone."""
+"""Attention inside documents: a packed sequence gives the results of each of its documents alone."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from support.packed import loss_alone, packed_batch, pieces
 CONFIG = ModelConfig(
     hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=61, norm_eps=1e-6
 )
-LENGTHS = [[5, 1, 7, 3], [16], [2, 9]]  # the last with padding behind it
+LENGTHS = [[5, 1, 7, 3], [16], [2, 9]]  # the last ends in padding
 BATCH = packed_batch(LENGTHS, CONFIG.vocab_size)
 
 
@@ -33,7 +33,7 @@ def mean_loss(config, params, batch):
     return loss(config, params, batch)[0]
 
 
-def test_logits_of_a_packed_row_are_those_of_each_document_alone(params):
+def test_logits_of_a_packed_row_equal_those_of_each_document_alone(params):
     model = Llama.from_params(CONFIG, params)
     ids_BT, segments_BT = jnp.asarray(BATCH["input_ids"]), jnp.asarray(BATCH["segment_ids"])
     packed_BTV = model(ids_BT, segments_BT=segments_BT)
@@ -43,7 +43,7 @@ def test_logits_of_a_packed_row_are_those_of_each_document_alone(params):
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_the_gradient_of_a_packed_batch_is_that_of_its_documents_alone(params, remat):
+def test_the_gradient_of_a_packed_batch_equals_that_of_its_documents_alone(params, remat):
     config = dataclasses.replace(CONFIG, remat=remat)
     num_labels = (BATCH["labels"] != -100).sum()
     expected = jax.jit(jax.grad(lambda params: loss_alone(CONFIG, params, BATCH, LENGTHS) / num_labels))(params)
@@ -68,7 +68,7 @@ def test_a_change_in_one_document_changes_the_loss_of_no_other(params):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_padding_behind_the_tokens_is_never_attended_to(params, masked):
+def test_padding_after_the_tokens_is_never_attended_to(params, masked):
     batch = packed_batch([[11]], CONFIG.vocab_size)
     if not masked:
         del batch["segment_ids"]
@@ -80,7 +80,7 @@ def test_padding_behind_the_tokens_is_never_attended_to(params, masked):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8), other_gradient, gradient)
 
 
-def test_documents_that_cross_the_cpus_blocks_of_queries_are_attended_to_as_jax_does():
+def test_documents_across_the_cpus_query_blocks_match_jaxs_attention():
     rng = np.random.default_rng(0)
     q_BTHK, k_BTGK, v_BTGK = (jnp.asarray(rng.standard_normal((2, 300, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     segments_BT = jnp.asarray(np.cumsum(rng.random((2, 300)) < 0.02, axis=1, dtype=np.int32))
@@ -91,7 +91,7 @@ def test_documents_that_cross_the_cpus_blocks_of_queries_are_attended_to_as_jax_
 
 
 @pytest.mark.parametrize(("length", "used"), [(6, "cudnn"), (5, "xla")])
-def test_on_a_gpu_the_library_masks_other_documents_and_cudnn_takes_even_lengths(monkeypatch, length, used):
+def test_gpu_attention_masks_other_documents_and_uses_cudnn_for_even_lengths(monkeypatch, length, used):
     given = {}
 
     def library(q_BTHK, k_BTGK, v_BTGK, *, implementation, **arguments):

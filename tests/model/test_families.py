@@ -1,4 +1,4 @@
-"""Llama's kin against what transformers computed, and their parts under every layout.
+"""Families of Llama against figures of transformers, and their parts on every layout.
 
 `golden/README.md` says how the figures were made.
 """
@@ -34,7 +34,7 @@ from support.paths import GOLDEN
 FAMILIES = GOLDEN / "families"
 NAMES = ("llama2", "llama3", "llama3_1", "smollm", "mistral", "qwen2", "qwen2_window", "qwen3")
 NAMES += ("qwen3_moe", "qwen3_moe_plain")
-# In each family's own words: what makes it more than a Llama 2.
+# Settings that distinguish each family.
 PARTS = {
     "llama2": {"num_kv_heads": 4},
     "llama3": {"num_kv_heads": 2, "rope_theta": 500000.0},
@@ -47,7 +47,7 @@ PARTS = {
     "qwen3_moe": {"kind": "moe", "num_experts": 5, "experts_per_token": 2, "intermediate_size": 12, "qk_norm": True},
     "qwen3_moe_plain": {"kind": "moe", "norm_topk_prob": False, "router_aux_loss_coef": 0.25, "tie_embeddings": True},
 }
-# Every part at once, where one need not be in another's way.
+# All parts that can be combined.
 EVERYTHING = ModelConfig(
     hidden_size=32,
     intermediate_size=48,
@@ -73,7 +73,7 @@ def model_of(name: str) -> ModelConfig:
 
 
 def in_our_layout(name: str) -> Any:
-    """Gradients that are stored under transformers' names, kernels [out, in], without the importer."""
+    """Convert gradients from transformers' names and kernels [out, in] to our layout, without the importer."""
     theirs = {path.removeprefix("grad.model."): x for path, x in golden(name).items() if path.startswith("grad.")}
     for path in [path for path in theirs if path.endswith("gate_up_proj")]:  # (E, 2F, D)
         gate, up = np.split(theirs.pop(path), 2, axis=1)
@@ -94,13 +94,13 @@ def in_our_layout(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_folder_says_what_its_family_has(name):
+def test_a_folders_config_has_the_parts_of_its_family(name):
     assert {field: getattr(model_of(name), field) for field in PARTS[name]} == PARTS[name]
     assert (model_of(name).rope_scaling is not None) == (name == "llama3_1")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_are_transformers(name):
+def test_logits_match_transformers(name):
     params = load_params(FAMILIES / name, model_of(name))
     logits_BTV = jax.jit(lambda params, ids_BT: kind.from_params(model_of(name), params)(ids_BT))(
         params, golden(name)["input_ids"]
@@ -109,7 +109,7 @@ def test_logits_are_transformers(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_loss_and_every_gradient_are_transformers(name):
+def test_the_loss_and_every_gradient_match_transformers(name):
     params = load_params(FAMILIES / name, model_of(name))
     batch = {part: golden(name)[part] for part in ("input_ids", "labels")}
     gradient_of = jax.jit(jax.value_and_grad(functools.partial(kind.loss, model_of(name)), has_aux=True))
@@ -119,7 +119,7 @@ def test_the_loss_and_every_gradient_are_transformers(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_folder_goes_in_and_out_bit_for_bit_and_transformers_reads_the_same(name, tmp_path):
+def test_a_folder_round_trips_bit_for_bit_and_transformers_reads_it_alike(name, tmp_path):
     config = model_of(name)
     save_folder(tmp_path / "out", load_params(FAMILIES / name, config), config, max_position_embeddings=256)
     theirs, ours = (load_file(folder / "model.safetensors") for folder in (FAMILIES / name, tmp_path / "out"))
@@ -153,7 +153,7 @@ def test_a_folder_goes_in_and_out_bit_for_bit_and_transformers_reads_the_same(na
         ("qwen2_window", {"layer_types": None, "max_window_layers": 1}, "1 of 2 layers have a sliding window"),
     ],
 )
-def test_what_the_family_has_and_this_model_has_not_is_refused(name, entries, message, tmp_path):
+def test_unsupported_features_of_a_family_are_refused(name, entries, message, tmp_path):
     theirs = json.loads((FAMILIES / name / "config.json").read_text()) | entries
     (tmp_path / "config.json").write_text(json.dumps(theirs))
     with pytest.raises(UserError, match=re.escape(message)):
@@ -169,7 +169,7 @@ def test_what_the_family_has_and_this_model_has_not_is_refused(name, entries, me
         ("mistral", "head_dim", {"head_dim": None}),
     ],
 )
-def test_an_entry_that_is_left_out_is_what_transformers_takes(name, without, found, tmp_path):
+def test_a_missing_config_entry_has_transformers_default(name, without, found, tmp_path):
     theirs = json.loads((FAMILIES / name / "config.json").read_text())
     del theirs[without]
     (tmp_path / "config.json").write_text(json.dumps(theirs))
@@ -177,12 +177,12 @@ def test_an_entry_that_is_left_out_is_what_transformers_takes(name, without, fou
     assert {field: getattr(read, field) for field in found} == found
 
 
-def test_parts_that_no_family_joins_are_not_exported():
+def test_parts_that_no_family_combines_are_not_exported():
     with pytest.raises(UserError, match="none of transformers' models"):
         check_has_format(EVERYTHING)
 
 
-def test_weights_without_the_biases_are_no_qwen2(tmp_path):
+def test_weights_without_biases_are_refused_as_qwen2(tmp_path):
     config = model_of("llama3")
     save_folder(tmp_path / "m", random_params(config), config, max_position_embeddings=64)
     path = tmp_path / "m" / "config.json"
@@ -194,7 +194,7 @@ def test_weights_without_the_biases_are_no_qwen2(tmp_path):
 
 @pytest.mark.parametrize(("length", "window"), [(7, 1), (7, 3), (130, 5), (300, 128), (300, 140), (50, 60)])
 @pytest.mark.parametrize("documents", [False, True])
-def test_a_window_is_the_softmax_over_the_last_positions(length, window, documents):
+def test_window_attention_is_the_softmax_over_the_last_positions(length, window, documents):
     rng = np.random.default_rng(0)
     q_BTHK, k_BTHK, v_BTHK = (rng.standard_normal((2, length, 2, 8)) for _ in range(3))
     segments_BT = np.cumsum(rng.random((2, length)) < 0.05, axis=1, dtype=np.int32) if documents else None
@@ -211,8 +211,8 @@ def test_a_window_is_the_softmax_over_the_last_positions(length, window, documen
 
 
 @pytest.mark.parametrize("documents", [False, True])
-def test_a_window_on_other_devices_is_that_of_the_cpu(monkeypatch, documents):
-    """JAX's own attention, which other devices take, run here."""
+def test_window_attention_on_other_devices_equals_the_cpus(monkeypatch, documents):
+    """Run JAX's own attention, which other devices use, on the CPU."""
     rng = np.random.default_rng(0)
     q_BTHK, k_BTHK, v_BTHK = (jnp.asarray(rng.standard_normal((2, 20, 2, 8)), jnp.float32) for _ in range(3))
     segments_BT = jnp.asarray(np.arange(40).reshape(2, 20) // 7, jnp.int32) if documents else None
@@ -221,7 +221,7 @@ def test_a_window_on_other_devices_is_that_of_the_cpu(monkeypatch, documents):
     np.testing.assert_allclose(causal_attention(q_BTHK, k_BTHK, v_BTHK, segments_BT, 4), expected_BTHK, atol=2e-6)
 
 
-def test_cudnn_gets_the_window_by_its_length_or_in_the_mask_beside_documents(monkeypatch):
+def test_cudnn_gets_the_window_as_a_length_or_with_documents_in_the_mask(monkeypatch):
     given: dict[str, Any] = {}
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *_, **options: given.update(options))
@@ -241,7 +241,7 @@ def test_cached_decoding_past_the_window_is_the_argmax_of_the_plain_forward_pass
         np.testing.assert_array_equal(ids_BS[:, position], np.argmax(logits_BTV[:, -1], axis=-1))
 
 
-def test_packed_documents_are_each_alone():
+def test_packed_documents_do_not_affect_each_other():
     params = jax.tree.map(jnp.asarray, random_params(EVERYTHING, scale=0.1))
     lengths = [[5, 1, 10], [16], [7, 9]]
     batch = packed_batch(lengths, EVERYTHING.vocab_size)
@@ -283,7 +283,7 @@ def test_every_part_trains_alike_on_every_mesh(mesh, optimizer):
 
 
 @pytest.mark.parametrize("remat", ["full", "dots"])
-def test_every_part_is_rematerialized(remat):
+def test_rematerialization_changes_no_losses(remat):
     found = losses(run_of(MeshConfig(replica=1), remat=remat), 1, start(), optimizer="adam")
     np.testing.assert_allclose(found, on_one_device("adam"), rtol=1e-5)
 
@@ -293,7 +293,7 @@ def test_muon_takes_no_bias_and_no_norm():
     assert taken == {"q", "k", "v", "o", "gate", "up", "down"}
 
 
-def test_the_memory_estimate_grows_by_the_queries_keys_values_and_mixed_values_of_wider_heads():
+def test_the_memory_estimate_grows_by_four_arrays_of_the_heads_extra_width():
     plain = dataclasses.replace(EVERYTHING, head_dim=None)
     assert Llama.kept_numbers(dataclasses.replace(EVERYTHING, head_dim=8)) == Llama.kept_numbers(plain)
     wider = dataclasses.replace(EVERYTHING, head_dim=8 + 6)
@@ -362,10 +362,10 @@ def test_outer_steps_of_fragments_cut_biases_and_norms_alike_in_every_mode(tmp_p
         ({"hidden_size": 30, "num_heads": 4}, "is not a multiple of model.num_heads=4"),
     ],
 )
-def test_sizes_that_do_not_go_together_are_refused(fields, message):
+def test_incompatible_sizes_are_refused(fields, message):
     with pytest.raises(UserError, match=message):
         from_dict({"model": fields})
 
 
-def test_heads_need_not_divide_the_stream_where_their_width_is_given():
+def test_heads_need_not_divide_the_hidden_size_with_an_explicit_head_dim():
     assert from_dict({"model": {"hidden_size": 30, "num_heads": 4, "head_dim": 8}}).model.head_size == 8

@@ -1,4 +1,4 @@
-"""The Llama against what transformers' LlamaForCausalLM computed in float32: forward, backward, ten optimizer steps."""
+"""The Llama against float32 figures of transformers' LlamaForCausalLM: forward, backward, ten optimizer steps."""
 
 import dataclasses
 import functools
@@ -42,7 +42,7 @@ class Case:
         return json.loads((GOLDEN / "summary.json").read_text())["cases"][self.folder.name]
 
     def in_our_layout(self, name):
-        """Reads tensors that are stored under transformers' names, kernels [out, in], without the importer."""
+        """Read tensors stored under transformers' names, kernels [out, in], without the importer."""
         theirs = load_file(self.folder / name)
         layer_names = {
             "attention_norm": "input_layernorm",
@@ -80,7 +80,7 @@ def test_imported_parameters_are_the_stored_tensors(case):
     jax.tree.map(np.testing.assert_array_equal, case.params, case.in_our_layout("model.safetensors"))
 
 
-def test_logits_are_transformers(case):
+def test_logits_match_transformers(case):
     logits_BTV = jax.jit(lambda params, ids_BT: Llama.from_params(case.config, params)(ids_BT))(
         case.params, case.batch["input_ids"]
     )
@@ -88,7 +88,7 @@ def test_logits_are_transformers(case):
     np.testing.assert_allclose(logits_BTV, case.io["logits"], atol=1e-5, rtol=0)
 
 
-def test_hidden_states_are_transformers(case):
+def test_hidden_states_match_transformers(case):
     h_BTD = case.model.embed_tokens(case.batch["input_ids"])
     np.testing.assert_array_equal(h_BTD, case.io["hidden_0"])
     first = jax.tree.map(lambda leaf: leaf[:1], case.params["blocks"])
@@ -99,13 +99,13 @@ def test_hidden_states_are_transformers(case):
     np.testing.assert_allclose(h_BTD, case.io["hidden_2"], atol=1e-5, rtol=0)
 
 
-def test_rotary_frequencies_are_transformers(case):
+def test_rotary_frequencies_match_transformers(case):
     head_dim = case.config.hidden_size // case.config.num_heads
     inverse_J = inverse_frequencies(head_dim, case.config.rope_theta)
     np.testing.assert_allclose(inverse_J, case.io["inv_freq"], rtol=2e-7)
 
 
-def test_loss_and_every_gradient_are_transformers(case):
+def test_loss_and_every_gradient_match_transformers(case):
     value_and_grad = jax.jit(jax.value_and_grad(functools.partial(loss, case.config), has_aux=True))
     (value, num_tokens), grads = value_and_grad(case.params, case.batch)
     assert num_tokens == np.sum(case.io["labels"] != -100)
@@ -114,7 +114,7 @@ def test_loss_and_every_gradient_are_transformers(case):
     np.testing.assert_allclose(optax.tree.norm(grads), case.io["grad_norm"], rtol=1e-6)
 
 
-def test_ten_steps_of_clipped_adam_are_transformers(case):
+def test_ten_steps_of_clipped_adam_match_transformers(case):
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(6e-4))
 
     @jax.jit

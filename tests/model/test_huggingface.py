@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: every stored form gives the same weights, and bad folders one line each."""
+"""Hugging Face folders: every stored form loads as the same weights, and a bad folder is one error line."""
 
 import functools
 import json
@@ -59,7 +59,7 @@ def change_weights(folder, change):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_was_saved_loads_bit_for_bit(tmp_path, tied, dtype):
+def test_a_saved_model_loads_bit_for_bit(tmp_path, tied, dtype):
     config = ModelConfig(**{**vars(CONFIG), "tie_embeddings": tied, "param_dtype": dtype, "rope_scaling": LLAMA3})
     params = random_params(config)
     save_folder(tmp_path / "model", jax.tree.map(jax.numpy.asarray, params), config, max_position_embeddings=64)
@@ -68,7 +68,7 @@ def test_what_was_saved_loads_bit_for_bit(tmp_path, tied, dtype):
 
 
 def test_a_flipped_bit_in_saved_weights_is_refused_or_changes_nothing(folder):
-    """Some bits of a header mean nothing, and those of the digest's name are of none but the check."""
+    """Some bits of a header mean nothing, and those of the digest's name only disable the check."""
     path, rng = folder / "model.safetensors", random.Random(0)
     whole, params = path.read_bytes(), load_params(folder, CONFIG)
     header = 8 + int.from_bytes(whole[:8], "little")
@@ -88,7 +88,7 @@ def test_a_flipped_bit_in_saved_weights_is_refused_or_changes_nothing(folder):
 
 
 @needs_stories
-def test_a_trained_checkpoint_goes_in_and_out_bit_for_bit(tmp_path):
+def test_a_trained_checkpoint_round_trips_bit_for_bit(tmp_path):
     config = from_dict({"model": config_from_folder(STORIES)}).model
     params = load_params(STORIES, config)
     save_folder(tmp_path / "out", params, config, max_position_embeddings=512, bos_id=1, eos_id=2)
@@ -144,8 +144,8 @@ def test_the_saved_tokenizer_is_the_given_one(tmp_path):
     assert saved(text)["input_ids"] == given(text)["input_ids"]
 
 
-def test_a_tokenizer_that_is_not_there_is_found_before_the_weights_are_written(tmp_path):
-    no_weights = {}  # a KeyError where they are to be written
+def test_a_missing_tokenizer_is_reported_before_weights_are_written(tmp_path):
+    no_weights = {}  # writing them raises a KeyError
     with pytest.raises(OSError):
         save_folder(tmp_path / "m", no_weights, CONFIG, str(tmp_path / "nowhere"), max_position_embeddings=64)
 
@@ -174,7 +174,7 @@ def test_half_precision_weights_load_as_the_same_numbers(folder, stored):
     assert_bitwise_equal(load_params(folder, CONFIG), expected)
 
 
-def test_a_tied_head_and_old_rotary_buffers_beside_the_weights_are_passed_over(tmp_path):
+def test_a_stored_tied_head_and_old_rotary_buffers_are_ignored(tmp_path):
     config = ModelConfig(**{**vars(CONFIG), "tie_embeddings": True})
     params = random_params(config)
     save_folder(tmp_path / "m", params, config, max_position_embeddings=64)
@@ -222,7 +222,7 @@ def test_neither_loading_nor_saving_holds_a_second_copy(tmp_path):
     assert peak(lambda: load_params(tmp_path / "m", config)) < 1.1 * size
 
 
-def test_nothing_is_written_over_and_nothing_half_written_is_left(folder, tmp_path):
+def test_saving_overwrites_nothing_and_leaves_no_partial_folder(folder, tmp_path):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(UserError, match="already holds something"):
         save_folder(folder, random_params(CONFIG), CONFIG, max_position_embeddings=64)
@@ -293,7 +293,7 @@ def test_missing_and_broken_files_are_refused_by_name(folder, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["there", "link", "here"])
-def test_a_folder_that_is_there_and_empty_is_filled(tmp_path, monkeypatch, kind):
+def test_an_existing_empty_folder_is_filled(tmp_path, monkeypatch, kind):
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there")
     monkeypatch.chdir(tmp_path / "there")

@@ -1,4 +1,4 @@
-"""The seam of models: which one a configuration names, what it may be, and that no room but `model` knows a weight."""
+"""Kinds of models: lookup by name, checks of a user's class, and no weight named outside `model`."""
 
 import dataclasses
 import re
@@ -25,13 +25,13 @@ from support.paths import ROOT
 
 OWN = ModelConfig(kind="support.own_model:Model", hidden_size=16, vocab_size=24)
 LAYERED = dataclasses.replace(OWN, kind="support.own_model:Layered", num_layers=4)
-# Names of a Llama's weights, as keys: those of one letter are too common to look for anywhere but in brackets.
+# Names of a Llama's weights, as keys; names of one letter are too common to search for outside brackets.
 WEIGHTS = r"""["'](?:embed|blocks|head|norm|attention_norm|mlp_norm|gate|up|down)["']|\[["'][qkvo]["']\]"""
 # A profile's names of a step's parts, `jax.named_scope`s, are labels for people; Prometheus has a metric "up".
 SCOPES = {"bench/profile.py", "island/prometheus.py"}
 
 
-def test_no_room_but_the_models_knows_a_weight_of_the_llama():
+def test_only_the_model_package_names_weights_of_the_llama():
     known = []
     for path in sorted((ROOT / "noloco_jax").rglob("*.py")):
         name = path.relative_to(ROOT / "noloco_jax").as_posix()
@@ -42,7 +42,7 @@ def test_no_room_but_the_models_knows_a_weight_of_the_llama():
     assert not known
 
 
-def test_the_llama_is_the_default_and_named_by_a_word_or_a_path():
+def test_the_llama_is_the_default_and_may_be_named_by_its_path():
     assert kind.kind_of(ModelConfig()) is Llama
     assert kind.kind_of(ModelConfig(kind="noloco_jax.model.llama:Llama")) is Llama
 
@@ -158,7 +158,7 @@ def test_a_model_that_would_fail_later_is_refused_in_a_line(broken, name, num_st
         kind.check_kind(broken(name), num_stages)
 
 
-def test_a_model_of_a_loss_alone_trains_and_generates_nothing(broken):
+def test_a_model_with_only_a_loss_is_accepted_for_training_but_not_for_generation(broken):
     kind.check_kind(broken("HasLossAlone"), num_stages=1)
     with pytest.raises(UserError, match=r"cannot generate: define them, or train with --config.sample_tokens=0"):
         kind.check_generates(broken("HasLossAlone"))
@@ -171,23 +171,23 @@ class KeepsDocumentsApart(Base):
         return h_BTD if segments_BT is None else h_BTD * segments_BT[..., None]
 
 
-def test_a_model_that_does_not_look_at_documents_is_refused_where_they_are_to_be_kept_apart(broken):
+def test_document_masks_are_refused_for_a_model_that_ignores_segment_ids(broken):
     with pytest.raises(UserError, match=r"does not use segment_ids.*data.document_mask=False"):
         kind.check_kind(OWN, num_stages=1, document_mask=True)
     kind.check_kind(broken("KeepsDocumentsApart"), num_stages=1, document_mask=True)
 
 
-def test_a_model_that_names_no_stages_is_not_cut_into_any():
+def test_pipeline_stages_are_refused_for_a_model_without_stages():
     with pytest.raises(UserError, match=r"not cut into pipeline stages: give --config.mesh.stage=1"):
         kind.check_kind(OWN, num_stages=2)
 
 
-def test_a_model_of_ones_own_has_no_hugging_face_format():
+def test_a_custom_model_has_no_hugging_face_format():
     with pytest.raises(UserError, match="to which only llama and moe are converted"):
         check_has_format(OWN)
 
 
-def test_mesh_axes_follow_from_the_axes_at_a_weight():
+def test_mesh_axes_follow_from_a_weights_logical_axes():
     axes = {path: parameter_spec(LAYERED, tuple(map(jax.tree_util.DictKey, path))) for path in kind.param_axes(LAYERED)}
     assert axes == {
         ("tokens",): P(("stage", "tensor"), "fsdp"),
@@ -205,7 +205,7 @@ def test_the_vocabulary_of_a_state_with_any_prefix_is_padded():
     jax.tree.map(np.testing.assert_array_equal, resize_vocabulary(OWN, wide, 24)["mu"], params)
 
 
-def test_muon_takes_matrices_that_are_no_tables():
+def test_muon_takes_matrices_but_no_embedding_or_head():
     assert kind.muons(OWN) == {("turn",)}
     assert kind.muons(LAYERED) == {("gates", "share")}
 
@@ -223,5 +223,5 @@ def test_fragments_that_do_not_divide_a_weight_are_refused_by_its_name():
         check_fragments(OWN, 16, mesh)
 
 
-def test_equal_cuts_are_one_object_for_which_programs_compile_once():
+def test_equal_fragment_cuts_are_one_object_so_programs_compile_once():
     assert fragments_of(OWN, 2) is fragments_of(dataclasses.replace(OWN), 2)

@@ -1,4 +1,4 @@
-"""The Llama's parameters, its independence of how it is run, and rotary embedding against numpy in float64."""
+"""The Llama's parameters, equal results however it is run, and rotary embedding against numpy in float64."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def drawn():
-    """The initial parameters of a seed."""
+    """Return a function from a seed to its initial parameters."""
     init = jax.jit(functools.partial(init_params, CONFIG))
     return lambda seed: init(jax.random.key(seed))
 
@@ -84,16 +84,16 @@ def test_a_tied_model_has_no_head_and_uses_the_embedding(params):
     np.testing.assert_array_equal(model.head_kernel(), np.asarray(params["embed"]).T)
 
 
-def test_initial_kernels_are_independent_normal_draws_of_deviation_002_and_norms_are_one(drawn):
+def test_initial_kernels_are_independent_normals_of_std_0_02_and_norms_are_one(drawn):
     params = drawn(0)
     kernels = {name: leaf for name, leaf in params["blocks"].items() if "norm" not in name}
     kernels |= {"embed": params["embed"], "head": params["head"]}
     for kernel in kernels.values():
-        deviation = 0.02 / math.sqrt(kernel.size)  # of the mean of as many draws
+        deviation = 0.02 / math.sqrt(kernel.size)  # standard error of the mean of as many draws
         assert abs(np.mean(kernel)) < 4 * deviation and abs(np.std(kernel) - 0.02) < 4 * deviation
     for norm in (params["norm"], params["blocks"]["attention_norm"], params["blocks"]["mlp_norm"]):
         np.testing.assert_array_equal(norm, 1.0)
-    # The first layer's against the next layer's, and against another kernel of the same shape.
+    # Compare the first layer with the next one, and with another kernel of the same shape.
     draws = [np.ravel(kernel) for kernel in (kernels["q"][0], kernels["q"][1], kernels["o"][0])]
     assert np.max(np.abs(np.corrcoef(draws) - np.eye(3))) < 4 / math.sqrt(32 * 32)
 
@@ -103,18 +103,18 @@ def test_parameters_are_a_function_of_the_key_alone(drawn):
     assert np.any(np.asarray(drawn(0)["embed"]) != np.asarray(drawn(1)["embed"]))
 
 
-def test_parameter_counts_leave_out_embedding_and_head_alone(params):
+def test_the_count_without_embeddings_excludes_embedding_and_head_only(params):
     total, without_embeddings = num_params(CONFIG)
     assert total == sum(leaf.size for leaf in jax.tree.leaves(params))
     assert without_embeddings == total - 2 * 61 * 32
 
 
-def test_the_module_gives_back_the_parameters_it_was_merged_from(params):
+def test_parameters_round_trip_through_the_module(params):
     jax.tree.map(np.testing.assert_array_equal, Llama.from_params(CONFIG, params).to_params(), params)
 
 
 @pytest.mark.parametrize("missing", ["embed", "blocks", "norm", "head"])
-def test_a_module_over_a_part_of_the_parameters_cannot_compute_what_needs_the_rest(params, batch, missing):
+def test_a_module_without_some_parameters_fails_where_it_needs_them(params, batch, missing):
     model = Llama.from_params(CONFIG, {name: part for name, part in params.items() if name != missing})
     with pytest.raises((TypeError, AttributeError), match="ShapeDtypeStruct"):
         model(batch["input_ids"])

@@ -1,4 +1,4 @@
-"""The loss against a plain softmax in numpy, however it is cut into chunks."""
+"""The loss against a plain softmax in numpy, for any size of chunks."""
 
 import functools
 import re
@@ -29,7 +29,7 @@ def inputs():
 
 
 def oracle(h_BTD, kernel_DV, labels_BT):
-    """The sum, its number of terms, and its gradients, in float64."""
+    """Return the sum, its number of terms, and its gradients, in float64."""
     logits_BTV = h_BTD @ kernel_DV
     probabilities_BTV = np.exp(logits_BTV) / np.exp(logits_BTV).sum(axis=-1, keepdims=True)
     valid_BT = labels_BT >= 0
@@ -46,13 +46,13 @@ def as_float32(inputs):
     return jnp.asarray(h_BTD, jnp.float32), jnp.asarray(kernel_DV, jnp.float32), jnp.asarray(labels_BT, jnp.int32)
 
 
-# Whether the normaliser is computed in one pass over the logits, as on a GPU, or in two, as on the CPU.
+# The normaliser takes one pass over the logits on a GPU, two on the CPU.
 PASSES = pytest.mark.parametrize("one_pass", [False, True], ids=["two_passes", "one_pass"])
 
 
 @PASSES
 @pytest.mark.parametrize("chunk_tokens", [None, 1, 6, 9, 12, 10**6])
-def test_sum_count_and_gradients_are_the_softmaxs_for_every_chunk(inputs, chunk_tokens, one_pass):
+def test_sum_count_and_gradients_match_the_softmax_for_every_chunk_size(inputs, chunk_tokens, one_pass):
     def scaled(h_BTD, kernel_DV, labels_BT):
         nll_sum, num_tokens = token_nll(h_BTD, kernel_DV, labels_BT, chunk_tokens=chunk_tokens, one_pass=one_pass)
         return 3.0 * nll_sum, (nll_sum, num_tokens)
@@ -69,11 +69,11 @@ def test_sum_count_and_gradients_are_the_softmaxs_for_every_chunk(inputs, chunk_
 
 @PASSES
 @pytest.mark.parametrize("vocab_multiple", [V, 8, 64])
-def test_columns_of_zeros_behind_the_vocabulary_change_nothing(inputs, vocab_multiple, one_pass):
-    how = {"chunk_tokens": 9, "vocab_multiple": vocab_multiple, "one_pass": one_pass}
+def test_zero_columns_after_the_vocabulary_change_nothing(inputs, vocab_multiple, one_pass):
+    options = {"chunk_tokens": 9, "vocab_multiple": vocab_multiple, "one_pass": one_pass}
 
     def padded(h_BTD, kernel_DV, labels_BT):
-        return token_nll(h_BTD, kernel_DV, labels_BT, **how)[0]
+        return token_nll(h_BTD, kernel_DV, labels_BT, **options)[0]
 
     value, (d_h_BTD, d_kernel_DV) = jax.value_and_grad(padded, argnums=(0, 1))(*as_float32(inputs))
     expected_sum, _, expected_d_h_BTD, expected_d_kernel_DV = oracle(*inputs)
@@ -85,13 +85,13 @@ def test_columns_of_zeros_behind_the_vocabulary_change_nothing(inputs, vocab_mul
 
 @PASSES
 @pytest.mark.parametrize(("num_shards", "vocab_multiple"), [(2, 1), (4, 1), (4, 8)])
-def test_a_kernel_whose_columns_are_sharded_has_the_loss_and_the_gradients_of_the_whole(
+def test_a_column_sharded_kernel_has_the_loss_and_the_gradients_of_the_whole(
     inputs, num_shards, vocab_multiple, one_pass
 ):
-    """The loss has the weights of `weight_B`, chunks, and columns behind the vocabulary that belong to no token."""
+    """Cover `weight_B`, chunks, and padding columns that belong to no token."""
     h_BTD, kernel_DV, labels_BT = as_float32(inputs)
     padding = -V % num_shards
-    padded_DV = jnp.pad(kernel_DV, ((0, 0), (0, padding)), constant_values=9.0)  # seen if they are not left out
+    padded_DV = jnp.pad(kernel_DV, ((0, 0), (0, padding)), constant_values=9.0)  # would change the loss if they counted
 
     def of_shard(h_BTD, kernel_DV, labels_BT):
         def objective(h_BTD, kernel_DV):
@@ -129,7 +129,7 @@ def test_a_kernel_whose_columns_are_sharded_has_the_loss_and_the_gradients_of_th
 
 
 @PASSES
-def test_logits_of_a_vocabulary_that_the_partitioner_shards_are_never_collected(one_pass):
+def test_logits_of_a_vocabulary_sharded_by_the_partitioner_are_never_gathered(one_pass):
     vocab_size, num_shards = 40, 4
     mesh = jax.make_mesh((num_shards,), ("tensor",), (AxisType.Auto,), devices=jax.devices()[:num_shards])
     whole, columns = NamedSharding(mesh, P()), NamedSharding(mesh, P(None, "tensor"))
@@ -160,8 +160,8 @@ def test_no_array_is_larger_than_a_chunks_logits(inputs, differentiated):
     assert f"[{B},2,{V}]" in text and f"[{B},{T},{V}]" not in text
 
 
-def test_kernel_gradients_of_a_bfloat16_computation_are_summed_over_chunks_in_float32():
-    # 512 chunks that each add the same small amount to a growing sum: in bfloat16 it would stop growing at 256 of them.
+def test_bfloat16_kernel_gradients_are_summed_over_chunks_in_float32():
+    # 512 chunks each add the same small amount: a bfloat16 sum would stop growing at 256 of them.
     h_BTD = jnp.ones((1, 512, 1), jnp.bfloat16)
     labels_BT = jnp.zeros((1, 512), jnp.int32)
     grad = jax.grad(lambda kernel_DV: token_nll(h_BTD, kernel_DV, labels_BT, chunk_tokens=1)[0])
@@ -190,12 +190,12 @@ def test_a_batch_without_labels_has_loss_and_gradient_zero():
 def test_a_label_that_is_no_token_makes_loss_and_gradient_nan(inputs, label, one_pass):
     h_BTD, kernel_DV, labels_BT = as_float32(inputs)
     labels_BT = labels_BT.at[1, 3].set(label)
-    for weight_B in (None, jnp.zeros(B)):  # whatever the sequence counts
+    for weight_B in (None, jnp.zeros(B)):  # for any weight of the sequence
 
         def nll_sum(h_BTD, kernel_DV, weight_B=weight_B):
             padded_DV = jnp.pad(kernel_DV, ((0, 0), (0, 3)))  # columns of no token
-            how = {"chunk_tokens": 9, "vocab_size": V, "one_pass": one_pass}
-            return token_nll(h_BTD, padded_DV, labels_BT, weight_B, **how)[0]
+            options = {"chunk_tokens": 9, "vocab_size": V, "one_pass": one_pass}
+            return token_nll(h_BTD, padded_DV, labels_BT, weight_B, **options)[0]
 
         value, (d_h_BTD, d_kernel_DV) = jax.jit(jax.value_and_grad(nll_sum, argnums=(0, 1)))(h_BTD, kernel_DV)
         assert jnp.isnan(nll_sum(h_BTD, kernel_DV)) and jnp.isnan(value)
@@ -212,7 +212,7 @@ def test_a_token_outside_the_vocabulary_makes_loss_and_gradient_nan(token):
     batch = {"input_ids": ids_BT, "labels": ids_BT + 1}
     (value, _), _ = value_and_grad(params, batch)
     assert jnp.isfinite(value)
-    for what in batch:
-        (value, _), grads = value_and_grad(params, batch | {what: batch[what].at[1, 2].set(token)})
-        assert jnp.isnan(value), what
-        assert all(jnp.isnan(leaf).any() for leaf in jax.tree.leaves(grads)), what
+    for name in batch:
+        (value, _), grads = value_and_grad(params, batch | {name: batch[name].at[1, 2].set(token)})
+        assert jnp.isnan(value), name
+        assert all(jnp.isnan(leaf).any() for leaf in jax.tree.leaves(grads)), name

@@ -1,6 +1,6 @@
 """Mixtures of experts: their sum, their load-balancing loss, and both under every layout.
 
-`test_families` holds logits, loss and gradients to what transformers computed.
+`test_families` compares logits, loss and gradients with transformers'.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ MODEL = ModelConfig(
     num_experts=6,
     experts_per_token=2,
     qk_norm=True,
-    router_aux_loss_coef=10.0,  # so large that a mesh which left it out would train otherwise
+    router_aux_loss_coef=10.0,  # so large that a mesh that omitted it would train differently
 )
 
 
@@ -60,7 +60,7 @@ def on_one_device(optimizer: str) -> np.ndarray:
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 40, 700])
 @pytest.mark.parametrize("crowded", [False, True])
-def test_experts_are_mixed_as_one_token_after_another(num_tokens, crowded):
+def test_mixtures_of_experts_match_a_loop_over_tokens(num_tokens, crowded):
     """No token is dropped, even where all are sent to the same expert."""
     rng = np.random.default_rng(0)
     block = MoeBlock(MODEL, rngs=nnx.Rngs(params=0))
@@ -89,18 +89,18 @@ def test_experts_are_mixed_as_one_token_after_another(num_tokens, crowded):
     ],
     ids=["fsdp and tensor", "stages", "stages and tensor"],
 )
-def test_it_trains_alike_on_every_mesh(mesh, optimizer):
+def test_training_is_alike_on_every_mesh(mesh, optimizer):
     found = losses(run_of(mesh), 8, start(), optimizer=optimizer)
     np.testing.assert_allclose(found, on_one_device(optimizer), rtol=2e-4)
 
 
-def test_stages_that_one_device_runs_in_turn_have_the_same_losses():
+def test_stages_on_one_device_have_the_losses_of_the_model_without_stages():
     found = losses(run_of(MeshConfig(replica=1, stage=2, routing="fixed")), 1, start(), optimizer="adam")
     np.testing.assert_allclose(found, on_one_device("adam"), rtol=1e-5)
 
 
 @pytest.mark.parametrize("remat", ["full", "dots"])
-def test_it_is_rematerialized(remat):
+def test_rematerialization_changes_no_losses(remat):
     found = losses(run_of(MeshConfig(replica=1), remat=remat), 1, start(), optimizer="adam")
     np.testing.assert_allclose(found, on_one_device("adam"), rtol=1e-5)
 
@@ -110,8 +110,8 @@ def test_bfloat16_trains_on_shards():
     np.testing.assert_allclose(found, on_one_device("adam"), rtol=2e-2)
 
 
-def test_gradients_of_bfloat16_kernels_are_sums_in_float32():
-    """Blocks of 4,096 tokens and 2 experts each bring a part: summed in bfloat16 they were off by 1 %."""
+def test_gradients_of_bfloat16_kernels_are_summed_in_float32():
+    """Gradients are partial sums over blocks of tokens and experts; summed in bfloat16 they were off by 1 %."""
     random = np.random.default_rng(0)
     x, scores = random.normal(size=(4096, 16)), random.uniform(0.2, 0.8, (4096, 1))
     experts = jnp.asarray(random.integers(0, 2, (4096, 1)), jnp.int32)
@@ -129,8 +129,8 @@ def test_gradients_of_bfloat16_kernels_are_sums_in_float32():
         assert np.linalg.norm(found - exact) < 6e-3 * np.linalg.norm(exact)
 
 
-def test_the_balance_is_trained_and_neither_logged_nor_evaluated():
-    """A large coefficient changes what is learnt, and no loss of the same weights."""
+def test_the_load_balancing_loss_is_trained_but_neither_logged_nor_evaluated():
+    """A large coefficient changes training, but not the reported loss of equal weights."""
     configs = [run_of(MeshConfig(replica=1), router_aux_loss_coef=value) for value in (0.0, 100.0)]
     without, much = (losses(config, 1, start(), optimizer="adam") for config in configs)
     np.testing.assert_array_equal(without[0], much[0])
@@ -143,7 +143,7 @@ def test_the_balance_is_trained_and_neither_logged_nor_evaluated():
     assert trained[0] == pytest.approx(float(evaluated[0]), rel=1e-6) and trained[1] > trained[0] + 100.0
 
 
-def test_packed_documents_are_each_alone():
+def test_packed_documents_do_not_affect_each_other():
     config = dataclasses.replace(MODEL, router_aux_loss_coef=0.0)
     params = jax.tree.map(jnp.asarray, random_params(config, scale=0.1))
     lengths = [[5, 1, 10], [16], [7, 9]]
@@ -170,7 +170,7 @@ def test_outer_steps_of_fragments_are_alike_in_every_mode(tmp_path):
     jax.tree.map(close, modes.islands(config, tmp_path), expected)
 
 
-def test_muon_takes_experts_one_by_one_and_no_router():
+def test_muon_takes_experts_separately_and_no_router():
     taken = {path[-1] for path in kind.muons(MODEL)}
     assert taken == {"q", "k", "v", "o", "gate", "up", "down"}
     dense = dataclasses.replace(MODEL, kind="llama")
@@ -180,7 +180,7 @@ def test_muon_takes_experts_one_by_one_and_no_router():
     assert one == newton_schulz_flops(dense)
 
 
-def test_a_token_is_counted_with_its_own_experts():
+def test_active_parameters_and_operations_count_only_a_tokens_experts():
     expert, router, layers = 3 * 32 * 24, 32 * 6, 2
     total, _ = kind.num_params(MODEL)
     assert total - kind.num_active_params(MODEL) == layers * (6 - 2) * expert
@@ -206,12 +206,12 @@ def test_expert_weights_are_sharded_along_their_inner_dimensions():
         ({"kind": "moe", "hidden_size": 30, "num_heads": 4}, "is not a multiple of model.num_heads=4"),
     ],
 )
-def test_what_does_not_go_together_is_refused(fields, message):
+def test_incompatible_settings_are_refused(fields, message):
     with pytest.raises(UserError, match=message):
         from_dict({"model": fields})
 
 
-def test_an_export_needs_what_transformers_has():
+def test_an_export_requires_a_combination_that_transformers_has():
     check_has_format(MODEL)
     with pytest.raises(UserError, match=r"has model\.qk_norm=True and model\.qkv_bias=False, and here they are False"):
         check_has_format(dataclasses.replace(MODEL, qk_norm=False))

@@ -1,6 +1,6 @@
-"""A model of a user's own, `support/own_model.py`, that no other room knows.
+"""A user's own model, `support/own_model.py`, which the package does not know.
 
-Most tests' runs train one too, `support/tiny_model.py`: in an own loop, one program, stages and islands.
+Most other tests train one too, `support/tiny_model.py`: in a user's loop, one program, stages and islands.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ LAYERED = "support.own_model:Layered"
 
 
 def own(config: TrainConfig, kind: str = KIND) -> TrainConfig:
-    """The configuration with a model of one's own."""
+    """Return the configuration with a user's own model."""
     return dataclasses.replace(config, model=dataclasses.replace(config.model, kind=kind))
 
 
@@ -35,7 +35,7 @@ def test_the_loss_falls_alike_on_one_device_and_with_replicas_sharded(optimizer)
 
 
 @pytest.mark.parametrize("routing", ["fixed", "random"])
-def test_a_model_in_stages_is_the_same_on_their_own_devices_as_one_after_another(routing):
+def test_stages_on_their_own_devices_train_like_stages_on_one_device(routing):
     config = own(dataclasses.replace(modes.CONFIG, num_microbatches=2), LAYERED)
     cut = dataclasses.replace(config, mesh=MeshConfig(replica=4, stage=2, routing=routing))
     virtual = dataclasses.replace(config, mesh=MeshConfig(replica=1, stage=2, routing=routing))
@@ -46,7 +46,7 @@ def test_a_model_in_stages_is_the_same_on_their_own_devices_as_one_after_another
         np.testing.assert_allclose(losses(whole, 1), expected, rtol=1e-5)
 
 
-def test_generation_takes_the_likeliest_token_after_each_whole_pass():
+def test_generation_is_the_argmax_of_the_plain_forward_pass():
     config = own(modes.CONFIG).model
     params = random_params(config)
     ids = np.asarray(generate(config, params, np.asarray([[5, 9, 2]]), max_new_tokens=6))[0]
@@ -67,7 +67,7 @@ def test_the_readmes_model_trains_by_its_name_alone(config):
     assert page == "noloco_jax/README.md" and perplexities[-1] < 0.5 * 259
 
 
-def test_a_wrong_kind_is_a_line_before_any_data_are_read(config):
+def test_a_wrong_kind_is_refused_in_one_line_before_any_data_are_read(config):
     [(status, output)] = processes.run(
         config, config.parent / "wrong", "--config.model.kind=no_such:Model", "--config.data.path=no_such_folder"
     )

@@ -15,7 +15,7 @@ HEADS, ROWS = ("fsdp", None, "tensor", None), ("fsdp", None)
 
 
 def mixed(q_BTHK, k_BTGK, scale_BT):
-    """Like attention, each head by itself and each sequence by itself."""
+    """Mix positions as attention does, each head and each sequence separately."""
     groups = q_BTHK.shape[2] // k_BTGK.shape[2]
     return q_BTHK * jnp.cumsum(jnp.repeat(k_BTGK, groups, axis=2), axis=1) * scale_BT[..., None, None]
 
@@ -25,7 +25,7 @@ def mixed(q_BTHK, k_BTGK, scale_BT):
     [(4, 2, (2, 5, 2, 3)), (4, 1, (2, 5, 4, 3)), (3, 2, (3, 5, 2, 3))],
     ids=["cut both ways", "heads cannot be cut", "batch cannot be cut"],
 )
-def test_every_device_works_on_its_part_and_the_whole_is_the_same(batch, kv_heads, part):
+def test_every_device_computes_its_shard_and_results_equal_the_whole(batch, kv_heads, part):
     rng = np.random.default_rng(0)
     q_NBTHK = jnp.asarray(rng.normal(size=(2, batch, 5, 4, 3)), jnp.float32)
     k_NBTGK = jnp.asarray(rng.normal(size=(2, batch, 5, kv_heads, 3)), jnp.float32)
@@ -54,7 +54,7 @@ def test_every_device_works_on_its_part_and_the_whole_is_the_same(batch, kv_head
     jax.tree.map(close, gradients(sharded), gradients(expected))
 
 
-def test_without_a_mesh_it_is_the_function_itself():
+def test_map_shards_without_a_mesh_is_the_function_itself():
     q_BTHK, k_BTGK, scale_BT = jnp.ones((1, 2, 2, 3)), jnp.ones((1, 2, 1, 3)), jnp.ones((1, 2))
     mapped = map_shards(mixed, (q_BTHK, HEADS), (k_BTGK, HEADS), (scale_BT, ROWS))
     np.testing.assert_array_equal(mapped, mixed(q_BTHK, k_BTGK, scale_BT))

@@ -1,4 +1,4 @@
-"""The Llama as a module in a loop of one's own: a README's example, and its gradient beside the trainer's."""
+"""The Llama as a module in a user's loop: the README's example, and its gradient against the trainer's."""
 
 import functools
 import math
@@ -21,11 +21,11 @@ def test_the_readme_example_trains_the_module():
     names: dict = {}
     exec(compile(example, page, "exec"), names)
     losses = names["losses"]
-    assert abs(losses[0] - math.log(names["model"].config.vocab_size)) < 0.1  # of a model that knows nothing yet
+    assert abs(losses[0] - math.log(names["model"].config.vocab_size)) < 0.1  # the loss of an untrained model
     assert losses[-1] < losses[0] / 2
 
 
-def test_the_modules_gradient_is_the_parameter_dicts():
+def test_the_modules_gradient_equals_that_of_the_parameter_dict():
     config = ModelConfig(hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1, vocab_size=31)
     params = jax.tree.map(jnp.asarray, random_params(config, scale=0.1))
     ids_BT = jnp.asarray(np.random.default_rng(0).integers(0, 31, (2, 9)), jnp.int32)

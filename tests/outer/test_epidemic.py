@@ -32,7 +32,7 @@ def start(rule: Any = ()) -> OuterState:
 
 
 def weights(graph: Any) -> np.ndarray:
-    """W, by which replicas' values become those after the round."""
+    """Return the mixing matrix W: the values after a round are W times those before it."""
     matrix = np.zeros((len(graph), len(graph)))
     for i, *senders in graph:
         matrix[i, [i, *senders]] = 1 / (1 + len(senders))
@@ -40,18 +40,18 @@ def weights(graph: Any) -> np.ndarray:
 
 
 @every_size
-def test_every_replica_sends_to_and_receives_from_so_many_others(n, degree):
+def test_every_replica_has_degree_senders_and_degree_receivers(n, degree):
     for graph in nj.RandomNeighbours(n, degree, seed=3).pool:
         assert [i for i, *_ in graph] == list(range(n))
         assert all(len({i, *senders}) == 1 + degree for i, *senders in graph)
         np.testing.assert_allclose(weights(graph).sum(axis=0), 1)
-        for k in range(1, 1 + degree):  # what one collective moves
+        for k in range(1, 1 + degree):  # one collective moves this position of all groups
             assert sorted(group[k] for group in graph) == list(range(n))
 
 
 @pytest.mark.parametrize(("n", "degree"), [(2, 1), (5, 2), (6, 3), (8, 3), (8, 7), (9, 8)])
-def test_a_whole_pool_mixes_as_the_paper_has_it_of_all_regular_graphs(n, degree):
-    """E[WᵀW] is β_s on what deviates from the mean, β_s = (1 − s / (n − 1)) / (s + 1) (Lemma 1, EL-Oracle)."""
+def test_the_full_pool_mixes_at_the_papers_rate_for_regular_graphs(n, degree):
+    """E[WᵀW] scales deviations from the mean by β_s = (1 − s / (n − 1)) / (s + 1) (Lemma 1, EL-Oracle)."""
     pool = nj.RandomNeighbours(n, degree).pool
     assert len(pool) == math.comb(n - 1, degree)
     mean = np.full((n, n), 1 / n)
@@ -59,7 +59,7 @@ def test_a_whole_pool_mixes_as_the_paper_has_it_of_all_regular_graphs(n, degree)
     np.testing.assert_allclose(np.mean([weights(g).T @ weights(g) for g in pool], axis=0), expected, atol=1e-12)
 
 
-def test_a_sample_of_the_graphs_is_as_large_as_allowed_and_uses_shifts_evenly():
+def test_a_sampled_pool_has_the_maximum_size_and_uses_shifts_evenly():
     pool = nj.RandomNeighbours(96, 7, seed=1).pool
     assert len(set(pool)) == len(pool) == 64
     shifts = np.bincount([group for graph in pool for group in graph[0][1:]], minlength=96)[1:]
@@ -71,7 +71,7 @@ def test_the_default_number_of_neighbours_is_log2_of_the_replicas_rounded_up():
     assert [nj.RandomNeighbours(n).degree for n in (1, 2, 3, 8, 9, 96)] == [0, 1, 2, 3, 4, 7]
 
 
-def test_rounds_go_through_all_graphs_in_passes_the_same_on_the_host_and_in_programs():
+def test_each_pass_draws_every_graph_once_on_the_host_and_under_jit():
     neighbours = nj.RandomNeighbours(6, 2, seed=4)
     rounds = range(2 * len(neighbours.pool))
     drawn = [int(neighbours.pool_index(r)) for r in rounds]
@@ -96,7 +96,7 @@ def test_outer_steps_average_along_the_graph_of_their_round(layout):
         np.testing.assert_array_equal(state.round, round + 1)
 
 
-def test_the_transform_takes_the_same_step_when_it_is_due():
+def test_update_takes_the_outer_step_when_it_is_due():
     neighbours = nj.RandomNeighbours(N, seed=5)
     update = jax.jit(jax.vmap(nj.epidemic(neighbours, sync_every=2).update, axis_name="replica"))
     params, inner = tree(0), tree(1)
@@ -110,7 +110,7 @@ def test_the_transform_takes_the_same_step_when_it_is_due():
 
 @pytest.mark.parametrize("wire", ROUNDED)
 @pytest.mark.parametrize("layout", [8, (4, 2)])
-def test_a_wire_that_rounds_keeps_the_mean_and_equal_replicas(layout, wire):
+def test_a_rounding_wire_preserves_the_mean_and_equal_replicas(layout, wire):
     outer = nj.epidemic(nj.RandomNeighbours(N, seed=5), axis_name=axis_of(layout), wire=wire)
     step = jax.jit(over_replicas(outer.step, layout))
     theta = tree(2)
@@ -126,7 +126,7 @@ def test_a_wire_that_rounds_keeps_the_mean_and_equal_replicas(layout, wire):
     jax.tree.map(np.testing.assert_array_equal, params, same)
 
 
-def test_fragments_average_one_after_another_and_corrections_come_late():
+def test_a_delayed_correction_averages_its_fragment_only():
     neighbours = nj.RandomNeighbours(N, seed=5)
     outer = nj.epidemic(neighbours, sync_every=2, fragments=2, delay=1)
     assert outer.correct is not None
@@ -164,16 +164,16 @@ def test_a_round_sends_the_weights_once_to_each_neighbour_and_nothing_else(degre
         (lambda: nj.epidemic(nj.RandomNeighbours(4), sync_every=0), "sync_every is 0"),
     ],
 )
-def test_what_does_not_fit_is_refused(make, complaint):
+def test_invalid_settings_are_refused(make, complaint):
     with pytest.raises(ValueError, match=complaint):
         make()
 
 
-def test_neighbours_of_another_number_of_replicas_are_refused():
+def test_neighbours_for_a_different_number_of_replicas_are_refused():
     with pytest.raises(ValueError, match="the neighbours are of 4 replicas, axis 'replica' holds 8"):
         jax.vmap(nj.epidemic(nj.RandomNeighbours(4)).step, axis_name="replica")(tree(0), start())
 
 
-def test_any_two_replicas_hear_of_each_other_directly_in_a_pass():
+def test_every_replica_receives_from_every_other_within_a_pass():
     heard = {(i, j) for graph in nj.RandomNeighbours(7, 2).pool for i, *senders in graph for j in senders}
     assert heard == set(itertools.permutations(range(7), 2))

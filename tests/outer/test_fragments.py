@@ -1,4 +1,4 @@
-"""Fragments of the parameters, each with outer steps of its own, and corrections that come late."""
+"""Fragments of the parameters with their own outer steps, and delayed corrections."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
 def tree(seed: int) -> dict[str, np.ndarray]:
-    """Arrays of all replicas, one that four fragments divide evenly and two that they do not."""
+    """Return arrays of all replicas: one that four fragments divide evenly and two that they do not."""
     rng = np.random.default_rng(seed)
     return {name: rng.normal(size=(N, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
 
@@ -63,7 +63,7 @@ def groups_of(number: int, count: int) -> Any:
 
 @every_rule
 @every_layout
-def test_an_outer_step_is_that_of_the_equations_for_its_fragment_and_leaves_the_others_alone(rule, layout):
+def test_an_outer_step_matches_the_oracle_on_its_fragment_and_changes_no_other(rule, layout):
     count = 4
     step = jax.jit(over_replicas(rule.make(N, axis_of(layout), fragments=count).step, layout))
     state = start()
@@ -93,7 +93,7 @@ def test_fragments_hold_every_element_once(count):
 
 @every_rule
 @pytest.mark.parametrize("sync_every", [2, 8], ids=["two a step", "one in two steps"])
-def test_the_transform_takes_the_same_outer_steps_by_its_counter(rule, sync_every):
+def test_update_takes_the_same_outer_steps_on_its_counters_schedule(rule, sync_every):
     count = 4
     step = jax.jit(jax.vmap(rule.make(N, "replica", fragments=count).step, axis_name="replica"))
     counted = rule.make(N, "replica", sync_every=sync_every, fragments=count)
@@ -113,7 +113,7 @@ def test_the_transform_takes_the_same_outer_steps_by_its_counter(rule, sync_ever
 
 @every_rule
 @pytest.mark.parametrize("count", [1, 4])
-def test_a_correction_that_enters_at_once_makes_the_step_without_delay(rule, count):
+def test_a_correction_applied_immediately_equals_the_step_without_delay(rule, count):
     plain = rule.make(N, "replica", fragments=count)
     late = rule.make(N, "replica", fragments=count, delay=1)
     assert plain.correct is None
@@ -132,7 +132,7 @@ def test_a_correction_that_enters_at_once_makes_the_step_without_delay(rule, cou
 @every_rule
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("count", [1, 4])
-def test_a_correction_enters_once_however_often_it_is_called_for(rule, count, state_dtype):
+def test_a_correction_is_applied_once_when_correct_is_called_repeatedly(rule, count, state_dtype):
     outer = rule.make(N, "replica", fragments=count, delay=1, state_dtype=state_dtype)
     step, correct = (jax.jit(jax.vmap(f, axis_name="replica")) for f in (outer.step, outer.correct))
     params, state = tree(0), initial(outer)
@@ -145,7 +145,7 @@ def test_a_correction_enters_once_however_often_it_is_called_for(rule, count, st
 
 @every_rule
 @pytest.mark.parametrize("count", [1, 4])
-def test_a_correction_that_was_not_called_for_enters_before_its_fragments_next_outer_step(rule, count):
+def test_a_pending_correction_is_applied_before_its_fragments_next_outer_step(rule, count):
     outer = rule.make(N, "replica", fragments=count, delay=1)
     step, correct = (jax.jit(jax.vmap(f, axis_name="replica")) for f in (outer.step, outer.correct))
     params, state = tree(0), initial(outer)
@@ -165,7 +165,7 @@ def test_a_correction_that_was_not_called_for_enters_before_its_fragments_next_o
 
 @pytest.mark.parametrize("form", ["step", "step and correct", "solo and enter"])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_schedules_go_by_the_rounds_of_a_fragment_and_a_correction_by_that_of_its_step(form, nesterov):
+def test_schedules_use_the_fragments_round_and_corrections_the_round_of_their_step(form, nesterov):
     count, betas, alphas = 2, np.array([0.9, 0.5, 0.2]), np.array([0.3, 0.6, 0.1])
     delay = 1 if form == "step and correct" else None
     outer = nj.diloco(
@@ -215,7 +215,7 @@ def test_parameters_may_hold_tuples():
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_numbers_of_numpy_are_as_good_as_pythons(count):
+def test_numpy_integers_are_accepted_as_settings(count):
     numpys: Any = (np.int64(5), np.int64(count), np.int64(2))
     assert SyncSchedule(*numpys) == SyncSchedule(5, count, 2)
     nj.noloco(nj.RandomPairing(N), sync_every=numpys[0], fragments=numpys[1], delay=numpys[2])
@@ -224,8 +224,8 @@ def test_numbers_of_numpy_are_as_good_as_pythons(count):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_correction_enters_after_its_delay_whatever_the_inner_steps_did_meanwhile(count):
-    """The transform against `step` and `correct`, called where the definition has them."""
+def test_a_delayed_correction_keeps_the_inner_steps_taken_meanwhile(count):
+    """Compare `update` with `step` and `correct` called at the steps that the definition names."""
     sync_every, delay = 4, 3
     outer = nj.noloco(
         nj.RandomPairing(N, seed=5), sync_every=sync_every, axis_name="replica", fragments=count, delay=delay
@@ -250,8 +250,8 @@ def test_a_correction_enters_after_its_delay_whatever_the_inner_steps_did_meanwh
         assert_trees_close(state.rule, after.rule, atol=5e-6)
 
 
-def test_the_mean_of_the_replicas_moves_alike_with_and_without_delay():
-    """Corrections of a group sum to zero, so that lateness costs the spread alone: Σ c = 0 exactly for pairs."""
+def test_delayed_corrections_of_a_pair_sum_to_zero():
+    """A delay therefore widens the spread of the replicas but leaves their mean alone."""
     late = nj.noloco(nj.RandomPairing(N, seed=5), axis_name="replica", delay=1)
     _, state = jax.vmap(late.step, axis_name="replica")(tree(3), initial(late))
     for pair in groups_of(0, 1):
@@ -259,7 +259,7 @@ def test_the_mean_of_the_replicas_moves_alike_with_and_without_delay():
             np.testing.assert_allclose(np.asarray(c)[list(pair)].sum(0), 0, atol=1e-6)
 
 
-def test_every_fragment_has_draws_of_its_own_that_meet_everyone_in_every_pass():
+def test_fragments_draw_different_pairings_and_every_pass_covers_the_pool():
     pairing, count = nj.RandomPairing(N, seed=3), 4
     draws = []
     for fragment in range(count):
@@ -294,6 +294,6 @@ def test_every_fragment_has_one_outer_step_in_every_interval(sync_every, count):
         ({"sync_every": 3, "delay": 4}, "delay is 4: it must be between 0 and sync_every, 3"),
     ],
 )
-def test_numbers_out_of_range_are_named(settings, message):
+def test_out_of_range_settings_are_refused_by_name(settings, message):
     with pytest.raises(ValueError, match=message):
         nj.noloco(nj.RandomPairing(2), **settings)

@@ -1,4 +1,4 @@
-"""Successive outer steps of the authors' code, run on torch and saved, reproduced wherever replicas can live."""
+"""Successive outer steps of the authors' code, run on torch and saved, reproduced on every layout."""
 
 import jax
 import numpy as np
@@ -32,7 +32,7 @@ class Golden:
 
 
 def assert_reproduces(golden: Golden, tx: optax.GradientTransformationExtraArgs, layout: Layout) -> None:
-    """Only round 0 starts from the golden state: every later one from our own."""
+    """Compare all rounds: round 0 starts from the golden state, every later one from our own."""
     update = jax.jit(over_replicas(tx.update, layout))
     params = golden.tree("phi_in_0")
     state = state_at_start(4, golden.tree("phi_in_0"), golden.tree("mom_in_0"))

@@ -36,7 +36,7 @@ both = pytest.mark.parametrize("make", [noloco, diloco])
 
 @functools.cache
 def trajectory(make, static=False, dtype=np.float32, **settings) -> list[Any]:
-    """(step, inner update, its outcome, params, state) after each of 7 steps of N virtual replicas, 3 and 6 outer."""
+    """Return (step, inner update, returned update, params, state) of 7 steps of N replicas; 3 and 6 are outer."""
     tx = make(3, **settings)
 
     @functools.partial(jax.jit, static_argnames="sync")
@@ -58,7 +58,7 @@ def trajectory(make, static=False, dtype=np.float32, **settings) -> list[Any]:
 
 
 @both
-def test_updates_pass_unchanged_but_on_every_sync_every_th_step(make):
+def test_updates_pass_through_unchanged_between_outer_steps(make):
     for step, inner, updates, _, state in trajectory(make):
         unchanged = jax.tree.map(np.array_equal, inner, updates)
         assert all(unchanged.values()) == (step % 3 != 0)
@@ -66,7 +66,7 @@ def test_updates_pass_unchanged_but_on_every_sync_every_th_step(make):
 
 
 @both
-def test_an_outer_step_lands_on_the_slow_weights_to_one_rounding(make):
+def test_an_outer_step_reaches_the_slow_weights_within_one_rounding(make):
     before = random_tree(0, N)
     for step, _, _, params, state in trajectory(make):
         for name, slow in state.rule.slow.items() if step % 3 == 0 else ():
@@ -77,7 +77,7 @@ def test_an_outer_step_lands_on_the_slow_weights_to_one_rounding(make):
 
 
 @both
-def test_deciding_by_the_counter_equals_the_static_forms_step_by_step(make):
+def test_counter_driven_and_static_sync_give_the_same_trajectory(make):
     for (*_, params, state), (*_, static_params, static_state) in zip(
         trajectory(make), trajectory(make, static=True), strict=True
     ):
@@ -104,7 +104,7 @@ def test_bfloat16_parameters_keep_their_dtype_beside_float32_slow_weights(make):
 
 
 @both
-def test_updates_narrower_than_the_parameters_land_on_the_slow_weights_to_one_rounding(make):
+def test_bfloat16_updates_reach_float32_slow_weights_within_one_rounding(make):
     """Rounded to bfloat16, φ − θ would leave replicas apart that DiLoCo makes equal."""
     params, tx = random_tree(0, N), make(1)
     inner = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), random_tree(1, N))
@@ -117,8 +117,8 @@ def test_updates_narrower_than_the_parameters_land_on_the_slow_weights_to_one_ro
 
 
 @pytest.mark.parametrize("narrow", [jnp.bfloat16, jnp.float16])
-def test_narrow_parameters_near_one_another_land_on_the_same_numbers(narrow):
-    """Between φ / 2 and 2 φ the difference from a rounded φ has no rounding of its own."""
+def test_half_precision_parameters_land_exactly_on_the_rounded_slow_weights(narrow):
+    """Between φ / 2 and 2 φ, subtracting a rounded φ is exact."""
     params = {"w": jnp.asarray(np.random.default_rng(0).uniform(1, 1.9, size=(N, 1000)), narrow)}
     tx = diloco(1)
     state = jax.vmap(tx.init)(jax.tree.map(lambda x: jnp.broadcast_to(x[:1], x.shape), params))
@@ -134,7 +134,7 @@ def test_narrow_parameters_near_one_another_land_on_the_same_numbers(narrow):
 @both
 @pytest.mark.parametrize(("layout", "counter_axis"), [(N, 0), (N, None), ((2, 2), 0)])
 def test_an_outer_step_is_a_conditional_under_vmap(make, layout, counter_axis):
-    """All that happens at a step without outer step is counting: nothing of floats, nothing sent."""
+    """Steps between outer steps only count: no floating-point work, no messages."""
     tx = make(3, axis_of(layout))
     params = random_tree(0, N)
     state_axes = OuterState(count=counter_axis, round=counter_axis, rule=Momentum(slow=0, momentum=0))
@@ -203,8 +203,11 @@ def batch(step):
 
 
 @both
-def test_a_plain_optax_loop_runs_in_shard_map_with_checked_varying_types_as_under_vmap(make):
-    """The counter one for all devices or one for each; the state made inside the loop's program or outside."""
+def test_a_plain_optax_loop_gives_equal_results_under_shard_map_and_vmap(make):
+    """Cover a shared and a per-device counter, and a state initialized inside and outside the program.
+
+    `shard_map` checks varying types here.
+    """
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2), make(2))
     train_step = train_step_of(tx)
     params = {"w": jnp.zeros((N, 8))}

@@ -31,7 +31,7 @@ def vmapped(tx: Any, **arguments: Any) -> Any:
     return jax.jit(jax.vmap(lambda *args: tx.update(*args, **arguments), axis_name="replica"))
 
 
-def test_a_numpy_boolean_is_as_good_as_pythons_for_sync():
+def test_sync_accepts_numpy_booleans():
     tx, params = noloco(), random_tree(0, N)
     state = jax.vmap(tx.init)(params)
     updates = random_tree(1, N)
@@ -42,7 +42,7 @@ def test_a_numpy_boolean_is_as_good_as_pythons_for_sync():
     assert_trees_close(passed, updates, atol=0, rtol=0)
 
 
-def test_a_traced_sync_is_an_error_that_names_the_ways():
+def test_a_traced_sync_is_refused_with_the_alternatives():
     tx, params = noloco(), random_tree(0, N)
     step = jax.vmap(lambda sync: tx.update(params, tx.init(params), params, sync=sync), axis_name="replica")
     with pytest.raises(TypeError, match="sync is traced: give True or False, for two programs, or None"):
@@ -50,7 +50,7 @@ def test_a_traced_sync_is_an_error_that_names_the_ways():
 
 
 @pytest.mark.parametrize("sync", [None, False, True])
-def test_parameters_that_shard_map_takes_for_equal_everywhere_are_an_error(sync):
+def test_parameters_that_shard_map_replicates_are_refused(sync):
     """Given in_specs=P(), jax.grad sums their gradients over the replicas: an all-reduce at every step."""
     tx = noloco()
     params = {"w": np.ones(3, np.float32)}
@@ -68,7 +68,7 @@ def test_parameters_that_shard_map_takes_for_equal_everywhere_are_an_error(sync)
         jax.eval_shape(step, params, state, np.ones((N, 3), np.float32))
 
 
-def test_virtual_replicas_that_lie_on_several_devices_warn_and_name_the_way():
+def test_virtual_replicas_sharded_over_devices_warn_and_recommend_shard_map():
     outer = noloco()
     everywhere = NamedSharding(mesh_of(N), P("replica"))
     params = jax.tree.map(jnp.asarray, random_tree(0, N))
@@ -80,11 +80,11 @@ def test_virtual_replicas_that_lie_on_several_devices_warn_and_name_the_way():
     apart = jax.device_put((params, state), everywhere)
     with pytest.warns(UserWarning, match="lie on 4 devices, and every outer step gathers all weights.*shard_map"):
         hlo = step.lower(*apart).compile().as_text() or ""
-    assert "all-gather" in other_collectives(hlo)  # what the warning is about
+    assert "all-gather" in other_collectives(hlo)  # the gather that the warning reports
 
 
 @pytest.mark.parametrize("axis_name", [("replica",), ("host", "gpu"), ("gpu", "slot")])
-def test_replicas_may_live_on_several_mesh_axes_or_on_a_tuple_of_one(axis_name):
+def test_replicas_may_span_several_axes_or_a_tuple_of_one_axis(axis_name):
     outer = noloco(axis_name=axis_name)
     params = random_tree(0, N)
     state = jax.vmap(noloco().init)(params)._replace(rule=jax.vmap(noloco().init)(random_tree(1, N)).rule)
@@ -113,7 +113,7 @@ def test_replicas_may_live_on_several_mesh_axes_or_on_a_tuple_of_one(axis_name):
     assert_trees_close(actual, expected)
 
 
-def test_a_vmap_axis_before_a_mesh_axis_is_an_error_that_says_the_order():
+def test_a_vmap_axis_before_a_mesh_axis_is_refused_with_the_right_order():
     outer = noloco(axis_name=("slot", "replica"))
     specs = {"in_specs": P("replica"), "out_specs": P("replica"), "check_vma": False}
     block = jax.shard_map(jax.vmap(outer.step, axis_name="slot"), mesh=mesh_of(2), **specs)
@@ -160,13 +160,13 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize(("wrap", "message"), WRAPPERS.values(), ids=WRAPPERS)
-def test_a_place_in_which_outer_steps_go_wrong_is_an_error(wrap, message):
+def test_a_wrapper_that_breaks_outer_steps_is_refused(wrap, message):
     tx, params = wrap(noloco()), random_tree(0, N)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(vmapped(tx), params, jax.eval_shape(jax.vmap(tx.init), params), params)
 
 
-def test_accumulation_and_skipping_around_the_inner_optimizer_alone_are_welcome():
+def test_accumulation_and_skipping_may_wrap_the_inner_optimizer_alone():
     accumulated = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
     tx = optax.chain(optax.apply_if_finite(accumulated, 3), optax.chain(optax.identity(), noloco(sync_every=4)))
     params = random_tree(0, N)
@@ -174,7 +174,7 @@ def test_accumulation_and_skipping_around_the_inner_optimizer_alone_are_welcome(
     for step in range(4):
         gradients = random_tree(step, N)
         if step == 0:
-            gradients["scalar"][1] = np.nan  # one replica skips a step: the outer counter is not its
+            gradients["scalar"][1] = np.nan  # one replica skips this step; the outer counter still counts it
         updates, state = vmapped(tx)(gradients, state, params)
         params = optax.apply_updates(params, updates)
     outer_state: Any = state
@@ -193,7 +193,7 @@ PARTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("wrap", PARTS.values(), ids=PARTS)
-def test_a_part_of_the_parameters_may_have_outer_steps(wrap, fragments):
+def test_outer_steps_may_cover_a_subset_of_the_parameters(wrap, fragments):
     whole, params, inner = noloco(fragments=fragments), random_tree(0, N), random_tree(1, N)
     tx, only = wrap(whole), {"matrix": params["matrix"]}
     updates, _ = vmapped(tx)(inner, jax.vmap(tx.init)(params), params)
@@ -201,8 +201,8 @@ def test_a_part_of_the_parameters_may_have_outer_steps(wrap, fragments):
     assert_trees_close(updates["matrix"], expected["matrix"])
 
 
-def test_a_chain_of_unknown_make_counts_as_right(monkeypatch):
-    """Frames are read for a better message alone, and another version of Optax may name its variables otherwise."""
+def test_an_unrecognized_optax_frame_raises_no_error(monkeypatch):
+    """Frames only improve error messages, and another version of Optax may name its variables differently."""
     frame: Any = types.SimpleNamespace(
         f_globals={"__name__": "optax.transforms._combining"}, f_back=None, f_locals={"stages": ()}
     )
@@ -212,7 +212,7 @@ def test_a_chain_of_unknown_make_counts_as_right(monkeypatch):
         misuse.check_surroundings()
 
 
-def test_a_number_of_inner_steps_may_be_injected_and_leaves_outer_steps_conditional():
+def test_an_injected_sync_every_keeps_outer_steps_conditional():
     injected, params = optax.inject_hyperparams(nj.noloco)(nj.RandomPairing(N), sync_every=2), random_tree(0, N)
     plain, inner = noloco(sync_every=2), random_tree(1, N)
     state, before = jax.vmap(injected.init)(params), jax.vmap(plain.init)(params)
@@ -228,7 +228,7 @@ def test_a_number_of_inner_steps_may_be_injected_and_leaves_outer_steps_conditio
     ("settings", "name"),
     [({"fragments": 2}, "fragments"), ({"delay": 1}, "delay"), ({"delay": 1, "static_args": "delay"}, "sync_every")],
 )
-def test_a_traced_number_that_shapes_the_program_is_an_error_that_names_it(settings, name):
+def test_a_traced_setting_that_must_be_static_is_refused_by_name(settings, name):
     static = settings.pop("static_args", ())
     tx: Any = optax.inject_hyperparams(nj.noloco, static_args=static)(nj.RandomPairing(N), sync_every=2, **settings)
     params = random_tree(0, N)
@@ -252,7 +252,7 @@ every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 @every_maker
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_a_program_without_implicit_promotion_runs(make, dtype):
+def test_outer_steps_run_under_strict_dtype_promotion(make, dtype):
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), random_tree(0, N))
     with jax.numpy_dtype_promotion("strict"):
         tx = make(sync_every=2)
@@ -265,7 +265,7 @@ def test_a_program_without_implicit_promotion_runs(make, dtype):
 
 
 @every_maker
-def test_arrays_of_numpy_need_no_compiler(make):
+def test_eager_steps_on_numpy_arrays_equal_jitted_steps(make):
     tx, params = make(sync_every=1), random_tree(0, N)
     state = jax.vmap(tx.init)(params)
     here = jax.vmap(tx.step, axis_name="replica")(params, state)
@@ -274,7 +274,7 @@ def test_arrays_of_numpy_need_no_compiler(make):
 
 @every_maker
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_a_copy_has_all_that_its_original_has(make, copied):
+def test_a_copied_transform_keeps_every_attribute(make, copied):
     tx = make(sync_every=2)
     other = copied(tx)
     assert type(other) is type(tx) and tuple(other) == tuple(tx)
@@ -284,19 +284,19 @@ def test_a_copy_has_all_that_its_original_has(make, copied):
 
 
 @pytest.mark.parametrize("wire", [wire for wire in WIRES if wire != "float32"])
-def test_complex_parameters_and_a_wire_of_real_numbers_are_an_error_that_names_the_way(wire):
+def test_a_rounding_wire_refuses_complex_parameters(wire):
     outer, params = noloco(wire=wire), {"w": np.ones((N, 8), np.complex64)}
     with pytest.raises(TypeError, match=f"wire='{wire}' rounds real numbers.* complex64: use wire='float32'"):
         jax.eval_shape(jax.vmap(outer.step, axis_name="replica"), params, jax.eval_shape(jax.vmap(outer.init), params))
 
 
-def test_integers_are_an_error_that_names_the_leaf():
+def test_integer_parameters_are_refused_with_the_leafs_name():
     tx, params = noloco(), {"w": np.ones((N, 2), np.float32), "steps": np.zeros(N, np.int32)}
     with pytest.raises(TypeError, match=r"\['steps'\] is of int32 and has no mean over replicas.*optax.masked"):
         jax.eval_shape(jax.vmap(tx.step, axis_name="replica"), params, jax.eval_shape(jax.vmap(tx.init), params))
 
 
-def test_a_pairing_that_never_mixes_all_replicas_warns_and_names_who_stays_apart():
+def test_a_pairing_that_never_mixes_all_replicas_warns_with_the_separate_groups():
     with pytest.warns(UserWarning, match=r"never mixes all replicas: \[0, 1\] and \[2, 3\] meet in none"):
         nj.noloco(nj.ExplicitPairing([[[0, 1], [2, 3]], [[0], [1], [3, 2]]]))
     with warnings.catch_warnings():
@@ -305,7 +305,7 @@ def test_a_pairing_that_never_mixes_all_replicas_warns_and_names_who_stays_apart
 
 
 def test_seeds_may_be_batched_around_the_replicas():
-    """The counters of all seeds are one, so that outer steps stay conditional."""
+    """All seeds share one counter, so that outer steps stay conditional."""
     tx = noloco(sync_every=2)
     seeds = [random_tree(seed, N) for seed in range(3)]
     stacked = jax.tree.map(lambda *x: np.stack(x), *seeds)

@@ -1,4 +1,4 @@
-"""The outer steps against numpy, for settings that the authors' code has no files for."""
+"""Outer steps against numpy, for settings without golden files of the authors' code."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ NUM_ROUNDS = 3
 
 
 def outer_rounds(tx: optax.GradientTransformationExtraArgs, layout: Layout, num_replicas: int) -> Iterator[Any]:
-    """Yields the round, (θ, φ, δ) before it and (φ, δ) after, array by array; every round has fresh inner updates."""
+    """Yield the round, (θ, φ, δ) before it and (φ, δ) after, array by array; every round has fresh inner updates."""
     update = jax.jit(over_replicas(lambda *args: tx.update(*args, sync=True), layout))
     params = random_tree(0, num_replicas)
     state = state_at_start(num_replicas, random_tree(1, num_replicas), random_tree(2, num_replicas))
@@ -54,7 +54,7 @@ def test_noloco_is_the_modified_momentum_step(alpha, beta, gamma, group_size, la
         assert_trees_close(after, noloco_step(*before, groups=pairing.pool[r % len(pairing.pool)], **settings))
 
 
-def test_groups_of_every_size_in_one_round_average_each_over_its_own():
+def test_groups_of_mixed_sizes_in_one_round_each_average_their_own_members():
     pairing = nj.ExplicitPairing(
         [[[3], [0, 5], [1, 6, 2, 4]], [[0, 1, 2], [3, 4, 5, 6]], [[6, 0], [1], [2], [3], [4], [5]]]
     )

@@ -1,4 +1,4 @@
-"""Pools and draws: who meets whom, how often, and how strongly consensus may pull."""
+"""Pairing pools and draws: meetings, mixing rates, and the stable interval of the consensus."""
 
 import itertools
 import time
@@ -27,7 +27,7 @@ def test_every_pair_meets_exactly_once_in_a_pool_of_pairs(n):
 
 
 @pytest.mark.parametrize("n", range(2, 17))
-def test_each_replica_of_an_odd_number_is_alone_once_and_of_an_even_one_never(n):
+def test_each_replica_is_alone_once_for_odd_n_and_never_for_even_n(n):
     alone = Counter(group[0] for round_ in nj.RandomPairing(n).pool for group in round_ if len(group) == 1)
     assert alone == Counter(range(n) if n % 2 else ())
 
@@ -44,7 +44,7 @@ def test_every_round_is_a_partition_into_full_groups_and_a_remainder(n, group_si
 
 
 @pytest.mark.parametrize("n", [2, 4, 8, 16, 128])
-def test_aligned_blocks_of_a_power_of_two_replicas_meet_as_wholes(n):
+def test_every_aligned_block_of_a_power_of_two_meets_one_other_block(n):
     for round_ in nj.RandomPairing(n).pool:
         partner = {i: j for pair in round_ for i, j in (pair, pair[::-1])}
         for size in (2**k for k in range(n.bit_length() - 1)):
@@ -53,15 +53,15 @@ def test_aligned_blocks_of_a_power_of_two_replicas_meet_as_wholes(n):
                 assert len(met) == 1
 
 
-def test_a_tournament_of_more_rounds_than_the_cap_is_sampled():
+def test_a_pool_larger_than_the_cap_is_sampled():
     assert len(nj.RandomPairing(64).pool) == 63
     for pool, cap in ((nj.RandomPairing(66).pool, 64), (nj.RandomPairing(8, max_pool=5).pool, 5)):
         assert len(set(pool)) == len(pool) == cap
 
 
 @pytest.mark.parametrize(("n", "most"), [(128, 0.5), (256, 0.66), (1024, 0.69)])
-def test_a_sample_of_the_rounds_of_a_power_of_two_mixes_as_all_of_them(n, most):
-    """E[WᵀW] on the deviations from the mean, under independent draws: all rounds have (1 − 1 / (n − 1)) / 2."""
+def test_a_sampled_pool_for_a_power_of_two_mixes_like_the_full_pool(n, most):
+    """E[WᵀW] on deviations from the mean, under independent draws; for the full pool it is (1 − 1 / (n − 1)) / 2."""
     pool = nj.RandomPairing(n).pool
     mixing = np.zeros((n, n))
     for round_ in pool:
@@ -75,7 +75,7 @@ def test_a_sample_of_the_rounds_of_a_power_of_two_mixes_as_all_of_them(n, most):
 
 @pytest.mark.parametrize(("n", "max_pool"), [(128, 64), (1024, 64), (8, 5), (8, 3), (16, 4)])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_pass_of_a_sample_brings_a_power_of_two_replicas_to_their_exact_mean(n, max_pool, seed):
+def test_one_pass_of_a_sampled_pool_reaches_the_exact_mean_for_a_power_of_two(n, max_pool, seed):
     pairing = nj.RandomPairing(n, seed=seed, max_pool=max_pool)
     assert len(set(pairing.pool)) == len(pairing.pool) == max_pool
     values = n * np.random.default_rng(seed).integers(0, 1000, n)
@@ -90,7 +90,7 @@ def test_samples_of_different_seeds_differ():
     assert len({frozenset(nj.RandomPairing(128, seed=seed).pool) for seed in range(5)}) == 5
 
 
-def test_replicas_that_ever_meet_are_listed_together_and_quickly_for_many():
+def test_components_group_replicas_that_ever_meet_and_are_fast_for_1024():
     rounds = [[[0, 3], [1, 4, 5], [2], [6, 7]], [[7, 2], [0], [1], [3], [4], [5], [6]]]
     assert components(nj.ExplicitPairing(rounds)) == [[0, 3], [1, 4, 5], [2, 6, 7]]
     pairing, start = nj.RandomPairing(1024, order="independent"), time.process_time()
@@ -98,7 +98,7 @@ def test_replicas_that_ever_meet_are_listed_together_and_quickly_for_many():
     assert time.process_time() - start < 1
 
 
-def test_independent_draws_are_uniform_over_the_pool_and_independent_of_the_draw_before():
+def test_independent_draws_are_uniform_and_independent_of_the_previous_draw():
     pairing = nj.RandomPairing(8, seed=5, order="independent")
     size, rounds = len(pairing.pool), 7 * 7 * 400
     draws = np.asarray(jax.jit(jax.vmap(pairing.pool_index))(jnp.arange(rounds)))
@@ -111,7 +111,7 @@ def test_independent_draws_are_uniform_over_the_pool_and_independent_of_the_draw
     assert chi_square(draws[::2] * size + draws[1::2], size**2) < 84.04
 
 
-def test_a_draw_is_the_same_on_the_host_and_in_a_compiled_program_and_under_x64():
+def test_draws_agree_on_the_host_under_jit_and_under_x64():
     pairing = nj.RandomPairing(6, seed=11)
     host = groups_of_rounds(pairing, 20)
     compiled = jax.jit(pairing.pool_index)
@@ -121,7 +121,7 @@ def test_a_draw_is_the_same_on_the_host_and_in_a_compiled_program_and_under_x64(
         assert groups_of_rounds(pairing, 20) == host
 
 
-def test_a_pass_takes_every_entry_of_the_pool_once_and_the_next_in_another_order():
+def test_every_pass_draws_each_pool_entry_once_in_a_new_order():
     pairing = nj.RandomPairing(8, seed=3)
     size = len(pairing.pool)
     passes = [[int(pairing.pool_index(size * k + j)) for j in range(size)] for k in range(20)]
@@ -129,8 +129,8 @@ def test_a_pass_takes_every_entry_of_the_pool_once_and_the_next_in_another_order
     assert len(set(map(tuple, passes))) == 20
 
 
-def test_draws_do_not_depend_on_the_generator_of_jax_or_on_vmap_or_on_its_version():
-    """Under rbg a draw of `jax.random` inside `vmap` is another one than outside. The numbers hold for good."""
+def test_draws_do_not_depend_on_jaxs_generator_or_vmap():
+    """Draws of `jax.random` under rbg differ inside and outside `vmap`. The expected numbers must never change."""
     for order, expected in (("passes", [6, 3, 0, 5, 4, 1, 2, 0]), ("independent", [2, 2, 3, 1, 3, 4, 3, 1])):
         pairing = nj.RandomPairing(8, order=order)
         assert [int(pairing.pool_index(r)) for r in range(8)] == expected
@@ -139,13 +139,13 @@ def test_draws_do_not_depend_on_the_generator_of_jax_or_on_vmap_or_on_its_versio
                 np.testing.assert_array_equal(jax.vmap(pairing.pool_index)(jnp.arange(8)), expected)
 
 
-def test_all_bits_of_a_seed_count():
+def test_every_bit_of_a_seed_counts():
     seeds = (0, 1, 2**31, 2**32, 2**32 + 1, 2**64)
     assert len({tuple(groups_of_rounds(nj.RandomPairing(8, seed=seed), 40)) for seed in seeds}) == len(seeds)
 
 
 @pytest.mark.parametrize(("n", "group_size"), [(4, 3), (5, 3), (6, 3), (6, 4), (8, 4), (7, 3), (12, 3)])
-def test_a_pool_of_larger_groups_holds_no_partition_twice_and_all_of_them_where_they_are_few(n, group_size):
+def test_a_pool_of_larger_groups_is_distinct_and_complete_up_to_the_cap(n, group_size):
     full, rest = divmod(n, group_size)
     every = {frozenset(map(frozenset, p)) for p in partitions(range(n), [group_size] * full + [rest] * (rest > 0))}
     pool = [frozenset(map(frozenset, round_)) for round_ in nj.RandomPairing(n, group_size).pool]
@@ -153,25 +153,25 @@ def test_a_pool_of_larger_groups_holds_no_partition_twice_and_all_of_them_where_
     assert set(pool) <= every
 
 
-def test_two_pairings_of_one_seed_agree_and_of_different_seeds_differ():
+def test_pairings_agree_for_equal_seeds_and_differ_for_different_seeds():
     first, again, other = (groups_of_rounds(nj.RandomPairing(6, seed=s), 20) for s in (0, 0, 1))
     assert first == again != other
     assert nj.RandomPairing(8, 3).pool == nj.RandomPairing(8, 3).pool != nj.RandomPairing(8, 3, seed=1).pool
 
 
-def test_explicit_rounds_come_in_turn_and_start_over():
+def test_explicit_rounds_cycle_in_order():
     pairing = nj.ExplicitPairing([[[0, 1], [2]], [[0], [1, 2]]])
     a, b = pairing.pool
     assert groups_of_rounds(pairing, 5) == [a, b, a, b, a]
 
 
 def groups_of_rounds(pairing, num_rounds):
-    """The partitions of the first rounds, on the host."""
+    """Return the partitions of the first rounds, drawn on the host."""
     return [pairing.pool[int(pairing.pool_index(round))] for round in range(num_rounds)]
 
 
 def partitions(members, sizes):
-    """All partitions of `members` into groups of these sizes."""
+    """Yield all partitions of `members` into groups of these sizes."""
     if not members:
         yield ()
         return
@@ -214,7 +214,7 @@ def test_second_moments_grow_exactly_beyond_the_consensus_limit(n, group_size, a
 
 
 @pytest.mark.parametrize(("n", "group_size"), [(6, 3), (7, 3)])
-def test_a_sampled_pool_is_stable_up_to_a_few_per_cent_below_the_limit(n, group_size):
+def test_a_sampled_pool_is_stable_at_95_per_cent_of_the_limit(n, group_size):
     limit = consensus_limit(0.9, n, group_size)
     assert growth_of_second_moments(nj.RandomPairing(n, group_size).pool, n, 0.9, 0.95 * limit) < 1
 
@@ -226,7 +226,7 @@ def test_the_limit_for_pairs_is_the_printed_formula(n, alpha):
     assert consensus_limit(alpha, n) == pytest.approx(2 * (1 - alpha**2) / (1 - alpha * share))
 
 
-def test_noloco_warns_of_a_consensus_outside_the_stable_interval_and_of_none_inside():
+def test_noloco_warns_only_of_a_consensus_outside_the_stable_interval():
     pairing = nj.RandomPairing(8)
     limit = consensus_limit(0.5, 8)
     for gamma in (0.0, 1.001 * limit):
@@ -268,14 +268,14 @@ def test_noloco_warns_of_a_consensus_outside_the_stable_interval_and_of_none_ins
         (lambda: nj.diloco(sync_every=-1), "sync_every is -1"),
     ],
 )
-def test_a_number_out_of_its_range_is_an_error_that_names_it(make, message):
+def test_out_of_range_settings_are_refused_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
 @pytest.mark.parametrize("n", [2, 4, 8, 16, 64, 128])
-def test_rounds_of_a_hypercube_bring_all_to_the_exact_mean_wherever_one_begins(n):
-    """Whole numbers of n are averaged without rounding errors."""
+def test_log2_n_hypercube_rounds_reach_the_exact_mean_from_any_start(n):
+    """Multiples of n are averaged without rounding errors."""
     pairing, k = nj.RandomPairing(n, seed=3, order="hypercube"), n.bit_length() - 1
     for first in range(2 * len(pairing.pool)):
         values = n * np.random.default_rng(first).integers(0, 1000, n)
@@ -286,7 +286,7 @@ def test_rounds_of_a_hypercube_bring_all_to_the_exact_mean_wherever_one_begins(n
         np.testing.assert_array_equal(values, mean)
 
 
-def test_a_hypercube_of_few_replicas_brings_everyone_together_with_everyone_and_a_large_one_keeps_to_its_edges():
+def test_a_small_hypercube_pairs_all_replicas_and_a_large_one_only_its_edges():
     pool = nj.RandomPairing(16, order="hypercube").pool
     assert Counter(pair for round_ in pool for pair in pairs_of(round_)) == Counter(
         map(frozenset, itertools.combinations(range(16), 2))
@@ -299,6 +299,6 @@ def test_the_start_of_a_hypercube_depends_on_the_seed():
 
 
 @pytest.mark.parametrize(("n", "group_size"), [(6, 2), (7, 2), (8, 4)])
-def test_a_hypercube_is_for_pairs_of_a_power_of_two(n, group_size):
+def test_a_hypercube_requires_pairs_and_a_power_of_two(n, group_size):
     with pytest.raises(ValueError, match="passes"):
         nj.RandomPairing(n, group_size, order="hypercube")

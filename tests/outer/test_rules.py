@@ -1,4 +1,4 @@
-"""Promises of every rule, wherever its replicas live: rows of `support.rules` times rows of `LAYOUTS`."""
+"""Properties of every rule on every layout: rows of `support.rules` times rows of `LAYOUTS`."""
 
 from functools import partial
 from typing import Any
@@ -28,8 +28,8 @@ def start(num_replicas: int, **dtypes: Any) -> OuterState:
 
 @every_rule
 @every_layout
-def test_outer_steps_are_those_of_the_equations_round_by_round(rule, layout):
-    """`step`, which counts rounds by itself, against numpy, with the groups that the pairing draws for each round."""
+def test_outer_steps_match_the_oracle_round_by_round(rule, layout):
+    """Compare `step`, which counts rounds itself, with numpy, given the groups that the pairing draws each round."""
     outer = rule.make(8, axis_of(layout))
     step = jax.jit(over_replicas(outer.step, layout))
     state = start(8)
@@ -45,8 +45,8 @@ def test_outer_steps_are_those_of_the_equations_round_by_round(rule, layout):
 
 
 @every_rule
-def test_the_transform_takes_the_same_outer_steps_by_counter_and_on_demand(rule):
-    """Rounds go on by one at every outer step, on schedule or off: `sync=True` walks through the pairings."""
+def test_update_takes_the_same_outer_steps_by_counter_and_by_sync(rule):
+    """Rounds advance by one at every outer step, whether the counter or `sync=True` asked for it."""
     outer, every_third = rule.make(8, "replica"), rule.make(8, "replica", sync_every=3)
     step, demanded, counted = (
         jax.jit(jax.vmap(fn, axis_name="replica"))
@@ -69,8 +69,8 @@ def test_the_transform_takes_the_same_outer_steps_by_counter_and_on_demand(rule)
 
 
 @every_rule
-def test_a_correction_after_the_solo_step_is_the_step_with_the_mean(rule):
-    """c = mean − own message, right after the solo step or added to weights that have moved on since."""
+def test_a_solo_step_plus_its_correction_equals_the_step_with_the_mean(rule):
+    """The correction, mean − own message, is added here to weights that have moved since the solo step."""
     outer = rule.make(8, "replica")
     state, theta = start(8), random_tree(3, 8)
 
@@ -91,9 +91,9 @@ def test_a_correction_after_the_solo_step_is_the_step_with_the_mean(rule):
 
 @every_rule
 @every_layout
-def test_members_of_a_group_end_bitwise_equal_where_the_rule_says_so(rule, layout):
+def test_members_of_a_group_end_bitwise_equal_if_the_rule_promises_it(rule, layout):
     outer = rule.make(8, axis_of(layout))
-    same = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), start(8).rule)  # as after any round of the rule
+    same = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), start(8).rule)  # as after a round
     params, state = jax.jit(over_replicas(outer.step, layout))(random_tree(3, 8), start(8)._replace(rule=same))
     for x in jax.tree.leaves((params, state.rule)):
         if rule.bitwise:
@@ -114,7 +114,7 @@ def test_equal_replicas_stay_bitwise_equal(rule, settings):
             np.testing.assert_array_equal(np.asarray(x), np.broadcast_to(x[:1], x.shape))
 
 
-def test_momentum_of_corrections_leaves_the_mean_of_replicas_where_plain_averaging_brings_it():
+def test_momentum_of_corrections_keeps_the_replica_mean_of_plain_averaging():
     plain = nj.noloco(nj.RandomPairing(8), 1.0, 0.0, 1.0, axis_name="replica")
     outer = nj.noloco(nj.RandomPairing(8), 1.0, 0.6, 1.0, axis_name="replica", momentum_of="corrections")
     params, state = random_tree(0, 8), jax.vmap(outer.init)(random_tree(0, 8))
@@ -150,7 +150,7 @@ def drift(outer: Any, form: str, rounds: int = 40, by: float = 1e-3) -> float:
 
 @every_rule
 @pytest.mark.parametrize("form", ["step", "update"])
-def test_weights_do_not_freeze_under_a_bfloat16_state_whichever_form_takes_the_step(rule, form):
+def test_small_steps_accumulate_under_a_bfloat16_state(rule, form):
     """A bfloat16 near one has steps of 1/128: rounded to the nearest, pushes of 1/1000 would never move it."""
     exact = drift(rule.make(2, "replica"), form)
     rounded = drift(rule.make(2, "replica", state_dtype="bfloat16"), form)
@@ -158,7 +158,7 @@ def test_weights_do_not_freeze_under_a_bfloat16_state_whichever_form_takes_the_s
     assert rounded == pytest.approx(exact, rel=0.05)
 
 
-def test_a_bfloat16_state_rounds_leaves_of_equal_numbers_apart():
+def test_a_bfloat16_state_rounds_equal_leaves_differently():
     """Otherwise the errors of a layer's weights would add up over layers that start alike."""
     outer = nj.diloco(state_dtype="bfloat16")
     values = np.broadcast_to(np.random.default_rng(0).normal(size=(1, 200)).astype(np.float32), (2, 200))
@@ -170,7 +170,7 @@ def test_a_bfloat16_state_rounds_leaves_of_equal_numbers_apart():
 
 
 @pytest.mark.parametrize("wire", ["bfloat16", "int4"])
-def test_a_drift_that_a_wire_does_not_hold_comes_through_it(wire):
+def test_a_drift_below_the_wires_resolution_still_accumulates(wire):
     """Messages hold γφ, near one: rounding them, rather than their difference, froze weights."""
     noloco = RULES["noloco"]
     coded = drift(noloco.make(2, "replica", wire=wire), "step", rounds=200)
@@ -179,7 +179,7 @@ def test_a_drift_that_a_wire_does_not_hold_comes_through_it(wire):
 
 
 @every_rule
-def test_leaves_of_float64_and_complex_numbers_keep_their_precision(rule):
+def test_float64_and_complex_leaves_keep_their_precision(rule):
     with jax.enable_x64(True):
         tree = {
             "double": 1 + 1e-12 * np.arange(8.0)[:, None],
@@ -198,7 +198,7 @@ def test_leaves_of_float64_and_complex_numbers_keep_their_precision(rule):
 
 
 @every_rule
-def test_a_learning_rate_and_a_momentum_may_be_schedules_of_the_round(rule):
+def test_learning_rate_and_momentum_may_be_schedules_over_rounds(rule):
     """A schedule that gives the table's numbers in round 1 alone."""
 
     def only_then(value):

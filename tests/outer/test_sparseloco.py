@@ -1,4 +1,4 @@
-"""SparseLoCo against numpy: what is kept of an array, how it travels, and the outer step."""
+"""SparseLoCo against numpy: sparsification, encoding and the outer step."""
 
 import math
 from typing import Any
@@ -32,7 +32,7 @@ def tree(seed: int, n: int = N) -> dict[str, np.ndarray]:
 
 
 def sparsified(x: np.ndarray, top_k: int = 64) -> np.ndarray:
-    """Q(TOP-k(x)) of one replica's array, in a loop over its chunks: of eight rows, or as long as a row allows."""
+    """Return Q(TOP-k(x)) of one replica's array, chunk by chunk: eight rows each, or as much of a row as fits."""
     rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
     if len(rows) >= 32 and 8 * rows.shape[1] <= 4096:
         rows = np.pad(rows, ((0, -len(rows) % 8), (0, 0))).reshape(-1, 8 * rows.shape[1])
@@ -71,7 +71,7 @@ AWKWARD = {
 
 
 @pytest.mark.parametrize("top_k", [1, 64, 4096])
-def test_sparse_arrays_travel_exactly_in_the_bytes_that_are_counted(top_k):
+def test_sparse_arrays_survive_encoding_exactly(top_k):
     entries = TopEntries(top_k)
 
     @jax.jit
@@ -90,12 +90,12 @@ def test_sparse_arrays_travel_exactly_in_the_bytes_that_are_counted(top_k):
 
 
 @pytest.mark.parametrize(("size", "number"), [(10 * 4096, 10 * (64 * 14 // 8 + 4)), (100, 4 + 4 + 4 // 4)])
-def test_a_message_of_the_papers_settings_has_14_bits_an_entry_and_two_sizes_a_chunk(size, number):
+def test_an_encoded_message_has_the_papers_number_of_bytes(size, number):
     code = TopEntries(64).encode(tree_in_blocks(jnp.ones(size), largest=CHUNK))
     assert code.size == number
 
 
-def test_what_is_not_finite_arrives_as_such_and_leaves_other_chunks_alone():
+def test_a_nan_is_received_as_nan_and_leaves_other_chunks_alone():
     x = np.random.default_rng(0).normal(size=(2, 4096)).astype(np.float32)
     x[0, 17] = np.nan
     entries = TopEntries(64)
@@ -106,8 +106,8 @@ def test_what_is_not_finite_arrives_as_such_and_leaves_other_chunks_alone():
 
 
 @every_layout
-def test_outer_steps_are_those_of_the_equations_round_by_round(layout):
-    """Algorithm 1, with the sign of Δ turned; all replicas end at the same bits."""
+def test_outer_steps_match_the_papers_algorithm_round_by_round(layout):
+    """Compare with Algorithm 1, the sign of Δ reversed; all replicas end bitwise equal."""
     alpha, beta = 0.8, 0.9
     outer = nj.sparseloco(alpha, beta, axis_name=axis_of(layout))
     step = jax.jit(over_replicas(outer.step, layout))
@@ -129,7 +129,7 @@ def test_outer_steps_are_those_of_the_equations_round_by_round(layout):
 
 
 def test_error_feedback_loses_nothing():
-    """Sent and left add up to all Δ with β = 1; with α = 1 the weights move by what was sent."""
+    """With β = 1, the entries sent and the error left add up to Δ; with α = 1, weights move by the entries sent."""
     outer = nj.sparseloco(1.0, 1.0)
     step = jax.jit(jax.vmap(outer.step, axis_name="replica"))
     params: Any = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), tree(0))
@@ -145,15 +145,15 @@ def test_error_feedback_loses_nothing():
         np.testing.assert_allclose(sent + state.rule.error[name].mean(axis=0), total.mean(axis=0), atol=2e-5)
 
 
-def test_all_entries_with_few_sizes_move_the_mean_by_what_is_left_over():
-    """All is sent with k = 4096; two sizes a chunk are coarse, and the error holds just the rounding."""
+def test_keeping_all_entries_leaves_only_rounding_errors():
+    """k = 4096 keeps every entry of a chunk; its two magnitudes are coarse, and the rest is rounding error."""
     x = tree(3)["matrix"][0]
     sparse = np.asarray(TopEntries(4096).sparsify(jnp.asarray(x)))
     assert ((sparse != 0) == (x != 0)).all() and (np.sign(sparse) == np.sign(x)).all()
     assert np.square(x - sparse).sum() < np.square(x).sum() / 2
 
 
-def test_fragments_have_an_error_each():
+def test_every_fragment_has_its_own_error_feedback():
     outer = nj.sparseloco(1.0, 0.9, sync_every=2, fragments=2)
     step = jax.jit(jax.vmap(outer.step, axis_name="replica"))
     params = {"x": np.zeros((N, 64, 64), np.float32)}
@@ -166,8 +166,8 @@ def test_fragments_have_an_error_each():
     np.testing.assert_array_equal(state.rule.error["x"][:, 1::2], 0)
 
 
-def test_a_late_correction_is_the_step_with_the_mean():
-    """The rule's own promise, though nothing makes use of it: c is of what is sent, none of what stays."""
+def test_a_solo_step_plus_its_correction_equals_the_step_with_the_mean():
+    """Nothing uses this property of the rule yet. The correction covers the entries sent, not the error kept."""
     outer = nj.sparseloco(0.8, 0.9)
     state, theta = Feedback(*(jax.tree.map(lambda x: x[0], tree(seed)) for seed in (0, 1))), tree(2)
     theta = jax.tree.map(lambda x: x[0], theta)
@@ -188,7 +188,7 @@ def test_a_bfloat16_state_keeps_replicas_equal():
     assert {x.dtype for x in jax.tree.leaves(state.rule)} == {jnp.dtype("bfloat16")}
 
 
-def test_a_sharded_array_is_sent_as_a_whole_one_is():
+def test_a_sharded_array_is_sent_like_an_unsharded_one():
     axes = ("replica", "fsdp", "tensor")
     mesh = jax.make_mesh((2, 2, 2), axes, (AxisType.Auto,) * 3, devices=some_devices(8))
     entries, specs = TopEntries(64), {"blocks": P("replica", None, "fsdp", "tensor"), "norm": P("replica")}
@@ -220,7 +220,7 @@ def test_a_sharded_array_is_sent_as_a_whole_one_is():
         ({"state_dtype": "float16"}, "state_dtype is 'float16'"),
     ],
 )
-def test_numbers_out_of_their_range_are_refused(settings, complaint):
+def test_out_of_range_settings_are_refused_by_name(settings, complaint):
     with pytest.raises(ValueError, match=complaint):
         nj.sparseloco(**settings)
 

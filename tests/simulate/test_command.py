@@ -1,4 +1,4 @@
-"""The command line of the simulations: what it prints and writes, and how it refuses bad input."""
+"""The command line of the simulations: its output, its files, and its refusals of bad input."""
 
 import re
 
@@ -10,12 +10,12 @@ from noloco_jax.simulate import command as simulate
 
 
 def table(text: str) -> dict[str, list[str]]:
-    """The rows of a Markdown table by their first cells."""
+    """Map the first cells of a Markdown table to their rows."""
     rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines())
     return {cells[0]: cells for cells in rows if cells}
 
 
-def test_costs_on_the_users_links_answer_in_tables(capsys):
+def test_costs_on_the_given_links_are_printed_as_tables(capsys):
     argv = "--params=1B --bandwidth=1Gbit --latency=0 --step-time=1s --replicas=8 --sync-every=10"
     simulate.main([*argv.split(), "--wire=bfloat16", "--steps=25"])
     rows = table(capsys.readouterr().out)

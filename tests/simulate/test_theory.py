@@ -31,7 +31,7 @@ def loss(inner_lr: float) -> Quadratic:
 
 
 def matchings(members: tuple[int, ...]) -> list[list[tuple[int, ...]]]:
-    """Every way to pair these replicas, one of them alone if their number is odd."""
+    """Return every way to pair these replicas, one of them alone if their number is odd."""
     if len(members) <= 1:
         return [[members]] if members else [[]]
     if len(members) % 2:
@@ -41,7 +41,7 @@ def matchings(members: tuple[int, ...]) -> list[list[tuple[int, ...]]]:
 
 
 def whole_operator(alpha: float, gamma: float, pull: float, num_replicas: int) -> np.ndarray:
-    """E[M ⊗ M] of the outer step on (deviation of φ, δ), written from Eq. 2 and 3, over all matchings."""
+    """Return E[M ⊗ M] of the outer step on (deviation of φ, δ), from Eq. 2 and 3, over all matchings."""
     n = num_replicas
     centre = np.eye(n) - 1 / n
     total = np.zeros((4 * n * n, 4 * n * n))
@@ -61,7 +61,7 @@ def whole_operator(alpha: float, gamma: float, pull: float, num_replicas: int) -
 @pytest.mark.parametrize(
     ("alpha", "gamma", "pull"), [(0.5, 0.7, 0.0), (0.9, 0.5, 0.0), (0.0, 1.9, 0.0), (0.3, 1.1, 0.2)]
 )
-def test_three_moments_hold_the_whole_second_moment_operator(num_replicas, alpha, gamma, pull):
+def test_three_moments_have_the_spectral_radius_of_the_whole_operator(num_replicas, alpha, gamma, pull):
     whole = spectral_radius(whole_operator(alpha, gamma, pull, num_replicas))
     ours = spectral_radius(moment_operator(alpha, gamma, removed_share(num_replicas), pull))
     np.testing.assert_allclose(ours, whole, rtol=1e-9)
@@ -69,20 +69,20 @@ def test_three_moments_hold_the_whole_second_moment_operator(num_replicas, alpha
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 0.9, 0.99])
 @pytest.mark.parametrize("num_replicas", [2, 4, 16, 1024])
-def test_the_stable_interval_for_pairs_is_the_exact_one_of_the_design(num_replicas, alpha):
+def test_the_stable_interval_for_pairs_is_the_closed_form(num_replicas, alpha):
     low, high = stable_consensus_interval(alpha, num_replicas)
     assert low == 0
     np.testing.assert_allclose(high, 2 * (1 - alpha**2) / (1 - alpha / (num_replicas - 1)), rtol=1e-9)
 
 
 @pytest.mark.parametrize(("num_replicas", "group_size"), [(2, 2), (5, 2), (16, 2), (8, 4), (7, 3), (6, 6)])
-def test_the_limit_that_the_optimizer_warns_at_is_where_the_spectral_radius_reaches_one(num_replicas, group_size):
+def test_the_optimizers_consensus_limit_is_the_end_of_the_stable_interval(num_replicas, group_size):
     for alpha in (0.0, 0.5, 0.9):
         _, high = stable_consensus_interval(alpha, num_replicas, group_size)
         np.testing.assert_allclose(consensus_limit(alpha, num_replicas, group_size), high, rtol=1e-9)
 
 
-def test_replicas_come_together_exactly_inside_the_interval():
+def test_replicas_converge_exactly_inside_the_stable_interval():
     removed = removed_share(16)
     for alpha in np.linspace(0, 0.98, 15):
         limit = stable_consensus_interval(alpha, 16)[1]
@@ -92,7 +92,7 @@ def test_replicas_come_together_exactly_inside_the_interval():
         assert spectral_radius(moment_operator(alpha, -0.01, removed)) > 1
 
 
-def test_the_mean_of_phi_goes_to_the_optimum():
+def test_the_mean_of_phi_follows_its_exact_trajectory_to_the_optimum():
     start_D = np.array([1.0, -2.0, 0.5])
     trace = simulate(loss(0.03), OUTER, 32, 60, 40, start_D, seed=1)
     exact_TD = mean_trajectory(loss(0.03), OUTER, start_D, 60)[1:]
@@ -117,7 +117,7 @@ def test_the_variance_over_replicas_scales_as_the_square_of_the_inner_learning_r
     assert abs(slope - 2) < 4 * error + 0.015
 
 
-def test_the_exact_variances_are_those_of_the_simulation():
+def test_exact_variances_match_the_simulation():
     trace = simulate(loss(0.02), OUTER, 16, 250, 40, np.zeros(3), seed=3)
     spread, mean = stationary_variances(loss(0.02), OUTER, 16)
     for exact, sample_R in (
@@ -129,17 +129,17 @@ def test_the_exact_variances_are_those_of_the_simulation():
         assert abs(sample_R.mean() - exact) < 4 * error
 
 
-def test_the_exact_variance_over_replicas_has_slope_two_and_that_of_their_mean_slope_one():
+def test_exact_variances_have_slope_two_over_replicas_and_one_for_their_mean():
     small, smaller = (stationary_variances(loss(w), OUTER, 32) for w in (1e-5, 1e-6))
     np.testing.assert_allclose(np.log10(np.divide(small, smaller)), [2, 1], atol=1e-3)
 
 
-def test_the_variance_of_the_mean_falls_as_the_number_of_replicas():
+def test_the_variance_of_the_mean_is_inverse_to_the_number_of_replicas():
     few, many = (stationary_variances(loss(1e-3), OUTER, n)[1] for n in (10, 1000))
     np.testing.assert_allclose(few / many, 100, rtol=1e-9)
 
 
-def test_groups_and_remainders_average_as_the_theory_says():
+def test_the_exact_variance_of_groups_with_a_remainder_matches_the_simulation():
     outer = Outer(momentum=0.3, lr=0.7, consensus=0.8, group_size=3)
     trace = simulate(loss(0.01), outer, 8, 160, 40, np.zeros(3), seed=4)
     sample_R = trace.spread_TR[40:].mean(axis=0)

@@ -1,4 +1,4 @@
-"""Latency and blocking against figures found independently, and what communication costs against hand counts."""
+"""Latency and blocking against independent figures, and communication costs against hand counts."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from noloco_jax.simulate.waiting import (
     waiting_per_step,
 )
 
-# The independent figures come from simulations as well: to one or two percent, the noise of either side.
+# The independent figures are simulated too: each side has one to two percent of noise.
 TOLERANCE = 0.02
 
 SETTING = Setting(
@@ -24,29 +24,29 @@ SETTING = Setting(
 )
 
 
-def test_the_slower_of_two_log_normal_messages_takes_the_closed_form():
+def test_the_expected_maximum_of_two_log_normals_is_the_closed_form():
     times = np.exp(1 + math.sqrt(0.5) * np.random.default_rng(0).standard_normal((2, 400_000))).max(axis=0)
     error = times.std() / math.sqrt(times.size)
     assert abs(times.mean() - expected_max_of_two(1, math.sqrt(0.5))) < 4 * error
 
 
-def test_the_log_normal_varies_as_was_asked_for():
+def test_log_sigma_gives_the_requested_variation():
     for variation in (0.5, 2.0):
         variance = log_sigma(variation) ** 2
         np.testing.assert_allclose(math.sqrt(math.exp(variance) - 1), variation)  # std/mean of a log-normal
 
 
 @pytest.mark.parametrize(("variation", "ratio"), [(0, 10.0), (0.5, 12.4), (1, 17.1), (2, 31)])
-def test_a_tree_over_1024_replicas_takes_this_many_pairs(variation, ratio):
+def test_a_tree_over_1024_replicas_takes_the_expected_multiple_of_a_pair(variation, ratio):
     found = tree_over_pair(variation, num_levels=10, num_runs=1500, seed=0)[-1]
     np.testing.assert_allclose(found, ratio, rtol=TOLERANCE)
 
 
-def test_without_variation_a_tree_takes_the_papers_log_n():
+def test_a_tree_without_variation_takes_the_papers_log_n():
     np.testing.assert_allclose(tree_over_pair(0, num_levels=6, num_runs=1, seed=0), np.arange(1, 7))
 
 
-def test_a_tree_of_two_is_a_pair():
+def test_a_tree_of_two_takes_the_time_of_a_pair():
     np.testing.assert_allclose(tree_over_pair(1, num_levels=1, num_runs=200_000, seed=0), 1, atol=0.01)
 
 
@@ -54,30 +54,30 @@ def test_a_tree_of_two_is_a_pair():
     ("num_replicas", "inner_steps", "ratio"),
     [(1024, 100, 1.19), (1024, 50, 1.28), (1024, 25, 1.42), (1024, 10, 1.75), (1024, 5, 2.07), (16, 100, 1.07)],
 )
-def test_waiting_for_all_takes_this_much_longer_than_waiting_for_a_partner(num_replicas, inner_steps, ratio):
+def test_waiting_for_all_takes_the_expected_multiple_of_waiting_for_a_partner(num_replicas, inner_steps, ratio):
     num_runs = {1024: 2 if inner_steps > 10 else 8, 16: 32}[num_replicas]
     found = idle_time_ratio(num_replicas, inner_steps, 100, num_runs, 1.0, math.sqrt(0.5), seed=0)
     np.testing.assert_allclose(found, ratio, rtol=TOLERANCE)
 
 
-def test_with_two_replicas_all_is_the_partner():
+def test_two_replicas_wait_equally_under_diloco_and_noloco():
     times = run_times(2, 3, 20, 5, 1.0, 0.5, seed=0)
     np.testing.assert_allclose(times.diloco, times.noloco)
 
 
-def test_one_group_of_all_waits_as_diloco_does():
+def test_one_group_of_all_waits_like_diloco():
     times = run_times(7, 3, 20, 5, 1.0, 0.5, seed=0, group_size=7)
     np.testing.assert_allclose(times.diloco, times.noloco)
 
 
-def test_equal_steps_make_nobody_wait():
+def test_equal_step_times_cause_no_waiting():
     times = run_times(6, 4, 10, 2, 1.0, 0.0, seed=0)
     np.testing.assert_allclose([*times.diloco, *times.noloco], 40 * math.e, rtol=1e-6)
     np.testing.assert_allclose(waiting_per_step(6, 4, 2, 1.0, 0.0, seed=0), 0, atol=1e-6)
 
 
 def test_an_odd_replica_waits_for_nobody():
-    """Replayed by hand on the same draws: with three replicas, a round's third in the shuffle is alone."""
+    """Replay the same draws by hand: of three shuffled replicas, the third is alone in a round."""
     rng = np.random.default_rng(5)
     clock = np.zeros(3)
     for _ in range(4):
@@ -87,15 +87,15 @@ def test_an_odd_replica_waits_for_nobody():
     np.testing.assert_allclose(run_times(3, 1, 4, 1, 0.0, 0.3, seed=5).noloco, clock.max(), rtol=1e-6)
 
 
-def test_methods_send_the_bytes_that_a_count_by_hand_gives():
+def test_bytes_and_seconds_of_exchanges_match_counts_by_hand():
     # 2 GB of weights; 1 GB/s; 8 replicas: a message takes 0.1 + 2 s.
     assert group_exchange(SETTING) == pytest.approx((2e9, 2.1))
-    # Shares of a group of four: three times 0.25 GB as bfloat16 and their 1 GB of means back, in six messages.
+    # Shards of a group of four: three times 0.25 GB as bfloat16 and their 1 GB of means back, in six messages.
     assert group_exchange(dataclasses.replace(SETTING, group_size=4)) == pytest.approx((4.5e9, 6 * 0.1 + 4.5))
-    # The codes of int6 are so short that 0.78125 GB go to each of the three others.
+    # Messages of int6 are so short that 0.78125 GB go to each of the three others.
     in_codes = dataclasses.replace(SETTING, group_size=4, wire="int6")
     assert group_exchange(in_codes) == pytest.approx((3 * 0.78125e9, 3 * 0.88125))
-    # Of six replicas in fours two are a pair.
+    # Six replicas in groups of four leave a pair.
     with_rest = dataclasses.replace(SETTING, replicas=6, group_size=4)
     assert group_exchange(with_rest) == pytest.approx(((4 * 3 + 2 * 1) / 6 * 2e9, 6.3))
     assert all_reduce(SETTING) == pytest.approx((3.5e9, 2 * 3 * 0.1 + 3.5))

@@ -1,4 +1,4 @@
-"""Exchanges over the hosts: what their programs hold, and when they are waited for.
+"""Background exchanges over the hosts: the collectives of their programs, and when results are awaited.
 
 `tests/run/test_parts_and_modes.py` compares their numbers.
 """
@@ -25,7 +25,7 @@ def collectives(program: Any) -> list[Collective]:
     return list(read_hlo(program.as_text(), {"replica": 4, "stage": 1, "fsdp": 1, "tensor": 1}).collectives())
 
 
-def test_no_program_of_the_devices_communicates_between_replicas():
+def test_device_programs_send_nothing_between_replicas():
     outer = OuterConfig(sync_every=2, delay=1, moments=1)
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(replica=4), outer=outer)
     programs = modes.programs_of(config)
@@ -53,7 +53,7 @@ def test_a_mesh_that_leaves_no_devices_for_exchanges_is_refused():
         host_mesh(make_mesh(config, jax.devices("cpu")))
 
 
-def test_a_correction_is_waited_for_when_it_is_due_and_not_before():
+def test_a_correction_is_awaited_only_when_it_is_due():
     config = dataclasses.replace(CONFIG, mesh=MeshConfig(replica=4), outer=OuterConfig(sync_every=4, delay=3))
     programs = modes.programs_of(config)
     sync, schedule = modes.sync_of(config, programs), schedule_of(config)

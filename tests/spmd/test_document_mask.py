@@ -1,4 +1,4 @@
-"""Segments go wherever a batch goes: every layout computes the loss of each document alone."""
+"""Document masks on every layout: losses and gradients equal those of each document alone."""
 
 import functools
 
@@ -47,7 +47,7 @@ def params_of_one():
 
 @functools.cache
 def oracle():
-    """Each replica's mean loss and gradient norm, of every document by itself."""
+    """Return each replica's mean loss and gradient norm, computed document by document."""
     losses, norms = [], []
     for replica, lengths in LENGTHS.items():
         num_labels = (BATCHES[replica]["labels"] != -100).sum()
@@ -60,7 +60,7 @@ def oracle():
 
 
 def first_step(config, num_devices):
-    """The metrics of an inner step from `params_of_one`."""
+    """Return the metrics of an inner step from `params_of_one`."""
     programs = build_programs(config, make_mesh(config, jax.devices()[:num_devices]))
     params, inner, _ = programs.from_params(params_of_one())
     batch = place_batch(BATCHES, programs.batch)
@@ -76,7 +76,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_and_gradient_are_those_of_each_document_alone(layout):
+def test_loss_and_gradient_equal_those_of_each_document_alone(layout):
     metrics = first_step(*LAYOUTS[layout])
     losses, norms = oracle()
     np.testing.assert_allclose(metrics.loss, losses, rtol=1e-5)
@@ -84,10 +84,10 @@ def test_loss_and_gradient_are_those_of_each_document_alone(layout):
 
 
 @pytest.mark.parametrize("num_devices", [1, 4])
-def test_segments_travel_with_the_micro_batch_that_is_routed_to_another_replica(num_devices):
+def test_segment_ids_follow_their_micro_batch_to_another_replica(num_devices):
     metrics = first_step(run_config("random", stage=2), num_devices)
     losses, _ = oracle()
-    assert np.abs(metrics.loss - losses).max() > 1e-3  # some went to the other replica, whose weights are the same
+    assert np.abs(metrics.loss - losses).max() > 1e-3  # some went to the other replica, which has equal weights
     np.testing.assert_allclose(np.sum(metrics.loss), losses.sum(), rtol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The programs of the paper's configurations at their full size: shapes alone, nothing is compiled or allocated."""
+"""Programs of the paper's configurations at full size, by their shapes: nothing is compiled or allocated."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def shapes(tree):
 
 @pytest.mark.parametrize("num_devices", [1, 8])
 @pytest.mark.parametrize("size", ["125m", "1b", "7b"])
-def test_every_program_takes_a_state_whose_sizes_no_32_bits_hold(size, num_devices):
+def test_every_program_accepts_a_state_beyond_32_bit_sizes(size, num_devices):
     config = from_dict(load_config(str(CONFIGS / f"c4_{size}.py"), []))
     programs = build_programs(config, make_mesh(config, jax.devices()[:num_devices]))
     params, inner, outer = programs.state

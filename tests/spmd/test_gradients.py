@@ -1,4 +1,4 @@
-"""One replica's gradient, whatever micro-batches and parameters' dtype."""
+"""One replica's gradient, for any number of micro-batches and any dtype of the parameters."""
 
 import dataclasses
 import functools
@@ -21,12 +21,12 @@ CONFIG = ModelConfig(hidden_size=8, intermediate_size=8, num_layers=1, num_heads
 def batch():
     rng = np.random.default_rng(0)
     labels_BT = rng.integers(0, 11, (4, 5))
-    labels_BT[0, 1:] = labels_BT[3, :2] = IGNORED_LABEL  # micro-batches with other numbers of labels
+    labels_BT[0, 1:] = labels_BT[3, :2] = IGNORED_LABEL  # micro-batches with different numbers of labels
     return {"input_ids": jnp.asarray(rng.integers(0, 11, (4, 5)), jnp.int32), "labels": jnp.asarray(labels_BT)}
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])
-def test_gradient_and_loss_are_the_whole_batchs_however_it_is_cut(num_microbatches):
+def test_gradient_and_loss_do_not_depend_on_the_number_of_micro_batches(num_microbatches):
     params = jax.tree.map(jnp.asarray, random_params(CONFIG, scale=0.3))
     (expected_loss, _), expected = jax.value_and_grad(functools.partial(loss, CONFIG), has_aux=True)(params, batch())
     gradient, value = replica_gradient(CONFIG, num_microbatches, params, batch())
@@ -34,13 +34,13 @@ def test_gradient_and_loss_are_the_whole_batchs_however_it_is_cut(num_microbatch
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), gradient, expected)
 
 
-def test_a_labels_weight_is_one_over_their_number():
+def test_each_label_weighs_one_over_the_number_of_labels():
     assert token_share(batch()) == pytest.approx(1 / (4 * 5 - 4 - 2))
     assert token_share({"labels": jnp.full((2, 3), IGNORED_LABEL)}) == 1
 
 
 def test_micro_batches_of_bfloat16_parameters_are_summed_in_float32():
-    # Equal micro-batches: of 1024 in bfloat16, the sum would stop growing at a quarter of them.
+    # The micro-batches are equal: a bfloat16 sum of 1024 would stop growing at a quarter of them.
     config = dataclasses.replace(CONFIG, param_dtype="bfloat16")
     params = jax.tree.map(jnp.asarray, random_params(config, scale=0.3))
     one = jax.tree.map(lambda x: x[1:2], batch())

@@ -1,4 +1,4 @@
-"""The reader of compiled programs, on real ones whose collectives are known."""
+"""The HLO reader on compiled programs whose collectives are known."""
 
 from collections.abc import Callable
 from functools import partial
@@ -53,11 +53,11 @@ def test_a_sum_over_several_axes_crosses_them(axes):
     assert only(traffic_of(lambda x: lax.psum(x, axes), cube_of(list(range(8))))).axes == axes
 
 
-def test_axes_are_those_of_the_mesh_whatever_the_order_of_its_devices():
+def test_axes_do_not_depend_on_the_order_of_the_meshs_devices():
     assert only(traffic_of(lambda x: lax.psum(x, "b"), cube_of([5, 3, 0, 6, 1, 7, 2, 4]))).axes == ("b",)
 
 
-def test_a_routed_message_in_a_loop_crosses_both_axes_once_a_turn():
+def test_a_routed_message_in_a_loop_crosses_both_axes_once_per_iteration():
     ring = [(i, (i + 1) % 4) for i in range(4)]  # (a, b): 0 1 2 3
     cross = [(0, 3), (3, 0), (1, 2), (2, 1)]
 

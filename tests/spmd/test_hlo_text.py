@@ -1,4 +1,4 @@
-"""The reader of compiled programs, on text whose groups, bytes and counts are worked out by hand."""
+"""The HLO reader on text whose groups, bytes and counts are worked out by hand."""
 
 import pytest
 
@@ -64,7 +64,7 @@ def test_a_permute_crosses_the_axes_in_which_its_pairs_differ(pairs, axes):
     assert only(read_hlo(module(line), CUBE)).axes == axes
 
 
-def test_groups_without_global_ids_are_of_whole_programs():
+def test_groups_without_global_ids_span_all_partitions():
     line = "  ROOT %r = f32[4,8] all-reduce(%x), channel_id=1, replica_groups={{0}}, to_apply=%add"
     assert only(read_hlo(module(line), CUBE)).axes == ("a", "b", "c")
 
@@ -180,7 +180,7 @@ def test_a_loop_of_known_length_repeats_its_collectives():
     assert traffic.exact and traffic.times(only(traffic)) == (7, 7)
 
 
-def test_a_loop_of_unknown_length_is_said_to_be_inexact():
+def test_a_loop_of_unknown_length_makes_the_traffic_inexact():
     traffic = read_hlo(module("  %w = f32[2] while(%x), condition=%still, body=%of_2", LOOP), CUBE)
     assert not traffic.exact and traffic.times(only(traffic)) == (1, 1)
 
@@ -213,12 +213,12 @@ def test_a_conditional_in_a_loop_takes_a_branch_each_time():
     assert traffic.extent(lambda collective: collective.bytes) == (3 * 8, 3 * 40)
 
 
-def test_an_unknown_notation_is_an_error_and_not_silence():
+def test_an_unknown_group_notation_is_an_error():
     line = "  ROOT %r = f32[4,8] all-reduce(%x), channel_id=1, replica_groups=<new>, use_global_device_ids=true"
     with pytest.raises(ValueError, match="unknown form of replica_groups"):
         read_hlo(module(line), CUBE)
 
 
-def test_a_program_of_other_devices_is_an_error():
+def test_a_program_with_a_different_number_of_partitions_is_an_error():
     with pytest.raises(ValueError, match="not one of 8 partitions"):
         read_hlo(module("", partitions=4), CUBE)

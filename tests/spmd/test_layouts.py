@@ -1,6 +1,6 @@
-"""One configuration trains alike wherever its replicas lie: slots of one device, devices, slots of several, sharded.
+"""Equal training on every layout: all replicas on one device, a device each, several per device, sharded.
 
-With fewer GPUs than a layout asks for, it is on CPU devices, and compared with slots of a GPU.
+A layout that needs more GPUs than there are runs on CPU devices and is compared with a run on one GPU.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ from support import tiny_model
 
 NUM_STEPS, SYNC_EVERY = 6, 2
 VIRTUAL = MeshConfig(replica=1)
-# Quick to compile; and eight devices on few, busy cores may keep each other waiting.
+# Low optimization compiles quickly; the long timeout lets eight devices share few, busy cores.
 OPTIONS = {"xla_backend_optimization_level": 0, "xla_cpu_collective_call_terminate_timeout_seconds": 600}
 CONFIG = TrainConfig(
     num_replicas=8,
     num_steps=NUM_STEPS,
     model=ModelConfig(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=64),
-    # Adam's eps bounds what it makes of a rounding error in a gradient that is almost zero: lr / eps times as much.
+    # Adam's eps bounds how much it amplifies a rounding error of a gradient near zero: lr / eps times.
     inner=InnerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=1, eps=1e-4),
     outer=OuterConfig(sync_every=SYNC_EVERY),
     data=DataConfig(sequence_length=16, batch_size=2),
@@ -45,7 +45,7 @@ class Run(NamedTuple):
 
 
 def batches() -> Iterator[dict[str, np.ndarray]]:
-    """Different sequences for every replica and step."""
+    """Yield different sequences for every replica and step."""
     data, rng = CONFIG.data, np.random.default_rng(0)
     while True:
         shape = (CONFIG.num_replicas, data.batch_size, data.sequence_length + 1)

@@ -1,4 +1,4 @@
-"""The learning rates of a run, against those that torch's schedulers gave the authors' code."""
+"""Learning rates of a run, against those of torch's schedulers in the authors' code."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from noloco_jax.spmd.inner import at_step, inner_optimizer, learning_rates
 from support.paths import GOLDEN
 
 
-def test_the_learning_rate_of_every_step_is_the_golden_one():
+def test_learning_rates_match_the_golden_ones():
     config = TrainConfig(num_steps=200, inner=InnerConfig(lr=6e-4, min_lr=6e-5, warmup_steps=20))
     with np.load(GOLDEN / "outer" / "lr.npz") as golden:
         np.testing.assert_allclose(learning_rates(config.inner, config.num_steps), golden["cosine"][:200], rtol=1e-6)
@@ -43,13 +43,13 @@ def config_of(schedule: str, num_steps: int) -> TrainConfig:
     return TrainConfig(num_steps=num_steps, inner=InnerConfig(lr=6e-4, min_lr=6e-5, warmup_steps=0, schedule=schedule))
 
 
-def test_what_an_extension_does_to_the_learning_rate_is_said():
+def test_an_extension_reports_a_change_of_the_learning_rate():
     line = rate_change(config_of("cosine", 100), config_of("cosine", 200), 100)
     assert line.startswith("learning rate of step 101: 6e-05 before, 0.00033 now")
     assert rate_change(config_of("constant", 100), config_of("constant", 200), 100) == ""
 
 
-def test_a_complete_run_tells_how_the_learning_rate_would_go_on():
+def test_a_complete_run_reports_the_learning_rate_of_an_extension():
     note = extension_note(config_of("cosine", 100), config_of("cosine", 100), 100)
     assert "6.01e-05 at the end, is then 0.00033 with num_steps=200" in note
     note = extension_note(config_of("constant", 100), config_of("constant", 100), 100)
@@ -58,8 +58,8 @@ def test_a_complete_run_tells_how_the_learning_rate_would_go_on():
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "muon"])
-def test_an_optimizer_can_be_told_which_step_of_the_schedule_comes(optimizer):
-    """Behind the end of a schedule that ends at 0 nothing moves, however few steps were taken."""
+def test_at_step_sets_the_optimizers_position_in_the_schedule(optimizer):
+    """Past the end of a schedule that decays to 0, no parameter moves, however few steps were taken."""
     config = from_dict(
         {"num_steps": 20, "inner": {"optimizer": optimizer, "lr": 1e-2, "warmup_steps": 2, "min_lr": 0.0}}
     )

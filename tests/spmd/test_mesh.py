@@ -39,7 +39,7 @@ def test_a_process_may_have_devices_to_spare():
     assert [device.id for device in mesh.devices.flat] == [0, 1, 2]
 
 
-def test_fragments_that_do_not_divide_what_is_left_of_the_model_are_refused():
+def test_fragments_that_do_not_divide_the_sharded_hidden_size_are_refused():
     fields = {"num_replicas": 2, "mesh": {"replica": 2, "fsdp": -1}, "data": {"batch_size": 4}}
     config = from_dict(
         fields | {"model": {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 2}, "outer": {"fragments": 32}}

@@ -27,12 +27,12 @@ CONFIG = TrainConfig(
     data=DataConfig(sequence_length=8, batch_size=2),
     mesh=MeshConfig(replica=2),
 )
-# Where fragments are cut: along the hidden states of 16.
+# The axis that fragments cut: the hidden dimension, 16.
 HIDDEN = {"embed": 1, "head": 0, "o": 2, "down": 2, "norm": 0, "attention_norm": 1, "mlp_norm": 1}
 
 
 def shared(optimizer: str, round: int, wire: str = "float32") -> tuple[Any, Any, Any]:
-    """The inner state before and after moments were shared in a round, with replicas unlike one another."""
+    """Return the inner state before and after sharing moments in a round, and its groups; all replicas differ."""
     config = dataclasses.replace(
         CONFIG,
         inner=dataclasses.replace(CONFIG.inner, optimizer=optimizer),
@@ -51,7 +51,7 @@ def shared(optimizer: str, round: int, wire: str = "float32") -> tuple[Any, Any,
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
-def test_moments_of_a_fragment_become_the_mean_of_the_pair_and_second_ones_the_square_of_their_roots_mean(optimizer):
+def test_a_pair_averages_a_fragments_first_moments_and_roots_of_second_moments(optimizer):
     round = 3  # of fragment 1
     before, after, groups = shared(optimizer, round)
     seen = 0
@@ -60,7 +60,7 @@ def test_moments_of_a_fragment_become_the_mean_of_the_pair_and_second_ones_the_s
         expected = np.array(old)
         if {"mu", "nu", "trace"} & set(names):
             seen += 1
-            cut = 1 + HIDDEN.get(names[-1], 1)  # behind the replicas
+            cut = 1 + HIDDEN.get(names[-1], 1)  # after the replica axis
             mine = (slice(None),) * cut + (slice(1, None, 2),)
             for pair in map(list, groups):
                 values = np.array(old)[pair][mine].astype(np.float64)
@@ -72,14 +72,14 @@ def test_moments_of_a_fragment_become_the_mean_of_the_pair_and_second_ones_the_s
     assert seen == {"adam": 24, "muon": 7 + 2 * 5}[optimizer]
 
 
-def test_beside_weights_in_windows_moments_travel_in_blocks():
+def test_moments_travel_as_int4_beside_modulo4_weights():
     after = [jax.tree.leaves(shared("adam", 3, by)[1]) for by in ("modulo4", "int4", "float32")]
     for in_windows, in_blocks in zip(after[0], after[1], strict=True):
         np.testing.assert_array_equal(in_windows, in_blocks)
     assert any((coded != exact).any() for coded, exact in zip(after[0], after[2], strict=True))
 
 
-def test_a_second_moment_keeps_a_quarter_of_itself_where_a_code_rounds_its_roots_mean_to_zero():
+def test_a_second_moment_keeps_a_quarter_where_the_wire_rounds_its_mean_root_to_zero():
     params = {"w": np.ones((4, 8), np.float32)}
     adam = optax.scale_by_adam()
     inner: Any = jax.tree.map(lambda x: x + np.ones_like(x), adam.init(params))
@@ -93,7 +93,7 @@ def test_a_second_moment_keeps_a_quarter_of_itself_where_a_code_rounds_its_roots
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "muon"])
-def test_a_correction_that_enters_late_gives_the_moments_of_an_averaging_at_once_with_the_same_gradients(optimizer):
+def test_a_delayed_correction_of_moments_equals_averaging_them_at_once(optimizer):
     delay, number = 3, jax.numpy.int32(2)
     config = dataclasses.replace(CONFIG, inner=InnerConfig(optimizer=optimizer, b1=0.8, b2=0.9, momentum=0.7))
     late = dataclasses.replace(config, outer=dataclasses.replace(config.outer, delay=delay))
@@ -122,8 +122,8 @@ def test_a_correction_that_enters_late_gives_the_moments_of_an_averaging_at_once
 
 
 @pytest.mark.parametrize("wire", ["float32", "int8", "int4"])
-def test_adams_step_of_what_one_replica_alone_has_seen_is_no_longer_than_its_own(wire):
-    """Rows of a rare token: the second moment of a partner that never met it must not divide by nearly zero."""
+def test_adam_steps_stay_bounded_for_entries_only_one_replica_has_seen(wire):
+    """Rare tokens: a partner's second moment of zero must not make Adam divide by nearly zero."""
     config = dataclasses.replace(CONFIG, outer=dataclasses.replace(CONFIG.outer, wire=wire))
     programs = build_programs(config, make_mesh(config, jax.devices()[:2]))
     programs = compile_programs(config, programs, only=["share_moments"])

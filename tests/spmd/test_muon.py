@@ -1,4 +1,4 @@
-"""Muon's steps against numpy's, a layer's matrix by itself, wherever the layers lie."""
+"""Muon's steps against numpy, one layer's matrix at a time, on every layout."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ def gradients_of(config: TrainConfig, num_steps: int) -> list:
 
 
 def orthogonal(x_IO: np.ndarray) -> np.ndarray:
-    """Newton-Schulz as Jordan prints it, for a matrix with more columns than rows or its transpose."""
+    """Return Newton-Schulz as Jordan prints it, for a matrix with more columns than rows or its transpose."""
     if x_IO.shape[0] > x_IO.shape[1]:
         return orthogonal(x_IO.T).T
     x_IO = x_IO / np.linalg.norm(x_IO)
@@ -48,7 +48,7 @@ def orthogonal(x_IO: np.ndarray) -> np.ndarray:
 
 
 def muon_in_numpy(theta: np.ndarray, gradients: list[np.ndarray], rates: np.ndarray) -> np.ndarray:
-    """One matrix after a step for every gradient, float64."""
+    """Return one matrix after a step for every gradient, in float64."""
     theta, momentum = theta.astype(np.float64), np.zeros(theta.shape)
     for gradient, rate in zip(gradients, rates, strict=True):
         momentum = 0.95 * momentum + 0.05 * gradient
@@ -70,7 +70,7 @@ def adam_in_numpy(theta: np.ndarray, gradients: list[np.ndarray], rates: np.ndar
 
 @pytest.fixture(scope="module")
 def three_steps() -> tuple[PyTree, list[PyTree], PyTree, np.ndarray]:
-    """Parameters, three gradients, the parameters that they lead to, and the learning rates."""
+    """Return parameters, three gradients, the parameters after their steps, and the learning rates."""
     config = run_config()
     optimizer, params, gradients = inner_optimizer(config), random_params(config.model), gradients_of(config, 3)
     state, trained = optimizer.init(params), params
@@ -81,7 +81,7 @@ def three_steps() -> tuple[PyTree, list[PyTree], PyTree, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", ["q", "k", "gate", "down"])
-def test_every_layers_matrix_is_made_orthogonal_by_itself(three_steps, name):
+def test_every_layers_matrix_is_orthogonalized_separately(three_steps, name):
     params, gradients, trained, rates = three_steps
     for layer in range(2):
         expected = muon_in_numpy(
@@ -91,7 +91,7 @@ def test_every_layers_matrix_is_made_orthogonal_by_itself(three_steps, name):
 
 
 @pytest.mark.parametrize("path", [("embed",), ("head",), ("norm",), ("blocks", "mlp_norm")])
-def test_adam_steps_the_rest_at_a_rate_of_its_own_on_the_same_schedule(three_steps, path):
+def test_adam_steps_other_parameters_at_its_own_rate_on_the_same_schedule(three_steps, path):
     params, gradients, trained, rates = three_steps
     for name in path:
         params, trained, gradients = params[name], trained[name], [tree[name] for tree in gradients]
@@ -99,7 +99,7 @@ def test_adam_steps_the_rest_at_a_rate_of_its_own_on_the_same_schedule(three_ste
     np.testing.assert_allclose(trained, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_tenth_of_muons_rate_is_adams_where_none_is_given():
+def test_adams_rate_defaults_to_a_tenth_of_muons():
     config = run_config()
     config = dataclasses.replace(config, inner=dataclasses.replace(INNER, adam_lr=None))
     optimizer, params, [gradient] = inner_optimizer(config), random_params(config.model), gradients_of(config, 1)
@@ -110,7 +110,7 @@ def test_a_tenth_of_muons_rate_is_adams_where_none_is_given():
     np.testing.assert_allclose(params["embed"] + updates["embed"], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_first_step_is_that_of_optax_contrib():
+def test_the_first_step_equals_optax_contribs():
     config = run_config()
     params, [gradient] = random_params(config.model)["blocks"], gradients_of(config, 1)
     matrices = {name: x for name, x in params.items() if x.ndim == 3}
@@ -131,7 +131,7 @@ def test_the_first_step_is_that_of_optax_contrib():
 
 @functools.cache
 def updated(config: TrainConfig, mesh: Mesh) -> tuple[PyTree, Traffic]:
-    """One update of two replicas on a mesh, and what it communicates."""
+    """Return one update of two replicas on a mesh, and its traffic."""
     optimizer = inner_optimizer(config)
     params = jax.tree.map(lambda x: np.stack([x, -x]), random_params(config.model))
     gradient = jax.tree.map(lambda x: np.stack([x, 2 * x + 1]), gradients_of(config, 1)[0])
@@ -154,7 +154,7 @@ def updated(config: TrainConfig, mesh: Mesh) -> tuple[PyTree, Traffic]:
     return jax.device_get(compiled(*arguments)[0]), read_hlo(hlo, dict(mesh.shape))
 
 
-def test_the_state_of_a_part_of_the_parameters_lies_where_they_do():
+def test_optimizer_state_is_sharded_like_its_parameters():
     config = run_config()
     params = jax.tree.map(lambda x: np.stack([x, x]), random_params(config.model))
     specs = sharding.param_specs(config.model, params, mesh(replica=2, fsdp=2, tensor=2))
@@ -176,10 +176,10 @@ def mesh(**sizes: int) -> Mesh:
     [(4, {"fsdp": 2}), (4, {"tensor": 2}), (3, {"fsdp": 2, "tensor": 2})],
     ids=["fsdp", "tensor", "both, layers not divided"],
 )
-def test_devices_exchange_whole_matrices_once_and_back(num_layers, sizes):
+def test_sharded_matrices_are_exchanged_by_all_to_all_once_and_back(num_layers, sizes):
     config = run_config(num_layers)
     updates, traffic = updated(config, mesh(replica=2, **sizes))
-    exchanges = Counter({("all-to-all", (axis,)): 2 * 7 for axis in sizes})  # of seven stacks
+    exchanges = Counter({("all-to-all", (axis,)): 2 * 7 for axis in sizes})  # seven stacks of matrices
     found = Counter()
     for collective in traffic.collectives():
         found[collective.kind, collective.axes] += traffic.times(collective)[1]
@@ -189,7 +189,7 @@ def test_devices_exchange_whole_matrices_once_and_back(num_layers, sizes):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), updates, expected)
 
 
-def test_stages_make_their_own_layers_orthogonal_and_say_nothing():
+def test_stages_orthogonalize_their_own_layers_without_communication():
     config = run_config(4)
     updates, traffic = updated(config, mesh(replica=2, stage=2))
     assert not traffic

@@ -1,4 +1,4 @@
-"""Slow weights and outer momentum in host memory: the same run, and nothing of them on the device in between."""
+"""Slow weights and outer momentum in host memory between outer steps."""
 
 import dataclasses
 

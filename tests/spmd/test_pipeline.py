@@ -41,7 +41,7 @@ def run_config(
                 "remat": remat,
             },
             "mesh": {"stage": num_stages, "routing": routing, **mesh},
-            "inner": {"warmup_steps": 0, "lr": 1e-2, "eps": 1e-3},  # well above rounding, which Adam would blow up
+            "inner": {"warmup_steps": 0, "lr": 1e-2, "eps": 1e-3},  # well above rounding, which Adam would amplify
             "outer": {"sync_every": 2},
             "data": {"batch_size": B, "sequence_length": T},
         }
@@ -55,7 +55,7 @@ def batches(num_steps, vocab_size=V):
     for _ in range(num_steps):
         ids_NBT = rng.integers(0, vocab_size, (N, B, T + 1), dtype=np.int32)
         labels_NBT = ids_NBT[..., 1:].copy()
-        labels_NBT[0, 1, 3:] = -100  # replicas with other numbers of labels
+        labels_NBT[0, 1, 3:] = -100  # replicas with different numbers of labels
         labels_NBT[2, :, 6:] = -100
         made.append({"input_ids": ids_NBT[..., :-1].copy(), "labels": labels_NBT})
     return made
@@ -63,7 +63,7 @@ def batches(num_steps, vocab_size=V):
 
 @functools.cache
 def train(config, num_devices, num_steps=4):
-    """Losses (steps, N) and gradient norms of a run with its outer steps, state, evaluation."""
+    """Return losses (steps, N), gradient norms, state and evaluation of a run with its outer steps."""
     programs = build_programs(config, make_mesh(config, jax.devices()[:num_devices]))
     schedule = schedule_of(config)
     assert programs.outer_step is not None and schedule is not None
@@ -101,7 +101,7 @@ LAYOUTS = {
 }
 
 
-def test_muon_on_stages_that_are_sharded_equals_the_model_that_is_not_cut():
+def test_muon_on_sharded_stages_equals_the_model_without_stages():
     def with_muon(config):
         return dataclasses.replace(config, inner=dataclasses.replace(config.inner, optimizer="muon"))
 
@@ -110,7 +110,7 @@ def test_muon_on_stages_that_are_sharded_equals_the_model_that_is_not_cut():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_fixed_routing_equals_the_model_that_is_not_cut(layout):
+def test_fixed_routing_equals_the_model_without_stages(layout):
     config, num_devices = LAYOUTS[layout]
     whole = run_config(1, "fixed", 1, kind=config.model.kind)
     assert_same_run(trajectory(config, num_devices), trajectory(whole, 1))
@@ -123,7 +123,7 @@ def pick(tree, *index):
 @functools.partial(jax.jit, static_argnums=0)
 @functools.partial(jax.value_and_grad, argnums=1)
 def push(model, route, batch, weight):
-    """The weighted loss of one micro-batch through the parameters of the replicas on its route."""
+    """Return the weighted loss of one micro-batch through the replicas on its route, and its gradient."""
     ends = Tiny.from_params(model, {name: route[name] for name in ("embed", "norm", "head")})
     h_BTD = ends.embed_tokens(batch["input_ids"])
     for blocks in route["blocks"]:
@@ -134,7 +134,7 @@ def push(model, route, batch, weight):
 
 
 def oracle(config, params, batch, step):
-    """Each replica's loss and gradient norm, micro-batches pushed one by one through the replicas on their route."""
+    """Return each replica's loss and gradient norm, pushing micro-batches one by one along their routes."""
     num_stages, model = config.mesh.stage, config.model
     pool = route_pool(N, num_stages, config.seed, config.mesh.routing)
     routes = draw_routes(len(pool), config.num_microbatches + num_stages - 1, config.seed, step)
@@ -148,7 +148,7 @@ def oracle(config, params, batch, step):
             for stage in range(num_stages - 1):
                 replicas.append(int(pool[routes[m + stage], stage, replicas[-1]]))
             stages = [slice(stage * layers, (stage + 1) * layers) for stage in range(num_stages)]
-            # Every replica starts from the same weights: which one it is shows in where the gradient goes.
+            # All replicas start from equal weights: a route shows only in where its gradients go.
             route = params | {"blocks": [pick(params["blocks"], chosen) for chosen in stages]}
             loss, gradient = push(model, route, pick(batch, source, slice(m * rows, (m + 1) * rows)), weight)
             losses[replicas[-1]] += loss
@@ -196,8 +196,8 @@ def test_random_routing_does_not_depend_on_the_devices(layout):
     assert_same_run(trajectory(config, num_devices), trajectory(virtual, 1))
 
 
-def test_random_routing_with_fragments_in_few_bits_does_not_depend_on_the_devices():
-    """All weights agree but those that a rounding error before quantizing takes to the next of 63 values."""
+def test_random_routing_with_quantized_fragments_does_not_depend_on_the_devices():
+    """Weights agree except where a rounding error before quantizing selects the next of 63 values."""
 
     def weights(config, num_devices, **outer):
         outer = dataclasses.replace(config.outer, sync_every=1, **outer)
@@ -206,13 +206,13 @@ def test_random_routing_with_fragments_in_few_bits_does_not_depend_on_the_device
 
     config, virtual = run_config(2, replica=2), run_config(2)
     small = {"fragments": 2, "wire": "int6"}
-    met = weights(config, 4, **small)
-    assert np.isclose(met, weights(virtual, 1, **small), 0, 2e-5).mean() > 0.75
+    found = weights(config, 4, **small)
+    assert np.isclose(found, weights(virtual, 1, **small), 0, 2e-5).mean() > 0.75
     for other in (weights(run_config(2, "fixed"), 1, **small), weights(virtual, 1)):
-        assert np.isclose(met, other, 0, 2e-5).mean() < 0.7  # routes and codes leave their traces
+        assert np.isclose(found, other, 0, 2e-5).mean() < 0.7  # routes and quantization change the weights
 
 
-def test_random_routing_is_not_fixed_routing():
+def test_random_routing_differs_from_fixed_routing():
     random, fixed = trajectory(run_config(2), 1), trajectory(run_config(2, "fixed"), 1)
     assert np.abs(random[0][1:] - fixed[0][1:]).max() > 1e-3
 
@@ -250,7 +250,7 @@ def parts_of(x):
 
 
 @pytest.mark.parametrize(("vocab_size", "padded"), [(32, 32), (29, 32)])
-def test_every_stage_holds_an_equal_part_of_the_vocabulary_and_none_holds_zeros_for_another(vocab_size, padded):
+def test_every_stage_holds_an_equal_shard_of_the_vocabulary(vocab_size, padded):
     config = run_config(4, vocab_size=vocab_size, replica=2)
     model = init_params(config.model, jax.random.key(0))
     state = build_programs(config, make_mesh(config, jax.devices())).from_params(model)
@@ -277,7 +277,7 @@ def test_padding_of_the_vocabulary_stays_zero():
         assert not np.asarray(padding).any()
 
 
-def test_the_replica_spread_is_the_models_without_padding():
+def test_the_replica_spread_ignores_padding_of_the_vocabulary():
     config, num_devices, _ = RANDOM_LAYOUTS["4 stages that do not divide the vocabulary"]
     params = trajectory(config, num_devices)[2]
     padded = train(config, num_devices)[2].params
@@ -307,7 +307,7 @@ def test_the_stages_copies_of_the_last_norm_stay_bitwise_equal():
         ({"fsdp": 4, "num_microbatches": 2}, ["micro-batches of 2", "mesh.fsdp=4"]),
     ],
 )
-def test_stages_that_do_not_fit_are_an_error_that_names_both_numbers(changes, words):
+def test_incompatible_stages_are_refused_with_both_numbers(changes, words):
     with pytest.raises(UserError) as error:
         make_mesh(run_config(**changes), jax.devices())
     assert all(word in str(error.value) for word in words)

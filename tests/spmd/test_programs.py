@@ -1,4 +1,4 @@
-"""Results of a run's programs, against numpy: outer steps with the groups that are logged, merging, spread."""
+"""Results of a run's programs, against numpy: outer steps with the logged groups, merging, spread."""
 
 import dataclasses
 from typing import Any
@@ -25,10 +25,8 @@ RULES = {
 
 
 @pytest.mark.parametrize("method", RULES)
-def test_a_runs_outer_steps_are_those_of_the_equations_with_the_groups_that_it_logs(
-    method, config, tmp_path, monkeypatch
-):
-    """Taken from within a whole run of the trainer, over devices: what went in and out of every outer step."""
+def test_a_runs_outer_steps_match_the_oracle_with_the_logged_groups(method, config, tmp_path, monkeypatch):
+    """Record the inputs and outputs of every outer step within a run of the trainer over several devices."""
     steps: list[tuple[Any, Any, Any]] = []
     logged: list[tuple[int, Any]] = []
 
@@ -101,13 +99,13 @@ def test_the_spread_is_the_root_mean_square_distance_from_the_mean(replicas):
 
 
 def test_the_merged_perplexity_is_that_of_the_mean_weights(replicas):
-    """Six batches over four replicas: each evaluates others, and some none. The oracle is each replica's own loss."""
+    """Six batches over four replicas: two replicas have one fewer. The oracle is each replica's own loss."""
     programs, params, placed = replicas
     rng = np.random.default_rng(1)
     batches = [
         {name: rng.integers(0, 32, (2, 8), dtype=np.int32) for name in ("input_ids", "labels")} for _ in range(6)
     ]
-    batches[2]["labels"][0, :5] = -100  # batches weigh by their labels
+    batches[2]["labels"][0, :5] = -100  # batches weigh by their number of labels
     figures = evaluate(programs, placed, Validation(batches))
 
     def mean_loss(weights: Any) -> Any:
@@ -126,7 +124,7 @@ def test_the_merged_perplexity_is_that_of_the_mean_weights(replicas):
     assert figures["replica_spread"] == pytest.approx(replica_spread(jax.tree.leaves(params)), rel=1e-6)
 
 
-def test_moments_and_gradient_norm_are_float32_whatever_the_parameters_are():
+def test_moments_and_gradient_norm_are_float32_for_bfloat16_parameters():
     """The first step of Adam from bfloat16 parameters, whose gradient is known: g and g², not rounded to 8 bits."""
     config = from_dict(
         {
@@ -158,7 +156,7 @@ def test_moments_and_gradient_norm_are_float32_whatever_the_parameters_are():
 
 
 @pytest.mark.parametrize("method", ["local", "ddp"])
-def test_a_gradient_is_clipped_to_the_norm_and_with_ddp_after_it_is_averaged(method):
+def test_gradients_are_clipped_to_the_norm_and_with_ddp_after_averaging(method):
     """Adam's first moments after a step are the clipped gradients; clipped first, their average would be shorter."""
     config = from_dict(
         {
@@ -180,6 +178,6 @@ def test_a_gradient_is_clipped_to_the_norm_and_with_ddp_after_it_is_averaged(met
     clipped = [np.asarray(x, np.float64) / (1 - config.inner.b1) for x in jax.tree.leaves(inner[0].mu)]
     norms = np.sqrt(sum(np.square(g).reshape(2, -1).sum(axis=1) for g in clipped))
     np.testing.assert_allclose(norms, 1e-3, rtol=1e-5)
-    assert (np.asarray(metrics.grad_norm) > 1e-2).all()  # of the gradient as it was
+    assert (np.asarray(metrics.grad_norm) > 1e-2).all()  # the norm before clipping
     alike = all(np.array_equal(g[0], g[1]) for g in clipped)
     assert alike == (method == "ddp")

@@ -20,7 +20,7 @@ def test_every_replica_of_the_next_stage_is_equally_likely(num_replicas):
     assert (counts == len(pool) // num_replicas).all()
 
 
-def test_of_many_replicas_each_sends_to_64_others_equally_often():
+def test_each_of_100_replicas_sends_to_64_replicas_equally_often():
     pool = route_pool(100, 3, seed=5, routing="random")
     assert len(pool) == 64
     for boundary in (0, 1):
@@ -33,7 +33,7 @@ def test_every_route_is_a_permutation_of_the_replicas():
     assert (np.sort(pool, axis=-1) == np.arange(6)).all()
 
 
-def test_boundaries_have_routes_of_their_own():
+def test_stage_boundaries_have_different_routes():
     pool = route_pool(8, 3, seed=0, routing="random")
     assert (pool[:, 0] != pool[:, 1]).any()
 
@@ -56,7 +56,7 @@ def test_draws_differ_between_steps_and_seeds():
 
 
 @pytest.mark.parametrize(("num_devices", "num_slots"), [(4, 1), (2, 2), (1, 4), (2, 3)])
-def test_messages_take_every_stage_of_every_replica_where_its_route_says(num_devices, num_slots):
+def test_messages_deliver_every_stages_output_along_its_route(num_devices, num_slots):
     num_replicas, num_stages = num_devices * num_slots, 3
     pool = route_pool(num_replicas, num_stages, seed=2, routing="random")
     messages = device_routes(pool, num_devices, num_slots)

@@ -1,4 +1,4 @@
-"""The batch of a replica that one process reads, on all of the replica's devices."""
+"""Batches that one process reads and shares with all devices of the replica."""
 
 import math
 
@@ -21,7 +21,7 @@ def mesh_over(sizes: tuple[int, ...]) -> jax.sharding.Mesh:
 
 
 @pytest.mark.parametrize(("sizes", "num_replicas"), LAYOUTS)
-def test_every_device_gets_the_rows_that_it_would_read(sizes, num_replicas):
+def test_every_device_receives_its_own_rows_of_the_batch(sizes, num_replicas):
     mesh = mesh_over(sizes)
     sequences = jax.ShapeDtypeStruct((num_replicas, 4, 6), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
     names = ("input_ids", "labels", "segment_ids")
@@ -47,10 +47,10 @@ def test_every_device_gets_the_rows_that_it_would_read(sizes, num_replicas):
         ((4, 1, 2, 1), 2, False),
         ((4, 1, 2, 1), 1, True),
         ((2, 1, 2, 2), 2, True),
-        ((2, 2, 1, 1), 3, True),  # the second replica's
+        ((2, 2, 1, 1), 3, True),  # the second replica spans two
         ((8, 1, 1, 1), 1, False),
     ],
 )
-def test_a_replica_spans_processes_where_its_devices_are_not_one_processs(sizes, devices_per_process, expected):
+def test_a_replica_spans_processes_when_its_devices_belong_to_several(sizes, devices_per_process, expected):
     assert spans_processes(mesh_over(sizes), devices_per_process) == expected
     assert not spans_processes(mesh_over(sizes))

@@ -11,7 +11,7 @@ from support.paths import TOOLS
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-def test_a_command_ends_with_2_and_one_line_on_bad_input(tool, monkeypatch, capsys):
+def test_bad_input_ends_a_command_with_one_line_and_exit_status_2(tool, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [tool, "--no_such_flag"])
     with pytest.raises(SystemExit) as exit_:
         runpy.run_module(f"noloco_jax.{tool}", run_name="__main__")
@@ -20,7 +20,7 @@ def test_a_command_ends_with_2_and_one_line_on_bad_input(tool, monkeypatch, caps
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
 
 
-def test_a_warning_is_a_line_without_the_place_in_the_code(capsys):
+def test_a_warning_is_one_line_without_a_source_location(capsys):
     def main() -> None:
         warnings.warn("weights do not stay together", stacklevel=1)
 

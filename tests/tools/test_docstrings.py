@@ -72,5 +72,5 @@ def test_docstrings_open_with_a_verb_or_a_noun(room):
         ("Return what is kept.", False),
     ],
 )
-def test_openings_are_told_apart(text, is_bad):
+def test_bad_openings_are_recognized(text, is_bad):
     assert opens_badly(text) is is_bad

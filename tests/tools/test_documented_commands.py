@@ -1,4 +1,4 @@
-"""The READMEs' commands, run one after the other as a page's reader would, each on a model that is small at once."""
+"""Commands of the READMEs, run in order as a page's reader would, with a small model."""
 
 import contextlib
 import importlib
@@ -31,7 +31,7 @@ RUN = [
     "--config.num_microbatches=1",
     "--config.inner.warmup_steps=1",
 ]
-# What is added to a tool's commands: the last value of a flag counts.
+# Flags added to a tool's commands: the last value of a flag counts.
 ADDED = {
     "train": [*MODEL, *DATA, *RUN],
     "island keys": [],
@@ -81,7 +81,7 @@ def documented() -> list[tuple[str, str, list[str]]]:
 
 
 COMMANDS = [command for command in documented() if command[1] not in ELSEWHERE]
-COMMANDS.sort(key=lambda command: list(ADDED).index(command[1]))  # a run before what reads its folder
+COMMANDS.sort(key=lambda command: list(ADDED).index(command[1]))  # a run before the tools that read its folder
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +99,13 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def bucket(servers, monkeypatch, tmp_path_factory):
-    """The bucket that the pages name; without a command that names it no server starts."""
+    """Return a function that creates the bucket of the pages; a server starts only when it is called."""
     monkeypatch.setenv("NOLOCO_JAX_SCRATCH", str(tmp_path_factory.getbasetemp() / "scratch"))
 
     def start() -> None:
         server = servers("s3")
         buckets.new_bucket(server, monkeypatch)
-        with contextlib.suppress(HTTPError):  # it is there
+        with contextlib.suppress(HTTPError):  # it already exists
             send("PUT", f"{server.address}/my-bucket")
 
     yield start

@@ -1,4 +1,4 @@
-"""Keys of seeds."""
+"""Random keys of seeds."""
 
 import jax
 import numpy as np

@@ -21,7 +21,7 @@ def trained(inner):
 inners = pytest.mark.parametrize("inner", ["adam", "muon"])
 
 
-def test_the_spirals_are_beyond_a_linear_classifier():
+def test_a_linear_classifier_cannot_separate_the_spirals():
     x, arm = mlp.spirals(np.random.default_rng(0), 4000)
     x = np.column_stack([x, np.ones(len(x))])
     weights, *_ = np.linalg.lstsq(x, 2 * arm - 1, rcond=None)
@@ -46,8 +46,8 @@ def test_replicas_differ_before_an_outer_step_and_agree_closer_after(inner):
     assert np.mean(after / before) < 0.85
 
 
-def test_muon_steps_the_matrices():
-    """Its steps are orthogonal where gradients are not: singular values of very different size come out alike."""
+def test_muon_orthogonalizes_steps_of_matrices():
+    """The gradient's singular values differ fourfold; those of the step are alike."""
     params = {"kernel": np.ones((3, 4), np.float32), "bias": np.ones(4, np.float32)}
     grads = {
         "kernel": np.eye(3, 4, dtype=np.float32) * np.array([4, 2, 1, 1], np.float32),
@@ -59,7 +59,7 @@ def test_muon_steps_the_matrices():
     assert values.min() > 0.5 * values.max()
 
 
-def test_the_example_runs_as_a_command_and_prints_what_happened(monkeypatch, capsys):
+def test_the_example_runs_as_a_command_and_prints_its_results(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["mlp", "--inner=adam"])
     monkeypatch.delitem(sys.modules, "noloco_jax.examples.mlp")
     runpy.run_module("noloco_jax.examples.mlp", run_name="__main__")

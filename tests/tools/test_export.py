@@ -69,18 +69,18 @@ def test_a_chosen_replica_is_exported_bit_for_bit(run, tmp_path):
 
 
 @pytest.mark.parametrize("replica", [None, 1])
-def test_a_loaded_model_holds_on_to_no_other_replica(run, replica):
+def test_a_loaded_model_keeps_no_other_replica_in_memory(run, replica):
     for leaf in jax.tree.leaves(load_for_export(run[0], replica)[1]):
         assert (leaf if leaf.base is None else leaf.base).nbytes == leaf.nbytes
 
 
-def test_a_tokenizer_that_is_no_longer_the_runs_is_refused(run, monkeypatch):
+def test_a_tokenizer_that_changed_since_training_is_refused(run, monkeypatch):
     monkeypatch.setattr(ByteTokenizer, "fingerprint", "other")
     with pytest.raises(UserError, match=r"trained with \(fingerprint byte, now other\): restore its files"):
         load_for_export(run[0], tokenizer=ByteTokenizer())
 
 
-def test_weights_that_cannot_be_read_are_refused(run, tmp_path):
+def test_unreadable_weights_are_refused(run, tmp_path):
     damaged = tmp_path / "damaged"
     shutil.copytree(run[0], damaged)
     for path in damaged.glob("checkpoints/*/state/**/d/*"):
@@ -90,9 +90,9 @@ def test_weights_that_cannot_be_read_are_refused(run, tmp_path):
 
 
 def prune_at_first_read(run, folder, monkeypatch, part: str) -> list[dict]:
-    """A copy of the run in which the trainer deletes the checkpoint of step 7 as soon as it is read.
+    """Copy the run so that the checkpoint of step 7 is deleted as soon as it is read.
 
-    Returns the replicas of the newer one, of step 9.
+    Return the replicas of the newer one, of step 9.
     """
     workdir, replicas = run
     shutil.copytree(workdir, folder)
@@ -110,12 +110,12 @@ def prune_at_first_read(run, folder, monkeypatch, part: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("part", ["", "state"], ids=["gone", "half gone"])
-def test_a_checkpoint_that_the_trainer_prunes_gives_way_to_the_newer(run, tmp_path, monkeypatch, part):
+def test_a_checkpoint_pruned_while_it_is_read_gives_way_to_the_newer(run, tmp_path, monkeypatch, part):
     replicas = prune_at_first_read(run, tmp_path / "run", monkeypatch, part)
     jax.tree.map(np.testing.assert_array_equal, load_for_export(tmp_path / "run", 1)[1], replicas[1])
 
 
-def test_a_checkpoint_that_vanished_is_worth_another_try_and_not_damaged(run, tmp_path):
+def test_a_vanished_checkpoint_is_a_transient_error_and_not_damage(run, tmp_path):
     shutil.copytree(run[0], tmp_path / "run")
     checkpoints = Checkpointer(tmp_path / "run", CONFIG, read_only=True)
     shutil.rmtree(tmp_path / "run/checkpoints/7")
@@ -125,15 +125,15 @@ def test_a_checkpoint_that_vanished_is_worth_another_try_and_not_damaged(run, tm
     checkpoints.close()
 
 
-def test_no_accelerator_is_touched(run, tmp_path):
+def test_an_export_touches_no_accelerator(run, tmp_path):
     command = [sys.executable, "-m", "noloco_jax.export", f"--workdir={run[0]}", f"--out={tmp_path / 'out'}"]
-    # What jax does not know it refuses as soon as it looks for devices.
+    # JAX refuses an unknown platform as soon as it looks for devices.
     environment = os.environ | {"JAX_PLATFORMS": "no_such_platform"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_byte_model_is_exported_with_a_tokenizer_of_bytes(run, tmp_path):
+def test_a_byte_model_is_exported_with_a_byte_tokenizer(run, tmp_path):
     export.main([f"--workdir={run[0]}", f"--out={tmp_path / 'out'}"])
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {
@@ -147,7 +147,7 @@ def test_a_byte_model_is_exported_with_a_tokenizer_of_bytes(run, tmp_path):
     [({"input_ids": [[1, 2]], "label": [[2, 3]]}, (None, None)), ({"text": ["a"]}, (256, 257)), (None, (None, None))],
     ids=["ids", "text", "no longer there"],
 )
-def test_a_run_on_token_ids_of_no_named_tokenizer_is_exported_without_bos_and_eos(columns, expected, tmp_path, capsys):
+def test_bos_and_eos_are_exported_only_if_the_tokenizer_is_known(columns, expected, tmp_path, capsys):
     path = tmp_path / "data"
     if columns is not None:
         for split in ("train", "validation"):
@@ -207,7 +207,7 @@ def test_wrong_flags_are_refused_in_one_line(run, tmp_path, flags, message):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A hub that takes everything and keeps (call, arguments, files and their bytes)."""
+    """Return the calls to a hub that accepts everything: (call, arguments, files and their bytes)."""
     calls = []
 
     def upload(api, *, folder_path, **arguments):
@@ -221,7 +221,7 @@ def hub(monkeypatch):
     return calls
 
 
-def test_a_model_is_pushed_as_one_commit_of_what_would_be_written(run, tmp_path, hub, capsys):
+def test_a_push_is_one_commit_of_the_files_that_an_export_writes(run, tmp_path, hub, capsys):
     export.main([f"--workdir={run[0]}", f"--out={tmp_path / 'out'}"])
     capsys.readouterr()
     export.main([f"--workdir={run[0]}", "--push=owner/name", "--private"])
@@ -233,7 +233,7 @@ def test_a_model_is_pushed_as_one_commit_of_what_would_be_written(run, tmp_path,
 
 
 @pytest.mark.parametrize("name", ["name", "owner/name/more", "owner/na me", "-/x"])
-def test_a_name_that_is_none_of_the_hub_is_refused(run, hub, name):
+def test_an_invalid_name_on_the_hub_is_refused(run, hub, name):
     with pytest.raises(UserError, match="give USER/NAME"):
         export.main([f"--workdir={run[0]}", f"--push={name}"])
     assert hub == []
@@ -246,7 +246,7 @@ def test_a_name_that_is_none_of_the_hub_is_refused(run, hub, name):
         (ConnectionError("no route"), TransientError, "could not be pushed .*no route.*try again"),
     ],
 )
-def test_without_a_login_or_a_hub_nothing_is_read(run, hub, monkeypatch, error, kind, said):
+def test_no_weights_are_read_without_a_login_or_a_reachable_hub(run, hub, monkeypatch, error, kind, said):
     def fail(api):
         raise error
 
@@ -257,12 +257,12 @@ def test_without_a_login_or_a_hub_nothing_is_read(run, hub, monkeypatch, error, 
     assert (type(caught.value), hub) == (kind, [])
 
 
-def test_an_export_to_nowhere_is_refused(run):
+def test_an_export_without_a_destination_is_refused(run):
     with pytest.raises(UserError, match="give --out=FOLDER, --push=USER/NAME or both"):
         export.main([f"--workdir={run[0]}"])
 
 
-def test_a_model_is_in_its_bucket_whatever_becomes_of_the_push(run, hub, servers, monkeypatch, capsys):
+def test_a_failed_push_leaves_the_model_in_its_bucket(run, hub, servers, monkeypatch, capsys):
     def fail(api, **arguments):
         raise ConnectionError("no route")
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes of files, full disks, and checks of folders."""
 
 import errno
 import os
@@ -10,17 +10,17 @@ from noloco_jax.errors import TransientError, UserError
 from noloco_jax.files import check_name, check_writable, folder_of_flag, full_disk_told, is_full_disk, write_whole
 
 
-def test_text_is_utf_8_and_bytes_are_as_they_are(tmp_path):
+def test_text_is_written_as_utf_8_and_bytes_unchanged(tmp_path):
     assert write_whole(tmp_path / "a", "é\n").read_bytes() == b"\xc3\xa9\n"
     assert write_whole(tmp_path / "b", b"\x00\r\n").read_bytes() == b"\x00\r\n"
 
 
-def test_the_folder_is_made_and_nothing_else_is_left_in_it(tmp_path):
+def test_the_folder_is_created_and_holds_only_the_file(tmp_path):
     path = write_whole(tmp_path / "new/folder/a.txt", "text")
     assert list((tmp_path / "new/folder").iterdir()) == [path]
 
 
-def test_a_write_that_fails_leaves_the_former_file(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_former_file(tmp_path, monkeypatch):
     path = write_whole(tmp_path / "a.txt", "former")
 
     def write_a_part(self, content):
@@ -35,8 +35,8 @@ def test_a_write_that_fails_leaves_the_former_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_a_killed_process_left_of_a_file_is_gone_when_it_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(Path, "replace", lambda self, target: None)  # killed before
+def test_a_killed_processs_temporary_file_is_removed_by_the_next_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "replace", lambda self, target: None)  # killed before the rename
     write_whole(tmp_path / "a.txt", "former")
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == [tmp_path / "a.txt.tmp"]
@@ -46,7 +46,7 @@ def test_what_a_killed_process_left_of_a_file_is_gone_when_it_is_written(tmp_pat
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_worth_another_try_and_named(tmp_path):
+def test_a_full_disk_is_a_transient_error_that_names_the_folder(tmp_path):
     with (
         pytest.raises(TransientError, match=f"{tmp_path}: no space left on device: make room"),
         full_disk_told(tmp_path),
@@ -55,24 +55,24 @@ def test_a_full_disk_is_worth_another_try_and_named(tmp_path):
         file.write("text")
 
 
-def test_a_full_disk_is_known_by_number_or_words():
+def test_a_full_disk_is_recognized_by_number_or_words():
     assert is_full_disk(OSError(errno.EDQUOT, "used up"))
     assert is_full_disk(ValueError("RESOURCE_EXHAUSTED: No space left on device [28]"))
     assert not is_full_disk(OSError(errno.EIO, "Input/output error"))
 
 
-def test_another_error_than_of_a_full_disk_stays_what_it_is(tmp_path):
+def test_errors_other_than_a_full_disk_are_unchanged(tmp_path):
     with pytest.raises(FileNotFoundError), full_disk_told(tmp_path):
         (tmp_path / "absent").read_text()
 
 
-def test_nothing_is_no_folder():
+def test_an_empty_folder_name_is_refused():
     with pytest.raises(UserError, match="names no folder"):
         folder_of_flag("")
 
 
 @pytest.mark.parametrize("text", ["gs://bucket/run", "s3://bucket/run", "hf+http://there", "gs:/bucket"])
-def test_an_address_is_no_folder(text):
+def test_an_address_is_refused_as_a_folder(text):
     with pytest.raises(UserError, match="is an address"):
         folder_of_flag(text)
 
@@ -84,7 +84,7 @@ def test_a_folder_may_be_named_from_home(monkeypatch):
         folder_of_flag("~nobody_of_this_name/run")
 
 
-def test_a_folder_that_is_there_or_can_be_made_is_writable(tmp_path):
+def test_an_existing_or_creatable_folder_is_writable(tmp_path):
     for folder in (tmp_path, tmp_path / "new" / "deeper"):
         check_writable(folder)
     assert not any(tmp_path.iterdir())
@@ -105,7 +105,7 @@ def test_a_folder_without_permission_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["lr=[1e-3]/run", "back\\slash", "a]"])
-def test_a_path_in_which_checkpoints_could_not_be_read_again_is_refused(name):
+def test_a_path_from_which_checkpoints_could_not_be_read_is_refused(name):
     with pytest.raises(UserError, match=r"could not be read again .*: give another folder"):
         check_name(Path(name))
     check_name(Path("with spaces, é, #, ?, * and {x}"))

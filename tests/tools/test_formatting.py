@@ -1,4 +1,4 @@
-"""Numbers as people write them, read and printed."""
+"""Parsing and formatting of numbers with units."""
 
 import pytest
 

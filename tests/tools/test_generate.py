@@ -54,7 +54,7 @@ def test_a_replica_of_a_run_continues_the_prompt(run, capsys):
         assert text == continuation(params, "def f") and text.startswith("def f")
 
 
-def test_without_a_replica_the_mean_of_all_continues_the_prompt(run, capsys):
+def test_the_mean_of_all_replicas_continues_the_prompt_by_default(run, capsys):
     workdir, replicas = run
     mean = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *replicas)
     text = printed(capsys, f"--workdir={workdir}", "--prompt=def f", "--max_new_tokens=9")
@@ -111,7 +111,7 @@ def test_more_tokens_than_the_device_holds_are_refused_before_any_weights_are_re
 
 
 @pytest.mark.parametrize("source", ["run", "folder"])
-def test_more_tokens_than_a_sequence_in_training_are_warned_of(run, folder, capsys, source):
+def test_more_tokens_than_a_training_sequence_warn(run, folder, capsys, source):
     length = CONFIG.data.sequence_length if source == "run" else 64
     flags = [f"--workdir={run[0]}"] if source == "run" else [f"--model={folder}", "--tokenizer=byte"]
     prompt = "x" * (length - 3)  # and a BOS
@@ -139,7 +139,7 @@ def test_a_run_refuses_another_tokenizer_and_a_missing_replica(run):
         generate.main([f"--workdir={run[0]}", "--replica=2"])
 
 
-def test_a_run_on_token_ids_asks_whose_they_are(tmp_path, capsys):
+def test_a_run_on_token_ids_asks_for_a_tokenizer(tmp_path, capsys):
     tokens = dataclasses.replace(CONFIG, data=DataConfig(kind="parquet", path=str(tmp_path / "no longer there")))
     [first, second] = make_run(tmp_path / "run", tokens)
     with pytest.raises(UserError, match="read token ids, or its data are no longer there to tell: give --tokenizer"):

@@ -19,7 +19,7 @@ FILES = {name_of(path): path for path in (ROOT / "noloco_jax").rglob("*.py")}
 
 
 def imports(path: Path, *, at_once: bool = False) -> set[str]:
-    """The package's modules that a file imports, or only those that it imports as soon as it is imported itself."""
+    """Return the package's modules that a file imports; with `at_once`, only those imported at its top level."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found: set[str] = set()
     for node in tree.body if at_once else ast.walk(tree):
@@ -38,7 +38,7 @@ def room(module: str) -> str:
 def test_no_tool_imports_a_tool(tool):
     others = {f"noloco_jax.{other}" for other in TOOLS if other != tool}
     if tool in ("lateness", "island"):
-        others.remove("noloco_jax.train")  # which they run: in processes that are late, as one of several islands
+        others.remove("noloco_jax.train")  # which they run: in delayed processes, as one of several islands
     for module, path in FILES.items():
         if room(module) == f"noloco_jax.{tool}":
             assert not {room(name) for name in imports(path)} & others, module
@@ -52,21 +52,21 @@ def test_nothing_but_the_command_line_imports_a_tool():
         assert not any(name.endswith("__main__") for name in imports(path)), module
 
 
-def test_there_is_no_import_circle():
+def test_there_are_no_circular_imports():
     order = graphlib.TopologicalSorter(
         {module: imports(path, at_once=True) - {module} for module, path in FILES.items()}
     )
     assert len(list(order.static_order())) == len(FILES)
 
 
-def test_drawing_is_what_imports_matplotlib():
+def test_matplotlib_is_imported_only_for_drawing():
     modules = "noloco_jax.run.curves, noloco_jax.compare.chart, noloco_jax.simulate.command"
     program = f"import sys, {modules}; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 
-def test_rooms_import_one_way():
-    """Whole rooms, not only modules: the map in noloco_jax/README.md has an order."""
+def test_rooms_import_each_other_in_one_direction():
+    """The order holds for whole rooms, not only modules; noloco_jax/README.md draws it."""
     rooms: dict[str, set[str]] = {}
     for module, path in FILES.items():
         above = rooms.setdefault(room(module), set())
@@ -91,7 +91,7 @@ HEAVY = ("jax", "numpy", "optax", "flax", "orbax", "grain", "pyarrow", "rich", "
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_help_and_wrong_flags_of_what_trains_import_nothing_heavy(command, status):
+def test_help_and_wrong_flags_of_training_commands_import_nothing_heavy(command, status):
     tool, *flags = command
     program = (
         "import atexit, runpy, sys\n"
@@ -113,7 +113,7 @@ def test_the_public_names_are_found_where_they_are_defined():
     assert set(noloco_jax.__all__) <= set(dir(noloco_jax))
 
 
-def test_routes_of_one_replica_a_device_import_no_scipy():
+def test_routes_of_one_replica_per_device_import_no_scipy():
     program = (
         "import sys, numpy as np; from noloco_jax.exchange.routes import lower; "
         "lower(np.array([[1, 0, 3, 2]]), 4, 1); sys.exit('scipy.optimize' in sys.modules)"
@@ -121,7 +121,7 @@ def test_routes_of_one_replica_a_device_import_no_scipy():
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 
-def test_a_run_of_all_replicas_imports_nothing_of_islands():
+def test_a_run_that_trains_all_replicas_imports_nothing_of_islands():
     program = "import sys, noloco_jax.train.training; print([x for x in sys.modules if x.startswith(({names}))])"
     names = "'noloco_jax.island', 'cryptography', 'pyarrow.flight'"
     done = subprocess.run(

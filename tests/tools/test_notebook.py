@@ -15,7 +15,7 @@ NOTEBOOK = ROOT / "noloco_jax/examples/quickstart.ipynb"
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory) -> list[list[nbformat.NotebookNode]]:
-    """The outputs of each code cell, run where configs/quickstart.py is a small run."""
+    """Return the outputs of each code cell, run where configs/quickstart.py is a small run."""
     folder: Path = tmp_path_factory.mktemp("notebook")
     config = processes.write_config(folder, "llama")
     (folder / "configs").mkdir()
@@ -40,7 +40,7 @@ def pictures(cell: list[nbformat.NotebookNode]) -> list[bytes]:
     return [base64.b64decode(picture) for picture in found if picture]
 
 
-def test_it_trains_draws_compares_and_writes(outputs):
+def test_the_notebook_trains_draws_compares_and_writes(outputs):
     install, train, curves, comparison, sample = outputs
     assert text(install) == ""
     assert "step 24/24  perplexity" in text(train)
@@ -50,5 +50,5 @@ def test_it_trains_draws_compares_and_writes(outputs):
     assert "def " in text(sample)
 
 
-def test_no_command_of_it_fails(outputs):
+def test_no_command_of_the_notebook_fails(outputs):
     assert not any("error:" in text(cell) or "Traceback" in text(cell) for cell in outputs)

@@ -1,4 +1,4 @@
-"""The wheel, and what works where only a part of its requirements is installed."""
+"""The wheel, and behaviour with only a part of its requirements installed."""
 
 import email
 import shutil
@@ -16,7 +16,7 @@ from noloco_jax.config.config_file import read_config_file
 from noloco_jax.errors import UserError
 from support.paths import CONFIGS, ROOT, TOOLS
 
-# Makes the imports of some packages fail as where they are not installed.
+# Makes imports of some packages fail as if they were not installed.
 WITHOUT = """
 import importlib.abc, importlib.metadata, sys
 class Blocked(importlib.abc.MetaPathFinder):
@@ -41,7 +41,7 @@ def run_without(packages: tuple[str, ...], program: str) -> subprocess.Completed
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel, built from a copy, as setuptools writes beside what it builds."""
+    """Build the wheel from a copy, because setuptools writes into the source folder."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("noloco_jax", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -57,7 +57,7 @@ def wheel(tmp_path_factory):
         yield opened
 
 
-def test_the_wheel_holds_every_module_and_config_the_dashboards_page_the_mark_of_types_and_nothing_else(wheel):
+def test_the_wheel_holds_modules_configs_dashboard_page_and_type_marker_only(wheel):
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "noloco_jax").rglob("*.py")}
     configs = {f"noloco_jax/configs/{path.name}" for path in CONFIGS.glob("*.py")}
@@ -73,7 +73,7 @@ def test_the_wheels_metadata_holds_the_packages_version_and_the_readme(wheel):
     assert isinstance(payload, bytes) and payload.decode().strip() == (ROOT / "README.md").read_text().strip()
 
 
-def test_the_citation_is_of_the_packages_version_and_the_paper():
+def test_the_citation_names_the_packages_version_and_the_paper():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == noloco_jax.__version__
     assert citation["preferred-citation"]["url"] == "https://arxiv.org/abs/2506.10911"
@@ -90,7 +90,7 @@ def test_a_config_of_an_installed_wheel_is_found_by_its_path_in_a_clone(wheel, t
     assert (done.stdout, done.stderr) == ("noloco\n", f"configs/c4_1b.py is not in this folder: using {own}\n")
 
 
-def test_a_file_in_the_working_directory_goes_before_the_packages_own(tmp_path, monkeypatch):
+def test_a_config_in_the_working_directory_goes_before_the_packages_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("configs").mkdir()
     Path("configs/quickstart.py").write_text("def get_config():\n    return {'num_steps': 7}\n")
@@ -98,13 +98,13 @@ def test_a_file_in_the_working_directory_goes_before_the_packages_own(tmp_path, 
 
 
 @pytest.mark.parametrize("path", ["quickstart.py", "other/configs/quickstart.py", "configs/../setup.py"])
-def test_only_paths_in_configs_stand_for_the_packages_own_files(path, tmp_path, monkeypatch):
+def test_only_paths_in_configs_fall_back_to_the_packages_own_files(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="does not exist"):
         read_config_file(path)
 
 
-def test_a_misspelt_config_of_the_package_is_named(tmp_path, monkeypatch):
+def test_a_misspelt_config_suggests_one_of_the_package(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"did you mean configs/quickstart\.py\?"):
         read_config_file("configs/quikstart.py")

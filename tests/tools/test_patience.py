@@ -1,4 +1,4 @@
-"""One line about what takes long, none about what does not."""
+"""One line about a slow action, none about a fast one."""
 
 import time
 
@@ -9,7 +9,7 @@ from noloco_jax.patience import told_if_slow
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(0.0, []), (0.3, ["reading"])])
-def test_what_takes_long_is_told_once(monkeypatch, seconds, told):
+def test_a_slow_action_is_reported_once_and_a_fast_one_never(monkeypatch, seconds, told):
     monkeypatch.setattr(patience, "SILENT_SECONDS", 0.05)
     lines: list[str] = []
     with told_if_slow("reading", lines.append):
@@ -18,7 +18,7 @@ def test_what_takes_long_is_told_once(monkeypatch, seconds, told):
     assert lines == told
 
 
-def test_what_fails_is_told_no_more(monkeypatch):
+def test_a_failed_action_is_not_reported_later(monkeypatch):
     monkeypatch.setattr(patience, "SILENT_SECONDS", 0.05)
     lines: list[str] = []
     with pytest.raises(ZeroDivisionError), told_if_slow("reading", lines.append):

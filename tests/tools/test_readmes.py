@@ -1,4 +1,4 @@
-"""The READMEs: their links lead somewhere, and their commands name what there is."""
+"""READMEs: links resolve, and commands name existing tools, files and fields."""
 
 import re
 
@@ -20,7 +20,7 @@ def anchors(page) -> set[str]:
 
 
 @every_page
-def test_every_relative_link_leads_somewhere(page):
+def test_every_relative_link_resolves(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" in link:
             continue
@@ -48,7 +48,7 @@ def test_commands_name_tools_files_and_fields_that_exist(page):
         assert field_at(TrainConfig, path), path
 
 
-def test_the_first_page_is_short_and_its_first_screen_says_what_has_not_run():
+def test_the_first_page_is_short_and_says_early_that_no_gpu_has_run_the_code():
     text = READMES[0].read_text()
     assert len(text.encode()) <= 10_000
     assert any("No GPU has run this code yet" in line for line in text.splitlines()[:30])
