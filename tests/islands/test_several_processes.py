@@ -2,7 +2,6 @@
 
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +16,6 @@ pytestmark = pytest.mark.timeout(900)
 NAMES: tuple[str, ...] = ("berlin", "paris")  # paris is two processes
 OWN = {"paris": ["--config.mesh.fsdp=2"]}
 SMALL = ["--config.num_replicas=2", "--config.model.num_layers=1"]
-
-
-def until(islands: Archipelago, condition: Callable[[], bool], *watched: str) -> None:
-    """Wait for a condition while these processes run."""
-    running = [islands.running[name] for name in watched]
-    said = lambda: "\n".join(islands.said(name)[-3000:] for name in islands.running)  # noqa: E731
-    assert processes.wait_until(condition, running, 240), said()
 
 
 def trained(config: Path, folder: Path, *arguments: str, size: int, devices: int) -> Archipelago:
@@ -60,10 +52,6 @@ def met_after(islands: Archipelago, name: str, round: int) -> bool:
     return any(one["outcome"] in ("met", "late") and one["round"] > round for one in islands.lines(name, "exchange"))
 
 
-def last_round(islands: Archipelago, name: str) -> int:
-    return max((line["round"] for line in islands.lines(name, "train") if "round" in line), default=-1)
-
-
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="sends signals as Linux has them")
 def test_a_killed_process_ends_only_its_island_which_resumes_and_serves_as_donor(config, tmp_path):
     arguments = [f"--config={config}", *SMALL, "--config.num_steps=100000", "--config.eval_every=100000"]
@@ -73,25 +61,25 @@ def test_a_killed_process_ends_only_its_island_which_resumes_and_serves_as_donor
         for name in NAMES:
             islands.start(name)
         saved = islands.workdir("paris") / "checkpoints"
-        until(islands, lambda: met_after(islands, "paris", -1) and any(saved.glob("*0")), *islands.running)
+        islands.until(lambda: met_after(islands, "paris", -1) and any(saved.glob("*0")), *islands.running)
 
         islands.kill("paris.1")
         reached = islands.step("berlin")
-        until(islands, lambda: islands.running["paris"].poll() is not None, "berlin")
+        islands.until(lambda: islands.running["paris"].poll() is not None, "berlin")
         assert islands.running["paris"].returncode == 1
         assert "another process has ended" in islands.said("paris")
-        until(islands, lambda: islands.step("berlin") > reached + 40, "berlin")
+        islands.until(lambda: islands.step("berlin") > reached + 40, "berlin")
 
-        back = last_round(islands, "berlin")
+        back = islands.last_round("berlin")
         islands.start("paris")
-        until(islands, lambda: met_after(islands, "paris", back), "berlin", *both)
+        islands.until(lambda: met_after(islands, "paris", back), "berlin", *both)
         assert "resuming from the checkpoint of step" in islands.said("paris")
         assert "training continues from another island's weights" in islands.said("paris")
 
         islands.kill("berlin")
         shutil.rmtree(islands.workdir("berlin"))
         islands.start("berlin")
-        until(islands, lambda: met_after(islands, "berlin", back), "berlin", *both)
+        islands.until(lambda: met_after(islands, "berlin", back), "berlin", *both)
         assert "these weights came from paris" in islands.said("berlin")
         flags = [f"--roster={tmp_path / 'berlin.toml'}", f"--keys={islands.keys}", f"--out={tmp_path / 'merged'}"]
         assert island(["merge", "--at_least=2", *flags]) == 0

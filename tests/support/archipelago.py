@@ -4,7 +4,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import permutations
 from pathlib import Path
 
@@ -135,6 +135,15 @@ class Archipelago:
         """The number of steps of which an island has written, without reading them one by one."""
         path = self.workdir(name) / "metrics.jsonl"
         return path.read_bytes().count(b'"kind": "train"') if path.exists() else 0
+
+    def last_round(self, name: str) -> int:
+        """The last round of which an island has written, or -1."""
+        return max((line["round"] for line in self.lines(name, "train") if "round" in line), default=-1)
+
+    def until(self, condition: Callable[[], bool], *watched: str) -> None:
+        """Wait for a condition while these processes, by default all, run."""
+        is_met = processes.wait_until(condition, [self.running[name] for name in watched or self.running], 240)
+        assert is_met, "\n".join(self.said(name)[-3000:] for name in self.running)
 
     def said(self, name: str) -> str:
         """All that an island has printed, in one line."""
