@@ -174,6 +174,15 @@ def test_corrections_in_windows_cancel_by_weight(weights, exact):
         np.testing.assert_array_equal(one, other)
 
 
+def test_factors_scale_a_correction_in_windows_array_by_array_and_no_window():
+    pair = InWindows(0.01)
+    read, factors = pair.read(0).arrays, (0.25, 1.0)
+    whole, scaled = (pair.codec.correction(pair.kept[0], read, 0.5, each) for each in ((), factors))
+    for before, after, factor in zip(whole, scaled, (*factors, 1.0, 1.0), strict=True):
+        np.testing.assert_array_equal(after, factor * before)
+        assert before.any()
+
+
 def test_the_norm_of_a_message_in_windows_is_that_of_the_message_as_far_as_it_is_read():
     pair = InWindows(0.01)
     norm = np.sqrt(sum((x.astype(float) ** 2).sum() for x in pair.messages[1]))
