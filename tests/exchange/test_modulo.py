@@ -1,6 +1,7 @@
 """Messages as grid indices modulo a few bits, in windows that follow how far replicas have moved."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -216,6 +217,22 @@ def test_tokens_that_move_a_hundred_times_faster_than_others_stay_close(shape, l
         spreads.append(np.asarray(params["w"]).std(0) / rate)
     fast = np.moveaxis(np.mean(spreads[-20:], axis=0), shape.index(260), 0)[::50]
     assert fast.max() < 3
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_outer_step_changes_the_windows_of_its_fragment_alone(delay):
+    fragments = {"sync_every": 2, "fragments": 2, "delay": delay}
+    outer = nj.noloco(nj.RandomPairing(8), 1.0, 0.0, 1.0, axis_name="replica", wire="modulo4", **fragments)
+    tree = replicas(1.0, (4, 128))  # of each row every second weight is one block, and the others are one
+    state: Any = jax.vmap(outer.init)(tree)
+    step: Any = jax.jit(jax.vmap(outer.step, axis_name="replica"))
+    for number in range(4):
+        before = state.windows["w"]
+        moved = {"w": tree["w"] * 10.0**number}
+        _, state = step(moved, state)
+        changed = np.asarray(state.windows["w"] != before)
+        assert changed.shape == (8, 4, 2)
+        assert changed[..., number % 2].all() and not changed[..., 1 - number % 2].any()
 
 
 RARE = [

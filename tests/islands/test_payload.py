@@ -175,6 +175,15 @@ def test_windowed_corrections_cancel_by_weight(weights, exact):
         np.testing.assert_array_equal(one, other)
 
 
+def test_factors_scale_each_array_of_a_windowed_correction_and_no_window():
+    pair = WindowedPair(0.01)
+    read, factors = pair.read(0).arrays, (0.25, 1.0)
+    whole, scaled = (pair.codec.correction(pair.kept[0], read, 0.5, each) for each in ((), factors))
+    for before, after, factor in zip(whole, scaled, (*factors, 1.0, 1.0), strict=True):
+        np.testing.assert_array_equal(after, factor * before)
+        assert before.any()
+
+
 def test_the_norm_of_a_windowed_message_is_correct_and_not_finite_with_a_nan():
     pair = WindowedPair(0.01)
     norm = np.sqrt(sum((x.astype(float) ** 2).sum() for x in pair.messages[1]))

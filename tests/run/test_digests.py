@@ -22,7 +22,7 @@ from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, 
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.run import digests, elastic
 from noloco_jax.run.checkpoint import Checkpointer
-from noloco_jax.run.digests import Entry
+from noloco_jax.run.digests import Entry, MismatchError
 from noloco_jax.run.trained_model import load_for_export
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
@@ -156,6 +156,20 @@ def test_digests_match_the_files_on_disk(workdir):
     assert listed.keys() == content.keys() - UNLISTED
     for name in listed:
         assert listed[name] == (xxhash.xxh3_128_hexdigest(content[name]), len(content[name]))
+
+
+def test_a_flipped_bit_in_any_piece_of_a_large_file_is_found(tmp_path):
+    content = bytearray(2 * digests._PIECE + 1)
+    (tmp_path / "large").write_bytes(content)
+    digests.write_digests(tmp_path)
+    entries = digests.read_digests(tmp_path) or {}
+    digests.check_files(tmp_path, entries)
+    for place in (0, digests._PIECE, -1):
+        content[place] ^= 1
+        (tmp_path / "large").write_bytes(content)
+        with pytest.raises(MismatchError, match="large does not match its digest"):
+            digests.check_files(tmp_path, entries)
+        content[place] ^= 1
 
 
 def test_a_checkpoint_without_digests_is_restored_with_one_warning(saved, workdir):

@@ -1,4 +1,4 @@
-"""Random keys of seeds."""
+"""Draws, and keys of seeds."""
 
 import jax
 import numpy as np
@@ -8,6 +8,12 @@ from noloco_jax import draws
 
 def bits(seed: int) -> tuple[int, ...]:
     return tuple(np.asarray(jax.random.key_data(draws.key(seed))).tolist())
+
+
+def test_each_purpose_has_draws_of_its_own():
+    purposes = (draws.PAIRING, draws.POOL, draws.ROUTES, draws.ROUNDING, draws.CHECK)
+    drawn = [draws.uint32s(0, purpose, np.arange(8)) for purpose in purposes]
+    assert len(np.unique(drawn)) == 8 * len(purposes)
 
 
 def test_every_bit_of_a_seed_counts():
