@@ -286,6 +286,17 @@ def test_files_are_replaced_when_they_change_and_deleted_when_they_are_gone(s3):
         assert "tensorboard/other" not in objects.list_objects(address)
 
 
+def test_a_trainer_that_was_held_up_renews_its_lease_before_it_uploads(s3, monkeypatch):
+    server, address = s3
+    with opened(address) as workdir:
+        (workdir.folder / "metrics.jsonl").write_text("first\n")
+        monkeypatch.setattr(workdir_lease.time, "monotonic", lambda: time.time() + 1e6)  # much later
+        server.requests.clear()
+        workdir.sync()
+        written = [request.path.rpartition("/")[2] for request in server.requests if request.method == "PUT"]
+        assert written == ["trainer.lock", "metrics.jsonl", "contents.json"]
+
+
 def test_a_large_file_is_replaced_less_often(s3, monkeypatch):
     monkeypatch.setattr(bucket_workdir.time, "monotonic", lambda: now)
     _, address = s3
