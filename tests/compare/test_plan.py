@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import math
 import runpy
 from dataclasses import replace
@@ -296,10 +297,11 @@ def test_the_folder_of_another_comparison_is_refused(config_file, tmp_path):
 
 
 @pytest.mark.parametrize("plan", sorted((ROOT / "configs/plans").glob("*.txt")), ids=lambda path: path.stem)
-def test_the_shipped_plans_are_valid_comparisons(plan, tmp_path, capsys):
+def test_the_shipped_plans_are_valid_comparisons_of_the_stated_number_of_runs(plan, tmp_path, capsys):
     for split in ("train", "validation"):
         with gzip.open(tmp_path / f"c4-{split}.00000-of-00001.json.gz", "wt") as file:
             file.writelines(json.dumps({"text": "a few words " * 9}) + "\n" for _ in range(1000))
     flags = [f"@{plan}", f"--workdir={tmp_path / 'out'}", f"--config.data.path={tmp_path}", "--dry_run"]
     assert compare.main(flags) == 0
-    assert capsys.readouterr().out.count("(to do)") >= 10
+    stated = re.search(r"(\d+) runs", plan.read_text())
+    assert stated and capsys.readouterr().out.count("(to do)") == int(stated[1])
