@@ -2,8 +2,8 @@
 
 import gzip
 import json
-import re
 import math
+import re
 import runpy
 from dataclasses import replace
 
