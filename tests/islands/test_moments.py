@@ -1,6 +1,7 @@
 """Inner-optimizer moments in the messages of islands: their payload, the bound on a correction, and its decay."""
 
 from concurrent.futures import Future
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,9 +59,17 @@ def exchanged(world: World, codec: Codec, own: Any, other: Any, weight: float) -
     return read, structure.unflatten(codec.correction(own, read.arrays, weight)[-structure.num_leaves :])
 
 
-def worlds_of(tmp_path: Any, **outer: Any) -> tuple[World, Codec]:
-    world = World(small(moments=1, **outer), tmp_path)
+@cache
+def _programs(**outer: Any) -> tuple[World, Codec]:
+    world = World(small(**outer), None)
     return world, Membership.codec(world.config, world.solo)
+
+
+def worlds_of(tmp_path: Any, moments: int = 1, wire: str = "float32", **outer: Any) -> tuple[World, Codec]:
+    """Return islands whose programs are those of every test with these settings, in a folder of their own."""
+    world, codec = _programs(moments=moments, wire=wire, **outer)
+    world.begin(tmp_path)
+    return world, codec
 
 
 def by_name(inner: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -117,8 +126,8 @@ def test_non_finite_moments_make_the_norm_of_their_message_non_finite(wire, valu
 
 @pytest.mark.parametrize("wire", ["float32", "int4", "modulo4"])
 def test_every_second_round_of_a_fragment_sends_moments_and_counts_their_bytes(wire, tmp_path):
-    world = World(small(moments=2, fragments=2, wire=wire), tmp_path)
-    codec, messages = Membership.codec(world.config, world.solo), Membership.messages(world.config, world.solo)
+    world, codec = worlds_of(tmp_path, moments=2, fragments=2, wire=wire)
+    messages = Membership.messages(world.config, world.solo)
     assert world.solo.moments is not None
     of_moments = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(world.solo.moments.code))
     sizes = []

@@ -1,6 +1,8 @@
 """Quantized messages of islands: payloads, and the corrections of two islands that exchange them."""
 
 import dataclasses
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import jax
@@ -16,7 +18,7 @@ from noloco_jax.exchange.groups import pair_mean_in_windows
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.wire import to_code, wire_of
 from noloco_jax.island.membership import Membership
-from noloco_jax.islands.payload import PlainCodec, Read, codec_of, pair_windows
+from noloco_jax.islands.payload import Codec, PlainCodec, Read, codec_of, pair_windows
 from noloco_jax.outer.pairing import RandomPairing
 from noloco_jax.run.messages import messages_of
 from noloco_jax.spmd.mesh import make_mesh
@@ -47,12 +49,16 @@ def programs_of(config: TrainConfig, devices: int) -> tuple[Programs, SoloProgra
     return programs, build_solo(own, programs)
 
 
-def encoded(name: str, message: list[np.ndarray]) -> list[np.ndarray]:
-    """Encode a message in the wire format `name`."""
+@cache
+def encoder(name: str) -> Callable[[list[np.ndarray]], list[jax.Array]]:
+    """Return the program that encodes a message in the wire format `name`."""
     wire = wire_of(name)
     assert not isinstance(wire, Modulo)
-    encode = jax.jit(lambda message: [jax.vmap(lambda x: wire.encode(to_code(wire, x)))(x) for x in message])
-    return [np.asarray(x) for x in encode(message)]
+    return jax.jit(lambda message: [jax.vmap(lambda x: wire.encode(to_code(wire, x)))(x) for x in message])
+
+
+def encoded(name: str, message: list[np.ndarray]) -> list[np.ndarray]:
+    return [np.asarray(x) for x in encoder(name)(message)]
 
 
 def codec_and_messages(name: str) -> tuple[PlainCodec, list[list[np.ndarray]], list[list[np.ndarray]]]:
@@ -97,6 +103,41 @@ def test_the_norm_of_a_message_is_correct_and_not_finite_with_a_nan(name):
     assert not np.isfinite(codec.read(sent[0], (), encoded(name, broken)).norm)
 
 
+WINDOWED, CUTS = Modulo("modulo4"), [1, 0]
+
+
+@jax.jit
+def kept_of(message: list[jax.Array], movement: list[jax.Array], remembered: list[jax.Array]) -> Any:
+    """Return what an island keeps of its message: the windows that it proposes, and the message."""
+    return jax.vmap(lambda m, moved, seen: (windows.proposed(WINDOWED, m, moved, seen, CUTS), m))(
+        message, movement, remembered
+    )
+
+
+@jax.jit
+def means_of(both: list[jax.Array], movement: list[jax.Array], remembered: list[jax.Array]) -> Any:
+    """Return the means of two replicas' messages in one program, and the windows to remember."""
+    pairing, axis = RandomPairing(2, 2, 0), "replica"
+
+    def mean(message: Any, moved: Any, seen: Any) -> Any:
+        return pair_mean_in_windows(message, pairing, jnp.int32(0), axis, WINDOWED, moved, seen, CUTS)
+
+    return jax.vmap(mean, axis_name=axis)(both, movement, remembered)
+
+
+@cache
+def windowed_codec() -> Codec:
+    """Return the codec of messages with `SHAPES`, as every pair of islands has one."""
+    message = [np.zeros(shape, np.float32) for shape in SHAPES]
+    counts = [block_counts(shape[1:], len(shape) - 2) for shape in SHAPES]
+    seen = [np.zeros((1, *count), np.uint8) for count in counts]
+
+    def encode(message: list[jax.Array], of_pair: list[jax.Array]) -> Any:
+        return jax.vmap(lambda one, its: windows.encoded(WINDOWED, one, its, CUTS))(message, of_pair)
+
+    return codec_of(WINDOWED, message, (seen, jax.eval_shape(encode, message, seen)), CUTS)
+
+
 class WindowedPair:
     """Pair of messages in a windowed format, with the payloads and corrections of both islands.
 
@@ -107,26 +148,17 @@ class WindowedPair:
     """
 
     def __init__(self, distance: float, moved: float = 0.05, remembered: int = 0):
-        code = Modulo("modulo4")
         rng = np.random.default_rng(0)
         shared = [rng.standard_normal(shape) for shape in SHAPES]
         apart = [[distance * rng.standard_normal(shape) for shape in SHAPES] for _ in range(2)]
         self.messages = [[(x + d).astype(np.float32) for x, d in zip(shared, one, strict=True)] for one in apart]
-        self.cuts = [1, 0]
         self.movement = [np.full(shape, moved * (1 + i), np.float32) for i, shape in enumerate(SHAPES)]
         counts = [block_counts(shape[1:], len(shape) - 2) for shape in SHAPES]
         self.remembered = [np.full((1, *count), remembered, np.uint8) for count in counts]
 
-        def kept(message: list[jax.Array]) -> Any:
-            arguments = message, self.movement, self.remembered
-            return jax.vmap(lambda m, moved, seen: (windows.proposed(code, m, moved, seen, self.cuts), m))(*arguments)
-
-        def encode(message: list[jax.Array], of_pair: list[jax.Array]) -> Any:
-            return jax.vmap(lambda one, its: windows.encoded(code, one, its, self.cuts))(message, of_pair)
-
-        self.kept = [[np.asarray(x) for x in jax.tree.leaves(jax.jit(kept)(message))] for message in self.messages]
-        shapes = self.kept[0][:2], jax.eval_shape(encode, self.messages[0], self.kept[0][:2])
-        self.codec = codec_of(code, self.messages[0], shapes, self.cuts)
+        kept = [kept_of(message, self.movement, self.remembered) for message in self.messages]
+        self.kept = [[np.asarray(x) for x in jax.tree.leaves(one)] for one in kept]
+        self.codec = windowed_codec()
 
     def read(self, own: int, sent: list[np.ndarray] | None = None) -> Read:
         """Return what island `own` reads of the other's message, or of `sent`."""
@@ -144,15 +176,9 @@ class WindowedPair:
 def test_windowed_corrections_equal_the_pair_mean_of_one_program(distance, remembered):
     """Some blocks are refused at the second distance, and nearly all at the third."""
     pair = WindowedPair(distance, remembered=remembered)
-    axis, pairing = "replica", RandomPairing(2, 2, 0)
-
-    def mean(message: Any, movement: Any, seen: Any) -> Any:
-        code = Modulo("modulo4")
-        return pair_mean_in_windows(message, pairing, jnp.int32(0), axis, code, movement, seen, pair.cuts)
-
     both = [np.concatenate([one, other]) for one, other in zip(*pair.messages, strict=True)]
     others = [[np.concatenate([x, x]) for x in tree] for tree in (pair.movement, pair.remembered)]
-    means, remembered_then = jax.device_get(jax.jit(jax.vmap(mean, axis_name=axis))(both, *others))
+    means, remembered_then = jax.device_get(means_of(both, *others))
     for i, found in enumerate(pair.corrections()):
         for message, correction, expected in zip(pair.messages[i], found, means, strict=False):
             np.testing.assert_array_equal(message[0] + correction[0], expected[i])
