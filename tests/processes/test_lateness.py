@@ -1,9 +1,12 @@
 """Absence of global blocking: eight processes, one of them late, and the others that wait for it."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ import pytest
 from noloco_jax.errors import UserError
 from noloco_jax.lateness import command as lateness
 from noloco_jax.lateness.command import Late, held_up, linked, seconds_stood, summary
-from support import processes
+from support import platforms, processes, warm
 from support.paths import ROOT
 
 LATE, SECONDS = 3, 6.0
@@ -59,19 +62,16 @@ def arguments(config: Path, workdir: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def finished(config) -> tuple[Path, str]:
     """Return the workdir of a completed call, and its stdout."""
-    workdir = config.parent / "finished"
-    inherited = processes.environment(config)
-    del inherited["XLA_FLAGS"]  # a process with a delay creates a second CPU device for its exchanges
-    completed = subprocess.run(
-        [sys.executable, "-m", "noloco_jax.lateness", *arguments(config, workdir)],
-        env=inherited,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=processes.PATIENCE,
-    )
-    assert completed.returncode == 0, completed.stdout + completed.stderr
-    return workdir, completed.stdout
+    workdir, output = config.parent / "finished", io.StringIO()
+    with pytest.MonkeyPatch.context() as patches, contextlib.redirect_stdout(output):
+        processes.set_environment(config, patches)
+        # Without a number of devices: a process with a delay creates a second one for its exchanges.
+        patches.setenv("XLA_FLAGS", " ".join(platforms.QUICK_TO_COMPILE))
+        forking = {"Popen": warm.Popen, "DEVNULL": subprocess.DEVNULL, "STDOUT": subprocess.STDOUT}
+        patches.setattr(lateness, "subprocess", SimpleNamespace(**forking))
+        patches.setattr(lateness.signal, "signal", lambda *_: None)  # pytest's handlers stay
+        assert lateness.main(arguments(config, workdir)) == 0
+    return workdir, output.getvalue()
 
 
 @pytest.mark.timeout(processes.PATIENCE)

@@ -30,7 +30,7 @@ IMPORTS = (
     *("matplotlib.figure", "matplotlib.backends.backend_agg", "tensorboardX"),
 )
 READ_BY_IMPORTS = ("JAX_", "PYTHON", "TF_")  # how the variables begin for which a server is needed of its own
-READ_BY_RUNS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+READ_BY_RUNS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS")
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h
 LONGEST_REQUEST = 2**17
 
