@@ -11,6 +11,7 @@ import pytest
 
 from noloco_jax.island.command import main as island
 from support import processes, warm
+from support.archipelago import INTERVAL
 from support.paths import ROOT
 from support.ports import free_ports
 
@@ -68,7 +69,7 @@ class Group:
 
     def wait(self, condition) -> None:
         logs = "\n".join(f"{name}: {self.log(name)[-1500:]}" for name in self.running)
-        assert processes.wait_until(condition, list(self.running.values()), 240), logs
+        assert processes.wait_until(condition, list(self.running.values()), 240, INTERVAL), logs
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 
 from noloco_jax.islands.protocol.context import Settings
 from support import processes
-from support.archipelago import Archipelago
+from support.archipelago import INTERVAL, Archipelago
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -20,7 +20,7 @@ def wait_for_round(islands: Archipelago, names: tuple[str, ...], round: int) -> 
     """Wait until the named islands have ended a round."""
     watched = [islands.running[name] for name in names]
     assert processes.wait_until(
-        lambda: all(islands.step(name) > ROUND * (round + 1) for name in names), watched, processes.PATIENCE
+        lambda: all(islands.step(name) > ROUND * (round + 1) for name in names), watched, processes.PATIENCE, INTERVAL
     ), "\n".join(islands.said(name)[-2000:] for name in names)
 
 
@@ -40,6 +40,7 @@ def test_killed_and_stopped_islands_cost_the_others_no_step_and_rejoin(config, t
             lambda: all(any(one["outcome"] != "alone" for one in islands.lines(name, "exchange")) for name in NAMES),
             list(islands.running.values()),
             processes.PATIENCE,
+            INTERVAL,
         )
         islands.kill("rome")
         killed = latest_round(islands, *NAMES)
@@ -55,7 +56,10 @@ def test_killed_and_stopped_islands_cost_the_others_no_step_and_rejoin(config, t
             return any(one["outcome"] == "met" and one["round"] > back for one in islands.lines(name, "exchange"))
 
         assert processes.wait_until(
-            lambda: met_again("rome") and met_again("paris"), list(islands.running.values()), processes.PATIENCE
+            lambda: met_again("rome") and met_again("paris"),
+            list(islands.running.values()),
+            processes.PATIENCE,
+            INTERVAL,
         ), islands.said("rome")[-3000:]
         for name in NAMES:
             islands.signal(name, signal.SIGTERM)

@@ -25,7 +25,7 @@ from noloco_jax.island.command import main as command_line
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.own_loop.fresh import Fresh, begins_anew
 from noloco_jax.schedule import pairing_round
-from support import platforms
+from support import platforms, warm
 from support.paths import ROOT
 from support.ports import free_ports
 from support.sites import side_by_side
@@ -393,14 +393,15 @@ def test_both_processes_of_an_example_exchange_and_end_with_one_model(example, s
         lines.append(f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{port}"\n')
     (tmp_path / "roster.toml").write_text("".join(lines))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
-    environment = {**inherited, **platforms.of_a_run(1), "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])  # the latter for `support.warm`
+    environment = {**inherited, **platforms.of_a_run(1), "PYTHONPATH": path}
 
     def command(name: str) -> list[str]:
         flags = (f"--roster={tmp_path}/roster.toml", f"--name={name}", f"--workdir={tmp_path / name}")
         return [sys.executable, "-m", f"noloco_jax.examples.island_{example}", *flags, f"--steps={steps}"]
 
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen(command(name), env=environment, cwd=ROOT, **pipes) for name in NAMES]
+    processes = [warm.Popen(command(name), env=environment, cwd=ROOT, **pipes) for name in NAMES]
     outputs = [process.communicate(timeout=250)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     last = [output.strip().splitlines()[-1] for output in outputs]

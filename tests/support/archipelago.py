@@ -14,6 +14,8 @@ from support.fault_proxy import FaultProxy
 from support.paths import ROOT
 from support.ports import free_port, free_ports
 
+INTERVAL = 0.05  # seconds between two looks at the islands' metrics, whose lines come by the tenth of a second
+
 
 class Archipelago:
     """Islands of one configuration. As a context it ends all of its processes.
@@ -142,7 +144,9 @@ class Archipelago:
 
     def until(self, condition: Callable[[], bool], *watched: str) -> None:
         """Wait for a condition while these processes, by default all, run."""
-        is_met = processes.wait_until(condition, [self.running[name] for name in watched or self.running], 240)
+        is_met = processes.wait_until(
+            condition, [self.running[name] for name in watched or self.running], 240, INTERVAL
+        )
         assert is_met, "\n".join(self.said(name)[-3000:] for name in self.running)
 
     def said(self, name: str) -> str:

@@ -158,16 +158,19 @@ def trained(
 
 
 def wait_until(
-    condition: Callable[[], bool], processes: Sequence[subprocess.Popen[str]], patience: float = PATIENCE
+    condition: Callable[[], bool],
+    processes: Sequence[subprocess.Popen[str]],
+    patience: float = PATIENCE,
+    interval: float = 0.002,
 ) -> bool:
-    """Waits for a condition; False if a process ended without it. None outlives a failure."""
+    """Check a condition every `interval` seconds; False if a process ended without it. None outlives a failure."""
     deadline = time.monotonic() + patience
     try:
         while not condition():
             if any(process.poll() is not None for process in processes):
                 return condition()
             assert time.monotonic() < deadline, "nothing happened"
-            time.sleep(0.002)
+            time.sleep(interval)
     except BaseException:
         kill(processes)
         raise
