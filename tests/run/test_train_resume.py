@@ -3,38 +3,18 @@
 import random
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from noloco_jax.config import from_dict, load_config
 from noloco_jax.run.loop import Hooks
 from noloco_jax.train.training import train
-from support import platforms, processes
+from support import processes
 from support.paths import ROOT
 
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module")
-def shared_programs(config) -> Iterator[None]:
-    """Let this process read programs that it compiled before, as each start of a run in it needs the same ones."""
-    settings = {
-        "jax_enable_compilation_cache": True,
-        "jax_compilation_cache_dir": platforms.programs(config.parent),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for change in (settings, before):
-        for name, value in change.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()  # it would keep what it has read of these settings
-        if change is settings:
-            yield
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +118,6 @@ class Terminate(Hooks):
             signal.raise_signal(signal.SIGTERM)
 
 
-@pytest.mark.usefixtures("shared_programs")
 def test_evaluations_skipped_by_termination_are_run_at_the_next_start(config, tmp_path):
     """The next start evaluates the restored state, also after the last step."""
     run = from_dict(load_config(str(config), ["--config.num_steps=4", "--config.eval_every=2"]))
@@ -153,7 +132,6 @@ def test_evaluations_skipped_by_termination_are_run_at_the_next_start(config, tm
     ]
 
 
-@pytest.mark.usefixtures("shared_programs")
 def test_a_run_with_delayed_fragment_exchanges_resumes_bitwise(config, tmp_path):
     """The run stops with three pending corrections and two outer steps not yet logged, and ends with a final merge."""
     flags = ["--config.num_steps=8", "--config.outer.fragments=4", "--config.outer.delay=3", "--config.log_every=4"]
@@ -168,7 +146,6 @@ def test_a_run_with_delayed_fragment_exchanges_resumes_bitwise(config, tmp_path)
         np.testing.assert_array_equal(weights, np.broadcast_to(weights[:1], weights.shape))
 
 
-@pytest.mark.usefixtures("shared_programs")
 def test_a_terminated_run_on_a_data_mixture_resumes_bitwise(config, tmp_path, capsys):
     mixture = {"long": ("data", 2), "short": ("held_out", 1)}
     flags = ["--config.data.kind=mixture", "--config.data.path=", "--config.data.validation_path="]
