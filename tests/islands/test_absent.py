@@ -1,9 +1,6 @@
 """Islands cut off by the network: the others lose no exchange, and the island exchanges again once it is back."""
 
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from typing import get_args
 
 import numpy as np
@@ -24,20 +21,9 @@ AWAY = range(3, 10)  # rounds in which rome is cut off
 SETTINGS = Settings(patience=6)  # rounds: 4.2 s, enough on a busy machine, yet fewer than AWAY has
 
 
-SILENT: dict[str, set[Direction]] = {"all": set(get_args(Direction)), "there": {"up"}, "back": {"down"}}
-
-
-@pytest.fixture(scope="module")
-def cut_off() -> Iterator[dict[str, Future[list[Site]]]]:
-    """Cut rome off in each way of `SILENT`, all at once, as islands wait more than they compute; return all sites."""
-    ports = iter(free_ports(len(FOUR) * len(SILENT)))
-    own = {name: list(islice(ports, len(FOUR))) for name in SILENT}
-    with ThreadPoolExecutor(len(SILENT)) as pool:
-        yield {name: pool.submit(train_with_rome_cut_off, silent, own[name]) for name, silent in SILENT.items()}
-
-
-def train_with_rome_cut_off(silent: set[Direction], ports: list[int]) -> list[Site]:
-    with rosters(FOUR, "rome", ports) as (seen, proxies):
+@pytest.mark.parametrize("silent", [set(get_args(Direction)), {"up"}, {"down"}], ids=["all", "there", "back"])
+def test_a_link_silent_in_one_or_both_directions_costs_the_other_islands_nothing(silent):
+    with rosters(FOUR, far="rome") as (seen, proxies):
         sites = [Site(name, seen[name], settings=SETTINGS) for name in FOUR]
 
         def train(rounds: int) -> None:
@@ -53,12 +39,7 @@ def train_with_rome_cut_off(silent: set[Direction], ports: list[int]) -> list[Si
             proxy.reset()
         train(9)
         side_by_side(*[site.close for site in sites])
-    return sites
-
-
-@pytest.mark.parametrize("silent", SILENT)
-def test_a_link_silent_in_one_or_both_directions_costs_the_other_islands_nothing(cut_off, silent):
-    *others, far = cut_off[silent].result()
+    *others, far = sites
     for site in others:
         assert site.share(without="rome") == 1, site.met
         # All these rounds together took less than the answer timeout of one call: no round waited for an answer.

@@ -180,14 +180,9 @@ def side_by_side(*works: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def rosters(
-    names: tuple[str, ...], far: str, own: Sequence[int] | None = None
-) -> Iterator[tuple[Mapping[str, Roster], list[FaultProxy]]]:
-    """A roster for each island, in which `far` and the others reach each other by proxies alone.
-
-    The islands listen at their `own` ports; by default they are free ones.
-    """
-    ports = dict(zip(names, own or free_ports(len(names)), strict=True))
+def rosters(names: tuple[str, ...], far: str) -> Iterator[tuple[Mapping[str, Roster], list[FaultProxy]]]:
+    """A roster for each island, in which `far` and the others reach each other by proxies alone."""
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
     with contextlib.ExitStack() as stack:
         into = stack.enter_context(FaultProxy(ports[far]))
         out_of = {name: stack.enter_context(FaultProxy(ports[name])) for name in names if name != far}
