@@ -10,6 +10,10 @@ source launch/install.sh
 install test
 "$python" -m ruff check .
 "$python" -m ruff format --check .
-"$python" -m pyright --pythonpath "$python"
+report=$(mktemp)
+trap 'rm -f "$report"' EXIT
+"$python" -m pyright --pythonpath "$python" >"$report" & # beside the tests, as it takes a minute of one core
+types=$!
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 "$python" -m pytest -n $((cores * 3 / 2)) --maxprocesses=8 "$@"
+wait "$types" || { cat "$report" && exit 1; }

@@ -10,7 +10,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 EIGHT_CPUS = "--xla_force_host_platform_device_count=8"
-QUICK_TO_COMPILE = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+QUICK_TO_COMPILE = [
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",  # one module of machine code: each costs its own start
+]
 if version("jaxlib").startswith("0.10."):
     # Its older code generator compiles these programs in a third of the time. Later releases have only the newer one.
     QUICK_TO_COMPILE.append("--xla_cpu_use_fusion_emitters=false")
