@@ -93,11 +93,11 @@ def test_padding_after_the_tokens_is_never_attended_to(params, masked):
 
 def test_documents_across_the_cpus_query_blocks_match_jaxs_attention():
     rng = np.random.default_rng(0)
-    q_BTHK, k_BTGK, v_BTGK = (jnp.asarray(rng.standard_normal((2, 300, heads, 8)), jnp.float32) for heads in (4, 2, 2))
-    segments_BT = jnp.asarray(np.cumsum(rng.random((2, 300)) < 0.02, axis=1, dtype=np.int32))
-    actual = attention.causal_attention(q_BTHK, k_BTGK, v_BTGK, segments_BT)
+    arrays = [rng.standard_normal((2, 300, heads, 8)).astype(np.float32) for heads in (4, 2, 2)]
+    segments_BT = np.cumsum(rng.random((2, 300)) < 0.02, axis=1, dtype=np.int32)
+    actual = jax.jit(attention.causal_attention)(*arrays, segments_BT)
     seen_BTT = (segments_BT[:, :, None] == segments_BT[:, None]) & np.tri(300, dtype=bool)[None]
-    expected = jax.nn.dot_product_attention(q_BTHK, k_BTGK, v_BTGK, mask=seen_BTT[:, None])
+    expected = jax.jit(jax.nn.dot_product_attention)(*arrays, mask=seen_BTT[:, None])
     np.testing.assert_allclose(actual, expected, atol=2e-6)
 
 
