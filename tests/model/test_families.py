@@ -225,7 +225,7 @@ def test_window_attention_on_other_devices_equals_the_cpus(monkeypatch, document
     rng = np.random.default_rng(0)
     q_BTHK, k_BTHK, v_BTHK = (jnp.asarray(rng.standard_normal((2, 20, 2, 8)), jnp.float32) for _ in range(3))
     segments_BT = jnp.asarray(np.arange(40).reshape(2, 20) // 7, jnp.int32) if documents else None
-    on_cpus, elsewhere = (jax.jit(lambda *arguments: causal_attention(*arguments, 4)) for _ in range(2))
+    on_cpus, elsewhere = (jax.jit(lambda *arguments: causal_attention(*arguments, window=4)) for _ in range(2))
     expected_BTHK = on_cpus(q_BTHK, k_BTHK, v_BTHK, segments_BT)
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     np.testing.assert_allclose(elsewhere(q_BTHK, k_BTHK, v_BTHK, segments_BT), expected_BTHK, atol=2e-6)

@@ -153,7 +153,7 @@ def test_the_load_balancing_loss_is_trained_but_neither_logged_nor_evaluated():
     np.testing.assert_array_equal(without[0], much[0])
     assert np.abs(without[-1] - much[-1]).min() > 1e-3
     ids_BT = np.random.default_rng(0).integers(0, 64, (2, 24), dtype=np.int32)
-    batch = {"input_ids": ids_BT, "labels": ids_BT}
+    batch: Any = {"input_ids": ids_BT, "labels": ids_BT}
 
     @functools.partial(jax.jit, static_argnums=0)
     def both(model, params):
