@@ -15,18 +15,24 @@ from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
 from noloco_jax.spmd.routing import draw_routes, route_pool
-from support.traffic import MODEL
+from support.traffic import MODEL, TINY
 
 BITS = {"f32": 32, "s32": 32, "u32": 32, "u16": 16, "u8": 8}
 
 
-def config_of(method: str, num_replicas: int, outer: dict[str, Any] | None = None, **mesh: Any) -> TrainConfig:
+def config_of(
+    method: str,
+    num_replicas: int,
+    outer: dict[str, Any] | None = None,
+    model: dict[str, Any] = TINY,
+    **mesh: Any,
+) -> TrainConfig:
     return from_dict(
         {
             "method": method,
             "num_replicas": num_replicas,
             "num_microbatches": 2,
-            "model": MODEL | {"num_layers": mesh.get("stage", 1)},
+            "model": model | {"num_layers": mesh.get("stage", 1)},
             "outer": outer or {},
             "data": {"batch_size": 4, "sequence_length": 8},
             "mesh": {"replica": num_replicas} | mesh,
@@ -73,7 +79,7 @@ def test_reported_bytes_of_a_pass_over_the_pairings_equal_those_of_all_branches(
 
 def test_sharded_replicas_send_redundant_copies_of_their_norms_only():
     """Every device of a replica has whole norms and sends them to its counterpart."""
-    config = config_of("noloco", 4, fsdp=2)
+    config = config_of("noloco", 4, model=MODEL, fsdp=2)
     reported = messages_of(config, {"replica": 4, "stage": 1, "fsdp": 2, "tensor": 1})
     norms = 3 * MODEL["hidden_size"] * 4
     total = (reported.of_outer_step(0) + norms) * 4 * num_pairings(config)

@@ -55,7 +55,19 @@ for step in (4, 40):
 
 
 @pytest.fixture
-def fake_trainer(config_file, tmp_path, monkeypatch):
+def no_pictures(monkeypatch):
+    """Draw nothing: `test_report` proves the pictures of every kind of comparison, of at least one row."""
+
+    def draw(rows, path):
+        assert rows
+
+    monkeypatch.setattr(runner, "draw", draw)
+    for name in ("draw_bytes", "draw_laws"):
+        monkeypatch.setattr(runner, name, lambda *_: False)
+
+
+@pytest.fixture
+def fake_trainer(config_file, tmp_path, monkeypatch, no_pictures):
     """Replace the trainer by a script that behaves as `fake_trainer[method or name of the run]` says.
 
     It fails at the "start", out of "memory" or "later", it hangs, or it waits to "meet" a concurrent run.
@@ -179,7 +191,7 @@ def test_tuning_uses_the_best_value_among_the_runs_that_finished(config_file, tm
 def test_a_stopped_comparison_resumes_and_writes_its_table(tmp_path, monkeypatch, capsys):
     config = processes.write_config(tmp_path)
     out = tmp_path / "out"
-    flags = arguments(str(config), out, "--methods=ddp,noloco", "--jobs=2")
+    flags = arguments(str(config), out, "--methods=ddp,noloco")
     flags += ["--config.num_steps=12", "--config.eval_every=4"]
     processes.set_environment(config, monkeypatch)
     running = subprocess.Popen(

@@ -21,8 +21,8 @@ def test_attention_is_the_softmax_over_earlier_positions(length, kv_heads):
     weights_BHTS = np.exp(scores_BHTS) * np.tril(np.ones((length, length)))
     weights_BHTS /= weights_BHTS.sum(axis=-1, keepdims=True)
     expected_BTHK = np.einsum("bhts,bshk->bthk", weights_BHTS, v_BTHK)
-    q, k, v = (jnp.asarray(x, jnp.float32) for x in (q_BTHK, k_BTGK, v_BTGK))
-    actual_BTHK = causal_attention(q, k, v)
+    q, k, v = (x.astype(np.float32) for x in (q_BTHK, k_BTGK, v_BTGK))
+    actual_BTHK = jax.jit(causal_attention)(q, k, v)
     np.testing.assert_allclose(actual_BTHK, expected_BTHK, atol=2e-6)
 
 

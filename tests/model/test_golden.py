@@ -111,7 +111,8 @@ def test_loss_and_every_gradient_match_transformers(case):
     assert num_tokens == np.sum(case.io["labels"] != -100)
     np.testing.assert_allclose(value, case.io["loss"], rtol=1e-6)
     assert_trees_close(grads, case.in_our_layout("grads.safetensors"), atol=1e-6)
-    np.testing.assert_allclose(optax.tree.norm(grads), case.io["grad_norm"], rtol=1e-6)
+    norm = np.sqrt(sum(np.square(leaf, dtype=np.float64).sum() for leaf in jax.tree.leaves(grads)))
+    np.testing.assert_allclose(norm, case.io["grad_norm"], rtol=1e-6)
 
 
 def test_ten_steps_of_clipped_adam_match_transformers(case):
@@ -123,7 +124,7 @@ def test_ten_steps_of_clipped_adam_match_transformers(case):
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value, optax.tree.norm(grads)
 
-    params, state = case.params, optimizer.init(case.params)
+    params, state = case.params, jax.jit(optimizer.init)(case.params)
     values, norms = [], []
     for _ in range(10):
         params, state, value, norm = step(params, state)

@@ -75,9 +75,9 @@ def test_zero_columns_after_the_vocabulary_change_nothing(inputs, vocab_multiple
     def padded(h_BTD, kernel_DV, labels_BT):
         return token_nll(h_BTD, kernel_DV, labels_BT, **options)[0]
 
-    value, (d_h_BTD, d_kernel_DV) = jax.value_and_grad(padded, argnums=(0, 1))(*as_float32(inputs))
+    value, (d_h_BTD, d_kernel_DV) = jax.jit(jax.value_and_grad(padded, argnums=(0, 1)))(*as_float32(inputs))
     expected_sum, _, expected_d_h_BTD, expected_d_kernel_DV = oracle(*inputs)
-    np.testing.assert_allclose(padded(*as_float32(inputs)), expected_sum, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(padded)(*as_float32(inputs)), expected_sum, rtol=1e-6)
     np.testing.assert_allclose(value, expected_sum, rtol=1e-6)
     np.testing.assert_allclose(d_h_BTD, expected_d_h_BTD, atol=1e-5)
     np.testing.assert_allclose(d_kernel_DV, expected_d_kernel_DV, atol=2e-5)
@@ -175,44 +175,57 @@ def test_large_logits_do_not_overflow(one_pass):
     np.testing.assert_allclose(nll_sum, 2e4)
 
 
-def test_a_batch_without_labels_has_loss_and_gradient_zero():
-    config = ModelConfig(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=2, vocab_size=9)
-    params = random_params(config)
-    batch = {"input_ids": jnp.zeros((1, 4), jnp.int32), "labels": jnp.full((1, 4), IGNORED_LABEL)}
-    value_and_grad = jax.jit(jax.value_and_grad(functools.partial(loss, config), has_aux=True))
-    (value, num_tokens), grads = value_and_grad(params, batch)
+def test_a_batch_without_labels_has_loss_and_gradient_zero(of_nine_tokens):
+    ids_BT = np.zeros((2, 4), np.int32)
+    (value, num_tokens), grads = of_nine_tokens({"input_ids": ids_BT, "labels": np.full_like(ids_BT, IGNORED_LABEL)})
     assert value == 0 and num_tokens == 0
     jax.tree.map(functools.partial(np.testing.assert_array_equal, 0.0), grads)
+
+
+@functools.cache
+def with_columns_of_no_token(one_pass):
+    """Return the loss of a kernel with three more columns: alone, and with its gradient."""
+
+    def nll_sum(h_BTD, kernel_DV, labels_BT, weight_B):
+        padded_DV = jnp.pad(kernel_DV, ((0, 0), (0, 3)))
+        options = {"chunk_tokens": 9, "vocab_size": V, "one_pass": one_pass}
+        return token_nll(h_BTD, padded_DV, labels_BT, weight_B, **options)[0]
+
+    return jax.jit(nll_sum), jax.jit(jax.value_and_grad(nll_sum, argnums=(0, 1)))
 
 
 @PASSES
 @pytest.mark.parametrize("label", [-1, -99, -101, V, V + 1000, 2**31 - 1, -(2**31)])
 def test_a_label_that_is_no_token_makes_loss_and_gradient_nan(inputs, label, one_pass):
-    h_BTD, kernel_DV, labels_BT = as_float32(inputs)
-    labels_BT = labels_BT.at[1, 3].set(label)
-    for weight_B in (None, jnp.zeros(B)):  # for any weight of the sequence
+    arguments = [np.asarray(x) for x in as_float32(inputs)]
+    arguments[2] = arguments[2].copy()
+    arguments[2][1, 3] = label
+    value_of, gradient_of = with_columns_of_no_token(one_pass)
+    for weight_B in (None, np.zeros(B, np.float32)):  # for any weight of the sequence
+        value, (d_h_BTD, d_kernel_DV) = jax.tree.map(np.asarray, gradient_of(*arguments, weight_B))
+        assert np.isnan(value_of(*arguments, weight_B)) and np.isnan(value)
+        assert np.isnan(d_h_BTD[1, 3]).all() and not np.isnan(d_h_BTD[0]).any()
+        assert np.isnan(d_kernel_DV).any(axis=0).all()
 
-        def nll_sum(h_BTD, kernel_DV, weight_B=weight_B):
-            padded_DV = jnp.pad(kernel_DV, ((0, 0), (0, 3)))  # columns of no token
-            options = {"chunk_tokens": 9, "vocab_size": V, "one_pass": one_pass}
-            return token_nll(h_BTD, padded_DV, labels_BT, weight_B, **options)[0]
 
-        value, (d_h_BTD, d_kernel_DV) = jax.jit(jax.value_and_grad(nll_sum, argnums=(0, 1)))(h_BTD, kernel_DV)
-        assert jnp.isnan(nll_sum(h_BTD, kernel_DV)) and jnp.isnan(value)
-        assert jnp.isnan(d_h_BTD[1, 3]).all() and not jnp.isnan(d_h_BTD[0]).any()
-        assert jnp.isnan(d_kernel_DV).any(axis=0).all()
+@pytest.fixture(scope="module")
+def of_nine_tokens():
+    """Return a function from a batch to the loss, its number of labels, and the gradient of a Llama of nine tokens."""
+    config = ModelConfig(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=2, vocab_size=9)
+    value_and_grad = jax.jit(jax.value_and_grad(functools.partial(loss, config), has_aux=True))
+    params = random_params(config)
+    return lambda batch: jax.tree.map(np.asarray, value_and_grad(params, batch))
 
 
 @pytest.mark.parametrize("token", [-1, 9, 500, -(2**31), 2**31 - 1])
-def test_a_token_outside_the_vocabulary_makes_loss_and_gradient_nan(token):
-    config = ModelConfig(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=2, vocab_size=9)
-    params = random_params(config)
-    ids_BT = jnp.arange(8, dtype=jnp.int32).reshape(2, 4)
-    value_and_grad = jax.jit(jax.value_and_grad(functools.partial(loss, config), has_aux=True))
+def test_a_token_outside_the_vocabulary_makes_loss_and_gradient_nan(of_nine_tokens, token):
+    ids_BT = np.arange(8, dtype=np.int32).reshape(2, 4)
     batch = {"input_ids": ids_BT, "labels": ids_BT + 1}
-    (value, _), _ = value_and_grad(params, batch)
-    assert jnp.isfinite(value)
+    (value, _), _ = of_nine_tokens(batch)
+    assert np.isfinite(value)
     for name in batch:
-        (value, _), grads = value_and_grad(params, batch | {name: batch[name].at[1, 2].set(token)})
-        assert jnp.isnan(value), name
-        assert all(jnp.isnan(leaf).any() for leaf in jax.tree.leaves(grads)), name
+        changed_BT = batch[name].copy()
+        changed_BT[1, 2] = token
+        (value, _), grads = of_nine_tokens(batch | {name: changed_BT})
+        assert np.isnan(value), name
+        assert all(np.isnan(leaf).any() for leaf in jax.tree.leaves(grads)), name

@@ -40,6 +40,27 @@ def pieces(lengths: list[list[int]]) -> Iterator[tuple[int, Piece]]:
             yield number, Piece(row, stop - length, stop)
 
 
+def apart(batch: dict[str, np.ndarray], lengths: list[list[int]]) -> dict[str, np.ndarray]:
+    """Give each document a row of its own without segments, from position 0; token 0 without a label follows it."""
+    ids_NT = np.zeros((sum(map(len, lengths)), batch["input_ids"].shape[1]), np.int32)
+    labels_NT = np.full_like(ids_NT, IGNORED_LABEL)
+    for n, (_, (row, start, stop)) in enumerate(pieces(lengths)):
+        ids_NT[n, : stop - start] = batch["input_ids"][row, start:stop]
+        labels_NT[n, : stop - start - 1] = ids_NT[n, 1 : stop - start]
+    return {"input_ids": ids_NT, "labels": labels_NT}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def loss_apart(config: ModelConfig, params: Any, rows: dict[str, np.ndarray]) -> jax.Array:
+    """Sum the loss over the labels of documents that are `apart`, from the logits of a plain forward pass.
+
+    The model's attention is causal, so what follows a document does not affect it.
+    """
+    log_p_NTV = jax.nn.log_softmax(kind.from_params(config, params)(rows["input_ids"]))
+    nll_NT = -jnp.take_along_axis(log_p_NTV, jnp.maximum(rows["labels"], 0)[..., None], axis=-1)[..., 0]
+    return jnp.where(rows["labels"] == IGNORED_LABEL, 0.0, nll_NT).sum()
+
+
 def loss_alone(config: ModelConfig, params: Any, batch: dict[str, np.ndarray], lengths: list[list[int]]) -> jax.Array:
     """The summed loss of a batch's labels, of every document by itself in a forward pass of its own."""
     documents = (batch["input_ids"][row, start:stop] for _, (row, start, stop) in pieces(lengths))

@@ -17,7 +17,7 @@ NOTEBOOK = ROOT / "noloco_jax/examples/quickstart.ipynb"
 def outputs(tmp_path_factory) -> list[list[nbformat.NotebookNode]]:
     """Return the outputs of each code cell, run where configs/quickstart.py is a small run."""
     folder: Path = tmp_path_factory.mktemp("notebook")
-    config = processes.write_config(folder, "llama")
+    config = processes.write_config(folder)
     (folder / "configs").mkdir()
     config.rename(folder / "configs/quickstart.py")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
@@ -26,7 +26,6 @@ def outputs(tmp_path_factory) -> list[list[nbformat.NotebookNode]]:
     assert notebook.cells[2].source != source
     with pytest.MonkeyPatch.context() as patch:
         processes.set_environment(config, patch)
-        patch.setenv("PYTHONPATH", str(ROOT))
         NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
     return [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
 
