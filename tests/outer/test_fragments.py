@@ -1,5 +1,6 @@
 """Fragments of the parameters with their own outer steps, and delayed corrections."""
 
+import functools
 from typing import Any
 
 import jax
@@ -20,9 +21,10 @@ from support.rules import RULES
 
 N = 8
 LAYOUTS = {"virtual": 8, "devices": (8, 1), "several a device": (4, 2)}
+BFLOAT16 = {"state_dtype": "bfloat16"}
 SHAPES = {"even": (6, 4), "odd": (3, 5), "scalar": ()}
 
-every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+every_rule = pytest.mark.parametrize("rule", RULES)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
@@ -56,6 +58,17 @@ def initial(outer: Any) -> Any:
     return jax.vmap(outer.init)(tree(0))
 
 
+@functools.cache
+def outer_of(rule: str, layout: Any = N, **settings: Any) -> Any:
+    return RULES[rule].make(N, axis_of(layout), **settings)
+
+
+@functools.cache
+def jitted(function: str, rule: str, layout: Any = N, **settings: Any) -> Any:
+    """Return a compiled function of a rule's outer optimizer, for all replicas."""
+    return jax.jit(over_replicas(getattr(outer_of(rule, layout, **settings), function), layout))
+
+
 def groups_of(number: int, count: int) -> Any:
     pairing = nj.RandomPairing(N, seed=5)
     return pairing.pool[int(pairing.pool_index(pairing_round(number, count)))]
@@ -65,14 +78,16 @@ def groups_of(number: int, count: int) -> Any:
 @every_layout
 def test_an_outer_step_matches_the_oracle_on_its_fragment_and_changes_no_other(rule, layout):
     count = 4
-    step = jax.jit(over_replicas(rule.make(N, axis_of(layout), fragments=count).step, layout))
+    step = jitted("step", rule, layout, fragments=count)
     state = start()
     for number in range(2 * count + 1):
         theta, before = tree(10 + number), state.rule
         params, state = jax.device_get(step(theta, state))
         for name, shape in SHAPES.items():
             mask = members(shape, count)[number % count]
-            slow, momentum = rule.step(theta[name], before.slow[name], before.momentum[name], groups_of(number, count))
+            slow, momentum = RULES[rule].step(
+                theta[name], before.slow[name], before.momentum[name], groups_of(number, count)
+            )
             assert_trees_close(params[name], np.where(mask, slow, theta[name]))
             assert_trees_close(state.rule.slow[name], np.where(mask, slow, before.slow[name]))
             assert_trees_close(state.rule.momentum[name], np.where(mask, momentum, before.momentum[name]))
@@ -95,9 +110,8 @@ def test_fragments_hold_every_element_once(count):
 @pytest.mark.parametrize("sync_every", [2, 8], ids=["two a step", "one in two steps"])
 def test_update_takes_the_same_outer_steps_on_its_counters_schedule(rule, sync_every):
     count = 4
-    step = jax.jit(jax.vmap(rule.make(N, "replica", fragments=count).step, axis_name="replica"))
-    counted = rule.make(N, "replica", sync_every=sync_every, fragments=count)
-    update = jax.jit(jax.vmap(counted.update, axis_name="replica"))
+    step = jitted("step", rule, fragments=count)
+    update = jitted("update", rule, sync_every=sync_every, fragments=count)
     params, state = tree(0), start()
     for inner in range(1, 10):
         updates = tree(20 + inner)
@@ -114,11 +128,9 @@ def test_update_takes_the_same_outer_steps_on_its_counters_schedule(rule, sync_e
 @every_rule
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_correction_applied_immediately_equals_the_step_without_delay(rule, count):
-    plain = rule.make(N, "replica", fragments=count)
-    late = rule.make(N, "replica", fragments=count, delay=1)
-    assert plain.correct is None
-    functions: Any = (plain.step, late.step, late.correct)
-    step, begin, correct = (jax.jit(jax.vmap(f, axis_name="replica")) for f in functions)
+    assert outer_of(rule, fragments=count).correct is None
+    step = jitted("step", rule, fragments=count)
+    begin, correct = (jitted(name, rule, fragments=count, delay=1) for name in ("step", "correct"))
     state, params = start(), tree(0)
     zeros = jax.tree.map(np.zeros_like, params)
     late_state, late_params = state._replace(rule=Late(state.count, state.rule, zeros)), params
@@ -129,13 +141,18 @@ def test_a_correction_applied_immediately_equals_the_step_without_delay(rule, co
         assert_trees_close(late_state.rule.rule, state.rule, atol=3e-6)
 
 
-@every_rule
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("count", [1, 4])
-def test_a_correction_is_applied_once_when_correct_is_called_repeatedly(rule, count, state_dtype):
-    outer = rule.make(N, "replica", fragments=count, delay=1, state_dtype=state_dtype)
-    step, correct = (jax.jit(jax.vmap(f, axis_name="replica")) for f in (outer.step, outer.correct))
-    params, state = tree(0), initial(outer)
+# Every rule with each dtype, and each count of fragments with each dtype and each family of rules.
+@pytest.mark.parametrize(
+    ("rule", "count", "dtype"),
+    [
+        *((rule, count, {}) for rule in RULES for count in (1, 4)),
+        *(("noloco", 4, BFLOAT16), ("corrections", 1, BFLOAT16), ("diloco", 1, BFLOAT16), ("nesterov", 4, BFLOAT16)),
+    ],
+)
+def test_a_correction_is_applied_once_when_correct_is_called_repeatedly(rule, count, dtype):
+    settings = {"fragments": count, "delay": 1, **dtype}
+    step, correct = (jitted(name, rule, **settings) for name in ("step", "correct"))
+    params, state = tree(0), initial(outer_of(rule, **settings))
     for number in range(count + 1):
         once = correct(*step(params, state))
         params, state = correct(*correct(*once))
@@ -146,9 +163,8 @@ def test_a_correction_is_applied_once_when_correct_is_called_repeatedly(rule, co
 @every_rule
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_pending_correction_is_applied_before_its_fragments_next_outer_step(rule, count):
-    outer = rule.make(N, "replica", fragments=count, delay=1)
-    step, correct = (jax.jit(jax.vmap(f, axis_name="replica")) for f in (outer.step, outer.correct))
-    params, state = tree(0), initial(outer)
+    step, correct = (jitted(name, rule, fragments=count, delay=1) for name in ("step", "correct"))
+    params, state = tree(0), initial(outer_of(rule, fragments=count, delay=1))
     expected, after = params, state
     for number in range(3 * count):
         params, state = step(params, state)
@@ -208,8 +224,8 @@ def test_parameters_may_hold_tuples():
     leaves, structure = jax.tree.flatten(nested)
     state: Any = jax.vmap(outer.init)(nested)
     flat: Any = jax.vmap(outer.init)(leaves)
-    actual = jax.vmap(outer.step, axis_name="replica")(nested, state)
-    expected = jax.vmap(outer.step, axis_name="replica")(leaves, flat)
+    step = jax.jit(jax.vmap(outer.step, axis_name="replica"))
+    actual, expected = step(nested, state), step(leaves, flat)
     assert jax.tree.structure(actual[0]) == structure
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(actual), jax.tree.leaves(expected))
 

@@ -91,16 +91,15 @@ def test_sparse_arrays_survive_encoding_exactly(top_k):
 
 @pytest.mark.parametrize(("size", "number"), [(10 * 4096, 10 * (64 * 14 // 8 + 4)), (100, 4 + 4 + 4 // 4)])
 def test_an_encoded_message_has_the_papers_number_of_bytes(size, number):
-    code = TopEntries(64).encode(tree_in_blocks(jnp.ones(size), largest=CHUNK))
-    assert code.size == number
+    code = jax.eval_shape(lambda x: TopEntries(64).encode(tree_in_blocks(x, largest=CHUNK)), jnp.ones(size))
+    assert code.size == number and code.dtype == jnp.uint8
 
 
 def test_a_nan_is_received_as_nan_and_leaves_other_chunks_alone():
     x = np.random.default_rng(0).normal(size=(2, 4096)).astype(np.float32)
     x[0, 17] = np.nan
     entries = TopEntries(64)
-    sparse = entries.sparsify(jnp.asarray(x))
-    arrived = np.asarray(entries.decode(entries.encode(sparse), 4096))
+    arrived = np.asarray(jax.jit(lambda x: entries.decode(entries.encode(entries.sparsify(x)), 4096))(x))
     assert np.isnan(arrived[0, 17])
     np.testing.assert_array_equal(arrived[1], sparsified(x[1]))
 
@@ -148,7 +147,7 @@ def test_error_feedback_loses_nothing():
 def test_keeping_all_entries_leaves_only_rounding_errors():
     """k = 4096 keeps every entry of a chunk; its two magnitudes are coarse, and the rest is rounding error."""
     x = tree(3)["matrix"][0]
-    sparse = np.asarray(TopEntries(4096).sparsify(jnp.asarray(x)))
+    sparse = np.asarray(jax.jit(TopEntries(4096).sparsify)(x))
     assert ((sparse != 0) == (x != 0)).all() and (np.sign(sparse) == np.sign(x)).all()
     assert np.square(x - sparse).sum() < np.square(x).sum() / 2
 
@@ -171,11 +170,16 @@ def test_a_solo_step_plus_its_correction_equals_the_step_with_the_mean():
     outer = nj.sparseloco(0.8, 0.9)
     state, theta = Feedback(*(jax.tree.map(lambda x: x[0], tree(seed)) for seed in (0, 1))), tree(2)
     theta = jax.tree.map(lambda x: x[0], theta)
-    own = outer.rule.message(state, theta, 0)
-    mean = own._replace(sent=jax.tree.map(lambda x: x / 2 + 1, own.sent))
-    solo, after = outer.rule.receive(state, own, own, 0)
-    late = outer.rule.correct(after, solo, jax.tree.map(jnp.subtract, mean, own), 0)
-    assert_trees_close(late, outer.rule.receive(state, own, mean, 0))
+
+    @jax.jit
+    def both(state: Any, theta: Any) -> Any:
+        own = outer.rule.message(state, theta, 0)
+        mean = own._replace(sent=jax.tree.map(lambda x: x / 2 + 1, own.sent))
+        solo, after = outer.rule.receive(state, own, own, 0)
+        late = outer.rule.correct(after, solo, jax.tree.map(jnp.subtract, mean, own), 0)
+        return late, outer.rule.receive(state, own, mean, 0)
+
+    assert_trees_close(*both(state, theta))
 
 
 def test_a_bfloat16_state_keeps_replicas_equal():
@@ -206,7 +210,8 @@ def test_a_sharded_array_is_sent_like_an_unsharded_one():
     )
     sent, mean = jax.device_get(jax.jit(mapped, out_shardings=(on_mesh, on_mesh))(jax.device_put(x, on_mesh)))
     for name in shapes:
-        np.testing.assert_array_equal(sent[name], [np.asarray(entries.sparsify(jnp.asarray(one))) for one in x[name]])
+        sparsify = jax.jit(entries.sparsify)
+        np.testing.assert_array_equal(sent[name], [np.asarray(sparsify(one)) for one in x[name]])
         np.testing.assert_allclose(mean[name], np.broadcast_to(sent[name].mean(axis=0), shapes[name]), atol=1e-7)
 
 

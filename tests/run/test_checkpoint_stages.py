@@ -16,6 +16,7 @@ from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.stages import resize_vocabulary
 from support import tiny_model
+from support.initial import initial_state
 
 N, B, T = 2, 2, 8
 SAVED, LAST = 2, 4
@@ -66,7 +67,7 @@ def unpadded(state: TrainState, vocab_size: int) -> Any:
 def train_and_save(config: TrainConfig, workdir: Path) -> tuple[TrainState, TrainState, np.ndarray]:
     """Train and save after the second step; return the saved state, the state at the end, and the losses in between."""
     programs = programs_of(config)
-    state, _ = train(programs, programs.init(jax.random.key(0)), 1, SAVED)
+    state, _ = train(programs, initial_state(programs), 1, SAVED)
     with Checkpointer(workdir, config) as checkpoints:
         checkpoints.save(SAVED, state, {replica: {"source": {}} for replica in range(N)})
     before = jax.tree.map(np.array, state)

@@ -12,6 +12,7 @@ from noloco_jax.run.evaluate import Validation, evaluate
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
+from support.initial import initial_state
 from support.model_makers import random_params
 from support.packed import loss_alone, packed_batch
 
@@ -62,7 +63,7 @@ def oracle():
 def first_step(config, num_devices):
     """Return the metrics of an inner step from `params_of_one`."""
     programs = build_programs(config, make_mesh(config, jax.devices()[:num_devices]))
-    params, inner, _ = programs.from_params(params_of_one())
+    params, inner, _ = initial_state(programs, params_of_one())
     batch = place_batch(BATCHES, programs.batch)
     return programs.inner_step(params, inner, batch, np.int32(1))[2]
 
@@ -94,7 +95,7 @@ def test_segment_ids_follow_their_micro_batch_to_another_replica(num_devices):
 def test_an_evaluation_scores_each_document_alone():
     config = run_config(stage=2)
     programs = build_programs(config, make_mesh(config, jax.devices()[:4]))
-    found = evaluate(programs, programs.from_params(params_of_one()).params, Validation(list(BATCHES.values())))
+    found = evaluate(programs, initial_state(programs, params_of_one()).params, Validation(list(BATCHES.values())))
     num_labels = np.array([(batch["labels"] != -100).sum() for batch in BATCHES.values()])
     expected = np.exp(np.average(oracle()[0], weights=num_labels))
     np.testing.assert_allclose(found["perplexity_replicas"], [expected] * 2, rtol=1e-5)

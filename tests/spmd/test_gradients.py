@@ -16,6 +16,8 @@ from support.model_makers import random_params
 
 CONFIG = ModelConfig(hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2, num_kv_heads=2, vocab_size=11)
 
+jitted_gradient = jax.jit(replica_gradient, static_argnums=(0, 1))
+
 
 @functools.cache
 def batch():
@@ -25,11 +27,18 @@ def batch():
     return {"input_ids": jnp.asarray(rng.integers(0, 11, (4, 5)), jnp.int32), "labels": jnp.asarray(labels_BT)}
 
 
+@functools.cache
+def expected_of_whole_batch():
+    """Return parameters, and the loss and gradient of all sequences at once."""
+    params = random_params(CONFIG, scale=0.3)
+    (value, _), gradient = jax.jit(jax.value_and_grad(functools.partial(loss, CONFIG), has_aux=True))(params, batch())
+    return params, value, gradient
+
+
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])
 def test_gradient_and_loss_do_not_depend_on_the_number_of_micro_batches(num_microbatches):
-    params = jax.tree.map(jnp.asarray, random_params(CONFIG, scale=0.3))
-    (expected_loss, _), expected = jax.value_and_grad(functools.partial(loss, CONFIG), has_aux=True)(params, batch())
-    gradient, value = replica_gradient(CONFIG, num_microbatches, params, batch())
+    params, expected_loss, expected = expected_of_whole_batch()
+    gradient, value = jitted_gradient(CONFIG, num_microbatches, params, batch())
     np.testing.assert_allclose(value, expected_loss, rtol=1e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), gradient, expected)
 
@@ -45,8 +54,8 @@ def test_micro_batches_of_bfloat16_parameters_are_summed_in_float32():
     params = jax.tree.map(jnp.asarray, random_params(config, scale=0.3))
     one = jax.tree.map(lambda x: x[1:2], batch())
     equal = jax.tree.map(lambda x: jnp.tile(x, (1024, 1)), one)
-    expected, _ = replica_gradient(config, 1, params, one)
-    gradient, _ = jax.jit(replica_gradient, static_argnums=(0, 1))(config, 1024, params, equal)
+    expected, _ = jitted_gradient(config, 1, params, one)
+    gradient, _ = jitted_gradient(config, 1024, params, equal)
     for actual, its_expected in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
         assert actual.dtype == its_expected.dtype == jnp.float32
         np.testing.assert_allclose(actual, its_expected, rtol=0.02, atol=1e-3 * np.abs(its_expected).max())

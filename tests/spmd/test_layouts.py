@@ -4,6 +4,7 @@ A layout that needs more GPUs than there are runs on CPU devices and is compared
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,12 +13,13 @@ import numpy as np
 import pytest
 
 from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
-from noloco_jax.methods import schedule_of
+from noloco_jax.methods import method_of, schedule_of
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import build_programs
+from noloco_jax.spmd.programs import Programs, build_programs
 from support import tiny_model
+from support.initial import initial_state
 
 NUM_STEPS, SYNC_EVERY = 6, 2
 VIRTUAL = MeshConfig(replica=1)
@@ -60,20 +62,32 @@ def train(model: ModelConfig, method: str, optimizer: str, outer: OuterConfig, m
     num_devices = int(np.prod(sizes))
     devices = jax.devices() if len(jax.devices()) >= num_devices else jax.devices("cpu")
     with jax.default_device(devices[0]):
-        return _train_on(devices[:num_devices], config)
+        return _train_on(tuple(devices[:num_devices]), config)
 
 
-def _train_on(devices: list, config: TrainConfig) -> Run:
-    schedule = schedule_of(config)
+@functools.cache
+def _compiled(devices: tuple, config: TrainConfig, *only: str) -> Programs:
     options = OPTIONS if devices[0].platform == "cpu" else None
     with jax.numpy_rank_promotion("allow"):
-        programs = compile_programs(config, build_programs(config, make_mesh(config, devices)), options=options)
-    params, inner, outer_state = programs.init(jax.random.key(config.seed))
+        programs = build_programs(config, make_mesh(config, list(devices)))
+        return compile_programs(config, programs, only=only, options=options)
+
+
+def _train_on(devices: tuple, config: TrainConfig) -> Run:
+    schedule = schedule_of(config)
+    programs = _compiled(devices, config, "outer_step", "correct_step")
+    # Inner steps are one program for all methods that average the same.
+    method = "ddp" if method_of(config).averages_gradients else "local"
+    inner_config = dataclasses.replace(config, method=method, outer=OuterConfig())
+    of_inner = _compiled(devices, inner_config, "inner_step", "evaluate")
+    # The compiled program of the layout, against single operations.
+    start = initial_state(programs) if config.mesh == VIRTUAL else programs.init(jax.random.key(0))
+    params, inner, outer_state = start
     losses, grad_norms, history = [], [], []
     stream = batches()
     for step in range(1, NUM_STEPS + 1):
         batch = place_batch(dict(enumerate(_rows(next(stream)))), programs.batch)
-        params, inner, metrics = programs.inner_step(params, inner, batch, np.int32(step))
+        params, inner, metrics = of_inner.inner_step(params, inner, batch, np.int32(step))
         for _ in range(schedule.due(step) if schedule else 0):
             assert programs.outer_step is not None
             params, outer_state = programs.outer_step(params, outer_state)
@@ -83,7 +97,7 @@ def _train_on(devices: list, config: TrainConfig) -> Run:
         grad_norms.append(metrics.grad_norm)
         history.append(jax.tree.map(np.array, params))
     held_out = place_batch(dict(enumerate(_rows(next(stream)))), programs.batch)
-    evaluation = jax.device_get(programs.evaluate(params, held_out))
+    evaluation = jax.device_get(of_inner.evaluate(params, held_out))
     return Run(np.stack(losses), np.stack(grad_norms), history, np.stack(evaluation))
 
 
@@ -101,10 +115,10 @@ LATE_FRAGMENTS = OuterConfig(sync_every=SYNC_EVERY, fragments=4, delay=1)
 CUBE = MeshConfig(replica=2, fsdp=2, tensor=2)
 # Inner steps of a Llama, heads and all, and outer steps of every method.
 LAYOUTS = {
-    "llama-devices": ((CONFIG.model, "noloco", "adam", WHOLE), MeshConfig(replica=8)),
-    "llama-fsdp": ((CONFIG.model, "noloco", "adam", WHOLE), MeshConfig(replica=4, fsdp=2)),
-    "llama-tensor": ((CONFIG.model, "noloco", "adam", WHOLE), MeshConfig(replica=4, tensor=2)),
+    "llama-cube": ((CONFIG.model, "noloco", "adam", WHOLE), CUBE),
     "llama-muon-cube": ((CONFIG.model, "noloco", "muon", WHOLE), CUBE),
+    "devices": ((TINY, "noloco", "adam", WHOLE), MeshConfig(replica=8)),
+    "tensor": ((TINY, "noloco", "adam", WHOLE), MeshConfig(replica=4, tensor=2)),
     "slots": ((TINY, "noloco", "adam", WHOLE), MeshConfig(replica=4)),
     "muon-slots": ((TINY, "noloco", "muon", WHOLE), MeshConfig(replica=4)),
     "diloco-fsdp": ((TINY, "diloco", "adam", WHOLE), MeshConfig(replica=4, fsdp=2)),

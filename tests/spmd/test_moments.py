@@ -1,6 +1,7 @@
 """The inner optimizer's moments, averaged beside the weights."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -10,14 +11,14 @@ import pytest
 
 from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.methods import method_of
-from noloco_jax.model.kind import init_params
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.moments import Moments
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.inner import inner_optimizer, moment_decays
 from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import build_programs
+from noloco_jax.spmd.programs import Programs, build_programs
 from noloco_jax.spmd.sharding import fragments_of
+from support.model_makers import random_params
 
 CONFIG = TrainConfig(
     num_replicas=4,
@@ -31,15 +32,23 @@ CONFIG = TrainConfig(
 HIDDEN = {"embed": 1, "head": 0, "o": 2, "down": 2, "norm": 0, "attention_norm": 1, "mlp_norm": 1}
 
 
+def config_of(optimizer: str, wire: str) -> TrainConfig:
+    inner = dataclasses.replace(CONFIG.inner, optimizer=optimizer)
+    return dataclasses.replace(CONFIG, inner=inner, outer=dataclasses.replace(CONFIG.outer, wire=wire))
+
+
+@functools.cache
+def programs_of(config: TrainConfig) -> Programs:
+    """Return a run's programs on two devices, with that of its moments compiled."""
+    programs = build_programs(config, make_mesh(config, jax.devices()[:2]))
+    return compile_programs(config, programs, only=["share_moments"])
+
+
+@functools.cache
 def shared(optimizer: str, round: int, wire: str = "float32") -> tuple[Any, Any, Any]:
     """Return the inner state before and after sharing moments in a round, and its groups; all replicas differ."""
-    config = dataclasses.replace(
-        CONFIG,
-        inner=dataclasses.replace(CONFIG.inner, optimizer=optimizer),
-        outer=dataclasses.replace(CONFIG.outer, wire=wire),
-    )
-    programs = build_programs(config, make_mesh(config, jax.devices()[:2]))
-    programs = compile_programs(config, programs, only=["share_moments"])
+    config = config_of(optimizer, wire)
+    programs = programs_of(config)
     rng = np.random.default_rng(0)
     inner = jax.tree.map(
         lambda x: jax.device_put(np.abs(rng.normal(size=x.shape)).astype(x.dtype), x.sharding), programs.state.inner
@@ -97,7 +106,7 @@ def test_a_delayed_correction_of_moments_equals_averaging_them_at_once(optimizer
     delay, number = 3, jax.numpy.int32(2)
     config = dataclasses.replace(CONFIG, inner=InnerConfig(optimizer=optimizer, b1=0.8, b2=0.9, momentum=0.7))
     late = dataclasses.replace(config, outer=dataclasses.replace(config.outer, delay=delay))
-    params = init_params(config.model, jax.random.key(0))
+    params = random_params(config.model)
 
     def exchange(tree: Any, number: Any, movement: Any, cuts: Any) -> Any:
         return jax.tree.map(lambda x: 0.75 * x + 0.01, tree)
@@ -106,15 +115,16 @@ def test_a_delayed_correction_of_moments_equals_averaging_them_at_once(optimizer
     later = dataclasses.replace(at_once, delay=delay, decays=moment_decays(config.inner))
     states = []
     for moments, optimizer_of in ((at_once, inner_optimizer(config)), (later, inner_optimizer(late))):
-        state: Any = optimizer_of.init(params)
+        state: Any = jax.jit(optimizer_of.init)(params)
+        update = jax.jit(optimizer_of.update)
         for step in range(2 + delay):
             rng = np.random.default_rng(step)
             gradients = jax.tree.map(lambda x, rng=rng: rng.normal(size=x.shape).astype(np.float32), params)
-            _, state = jax.jit(optimizer_of.update)(gradients, state, params)
+            _, state = update(gradients, state, params)
             if step == 1:
-                state = moments.share(state, number)
+                state = jax.jit(moments.share)(state, number)
         states.append(state)
-    expected, (mine, waiting) = states[0], later.enter(states[1], number)
+    expected, (mine, waiting) = states[0], jax.jit(later.enter)(states[1], number)
     assert not any(np.any(x) for x in jax.tree.leaves(waiting))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), mine, expected)
     apart = jax.tree.map(lambda x, y: np.abs(x - y).max(), states[1].inner, expected)
@@ -124,9 +134,7 @@ def test_a_delayed_correction_of_moments_equals_averaging_them_at_once(optimizer
 @pytest.mark.parametrize("wire", ["float32", "int8", "int4"])
 def test_adam_steps_stay_bounded_for_entries_only_one_replica_has_seen(wire):
     """Rare tokens: a partner's second moment of zero must not make Adam divide by nearly zero."""
-    config = dataclasses.replace(CONFIG, outer=dataclasses.replace(CONFIG.outer, wire=wire))
-    programs = build_programs(config, make_mesh(config, jax.devices()[:2]))
-    programs = compile_programs(config, programs, only=["share_moments"])
+    programs = programs_of(config_of("adam", wire))
     rng = np.random.default_rng(0)
     gradients = {
         jax.tree_util.keystr(path[-1:]): rng.normal(size=x.shape) * (rng.uniform(size=x.shape) < 0.3)
