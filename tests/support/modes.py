@@ -27,6 +27,7 @@ from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs, shardings_of
 from noloco_jax.spmd.sharding import fragments_of
 from support import tiny_model
+from support.initial import initial_state
 from support.layouts import some_devices
 from support.sites import side_by_side
 from support.training_islands import NAMES, World
@@ -80,7 +81,7 @@ def islands(config: TrainConfig, folder: Path) -> PyTree:
 
     def train(replica: int) -> None:
         agent, island = world.join(NAMES[replica], at_once=True)
-        state = world.programs.init(jax.random.key(0))
+        state = initial_state(world.programs)
         for step in range(1, config.num_steps + 1):
             state = pushed(config, state, step, slice(replica, replica + 1))
             state = island.take(state, step, schedule.due(step))
@@ -114,7 +115,7 @@ def sync_of(config: TrainConfig, programs: Programs) -> CollectiveSync:
 
 def trained(config: TrainConfig, programs: Programs, sync: Sync, settle_at: int = 0) -> TrainState:
     """Return the state after all steps; exchanges are also settled after step `settle_at`, as by a save."""
-    state = programs.init(jax.random.key(0))
+    state = initial_state(programs)
     for step in range(1, config.num_steps + 1):
         state, _ = sync.after_step(pushed(config, state, step), step, 1)
         if step == settle_at:
