@@ -275,9 +275,9 @@ def test_eager_steps_on_numpy_arrays_equal_jitted_steps(make):
     tx, params = make(sync_every=1), random_tree(0, N)
     if make is not MAKERS["late fragments"]:
         del params["scalar"]
-    state = jax.vmap(tx.init)(params)
-    here = jax.vmap(tx.step, axis_name="replica")(params, state)
-    assert_trees_close(here, jax.jit(jax.vmap(tx.step, axis_name="replica"))(params, state))
+    state, moved = jax.vmap(tx.init)(params), jax.tree.map(lambda x: 1.25 * x, params)
+    here = jax.vmap(tx.step, axis_name="replica")(moved, state)
+    assert_trees_close(here, jax.jit(jax.vmap(tx.step, axis_name="replica"))(moved, state))
 
 
 @every_maker

@@ -122,7 +122,10 @@ TABLE = {
         No(),
         SAME,
         "islands/test_meshes",
-        (Setting(every(offload=True, state_dtype="bfloat16"), (CUBE,)), Setting(every(offload=True, delay=1))),
+        (
+            Setting(every(offload=True, state_dtype="bfloat16"), (CUBE, FEW_STAGES)),
+            Setting(every(offload=True, delay=1)),
+        ),
     ),
     "FSDP, tensor parallel inside a replica": Row(USERS, "spmd/test_layouts", "islands/test_meshes"),
     "pipeline stages, random routing": Row(No(), "spmd/test_pipeline", No("to spread a model over devices")),
