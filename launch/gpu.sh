@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What to run first on a GPU, half an hour on one of 80 GB: is it right, and how fast is it?
+# What to run first on a GPU, a quarter of an hour on an H200: is it right, and how fast is it?
 #
 #     pip install -e '.[cuda12,test]'
 #     bash launch/gpu.sh OUT              # everything, in this order
@@ -9,6 +9,8 @@
 # quickstart   the small Llama of README, to its end
 # eight        125M, 8 virtual replicas, outer state on the device and in host memory
 # one, four    the same global batch as 1 and as 4 replicas
+# best         125M, 8 virtual replicas, with configs/README.md's best settings (Muon, messages of 4 bits)
+# mask, moe    125M, one replica and an eighth of the batch, with a document mask, and with 8 experts
 # large        1.3B, one replica
 # dtypes       the quickstart's model in float32 and bfloat16, its perplexity
 #
@@ -22,7 +24,7 @@ fail() {
     exit 2
 }
 
-all="tests quickstart eight one four large dtypes"
+all="tests quickstart eight one four best mask moe large dtypes"
 python=${PYTHON:-python}
 if [ $# -lt 1 ]; then fail "usage: bash launch/gpu.sh OUT [PART...], with parts of $all"; fi
 out=$(realpath -m "$1")
@@ -48,7 +50,7 @@ bench() {
 
 part() {
     case $1 in
-        tests) "$python" -m pytest -m gpu -q -n auto --maxprocesses=4 --durations=10 ;;
+        tests) "$python" -m pytest -m gpu -q -n auto --maxprocesses=8 --durations=10 ;;
         quickstart) "$python" -m noloco_jax.train --config=configs/quickstart.py --workdir="$out/quickstart" ;;
         eight)
             bench eight --config=configs/c4_125m.py --config.mesh.replica=1 --config.num_microbatches=8 \
@@ -58,6 +60,15 @@ part() {
         four)
             bench four --config=configs/c4_125m.py:noloco,replicas=4 --config.mesh.replica=1 \
                 --config.num_microbatches=16
+            ;;
+        best) bench best --config=configs/c4_125m.py:best --config.mesh.replica=1 --config.num_microbatches=8 ;;
+        mask)
+            bench mask --config=configs/c4_125m.py:local,replicas=1 --config.data.batch_size=64 \
+                --config.num_microbatches=8 --vary data.document_mask=False,True
+            ;;
+        moe)
+            bench moe --config=configs/c4_125m.py:local,replicas=1 --config.data.batch_size=64 \
+                --config.num_microbatches=8 --config.model.kind=moe
             ;;
         large) bench large --config=configs/c4_1b.py:local,replicas=1 --config.data.batch_size=8 ;;
         dtypes)

@@ -221,4 +221,5 @@ def _show_parts(variant: Variant, result: Result, console: Console) -> None:
         console.print("unnamed: copies between host and device")
     idle = format_percent(result["profile_idle"])
     line = f"share: of the operations' time on the devices, which ran none {idle} of the time"
-    console.print(line + ("; while it is traced, XLA runs no CUDA graphs" if result["device"] != "cpu" else ""))
+    graphs = "; traced without CUDA graphs, which hide the names of operations" if result["device"] != "cpu" else ""
+    console.print(line + graphs)

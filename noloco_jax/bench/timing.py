@@ -62,6 +62,10 @@ class TimedRun:
         self._params, self._inner, self._outer = programs.init(draws.key(config.seed))
         self._steps = 0
 
+    def use(self, programs: Programs) -> None:
+        """Take the following steps by these programs of the same run."""
+        self._programs = programs
+
     def inner(self) -> Any:
         """Dispatch an inner step; return its metrics, which are ready when it is done."""
         self._steps += 1

@@ -22,6 +22,10 @@ from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
 
+# A trace names the operations of a CUDA graph after the graph; no sequence of kernels is long enough to become one.
+_NO_CUDA_GRAPHS = {"xla_gpu_graph_min_graph_size": 2**30}
+_STEPS = ("inner_step", "outer_step")
+
 
 def work(config: TrainConfig, options: Options, path: Path) -> int:
     """Measure in this process; write the result, or the error, as JSON, and return the exit status."""
@@ -49,7 +53,7 @@ def measure(config: TrainConfig, options: Options) -> Result:
     jax.config.update("jax_enable_compilation_cache", False)
     devices = jax.devices()
     programs = build_programs(config, make_mesh(config, devices))
-    programs = compile_programs(config, programs, only=("inner_step", "outer_step"))
+    programs = compile_programs(config, programs, only=_STEPS)
     memory = program_memory(programs)
     peak = compiled_peak(memory)
     messages = messages_of(config, programs.mesh.shape)
@@ -115,6 +119,10 @@ def _steps(config: TrainConfig, programs: Programs, options: Options) -> Result:
         result |= {"peak_memory_bytes": peak, "peak_memory_from": "the devices' allocators"}
         result["peak_memory_bytes_before_outer_steps"] = peak_of_inner_steps
     if options.profile is not None:
+        if devices[0].platform == "gpu":
+            plain = build_programs(config, programs.mesh)
+            programs = compile_programs(config, plain, only=_STEPS, options=_NO_CUDA_GRAPHS)
+            run.use(programs)
         times = {"inner_step": TRACED_STEPS} | ({"outer_step": 1} if programs.outer_step is not None else {})
         perfetto = trace(run, options.profile, with_outer="outer_step" in times)
         texts = {name: programs.compiled[name].as_text() or "" for name in times}

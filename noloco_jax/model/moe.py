@@ -24,7 +24,8 @@ from noloco_jax.model.llama import Llama
 from noloco_jax.model.loss import token_nll
 from noloco_jax.model.placement import map_shards, num_parts
 
-_LARGEST_BLOCK, _SMALLEST_BLOCK = 128, 8
+# Slots of a block. Each block has its own copy of its expert's kernels, of which a GPU waits for every byte.
+_SMALLEST_BLOCK, _LARGEST_CPU_BLOCK, _LARGEST_BLOCK = 8, 128, 1024
 
 
 class MoeBlock(Block):
@@ -199,4 +200,5 @@ _multiply.defvjp(_multiply_forward, _multiply_backward)
 def _block_size(num_sent: int, num_experts: int) -> int:
     """Return a power of two, about a quarter of the tokens that an expert gets in the mean: padding adds 12 to 25 %."""
     quarter = max(num_sent // (4 * num_experts), 1)
-    return min(max(1 << (quarter.bit_length() - 1), _SMALLEST_BLOCK), _LARGEST_BLOCK)
+    largest = _LARGEST_CPU_BLOCK if jax.default_backend() == "cpu" else _LARGEST_BLOCK
+    return min(max(1 << (quarter.bit_length() - 1), _SMALLEST_BLOCK), largest)

@@ -74,7 +74,7 @@ def test_a_profile_is_a_table_of_parts_with_their_largest_operations(result):
     assert "copies" not in text and "CUDA graphs" not in text
     unnamed = {"name": "unnamed", "share": 0.4, "seconds": 0.01, "largest": []}
     text = shown(rows_of(result, device="NVIDIA H200", **profile | {"profile_parts": [*parts, unnamed]}))
-    assert "unnamed: copies" in text and "XLA runs no CUDA graphs" in text
+    assert "unnamed: copies" in text and "traced without CUDA graphs" in text
 
 
 def test_an_empty_profile_names_a_possible_reason(result):

@@ -70,10 +70,13 @@ def block_of(crowded: bool) -> MoeBlock:
     return block
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 40, 700])
+@pytest.mark.parametrize(
+    ("num_tokens", "backend"), [(1, "cpu"), (3, "cpu"), (40, "cpu"), (700, "cpu"), (3100, "gpu")], ids=str
+)
 @pytest.mark.parametrize("crowded", [False, True])
-def test_mixtures_of_experts_match_a_loop_over_tokens(num_tokens, crowded):
+def test_mixtures_of_experts_match_a_loop_over_tokens(monkeypatch, num_tokens, backend, crowded):
     """No token is dropped, even where all are sent to the same expert."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)  # blocks may be larger on a GPU
     rng = np.random.default_rng(0)
     block = block_of(crowded)
     x_NTD = np.abs(rng.standard_normal((1, num_tokens, 32))).astype(np.float32)

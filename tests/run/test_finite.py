@@ -15,13 +15,12 @@ from noloco_jax.run import elastic
 from noloco_jax.run.finite import is_finite
 from noloco_jax.train import training
 
-MESH = jax.make_mesh((4,), ("replica",), devices=jax.devices()[:4])
-
 
 def state(dtype: Any, spread: P, value: float, place: int) -> dict[str, Any]:
     values = np.ones((4, 3), np.float32)
     values.flat[place] = value
-    there = NamedSharding(MESH, spread)
+    mesh = jax.make_mesh((4,), ("replica",), devices=jax.devices()[:4])
+    there = NamedSharding(mesh, spread)
     return {"steps": jnp.asarray(7), "name": "x", "w": jax.device_put(jnp.asarray(values, dtype), there)}
 
 
