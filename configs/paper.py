@@ -6,7 +6,7 @@ also where `--config.num_replicas` says how many. `:diloco` is the paper's basel
 place leaves out what is here for noloco's outer step, and takes DiLoCo's own defaults.
 
 `best` in place of a method is NoLoCo with all that we have found to bring it closer to data parallel training at a
-68th of the bytes; configs/README.md has the figures, which are of small models.
+66th of the bytes; configs/README.md has the figures, which are of small models.
 """
 
 from ml_collections import ConfigDict
