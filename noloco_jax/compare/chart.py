@@ -12,7 +12,7 @@ from noloco_jax.compare.report import format_share
 from noloco_jax.compare.results import Curve
 from noloco_jax.compare.rows import Row, mean_and_std, worths
 from noloco_jax.files import write_picture
-from noloco_jax.formatting import format_bytes
+from noloco_jax.formatting import format_bytes, format_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,6 +55,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw the rows, whole or not at all: a line the mean over seeds, a band from their least to their greatest."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: slow to import
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
 
     figure = Figure(figsize=(12, 4.8), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -73,7 +74,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         rates.plot(curve.tokens, curve.lr, color=_LR, linewidth=1.4, label="learning rate")
 
     left.set_ylim(*_limits(rows))
-    left.set_title("Validation perplexity")
+    band = ", band: least to greatest seed" if any(len(row.curves) > 1 for row in rows) else ""
+    left.set_title(f"Validation perplexity{band}")
     left.set_ylabel("perplexity, mean of the replicas")
     right.set_yscale("log")
     right.set_title("Distance between replicas")
@@ -82,6 +84,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     rates.set_ylim(bottom=0)
     for axes in (left, right):
         axes.set_xlabel("tokens, all replicas together")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
         axes.grid(True, color="#e6e8ec", linewidth=0.8)
         axes.spines["top"].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
