@@ -120,8 +120,7 @@ def _steps(config: TrainConfig, programs: Programs, options: Options) -> Result:
         result["peak_memory_bytes_before_outer_steps"] = peak_of_inner_steps
     if options.profile is not None:
         if devices[0].platform == "gpu":
-            plain = build_programs(config, programs.mesh)
-            programs = compile_programs(config, plain, only=_STEPS, options=_NO_CUDA_GRAPHS)
+            programs = without_cuda_graphs(config, programs)
             run.use(programs)
         times = {"inner_step": TRACED_STEPS} | ({"outer_step": 1} if programs.outer_step is not None else {})
         perfetto = trace(run, options.profile, with_outer="outer_step" in times)
@@ -129,3 +128,8 @@ def _steps(config: TrainConfig, programs: Programs, options: Options) -> Result:
         parts, idle = parts_of(next(perfetto.parent.glob("*.xplane.pb")), texts, times, len(devices))
         result |= {"profile": str(perfetto), "profile_parts": [part._asdict() for part in parts], "profile_idle": idle}
     return result
+
+
+def without_cuda_graphs(config: TrainConfig, programs: Programs) -> Programs:
+    """Compile the steps of a run again, so that a trace of a GPU names their operations."""
+    return compile_programs(config, build_programs(config, programs.mesh), only=_STEPS, options=_NO_CUDA_GRAPHS)
