@@ -63,7 +63,7 @@ class Client:
             raise UserError(f"{peer} at {self._address} can be reached from other machines: give --keys=FOLDER")
 
     def renew(self, credentials: Credentials) -> None:
-        """Use other keys from the next call on."""
+        """Use other keys for new connections."""
         self._credentials = credentials
 
     def move(self, address: Address, *, is_relayed: bool = False) -> None:
@@ -179,7 +179,9 @@ class Client:
     def _flight(self) -> Iterator[flight.FlightClient]:
         """Hold a connection for a call; after one that failed it is closed."""
         connection = self._connections.take(self.peer) if self._connections is not None else None
-        connection = connection or Connection(self._connected(), time.monotonic())
+        if connection is None:
+            began = time.monotonic()  # before the keys are read, which may be replaced meanwhile
+            connection = Connection(self._connected(), began)
         is_over = False
         try:
             yield connection.client

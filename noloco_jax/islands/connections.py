@@ -3,6 +3,7 @@
 A call has its connection to itself, as a call is ended from the called side by shutting its connection down.
 """
 
+import math
 import threading
 import time
 from typing import NamedTuple
@@ -19,7 +20,7 @@ class Connection(NamedTuple):
 
     Attributes:
       client: the Flight client that holds it.
-      made: time of its making, in seconds of `time.monotonic()`.
+      made: time at which its making began, in seconds of `time.monotonic()`.
     """
 
     client: flight.FlightClient
@@ -32,6 +33,7 @@ class Connections:
     def __init__(self):
         self._idle: list[tuple[str, Connection, float]] = []  # island, connection, time of its last use; newest last
         self._closed = False
+        self._oldest = -math.inf  # time of making of the oldest that are kept
         self._lock = threading.Lock()
 
     def take(self, peer: str) -> Connection | None:
@@ -49,6 +51,12 @@ class Connections:
             self._idle.append((peer, connection, time.monotonic()))
             self._drop_old()
 
+    def close_older(self) -> None:
+        """Close all that were made before now, those of running calls when their calls end: they show replaced keys."""
+        with self._lock:
+            self._oldest = time.monotonic()
+            self._drop_old()
+
     def close(self) -> None:
         """Close all idle connections, and those that are to be kept from now on."""
         with self._lock:
@@ -57,10 +65,11 @@ class Connections:
 
     def _drop_old(self) -> None:
         now, idle = time.monotonic(), self._idle
+        oldest = max(now - AGE_SECONDS, self._oldest)
         self._idle = [
             (peer, connection, used)
             for peer, connection, used in idle[-MOST_KEPT:]
-            if not self._closed and now - used < IDLE_SECONDS and now - connection.made < AGE_SECONDS
+            if not self._closed and now - used < IDLE_SECONDS and connection.made > oldest
         ]
         kept = {id(connection.client) for _, connection, _ in self._idle}
         for _, connection, _ in idle:

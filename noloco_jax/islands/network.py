@@ -112,6 +112,7 @@ class Network:
                 self._credentials = keys
                 for client in list(self.clients.values()):
                     client.renew(keys)
+                self._connections.close_older()
                 self._server.renew(keys)
                 self._report(f"{self._name} has read new keys from {keys.folder}")
             elif time.monotonic() - warned > _WARN_SECONDS and (line := expiry_warning(self._credentials, self._name)):

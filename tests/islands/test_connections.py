@@ -69,3 +69,16 @@ def test_the_oldest_surplus_connections_are_closed_and_all_with_the_pool():
     assert [fake.closed for fake in fakes] == [True] * 3 + [False] * connections.MOST_KEPT
     pool.close()
     assert all(fake.closed for fake in fakes)
+
+
+def test_connections_made_before_keys_were_renewed_are_closed_also_after_their_running_calls():
+    pool, fakes = Connections(), [FakeClient() for _ in range(3)]
+    clients: list[Any] = list(fakes)
+    idle, running = (Connection(client, connections.time.monotonic()) for client in clients[:2])
+    pool.keep("paris", idle)
+    pool.close_older()
+    pool.keep("paris", running)
+    assert [fake.closed for fake in fakes] == [True, True, False]
+    later = Connection(clients[2], connections.time.monotonic() + 1e-6)
+    pool.keep("paris", later)
+    assert pool.take("paris") is later

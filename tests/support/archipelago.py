@@ -144,9 +144,12 @@ class Archipelago:
 
     def until(self, condition: Callable[[], bool], *watched: str) -> None:
         """Wait for a condition while these processes, by default all, run."""
-        is_met = processes.wait_until(
-            condition, [self.running[name] for name in watched or self.running], 240, INTERVAL
-        )
+        try:
+            is_met = processes.wait_until(
+                condition, [self.running[name] for name in watched or self.running], 240, INTERVAL
+            )
+        except AssertionError:  # of its patience
+            is_met = False
         assert is_met, "\n".join(self.said(name)[-3000:] for name in self.running)
 
     def said(self, name: str) -> str:
