@@ -1,5 +1,6 @@
 """Islands cut off by the network: the others lose no exchange, and the island exchanges again once it is back."""
 
+import threading
 import time
 from typing import get_args
 
@@ -17,6 +18,7 @@ from support.sites import Site, rosters, side_by_side
 
 FOUR = ("berlin", "oslo", "paris", "rome")
 SECONDS = 0.7  # per round
+LAST = 60  # round, of islands that train until one of them has met another
 AWAY = range(3, 10)  # rounds in which rome is cut off
 SETTINGS = Settings(patience=6)  # rounds: 4.2 s, enough on a busy machine, yet fewer than AWAY has
 
@@ -103,14 +105,23 @@ def test_an_island_restarts_within_seconds_while_a_peer_is_unreachable():
         back.agent.close()
         again = site("paris", incarnation=10, journal=saved)
         started: list[float] = []
+        is_over = threading.Event()
 
         def restart() -> None:
-            began = time.monotonic()
-            again.open()
-            started.append(time.monotonic() - began)
-            again.train(3, SECONDS)
+            try:
+                began = time.monotonic()
+                again.open()
+                started.append(time.monotonic() - began)
+                while not any(one.outcome != "alone" for one in again.met) and again.round < LAST:
+                    again.train(1, SECONDS)
+            finally:
+                is_over.set()
 
-        side_by_side(restart, *[lambda one=one: one.train(14, SECONDS) for one in (*others, far)])
+        def go_on(one: Site) -> None:
+            while not is_over.is_set():
+                one.train(1, SECONDS)
+
+        side_by_side(restart, *[lambda one=one: go_on(one) for one in (*others, far)])
         side_by_side(*[one.agent.close for one in (*others, again, far)])
     assert started[0] < SETTINGS.answer_seconds
     assert any(one.outcome != "alone" for one in again.met), again.met
