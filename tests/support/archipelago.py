@@ -143,14 +143,16 @@ class Archipelago:
         return max((line["round"] for line in self.lines(name, "train") if "round" in line), default=-1)
 
     def until(self, condition: Callable[[], bool], *watched: str) -> None:
-        """Wait for a condition while these processes, by default all, run."""
+        """Wait for a condition while these processes, by default all, run; print what all said where it is not met."""
+        is_met = False
         try:
             is_met = processes.wait_until(
                 condition, [self.running[name] for name in watched or self.running], 240, INTERVAL
             )
-        except AssertionError:  # of its patience
-            is_met = False
-        assert is_met, "\n".join(self.said(name)[-3000:] for name in self.running)
+        finally:
+            if not is_met:
+                print(*(self.said(name)[-3000:] for name in self.running), sep="\n")
+        assert is_met, "a process ended first"
 
     def said(self, name: str) -> str:
         """All that an island has printed, in one line."""
