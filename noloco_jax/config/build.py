@@ -141,6 +141,8 @@ def find_field(path: str) -> FieldInfo:
 
 def unknown_field(path: str) -> UserError:
     """The error for a field that does not exist, with the names that may have been meant."""
+    if path == "workdir":
+        return UserError("unknown config field 'workdir': the folder of a run is a flag, --workdir=DIR")
     known = dict.fromkeys(known_fields())
     known |= dict.fromkeys(name.rpartition(".")[0] for name in known if "." in name)  # the groups themselves
     group, _, leaf = path.rpartition(".")

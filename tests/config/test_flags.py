@@ -189,6 +189,7 @@ def test_a_wrong_argument_is_refused_by_name(file):
     for argument, named in {
         "--config.outer.sync_evry=3": "did you mean 'outer.sync_every'",
         "--config.num_steps.x=3": "unknown config field 'num_steps.x'",
+        "--config.workdir=x": "unknown config field 'workdir': the folder of a run is a flag, --workdir=DIR",
         "--config.num_steps=1.5": "--config.num_steps=1.5: expected int",
         "--config.inner.lr=fast": "--config.inner.lr=fast: expected float",
         "--config.outer.consensus=none": "--config.outer.consensus=none: expected float or None",

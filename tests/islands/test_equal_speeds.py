@@ -54,6 +54,18 @@ def test_peers_give_way_to_a_delayed_island_within_the_reach_and_it_heals_beyond
     assert max(node.paused for node in world.nodes.values()) < 4 * ROUND
 
 
+def test_an_island_within_the_reach_takes_a_state_where_no_peer_gives_way(monkeypatch):
+    """Guard a regression: rounds late for all exchanges and too few for a state, it stayed alone to the end."""
+    monkeypatch.setattr(Pace, "pause", lambda pace: 0.0)
+    settings = dataclasses.replace(SETTINGS, reach_seconds=5 * ROUND)
+    world = World(3, durations=[ROUND] * 3, steps=STEPS, settings=settings)
+    world.at(20.2 * ROUND, setattr, world.nodes["i1"], "stopped_until", 23.2 * ROUND)
+    world.run(60 * ROUND).finish()
+    assert [len(node.heals) for node in world.nodes.values()] == [0, 1, 0]
+    last = min(max(node.ends) for node in world.nodes.values())
+    assert world.participation(last - 9, last) == 1
+
+
 def test_an_island_rounds_ahead_of_all_others_falls_back_to_them():
     """The others are delayed together, so that none of them is late, and none heals."""
     world = World(4, durations=[ROUND] * 4, steps=STEPS, settings=SETTINGS)

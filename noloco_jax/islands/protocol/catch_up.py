@@ -12,6 +12,7 @@ that is ahead is better than none for a newcomer, and for an island whose weight
 train alone for ever.
 """
 
+import math
 import statistics
 import zlib
 from dataclasses import dataclass, field
@@ -100,7 +101,8 @@ class CatchUp:
         self._sweep: Sweep | None = None
         self._download = Download(context)
         self._clients: dict[Channel, tuple[str, float]] = {}  # calls for shares -> island, deadline
-        self._rounds_late = 0  # consecutive rounds that ended too late for most partners
+        self._rounds_late = 0  # consecutive rounds that ended later than the reach
+        self._late_since = math.inf  # when it was first too late for most partners, and has been since
         self._sweeps = 0
         self._has_state = has_state
         self._needs_lineage = began_before and not has_state
@@ -134,13 +136,12 @@ class CatchUp:
 
         A round's end is when lateness is known best: peers that are level have just ended this round or soon will.
         """
-        context = self._context
-        reach = context.reach
+        context, patience = self._context, self._context.settings.patience
         self._has_state, self._needs_lineage = True, False
         suspicion = (
             context.came_too_late
             or context.taken_for_past
-            or any(peer.round - context.round >= reach for peer in context.peers.values())
+            or any(peer.round - context.round >= patience for peer in context.peers.values())
         )
         context.came_too_late = context.taken_for_past = False
         if self._sweep is not None or self._download.is_under_way:
@@ -148,7 +149,10 @@ class CatchUp:
         if suspicion:
             self._begin_sweep()
         else:
-            self._rounds_late = 0
+            self._forget_lateness()
+
+    def _forget_lateness(self) -> None:
+        self._rounds_late, self._late_since = 0, math.inf
 
     # Requests to peers.
 
@@ -218,10 +222,19 @@ class CatchUp:
         self._ask_for_state([(rank(name), name) for name in sorted(donors, key=order)])
 
     def _is_late(self, lags: list[int]) -> bool:
-        """Return whether the own weights are too late to meet most others: by far, or in two rounds in a row."""
-        lag, reach = statistics.median_low(lags) if lags else 0, self._context.reach
-        self._rounds_late = self._rounds_late + 1 if self.training and lag >= reach else 0
-        return lag > reach or self._rounds_late > 1
+        """Return whether the own weights are too late to meet most others, and stay so.
+
+        They are by more than the reach, by as much in two rounds in a row, or by less for longer than peers that pause
+        take to give way.
+        """
+        context, settings = self._context, self._context.settings
+        lag, reach = statistics.median_low(lags) if lags else 0, context.reach
+        if not self.training or lag < settings.patience:
+            self._forget_lateness()
+            return lag > reach
+        self._rounds_late = self._rounds_late + 1 if lag >= reach else 0
+        self._late_since = min(self._late_since, context.now)
+        return lag > reach or self._rounds_late > 1 or context.now - self._late_since > 2 * settings.reach_seconds
 
     def _has_begun(self, sweep: Sweep) -> bool:
         """Return whether weights of this run exist somewhere, as far as an island without weights knows."""
@@ -298,7 +311,7 @@ class CatchUp:
             self._download = Download(context)
             self._has_state = self.training = True
             self._needs_lineage = False
-            self._rounds_late = 0
+            self._forget_lateness()
             return healed
         return None
 

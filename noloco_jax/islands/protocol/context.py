@@ -25,7 +25,7 @@ class Settings:
         than 2 rounds do harm. An island further behind the median of the others exchanges with nobody and takes a
         donor's state. With 1, an island almost a round behind, as after taking a state, has hardly time to exchange.
       reach_seconds: seconds by which an island may be late without taking a state, whatever the rounds: short delays of
-        a machine are made up for by peers that pause, see `pace.py`.
+        a machine are made up for by peers that pause, see `pace.py`. After twice as long it takes one all the same.
       quarantine_rounds: rounds without a partner that has sent `broken_in_a_row` broken messages.
       broken_in_a_row: consecutive broken messages that lead to quarantine.
       answer_seconds: timeout of the answer to an opener.
