@@ -6,6 +6,7 @@ that the averaging itself would have given with the same gradients. Islands appl
 inner steps as that took.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,7 +18,8 @@ import optax
 from noloco_jax.outer.fragments import Fragments
 
 PyTree = Any
-_SECOND = "nu"  # a second moment's name in an optimizer's state
+_FIRST, _SECOND = "mu", "nu"  # names of Adam's moments in an optimizer's state
+_ADAMS_DECAYS = {_FIRST: 0.9, _SECOND: 0.999}  # Optax's, for an optimizer whose own are not known
 
 
 class LateMoments(NamedTuple):
@@ -39,8 +41,9 @@ class Moments:
 
     A second moment is averaged as its square root. If only one of a pair has seen a row (such as a rare token), the
     mean halves that row's first moment, and it also halves the root that Adam divides it by. A mean of logarithms
-    would bring that root near zero. No root comes out below half of one's own, which a pair's mean of non-negative
-    values never does, but a quantized one might.
+    would bring that root near zero. Two properties of exact means hold for quantized ones too: no root comes out below
+    half of one's own, nor below `least_root` of its first moment. A wire format rounds the two by themselves: where it
+    keeps a first moment and rounds the root to zero, Adam would divide by nearly zero.
 
     Attributes:
       params: the parameters of a replica or their shapes; a leaf of the inner state whose path ends with a parameter's
@@ -49,7 +52,8 @@ class Moments:
       exchange: (tree, number of the outer step, movement of its numbers, hidden dimensions) -> the mean of the group.
         The movement is taken as the full value.
       delay: inner steps from the exchange to the correction; 0: the mean is applied at once.
-      decays: name of a moment in the optimizer's state -> its decay in an inner step; for late corrections.
+      decays: name of a moment in the optimizer's state -> its decay in an inner step; without them nothing is late, and
+        Adam's are taken to be Optax's.
     """
 
     params: PyTree
@@ -64,7 +68,7 @@ class Moments:
             return self.keep(inner, self.correction(self.sent(inner, number), number), number)
         sent = self.sent(inner, number)
         mean = self.exchange(sent, number, sent, self.cuts(sent))
-        return self._replaced(inner, _received(mean, sent), number)
+        return self._replaced(inner, self._received(mean, sent), number)
 
     def sent(self, inner: PyTree, number: jax.Array) -> PyTree:
         """Return the tree that outer step `number` averages over the group."""
@@ -78,7 +82,7 @@ class Moments:
     def change(self, sent: PyTree, mean: PyTree) -> PyTree:
         """Return the difference of the moments that the group's mean of `sent` gives from this replica's own."""
         own = _by_kind(lambda x: x, jnp.square, sent)
-        return jax.tree.map(jnp.subtract, _received(mean, sent), own)
+        return jax.tree.map(jnp.subtract, self._received(mean, sent), own)
 
     def keep(self, inner: LateMoments, correction: PyTree, number: jax.Array) -> LateMoments:
         """Store the correction of outer step `number` until it is due."""
@@ -101,12 +105,43 @@ class Moments:
             # Without rounding errors it is no less, since a second moment falls at most by its decay.
             return jnp.maximum(result, moment / 4) if _is_second(path) else result
 
-        return self._replaced(inner, jax.tree.map_with_path(one, moments, correction), number)
+        corrected = jax.tree.map_with_path(one, moments, correction)
+        return self._replaced(inner, self._not_below_first(corrected, jnp.square), number)
 
     def cuts(self, moments: PyTree) -> PyTree:
         """Return the dimension along which each moment is cut into fragments, and into the blocks of wire formats."""
         cuts = dict(jax.tree.leaves_with_path(self.fragments.cuts(self.params)))
         return jax.tree.map_with_path(lambda path, x: _of_parameter(path, cuts), moments)
+
+    @property
+    def least_root(self) -> float:
+        """The least root of a second moment, as a share of its first moment's size, that any gradients give.
+
+        By Cauchy and Schwarz, for the decays b and d of both: sqrt((1 - d) (1 - b²/d)) / (1 - b). It holds for the
+        means of a group and for the inner steps after them too.
+        """
+        decays = {**_ADAMS_DECAYS, **self.decays}
+        first, second = decays[_FIRST], decays[_SECOND]
+        if not 0 <= first * first < second < 1:
+            return 0.0
+        return math.sqrt((1 - second) * (1 - first * first / second)) / (1 - first)
+
+    def _received(self, mean: PyTree, sent: PyTree) -> PyTree:
+        """Return the moments that the group's mean of `sent` gives."""
+        roots = jax.tree.map_with_path(
+            lambda path, mean, own: jnp.maximum(mean, own / 2) if _is_second(path) else mean, mean, sent
+        )
+        return _by_kind(lambda x: x, jnp.square, self._not_below_first(roots, lambda x: x))
+
+    def _not_below_first(self, moments: PyTree, power: Callable[[jax.Array], jax.Array]) -> PyTree:
+        """Raise second moments, or with another `power` than the square their roots, to what their first ones ask."""
+        firsts = {path: x for path, x in jax.tree.leaves_with_path(moments) if not _is_second(path)}
+
+        def one(path: tuple, x: jax.Array) -> jax.Array:
+            first = firsts.get(_of_first(path)) if _is_second(path) else None
+            return x if first is None else jnp.maximum(x, power(self.least_root * jnp.abs(first)).astype(x.dtype))
+
+        return jax.tree.map_with_path(one, moments)
 
     def _replaced(self, inner: PyTree, part: PyTree, number: jax.Array) -> PyTree:
         moments = moments_of(inner, self.params)
@@ -140,15 +175,6 @@ def moments_of(inner: PyTree, params: PyTree) -> PyTree:
     return jax.tree.map_with_path(lambda path, x: x if x.ndim and _of_parameter(path, paths) else None, inner)
 
 
-def _received(mean: PyTree, sent: PyTree) -> PyTree:
-    """Return the moments that the group's mean of `sent` gives."""
-
-    def one(path: tuple, mean: jax.Array, own: jax.Array) -> jax.Array:
-        return jnp.square(jnp.maximum(mean, own / 2)) if _is_second(path) else mean
-
-    return jax.tree.map_with_path(one, mean, sent)
-
-
 def _of_parameter(path: tuple, of_parameter: dict[tuple, Any]) -> Any:
     """Look up the value of the parameter whose path is a suffix of `path`; None if there is none."""
     ends = (of_parameter.get(path[start:]) for start in range(len(path)))
@@ -162,6 +188,11 @@ def _by_kind(first: Callable[..., Any], second: Callable[..., Any], moments: PyT
 
 def _is_second(path: tuple) -> bool:
     return any(_name(key) == _SECOND for key in path)
+
+
+def _of_first(path: tuple) -> tuple:
+    """Return the path of the first moment beside a second one's."""
+    return tuple(jax.tree_util.GetAttrKey(_FIRST) if _name(key) == _SECOND else key for key in path)
 
 
 def _name(key: Any) -> Any:
