@@ -144,8 +144,8 @@ def known_roster(roster: Roster, members: Members, round: int) -> Roster:
     return Roster(roster.run, tuple(Island(name, at) for name, at in addresses.items() if at is not None))
 
 
-def dials_of(roster: Roster, members: Members, name: str) -> Callable[[str], bool]:
-    """Return a function that maps the name of a peer to True if this island dials it for exchanges.
+def dials_of(roster: Roster, members: Members) -> Callable[[str, str], bool]:
+    """Return a function that maps the names of two islands to True if the first one dials the second for exchanges.
 
     One that only dials out dials everybody; one that can be dialled need not go to it through a relay, except for
     questions, a state, or its last weights.
@@ -155,7 +155,7 @@ def dials_of(roster: Roster, members: Members, name: str) -> Callable[[str], boo
         text = members.address_of(member)
         return (parse_dialled(text) if text else roster.address(member)).can_be_dialled
 
-    return lambda peer: can_be_dialled(peer) or not can_be_dialled(name)
+    return lambda name, peer: can_be_dialled(peer) or not can_be_dialled(name)
 
 
 def describe(entry: Entry) -> str:

@@ -74,7 +74,7 @@ def open_agent(
     incarnation, began_before = incarnation_of(workdir)
     others = [other for other in roster.names if other != name]
     settings = dataclasses.replace(settings, shares=states.of(settings.whole_state).count)
-    rules = settings, journal, began_before, members, dials_of(roster, members, name)
+    rules = settings, journal, began_before, members, dials_of(roster, members)
     protocol = Island(name, others, identity, partner, incarnation, *rules)
     file = workdir / MEMBERS_FILE
     if members.entries:

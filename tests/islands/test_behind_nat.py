@@ -21,9 +21,10 @@ from noloco_jax.islands.entries import dials_of
 from noloco_jax.islands.keys import load_keys, make_keys
 from noloco_jax.islands.peer_errors import BusyError, PeerError, RefusedError
 from noloco_jax.islands.protocol.context import Settings
-from noloco_jax.islands.protocol.events import Open, RoundEnded
+from noloco_jax.islands.protocol.events import Broken, Open, Opened, RoundEnded, Tick
 from noloco_jax.islands.protocol.island import Island as Protocol
 from noloco_jax.islands.protocol.members import Members
+from noloco_jax.islands.protocol.messages import Caller, Hello, Leave, StatusRequest
 from noloco_jax.islands.query import clients_of
 from noloco_jax.islands.recent import WATCH
 from noloco_jax.islands.roster import Address, Island, Roster, parse_dialled, read_roster
@@ -60,11 +61,42 @@ def test_a_roster_may_have_several_islands_that_only_dial_out(tmp_path):
 )
 def test_an_island_that_only_dials_out_dials_in_every_pair(own, peer, calls):
     roster = roster_of(a=parse_dialled(own), b=parse_dialled(peer))
-    rules = Settings(), None, False, None, dials_of(roster, Members(roster.names), "a")
+    rules = Settings(), None, False, None, dials_of(roster, Members(roster.names))
     machine = Protocol("a", ["b"], IDENTITY, lambda round: "b", 7, *rules)
     machine._catch_up.training = True
     actions = machine.handle(RoundEnded(0, 1, 1.0), 1.0)
     assert any(isinstance(action, Open) for action in actions) is calls
+
+
+@pytest.mark.parametrize(("own", "calls"), [("none", 1), ("x:1", 0)])
+def test_an_island_that_nobody_dials_tries_a_peer_that_has_left_once_a_round(own, calls):
+    """Guard a regression: a peer that had restarted was never met again, as only this island could have called."""
+    roster = roster_of(a=parse_dialled(own), b=parse_dialled("y:1"))
+    rules = Settings(), None, False, None, dials_of(roster, Members(roster.names))
+    machine = Protocol("a", ["b"], IDENTITY, lambda round: "b", 7, *rules)
+    machine._catch_up.training = True
+    machine.handle(Opened(("in", 0), "b", Leave(Caller(IDENTITY, "b", "a", 1, 0))), 0.0)
+    for round in range(3):
+        now = 100.0 * round
+        dialled = opened(machine.handle(RoundEnded(round, 1, 1.0), now))
+        assert len(dialled) == calls
+        for channel in dialled:
+            machine.handle(Broken(channel), now + 1.0)
+        assert not [channel for wait in range(90) for channel in opened(machine.handle(Tick(), now + 2.0 + wait))]
+
+
+def test_a_question_of_a_peer_that_has_left_says_that_it_is_back():
+    machine = Protocol("a", ["b"], IDENTITY, lambda round: "b", 7)
+    machine._catch_up.training = True
+    machine.handle(Opened(("in", 0), "b", Leave(Caller(IDENTITY, "b", "a", 1, 0))), 0.0)
+    assert not opened(machine.handle(RoundEnded(0, 1, 1.0), 1.0))
+    machine.handle(Opened(("in", 1), "b", StatusRequest(IDENTITY)), 2.0)
+    assert opened(machine.handle(RoundEnded(1, 1, 1.0), 3.0))
+
+
+def opened(actions: list) -> list:
+    """Return the channels of calls for an exchange."""
+    return [action.channel for action in actions if isinstance(action, Open) and isinstance(action.header, Hello)]
 
 
 def test_islands_that_only_dial_out_exchange_with_every_peer_through_a_relay(monkeypatch):

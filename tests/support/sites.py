@@ -92,7 +92,7 @@ class Site:
         self._state = state
         states = layouts_of(state or [message], num_weights, wire)
         settings = dataclasses.replace(settings, shares=states.of(settings.whole_state).count)
-        dials = dials_of(roster, members or Members(roster.names), name)
+        dials = dials_of(roster, members or Members(roster.names))
         rules = settings, journal, began_before, members, dials
         protocol = Island(name, others, identity, partner, incarnation, *rules)
         arguments = settings, PlainCodec(Float32(), [message], [message]), states, self.lines.append

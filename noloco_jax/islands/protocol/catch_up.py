@@ -142,14 +142,13 @@ class CatchUp:
             context.came_too_late
             or context.taken_for_past
             or any(peer.round - context.round >= patience for peer in context.peers.values())
+            or self._late_since < math.inf  # no news is not a sign of being level
         )
         context.came_too_late = context.taken_for_past = False
         if self._sweep is not None or self._download.is_under_way:
             return
         if suspicion:
             self._begin_sweep()
-        else:
-            self._forget_lateness()
 
     def _forget_lateness(self) -> None:
         self._rounds_late, self._late_since = 0, math.inf

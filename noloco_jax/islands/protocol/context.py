@@ -80,7 +80,7 @@ class Context:
       taken_for_past: True if a peer knows a later incarnation than this one, which has exchanged nothing yet.
       refused: True once most others refuse this island.
       pace: its pace relative to the others.
-      dials: name -> False for a peer that dials for every exchange of the two.
+      dials: (name, peer) -> False if only the second one dials for exchanges of the two.
       members: the members of the run, as far as they are known here.
       peers: the other members present.
     """
@@ -94,7 +94,7 @@ class Context:
         incarnation: int,
         ledger: Ledger,
         bounds: Bounds,
-        dials: Callable[[str], bool] = lambda name: True,
+        dials: Callable[[str, str], bool] = lambda name, peer: True,
     ):
         self.name = name
         self.identity = identity

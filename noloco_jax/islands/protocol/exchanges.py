@@ -124,11 +124,13 @@ class Exchanges:
     # The dialling side.
 
     def _dial(self, meeting: Meeting) -> None:
-        context = self._context
-        if not context.dials(meeting.peer.name):
+        context, peer = self._context, meeting.peer
+        if not context.dials(context.name, peer.name):
             return  # it calls
-        if self.recovery.about(meeting.round) or meeting.running is not None or meeting.peer.away:
+        if self.recovery.about(meeting.round) or meeting.running is not None:
             return
+        if peer.away and (meeting.attempts or peer.finished or context.dials(peer.name, context.name)):
+            return  # one that never calls is tried once a round: it may be back and could not tell
         if self._link_limit.must_wait(meeting, self.meetings.values()):
             return
         meeting.attempts += 1

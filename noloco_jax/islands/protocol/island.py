@@ -110,7 +110,7 @@ class Island:
       settings: the protocol's settings.
       journal: the journal of the checkpoint to resume from, if any.
       began_before: without a journal: True if this island was part of the run, whose weights it then waits for.
-      dials: name -> False for a peer that only dials out, where this island does not: all exchanges are its calls.
+      dials: (name, peer) -> True if the first one dials the second for exchanges; False where only the second dials out.
       members: the members of the run, which `partner` follows; None: `name` and `others`, for good.
     """
 
@@ -125,7 +125,7 @@ class Island:
         journal: Journal | None = None,
         began_before: bool = False,
         members: Members | None = None,
-        dials: Callable[[str], bool] = lambda name: True,
+        dials: Callable[[str, str], bool] = lambda name, peer: True,
     ):
         settings = settings or Settings()
         ledger = Ledger(journal.outcomes, journal.floor, journal.factors) if journal else Ledger()
@@ -307,7 +307,10 @@ class Island:
                 outcome, factors = None, ()
                 if header.xid is not None:
                     outcome, factors = self._exchanges.settle(event.peer, header.xid, header.factors)
-                yours = context.peers[event.peer].incarnation if event.peer in context.peers else -1
+                peer = context.peers.get(event.peer)
+                if peer is not None and header.identity is not None:
+                    peer.away = False  # it starts again
+                yours = -1 if peer is None else peer.incarnation
                 status = dataclasses.replace(self.status(), outcome=outcome, factors=factors, yours=yours)
                 if header.before is not None:
                     status = dataclasses.replace(status, news=context.members.news(header.before))
