@@ -43,7 +43,7 @@ def invite(flags: argparse.Namespace) -> int:
             )
         if other == address and address.can_be_dialled and name != flags.name:
             raise UserError(f"--address={address} is that of {name}: give the new member its own")
-    make_keys(Roster(saved.roster.run, (Island(flags.name, address),)), flags.keys, flags.days)
+    make_keys(Roster(saved.roster.run, (Island(flags.name, address),)), flags.keys, flags.days, replace=[flags.name])
     former, folder = found.members.entry_of(flags.name), flags.keys / flags.name
     entry = Entry(
         id=_next_id(found) if former is None else former.id,
@@ -74,7 +74,15 @@ def remove(flags: argparse.Namespace) -> int:
         found.roster.index(flags.name)  # raises, and names who is near
         raise UserError(f"{flags.name} is no member of {saved.roster.run}")
     former = found.members.entry_of(flags.name)
-    first = _first_round(flags, found)
+    if former is not None and former.until_round != OPEN:
+        first = former.until_round if flags.from_round is None else _first_round(flags, found)
+        if first > former.until_round:
+            raise UserError(
+                f"{describe(former)}, and a later end would make it one until then: give the command without "
+                "--from_round to tell the islands again, or `island invite` it"
+            )
+    else:
+        first = _first_round(flags, found)
     if former is None:
         entry = Entry(id, flags.name, "", 0, first, 0, now_version())
     else:

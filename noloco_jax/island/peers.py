@@ -32,6 +32,9 @@ def keys(flags: argparse.Namespace) -> int:
         check_name(viewer.removeprefix(VIEWER))
     made = make_keys(roster, flags.out, flags.days, flags.replace, viewers)
     write_members(path, founders, entries)
+    for name in made:
+        if name in roster.names and name not in founders.names:
+            write_members(flags.out / name / MEMBERS_FILE, founders, entries)  # what `join` begins from
     kept = [name for name in roster.names if name not in made]
     if kept:
         print(f"kept as they are: {', '.join(kept)}")

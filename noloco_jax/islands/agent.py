@@ -426,6 +426,9 @@ class Agent:
                 self._calls.end(channel)
             case Keep(xid):
                 assert self._arriving is not None
+                for kept in (self._others, self._windows):  # a round has one exchange: earlier attempts have failed
+                    for other in [other for other in kept if other.round == xid.round and other != xid]:
+                        del kept[other]
                 self._others[xid] = self._arriving
             case KeepShare(number):
                 assert self._arriving is not None

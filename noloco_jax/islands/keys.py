@@ -65,7 +65,8 @@ def make_keys(
       roster: the islands.
       folder: the folder of the keys; made when missing.
       days: days that the islands' certificates are valid.
-      replace: islands and viewers whose keys are made anew. What others have is never written over.
+      replace: islands and viewers whose keys are made anew, beside what else is in their folders. What others have is
+        never written over.
       viewers: names of viewers, with their prefix.
 
     Raises:
@@ -89,6 +90,9 @@ def make_keys(
         (unfinished / CERTIFICATE).write_bytes(pem_of(certificate))
         _write_secret(unfinished / KEY, pem_of_key(own_key))
         if name in replace and (folder / name).exists():
+            for file in (folder / name).iterdir():
+                if file.is_file() and not (unfinished / file.name).exists():
+                    shutil.copy2(file, unfinished)
             shutil.rmtree(folder / name)
         unfinished.rename(folder / name)
     return missing

@@ -1,6 +1,7 @@
 """Checkpoints of an island in a user's own loop: its arrays, and what its protocol needs to resume."""
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from noloco_jax.run import digests
 from noloco_jax.run.quiet import quiet_saves
 
 _SAVE_SECONDS = 24 * 3600  # as in `run.checkpoint`
+_REPLACED = ".replaced"  # ends the name of a checkpoint until the one that replaces it is whole
 
 
 class OwnCheckpoints:
@@ -31,6 +33,7 @@ class OwnCheckpoints:
         quiet_saves()
         self._folder = workdir.absolute() / "checkpoints"
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._settle_replaced()
         self._specs = {name: str(spec) for name, spec in specs.items()}
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
@@ -47,9 +50,15 @@ class OwnCheckpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, arrays: Sequence[Any], run: Mapping[str, Any]) -> None:
-        """Start to save; JAX arrays may be donated and NumPy arrays changed as soon as this returns."""
+        """Start to save; JAX arrays may be donated and NumPy arrays changed as soon as this returns.
+
+        A checkpoint of the same step is replaced: it is kept until the new one is whole.
+        """
         if step in self._manager.all_steps():
-            return
+            self._manager.wait_until_finished()
+            self._settle_replaced()
+            (self._folder / str(step)).rename(self._folder / f"{step}{_REPLACED}")
+            self._manager.reload()
         state = {_key(number): x.copy() if not isinstance(x, jax.Array) else x for number, x in enumerate(arrays)}
         run = {**run, "specs": self._specs}
         self._manager.save(
@@ -89,7 +98,17 @@ class OwnCheckpoints:
     def close(self) -> None:
         """Wait until everything is on disk."""
         self._manager.wait_until_finished()
+        self._settle_replaced()
         self._manager.close()
+
+    def _settle_replaced(self) -> None:
+        """Delete checkpoints that have been replaced; take back those whose replacement was never whole."""
+        for former in self._folder.glob(f"*{_REPLACED}"):
+            current = former.with_suffix("")
+            if current.exists():
+                shutil.rmtree(former)
+            else:
+                former.rename(current)
 
     def _unfinished(self) -> Path:
         """Return the folder of the checkpoint that is being saved."""

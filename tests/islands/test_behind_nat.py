@@ -21,10 +21,10 @@ from noloco_jax.islands.entries import dials_of
 from noloco_jax.islands.keys import load_keys, make_keys
 from noloco_jax.islands.peer_errors import BusyError, PeerError, RefusedError
 from noloco_jax.islands.protocol.context import Settings
-from noloco_jax.islands.protocol.events import Broken, Open, Opened, RoundEnded, Tick
+from noloco_jax.islands.protocol.events import Arrived, Broken, Open, Opened, RoundEnded, Tick
 from noloco_jax.islands.protocol.island import Island as Protocol
 from noloco_jax.islands.protocol.members import Members
-from noloco_jax.islands.protocol.messages import Caller, Hello, Leave, StatusRequest
+from noloco_jax.islands.protocol.messages import AtRound, Caller, Hello, Leave, StatusRequest
 from noloco_jax.islands.query import clients_of
 from noloco_jax.islands.recent import WATCH
 from noloco_jax.islands.roster import Address, Island, Roster, parse_dialled, read_roster
@@ -83,6 +83,17 @@ def test_an_island_that_nobody_dials_tries_a_peer_that_has_left_once_a_round(own
         for channel in dialled:
             machine.handle(Broken(channel), now + 1.0)
         assert not [channel for wait in range(90) for channel in opened(machine.handle(Tick(), now + 2.0 + wait))]
+
+
+def test_an_island_that_nobody_dials_retries_a_peer_that_answers_after_its_goodbye():
+    roster = roster_of(a=NOWHERE, b=parse_dialled("y:1"))
+    rules = Settings(), None, False, None, dials_of(roster, Members(roster.names))
+    machine = Protocol("a", ["b"], IDENTITY, lambda round: "b", 7, *rules)
+    machine._catch_up.training = True
+    machine.handle(Opened(("in", 0), "b", Leave(Caller(IDENTITY, "b", "a", 1, 0))), 0.0)
+    [channel] = opened(machine.handle(RoundEnded(0, 1, 1.0), 1.0))
+    machine.handle(Arrived(channel, AtRound(-1, None)), 2.0)  # it is back, and a little later
+    assert [channel for wait in range(90) for channel in opened(machine.handle(Tick(), 3.0 + wait))]
 
 
 def test_a_question_of_a_peer_that_has_left_says_that_it_is_back():

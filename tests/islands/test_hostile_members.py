@@ -92,6 +92,16 @@ def test_a_second_message_in_one_exchange_is_refused_and_never_applied(victim):
     assert any("berlin" in line and "a second one" in line for line in victim.site.lines)
 
 
+def test_messages_of_calls_that_break_before_they_are_received_do_not_pile_up(victim):
+    for attempt in range(6):
+        with victim.exchange() as (channel, xid):
+            channel.send(to_json(Message(xid)), [GOOD])
+            assert in_time(lambda xid=xid: xid in victim.site.agent._others, 20), attempt
+            channel.cancel()
+        time.sleep(0.1)
+    assert len(victim.site.agent._others) == 1
+
+
 @pytest.mark.parametrize("call", ["an exchange", "a status request"])
 def test_a_message_of_another_exchange_is_refused_before_it_is_read(victim, call):
     with contextlib.suppress(PeerError):

@@ -5,10 +5,12 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
 
 from noloco_jax.config import TrainConfig, save_config
 from noloco_jax.errors import UserError
@@ -184,6 +186,21 @@ def test_an_invalid_invite_or_remove_command_is_refused_with_the_reason(running,
         island([*words, f"--keys={running.keys}"])
 
 
+def test_a_removal_given_again_keeps_its_round_or_takes_an_earlier_one(running):
+    """Guard a regression: given again rounds later, it made the removed island a member until a new end."""
+
+    def ends(*flags: str) -> int:
+        with pytest.raises(UserError, match="give the same command again once one answers"):
+            island(["remove", "rome", f"--keys={running.keys}", *flags])
+        (entry,) = read_members(running.keys / "members.json").entries
+        return entry.until_round
+
+    assert ends("--from_round=20") == ends() == ends("--from_round=20") == 19
+    with pytest.raises(UserError, match=r"no member from round 20 on, and a later end would make it one until then"):
+        island(["remove", "rome", f"--keys={running.keys}", "--from_round=60"])
+    assert ends("--from_round=15") == ends() == 14
+
+
 @pytest.mark.parametrize("missing", ["ca-key.pem", "members.json"])
 def test_a_missing_signing_key_or_member_list_is_named(running, missing):
     (running.keys / missing).unlink()
@@ -194,10 +211,25 @@ def test_a_missing_signing_key_or_member_list_is_named(running, missing):
 def test_the_keys_of_an_invited_member_can_be_replaced(running, capsys):
     assert island(["invite", "--name=oslo", "--address=127.0.0.1:1", f"--keys={running.keys}", "--from_round=9"]) == 0
     before = load_keys(running.keys / "oslo", "oslo")
+    other = running.keys / "oslo" / "newest.json"
+    other.write_text("{}")
     keys = ["keys", f"--roster={running.folder / 'roster.toml'}", f"--out={running.keys}", "--replace=oslo"]
     assert island(keys) == 0
     assert load_keys(running.keys / "oslo", "oslo") != before
     assert read_members(running.keys / "members.json").entries
+    assert read_members(running.keys / "oslo" / "members.json").entries  # what `island join` begins from
+    assert other.read_text() == "{}"
+
+
+def test_an_invitation_after_a_removal_makes_new_keys(running):
+    flags = ["--name=rome", f"--address=127.0.0.1:{running.ports['oslo']}", f"--keys={running.keys}", "--days=10"]
+    before = load_keys(running.keys / "rome", "rome")
+    with pytest.raises(UserError, match="give the same command again once one answers"):
+        island(["remove", "rome", f"--keys={running.keys}", "--from_round=20"])
+    assert island(["invite", *flags, "--from_round=80"]) == 0
+    after = load_keys(running.keys / "rome", "rome")
+    left = x509.load_pem_x509_certificate(after.certificate).not_valid_after_utc - datetime.now(UTC)
+    assert after.certificate != before.certificate and 8 < left.days < 11
 
 
 @pytest.mark.parametrize(("given", "expected"), [((), "time"), (("--pace=steps",), "steps")])

@@ -22,7 +22,9 @@ from jax.sharding import PartitionSpec as P
 import noloco_jax as nj
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as command_line
+from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.roster import Address, Island, Roster
+from noloco_jax.own_loop.checkpoints import OwnCheckpoints
 from noloco_jax.own_loop.fresh import Fresh, begins_anew
 from noloco_jax.schedule import pairing_round
 from support import platforms, warm
@@ -338,6 +340,27 @@ def test_weights_that_are_not_finite_are_not_saved(begun_island, tmp_path):
     with pytest.raises(UserError, match=r"after step 0 have values that are not finite, and are not saved"):
         island.save(params, rest)
     assert not list((tmp_path / "paris" / "checkpoints").iterdir())
+
+
+def test_a_second_save_of_a_step_replaces_the_first_once_it_is_whole(tmp_path):
+    def opened() -> OwnCheckpoints:
+        return OwnCheckpoints(tmp_path, {"w": ArraySpec((3,), np.dtype(np.float32))}, keep=3)
+
+    def restored() -> list[float]:
+        checkpoints = opened()
+        arrays, _ = checkpoints.restore(5, [jax.ShapeDtypeStruct((3,), np.float32)])
+        checkpoints.close()
+        return np.asarray(arrays[0]).tolist()
+
+    checkpoints = opened()
+    for value in (1.0, 2.0, 3.0):
+        checkpoints.save(5, [np.full(3, value, np.float32)], {})
+    checkpoints.close()
+    assert restored() == [3.0] * 3
+    folder = tmp_path / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["5"]
+    (folder / "5").rename(folder / "5.replaced")  # as if killed before the next one was whole
+    assert restored() == [3.0] * 3
 
 
 def test_a_checkpoint_that_is_damaged_or_holds_other_arrays_is_refused(begun_island, roster, tmp_path):

@@ -142,6 +142,8 @@ class Exchanges:
         meeting.running = Exchange(xid, meeting.peer, channel, True, Stage.OFFERED, known, context.now, deadline)
 
     def _answered(self, meeting: Meeting, exchange: Exchange, header: Header) -> None:
+        if isinstance(header, Accept | Busy | AtRound):
+            exchange.peer.away = False
         match header:
             case Accept():
                 exchange.peer.told(header.incarnation, header.round, self._context.now)

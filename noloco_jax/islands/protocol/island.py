@@ -110,7 +110,8 @@ class Island:
       settings: the protocol's settings.
       journal: the journal of the checkpoint to resume from, if any.
       began_before: without a journal: True if this island was part of the run, whose weights it then waits for.
-      dials: (name, peer) -> True if the first one dials the second for exchanges; False where only the second dials out.
+      dials: (name, peer) -> True if the first one dials the second for exchanges; False where the second only dials out
+        and the first can be dialled.
       members: the members of the run, which `partner` follows; None: `name` and `others`, for good.
     """
 
