@@ -126,6 +126,7 @@ def noloco(
     _check_momentum(outer_momentum)
     cut, schedule = _schedule(sync_every, fragments, delay)
     if pairing is not None:
+        _check_pairing(pairing)
         _warn_if_apart(pairing, outer_momentum, gamma)
     if wire in MODULO_BITS and pairing is not None and largest_group(pairing) > 2:
         raise ValueError(f"wire={wire!r} is for pairs and the pairing has groups of {largest_group(pairing)}: use int8")
@@ -283,6 +284,7 @@ def sparseloco(
     known = _known(error_decay)
     if known is not None and not 0 <= known <= 1:
         raise ValueError(f"error_decay is {error_decay}: it must be in [0, 1]")
+    _check_known(top_k=top_k)
     if not 1 <= top_k <= CHUNK:
         raise ValueError(f"top_k is {top_k}: it must be between 1 and {CHUNK}")
     cut, schedule = _schedule(sync_every, fragments)
@@ -301,12 +303,25 @@ def _schedule(
     sync_every: int, fragments: int | Fragments | None, delay: int | None = None
 ) -> tuple[Fragments, SyncSchedule]:
     """Return the cut of the parameters and the schedule of outer steps."""
-    for name, value in {"fragments": fragments, "delay": delay}.items():
-        if isinstance(value, jax.core.Tracer):
-            raise TypeError(f"{name} is traced and must be known: name it in the static_args of inject_hyperparams")
+    _check_known(fragments=fragments, delay=delay)
     if not isinstance(fragments, Fragments):
         fragments = Fragments(1 if fragments is None else operator.index(fragments))
     return fragments, SyncSchedule(sync_every, fragments.count, 0 if delay is None else operator.index(delay))
+
+
+def _check_known(**values: Any) -> None:
+    for name, value in values.items():
+        if isinstance(value, jax.core.Tracer):
+            raise TypeError(f"{name} is traced and must be known: name it in the static_args of inject_hyperparams")
+
+
+def _check_pairing(pairing: Any) -> None:
+    """Raise `TypeError` for what is no `Pairing`, among them the neighbours of `epidemic`."""
+    pool = getattr(pairing, "pool", ())
+    if not pool or any(
+        sorted(i for group in round_ for i in group) != list(range(pairing.num_replicas)) for round_ in pool
+    ):
+        raise TypeError(f"pairing is {type(pairing).__name__}: give groups of replicas, such as nj.RandomPairing(N)")
 
 
 def _known(value: Any) -> float | None:

@@ -132,7 +132,7 @@ def pack(numbers: jax.Array, bits: int) -> jax.Array:
     combines one number of every run, and each of its bytes goes to a run of the result.
     """
     count, size = _word(bits)
-    runs = numbers.reshape(*numbers.shape[:-1], count, -1)
+    runs = numbers.reshape(*numbers.shape[:-1], count, numbers.shape[-1] // count)
     word = functools.reduce(jnp.bitwise_or, [runs[..., i, :] << (bits * i) for i in range(count)])
     return jnp.concatenate([(word >> (8 * j)).astype(jnp.uint8) for j in range(size)], axis=-1)
 
@@ -140,7 +140,7 @@ def pack(numbers: jax.Array, bits: int) -> jax.Array:
 def unpack(packed: jax.Array, bits: int) -> jax.Array:
     """Invert `pack`: return uint32 (..., n)."""
     count, size = _word(bits)
-    runs = packed.reshape(*packed.shape[:-1], size, -1).astype(jnp.uint32)
+    runs = packed.reshape(*packed.shape[:-1], size, packed.shape[-1] // size).astype(jnp.uint32)
     word = functools.reduce(jnp.bitwise_or, [runs[..., j, :] << (8 * j) for j in range(size)])
     return jnp.concatenate([(word >> (bits * i)) & (2**bits - 1) for i in range(count)], axis=-1)
 

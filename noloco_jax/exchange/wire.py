@@ -98,7 +98,7 @@ class Blocks:
     def encode(self, x: jax.Array) -> jax.Array:
         """Return the payload, uint8 (..., blocks, bytes): the scale and then the packed numbers of every block."""
         _check_real(self.name, x)
-        blocks = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        blocks = x.astype(jnp.float32)
         largest = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True)
         scale = jax.lax.reduce_precision((largest / self._limit).astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
         scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0, scale)

@@ -19,6 +19,7 @@ from noloco_jax.outer.fragments import Fragments
 
 PyTree = Any
 _FIRST, _SECOND = "mu", "nu"  # names of Adam's moments in an optimizer's state
+_SECONDS = {_SECOND, "nu_max", "sum_of_squares", "exp_avg_sq", "e_g", "e_x"}  # of others of Optax's too, none below 0
 _ADAMS_DECAYS = {_FIRST: 0.9, _SECOND: 0.999}  # Optax's, for an optimizer whose own are not known
 
 
@@ -46,8 +47,8 @@ class Moments:
     keeps a first moment and rounds the root to zero, Adam would divide by nearly zero.
 
     Attributes:
-      params: the parameters of a replica or their shapes; a leaf of the inner state whose path ends with a parameter's
-        path is a moment.
+      params: the parameters of a replica or their shapes; a leaf of the inner state of a parameter's shape, whose path
+        ends with that parameter's, is a moment.
       fragments: cut of the parameters, and of their moments, into fragments.
       exchange: (tree, number of the outer step, movement of its numbers, hidden dimensions) -> the mean of the group.
         The movement is taken as the full value.
@@ -171,13 +172,19 @@ def with_late_moments(inner: optax.GradientTransformation, is_late: bool) -> opt
 
 def moments_of(inner: PyTree, params: PyTree) -> PyTree:
     """Return an inner state without the leaves that are no moments of these parameters."""
-    paths = dict(jax.tree.leaves_with_path(jax.tree.map(lambda x: True, params)))
-    return jax.tree.map_with_path(lambda path, x: x if x.ndim and _of_parameter(path, paths) else None, inner)
+    shapes = dict(jax.tree.leaves_with_path(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)))
+
+    def one(path: tuple, x: Any) -> Any:
+        like = _of_parameter(path, shapes)
+        is_moment = like is not None and x.shape == like.shape and jnp.issubdtype(x.dtype, jnp.inexact)
+        return x if is_moment else None
+
+    return jax.tree.map_with_path(one, inner)
 
 
 def _of_parameter(path: tuple, of_parameter: dict[tuple, Any]) -> Any:
     """Look up the value of the parameter whose path is a suffix of `path`; None if there is none."""
-    ends = (of_parameter.get(path[start:]) for start in range(len(path)))
+    ends = (of_parameter.get(path[start:]) for start in range(len(path) + 1))
     return next((found for found in ends if found is not None), None)
 
 
@@ -187,12 +194,12 @@ def _by_kind(first: Callable[..., Any], second: Callable[..., Any], moments: PyT
 
 
 def _is_second(path: tuple) -> bool:
-    return any(_name(key) == _SECOND for key in path)
+    return any(_name(key) in _SECONDS for key in path)
 
 
 def _of_first(path: tuple) -> tuple:
     """Return the path of the first moment beside a second one's."""
-    return tuple(jax.tree_util.GetAttrKey(_FIRST) if _name(key) == _SECOND else key for key in path)
+    return tuple(jax.tree_util.GetAttrKey(_FIRST) if _name(key) in _SECONDS else key for key in path)
 
 
 def _name(key: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import operator
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,8 @@ class RandomNeighbours:
         *,
         max_pool: int = MAX_POOL,
     ):
+        num_replicas, seed, max_pool = map(operator.index, (num_replicas, seed, max_pool))  # NumPy's too
+        degree = None if degree is None else operator.index(degree)
         if num_replicas < 1:
             raise ValueError(f"num_replicas is {num_replicas}: it must be at least 1")
         if num_replicas > 1 and degree is not None and not 1 <= degree < num_replicas:

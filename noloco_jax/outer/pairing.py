@@ -6,6 +6,7 @@ partitions is fixed, all of them are compiled, and round r draws an entry of the
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -82,6 +83,8 @@ class RandomPairing:
         *,
         max_pool: int = MAX_POOL,
     ):
+        numbers = num_replicas, group_size, seed, max_pool
+        num_replicas, group_size, seed, max_pool = map(operator.index, numbers)  # NumPy's too
         if num_replicas < 1:
             raise ValueError(f"num_replicas is {num_replicas}: it must be at least 1")
         if num_replicas > 1 and not 2 <= group_size <= num_replicas:

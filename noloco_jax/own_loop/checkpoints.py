@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import SingleDeviceSharding
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands.frames import ArraySpec
@@ -88,12 +87,10 @@ class OwnCheckpoints:
                 f"the checkpoint {folder} is of other arrays ({name}: {saved.get(name, 'none')} there, "
                 f"{self._specs.get(name, 'none')} here): give another workdir"
             )
-        first = SingleDeviceSharding(jax.devices()[0])
-        shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or first) for x in like)
-        target = {_key(number): x for number, x in enumerate(shapes)}
+        # Numbers and NumPy arrays never become JAX arrays, which would cut their 64 bits to 32.
+        target = {_key(number): x if x.sharding else np.empty(x.shape, x.dtype) for number, x in enumerate(like)}
         state = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))["state"]
-        arrays = [state[_key(number)] for number in range(len(like))]
-        return [x if to.sharding else np.asarray(x) for x, to in zip(arrays, like, strict=True)], run
+        return [state[_key(number)] for number in range(len(like))], run
 
     def close(self) -> None:
         """Wait until everything is on disk."""

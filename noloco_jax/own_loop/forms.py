@@ -39,12 +39,13 @@ class Form:
     Args:
       tree: leaves of JAX or NumPy arrays, Python numbers, and typed random keys.
       what: what the tree is, for errors.
+      is_computed: True for leaves that programs compute with, in a dtype that JAX has.
 
-    Raises `ValueError` for other leaves, and for arrays that lie on several processes.
+    Raises `ValueError` for other leaves, empty arrays, and arrays that lie on several processes.
     """
 
-    def __init__(self, tree: PyTree, what: str):
-        self._what = what
+    def __init__(self, tree: PyTree, what: str, is_computed: bool = False):
+        self._what, self._is_computed = what, is_computed
         named, self.structure = jax.tree.flatten_with_path(tree)
         self._leaves = [self._leaf(jax.tree_util.keystr(path), x) for path, x in named]
 
@@ -88,7 +89,12 @@ class Form:
         return self.structure.unflatten(map(self._given, self._leaves, jax.tree.leaves(arrays)))
 
     def _place(self, leaf: _Leaf) -> Any:
-        """Return the sharding of a leaf's array for computations, on the devices of all others; None: the default."""
+        """Return the sharding of a leaf's array for computations, on the devices of all others; None: the default.
+
+        Numbers and NumPy arrays that nothing computes with stay on the host: None.
+        """
+        if leaf.sharding is None and not self._is_computed:
+            return None
         if isinstance(leaf.sharding, NamedSharding):
             return leaf.sharding
         if (mesh := self.mesh) is not None:
@@ -107,10 +113,22 @@ class Form:
             data = x if impl is None else jax.random.key_data(x)
             return _Leaf(name, _spec(data), sharding=data.sharding, committed=x.committed, key=impl)
         if isinstance(x, np.ndarray | np.generic):
-            return _Leaf(name, _spec(x), kind=None if isinstance(x, np.ndarray) else type(x))
+            return _Leaf(name, self._host_spec(where, x), kind=None if isinstance(x, np.ndarray) else type(x))
         if isinstance(x, bool | int | float | complex):
-            return _Leaf(name, _spec(np.asarray(x)), kind=type(x))
+            return _Leaf(name, self._host_spec(where, np.asarray(x)), kind=type(x))
         raise ValueError(f"{where} is {type(x).__name__}: give JAX or NumPy arrays, numbers or random keys")
+
+    def _host_spec(self, where: str, x: Any) -> ArraySpec:
+        """Return the spec of a NumPy array or a number; raise `ValueError` for one that would not come back alike."""
+        if x.dtype.hasobject or not x.size:
+            reason = "has no elements" if not x.size else "holds Python objects, or an integer of more than 64 bits"
+            raise ValueError(f"{where} {reason}: give arrays of numbers, and keep it beside the island")
+        computed = jax.dtypes.canonicalize_dtype(x.dtype)
+        if self._is_computed and computed != x.dtype:
+            raise ValueError(
+                f"{where} is {x.dtype}, and JAX computes it in {computed}: convert it, or set jax_enable_x64"
+            )
+        return _spec(x)
 
     def _array(self, leaf: _Leaf, x: Any) -> Any:
         if leaf.key is not None:

@@ -172,7 +172,7 @@ class Island:
             most of the others refuse it.
           ValueError: for leaves of other types.
         """
-        self._params, self._rest = Form(params, "params"), Form(rest, "rest")
+        self._params, self._rest = Form(params, "params", is_computed=True), Form(rest, "rest")
         shapes = self._params.shapes(leading=(1,))
         outer_shapes = self._shapes_of_outer(shapes)
         solo = solo_of(self._outer, shapes, outer_shapes)
@@ -342,7 +342,7 @@ class Island:
             for field in dataclasses.fields(outer.rule)  # type: ignore[arg-type]
             if field.name in _FIRST_FIELDS or getattr(outer.rule, field.name) != field.default
         }
-        values = {f"outer.{name}": str(value) for name, value in rule.items() if not callable(value)}
+        values = {f"outer.{name}": _shown(value) for name, value in rule.items()}
         values |= {"outer.sync_every": str(schedule.sync_every), "outer.pairing": _digest(_described(self._pairing))}
         values |= {f"common.{name}": json.dumps(value) for name, value in self._common.items()}
         model = _digest([f"{name} {spec}" for name, spec in arrays.items()])
@@ -422,9 +422,29 @@ class Island:
         return state._replace(outer=at_round(state.outer, healed.round + 1))
 
     def _placed(self, leaves: Any, places: TrainState | None = None) -> TrainState:
-        """Return a peer's state on this island's devices."""
-        likes, structure = jax.tree.flatten(places or self._places)
-        return structure.unflatten(jax.device_put(x, like.sharding) for x, like in zip(leaves, likes, strict=True))
+        """Return a state on this island's devices; numbers and NumPy arrays beside the weights stay on the host."""
+        places = places or self._places
+        state = jax.tree.structure(places).unflatten(leaves)
+
+        def put(x: Any, like: Any) -> Any:
+            return jax.device_put(x, like.sharding)
+
+        def of_rest(x: Any, like: Any) -> Any:
+            return np.asarray(x) if like.sharding is None else put(x, like)
+
+        return TrainState(
+            jax.tree.map(put, state.params, places.params),
+            jax.tree.map(of_rest, state.inner, places.inner),
+            jax.tree.map(put, state.outer, places.outer),
+        )
+
+
+def _shown(value: Any) -> str:
+    """Return a setting of the outer optimizer, or some values of its schedule, for islands to compare."""
+    if not callable(value):
+        return str(value)
+    rounds = (0, 1, 10, 100, 1_000, 10_000)
+    return ", ".join(f"{float(value(np.int32(round))):.6g} in round {round + 1}" for round in rounds)
 
 
 def _checked(outer: OuterOptimizer, count: int) -> Pairing:

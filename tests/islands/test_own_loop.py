@@ -26,6 +26,7 @@ from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.own_loop.checkpoints import OwnCheckpoints
 from noloco_jax.own_loop.fresh import Fresh, begins_anew
+from noloco_jax.own_loop.island import _shown
 from noloco_jax.schedule import pairing_round
 from support import platforms, warm
 from support.paths import ROOT
@@ -123,7 +124,10 @@ def sharded() -> tuple[Any, Any]:
         "count": jnp.zeros([], jnp.int32),
         "key": jax.random.key(3),
         "epoch": 2,
-        "host": np.arange(3),
+        "host": np.arange(3) + 2**40,
+        "tokens": 3_000_000_007,
+        "time": 1234567890.123,
+        "seed": np.uint64(2**40 + 1),
     }
     return params, rest
 
@@ -183,7 +187,7 @@ def test_a_late_island_continues_from_the_weights_and_the_step_of_its_peers(catc
     tx = optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda step: 1e-3 / (1 + step)))
 
     def first(name: str) -> Any:
-        return {"steps": 0, "name": np.array([names.index(name)]), "adam": tx.init(weights())}
+        return {"steps": 0, "tokens": 2**40 + 1, "name": np.array([names.index(name)]), "adam": tx.init(weights())}
 
     def train(name: str) -> None:
         with nj.Island(roster, name, workdir=tmp_path / name, outer=nj.noloco(sync_every=2), report=quiet) as island:
@@ -209,7 +213,7 @@ def test_a_late_island_continues_from_the_weights_and_the_step_of_its_peers(catc
 
     side_by_side(*(lambda name=name: train(name) for name in NAMES), join_late)
     assert found["step"] > 15 and found["rest"]["steps"] == found["step"]
-    assert found["rest"]["name"].item() in (0, 1)
+    assert found["rest"]["name"].item() in (0, 1) and found["rest"]["tokens"] == 2**40 + 1
     moments, schedule = found["rest"]["adam"]
     assert int(schedule.count) == found["step"] and (int(moments.count) > 0) is (catch_up == "whole")
     assert any(np.any(x) for x in jax.tree.leaves((moments.mu, moments.nu))) is (catch_up == "whole")
@@ -332,6 +336,34 @@ def test_a_leaf_that_is_not_an_array_is_refused_by_name(leaf, roster, tmp_path):
         pytest.raises(ValueError, match=r"rest\['x'\] is .*: give JAX or NumPy arrays, numbers or random keys"),
     ):
         island.begin(weights(), {"x": leaf})
+
+
+@pytest.mark.parametrize(
+    ("params", "rest", "line"),
+    [
+        ({"w": np.zeros(4)}, (), "params['w'] is float64, and JAX computes it in float32: convert it"),
+        ({"w": np.zeros(4, np.float32), "b": 0.0}, (), "params['b'] is float64"),
+        ({"w": np.zeros(4, np.float32)}, {"none": np.zeros((0, 3))}, "rest['none'] has no elements"),
+        (
+            {"w": np.zeros(4, np.float32)},
+            {"large": 2**100},
+            "rest['large'] holds Python objects, or an integer of more",
+        ),
+    ],
+)
+def test_leaves_that_would_not_come_back_alike_are_refused_at_the_start(params, rest, line, roster, tmp_path):
+    with (
+        nj.Island(roster, "paris", workdir=tmp_path, outer=nj.noloco(), report=quiet) as island,
+        pytest.raises(ValueError, match=re.escape(line)),
+    ):
+        island.begin(params, rest)
+
+
+def test_schedules_of_the_outer_step_are_compared_by_their_values():
+    halves, tenths = (lambda round: 0.5 + 0 * round), (lambda round: 0.1 + 0 * round)
+    assert _shown(halves) == _shown(lambda round: 0.5) != _shown(tenths)
+    assert _shown(optax.linear_schedule(0.5, 0.1, 50)) != _shown(optax.linear_schedule(0.5, 0.1, 500))
+    assert _shown(0.5) == "0.5"
 
 
 def test_weights_that_are_not_finite_are_not_saved(begun_island, tmp_path):

@@ -96,7 +96,15 @@ def test_a_committed_exchange_is_forgotten_and_never_reported_as_aborted():
 
 
 def test_pauses_between_retries_double_up_to_the_longest():
-    arguments = Members(("a", "b")), IDENTITY, Settings(retry_seconds=0.5), 1, Ledger(), Bounds(), lambda name: True
+    arguments = (
+        Members(("a", "b")),
+        IDENTITY,
+        Settings(retry_seconds=0.5),
+        1,
+        Ledger(),
+        Bounds(),
+        lambda name, peer: True,
+    )
     context = Context("a", *arguments)
     backoff, pauses = Backoff(context), []
     for _ in range(9):

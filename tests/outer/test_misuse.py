@@ -326,3 +326,25 @@ def test_seeds_may_be_batched_around_the_replicas():
         own, own_state = vmapped(tx)(tree, jax.vmap(tx.init)(tree), tree)
         own, _ = vmapped(tx)(own, own_state, tree)
         assert_trees_close(jax.tree.map(lambda x, seed=seed: x[seed], updates), own)
+
+
+@pytest.mark.parametrize("pairing", [nj.RandomNeighbours(4), 4, "pairs"])
+def test_what_is_no_pairing_is_refused(pairing):
+    with pytest.raises(TypeError, match=r"pairing is \w+: give groups of replicas, such as nj.RandomPairing\(N\)"):
+        nj.noloco(pairing)
+
+
+def test_an_injected_top_k_is_refused_with_what_to_do():
+    tx = optax.inject_hyperparams(nj.sparseloco)(outer_lr=0.7, sync_every=4)
+    params = {"w": jnp.ones((2, 8))}
+    with pytest.raises(TypeError, match="top_k is traced and must be known: name it in the static_args"):
+        jax.jit(jax.vmap(tx.update, axis_name="replica"))(params, jax.vmap(tx.init)(params), params)
+
+
+@pytest.mark.parametrize("make", [MAKERS["noloco"], nj.sparseloco], ids=["noloco", "sparseloco"])
+@pytest.mark.parametrize("wire", ["int8", "modulo4"])
+def test_arrays_without_elements_pass_through_an_outer_step(make, wire):
+    tx = nj.sparseloco(sync_every=1) if make is nj.sparseloco else nj.noloco(nj.RandomPairing(2), wire=wire)
+    params = {"empty": jnp.zeros((2, 3, 0)), "w": jnp.arange(16.0).reshape(2, 8)}
+    after, _ = jax.vmap(tx.step, axis_name="replica")(params, jax.vmap(tx.init)(params))
+    assert after["empty"].shape == (2, 3, 0) and np.isfinite(after["w"]).all()

@@ -302,3 +302,13 @@ def test_the_start_of_a_hypercube_depends_on_the_seed():
 def test_a_hypercube_requires_pairs_and_a_power_of_two(n, group_size):
     with pytest.raises(ValueError, match="passes"):
         nj.RandomPairing(n, group_size, order="hypercube")
+
+
+def test_numpys_integers_serve_as_sizes_and_seeds():
+    large = nj.RandomPairing(np.int64(128), np.int32(2), np.int32(3))
+    assert large.pool == nj.RandomPairing(128, 2, 3).pool
+    assert [int(large.pool_index(r)) for r in range(9)] == [
+        int(nj.RandomPairing(128, 2, 3).pool_index(r)) for r in range(9)
+    ]
+    assert nj.RandomPairing(np.int64(8), order="hypercube").pool == nj.RandomPairing(8, order="hypercube").pool
+    assert nj.RandomNeighbours(np.int64(8)).pool == nj.RandomNeighbours(8).pool

@@ -5,10 +5,12 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import noloco_jax as nj
 from noloco_jax.config import DataConfig, InnerConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
 from noloco_jax.methods import method_of
 from noloco_jax.outer.fragments import Fragments
@@ -166,6 +168,51 @@ def test_adam_steps_stay_bounded_for_entries_only_one_replica_has_seen(wire, age
     most = (1 - b1) / np.sqrt((1 - b2) * (1 - b1 * b1 / b2))
     for mu, nu in zip(jax.tree.leaves(adam.mu), jax.tree.leaves(adam.nu), strict=True):
         assert np.max(np.abs(mu) / (np.sqrt(nu) + 1e-8)) < 1.001 * most
+
+
+@pytest.mark.parametrize("wire", ["float32", "int8", "int4"])
+@pytest.mark.parametrize(
+    "optimizer", [optax.adagrad(1e-2), optax.amsgrad(1e-2), optax.contrib.prodigy(), optax.adadelta(1e-2)]
+)
+def test_no_second_moment_of_optax_comes_out_below_zero(optimizer, wire):
+    """Groups of four: a lossy mean of small values may be below zero, whose square root is NaN."""
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.zeros((4, 8, 64))}
+    gradients = {"w": rng.normal(size=(4, 8, 64)).astype(np.float32) * np.exp(rng.normal(size=(4, 8, 64)))}
+    outer = nj.noloco(nj.RandomPairing(4, 4), wire=wire)
+    state: Any = jax.vmap(optimizer.init)(params)
+    _, state = jax.vmap(optimizer.update)(jax.tree.map(jnp.float32, gradients), state, params)
+    shared = jax.vmap(outer.average_moments, axis_name="replica")(state, params, jax.vmap(outer.init)(params))
+    apart = [not np.array_equal(x, y) for x, y in zip(jax.tree.leaves(shared), jax.tree.leaves(state), strict=True)]
+    assert any(apart)
+    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(shared), strict=True):
+        assert np.min(after) >= 0 or np.min(before) < 0
+
+
+def test_moments_of_a_bare_array_and_of_scalars_are_averaged_and_counters_are_not():
+    adam, outer = optax.adam(1e-2), nj.noloco(nj.RandomPairing(2))
+    for params in (jnp.zeros((2, 8)), {"w": jnp.zeros((2, 8)), "scalar": jnp.zeros(2)}):
+        gradients = jax.tree.map(lambda x: jnp.arange(1.0, 1 + x.size).reshape(x.shape), params)
+        state: Any = jax.vmap(adam.update)(gradients, jax.vmap(adam.init)(params), params)[1]
+        shared = jax.vmap(outer.average_moments, axis_name="replica")(state, params, jax.vmap(outer.init)(params))
+        for before, after in zip(jax.tree.leaves(state[0].mu), jax.tree.leaves(shared[0].mu), strict=True):
+            np.testing.assert_allclose(after, np.broadcast_to(np.mean(before, axis=0), before.shape), rtol=1e-6)
+        np.testing.assert_array_equal(shared[0].count, state[0].count)
+
+
+def test_factored_moments_stay_and_a_state_without_moments_is_refused():
+    params = {"w": jnp.zeros((2, 8, 64))}
+    outer = nj.noloco(nj.RandomPairing(2), wire="int8", fragments=2)
+
+    def shared(state: Any, outer: Any = outer) -> Any:
+        return jax.vmap(outer.average_moments, axis_name="replica")(state, params, jax.vmap(outer.init)(params))
+
+    factored = optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9)
+    assert jax.tree.structure(shared(jax.vmap(factored.init)(params)))
+    with pytest.raises(ValueError, match="the inner state has no array of a parameter's path and shape"):
+        shared(jax.vmap(optax.sgd(1e-2).init)(params))
+    with pytest.raises(ValueError, match="sparseloco averages no moments"):
+        shared(jax.vmap(optax.adam(1e-2).init)(params), nj.sparseloco())
 
 
 @pytest.mark.parametrize(("b1", "b2"), [(0.9, 0.999), (0.9, 0.95), (0.0, 0.9)])
