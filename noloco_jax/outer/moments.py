@@ -47,8 +47,8 @@ class Moments:
     keeps a first moment and rounds the root to zero, Adam would divide by nearly zero.
 
     Attributes:
-      params: the parameters of a replica or their shapes; a leaf of the inner state of a parameter's shape, whose path
-        ends with that parameter's, is a moment.
+      params: the parameters of a replica or their shapes; a leaf of the inner state is a moment if its path ends with a
+        parameter's and it has as many dimensions.
       fragments: cut of the parameters, and of their moments, into fragments.
       exchange: (tree, number of the outer step, movement of its numbers, hidden dimensions) -> the mean of the group.
         The movement is taken as the full value.
@@ -176,8 +176,9 @@ def moments_of(inner: PyTree, params: PyTree) -> PyTree:
 
     def one(path: tuple, x: Any) -> Any:
         like = _of_parameter(path, shapes)
-        is_moment = like is not None and x.shape == like.shape and jnp.issubdtype(x.dtype, jnp.inexact)
-        return x if is_moment else None
+        if like is None or x.ndim != like.ndim or not jnp.issubdtype(x.dtype, jnp.inexact):
+            return None
+        return x if x.size > 1 or like.size == 1 else None  # factored moments have an array of one element elsewhere
 
     return jax.tree.map_with_path(one, inner)
 

@@ -3,7 +3,7 @@
 import itertools
 import math
 import operator
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -37,12 +37,12 @@ class RandomNeighbours:
 
     def __init__(
         self,
-        num_replicas: int,
-        degree: int | None = None,
-        seed: int = 0,
+        num_replicas: SupportsIndex,
+        degree: SupportsIndex | None = None,
+        seed: SupportsIndex = 0,
         order: str = "passes",
         *,
-        max_pool: int = MAX_POOL,
+        max_pool: SupportsIndex = MAX_POOL,
     ):
         num_replicas, seed, max_pool = map(operator.index, (num_replicas, seed, max_pool))  # NumPy's too
         degree = None if degree is None else operator.index(degree)

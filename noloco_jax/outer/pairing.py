@@ -8,7 +8,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 
@@ -76,12 +76,12 @@ class RandomPairing:
 
     def __init__(
         self,
-        num_replicas: int,
-        group_size: int = 2,
-        seed: int = 0,
+        num_replicas: SupportsIndex,
+        group_size: SupportsIndex = 2,
+        seed: SupportsIndex = 0,
         order: str = "passes",
         *,
-        max_pool: int = MAX_POOL,
+        max_pool: SupportsIndex = MAX_POOL,
     ):
         numbers = num_replicas, group_size, seed, max_pool
         num_replicas, group_size, seed, max_pool = map(operator.index, numbers)  # NumPy's too

@@ -443,8 +443,9 @@ def _shown(value: Any) -> str:
     """Return a setting of the outer optimizer, or some values of its schedule, for islands to compare."""
     if not callable(value):
         return str(value)
+    schedule: Callable[[Any], Any] = value
     rounds = (0, 1, 10, 100, 1_000, 10_000)
-    return ", ".join(f"{float(value(np.int32(round))):.6g} in round {round + 1}" for round in rounds)
+    return ", ".join(f"{float(schedule(np.int32(round))):.6g} in round {round + 1}" for round in rounds)
 
 
 def _checked(outer: OuterOptimizer, count: int) -> Pairing:

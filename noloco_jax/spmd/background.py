@@ -177,7 +177,7 @@ def build_background(config: TrainConfig, programs: Programs, hosts: Mesh) -> Ba
 def _build_moments(moments: Moments, programs: Programs, hosts: Mesh) -> MomentsPrograms:
     mesh, inner = programs.mesh, programs.state.inner
     inner_specs = jax.tree.map(lambda x: x.sharding.spec, inner)
-    specs = jax.tree.map(lambda x: x.sharding.spec, moments_of(inner.correction, moments.params))
+    specs = jax.tree.map(lambda x: x.sharding.spec, moments_of(inner.correction, programs.state.params))
     send = over_mesh(
         mesh,
         partial(of_moments, moments.sent),

@@ -182,7 +182,8 @@ def test_no_second_moment_of_optax_comes_out_below_zero(optimizer, wire):
     outer = nj.noloco(nj.RandomPairing(4, 4), wire=wire)
     state: Any = jax.vmap(optimizer.init)(params)
     _, state = jax.vmap(optimizer.update)(jax.tree.map(jnp.float32, gradients), state, params)
-    shared = jax.vmap(outer.average_moments, axis_name="replica")(state, params, jax.vmap(outer.init)(params))
+    outer_state: Any = jax.vmap(outer.init)(params)
+    shared = jax.vmap(outer.average_moments, axis_name="replica")(state, params, outer_state)
     apart = [not np.array_equal(x, y) for x, y in zip(jax.tree.leaves(shared), jax.tree.leaves(state), strict=True)]
     assert any(apart)
     for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(shared), strict=True):
@@ -194,7 +195,8 @@ def test_moments_of_a_bare_array_and_of_scalars_are_averaged_and_counters_are_no
     for params in (jnp.zeros((2, 8)), {"w": jnp.zeros((2, 8)), "scalar": jnp.zeros(2)}):
         gradients = jax.tree.map(lambda x: jnp.arange(1.0, 1 + x.size).reshape(x.shape), params)
         state: Any = jax.vmap(adam.update)(gradients, jax.vmap(adam.init)(params), params)[1]
-        shared = jax.vmap(outer.average_moments, axis_name="replica")(state, params, jax.vmap(outer.init)(params))
+        outer_state: Any = jax.vmap(outer.init)(params)
+        shared: Any = jax.vmap(outer.average_moments, axis_name="replica")(state, params, outer_state)
         for before, after in zip(jax.tree.leaves(state[0].mu), jax.tree.leaves(shared[0].mu), strict=True):
             np.testing.assert_allclose(after, np.broadcast_to(np.mean(before, axis=0), before.shape), rtol=1e-6)
         np.testing.assert_array_equal(shared[0].count, state[0].count)
