@@ -14,6 +14,8 @@ from noloco_jax.errors import UserError
 from noloco_jax.storage.addresses import is_remote, list_files
 
 SKIPPED_FOLDERS = ("site-packages", "dist-packages", "__pycache__")
+# Files of a run's workdir, and of the folder of a comparison of runs.
+_OF_RUNS = ("config.history.jsonl", "comparison.lock")
 HELD_OUT_EVERY = 50
 
 # The names by which Hugging Face's `datasets` knows the splits of a folder of files.
@@ -31,9 +33,9 @@ _SPLIT_PATTERNS = {
 def find_files(options: SourceOptions, suffixes: Sequence[str]) -> list[str]:
     """Find the files below the folder `options.path` in sorted order, or the one file that it is.
 
-    Links to files and folders are followed. Hidden files and folders, and folders that hold caches or installed
-    packages, are left out. So are the files below `options.exclude`, by their path or by the one that a link leads to,
-    unless all of `options.path` is.
+    Links to files and folders are followed. Hidden files and folders, and folders that hold caches, installed packages
+    or runs of this package, are left out. So are the files below `options.exclude`, by their path or by the one that a
+    link leads to, unless all of `options.path` is.
 
     Raises `UserError` if there is no such file.
     """
@@ -130,6 +132,9 @@ def _files_below(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
                     folders.clear()
                     continue
                 entered.add(real)
+                if folder != str(root) and any(name in files for name in _OF_RUNS):
+                    folders.clear()
+                    continue
                 folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith(".")]
                 links += [path for name in folders if os.path.islink(path := os.path.join(folder, name))]
                 below = os.path.relpath(folder, root)

@@ -21,10 +21,23 @@ _MAX_LINE_BYTES = 4096  # a piece ends within a longer line
 def find_text_files(options: SourceOptions) -> list[tuple[str, int]]:
     """Return (path, bytes) of every text file that is not empty, see `find_files`."""
     files = without_repeats(find_files(options, SUFFIXES))
+    if len(files) == 1 and not files[0].endswith(SUFFIXES):
+        _check_is_text(options, files[0])
     sized = [(state.path, state.size) for state in file_states(files) if state.size]
     if not sized:
         raise UserError(f"{options.name} holds no text: its files are empty")
     return sized
+
+
+def _check_is_text(options: SourceOptions, path: str) -> None:
+    """Raise `UserError` for a file that was named and is no text, by its name or by a zero byte at its beginning."""
+    if path.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")):
+        kind = "parquet" if path.endswith(".parquet") else "jsonl"
+        raise UserError(f"{options.name} is read as plain text, its name says {kind}: give data.kind={kind}")
+    with open_file(path) as file:
+        start = file.read(1024)
+    if b"\0" in start or start.startswith((b"\x1f\x8b", b"BZh", b"PK")):
+        raise UserError(f"{options.name} is no plain text: decompress it, or give the data.kind that it is of")
 
 
 def piece_bytes(sequence_length: int, token_bytes: int) -> int:

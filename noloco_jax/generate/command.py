@@ -21,7 +21,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.formatting import format_memory
 from noloco_jax.model.decode import generate
 from noloco_jax.model.huggingface import config_from_folder, load_params
-from noloco_jax.model.huggingface_config import max_positions
+from noloco_jax.model.huggingface_config import CONFIG_FILE, max_positions, read_json
 from noloco_jax.model.kind import Params, check_generates, kind_of
 from noloco_jax.run.bucket_reading import readable_workdir
 from noloco_jax.run.memory import device_memory
@@ -102,7 +102,8 @@ def _from_folder(args: argparse.Namespace, folder: Path) -> _Loaded:
     if args.tokenizer is None and not any(folder.glob("tokenizer*")):
         raise UserError(f'{folder} has no tokenizer: give --tokenizer, a name or folder, or "byte"')
     tokenizer = load_tokenizer(str(folder.absolute()) if args.tokenizer is None else args.tokenizer)
-    ids = _checked_prompt(args, config, tokenizer, add_bos=True, trained_length=max_positions(folder))
+    add_bos = read_json(folder / CONFIG_FILE).get("bos_token_id", 0) is not None
+    ids = _checked_prompt(args, config, tokenizer, add_bos=add_bos, trained_length=max_positions(folder))
     return _Loaded(config, load_params(folder, config), tokenizer, ids)
 
 

@@ -250,6 +250,12 @@ class CheckpointFiles:
         except Exception as error:  # truncated or undecodable files raise many kinds of errors
             if is_of_exchange(error):
                 raise
+            if self._verified.get(step):  # never a reason to delete it
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+                raise UserError(
+                    f"the checkpoint {named(self._folder / str(step))} is whole, and cannot be restored for this "
+                    f"configuration ({reason}): resume with the replicas, stages and wire format that it was saved with"
+                ) from error
             raise self._damaged(step, error) from error
 
     def _damaged(self, step: int, reason: object) -> UserError:

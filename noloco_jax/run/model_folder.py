@@ -44,8 +44,9 @@ def write_model_folder(
         config.model,
         None if tokenizer is None else tokenizer.name,
         max_position_embeddings=config.data.sequence_length,
-        bos_id=None if tokenizer is None else tokenizer.bos_id,
-        eos_id=None if tokenizer is None else tokenizer.eos_id,
+        # What no document had was never trained.
+        bos_id=tokenizer.bos_id if tokenizer is not None and config.data.add_bos else None,
+        eos_id=tokenizer.eos_id if tokenizer is not None and config.data.add_eos else None,
     )
     lines = [f"written: {named(folder)}, {num_params(config.model)[0]:,} parameters, {of}"]
     if tokenizer is None:

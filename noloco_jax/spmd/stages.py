@@ -35,8 +35,10 @@ def vocabulary_axis(model: ModelConfig, path: tuple[Any, ...]) -> int | None:
 
     Args:
       model: the model.
-      path: path of a parameter, or of what is kept beside one, see `axes_at`.
+      path: path of a parameter, or of what is kept beside one, see `axes_at`. Windows are of blocks, not of tokens.
     """
+    if any(getattr(key, "name", None) == "windows" for key in path):
+        return None
     axes = axes_at(model, path)
     return axes.index("vocab") - len(axes) if axes and "vocab" in axes else None
 

@@ -54,6 +54,34 @@ def test_linked_folders_are_searched_like_others(tmp_path):
     assert found(tmp_path / "data") == expected
 
 
+def test_runs_below_the_data_are_not_read_as_text(tmp_path):
+    write(tmp_path, "a.txt", "in/b.txt")
+    write(tmp_path, "runs/x/config.history.jsonl", "runs/x/checkpoints/10/digests.txt", "runs/x/log.txt")
+    write(tmp_path, "runs/compared/comparison.lock", "runs/compared/ddp-seed0/log.txt")
+    assert found(tmp_path) == ["a.txt", "in/b.txt"]
+    assert found(tmp_path / "runs/x") == ["checkpoints/10/digests.txt", "log.txt"]  # where it is asked for by name
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("a.jsonl", b'{"text": "a"}', "its name says jsonl: give data.kind=jsonl"),
+        ("a.parquet", b"PAR1", "its name says parquet: give data.kind=parquet"),
+        ("a.txt.gz", b"\x1f\x8b\x08\x01", "is no plain text: decompress it"),
+        ("a.bin", b"a few\0words", "is no plain text"),
+    ],
+)
+def test_a_named_file_that_is_no_text_is_refused(name, content, line, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=line):
+        find_text_files(options(tmp_path / name))
+
+
+def test_a_named_file_may_have_any_name(tmp_path):
+    write(tmp_path, "corpus")
+    assert [path for path, _ in find_text_files(options(tmp_path / "corpus"))] == [str(tmp_path / "corpus")]
+
+
 @pytest.mark.timeout(20)
 def test_link_cycles_end(tmp_path):
     write(tmp_path / "data", "a/a.txt", "b/b.txt")

@@ -5,6 +5,7 @@ import errno
 import json
 import weakref
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,6 +37,10 @@ CONFIG = TrainConfig(
 def changed(num_replicas: int = 4, elastic: str = "", **mesh: int) -> TrainConfig:
     sizes = dataclasses.replace(CONFIG.mesh, **mesh)
     return dataclasses.replace(CONFIG, num_replicas=num_replicas, elastic=elastic, mesh=sizes)
+
+
+def in_windows(config: TrainConfig) -> TrainConfig:
+    return dataclasses.replace(config, outer=dataclasses.replace(config.outer, wire="modulo4"))
 
 
 def with_muon(config: TrainConfig) -> TrainConfig:
@@ -158,8 +163,13 @@ def members(before: int, after: int, replica: int, choice: str) -> list[int]:
         (changed(2, replica=2), changed(4, "copy", replica=2, fsdp=2)),
         (with_muon(changed(4, replica=2, fsdp=2)), with_muon(changed(2, "merge", replica=2))),
         (with_muon(changed(2)), with_muon(changed(4, "copy", replica=2, fsdp=2))),
+        (in_windows(changed(4)), in_windows(changed(2, "keep"))),
+        (in_windows(changed(4)), in_windows(changed(8, "copy", replica=8))),
     ],
-    ids=["merge", "merge-uneven", "keep", "copy", "copy-sharded", "merge-muon", "copy-muon"],
+    ids=[
+        *("merge", "merge-uneven", "keep", "copy", "copy-sharded", "merge-muon", "copy-muon"),
+        *("keep-modulo", "copy-modulo"),
+    ],
 )
 def test_restoring_another_number_of_replicas_follows_the_elastic_setting(tmp_path, before, after):
     state = saved(tmp_path, before)
@@ -175,6 +185,19 @@ def test_restoring_another_number_of_replicas_follows_the_elastic_setting(tmp_pa
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, expected(y), rtol=1e-6, atol=1e-7), back, state)
     assert [(entry["replica"], entry["num_replicas"]) for entry in data] == [(j, m) for j in range(m)]
     assert f"elastic='{after.elastic}': {n} replicas become {m}" in changed
+
+
+def test_a_whole_checkpoint_that_does_not_fit_is_never_advised_to_be_deleted(tmp_path, monkeypatch):
+    saved(tmp_path, changed(4))
+
+    def fails(*arguments: Any, **named: Any) -> Any:
+        raise ValueError("Requested shape: (4, 68, 1) is not compatible with the stored shape: (4, 65, 1)")
+
+    with Checkpointer(tmp_path, changed(4)) as checkpoints:
+        monkeypatch.setattr(checkpoints._manager, "restore", fails)
+        with pytest.raises(UserError, match="is whole, and cannot be restored for this configuration") as raised:
+            checkpoints.restore(3, programs_of(changed(4)).resting)
+    assert "delete" not in str(raised.value)
 
 
 def test_elastic_restore_returns_corrections_and_offloaded_outer_state_to_host_memory(tmp_path):

@@ -23,6 +23,7 @@ from noloco_jax.config import DataConfig, ModelConfig, TrainConfig, from_dict
 from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.export import command as export
+from noloco_jax.generate import command as generate
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.trained_model import load_for_export
@@ -159,6 +160,17 @@ def test_bos_and_eos_are_exported_only_if_the_tokenizer_is_known(columns, expect
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"]) == expected
     assert ("the run read token ids" in capsys.readouterr().out) == (expected == (None, None))
+
+
+def test_special_tokens_that_no_document_had_are_not_exported_and_not_prompted_with(tmp_path):
+    (tmp_path / "text.txt").write_text("a few words\n" * 99)
+    data = dataclasses.replace(CONFIG.data, kind="text", path=str(tmp_path / "text.txt"), add_bos=False, add_eos=False)
+    make_run(tmp_path / "run", dataclasses.replace(CONFIG, data=data))
+    export.main([f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"])
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == (None, None)
+    args = generate._parser().parse_args([f"--model={tmp_path / 'out'}", "--prompt=ab", "--max_new_tokens=9"])
+    assert generate._from_folder(args, tmp_path / "out").prompt_ids == [97, 98]
 
 
 @pytest.mark.skipif(not TOKENIZER.is_dir(), reason="the tokenizer of ../shared is not here")

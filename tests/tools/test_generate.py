@@ -32,7 +32,7 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("folder") / "model"
-    save_folder(folder, random_params(CONFIG.model), CONFIG.model, max_position_embeddings=64)
+    save_folder(folder, random_params(CONFIG.model), CONFIG.model, max_position_embeddings=64, bos_id=256, eos_id=257)
     return folder
 
 
@@ -71,7 +71,9 @@ def test_a_folder_continues_the_prompt_and_the_seed_decides_the_draws(folder, ca
 @pytest.mark.skipif(not TOKENIZER.is_dir(), reason="the tokenizer of ../shared is not here")
 def test_a_folder_is_read_with_its_own_tokenizer(tmp_path, capsys):
     model = dataclasses.replace(CONFIG.model, vocab_size=4096)
-    save_folder(tmp_path / "m", random_params(model), model, str(TOKENIZER), max_position_embeddings=64)
+    save_folder(
+        tmp_path / "m", random_params(model), model, str(TOKENIZER), max_position_embeddings=64, bos_id=256, eos_id=257
+    )
     text = printed(capsys, f"--model={tmp_path / 'm'}", "--prompt=Once upon a time", "--max_new_tokens=3")
     assert text.startswith("Once upon a time")
 
@@ -127,7 +129,7 @@ def test_a_folder_without_tokenizer_asks_for_one(folder):
 
 def test_a_model_smaller_than_the_tokenizer_is_refused(tmp_path):
     model = dataclasses.replace(CONFIG.model, vocab_size=100)
-    save_folder(tmp_path / "m", random_params(model), model, max_position_embeddings=64)
+    save_folder(tmp_path / "m", random_params(model), model, max_position_embeddings=64, bos_id=256, eos_id=257)
     with pytest.raises(UserError, match=r"vocab_size=100 is smaller than the 259 ids"):
         generate.main([f"--model={tmp_path / 'm'}", "--tokenizer=byte"])
 
