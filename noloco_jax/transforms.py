@@ -296,7 +296,7 @@ def sparseloco(
         return entries.sparsify(tree, cut.hidden(tree))
 
     rule = SparseLoCo(outer_lr, error_decay, sparsify, check_state_dtype(state_dtype), cut.origin)
-    return outer_optimizer(OuterSteps(rule, exchange, exchange, cut), schedule, names_of(axis_name))
+    return outer_optimizer(OuterSteps(rule, exchange, None, cut), schedule, names_of(axis_name))
 
 
 def _schedule(

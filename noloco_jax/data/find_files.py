@@ -49,7 +49,9 @@ def find_files(options: SourceOptions, suffixes: Sequence[str]) -> list[str]:
             found = every
         else:
             found = [file for file in every if not _is_below(file, exclude, "/")]
+        of_runs = {folder for folder, _, name in (file.rpartition("/") for file in every) if name in _OF_RUNS} - {root}
         found = [file for file in found if file.endswith(tuple(suffixes)) and not _is_skipped(parts_below(file, root))]
+        found = [file for file in found if not any(_is_below(file, folder, "/") for folder in of_runs)]
     else:
         root = Path(options.path).expanduser()
         if root.is_file():
@@ -128,13 +130,10 @@ def _files_below(root: Path, suffixes: tuple[str, ...]) -> Iterator[str]:
         for start in starts:
             for folder, folders, files in os.walk(start):
                 real = os.path.realpath(folder)
-                if real in entered:
+                if real in entered or (folder != str(root) and any(name in files for name in _OF_RUNS)):
                     folders.clear()
                     continue
                 entered.add(real)
-                if folder != str(root) and any(name in files for name in _OF_RUNS):
-                    folders.clear()
-                    continue
                 folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS and not name.startswith(".")]
                 links += [path for name in folders if os.path.islink(path := os.path.join(folder, name))]
                 below = os.path.relpath(folder, root)

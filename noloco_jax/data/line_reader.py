@@ -21,6 +21,11 @@ COMPRESSED = tuple(_FIRST_BYTES)
 _BadStream: type[Exception] = igzip_lib.IsalError  # pyright: ignore[reportAssignmentType]
 
 
+def compression_of(start: bytes) -> str | None:
+    """Return the suffix of the compression that a file begins with, or None."""
+    return next((suffix for suffix, first_bytes in _FIRST_BYTES.items() if start.startswith(first_bytes)), None)
+
+
 class Line(NamedTuple):
     """A line of a file: its number counts from 1."""
 
@@ -65,9 +70,8 @@ def open_decompressed(path: str, *, damaged: bool = False) -> IO[bytes]:
         return lzma.open(given)
     with open_file(path) as opened:
         start = opened.read(8)
-    for suffix, first_bytes in _FIRST_BYTES.items():
-        if start.startswith(first_bytes):
-            raise DamagedFileError(f"{path} is compressed: name it {path}{suffix}")
+    if suffix := compression_of(start):
+        raise DamagedFileError(f"{path} is compressed: name it {path}{suffix}")
     return open_file(path)
 
 

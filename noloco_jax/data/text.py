@@ -8,6 +8,9 @@ import numpy as np
 
 from noloco_jax.data.find_files import HELD_OUT_EVERY, HoldOut, find_files, without_repeats
 from noloco_jax.data.identity import content_fact, file_states
+from noloco_jax.data.json_lines import SUFFIXES as JSON_LINES_SUFFIXES
+from noloco_jax.data.line_reader import compression_of
+from noloco_jax.data.parquet import SUFFIXES as PARQUET_SUFFIXES
 from noloco_jax.data.source import EncodeTexts, SourceOptions, seeded_permutation
 from noloco_jax.errors import UserError
 from noloco_jax.storage.addresses import open_file
@@ -31,12 +34,12 @@ def find_text_files(options: SourceOptions) -> list[tuple[str, int]]:
 
 def _check_is_text(options: SourceOptions, path: str) -> None:
     """Raise `UserError` for a file that was named and is no text, by its name or by a zero byte at its beginning."""
-    if path.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")):
-        kind = "parquet" if path.endswith(".parquet") else "jsonl"
-        raise UserError(f"{options.name} is read as plain text, its name says {kind}: give data.kind={kind}")
+    for kind, suffixes in {"jsonl": JSON_LINES_SUFFIXES, "parquet": PARQUET_SUFFIXES}.items():
+        if path.endswith(suffixes):
+            raise UserError(f"{options.name} is read as plain text, its name says {kind}: give data.kind={kind}")
     with open_file(path) as file:
         start = file.read(1024)
-    if b"\0" in start or start.startswith((b"\x1f\x8b", b"BZh", b"PK")):
+    if b"\0" in start or compression_of(start):
         raise UserError(f"{options.name} is no plain text: decompress it, or give the data.kind that it is of")
 
 

@@ -293,10 +293,10 @@ class _Meeting:
         # The member k places before this one receives its own share of this replica's message.
         others = [decode(self._from(k, code(own - k))) for k in range(1, n)]
         # Every share is summed in the order of members, so that the bits do not depend on how an array is cut.
-        by_member = jnp.take(jnp.stack([mine, *others]), (jnp.arange(n, dtype=jnp.int32) - own) % n, axis=0)
+        by_member = jnp.take(jnp.stack([mine, *others]), (lax.iota(jnp.int32, n) - own) % n, axis=0)
         mean = _mean_from(by_member[0], list(by_member[1:]), n)
         means = jnp.stack([mean, *(self._from(k, mean) for k in range(1, n))])  # of members own, own + 1, ...
-        mean = whole(jnp.take(means, (jnp.arange(n, dtype=jnp.int32) - own) % n, axis=0))
+        mean = whole(jnp.take(means, (lax.iota(jnp.int32, n) - own) % n, axis=0))
         return mean if self._wire.exact else x + (mean - whole(jax.vmap(decode)(codes))).astype(x.dtype)
 
     def _mean_of_all(self, x: jax.Array) -> jax.Array:
@@ -304,9 +304,8 @@ class _Meeting:
         equal shares, and if that takes fewer bytes."""
         n, decode, code = self._n, self._wire.decode, self._encoded(x)
         by_place = jnp.stack([code, *(self._from(k, code) for k in range(1, n))])  # of members own, own + 1, ...
-        by_member = jnp.take(
-            by_place, (jnp.arange(n, dtype=jnp.int32) - self._position) % self._size, axis=0
-        )  # unused from `_size` on
+        # Unused from `_size` on.
+        by_member = jnp.take(by_place, (lax.iota(jnp.int32, n) - self._position) % self._size, axis=0)
         first = decode(by_member[0])
         others = [jnp.where(member < self._size, decode(by_member[member]), first) for member in range(1, n)]
         mean = _mean_from(first, others, self._size.astype(first.dtype))  # in the same order on all members

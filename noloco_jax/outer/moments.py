@@ -135,7 +135,7 @@ class Moments:
         return _by_kind(lambda x: x, jnp.square, self._not_below_first(roots, lambda x: x))
 
     def _not_below_first(self, moments: PyTree, power: Callable[[jax.Array], jax.Array]) -> PyTree:
-        """Raise second moments, or with another `power` than the square their roots, to what their first ones ask."""
+        """Raise second moments, `power` of their roots, to the least that their first ones allow."""
         firsts = {path: x for path, x in jax.tree.leaves_with_path(moments) if not _is_second(path)}
 
         def one(path: tuple, x: jax.Array) -> jax.Array:
@@ -172,10 +172,10 @@ def with_late_moments(inner: optax.GradientTransformation, is_late: bool) -> opt
 
 def moments_of(inner: PyTree, params: PyTree) -> PyTree:
     """Return an inner state without the leaves that are no moments of these parameters."""
-    shapes = dict(jax.tree.leaves_with_path(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)))
+    parameters = dict(jax.tree.leaves_with_path(params))
 
     def one(path: tuple, x: Any) -> Any:
-        like = _of_parameter(path, shapes)
+        like = _of_parameter(path, parameters)
         if like is None or x.ndim != like.ndim or not jnp.issubdtype(x.dtype, jnp.inexact):
             return None
         return x if x.size > 1 or like.size == 1 else None  # factored moments have an array of one element elsewhere

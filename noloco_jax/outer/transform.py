@@ -34,7 +34,7 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
       fragments: cut of the parameters into fragments.
       average_moments: (inner optimizer's state, params, state) -> inner optimizer's state with the moments of the next
         outer step's fragment averaged over its group: to be called just before that `step`.
-      exchange, moments: averaging of a fragment of the parameters, and of the inner optimizer's moments.
+      exchange, moments: averaging of a fragment of the parameters, and of the inner optimizer's moments; None: of none.
       share_moments: (fragment of a tree, number of the outer step, movement of its numbers, dimension of every array
         along which wire formats cut blocks) -> the mean over that step's group, for the inner optimizer's moments.
       solo: (params, state) -> (params, state, Outgoing): `step` without the exchange, which follows elsewhere or later.
@@ -51,7 +51,7 @@ class OuterOptimizer(optax.GradientTransformationExtraArgs):
     schedule: SyncSchedule
     fragments: Fragments
     exchange: Exchange
-    moments: Exchange
+    moments: Exchange | None
     share_moments: Callable[[PyTree, Any, PyTree, PyTree], PyTree]
     average_moments: Callable[[PyTree, PyTree, OuterState], PyTree]
     solo: Callable[[PyTree, OuterState], tuple[PyTree, OuterState, Outgoing]]

@@ -122,7 +122,7 @@ class Form:
         """Return the spec of a NumPy array or a number; raise `ValueError` for one that would not come back alike."""
         if x.dtype.hasobject or not x.size:
             reason = "has no elements" if not x.size else "holds Python objects, or an integer of more than 64 bits"
-            raise ValueError(f"{where} {reason}: give arrays of numbers, and keep it beside the island")
+            raise ValueError(f"{where} {reason}: keep it outside of params and rest")
         computed = jax.dtypes.canonicalize_dtype(x.dtype)
         if self._is_computed and computed != x.dtype:
             raise ValueError(

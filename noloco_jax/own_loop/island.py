@@ -50,7 +50,8 @@ from noloco_jax.spmd.solo import SoloPrograms, solo_of
 
 PyTree = Any
 # Fields of the rule that all versions tell; later ones are no difference at their defaults.
-_FIRST_FIELDS = ("outer_lr", "outer_momentum", "consensus", "state_dtype", "of_corrections", "origin")
+_SCHEDULES = ("outer_lr", "outer_momentum", "consensus")  # numbers, or functions of the round
+_FIRST_FIELDS = (*_SCHEDULES, "state_dtype", "of_corrections", "origin")
 
 
 class Island:
@@ -342,7 +343,9 @@ class Island:
             for field in dataclasses.fields(outer.rule)  # type: ignore[arg-type]
             if field.name in _FIRST_FIELDS or getattr(outer.rule, field.name) != field.default
         }
-        values = {f"outer.{name}": _shown(value) for name, value in rule.items()}
+        values = {
+            f"outer.{name}": _shown(value) for name, value in rule.items() if name in _SCHEDULES or not callable(value)
+        }
         values |= {"outer.sync_every": str(schedule.sync_every), "outer.pairing": _digest(_described(self._pairing))}
         values |= {f"common.{name}": json.dumps(value) for name, value in self._common.items()}
         model = _digest([f"{name} {spec}" for name, spec in arrays.items()])

@@ -251,10 +251,9 @@ class CheckpointFiles:
             if is_of_exchange(error):
                 raise
             if self._verified.get(step):  # never a reason to delete it
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
                 raise UserError(
                     f"the checkpoint {named(self._folder / str(step))} is whole, and cannot be restored for this "
-                    f"configuration ({reason}): resume with the replicas, stages and wire format that it was saved with"
+                    f"configuration ({_said(error)}): resume with the replicas, stages and wire format of its run"
                 ) from error
             raise self._damaged(step, error) from error
 
@@ -264,12 +263,9 @@ class CheckpointFiles:
                 f"the checkpoint {named(self._folder / str(step))} was deleted while it was read: the same command "
                 "reads the newest one"
             )
-        while isinstance(reason, BaseException) and reason.__cause__ is not None:
-            reason = reason.__cause__  # Orbax's own error names one of its methods instead of the file
-        reason = (str(reason).strip().splitlines() or [type(reason).__name__])[0][:200]
         return UserError(
-            f"the checkpoint {named(self._folder / str(step))} is not whole ({reason}): delete that folder to resume "
-            "from the one before it, or restore it"
+            f"the checkpoint {named(self._folder / str(step))} is not whole ({_said(reason)}): delete that folder to "
+            "resume from the one before it, or restore it"
         )
 
     def beside(self, step: int) -> dict[str, Any] | None:
@@ -360,3 +356,10 @@ def _restore_args(x: Any) -> ocp.RestoreArgs:
 def _nested(path: tuple[Any, ...], leaf: Any) -> PyTree:
     """Build nested dicts that contain only `leaf`, at a JAX key path."""
     return functools.reduce(lambda inner, key: {key.key: inner}, reversed(path), leaf)
+
+
+def _said(reason: object) -> str:
+    """Return the first line of a reason, or of the cause of an error."""
+    while isinstance(reason, BaseException) and reason.__cause__ is not None:
+        reason = reason.__cause__  # Orbax's own error names one of its methods instead of the file
+    return (str(reason).strip().splitlines() or [type(reason).__name__])[0][:200]

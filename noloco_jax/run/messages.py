@@ -121,6 +121,7 @@ def _moments_sent(
 
     def exchange(sent: PyTree, number: Any, movement: PyTree, cuts: PyTree) -> PyTree:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), sent)
+        assert outer.moments is not None
         counted.append(outer.moments.sent(shapes, cuts, num_replicas, parts))
         return sent
 

@@ -62,6 +62,15 @@ def test_runs_below_the_data_are_not_read_as_text(tmp_path):
     assert found(tmp_path / "runs/x") == ["checkpoints/10/digests.txt", "log.txt"]  # where it is asked for by name
 
 
+def test_runs_below_an_address_are_not_read_as_text(monkeypatch):
+    root = "s3://bucket/data"
+    files = ["a.txt", "in/b.txt", "runs/x/config.history.jsonl", "runs/x/checkpoints/10/digests.txt", "runs/xy/c.txt"]
+    monkeypatch.setattr(
+        "noloco_jax.data.find_files.list_files", lambda path, recursive: [f"{root}/{file}" for file in files]
+    )
+    assert find_files(options(root), [".txt"]) == [f"{root}/{file}" for file in ("a.txt", "in/b.txt", "runs/xy/c.txt")]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "line"),
     [

@@ -24,6 +24,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as command_line
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.roster import Address, Island, Roster
+from noloco_jax.outer.fragments import Fragments
 from noloco_jax.own_loop.checkpoints import OwnCheckpoints
 from noloco_jax.own_loop.fresh import Fresh, begins_anew
 from noloco_jax.own_loop.island import _shown
@@ -364,6 +365,13 @@ def test_schedules_of_the_outer_step_are_compared_by_their_values():
     assert _shown(halves) == _shown(lambda round: 0.5) != _shown(tenths)
     assert _shown(optax.linear_schedule(0.5, 0.1, 50)) != _shown(optax.linear_schedule(0.5, 0.1, 500))
     assert _shown(0.5) == "0.5"
+
+
+def test_an_island_begins_with_fragments_that_tell_where_a_shard_lies(roster, tmp_path):
+    """Guard a regression: the function was taken for a schedule of the round."""
+    outer = nj.noloco(fragments=Fragments(2, origin=lambda path, shape: [0] * len(shape)))
+    with nj.Island(roster, "paris", workdir=tmp_path, outer=outer, report=quiet) as island:
+        assert "outer.origin" not in island._identity({}).config
 
 
 def test_weights_that_are_not_finite_are_not_saved(begun_island, tmp_path):

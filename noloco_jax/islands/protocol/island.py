@@ -309,7 +309,7 @@ class Island:
                 if header.xid is not None:
                     outcome, factors = self._exchanges.settle(event.peer, header.xid, header.factors)
                 peer = context.peers.get(event.peer)
-                if peer is not None and header.identity is not None:
+                if peer is not None and header.identity is not None and header.xid is None:
                     peer.away = False  # it starts again
                 yours = -1 if peer is None else peer.incarnation
                 status = dataclasses.replace(self.status(), outcome=outcome, factors=factors, yours=yours)
