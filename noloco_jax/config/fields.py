@@ -307,7 +307,8 @@ class SourceConfig:
     path: str = setting("", "File or folder of the source's training documents.", on_resume="may change")
     validation_path: str = setting(
         "",
-        "File or folder of the source's validation documents; empty: those found beside its path or held out of it.",
+        "File or folder of the source's validation documents; empty: those found beside its path or held out of it, "
+        "which a resume of a run that held out its own requires.",
         on_resume="may change",
     )
     text_column: str = setting(
@@ -336,7 +337,8 @@ class DataConfig:
     )
     validation_path: str = setting(
         "",
-        "File, folder or address of the validation documents; empty: those found beside data.path or held out of it.",
+        "File, folder or address of the validation documents; empty: those found beside data.path or held out of it, "
+        "which a resume of a run that held out its own requires.",
         on_resume="may change",
     )
     text_column: str = setting(
@@ -354,7 +356,12 @@ class DataConfig:
     )
     add_bos: bool = setting(True, "Begin each document with the tokenizer's BOS token.", on_resume="must match")
     add_eos: bool = setting(True, "End each document with the tokenizer's EOS token.", on_resume="must match")
-    sequence_length: int = setting(256, "Tokens per sequence.", on_resume="may change", minimum=1)
+    sequence_length: int = setting(
+        256,
+        "Tokens per sequence; a run on text resumes only with one that cuts its files into the same pieces.",
+        on_resume="may change",
+        minimum=1,
+    )
     batch_size: int = setting(8, "Sequences per replica and inner step.", on_resume="may change", minimum=1)
     document_mask: bool = setting(
         False,
@@ -468,7 +475,10 @@ class TrainConfig:
         choices=("", "merge", "keep", "copy"),
     )
     init_from: str = setting(
-        "", "Hugging Face folder of the initial weights, or its address; empty: random weights.", on_resume="may change"
+        "",
+        "Hugging Face folder of the initial weights, or its address; empty: random weights, and at a resume always "
+        "permitted.",
+        on_resume="must match",
     )
     sample_prompt: str = setting("", "Prompt that the merged model continues at the end of the run.", on_resume="free")
     sample_tokens: int = setting(0, "Tokens to generate after sample_prompt; 0: none.", on_resume="free", minimum=0)

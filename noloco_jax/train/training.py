@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -162,7 +162,7 @@ def train(
         evaluate_first = start is not None and _lacks_evaluation(config, workdir, start, processes)
         if start is not None and start >= config.num_steps and not evaluate_first and not dry_run:
             note = extension_note(checkpoints.saved_config(start), whole, start)
-            _show_complete(console, workdir, start, note)
+            _show_complete(console, workdir, start, checkpoints.changes(start), note)
             return 0
         with told_if_slow("reading the validation documents and opening those to train on", console.print):
             validation = read_validation(config, tokenizer)
@@ -288,13 +288,16 @@ def _lacks_evaluation(config: TrainConfig, workdir: Path, start: int, processes:
     return processes.gather(lacks)[0]
 
 
-def _show_complete(console: Console, workdir: Path, steps: int, extension: str) -> None:
-    """Print that the workdir's run is complete, its results, and how to continue."""
+def _show_complete(console: Console, workdir: Path, steps: int, changed: Sequence[Change], extension: str) -> None:
+    """Print that the workdir's run is complete, its results, settings given too late for it, and how to continue."""
     if jax.process_index() > 0:
         return
     evaluations = [line for line in read_metrics(workdir) if line["kind"] == "eval"]
     if evaluations:  # num_steps may have been lowered to a step before the first evaluation
         show_results(console, workdir, evaluations[-1], sample=None)
+    late = "; ".join(str(change) for change in changed if change.field != "num_steps")
+    if late:
+        console.print(f"without effect on a run that has ended: {late}")
     console.print(
         f"the run is complete ({steps} steps): {extension}; or start a new run in another --workdir (or delete "
         f"{named(workdir)})"

@@ -42,6 +42,7 @@ def test_a_field_is_compared_if_either_method_uses_it():
         {"outer": {"state_dtype": "bfloat16"}},
         {"data": {"add_eos": False}},
         {"data": {"shuffle_buffer": 7}},
+        {"init_from": "llama"},
         {
             "model": {
                 "rope_scaling": {
@@ -82,6 +83,10 @@ def test_a_change_of_the_arrays_in_the_state_is_refused(before, now, tmp_path):
 def test_a_change_that_keeps_the_arrays_in_the_state_is_permitted(before, now, tmp_path):
     [change] = permitted_changes(from_dict({"outer": before}), from_dict({"outer": now}), tmp_path)
     assert change.on_resume == "may change"
+
+
+def test_a_resume_may_leave_out_what_its_run_began_from(tmp_path):
+    assert permitted_changes(from_dict({"init_from": "llama"}), CONFIG, tmp_path) == []
 
 
 def test_an_added_or_removed_source_is_refused_with_the_flag_that_undoes_it(tmp_path):

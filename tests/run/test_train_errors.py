@@ -182,6 +182,13 @@ def test_a_checkpoint_beyond_num_steps_without_evaluations_is_a_complete_run(con
     assert "the run is complete (8 steps)" in capsys.readouterr().out
 
 
+def test_a_complete_run_tells_of_settings_that_come_too_late(config, trained, tmp_path, capsys):
+    workdir = tmp_path / "ended"
+    shutil.copytree(trained, workdir)
+    assert train_here(config, workdir, "--config.num_steps=8", "--config.outer.final_merge=True") == 0
+    assert "without effect on a run that has ended: outer.final_merge: False before, True now" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("item", ["state", "data", "run"])
 def test_a_checkpoint_that_lacks_a_part_is_refused(config, trained, tmp_path, item):
     workdir = tmp_path / "torn"
