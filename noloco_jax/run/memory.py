@@ -10,8 +10,7 @@ import numpy as np
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.formatting import format_memory
-from noloco_jax.model.kind import kind_of
-from noloco_jax.model.loss import logits_at_once
+from noloco_jax.spmd.losses import activation_bytes, replicas_at_once
 from noloco_jax.spmd.programs import Programs
 
 PyTree = Any
@@ -21,9 +20,9 @@ _LARGEST = 1 << 46  # bytes: no device, and no host, has more
 def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
     """Estimate bytes on one device: (state and gradients, activations kept for the backward pass, roughly).
 
-    Without stages the activations are those of one micro-batch of one replica at a time. With stages they are those of
-    all micro-batches of all replicas that share the device, and, if stages have devices of their own, also of the ticks
-    in which they idle.
+    Without stages the activations are those of one micro-batch of one replica at a time, on a GPU of small replicas of
+    all (`replicas_at_once`). With stages they are those of all micro-batches of all replicas that share the device,
+    and, if stages have devices of their own, also of the ticks in which they idle.
     """
 
     def on_one_device(tree: PyTree) -> int:
@@ -32,15 +31,16 @@ def memory_estimate(config: TrainConfig, programs: Programs) -> tuple[int, int]:
 
     state = programs.state._replace(outer=None) if config.outer.offload else programs.state
     held = on_one_device(state) + on_one_device(programs.state.params)
-    model, data, shape = config.model, config.data, programs.mesh.shape
-    width = {"float32": 4, "bfloat16": 2}[model.dtype]
-    kept_a_token = kind_of(model).kept_numbers(model) * width
-    microbatches, tokens = config.num_microbatches, data.batch_size // config.num_microbatches * data.sequence_length
-    logits = 4 * min(tokens * model.vocab_size, logits_at_once(programs.mesh.devices.flat[0].platform))
+    shape = programs.mesh.shape
+    kept, logits = activation_bytes(config, programs.mesh.devices.flat[0].platform)
     if config.mesh.stage > 1:
+        microbatches = config.num_microbatches
         turns = microbatches + shape["stage"] - 1 if shape["stage"] > 1 else microbatches
-        tokens *= turns * (config.num_replicas // shape["replica"])
-    return held, (tokens * kept_a_token // shape["stage"] + logits) // shape["fsdp"] // shape["tensor"]
+        kept *= turns * (config.num_replicas // shape["replica"])
+    else:
+        at_once = replicas_at_once(config, programs.mesh)
+        kept, logits = at_once * kept, at_once * logits
+    return held, (kept // shape["stage"] + logits) // shape["fsdp"] // shape["tensor"]
 
 
 def check_memory(config: TrainConfig, programs: Programs) -> None:

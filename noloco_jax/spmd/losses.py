@@ -10,12 +10,18 @@ import numpy as np
 from jax.sharding import Mesh
 
 from noloco_jax.config import ModelConfig, TrainConfig
+from noloco_jax.model.kind import kind_of
+from noloco_jax.model.loss import logits_at_once
 from noloco_jax.spmd import pipeline, virtual_pipeline
 from noloco_jax.spmd.gradients import Batch, loss_sum, replica_gradient, token_share
 from noloco_jax.spmd.routing import draw_routes, num_ticks, route_pool
 from noloco_jax.spmd.stages import sum_copies
 
 PyTree = Any
+
+# A layer of fewer FLOPs takes a GPU about as long as starting its kernels, some 3 microseconds each.
+_SHORT_LAYER_FLOPS = 2e10
+_BYTES_AT_ONCE = 2**32  # most activations of replicas that are computed at once
 
 
 class Losses(NamedTuple):
@@ -34,7 +40,8 @@ def build_losses(config: TrainConfig, mesh: Mesh) -> Losses:
     """Build the functions for a run on a mesh; stages without devices of their own run one after another."""
     model, num_microbatches, num_stages = config.model, config.num_microbatches, config.mesh.stage
     if num_stages == 1:
-        return Losses(partial(_whole_gradient, model, num_microbatches), partial(_whole_evaluate, model))
+        over_slots = jax.lax.map if replicas_at_once(config, mesh) == 1 else _at_once
+        return Losses(partial(_whole_gradient, model, num_microbatches, over_slots), partial(_whole_evaluate, model))
     routed_nll = partial(pipeline.routed_nll, model, num_microbatches)
     if mesh.shape["stage"] == 1:
         routed_nll = partial(virtual_pipeline.routed_nll, model, num_stages, num_microbatches)
@@ -48,9 +55,46 @@ def build_losses(config: TrainConfig, mesh: Mesh) -> Losses:
     )
 
 
-def _whole_gradient(model: ModelConfig, num_microbatches: int, params: PyTree, batch: Batch, step: jax.Array):
+def replicas_at_once(config: TrainConfig, mesh: Mesh) -> int:
+    """Return how many of a device's replicas have their gradients computed at once: all of them, or 1.
+
+    All where a GPU would wait for kernels to start: whole Llamas on devices of their own, so small that a layer of a
+    micro-batch has few FLOPs and the activations of all replicas fit.
+    """
+    model, shape, platform = config.model, mesh.shape, mesh.devices.flat[0].platform
+    num_replicas = config.num_replicas // shape["replica"]
+    is_whole = shape["stage"] == shape["fsdp"] == shape["tensor"] == config.mesh.stage == 1
+    if platform != "gpu" or model.kind != "llama" or not is_whole:
+        return 1
+    weights_of_layer = 4 * model.hidden_size**2 + 3 * model.hidden_size * model.intermediate_size
+    is_short = 2 * weights_of_layer * tokens_at_once(config) < _SHORT_LAYER_FLOPS
+    fits = num_replicas * sum(activation_bytes(config, platform)) <= _BYTES_AT_ONCE
+    return num_replicas if is_short and fits else 1
+
+
+def tokens_at_once(config: TrainConfig) -> int:
+    """Return the tokens of a replica's micro-batch."""
+    return config.data.batch_size // config.num_microbatches * config.data.sequence_length
+
+
+def activation_bytes(config: TrainConfig, platform: str) -> tuple[int, int]:
+    """Estimate the bytes that a whole replica's micro-batch keeps for the backward pass, and those of its logits."""
+    width = {"float32": 4, "bfloat16": 2}[config.model.dtype]
+    tokens = tokens_at_once(config)
+    kept = tokens * kind_of(config.model).kept_numbers(config.model) * width
+    return kept, 4 * min(tokens * config.model.vocab_size, logits_at_once(platform))
+
+
+def _at_once(function: Callable[[Any], Any], slots: Any) -> Any:
+    """Apply the function as `lax.map` does, to all slots in one batch."""
+    return jax.vmap(function)(slots)
+
+
+def _whole_gradient(
+    model: ModelConfig, num_microbatches: int, over_slots, params: PyTree, batch: Batch, step: jax.Array
+):
     del step
-    return jax.lax.map(lambda slot: replica_gradient(model, num_microbatches, *slot), (params, batch))
+    return over_slots(lambda slot: replica_gradient(model, num_microbatches, *slot), (params, batch))
 
 
 def _whole_evaluate(model: ModelConfig, params: PyTree, batch: Batch):

@@ -186,7 +186,8 @@ def test_a_complete_run_tells_of_settings_that_come_too_late(config, trained, tm
     workdir = tmp_path / "ended"
     shutil.copytree(trained, workdir)
     assert train_here(config, workdir, "--config.num_steps=8", "--config.outer.final_merge=True") == 0
-    assert "without effect on a run that has ended: outer.final_merge: False before, True now" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "without effect on a run that has ended: outer.final_merge: False before, True now" in printed
 
 
 @pytest.mark.parametrize("item", ["state", "data", "run"])
