@@ -134,7 +134,7 @@ def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
         (row, style, sent, row.figures["gap_percent"], row.figures["gap_merged_percent"], is_beaten)
         for row, style, is_beaten in zip(rows, _styles(rows), beaten, strict=True)
         if math.isfinite(sent := mean_and_std(row.figures["bytes_sent"])[0])
-        and np.isfinite(row.figures["gap_percent"]).any()
+        and math.isfinite(mean_and_std(row.figures["gap_percent"])[0])
     ]
     if not any(sent > 0 for _, _, sent, *_ in shown):
         return False
@@ -179,6 +179,8 @@ def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
     axes.set_title("Perplexity above data parallel training, against the bytes that a replica sends")
     axes.set_xlabel("bytes that a replica sends in the whole run")
     axes.margins(x=0.08)
+    if max(sizes) == min(sizes):
+        axes.set_xlim(sizes[0] / 3, 3 * sizes[0])
     figure.legend(handles=legend, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     write_picture(path, figure)
     return True

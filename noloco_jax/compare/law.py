@@ -12,7 +12,8 @@ from noloco_jax.compare.variants import Variant
 from noloco_jax.config import TrainConfig
 from noloco_jax.run.messages import num_outer_steps
 
-_FREQUENCY = {"num_steps", "outer.sync_every"}  # fields that change little but the number of meetings
+# Fields that change little but the number of meetings.
+_FREQUENCY = {"num_steps", "outer.sync_every", "checkpoint_every", "eval_every", "inner.warmup_steps"}
 _UNIT = 100  # meetings
 _LEAST = 4  # points: two parameters, their error, and one to predict
 
@@ -68,7 +69,7 @@ def fit_laws(plan: Plan, rows: Sequence[Row]) -> list[Law]:
     """
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
-        if num_meetings(row.runs[0].config) and mean_and_std(row.figures["gap_percent"])[0] > 0:
+        if num_meetings(row.runs[0].config) and 0 < mean_and_std(row.figures["gap_percent"])[0] < math.inf:
             groups.setdefault(_group(plan, row.variant), []).append(row)
     laws = (_fit(group) for group in groups.values())
     return [law for law in laws if law is not None]
@@ -87,7 +88,7 @@ def predictions(plan: Plan, rows: Sequence[Row], laws: Sequence[Law]) -> Iterato
 
 
 def _group(plan: Plan, variant: Variant) -> tuple:
-    others = (choices for choices in plan.vary if not _FREQUENCY & set(choices.fields))
+    others = (choices for choices in plan.vary if not set(choices.fields) <= _FREQUENCY)
     return variant.title, *(variant.value_of(choices) for choices in others)
 
 

@@ -113,7 +113,7 @@ def _order(perplexity: float) -> float:
 def at_end(tune: Choices, value: str) -> bool:
     """Return True if a value is the least or the greatest of the list: a better one may lie beyond."""
     try:
-        numbers = {text: float(text) for text in tune.values}
+        numbers = {text: float(tune.title(text)) for text in tune.values}
     except ValueError:
         return False  # words have no ends
     return numbers[value] in (min(numbers.values()), max(numbers.values()))
@@ -165,6 +165,12 @@ def make_plan(
         if names.count(name) > 1:
             raise UserError(
                 f"two runs would be called {name}: change the values of --vary or --tune, or a variant's name"
+            )
+    for one, other in itertools.combinations(runs, 2):
+        if one.seed == other.seed and not changes(one.config, other.config):
+            raise UserError(
+                f"{one.name} and {other.name} would be the same run: what tells them apart has no effect on them, so "
+                "leave one out"
             )
     return Plan(tuple(variants), tuple(vary), tune, seeds, tuple(runs), _references(variants, runs))
 
@@ -224,7 +230,7 @@ def check_folder(workdir: Path, runs: Sequence[Run]) -> None:
     """Raise `UserError` if what a folder holds is not a part of these runs."""
     if (workdir / CONFIG_FILE).exists():
         raise UserError(f"{workdir} is the workdir of a run: give another --workdir for the comparison")
-    planned = {run.name: run.config for run in runs}
+    planned = {run.name: run for run in runs}
     for path in sorted(workdir.glob(f"*/{CONFIG_FILE}")):
         name = path.parent.name
         if name not in planned:
@@ -232,9 +238,17 @@ def check_folder(workdir: Path, runs: Sequence[Run]) -> None:
                 f"{workdir} holds another comparison, with {name}: give that one's flags (more variants, seeds and "
                 "values may be added), or another --workdir"
             )
-        for field, there, here, on_resume in changes(load_saved(path.parent), planned[name]):
-            if on_resume != "free":  # a change that one run may make still makes a different comparison
-                raise UserError(
-                    f"{workdir} holds another comparison: {name} has {field}={there!r} and this one {here!r}: "
-                    "give the same value, or another --workdir"
-                )
+        check_run(planned[name], workdir)
+
+
+def check_run(run: Run, workdir: Path) -> None:
+    """Raise `UserError` if the run in `workdir`/NAME has another configuration than is planned.
+
+    A config file that is edited while a comparison trains makes one.
+    """
+    for field, there, here, on_resume in changes(load_saved(workdir / run.name), run.config):
+        if on_resume != "free":  # a change that one run may make still makes a different comparison
+            raise UserError(
+                f"{workdir} holds another comparison: {run.name} has {field}={there!r} and this one {here!r}: "
+                "give the same value, or another --workdir"
+            )

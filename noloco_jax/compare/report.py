@@ -21,14 +21,15 @@ def format_share(share: float) -> str:
     """Format a share of the bytes of data parallel training: `1/17`, `1/2.3`, `1.2 x`."""
     if share in (0, 1):
         return f"{share:g}"
-    return f"1/{1 / share:.3g}" if share <= 1 else f"{share:.3g} x"
+    parts = 1 / share
+    return f"{share:.3g} x" if share > 1 else f"1/{parts:.0f}" if parts >= 100 else f"1/{parts:.3g}"
 
 
 # Of each column: its title, the figure in it, and how a number is written.
 _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("perplexity", "perplexity", lambda x: f"{x:.2f}"),
+    ("perplexity", "perplexity", lambda x: f"{x:.2f}" if x < 1e5 else f"{x:.4g}"),
     ("gap (%)", "gap_percent", lambda x: f"{x:+.2f}"),
-    ("merged", "perplexity_merged", lambda x: f"{x:.2f}"),
+    ("merged", "perplexity_merged", lambda x: f"{x:.2f}" if x < 1e5 else f"{x:.4g}"),
     ("merged's gap (%)", "gap_merged_percent", lambda x: f"{x:+.2f}"),
     ("sent per replica", "bytes_sent", format_bytes),
     ("share", "bytes_share", format_share),
@@ -151,6 +152,11 @@ def remarks(plan: Plan, rows: Sequence[Row]) -> list[str]:
         for row in rows
         if _evaluated_when_equal(row.runs[0])
     ]
+    said += [
+        f"{row.label} takes no outer step in {row.runs[0].config.num_steps} steps, so its replicas never met."
+        for row in rows
+        if METHODS[row.variant.method].has_outer_steps and not num_outer_steps(row.runs[0].config)
+    ]
     for choices in plan.vary:
         if "outer.sync_every" in choices.fields:
             varied = [row.variant for row in rows if row.variant.value_of(choices)]
@@ -200,7 +206,9 @@ def _line(cells: Sequence[str]) -> str:
 
 def _figure(values: np.ndarray, write: Callable[[float], str], with_deviation: bool = True) -> str:
     mean, std = mean_and_std(values)
-    if not np.isfinite(mean):
+    if np.isinf(mean):
+        return f"inf ({np.isinf(values).sum()} of {len(values)})" if len(values) > 1 else "inf"
+    if np.isnan(mean):
         return "–"
     return f"{write(mean)} ± {write(std).lstrip('+')}" if with_deviation and std > 0 else write(mean)
 
@@ -215,7 +223,7 @@ def table_csv(plan: Plan, rows: Sequence[Row]) -> str:
     bought = ["beaten_by", "cheaper", "points_below_cheaper", "times_bytes_of_cheaper"]
     writer.writerow(["variant", "method", *own, *ends, "reference", "seeds", "outer_steps", *names, *bought])
     for row, worth in zip(rows, worths(rows), strict=True):
-        values = [_value(row, choices) for choices in plan.vary]
+        values = [_value_taken(row, choices) for choices in plan.vary]
         values += [row.tuned or "", str(row.is_at_end).lower()] if plan.tune else []
         of_row = [row.variant.title, row.variant.method, *values, row.reference or "", len(row.runs)]
         figures = [_number(number) for _, name, _ in _COLUMNS for number in mean_and_std(row.figures[name])]
@@ -224,8 +232,14 @@ def table_csv(plan: Plan, rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
+def _value_taken(row: Row, choices: Choices) -> str:
+    """Return a row's value of a varied field; of `outer.sync_every` the one that its method makes of it."""
+    value = _value(row, choices)
+    return str(row.runs[0].config.outer.sync_every) if value and choices.title() == "outer.sync_every" else value
+
+
 def _number(value: float) -> str:
-    return f"{value:.8g}" if np.isfinite(value) else ""
+    return "" if np.isnan(value) else f"{value:.8g}"
 
 
 def correlations(rows: Sequence[Row]) -> list[str]:

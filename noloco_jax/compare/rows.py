@@ -42,8 +42,13 @@ class Row:
 
 
 def mean_and_std(values: np.ndarray) -> tuple[float, float]:
-    """Return mean and sample std of the finite entries; NaN for the mean of none and the std of fewer than two."""
-    there = values[np.isfinite(values)]
+    """Return mean and sample std of the entries that are not NaN; NaN for the mean of none and the std of fewer than 2.
+
+    With an infinite one, of a run that diverged, the mean is infinite too.
+    """
+    there = values[~np.isnan(values)]
+    if np.isinf(there).any():
+        return math.inf, math.nan
     return (
         float(there.mean()) if len(there) else float("nan"),
         float(there.std(ddof=1)) if len(there) > 1 else float("nan"),
@@ -67,8 +72,8 @@ def make_rows(plan: Plan, workdir: Path) -> list[Row]:
         sent = [bytes_sent(workdir / run.name) for run in runs]
         of_references = [bytes_sent(workdir / run.name) if run else math.nan for run in references]
         figures = {
-            "perplexity": [curve.perplexity[-1] for curve in curves],
-            "perplexity_merged": [curve.merged[-1] for curve in curves],
+            "perplexity": [_or_inf(curve.perplexity[-1]) for curve in curves],
+            "perplexity_merged": [_or_inf(curve.merged[-1]) for curve in curves],
             "gap_percent": [_gap(curve.perplexity, ref.perplexity) if ref else math.nan for curve, ref in pairs],
             "gap_merged_percent": [_gap(curve.merged, ref.merged) if ref else math.nan for curve, ref in pairs],
             "replica_spread": [curve.spread[-1] for curve in curves],
@@ -96,8 +101,13 @@ def make_rows(plan: Plan, workdir: Path) -> list[Row]:
 
 
 def _gap(values: np.ndarray, reference: np.ndarray) -> float:
-    """Return the last perplexity's distance above a reference's, in percent."""
-    return 100 * (values[-1] / reference[-1] - 1)
+    """Return the last perplexity's distance above a reference's, in percent; NaN where the reference diverged."""
+    return 100 * (_or_inf(values[-1]) / reference[-1] - 1)
+
+
+def _or_inf(perplexity: float) -> float:
+    """Return a perplexity that is not finite, which curves have as NaN, as infinite."""
+    return perplexity if math.isfinite(perplexity) else math.inf
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,8 @@ def unknown_field(path: str) -> UserError:
     """The error for a field that does not exist, with the names that may have been meant."""
     if path == "workdir":
         return UserError("unknown config field 'workdir': the folder of a run is a flag, --workdir=DIR")
+    if (group := field_at(TrainConfig, path)) is not None and group.is_group:
+        return UserError(f"{path!r} is a group of config fields: give one of them, {path}.NAME=VALUE")
     known = dict.fromkeys(known_fields())
     known |= dict.fromkeys(name.rpartition(".")[0] for name in known if "." in name)  # the groups themselves
     group, _, leaf = path.rpartition(".")

@@ -8,6 +8,8 @@ from noloco_jax.config.schema import OnResume, field_at, flatten
 from noloco_jax.methods import METHODS
 from noloco_jax.wires import MODULO_BITS
 
+_OF_EXPERTS = ("model.num_experts", "model.experts_per_token", "model.norm_topk_prob", "model.router_aux_loss_coef")
+
 
 class Change(NamedTuple):
     """A field with two values."""
@@ -22,15 +24,14 @@ class Change(NamedTuple):
 
 
 def changes(before: TrainConfig, now: TrainConfig) -> list[Change]:
-    """Return the fields with different values, in their order, but those that neither configuration's method uses."""
+    """Return the fields with different values, in their order, but those that neither configuration uses."""
     left, right = flatten(to_dict(before)), flatten(to_dict(now))
-    rows = [METHODS[config.method] for config in (before, now)]
     return [
         Change(path, left.get(path), right.get(path), _on_resume(path, field.on_resume, before, now))
         for path in dict.fromkeys([*left, *right])
         if (field := field_at(TrainConfig, path)) is not None
         and left.get(path) != right.get(path)
-        and not all(row.is_unused(path) for row in rows)
+        and not all(_is_unused(config, path) for config in (before, now))
     ]
 
 
@@ -50,13 +51,25 @@ def _on_resume(path: str, usual: OnResume, before: TrainConfig, now: TrainConfig
 
 
 def unused_settings(config: TrainConfig) -> list[str]:
-    """Return "FIELD=VALUE" of every non-default field that the configuration's method does not use."""
-    values, row = flatten(to_dict(config)), METHODS[config.method]
+    """Return "FIELD=VALUE" of every non-default field that the configuration's method and other fields leave unused."""
+    values = flatten(to_dict(config))
     return [
         f"{path}={values.get(path)!r}"
         for path, field in known_fields().items()
-        if row.is_unused(path) and values.get(path) != field.default
+        if _is_unused(config, path) and values.get(path) != field.default
     ]
+
+
+def _is_unused(config: TrainConfig, path: str) -> bool:
+    """Return True if the configuration's method, or another field of it, makes a field have no effect."""
+    used_with = {
+        **dict.fromkeys(_OF_EXPERTS, config.model.kind != "llama"),
+        "inner.momentum": config.inner.optimizer == "muon",
+        "inner.decay_share": config.inner.schedule == "wsd",
+        "mesh.routing": config.mesh.stage > 1,
+        "sample_prompt": config.sample_tokens > 0,
+    }
+    return METHODS[config.method].is_unused(path) or not used_with.get(path, True)
 
 
 def default_settings(config: TrainConfig) -> list[str]:

@@ -4,7 +4,7 @@ from noloco_jax.data.from_config import check_data, needs_tokenizer
 from noloco_jax.data.packing import HostBatch
 from noloco_jax.data.positions import redistribute, renumbered
 from noloco_jax.data.stream import ReplicaStreams, Stream, train_stream, validation_batches, validation_by_source
-from noloco_jax.data.tokenizers import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer
+from noloco_jax.data.tokenizers import ByteTokenizer, Tokenizer, check_vocabulary, load_tokenizer, makes_same_ids
 
 __all__ = [
     "ByteTokenizer",
@@ -15,6 +15,7 @@ __all__ = [
     "check_data",
     "check_vocabulary",
     "load_tokenizer",
+    "makes_same_ids",
     "needs_tokenizer",
     "redistribute",
     "renumbered",

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from noloco_jax.data.line_reader import COMPRESSED
+from noloco_jax.data.reading import tell_once
 from noloco_jax.data.source import SourceOptions
 from noloco_jax.errors import UserError
 from noloco_jax.storage.addresses import is_remote, list_files
@@ -183,13 +185,15 @@ def _split_in_part(name: str) -> str | None:
 def split_files(options: SourceOptions, suffixes: Sequence[str]) -> tuple[list[str], str]:
     """Return (sorted files of `options.split`, each once, part of their documents that belongs to it, see `HoldOut`).
 
-    Where some files are named after a split, training reads those of "train" alone, or else those that name none.
-    Validation in the same folder reads those of "validation"; a part of the training files is held out if there are
+    Where some files are named after a split, training reads those of "train" alone, or else those that name none, and
+    prints which it leaves out where one might have expected them. Validation in the same folder reads those of
+    "validation"; a part of the training files is held out if there are
     none. A validation folder of its own may also hold "test" files or files that name no split.
 
-    Raises `UserError` if no file is left.
+    Raises `UserError` if no file is left, or if one is there compressed and not.
     """
     files = find_files(options, suffixes)
+    _check_compressed_once(files)
     root = options.path.rstrip("/") if is_remote(options.path) else str(Path(options.path).expanduser())
     by_split: dict[str | None, list[str]] = {}
     for file in files:
@@ -205,4 +209,27 @@ def split_files(options: SourceOptions, suffixes: Sequence[str]) -> tuple[list[s
             f"{options.name} holds no file to train on: the names of all {len(files)} say validation or test, as "
             f"{os.path.basename(files[0])}; rename them, or name a single file"
         )
+    if options.split == "train":
+        _tell_left_out(options, by_split)
     return without_repeats(training), "all" if "validation" in by_split else options.part
+
+
+def _check_compressed_once(files: Sequence[str]) -> None:
+    """Raise `UserError` for a file beside its compressed form: both would be read."""
+    names = set(files)
+    for file in files:
+        for suffix in COMPRESSED:
+            if file + suffix in names:
+                raise UserError(f"{file} and {file}{suffix} hold the same documents: move one of them elsewhere")
+
+
+def _tell_left_out(options: SourceOptions, by_split: dict[str | None, list[str]]) -> None:
+    """Print which files are not trained on by their names: unnamed ones beside "train", all others if none is that."""
+    if "train" in by_split:
+        left, why = by_split.get(None, []), "as others are named train"
+    else:
+        left = [file for split, files in by_split.items() if split is not None for file in files]
+        why = "as their names say validation or test"
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        tell_once(f"{options.name}: not trained on, {why}: {os.path.basename(left[0])}{more}")

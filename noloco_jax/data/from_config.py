@@ -1,6 +1,7 @@
 """Opening and checking of the data sets that a configuration names, and the order of several."""
 
 import itertools
+import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +20,7 @@ from noloco_jax.data.source import EncodeTexts, Source, SourceOptions
 from noloco_jax.data.text import TextSource, piece_bytes
 from noloco_jax.data.tokenizers import DocumentEncoder, Tokenizer
 from noloco_jax.errors import UserError
+from noloco_jax.storage.addresses import addressed_like, is_remote
 
 if TYPE_CHECKING:
     from noloco_jax.config import DataConfig
@@ -116,6 +118,7 @@ def open_source(
     """Open the source of a configuration that has one, whose fields are those of `group` in error messages."""
     if not config.path:
         raise UserError(f'{group}.path is "": name the folder or file with the training data')
+    config = replace(config, validation_path=addressed_like(config.validation_path, config.path))
     if config.kind != "c4" and config.validation_path and _same_place(config.path, config.validation_path):
         raise UserError(
             f"{group}.validation_path={config.validation_path!r} is {group}.path: give other data, or leave it empty "
@@ -174,7 +177,35 @@ def check_data(config: "DataConfig", *, num_replicas: int = 1, vocab_size: int |
     Checks the folders, file names, the schema of every Parquet file, the first document or row, and that each of
     `num_replicas` gets a document. Errors deeper inside (a truncated file) show when they are read.
     """
+    opened = []
     for validation in (False, True):
-        sources = open_sources(config, None, validation=validation, seed=0, vocab_size=vocab_size)
-        for source in sources.values():
+        opened.append(open_sources(config, None, validation=validation, seed=0, vocab_size=vocab_size))
+        for source in opened[-1].values():
             source.check_replicas(1 if validation else num_replicas)
+    _check_apart(*opened)
+
+
+def _check_apart(training: Mapping[str, Source], validation: Mapping[str, Source]) -> None:
+    """Raise `UserError` where one source of a mixture trains on files whose documents validate another.
+
+    Two that read the same files hold the same documents out of them.
+    """
+    trained_on, validating = (
+        {group: list(map(_real, source.files)) for group, source in sources.items()}
+        for sources in (training, validation)
+    )
+    for group, ours in validating.items():
+        for other, theirs in trained_on.items():
+            if other == group or ours == theirs:
+                continue
+            if common := set(ours) & set(theirs):
+                raise UserError(
+                    f"{other} trains on {min(common)}, of which documents validate {group}: give the two other files, "
+                    f"or one validation_path outside of what {other} reads"
+                )
+
+
+def _real(file: str) -> str:
+    if not is_remote(file):
+        return os.path.realpath(file)
+    return addressed_like(file, file.partition("://")[0] + "://")

@@ -90,19 +90,19 @@ class JsonLinesSource:
 
     def __init__(self, options: SourceOptions, files: Sequence[str], part: str, kind: str, encode: EncodeTexts):
         self.name = options.name
-        self._options, self._files, self._part, self._kind, self._encode = options, files, part, kind, encode
+        self._options, self.files, self._part, self._kind, self._encode = options, files, part, kind, encode
         self._file_numbers = {file: number for number, file in enumerate(files)}
         self._remainder = -1 if part == "all" else self._find_remainder()
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, int | str]:
-        sizes = [state.size for state in file_states(self._files)]
+        sizes = [state.size for state in file_states(self.files)]
         return {
             "kind": self._kind,
-            "files": len(self._files),
+            "files": len(self.files),
             "bytes": sum(sizes),
-            "names and sizes": self._options.digest(zip(self._files, sizes, strict=True)),
-            **content_fact(self._files),
+            "names and sizes": self._options.digest(zip(self.files, sizes, strict=True)),
+            **content_fact(self.files),
             "part": self._part,
             "text column": self._options.text_column,
         }
@@ -111,7 +111,7 @@ class JsonLinesSource:
         return (self._file_numbers[line.path] + line.number) % HELD_OUT_EVERY
 
     def _find_remainder(self) -> int:
-        lines = LineReader(self._files, on_bad_shard=self._options.on_bad_shard)
+        lines = LineReader(self.files, on_bad_shard=self._options.on_bad_shard)
         first = [line for line in (lines.next() for _ in range(HELD_OUT_EVERY)) if line is not None]
         lines.close()
         if len(first) < 2:
@@ -126,8 +126,8 @@ class JsonLinesSource:
 
     def check_replicas(self, num_replicas: int) -> None:
         """Count documents up to `num_replicas`, and parse the first: a folder of something else is found at once."""
-        lines = LineReader(self._files, on_bad_shard=self._options.on_bad_shard)
-        needed = num_replicas if len(self._files) < num_replicas else 1
+        lines = LineReader(self.files, on_bad_shard=self._options.on_bad_shard)
+        needed = num_replicas if len(self.files) < num_replicas else 1
         found = 0
         try:
             while found < needed:
@@ -144,8 +144,8 @@ class JsonLinesSource:
             lines.close()
 
     def open_shard(self, epoch: int, shard: int, num_shards: int, seek_hint: tuple[int, ...]) -> "JsonLinesEpochShard":
-        by_file = len(self._files) >= num_shards
-        files = list(self._files[shard::num_shards] if by_file else self._files)
+        by_file = len(self.files) >= num_shards
+        files = list(self.files[shard::num_shards] if by_file else self.files)
         seed, window_size = self._options.seed, self._options.shuffle_buffer
         if window_size > 1:
             # Replicas that divide the documents of the same files must all read these in one order.

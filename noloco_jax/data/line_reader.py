@@ -11,6 +11,7 @@ from typing import IO, Any, NamedTuple, cast
 
 from isal import igzip, igzip_lib
 
+from noloco_jax.data.identity import file_state
 from noloco_jax.data.reading import DamagedFileError, stop_or_skip
 from noloco_jax.storage.addresses import open_file, path_or_file
 from noloco_jax.storage.retries import with_retries
@@ -105,6 +106,8 @@ class LineReader:
             path = self._files[file]
             try:
                 content = with_retries(self._read_line, path)
+                if not content and not start and path.endswith(COMPRESSED) and not file_state(path).size:
+                    raise DamagedFileError(f"{path} has 0 bytes, which is no compressed text: fetch it again")
             except DamagedFileError as error:
                 stop_or_skip(error, self._on_bad_shard)
                 content = b""

@@ -55,7 +55,7 @@ class ParquetSource:
 
     * `labels`, as Hugging Face has it: the label of the next token of the row;
     * `label`: the stored one;
-    * `attention_mask`: the next token of the row, where both are attended to.
+    * `attention_mask` alone: the next token of the row, where both are attended to.
 
     A label of -100 is out of the loss. In the first and last case so is the last token of a row, and sequences at a
     row's end are left out if they are padding alone: without a label, or not attended to. What `attention_mask` leaves
@@ -106,7 +106,7 @@ class ParquetSource:
         # Rows of each block that belong to the part.
         self._part_rows = self._count_part(first_rows, num_rows)
         self._total = int(self._part_rows.sum())
-        self._files = list(footers)
+        self.files: Sequence[str] = list(footers)
 
     @functools.cached_property
     def fingerprint(self) -> dict[str, int | str]:
@@ -114,11 +114,11 @@ class ParquetSource:
         if self.is_text:
             facts["text column"] = self._options.text_column
         return facts | {
-            "files": len(self._files),
+            "files": len(self.files),
             "rows": self._hold_out.count,
             "documents": self._total,
-            "names and sizes": self._options.digest(zip(self._files, self._footers, strict=True)),
-            **content_fact(self._files),
+            "names and sizes": self._options.digest(zip(self.files, self._footers, strict=True)),
+            **content_fact(self.files),
         }
 
     def _count_part(self, first_row: Any, num_rows: Any) -> Any:

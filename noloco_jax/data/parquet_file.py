@@ -72,7 +72,9 @@ def _open(path: str) -> "pq.ParquetFile":
 
     def read() -> "pq.ParquetFile":
         file = path_or_file(path, read_ahead=False)
-        return pq.ParquetFile(file, metadata=footer, pre_buffer=False, buffer_size=buffer_bytes)
+        return pq.ParquetFile(
+            file, metadata=footer, pre_buffer=False, buffer_size=buffer_bytes, page_checksum_verification=True
+        )
 
     return _decoding(path, read)
 
@@ -107,7 +109,7 @@ def _choose_columns(path: str, kinds: Mapping[str, "pa.DataType"], text_column: 
         beside = [name for name in ("labels", "label", "attention_mask") if name in kinds]
     fitting = [name for name in beside if _lists_integers(kinds[name])]
     if fitting and _lists_integers(kinds["input_ids"]):
-        return "input_ids", fitting[0]
+        return "input_ids", *dict.fromkeys([fitting[0], *(["attention_mask"] if "attention_mask" in fitting else [])])
     if text_column in kinds:
         if not _is_text(kinds[text_column]):
             raise UserError(

@@ -78,27 +78,34 @@ class RowConverter(NamedTuple):
             return self.empty_row
 
     def _token_rows(self, batch: "pa.RecordBatch", first_row: int) -> list[np.ndarray]:
-        lengths_R, other_lengths_R = (_lengths(batch.column(name)) for name in self.columns)
-        if not np.array_equal(lengths_R, other_lengths_R):
-            k = int(np.flatnonzero(lengths_R != other_lengths_R)[0])
-            raise UserError(
-                f"{self._row(first_row + k)} has {lengths_R[k]} input_ids and {other_lengths_R[k]} values in "
-                f"{self.columns[1]}: write the file again with as many of one as of the other"
-            )
+        lengths_R, *others = (_lengths(batch.column(name)) for name in self.columns)
+        for name, other_lengths_R in zip(self.columns[1:], others, strict=True):
+            if not np.array_equal(lengths_R, other_lengths_R):
+                k = int(np.flatnonzero(lengths_R != other_lengths_R)[0])
+                raise UserError(
+                    f"{self._row(first_row + k)} has {lengths_R[k]} input_ids and {other_lengths_R[k]} values in "
+                    f"{name}: write the file again with as many of one as of the other"
+                )
         ends_R = np.cumsum(lengths_R)
         starts_R = ends_R - lengths_R
-        ids_N, other_N = (self._integers(batch, name, ends_R, first_row) for name in self.columns)
+        values = {name: self._integers(batch, name, ends_R, first_row) for name in self.columns}
+        ids_N, mask_N = values["input_ids"], values.get("attention_mask")
         followed_N = np.ones(len(ids_N), bool)  # the next token is in the same row
         followed_N[ends_R[lengths_R > 0] - 1] = False
-        labels_N = self._labels(ids_N, other_N, followed_N)
+        labels_N = self._labels(ids_N, values[self.columns[1]], followed_N)
+        if mask_N is not None:
+            # A label that is stored is its token's own, the others are the next token's.
+            labelled_N = mask_N if self.columns[1] == "label" else mask_N & np.roll(mask_N, -1)
+            labels_N = np.where(labelled_N != 0, labels_N, IGNORED_LABEL)
         self._check_ids(ids_N, labels_N)
-        kept_R = lengths_R
         rows_2N = np.stack([ids_N, labels_N])
+        if mask_N is not None:
+            rows_2N = _with_padding_behind(rows_2N, mask_N == 0, lengths_R)
+        kept_R = lengths_R
         if self.columns[1] == "attention_mask":
-            rows_2N = _with_padding_behind(rows_2N, other_N == 0, lengths_R)
             kept_R = self._lengths_in_use(rows_2N[0] != PADDING, starts_R, lengths_R)
         elif self.columns[1] == "labels":
-            kept_R = self._lengths_in_use(labels_N != IGNORED_LABEL, starts_R, lengths_R)
+            kept_R = self._lengths_in_use(rows_2N[1] != IGNORED_LABEL, starts_R, lengths_R)
         return [rows_2N[:, start : start + kept] for start, kept in zip(starts_R, kept_R, strict=True)]
 
     def _integers(self, batch: "pa.RecordBatch", name: str, ends_R: np.ndarray, first_row: int) -> np.ndarray:
@@ -121,8 +128,7 @@ class RowConverter(NamedTuple):
         """The label of each token: the token that follows it in its row, or `IGNORED_LABEL`."""
         next_ids_N = np.roll(ids_N, -1)  # the last one is no row's
         if self.columns[1] == "attention_mask":
-            attended_N = other_N != 0
-            return np.where(followed_N & attended_N & np.roll(attended_N, -1), next_ids_N, IGNORED_LABEL)
+            return np.where(followed_N, next_ids_N, IGNORED_LABEL)
         # A row's last token has no next id to compare its label with.
         scored_N = (other_N != IGNORED_LABEL) & followed_N
         equals_own = bool((other_N == ids_N)[scored_N].all())

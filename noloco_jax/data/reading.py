@@ -14,6 +14,11 @@ def stop_or_skip(error: UserError, on_bad_shard: str) -> None:
     """Raise `error` if `on_bad_shard` is "stop"; "skip" reports it to stderr, once in a process."""
     if on_bad_shard == "stop":
         raise error
-    if str(error) not in _reported:
-        _reported.add(str(error))
-        tell(f"warning: skipped, as data.on_bad_shard='skip' says: {error}")
+    tell_once(f"warning: skipped, as data.on_bad_shard='skip' says: {error}")
+
+
+def tell_once(line: str) -> None:
+    """Print a line to stderr, once in a process."""
+    if line not in _reported:
+        _reported.add(line)
+        tell(line)

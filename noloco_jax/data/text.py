@@ -65,6 +65,7 @@ class TextSource:
         self.name = options.name
         self._options, self._piece, self._encode = options, piece, encode
         self._files = find_text_files(options)
+        self.files: Sequence[str] = [path for path, _ in self._files]
         pieces = np.array([-(-size // self._piece) for _, size in self._files])
         if options.part != "all" and pieces.sum() < 2:
             raise UserError(
@@ -87,7 +88,7 @@ class TextSource:
             "files": len(self._files),
             "bytes": sum(size for _, size in self._files),
             "names and sizes": self._options.digest(self._files),
-            **content_fact([path for path, _ in self._files]),
+            **content_fact(self.files),
             "documents": len(self._documents),
         }
 

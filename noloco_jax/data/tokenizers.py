@@ -74,6 +74,11 @@ class ByteTokenizer:
         return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", "replace")
 
 
+def makes_same_ids(first: Tokenizer, second: Tokenizer) -> bool:
+    """Return True if two tokenizers make the same ids of a text that exercises splitting and normalization."""
+    return first.encode(_PROBE).tolist() == second.encode(_PROBE).tolist()
+
+
 class FastTokenizer:
     """A Hugging Face `tokenizers.Tokenizer` with the BOS and EOS ids that `transformers` has for it.
 

@@ -15,7 +15,7 @@ from noloco_jax.model.kind import num_active_params, num_params
 from noloco_jax.run.console import results_table
 from noloco_jax.run.curves import plot_curves
 from noloco_jax.run.memory import memory_estimate, program_memory
-from noloco_jax.run.messages import Messages
+from noloco_jax.run.messages import Messages, num_outer_steps
 from noloco_jax.run.peaks import peak_of
 from noloco_jax.spmd.programs import Programs
 from noloco_jax.storage.local_copies import named
@@ -32,7 +32,7 @@ def banner_rows(config: TrainConfig, programs: Programs, messages: Messages) -> 
         ("batch", _batch(config)),
         *([("data", _mixture(config.data))] if config.data.kind == "mixture" else []),
         ("memory", _memory(config, programs)),
-        ("messages", _messages(messages)),
+        ("messages", _messages(config, messages)),
         *_peak(config, programs),
     ]
 
@@ -64,7 +64,7 @@ def _of_defaults(config: TrainConfig) -> list[str]:
 
 
 def _without_effect(config: TrainConfig) -> list[str]:
-    """List non-default settings that the method ignores; no line if there are none."""
+    """List non-default settings that the method or other settings leave unused; no line if there are none."""
     settings = unused_settings(config)
     return [f"without effect: {', '.join(settings)}"] if settings else []
 
@@ -102,7 +102,9 @@ def _memory(config: TrainConfig, programs: Programs) -> str:
     )
 
 
-def _messages(messages: Messages) -> str:
+def _messages(config: TrainConfig, messages: Messages) -> str:
+    if method_of(config).has_outer_steps and not num_outer_steps(config):
+        return f"none, as {config.num_steps} steps have no outer step: lower outer.sync_every={config.outer.sync_every}"
     occasions = {"outer step": messages.mean_of_outer_steps, "inner step": messages.mean_of_inner_steps}
     sent = [f"{format_bytes(number)} per {occasion}" for occasion, number in occasions.items() if number]
     return f"a replica sends others {' and '.join(sent)}, on average" if sent else "none"

@@ -15,7 +15,7 @@ from noloco_jax.config import OuterConfig, TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.methods import defaults_of
 from noloco_jax.simulate.waiting import waiting_per_step
-from noloco_jax.wires import FLOAT_BYTES, MODULO_BITS, WIRES, block_bytes, block_of, goes_by_shares
+from noloco_jax.wires import MODULO_BITS, WIRES, block_bytes, block_of, goes_by_shares
 
 METHODS = ("FSDP", "DDP", "DiLoCo", "NoLoCo")
 OUTER_METHODS = ("DiLoCo", "NoLoCo")
@@ -132,7 +132,7 @@ class Cost:
 
 def all_reduce(setting: Setting, fragments: int = 1) -> tuple[float, float]:
     """Return the bytes that a replica sends in one all-reduce of a fragment, and its seconds."""
-    size, n = _message_bytes(setting, _summed_wire(setting), fragments), setting.replicas
+    size, n = _message_bytes(setting, "float32", fragments), setting.replicas
     sent = 2 * (n - 1) / n * size
     return sent, 2 * _hops(n) * setting.latency + _transfer(setting, sent)
 
@@ -143,7 +143,7 @@ def sharded_step(setting: Setting, fragments: int = 1) -> tuple[float, float]:
     3(N−1)/N · V bytes and 3 ⌈log₂ N⌉ latency, as one collective of each kind for the whole model. Real programs go
     layer by layer and pay the latency once a layer.
     """
-    size, n = _message_bytes(setting, _summed_wire(setting), fragments), setting.replicas
+    size, n = _message_bytes(setting, "float32", fragments), setting.replicas
     sent = 3 * (n - 1) / n * size
     return sent, 3 * _hops(n) * setting.latency + _transfer(setting, sent)
 
@@ -262,10 +262,6 @@ def _first(candidates: Sequence[int], holds: Callable[[int], bool]) -> int | Non
 def _message_bytes(setting: Setting, wire: str, fragments: int) -> float:
     """Return the bytes of a fragment, without the padding of an array's last block."""
     return setting.params / fragments * block_bytes(wire) / block_of(wire)
-
-
-def _summed_wire(setting: Setting) -> str:
-    return setting.wire if setting.wire in FLOAT_BYTES else "float32"
 
 
 def _transfer(setting: Setting, size: float) -> float:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from noloco_jax.config import ModelConfig, TrainConfig
 from noloco_jax.model.kind import kind_of
@@ -36,7 +36,7 @@ class Losses(NamedTuple):
     evaluate: Callable[[PyTree, Batch], tuple[jax.Array, jax.Array]]
 
 
-def build_losses(config: TrainConfig, mesh: Mesh) -> Losses:
+def build_losses(config: TrainConfig, mesh: Mesh | AbstractMesh) -> Losses:
     """Build the functions for a run on a mesh; stages without devices of their own run one after another."""
     model, num_microbatches, num_stages = config.model, config.num_microbatches, config.mesh.stage
     if num_stages == 1:
@@ -55,20 +55,21 @@ def build_losses(config: TrainConfig, mesh: Mesh) -> Losses:
     )
 
 
-def replicas_at_once(config: TrainConfig, mesh: Mesh) -> int:
+def replicas_at_once(config: TrainConfig, mesh: Mesh | AbstractMesh) -> int:
     """Return how many of a device's replicas have their gradients computed at once: all of them, or 1.
 
     All where a GPU would wait for kernels to start: whole Llamas on devices of their own, so small that a layer of a
     micro-batch has few FLOPs and the activations of all replicas fit.
     """
-    model, shape, platform = config.model, mesh.shape, mesh.devices.flat[0].platform
-    num_replicas = config.num_replicas // shape["replica"]
+    model, shape = config.model, mesh.shape
+    is_on_gpu = not isinstance(mesh, AbstractMesh) and mesh.devices.flat[0].platform == "gpu"
     is_whole = shape["stage"] == shape["fsdp"] == shape["tensor"] == config.mesh.stage == 1
-    if platform != "gpu" or model.kind != "llama" or not is_whole:
+    if not is_on_gpu or model.kind != "llama" or not is_whole:
         return 1
+    num_replicas = config.num_replicas // shape["replica"]
     weights_of_layer = 4 * model.hidden_size**2 + 3 * model.hidden_size * model.intermediate_size
     is_short = 2 * weights_of_layer * tokens_at_once(config) < _SHORT_LAYER_FLOPS
-    fits = num_replicas * sum(activation_bytes(config, platform)) <= _BYTES_AT_ONCE
+    fits = num_replicas * sum(activation_bytes(config, "gpu")) <= _BYTES_AT_ONCE
     return num_replicas if is_short and fits else 1
 
 

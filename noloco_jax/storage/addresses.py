@@ -248,6 +248,15 @@ def inside_bucket(path: str) -> str:
     return path.partition("://")[2].removeprefix(_ANONYMOUS)
 
 
+def addressed_like(path: str, other: str) -> str:
+    """Return an address with the login of another in the same service, or without: both then name a file alike."""
+    scheme, separator, _ = path.partition("://")
+    if not separator or scheme != other.partition("://")[0] or scheme not in _REMEDIES:
+        return path
+    login = _ANONYMOUS if other.startswith(f"{scheme}://{_ANONYMOUS}") else ""
+    return f"{scheme}://{login}{inside_bucket(path)}"
+
+
 def file_system(path: str) -> "fs.FileSystem":
     scheme, _, rest = path.partition("://")
     return _open_file_system(scheme, inside_bucket(path).partition("/")[0], rest.startswith(_ANONYMOUS))
@@ -310,11 +319,15 @@ _REMEDIES = {
 @contextlib.contextmanager
 def arrow_errors(path: str) -> Iterator[None]:
     """Sort pyarrow's errors, which are told apart by their text alone."""
+    import pyarrow as pa
+
     try:
         yield
-    except OSError as error:
+    except (OSError, pa.ArrowInvalid) as error:
         _opened_in_thread.cache_clear()  # a file that is opened again says better what is wrong
         text = " ".join(str(error).split())
+        if isinstance(error, pa.ArrowInvalid):
+            raise UserError(f"{path}: {text[:200]}") from None
         if isinstance(error, FileNotFoundError) or _MISSING.search(text):
             raise FileNotFoundError(path) from None
         if _DENIED.search(text) or _lacks_google_login(text):

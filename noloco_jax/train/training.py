@@ -25,6 +25,7 @@ from noloco_jax.data import (
     check_data,
     check_vocabulary,
     load_tokenizer,
+    makes_same_ids,
     needs_tokenizer,
     train_stream,
 )
@@ -159,6 +160,8 @@ def train(
         contextlib.ExitStack() as others,
     ):
         start = _find_start(config, mode, checkpoints, stop)
+        if start is not None:
+            _check_end(config, checkpoints.saved_config(start), start)
         evaluate_first = start is not None and _lacks_evaluation(config, workdir, start, processes)
         if start is not None and start >= config.num_steps and not evaluate_first and not dry_run:
             note = extension_note(checkpoints.saved_config(start), whole, start)
@@ -175,7 +178,7 @@ def train(
                 line = checkpoints.verify(start)
             if line:
                 console.print(line)
-        given = _given_weights(config) if config.init_from and start is None else None
+        given = _given_weights(config, tokenizer) if config.init_from and start is None else None
         if dry_run:
             return 0
 
@@ -280,6 +283,29 @@ def _find_start(config: TrainConfig, mode: Mode, checkpoints: Checkpointer, stop
     return start
 
 
+def _check_end(config: TrainConfig, before: TrainConfig, start: int) -> None:
+    """Raise `UserError` where a run that was to be longer would end at or before its checkpoint without its last step.
+
+    Args:
+      config: the run.
+      before: the run as the checkpoint has it.
+      start: the checkpoint's step.
+    """
+    if before.num_steps <= start or config.num_steps > start:
+        return
+    stopped = f"the run stopped at step {start} of {before.num_steps}"
+    if config.num_steps < start:
+        raise UserError(
+            f"{stopped}, which is beyond num_steps={config.num_steps}: give num_steps={start} to end it there, or go "
+            "back by --from_step"
+        )
+    if config.outer.final_merge:
+        raise UserError(
+            f"{stopped}, and num_steps={start} leaves no step after which outer.final_merge merges the replicas: give "
+            f"num_steps={start + 1} or more, or leave it out and export their mean"
+        )
+
+
 def _lacks_evaluation(config: TrainConfig, workdir: Path, start: int, processes: Processes) -> bool:
     """Return True if the run stopped after step `start` without evaluating it; the first process decides for all."""
     lacks = is_evaluated(config, start)
@@ -344,8 +370,16 @@ def _peak(config: TrainConfig, programs: Programs) -> float | None:
     return peak and peak.flops_per_second * programs.mesh.size
 
 
-def _given_weights(config: TrainConfig) -> Params:
+def _given_weights(config: TrainConfig, tokenizer: Tokenizer | None) -> Params:
+    """Return the weights of `init_from`, whose folder must not hold a tokenizer of other token ids than the run's."""
     with readable_folder(config.init_from, (".json", ".safetensors")) as folder:
+        beside = load_tokenizer(str(folder.absolute())) if tokenizer and (folder / "tokenizer.json").exists() else None
+        if tokenizer and beside and not makes_same_ids(tokenizer, beside):
+            raise UserError(
+                f"data.tokenizer={config.data.tokenizer!r} makes other token ids than the tokenizer that lies in "
+                f"init_from={config.init_from!r}: give --config.data.tokenizer={config.init_from}, or move "
+                "tokenizer.json away from the weights to train them on other ids"
+            )
         return load_params(folder, config.model)
 
 

@@ -305,3 +305,16 @@ def test_the_shipped_plans_are_valid_comparisons_of_the_stated_number_of_runs(pl
     assert compare.main(flags) == 0
     stated = re.search(r"(\d+) runs", plan.read_text())
     assert stated and capsys.readouterr().out.count("(to do)") == int(stated[1])
+
+
+def test_runs_that_nothing_tells_apart_are_refused(config_file):
+    with pytest.raises(UserError, match=r"inner\.momentum=0\.5-seed7 and .* would be the same run"):
+        plan_of(config_file, methods=["noloco"], vary="inner.momentum=0.5,0.95")
+    with pytest.raises(UserError, match="noloco-seed7 and same-seed7 would be the same run"):
+        plan_of(config_file, methods=["noloco"], variants=["same:outer.fragments=1"])
+    assert len(plan_of(config_file, methods=["noloco"], vary="inner.b1=0.5,0.95").runs) == 2
+
+
+def test_the_end_of_a_list_is_told_by_the_first_of_fields_tuned_together():
+    tune = Choices("inner.lr/inner.min_lr", ("1e-3/1e-4", "2e-3/2e-4", "4e-3/4e-4"))
+    assert [at_end(tune, value) for value in tune.values] == [True, False, True]

@@ -1,6 +1,7 @@
 """Figures, table and charts of a comparison."""
 
 import csv
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -186,3 +187,35 @@ def test_no_chart_of_bytes_is_drawn_without_a_reference(config_file, tmp_path):
     plan = finished(config_file, tmp_path / "out", methods=["noloco"])
     assert not draw_bytes(make_rows(plan, tmp_path / "out"), tmp_path / "bytes.png")
     assert not (tmp_path / "bytes.png").exists()
+
+
+def test_a_diverged_seed_makes_its_methods_mean_and_gap_infinite(config_file, tmp_path):
+    plan = plan_of(config_file, methods=["ddp", "noloco"], seeds=3)
+    for run in plan.runs:
+        last = math.inf if run.variant.method == "noloco" and run.seed == 8 else 10.0
+        train(run, tmp_path, last, merged=last, sent=1600.0 if run.variant.method == "ddp" else 100.0)
+    rows = make_rows(plan, tmp_path)
+    page = report.markdown(plan, rows, "command", {}, [])
+    [line] = [line for line in page.splitlines() if line.startswith("| noloco |")]
+    assert line.count("inf (1 of 3)") == 4  # perplexity and gap, of the replicas and merged
+    ddp, noloco = csv.DictReader(report.table_csv(plan, rows).splitlines())
+    assert (ddp["perplexity_mean"], noloco["perplexity_mean"], noloco["gap_percent_mean"]) == ("10", "inf", "inf")
+    assert draw_bytes(rows, tmp_path / "bytes.png")
+
+
+def test_the_csv_has_the_interval_that_a_method_makes_of_sync_every(config_file, tmp_path):
+    plan = plan_of(config_file, methods=["diloco", "noloco"], vary="outer.sync_every=2,3")
+    for run in plan.runs:
+        train(run, tmp_path, 10.0)
+    lines = csv.DictReader(report.table_csv(plan, make_rows(plan, tmp_path)).splitlines())
+    assert [(line["method"], line["outer.sync_every"]) for line in lines] == [
+        *(("diloco", "4"), ("diloco", "6")),
+        *(("noloco", "2"), ("noloco", "3")),
+    ]
+
+
+def test_a_share_is_written_without_an_exponent():
+    assert [report.format_share(1 / x) for x in (2.34, 17, 184.4, 1234, 20000)] == [
+        *("1/2.34", "1/17", "1/184"),
+        *("1/1234", "1/20000"),
+    ]

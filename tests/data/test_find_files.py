@@ -188,6 +188,27 @@ def test_files_that_name_no_split_are_trained_on_if_none_is_named_train(tmp_path
     assert files_of(tmp_path, ["b.x", "a/a.x", "dev/0.x", "test/0.x"]) == (["a/a.x", "b.x"], "all")
 
 
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["books.x", "train-0.x", "wiki.x"], "not trained on, as others are named train: books.x and 1 more"),
+        (["a.x", "software-testing.x"], "not trained on, as their names say validation or test: software-testing.x"),
+        (["train-0.x", "validation-0.x", "test-0.x"], None),
+        (["a.x", "b.x"], None),
+    ],
+)
+def test_files_left_out_of_training_by_their_names_are_told(tmp_path, capsys, names, told):
+    files_of(tmp_path, names)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(": ")[2] for line in lines] == ([] if told is None else [told])
+
+
+def test_a_file_beside_its_compressed_form_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"a\.x and .*a\.x\.gz hold the same documents: move one of them elsewhere"):
+        write(tmp_path, "a.x", "a.x.gz", "b.x")
+        split_files(options(tmp_path), (".x", ".x.gz"))
+
+
 def test_training_on_only_validation_and_test_files_is_refused(tmp_path):
     with pytest.raises(UserError, match="no file to train on: the names of all 2 say validation or test"):
         files_of(tmp_path, ["dev-0.x", "test-0.x"])

@@ -85,3 +85,13 @@ def test_a_compressed_file_without_its_suffix_is_refused_or_skipped(tmp_path, ca
     lines, _ = read_all([str(file), str(tmp_path / "1.jsonl")], on_bad_shard="skip")
     assert [line.content for line in lines] == [b"three\n"]
     assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz"])
+def test_a_compressed_file_without_a_byte_is_damaged(tmp_path, suffix):
+    files = [str(tmp_path / f"{number}.jsonl{suffix}") for number in range(2)]
+    write_json_lines(tmp_path / f"1.jsonl{suffix}", ["a"])
+    (tmp_path / f"0.jsonl{suffix}").touch()
+    with pytest.raises(UserError, match=r"0\.jsonl"):
+        read_all(files)
+    assert len(read_all(files, on_bad_shard="skip")[0]) == 1

@@ -357,3 +357,24 @@ def test_a_mixture_needs_a_tokenizer_if_any_source_holds_text(tmp_path):
     assert not needs_tokenizer(stored)
     stream = train_stream(stored, None, replica=0, num_replicas=1, seed=0)
     assert "tokenizer" not in stream.source and group_of(next(stream)["input_ids"][0, 0]) == "data.mixture.code"
+
+
+def test_a_source_that_trains_on_anothers_validation_documents_is_refused(tmp_path):
+    for name in ("shelf/books", "shelf/held_back", "web"):
+        write_json_lines(tmp_path / f"{name}.jsonl", [f"{name} {k}" for k in range(60)])
+    books = SourceConfig(kind="jsonl", path=str(tmp_path / "shelf"), weight=1.0)
+    held_back = str(tmp_path / "shelf" / "held_back.jsonl")
+    web = replace(books, path=str(tmp_path / "web.jsonl"), validation_path=held_back)
+    config = DataConfig(kind="mixture", mixture=Entries({"books": books, "web": web}))
+    with pytest.raises(
+        UserError, match=r"data\.mixture\.books trains on .*held_back\.jsonl, of which documents validate"
+    ):
+        check_data(config)
+
+
+def test_two_sources_of_the_same_files_hold_out_the_same_documents(tmp_path):
+    write_json_lines(tmp_path / "own.jsonl", [f"own {k}" for k in range(60)])
+    own = SourceConfig(kind="jsonl", path=str(tmp_path), weight=1.0)
+    check_data(
+        DataConfig(kind="mixture", mixture=Entries({"a": own, "b": replace(own, path=str(tmp_path / "own.jsonl"))}))
+    )

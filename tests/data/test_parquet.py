@@ -192,6 +192,28 @@ def test_labels_take_precedence_over_the_mask_and_a_scalar_label_is_ignored(tmp_
     np.testing.assert_array_equal(all_of_validation(config_for(8), tmp_path)[1], labels)
 
 
+@pytest.mark.parametrize("name", ["labels", "label"])
+def test_a_mask_beside_labels_tells_what_padding_is(tmp_path, name):
+    rows, mask = masked_rows()
+    stored = [labels_by_hand(row, its_mask) for row, its_mask in zip(rows, mask, strict=True)]
+    if name == "labels":
+        stored = [np.where(its_mask, row, -100) for row, its_mask in zip(rows, mask, strict=True)]
+    write_rows(tmp_path / "0.parquet", {"input_ids": list(rows), "attention_mask": list(mask), name: stored})
+    inputs, labels = all_of_validation(config_for(12), tmp_path)
+    kept = [0, 1, 3] if name == "labels" else [0, 1, 2, 3]  # a row of padding alone has no label to train on
+    np.testing.assert_array_equal(inputs, [padding_last(rows[k], mask[k]) for k in kept])
+    np.testing.assert_array_equal(labels, [padding_last(labels_by_hand(rows[k], mask[k]), mask[k]) for k in kept])
+
+
+def test_a_page_whose_checksum_is_wrong_is_refused(tmp_path):
+    path = tmp_path / "0.parquet"
+    texts = pa.table({"text": [f"document {k:03}" for k in range(8)]})
+    pq.write_table(texts, path, compression="none", use_dictionary=False, write_page_checksum=True)
+    path.write_bytes(path.read_bytes().replace(b"document 003", b"dokument 003"))
+    with pytest.raises(UserError, match=r"0\.parquet is damaged .*CRC"):
+        all_of_validation(replace(config_for(8), tokenizer="byte"), tmp_path, ByteTokenizer())
+
+
 def test_a_label_that_equals_the_input_ids_is_refused(tmp_path):
     rows = random_rows(4, 8)
     labels = rows.copy()

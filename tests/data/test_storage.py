@@ -454,3 +454,24 @@ def test_a_run_refuses_a_missing_bucket_before_it_compiles(tmp_path, start):
     assert done.returncode == 2, done.stderr
     assert "data.path='s3://nowhere-here/in': there is no such file, folder or bucket" in done.stderr
     assert time.monotonic() - began < 60
+
+
+def test_an_address_that_pyarrow_cannot_read_is_refused_in_a_line(start):
+    start("s3")
+    with pytest.raises(UserError, match=r"s3://bucket//data: Empty path component"):
+        addresses.list_files("s3://bucket//data", recursive=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "other", "same"),
+    [
+        ("s3://bucket/a", "s3://anonymous@bucket/b", "s3://anonymous@bucket/a"),
+        ("gs://anonymous@bucket/a", "gs://bucket/b", "gs://bucket/a"),
+        ("s3://bucket/a", "gs://anonymous@bucket/b", "s3://bucket/a"),
+        ("folder/a", "s3://anonymous@bucket/b", "folder/a"),
+        ("https://host/a", "https://host/b", "https://host/a"),
+        ("", "s3://anonymous@bucket/b", ""),
+    ],
+)
+def test_addresses_of_one_service_name_a_file_alike(path, other, same):
+    assert addresses.addressed_like(path, other) == same

@@ -85,6 +85,11 @@ def test_a_change_that_keeps_the_arrays_in_the_state_is_permitted(before, now, t
     assert change.on_resume == "may change"
 
 
+def test_changes_of_what_other_fields_leave_unused_are_not_told():
+    idle = from_dict({"inner": {"momentum": 0.5, "decay_share": 0.5}, "mesh": {"routing": "fixed"}})
+    assert changes(CONFIG, idle) == []
+
+
 def test_a_resume_may_leave_out_what_its_run_began_from(tmp_path):
     assert permitted_changes(from_dict({"init_from": "llama"}), CONFIG, tmp_path) == []
 
@@ -163,3 +168,14 @@ def test_settings_that_the_method_ignores_are_listed():
     settings = ["outer.sync_every=5", "outer.group_size=3", "outer.nesterov=True"]
     assert unused_settings(from_dict({"method": "ddp"} | outer)) == settings
     assert unused_settings(CONFIG) == []
+
+
+def test_settings_that_go_with_others_are_listed_without_them():
+    alone = {"model": {"num_experts": 16}, "inner": {"momentum": 0.5, "decay_share": 0.5}, "sample_prompt": "a"}
+    names = ["sample_prompt='a'", "model.num_experts=16", "inner.momentum=0.5", "inner.decay_share=0.5"]
+    assert sorted(unused_settings(from_dict(alone))) == sorted(names)
+    beside = {
+        "model": alone["model"] | {"kind": "moe"},
+        "inner": alone["inner"] | {"optimizer": "muon", "schedule": "wsd"},
+    }
+    assert unused_settings(from_dict(alone | beside | {"sample_tokens": 3})) == []

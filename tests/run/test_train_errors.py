@@ -14,15 +14,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from noloco_jax.config import from_dict, load_config
+from noloco_jax.config import TrainConfig, from_dict, load_config
 from noloco_jax.data import ByteTokenizer
 from noloco_jax.errors import UserError
+from noloco_jax.model.huggingface import save_folder
 from noloco_jax.run import memory
 from noloco_jax.train import training as trainer
 from noloco_jax.train.training import train
 from support import processes
 from support.data_makers import write_c4
 from support.digested import UNLISTED
+from support.model_makers import random_params
 from support.texts import lines_of_words
 
 pytestmark = pytest.mark.timeout(900)
@@ -180,6 +182,39 @@ def test_a_checkpoint_beyond_num_steps_without_evaluations_is_a_complete_run(con
     (workdir / "metrics.jsonl").write_text("".join(line for line in lines if '"kind": "eval"' not in line))
     assert train_here(config, workdir, "--config.num_steps=6") == 0
     assert "the run is complete (8 steps)" in capsys.readouterr().out
+
+
+def of_steps(**values: object) -> TrainConfig:
+    return from_dict({"inner": {"warmup_steps": 0}, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_steps": 4}, "the run stopped at step 8 of 16, which is beyond num_steps=4: give num_steps=8"),
+        ({"num_steps": 8, "outer": {"final_merge": True}}, "num_steps=8 leaves no step after which outer.final_merge"),
+    ],
+)
+def test_a_run_that_would_end_without_its_last_step_is_refused(values, message):
+    with pytest.raises(UserError, match=message):
+        trainer._check_end(of_steps(**values), of_steps(num_steps=16), 8)
+
+
+def test_a_run_may_end_at_its_checkpoint_or_go_on():
+    for before, now in [(16, 8), (16, 9), (8, 4), (8, 8)]:
+        trainer._check_end(of_steps(num_steps=now), of_steps(num_steps=before), 8)
+
+
+def test_weights_that_lie_beside_another_tokenizer_are_refused(tmp_path):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2}
+    config = from_dict({"model": sizes, "init_from": str(tmp_path / "model")})
+    save_folder(config.init_from, random_params(config.model), config.model, "byte", max_position_embeddings=8)
+    trainer._given_weights(config, ByteTokenizer())
+    path = tmp_path / "model" / "tokenizer.json"
+    words = {"type": "WordLevel", "vocab": {"[UNK]": 0, "a": 1}, "unk_token": "[UNK]"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": words}))
+    with pytest.raises(UserError, match=r"data\.tokenizer='byte' makes other token ids than the tokenizer"):
+        trainer._given_weights(config, ByteTokenizer())
 
 
 def test_a_complete_run_tells_of_settings_that_come_too_late(config, trained, tmp_path, capsys):

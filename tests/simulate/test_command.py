@@ -23,10 +23,10 @@ def test_costs_on_the_given_links_are_printed_as_tables(capsys):
     assert rows["bfloat16"][1:] == ["2 GB", "16 s", "61.5 %", "none", "16"]
     assert rows["int8"][1:] == ["1.03 GB", "8.25 s", "45.2 %", "9", "9"]
     assert rows["NoLoCo"][1:] == ["10 steps", "200 MB", "4 GB", "16 s", "1.6 s", "38.5 %", "none"]
-    # An all-reduce over 8 sends 2 · 7/8 of them, FSDP's three collectives 3 · 7/8.
-    assert rows["DiLoCo"][2:6] == ["350 MB", "7 GB", "28 s", "2.8 s"]
-    assert rows["DDP"][2:6] == ["3.5 GB", "87.5 GB", "28 s", "28 s"]
-    assert rows["FSDP"][2:6] == ["5.25 GB", "131 GB", "42 s", "42 s"]
+    # An all-reduce over 8 sends 2 · 7/8 of the 4 GB in float32, which is how others send, FSDP's collectives 3 · 7/8.
+    assert rows["DiLoCo"][2:6] == ["700 MB", "14 GB", "56 s", "5.6 s"]
+    assert rows["DDP"][2:6] == ["7 GB", "175 GB", "56 s", "56 s"]
+    assert rows["FSDP"][2:6] == ["10.5 GB", "262 GB", "84 s", "84 s"]
 
 
 @pytest.mark.parametrize(

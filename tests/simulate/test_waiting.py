@@ -98,8 +98,8 @@ def test_bytes_and_seconds_of_exchanges_match_counts_by_hand():
     # Six replicas in groups of four leave a pair.
     with_rest = dataclasses.replace(SETTING, replicas=6, group_size=4)
     assert group_exchange(with_rest) == pytest.approx(((4 * 3 + 2 * 1) / 6 * 2e9, 6.3))
-    assert all_reduce(SETTING) == pytest.approx((3.5e9, 2 * 3 * 0.1 + 3.5))
-    assert sharded_step(SETTING) == pytest.approx((5.25e9, 3 * 3 * 0.1 + 5.25))
+    assert all_reduce(SETTING) == pytest.approx((7e9, 2 * 3 * 0.1 + 7))
+    assert sharded_step(SETTING) == pytest.approx((10.5e9, 3 * 3 * 0.1 + 10.5))
 
 
 def test_outer_methods_spread_their_cost_over_the_inner_steps():

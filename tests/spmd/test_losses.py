@@ -80,6 +80,12 @@ def test_all_other_replicas_are_computed_one_after_another(config, mesh):
     assert replicas_at_once(config, mesh) == 1
 
 
+def test_a_mesh_without_devices_is_of_no_gpu():
+    sizes = (4, 1, 1, 1)
+    mesh = jax.sharding.AbstractMesh(sizes, ("replica", "stage", "fsdp", "tensor"))
+    assert replicas_at_once(run(4, 128, 512, 2, 256), mesh) == 1
+
+
 def test_stages_are_not_whole_replicas():
     config = run(4, 128, 512, 2, 256)
     assert replicas_at_once(replace(config, mesh=replace(config.mesh, stage=2)), on("gpu")) == 1
