@@ -141,6 +141,9 @@ def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
     is_few = len(shown) <= _NAMED_MARKS
     columns = 2 if max(len(row.label) for row, *_ in shown) <= 20 else 1
     figure, axes = _gap_axes(legend_lines=math.ceil((len(shown) + 2) / columns))
+    sizes = [sent for _, _, sent, *_ in shown if sent > 0]
+    if min(sizes) == max(sizes):
+        axes.set_xlim(sizes[0] / 3, 3 * sizes[0])
     axes.axhline(0, color=_GREY, linewidth=0.8)
     legend = []
     for row, (color, _, mark), sent, gaps, merged, _ in sorted(shown, key=lambda entry: -entry[2]):
@@ -171,16 +174,14 @@ def draw_bytes(rows: Sequence[Row], path: Path) -> bool:
         Line2D([], [], color=_GREY, marker="o", linestyle="", label="full, bar over the seeds: mean of the replicas"),
         Line2D([], [], color=_GREY, marker="D", markerfacecolor="white", linestyle="", label="hollow: merged model"),
     ]
-    sizes = [sent for _, _, sent, *_ in shown if sent > 0]
     is_wide = max(sizes) > 1000 * min(sizes)  # 2 and 5 of each decade would run into one another
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_title("Perplexity above data parallel training, against the bytes that a replica sends")
     axes.set_xlabel("bytes that a replica sends in the whole run")
-    axes.margins(x=0.08)
-    if max(sizes) == min(sizes):
-        axes.set_xlim(sizes[0] / 3, 3 * sizes[0])
+    if min(sizes) < max(sizes):
+        axes.margins(x=0.08)
     figure.legend(handles=legend, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     write_picture(path, figure)
     return True
