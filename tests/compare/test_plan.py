@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from noloco_jax.compare import command as compare
-from noloco_jax.compare.plan import at_end
+from noloco_jax.compare.plan import at_end, check_run
 from noloco_jax.compare.runner import share_of_cores, share_of_gpus, visible_gpus
 from noloco_jax.compare.variants import Choices, make_variants
 from noloco_jax.errors import UserError, main_with_errors
@@ -318,3 +318,13 @@ def test_runs_that_nothing_tells_apart_are_refused(config_file):
 def test_the_end_of_a_list_is_told_by_the_first_of_fields_tuned_together():
     tune = Choices("inner.lr/inner.min_lr", ("1e-3/1e-4", "2e-3/2e-4", "4e-3/4e-4"))
     assert [at_end(tune, value) for value in tune.values] == [True, False, True]
+
+
+def test_a_run_of_another_configuration_than_planned_is_refused(config_file, tmp_path):
+    run = plan_of(config_file, methods=["noloco"]).runs[0]
+    train(run, tmp_path, 10.0)
+    check_run(run, tmp_path)
+    edited = replace(run.config, inner=replace(run.config.inner, lr=run.config.inner.lr / 10))
+    train(replace(run, config=edited), tmp_path, 10.0)
+    with pytest.raises(UserError, match=r"noloco-seed7 has inner\.lr=.* and this one"):
+        check_run(run, tmp_path)
