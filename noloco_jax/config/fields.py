@@ -480,8 +480,12 @@ class TrainConfig:
         "permitted.",
         on_resume="must match",
     )
-    sample_prompt: str = setting("", "Prompt that the merged model continues at the end of the run.", on_resume="free")
-    sample_tokens: int = setting(0, "Tokens to generate after sample_prompt; 0: none.", on_resume="free", minimum=0)
+    sample_prompt: str = setting(
+        "", "Prompt that the merged model continues at the end of the run.", on_resume="may change"
+    )
+    sample_tokens: int = setting(
+        0, "Tokens to generate after sample_prompt; 0: none.", on_resume="may change", minimum=0
+    )
     log_replicas: bool = setting(False, "Log the loss of each replica in the training metrics.", on_resume="free")
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from noloco_jax.config import ModelConfig
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable
-from noloco_jax.model.byte_tokenizer import save_byte_tokenizer
+from noloco_jax.model.byte_tokenizer import begin_with_bos, save_byte_tokenizer
 from noloco_jax.model.huggingface_config import CONFIG_FILE, config_from_folder, family_of, read_json, their_config
 from noloco_jax.model.kind import BUILT_IN, Params, param_axes, param_shapes
 
@@ -236,7 +236,7 @@ def save_folder(
         _write_json(unfinished / CONFIG_FILE, their_config(config, max_position_embeddings) | ids)
         _write_json(unfinished / "generation_config.json", {"_from_model_config": True} | ids)
         if tokenizer is not None:  # ahead of the weights: it may not be there, and they are large
-            _save_tokenizer(tokenizer, unfinished)
+            _save_tokenizer(tokenizer, unfinished, add_bos=bos_id is not None)
         _write_safetensors(unfinished / _WEIGHTS_FILE, params, config)
         if not is_there:
             unfinished.replace(folder)
@@ -272,10 +272,11 @@ def _write_safetensors(path: Path, params: Params, config: ModelConfig) -> None:
         file.write(digest.hexdigest().encode())
 
 
-def _save_tokenizer(name: str, folder: Path) -> None:
+def _save_tokenizer(name: str, folder: Path, *, add_bos: bool) -> None:
+    """Write the tokenizer, which puts BOS in front of a text if the model's documents had it."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would regret that there is no PyTorch
     if name == "byte":
-        save_byte_tokenizer(folder)
+        save_byte_tokenizer(folder, add_bos=add_bos)
         return
     from transformers import AutoTokenizer
 
@@ -283,6 +284,8 @@ def _save_tokenizer(name: str, folder: Path) -> None:
 
     with local_tokenizer(name) as given:
         loaded = AutoTokenizer.from_pretrained(given, token=os.environ.get("HF_TOKEN"))
+    if add_bos and getattr(loaded, "backend_tokenizer", None) is not None and loaded.bos_token is not None:
+        begin_with_bos(loaded.backend_tokenizer, loaded.bos_token)
     loaded.save_pretrained(folder)
 
 

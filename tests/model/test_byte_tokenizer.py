@@ -3,10 +3,11 @@
 import random
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from noloco_jax.data import ByteTokenizer
-from noloco_jax.model.byte_tokenizer import save_byte_tokenizer
+from noloco_jax.data import ByteTokenizer, load_tokenizer
+from noloco_jax.model.byte_tokenizer import begin_with_bos, save_byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +47,25 @@ def test_special_tokens_have_the_ids_of_training(loaded):
     assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (ours.bos_id, ours.eos_id, 258)
     assert len(loaded) == ours.vocab_size
     assert loaded.decode([256, 104, 105, 257], skip_special_tokens=True) == "hi"
+
+
+def test_a_text_begins_with_bos_where_documents_did_in_training(tmp_path):
+    save_byte_tokenizer(tmp_path, add_bos=True)
+    assert AutoTokenizer.from_pretrained(tmp_path)("hi")["input_ids"] == [256, 104, 105]
+    assert load_tokenizer(str(tmp_path)).encode("hi").tolist() == [
+        104,
+        105,
+    ]  # for data, which mark documents themselves
+
+
+@pytest.mark.parametrize("own", [None, processors.ByteLevel(trim_offsets=False)])
+def test_bos_is_put_in_front_once_whatever_a_tokenizer_does_by_itself(own):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<s>"])
+    if own is not None:
+        tokenizer.post_processor = own
+    for _ in range(2):
+        begin_with_bos(tokenizer, "<s>")
+        assert tokenizer.encode("b a").ids == [2, 1, 0]
+        assert tokenizer.encode("b a", add_special_tokens=False).ids == [1, 0]

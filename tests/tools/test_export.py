@@ -140,7 +140,11 @@ def test_a_byte_model_is_exported_with_a_byte_tokenizer(run, tmp_path):
     assert names == {
         *("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
     }
-    assert AutoTokenizer.from_pretrained(tmp_path / "out")("é")["input_ids"] == [0xC3, 0xA9]
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("é")["input_ids"] == [
+        256,
+        0xC3,
+        0xA9,
+    ]  # BOS first, as in training
 
 
 @pytest.mark.parametrize(
@@ -186,7 +190,9 @@ def test_transformers_finds_model_config_and_tokenizer_of_a_run(tmp_path):
     given = AutoTokenizer.from_pretrained(TOKENIZER)
     assert (config.vocab_size, config.max_position_embeddings) == (4096, 128)
     assert (config.bos_token_id, config.eos_token_id) == (given.bos_token_id, given.eos_token_id)
-    assert tokenizer("A day at sea.")["input_ids"] == given("A day at sea.")["input_ids"]
+    assert tokenizer("A day at sea.")["input_ids"] == [given.bos_token_id, *given("A day at sea.")["input_ids"]]
+    args = generate._parser().parse_args([f"--model={tmp_path / 'out'}", "--prompt=A day at sea."])
+    assert generate._from_folder(args, tmp_path / "out").prompt_ids == tokenizer("A day at sea.")["input_ids"]
 
 
 @pytest.mark.skipif(not TOKENIZER.is_dir(), reason="the tokenizer of ../shared is not here")
