@@ -191,7 +191,9 @@ def test_transformers_finds_model_config_and_tokenizer_of_a_run(tmp_path):
     assert (config.vocab_size, config.max_position_embeddings) == (4096, 128)
     assert (config.bos_token_id, config.eos_token_id) == (given.bos_token_id, given.eos_token_id)
     assert tokenizer("A day at sea.")["input_ids"] == [given.bos_token_id, *given("A day at sea.")["input_ids"]]
-    args = generate._parser().parse_args([f"--model={tmp_path / 'out'}", "--prompt=A day at sea."])
+    args = generate._parser().parse_args(
+        [f"--model={tmp_path / 'out'}", "--prompt=A day at sea.", "--max_new_tokens=9"]
+    )
     assert generate._from_folder(args, tmp_path / "out").prompt_ids == tokenizer("A day at sea.")["input_ids"]
 
 
