@@ -170,13 +170,14 @@ def remarks(plan: Plan, rows: Sequence[Row]) -> list[str]:
 
 
 def _setting(plan: Plan, rows: Sequence[Row]) -> str:
-    config = rows[0].runs[0].config
+    usual = next((row for row in rows if not row.variant.settings), rows[0])  # what variants set is listed behind it
+    config = usual.runs[0].config
     model, data = config.model, config.data
     rates = {row.runs[0].config.inner.lr for row in rows}
     text = (
         f"Hidden size {model.hidden_size}, {model.num_layers} layers, {config.num_replicas} replicas x "
         f"{data.batch_size} sequences x {data.sequence_length} tokens, {config.num_steps} steps "
-        f"({rows[0].curves[0].tokens[-1]:,} tokens), "
+        f"({usual.curves[0].tokens[-1]:,} tokens), "
         + (f"inner lr {config.inner.lr:g}, " if len(rates) == 1 else "")
         + f"{data.kind} data"
     )

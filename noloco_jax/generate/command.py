@@ -31,6 +31,7 @@ from noloco_jax.run.trained_model import load_for_export
 from noloco_jax.storage.local_copies import readable_folder, workdir_of_flag
 
 _MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
+_LEAST_TEMPERATURE = 1e-6  # logits over less overflow
 
 
 class _Loaded(NamedTuple):
@@ -87,8 +88,11 @@ def _check(args: argparse.Namespace) -> None:
     """Raise `UserError` for values that no model could make sense of."""
     if args.max_new_tokens < 1:
         raise UserError(f"--max_new_tokens={args.max_new_tokens} is below 1: raise it")
-    if not (args.temperature >= 0 and math.isfinite(args.temperature)):
-        raise UserError(f"--temperature={args.temperature} is not 0 or above: give 0 for greedy, or around 1")
+    if not (args.temperature == 0 or _LEAST_TEMPERATURE <= args.temperature < math.inf):
+        raise UserError(
+            f"--temperature={args.temperature} is neither 0 nor {_LEAST_TEMPERATURE} or more: give 0 for greedy, or "
+            "around 1"
+        )
     if args.top_k is not None and args.top_k < 1:
         raise UserError(f"--top_k={args.top_k} is below 1: raise it, or leave it out")
     if args.seed < 0:

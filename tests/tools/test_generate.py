@@ -87,8 +87,9 @@ def test_an_empty_prompt_starts_from_the_beginning_of_text(folder, capsys):
     ("flags", "message"),
     [
         (["--max_new_tokens=0"], "--max_new_tokens=0 is below 1"),
-        (["--temperature=-1"], r"--temperature=-1\.0 is not 0 or above"),
-        (["--temperature=nan"], "--temperature=nan is not 0 or above"),
+        (["--temperature=-1"], r"--temperature=-1\.0 is neither 0 nor 1e-06 or more"),
+        (["--temperature=nan"], "--temperature=nan is neither 0 nor"),
+        (["--temperature=1e-40"], "--temperature=1e-40 is neither 0 nor"),
         (["--top_k=0"], "--top_k=0 is below 1"),
         (["--top_k=260"], "--top_k=260 is more than the vocabulary of 259"),
         (["--seed=-1"], "--seed=-1 is below 0"),
