@@ -170,6 +170,12 @@ def test_the_banner_lists_settings_left_at_the_methods_defaults(config, tmp_path
     assert "at diloco's defaults: momentum=0.9, nesterov=True\n" in banner
 
 
+def test_the_banner_tells_of_a_run_without_an_outer_step(config, tmp_path, capsys):
+    flags = ["--config.num_steps=8", "--config.outer.sync_every=50"]
+    assert train_here(config, tmp_path / "workdir", *flags, dry_run=True) == 0
+    assert "none, as 8 steps have no outer step: lower outer.sync_every=50" in capsys.readouterr().out
+
+
 def test_an_empty_sample_prompt_without_bos_is_refused(config, tmp_path):
     line = refusal(config, tmp_path, "--config.sample_tokens=5", "--config.data.add_bos=False")
     assert "sample_prompt='' has no tokens" in line
