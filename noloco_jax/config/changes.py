@@ -36,13 +36,8 @@ def changes(before: TrainConfig, now: TrainConfig) -> list[Change]:
 
 
 def _on_resume(path: str, usual: OnResume, before: TrainConfig, now: TrainConfig) -> OnResume:
-    """Return "must match" for a change that adds arrays to the state in a checkpoint, or removes them.
-
-    `init_from` may be left out at a resume, which does not read it; another value would have no effect.
-    """
+    """Return "must match" for a change that adds arrays to the state in a checkpoint, or removes them."""
     left, right = before.outer, now.outer
-    if path == "init_from" and not now.init_from:
-        return "free"
     if path == "outer.moments" and right.delay and (left.moments > 0) != (right.moments > 0):
         return "must match"
     if path == "outer.wire" and (left.wire in MODULO_BITS) != (right.wire in MODULO_BITS):

@@ -50,12 +50,14 @@ def saved_config(record: Mapping[str, Any], where: str) -> TrainConfig:
 def permitted_changes(before: TrainConfig, now: TrainConfig, where: str) -> list[Change]:
     """Return the fields whose values differ from the checkpoint in `where`, without those that may always change.
 
+    `init_from` may be left out, as a resume does not read it; another value would have no effect.
+
     Raises:
       UserError: for a field that must match.
     """
     found = changes(before, now)
     for change in found:
-        if change.on_resume == "must match":
+        if change.on_resume == "must match" and (change.field != "init_from" or change.now):
             raise UserError(
                 f"{where} holds a checkpoint with {change.field}={change.before!r}, the config has {change.now!r}: "
                 f"give {_former(change)} to resume that run, or another --workdir"

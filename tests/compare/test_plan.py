@@ -328,3 +328,6 @@ def test_a_run_of_another_configuration_than_planned_is_refused(config_file, tmp
     train(replace(run, config=edited), tmp_path, 10.0)
     with pytest.raises(UserError, match=r"noloco-seed7 has inner\.lr=.* and this one"):
         check_run(run, tmp_path)
+    train(replace(run, config=replace(run.config, init_from="llama")), tmp_path, 10.0)
+    with pytest.raises(UserError, match="noloco-seed7 has init_from='llama' and this one ''"):
+        check_run(run, tmp_path)
