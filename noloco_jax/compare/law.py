@@ -12,8 +12,8 @@ from noloco_jax.compare.variants import Variant
 from noloco_jax.config import TrainConfig
 from noloco_jax.run.messages import num_outer_steps
 
-# Fields that change little but the number of meetings.
-_FREQUENCY = {"num_steps", "outer.sync_every", "checkpoint_every", "eval_every", "inner.warmup_steps"}
+_FREQUENCY = {"num_steps", "outer.sync_every"}  # fields that change little but the number of meetings
+_WITH_LENGTH = {"checkpoint_every", "eval_every", "inner.warmup_steps"}  # fields that go along with num_steps
 _UNIT = 100  # meetings
 _LEAST = 4  # points: two parameters, their error, and one to predict
 
@@ -87,8 +87,13 @@ def predictions(plan: Plan, rows: Sequence[Row], laws: Sequence[Law]) -> Iterato
             yield f"{variant.name}: +{gap:.1f} % ({gap / factor:.1f} to {gap * factor:.1f})"
 
 
+def _is_frequency(fields: set[str]) -> bool:
+    """Return True if fields that vary together change little but the number of meetings."""
+    return bool(fields & _FREQUENCY) and fields <= _FREQUENCY | _WITH_LENGTH
+
+
 def _group(plan: Plan, variant: Variant) -> tuple:
-    others = (choices for choices in plan.vary if not set(choices.fields) <= _FREQUENCY)
+    others = (choices for choices in plan.vary if not _is_frequency(set(choices.fields)))
     return variant.title, *(variant.value_of(choices) for choices in others)
 
 

@@ -166,8 +166,9 @@ def make_plan(
             raise UserError(
                 f"two runs would be called {name}: change the values of --vary or --tune, or a variant's name"
             )
-    for one, other in itertools.combinations(runs, 2):
-        if one.seed == other.seed and not changes(one.config, other.config):
+    of_first_seed = [run for run in runs if run.seed == base.seed]  # those of another differ as these do
+    for one, other in itertools.combinations(of_first_seed, 2):
+        if not changes(one.config, other.config):
             raise UserError(
                 f"{one.name} and {other.name} would be the same run: what tells them apart has no effect on them, so "
                 "leave one out"

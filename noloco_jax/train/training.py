@@ -31,6 +31,7 @@ from noloco_jax.data import (
 )
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_file, check_writable, full_disk_told
+from noloco_jax.methods import method_of
 from noloco_jax.model.huggingface import check_has_format, load_params
 from noloco_jax.model.kind import Params, check_generates, check_kind
 from noloco_jax.patience import told_if_slow
@@ -299,7 +300,7 @@ def _check_end(config: TrainConfig, before: TrainConfig, start: int) -> None:
             f"{stopped}, which is beyond num_steps={config.num_steps}: give num_steps={start} to end it there, or go "
             "back by --from_step"
         )
-    if config.outer.final_merge:
+    if config.outer.final_merge and method_of(config).has_outer_steps:
         raise UserError(
             f"{stopped}, and num_steps={start} leaves no step after which outer.final_merge merges the replicas: give "
             f"num_steps={start + 1} or more, or leave it out and export their mean"

@@ -88,6 +88,16 @@ def test_variants_that_differ_in_more_than_meetings_get_separate_laws(config_fil
     assert [law.power for law in fit_laws(plan, make_rows(plan, tmp_path))] == pytest.approx([0.5, 0.9])
 
 
+def test_a_warmup_that_varies_by_itself_gets_separate_laws(config_file, tmp_path):
+    vary = ("outer.sync_every=1,2,4,8", "inner.warmup_steps=1,2")
+    plan = plan_of(config_file, methods=["ddp", "noloco"], vary=vary)
+    for run in plan.runs:
+        power = {1: 0.5, 2: 0.9}[run.config.inner.warmup_steps]
+        above = num_meetings(run.config) ** -power if run.variant.method == "noloco" else 0.0
+        train(run, tmp_path, 10 * (1 + above))
+    assert [law.power for law in fit_laws(plan, make_rows(plan, tmp_path))] == pytest.approx([0.5, 0.9])
+
+
 def test_no_law_is_fitted_over_intervals_that_bring_another_wire_format_with_them(config_file, tmp_path):
     vary = "outer.sync_every/outer.wire=1/int4,2/int6,4/int8,8/float32"
     plan = plan_of(config_file, methods=["ddp", "noloco"], vary=vary)
