@@ -141,6 +141,34 @@ def open_source(
             options = options._replace(shuffle_buffer=1)
         if config.validation_path:
             options = options._replace(path=config.validation_path, field=options.validation_field, exclude=config.path)
+    return _source(config, options, tokenizer, vocab_size)
+
+
+def open_documents(
+    config: "DataConfig", tokenizer: Tokenizer | None, *, field: str, vocab_size: int | None = None
+) -> Source:
+    """Open all documents below `config.path`, which `field` names in error messages, in the order of the files.
+
+    Of a folder whose files are named after splits, those of validation or test alone, as of a `validation_path`.
+    """
+    options = SourceOptions(
+        path=config.path,
+        field=field,
+        split="validation",
+        holds_both_splits=False,
+        exclude="",
+        seed=0,
+        shuffle_buffer=1,
+        on_bad_shard=config.on_bad_shard,
+        text_column=config.text_column,
+    )
+    return _source(config, options, tokenizer, vocab_size)
+
+
+def _source(
+    config: "DataConfig", options: SourceOptions, tokenizer: Tokenizer | None, vocab_size: int | None
+) -> Source:
+    """Open the documents of `options` as `config.kind`."""
     encode: EncodeTexts = _no_encoder
     if tokenizer is not None:
         encode = DocumentEncoder(tokenizer, add_bos=config.add_bos, add_eos=config.add_eos)
@@ -155,7 +183,7 @@ def open_source(
     if config.kind == "parquet":
         files, part = split_files(options, PARQUET_SUFFIXES)
         return ParquetSource(options, files, part, encode, config.sequence_length, vocab_size)
-    raise UserError(f'{group}.kind={config.kind!r}: the kinds are "c4", "jsonl", "parquet" and "text"')
+    raise UserError(f'{options.kind_field}={config.kind!r}: the kinds are "c4", "jsonl", "parquet" and "text"')
 
 
 def _same_place(path: str, other: str) -> bool:

@@ -115,6 +115,11 @@ class SourceOptions(NamedTuple):
         return f"{self._group}.validation_path"
 
     @property
+    def kind_field(self) -> str:
+        """The field that names the format of the files."""
+        return f"{self._group}.kind"
+
+    @property
     def text_column_field(self) -> str:
         """The field that names the column of the text."""
         return f"{self._group}.text_column"

@@ -1,4 +1,4 @@
-"""Batches to train on, whose iterator owns the position in the data, and batches to validate on.
+"""Batches to train on, whose iterator owns the position in the data.
 
 Shapes: B sequences of T tokens.
 """
@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from noloco_jax.data.from_config import Mixture, mixture_of, open_sources, source_name
+from noloco_jax.data.from_config import Mixture, mixture_of, open_sources
 from noloco_jax.data.identity import CONTENT_FACTS
-from noloco_jax.data.packing import HostBatch, HostSequence, Packer
+from noloco_jax.data.packing import HostBatch, HostSequence
 from noloco_jax.data.positions import DataPosition, start_position
 from noloco_jax.data.source import Source
 from noloco_jax.data.tokenizers import Tokenizer
 from noloco_jax.errors import UserError
-from noloco_jax.labels import IGNORED_LABEL
 
 if TYPE_CHECKING:
     import grain
@@ -289,94 +288,3 @@ def _token_facts(config: "DataConfig", tokenizer: Tokenizer | None, sources: Map
     if tokenizer is not None and any(source.num_columns == 1 for source in sources.values()):
         known |= {"tokenizer": tokenizer.fingerprint, "add_bos": config.add_bos, "add_eos": config.add_eos}
     return known
-
-
-def validation_batches(
-    config: "DataConfig",
-    tokenizer: Tokenizer | None,
-    *,
-    num_batches: int,
-    vocab_size: int | None = None,
-) -> list[HostBatch]:
-    """Return the first `num_batches` batches of the validation documents in an order that no seed changes.
-
-    Of a mixture, each source has its share of the sequences. There are fewer batches where the documents, those of any
-    source, hold fewer: none is repeated, and the last one is filled up with ignored labels.
-
-    Args: see `train_stream`.
-
-    Raises:
-      UserError: as `train_stream`, and for documents without a label to score.
-    """
-    sources = open_sources(config, tokenizer, validation=True, seed=0, vocab_size=vocab_size)
-    return _first_batches(sources, mixture_of(config), config, num_batches)
-
-
-def validation_by_source(
-    config: "DataConfig",
-    tokenizer: Tokenizer | None,
-    *,
-    num_batches: int,
-    vocab_size: int | None = None,
-) -> dict[str, list[HostBatch]]:
-    """Return the name of each source of a mixture -> its `validation_batches`, as if it were the only one.
-
-    Empty for data that are no mixture. Args and Raises: see `validation_batches`.
-    """
-    if config.kind != "mixture":
-        return {}
-    sources = open_sources(config, tokenizer, validation=True, seed=0, vocab_size=vocab_size)
-    return {
-        source_name(group): _first_batches({group: source}, Mixture({group: 1.0}), config, num_batches)
-        for group, source in sources.items()
-    }
-
-
-def _first_batches(
-    sources: Mapping[str, Source], mixture: Mixture, config: "DataConfig", num_batches: int
-) -> list[HostBatch]:
-    """Return up to `num_batches` batches of the sources' sequences in the order of `mixture`."""
-    batch_size = config.batch_size
-    rows: list[HostSequence] = []
-    with ExitStack() as stack:
-        sequences = {
-            group: stack.enter_context(closing(_validation_sequences(group, source, config)))
-            for group, source in sources.items()
-        }
-        for place in range(num_batches * batch_size):
-            row = next(sequences[mixture.source_at(place)], None)
-            if row is None:
-                break
-            rows.append(row)
-    if rows:
-        ignored = {key: np.full_like(x, IGNORED_LABEL if key == "labels" else 0) for key, x in rows[0].items()}
-        rows += [ignored] * (-len(rows) % batch_size)
-    return [
-        {key: np.stack([row[key] for row in rows[start : start + batch_size]]) for key in rows[0]}
-        for start in range(0, len(rows), batch_size)
-    ]
-
-
-def _validation_sequences(group: str, source: Source, config: "DataConfig") -> Generator[HostSequence]:
-    """Yield the documents as sequences; the last one may be filled up with ignored labels."""
-    packer = Packer(source.num_columns, config.sequence_length, document_mask=config.document_mask)
-    position = start_position(0, 1)  # nobody asks where these sequences end
-    start, any_yet = 0, False
-    with closing(source.open_shard(0, 0, 1, ())) as shard:
-        while True:
-            records = [shard.get(start + k) for k in range(source.chunk_size)]
-            for document in source.load([record for record in records if record is not None]):
-                packer.add(document, position)
-            while packer.full:
-                any_yet = True
-                yield packer.pop()
-            start += source.chunk_size
-            if records[-1] is None:
-                break
-    rest = packer.pop_rest()
-    if rest is not None:
-        yield rest
-    elif not any_yet:
-        raise UserError(
-            f"the validation documents of {source.name} hold no token to predict: give {group}.validation_path"
-        )

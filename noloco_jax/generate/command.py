@@ -8,72 +8,48 @@ import argparse
 import math
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from noloco_jax import draws
-from noloco_jax.config import ModelConfig, from_dict, load_saved, make_parser
-from noloco_jax.data import Tokenizer, check_vocabulary, load_tokenizer
+from noloco_jax.config import ModelConfig, make_parser
 from noloco_jax.errors import UserError
 from noloco_jax.formatting import format_memory
 from noloco_jax.model.decode import generate
-from noloco_jax.model.huggingface import config_from_folder, load_params
-from noloco_jax.model.huggingface_config import CONFIG_FILE, max_positions, read_json
-from noloco_jax.model.kind import Params, check_generates, kind_of
-from noloco_jax.run.bucket_reading import readable_workdir
+from noloco_jax.model.kind import check_generates, kind_of
+from noloco_jax.run.given_model import GivenModel, define_model_flags, opened_model
 from noloco_jax.run.memory import device_memory
-from noloco_jax.run.model_folder import tokenizer_of
 from noloco_jax.run.sample import prompt_ids
-from noloco_jax.run.trained_model import load_for_export
-from noloco_jax.storage.local_copies import readable_folder, workdir_of_flag
 
-_MODEL_SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 _LEAST_TEMPERATURE = 1e-6  # logits over less overflow
-
-
-class _Loaded(NamedTuple):
-    config: ModelConfig
-    params: Params
-    tokenizer: Tokenizer
-    prompt_ids: list[int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the prompt and what follows it."""
     args = _parser().parse_args(argv)
     _check(args)
-    if args.model is not None:
-        with readable_folder(args.model, _MODEL_SUFFIXES) as folder:
-            loaded = _from_folder(args, folder)
-    else:
-        with readable_workdir(args.workdir) as workdir:
-            loaded = _from_workdir(args, workdir)
+    with opened_model(args) as model:
+        ids = _checked_prompt(args, model)
+        params = model.load()
+    tokenizer = model.tokenizer()
     ids_BS = generate(
-        loaded.config,
-        loaded.params,
-        np.asarray([loaded.prompt_ids], np.int32),
+        model.config,
+        params,
+        np.asarray([ids], np.int32),
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
         key=draws.key(args.seed),
-        eos_id=loaded.tokenizer.eos_id,
+        eos_id=tokenizer.eos_id,
     )
-    print(loaded.tokenizer.decode(np.asarray(ids_BS)[0]))
+    print(tokenizer.decode(np.asarray(ids_BS)[0]))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(__doc__ or "", prog="python -m noloco_jax.generate")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--model", help="a Hugging Face folder of a Llama, Mistral, Qwen 2 or 3, weights as safetensors"
-    )
-    source.add_argument("--workdir", type=workdir_of_flag, help="a run's folder or address, with a checkpoint in it")
-    parser.add_argument("--replica", type=int, help="of the run, counted from 0; without it, the mean of all replicas")
-    parser.add_argument("--tokenizer", help='for --model without one: a tokenizer\'s name or folder, or "byte"')
+    define_model_flags(parser)
     parser.add_argument("--prompt", default="", help="the text to continue (default: none, from the beginning of text)")
     parser.add_argument("--max_new_tokens", type=int, default=200, help="tokens to write (default %(default)s)")
     parser.add_argument(
@@ -97,50 +73,20 @@ def _check(args: argparse.Namespace) -> None:
         raise UserError(f"--top_k={args.top_k} is below 1: raise it, or leave it out")
     if args.seed < 0:
         raise UserError(f"--seed={args.seed} is below 0: raise it")
-    if args.model and args.replica is not None:
-        raise UserError(f"--replica={args.replica} is of a run: give --workdir instead of --model, or leave it out")
 
 
-def _from_folder(args: argparse.Namespace, folder: Path) -> _Loaded:
-    config = from_dict({"model": config_from_folder(folder)}).model
-    if args.tokenizer is None and not any(folder.glob("tokenizer*")):
-        raise UserError(f'{folder} has no tokenizer: give --tokenizer, a name or folder, or "byte"')
-    tokenizer = load_tokenizer(str(folder.absolute()) if args.tokenizer is None else args.tokenizer)
-    add_bos = read_json(folder / CONFIG_FILE).get("bos_token_id", 0) is not None
-    ids = _checked_prompt(args, config, tokenizer, add_bos=add_bos, trained_length=max_positions(folder))
-    return _Loaded(config, load_params(folder, config), tokenizer, ids)
-
-
-def _from_workdir(args: argparse.Namespace, workdir: Path) -> _Loaded:
-    run = load_saved(workdir)
-    tokenizer = tokenizer_of(run.data)
-    if tokenizer is None:
-        if args.tokenizer is None:
-            raise UserError(
-                f"the run in {args.workdir} read token ids, or its data are no longer there to tell: give --tokenizer, "
-                'a name or folder, or "byte"'
-            )
-        tokenizer = load_tokenizer(args.tokenizer)
-    elif args.tokenizer is not None:
-        raise UserError(f"--tokenizer={args.tokenizer}: the run in --workdir brings its own, leave it out")
-    ids = _checked_prompt(args, run.model, tokenizer, add_bos=run.data.add_bos, trained_length=run.data.sequence_length)
-    return _Loaded(run.model, load_for_export(workdir, args.replica, tokenizer)[1], tokenizer, ids)
-
-
-def _checked_prompt(
-    args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer, *, add_bos: bool, trained_length: int | None
-) -> list[int]:
+def _checked_prompt(args: argparse.Namespace, model: GivenModel) -> list[int]:
     """Return the prompt as the model saw texts in training, before any weights are read."""
-    check_generates(config)
-    check_vocabulary(tokenizer, config.vocab_size)
-    if args.top_k is not None and args.top_k > config.vocab_size:
-        raise UserError(f"--top_k={args.top_k} is more than the vocabulary of {config.vocab_size}: lower it")
-    ids = prompt_ids(tokenizer, args.prompt, add_bos=add_bos)
+    check_generates(model.config)
+    tokenizer = model.tokenizer()
+    if args.top_k is not None and args.top_k > model.config.vocab_size:
+        raise UserError(f"--top_k={args.top_k} is more than the vocabulary of {model.config.vocab_size}: lower it")
+    ids = prompt_ids(tokenizer, args.prompt, add_bos=model.data.add_bos)
     if not ids:
         raise UserError(
             f"--prompt={args.prompt!r} is no token, and {tokenizer.name!r} no BOS to start from: give a prompt"
         )
-    _check_length(config, len(ids), args.max_new_tokens, trained_length)
+    _check_length(model.config, len(ids), args.max_new_tokens, model.trained_length)
     return ids
 
 

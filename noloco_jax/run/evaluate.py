@@ -1,6 +1,6 @@
 """Validation: perplexity of every replica and of the merged model, and the replica spread; for an island, its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,12 +52,15 @@ def evaluate(programs: Programs, params: PyTree, validation: Validation) -> dict
     """
     sources = validation.by_source
     losses = _replica_losses(programs, params, validation.batches)
-    figures = {"perplexity": _exp(losses.mean()), "perplexity_replicas": [_exp(loss) for loss in losses]}
+    figures = {
+        "perplexity": perplexity_of(losses.mean()),
+        "perplexity_replicas": [perplexity_of(loss) for loss in losses],
+    }
     merged = programs.merge(params)
     figures["perplexity_merged"] = _merged_perplexity(programs, merged, validation.batches)
     if sources:
         figures["perplexity_by_source"] = {
-            name: _exp(_replica_losses(programs, params, sources[name]).mean()) for name in sources
+            name: perplexity_of(_replica_losses(programs, params, sources[name]).mean()) for name in sources
         }
         figures["perplexity_merged_by_source"] = {
             name: _merged_perplexity(programs, merged, sources[name]) for name in sources
@@ -76,13 +79,20 @@ def evaluate_alone(programs: Programs, params: PyTree, validation: Validation) -
     return found
 
 
+def loss_of_one(programs: Programs, params: PyTree, batches: Iterable[HostBatch]) -> tuple[float, int]:
+    """Return the summed token loss, in nats, and the number of tokens of a run's only replica. Blocks."""
+    (summed,), (tokens,) = _losses(programs, params, ([batch] for batch in batches))
+    return float(summed), int(tokens)
+
+
 def _own_perplexity(programs: Programs, params: PyTree, batches: Sequence[HostBatch]) -> float:
     """Return exp of the token loss of a run's only replica."""
     (loss,) = _replica_losses(programs, params, batches)
-    return _exp(loss)
+    return perplexity_of(loss)
 
 
-def _exp(loss: np.floating) -> float:
+def perplexity_of(loss: float | np.floating) -> float:
+    """Return exp of a mean token loss."""
     with np.errstate(over="ignore"):  # the perplexity of a diverged replica is infinite
         return float(np.exp(loss))
 
@@ -94,7 +104,7 @@ def _merged_perplexity(programs: Programs, merged: PyTree, batches: Sequence[Hos
     rounds = [batches[start : start + num_replicas] for start in range(0, len(batches), num_replicas)]
     rounds = [[*part, *[nothing] * (num_replicas - len(part))] for part in rounds]
     summed, tokens = _losses(programs, merged, rounds).sum(axis=1)
-    return _exp(summed / tokens)
+    return perplexity_of(summed / tokens)
 
 
 def _replica_losses(programs: Programs, params: PyTree, batches: Sequence[HostBatch]) -> np.ndarray:
@@ -104,9 +114,9 @@ def _replica_losses(programs: Programs, params: PyTree, batches: Sequence[HostBa
     return sums / tokens
 
 
-def _losses(programs: Programs, params: PyTree, rounds: Sequence[Sequence[HostBatch]]) -> np.ndarray:
+def _losses(programs: Programs, params: PyTree, rounds: Iterable[Sequence[HostBatch]]) -> np.ndarray:
     """Return the summed loss and the number of tokens of every replica over its batches, float64 (2, N)."""
-    total = np.zeros((2, len(rounds[0])))
+    total = np.zeros((2, programs.batch["input_ids"].shape[0]))
     waiting = None
     for part in rounds:
         result = programs.evaluate(params, place_batch(dict(enumerate(part)), programs.batch))

@@ -8,4 +8,15 @@ GOLDEN = ROOT / "tests" / "golden"
 SHARED = ROOT.parent / "shared"
 
 # What `python -m noloco_jax.NAME` runs.
-TOOLS = ("train", "bench", "compare", "communication", "simulate", "lateness", "export", "generate", "island")
+TOOLS = (
+    "train",
+    "bench",
+    "compare",
+    "communication",
+    "simulate",
+    "lateness",
+    "evaluate",
+    "export",
+    "generate",
+    "island",
+)

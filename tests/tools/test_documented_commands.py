@@ -38,6 +38,7 @@ ADDED = {
     "compare": ["--dry_run", *DATA],
     "simulate": [],
     "export": [],
+    "evaluate": ["--tokens=100"],
     "generate": ["--max_new_tokens=2"],
     "island train": ["--dry_run", *MODEL, *DATA],
     "island scatter": [],
@@ -92,6 +93,7 @@ def folder(tmp_path_factory) -> Path:
     write_c4(path / "c4/en", [lines[:50], lines[50:100]])
     write_c4(path / "c4/en", [lines[100:]], "validation")
     (path / "roster.toml").write_text(ROSTER)
+    (path / "README.md").write_text("A page to evaluate on.")
     (path / "runs").mkdir()
     (path / "runs/quickstart").symlink_to("c4")
     return path

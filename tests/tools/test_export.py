@@ -26,6 +26,7 @@ from noloco_jax.export import command as export
 from noloco_jax.generate import command as generate
 from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.run.checkpoint import Checkpointer
+from noloco_jax.run.given_model import opened_model
 from noloco_jax.run.trained_model import load_for_export
 from noloco_jax.storage import objects
 from support import buckets
@@ -51,6 +52,13 @@ def exported(folder):
     config = from_dict({"model": config_from_folder(folder)}).model
     assert config == CONFIG.model
     return load_params(folder, config)
+
+
+def prompted_with(folder, text):
+    """The ids that `generate` continues."""
+    args = generate._parser().parse_args([f"--model={folder}", f"--prompt={text}", "--max_new_tokens=9"])
+    with opened_model(args) as model:
+        return generate._checked_prompt(args, model)
 
 
 def test_the_merged_model_is_the_mean_of_the_replicas(run, tmp_path, capsys):
@@ -173,8 +181,7 @@ def test_special_tokens_that_no_document_had_are_not_exported_and_not_prompted_w
     export.main([f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"])
     written = json.loads((tmp_path / "out/config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"]) == (None, None)
-    args = generate._parser().parse_args([f"--model={tmp_path / 'out'}", "--prompt=ab", "--max_new_tokens=9"])
-    assert generate._from_folder(args, tmp_path / "out").prompt_ids == [97, 98]
+    assert prompted_with(tmp_path / "out", "ab") == [97, 98]
 
 
 @pytest.mark.skipif(not TOKENIZER.is_dir(), reason="the tokenizer of ../shared is not here")
@@ -191,10 +198,7 @@ def test_transformers_finds_model_config_and_tokenizer_of_a_run(tmp_path):
     assert (config.vocab_size, config.max_position_embeddings) == (4096, 128)
     assert (config.bos_token_id, config.eos_token_id) == (given.bos_token_id, given.eos_token_id)
     assert tokenizer("A day at sea.")["input_ids"] == [given.bos_token_id, *given("A day at sea.")["input_ids"]]
-    args = generate._parser().parse_args(
-        [f"--model={tmp_path / 'out'}", "--prompt=A day at sea.", "--max_new_tokens=9"]
-    )
-    assert generate._from_folder(args, tmp_path / "out").prompt_ids == tokenizer("A day at sea.")["input_ids"]
+    assert prompted_with(tmp_path / "out", "A day at sea.") == tokenizer("A day at sea.")["input_ids"]
 
 
 @pytest.mark.skipif(not TOKENIZER.is_dir(), reason="the tokenizer of ../shared is not here")

@@ -12,6 +12,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.generate import command as generate
 from noloco_jax.model import decode
 from noloco_jax.model.huggingface import save_folder
+from noloco_jax.run import given_model
 from support.model_makers import make_run, random_params
 from support.paths import SHARED
 
@@ -104,8 +105,8 @@ def test_wrong_flags_are_refused_in_one_line(folder, flags, message):
 
 
 def test_more_tokens_than_the_device_holds_are_refused_before_any_weights_are_read(run, folder, monkeypatch):
-    monkeypatch.setattr(generate, "load_for_export", lambda *_: pytest.fail("weights are read"))
-    monkeypatch.setattr(generate, "load_params", lambda *_: pytest.fail("weights are read"))
+    monkeypatch.setattr(given_model, "load_for_export", lambda *_: pytest.fail("weights are read"))
+    monkeypatch.setattr(given_model, "load_params", lambda *_: pytest.fail("weights are read"))
     for flags in ([f"--workdir={run[0]}"], [f"--model={folder}", "--tokenizer=byte"]):
         with pytest.raises(
             UserError, match=r"--max_new_tokens=1000000000 need 119 GiB .*, and the device has .*: lower"

@@ -1,0 +1,128 @@
+"""Batches to evaluate on: the validation documents of a configuration, or all documents below a path.
+
+Shapes: B sequences of T tokens.
+"""
+
+import itertools
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from noloco_jax.data.from_config import Mixture, mixture_of, open_documents, open_sources, source_name
+from noloco_jax.data.packing import HostBatch, HostSequence, Packer
+from noloco_jax.data.positions import start_position
+from noloco_jax.data.source import Source
+from noloco_jax.data.tokenizers import Tokenizer
+from noloco_jax.errors import UserError
+from noloco_jax.labels import IGNORED_LABEL
+
+if TYPE_CHECKING:
+    from noloco_jax.config import DataConfig
+
+
+def validation_batches(
+    config: "DataConfig",
+    tokenizer: Tokenizer | None,
+    *,
+    num_batches: int,
+    vocab_size: int | None = None,
+) -> list[HostBatch]:
+    """Return the first `num_batches` batches of the validation documents in an order that no seed changes.
+
+    Of a mixture, each source has its share of the sequences. There are fewer batches where the documents, those of any
+    source, hold fewer: none is repeated, and the last one is filled up with ignored labels.
+
+    Args: see `train_stream`.
+
+    Raises:
+      UserError: as `train_stream`, and for documents without a label to score.
+    """
+    sources = open_sources(config, tokenizer, validation=True, seed=0, vocab_size=vocab_size)
+    return list(itertools.islice(_batches(sources, mixture_of(config), config), num_batches))
+
+
+def validation_by_source(
+    config: "DataConfig",
+    tokenizer: Tokenizer | None,
+    *,
+    num_batches: int,
+    vocab_size: int | None = None,
+) -> dict[str, list[HostBatch]]:
+    """Return the name of each source of a mixture -> its `validation_batches`, as if it were the only one.
+
+    Empty for data that are no mixture. Args and Raises: see `validation_batches`.
+    """
+    if config.kind != "mixture":
+        return {}
+    streams = open_validation(config, tokenizer, vocab_size=vocab_size)
+    return {source_name(group): list(itertools.islice(stream, num_batches)) for group, stream in streams.items()}
+
+
+def open_validation(
+    config: "DataConfig", tokenizer: Tokenizer | None, *, vocab_size: int | None = None
+) -> dict[str, Iterator[HostBatch]]:
+    """Return an iterator over the batches of all validation documents of each source, with `configs_by_source`'s keys.
+
+    Args and Raises: see `validation_batches`; what is wrong within the files shows when they are read.
+    """
+    sources = open_sources(config, tokenizer, validation=True, seed=0, vocab_size=vocab_size)
+    return {group: _batches({group: source}, Mixture({group: 1.0}), config) for group, source in sources.items()}
+
+
+def open_whole(
+    config: "DataConfig", tokenizer: Tokenizer | None, *, field: str, vocab_size: int | None = None
+) -> Iterator[HostBatch]:
+    """Return an iterator over batches of all that `open_documents` finds, as of `open_validation`."""
+    source = open_documents(config, tokenizer, field=field, vocab_size=vocab_size)
+    source.check_replicas(1)
+    return _batches({field: source}, Mixture({field: 1.0}), config)
+
+
+def _batches(sources: Mapping[str, Source], mixture: Mixture, config: "DataConfig") -> Generator[HostBatch]:
+    """Yield batches of the sources' sequences in the order of `mixture` until one has no more."""
+    with ExitStack() as stack:
+        sequences = {
+            group: stack.enter_context(closing(_sequences(group, source, config))) for group, source in sources.items()
+        }
+        rows: list[HostSequence] = []
+        for place in itertools.count():
+            row = next(sequences[mixture.source_at(place)], None)
+            if row is None:
+                break
+            rows.append(row)
+            if len(rows) == config.batch_size:
+                yield _stacked(rows)
+                rows = []
+    if rows:
+        ignored = {key: np.full_like(x, IGNORED_LABEL if key == "labels" else 0) for key, x in rows[0].items()}
+        yield _stacked(rows + [ignored] * (config.batch_size - len(rows)))
+
+
+def _stacked(rows: list[HostSequence]) -> HostBatch:
+    return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def _sequences(group: str, source: Source, config: "DataConfig") -> Generator[HostSequence]:
+    """Yield the documents as sequences; the last one may be filled up with ignored labels."""
+    packer = Packer(source.num_columns, config.sequence_length, document_mask=config.document_mask)
+    position = start_position(0, 1)  # nobody asks where these sequences end
+    start, any_yet = 0, False
+    with closing(source.open_shard(0, 0, 1, ())) as shard:
+        while True:
+            records = [shard.get(start + k) for k in range(source.chunk_size)]
+            for document in source.load([record for record in records if record is not None]):
+                packer.add(document, position)
+            while packer.full:
+                any_yet = True
+                yield packer.pop()
+            start += source.chunk_size
+            if records[-1] is None:
+                break
+    rest = packer.pop_rest()
+    if rest is not None:
+        yield rest
+    elif not any_yet:
+        others = f"another {group}" if group.startswith("--") else f"{group}.validation_path"
+        raise UserError(f"the validation documents of {source.name} hold no token to predict: give {others}")

@@ -1,0 +1,1 @@
+"""Perplexity of a trained model on given texts."""
