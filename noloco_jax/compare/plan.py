@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from noloco_jax.compare.variants import Choices, Variant
-from noloco_jax.config import CONFIG_FILE, TrainConfig, changes, from_dict, load_config, load_saved
+from noloco_jax.config import CONFIG_FILE, DataConfig, TrainConfig, changes, from_dict, load_config, load_saved
 from noloco_jax.errors import UserError
 from noloco_jax.methods import METHODS
+from noloco_jax.run.record import data_at_start
 
 
 @dataclass(frozen=True)
@@ -240,6 +241,7 @@ def check_folder(workdir: Path, runs: Sequence[Run]) -> None:
                 "values may be added), or another --workdir"
             )
         check_run(planned[name], workdir)
+    check_same_data(runs, workdir)
 
 
 def check_run(run: Run, workdir: Path) -> None:
@@ -252,4 +254,22 @@ def check_run(run: Run, workdir: Path) -> None:
             raise UserError(
                 f"{workdir} holds another comparison: {run.name} has {field}={there!r} and this one {here!r}: "
                 "give the same value, or another --workdir"
+            )
+
+
+def check_same_data(runs: Sequence[Run], workdir: Path) -> None:
+    """Raise `UserError` if runs on the same path read other data, as files that change under a comparison make them."""
+    first: dict[tuple[DataConfig, int], tuple[str, Mapping[str, object]]] = {}
+    for run in runs:
+        there = data_at_start(workdir / run.name)
+        if there is None:
+            continue
+        facts = {name: fact for name, fact in there.items() if name != "seed"}
+        other, others = first.setdefault((run.config.data, run.config.num_replicas), (run.name, facts))
+        changed = [name for name in facts | others if facts.get(name) != others.get(name)]
+        if changed:
+            raise UserError(
+                f"{run.name} and {other} in {workdir} read other data, though all their fields are the same "
+                f"({changed[0]}: {facts.get(changed[0])!r} and {others.get(changed[0])!r}): restore the data and "
+                "delete the folder of one of them, or give another --workdir"
             )

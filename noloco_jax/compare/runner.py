@@ -19,7 +19,7 @@ from noloco_jax.compare.chart import draw, draw_bytes, draw_laws
 from noloco_jax.compare.job import Job, TakenError
 from noloco_jax.compare.law import fit_laws
 from noloco_jax.compare.others import Others, writing_alone
-from noloco_jax.compare.plan import Plan, Run, check_run
+from noloco_jax.compare.plan import Plan, Run, check_run, check_same_data
 from noloco_jax.compare.results import is_complete, last_perplexities, read_progress, seconds_left
 from noloco_jax.compare.rows import make_rows
 from noloco_jax.cores import usable_cores
@@ -146,6 +146,7 @@ class Comparison:
         """Print the end of a run."""
         if is_complete(job.run, self._workdir):
             check_run(job.run, self._workdir)
+            check_same_data(self._plan.runs, self._workdir)
             self._write()
             self._say_result(job.run, job.label, self._left())
         elif (trainer := self._others.trainer_of(job.run)) is not None:  # on another machine, which was quicker

@@ -197,6 +197,11 @@ class ReplicaStreams(Iterator[dict[int, HostBatch]]):
     def __init__(self, streams: Mapping[int, Stream]):
         self._streams = dict(streams)
 
+    @property
+    def source(self) -> dict[str, Any]:
+        """Facts that tell their data from others, the same for all."""
+        return next(iter(self._streams.values())).source
+
     def start(self) -> None:
         """Begin to make batches ahead of time, of all streams at once. An error is raised with the batch it spoils."""
         for stream in self._streams.values():

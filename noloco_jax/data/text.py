@@ -11,6 +11,7 @@ from noloco_jax.data.identity import content_fact, file_states
 from noloco_jax.data.json_lines import SUFFIXES as JSON_LINES_SUFFIXES
 from noloco_jax.data.line_reader import compression_of
 from noloco_jax.data.parquet import SUFFIXES as PARQUET_SUFFIXES
+from noloco_jax.data.reading import tell_once
 from noloco_jax.data.source import EncodeTexts, SourceOptions, seeded_permutation
 from noloco_jax.errors import UserError
 from noloco_jax.storage.addresses import open_file
@@ -52,8 +53,8 @@ class TextSource:
     """Source of text files: a document is a file, or a piece of a longer file that ends at the end of a line.
 
     Batches are consecutive tokens, so pieces are short (`piece_bytes`): shuffled, they make batches of many files.
-    Files are read as UTF-8; bytes that are not UTF-8 become U+FFFD. The documents are shuffled globally, anew in every
-    epoch; `shuffle_buffer` 1 keeps the sorted order. Held out for validation are whole files
+    Files are read as UTF-8; bytes that are not UTF-8 become U+FFFD, with a warning. The documents are shuffled
+    globally, anew in every epoch; `shuffle_buffer` 1 keeps the sorted order. Held out for validation are whole files
     where there are fifty or more of them, else pieces: a fiftieth of the text in either case.
     """
 
@@ -65,6 +66,7 @@ class TextSource:
         self.name = options.name
         self._options, self._piece, self._encode = options, piece, encode
         self._files = find_text_files(options)
+        self._told = False
         self.files: Sequence[str] = [path for path, _ in self._files]
         pieces = np.array([-(-size // self._piece) for _, size in self._files])
         if options.part != "all" and pieces.sum() < 2:
@@ -118,7 +120,17 @@ class TextSource:
                 opened.seek(start)
                 return opened.read(stop - start)
 
-        return with_retries(read, path).decode("utf-8", "replace")
+        content = with_retries(read, path)
+        try:
+            return content.decode()
+        except UnicodeDecodeError as error:
+            if not self._told:  # once: of files in another encoding there are usually many
+                self._told = True
+                tell_once(
+                    f"warning: {path} is not UTF-8 (byte 0x{content[error.start]:02x}): such bytes are read as U+FFFD; "
+                    "convert it and its like, as by `iconv -f latin1 -t utf-8`, or leave them out"
+                )
+            return content.decode("utf-8", "replace")
 
 
 def _piece_border(opened: BinaryIO, offset: int, size: int) -> int:

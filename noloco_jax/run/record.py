@@ -83,11 +83,13 @@ def version_changes(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def write_start(config: TrainConfig, workdir: Path, step: int, changed: Sequence[Change]) -> None:
+def write_start(
+    config: TrainConfig, workdir: Path, step: int, changed: Sequence[Change], data: Mapping[str, Any]
+) -> None:
     """Write config.json, and append a line on this start to config.history.jsonl, whose earlier lines are kept unread.
 
     A line has the time, the step that the run resumes from (0 for a new run), the changes since that checkpoint as
-    field -> [before, now], the versions, and the whole configuration.
+    field -> [before, now], the versions, the whole configuration, and the facts that tell the data from others.
     """
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -95,6 +97,7 @@ def write_start(config: TrainConfig, workdir: Path, step: int, changed: Sequence
         "changed": {change.field: [change.before, change.now] for change in changed},
         "versions": versions(),
         "config": to_dict(config),
+        "data": dict(data),
     }
     history = workdir / HISTORY_FILE
     former = history.read_bytes() if history.exists() else b""
@@ -102,3 +105,11 @@ def write_start(config: TrainConfig, workdir: Path, step: int, changed: Sequence
         former += b"\n"  # an incomplete last line must not merge with the new one
     write_whole(history, former + json.dumps(line).encode() + b"\n")
     save_config(config, workdir)
+
+
+def data_at_start(workdir: Path) -> dict[str, Any] | None:
+    """Return the facts on the data of the last start in config.history.jsonl; None if there are none."""
+    try:
+        return json.loads((workdir / HISTORY_FILE).read_bytes().splitlines()[-1]).get("data")
+    except (FileNotFoundError, IndexError, ValueError):
+        return None

@@ -202,7 +202,7 @@ def train(
         if not mode.begin(stop.is_due, start or 0, totals.seconds):
             return _begins_again(console, stop)
         if jax.process_index() == 0:
-            write_start(whole, workdir, start or 0, changed)
+            write_start(whole, workdir, start or 0, changed, streams.source)
             if bucket is not None:
                 bucket.sync()
         progress = Progress(config.num_steps, start_step=start or 0, log_every=config.log_every, console=console)

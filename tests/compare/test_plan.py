@@ -10,10 +10,11 @@ from dataclasses import replace
 import pytest
 
 from noloco_jax.compare import command as compare
-from noloco_jax.compare.plan import at_end, check_run
+from noloco_jax.compare.plan import at_end, check_run, check_same_data
 from noloco_jax.compare.runner import share_of_cores, share_of_gpus, visible_gpus
 from noloco_jax.compare.variants import Choices, make_variants
 from noloco_jax.errors import UserError, main_with_errors
+from noloco_jax.run.record import write_start
 from support.comparisons import METHODS, arguments, only, plan_of, train
 from support.paths import ROOT
 
@@ -331,3 +332,13 @@ def test_a_run_of_another_configuration_than_planned_is_refused(config_file, tmp
     train(replace(run, config=replace(run.config, init_from="llama")), tmp_path, 10.0)
     with pytest.raises(UserError, match="noloco-seed7 has init_from='llama' and this one ''"):
         check_run(run, tmp_path)
+
+
+def test_runs_whose_data_changed_under_one_path_are_refused_and_their_seeds_may_differ(config_file, tmp_path):
+    first, second = plan_of(config_file, methods=("ddp",), seeds=2).runs
+    for run, size in ((first, 9), (second, 9)):
+        write_start(run.config, tmp_path / run.name, 0, [], {"bytes": size, "seed": run.seed})
+    check_same_data([first, second], tmp_path)
+    write_start(second.config, tmp_path / second.name, 0, [], {"bytes": 7, "seed": second.seed})
+    with pytest.raises(UserError, match=r"ddp-seed8 and ddp-seed7 in .* read other data, .*bytes: 7 and 9"):
+        check_same_data([first, second], tmp_path)

@@ -83,9 +83,14 @@ def test_a_file_without_line_ends_is_split_between_characters(tmp_path):
     assert "".join(pieces) == text
 
 
-def test_bytes_that_are_not_utf8_are_replaced(tmp_path):
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9!")
-    assert read_texts(tmp_path) == ["caf\ufffd!"]
+def test_bytes_that_are_not_utf8_are_replaced_with_one_warning(tmp_path, capfd):
+    for name in ("latin.txt", "more.txt"):
+        (tmp_path / name).write_bytes(b"caf\xe9!")
+    assert read_texts(tmp_path) == ["caf\ufffd!"] * 2
+    (warning,) = capfd.readouterr().err.splitlines()
+    assert warning.startswith(
+        f"warning: {tmp_path / 'latin.txt'} is not UTF-8 (byte 0xe9): such bytes are read as U+FFFD"
+    )
 
 
 def test_whole_files_are_held_out_of_many_text_files(tmp_path):

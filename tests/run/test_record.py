@@ -8,7 +8,14 @@ import pytest
 from noloco_jax.config import TrainConfig, changes, from_dict, load_saved, unused_settings
 from noloco_jax.errors import UserError
 from noloco_jax.run import record
-from noloco_jax.run.record import make_record, permitted_changes, saved_config, version_changes, write_start
+from noloco_jax.run.record import (
+    data_at_start,
+    make_record,
+    permitted_changes,
+    saved_config,
+    version_changes,
+    write_start,
+)
 
 CONFIG = TrainConfig()
 OTHER = from_dict(
@@ -129,19 +136,20 @@ def test_an_added_or_removed_package_is_reported(monkeypatch):
 
 
 def test_every_start_appends_a_history_line_and_saves_its_config(tmp_path):
-    write_start(CONFIG, tmp_path, 0, [])
-    write_start(OTHER, tmp_path, 8, changes(CONFIG, OTHER))
+    write_start(CONFIG, tmp_path, 0, [], {"bytes": 9})
+    write_start(OTHER, tmp_path, 8, changes(CONFIG, OTHER), {"bytes": 7})
     lines = [json.loads(line) for line in (tmp_path / "config.history.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 8]
     assert [from_dict(line["config"]) for line in lines] == [CONFIG, OTHER]
     assert lines[1]["changed"]["num_steps"] == [1000, 77]
     assert load_saved(tmp_path) == OTHER
+    assert data_at_start(tmp_path) == {"bytes": 7}
 
 
 @pytest.mark.parametrize("former", [b"\xff\x00\n\xfe", b"cut sho", b"whole\n"])
 def test_a_history_with_any_bytes_is_kept_and_appended_to(tmp_path, former):
     (tmp_path / "config.history.jsonl").write_bytes(former)
-    write_start(CONFIG, tmp_path, 3, [])
+    write_start(CONFIG, tmp_path, 3, [], {})
     *before, line = (tmp_path / "config.history.jsonl").read_bytes().splitlines(keepends=True)
     assert b"".join(before).rstrip(b"\n") == former.rstrip(b"\n")
     assert json.loads(line)["step"] == 3
