@@ -259,7 +259,7 @@ def check_run(run: Run, workdir: Path) -> None:
 
 def check_same_data(runs: Sequence[Run], workdir: Path) -> None:
     """Raise `UserError` if runs on the same path read other data, as files that change under a comparison make them."""
-    first: dict[tuple[DataConfig, int], tuple[str, Mapping[str, object]]] = {}
+    first: dict[tuple[DataConfig, int], tuple[str, dict[str, object]]] = {}
     for run in runs:
         there = data_at_start(workdir / run.name)
         if there is None:

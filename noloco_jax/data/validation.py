@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from noloco_jax.data.from_config import Mixture, mixture_of, open_documents, open_sources, source_name
+from noloco_jax.data.from_config import Mixture, mixture_of, open_sources, source_name
 from noloco_jax.data.packing import HostBatch, HostSequence, Packer
 from noloco_jax.data.positions import start_position
 from noloco_jax.data.source import Source
@@ -71,13 +71,10 @@ def open_validation(
     return {group: _batches({group: source}, Mixture({group: 1.0}), config) for group, source in sources.items()}
 
 
-def open_whole(
-    config: "DataConfig", tokenizer: Tokenizer | None, *, field: str, vocab_size: int | None = None
-) -> Iterator[HostBatch]:
-    """Return an iterator over batches of all that `open_documents` finds, as of `open_validation`."""
-    source = open_documents(config, tokenizer, field=field, vocab_size=vocab_size)
-    source.check_replicas(1)
-    return _batches({field: source}, Mixture({field: 1.0}), config)
+def whole_batches(source: Source, config: "DataConfig") -> Iterator[HostBatch]:
+    """Return an iterator over batches of all documents of a source of `open_documents`, as `open_validation` does."""
+    group = source.name.partition("=")[0]
+    return _batches({group: source}, Mixture({group: 1.0}), config)
 
 
 def _batches(sources: Mapping[str, Source], mixture: Mixture, config: "DataConfig") -> Generator[HostBatch]:

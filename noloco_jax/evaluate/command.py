@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from noloco_jax.config import DataConfig, TrainConfig, make_parser, validate
-from noloco_jax.data import HostBatch, Tokenizer, open_validation, open_whole
+from noloco_jax.data import HostBatch, Tokenizer, open_documents, open_validation, whole_batches
 from noloco_jax.data.json_lines import SUFFIXES as JSON_LINES_SUFFIXES
 from noloco_jax.data.parquet import SUFFIXES as PARQUET_SUFFIXES
 from noloco_jax.errors import UserError
@@ -35,7 +35,6 @@ from noloco_jax.spmd.programs import Programs, build_programs
 
 _KINDS = ("jsonl", "parquet", "text")
 _TOKENS_OF_BATCH = 8192
-_LONGEST_SEQUENCE = 2048  # where the model's own is unknown or longer
 
 
 class _Text(NamedTuple):
@@ -81,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "--kind", choices=_KINDS, help="format of the files (default: by a file's name; in a folder, the run's or text)"
     )
     parser.add_argument("--text_column", help="field or column of the text (default: the run's, else text)")
-    parser.add_argument("--sequence_length", type=int, help=f"default: the run's, a folder's up to {_LONGEST_SEQUENCE}")
+    parser.add_argument("--sequence_length", type=int, help="default: the run's; of a folder up to 2,048")
     parser.add_argument("--tokens", type=int, help="stop on each text after about this many (default: at its end)")
     return parser
 
@@ -90,8 +89,6 @@ def _config(model: GivenModel, sequence_length: int | None) -> TrainConfig:
     """Return a run of one replica of the model, with batches of `_TOKENS_OF_BATCH` tokens."""
     if sequence_length is None:
         sequence_length = model.data.sequence_length
-        if model.trained_length is not None:
-            sequence_length = min(model.trained_length, max(sequence_length, _LONGEST_SEQUENCE))
     batch_size = max(1, _TOKENS_OF_BATCH // sequence_length)
     data = dataclasses.replace(model.data, sequence_length=sequence_length, batch_size=batch_size)
     config = TrainConfig(method="local", num_replicas=1, model=model.config, data=data)
@@ -112,8 +109,11 @@ def _texts(args: argparse.Namespace, model: GivenModel, config: TrainConfig) -> 
         data = dataclasses.replace(config.data, path=path, kind=args.kind or _kind_of(path, config.data))
         if args.text_column is not None:
             data = dataclasses.replace(data, text_column=args.text_column)
-        tokenizer = model.found_tokenizer if data.kind == "parquet" else model.tokenizer()
-        yield _Text(path, open_whole(data, tokenizer, field="--data", vocab_size=vocab_size))
+        documents = open_documents(data, model.found_tokenizer, field="--data", vocab_size=vocab_size)
+        if documents.num_columns == 1:
+            model.tokenizer()  # raises where there is none
+        documents.check_replicas(1)  # reads the first
+        yield _Text(path, whole_batches(documents, data))
 
 
 def _kind_of(path: str, data: DataConfig) -> str:

@@ -17,6 +17,7 @@ from noloco_jax.run.model_folder import tokenizer_of
 from noloco_jax.run.trained_model import load_for_export
 from noloco_jax.storage.local_copies import readable_folder, workdir_of_flag
 
+_LENGTH_OF_FOLDERS = 2048  # tokens of a sequence at most, as a model may be meant for very long ones
 _SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 
 
@@ -26,7 +27,7 @@ class GivenModel(NamedTuple):
     Attributes:
       name: what it is, for a person.
       config: the model.
-      data: data of its training; of a folder, only where BOS and EOS stand is known.
+      data: data of its training; of a folder, where BOS and EOS stand, and a length that suits it.
       trained_length: tokens of its longest sequence in training; None if unknown.
       found_tokenizer: its tokenizer; None if unknown.
       without_tokenizer: why there is none, and what to do.
@@ -78,7 +79,7 @@ def opened_model(args: argparse.Namespace) -> Iterator[GivenModel]:
 
 def _of_folder(args: argparse.Namespace, folder: Path) -> GivenModel:
     config = from_dict({"model": config_from_folder(folder)}).model
-    special = read_json(folder / CONFIG_FILE)
+    special, length = read_json(folder / CONFIG_FILE), max_positions(folder)
     tokenizer = None
     if args.tokenizer is not None or any(folder.glob("tokenizer*")):
         tokenizer = load_tokenizer(str(folder.absolute()) if args.tokenizer is None else args.tokenizer)
@@ -87,9 +88,11 @@ def _of_folder(args: argparse.Namespace, folder: Path) -> GivenModel:
         name=str(args.model),
         config=config,
         data=DataConfig(
-            add_bos=special.get("bos_token_id", 0) is not None, add_eos=special.get("eos_token_id", 0) is not None
+            sequence_length=min(length or _LENGTH_OF_FOLDERS, _LENGTH_OF_FOLDERS),
+            add_bos=special.get("bos_token_id", 0) is not None,
+            add_eos=special.get("eos_token_id", 0) is not None,
         ),
-        trained_length=max_positions(folder),
+        trained_length=length,
         found_tokenizer=tokenizer,
         without_tokenizer=f'{folder} has no tokenizer: give --tokenizer, a name or folder, or "byte"',
         load=lambda: load_params(folder, config),

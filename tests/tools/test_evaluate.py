@@ -152,6 +152,9 @@ def test_a_text_needs_a_tokenizer_and_token_ids_do_not(folder, tmp_path, capsys)
     (tmp_path / "text.txt").write_text("a text")
     with pytest.raises(UserError, match="has no tokenizer: give --tokenizer"):
         evaluate.main([f"--model={folder}", f"--data={tmp_path / 'text.txt'}"])
+    pq.write_table(pa.table({"text": ["a text"]}), tmp_path / "text.parquet")
+    with pytest.raises(UserError, match="has no tokenizer: give --tokenizer"):
+        evaluate.main([f"--model={folder}", f"--data={tmp_path / 'text.parquet'}"])
     pq.write_table(pa.table({"input_ids": [[1, 2]], "label": [[2, 3]]}), tmp_path / "ids.parquet")
     ((_, bits, tokens, _),) = rows(capsys, f"--model={folder}", f"--data={tmp_path / 'ids.parquet'}")
     assert (bits, tokens) == ("unknown", "2")
