@@ -1,5 +1,6 @@
 """Text files as documents: whole ones, and pieces of long ones."""
 
+import codecs
 import functools
 from collections.abc import Sequence
 from typing import BinaryIO
@@ -18,6 +19,8 @@ from noloco_jax.storage.addresses import open_file
 from noloco_jax.storage.retries import with_retries
 
 SUFFIXES = (".md", ".py", ".rst", ".txt")
+_SAMPLED = 16  # files whose encoding is looked at
+_LOOKED_AT = 1 << 16  # bytes of each
 _MIN_PIECE_BYTES = 256
 _MAX_LINE_BYTES = 4096  # a piece ends within a longer line
 
@@ -44,6 +47,30 @@ def _check_is_text(options: SourceOptions, path: str) -> None:
         raise UserError(f"{options.name} is no plain text: decompress it, or give the data.kind that it is of")
 
 
+def _tell_other_encodings(options: SourceOptions, files: Sequence[str]) -> None:
+    """Print a warning if, by the beginnings of some of them, an eighth of the files or more is not UTF-8."""
+    sampled = [files[k * len(files) // _SAMPLED] for k in range(_SAMPLED)] if len(files) > _SAMPLED else files
+    others = [file for file in sampled if not _begins_as_utf8(file)]
+    if 8 * len(others) >= len(sampled):
+        tell_once(
+            f"warning: {len(others)} of {len(sampled)} files of {options.name} that were looked at are not UTF-8, such "
+            f"as {others[0]}: what is not is read as U+FFFD; convert them, as by `iconv -f latin1 -t utf-8`"
+        )
+
+
+@functools.cache
+def _begins_as_utf8(path: str) -> bool:
+    def read() -> bytes:
+        with open_file(path) as file:
+            return file.read(_LOOKED_AT)
+
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(with_retries(read, path))  # whose end may be within a character
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def piece_bytes(sequence_length: int, token_bytes: int) -> int:
     """The length of a piece: two sequences, of tokens of about `token_bytes` bytes each."""
     return max(_MIN_PIECE_BYTES, 2 * token_bytes * sequence_length)
@@ -53,9 +80,9 @@ class TextSource:
     """Source of text files: a document is a file, or a piece of a longer file that ends at the end of a line.
 
     Batches are consecutive tokens, so pieces are short (`piece_bytes`): shuffled, they make batches of many files.
-    Files are read as UTF-8; bytes that are not UTF-8 become U+FFFD, with a warning. The documents are shuffled
-    globally, anew in every epoch; `shuffle_buffer` 1 keeps the sorted order. Held out for validation are whole files
-    where there are fifty or more of them, else pieces: a fiftieth of the text in either case.
+    Files are read as UTF-8; bytes that are not UTF-8 become U+FFFD, with a warning where many files have some. The
+    documents are shuffled globally, anew in every epoch; `shuffle_buffer` 1 keeps the sorted order. Held out for
+    validation are whole files where there are fifty or more of them, else pieces: a fiftieth of the text either way.
     """
 
     num_columns = 1
@@ -66,7 +93,7 @@ class TextSource:
         self.name = options.name
         self._options, self._piece, self._encode = options, piece, encode
         self._files = find_text_files(options)
-        self._told = False
+        _tell_other_encodings(options, [path for path, _ in self._files])
         self.files: Sequence[str] = [path for path, _ in self._files]
         pieces = np.array([-(-size // self._piece) for _, size in self._files])
         if options.part != "all" and pieces.sum() < 2:
@@ -120,17 +147,7 @@ class TextSource:
                 opened.seek(start)
                 return opened.read(stop - start)
 
-        content = with_retries(read, path)
-        try:
-            return content.decode()
-        except UnicodeDecodeError as error:
-            if not self._told:  # once: of files in another encoding there are usually many
-                self._told = True
-                tell_once(
-                    f"warning: {path} is not UTF-8 (byte 0x{content[error.start]:02x}): such bytes are read as U+FFFD; "
-                    "convert it and its like, as by `iconv -f latin1 -t utf-8`, or leave them out"
-                )
-            return content.decode("utf-8", "replace")
+        return with_retries(read, path).decode("utf-8", "replace")
 
 
 def _piece_border(opened: BinaryIO, offset: int, size: int) -> int:
