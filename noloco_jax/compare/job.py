@@ -1,5 +1,6 @@
 """One run of a comparison as it trains, in a process of its own."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,10 +13,14 @@ from typing import Any
 from noloco_jax.cluster.workdir_lock import try_lock
 from noloco_jax.compare.others import LOG_FILE
 from noloco_jax.compare.plan import Run
+from noloco_jax.config import to_dict
 from noloco_jax.cores import keep_on
 from noloco_jax.errors import UserError
+from noloco_jax.files import write_whole
 from noloco_jax.formatting import format_clock, format_perplexity, format_tokens_per_second, or_infinity
 from noloco_jax.run.metrics import METRICS_FILE, NewLines
+
+PLANNED_FILE = "planned.json"  # the configuration that a run was planned with, whatever becomes of the config file
 
 
 class TakenError(Exception):
@@ -48,6 +53,7 @@ class Job:
     ):
         self.run, self.label, self._folder = run, label, folder
         folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / PLANNED_FILE, json.dumps(to_dict(run.config)))
         self.progress = Progress(run, label, folder)
         with (folder / LOG_FILE).open("a") as log:
             if try_lock(log.fileno()) is False:  # the trainer inherits it, and may outlive us

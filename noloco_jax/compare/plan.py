@@ -245,10 +245,7 @@ def check_folder(workdir: Path, runs: Sequence[Run]) -> None:
 
 
 def check_run(run: Run, workdir: Path) -> None:
-    """Raise `UserError` if the run in `workdir`/NAME has another configuration than is planned.
-
-    A config file that is edited while a comparison trains makes one.
-    """
+    """Raise `UserError` if the run in `workdir`/NAME has another configuration than is planned."""
     for field, there, here, on_resume in changes(load_saved(workdir / run.name), run.config):
         if on_resume != "free":  # a change that one run may make still makes a different comparison
             raise UserError(

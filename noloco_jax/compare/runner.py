@@ -16,7 +16,7 @@ from rich.text import Text
 from noloco_jax.cluster.stop import INTERRUPTED, RESTART
 from noloco_jax.compare import report
 from noloco_jax.compare.chart import draw, draw_bytes, draw_laws
-from noloco_jax.compare.job import Job, TakenError
+from noloco_jax.compare.job import PLANNED_FILE, Job, TakenError
 from noloco_jax.compare.law import fit_laws
 from noloco_jax.compare.others import Others, writing_alone
 from noloco_jax.compare.plan import Plan, Run, check_run, check_same_data
@@ -60,7 +60,8 @@ class Comparison:
         for run in due:
             state = "finished" if is_complete(run, self._workdir) else "to do"
             self._console.print(f"{run.name} ({state})", style="bold")
-            self._console.print("    " + shlex.join(["python", *self._arguments(run)]))
+            flags = [f"--config={self._config_file}", f"--workdir={self._workdir / run.name}", *run.overrides]
+            self._console.print("    " + shlex.join(["python", "-m", "noloco_jax.train", *flags]))
         if self._plan.tune is not None and len(due) < self._plan.total:
             self._console.print(
                 f"and {self._plan.total - len(due)} of the other seeds, at the best {self._plan.tune.field}"
@@ -158,7 +159,7 @@ class Comparison:
 
     def _arguments(self, run: Run) -> list[str]:
         workdir = self._workdir / run.name
-        return ["-m", "noloco_jax.train", f"--config={self._config_file}", f"--workdir={workdir}", *run.overrides]
+        return ["-m", "noloco_jax.train", f"--config={workdir / PLANNED_FILE}", f"--workdir={workdir}"]
 
     def _stop(self, number: int, frame: object) -> None:
         self._stopped = number

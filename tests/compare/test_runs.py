@@ -7,15 +7,18 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from noloco_jax.cluster.stop import RESTART
 from noloco_jax.compare import command as compare
 from noloco_jax.compare import results, runner
+from noloco_jax.compare.job import PLANNED_FILE
 from noloco_jax.compare.others import LOG_FILE
 from noloco_jax.compare.runner import Comparison
-from noloco_jax.config import to_dict
+from noloco_jax.config import from_dict, load_config, to_dict
 from noloco_jax.errors import UserError
 from noloco_jax.run.metrics import MetricWriter
 from support import processes
@@ -30,7 +33,7 @@ from pathlib import Path
 workdir = Path([a for a in sys.argv if a.startswith("--workdir=")][0].removeprefix("--workdir="))
 plan = json.loads(sys.argv[1])
 fate = plan["fates"].get(workdir.name, plan["fates"].get(workdir.name.split("-")[0]))
-lr = float(next((a.partition("=")[2] for a in sys.argv if a.startswith("--config.inner.lr=")), 0))
+lr = json.loads(Path(sys.argv[2].removeprefix("--config=")).read_text())["inner"]["lr"]
 if fate in ("start", "memory"):
     print("error: no such thing" if fate == "start" else "RESOURCE_EXHAUSTED: Out of memory")
     sys.exit(2 if fate == "start" else 1)
@@ -85,6 +88,18 @@ def fake_trainer(config_file, tmp_path, monkeypatch, no_pictures):
 
     monkeypatch.setattr(Comparison, "_arguments", fake_arguments)
     return fates
+
+
+@pytest.mark.usefixtures("fake_trainer")
+def test_runs_have_the_configuration_of_the_plan_whatever_becomes_of_its_file(config_file, tmp_path):
+    plan = plan_of(config_file)
+    comparison = Comparison(
+        config_file=config_file, workdir=tmp_path / "out", plan=plan, jobs=1, command="", console=Console(quiet=True)
+    )
+    Path(config_file).write_text("an edit for something else")
+    assert comparison.run() == 0
+    for run in plan.runs:
+        assert from_dict(load_config(str(tmp_path / "out" / run.name / PLANNED_FILE))) == run.config
 
 
 def test_a_failed_run_does_not_stop_the_others_and_is_retried_next_time(config_file, tmp_path, fake_trainer, capsys):
