@@ -116,7 +116,11 @@ def _describe_noloco(config: Config) -> str:
 def _when(config: Config) -> str:
     outer = config.outer
     each = f"each of {outer.fragments} fragments " if outer.fragments > 1 else ""
-    return f"{each}every {outer.sync_every} steps"
+    return f"{each}every {_steps(outer.sync_every)}"
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count} steps"
 
 
 def _what(config: Config) -> str:
@@ -125,7 +129,7 @@ def _what(config: Config) -> str:
     parts = [
         "in the order of a hypercube" if outer.order == "hypercube" else "",
         f"as {outer.wire}" if outer.wire not in (None, "float32") else "",
-        f"applied {outer.delay} steps later" if outer.delay else "",
+        f"applied {outer.delay} step{'s' if outer.delay > 1 else ''} later" if outer.delay else "",
         f"moments every {outer.moments} rounds" if outer.moments > 1 else "moments too" if outer.moments else "",
         "merged at the end" if outer.final_merge else "",
     ]

@@ -30,7 +30,7 @@ class SyncSchedule:
         try:
             every = operator.index(self.sync_every)
         except TypeError:
-            if getattr(self.sync_every, "ndim", None) != 0:
+            if getattr(self.sync_every, "ndim", None) != 0 or getattr(self.sync_every, "dtype", "?").kind not in "iu":
                 raise TypeError(f"sync_every is {self.sync_every!r}: it must be an integer") from None
             if self.fragments > 1 or self.delay:
                 raise TypeError(

@@ -169,7 +169,8 @@ def diloco(
         φ ← φ + α δ + β mean(Δ)    Nesterov: the DiLoCo paper (arXiv 2311.08105; α 0.9, β 0.7)
         θ ← φ
 
-    Used as `noloco` is, with the same `step` and `update`.
+    Used as `noloco` is, with the same `step` and `update`. The replicas must begin with equal weights, as Δ alone is
+    exchanged: differences at the start stay.
 
     Args:
       outer_lr: β, outer learning rate, at least 0; a number or a schedule of the round.
@@ -264,7 +265,8 @@ def sparseloco(
     of the weights in float32.
 
     Every replica needs the message of every other: it is an all-gather, in which each replica sends N − 1 messages and
-    all wait. Used as `noloco` is, with the same `step` and `update`.
+    all wait. Used as `noloco` is, with the same `step` and `update`. The replicas must begin with equal weights, as for
+    `diloco`.
 
     Args:
       outer_lr: α, outer learning rate, at least 0; a number or a schedule of the round.

@@ -53,7 +53,7 @@ def use_cpu_cores(config: "TrainConfig", num_processes: int = 1) -> None:
 
     cores = len(usable_cores())
     count = num_cpu_devices(config.mesh, config.num_replicas, cores, num_processes)
-    if has_delay(config) and (count > 1 or num_processes > 1):
+    if has_delay(config) and config.mesh.replica != 1 and (count > 1 or num_processes > 1):
         # Exchanges have CPU devices of their own (`spmd.background`): one for every GPU, or for every other CPU device.
         on_cpu = os.environ.get("JAX_PLATFORMS", "").startswith("cpu")
         gpus = [] if on_cpu else list(Path("/dev").glob("nvidia[0-9]*"))

@@ -375,7 +375,10 @@ class DataConfig:
         minimum=0,
     )
     shuffle_buffer: int = setting(
-        1000, "Documents of a shuffle window; 1 keeps the files' order.", on_resume="must match", minimum=1
+        1000,
+        "Documents of a shuffle window, of text all; 1 keeps the files' order.",
+        on_resume="must match",
+        minimum=1,
     )
     on_bad_shard: str = setting(
         "stop",

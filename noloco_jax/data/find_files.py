@@ -195,6 +195,8 @@ def split_files(options: SourceOptions, suffixes: Sequence[str]) -> tuple[list[s
     files = find_files(options, suffixes)
     _check_compressed_once(files)
     root = options.path.rstrip("/") if is_remote(options.path) else str(Path(options.path).expanduser())
+    if options.split == "all":
+        return without_repeats(files), "all"
     by_split: dict[str | None, list[str]] = {}
     for file in files:
         split = None if file == root else split_in_name(parts_below(file, root))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _MIXTURE = "data.mixture."
 _SPAN = 2**64
 _STEP = 0x9E3779B97F4A7C15  # the odd integer next to _SPAN divided by the golden ratio
+_LONG_PIECE = 1 << 20  # of a text that is evaluated, so that BOS and EOS between its pieces hardly count
 _BYTES_PER_TOKEN = 4  # roughly, of text, for any vocabulary of subwords
 
 
@@ -141,7 +142,8 @@ def open_source(
             options = options._replace(shuffle_buffer=1)
         if config.validation_path:
             options = options._replace(path=config.validation_path, field=options.validation_field, exclude=config.path)
-    return _source(config, options, tokenizer, vocab_size)
+    piece = piece_bytes(config.sequence_length, 1 if config.tokenizer == "byte" else _BYTES_PER_TOKEN)
+    return _source(config, options, tokenizer, vocab_size, piece)
 
 
 def open_documents(
@@ -149,12 +151,12 @@ def open_documents(
 ) -> Source:
     """Open all documents below `config.path`, which `field` names in error messages, in the order of the files.
 
-    Of a folder whose files are named after splits, those of validation or test alone, as of a `validation_path`.
+    Of kind "c4" those named validation. A long text is cut into pieces of a MiB, whatever the length of sequences.
     """
     options = SourceOptions(
         path=config.path,
         field=field,
-        split="validation",
+        split="validation" if config.kind == "c4" else "all",
         holds_both_splits=False,
         exclude="",
         seed=0,
@@ -162,18 +164,17 @@ def open_documents(
         on_bad_shard=config.on_bad_shard,
         text_column=config.text_column,
     )
-    return _source(config, options, tokenizer, vocab_size)
+    return _source(config, options, tokenizer, vocab_size, _LONG_PIECE)
 
 
 def _source(
-    config: "DataConfig", options: SourceOptions, tokenizer: Tokenizer | None, vocab_size: int | None
+    config: "DataConfig", options: SourceOptions, tokenizer: Tokenizer | None, vocab_size: int | None, piece: int
 ) -> Source:
-    """Open the documents of `options` as `config.kind`."""
+    """Open the documents of `options` as `config.kind`; texts in pieces of so many bytes."""
     encode: EncodeTexts = _no_encoder
     if tokenizer is not None:
         encode = DocumentEncoder(tokenizer, add_bos=config.add_bos, add_eos=config.add_eos)
     if config.kind == "text":
-        piece = piece_bytes(config.sequence_length, 1 if config.tokenizer == "byte" else _BYTES_PER_TOKEN)
         return TextSource(options, piece, encode)
     if config.kind == "c4":
         return JsonLinesSource(options, find_c4_files(options), "all", config.kind, encode)

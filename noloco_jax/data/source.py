@@ -85,7 +85,7 @@ class SourceOptions(NamedTuple):
     Attributes:
       path: a folder or a file.
       field: the field of the configuration that holds `path`.
-      split: "train" or "validation".
+      split: "train", "validation" or, for all files whatever their names, "all".
       holds_both_splits: whether `path` has the documents of both splits; otherwise all of them belong to `split`.
       exclude: the path of the other split's data, or ""; files below it are left out.
       seed: seed of the shuffles.
@@ -112,21 +112,21 @@ class SourceOptions(NamedTuple):
     @property
     def validation_field(self) -> str:
         """The field that names the validation documents."""
-        return f"{self._group}.validation_path"
+        return self._beside("validation_path")
 
     @property
     def kind_field(self) -> str:
-        """The field that names the format of the files."""
-        return f"{self._group}.kind"
+        """The field or flag that names the format of the files."""
+        return self._beside("kind")
 
     @property
     def text_column_field(self) -> str:
-        """The field that names the column of the text."""
-        return f"{self._group}.text_column"
+        """The field or flag that names the column of the text."""
+        return self._beside("text_column")
 
-    @property
-    def _group(self) -> str:
-        return self.field.rpartition(".")[0]
+    def _beside(self, name: str) -> str:
+        """Return the field of a name beside `field`, or the flag if that is one."""
+        return f"--{name}" if self.field.startswith("--") else f"{self.field.rpartition('.')[0]}.{name}"
 
     @property
     def part(self) -> str:

@@ -163,6 +163,9 @@ class Stream(Iterator[HostBatch]):
                 continue
             if name not in mine and name.endswith(CONTENT_FACTS):
                 continue
+            is_text = mine.get("kind") == saved.get("kind") == "text"
+            if is_text and name == "shuffle_buffer" and min(saved[name], mine[name]) > 1:
+                continue  # its documents are shuffled whole, whatever the size
             if saved.get(name) != mine.get(name):
                 raise UserError(
                     f"the saved data position is of data with {name} {saved.get(name)!r}, this run's has "
@@ -274,9 +277,24 @@ def train_stream(
     identity = {
         "replica": replica,
         "num_replicas": num_replicas,
-        "source": _fingerprint(sources) | _token_facts(config, tokenizer, sources) | {"seed": seed},
+        "source": _facts(config, tokenizer, sources, seed),
     }
     return Stream(open_sequences, mixture, config.batch_size, identity)
+
+
+def data_facts(
+    config: "DataConfig", tokenizer: Tokenizer | None, *, seed: int, vocab_size: int | None = None
+) -> dict[str, Any]:
+    """Return the facts that tell the training data of a configuration, and their tokens, from others."""
+    return _facts(
+        config, tokenizer, open_sources(config, tokenizer, validation=False, seed=seed, vocab_size=vocab_size), seed
+    )
+
+
+def _facts(
+    config: "DataConfig", tokenizer: Tokenizer | None, sources: Mapping[str, Source], seed: int
+) -> dict[str, Any]:
+    return _fingerprint(sources) | _token_facts(config, tokenizer, sources) | {"seed": seed}
 
 
 def _fingerprint(sources: Mapping[str, Source]) -> dict[str, Any]:

@@ -40,11 +40,15 @@ def _check_is_text(options: SourceOptions, path: str) -> None:
     """Raise `UserError` for a file that was named and is no text, by its name or by a zero byte at its beginning."""
     for kind, suffixes in {"jsonl": JSON_LINES_SUFFIXES, "parquet": PARQUET_SUFFIXES}.items():
         if path.endswith(suffixes):
-            raise UserError(f"{options.name} is read as plain text, its name says {kind}: give data.kind={kind}")
+            raise UserError(
+                f"{options.name} is read as plain text, its name says {kind}: give {options.kind_field}={kind}"
+            )
     with open_file(path) as file:
         start = file.read(1024)
     if b"\0" in start or compression_of(start):
-        raise UserError(f"{options.name} is no plain text: decompress it, or give the data.kind that it is of")
+        raise UserError(
+            f"{options.name} is no plain text: decompress it, or give the {options.kind_field} that it is of"
+        )
 
 
 def _tell_other_encodings(options: SourceOptions, files: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Batches to evaluate on: the validation documents of a configuration, or all documents below a path.
+"""Batches to evaluate on: the validation documents of a configuration, or all documents of a source.
 
 Shapes: B sequences of T tokens.
 """
@@ -56,24 +56,26 @@ def validation_by_source(
     """
     if config.kind != "mixture":
         return {}
-    streams = open_validation(config, tokenizer, vocab_size=vocab_size)
-    return {source_name(group): list(itertools.islice(stream, num_batches)) for group, stream in streams.items()}
-
-
-def open_validation(
-    config: "DataConfig", tokenizer: Tokenizer | None, *, vocab_size: int | None = None
-) -> dict[str, Iterator[HostBatch]]:
-    """Return an iterator over the batches of all validation documents of each source, with `configs_by_source`'s keys.
-
-    Args and Raises: see `validation_batches`; what is wrong within the files shows when they are read.
-    """
     sources = open_sources(config, tokenizer, validation=True, seed=0, vocab_size=vocab_size)
-    return {group: _batches({group: source}, Mixture({group: 1.0}), config) for group, source in sources.items()}
+    return {
+        source_name(group): list(
+            itertools.islice(_batches({group: source}, Mixture({group: 1.0}), config), num_batches)
+        )
+        for group, source in sources.items()
+    }
 
 
-def whole_batches(source: Source, config: "DataConfig") -> Iterator[HostBatch]:
-    """Return an iterator over batches of all documents of a source of `open_documents`, as `open_validation` does."""
-    group = source.name.partition("=")[0]
+def batches_of(source: Source, config: "DataConfig") -> Iterator[HostBatch]:
+    """Yield batches of all documents of a source, the last one filled up with ignored labels.
+
+    Args:
+      source: documents that are not divided among replicas.
+      config: batch size, sequence length and document mask; the rest has no effect.
+
+    Raises:
+      UserError: for documents without a label to score, and where the files are damaged.
+    """
+    group = source.name.partition("=")[0].removesuffix(".path").removesuffix(".validation_path")
     return _batches({group: source}, Mixture({group: 1.0}), config)
 
 

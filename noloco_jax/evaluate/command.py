@@ -1,18 +1,19 @@
 """Measure the perplexity of a trained model on texts.
 
-    python -m noloco_jax.evaluate --workdir=DIR                               # on the run's own validation documents
+    python -m noloco_jax.evaluate --workdir=DIR                               # on what validates the run, all of it
     python -m noloco_jax.evaluate --workdir=DIR --data=book.txt --data=news.jsonl --replica=0
     python -m noloco_jax.evaluate --model=FOLDER --data=book.txt              # a Hugging Face folder
 
 Documents are packed into sequences as in training, one after the other, and every token counts once, with what stands
-before it in its sequence. A perplexity is a token's: models of other tokenizers are comparable by bits per byte.
+before it in its sequence. A perplexity is a token's: models of other tokenizers are comparable by bits per byte, on
+sequences of equal lengths.
 """
 
 import argparse
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,12 +21,12 @@ import jax
 import numpy as np
 
 from noloco_jax.config import DataConfig, TrainConfig, make_parser, validate
-from noloco_jax.data import HostBatch, Tokenizer, open_documents, open_validation, whole_batches
+from noloco_jax.data import Tokenizer, batches_of, data_facts, open_documents, open_sources
 from noloco_jax.data.json_lines import SUFFIXES as JSON_LINES_SUFFIXES
 from noloco_jax.data.parquet import SUFFIXES as PARQUET_SUFFIXES
-from noloco_jax.errors import UserError
+from noloco_jax.data.source import Source
+from noloco_jax.errors import UserError, tell
 from noloco_jax.formatting import format_perplexity
-from noloco_jax.labels import IGNORED_LABEL
 from noloco_jax.model.kind import Params
 from noloco_jax.patience import told_if_slow
 from noloco_jax.run.evaluate import loss_of_one, perplexity_of
@@ -33,15 +34,35 @@ from noloco_jax.run.given_model import GivenModel, define_model_flags, opened_mo
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, build_programs
 
-_KINDS = ("jsonl", "parquet", "text")
+_KINDS = ("c4", "jsonl", "parquet", "text")
+_SUFFIXES = {"jsonl": (*JSON_LINES_SUFFIXES, ".json.gz"), "parquet": PARQUET_SUFFIXES}
 _TOKENS_OF_BATCH = 8192
 
 
+class _CountingTokenizer:
+    """A tokenizer that counts the bytes and the tokens of what it encodes."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer, self.num_bytes, self.num_tokens = tokenizer, 0, 0
+        self.name, self.fingerprint, self.vocab_size = tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size
+        self.bos_id, self.eos_id, self.decode = tokenizer.bos_id, tokenizer.eos_id, tokenizer.decode
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        arrays = self._tokenizer.encode_batch(texts)
+        self.num_bytes += sum(len(text.encode("utf-8", "replace")) for text in texts)
+        self.num_tokens += sum(map(len, arrays))
+        return arrays
+
+
 class _Text(NamedTuple):
-    """Texts to evaluate on: what to call them, and their batches."""
+    """Documents to evaluate on, what to call them, and what has encoded them; None where they are token ids."""
 
     name: str
-    batches: Iterator[HostBatch]
+    documents: Source
+    counted: _CountingTokenizer | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,18 +72,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (value := getattr(args, flag)) is not None and value < 1:
             raise UserError(f"--{flag}={value} is below 1: raise it")
     with opened_model(args) as model:
-        config = _config(model, args.sequence_length)
-        texts = list(_texts(args, model, config))
+        config = _config(model, args)
+        texts = _given_texts(args, model) if args.data else _validation(args, model)
         params = model.load()
     programs = build_programs(config, make_mesh(config, jax.local_devices()[:1]))
     params = _on_device(programs, params)
     print(model.name)
     print("perplexity  bits per byte      tokens  text")
-    per_batch = config.data.batch_size * config.data.sequence_length
-    limit = None if args.tokens is None else -(-args.tokens // per_batch)
     for text in texts:
         with told_if_slow(f"evaluating on {text.name}: --tokens=N ends it after about N of them"):
-            print(_row(programs, params, model, text, limit), flush=True)
+            print(_row(programs, params, config, text, args.tokens), flush=True)
     return 0
 
 
@@ -77,7 +96,10 @@ def _parser() -> argparse.ArgumentParser:
         "validates the run, each source of a mixture apart)",
     )
     parser.add_argument(
-        "--kind", choices=_KINDS, help="format of the files (default: by a file's name; in a folder, the run's or text)"
+        "--kind",
+        choices=_KINDS,
+        help="format of the files; c4: a folder's c4-validation.*.json.gz (default: by a file's name, text where that "
+        "says nothing; in a folder, the run's or text)",
     )
     parser.add_argument("--text_column", help="field or column of the text (default: the run's, else text)")
     parser.add_argument("--sequence_length", type=int, help="default: the run's; of a folder up to 2,048")
@@ -85,64 +107,78 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _config(model: GivenModel, sequence_length: int | None) -> TrainConfig:
-    """Return a run of one replica of the model, with batches of `_TOKENS_OF_BATCH` tokens."""
-    if sequence_length is None:
-        sequence_length = model.data.sequence_length
-    batch_size = max(1, _TOKENS_OF_BATCH // sequence_length)
-    data = dataclasses.replace(model.data, sequence_length=sequence_length, batch_size=batch_size)
-    config = TrainConfig(method="local", num_replicas=1, model=model.config, data=data)
+def _config(model: GivenModel, args: argparse.Namespace) -> TrainConfig:
+    """Return a run of one replica of the model, with batches of about `_TOKENS_OF_BATCH` tokens or as few as asked."""
+    length = args.sequence_length or model.data.sequence_length
+    tokens = min(_TOKENS_OF_BATCH, args.tokens or _TOKENS_OF_BATCH)
+    data = dataclasses.replace(model.data, sequence_length=length, batch_size=max(1, round(tokens / length)))
+    of_model = dataclasses.replace(model.config, remat="none")  # there is no backward pass
+    config = TrainConfig(method="local", num_replicas=1, model=of_model, data=data)
     validate(config)
     return config
 
 
-def _texts(args: argparse.Namespace, model: GivenModel, config: TrainConfig) -> Iterator[_Text]:
-    """Open the texts; raise `UserError` for those that are missing or of another form."""
-    vocab_size = model.config.vocab_size
-    if args.data is None:
-        if args.model is not None:
-            raise UserError("what to evaluate on is missing: give --data=PATH")
-        for group, batches in open_validation(config.data, model.found_tokenizer, vocab_size=vocab_size).items():
-            yield _Text(f"validation of {group}", batches)
-        return
+def _validation(args: argparse.Namespace, model: GivenModel) -> list[_Text]:
+    """Open what validates a run, in the pieces of its own sequence length; warn if its data have changed."""
+    if args.model is not None:
+        raise UserError("what to evaluate on is missing: give --data=PATH")
+    if args.kind or args.text_column:
+        raise UserError("--kind and --text_column are of --data: give it, or leave them out")
+    tokenizer, vocab_size, texts = model.found_tokenizer, model.config.vocab_size, []
+    for group in open_sources(model.data, tokenizer, validation=True, seed=0, vocab_size=vocab_size):
+        counted = None if tokenizer is None else _CountingTokenizer(tokenizer)
+        sources = open_sources(model.data, counted, validation=True, seed=0, vocab_size=vocab_size)
+        texts.append(_Text(f"validation of {group}", sources[group], counted))
+    if model.data_at_start is not None:
+        now = data_facts(model.data, tokenizer, seed=model.seed, vocab_size=vocab_size)
+        changed = [name for name, fact in now.items() if model.data_at_start.get(name) != fact]
+        if changed:
+            tell(
+                f"warning: the data are not those that the run last trained on ({changed[0]}: "
+                f"{model.data_at_start.get(changed[0])!r} then, {now[changed[0]]!r} now): some of what is evaluated on "
+                "may have been trained on"
+            )
+    return texts
+
+
+def _given_texts(args: argparse.Namespace, model: GivenModel) -> list[_Text]:
+    """Open the texts of --data; raise `UserError` for those that are missing or of another form."""
+    texts = []
     for path in args.data:
-        data = dataclasses.replace(config.data, path=path, kind=args.kind or _kind_of(path, config.data))
+        data = dataclasses.replace(model.data, path=path, kind=args.kind or _kind_of(path, model.data))
         if args.text_column is not None:
             data = dataclasses.replace(data, text_column=args.text_column)
-        documents = open_documents(data, model.found_tokenizer, field="--data", vocab_size=vocab_size)
+        counted = None if model.found_tokenizer is None else _CountingTokenizer(model.found_tokenizer)
+        documents = open_documents(data, counted, field="--data", vocab_size=model.config.vocab_size)
         if documents.num_columns == 1:
             model.tokenizer()  # raises where there is none
         documents.check_replicas(1)  # reads the first
-        yield _Text(path, whole_batches(documents, data))
+        texts.append(_Text(path, documents, counted))
+    return texts
 
 
 def _kind_of(path: str, data: DataConfig) -> str:
     """Return the format of a file by its name, and of a folder that of the model's training."""
-    if not Path(path).expanduser().is_dir() and Path(path).suffix:
-        by_suffix = {"jsonl": JSON_LINES_SUFFIXES, "parquet": PARQUET_SUFFIXES}
-        return next((kind for kind, suffixes in by_suffix.items() if path.endswith(suffixes)), "text")
-    return {"c4": "jsonl"}.get(data.kind, data.kind if data.kind in _KINDS else "text")
+    for kind, suffixes in _SUFFIXES.items():
+        if path.endswith(suffixes):
+            return kind
+    local = Path(path).expanduser()
+    return data.kind if data.kind in _KINDS and not local.is_file() and (local.is_dir() or not local.suffix) else "text"
 
 
-def _row(programs: Programs, params: Params, model: GivenModel, text: _Text, limit: int | None) -> str:
-    """Evaluate a text, or its first `limit` batches; return its line of the table."""
-    num_bytes = 0
-
-    def counted() -> Iterator[HostBatch]:
-        nonlocal num_bytes
-        for batch in itertools.islice(text.batches, limit):
-            if model.found_tokenizer is not None:
-                num_bytes += _num_bytes(model.found_tokenizer, batch["labels"])
-            yield batch
-
-    loss, tokens = loss_of_one(programs, params, counted())
-    bits = f"{loss / math.log(2) / num_bytes:.4f}" if num_bytes else "unknown"
-    return f"{format_perplexity(perplexity_of(loss / tokens)):>10}  {bits:>13}  {tokens:>10,}  {text.name}"
-
-
-def _num_bytes(tokenizer: Tokenizer, labels: np.ndarray) -> int:
-    """Count the bytes of text of the tokens to predict, in their order; special tokens have none."""
-    return len(tokenizer.decode(labels[labels != IGNORED_LABEL].tolist()).encode())
+def _row(programs: Programs, params: Params, config: TrainConfig, text: _Text, tokens: int | None) -> str:
+    """Evaluate a text, or about as many of its tokens; return its line of the table."""
+    batches = batches_of(text.documents, config.data)
+    if tokens is not None:
+        per_batch = config.data.batch_size * config.data.sequence_length
+        batches = itertools.islice(batches, max(1, round(tokens / per_batch)))
+    loss, scored = loss_of_one(programs, params, batches)
+    bits = "unknown"
+    if text.counted is not None and text.counted.num_bytes:
+        # Where it ends early, more has been encoded than was scored.
+        share = 1.0 if tokens is None else min(1.0, scored / text.counted.num_tokens)
+        bits = f"{loss / math.log(2) / (share * text.counted.num_bytes):.4f}"
+    return f"{format_perplexity(perplexity_of(loss / scored)):>10}  {bits:>13}  {scored:>10,}  {text.name}"
 
 
 def _on_device(programs: Programs, params: Params) -> Params:

@@ -27,7 +27,7 @@ class ReplicaAxes(NamedTuple):
         """Look up the axes of that name: mesh axes first, then at most one `vmap` axis.
 
         Raises:
-          ValueError: if they are in another order.
+          ValueError: if they are in another order, or those of the mesh in another than the mesh's.
           NameError: if an axis is not bound (JAX's own).
         """
         names = names_of(axis_name)
@@ -40,6 +40,12 @@ class ReplicaAxes(NamedTuple):
             raise ValueError(
                 f"axis_name={axis_name!r}: replicas live on axes of a mesh and then on at most one vmap axis, and here "
                 f"{', '.join(map(repr, slots))} are of vmap"
+            )
+        of_mesh = tuple(name for name in jax.sharding.get_abstract_mesh().axis_names if name in device)
+        if device != of_mesh:
+            raise ValueError(
+                f"axis_name={axis_name!r} has another order than the mesh, whose axes messages follow: give "
+                f"{of_mesh + slots}, and that order in the PartitionSpec"
             )
         return cls(device, slots[0] if slots else None)
 

@@ -10,12 +10,20 @@ import jax.numpy as jnp
 
 PyTree = Any
 
-# Optax modules whose transforms call their inner transform speculatively or conditionally -> what goes wrong then.
+_MOVES_AFTERWARDS = (
+    "a transform that makes the weights of what the outer step returns, such as a lookahead or an average, would leave "
+    "replicas apart that have averaged"
+)
+# Optax modules whose transforms cannot stand around an outer step -> what goes wrong then.
 _WRAPPERS = {
     "optax.transforms._accumulation": "optax.MultiSteps would exchange at every micro-step and throw most of it away",
     "optax.transforms._conditionality": (
         "a transform that skips steps by the gradient of one replica would leave the others waiting for its message"
     ),
+    "optax._src.lookahead": _MOVES_AFTERWARDS,
+    "optax.contrib._mechanic": _MOVES_AFTERWARDS,
+    "optax.contrib._sam": "optax.contrib.sam steps away from the weights and back, and would exchange there too",
+    "optax.contrib._schedule_free": _MOVES_AFTERWARDS,
 }
 
 

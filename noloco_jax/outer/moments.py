@@ -6,6 +6,7 @@ that the averaging itself would have given with the same gradients. Islands appl
 inner steps as that took.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ class Moments:
         The movement is taken as the full value.
       delay: inner steps from the exchange to the correction; 0: the mean is applied at once.
       decays: name of a moment in the optimizer's state -> its decay in an inner step; without them nothing is late, and
-        Adam's are taken to be Optax's.
+        the optimizer is taken for Optax's Adam, or another whose own roots are shorter.
     """
 
     params: PyTree
@@ -74,7 +75,19 @@ class Moments:
     def sent(self, inner: PyTree, number: jax.Array) -> PyTree:
         """Return the tree that outer step `number` averages over the group."""
         moments = moments_of(inner.inner if self.delay else inner, self.params)
-        return _by_kind(lambda x: x, jnp.sqrt, self.fragments.part(moments, self.cuts(moments), number))
+        return self._by_kind(lambda x: x, jnp.sqrt, self.fragments.part(moments, self.cuts(moments), number))
+
+    @functools.cached_property
+    def _parameters(self) -> frozenset[tuple]:
+        return frozenset(path for path, _ in jax.tree.leaves_with_path(self.params))
+
+    def _name(self, path: tuple) -> Any:
+        """Return the name of the moment at a path: that of the key in front of the parameter's own path."""
+        place = self._place(path)
+        return getattr(path[place], "name", None) if place >= 0 else None
+
+    def _place(self, path: tuple) -> int:
+        return next(start for start in range(len(path) + 1) if path[start:] in self._parameters) - 1
 
     def correction(self, sent: PyTree, number: jax.Array) -> PyTree:
         """Average what `sent` returned; return the difference of the moments from this replica's own."""
@@ -82,7 +95,7 @@ class Moments:
 
     def change(self, sent: PyTree, mean: PyTree) -> PyTree:
         """Return the difference of the moments that the group's mean of `sent` gives from this replica's own."""
-        own = _by_kind(lambda x: x, jnp.square, sent)
+        own = self._by_kind(lambda x: x, jnp.square, sent)
         return jax.tree.map(jnp.subtract, self._received(mean, sent), own)
 
     def keep(self, inner: LateMoments, correction: PyTree, number: jax.Array) -> LateMoments:
@@ -104,7 +117,7 @@ class Moments:
         def one(path: tuple, moment: jax.Array, correction: jax.Array) -> jax.Array:
             result = moment + self._decay(path) ** age * correction
             # Without rounding errors it is no less, since a second moment falls at most by its decay.
-            return jnp.maximum(result, moment / 4) if _is_second(path) else result
+            return jnp.maximum(result, moment / 4) if self._is_second(path) else result
 
         corrected = jax.tree.map_with_path(one, moments, correction)
         return self._replaced(inner, self._not_below_first(corrected, jnp.square), number)
@@ -130,19 +143,44 @@ class Moments:
     def _received(self, mean: PyTree, sent: PyTree) -> PyTree:
         """Return the moments that the group's mean of `sent` gives."""
         roots = jax.tree.map_with_path(
-            lambda path, mean, own: jnp.maximum(mean, own / 2) if _is_second(path) else mean, mean, sent
+            lambda path, mean, own: jnp.maximum(mean, own / 2) if self._is_second(path) else mean, mean, sent
         )
-        return _by_kind(lambda x: x, jnp.square, self._not_below_first(roots, lambda x: x))
+        return self._by_kind(lambda x: x, jnp.square, self._not_below_first(roots, lambda x: x, sent))
 
-    def _not_below_first(self, moments: PyTree, power: Callable[[jax.Array], jax.Array]) -> PyTree:
-        """Raise second moments, `power` of their roots, to the least that their first ones allow."""
-        firsts = {path: x for path, x in jax.tree.leaves_with_path(moments) if not _is_second(path)}
+    def _not_below_first(
+        self, moments: PyTree, power: Callable[[jax.Array], jax.Array], own: PyTree | None = None
+    ) -> PyTree:
+        """Raise second moments, `power` of their roots, to the least that their first ones allow.
+
+        Of an optimizer whose decays are not known, to no larger a share of these than this replica's `own` roots are.
+        """
+        firsts = {path: x for path, x in jax.tree.leaves_with_path(moments) if not self._is_second(path)}
+        owns = {} if own is None or self.decays else dict(jax.tree.leaves_with_path(own))
 
         def one(path: tuple, x: jax.Array) -> jax.Array:
-            first = firsts.get(_of_first(path)) if _is_second(path) else None
-            return x if first is None else jnp.maximum(x, power(self.least_root * jnp.abs(first)).astype(x.dtype))
+            beside = self._of_first(path)
+            if not self._is_second(path) or beside not in firsts:
+                return x
+            least = self.least_root * jnp.abs(firsts[beside])
+            if beside in owns:
+                size = jnp.abs(owns[beside])
+                share = jnp.where(size > 0, owns[path] / jnp.where(size > 0, size, 1), jnp.inf)
+                least = jnp.minimum(self.least_root, share) * jnp.abs(firsts[beside])
+            return jnp.maximum(x, power(least).astype(x.dtype))
 
         return jax.tree.map_with_path(one, moments)
+
+    def _by_kind(self, first: Callable[..., Any], second: Callable[..., Any], moments: PyTree) -> PyTree:
+        """Map the first moments by one function and the second ones by another."""
+        return jax.tree.map_with_path(lambda path, x: (second if self._is_second(path) else first)(x), moments)
+
+    def _is_second(self, path: tuple) -> bool:
+        return self._name(path) in _SECONDS
+
+    def _of_first(self, path: tuple) -> tuple:
+        """Return the path of the first moment beside a second one's."""
+        place = self._place(path)
+        return (*path[:place], jax.tree_util.GetAttrKey(_FIRST), *path[place + 1 :]) if place >= 0 else path
 
     def _replaced(self, inner: PyTree, part: PyTree, number: jax.Array) -> PyTree:
         moments = moments_of(inner, self.params)
@@ -151,7 +189,7 @@ class Moments:
         return jax.tree.map_with_path(lambda path, x: of_path.get(path, x), inner)
 
     def _decay(self, path: tuple) -> float:
-        return next(self.decays[name] for name in map(_name, path) if name in self.decays)
+        return self.decays[self._name(path)]
 
 
 def with_late_moments(inner: optax.GradientTransformation, is_late: bool) -> optax.GradientTransformation:
@@ -187,21 +225,3 @@ def _of_parameter(path: tuple, of_parameter: dict[tuple, Any]) -> Any:
     """Look up the value of the parameter whose path is a suffix of `path`; None if there is none."""
     ends = (of_parameter.get(path[start:]) for start in range(len(path) + 1))
     return next((found for found in ends if found is not None), None)
-
-
-def _by_kind(first: Callable[..., Any], second: Callable[..., Any], moments: PyTree) -> PyTree:
-    """Map the first moments by one function and the second ones by another."""
-    return jax.tree.map_with_path(lambda path, x: (second if _is_second(path) else first)(x), moments)
-
-
-def _is_second(path: tuple) -> bool:
-    return any(_name(key) in _SECONDS for key in path)
-
-
-def _of_first(path: tuple) -> tuple:
-    """Return the path of the first moment beside a second one's."""
-    return tuple(jax.tree_util.GetAttrKey(_FIRST) if _name(key) in _SECONDS else key for key in path)
-
-
-def _name(key: Any) -> Any:
-    return getattr(key, "name", None)

@@ -103,7 +103,8 @@ def at_round(state: OuterState, round: int) -> OuterState:
 
 def at(value: Number, round: Any) -> Any:
     """Return a number as it is, or a schedule's value in this round."""
-    return value(round) if callable(value) else value
+    number = value(round) if callable(value) else value
+    return number.item() if isinstance(number, np.generic) else number  # whose dtype would count, unlike a float's
 
 
 def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:

@@ -12,7 +12,7 @@ from jax.custom_batching import custom_vmap
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.misuse import check_params, check_surroundings
 from noloco_jax.outer.moments import Moments, moments_of
-from noloco_jax.outer.rule import Exchange, OuterState, Rule, common_dtype
+from noloco_jax.outer.rule import Exchange, OuterState, Rule, common_dtype, compute_dtype
 from noloco_jax.outer.step import OuterSteps, Outgoing
 from noloco_jax.schedule import SyncSchedule
 
@@ -137,8 +137,8 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
         if sync is not None and not sync:
             return updates, state
         params = jax.tree.map(jnp.asarray, params)
-        # Narrower updates would round φ − θ, and each replica would end beside φ, at a different place.
-        updates = jax.tree.map(lambda u, p: u.astype(common_dtype(u.dtype, p.dtype)), updates, params)
+        # Narrow updates would round φ − θ, and each replica would end beside φ, at a different place.
+        updates = jax.tree.map(lambda u, p: u.astype(_update_dtype(u.dtype, p.dtype)), updates, params)
 
         def landing(updates: PyTree, part: PyTree, number: Any) -> PyTree:
             before = steps.part(params, number)
@@ -204,6 +204,12 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
         keep=steps.keep,
         enter=enter_fn,
     )
+
+
+def _update_dtype(update: Any, param: Any) -> Any:
+    """Return the dtype of updates: float32 or wider, and under strict promotion one that Optax can add."""
+    widest = common_dtype(update, param)
+    return widest if jax.config.jax_numpy_dtype_promotion == "strict" else compute_dtype(widest)
 
 
 def _if_due(is_due: Any, land: Any, updates: PyTree, number: jax.Array, held: Any) -> tuple[PyTree, Any]:

@@ -52,7 +52,8 @@ def _mode(config: TrainConfig, programs: Programs) -> str:
     shape = dict(programs.mesh.shape)
     slots = config.num_replicas // shape["replica"]
     if programs.mesh.size == 1:
-        return f"virtual: {config.num_replicas} replicas on one device"
+        replicas = f"{config.num_replicas} replicas" if config.num_replicas > 1 else "one replica"
+        return f"virtual: {replicas} on one device"
     axes = " x ".join(f"{axis} {size}" for axis, size in shape.items() if size > 1)
     return f"mesh {axes}" + (f", {slots} replicas on each" if slots > 1 else "")
 

@@ -2,9 +2,9 @@
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from noloco_jax.config import DataConfig, ModelConfig, from_dict, load_saved
 from noloco_jax.data import Tokenizer, check_vocabulary, load_tokenizer
@@ -14,6 +14,7 @@ from noloco_jax.model.huggingface_config import CONFIG_FILE, max_positions, read
 from noloco_jax.model.kind import Params
 from noloco_jax.run.bucket_reading import readable_workdir
 from noloco_jax.run.model_folder import tokenizer_of
+from noloco_jax.run.record import data_at_start
 from noloco_jax.run.trained_model import load_for_export
 from noloco_jax.storage.local_copies import readable_folder, workdir_of_flag
 
@@ -31,6 +32,9 @@ class GivenModel(NamedTuple):
       trained_length: tokens of its longest sequence in training; None if unknown.
       found_tokenizer: its tokenizer; None if unknown.
       without_tokenizer: why there is none, and what to do.
+      data_at_start: facts that told the data of its run from others at its last start, see `data_facts`; None if
+        unknown.
+      seed: of its run, 0 of a folder.
       load: reads the weights, those of one model, while it is open.
     """
 
@@ -40,6 +44,8 @@ class GivenModel(NamedTuple):
     trained_length: int | None
     found_tokenizer: Tokenizer | None
     without_tokenizer: str
+    data_at_start: Mapping[str, Any] | None
+    seed: int
     load: Callable[[], Params]
 
     def tokenizer(self) -> Tokenizer:
@@ -95,6 +101,8 @@ def _of_folder(args: argparse.Namespace, folder: Path) -> GivenModel:
         trained_length=length,
         found_tokenizer=tokenizer,
         without_tokenizer=f'{folder} has no tokenizer: give --tokenizer, a name or folder, or "byte"',
+        data_at_start=None,
+        seed=0,
         load=lambda: load_params(folder, config),
     )
 
@@ -119,5 +127,7 @@ def _of_run(args: argparse.Namespace, workdir: Path) -> GivenModel:
             f"the run in {args.workdir} read token ids, or its data are no longer there to tell: give --tokenizer, "
             'a name or folder, or "byte"'
         ),
+        data_at_start=data_at_start(workdir),
+        seed=run.seed,
         load=lambda: load_for_export(workdir, args.replica, tokenizer)[1],
     )

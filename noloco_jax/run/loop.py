@@ -323,10 +323,10 @@ def _unlogged(run: Run, state: TrainState, start: int) -> OuterSteps | None:
     if schedule is None or state.outer is None or run.sync.groups(0) is None or _logs_every_outer_step(run.config):
         return None
     taken = int(state.outer.round)
-    since_last_line = schedule.total(start) - schedule.total(start - start % run.config.log_every)
-    first = taken - since_last_line
-    if run.metrics.last_round is not None:  # the earlier start logged an extra line if it was to end at that step
-        first = max(first, run.metrics.last_round + 1)
+    if run.metrics.last_round is not None:
+        first = run.metrics.last_round + 1
+    else:
+        first = taken - (schedule.total(start) - schedule.total(start - start % run.config.log_every))
     return OuterSteps(first, taken - first, 0.0, None) if first < taken else None
 
 

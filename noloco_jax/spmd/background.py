@@ -39,7 +39,7 @@ def is_in_background(config: TrainConfig, mesh: Mesh) -> bool:
 
 def training_devices(config: TrainConfig, devices: list) -> list:
     """Return the devices to train on, without the CPU devices that `host_mesh` needs for exchanges."""
-    if not has_delay(config) or len(devices) == 1 or devices[0].platform != "cpu":
+    if not has_delay(config) or config.mesh.replica == 1 or len(devices) == 1 or devices[0].platform != "cpu":
         return devices
     by_process: dict[int, list] = {}
     for device in devices:

@@ -5,7 +5,7 @@ from jax.sharding import AxisType, Mesh
 
 from noloco_jax.config import MeshConfig, TrainConfig
 from noloco_jax.errors import UserError
-from noloco_jax.methods import METHODS
+from noloco_jax.methods import METHODS, has_delay
 from noloco_jax.spmd.sharding import check_fragments
 
 AXES = ("replica", "stage", "fsdp", "tensor")
@@ -28,7 +28,10 @@ def mesh_shape(config: TrainConfig, num_devices: int) -> dict[str, int]:
     fixed = int(np.prod([size for size in shape.values() if size != -1]))
     if fixed > num_devices:
         sizes = ", ".join(f"mesh.{axis}={size}" for axis, size in shape.items() if size != -1)
-        raise UserError(f"{sizes} need {fixed} devices, there are {num_devices}: shrink the mesh or add devices")
+        others = ", besides those that exchange for outer.delay" if has_delay(config) else ""
+        raise UserError(
+            f"{sizes} need {fixed} devices, there are {num_devices}{others}: shrink the mesh or add devices"
+        )
     left = num_devices // fixed
     for axis, size in shape.items():
         if size == -1 and axis == "replica":

@@ -98,8 +98,8 @@ def test_a_bfloat16_state_keeps_its_dtype_and_stays_near_float32(make):
 
 @both
 def test_bfloat16_parameters_keep_their_dtype_beside_float32_slow_weights(make):
-    for _, _, updates, params, state in trajectory(make, dtype=jnp.bfloat16):
-        assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves((updates, params)))
+    for _, _, _, params, state in trajectory(make, dtype=jnp.bfloat16):
+        assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
         assert all(x.dtype == jnp.float32 for x in jax.tree.leaves((state.rule.slow, state.rule.momentum)))
 
 
@@ -114,6 +114,24 @@ def test_bfloat16_updates_reach_float32_slow_weights_within_one_rounding(make):
     for name, slow in jax.device_get(state.rule.slow).items():
         bound = np.spacing(np.maximum(np.abs(slow), np.abs(slow - params[name])))
         assert (np.abs(landed[name] - slow) <= bound).all()
+
+
+@pytest.mark.parametrize("narrow", [jnp.bfloat16, jnp.float16])
+def test_half_precision_weights_and_gradients_of_any_size_leave_replicas_equal(narrow):
+    """An update of 16 bits could not move a small weight to its φ."""
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.broadcast_to(jnp.asarray(0.02 * rng.normal(size=1000), narrow), (N, 1000))}
+    tx = optax.chain(optax.sgd(0.1), nj.diloco(0.7, 0.9, sync_every=2))
+    state = jax.vmap(tx.init)(params)
+    update = jax.jit(jax.vmap(tx.update, axis_name="replica"))
+    for _ in range(2):
+        updates, state = update({"w": jnp.asarray(0.1 * rng.normal(size=(N, 1000)), narrow)}, state, params)
+        params = optax.apply_updates(params, updates)
+    assert params["w"].dtype == narrow
+    least = float(jnp.finfo(narrow).tiny)  # what is smaller counts as zero
+    slow = state[-1].rule.slow["w"].astype(narrow)
+    np.testing.assert_allclose(params["w"].astype(float), slow.astype(float), rtol=0, atol=least)
+    np.testing.assert_array_equal(params["w"], jnp.broadcast_to(params["w"][:1], params["w"].shape))
 
 
 @pytest.mark.parametrize("narrow", [jnp.bfloat16, jnp.float16])

@@ -122,6 +122,36 @@ def test_a_vmap_axis_before_a_mesh_axis_is_refused_with_the_right_order():
         jax.eval_shape(block, params, jax.vmap(noloco().init)(params))
 
 
+def test_mesh_axes_in_another_order_than_the_meshs_are_refused():
+    """JAX numbers the devices of a tuple of axes in the mesh's order, whatever the tuple's."""
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    outer, params = nj.noloco(nj.RandomPairing(8), axis_name=("y", "x")), jnp.ones((8, 2))
+
+    def step(params, state):
+        return jax.tree.map(lambda x: x[None], outer.step(*jax.tree.map(lambda x: x[0], (params, state))))
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P(("y", "x")), out_specs=P(("y", "x")))
+    with pytest.raises(ValueError, match=r"another order than the mesh.*give \('x', 'y'\)"):
+        jax.eval_shape(mapped, params, jax.eval_shape(jax.vmap(outer.init), params))
+
+
+@pytest.mark.parametrize("every", [2.5, lambda step: 1.0 + 0 * step], ids=["a number", "a schedule"])
+def test_an_injected_sync_every_that_is_no_integer_is_refused(every):
+    tx, params = optax.inject_hyperparams(nj.diloco)(sync_every=every), jnp.zeros(2)
+    with pytest.raises(TypeError, match="it must be an integer"):
+        jax.eval_shape(vmapped(tx), params, jax.eval_shape(jax.vmap(tx.init), params), params)
+
+
+@pytest.mark.parametrize("make", [noloco, nj.diloco])
+def test_a_numpy_number_leaves_the_states_dtypes(make):
+    with jax.enable_x64(True):
+        outer = make(outer_lr=np.float64(0.7), outer_momentum=np.float64(0.5), state_dtype="bfloat16")
+        params = jnp.ones((N, 3), jnp.float32)
+        state = jax.eval_shape(jax.vmap(outer.init), params)
+        _, after = jax.eval_shape(jax.vmap(outer.step, axis_name="replica"), params, state)
+    assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
+
+
 def test_hyperparameters_may_be_injected():
     plain, params = noloco(outer_lr=0.3, consensus=0.2), random_tree(0, N)
     injected = optax.inject_hyperparams(nj.noloco)(
@@ -155,6 +185,14 @@ WRAPPERS = {
         lambda tx: optax.chain(optax.chain(optax.sgd(0.1), tx), optax.scale(2.0)),
         "not the last of its optax.chain",
     ),
+    "schedule-free": (
+        lambda tx: optax.contrib.schedule_free(optax.chain(optax.sgd(0.1), tx), 0.1),
+        "would leave replicas apart that have averaged",
+    ),
+    "mechanize": (
+        lambda tx: optax.contrib.mechanize(optax.chain(optax.sgd(0.1), tx)),
+        "would leave replicas apart that have averaged",
+    ),
     "first of named ones": (lambda tx: optax.named_chain(("outer", tx), ("inner", optax.sgd(0.1))), "not the last"),
 }
 
@@ -164,6 +202,13 @@ def test_a_wrapper_that_breaks_outer_steps_is_refused(wrap, message):
     tx, params = wrap(noloco()), random_tree(0, N)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(vmapped(tx), params, jax.eval_shape(jax.vmap(tx.init), params), params)
+
+
+def test_a_lookahead_around_the_outer_step_is_refused():
+    tx = optax.lookahead(optax.chain(optax.sgd(0.1), noloco()), 3, 0.5)
+    params = jax.vmap(optax.LookaheadParams.init_synced)(random_tree(0, N))
+    with pytest.raises(ValueError, match="would leave replicas apart that have averaged"):
+        jax.eval_shape(vmapped(tx), random_tree(1, N), jax.eval_shape(jax.vmap(tx.init), params), params)
 
 
 def test_accumulation_and_skipping_may_wrap_the_inner_optimizer_alone():

@@ -47,6 +47,11 @@ def test_hosts_mirror_the_mesh_on_devices_that_do_not_train():
     assert not set(hosts.devices.flat) & set(mesh.devices.flat)
 
 
+def test_a_delay_that_one_device_imitates_takes_no_devices_from_its_replicas():
+    config = dataclasses.replace(CONFIG, mesh=MeshConfig(replica=1, fsdp=4, tensor=2))
+    assert training_devices(config, jax.devices("cpu")) == jax.devices("cpu")
+
+
 def test_a_mesh_that_leaves_no_devices_for_exchanges_is_refused():
     config = dataclasses.replace(CONFIG, num_replicas=8, mesh=MeshConfig(replica=8))
     with pytest.raises(UserError, match="a CPU device for each device, and process 0 has too few"):

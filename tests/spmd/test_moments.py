@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -239,3 +239,26 @@ def test_a_late_correction_leaves_no_root_below_the_least_of_its_first_moment():
     after = moments.corrected(inner, correction, jax.numpy.int32(0), 3)
     np.testing.assert_allclose(after.mu["w"], 0.5 * 0.9**3, rtol=1e-6)
     np.testing.assert_allclose(np.sqrt(after.nu["w"]), moments.least_root * 0.5 * 0.9**3, rtol=1e-5)
+
+
+class Kernel(NamedTuple):
+    """Parameters named like the moments of optimizers."""
+
+    nu: Any
+    scale: Any
+
+
+@pytest.mark.parametrize("wire", ["float32", "int4"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [optax.adam(1e-2), optax.adam(1e-2, b1=0.3), optax.adabelief(1e-2), optax.adamax(1e-2), optax.amsgrad(1e-2)],
+    ids=["adam", "adam of short memory", "adabelief", "adamax", "amsgrad"],
+)
+def test_equal_replicas_keep_the_moments_of_any_optimizer(optimizer, wire):
+    outer, state = nj.noloco(nj.RandomPairing(2), wire=wire), None
+    params = Kernel(*(jnp.ones((2, 2, 8)) for _ in Kernel._fields))
+    state = jax.vmap(optimizer.init)(params)
+    for size in (-3.0, 0.01, 5.0):
+        _, state = jax.vmap(optimizer.update)(jax.tree.map(lambda x, by=size: by * x, params), state, params)
+    after = jax.vmap(outer.average_moments, axis_name="replica")(state, params, jax.vmap(outer.init)(params))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), after, state)

@@ -10,12 +10,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from noloco_jax.config import DataConfig, ModelConfig, SourceConfig, TrainConfig
+from noloco_jax.config import DataConfig, MeshConfig, ModelConfig, SourceConfig, TrainConfig
+from noloco_jax.data import ByteTokenizer, data_facts
 from noloco_jax.errors import UserError
 from noloco_jax.evaluate import command as evaluate
 from noloco_jax.model.huggingface import save_folder
 from noloco_jax.model.llama import Llama
 from noloco_jax.run import given_model
+from noloco_jax.run.record import write_start
+from support.data_makers import write_c4
 from support.model_makers import make_run, random_params
 
 TEXTS = ("a first document", "Zweites, länger", "3")
@@ -117,11 +120,11 @@ def test_each_source_of_a_mixture_has_a_line(config, tmp_path, capsys):
         assert_row(row, expected(first, *TEXTS))
 
 
-def test_tokens_end_a_long_text_after_a_batch(folder, tmp_path, capsys):
+def test_tokens_end_a_long_text_after_about_as_many(folder, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("x" * 30_000)
     flags = [f"--model={folder}", "--tokenizer=byte", f"--data={tmp_path / 'text.txt'}"]
     ((_, _, tokens, _),) = rows(capsys, *flags, "--tokens=1000")
-    assert int(tokens.replace(",", "")) == 8192
+    assert int(tokens.replace(",", "")) == 992
 
 
 @pytest.mark.parametrize(
@@ -158,3 +161,69 @@ def test_a_text_needs_a_tokenizer_and_token_ids_do_not(folder, tmp_path, capsys)
     pq.write_table(pa.table({"input_ids": [[1, 2]], "label": [[2, 3]]}), tmp_path / "ids.parquet")
     ((_, bits, tokens, _),) = rows(capsys, f"--model={folder}", f"--data={tmp_path / 'ids.parquet'}")
     assert (bits, tokens) == ("unknown", "2")
+
+
+@pytest.fixture
+def text_run(tmp_path):
+    """A run of one text, a fiftieth of whose pieces of 256 bytes is held out."""
+    (tmp_path / "book.txt").write_text("".join(f"{number:07}\n" for number in range(6400)))
+    data = DataConfig(kind="text", path=str(tmp_path / "book.txt"), sequence_length=16, add_bos=False, add_eos=False)
+    config = TrainConfig(num_replicas=2, model=MODEL, data=data)
+    make_run(tmp_path / "run", config)
+    write_start(config, tmp_path / "run", 0, [], data_facts(data, ByteTokenizer(), seed=config.seed))
+    return tmp_path
+
+
+def test_another_sequence_length_evaluates_on_the_same_documents(text_run, capsys):
+    """Pieces that follow the new length would take training text for held out."""
+    found = [rows(capsys, f"--workdir={text_run / 'run'}", *flags)[0] for flags in ([], ["--sequence_length=160"])]
+    assert [tokens for _, _, tokens, _ in found] == ["1,023"] * 2  # 4 pieces
+    assert found[0][0] != found[1][0]
+
+
+def test_data_that_have_changed_since_training_are_told(text_run, capsys):
+    evaluate.main([f"--workdir={text_run / 'run'}"])
+    assert "warning" not in capsys.readouterr().err
+    (text_run / "book.txt").write_text("".join(f"{number:07}\n" for number in range(6500)))
+    evaluate.main([f"--workdir={text_run / 'run'}"])
+    assert "warning: the data are not those that the run last trained on (bytes: 51200 then, 52000" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_text_is_one_document_whatever_the_sequence_length_and_the_tokenizer(run, folder, text_run, capsys):
+    flags = [f"--data={text_run / 'book.txt'}", "--tokens=1000000"]
+    for model in ([f"--workdir={run[0]}"], [f"--model={folder}", "--tokenizer=byte"]):
+        for length in (16, 48):
+            (row,) = rows(capsys, *model, *flags, f"--sequence_length={length}")
+            assert row[2] == "51,201"
+
+
+def test_a_folder_s_files_are_all_read_whatever_splits_their_names_say(run, tmp_path, capsys):
+    for name in ("train-0", "test-0", "dev-0"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}))
+    (row,) = rows(capsys, f"--workdir={run[0]}", "--replica=0", f"--data={tmp_path}")
+    assert_row(row, expected(run[1][0], "dev-0", "test-0", "train-0"))
+
+
+def test_c4_is_read_by_its_name_and_a_file_without_suffix_is_text(run, tmp_path, capsys):
+    write_c4(tmp_path / "c4", [["a shard"]])
+    (shard,) = (tmp_path / "c4").iterdir()
+    (tmp_path / "LICENSE").write_text("a licence")
+    found = rows(capsys, f"--workdir={run[0]}", "--replica=0", f"--data={shard}", f"--data={tmp_path / 'LICENSE'}")
+    for row, text in zip(found, ("a shard", "a licence"), strict=True):
+        assert_row(row, expected(run[1][0], text))
+
+
+def test_the_model_s_settings_of_training_do_not_stand_in_the_way(config, tmp_path, capsys):
+    model, mesh = dataclasses.replace(MODEL, remat="stage"), MeshConfig(stage=2)
+    stages = dataclasses.replace(config, model=model, mesh=mesh)
+    [first, _] = make_run(tmp_path, stages)
+    (row,) = rows(capsys, f"--workdir={tmp_path}", "--replica=0")
+    assert_row(row, expected(first, *TEXTS))
+
+
+def test_a_missing_text_column_is_told_with_the_flag_that_names_it(run, tmp_path):
+    (tmp_path / "lines.jsonl").write_text(json.dumps({"body": "a text"}))
+    with pytest.raises(UserError, match="give --text_column the name of the text's"):
+        evaluate.main([f"--workdir={run[0]}", f"--data={tmp_path / 'lines.jsonl'}"])
