@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from noloco_jax.defaults import DEFAULTS
 from noloco_jax.errors import UserError
 from noloco_jax.schedule import SyncSchedule, pairing_round
-from noloco_jax.wires import MODULO_BITS
+from noloco_jax.wires import CHUNK, MODULO_BITS, kept_of
 
 if TYPE_CHECKING:
     from noloco_jax.outer.fragments import Fragments
@@ -246,7 +246,7 @@ def _sparseloco(config: Config, axis_name: Any, fragments: "Fragments") -> "Oute
 def _describe_sparseloco(config: Config) -> str:
     outer = config.outer
     return (
-        f"sparseloco: all send {outer.top_k} of 4096 entries to all {_when(config)} "
+        f"sparseloco: all send {kept_of(CHUNK, outer.top_k)} of {CHUNK} entries to all {_when(config)} "
         f"(alpha {outer.lr:g}, beta {outer.error_decay:g}){_what(config)}"
     )
 

@@ -184,3 +184,11 @@ def test_default_settings_lists_the_values_left_at_the_methods_defaults():
 def test_defaults_of_a_field_are_listed_for_each_method():
     assert defaults_of("sync_every") == {"noloco": 50, "diloco": 100, "epidemic": 1, "sparseloco": 30}
     assert defaults_of("fragments") == {}
+
+
+def test_sparseloco_is_described_by_the_entries_that_it_sends():
+    """They fill whole bytes."""
+    config = from_dict({"method": "sparseloco", "outer": {"top_k": 3, "sync_every": 1}})
+    assert (
+        METHODS["sparseloco"].describe(config).startswith("sparseloco: all send 4 of 4096 entries to all every step (")
+    )
