@@ -30,7 +30,8 @@ class SyncSchedule:
         try:
             every = operator.index(self.sync_every)
         except TypeError:
-            if getattr(self.sync_every, "ndim", None) != 0 or getattr(self.sync_every, "dtype", "?").kind not in "iu":
+            kind = getattr(getattr(self.sync_every, "dtype", None), "kind", None)
+            if getattr(self.sync_every, "ndim", None) != 0 or kind not in ("i", "u"):
                 raise TypeError(f"sync_every is {self.sync_every!r}: it must be an integer") from None
             if self.fragments > 1 or self.delay:
                 raise TypeError(

@@ -209,7 +209,8 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
 def _update_dtype(update: Any, param: Any) -> Any:
     """Return the dtype of updates: float32 or wider, and under strict promotion one that Optax can add."""
     widest = common_dtype(update, param)
-    return widest if jax.config.jax_numpy_dtype_promotion == "strict" else compute_dtype(widest)
+    promotion = getattr(jax.config, "jax_numpy_dtype_promotion")  # noqa: B009, as JAX declares no such attribute
+    return widest if promotion == "strict" else compute_dtype(widest)
 
 
 def _if_due(is_due: Any, land: Any, updates: PyTree, number: jax.Array, held: Any) -> tuple[PyTree, Any]:

@@ -120,13 +120,13 @@ def test_bfloat16_updates_reach_float32_slow_weights_within_one_rounding(make):
 def test_half_precision_weights_and_gradients_of_any_size_leave_replicas_equal(narrow):
     """An update of 16 bits could not move a small weight to its φ."""
     rng = np.random.default_rng(0)
-    params = {"w": jnp.broadcast_to(jnp.asarray(0.02 * rng.normal(size=1000), narrow), (N, 1000))}
+    params: Any = {"w": jnp.broadcast_to(jnp.asarray(0.02 * rng.normal(size=1000), narrow), (N, 1000))}
     tx = optax.chain(optax.sgd(0.1), nj.diloco(0.7, 0.9, sync_every=2))
-    state = jax.vmap(tx.init)(params)
+    state: Any = jax.vmap(tx.init)(params)
     update = jax.jit(jax.vmap(tx.update, axis_name="replica"))
     for _ in range(2):
         updates, state = update({"w": jnp.asarray(0.1 * rng.normal(size=(N, 1000)), narrow)}, state, params)
-        params = optax.apply_updates(params, updates)
+        params = jax.tree.map(jnp.asarray, optax.apply_updates(params, updates))
     assert params["w"].dtype == narrow
     least = float(jnp.finfo(narrow).tiny)  # what is smaller counts as zero
     slow = state[-1].rule.slow["w"].astype(narrow)

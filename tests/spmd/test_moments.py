@@ -260,5 +260,6 @@ def test_equal_replicas_keep_the_moments_of_any_optimizer(optimizer, wire):
     state = jax.vmap(optimizer.init)(params)
     for size in (-3.0, 0.01, 5.0):
         _, state = jax.vmap(optimizer.update)(jax.tree.map(lambda x, by=size: by * x, params), state, params)
-    after = jax.vmap(outer.average_moments, axis_name="replica")(state, params, jax.vmap(outer.init)(params))
+    outer_state: Any = jax.vmap(outer.init)(params)
+    after = jax.vmap(outer.average_moments, axis_name="replica")(state, params, outer_state)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), after, state)
