@@ -53,11 +53,11 @@ class Job:
     ):
         self.run, self.label, self._folder = run, label, folder
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / PLANNED_FILE, json.dumps(to_dict(run.config)))
         self.progress = Progress(run, label, folder)
         with (folder / LOG_FILE).open("a") as log:
             if try_lock(log.fileno()) is False:  # the trainer inherits it, and may outlive us
                 raise TakenError
+            write_whole(folder / PLANNED_FILE, json.dumps(to_dict(run.config)))
             # In a session of its own, so that Ctrl-C comes to it once, through this process.
             self._process = subprocess.Popen(
                 [sys.executable, *arguments],

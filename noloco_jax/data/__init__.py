@@ -1,6 +1,6 @@
 """Batches from files: sources, tokenizers, packing, and one checkpointable stream a replica."""
 
-from noloco_jax.data.from_config import check_data, needs_tokenizer, open_documents, open_sources
+from noloco_jax.data.from_config import check_data, needs_tokenizer, open_documents
 from noloco_jax.data.packing import HostBatch
 from noloco_jax.data.positions import redistribute, renumbered
 from noloco_jax.data.stream import ReplicaStreams, Stream, data_facts, train_stream
@@ -21,7 +21,6 @@ __all__ = [
     "makes_same_ids",
     "needs_tokenizer",
     "open_documents",
-    "open_sources",
     "redistribute",
     "renumbered",
     "train_stream",

@@ -58,15 +58,13 @@ def validation_by_source(
         return {}
     sources = open_sources(config, tokenizer, validation=True, seed=0, vocab_size=vocab_size)
     return {
-        source_name(group): list(
-            itertools.islice(_batches({group: source}, Mixture({group: 1.0}), config), num_batches)
-        )
+        source_name(group): list(itertools.islice(batches_of(source, config), num_batches))
         for group, source in sources.items()
     }
 
 
 def batches_of(source: Source, config: "DataConfig") -> Iterator[HostBatch]:
-    """Yield batches of all documents of a source, the last one filled up with ignored labels.
+    """Return an iterator over batches of all documents of a source, the last one filled up with ignored labels.
 
     Args:
       source: documents that are not divided among replicas.

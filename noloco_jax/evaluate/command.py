@@ -21,7 +21,8 @@ import jax
 import numpy as np
 
 from noloco_jax.config import DataConfig, TrainConfig, make_parser, validate
-from noloco_jax.data import Tokenizer, batches_of, data_facts, open_documents, open_sources
+from noloco_jax.data import Tokenizer, batches_of, data_facts, open_documents
+from noloco_jax.data.from_config import configs_by_source, open_source
 from noloco_jax.data.json_lines import SUFFIXES as JSON_LINES_SUFFIXES
 from noloco_jax.data.parquet import SUFFIXES as PARQUET_SUFFIXES
 from noloco_jax.data.source import Source
@@ -125,11 +126,12 @@ def _validation(args: argparse.Namespace, model: GivenModel) -> list[_Text]:
     if args.kind or args.text_column:
         raise UserError("--kind and --text_column are of --data: give it, or leave them out")
     tokenizer, vocab_size, texts = model.found_tokenizer, model.config.vocab_size, []
-    for group in open_sources(model.data, tokenizer, validation=True, seed=0, vocab_size=vocab_size):
+    sources = configs_by_source(model.data)
+    for group, data in sources.items():
         counted = None if tokenizer is None else _CountingTokenizer(tokenizer)
-        sources = open_sources(model.data, counted, validation=True, seed=0, vocab_size=vocab_size)
-        texts.append(_Text(f"validation of {group}", sources[group], counted))
-    if model.data_at_start is not None:
+        documents = open_source(data, counted, validation=True, seed=0, vocab_size=vocab_size, group=group)
+        texts.append(_Text(f"validation of {group}", documents, counted))
+    if model.data_at_start is not None and any(_may_hold_out(data) for data in sources.values()):
         now = data_facts(model.data, tokenizer, seed=model.seed, vocab_size=vocab_size)
         changed = [name for name, fact in now.items() if model.data_at_start.get(name) != fact]
         if changed:
@@ -139,6 +141,11 @@ def _validation(args: argparse.Namespace, model: GivenModel) -> list[_Text]:
                 "may have been trained on"
             )
     return texts
+
+
+def _may_hold_out(data: DataConfig) -> bool:
+    """Return True if documents among those to train on may be held out: which ones depends on all of them."""
+    return data.kind != "c4" and not data.validation_path
 
 
 def _given_texts(args: argparse.Namespace, model: GivenModel) -> list[_Text]:
