@@ -148,15 +148,17 @@ def unknown_field(path: str) -> UserError:
     known = dict.fromkeys(known_fields())
     known |= dict.fromkeys(name.rpartition(".")[0] for name in known if "." in name)  # the groups themselves
     group, _, leaf = path.rpartition(".")
+    parent = field_at(TrainConfig, group) if group else None
     scores = {}
     for name in known:
         its_group, _, its_leaf = name.rpartition(".")
-        if _similarity(leaf, its_leaf) >= 0.65:
-            scores[name] = _similarity(leaf, its_leaf) + 0.3 * _similarity(group, its_group)
+        alike = _similarity(leaf, its_leaf)
+        may_be_there = parent is None or parent == field_at(TrainConfig, its_group)
+        if alike >= (0.65 if may_be_there else 0.9):  # who gives a group that exists rarely means another one
+            scores[name] = alike + 0.3 * _similarity(group, its_group)
     if scores:
         near = [name for name, score in scores.items() if score == max(scores.values())]
         return UserError(f"unknown config field {path!r}: did you mean {' or '.join(map(repr, near))}?")
-    parent = field_at(TrainConfig, group) if group else None
     if parent is None or not parent.is_group or parent.by_name:
         return UserError(f"unknown config field {path!r}: the fields there are {', '.join(fields_of(TrainConfig))}")
     siblings = [f"{group}.{name}" for name in fields_of(parent.type)]

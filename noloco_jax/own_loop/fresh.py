@@ -1,8 +1,8 @@
 """Optimizer state of an island that catches up from weights alone: which arrays begin anew, and which a peer sends.
 
-A part of the tree that holds arrays of the weights' shapes directly beside others, as Optax's `ScaleByAdamState` holds
-its moments beside their counter, begins anew as a whole: a counter of many steps beside fresh moments would make Adam's
-first updates several times too large. Everything else (a schedule's counter, random keys, numbers) is the peer's. The
+A part of the tree that holds arrays of the weights' shapes, or trees of the weights' structure as Adafactor's rows and
+columns are, directly beside others, as Optax's `ScaleByAdamState` holds its moments beside their counter, begins anew as
+a whole: a counter of many steps beside fresh moments would make Adam's first updates several times too large. Everything else (a schedule's counter, random keys, numbers) is the peer's. The
 user's outermost dict, list or tuple is no such part: each of its entries is judged by itself.
 """
 
@@ -18,12 +18,14 @@ PyTree = Any
 def begins_anew(rest: PyTree, params: PyTree) -> list[bool]:
     """Return for every leaf of `rest` whether it begins anew."""
     shapes = {x.shape for x in jax.tree.leaves(params) if x.ndim}
+    structure = jax.tree.structure(params)
     flags: list[bool] = []
 
     def is_like_weights(node: PyTree) -> bool:
         leaves = jax.tree.leaves(node)
         real = (np.issubdtype(x.dtype, np.inexact) or x.dtype.name == "bfloat16" for x in leaves)
-        return bool(leaves) and all(x.shape in shapes for x in leaves) and all(real)
+        has_structure = len(leaves) > 1 and jax.tree.structure(node) == structure
+        return bool(leaves) and all(real) and (has_structure or all(x.shape in shapes for x in leaves))
 
     def walk(node: PyTree) -> None:
         children = jax.tree.leaves(node, is_leaf=lambda x: x is not node)

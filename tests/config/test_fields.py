@@ -118,6 +118,8 @@ def test_an_unknown_field_is_refused_with_the_nearest_name():
     assert_each_is_refused(
         [
             ({"outer": {"sync_evry": 3}}, ["unknown config field 'outer.sync_evry': did you mean 'outer.sync_every'"]),
+            ({"outer": {"rate": 1.5}}, ["unknown config field 'outer.rate': the fields there are outer.lr"]),
+            ({"outer": {"warmup_steps": 3}}, ["did you mean 'inner.warmup_steps'"]),
             ({"sync_every": 3}, ["unknown config field 'sync_every'", "did you mean 'outer.sync_every'"]),
             ({"outr": {"lr": 1.0}}, ["unknown config field 'outr': did you mean 'outer'"]),
             ({"lr": 3}, ["unknown config field 'lr'", "did you mean 'inner.lr' or 'outer.lr'"]),

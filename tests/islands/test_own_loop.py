@@ -243,6 +243,14 @@ def test_only_weight_shaped_floats_and_leaves_directly_beside_them_begin_anew():
             assert value.dtype == x.dtype
 
 
+def test_factored_moments_begin_anew_with_their_counter():
+    params = {"w": np.zeros([128, 256], np.float32), "b": np.zeros([256], np.float32)}
+    rest = {"adafactor": optax.adafactor(optax.constant_schedule(1e-3)).init(params), "step": np.zeros([], np.int64)}
+    flags = jax.tree.unflatten(jax.tree.structure(rest), begins_anew(rest, params))
+    factored, *others = flags["adafactor"]
+    assert all(jax.tree.leaves(factored)) and not any(jax.tree.leaves([*others, flags["step"]]))
+
+
 def test_an_invited_island_joins_running_loops_and_exchanges_with_both(tmp_path):
     lines = ['run = "own"\n']
     for name, port in zip(NAMES, free_ports(2), strict=True):
