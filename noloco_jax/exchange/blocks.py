@@ -83,14 +83,14 @@ def windows_of(fragments: Fragments, params: PyTree, cuts: PyTree) -> PyTree:
       cuts: the dimensions along which `fragments` cuts them.
     """
 
-    def windows(part: jax.ShapeDtypeStruct, cut: int, hidden: int) -> jax.Array:
+    def windows(param: Any, part: jax.ShapeDtypeStruct, cut: int, hidden: int) -> jax.Array:
         counts = list(block_counts(part.shape, hidden))
         if fragments.count > 1:
             counts[0 if cut == FLAT else cut] *= fragments.count
-        return jnp.zeros(counts, jnp.uint8)
+        return jnp.zeros_like(param, jnp.uint8, counts)  # in `shard_map` it varies over the parameter's axes
 
     parts = jax.eval_shape(lambda tree: fragments.part(tree, cuts, jnp.int32(0)), params)
-    return jax.tree.map(windows, parts, cuts, fragments.hidden(parts))
+    return jax.tree.map(windows, params, parts, cuts, fragments.hidden(parts))
 
 
 def block_counts(shape: tuple[int, ...], hidden: int) -> tuple[int, ...]:

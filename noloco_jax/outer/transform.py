@@ -74,17 +74,30 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
       axis_names: the axes of replicas.
     """
 
+    expected: dict[Any, Any] = {}  # structure of parameters -> structure of their state
+
     def init_fn(params: PyTree) -> OuterState:
         return steps.init(params)
 
-    def step_fn(params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
+    def check(params: PyTree, state: Any) -> None:
         check_params(params, axis_names)
+        structure = jax.tree.structure(params)
+        if structure not in expected:
+            expected[structure] = jax.tree.structure(jax.eval_shape(steps.init, params))
+        if jax.tree.structure(state) != expected[structure]:
+            raise ValueError(
+                "the state was made for other parameters, or by an outer optimizer with other settings (a delay, a "
+                "modulo wire format, another method): give what it was made with, or make a new one by init(params)"
+            )
+
+    def step_fn(params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
+        check(params, state)
         number = shared(state.round)
         part, after = steps.step(params, state._replace(round=number))
         return placed(params, part, number), after._replace(round=state.round + 1)
 
     def correct_fn(params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
-        check_params(params, axis_names)
+        check(params, state)
         number = shared(state.rule.entered)
         before = state._replace(round=shared(state.round), rule=state.rule._replace(entered=number))
         part, rule_state = steps.correct(params, before)
@@ -92,7 +105,7 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
         return placed(params, part, number), state._replace(rule=rule_state)
 
     def solo_fn(params: PyTree, state: OuterState) -> tuple[PyTree, OuterState, Outgoing]:
-        check_params(params, axis_names)
+        check(params, state)
         number = shared(state.round)
         part, after, outgoing = steps.solo(params, state._replace(round=number))
         return placed(params, part, number), after._replace(round=state.round + 1), outgoing
@@ -132,7 +145,7 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
                 "correct"
             )
         check_surroundings()
-        check_params(params, axis_names)
+        check(params, state)
         state = state._replace(count=jnp.asarray(optax.safe_increment(state.count)))
         if sync is not None and not sync:
             return updates, state

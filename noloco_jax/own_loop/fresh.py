@@ -1,9 +1,10 @@
 """Optimizer state of an island that catches up from weights alone: which arrays begin anew, and which a peer sends.
 
 A part of the tree that holds arrays of the weights' shapes, or trees of the weights' structure as Adafactor's rows and
-columns are, directly beside others, as Optax's `ScaleByAdamState` holds its moments beside their counter, begins anew as
-a whole: a counter of many steps beside fresh moments would make Adam's first updates several times too large. Everything else (a schedule's counter, random keys, numbers) is the peer's. The
-user's outermost dict, list or tuple is no such part: each of its entries is judged by itself.
+columns are, directly beside others, as Optax's `ScaleByAdamState` holds its moments beside their counter, begins anew
+as a whole: a counter of many steps beside fresh moments would make Adam's first updates several times too large.
+Everything else (a schedule's counter, random keys, numbers) is the peer's. The user's outermost dict, list or tuple is
+no such part: each of its entries is judged by itself.
 """
 
 from collections.abc import Sequence

@@ -4,6 +4,7 @@ import copy
 import sys
 import types
 import warnings
+from functools import partial
 from typing import Any
 
 import jax
@@ -133,6 +134,37 @@ def test_mesh_axes_in_another_order_than_the_meshs_are_refused():
     mapped = jax.shard_map(step, mesh=mesh, in_specs=P(("y", "x")), out_specs=P(("y", "x")))
     with pytest.raises(ValueError, match=r"another order than the mesh.*give \('x', 'y'\)"):
         jax.eval_shape(mapped, params, jax.eval_shape(jax.vmap(outer.init), params))
+
+
+@pytest.mark.parametrize("other", [{"wire": "modulo4"}, {"delay": 1}], ids=["modulo4", "delay"])
+@pytest.mark.parametrize("was_made_with", [True, False])
+def test_a_state_of_other_settings_is_refused(other, was_made_with):
+    made, used = (noloco(**other), noloco()) if was_made_with else (noloco(), noloco(**other))
+    params = random_tree(0, N)
+    state = jax.vmap(made.init)(params)
+    for step in (vmapped(used), jax.vmap(lambda updates, *args: used.step(*reversed(args)), axis_name="replica")):
+        with pytest.raises(ValueError, match=r"the state was made .* other settings"):
+            step(params, state, params)
+
+
+@pytest.mark.parametrize("settings", [{}, {"wire": "modulo4", "fragments": 2}, {"wire": "modulo4", "delay": 1}])
+def test_a_state_made_inside_shard_map_serves_as_one_made_outside(settings):
+    outer, specs = noloco(**settings), {"mesh": mesh_of(N), "in_specs": P("replica"), "out_specs": P("replica")}
+    one, two = random_tree(0, N), random_tree(1, N)
+
+    def steps(params, updates, state):
+        for _ in range(2):
+            updates, state = outer.update(updates, state, params)
+        return updates
+
+    @jax.jit
+    @partial(jax.shard_map, **specs)
+    def inside(params, updates):
+        return steps(params, updates, outer.init(params))
+
+    expected = jax.vmap(steps, axis_name="replica")(one, two, jax.vmap(outer.init)(one))
+    batched = jax.tree.map(lambda x: x[:, None], (one, two))
+    assert_trees_close(jax.tree.map(lambda x: x[:, 0], inside(*batched)), expected)
 
 
 @pytest.mark.parametrize("every", [2.5, lambda step: 1.0 + 0 * step], ids=["a number", "a schedule"])
