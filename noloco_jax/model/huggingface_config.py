@@ -113,7 +113,7 @@ def _family_of(path: Path, theirs: dict[str, Any]) -> Family:
             f"{path}: model_type={theirs.get('model_type')!r} cannot be imported: {', '.join(FAMILIES)} can"
         )
     for name, supported in {"hidden_act": "silu", **family.fixed}.items():
-        if theirs.get(name, supported) != supported:
+        if theirs.get(name) is not None and theirs[name] != supported:  # null stands for the default
             raise UserError(f"{path}: {name}={theirs[name]!r} is not {supported!r}: such a model cannot be imported")
     return family
 

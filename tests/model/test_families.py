@@ -186,6 +186,12 @@ def test_a_missing_config_entry_has_transformers_default(name, without, found, t
     assert {field: getattr(read, field) for field in found} == found
 
 
+def test_an_entry_of_null_has_transformers_default(tmp_path):
+    theirs = json.loads((FAMILIES / "qwen3_moe" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(theirs | {"mlp_only_layers": None}))
+    assert config_from_folder(tmp_path) == config_from_folder(FAMILIES / "qwen3_moe")
+
+
 def test_parts_that_no_family_combines_are_not_exported():
     with pytest.raises(UserError, match="none of transformers' models"):
         check_has_format(EVERYTHING)
