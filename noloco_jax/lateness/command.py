@@ -233,9 +233,6 @@ def _launch(arguments: Sequence[str], number: int, folder: Path, report: Callabl
         "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
         "JAX_NUM_PROCESSES": str(number),
     }
-    # Most of a run of 40 steps is compilation, and variants share most programs, so they share a cache.
-    shared.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.parent / "programs"))
-    shared.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     running = []
     try:
         for process in range(number):

@@ -26,6 +26,7 @@ from noloco_jax.outer.rule import OuterState
 from noloco_jax.outer.step import Outgoing
 from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.spmd import sharding
+from noloco_jax.spmd.compile import without_cache
 from noloco_jax.spmd.offload import from_rest
 from noloco_jax.spmd.programs import REPLICAS, SLOT, Programs, build_moments, of_moments, outer_axes, over_mesh
 
@@ -234,7 +235,8 @@ def lower_background(background: BackgroundPrograms, programs: Programs) -> dict
 
 def compile_background(background: BackgroundPrograms, programs: Programs) -> BackgroundPrograms:
     """Compile the programs for the run's shapes; the outer state they take and return is at rest."""
-    compiled = {name: program.compile() for name, program in lower_background(background, programs).items()}
+    with without_cache():  # which must not hold the programs of the hosts, and the others are small
+        compiled = {name: program.compile() for name, program in lower_background(background, programs).items()}
     solo, keep = (from_rest(compiled[name], programs) for name in ("solo", "keep"))
     moments = background.moments
     if moments is not None:

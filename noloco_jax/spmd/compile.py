@@ -1,13 +1,21 @@
-"""Compilation of a run's programs before its first step, so that no step's time includes a compilation."""
+"""Compilation of a run's programs before its first step, so that no step's time includes a compilation.
 
+JAX's persistent compilation cache must not hold programs of several CPU devices. Loaded from it, XLA's CPU client no
+longer keeps their collectives in order (jaxlib 0.10 and 0.12): two devices that run two of them in different orders
+take one message for the other, or wait for ever.
+"""
+
+import contextlib
 import dataclasses
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh
 
 from noloco_jax import draws
 from noloco_jax.config import TrainConfig
@@ -72,6 +80,38 @@ def compile_programs(
     seconds = {name: seconds for name, (_, seconds) in done.items()}
     programs = dataclasses.replace(programs, **compiled, compiled=compiled, compile_seconds=seconds)
     return offloaded(programs) if config.outer.offload else programs
+
+
+def may_be_cached(mesh: Mesh) -> bool:
+    """Return False for a mesh whose programs must not be loaded from JAX's persistent compilation cache."""
+    return mesh.size == 1 or mesh.devices.flat[0].platform != "cpu"
+
+
+def leave_out_cache() -> bool:
+    """Turn the persistent cache off for all that this process compiles from now on; return whether it was on."""
+    was_on = _is_cache_on() and getattr(jax.config, "jax_compilation_cache_dir") is not None  # noqa: B009
+    _set_cache(False)
+    return was_on
+
+
+@contextlib.contextmanager
+def without_cache() -> Iterator[None]:
+    """Compile without the persistent cache in this context."""
+    was_on = _is_cache_on()
+    _set_cache(False)
+    try:
+        yield
+    finally:
+        _set_cache(was_on)
+
+
+def _is_cache_on() -> bool:
+    return getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009, as JAX declares no such attribute
+
+
+def _set_cache(is_on: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", is_on)
+    compilation_cache.reset_cache()  # JAX reads the setting only at its first compilation
 
 
 def _compiled(

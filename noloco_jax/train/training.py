@@ -53,7 +53,7 @@ from noloco_jax.run.sample import sample_of_run, sample_prompt
 from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.background import training_devices
 from noloco_jax.spmd.batches import GlobalBatches
-from noloco_jax.spmd.compile import FIRST_WEIGHTS, PROGRAMS, compile_programs
+from noloco_jax.spmd.compile import FIRST_WEIGHTS, PROGRAMS, compile_programs, leave_out_cache, may_be_cached
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.shared_batch import replicas_read_here
@@ -149,6 +149,10 @@ def train(
     place = [] if bucket is None else [("workdir", f"{bucket}, by way of {workdir}")]
     banner([*mode.rows, *banner_rows(config, programs, messages), *place], console)
     check_memory(config, programs)
+    if not may_be_cached(programs.mesh) and leave_out_cache():
+        console.print(
+            "JAX's compilation cache is left out, as XLA loads programs of several CPU devices wrongly from it"
+        )
     if dry_run and (holder := holder_of(workdir) if bucket is None else bucket.holder()) is not None:
         console.print(
             f"{named(workdir)} was locked by {holder} and not released: wait until that process has ended, or give "
