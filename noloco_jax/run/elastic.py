@@ -11,13 +11,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from noloco_jax.config import ModelConfig, TrainConfig
+from noloco_jax.config import TrainConfig
 from noloco_jax.data import redistribute, renumbered
 from noloco_jax.errors import UserError
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.checkpoint_files import SavedShape
-from noloco_jax.spmd.programs import Programs, TrainState
-from noloco_jax.spmd.stages import resize_table, resize_vocabulary, vocabulary_axis
+from noloco_jax.spmd.programs import Programs, TrainState, build_outer
+from noloco_jax.spmd.stages import resize_vocabulary
 
 PyTree = Any
 
@@ -67,7 +67,7 @@ def restore(checkpoints: Checkpointer, step: int, config: TrainConfig, programs:
     if saved == mine:
         return programs.at_rest(checkpoints.restore(step, programs.state)), ""
     conversions = _conversions(config, programs, saved)
-    state = checkpoints.restore_each(step, _saved_shapes(config.model, programs, saved), conversions)
+    state = checkpoints.restore_each(step, _saved_shapes(config, programs, saved), conversions)
     if saved.num_replicas == mine.num_replicas:
         sizes = f"{mine.padded_vocab_size} tokens, before {saved.padded_vocab_size}"
         return state, f"the vocabulary is padded to {sizes}"
@@ -86,11 +86,14 @@ def _report(before: int, after: int, config: TrainConfig) -> str:
     )
 
 
-def _saved_shapes(model: ModelConfig, programs: Programs, saved: SavedShape) -> TrainState:
+def _saved_shapes(config: TrainConfig, programs: Programs, saved: SavedShape) -> TrainState:
     """Return the saved shapes, sharded over all devices of the run's mesh as far as these divide them."""
 
     def shapes(state: TrainState) -> TrainState:
-        resized = resize_vocabulary(model, state, saved.padded_vocab_size)
+        resized = resize_vocabulary(config.model, state, saved.padded_vocab_size)
+        if (outer := build_outer(config)) is not None:  # its windows are of blocks of tokens
+            windows = jax.vmap(outer.init)(resized.params).windows
+            resized = resized._replace(outer=resized.outer._replace(windows=windows))
         return jax.tree.map(lambda x: jnp.zeros((saved.num_replicas, *x.shape[1:]) if x.ndim else (), x.dtype), resized)
 
     mesh = programs.mesh
@@ -120,19 +123,25 @@ def _conversions(config: TrainConfig, programs: Programs, saved: SavedShape) -> 
     mine = SavedShape.of(config.model, programs.state)
 
     @functools.cache  # moments and slow weights share the programs of their parameters
-    def program(axis: int | None, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    def program(shape: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
         def converted(x: jax.Array) -> jax.Array:
-            if x.ndim:  # scalars are shared by all replicas
-                x = _rows(x, saved.num_replicas, mine.num_replicas, config.elastic)
-            return resize_table(x, axis, mine.padded_vocab_size)
+            if not x.ndim:  # scalars are shared by all replicas
+                return x
+            return _resized(_rows(x, saved.num_replicas, mine.num_replicas, config.elastic), shape)
 
         return jax.jit(converted, out_shardings=sharding)
 
-    def conversion(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, resting: jax.ShapeDtypeStruct):
-        convert = program(vocabulary_axis(config.model, path), x.sharding)
+    def conversion(x: jax.ShapeDtypeStruct, resting: jax.ShapeDtypeStruct):
+        convert = program(x.shape, x.sharding)
         return lambda array: jax.device_put(convert(array), resting.sharding)
 
-    return jax.tree.map_with_path(conversion, programs.state, programs.resting)
+    return jax.tree.map(conversion, programs.state, programs.resting)
+
+
+def _resized(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Cut an array along its tokens, or blocks of them, or pad it with zeros there, to a shape."""
+    kept = x[tuple(map(slice, shape))]
+    return jnp.pad(kept, [(0, size - had) for size, had in zip(shape, kept.shape, strict=True)])
 
 
 def _rows(x: jax.Array, before: int, after: int, elastic: str) -> jax.Array:
@@ -143,5 +152,9 @@ def _rows(x: jax.Array, before: int, after: int, elastic: str) -> jax.Array:
         return x[np.arange(after) % before]
     if elastic == "keep" or not jnp.issubdtype(x.dtype, jnp.floating):
         return x[:after]
-    means = [jnp.mean(x[j::after], axis=0, dtype=jnp.float32) for j in range(after)]
-    return jnp.stack(means).astype(x.dtype)
+
+    def mean(of: jax.Array) -> jax.Array:
+        first = of[:1].astype(jnp.float32)
+        return first + jnp.mean(of.astype(jnp.float32) - first, axis=0, keepdims=True)  # the mean of equals is they
+
+    return jnp.concatenate([mean(x[j::after]) for j in range(after)]).astype(x.dtype)

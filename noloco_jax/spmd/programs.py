@@ -128,9 +128,7 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
       shares_batches: make `share_batch`; None: if some replica's devices belong to several processes.
     """
     check_kind(config.model, config.mesh.stage, config.data.document_mask)
-    inner, make_outer = inner_optimizer(config), method_of(config).outer_optimizer
-    fragments = sharding.fragments_of(config.model, config.outer.fragments)
-    outer = None if make_outer is None else make_outer(config, REPLICAS, fragments)
+    inner, outer = inner_optimizer(config), build_outer(config)
     losses = build_losses(config, mesh)
     vocab_size = padded_vocab_size(config.model.vocab_size, mesh.shape)
     from_params = partial(_from_params, config.model, config.num_replicas, vocab_size, inner, outer)
@@ -231,6 +229,12 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
         spread=jax.jit(partial(_spread, config.model), out_shardings=one_value),
         share_batch=share_program(mesh, names) if shares_batches else None,
     )
+
+
+def build_outer(config: TrainConfig) -> OuterOptimizer | None:
+    """Build the outer optimizer of a run's method; None for methods without."""
+    make = method_of(config).outer_optimizer
+    return None if make is None else make(config, REPLICAS, sharding.fragments_of(config.model, config.outer.fragments))
 
 
 def over_mesh(

@@ -113,3 +113,26 @@ def test_restoring_with_other_stages_preserves_state_and_training(tmp_path, befo
         unpadded(mine, vocab_size),
         unpadded(end, vocab_size),
     )
+
+
+def test_restoring_with_other_stages_keeps_the_windows_of_a_modulo_format(tmp_path):
+    def windowed(num_stages: int) -> TrainConfig:
+        config = config_of(num_stages, 130)
+        return dataclasses.replace(config, outer=dataclasses.replace(config.outer, wire="modulo4"))
+
+    saved, _, losses = train_and_save(windowed(1), tmp_path)
+    config = windowed(2)
+    programs = programs_of(config)
+    with Checkpointer(tmp_path, config) as checkpoints:
+        state, changed = elastic.restore(checkpoints, SAVED, config, programs)
+    assert changed == "the vocabulary is padded to 144 tokens, before 130"
+    differ = set()
+    for path, mine in jax.tree.leaves_with_path(state.outer.windows):
+        theirs = functools.reduce(lambda tree, key: tree[key.key], path, saved.outer.windows)
+        kept = tuple(map(slice, theirs.shape))
+        np.testing.assert_array_equal(mine[kept], theirs)
+        assert np.count_nonzero(mine) == np.count_nonzero(theirs)
+        differ |= {path[0].key} if mine.shape != theirs.shape else set()
+    assert differ == {"embed", "head"}
+    _, my_losses = train(programs, state, SAVED + 1, LAST)
+    np.testing.assert_allclose(my_losses, losses, rtol=1e-3)
