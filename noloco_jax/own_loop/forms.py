@@ -134,7 +134,13 @@ class Form:
         if leaf.key is not None:
             x = jax.random.key_data(x)
         elif leaf.kind is not None:
-            x = np.asarray(x, leaf.spec.dtype)
+            number = np.asarray(x)
+            if number.shape or not np.can_cast(number.dtype, leaf.spec.dtype, "same_kind"):
+                raise ValueError(
+                    f"{self._what}{leaf.name} was of {leaf.kind.__name__} at first and is {x!r} now: begin with a number "
+                    "of the kind that it will be, such as 0.0 for a mean"
+                )
+            x = number.astype(leaf.spec.dtype)
         if getattr(x, "shape", None) != leaf.spec.shape or x.dtype != leaf.spec.dtype:
             raise ValueError(f"{self._what}{leaf.name} was {leaf.spec}, and is another array now: keep shape and dtype")
         return jax.device_put(x, self._place(leaf)) if isinstance(x, jax.Array) else x

@@ -335,6 +335,9 @@ def test_a_tree_of_changed_structure_shape_or_dtype_is_refused_naming_the_leaf(b
         island.step({**params, "w": params["w"][1:]}, rest)
     with pytest.raises(ValueError, match=r"rest\[1\] was float64\[2\]"):
         island.step(params, (1, np.zeros(2, np.float32)))
+    for number in (0.5, jnp.float32(1), 2**70):
+        with pytest.raises(ValueError, match=r"rest\[0\] was of int at first and is .* now: begin with a number"):
+            island.step(params, (number, np.zeros(2)))
     assert island.step(params, rest)[2] == 1
 
 
