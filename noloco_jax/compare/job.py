@@ -53,6 +53,7 @@ class Job:
     ):
         self.run, self.label, self._folder = run, label, folder
         folder.mkdir(parents=True, exist_ok=True)
+        self._started, self._is_new = time.monotonic(), not (folder / METRICS_FILE).exists()
         self.progress = Progress(run, label, folder)
         with (folder / LOG_FILE).open("a") as log:
             if try_lock(log.fileno()) is False:  # the trainer inherits it, and may outlive us
@@ -88,6 +89,10 @@ class Job:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def seconds_beside(self, training: float) -> float | None:
+        """Return the seconds since the start beside those of `training`; None for a resumed run, whose were before."""
+        return max(time.monotonic() - self._started - training, 0.0) if self._is_new else None
 
     def failure(self) -> str:
         """Return the last words of a run that ended early.

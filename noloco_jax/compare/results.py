@@ -70,23 +70,28 @@ def is_complete(run: Run, workdir: Path) -> bool:
     return bool(evaluations) and evaluations[-1]["step"] >= run.config.num_steps
 
 
-def seconds_left(runs: Iterable[Run], workdir: Path, trainers: int) -> float | None:
+def seconds_left(runs: Iterable[Run], workdir: Path, trainers: int, beside: float = 0.0) -> float | None:
     """Estimate how long the rest of a comparison takes, by the FLOPs of its runs; None before any has trained.
 
     Args:
       runs: all that are expected, finished ones included.
       workdir: their folder.
       trainers: how many train at a time, each as fast as the median run so far.
+      beside: seconds of a run beside its training steps: its start, compilation and evaluations.
     """
-    paces, left = [], []
+    paces, left, starts = [], [], []
     for run in runs:
         config, last = run.config, read_progress(workdir / run.name).last
         whole = model_flops_per_token(config) * config.tokens_per_step * config.num_steps
         trained = last.get("step", 0) / config.num_steps
         left.append(whole * (1 - trained))
+        starts.append(beside if trained == 0 else 0.0)
         if trained > 0 and last.get("seconds", 0) > 0:
             paces.append(last["seconds"] / (whole * trained))
-    return max(sum(left) / trainers, *left) * float(np.median(paces)) if paces else None
+    if not paces:
+        return None
+    each = np.array(left) * np.median(paces) + starts
+    return max(float(each.sum()) / trainers, float(each.max()))
 
 
 def read_curve(run: Run, workdir: Path) -> Curve:

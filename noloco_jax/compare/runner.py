@@ -4,6 +4,7 @@ import os
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,7 @@ class Comparison:
         self._taken: list[Run] = []  # runs that have been started here, or were found finished
         self._others, self._elsewhere = Others(plan.runs, workdir), dict[Run, str]()  # who trains them
         self._failed: set[Run] = set()
+        self._seconds_beside: list[float] = []  # of the runs that ended here, beside their training steps
         self._stopped: int | None = None  # the signal that ends the comparison
 
     def list_runs(self) -> None:
@@ -149,6 +151,8 @@ class Comparison:
             check_run(job.run, self._workdir)
             check_same_data(self._plan.runs, self._workdir)
             self._write()
+            seconds = job.seconds_beside(read_progress(self._workdir / job.run.name).last.get("seconds", 0.0))
+            self._seconds_beside += [] if seconds is None else [seconds]
             self._say_result(job.run, job.label, self._left())
         elif (trainer := self._others.trainer_of(job.run)) is not None:  # on another machine, which was quicker
             self._taken.remove(job.run)
@@ -199,7 +203,8 @@ class Comparison:
         expected = [run for run in self._plan.expected(finished, self._failed) if run not in self._failed]
         others = sum(run not in self._taken and self._others.trainer_of(run) is not None for run in expected)
         left = sum(run not in finished for run in expected)
-        seconds = seconds_left(expected, self._workdir, len(self._slots) + others)
+        beside = statistics.median(self._seconds_beside or [0.0])
+        seconds = seconds_left(expected, self._workdir, len(self._slots) + others, beside)
         return f"; {left} to finish, about {format_clock(seconds)}" if left and seconds is not None else ""
 
     def _write(self, show: bool = False) -> None:

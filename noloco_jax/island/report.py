@@ -50,9 +50,9 @@ def report_table(rows: Sequence[Row]) -> Table:
     timed, exposed = sum(figures.timed for figures in every), sum(figures.exposed for figures in every)
     stood_still = f"training stood still for exchanges for {format_percent(exposed / timed)}, " if timed else ""
     gave_way = sum(figures.gave_way for figures in every)
-    title = f"islands (lag: rounds by which corrections were late; {stood_still}gave way {gave_way:.0f} s in all)"
+    title = f"islands (lag: rounds by which corrections were late; {stood_still}paused {gave_way:.0f} s in all)"
     table = Table("island", title=title, title_justify="left")
-    for name in ("rounds", "exchanged", "lag", "sent", "starts", "healed", "perplexity"):
+    for name in ("rounds", "exchanged", "lag", "sent", "starts", "caught up", "perplexity"):
         table.add_column(name, justify="right")
     for (history, perplexity), figures in zip(rows, every, strict=True):
         table.add_row(
@@ -130,7 +130,7 @@ def draw_on(axes: "Axes", histories: Sequence[History]) -> None:
     lines(ticks, _ROUND, "end of a round", 3, linewidths=0.8)
     marks(alone, "o", _ALONE, "round alone", markersize=4.5, markerfacecolor="white")
     marks(dead, "X", _DEAD, "killed or failed", markersize=10)
-    marks(healed, "D", _HEALED, "healed: weights of another", markersize=7)
+    marks(healed, "D", _HEALED, "caught up: weights of another", markersize=7)
     for time, start, end in arrows:
         style = {"arrowstyle": "->", "color": _HEALED, "linewidth": 2, "shrinkB": 6}
         axes.annotate("", (time, end), (time, start), arrowprops=style, zorder=4)

@@ -137,8 +137,8 @@ class Form:
             number = np.asarray(x)
             if number.shape or not np.can_cast(number.dtype, leaf.spec.dtype, "same_kind"):
                 raise ValueError(
-                    f"{self._what}{leaf.name} was of {leaf.kind.__name__} at first and is {x!r} now: begin with a number "
-                    "of the kind that it will be, such as 0.0 for a mean"
+                    f"{self._what}{leaf.name} was of {leaf.kind.__name__} at first and is {x!r} now: begin with a "
+                    "number of the kind that it will be, such as 0.0 for a mean"
                 )
             x = number.astype(leaf.spec.dtype)
         if getattr(x, "shape", None) != leaf.spec.shape or x.dtype != leaf.spec.dtype:

@@ -199,6 +199,9 @@ def _draw_spread(axes: "Axes", evals: list[dict[str, Any]]) -> None:
     spreads = np.where(spreads > 0, spreads, np.nan)  # zero while replicas are equal, as always with ddp
     if np.isfinite(spreads).any():
         axes.plot(steps, spreads, color=_SPREAD, linewidth=2, marker="o", markersize=4, label="spread at evaluations")
+    elif len(steps):
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, "all replicas are equal at every evaluation", transform=axes.transAxes, ha="center")
 
 
 def _draw_outer_steps(axes: "Axes", count: int, marked: list[int]) -> None:

@@ -172,6 +172,7 @@ def test_the_time_left_is_estimated_from_the_flops_left(config_file, tmp_path):
         writer.close()
     assert results.seconds_left(plan.runs, tmp_path, 1) == pytest.approx(10 + 20)
     assert results.seconds_left(plan.runs, tmp_path, 2) == pytest.approx(20)  # no run is divided
+    assert results.seconds_left(plan.runs, tmp_path, 1, beside=5.0) == pytest.approx(10 + 20 + 5)  # one begins
     longer = plan_of(config_file, methods=["ddp", "noloco", "local"], settings=["local:num_steps=120"])
     assert results.seconds_left(longer.runs, tmp_path, 1) == pytest.approx(10 + 60)
 

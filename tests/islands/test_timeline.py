@@ -117,7 +117,7 @@ def test_the_picture_draws_every_tick_and_link_at_its_time_and_row():
     assert [segment.tolist() for segment in drawn["exchange, late for one"]] == [[[30.0, 0], [31.0, 1]]]
     points = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}  # type: ignore[union-attr]
     assert points["killed or failed"] == [[30.5, 2]]
-    assert points["healed: weights of another"] == [[70.0, 2]]
+    assert points["caught up: weights of another"] == [[70.0, 2]]
     assert points["round alone"] == [[40.0, 0]]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["paris", "rome", "oslo"]
 
@@ -164,7 +164,7 @@ def test_the_report_shows_the_exposed_share_only_if_the_log_has_it():
     def title(history: History) -> str:
         return str(report_table([Row(history, None)]).title)
 
-    assert "training stood still for exchanges for 5 %, gave way 2 s" in title(PARIS)
+    assert "training stood still for exchanges for 5 %, paused 2 s" in title(PARIS)
     former = [{name: value for name, value in tick(10.0, 0).items() if name != "exposed"}]
     assert "stood still" not in title(history("paris", [start(0.0, "paris")], former))
 

@@ -297,7 +297,7 @@ class Exchanges:
             self._unequal.add(peer.name)
             context.tell(
                 f"an inner step takes {seconds[0]:.3g} s here and {seconds[1]:.3g} s on {peer.name}: islands of "
-                "unequal speed hardly meet in equal steps; start all of them with --pace=time (the trainer's alone)"
+                "unequal speed hardly meet in equal steps; start all of them with --pace=time (nj.Island has no pace)"
             )
         context.pace.hear(peer.name, round, timing, context.now)
         context.pace.meet(round, timing, context.now, peer.delay)
