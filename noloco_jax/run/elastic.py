@@ -92,8 +92,8 @@ def _saved_shapes(config: TrainConfig, programs: Programs, saved: SavedShape) ->
     def shapes(state: TrainState) -> TrainState:
         resized = resize_vocabulary(config.model, state, saved.padded_vocab_size)
         if (outer := build_outer(config)) is not None:  # its windows are of blocks of tokens
-            windows = jax.vmap(outer.init)(resized.params).windows
-            resized = resized._replace(outer=resized.outer._replace(windows=windows))
+            anew: Any = jax.vmap(outer.init)(resized.params)  # Optax's type of a state is any tree
+            resized = resized._replace(outer=resized.outer._replace(windows=anew.windows))
         return jax.tree.map(lambda x: jnp.zeros((saved.num_replicas, *x.shape[1:]) if x.ndim else (), x.dtype), resized)
 
     mesh = programs.mesh

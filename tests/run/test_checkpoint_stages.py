@@ -126,6 +126,7 @@ def test_restoring_with_other_stages_keeps_the_windows_of_a_modulo_format(tmp_pa
     with Checkpointer(tmp_path, config) as checkpoints:
         state, changed = elastic.restore(checkpoints, SAVED, config, programs)
     assert changed == "the vocabulary is padded to 144 tokens, before 130"
+    assert state.outer is not None and saved.outer is not None
     differ = set()
     for path, mine in jax.tree.leaves_with_path(state.outer.windows):
         theirs = functools.reduce(lambda tree, key: tree[key.key], path, saved.outer.windows)
