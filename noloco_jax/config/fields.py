@@ -189,8 +189,8 @@ class OuterConfig:
     momentum: float = setting(None, "Outer momentum, the paper's alpha.", on_resume="may change", minimum=0, below=1)
     momentum_of: str = setting(
         None,
-        "Quantity that outer momentum accumulates: steps (whole outer steps, as in the paper) or corrections (what peers "
-        "contributed, which leaves the replicas' mean unchanged; noloco only).",
+        "Quantity that outer momentum accumulates: steps (whole outer steps, as in the paper) or corrections (what "
+        "peers contributed, which leaves the replicas' mean unchanged; noloco only).",
         on_resume="may change",
         choices=("steps", "corrections"),
     )

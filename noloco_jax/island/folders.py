@@ -15,6 +15,7 @@ from noloco_jax.config import CONFIG_FILE, MeshConfig, TrainConfig, load_saved, 
 from noloco_jax.data import renumbered
 from noloco_jax.errors import UserError
 from noloco_jax.island.membership import Membership, common_values
+from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.islands.roster import Roster
 from noloco_jax.model.huggingface import check_new_folder
 from noloco_jax.run import elastic
@@ -52,9 +53,12 @@ def scatter(workdir: Path, config: TrainConfig, roster: Roster, out: Path, tell:
 
     step, whole, positions, totals = checkpoints.read_newest(read)
     checkpoints.close()
+    # By the state: the schedule of a run with another sync_every, before or from now on, counts other rounds.
+    assert whole.outer is not None
+    journal = Journal(int(whole.outer.round) - 1, True, {}, 0, ()).to_json()
     for replica, name in enumerate(roster.names):
         state = jax.tree.map(lambda x, replica=replica: x[replica : replica + 1] if x.ndim else x, whole)
-        _write(out / name, config, step, state, {0: positions[replica]}, totals.of_each(config.num_replicas))
+        _write(out / name, config, step, state, {0: positions[replica]}, totals.of_each(config.num_replicas), journal)
         tell(f"{out / name}: replica {replica} after step {step}, for the --workdir of {name}")
 
 
@@ -175,8 +179,14 @@ def _together(*parts: np.ndarray) -> np.ndarray:
 
 
 def _write(
-    workdir: Path, config: TrainConfig, step: int, state: TrainState, data: dict[int, dict], totals: Totals
+    workdir: Path,
+    config: TrainConfig,
+    step: int,
+    state: TrainState,
+    data: dict[int, dict],
+    totals: Totals,
+    beside: dict[str, Any] | None = None,
 ) -> None:
     with Checkpointer(workdir, config) as checkpoints:
-        checkpoints.save(step, state, data, totals)
+        checkpoints.save(step, state, data, totals, beside)
     save_config(config, workdir)

@@ -326,7 +326,7 @@ def _unlogged(run: Run, state: TrainState, start: int) -> OuterSteps | None:
     if run.metrics.last_round is not None:
         first = run.metrics.last_round + 1
     else:
-        first = taken - (schedule.total(start) - schedule.total(start - start % run.config.log_every))
+        first = max(taken - (schedule.total(start) - schedule.total(start - start % run.config.log_every)), 0)
     return OuterSteps(first, taken - first, 0.0, None) if first < taken else None
 
 

@@ -61,7 +61,8 @@ class MetricWriter:
       observe: (step, kind, plain values) of every line that is written.
 
     Attributes:
-      last_round: the last outer step in the lines kept from an earlier start; None without one.
+      last_round: the last outer step in the lines kept from an earlier start, -1 if they tell of none; None without a
+        file, and for lines of earlier versions, which do not number them.
     """
 
     def __init__(
@@ -91,8 +92,9 @@ class MetricWriter:
                 path.replace(path.with_name(path.name + ".old"))
             else:
                 kept = _drop_after(path, resume_step)
-                rounds = [line["round"] for line in kept if line.get("kind") == "train" and "round" in line]
-                self.last_round = max(rounds, default=None)
+                rounds = [line["round"] for line in kept if line["kind"] == "train" and "round" in line]
+                are_unnumbered = any("outer_step_seconds" in line for line in kept)
+                self.last_round = max(rounds, default=None if are_unnumbered else -1)
         self._file = path.open("a", encoding="utf-8")
         if tensorboard:
             from noloco_jax.run.tensorboard import TensorBoardWriter  # imported only here, since it loads protobuf

@@ -17,6 +17,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
 from noloco_jax.island.folders import gather
 from noloco_jax.island.membership import Membership
+from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.islands.protocol.members import OPEN, Entry, Members
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.run import elastic
@@ -137,6 +138,14 @@ def test_a_scattered_island_has_its_replicas_state_and_share_of_the_totals(made,
         own = jax.tree.map(lambda x, replica=replica: x[replica : replica + 1] if x.ndim else x, made.state)
         assert_equal(state, own)
         assert totals == replace(TOTALS, tokens=1000)
+
+
+def test_a_scattered_island_continues_after_the_last_round_of_its_state_whatever_the_schedule(made):
+    for folder in made.scatter("--config.outer.sync_every=2", out="often"):
+        checkpoints = Checkpointer(folder, load_saved(folder), read_only=True)
+        journal = Journal.from_json(dict(checkpoints.beside(12) or {}))
+        assert made.state.outer is not None and journal.round == made.state.outer.round - 1
+        assert journal.lineage
 
 
 def test_a_scattered_island_continues_its_replicas_data_stream(made, folders):

@@ -343,6 +343,7 @@ def test_exchange_news_are_written_as_separate_metrics_lines(tmp_path, monkeypat
         (24, 23, None),
         (20, 19, None),  # step 20 was logged, as the run was to end there
         (19, 13, (14, 5)),  # an earlier start had other outer steps
+        (7, -1, (0, 7)),  # the metrics file tells of none
     ],
 )
 def test_a_resumed_run_finds_the_outer_steps_that_were_never_logged(start, last_round, unlogged):

@@ -279,3 +279,5 @@ def test_a_resumed_writer_knows_the_last_logged_outer_step(tmp_path):
             writer.write(step, "eval")
     with MetricWriter(tmp_path, resume_step=10, tensorboard=False) as writer:
         assert writer.last_round == 7
+    with MetricWriter(tmp_path, resume_step=3, tensorboard=False) as writer:
+        assert writer.last_round == -1
