@@ -1,8 +1,8 @@
 """Compilation of a run's programs before its first step, so that no step's time includes a compilation.
 
-JAX's persistent compilation cache must not hold programs of several CPU devices. Loaded from it, XLA's CPU client no
-longer keeps their collectives in order (jaxlib 0.10 and 0.12): two devices that run two of them in different orders
-take one message for the other, or wait for ever.
+JAX's persistent compilation cache must not hold programs of several CPU devices: loaded from it they end in NaN, in a
+damaged heap, or wait for ever (jaxlib 0.10 and 0.12). It seems that XLA's CPU client no longer keeps the order of their
+collectives, and two devices that run two of them in different orders take one message for the other.
 """
 
 import contextlib
