@@ -35,7 +35,7 @@ METRICS = (
     Metric("members", "gauge", "Active members in its last round, as it knows them", ("status", "members")),
     Metric("lag_rounds", "gauge", "Mean rounds between a message and its correction", ("status", "lag")),
     Metric("participation_ratio", "gauge", "Share of messages with a partner that were exchanged", ("participation",)),
-    Metric("quarantined_peers", "gauge", "Peers that the island exchanges nothing with for now", ("quarantined",)),
+    Metric("quarantined_peers", "gauge", "Peers that the island takes nothing from for now", ("quarantined",)),
     Metric("refusing_peers", "gauge", "Peers that refuse the island", ("refusing",)),
     Metric("step", "gauge", "Inner steps taken, as of the last figures", ("figures", "step")),
     Metric("loss", "gauge", "Training loss in nats a token", ("figures", "loss")),
@@ -87,7 +87,7 @@ def values_of(island: Mapping[str, Any]) -> dict[str, float]:
         peers = status["peers"]
         known["rounds"] = status["round"] + 1
         known["participation"] = status["committed"] / status["due"] if status["due"] else None
-        known["quarantined"] = sum(peer["quarantined_until"] > 0 for peer in peers)
+        known["quarantined"] = sum(peer["quarantined_until"] > 0 or peer.get("left_out", False) for peer in peers)
         known["refusing"] = sum(bool(peer["refuses"]) for peer in peers)
     lasting = ("up", "finished")
     told = [metric for metric in METRICS if metric.kind == "counter" or metric.name in lasting or not island["away"]]

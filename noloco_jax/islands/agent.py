@@ -124,7 +124,8 @@ class Met:
       lag: rounds by which it was late.
       reason: the reason for "alone", in a few words.
       one_sided: True if the partner may have applied its half.
-      factor: the smallest of the correction's arrays, below 1 where bounds clipped it.
+      factor: the smallest of the correction's arrays, below 1 where bounds clipped it; 0: the messages were exchanged,
+        and nothing of the partner's is taken.
     """
 
     round: int
@@ -440,8 +441,9 @@ class Agent:
                 self._inbox.append(Correction(xid.round, formed))
                 factor = min(factors, default=1.0)
                 self._met.append(Met(xid.round, peer, "late" if lag else "met", lag, factor=factor))
-            case Drop(round, peer, reason, one_sided):
-                self._met.append(Met(round, peer, "alone", reason=reason, one_sided=one_sided))
+            case Drop(round, peer, reason, one_sided, exchanged):
+                factor = 0.0 if exchanged else 1.0
+                self._met.append(Met(round, peer, "alone", reason=reason, one_sided=one_sided, factor=factor))
             case Admitted():
                 self._admitted = True
             case Begin():
@@ -585,6 +587,7 @@ class Agent:
                     "away": peer.away,
                     "finished": peer.finished,
                     "refuses": peer.wrong or "",
+                    "left_out": peer.left_out,
                     "quarantined_until": peer.quarantined_until if peer.quarantined_until > ended else 0,
                     "fault": peer.fault,
                 }

@@ -78,7 +78,8 @@ class IslandSteps:
         self.seconds_exposed = 0.0
         self.gave_way = 0.0
         self.is_removed = False
-        self._taken = self._scheduled = 0  # since the last outer step: inner steps, and those that they stand for
+        self._worth = 0.0  # inner steps since the last outer step, each as the share of the rate that it was taken with
+        self._scheduled = 0  # the steps of the schedule that they stand for
         self._steps = 0  # inner steps in all
         self._arrived: list[Correction | Healed] = []  # of the last broadcast, in the first process
         self._cold = 0  # inner steps left with a lower rate
@@ -96,32 +97,35 @@ class IslandSteps:
           most: the largest stride.
         """
         self._steps += 1
+        self._worth += 1
+        self._scheduled += 1
         stride = 1 if self.agent is None else self.agent.stride(most)
         self._before = jax.tree.map(_copy, state.params) if self._cold else None
         if not self._keeps_pace:
             return state, stride
         stride = self.processes.broadcast(lambda: stride)
-        self._taken += 1
-        self._scheduled += stride
+        self._scheduled += stride - 1
         return state._replace(inner=at_step(state.inner, step + stride)), stride
 
     def warm_up(self, state: TrainState) -> TrainState:
         """Shorten the inner step that was taken since `advance`, while the moments are fresh.
 
         Every optimizer scales its update by the rate at last, so that a part of the step is the step of a part of the
-        rate. It takes a copy of the weights for as long.
+        rate. It takes a copy of the weights for as long. A shorter step weighs less in the exchange of its round: an
+        island that warms up falls behind what all have learned, and is to follow the others rather than hold them back.
         """
         if self._before is None:
             return state
         share = np.float32(1 - self._cold / (WARM_UP_STEPS + 1))
         params = jax.tree.map(lambda before, after: _between(before, after, share), self._before, state.params)
+        self._worth -= 1 - float(share)
         self._before, self._cold = None, self._cold - 1
         return state._replace(params=params)
 
     def take(self, state: TrainState, step: int, count: int) -> TrainState:
         """Take `count` outer steps after inner step `step`, and start the exchange of their messages."""
-        share = self._taken / self._scheduled if self._scheduled else 1.0
-        self._taken = self._scheduled = 0
+        share = self._worth / self._scheduled if self._scheduled else 1.0
+        self._worth, self._scheduled = 0.0, 0
         tokens = max(int(share * self._tokens_of_round(step)), 1)
         for _ in range(count):
             params, inner, outer = state
@@ -281,7 +285,7 @@ class IslandSteps:
 
     def healed(self, item: Healed) -> tuple[TrainState, int]:
         """Place a received state on the devices; return it and its number of inner steps."""
-        self._taken = self._scheduled = 0
+        self._worth, self._scheduled = 0.0, 0
         self._cold = 0 if item.whole else WARM_UP_STEPS
         self._sent_at.clear()
         return self._place(item), item.step

@@ -103,7 +103,8 @@ class IslandSync:
         status = self._steps.agent.status()
         for one in met:
             size = self._messages.of_outer_step(one.round)
-            self._log.exchange(one, size if one.outcome in ("met", "late") else 0)
+            was_sent = one.outcome in ("met", "late") or not one.factor
+            self._log.exchange(one, size if was_sent else 0)
             figures = self._figures(one, status, self._log, seconds)
             lines.append(News(_line(one, status, size), "exchange", figures))
         return lines
@@ -136,6 +137,6 @@ def _line(met: Met, status: Status, size: int | float) -> str:
         "alone": f"alone{f', without {met.partner}' if met.partner else ''}: {met.reason}",
     }[met.outcome]
     sided = ", one-sided" if met.one_sided else ""
-    clipped = f", clipped to {100 * met.factor:.2g} %" if met.factor < 1 else ""
+    clipped = f", clipped to {100 * met.factor:.2g} %" if 0 < met.factor < 1 else ""
     share = f", participation {100 * status.committed / status.due:.0f} %" if status.due else ""
     return f"round {met.round + 1}: {what}{clipped}{sided}{share}"

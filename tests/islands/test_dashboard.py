@@ -230,7 +230,7 @@ def test_a_browser_shows_quarantines_and_their_reasons_and_renders_no_text_as_ht
         server.close()
     assert page.values("state") == ["training", "finished"] and page.values("trouble") == ["rome"]
     text = " ".join(page.text)
-    assert "is quarantined by paris until round 41: " in text and "it sent 3 broken messages in a row" in text
+    assert "is left out by paris until round 41: " in text and "it sent 3 broken messages in a row" in text
     assert notice["line"] in text and "<b>" in page.text
 
 

@@ -87,7 +87,7 @@ def test_islands_all_killed_before_a_checkpoint_begin_anew_without_one_of_them(c
         islands.until(lambda: all(has_begun_anew(name) for name in SLOWER), *SLOWER)
 
 
-def test_a_member_that_flips_signs_is_quarantined_and_the_others_keep_learning(config, tmp_path):
+def test_a_member_that_flips_signs_is_left_out_and_the_others_keep_learning(config, tmp_path):
     arguments = [f"--config={config}", "--config.num_replicas=3", *ARGUMENTS]
     altered = {"rome": "flips signs"}
     with Archipelago(tmp_path, NAMES, arguments, processes.environment(config), 0.1, altered) as islands:

@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from noloco_jax import draws
+from noloco_jax.islands.agent import Healed
 from noloco_jax.islands.steps import WARM_UP_STEPS, IslandSteps
 from noloco_jax.methods import schedule_of
 from noloco_jax.spmd.inner import at_step
@@ -171,6 +172,22 @@ def test_a_late_joiner_continues_from_a_donors_state(world, tmp_path, catch_up):
             is_over.set()
 
     side_by_side(lambda: donor(0), lambda: donor(1), joiner)
+
+
+def test_a_round_of_shortened_steps_weighs_as_the_part_of_them_that_was_taken(world):
+    weights: list[int] = []
+    agent: Any = SimpleNamespace(stride=lambda most: 1, end_round=lambda round, tokens, *_: weights.append(tokens))
+    state = world.programs.init(draws.key(0))
+    island = IslandSteps(agent, world.solo, lambda item: state, lambda step: 1000)
+    state, step = island.healed(Healed("rome", -1, 0, {}, False))
+    for step in range(1, WARM_UP_STEPS + 5):
+        state, _ = island.advance(state, step - 1, 1)
+        state = island.warm_up(world.inner(world.programs, state, step, range(1)))
+        if step % 2 == 0:
+            state = island.take(state, step, 1)
+    shares = [min(step / (WARM_UP_STEPS + 1), 1) for step in range(1, WARM_UP_STEPS + 5)]
+    expected = [1000 * (one + other) / 2 for one, other in zip(shares[::2], shares[1::2], strict=True)]
+    np.testing.assert_allclose(weights, expected, atol=1.01)
 
 
 def is_equal(one: Any, other: Any) -> bool:

@@ -109,7 +109,7 @@ def seen_islands(folder: Path, rounds: int = 24, seconds: float = 0.15) -> Itera
         site = sites[name]
         site.begin()
         while not over.is_set() and site.round + 1 < most:
-            site.train(1, seconds)
+            site.train(1, seconds if site.round < rounds else 4 * seconds)  # or early events would be forgotten
 
     def killed_and_back(name: str) -> None:
         live(name, rounds // 3)

@@ -18,7 +18,7 @@ const OUTCOMES = {
   met: "exchanged",
   late: "exchanged late",
   alone: "alone, not exchanged",
-  quarantine: "alone, partner in quarantine",
+  quarantine: "alone, partner left out",
   none: "no partner, or not known yet",
   healed: "caught up from a donor",
   start: "started again",
@@ -90,7 +90,7 @@ function read(island, index) {
     } else if (event.event === "exchange") {
       let outcome = event.outcome;
       if (outcome === "alone")
-        outcome = !event.partner ? "none" : /quarantine/.test(event.reason) ? "quarantine" : "alone";
+        outcome = !event.partner ? "none" : /quarantine|nothing is taken/.test(event.reason) ? "quarantine" : "alone";
       if (outcome === "healed") healings.push({ round: event.round, donor: event.partner, time: event.time });
       rounds.set(event.round, { ...event, outcome });
     } else if (event.event === "figures") {
@@ -358,21 +358,17 @@ function drawTrouble(islands, now) {
         one.answered ? `has been away since ${ago(now - one.answered)}:` : "has not answered yet:",
         one.away,
       );
-    const quarantined = [],
+    const leftOut = [],
       refused = [];
     for (const other of islands.filter((other) => other.status && !other.away)) {
       const peer = other.status.peers.find((peer) => peer.name === one.name);
-      if (peer?.quarantined_until) quarantined.push([other.name, peer]);
+      if (peer?.quarantined_until || peer?.left_out) leftOut.push([other.name, peer]);
       if (peer?.refuses) refused.push([other.name, peer]);
     }
-    if (quarantined.length) {
-      const who = quarantined.map(([name, peer]) => `${name} until round ${peer.quarantined_until + 1}`).join(", ");
-      add(
-        "quarantine",
-        one.name,
-        `is quarantined by ${who}:`,
-        `it ${quarantined[0][1].fault || "was before the last restart"}`,
-      );
+    if (leftOut.length) {
+      const until = (peer) => (peer.quarantined_until ? ` until round ${peer.quarantined_until + 1}` : "");
+      const who = leftOut.map(([name, peer]) => `${name}${until(peer)}`).join(", ");
+      add("quarantine", one.name, `is left out by ${who}:`, `it ${leftOut[0][1].fault || "was before the last restart"}`);
     }
     if (refused.length)
       add(

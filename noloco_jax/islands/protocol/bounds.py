@@ -11,8 +11,9 @@ exchange that it clips and shrinks with every one that it does not: a member tha
 bounds that stay, and the halves of a partition meet bounds that open.
 
 A small push that always points the same way adds up. Of honest islands that were apart both apply their corrections, so
-that they come closer from meeting to meeting. A peer that is far away and comes no closer is quarantined (`Distance`),
-unless most are.
+that they come closer from meeting to meeting. From a peer that is far away and comes no closer (`Distance`) an island
+takes nothing, unless most peers are far away. It still sends its own message, so that the peer may come closer: damaged
+weights move nobody then, and an honest island that was alone for long is led back within its own bounds.
 """
 
 import itertools
@@ -32,7 +33,7 @@ GROWTH = 1.1  # of an array's bound, with an exchange that it clips
 FAR = 0.5  # factor below which a peer is far away
 CLOSER = 0.9  # of the former distance, or less: the two have come closer
 
-Factors = tuple[float, ...]  # of each array, from 0 to 1; empty: all 1
+Factors = tuple[float, ...]  # of each array, from 0 to 1; empty: all 1; all 0: the island takes nothing
 
 
 class Bounds:
@@ -77,7 +78,7 @@ class Bounds:
         Args:
           sizes: |c| of each array before it was scaled.
           own: the result of `factors`.
-          agreed: the factors that both islands use.
+          agreed: the factors in use.
         """
         if self._accepted and len(self._accepted[-1]) != len(sizes):
             self._accepted.clear()
@@ -115,6 +116,17 @@ def _rounded(factor: float) -> float:
     return float(f"{factor:.3g}")
 
 
-def smaller(one: Factors, other: Factors) -> Factors:
-    """Return the smaller factor of each array, at most 1; a missing one is 1."""
-    return tuple(min(*pair, 1.0) for pair in itertools.zip_longest(one, other, fillvalue=1.0))
+def takes_nothing(factors: Factors) -> bool:
+    """Return True for the factors of an island that takes nothing from its partner."""
+    return bool(factors) and not any(factors)
+
+
+def agreed(own: Factors, other: Factors) -> Factors:
+    """Return the factors that the island with the factors `own` applies.
+
+    They are the smaller ones of both, at most 1; a missing one is 1. Where the other takes nothing, they are the own
+    ones: the pair's mean moves, towards the island that most others agree with.
+    """
+    if takes_nothing(other):
+        return own
+    return tuple(min(*pair, 1.0) for pair in itertools.zip_longest(own, other, fillvalue=1.0))

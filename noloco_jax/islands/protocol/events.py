@@ -144,7 +144,7 @@ class Apply(NamedTuple):
       peer: j.
       weight: w_j/(w_i + w_j), w the tokens of the round, so that Σ w c = 0.
       lag: rounds ended since the message's.
-      factors: the factor of each array, equal on both sides, see `bounds.py`.
+      factors: the factor of each array, see `bounds.agreed`.
     """
 
     xid: ExchangeId
@@ -162,12 +162,14 @@ class Drop(NamedTuple):
       peer: the partner.
       reason: a few words.
       one_sided: True if the partner may have applied its half. Only then may the mean of the islands move.
+      exchanged: True if both messages came, and nothing of the partner's is taken.
     """
 
     round: int
     peer: str
     reason: str
     one_sided: bool = False
+    exchanged: bool = False
 
 
 class Heal(NamedTuple):

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from noloco_jax.islands.protocol.bounds import Factors, smaller
+from noloco_jax.islands.protocol.bounds import Factors, agreed, takes_nothing
 from noloco_jax.islands.protocol.context import Backoff, Context
 from noloco_jax.islands.protocol.events import Apply, Channel, Content, Drop, Keep, RoundEnded
 from noloco_jax.islands.protocol.link_limit import LinkLimit
@@ -37,8 +37,8 @@ from noloco_jax.islands.protocol.recovery import Recovery
 
 PROPORTION = 10.0  # largest norm of a message, in multiples of the own one's: beyond it is no message of this model
 FAR_IN_A_ROW = 2  # exchanges, with one peer that came no closer
-MOST_DOUBLINGS = 6  # of its quarantine
 LATELY = 64  # rounds in which an island meets those that count when others are left out
+FAR_AWAY = "its weights are far away, and nothing is taken from it"
 
 
 class Exchanges:
@@ -321,8 +321,9 @@ class Exchanges:
         exchange.sizes = tuple(exchange.weight * difference for difference in content.differences)
         exchange.own_factors = context.bounds.factors(exchange.sizes, meeting.norm)
         if self._stays_far(exchange):
-            return
-        context.actions.append(Keep(exchange.xid))
+            exchange.own_factors = (0.0,) * len(exchange.sizes)
+        else:
+            context.actions.append(Keep(exchange.xid))
         exchange.stage = Stage.HELD
         if exchange.dials:
             context.send(exchange.channel, Received(exchange.xid, True, exchange.own_factors))
@@ -331,7 +332,8 @@ class Exchanges:
 
     def _commit(self, meeting: Meeting, exchange: Exchange, factors: Factors) -> None:
         context = self._context
-        exchange.factors = smaller(exchange.own_factors, factors)
+        self._note_if_left_out(exchange.peer, takes_nothing(factors))
+        exchange.factors = agreed(exchange.own_factors, factors)
         if not exchange.dials:
             context.send(exchange.channel, Commit(exchange.xid, exchange.factors))
         context.close(exchange.channel)
@@ -340,43 +342,56 @@ class Exchanges:
         self._apply(exchange)
 
     def _apply(self, exchange: Exchange) -> None:
-        context, xid = self._context, exchange.xid
+        context, xid, peer = self._context, exchange.xid, exchange.peer
         context.ledger.close(xid, Outcome.COMMITTED, exchange.factors)
+        self.meetings.pop(xid.round, None)
+        peer.broken, peer.met = 0, xid.round
+        peer.distance = peer.distance.after(exchange.sizes, exchange.own_factors)
+        self._leave_out(peer, takes_nothing(exchange.own_factors))
+        if peer.left_out:
+            context.actions.append(Drop(xid.round, peer.name, FAR_AWAY, one_sided=True, exchanged=True))
+            return
         context.bounds.accept(exchange.sizes, exchange.own_factors, exchange.factors)
         context.commits += 1
         context.lineage = True
-        exchange.peer.broken, exchange.peer.met = 0, xid.round
         self.lags.append(context.round - xid.round)
-        context.actions.append(Apply(xid, exchange.peer.name, exchange.weight, self.lags[-1], exchange.factors))
-        self.meetings.pop(xid.round, None)
-        exchange.peer.distance = exchange.peer.distance.after(exchange.sizes, exchange.own_factors)
+        context.actions.append(Apply(xid, peer.name, exchange.weight, self.lags[-1], exchange.factors))
 
     def _stays_far(self, exchange: Exchange) -> bool:
-        """Quarantine a peer that is far away and came no closer, each time for twice as long."""
-        peer, context = exchange.peer, self._context
-        distance = peer.distance.after(exchange.sizes, exchange.own_factors)
-        if distance.count < FAR_IN_A_ROW or not self._may_leave_out(peer):
-            return False
-        peer.distance = distance
-        context.send(exchange.channel, Received(exchange.xid, False))
-        doublings = min(distance.count - FAR_IN_A_ROW, MOST_DOUBLINGS)
-        what = (
-            f"is far from {context.name}'s weights and came no closer since their last exchange: where others say so "
-            "too, its weights are damaged"
-        )
-        self._quarantine(peer, what, context.settings.quarantine_rounds << doublings)
-        return True
+        """Return whether the peer is far away, came no closer, and most of the others are not far away.
 
-    def _may_leave_out(self, peer: Peer) -> bool:
-        """Return whether those left out, with this peer, are at most half of those it exchanges with.
-
-        Where most are far away, the run drifts apart or this island is the damaged one: leaving others out would make
-        either worse.
+        Where most are, the run drifts apart or this island is the one that was alone or is damaged: taking nothing from
+        the others would make either worse.
         """
-        round = self._context.round
-        left_out = {one.name for one in self._context.peers.values() if one.quarantined_until > round} | {peer.name}
-        met = {one.name for one in self._context.peers.values() if one.met >= max(round - LATELY, 0)}
-        return 2 * len(left_out) <= len(met | left_out)
+        peer, context = exchange.peer, self._context
+        if peer.distance.after(exchange.sizes, exchange.own_factors).count < FAR_IN_A_ROW:
+            return False
+        since = max(context.round - LATELY, 0)
+        are_far = [one.distance.count > 0 for one in context.peers.values() if one is not peer and one.met >= since]
+        return 1 + sum(are_far) <= len(are_far) - sum(are_far)
+
+    def _leave_out(self, peer: Peer, leaves_out: bool) -> None:
+        """Record and tell whether nothing is taken from a peer."""
+        name = self._context.name
+        if leaves_out and not peer.left_out:
+            peer.fault = (
+                f"is far from {name}'s weights and came no closer since their last exchange: it was alone for long; or "
+                "its weights are damaged, if most say so and go on to"
+            )
+            self._context.tell(f"{peer.name} {peer.fault}; {name} takes nothing from it until it is close")
+        elif peer.left_out and not leaves_out:
+            self._context.tell(f"{peer.name} came closer, and {name} takes corrections from it again")
+        peer.left_out = leaves_out
+
+    def _note_if_left_out(self, peer: Peer, leaves_out: bool) -> None:
+        """Record and tell whether a peer takes nothing from this island."""
+        if leaves_out and not peer.leaves_out:
+            name = self._context.name
+            self._context.tell(
+                f"{peer.name} takes nothing from {name}, which is far from its weights; {name} may still take from it, "
+                "to come closer"
+            )
+        peer.leaves_out = leaves_out
 
     def _resolve(self, exchange: Exchange, outcome: Outcome) -> None:
         """Apply or drop an exchange whose outcome has become known."""
@@ -431,12 +446,9 @@ class Exchanges:
         if peer.broken < context.settings.broken_in_a_row:
             return
         peer.broken = 0
-        what = f"sent {context.settings.broken_in_a_row} broken messages in a row"
-        self._quarantine(peer, what, context.settings.quarantine_rounds)
-
-    def _quarantine(self, peer: Peer, what: str, rounds: int) -> None:
-        peer.quarantined_until, peer.fault = self._context.round + 1 + rounds, what
-        self._context.tell(f"{peer.name} {what}; nothing is exchanged with it before round {peer.quarantined_until}")
+        peer.quarantined_until = context.round + 1 + context.settings.quarantine_rounds
+        peer.fault = f"sent {context.settings.broken_in_a_row} broken messages in a row"
+        context.tell(f"{peer.name} {peer.fault}; nothing is exchanged with it before round {peer.quarantined_until}")
         for meeting in [meeting for meeting in self.meetings.values() if meeting.peer is peer]:
             self._end(meeting, "the partner is in quarantine")
 

@@ -34,8 +34,8 @@ class Exchange:
       weight: w_j/(w_i + w_j), once the partner's tokens are known.
       approved: True once the partner has said that it holds this side's message.
       sizes: |c| of each array, once the partner's message is here.
-      own_factors: what brings them within the own bounds.
-      factors: the smaller of the own factors and those heard of the partner.
+      own_factors: what brings them within the own bounds; all 0: nothing is taken.
+      factors: those heard of the partner; in the end those in use, see `bounds.agreed`.
     """
 
     xid: ExchangeId

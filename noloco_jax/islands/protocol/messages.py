@@ -244,7 +244,7 @@ class Received:
 
 @dataclass(frozen=True)
 class Commit:
-    """Decision of the answering island: both apply, scaled by `factors`, the smaller ones of both."""
+    """Decision of the answering island: both apply; `factors` are those that it uses, see `bounds.agreed`."""
 
     xid: ExchangeId
     factors: Factors = ()

@@ -57,8 +57,10 @@ class Peer:
       broken: consecutive broken messages.
       met: the last round whose message was exchanged with it; -1: none since the start.
       distance: see `bounds.py`.
-      quarantined_until: the round in which it may be met again.
-      fault: the reason for its last quarantine.
+      left_out: True while nothing is taken from it, as it is far away and comes no closer.
+      leaves_out: True while it takes nothing from this island, for the same reason.
+      quarantined_until: the round in which it may be met again after broken messages.
+      fault: the reason why it is left out or quarantined, or was last.
       delay: seconds until its last answer to an offer, an estimate of the latency of its own offers.
       transfers: durations of exchanges with it.
     """
@@ -73,6 +75,8 @@ class Peer:
     broken: int = 0
     met: int = -1
     distance: Distance = field(default_factory=Distance)
+    left_out: bool = False
+    leaves_out: bool = False
     quarantined_until: int = 0
     fault: str = ""
     delay: float = 0.0

@@ -6,7 +6,7 @@ partner's answer settles the exchange on both sides.
 
 from dataclasses import dataclass
 
-from noloco_jax.islands.protocol.bounds import smaller
+from noloco_jax.islands.protocol.bounds import agreed
 from noloco_jax.islands.protocol.context import Backoff, Context
 from noloco_jax.islands.protocol.events import Channel
 from noloco_jax.islands.protocol.meeting import Exchange
@@ -60,7 +60,7 @@ class Recovery:
             if header.outcome is not None:
                 del self._unresolved[one.exchange.xid]
                 self._let_go()
-                one.exchange.factors = smaller(one.exchange.own_factors, header.factors)
+                one.exchange.factors = agreed(one.exchange.own_factors, header.factors)
                 return one.exchange, header.outcome
         self._ask_later(one)
         return None
