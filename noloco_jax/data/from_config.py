@@ -217,15 +217,16 @@ def check_data(config: "DataConfig", *, num_replicas: int = 1, vocab_size: int |
 def _check_apart(training: Mapping[str, Source], validation: Mapping[str, Source]) -> None:
     """Raise `UserError` where one source of a mixture trains on files whose documents validate another.
 
-    Two that read the same files hold the same documents out of them.
+    Two that read the same files, and hold documents out of them, hold the same ones out.
     """
     trained_on, validating = (
-        {group: list(map(_real, source.files)) for group, source in sources.items()}
+        {group: (list(map(_real, source.files)), source.part, type(source)) for group, source in sources.items()}
         for sources in (training, validation)
     )
-    for group, ours in validating.items():
-        for other, theirs in trained_on.items():
-            if other == group or ours == theirs:
+    for group, (ours, held_out, kind) in validating.items():
+        for other, (theirs, rest, other_kind) in trained_on.items():
+            are_apart = (held_out, rest) == ("held_out", "rest") and ours == theirs and kind is other_kind
+            if other == group or are_apart:
                 continue
             if common := set(ours) & set(theirs):
                 raise UserError(

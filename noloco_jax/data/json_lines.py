@@ -90,7 +90,7 @@ class JsonLinesSource:
 
     def __init__(self, options: SourceOptions, files: Sequence[str], part: str, kind: str, encode: EncodeTexts):
         self.name = options.name
-        self._options, self.files, self._part, self._kind, self._encode = options, files, part, kind, encode
+        self._options, self.files, self.part, self._kind, self._encode = options, files, part, kind, encode
         self._file_numbers = {file: number for number, file in enumerate(files)}
         self._remainder = -1 if part == "all" else self._find_remainder()
 
@@ -103,7 +103,7 @@ class JsonLinesSource:
             "bytes": sum(sizes),
             "names and sizes": self._options.digest(zip(self.files, sizes, strict=True)),
             **content_fact(self.files),
-            "part": self._part,
+            "part": self.part,
             "text column": self._options.text_column,
         }
 
@@ -122,7 +122,7 @@ class JsonLinesSource:
         return self._hash(first[len(first) // 2])
 
     def _in_part(self, line: Line) -> bool:
-        return self._part == "all" or (self._hash(line) == self._remainder) == (self._part == "held_out")
+        return self.part == "all" or (self._hash(line) == self._remainder) == (self.part == "held_out")
 
     def check_replicas(self, num_replicas: int) -> None:
         """Count documents up to `num_replicas`, and parse the first: a folder of something else is found at once."""

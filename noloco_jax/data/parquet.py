@@ -77,7 +77,7 @@ class ParquetSource:
         sequence_length: int,
         vocab_size: int | None,
     ):
-        self.name = options.name
+        self.name, self.part = options.name, part
         self._options, self._encode = options, encode
         footers = _readable_footers(files, options.text_column, options.on_bad_shard)
         self._footers = list(footers.values())

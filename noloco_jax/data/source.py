@@ -49,6 +49,7 @@ class Source(Protocol):
     Attributes:
       name: the data set's name in error messages.
       files: what it reads, whole or in part.
+      part: the part of their documents that it gives, see `HoldOut`.
       num_columns: 1 for plain token streams, 2 where labels are stored beside the input ids.
       chunk_size: number of documents that are worth loading together.
       shared_out_in_parts: what worker processes take turns with: the parts that are read (`EpochShard.part`), where
@@ -57,6 +58,7 @@ class Source(Protocol):
 
     name: str
     files: Sequence[str]
+    part: str
     num_columns: int
     chunk_size: int
     shared_out_in_parts: bool

@@ -94,7 +94,7 @@ class TextSource:
     shared_out_in_parts = False
 
     def __init__(self, options: SourceOptions, piece: int, encode: EncodeTexts):
-        self.name = options.name
+        self.name, self.part = options.name, options.part
         self._options, self._piece, self._encode = options, piece, encode
         self._files = find_text_files(options)
         _tell_other_encodings(options, [path for path, _ in self._files])

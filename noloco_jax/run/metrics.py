@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 import uuid
 import warnings
@@ -58,6 +59,7 @@ class MetricWriter:
       enabled: False makes every method do nothing, for the processes that do not report.
       run_config: the configuration that W&B shows for the run.
       process: number of this process; those after the first write metrics.PROCESS.jsonl.
+      processes: number of the run's processes; the first one drops the lines of those that it had beyond them, too.
       observe: (step, kind, plain values) of every line that is written.
 
     Attributes:
@@ -76,6 +78,7 @@ class MetricWriter:
         enabled: bool = True,
         run_config: Mapping[str, Any] | None = None,
         process: int = 0,
+        processes: int = 1,
         observe: Callable[[int, str, Mapping[str, Any]], None] = lambda step, kind, values: None,
     ):
         self._file = self._tensorboard = self._wandb = None
@@ -95,6 +98,11 @@ class MetricWriter:
                 rounds = [line["round"] for line in kept if line["kind"] == "train" and "round" in line]
                 are_unnumbered = any("outer_step_seconds" in line for line in kept)
                 self.last_round = max(rounds, default=None if are_unnumbered else -1)
+        for other in _of_more_processes(folder, processes) if process == 0 else []:
+            if resume_step is None:
+                other.replace(other.with_name(other.name + ".old"))
+            else:
+                _drop_after(other, resume_step)
         self._file = path.open("a", encoding="utf-8")
         if tensorboard:
             from noloco_jax.run.tensorboard import TensorBoardWriter  # imported only here, since it loads protobuf
@@ -250,6 +258,12 @@ class NewLines:
 
 def _file_name(process: int) -> str:
     return METRICS_FILE if process == 0 else f"metrics.{process}.jsonl"
+
+
+def _of_more_processes(folder: Path, processes: int) -> list[Path]:
+    """Return the files of processes that a run of so many no longer has."""
+    found = [(path, re.fullmatch(r"metrics\.(\d+)\.jsonl", path.name)) for path in folder.glob("metrics.*.jsonl")]
+    return [path for path, match in found if match and int(match[1]) >= processes]
 
 
 def read_metrics(workdir: str | os.PathLike[str], process: int = 0) -> list[dict[str, Any]]:

@@ -433,5 +433,6 @@ def _open_metrics(
         wandb_labels=mode.tracked_as,
         run_config=to_dict(config) | dict(mode.labels),
         process=process,
+        processes=jax.process_count(),
         observe=mode.observe,
     )

@@ -372,6 +372,26 @@ def test_a_source_that_trains_on_anothers_validation_documents_is_refused(tmp_pa
         check_data(config)
 
 
+@pytest.mark.parametrize("case", ["a file of its own", "a named file", "all of a file"])
+def test_a_source_that_trains_on_the_very_files_that_validate_another_is_refused(tmp_path, case):
+    """Regression test: equal lists of files were taken to be held out of by both."""
+    for name in ("folder/train", "folder/validation", "own", "elsewhere"):
+        write_json_lines(tmp_path / f"{name}.jsonl", [f"{name} {k}" for k in range(60)])
+    one = SourceConfig(kind="jsonl", path=str(tmp_path / "own.jsonl"), weight=1.0)
+    elsewhere = str(tmp_path / "elsewhere.jsonl")
+    validated, trained = {
+        "a file of its own": (one, replace(one, validation_path=elsewhere)),
+        "a named file": (
+            replace(one, path=str(tmp_path / "folder")),
+            replace(one, path=str(tmp_path / "folder" / "validation.jsonl")),
+        ),
+        "all of a file": (replace(one, path=elsewhere, validation_path=one.path), one),
+    }[case]
+    config = DataConfig(kind="mixture", mixture=Entries({"a": validated, "b": trained}))
+    with pytest.raises(UserError, match=r"data\.mixture\.b trains on .*, of which documents validate data\.mixture\.a"):
+        check_data(config)
+
+
 def test_two_sources_of_the_same_files_hold_out_the_same_documents(tmp_path):
     write_json_lines(tmp_path / "own.jsonl", [f"own {k}" for k in range(60)])
     own = SourceConfig(kind="jsonl", path=str(tmp_path), weight=1.0)

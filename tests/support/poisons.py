@@ -1,6 +1,6 @@
 """One damaged or malicious island of eight: how far it moves the others, with and without bounds on corrections.
 
-    PYTHONPATH=.:tests python -m support.poisons [--rounds=80] [--partition]
+    PYTHONPATH=.:tests python -m support.poisons [--rounds=80] [--partition=4]
 
 Real models of 0.1M parameters train on Python's standard library in one process, an inner step after the other; the
 protocol, its headers and its lateness are those of islands, in virtual time.
@@ -211,11 +211,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=80)
     parser.add_argument("--only", nargs="+", choices=POISONS, default=[*POISONS])
-    parser.add_argument("--partition", action="store_true", help="four and four are apart from round 20 to 70")
+    parser.add_argument("--partition", type=int, metavar="N", help="N are apart from round 20 to 70, and no poison")
     flags = parser.parse_args()
     lab = Lab(flags.rounds)
     if flags.partition:
-        _partition(lab, flags.rounds)
+        _partition(lab, flags.rounds, flags.partition)
         return
     print("| poison | bounds | others' perplexity | spread | participation | named by how many of 7 |")
     print("|---|---|---:|---:|---:|---|")
@@ -232,10 +232,10 @@ def main() -> None:
             print(row, flush=True)
 
 
-def _partition(lab: Lab, rounds: int) -> None:
+def _partition(lab: Lab, rounds: int, count: int) -> None:
     for island in (boundless, Island):
         world = Poisoned(lab, None, island=island, durations=[ROUND] * COUNT)
-        world.cuts.append((20 * ROUND, 70 * ROUND, frozenset(world.names[:4])))
+        world.cuts.append((20 * ROUND, 70 * ROUND, frozenset(world.names[:count])))
         world.look_at = frozenset({*range(19, rounds, 10), *range(69, 84, 2)})
         world.run((rounds + 4) * ROUND)
         bounds = "with" if island is Island else "without"
