@@ -23,6 +23,7 @@ from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
+from noloco_jax.storage.local_copies import named
 
 Tell = Callable[[str], None]
 
@@ -77,7 +78,7 @@ def gather(workdirs: Sequence[Path], out: Path, tell: Tell) -> None:
         raise UserError("--workdirs names one island, and one program has more: give those of others too")
     number = parts[0].position["num_replicas"]
     for part in parts:
-        tell(f"{part.workdir}: replica {part.position['replica']} of {number} after step {part.step}")
+        tell(f"{named(part.workdir)}: replica {part.position['replica']} of {number} after step {part.step}")
     missing = sorted(set(range(number)) - {part.position["replica"] for part in parts})
     if missing:
         tell(f"without replica {', '.join(map(str, missing))}: its share of the data is not read before the next epoch")
@@ -92,19 +93,29 @@ def gather(workdirs: Sequence[Path], out: Path, tell: Tell) -> None:
 def configs_of_islands(workdirs: Sequence[Path]) -> Mapping[Path, TrainConfig]:
     """Return the configuration of each folder.
 
-    Raises `UserError` where the model or run of one differs from that of the first.
+    Raises `UserError` where the model or run of one differs from that of the first, and for a folder given twice.
     """
-    if len({workdir.absolute() for workdir in workdirs}) < len(workdirs):
-        raise UserError("--workdirs names a folder twice: give each once")
+    places: dict[Path, Path] = {}
+    for workdir in workdirs:
+        place = workdir.resolve()
+        if place in places:
+            raise UserError(f"--workdirs names a folder twice, {places[place]} and {workdir}: give each once")
+        places[place] = workdir
     configs = {workdir: load_saved(workdir) for workdir in workdirs}
     first, common = workdirs[0], common_values(configs[workdirs[0]])
     for workdir, config in configs.items():
         for field, value in common_values(config).items():
             if value != common[field]:
                 raise UserError(
-                    f"{workdir} and {first} do not belong together, their {field} differs: give folders of one run"
+                    f"{named(workdir)} and {named(first)} do not belong together, their {field} differs: give folders "
+                    "of one run"
                 )
     return configs
+
+
+def both_of_one(workdir: Path, other: Path, replica: int) -> UserError:
+    """Return the error for two folders of one island, such as a folder and its copy."""
+    return UserError(f"{named(workdir)} and {named(other)} are both of replica {replica}: give one of them")
 
 
 class _Part(NamedTuple):
@@ -126,11 +137,11 @@ def _parts(configs: Mapping[Path, TrainConfig]) -> list[_Part]:
         own = replace(configs[workdir], num_replicas=1)
         count = checkpoints.saved_shape(step).num_replicas
         if count != 1:
-            raise UserError(f"{workdir} holds {count} replicas and is no island's: give folders of islands")
+            raise UserError(f"{named(workdir)} holds {count} replicas and is no island's: give folders of islands")
         (position,) = checkpoints.positions(step)
         twin = parts.get(position["replica"])
         if twin is not None:
-            raise UserError(f"{workdir} and {twin.workdir} are both of replica {position['replica']}: give one of them")
+            raise both_of_one(workdir, twin.workdir, position["replica"])
         state = _state(checkpoints, step, own, _flat_programs(own))
         parts[position["replica"]] = _Part(workdir, step, position, state, checkpoints.totals(step))
         checkpoints.close()
@@ -139,7 +150,7 @@ def _parts(configs: Mapping[Path, TrainConfig]) -> list[_Part]:
         for what in ("num_replicas", "source"):
             if other.position[what] != first.position[what]:
                 raise UserError(
-                    f"the data of {other.workdir} and {first.workdir} differ, "
+                    f"the data of {named(other.workdir)} and {named(first.workdir)} differ, "
                     f"{what} {other.position[what]} and {first.position[what]}: give folders of one run"
                 )
     return [first, *others]
@@ -149,7 +160,9 @@ def _newest_common(steps: Mapping[Path, Sequence[int]]) -> int:
     """Return the newest step of which all folders have a checkpoint."""
     common = set.intersection(*map(set, steps.values()))
     if not common:
-        there = "; ".join(f"{workdir} {', '.join(map(str, sorted(have))) or 'none'}" for workdir, have in steps.items())
+        there = "; ".join(
+            f"{named(workdir)} {', '.join(map(str, sorted(have))) or 'none'}" for workdir, have in steps.items()
+        )
         raise UserError(
             f"there is no step of which all folders have a checkpoint ({there}): let the islands train on to one that "
             "checkpoint_every divides, or keep more with --config.keep_checkpoints"

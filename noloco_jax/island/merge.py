@@ -15,7 +15,7 @@ import numpy as np
 from noloco_jax.config import MeshConfig, TrainConfig, from_dict
 from noloco_jax.data import Tokenizer
 from noloco_jax.errors import UserError
-from noloco_jax.island.folders import configs_of_islands
+from noloco_jax.island.folders import both_of_one, configs_of_islands
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.discovery import discover
 from noloco_jax.islands.entries import MEMBERS_FILE, Saved, describe, read_members
@@ -29,6 +29,7 @@ from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.evaluate import evaluate_alone, read_validation
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs, shardings_of
+from noloco_jax.storage.local_copies import named
 
 PyTree = Any
 T = TypeVar("T")
@@ -139,16 +140,20 @@ def of_live_islands(run: Saved, keys: Path | None, ask_seconds: float, seconds: 
 def of_folders(workdirs: Sequence[Path]) -> Source:
     """Read the newest checkpoint of each island's folder; those of removed members are left out, and named.
 
-    Raises `UserError` for a folder that is no island's, and where one's model or run is another than the first one's.
+    Raises `UserError` for a folder that is no island's, for two of one island, and where one's model or run is another
+    than the first one's.
     """
     for workdir in workdirs:
         if not (workdir / ISLAND_FILE).exists():
-            raise UserError(f"{workdir} is no folder of an island ({ISLAND_FILE} is missing): give islands' --workdir")
+            raise UserError(
+                f"{named(workdir)} is no folder of an island ({ISLAND_FILE} is missing): give islands' --workdir"
+            )
     configs = configs_of_islands(workdirs)
+    _check_different(configs)
     are_different = len({workdir.name for workdir in workdirs}) == len(workdirs)
     removed = _removed(workdirs)
     parts = {
-        workdir.name if are_different else str(workdir): partial(_read, workdir, config, removed)
+        workdir.name if are_different else named(workdir): partial(_read, workdir, config, removed)
         for workdir, config in configs.items()
     }
 
@@ -223,14 +228,30 @@ def _removed(workdirs: Sequence[Path]) -> dict[int, Entry]:
     return {entry.id: entry for entry in entries.values() if entry.until_round != OPEN}
 
 
+def _check_different(configs: Mapping[Path, TrainConfig]) -> None:
+    """Raise `UserError` for two folders of one island: the mean would count it twice."""
+    workdirs: dict[int, Path] = {}
+    for workdir, config in configs.items():
+        replica = _with_newest(workdir, config, _replica)
+        if replica is not None:
+            if replica in workdirs:
+                raise both_of_one(workdir, workdirs[replica], replica)
+            workdirs[replica] = workdir
+
+
+def _replica(checkpoints: Checkpointer, step: int) -> int | None:
+    """Return the number of an island's replica; None for a checkpoint that does not say it."""
+    return checkpoints.positions(step)[0].get("replica")
+
+
 def _read(workdir: Path, config: TrainConfig, removed: Mapping[int, Entry]) -> Part:
     def read(checkpoints: Checkpointer, step: int) -> Part:
-        entry = removed.get(checkpoints.positions(step)[0].get("replica", -1))
-        if entry is not None:
-            raise RefusedError(f"{workdir}: {describe(entry)}, and its weights are left out")
+        replica = _replica(checkpoints, step)
+        if replica is not None and (entry := removed.get(replica)) is not None:
+            raise RefusedError(f"{named(workdir)}: {describe(entry)}, and its weights are left out")
         journal = checkpoints.beside(step)
         arrays = [np.asarray(x[0]) for x in jax.tree.leaves(checkpoints.restore_params(step))]
-        check_finite(f"{workdir}: the checkpoint's", dict(zip(weight_specs(config.model), arrays, strict=True)))
+        check_finite(f"{named(workdir)}: the checkpoint's", dict(zip(weight_specs(config.model), arrays, strict=True)))
         return Part(-1 if journal is None else journal["round"], arrays)
 
     return _with_newest(workdir, config, read)
@@ -242,7 +263,7 @@ def _with_newest(workdir: Path, config: TrainConfig, read: Callable[[Checkpointe
 
     def of(step: int | None) -> T:
         if step is None:
-            raise UserError(f"{workdir} holds no checkpoint: leave it out, or train first")
+            raise UserError(f"{named(workdir)} holds no checkpoint: leave it out, or train first")
         return read(checkpoints, step)
 
     result = checkpoints.read_newest(of)

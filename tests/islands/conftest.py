@@ -2,6 +2,8 @@
 
 import pytest
 
+from support import buckets
+
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory):
@@ -9,3 +11,10 @@ def world(tmp_path_factory):
     from support.training_islands import World, small  # imports jax
 
     return World(small(), tmp_path_factory.mktemp("islands"))
+
+
+@pytest.fixture
+def bucket(servers, monkeypatch):
+    """Return the address of an empty folder in a bucket."""
+    yield buckets.new_bucket(servers("s3"), monkeypatch)
+    buckets.forget()

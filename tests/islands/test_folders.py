@@ -26,6 +26,7 @@ from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
 from support import tiny_model
+from support.buckets import upload
 from support.texts import lines_of_words
 
 NAMES = ("paris", "berlin", "rome")
@@ -258,6 +259,17 @@ def test_inconsistent_folders_are_refused_and_nothing_is_written(folders, tmp_pa
 def test_gathering_refuses_a_run_in_place_of_an_island(made, folders, tmp_path):
     with pytest.raises(UserError, match=r"run holds 3 replicas and is no island's"):
         gathered([made.folder / "run", folders[1]], tmp_path / "run")
+
+
+def test_gathering_names_folders_in_a_bucket_by_their_addresses(folders, tmp_path, capsys, bucket):
+    addresses = [f"{bucket}/{folder.name}" for folder in folders]
+    for folder, address in zip(folders, addresses, strict=True):
+        upload(folder, address)
+    assert island(["gather", "--workdirs", *addresses, f"--out={tmp_path / 'run'}"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[:3] == [f"{address}: replica {i} of 3 after step 12" for i, address in enumerate(addresses)]
+    with pytest.raises(UserError, match=f"^{addresses[0]} and {addresses[0]} are both of replica 0"):
+        island(["gather", "--workdirs", *addresses, addresses[0], f"--out={tmp_path / 'other'}"])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -35,6 +36,7 @@ from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
 from noloco_jax.spmd.solo import build_solo
+from support.buckets import upload
 from support.ports import free_ports
 
 NAMES = ("paris", "berlin", "rome")
@@ -349,6 +351,30 @@ def test_folders_that_do_not_belong_together_are_refused(tmp_path):
         with pytest.raises(UserError, match=line):
             island(["merge", "--workdirs", *map(str, folders), f"--out={tmp_path / 'merged'}"])
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("kind", ["copy", "link", "path"])
+def test_two_folders_of_one_island_are_refused(tmp_path, kind):
+    """Guard a regression: the island was counted twice."""
+    for seed, name in enumerate(("paris", "rome")):
+        write_finished(tmp_path / name, CONFIG, seed, 8)
+    other = tmp_path / ("rome/../paris" if kind == "path" else "other")
+    if kind == "copy":
+        shutil.copytree(tmp_path / "paris", other)
+    if kind == "link":
+        other.symlink_to("paris")
+    said = "{1} and {0} are both of replica 0" if kind == "copy" else "names a folder twice, {0} and {1}"
+    folders = [str(tmp_path / "paris"), str(tmp_path / "rome"), str(other)]
+    with pytest.raises(UserError, match=re.escape(said.format(folders[0], folders[2]))):
+        island(["merge", "--workdirs", *folders, f"--out={tmp_path / 'merged'}"])
+    assert not (tmp_path / "merged").exists()
+
+
+def test_one_folder_of_a_bucket_in_two_spellings_is_refused(tmp_path, bucket):
+    write_finished(tmp_path / "paris", CONFIG, 0, 8)
+    upload(tmp_path / "paris", bucket)
+    with pytest.raises(UserError, match=f"{bucket} and {bucket} are both of replica 0: give one of them"):
+        island(["merge", "--workdirs", bucket, f"{bucket}/", f"--out={tmp_path / 'merged'}"])
 
 
 def test_contradictory_or_invalid_flags_are_refused(tmp_path):

@@ -4,10 +4,11 @@ import contextlib
 import functools
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from noloco_jax.storage import addresses
+from noloco_jax.storage import addresses, objects
 from support.stores import S3, Google, send
 
 
@@ -34,6 +35,13 @@ def new_bucket(server: S3 | Google, monkeypatch: pytest.MonkeyPatch) -> str:
     bucket = f"bucket-{uuid.uuid4().hex}"
     send("PUT", f"{server.address}/{bucket}")
     return f"s3://{bucket}/runs/one"
+
+
+def upload(folder: Path, address: str) -> None:
+    """Copy a folder to an address, as a tool other than the trainer does."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            objects.upload_file(path, f"{address}/{path.relative_to(folder).as_posix()}")
 
 
 def forget() -> None:
