@@ -35,7 +35,7 @@ def keys(flags: argparse.Namespace) -> int:
     for name in made:
         if name in roster.names and name not in founders.names:
             write_members(flags.out / name / MEMBERS_FILE, founders, entries)  # what `join` begins from
-    kept = [name for name in roster.names if name not in made]
+    kept = [name for name in (*roster.names, *viewers) if name not in made]
     if kept:
         print(f"kept as they are: {', '.join(kept)}")
     for name in [name for name in made if is_viewer(name)]:

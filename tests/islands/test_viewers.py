@@ -166,3 +166,9 @@ def test_the_command_makes_a_viewers_keys_and_status_takes_them(roster, folder, 
     assert capsys.readouterr().out.count("training") == 2
     with pytest.raises(UserError, match="give a DNS label"):
         island(["keys", *flags, "--viewer=../bob"])
+
+
+def test_a_viewers_keys_that_are_kept_are_named(roster, folder, capsys):
+    flags = [f"--roster={folder / 'roster.toml'}", f"--out={folder / 'keys'}", "--viewer=ann"]
+    assert island(["keys", *flags]) == 0
+    assert "kept as they are: paris, berlin, viewer_ann" in capsys.readouterr().out.splitlines()
