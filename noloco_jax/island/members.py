@@ -43,13 +43,14 @@ def invite(flags: argparse.Namespace) -> int:
             )
         if other == address and address.can_be_dialled and name != flags.name:
             raise UserError(f"--address={address} is that of {name}: give the new member its own")
+    from_round = _first_round(flags, found)  # fails where nobody answers: before keys are made that nobody needs
     make_keys(Roster(saved.roster.run, (Island(flags.name, address),)), flags.keys, flags.days, replace=[flags.name])
     former, folder = found.members.entry_of(flags.name), flags.keys / flags.name
     entry = Entry(
         id=_next_id(found) if former is None else former.id,
         name=flags.name,
         address=str(address),
-        from_round=_first_round(flags, found),
+        from_round=from_round,
         until_round=OPEN,
         issued=_issued(folder),
         version=now_version(former.version if former else 0),
@@ -83,6 +84,8 @@ def remove(flags: argparse.Namespace) -> int:
             )
     else:
         first = _first_round(flags, found)
+    if flags.from_round is None and (last := _last_round(found, flags.name)) is not None:
+        first = min(first, last)
     if former is None:
         entry = Entry(id, flags.name, "", 0, first, 0, now_version())
     else:
@@ -135,6 +138,18 @@ def _first_round(flags: argparse.Namespace, found: Found) -> int:
         reason = next(iter(found.answers.values()), "there is none")
         raise UserError(f"none of the islands answers ({reason}), so that their round is unknown: give --from_round=N")
     return found.round + 1 + lead(len(found.active) + 1)
+
+
+def _last_round(found: Found, leaving: str) -> int | None:
+    """Return the last round of a run that has ended for all members that answer, but for `leaving`; None: one trains.
+
+    They end no further round, and wait for those that are members of their last one.
+    """
+    members = found.members.active(max(found.round, 0))
+    others = [status for name, status in found.statuses.items() if name in members and name != leaving]
+    if not others or not all(status.finished for status in others):
+        return None
+    return max(min(status.round for status in others), 0)
 
 
 def lead(count: int) -> int:

@@ -107,7 +107,7 @@ def members_at(path: Path, roster: Roster, credentials: Credentials | None) -> M
 
 
 def read_members(path: Path) -> Saved:
-    """Read a `MEMBERS_FILE`; raise `UserError` where it is missing or damaged."""
+    """Read a `MEMBERS_FILE`; raise `UserError` where it is missing, damaged or a file of another kind."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         founders = tuple(Island(name, parse_dialled(address)) for name, address in content["founders"])
@@ -116,6 +116,10 @@ def read_members(path: Path) -> Saved:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): `island keys` makes one") from None
     except (UserError, HeaderError, ValueError, TypeError, KeyError):
+        if path.suffix != ".json":
+            raise UserError(
+                f"{path} is no {MEMBERS_FILE}: give the one that `island invite` wrote beside the island's keys"
+            ) from None
         raise UserError(f"{path} is damaged: bring back a copy of it, such as that of another island") from None
 
 

@@ -152,14 +152,18 @@ def renewed(credentials: Credentials, name: str) -> Credentials | None:
 def owner_of(folder: Path, roster: Roster) -> str:
     """Return the island, or the viewer, to which a folder's certificate is made out.
 
-    Raises `UserError` if it is to none of the roster.
+    Raises `UserError` if it cannot be read, or is to none of the roster.
     """
     path = folder / CERTIFICATE
     try:
-        names = [owner_and_issue(name)[0] for name in names_of(_load_certificate(path, path.read_bytes()))]
-        owners = [name for name in names if name in roster.names or is_viewer(name)]
-    except OSError:
-        owners = []
+        certificate = _load_certificate(path, path.read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}): give the members.json that `island invite` wrote beside the "
+            "island's keys, or the folder of these as --keys"
+        ) from None
+    names = [owner_and_issue(name)[0] for name in names_of(certificate)]
+    owners = [name for name in names if name in roster.names or is_viewer(name)]
     if not owners:
         raise UserError(f"{path} is made out to no island of {roster.run}: give the keys of one")
     return owners[0]

@@ -25,7 +25,7 @@ from noloco_jax.islands.query import About
 from noloco_jax.islands.roster import Address, Island, Roster
 from support.island_nodes import IDENTITY
 from support.ports import free_ports
-from support.sites import Site
+from support.sites import Site, side_by_side
 
 RUN, ROUND = "test", 0.4  # seconds
 FOUNDERS = ("paris", "rome")
@@ -54,12 +54,15 @@ class Running:
         """Make keys for a name that has no entry."""
         make_keys(Roster(RUN, (Island(name, Address("127.0.0.1", self.ports[name])),)), self.keys, 30)
 
-    def start(self, name: str, *entries: Entry) -> Site:
+    def site(self, name: str, *entries: Entry) -> Site:
         file, credentials = self.folder / name / "members.json", load_keys(self.keys / name, name)
         members = members_at(file, self.roster, credentials)
         members.merge(entries)
         arguments = {"credentials": credentials, "members": members, "members_file": file, "incarnation": 1}
-        site = self.sites[name] = Site(name, self.roster, identity=IDENTITY, **arguments)
+        return Site(name, self.roster, identity=IDENTITY, **arguments)
+
+    def start(self, name: str, *entries: Entry) -> Site:
+        site = self.sites[name] = self.site(name, *entries)
         thread = threading.Thread(target=self._train, args=(site,), daemon=True)
         thread.start()
         self.threads.append(thread)
@@ -199,6 +202,58 @@ def test_a_removal_given_again_keeps_its_round_or_takes_an_earlier_one(running):
     with pytest.raises(UserError, match=r"no member from round 20 on, and a later end would make it one until then"):
         island(["remove", "rome", f"--keys={running.keys}", "--from_round=60"])
     assert ends("--from_round=15") == ends() == 14
+
+
+def test_a_removal_while_islands_train_holds_from_a_later_round_on(running):
+    running.start_founders()
+    before = running.sites["paris"].round
+    assert island(["remove", "rome", f"--keys={running.keys}"]) == 0
+    (entry,) = running.sites["paris"].agent._protocol.members.entries
+    assert before + lead(2) < entry.until_round
+
+
+@pytest.fixture
+def waiting(running) -> Iterator[Site]:
+    """Island paris after its last round; rome has gone without having finished."""
+    paris, rome = (running.site(name) for name in FOUNDERS)
+    side_by_side(paris.open, rome.open)
+    side_by_side(lambda: paris.train(3, ROUND), lambda: rome.train(2, ROUND))
+    rome.close()
+    paris.agent.leave(finished=True)
+    assert paris.agent.unfinished() == ["rome"]
+    yield paris
+    paris.close()
+
+
+def test_a_removal_frees_islands_that_have_finished_and_wait_for_the_removed_one(running, waiting, capsys):
+    assert island(["remove", "rome", f"--keys={running.keys}"]) == 0
+    assert "rome is removed: no member from round 3 on; told to paris" in capsys.readouterr().out
+    assert waiting.agent.unfinished() == []
+
+
+def test_a_removal_in_a_round_that_never_comes_is_brought_forward_when_given_again(running, waiting):
+    assert island(["remove", "rome", f"--keys={running.keys}", "--from_round=40"]) == 0
+    assert waiting.agent.unfinished() == ["rome"]
+    assert island(["remove", "rome", f"--keys={running.keys}"]) == 0
+    assert waiting.agent.unfinished() == []
+
+
+def test_an_invitation_that_fails_as_nobody_answers_makes_no_keys(running):
+    with pytest.raises(UserError, match="so that their round is unknown"):
+        island(["invite", "--name=oslo", "--address=127.0.0.1:1", f"--keys={running.keys}"])
+    assert not (running.keys / "oslo").exists()
+
+
+@pytest.mark.parametrize(
+    ("entry", "line"),
+    [
+        ("roster.toml", "roster.toml is no members.json: give the one that `island invite` wrote beside the island's"),
+        ("keys/members.json", "keys/cert.pem cannot be read (No such file or directory): give the members.json that"),
+    ],
+)
+def test_an_entry_that_is_another_file_is_refused_with_the_one_that_is_wanted(running, entry, line):
+    with pytest.raises(UserError, match=re.escape(line)):
+        island(["join", f"--entry={running.folder / entry}", "--via=paris", f"--workdir={running.folder / 'oslo'}"])
 
 
 @pytest.mark.parametrize("missing", ["ca-key.pem", "members.json"])
