@@ -43,9 +43,9 @@ def use_cpu_cores(config: "TrainConfig", num_processes: int = 1) -> None:
     """Set the number of CPU devices of this process, see `num_cpu_devices`.
 
     Replicas on devices of their own run side by side without sharing a thread pool. Has no effect on GPUs, nor where
-    XLA_FLAGS sets the number of devices already.
+    the environment sets the number of devices already, by JAX_NUM_CPU_DEVICES or XLA_FLAGS.
     """
-    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+    if "JAX_NUM_CPU_DEVICES" in os.environ or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
         return
     import jax
 

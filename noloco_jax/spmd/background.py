@@ -48,7 +48,8 @@ def training_devices(config: TrainConfig, devices: list) -> list:
     if min(map(len, by_process.values())) < 2:
         raise UserError(
             f"outer.delay={config.outer.delay} exchanges on CPU devices beside those that train, and a process has "
-            "one: leave xla_force_host_platform_device_count out of XLA_FLAGS, or make it at least 2"
+            "one: leave JAX_NUM_CPU_DEVICES unset and xla_force_host_platform_device_count out of XLA_FLAGS, or make "
+            "them at least 2"
         )
     return [device for own in by_process.values() for device in own[: len(own) // 2]]
 

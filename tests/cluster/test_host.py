@@ -95,6 +95,17 @@ print(jax.local_device_count())
     assert printed(program, XLA_FLAGS="") == 3
 
 
+def test_the_number_of_cpu_devices_that_the_environment_sets_is_kept():
+    program = """
+import jax
+from noloco_jax.cluster.host import use_cpu_cores
+from noloco_jax.config import MeshConfig, TrainConfig
+use_cpu_cores(TrainConfig(num_replicas=2, mesh=MeshConfig(replica=2)))
+print(jax.local_device_count())
+"""
+    assert printed(program, XLA_FLAGS="", JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="3") == 3
+
+
 def test_all_cores_are_usable_without_the_affinity_calls_of_the_kernel(monkeypatch):
     """MacOS lacks both affinity calls."""
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
