@@ -188,6 +188,14 @@ def _load(name: str, given: str) -> FastTokenizer:
             f"data.tokenizer={name!r} cannot be loaded ({type(error).__name__}: {reason}): set HF_TOKEN if its licence "
             'asks for a login, or give a local folder with a tokenizer.json, or "byte"'
         ) from None
+    return fast_tokenizer(name, loaded)
+
+
+def fast_tokenizer(name: str, loaded: Any) -> FastTokenizer:
+    """Make the tokenizer `name` of what `transformers` has loaded; raise `UserError` if that is no fast tokenizer.
+
+    The two share the backend, in which special tokens become ordinary text.
+    """
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise UserError(

@@ -23,9 +23,9 @@ from safetensors import SafetensorError, safe_open
 from noloco_jax.config import ModelConfig
 from noloco_jax.errors import UserError
 from noloco_jax.files import check_writable
-from noloco_jax.model.byte_tokenizer import begin_with_bos, save_byte_tokenizer
 from noloco_jax.model.huggingface_config import CONFIG_FILE, config_from_folder, family_of, read_json, their_config
 from noloco_jax.model.kind import BUILT_IN, Params, param_axes, param_shapes
+from noloco_jax.model.tokenizer_files import save_tokenizer
 
 __all__ = ["check_has_format", "check_new_folder", "config_from_folder", "load_params", "save_folder"]
 
@@ -216,7 +216,8 @@ def save_folder(
     """Write what `transformers` loads as a causal model: config, weights and, where there is one, the tokenizer.
 
     The folder appears whole or not at all; one that is there already, perhaps a file system of its own, gets its
-    config last, without which it is no model. The weights keep their dtype.
+    config last, without which it is no model. The weights keep their dtype. A `UserWarning` says where `transformers`
+    makes other token ids from the folder than the given tokenizer.
 
     Args:
       folder: where to; it must not exist yet, or be empty.
@@ -236,7 +237,7 @@ def save_folder(
         _write_json(unfinished / CONFIG_FILE, their_config(config, max_position_embeddings) | ids)
         _write_json(unfinished / "generation_config.json", {"_from_model_config": True} | ids)
         if tokenizer is not None:  # ahead of the weights: it may not be there, and they are large
-            _save_tokenizer(tokenizer, unfinished, add_bos=bos_id is not None)
+            save_tokenizer(tokenizer, unfinished, model_type=family_of(config), add_bos=bos_id is not None)
         _write_safetensors(unfinished / _WEIGHTS_FILE, params, config)
         if not is_there:
             unfinished.replace(folder)
@@ -270,23 +271,6 @@ def _write_safetensors(path: Path, params: Params, config: ModelConfig) -> None:
             file.write(content)
         file.seek(start.index(_NO_DIGEST))
         file.write(digest.hexdigest().encode())
-
-
-def _save_tokenizer(name: str, folder: Path, *, add_bos: bool) -> None:
-    """Write the tokenizer, which puts BOS in front of a text if the model's documents had it."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would regret that there is no PyTorch
-    if name == "byte":
-        save_byte_tokenizer(folder, add_bos=add_bos)
-        return
-    from transformers import AutoTokenizer
-
-    from noloco_jax.data.tokenizers import local_tokenizer
-
-    with local_tokenizer(name) as given:
-        loaded = AutoTokenizer.from_pretrained(given, token=os.environ.get("HF_TOKEN"))
-    if add_bos and getattr(loaded, "backend_tokenizer", None) is not None and loaded.bos_token is not None:
-        begin_with_bos(loaded.backend_tokenizer, loaded.bos_token)
-    loaded.save_pretrained(folder)
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:
