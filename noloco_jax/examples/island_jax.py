@@ -3,9 +3,9 @@
     python -m noloco_jax.examples.island_jax --roster=roster.toml --name=paris --workdir=runs/paris
     python -m noloco_jax.examples.island_jax --roster=roster.toml --name=berlin --workdir=runs/berlin
 
-Start both within two minutes. The next byte of Python's standard library is told from the eight before it; each island
-draws from a half of its own. Where an island catches up from its peers, the random key is theirs, and momentum begins
-anew.
+The first waits for the second, two minutes at most. The next byte of Python's standard library is told from the eight
+before it; each island draws from a half of its own. Where an island catches up from its peers, the random key is
+theirs, and momentum begins anew.
 """
 
 import argparse

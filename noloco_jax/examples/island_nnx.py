@@ -3,8 +3,8 @@
     python -m noloco_jax.examples.island_nnx --roster=roster.toml --name=paris --workdir=runs/paris
     python -m noloco_jax.examples.island_nnx --roster=roster.toml --name=berlin --workdir=runs/berlin
 
-Start both within two minutes. Each island sees points of its own; Adam's state begins anew where an
-island catches up from its peers.
+The first waits for the second, two minutes at most. Each island sees points of its own; Adam's state begins anew
+where an island catches up from its peers.
 """
 
 import argparse

@@ -136,6 +136,7 @@ class Membership:
         return Settings(
             patience=self.patience * config.outer.fragments,
             keeps_pace=self.pace == "time",
+            awaits_absent=True,
             whole_state=self.takes_whole_state(config),
             fits=lambda round, step: 0 < step < config.num_steps and round < _MOST_ROUNDS,
         )

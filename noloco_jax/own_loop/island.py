@@ -157,8 +157,8 @@ class Island:
     def begin(self, params: PyTree, rest: PyTree = ()) -> tuple[PyTree, PyTree, int]:
         """Join the peers and return the state to train from: the newest checkpoint's, a peer's, or the one given.
 
-        It is called once, before the first `step`, and waits until the island may train: together with the others that
-        start at the same time, or from a peer's state.
+        It is called once, before the first `step`, and waits until the island may train: from its checkpoint, from a
+        peer's state, or, in a run that begins, together with the others, for which it waits two minutes at most.
 
         Args:
           params: weights to average, real arrays of JAX (under any sharding of this process) or NumPy. All islands
@@ -169,10 +169,12 @@ class Island:
           params, rest, and the inner steps that they have behind them.
 
         Raises:
-          UserError: if the checkpoint is damaged or of other arrays, if the island's name or address is in use, or if
-            most of the others refuse it.
-          ValueError: for leaves of other types.
+          UserError: if the checkpoint is damaged or of other arrays, if the island's name or address is in use, if most
+            of the others refuse it, or if it has no weights and the others have finished.
+          ValueError: for leaves of other types, or if it was called before.
         """
+        if self._agent is not None:
+            raise ValueError("the island has begun already: call begin once, before the first step")
         self._params, self._rest = Form(params, "params", is_computed=True), Form(rest, "rest")
         shapes = self._params.shapes(leading=(1,))
         outer_shapes = self._shapes_of_outer(shapes)
@@ -196,6 +198,7 @@ class Island:
             Settings(
                 patience=2 * self._outer.fragments.count,
                 whole_state=self._takes_whole_state,
+                awaits_absent=True,
                 fits=lambda round, step: 0 < step < 2**31 and round < 2**30,
             ),
             journal,
@@ -284,6 +287,7 @@ class Island:
         arrays = jax.tree.map(jnp.asarray, self._params.arrays(params))
         state = TrainState(arrays, (), self._state_of_outer)
         merged = self._sync.finish(state, self._step)
+        self._state_of_outer = merged.outer  # corrections that arrived meanwhile took the former one's place
         self._finished = True
         self._tell()
         return self._params.given(merged.params)

@@ -19,12 +19,14 @@ from noloco_jax.islands.protocol.events import (
     Open,
     Opened,
     Ready,
+    Refused,
     RoundEnded,
     Send,
     Start,
     Tick,
 )
 from noloco_jax.islands.protocol.island import Island, Journal
+from noloco_jax.islands.protocol.members import Members
 from noloco_jax.islands.protocol.messages import (
     PAST_INCARNATION,
     Busy,
@@ -128,6 +130,28 @@ def test_the_first_island_of_a_run_begins():
 
 def test_islands_that_start_together_all_begin():
     assert started(dict.fromkeys(OTHERS, status(-1, training=False, lineage=False)))[1] == [Begin(fresh=True)]
+
+
+@pytest.mark.parametrize("began_before", [False, True])
+@pytest.mark.parametrize("first_round", [0, 99])
+def test_an_island_without_weights_ends_where_all_that_answer_have_finished(began_before, first_round, monkeypatch):
+    """Regression test: it waited for weights, or for its first round, which never came."""
+    monkeypatch.setattr(Members, "first_round", lambda members, name: first_round)
+    finished = replace(status(40, training=False), finished=True)
+    island, actions = started({"b": finished, "c": finished}, began_before=began_before)
+    (refused,) = actions
+    assert isinstance(refused, Refused) and refused.line.startswith("b, c finished in round 41 and no island trains")
+    assert not any(isinstance(action, Open) for action in island.handle(Tick(), 700.0))
+
+
+def test_an_island_without_weights_takes_those_of_a_peer_that_trains_beside_finished_ones():
+    finished = replace(status(40, training=False), finished=True)
+    assert donor_of(started({"b": finished, "c": status(38)})[1]) == "c"
+
+
+def test_an_island_with_weights_trains_on_after_its_peers_have_finished():
+    finished = replace(status(40, training=False), finished=True)
+    assert started(dict.fromkeys(OTHERS, finished), journal=journal(39))[1] == [Begin(fresh=False)]
 
 
 def test_an_island_that_has_lost_its_weights_does_not_begin_anew():

@@ -95,6 +95,32 @@ def test_the_wait_for_an_island_that_is_never_ready_is_bounded():
     assert len(begun) == 2 and max(begun) < SETTINGS.start_seconds + 2.0 + SETTINGS.answer_seconds + 1.0
 
 
+AWAITING = dataclasses.replace(SETTINGS, awaits_absent=True)
+
+
+def test_a_run_begins_once_all_its_islands_have_been_started():
+    world = World(
+        3, durations=[ROUND] * 3, steps=STEPS, starts=[0.0, 70.0, 30.0], preparing=[9.0] * 3, settings=AWAITING
+    )
+    world.run(40 * ROUND).finish()
+    assert apart(world, 0) < 0.2 and not any(node.heals for node in world.nodes.values())
+    assert min(node.ends[0] for node in world.nodes.values()) == pytest.approx(79.0 + ROUND, abs=1.0)
+    assert any(
+        "i0 is ready and waits for i1, i2 to begin together, 120 s at most" in x for x in world.nodes["i0"].lines
+    )
+
+
+def test_the_wait_for_an_island_that_is_not_started_is_bounded_and_once_a_run():
+    world = World(3, durations=[ROUND] * 3, steps=STEPS, starts=[0.0, 0.1, 1e6], settings=AWAITING, downtime=5.0)
+    world.run(SETTINGS.start_seconds + 5 * ROUND)
+    nodes = [world.nodes[name] for name in ("i0", "i1")]
+    assert all(node.ends[0] == pytest.approx(SETTINGS.start_seconds + ROUND, abs=2.0) for node in nodes)
+    world.crash(nodes[0], "lose disk")
+    ended = max(nodes[0].ends)
+    world.run(world.now + 5.0 + 3 * ROUND).finish()
+    assert nodes[0].heals and max(nodes[0].ends) > ended  # it does not wait for i2 again
+
+
 @pytest.mark.parametrize("action", ["kill", "vanish"])
 def test_islands_do_not_wait_for_a_peer_that_dies_while_compiling(action):
     world = World(3, durations=[ROUND] * 3, preparing=[1.0, 2.0, 60.0], settings=SETTINGS, downtime=None)

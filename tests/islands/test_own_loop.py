@@ -23,6 +23,7 @@ import noloco_jax as nj
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as command_line
 from noloco_jax.islands.frames import ArraySpec
+from noloco_jax.islands.protocol.catch_up import CatchUp
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.own_loop.checkpoints import OwnCheckpoints
@@ -179,7 +180,8 @@ def test_a_checkpoint_restores_values_shardings_random_keys_and_numbers(roster, 
 
 
 @pytest.mark.parametrize("catch_up", ["weights", "whole"])
-def test_a_late_island_continues_from_the_weights_and_the_step_of_its_peers(catch_up, tmp_path):
+def test_a_late_island_continues_from_the_weights_and_the_step_of_its_peers(catch_up, tmp_path, monkeypatch):
+    monkeypatch.setattr(CatchUp, "_waits_for_absent", lambda *_: False)
     names = (*NAMES, "rome")
     addresses = [Address("127.0.0.1", port) for port in free_ports(3)]
     roster = Roster("own", tuple(map(Island, names, addresses)))
@@ -393,6 +395,35 @@ def test_weights_that_are_not_finite_are_not_saved(begun_island, tmp_path):
     assert not list((tmp_path / "paris" / "checkpoints").iterdir())
 
 
+def test_an_island_saves_after_a_merge_in_which_a_correction_arrived(roster, tmp_path):
+    """Regression test: the outer state from before the merge had been donated."""
+    saved: dict[str, Any] = {}
+
+    def train(name: str) -> None:
+        with nj.Island(roster, name, workdir=tmp_path / name, outer=nj.noloco(sync_every=2), report=quiet) as island:
+            params, _, step = island.begin(weights())
+            both.wait()
+            island._sync._steps.enter = lambda state, step: (state, step)  # type: ignore[method-assign]
+            for step in range(2):  # the exchange after the second is left for the merge
+                params, _, _ = island.step(moved(params, name, step))
+            assert island._agent is not None
+            merged = island.merge(params)
+            assert island._agent.status().committed == 1
+            with saving:  # Orbax mixes up concurrent saves in one process
+                saved[name] = island.save(merged)[0]
+            np.testing.assert_array_equal(saved[name]["w"], merged["w"])
+            both.wait()
+
+    both, saving = threading.Barrier(2, timeout=60), threading.Lock()
+    side_by_side(*(lambda name=name: train(name) for name in NAMES))
+    assert all((tmp_path / name / "checkpoints" / "2").is_dir() for name in NAMES)
+
+
+def test_a_second_begin_is_refused(begun_island):
+    with pytest.raises(ValueError, match="the island has begun already: call begin once, before the first step"):
+        begun_island[0].begin(weights(), (0, np.zeros(2)))
+
+
 def test_a_second_save_of_a_step_replaces_the_first_once_it_is_whole(tmp_path):
     def opened() -> OwnCheckpoints:
         return OwnCheckpoints(tmp_path, {"w": ArraySpec((3,), np.dtype(np.float32))}, keep=3)
@@ -435,7 +466,8 @@ def test_a_checkpoint_that_is_damaged_or_holds_other_arrays_is_refused(begun_isl
         other.begin(weights(), rest)
 
 
-def test_an_island_with_a_different_common_value_is_refused_naming_the_value(tmp_path):
+def test_an_island_with_a_different_common_value_is_refused_naming_the_value(tmp_path, monkeypatch):
+    monkeypatch.setattr(CatchUp, "_waits_for_absent", lambda *_: False)  # once it has ended
     names = ("paris", "berlin", "rome")
     addresses = [Address("127.0.0.1", port) for port in free_ports(3)]
     roster = Roster("own", tuple(map(Island, names, addresses)))

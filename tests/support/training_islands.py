@@ -1,5 +1,6 @@
 """Islands of one configuration that train over Flight on loopback, in threads of one process, compiled once."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +58,8 @@ class World:
         arguments = (None, self.folder / member.name, lambda: False, self.lines.append)
         agent = member.open_agent(self.config, self.solo, self.programs, *arguments)
         assert agent is not None
+        context = agent._protocol._context  # an island begins without those that a test does not start
+        context.settings = dataclasses.replace(context.settings, awaits_absent=False)
         return agent
 
     def join(self, name: str, **options: Any) -> tuple[Agent, IslandSteps]:

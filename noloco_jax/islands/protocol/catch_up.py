@@ -1,8 +1,8 @@
 """Start and catching up: from the own checkpoint, or from the state of live islands (design §12).
 
 An island asks its peers twice when it starts: before it compiles, if it belongs to them; afterwards, as minutes may
-have passed, from which weights it trains. Islands that start at the same time begin together: one that is ready waits
-for those that will soon be, or the first would be rounds ahead of the last from the beginning.
+have passed, from which weights it trains. Islands begin a run together: one that is ready waits for those that will
+soon be or do not answer yet, or the first would be rounds ahead of the last from the beginning.
 
 A donor is ahead of the island that asks, and has a lineage: a committed exchange in the past of its weights, through
 checkpoints and donors. An island that has lost its weights takes no others: otherwise one that began anew could wipe
@@ -38,6 +38,7 @@ class Sweep:
 
     Attributes:
       deadline: time limit of answers.
+      names: the islands that were asked.
       asked: open calls -> island.
       waits: True if a second answer is awaited where the first was "not ready yet".
       found: island -> its last answer.
@@ -45,6 +46,7 @@ class Sweep:
     """
 
     deadline: float
+    names: frozenset[str]
     asked: dict[Channel, str]
     waits: bool = False
     found: dict[str, Status] = field(default_factory=dict)
@@ -79,6 +81,7 @@ class Sweep:
 
 
 ASKED_AT_ONCE = 16  # the median of a sample is good enough, even among a thousand islands
+ABSENT_SECONDS = 0.5  # between requests to islands that do not answer yet when a run begins
 MOST_CLIENTS = 4 * MOST_AT_ONCE  # calls for shares that a donor serves at once
 
 
@@ -110,6 +113,7 @@ class CatchUp:
         self._silent: set[str] = set()  # peers that did not answer the last requests in time
         self._start_deadline = self._lost_deadline = 0.0
         self._awaits_membership = False
+        self._told_absent: list[str] = []
         self.is_ready = self.training = False
 
     def start(self) -> None:
@@ -163,7 +167,8 @@ class CatchUp:
         waits = self.is_ready and not self.training and context.now < self._start_deadline
         request = StatusRequest(context.identity, until_ready=waits, news=context.news)
         asked = {context.open(name, request): name for name in names[:ASKED_AT_ONCE]}
-        self._sweep = Sweep(context.now + context.settings.answer_seconds, asked, waits)
+        deadline = context.now + context.settings.answer_seconds
+        self._sweep = Sweep(deadline, frozenset(asked.values()), asked, waits)
         self._decide_when_all_are_heard()
 
     def _decide_when_all_are_heard(self) -> None:
@@ -197,12 +202,15 @@ class CatchUp:
             self._heard |= sweep.found
             self._needs_lineage = not self._is_lost()
         alive = {name: status for name, status in sweep.found.items() if status.training and status.round >= 0}
+        if not self._has_state and not alive and self._is_too_late(sweep):
+            return
         under_way = 1 + max((status.round for status in alive.values()), default=-1)
         if not self._has_state and under_way < context.members.first_round(context.name):
             self._wait_for_membership(under_way)
             return
         if not (self._is_late(sweep.lags) if self._has_state else self._has_begun(sweep)):
-            self._begin()
+            if self._has_state or not self._waits_for_absent(sweep):
+                self._begin()
             return
         donors = [
             name
@@ -250,6 +258,31 @@ class CatchUp:
             return False
         without = f", and {', '.join(silent[:8])} did not answer" if silent else ""
         context.tell(f"no island has weights of this run any more{without}: {context.name} begins anew")
+        return True
+
+    def _is_too_late(self, sweep: Sweep) -> bool:
+        """Return whether some islands have taken their last step, and none trains; end this one then."""
+        context, rounds = self._context, {name: one.round for name, one in sweep.found.items() if one.finished}
+        if not rounds:
+            return False
+        context.refuse(
+            f"{', '.join(sorted(rounds))} finished in round {max(rounds.values()) + 1} and no island trains any more: "
+            f"there are no weights for {context.name} to continue from. `island merge` has the run's model; for a new "
+            "run give all islands empty workdirs"
+        )
+        return True
+
+    def _waits_for_absent(self, sweep: Sweep) -> bool:
+        """Return whether a run that is about to begin waits for islands that do not answer yet."""
+        context = self._context
+        absent = [name for name in sorted(sweep.names - sweep.found.keys()) if context.peers[name].wrong is None]
+        if not (absent and context.settings.awaits_absent) or context.now >= self._start_deadline:
+            return False
+        if absent != self._told_absent:
+            self._told_absent, left = absent, math.ceil(self._start_deadline - context.now)
+            who = ", ".join(absent[:8])
+            context.tell(f"{context.name} is ready and waits for {who} to begin together, {left} s at most")
+        self._retry.at = context.now + ABSENT_SECONDS
         return True
 
     def _wait_for_membership(self, round: int) -> None:

@@ -31,6 +31,7 @@ class Settings:
       answer_seconds: timeout of the answer to an opener.
       rest_seconds: timeout of the other answers once an island that trains has answered one that starts.
       start_seconds: time that islands starting together wait for each other.
+      awaits_absent: True if an island that begins a run waits as long for those that do not answer yet.
       lost_seconds: time for which an island that has lost its weights waits for others that have some; it then begins
         anew where at least half of all islands answer, itself included.
       share_seconds: timeout of a share of a state; it doubles with each that is late.
@@ -49,6 +50,7 @@ class Settings:
     answer_seconds: float = 10.0
     rest_seconds: float = 2.0
     start_seconds: float = 120.0
+    awaits_absent: bool = False
     lost_seconds: float = 600.0
     share_seconds: float = 20.0
     state_seconds: float = 600.0
@@ -78,7 +80,7 @@ class Context:
       commits: exchanges committed since the start.
       came_too_late: True if a partner had given up a message before this island dialled, in this round.
       taken_for_past: True if a peer knows a later incarnation than this one, which has exchanged nothing yet.
-      refused: True once most others refuse this island.
+      refused: True once this island has given up.
       pace: its pace relative to the others.
       dials: (name, peer) -> False if only the second one dials for exchanges of the two.
       members: the members of the run, as far as they are known here.
@@ -207,8 +209,12 @@ class Context:
                 f"{len(sayings)} of {len(self.peers)} islands refuse {self.name}; {peer} says: {wrong.what}: give all "
                 "islands the same roster, configuration and version of noloco_jax"
             )
-            self.actions.append(Refused(line))
-            self.refused = True
+            self.refuse(line)
+
+    def refuse(self, line: str) -> None:
+        """Give up: the island ends with this line."""
+        self.actions.append(Refused(line))
+        self.refused = True
 
     def is_past(self, xid: ExchangeId) -> None:
         """Handle that peers took a call for one of a past incarnation.

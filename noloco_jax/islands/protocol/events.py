@@ -184,7 +184,7 @@ class Heal(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """End with exit status 2: most of the peers say that this island does not belong to them."""
+    """End with exit status 2: most peers refuse this island, or the run has ended without it."""
 
     line: str
 
