@@ -267,15 +267,15 @@ class CatchUp:
             return False
         context.refuse(
             f"{', '.join(sorted(rounds))} finished in round {max(rounds.values()) + 1} and no island trains any more: "
-            f"there are no weights for {context.name} to continue from. `island merge` has the run's model; for a new "
-            "run give all islands empty workdirs"
+            f"there are no weights for {context.name} to continue from; for a new run give all islands empty workdirs"
         )
         return True
 
     def _waits_for_absent(self, sweep: Sweep) -> bool:
         """Return whether a run that is about to begin waits for islands that do not answer yet."""
         context = self._context
-        absent = [name for name in sorted(sweep.names - sweep.found.keys()) if context.peers[name].wrong is None]
+        silent = sorted((sweep.names & context.peers.keys()) - sweep.found.keys())
+        absent = [name for name in silent if context.peers[name].wrong is None]
         if not (absent and context.settings.awaits_absent) or context.now >= self._start_deadline:
             return False
         if absent != self._told_absent:
