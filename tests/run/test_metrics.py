@@ -13,8 +13,7 @@ from support.fake_wandb import FakeWandb
 
 
 def write(workdir: Path, steps: range, resume_step: int | None, process: int = 0, processes: int = 1) -> None:
-    place = {"process": process, "processes": processes}
-    writer = MetricWriter(workdir, resume_step=resume_step, tensorboard=False, **place)
+    writer = MetricWriter(workdir, resume_step=resume_step, tensorboard=False, process=process, processes=processes)
     for step in steps:
         writer.write(step, "train", loss=1.0 / step)
     writer.close()

@@ -15,7 +15,7 @@ from noloco_jax.run.loop import Hooks
 
 def main() -> None:
     _, seconds, module, *arguments = sys.argv
-    CatchUp._waits_for_absent = lambda *_: False  # pyright: ignore[reportPrivateUsage]
+    CatchUp._waits_for_absent = lambda *_: False  # pyright: ignore[reportAttributeAccessIssue]
     Hooks.before_step = lambda self, step: time.sleep(float(seconds))
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
