@@ -138,10 +138,19 @@ def test_an_island_without_weights_ends_where_all_that_answer_have_finished(bega
     """Regression test: it waited for weights, or for its first round, which never came."""
     monkeypatch.setattr(Members, "first_round", lambda members, name: first_round)
     finished = replace(status(40, training=False), finished=True)
-    island, actions = started({"b": finished, "c": finished}, began_before=began_before)
+    island, actions = started(dict.fromkeys(OTHERS, finished), began_before=began_before)
     (refused,) = actions
-    assert isinstance(refused, Refused) and refused.line.startswith("b, c finished in round 41 and no island trains")
+    assert isinstance(refused, Refused) and refused.line.startswith("b, c, d finished in round 41 and no island trains")
     assert not any(isinstance(action, Open) for action in island.handle(Tick(), 700.0))
+
+
+def test_an_island_without_weights_waits_a_while_for_a_silent_peer_beside_finished_ones():
+    finished = replace(status(40, training=False), finished=True)
+    answers = {"b": finished, "c": finished}
+    for seconds, ends in ((1.0, False), (SETTINGS.start_seconds + 1.0, True)):
+        island, actions = started(answers)
+        assert not any(isinstance(action, Refused | Begin) for action in actions)
+        assert any(isinstance(action, Refused) for action in asked(island, Tick(), answers, seconds + 1.0)) is ends
 
 
 def test_an_island_without_weights_takes_those_of_a_peer_that_trains_beside_finished_ones():

@@ -204,7 +204,7 @@ class CatchUp:
         alive = {name: status for name, status in sweep.found.items() if status.training and status.round >= 0}
         if not self._has_state and not alive and self._is_too_late(sweep):
             return
-        under_way = 1 + max((status.round for status in alive.values()), default=-1)
+        under_way = 1 + max((status.round for status in sweep.found.values()), default=-1)
         if not self._has_state and under_way < context.members.first_round(context.name):
             self._wait_for_membership(under_way)
             return
@@ -261,9 +261,12 @@ class CatchUp:
         return True
 
     def _is_too_late(self, sweep: Sweep) -> bool:
-        """Return whether some islands have taken their last step, and none trains; end this one then."""
+        """Return whether some islands have taken their last step, and none trains; end this one then.
+
+        For a while an island that does not answer may be one that trains.
+        """
         context, rounds = self._context, {name: one.round for name, one in sweep.found.items() if one.finished}
-        if not rounds:
+        if not rounds or (sweep.names - sweep.found.keys() and context.now < self._start_deadline):
             return False
         context.refuse(
             f"{', '.join(sorted(rounds))} finished in round {max(rounds.values()) + 1} and no island trains any more: "
