@@ -1,6 +1,7 @@
 """Warnings about a rising loss, but none about a noisy, constant or falling one."""
 
 import numpy as np
+import pytest
 
 from noloco_jax.run.rise import Rise
 
@@ -10,13 +11,17 @@ def warned_steps(losses):
     return [step for step, loss in enumerate(losses, 1) if rise.told(step, loss)]
 
 
-def noisy(losses, seed=0):
-    return losses * (1 + 0.15 * np.random.default_rng(seed).normal(size=len(losses)))
+def noisy(losses, seed):
+    """Vary losses by a quarter, in part from document to document of ten steps, as those of 256 bytes a step do."""
+    rng = np.random.default_rng(seed)
+    documents = np.repeat(rng.normal(size=len(losses) // 10), 10)
+    return losses * (1 + 0.22 * rng.normal(size=len(losses)) + 0.08 * documents)
 
 
-def test_a_noisy_falling_or_constant_loss_does_not_warn():
-    assert warned_steps(noisy(np.linspace(6, 2, 2000))) == []
-    assert warned_steps(noisy(np.full(2000, 2.0))) == []
+@pytest.mark.parametrize("seed", range(4))
+def test_a_noisy_falling_or_constant_loss_does_not_warn(seed):
+    assert warned_steps(noisy(np.linspace(6, 2, 2000), seed)) == []
+    assert warned_steps(noisy(np.full(2000, 2.0), seed)) == []
 
 
 def test_a_rise_in_the_first_steps_does_not_warn():
@@ -25,10 +30,10 @@ def test_a_rise_in_the_first_steps_does_not_warn():
 
 def test_a_rising_loss_warns_once_per_twenty_percent():
     """From 2.0 to 4.0 the loss rises by 20 % three times: 1.2^3 = 1.73."""
-    losses = np.concatenate([np.full(300, 2.0), np.linspace(2, 4, 300), np.full(20, 4.0)])
+    losses = np.concatenate([np.full(300, 2.0), np.linspace(2, 4, 300), np.full(100, 4.0)])
     steps = warned_steps(losses)
     assert len(steps) == 3
-    assert 360 <= steps[0] <= 400
+    assert 400 <= steps[0] <= 450
 
 
 def test_the_warning_names_the_lowest_loss_and_the_setting_to_lower():
