@@ -55,11 +55,18 @@ class FinalMerge:
         self._seconds, self._is_stopping, self._report = seconds, is_stopping, report
 
     def __call__(self, state: TrainState, step: int) -> TrainState:
-        """Return the state after the last inner step with the mean of the islands' weights, where there are others."""
+        """Return the state after the last inner step with the mean of the islands' weights, where there are others.
+
+        An island that is no member, as it was removed, keeps its own weights: the others do not ask for them.
+        """
         agent = self._steps.agent
+        is_member = self._steps.processes.broadcast(lambda: agent is not None and self._is_member(agent))
         if agent is not None:
             agent.snapshots.served.clear()  # of copies taken while it trained
-            agent.leave(finished=True)
+            agent.leave(finished=is_member)
+        if not is_member:
+            self._report(f"not merged, as {self._own} is no member of the run now: it keeps its own weights")
+            return state
         self._steps.linger(state, step, self._seconds, self._is_stopping, self._report)
         if self._is_stopping():
             self._report("not merged, as it is told to stop: `island merge --workdirs` makes the mean of what is saved")
@@ -78,6 +85,10 @@ class FinalMerge:
             leaves = [x.astype(like.dtype) for x, like in zip(mean(), likes, strict=agent is not None)]
         specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in likes]
         return state._replace(params=structure.unflatten(from_first_process(leaves, specs)))
+
+    def _is_member(self, agent: Agent) -> bool:
+        """Return whether the others count this island among those to merge."""
+        return self._own in agent.active() and not agent.is_removed
 
     def _merging(
         self, thread: ThreadPoolExecutor, agent: Agent | None, own: list[np.ndarray], deadline: float
@@ -103,7 +114,10 @@ class FinalMerge:
             mean, merged = merging.result()
             missing = [name for name in self._names if name not in merged]
             without = f", without {', '.join(missing)}" if missing else ""
-            self._report(f"merged model: the mean of {len(merged)} of {len(self._names)} islands{without}")
+            if merged:
+                self._report(f"merged model: the mean of {len(merged)} of {len(self._names)} islands{without}")
+            else:
+                self._report("not merged, as no island has finite weights that can be had")
             return mean
 
         return is_merged, mean
@@ -111,10 +125,16 @@ class FinalMerge:
     def _mean(
         self, clients: Mapping[str, Client], own: list[np.ndarray], peers: Sequence[str], deadline: float
     ) -> tuple[list[np.ndarray], Sequence[str]]:
-        """Return the mean of the own weights and the peers', added up in the order of ids, and whose are in it."""
+        """Return the mean of the own weights and the peers', added up in the order of ids, and whose are in it.
+
+        Weights that are not finite are left out, on every island; the own ones are returned if nobody's are left.
+        """
         total, merged = [np.zeros_like(x) for x in own], []
         for name in self._names:
             if name == self._own:
+                if not all(np.isfinite(x).all() for x in own):
+                    self._report(f"{name} is left out of the merge: its weights are not finite")
+                    continue
                 weights = own
             elif name in peers:
                 found = self._fetch(clients[name], deadline)
@@ -127,7 +147,7 @@ class FinalMerge:
             for x, y in zip(total, weights, strict=True):
                 x += y.reshape(x.shape)
             merged.append(name)
-        return [x / np.float32(len(merged)) for x in total], merged
+        return [x / np.float32(len(merged)) for x in total] if merged else own, merged
 
     def _fetch(self, client: Client, deadline: float) -> list[np.ndarray] | str:
         """Return a peer's weights, or why they cannot be had."""

@@ -283,7 +283,10 @@ class Island:
         self._agent.recent.add_figures(self._step, {name: float(value) for name, value in figures.items()})
 
     def merge(self, params: PyTree) -> PyTree:
-        """End the training: return the mean of all islands' last weights, without those that are not done in time."""
+        """End the training: return the mean of all islands' last weights, without those that are not done in time.
+
+        Weights that are not finite are left out. An island that was removed gets its own back, at once.
+        """
         arrays = jax.tree.map(jnp.asarray, self._params.arrays(params))
         state = TrainState(arrays, (), self._state_of_outer)
         merged = self._sync.finish(state, self._step)

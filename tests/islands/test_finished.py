@@ -6,11 +6,13 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 from noloco_jax import draws
 from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.final_merge import FinalMerge
+from noloco_jax.islands.protocol.members import Entry, Members
 from noloco_jax.islands.query import About, ask_about, fetch_weights
 from noloco_jax.islands.steps import IslandSteps, weight_specs
 from support.sites import side_by_side
@@ -97,6 +99,49 @@ def test_a_merge_names_the_islands_that_it_leaves_out(world, tmp_path):
     agent.close()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(merged.params), before)
     assert said[-1] == "merged model: the mean of 1 of 4 islands, without berlin, rome, oslo"
+
+
+def test_a_merge_leaves_out_own_weights_that_are_not_finite(world, tmp_path):
+    """The others leave them out, and an island without finite weights is to end with the same model as they do."""
+    world.begin(tmp_path)
+    together = threading.Barrier(2, timeout=100)
+    last, merged = {}, {}
+    said: dict[str, list[str]] = {name: [] for name in NAMES[:2]}
+
+    def train_one(replica: int) -> None:
+        name = NAMES[replica]
+        agent, island = world.join(name)
+        together.wait()
+        state, step = train(world, island, world.programs.init(draws.key(0)), 0, replica)
+        if name == "berlin":
+            state = state._replace(params=jax.tree.map(lambda x: x * np.float32("nan"), state.params))
+        last[name] = jax.device_get(jax.tree.leaves(state.params))
+        state = final_merge(world, name, agent, island, 3.0, said[name].append)(state, step)
+        merged[name] = jax.device_get(jax.tree.leaves(state.params))
+        agent.close()
+
+    side_by_side(*[lambda i=i: train_one(i) for i in range(2)])
+    for name in NAMES[:2]:
+        for found, expected in zip(merged[name], last["paris"], strict=True):
+            np.testing.assert_array_equal(found, expected)
+    assert "berlin is left out of the merge: its weights are not finite" in said["berlin"]
+
+
+@pytest.mark.parametrize("until", [1, 2], ids=["for a round", "from now on"])
+def test_an_island_that_was_removed_keeps_its_own_weights_and_waits_for_nobody(until, world, tmp_path):
+    world.begin(tmp_path)
+    said: list[str] = []
+    removal = Entry(0, "paris", "", from_round=0, until_round=until, issued=0, version=1)
+    agent, island = world.join("paris", members=Members(NAMES, lambda entry: True, [removal]))
+    state, step = train(world, island, world.programs.init(draws.key(0)), 0, 0)
+    state, step = train(world, island, state, step, 0)
+    before = jax.device_get(state.params)
+    started = time.monotonic()
+    merged = final_merge(world, "paris", agent, island, 50.0, said.append)(state, step)
+    assert time.monotonic() - started < 20
+    agent.close()
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(merged.params), before)
+    assert said == ["not merged, as paris is no member of the run now: it keeps its own weights"]
 
 
 def test_an_island_that_stops_serving_names_the_unfinished_peers(world, tmp_path):
