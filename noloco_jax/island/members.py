@@ -20,9 +20,9 @@ from noloco_jax.islands.entries import (
     signed,
     write_members,
 )
-from noloco_jax.islands.keys import AUTHORITY_KEY, CERTIFICATE, authority_key, make_keys
+from noloco_jax.islands.keys import AUTHORITY_KEY, CERTIFICATE, authority_key, make_keys, signing_alone
 from noloco_jax.islands.protocol.members import OPEN, Entry
-from noloco_jax.islands.roster import Island, Roster, check_name, parse_dialled
+from noloco_jax.islands.roster import Address, Island, Roster, check_name, parse_dialled
 
 _SECONDS = 10.0  # of asking and telling each island
 
@@ -32,6 +32,11 @@ def invite(flags: argparse.Namespace) -> int:
     check_name(flags.name)
     address = parse_dialled(flags.address)
     check_days(flags.days)
+    with signing_alone(flags.keys):
+        return _invite(flags, address)
+
+
+def _invite(flags: argparse.Namespace, address: Address) -> int:
     saved = _saved(flags.keys)
     found = discover(saved, flags.keys, _SECONDS)
     current = known_roster(saved.roster, found.members, found.round)
@@ -68,6 +73,11 @@ def invite(flags: argparse.Namespace) -> int:
 
 def remove(flags: argparse.Namespace) -> int:
     """Sign the end of a membership, and tell the islands."""
+    with signing_alone(flags.keys):
+        return _remove(flags)
+
+
+def _remove(flags: argparse.Namespace) -> int:
     saved = _saved(flags.keys)
     found = discover(saved, flags.keys, _SECONDS)
     id = found.members.id_of(flags.name)

@@ -10,9 +10,9 @@ from noloco_jax.island.members import check_days
 from noloco_jax.islands.certificates import VIEWER, is_viewer
 from noloco_jax.islands.discovery import Found, discover, read_run
 from noloco_jax.islands.entries import MEMBERS_FILE, describe, known_roster, members_at, read_members, write_members
-from noloco_jax.islands.keys import AUTHORITY_KEY, make_keys
+from noloco_jax.islands.keys import AUTHORITY_KEY, make_keys, signing_alone
 from noloco_jax.islands.protocol.members import Members
-from noloco_jax.islands.roster import check_name, read_roster
+from noloco_jax.islands.roster import Roster, check_name, read_roster
 from noloco_jax.run.console import make_console
 
 
@@ -21,6 +21,11 @@ def keys(flags: argparse.Namespace) -> int:
     check_days(flags.days)
     founders = read_roster(flags.roster)
     check_writable(flags.out)
+    with signing_alone(flags.out):
+        return _keys(flags, founders)
+
+
+def _keys(flags: argparse.Namespace, founders: Roster) -> int:
     path = flags.out / MEMBERS_FILE
     entries = read_members(path).entries if path.exists() else ()
     if entries:

@@ -1,17 +1,19 @@
 """Folder of a run's keys: its authority's, and a folder for each island to carry to its machine.
 
 keys/ca.pem, keys/ca-key.pem             the authority; its key is needed only to add islands
+keys/signing.lock                        held by a command that signs, so that another one waits
 keys/paris/ca.pem, cert.pem, key.pem     what paris needs, and nobody else
 keys/viewer_ann/ca.pem, cert.pem, key.pem  what ann needs to look at the islands, and may do nothing else with
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
 import stat
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +40,7 @@ from noloco_jax.islands.roster import Roster
 
 AUTHORITY, AUTHORITY_KEY = "ca.pem", "ca-key.pem"  # no island can have these names, as names have no dot
 CERTIFICATE, KEY = "cert.pem", "key.pem"
+_LOCK = "signing.lock"
 
 
 class Credentials(NamedTuple):
@@ -96,6 +99,18 @@ def make_keys(
             shutil.rmtree(folder / name)
         unfinished.rename(folder / name)
     return missing
+
+
+@contextlib.contextmanager
+def signing_alone(folder: Path) -> Iterator[None]:
+    """Hold a folder of keys: two commands that read its members at once would give two members one number.
+
+    Another command waits. Where the file system has no locks, or the folder is not there yet, nothing is held.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            fcntl.flock(stack.enter_context((folder / _LOCK).open("wb")), fcntl.LOCK_EX)
+        yield
 
 
 def authority_key(folder: Path) -> ec.EllipticCurvePrivateKey:

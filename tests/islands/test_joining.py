@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -24,6 +26,7 @@ from noloco_jax.islands.protocol.members import OPEN, Entry, Members
 from noloco_jax.islands.query import About
 from noloco_jax.islands.roster import Address, Island, Roster
 from support.island_nodes import IDENTITY
+from support.paths import ROOT
 from support.ports import free_ports
 from support.sites import Site, side_by_side
 
@@ -254,6 +257,21 @@ def test_an_invitation_that_fails_as_nobody_answers_makes_no_keys(running):
 def test_an_entry_that_is_another_file_is_refused_with_the_one_that_is_wanted(running, entry, line):
     with pytest.raises(UserError, match=re.escape(line)):
         island(["join", f"--entry={running.folder / entry}", "--via=paris", f"--workdir={running.folder / 'oslo'}"])
+
+
+def test_members_that_are_invited_at_once_get_numbers_of_their_own(running):
+    """The islands of one number would read the same data, and the newest entry alone counts."""
+    names = ("oslo", "lima", "bonn", "cork")
+
+    def invite(name: str) -> None:
+        address = f"127.0.0.1:{1 + names.index(name)}"
+        flags = [f"--name={name}", f"--address={address}", f"--keys={running.keys}", "--from_round=9"]
+        subprocess.run([sys.executable, "-m", "noloco_jax.island", "invite", *flags], check=True, cwd=ROOT)
+
+    side_by_side(*(lambda name=name: invite(name) for name in names))
+    entries = read_members(running.keys / "members.json").entries
+    assert sorted((entry.id, entry.from_round) for entry in entries) == [(2, 8), (3, 8), (4, 8), (5, 8)]
+    assert {entry.name for entry in entries} == set(names)
 
 
 @pytest.mark.parametrize("missing", ["ca-key.pem", "members.json"])
