@@ -58,7 +58,8 @@ def _invite(flags: argparse.Namespace, address: Address) -> int:
         from_round=from_round,
         until_round=OPEN,
         issued=_issued(folder),
-        version=now_version(former.version if former else 0),
+        # Its own statement of an address is older, whatever its clock said.
+        version=now_version(max((one.version for one in found.members.entries if one.name == flags.name), default=0)),
     )
     told = _publish(flags.keys, saved, found, entry)
     write_members(folder / MEMBERS_FILE, saved.roster, told.members.entries)
@@ -99,7 +100,9 @@ def _remove(flags: argparse.Namespace) -> int:
     if former is None:
         entry = Entry(id, flags.name, "", 0, first, 0, now_version())
     else:
-        entry = dataclasses.replace(former, until_round=first, version=now_version(former.version), signature="")
+        address = found.members.address_of(flags.name)  # where it is until then
+        version = now_version(former.version)
+        entry = dataclasses.replace(former, address=address, until_round=first, version=version, signature="")
     told = _publish(flags.keys, saved, found, entry)
     if not told.statuses:
         raise UserError(

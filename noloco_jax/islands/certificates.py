@@ -41,13 +41,16 @@ def make_authority(run: str) -> tuple[x509.Certificate, ec.EllipticCurvePrivateK
 
 
 def make_certificate(
-    name: str, days: int, authority: x509.Certificate, authority_key: ec.EllipticCurvePrivateKey
+    name: str, days: int, authority: x509.Certificate, authority_key: ec.EllipticCurvePrivateKey, former: int = 0
 ) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    """Make an island's certificate, for both ends of a connection, or a viewer's, and its private key."""
+    """Make an island's certificate, for both ends of a connection, or a viewer's, and its private key.
+
+    It says that it was made after `former`, the millisecond in which the last one was, also where a clock was put back.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     ends = [ExtendedKeyUsageOID.CLIENT_AUTH] + [ExtendedKeyUsageOID.SERVER_AUTH] * (not is_viewer(name))
-    names = [f"{name}.{time.time_ns() // 1_000_000}", name]
+    names = [f"{name}.{max(time.time_ns() // 1_000_000, former + 1)}", name]
     signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
     certificate = (
         _builder(subject, authority.subject, key.public_key(), days)

@@ -84,7 +84,7 @@ def make_keys(
     folder.mkdir(parents=True, exist_ok=True)
     authority, key = _authority(folder, roster.run)
     for name in missing:
-        certificate, own_key = make_certificate(name, days, authority, key)
+        certificate, own_key = make_certificate(name, days, authority, key, _issue_in(folder / name))
         if fault := fault_of(certificate, authority, name):
             raise UserError(f"{folder / AUTHORITY} cannot sign for {name}: the certificate {fault}")
         unfinished = folder / f".{name}.{os.getpid()}.tmp"
@@ -201,6 +201,15 @@ def credentials_for(roster: Roster, name: str, folder: Path | None) -> Credentia
                 "(python -m noloco_jax.island keys makes them)"
             )
     return None
+
+
+def _issue_in(folder: Path) -> int:
+    """Return when the certificate in a folder was made, in milliseconds; 0 where there is none that says so."""
+    try:
+        names = names_of(x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes()))
+    except (OSError, ValueError):
+        return 0
+    return max((owner_and_issue(name)[1] for name in names), default=0)
 
 
 def _complete(folder: Path) -> bool:

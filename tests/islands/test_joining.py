@@ -20,7 +20,7 @@ from noloco_jax.island import joining
 from noloco_jax.island.command import main as island
 from noloco_jax.island.members import lead
 from noloco_jax.island.mode import IslandMode
-from noloco_jax.islands.entries import check_of, members_at, own_address, read_members, signed
+from noloco_jax.islands.entries import check_of, members_at, own_address, read_members, signed, write_members
 from noloco_jax.islands.keys import authority_key, load_keys, make_keys
 from noloco_jax.islands.protocol.members import OPEN, Entry, Members
 from noloco_jax.islands.query import About
@@ -257,6 +257,37 @@ def test_an_invitation_that_fails_as_nobody_answers_makes_no_keys(running):
 def test_an_entry_that_is_another_file_is_refused_with_the_one_that_is_wanted(running, entry, line):
     with pytest.raises(UserError, match=re.escape(line)):
         island(["join", f"--entry={running.folder / entry}", "--via=paris", f"--workdir={running.folder / 'oslo'}"])
+
+
+def moved(running: Running, address: str, version: int) -> None:
+    """Have oslo state its address, by a clock of its own, where invitations and removals are made."""
+    path = running.keys / "members.json"
+    statement = own_address("oslo", address, version - 1, RUN, load_keys(running.keys / "oslo", "oslo"))
+    write_members(path, running.roster, [*read_members(path).entries, statement])
+
+
+def address_of_oslo(running: Running) -> str:
+    return members_at(
+        running.keys / "members.json", running.roster, load_keys(running.keys / "paris", "paris")
+    ).address_of("oslo")
+
+
+def test_the_address_of_a_new_invitation_counts_also_after_a_statement_by_a_fast_clock(running):
+    flags = ["--name=oslo", f"--keys={running.keys}", "--from_round=9"]
+    assert island(["invite", "--address=127.0.0.1:1", *flags]) == 0
+    moved(running, "127.0.0.1:2", version=time.time_ns() // 1_000_000 + 86_400_000)
+    with pytest.raises(UserError, match="none of the islands answers"):
+        island(["remove", "oslo", f"--keys={running.keys}", "--from_round=20"])
+    assert island(["invite", "--address=127.0.0.1:3", *flags]) == 0
+    assert address_of_oslo(running) == "127.0.0.1:3"
+
+
+def test_a_member_that_moved_is_reached_at_its_new_address_until_its_removal(running):
+    assert island(["invite", "--name=oslo", "--address=127.0.0.1:1", f"--keys={running.keys}", "--from_round=9"]) == 0
+    moved(running, "127.0.0.1:2", version=time.time_ns() // 1_000_000)
+    with pytest.raises(UserError, match="none of the islands answers"):
+        island(["remove", "oslo", f"--keys={running.keys}", "--from_round=20"])
+    assert address_of_oslo(running) == "127.0.0.1:2"
 
 
 def test_members_that_are_invited_at_once_get_numbers_of_their_own(running):

@@ -5,6 +5,7 @@ import re
 import shutil
 import stat
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,16 @@ def test_replace_overwrites_the_keys_of_the_named_islands_only(roster):
     changed = {path.relative_to(keys).as_posix() for path, content in contents(keys).items() if before[path] != content}
     assert changed == {"berlin/cert.pem", "berlin/key.pem"}
     load_keys(keys / "berlin", "berlin")
+
+
+def test_keys_made_anew_replace_those_of_a_clock_that_was_put_back(roster, monkeypatch):
+    now, newest = time.time_ns, Newest(None)
+    monkeypatch.setattr(time, "time_ns", lambda: now() + 6 * 3600 * 10**9)
+    keys = make(roster)
+    monkeypatch.setattr(time, "time_ns", now)
+    assert newest.admits("paris", issue_of(load_keys(keys / "paris", "paris")))
+    make(roster, "--replace=paris")
+    assert newest.admits("paris", issue_of(load_keys(keys / "paris", "paris")))
 
 
 def test_the_authority_key_is_needed_only_for_signing(roster):
