@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from noloco_jax.errors import UserError
-from noloco_jax.files import write_whole
+from noloco_jax.errors import TransientError, UserError
+from noloco_jax.files import is_full_disk, write_whole
 from noloco_jax.islands.certificates import (
     expiry_of,
     fault_of,
@@ -88,14 +88,19 @@ def make_keys(
         if fault := fault_of(certificate, authority, name):
             raise UserError(f"{folder / AUTHORITY} cannot sign for {name}: the certificate {fault}")
         unfinished = folder / f".{name}.{os.getpid()}.tmp"
-        unfinished.mkdir(mode=0o700)
-        (unfinished / AUTHORITY).write_bytes(pem_of(authority))
-        (unfinished / CERTIFICATE).write_bytes(pem_of(certificate))
-        _write_secret(unfinished / KEY, pem_of_key(own_key))
+        try:
+            unfinished.mkdir(mode=0o700)
+            (unfinished / AUTHORITY).write_bytes(pem_of(authority))
+            (unfinished / CERTIFICATE).write_bytes(pem_of(certificate))
+            _write_secret(unfinished / KEY, pem_of_key(own_key))
+            if name in replace and (folder / name).exists():
+                for file in (folder / name).iterdir():
+                    if file.is_file() and not (unfinished / file.name).exists():
+                        shutil.copy2(file, unfinished)
+        except OSError:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
         if name in replace and (folder / name).exists():
-            for file in (folder / name).iterdir():
-                if file.is_file() and not (unfinished / file.name).exists():
-                    shutil.copy2(file, unfinished)
             shutil.rmtree(folder / name)
         unfinished.rename(folder / name)
     return missing
@@ -106,11 +111,19 @@ def signing_alone(folder: Path) -> Iterator[None]:
     """Hold a folder of keys: two commands that read its members at once would give two members one number.
 
     Another command waits. Where the file system has no locks, or the folder is not there yet, nothing is held.
+    Raises `TransientError` where the disk is full.
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             fcntl.flock(stack.enter_context((folder / _LOCK).open("wb")), fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        except OSError as error:
+            if not is_full_disk(error):
+                raise
+            raise TransientError(
+                f"{folder}: {error.strerror or error}: make room, and give the same command again"
+            ) from None
 
 
 def authority_key(folder: Path) -> ec.EllipticCurvePrivateKey:
@@ -228,8 +241,13 @@ def _authority(folder: Path, run: str) -> tuple[x509.Certificate, ec.EllipticCur
     certificate_path, key_path = folder / AUTHORITY, folder / AUTHORITY_KEY
     if not certificate_path.exists() and not key_path.exists():
         authority, key = make_authority(run)
-        _write_secret(key_path, pem_of_key(key))
-        certificate_path.write_bytes(pem_of(authority))
+        try:
+            _write_secret(key_path, pem_of_key(key))
+            certificate_path.write_bytes(pem_of(authority))
+        except OSError:  # nothing is signed with it yet
+            for path in (key_path, certificate_path):
+                path.unlink(missing_ok=True)
+            raise
         return authority, key
     for path in (certificate_path, key_path):
         if not path.exists():

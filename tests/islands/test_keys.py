@@ -12,7 +12,7 @@ import pytest
 import trustme
 from cryptography import x509
 
-from noloco_jax.errors import UserError
+from noloco_jax.errors import TransientError, UserError
 from noloco_jax.island.command import main as island
 from noloco_jax.islands import network
 from noloco_jax.islands.certificates import names_of, owner_and_issue
@@ -21,6 +21,7 @@ from noloco_jax.islands.keys import Credentials, Newest, credentials_for, expiry
 from noloco_jax.islands.peer_errors import RefusedError, UnreachableError
 from noloco_jax.islands.roster import Address, Island, Roster, read_roster
 from support.counted import in_time
+from support.disks import small_disk
 from support.islands import Recorder, calling, keys_of, roster_at, running
 from support.ports import free_ports
 from support.sites import Site, side_by_side
@@ -129,6 +130,19 @@ def test_keys_made_anew_replace_those_of_a_clock_that_was_put_back(roster, monke
     assert newest.admits("paris", issue_of(load_keys(keys / "paris", "paris")))
     make(roster, "--replace=paris")
     assert newest.admits("paris", issue_of(load_keys(keys / "paris", "paris")))
+
+
+def test_keys_are_made_once_a_full_disk_has_room_again():
+    with small_disk(400) as disk:
+        (disk.folder / "roster.toml").write_text(ROSTER)
+        for more in ([], ["--replace=paris"]):
+            disk.fill()
+            before = contents(disk.folder)
+            with pytest.raises(TransientError, match=r"No space left on device: make room, and give .* again"):
+                make(disk.folder / "roster.toml", *more)
+            assert contents(disk.folder) == before
+            disk.empty()
+            load_keys(make(disk.folder / "roster.toml", *more) / "paris", "paris")
 
 
 def test_the_authority_key_is_needed_only_for_signing(roster):
