@@ -46,6 +46,8 @@ class IslandSync:
         self._linger, self._merge = linger, merge
         self._schedule = schedule
         self._lines: list[News] = []
+        self._met: list[Met] = []  # outcomes of which `news` is to tell
+        self._bytes: int | float = 0  # of messages exchanged since `bytes_sent`
 
     def before_step(self, state: TrainState, step: int, most: Callable[[int], int]) -> tuple[TrainState, int, int]:
         state, behind = self._steps.enter(state, step)
@@ -93,18 +95,23 @@ class IslandSync:
     def groups(self, number: int) -> Round | None:
         return None
 
+    def bytes_sent(self) -> int | float:
+        self._take_met()
+        sent, self._bytes = self._bytes, 0
+        return sent
+
     def news(self, seconds: float) -> Sequence[News]:
         lines, self._lines = self._lines, []
         if self._steps.agent is None or self._log is None:
             return lines
-        met = self._steps.agent.take_met()
+        self._take_met()
+        met, self._met = self._met, []
         if not met:
             return lines
         status = self._steps.agent.status()
         for one in met:
             size = self._messages.of_outer_step(one.round)
-            was_sent = one.outcome in ("met", "late") or not one.factor
-            self._log.exchange(one, size if was_sent else 0)
+            self._log.exchange(one, self._sent(one))
             figures = self._figures(one, status, self._log, seconds)
             lines.append(News(_line(one, status, size), "exchange", figures))
         return lines
@@ -114,6 +121,17 @@ class IslandSync:
             self._log.end(finished)
         if finished and self._merge is None:
             self._linger(state)
+
+    def _take_met(self) -> None:
+        if self._steps.agent is not None:
+            met = self._steps.agent.take_met()
+            self._met += met
+            self._bytes += sum(map(self._sent, met))
+
+    def _sent(self, met: Met) -> int | float:
+        """Return the bytes of a message that its partner has received."""
+        was_exchanged = met.outcome in ("met", "late") or not met.factor
+        return self._messages.of_outer_step(met.round) if was_exchanged else 0
 
     def _figures(self, met: Met, status: Status, log: IslandLog, seconds: float) -> dict[str, Any]:
         """Return what became of a message, and what the exchanges have come to with it, for metrics."""

@@ -134,7 +134,7 @@ def _train_steps(run: Run, state: TrainState, start: int, log: "_StepLog", evalu
         if is_last:
             state = sync.finish(state, step)
             bytes_merging = 0 if run.programs.final_merge is None else run.messages.of_final_merge()
-        log.remember(step, stride, metrics, waited, outer_steps, bytes_merging)
+        log.remember(step, stride, metrics, waited, outer_steps, bytes_merging, sync.bytes_sent())
         _report_news(run, step, log)
 
         is_evaluating = is_evaluated(config, step) and not is_stopping
@@ -199,13 +199,17 @@ def _evaluate(run: Run, state: TrainState, step: int, log: "_StepLog") -> dict[s
 
 
 class _Step(NamedTuple):
-    """A dispatched step, the number of schedule steps it stands for, and the run's totals including it."""
+    """A dispatched step, the number of schedule steps it stands for, and the run's totals including it.
+
+    `sent` is as `Sync.bytes_sent` says.
+    """
 
     step: int
     stride: int
     metrics: StepMetrics
     outer: OuterSteps | None
     totals: Totals
+    sent: int | float | None
 
 
 class _StepLog:
@@ -218,6 +222,7 @@ class _StepLog:
         self._throughput = Throughput()
         self._logs_every_outer_step = _logs_every_outer_step(run.config)
         self._unlogged = unlogged
+        self._sent: int | float | None = None  # of exchanges that were never logged, as `Sync.bytes_sent` says
         self._proportion, self._rise = Proportion(), Rise()
         self._totals, self._clock = run.totals, Clock(run.totals.seconds)
         self._previous: _Step | None = None
@@ -235,15 +240,17 @@ class _StepLog:
         waited: float,
         outer_steps: OuterSteps | None,
         bytes_merging: int | float = 0,
+        bytes_sent: int | float | None = None,
     ) -> None:
-        """Keep a dispatched step until `write_previous`."""
+        """Keep a dispatched step until `write_previous`; `bytes_sent` is as `Sync.bytes_sent` says."""
+        bytes_outer = self._bytes_of(outer_steps) if bytes_sent is None else bytes_sent
         self._totals = self._totals.plus(
             tokens=self._run.config.tokens_per_step,
-            bytes_sent_total=self._run.messages.of_inner_step(step) + self._bytes_of(outer_steps) + bytes_merging,
+            bytes_sent_total=self._run.messages.of_inner_step(step) + bytes_outer + bytes_merging,
             seconds_waiting_for_data=waited,
             seconds_in_outer_steps=outer_steps.seconds if outer_steps else 0.0,
         )
-        self._previous = _Step(step, stride, metrics, outer_steps, self._totals)
+        self._previous = _Step(step, stride, metrics, outer_steps, self._totals, bytes_sent)
 
     def _bytes_of(self, outer_steps: OuterSteps | None) -> int | float:
         if outer_steps is None:
@@ -262,7 +269,8 @@ class _StepLog:
         """
         if self._previous is None:
             return
-        (step, stride, metrics, outer_steps, totals), self._previous = self._previous, None
+        (step, stride, metrics, outer_steps, totals, sent), self._previous = self._previous, None
+        self._sent = sent if self._sent is None or sent is None else self._sent + sent
         self._unlogged = outer_steps if self._unlogged is None else self._unlogged + outer_steps
         run, config = self._run, self._run.config
         losses = _by_replica(metrics.loss)
@@ -296,7 +304,7 @@ class _StepLog:
             if self._unlogged.moved is not None:
                 for line in self._proportion.unusual(_by_replica(self._unlogged.moved)):
                     run.progress.note(line)
-            self._unlogged = None
+            self._unlogged = self._sent = None
 
     def _figures_of(self, step: int) -> dict[str, Any]:
         """Return the bytes of the step, and the figures of the outer steps since they were last logged."""
@@ -306,7 +314,7 @@ class _StepLog:
         if self._unlogged is not None:
             figures["outer_steps"] = self._unlogged.count
             figures["outer_step_seconds"] = self._unlogged.seconds
-            figures["bytes_sent"] = self._bytes_of(self._unlogged)
+            figures["bytes_sent"] = self._bytes_of(self._unlogged) if self._sent is None else self._sent
             figures["round"] = self._unlogged.last
         return figures
 

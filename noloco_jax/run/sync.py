@@ -103,6 +103,10 @@ class Sync(Protocol):
         """Return the groups of outer step `number`; None if they are reported after the exchange, by `news`."""
         ...
 
+    def bytes_sent(self) -> int | float | None:
+        """Return the bytes of messages exchanged since the last call; None: every outer step exchanges its message."""
+        ...
+
     def news(self, seconds: float) -> Sequence[News]:
         """Return the events since the last call; `seconds` is the run's duration up to now."""
         ...
@@ -142,6 +146,9 @@ class CollectiveSync:
 
     def groups(self, number: int) -> Round | None:
         return method_of(self._config).groups(self._config, number)
+
+    def bytes_sent(self) -> int | float | None:
+        return None
 
     def news(self, seconds: float) -> Sequence[News]:
         return ()

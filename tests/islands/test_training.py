@@ -12,13 +12,20 @@ import optax
 import pytest
 
 from noloco_jax import draws
-from noloco_jax.islands.agent import Healed
+from noloco_jax.islands.agent import Healed, Met
+from noloco_jax.islands.log import IslandLog, earlier_events
+from noloco_jax.islands.protocol.messages import Status
 from noloco_jax.islands.steps import WARM_UP_STEPS, IslandSteps
+from noloco_jax.islands.sync import IslandSync
 from noloco_jax.methods import schedule_of
+from noloco_jax.run.messages import Messages
+from noloco_jax.schedule import SyncSchedule
 from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import TrainState
 from support.sites import side_by_side
 from support.training_islands import NAMES, World, round_of, small, train, wait_until
+
+STATUS = Status(1, 4, True, True, 2, 3, 0.0, "")
 
 
 def learning_rate_counts(state: TrainState) -> set[int]:
@@ -192,3 +199,27 @@ def test_a_round_of_shortened_steps_weighs_as_the_part_of_them_that_was_taken(wo
 
 def is_equal(one: Any, other: Any) -> bool:
     return all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
+
+
+def test_the_bytes_sent_are_those_of_the_messages_in_the_log(tmp_path):
+    """Do not count messages without a partner, or whose exchange never committed; count one that was left out."""
+    met = [
+        Met(0, "berlin", "met"),
+        Met(1, "", "alone", reason="an odd number of islands"),
+        Met(2, "rome", "alone", reason="not committed in time"),
+        Met(3, "berlin", "late", lag=1),
+        Met(4, "rome", "alone", factor=0.0),
+    ]
+    arrived: list[Met] = []
+    agent = SimpleNamespace(take_met=lambda: [arrived.pop()] if arrived else [], status=lambda: STATUS)
+    steps: Any = SimpleNamespace(agent=agent, seconds_exposed=0.0)
+    log = IslandLog(tmp_path, "paris")
+    messages = Messages(of_outer_step=lambda round: 10**round, of_inner_step=lambda step: 0)
+    sync = IslandSync(SyncSchedule(1), steps, log, messages, lambda state: None, None)
+    sent = []
+    for one in met:
+        arrived.append(one)
+        sent.append(sync.bytes_sent())
+        sync.news(1.0)
+    assert sent == [1, 0, 0, 1000, 10000]
+    assert [event["sent"] for event in earlier_events(tmp_path)] == sent

@@ -268,6 +268,9 @@ class SlowSync:
     def groups(self, number: int) -> None:
         return None
 
+    def bytes_sent(self) -> int | None:
+        return None
+
     def news(self, seconds: float) -> list[sync.News]:
         queued, self.queued_news = self.queued_news, []
         return queued
@@ -318,6 +321,33 @@ def test_a_checkpoint_of_an_island_counts_the_tokens_of_its_executed_steps(tmp_p
     result = Result(tmp_path, monkeypatch, config=config, exchanges=SlowSync(), totals=before)
     assert result.done[-1] == ("save", 6)
     assert result.totals.tokens == before.tokens + 2 * config.tokens_per_step  # two inner steps are executed
+
+
+def test_an_island_counts_the_bytes_of_the_messages_that_were_exchanged(tmp_path, monkeypatch):
+    """Of a message that its partner never had no byte was sent, and others arrive steps later."""
+    sent = [0, 5, 0, 0, 7, 11]
+
+    class Exchanging(SlowSync):
+        def __init__(self):
+            super().__init__()
+            self.sent = iter(sent)
+
+        def before_step(self, state: Any, step: int, most: Callable[[int], int]) -> tuple[Any, int, int]:
+            return state, step, 1
+
+        def after_step(self, state: Any, step: int, stride: int) -> tuple[Any, sync.OuterSteps | None]:  # type: ignore[override]
+            return state, None if step % 2 else sync.OuterSteps(step // 2 - 1, 1, 0.0, None)
+
+        def bytes_sent(self) -> int:
+            return next(self.sent)
+
+    shape = {"num_replicas": 2, "num_steps": 6, "log_every": 1, "outer": {"sync_every": 2}}
+    config = from_dict(shape | {"inner": {"warmup_steps": 0}})
+    before = Totals(bytes_sent_total=3)
+    result = Result(tmp_path, monkeypatch, config=config, exchanges=Exchanging(), totals=before)
+    inner_steps = range(1, 7)  # bytes of each, see Result
+    assert [line["bytes_sent_total"] for line in result.lines] == (3 + np.cumsum(np.add(sent, inner_steps))).tolist()
+    assert [line["bytes_sent"] for line in result.lines if "bytes_sent" in line] == [5, 0, 18]
 
 
 def test_the_last_save_settles_exchanges_after_finish_and_leave(tmp_path, monkeypatch):
