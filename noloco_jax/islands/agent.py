@@ -278,7 +278,9 @@ class Agent:
                 for xid in [xid for xid in arrays if xid.round not in self._own]:
                     del arrays[xid]
             if not self._protocol.status().partner:
-                self._met.append(Met(round, "", "alone", reason="an odd number of islands"))
+                is_member = self._name in self._protocol.members.active(round)
+                reason = "an odd number of islands" if is_member else f"{self._name} is no member in this round"
+                self._met.append(Met(round, "", "alone", reason=reason))
 
     def stride(self, most: int) -> int:
         """Return the steps of the run's schedule, up to `most`, that the next inner step is to stand for."""

@@ -144,6 +144,16 @@ def test_an_island_that_was_removed_keeps_its_own_weights_and_waits_for_nobody(u
     assert said == ["not merged, as paris is no member of the run now: it keeps its own weights"]
 
 
+def test_a_round_after_a_removal_is_alone_for_that_reason(world, tmp_path):
+    world.begin(tmp_path)
+    removal = Entry(0, "paris", "", from_round=0, until_round=1, issued=0, version=1)
+    agent, island = world.join("paris", members=Members(NAMES, lambda entry: True, [removal]))
+    state, step = train(world, island, world.programs.init(draws.key(0)), 0, 0)
+    train(world, island, state, step, 0)
+    agent.close()
+    assert [one.reason for one in agent.take_met() if one.round == 1] == ["paris is no member in this round"]
+
+
 def test_an_island_that_stops_serving_names_the_unfinished_peers(world, tmp_path):
     world.begin(tmp_path)
     said: list[str] = []
