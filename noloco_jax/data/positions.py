@@ -65,8 +65,8 @@ def share(epoch: int, replica: int, num_replicas: int) -> ShardPosition:
     """Return the beginning of a replica's share of an epoch.
 
     One of number `num_replicas` or more leaves the shares of the others as they are: it reads all documents, in the
-    order of an epoch that no other replica comes to. So no two read in the same order, and none reads a document twice
-    before it has read all.
+    order of an epoch that no other replica comes to. So no two read in the same order, where sources shuffle, and none
+    reads a document twice before it has read all.
     """
     if replica < num_replicas:
         return shard_start(epoch, replica, num_replicas)

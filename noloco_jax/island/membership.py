@@ -119,6 +119,15 @@ class Membership:
             if given != wanted:
                 raise UserError(f"{name}={given!r} is not for islands, {why}: give --config.{name}={wanted}")
 
+    def warning(self, config: TrainConfig) -> str | None:
+        """Return a line where this member reads what others read that came later too, or None."""
+        if self.replica < len(self.roster.islands) or config.data.shuffle_buffer > 1:
+            return None
+        return (
+            f"warning: data.shuffle_buffer=1 keeps the order of the files, in which {self.name} and every other member "
+            "that was invited reads all of them: give each that joins --config.data.shuffle_buffer=1000"
+        )
+
     def check_present(self, round: int) -> None:
         """Raise `UserError` where the island was removed, and `round` was its last one or a later one."""
         if self.members.is_over(self.name, round + 1):

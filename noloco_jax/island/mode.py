@@ -6,6 +6,7 @@ from typing import Any
 
 from noloco_jax.cluster.processes import run_processes
 from noloco_jax.config import TrainConfig
+from noloco_jax.errors import tell
 from noloco_jax.island.membership import Membership
 from noloco_jax.islands import start
 from noloco_jax.islands.agent import Agent
@@ -46,6 +47,8 @@ class IslandMode:
 
     def check(self, config: TrainConfig) -> None:
         self._member.check(config)
+        if line := self._member.warning(config):
+            tell(line)
 
     def own(self, config: TrainConfig) -> TrainConfig:
         return self._member.own(config)

@@ -3,13 +3,17 @@
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from noloco_jax.config import TrainConfig, from_dict
+from noloco_jax.data import load_tokenizer
+from noloco_jax.data.stream import train_stream
 from noloco_jax.errors import UserError
 from noloco_jax.island.membership import Membership, _identity
 from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.log import IslandLog
+from noloco_jax.islands.protocol.members import OPEN, Entry, Members
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.start import begin, incarnation_of, write_incarnation
 from support.training_islands import NAMES, World, small
@@ -41,6 +45,25 @@ def test_a_configuration_unsupported_by_islands_is_refused_with_the_reason(chang
     roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in NAMES))
     with pytest.raises(UserError, match=re.escape(line)):
         Membership(roster, "paris", None).check(from_dict({"num_replicas": 4} | changes))
+
+
+@pytest.mark.parametrize("shuffle_buffer", [1, 100])
+def test_new_members_that_read_the_same_data_are_warned_of(shuffle_buffer, tmp_path):
+    for number in range(60):
+        (tmp_path / f"{number}.txt").write_text("".join(f"line {line} of file {number}\n" for line in range(40)))
+    data = {"kind": "text", "path": str(tmp_path), "tokenizer": "byte", "shuffle_buffer": shuffle_buffer}
+    config = from_dict({"num_replicas": 2, "data": {**data, "sequence_length": 64, "num_workers": 0}})
+    roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in NAMES[:2]))
+    entries = [Entry(id, NAMES[id], "127.0.0.1:1", 0, OPEN, 0, version=1) for id in (2, 3)]
+    members = Members(roster.names, lambda entry: True, entries)
+    first = []
+    for id in range(4):
+        stream = train_stream(config.data, load_tokenizer("byte"), replica=id, num_replicas=2, seed=0)
+        first.append(next(stream)["input_ids"])
+        stream.close()
+    warned = [Membership(roster, name, None, members=members).warning(config) is not None for name in NAMES]
+    assert warned == [False, False, *[np.array_equal(first[2], first[3])] * 2]
+    assert np.array_equal(first[2], first[3]) is (shuffle_buffer == 1)
 
 
 def test_fields_at_their_defaults_are_left_out_of_the_identity(world):
