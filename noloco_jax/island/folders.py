@@ -17,6 +17,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.island.membership import Membership, common_values
 from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.islands.roster import Roster
+from noloco_jax.islands.start import ISLAND_FILE
 from noloco_jax.model.huggingface import check_new_folder
 from noloco_jax.run import elastic
 from noloco_jax.run.checkpoint import Checkpointer
@@ -40,6 +41,11 @@ def scatter(workdir: Path, config: TrainConfig, roster: Roster, out: Path, tell:
 
     Raises `UserError` where islands cannot resume from it, before anything is written.
     """
+    if config.outer.delay:
+        raise UserError(
+            f"outer.delay={config.outer.delay}: the checkpoints of {named(workdir)} hold corrections that are not "
+            "applied yet, which islands have no place for: only a run without a delay can be split"
+        )
     for name in roster.names:
         Membership(roster, name, None).check(config)
         check_new_folder(out / name)
@@ -93,7 +99,8 @@ def gather(workdirs: Sequence[Path], out: Path, tell: Tell) -> None:
 def configs_of_islands(workdirs: Sequence[Path]) -> Mapping[Path, TrainConfig]:
     """Return the configuration of each folder.
 
-    Raises `UserError` where the model or run of one differs from that of the first, and for a folder given twice.
+    Raises `UserError` where the model or run of one differs from that of the first, for a folder given twice, and for
+    one of an island in a user's own loop.
     """
     places: dict[Path, Path] = {}
     for workdir in workdirs:
@@ -101,6 +108,12 @@ def configs_of_islands(workdirs: Sequence[Path]) -> Mapping[Path, TrainConfig]:
         if place in places:
             raise UserError(f"--workdirs names a folder twice, {places[place]} and {workdir}: give each once")
         places[place] = workdir
+    for workdir in workdirs:
+        if (workdir / ISLAND_FILE).exists() and not (workdir / CONFIG_FILE).exists():
+            raise UserError(
+                f"{named(workdir)} is of an island in a loop of its own (noloco_jax.Island), of which the commands "
+                "know no model: call island.merge(params) there"
+            )
     configs = {workdir: load_saved(workdir) for workdir in workdirs}
     first, common = workdirs[0], common_values(configs[workdirs[0]])
     for workdir, config in configs.items():

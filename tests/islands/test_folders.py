@@ -276,7 +276,7 @@ def test_gathering_names_folders_in_a_bucket_by_their_addresses(folders, tmp_pat
     ("override", "line"),
     [
         ("num_replicas=2", "num_replicas=2 and the roster of test has 3 islands"),
-        ("outer.delay=3", "outer.delay=3"),
+        ("outer.delay=3", "outer.delay=3: .* only a run without a delay can be split"),
         ("model.num_layers=2", "holds a checkpoint with model.num_layers=1"),
     ],
 )

@@ -343,9 +343,12 @@ def test_folders_that_do_not_belong_together_are_refused(tmp_path):
         save_config(replace(CONFIG, inner=replace(CONFIG.inner, lr=lr)), folder)
         (folder / ISLAND_FILE).write_text("{}")
     (tmp_path / "plain").mkdir()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / ISLAND_FILE).write_text("{}")  # and no configuration
     for folders, line in (
         ((first, second), "do not belong together, their inner differs"),
         ((first, tmp_path / "plain"), "is no folder of an island"),
+        ((first, tmp_path / "own"), "own is of an island in a loop of its own .*call island.merge"),
         ((first, first), "names a folder twice"),
     ):
         with pytest.raises(UserError, match=line):
