@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from noloco_jax import draws
-from noloco_jax.islands.agent import Agent
+from noloco_jax.islands.agent import Agent, Correction
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.final_merge import FinalMerge
 from noloco_jax.islands.protocol.members import Entry, Members
@@ -152,6 +153,30 @@ def test_a_round_after_a_removal_is_alone_for_that_reason(world, tmp_path):
     train(world, island, state, step, 0)
     agent.close()
     assert [one.reason for one in agent.take_met() if one.round == 1] == ["paris is no member in this round"]
+
+
+def test_a_correction_that_arrives_at_the_end_is_in_the_mean_and_not_added_to_it(world, tmp_path):
+    """A lost commit is asked for while the island waits for the others, whose weights have their half of it."""
+    world.begin(tmp_path)
+    agent, island = world.join("paris")
+    state, step = train(world, island, world.programs.init(draws.key(0)), 0, 0)
+    before = jax.device_get(state.params)
+    correction = [np.full(x.shape, 0.25, x.dtype) for x in jax.tree.leaves(world.solo.correction)]
+
+    def arrive() -> None:
+        arrays: Future[Any] = Future()
+        arrays.set_result(correction)
+        agent._inbox.append(Correction(0, arrays))
+
+    merge = final_merge(world, "paris", agent, island, 0.5, [].append)
+    island.linger = lambda *_: arrive()  # type: ignore[method-assign]
+    merging = merge._merging
+    merge._merging = lambda *arguments: (arrive(), merging(*arguments))[1]  # type: ignore[method-assign]
+    merged = merge(state, step)
+    state, _ = island.at_rest(merged)  # as it is saved
+    agent.close()
+    for found, expected in zip(jax.tree.leaves(state.params), jax.tree.leaves(before), strict=True):
+        np.testing.assert_allclose(found, expected + np.float32(0.25), rtol=1e-6)
 
 
 def test_an_island_that_stops_serving_names_the_unfinished_peers(world, tmp_path):
