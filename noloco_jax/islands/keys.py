@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from noloco_jax.errors import TransientError, UserError
+from noloco_jax.errors import TransientError, UserError, tell
 from noloco_jax.files import is_full_disk, write_whole
 from noloco_jax.islands.certificates import (
     expiry_of,
@@ -115,7 +115,12 @@ def signing_alone(folder: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
-            fcntl.flock(stack.enter_context((folder / _LOCK).open("wb")), fcntl.LOCK_EX)
+            lock = stack.enter_context((folder / _LOCK).open("wb"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                tell(f"waits for another command that signs with the keys in {folder}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             yield
         except OSError as error:

@@ -21,7 +21,7 @@ from noloco_jax.island.command import main as island
 from noloco_jax.island.members import lead
 from noloco_jax.island.mode import IslandMode
 from noloco_jax.islands.entries import check_of, members_at, own_address, read_members, signed, write_members
-from noloco_jax.islands.keys import authority_key, load_keys, make_keys
+from noloco_jax.islands.keys import authority_key, load_keys, make_keys, signing_alone
 from noloco_jax.islands.protocol.members import OPEN, Entry, Members
 from noloco_jax.islands.query import About
 from noloco_jax.islands.roster import Address, Island, Roster
@@ -303,6 +303,19 @@ def test_members_that_are_invited_at_once_get_numbers_of_their_own(running):
     entries = read_members(running.keys / "members.json").entries
     assert sorted((entry.id, entry.from_round) for entry in entries) == [(2, 8), (3, 8), (4, 8), (5, 8)]
     assert {entry.name for entry in entries} == set(names)
+
+
+def test_a_command_that_waits_for_another_one_says_so(running):
+    flags = ["--name=oslo", "--address=127.0.0.1:1", f"--keys={running.keys}", "--from_round=9"]
+    command = [sys.executable, "-m", "noloco_jax.island", "invite", *flags]
+    with signing_alone(running.keys):
+        other = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        assert other.stderr is not None
+        assert other.stderr.readline() == f"waits for another command that signs with the keys in {running.keys}\n"
+        assert not read_members(running.keys / "members.json").entries
+    assert other.wait(60) == 0
+    other.stderr.close()
+    assert read_members(running.keys / "members.json").entries
 
 
 @pytest.mark.parametrize("missing", ["ca-key.pem", "members.json"])
