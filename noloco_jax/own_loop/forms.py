@@ -1,5 +1,6 @@
 """Form of a user's tree: kinds and places of its leaves, to which arrays from a peer or a checkpoint return."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,19 @@ class _Leaf(NamedTuple):
     sharding: Any = None
     committed: bool = False
     key: Any = None
+
+
+def summary(arrays: PyTree) -> str:
+    """Return the norm of real arrays, and their sum as a multiple of it: two random draws have different ones.
+
+    It is rounded, so that equal weights have one summary although two machines' last bits differ.
+    """
+    squares = total = 0.0
+    for leaf in jax.tree.leaves(arrays):
+        x = jnp.asarray(leaf, np.float32)
+        squares, total = squares + float(jnp.sum(x * x)), total + float(jnp.sum(x))
+    norm = math.sqrt(squares)
+    return f"norm {norm:.3g} and sum {total / (norm or 1.0):.2f} x norm"
 
 
 class Form:

@@ -40,7 +40,7 @@ from noloco_jax.outer.pairing import Pairing, RandomPairing, largest_group
 from noloco_jax.outer.rule import OuterState, at_round
 from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.own_loop.checkpoints import OwnCheckpoints
-from noloco_jax.own_loop.forms import Form
+from noloco_jax.own_loop.forms import Form, summary
 from noloco_jax.own_loop.fresh import Fresh, begins_anew
 from noloco_jax.run.finite import is_finite
 from noloco_jax.run.messages import Messages
@@ -162,7 +162,7 @@ class Island:
 
         Args:
           params: weights to average, real arrays of JAX (under any sharding of this process) or NumPy. All islands
-            give the same values.
+            give the same values, from one seed: an island that begins with others is refused.
           rest: what travels with them, such as the optimizer's state: arrays, numbers, random keys.
 
         Returns:
@@ -188,7 +188,8 @@ class Island:
         self._checkpoints = OwnCheckpoints(self._workdir, saved, self._keep)
         state, step, journal = self._start(params, rest)
         codec = codec_of(solo.wire, solo.message, solo.code, solo.cuts)
-        identity = self._identity(saved)
+        is_first = journal is None and self._name in self._roster.names  # later members take a peer's weights
+        identity = self._identity(saved, summary(state.params) if is_first else "")
         self._agent = open_agent(
             self._roster,
             self._name,
@@ -343,7 +344,7 @@ class Island:
         groups = pairing.pool[int(pairing.pool_index(pairing_round(number, self._outer.fragments.count)))]
         return next((active[i] for group in groups if me in group for i in group if i != me), None)
 
-    def _identity(self, arrays: Mapping[str, ArraySpec]) -> Identity:
+    def _identity(self, arrays: Mapping[str, ArraySpec], first_weights: str = "") -> Identity:
         outer, schedule = self._outer, self._outer.schedule
         rule = {
             field.name: getattr(outer.rule, field.name)
@@ -357,7 +358,8 @@ class Island:
         values |= {f"common.{name}": json.dumps(value) for name, value in self._common.items()}
         model = _digest([f"{name} {spec}" for name, spec in arrays.items()])
         codec = f"{self._wire}, {outer.fragments.count} fragments"
-        return Identity(self._roster.run, values, model, self._roster.version, codec, "steps")
+        run, version = self._roster.run, self._roster.version
+        return Identity(run, values, model, version, codec, "steps", first_weights=first_weights)
 
     def _init(self, lifted: PyTree) -> Any:
         return jax.vmap(self._outer.init, out_axes=outer_axes(self._outer))(lifted)

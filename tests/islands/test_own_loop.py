@@ -27,6 +27,7 @@ from noloco_jax.islands.protocol.catch_up import CatchUp
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.own_loop.checkpoints import OwnCheckpoints
+from noloco_jax.own_loop.forms import summary
 from noloco_jax.own_loop.fresh import Fresh, begins_anew
 from noloco_jax.own_loop.island import _shown
 from noloco_jax.schedule import pairing_round
@@ -466,7 +467,20 @@ def test_a_checkpoint_that_is_damaged_or_holds_other_arrays_is_refused(begun_isl
         other.begin(weights(), rest)
 
 
-def test_an_island_with_a_different_common_value_is_refused_naming_the_value(tmp_path, monkeypatch):
+def normal(seed: int) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    return {"w": rng.normal(size=(30, 40)).astype(np.float32), "norm": np.ones(7, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (lambda name: {"common": {"lr": 0.2 if name == "rome" else 0.1}}, "common.lr: 0.2 here, 0.1 at"),
+        (lambda name: {"seed": int(name == "rome")}, r"first_weights: norm 3\S+ and sum \S+ x norm here, norm 3"),
+    ],
+    ids=["common", "first weights"],
+)
+def test_an_island_with_a_different_value_is_refused_naming_the_value(given, line, tmp_path, monkeypatch):
     monkeypatch.setattr(CatchUp, "_waits_for_absent", lambda *_: False)  # once it has ended
     names = ("paris", "berlin", "rome")
     addresses = [Address("127.0.0.1", port) for port in free_ports(3)]
@@ -474,11 +488,12 @@ def test_an_island_with_a_different_common_value_is_refused_naming_the_value(tmp
     refused: list[BaseException] = []
 
     def start(name: str) -> None:
-        common = {"lr": 0.2 if name == "rome" else 0.1}
+        options = given(name)
+        first = normal(options.pop("seed", 0))
         outer = nj.noloco(sync_every=2)
-        with nj.Island(roster, name, workdir=tmp_path / name, outer=outer, common=common, report=quiet) as island:
+        with nj.Island(roster, name, workdir=tmp_path / name, outer=outer, report=quiet, **options) as island:
             try:
-                island.begin(weights())
+                island.begin(first)
                 is_refused.wait(60)
             except UserError as error:
                 refused.append(error)
@@ -486,7 +501,14 @@ def test_an_island_with_a_different_common_value_is_refused_naming_the_value(tmp
 
     is_refused = threading.Event()
     side_by_side(*(lambda name=name: start(name) for name in names))
-    assert len(refused) == 1 and "common.lr: 0.2 here, 0.1 at" in str(refused[0])
+    assert len(refused) == 1 and re.search(line, str(refused[0]))
+
+
+def test_a_summary_of_weights_tells_seeds_apart_and_not_last_bits():
+    one = normal(0)
+    assert summary(one) == summary(jax.tree.map(lambda x: np.nextafter(x, 9), one)) == summary(normal(0))
+    assert len({summary(normal(seed)) for seed in range(20)}) == 20
+    assert summary({"w": np.zeros(3, np.float32)}) == "norm 0 and sum 0.00 x norm"
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ VERSION = 5
 LONGEST_TEXT = 256
 _LONGEST_DIFFERENCE = 230  # leaves room in a text for the number of others
 _ONE_VERSION = " (install one version of noloco_jax on both)"
+_OPTIONAL = ("tokenizer", "first_weights")  # empty: fits any
 MOST_FIELDS = 256
 MOST_FACTORS = 8192
 LONGEST_CERTIFICATE = 1024
@@ -77,6 +78,8 @@ class Identity:
       codec: the wire format of messages, and the number of fragments of parameters.
       pace: "steps", or "time" for islands that fit their inner steps to common rounds.
       tokenizer: the tokenizer's fingerprint; empty for an island that reads token ids, which fits any.
+      first_weights: summary of the weights that a loop of one's own begins the run with; empty for the trainer, whose
+        fields determine them, and for an island that has others, which fits any.
       protocol: version of the protocol.
     """
 
@@ -88,6 +91,7 @@ class Identity:
     pace: str
     tokenizer: str = ""
     protocol: int = VERSION
+    first_weights: str = ""
 
     def difference(self, other: "Identity", there: str, here: str = "here") -> str | None:
         """Return the first values that differ, such as "seed: 1 here, 2 at paris", or None.
@@ -99,11 +103,11 @@ class Identity:
         """
         if self.protocol != other.protocol:  # nothing else compares
             return f"protocol: {self.protocol} {here}, {other.protocol} at {there}{_ONE_VERSION}"
-        names = ("run", "roster", "tokenizer", "pace")
+        names = ("run", "roster", "tokenizer", "pace", "first_weights")
         pairs = [(name, str(getattr(self, name)), str(getattr(other, name))) for name in names]
         fields = sorted(self.config.keys() | other.config.keys())
         pairs += [(field, self.config.get(field, DEFAULT), other.config.get(field, DEFAULT)) for field in fields]
-        found = [pair for pair in pairs if pair[1] != pair[2] and not (pair[0] == "tokenizer" and "" in pair)]
+        found = [pair for pair in pairs if pair[1] != pair[2] and not (pair[0] in _OPTIONAL and "" in pair)]
         if not found:  # what follows from the fields, in another version of the program
             pairs = [(name, str(getattr(self, name)), str(getattr(other, name))) for name in ("model", "codec")]
             found = [pair for pair in pairs if pair[1] != pair[2]]
