@@ -4,7 +4,7 @@ import json
 import os
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from noloco_jax.errors import UserError
 from noloco_jax.model.byte_tokenizer import begin_with_bos, save_byte_tokenizer
@@ -57,6 +57,7 @@ def save_tokenizer(name: str, folder: Path, *, model_type: str, add_bos: bool) -
         if backend is None:  # no run trains on its ids
             return
         trained = fast_tokenizer(name, loaded)
+    _name_as_before_5(folder)
     if not _is_loaded_unchanged(folder, model_type) or not _is_read_back(trained, folder):
         _load_file_unchanged(folder)
         if not _is_read_back(trained, folder):
@@ -67,6 +68,19 @@ def save_tokenizer(name: str, folder: Path, *, model_type: str, add_bos: bool) -
                 f"--tokenizer={name} to commands that take this folder as --model",
                 stacklevel=3,
             )
+
+
+def _name_as_before_5(folder: Path) -> None:
+    """Rename what versions of `transformers` before 5 cannot load; version 5 reads both names.
+
+    It saves a fast tokenizer under a class that they lack, and further special tokens as a list where they want a dict.
+    """
+    saved = read_json(folder / _CONFIG_FILE)
+    if saved.get("tokenizer_class") == "TokenizersBackend":
+        saved["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(saved.get("extra_special_tokens"), list):
+        saved["additional_special_tokens"] = saved.pop("extra_special_tokens")
+    _write_config(folder, saved)
 
 
 def _is_loaded_unchanged(folder: Path, model_type: str) -> bool:
@@ -95,8 +109,11 @@ def _load_file_unchanged(folder: Path) -> None:
     aside. It runs the code that the entry names with trust_remote_code=True, and follows `tokenizer_class` without.
     `PreTrainedTokenizerFast` is known to all versions.
     """
-    path = folder / _CONFIG_FILE
     # The first place is for use_fast=False, in versions before 5.
     own = {"tokenizer_class": "PreTrainedTokenizerFast", "auto_map": {"AutoTokenizer": [f"{_MODULE}.{_CLASS}"] * 2}}
-    path.write_text(json.dumps(read_json(path) | own, indent=2) + "\n", encoding="utf-8")
+    _write_config(folder, read_json(folder / _CONFIG_FILE) | own)
     (folder / f"{_MODULE}.py").write_text(_CODE, encoding="utf-8")
+
+
+def _write_config(folder: Path, values: dict[str, Any]) -> None:
+    (folder / _CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -71,6 +71,14 @@ def test_transformers_makes_the_ids_of_training(family, name, tmp_path):
     assert [loaded(text)["input_ids"] for text in TEXTS] == [[bos, *ids] for ids in ids_of_texts(name)]
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_versions_of_transformers_before_5_know_the_names_in_a_tokenizer_configuration(family, name, tmp_path):
+    """4.57.6 loads such folders; it lacks the class TokenizersBackend and fails on a list of `extra_special_tokens`."""
+    saved = json.loads((export(tmp_path / "m", name, family) / "tokenizer_config.json").read_bytes())
+    assert saved["tokenizer_class"] in ("PreTrainedTokenizerFast", "LlamaTokenizer")
+    assert isinstance(saved.get("extra_special_tokens", {}), dict)
+
+
 def test_own_commands_make_the_ids_of_training_from_a_qwen2_folder(name, tmp_path):
     assert makes_same_ids(load_tokenizer(str(export(tmp_path / "m", name))), load_tokenizer(name))
 
