@@ -4,6 +4,8 @@ The model is a Llama where the communication inside a replica is at issue, and o
 """
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import pytest
 from noloco_jax.communication.promises import broken_promises, verdict
 from noloco_jax.communication.report import PROGRAMS, Report, inspect_run
 from noloco_jax.config import from_dict
+from noloco_jax.formatting import format_bytes
 from noloco_jax.run.messages import messages_of
 from noloco_jax.spmd.hlo import Collective, Traffic
 from noloco_jax.wires import WIRES
@@ -31,6 +34,7 @@ def report_of(
     batch_size: int = 4,
     wire: str = "float32",
     model: dict[str, Any] = TINY,
+    more: Mapping[str, Any] = MappingProxyType({}),
     **mesh: int,
 ) -> Report:
     config = from_dict(
@@ -39,7 +43,7 @@ def report_of(
             "num_replicas": num_replicas,
             "num_microbatches": 2 if "stage" in mesh else 1,
             "model": model | {"num_layers": num_layers},
-            "outer": {"group_size": group_size, "wire": wire},
+            "outer": {"group_size": group_size, "wire": wire, **more},
             "data": {"batch_size": batch_size, "sequence_length": 8},
             "mesh": {"replica": -1} | mesh,
         }
@@ -193,6 +197,16 @@ def test_stages_send_to_the_next_stage_of_other_replicas_and_nothing_else(model,
     assert across(report, "inner_step") == {"collective-permute": {("replica", "stage")}}
     assert across(report, "outer_step") == {"collective-permute": {("replica",)}}
     assert broken_promises(report) == []
+
+
+def test_the_verdict_names_the_bytes_of_moments_and_of_the_final_merge():
+    """Adam has two moments of the parameters' size; four replicas merge in two rounds of pairs."""
+    report = report_of("noloco", 4, num_devices=4, only=PROGRAMS, more={"moments": 2, "final_merge": True})
+    whole = format_bytes(2 * 4 * numel(1))
+    assert [line for line in verdict(report) if line.startswith(("moments", "final merge"))] == [
+        f"moments, beside one outer step of a fragment in 2: over replica collective-permute {whole}",
+        f"final merge, once a run: over replica collective-permute {whole}",
+    ]
 
 
 def test_diloco_reduces_over_all_replicas_in_outer_steps():
