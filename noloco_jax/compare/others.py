@@ -42,6 +42,7 @@ def _is_locked(path: Path) -> bool:
 @contextlib.contextmanager
 def writing_alone(workdir: Path) -> Iterator[None]:
     """Hold, in the body, the lock that comparisons of a folder take to write its results, where there are locks."""
+    workdir.mkdir(parents=True, exist_ok=True)
     with (workdir / "comparison.lock").open("a") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)

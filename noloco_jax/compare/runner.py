@@ -96,6 +96,8 @@ class Comparison:
 
     def _train_all(self, say: Callable[[], None]) -> None:
         """Start due runs in free slots until none is due and none trains, here or elsewhere, or all have to stop."""
+        with writing_alone(self._workdir):
+            pass  # its file keeps the runs' logs out of data in a folder above, from the first run on
         told = looked = time.monotonic()
         self._fill()
         while any(self._slots) or (self._elsewhere and self._stopped is None):

@@ -19,6 +19,8 @@ from noloco_jax.compare.job import PLANNED_FILE
 from noloco_jax.compare.others import LOG_FILE
 from noloco_jax.compare.runner import Comparison
 from noloco_jax.config import from_dict, load_config, to_dict
+from noloco_jax.data.find_files import find_files
+from noloco_jax.data.source import SourceOptions
 from noloco_jax.errors import UserError
 from noloco_jax.run.metrics import MetricWriter
 from support import processes
@@ -100,6 +102,24 @@ def test_runs_have_the_configuration_of_the_plan_whatever_becomes_of_its_file(co
     assert comparison.run() == 0
     for run in plan.runs:
         assert from_dict(load_config(str(tmp_path / "out" / run.name / PLANNED_FILE))) == run.config
+
+
+@pytest.mark.usefixtures("fake_trainer")
+def test_the_first_runs_log_is_no_data_of_a_folder_above(config_file, tmp_path, monkeypatch):
+    """The log is no document to the reader of texts, as it grows while the run's data are opened."""
+    found = []
+    options = SourceOptions(str(tmp_path), "data.path", "train", True, "", 0, 1, "stop", "text")
+
+    class Looking(runner.Job):
+        def __init__(self, run, folder, *rest):
+            super().__init__(run, folder, *rest)
+            (folder / LOG_FILE).write_text("a banner")
+            found.append(find_files(options, [".txt"]))
+
+    monkeypatch.setattr(runner, "Job", Looking)
+    assert compare.main(arguments(config_file, tmp_path / "out", "--methods=ddp")) == 0
+    (files,) = found
+    assert len(files) == 100 and all(Path(file).parent == tmp_path / "data" for file in files)
 
 
 def test_a_failed_run_does_not_stop_the_others_and_is_retried_next_time(config_file, tmp_path, fake_trainer, capsys):

@@ -58,6 +58,7 @@ def test_runs_below_the_data_are_not_read_as_text(tmp_path):
     write(tmp_path, "a.txt", "in/b.txt")
     write(tmp_path, "runs/x/config.history.jsonl", "runs/x/checkpoints/10/digests.txt", "runs/x/log.txt")
     write(tmp_path, "runs/compared/comparison.lock", "runs/compared/ddp-seed0/log.txt")
+    write(tmp_path, "runs/begins/trainer.lock", "runs/begins/log.txt")
     assert found(tmp_path) == ["a.txt", "in/b.txt"]
     assert found(tmp_path / "runs/x") == ["checkpoints/10/digests.txt", "log.txt"]  # where it is asked for by name
 
