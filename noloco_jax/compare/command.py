@@ -48,7 +48,7 @@ from noloco_jax.compare.variants import make_variants, parse_choices
 from noloco_jax.config import make_parser, split_overrides
 from noloco_jax.data import check_data
 from noloco_jax.errors import UserError
-from noloco_jax.files import check_writable, folder_of_flag
+from noloco_jax.files import check_writable, folder_of_flag, full_disk_told
 from noloco_jax.run.console import make_console
 
 
@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.dry_run:
         comparison.list_runs()
         return 0
-    return comparison.run()
+    with full_disk_told(flags.workdir):
+        return comparison.run()
 
 
 def with_plans(arguments: Sequence[str]) -> list[str]:

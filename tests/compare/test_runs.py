@@ -1,8 +1,10 @@
 """Training the runs of a comparison: failures, concurrent comparisons, stop and resume."""
 
 import csv
+import errno
 import fcntl
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from noloco_jax.compare.runner import Comparison
 from noloco_jax.config import from_dict, load_config, to_dict
 from noloco_jax.data.find_files import find_files
 from noloco_jax.data.source import SourceOptions
-from noloco_jax.errors import UserError
+from noloco_jax.errors import TransientError, UserError
 from noloco_jax.run.metrics import MetricWriter
 from support import processes
 from support.comparisons import arguments, plan_of
@@ -134,6 +136,17 @@ def test_a_failed_run_does_not_stop_the_others_and_is_retried_next_time(config_f
     assert compare.main(arguments(config_file, out, "--methods=ddp,diloco,noloco")) == 0
     assert (out / "ddp-seed7/metrics.jsonl").read_text() == before
     assert "Not finished" not in (out / "comparison.md").read_text()
+
+
+@pytest.mark.usefixtures("fake_trainer")
+def test_a_full_disk_under_the_results_is_one_line(config_file, tmp_path, monkeypatch):
+    def write(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(runner, "write_whole", write)
+    with pytest.raises(TransientError, match=r"comparison\.md: no space left on device: make room") as caught:
+        compare.main(arguments(config_file, tmp_path / "out", "--methods=ddp"))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_run_that_does_not_start_ends_the_comparison(config_file, tmp_path, fake_trainer):
