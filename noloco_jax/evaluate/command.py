@@ -41,10 +41,10 @@ _TOKENS_OF_BATCH = 8192
 
 
 class _CountingTokenizer:
-    """A tokenizer that counts the bytes and the tokens of what it encodes."""
+    """A tokenizer that counts the documents that it encodes, their bytes and their tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer, self.num_bytes, self.num_tokens = tokenizer, 0, 0
+        self._tokenizer, self.num_documents, self.num_bytes, self.num_tokens = tokenizer, 0, 0, 0
         self.name, self.fingerprint, self.vocab_size = tokenizer.name, tokenizer.fingerprint, tokenizer.vocab_size
         self.bos_id, self.eos_id, self.decode = tokenizer.bos_id, tokenizer.eos_id, tokenizer.decode
 
@@ -53,9 +53,15 @@ class _CountingTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         arrays = self._tokenizer.encode_batch(texts)
+        self.num_documents += sum(map(bool, texts))  # an empty one gets neither BOS nor EOS
         self.num_bytes += sum(len(text.encode("utf-8", "replace")) for text in texts)
         self.num_tokens += sum(map(len, arrays))
         return arrays
+
+    def num_labels(self, data: DataConfig) -> int:
+        """Return the labels of what it has encoded: all tokens but the first, or the first of each document."""
+        special = self.num_documents * (data.add_bos + data.add_eos)
+        return self.num_tokens + special - (self.num_documents if data.document_mask else 1)
 
 
 class _Text(NamedTuple):
@@ -183,7 +189,7 @@ def _row(programs: Programs, params: Params, config: TrainConfig, text: _Text, t
     bits = "unknown"
     if text.counted is not None and text.counted.num_bytes:
         # Where it ends early, more has been encoded than was scored.
-        share = 1.0 if tokens is None else min(1.0, scored / text.counted.num_tokens)
+        share = 1.0 if tokens is None else min(1.0, scored / text.counted.num_labels(config.data))
         bits = f"{loss / math.log(2) / (share * text.counted.num_bytes):.4f}"
     return f"{format_perplexity(perplexity_of(loss / scored)):>10}  {bits:>13}  {scored:>10,}  {text.name}"
 

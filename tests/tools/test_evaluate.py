@@ -127,6 +127,16 @@ def test_tokens_end_a_long_text_after_about_as_many(folder, tmp_path, capsys):
     assert int(tokens.replace(",", "")) == 992
 
 
+def test_bits_per_byte_of_short_documents_count_the_bytes_that_were_scored_where_tokens_end_early(
+    folder, tmp_path, capsys
+):
+    """A document of six bytes has eight tokens, BOS and EOS among them."""
+    (tmp_path / "short.jsonl").write_text((json.dumps({"text": "abcdef"}) + "\n") * 1000)
+    flags = [f"--model={folder}", "--tokenizer=byte", f"--data={tmp_path / 'short.jsonl'}"]
+    ((perplexity, bits, _, _),) = rows(capsys, *flags, "--tokens=100")
+    assert float(bits) == pytest.approx(math.log2(float(perplexity)) * 8 / 6, rel=5e-3)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
