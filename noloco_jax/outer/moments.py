@@ -20,7 +20,9 @@ from noloco_jax.outer.fragments import Fragments
 
 PyTree = Any
 _FIRST, _SECOND = "mu", "nu"  # names of Adam's moments in an optimizer's state
-_SECONDS = {_SECOND, "nu_max", "sum_of_squares", "exp_avg_sq", "e_g", "e_x"}  # of others of Optax's too, none below 0
+# Of others of Optax's too, none below 0.
+_SECONDS = {_SECOND, "nu_max", "n", "sum_of_squares", "grad_sum_sq", "exp_avg_sq", "e_g", "e_x"}
+_FACTORED, _UNFACTORED = "v_row", "v"  # Adafactor's; Adan has a `v` too, which may be below 0
 _ADAMS_DECAYS = {_FIRST: 0.9, _SECOND: 0.999}  # Optax's, for an optimizer whose own are not known
 
 
@@ -56,6 +58,7 @@ class Moments:
       delay: inner steps from the exchange to the correction; 0: the mean is applied at once.
       decays: name of a moment in the optimizer's state -> its decay in an inner step; without them nothing is late, and
         the optimizer is taken for Optax's Adam, or another whose own roots are shorter.
+      factored: paths of Adafactor's states in the inner state, see `factored_in`.
     """
 
     params: PyTree
@@ -63,6 +66,7 @@ class Moments:
     exchange: Callable[[PyTree, Any, PyTree, PyTree], PyTree]
     delay: int = 0
     decays: Mapping[str, float] = field(default_factory=dict)
+    factored: frozenset[tuple] = frozenset()
 
     def share(self, inner: PyTree, number: jax.Array) -> PyTree:
         """Average the moments in outer step `number`; with a delay, keep the correction. Return the inner state."""
@@ -175,7 +179,8 @@ class Moments:
         return jax.tree.map_with_path(lambda path, x: (second if self._is_second(path) else first)(x), moments)
 
     def _is_second(self, path: tuple) -> bool:
-        return self._name(path) in _SECONDS
+        name, place = self._name(path), self._place(path)
+        return name in _SECONDS or (name == _UNFACTORED and path[:place] in self.factored)
 
     def _of_first(self, path: tuple) -> tuple:
         """Return the path of the first moment beside a second one's."""
@@ -206,6 +211,14 @@ def with_late_moments(inner: optax.GradientTransformation, is_late: bool) -> opt
         return updates, state._replace(inner=own)
 
     return optax.GradientTransformation(init, update)
+
+
+def factored_in(inner: PyTree) -> frozenset[tuple]:
+    """Return the paths of Adafactor's states in an inner state: `v` in them is a second moment that is not factored."""
+    paths = (path for path, _ in jax.tree.leaves_with_path(inner))
+    return frozenset(
+        path[:place] for path in paths for place, key in enumerate(path) if getattr(key, "name", None) == _FACTORED
+    )
 
 
 def moments_of(inner: PyTree, params: PyTree) -> PyTree:

@@ -11,7 +11,7 @@ from jax.custom_batching import custom_vmap
 
 from noloco_jax.outer.fragments import Fragments
 from noloco_jax.outer.misuse import check_params, check_surroundings
-from noloco_jax.outer.moments import Moments, moments_of
+from noloco_jax.outer.moments import Moments, factored_in, moments_of
 from noloco_jax.outer.rule import Exchange, OuterState, Rule, common_dtype, compute_dtype
 from noloco_jax.outer.step import OuterSteps, Outgoing
 from noloco_jax.schedule import SyncSchedule
@@ -194,7 +194,8 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
                 "the inner state has no array of a parameter's path and shape: give the state of an optimizer with "
                 "moments, and the tree of params that it was made for"
             )
-        return Moments(params, steps.fragments, steps.meet_moments).share(inner_state, shared(state.round))
+        moments = Moments(params, steps.fragments, steps.meet_moments, factored=factored_in(inner_state))
+        return moments.share(inner_state, shared(state.round))
 
     def moved_fn(params: PyTree, state: OuterState) -> jax.Array:
         return steps.moved(params, state._replace(round=shared(state.round)))

@@ -172,7 +172,17 @@ def test_adam_steps_stay_bounded_for_entries_only_one_replica_has_seen(wire, age
 
 @pytest.mark.parametrize("wire", ["float32", "int8", "int4"])
 @pytest.mark.parametrize(
-    "optimizer", [optax.adagrad(1e-2), optax.amsgrad(1e-2), optax.contrib.prodigy(), optax.adadelta(1e-2)]
+    "optimizer",
+    [
+        optax.adagrad(1e-2),
+        optax.amsgrad(1e-2),
+        optax.contrib.prodigy(),
+        optax.adadelta(1e-2),
+        optax.adan(1e-2),
+        optax.contrib.simplified_ademamix(1e-2),
+        optax.contrib.madgrad(1e-2),
+        optax.adafactor(1e-2, min_dim_size_to_factor=1000),
+    ],
 )
 def test_no_second_moment_of_optax_comes_out_below_zero(optimizer, wire):
     """Groups of four: a lossy mean of small values may be below zero, whose square root is NaN."""
