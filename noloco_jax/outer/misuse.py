@@ -25,6 +25,8 @@ _WRAPPERS = {
     "optax.contrib._sam": "optax.contrib.sam steps away from the weights and back, and would exchange there too",
     "optax.contrib._schedule_free": _MOVES_AFTERWARDS,
 }
+# Optax modules whose optimizers compute weights from the first ones and a sum of gradients, not from the last ones.
+_FROM_THE_FIRST = {"optax.contrib._cocob": "optax.contrib.cocob", "optax.contrib._madgrad": "optax.contrib.madgrad"}
 
 
 def check_params(params: PyTree, axis_names: Sequence[str]) -> None:
@@ -73,7 +75,7 @@ def check_surroundings() -> None:
     Optax does not expose the enclosing transforms, so they are read from the calling frames.
 
     Raises:
-      ValueError: if the transform is wrapped like that, or is not the last of its chain.
+      ValueError: if the transform is wrapped like that, is not the last of its chain, or follows one that undoes it.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -87,6 +89,11 @@ def check_surroundings() -> None:
             raise ValueError(
                 "the outer optimizer is not the last of its optax.chain, and so does not see the step that the weights "
                 "make: move it to the end"
+            )
+        if module == "optax.transforms._combining" and (before := _from_the_first(frame)):
+            raise ValueError(
+                f"{before} computes the weights from the first ones and its sum of gradients, so that its next step "
+                "undoes the outer step: take another inner optimizer"
             )
         frame = frame.f_back
 
@@ -106,3 +113,13 @@ def _runs_last(frame: FrameType) -> bool:
     except (LookupError, TypeError):
         pass
     return True
+
+
+def _from_the_first(frame: FrameType) -> str | None:
+    """Return the name of a transform in `_FROM_THE_FIRST` ahead of this one in a chain, by its state; None without."""
+    states = frame.f_locals.get("state")
+    states = [*states.values()] if isinstance(states, dict) else states
+    if not isinstance(states, list | tuple):
+        return None
+    parts = jax.tree.leaves(states[:-1], is_leaf=lambda part: type(part).__module__ in _FROM_THE_FIRST)
+    return next(filter(None, (_FROM_THE_FIRST.get(type(part).__module__) for part in parts)), None)

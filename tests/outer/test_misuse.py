@@ -236,6 +236,19 @@ def test_a_wrapper_that_breaks_outer_steps_is_refused(wrap, message):
         jax.eval_shape(vmapped(tx), params, jax.eval_shape(jax.vmap(tx.init), params), params)
 
 
+@pytest.mark.parametrize("inner", [optax.contrib.cocob(), optax.contrib.madgrad(0.1)], ids=["cocob", "madgrad"])
+@pytest.mark.parametrize("named", [False, True])
+def test_an_inner_optimizer_that_undoes_outer_steps_is_refused(inner, named):
+    """Its weights do not depend on those that the outer step returned: without a check they would never come closer."""
+    params = random_tree(0, N)
+    tx = optax.named_chain(("inner", inner), ("outer", noloco())) if named else optax.chain(inner, noloco())
+    with pytest.raises(ValueError, match=r"optax.contrib.* so that its next step undoes the outer step"):
+        jax.eval_shape(vmapped(tx), params, jax.eval_shape(jax.vmap(tx.init), params), params)
+    beside = optax.partition({"own": inner, "shared": noloco()}, {"matrix": "shared", "scalar": "own"})
+    tx = optax.chain(optax.identity(), beside)  # its own weights alone are not averaged
+    jax.eval_shape(vmapped(tx), params, jax.eval_shape(jax.vmap(tx.init), params), params)
+
+
 def test_a_lookahead_around_the_outer_step_is_refused():
     tx = optax.lookahead(optax.chain(optax.sgd(0.1), noloco()), 3, 0.5)
     params = jax.vmap(optax.LookaheadParams.init_synced)(random_tree(0, N))
