@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from noloco_jax.outer.momentum import Momentum, Origin, initial, kept, moved
-from noloco_jax.outer.rule import Number, added, at, computed
+from noloco_jax.outer.rule import Number, added, at, computed, scaled
 
 PyTree = Any
 
@@ -39,7 +39,7 @@ class DiLoCo:
     def message(self, state: Momentum, theta: PyTree, round: Any) -> PyTree:
         """m = βΔ."""
         beta = at(self.outer_lr, round)
-        return jax.tree.map(lambda th, phi: beta * (th - phi), theta, computed(state.slow))
+        return jax.tree.map(lambda th, phi: scaled(beta, th - phi), theta, computed(state.slow))
 
     def movement(self, state: Momentum, theta: PyTree, round: Any) -> PyTree:
         """sqrt(Δ² + δ²)."""
@@ -50,14 +50,14 @@ class DiLoCo:
         """δ ← αδ + mean; φ ← φ + δ, or φ ← φ + αδ + mean; θ ← φ."""
         del message
         alpha = at(self.outer_momentum, round)
-        momentum = jax.tree.map(lambda delta, m: alpha * delta + m, computed(state.momentum), mean)
-        step = jax.tree.map(lambda delta, m: alpha * delta + m, momentum, mean) if self.nesterov else momentum
+        momentum = jax.tree.map(lambda delta, m: scaled(alpha, delta) + m, computed(state.momentum), mean)
+        step = jax.tree.map(lambda delta, m: scaled(alpha, delta) + m, momentum, mean) if self.nesterov else momentum
         slow = added(computed(state.slow), step)
         return slow, kept(slow, momentum, self.state_dtype, round, self.origin)
 
     def correct(self, state: Momentum, theta: PyTree, correction: PyTree, round: Any) -> tuple[PyTree, Momentum]:
         """Add c to δ, and c (with Nesterov (1 + α) c) to φ and θ."""
         gain = 1 + at(self.outer_momentum, round) if self.nesterov else 1
-        step = jax.tree.map(lambda c: gain * c, correction)
+        step = jax.tree.map(lambda c: scaled(gain, c), correction)
         slow, momentum = added(computed(state.slow), step), added(computed(state.momentum), correction)
         return added(computed(theta), step), kept(slow, momentum, self.state_dtype, round, self.origin)

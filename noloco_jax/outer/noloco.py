@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from noloco_jax.outer.momentum import Momentum, Origin, initial, kept, moved
-from noloco_jax.outer.rule import Number, added, at, computed
+from noloco_jax.outer.rule import Number, added, at, computed, scaled
 
 PyTree = Any
 MOMENTUM_OF = ("steps", "corrections")
@@ -43,7 +43,7 @@ class NoLoCo:
     def message(self, state: Momentum, theta: PyTree, round: Any) -> PyTree:
         """m = βΔ + γφ."""
         beta, gamma = at(self.outer_lr, round), at(self.consensus, round)
-        return jax.tree.map(lambda th, phi: beta * (th - phi) + gamma * phi, theta, computed(state.slow))
+        return jax.tree.map(lambda th, phi: scaled(beta, th - phi) + scaled(gamma, phi), theta, computed(state.slow))
 
     def movement(self, state: Momentum, theta: PyTree, round: Any) -> PyTree:
         """sqrt(Δ² + δ²)."""
@@ -53,8 +53,8 @@ class NoLoCo:
     def receive(self, state: Momentum, message: PyTree, mean: PyTree, round: Any) -> tuple[PyTree, Momentum]:
         """φ ← φ + αδ + mean − γφ; θ ← φ; δ is that step, or its corrections alone (`of_corrections`)."""
         alpha, gamma = at(self.outer_momentum, round), at(self.consensus, round)
-        slow, carried = computed(state.slow), jax.tree.map(lambda delta: alpha * delta, computed(state.momentum))
-        step = jax.tree.map(lambda before, m, phi: before + (m - gamma * phi), carried, mean, slow)
+        slow, carried = computed(state.slow), jax.tree.map(lambda delta: scaled(alpha, delta), computed(state.momentum))
+        step = jax.tree.map(lambda before, m, phi: before + (m - scaled(gamma, phi)), carried, mean, slow)
         momentum = added(carried, jax.tree.map(jnp.subtract, mean, message)) if self.of_corrections else step
         slow = added(slow, step)
         return slow, kept(slow, momentum, self.state_dtype, round, self.origin)

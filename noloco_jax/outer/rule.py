@@ -107,6 +107,11 @@ def at(value: Number, round: Any) -> Any:
     return number.item() if isinstance(number, np.generic) else number  # whose dtype would count, unlike a float's
 
 
+def scaled(number: Any, x: jax.Array) -> jax.Array:
+    """Return number · x in the dtype of `x`: under `jax_enable_x64` a schedule's value may be wider."""
+    return (number.astype(x.dtype) if hasattr(number, "astype") else number) * x
+
+
 def compute_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """Return the dtype in which a leaf's outer step is computed: float32, or its own if wider or complex."""
     return common_dtype(dtype, jnp.float32)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from noloco_jax.outer.momentum import Origin, initial, kept
-from noloco_jax.outer.rule import Number, added, at, computed
+from noloco_jax.outer.rule import Number, added, at, computed, scaled
 
 PyTree = Any
 
@@ -65,7 +65,7 @@ class SparseLoCo:
         """Return Δ̂ and the rest of e ← βe + Δ."""
         beta = at(self.error_decay, round)
         error = jax.tree.map(
-            lambda e, th, phi: beta * e + (th - phi), computed(state.error), theta, computed(state.slow)
+            lambda e, th, phi: scaled(beta, e) + (th - phi), computed(state.error), theta, computed(state.slow)
         )
         sent = self.sparsify(error)
         return Split(sent, jax.tree.map(jnp.subtract, error, sent))
@@ -91,4 +91,4 @@ class SparseLoCo:
         )
 
     def _step(self, message: Split, round: Any) -> PyTree:
-        return jax.tree.map(lambda x: at(self.outer_lr, round) * x, message.sent)
+        return jax.tree.map(lambda x: scaled(at(self.outer_lr, round), x), message.sent)

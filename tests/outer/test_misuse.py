@@ -184,6 +184,32 @@ def test_a_numpy_number_leaves_the_states_dtypes(make):
     assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda wide: noloco(outer_lr=wide, outer_momentum=wide, consensus=wide),
+        lambda wide: noloco(outer_lr=wide, outer_momentum=wide, momentum_of="corrections", delay=1),
+        lambda wide: nj.diloco(wide, wide, sync_every=1, delay=1),
+        lambda wide: nj.sparseloco(wide, wide, sync_every=1),
+    ],
+    ids=["noloco", "late corrections", "diloco", "sparseloco"],
+)
+@pytest.mark.parametrize(
+    "wide", [lambda round: jnp.array([0.7, 0.1])[round % 2], np.array(0.7)], ids=["table", "array"]
+)
+def test_numbers_wider_than_the_parameters_leave_the_states_dtypes(make, wide):
+    """Under x64 many schedules are float64, also Optax's: float32 weights must not send and keep float64."""
+    with jax.enable_x64(True):
+        outer, params = make(wide), jnp.ones((N, 3), jnp.float32)
+        state = jax.eval_shape(jax.vmap(outer.init), params)
+        _, stepped = jax.eval_shape(jax.vmap(outer.step, axis_name="replica"), params, state)
+        _, updated = jax.eval_shape(jax.vmap(outer.update, axis_name="replica"), params, state, params)
+        message = jax.eval_shape(outer.rule.message, outer.rule.init(params), params, jnp.int32(0))
+    for after in (stepped, updated):
+        assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
+    assert {x.dtype for x in jax.tree.leaves(message)} == {params.dtype}
+
+
 def test_hyperparameters_may_be_injected():
     plain, params = noloco(outer_lr=0.3, consensus=0.2), random_tree(0, N)
     injected = optax.inject_hyperparams(nj.noloco)(
