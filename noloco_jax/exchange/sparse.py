@@ -59,7 +59,7 @@ class TopEntries:
         sizes = jnp.abs(values)
         least = jnp.min(sizes, axis=-1, keepdims=True)
         is_large = sizes > jnp.where(least == 0, 0, jnp.mean(sizes, axis=-1, keepdims=True))
-        small, large = (jnp.mean(sizes, axis=-1, keepdims=True, where=which) for which in (~is_large, is_large))
+        small, large = (_mean_of(sizes, which) for which in (~is_large, is_large))
         rounded = jnp.sign(values) * lax.reduce_precision(jnp.where(is_large, large, small), 8, 7)
         # The barrier makes the message and the remaining error use the same bits.
         return lax.optimization_barrier(_filled(chunks.shape, positions, rounded).astype(chunks.dtype))
@@ -163,6 +163,12 @@ def _gathered_in_a_ring(block: jax.Array, axes: ReplicaAxes) -> jax.Array:
     blocks = jnp.concatenate([block[None], others])  # from this device, the one before it, the one before that, ...
     blocks = jnp.take(blocks, (lax.axis_index(axes.device) - jnp.arange(number)) % number, axis=0)
     return blocks.reshape(-1, *block.shape[1:])
+
+
+def _mean_of(sizes: jax.Array, which: jax.Array) -> jax.Array:
+    """Return the mean of a row's chosen sizes (..., 1); 0 of none, where a NaN would stop `jax_debug_nans`."""
+    number = jnp.sum(which, axis=-1, keepdims=True, dtype=sizes.dtype)
+    return jnp.sum(sizes, axis=-1, keepdims=True, where=which) / jnp.maximum(number, 1)
 
 
 def _filled(shape: tuple[int, ...], positions: jax.Array, values: jax.Array) -> jax.Array:
