@@ -74,17 +74,19 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
       axis_names: the axes of replicas.
     """
 
-    expected: dict[Any, Any] = {}  # structure of parameters -> structure of their state
+    expected: dict[Any, Any] = {}  # structure and shapes of parameters -> structure of their state, shapes of `rule`
 
     def init_fn(params: PyTree) -> OuterState:
         return steps.init(params)
 
     def check(params: PyTree, state: Any) -> None:
         check_params(params, axis_names)
-        structure = jax.tree.structure(params)
-        if structure not in expected:
-            expected[structure] = jax.tree.structure(jax.eval_shape(steps.init, params))
-        if jax.tree.structure(state) != expected[structure]:
+        key = _form(params)
+        if key not in expected:
+            made = jax.eval_shape(steps.init, params)
+            expected[key] = jax.tree.structure(made), _form(made.rule)
+        structure, rule = expected[key]
+        if jax.tree.structure(state) != structure or _form(state.rule) != rule:
             raise ValueError(
                 "the state was made for other parameters, or by an outer optimizer with other settings (a delay, a "
                 "modulo wire format, another method): give what it was made with, or make a new one by init(params)"
@@ -218,6 +220,12 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
         keep=steps.keep,
         enter=enter_fn,
     )
+
+
+def _form(tree: PyTree) -> tuple[Any, tuple]:
+    """Return the structure and the shapes of a tree."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple(jnp.shape(leaf) for leaf in leaves)
 
 
 def _update_dtype(update: Any, param: Any) -> Any:

@@ -147,6 +147,15 @@ def test_a_state_of_other_settings_is_refused(other, was_made_with):
             step(params, state, params)
 
 
+def test_a_state_of_parameters_of_other_shapes_is_refused():
+    """Also where NumPy's rules would stretch it: the slow weights of one row would pull all rows to it."""
+    made, used = {"w": np.zeros((N, 1, 3), np.float32)}, {"w": np.zeros((N, 4, 3), np.float32)}
+    state = jax.eval_shape(jax.vmap(noloco().init), made)
+    for step in (noloco().step, lambda params, state: noloco().update(params, state, params)):
+        with pytest.raises(ValueError, match="the state was made for other parameters"):
+            jax.eval_shape(jax.vmap(step, axis_name="replica"), used, state)
+
+
 @pytest.mark.parametrize("settings", [{}, {"wire": "modulo4", "fragments": 2}, {"wire": "modulo4", "delay": 1}])
 def test_a_state_made_inside_shard_map_serves_as_one_made_outside(settings):
     outer, specs = noloco(**settings), {"mesh": mesh_of(N), "in_specs": P("replica"), "out_specs": P("replica")}
