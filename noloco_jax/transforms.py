@@ -228,8 +228,11 @@ def epidemic(
       A transform whose state is an `OuterState`.
 
     Raises:
+      TypeError: if `neighbours` are none.
       ValueError: if a number is out of its range, or a name unknown.
     """
+    if not isinstance(neighbours, RandomNeighbours):
+        raise TypeError(f"neighbours is {type(neighbours).__name__}: give graphs, such as nj.RandomNeighbours(N)")
     cut, schedule = _schedule(sync_every, fragments, delay)
     code = wire_of(wire)
     if isinstance(code, Modulo):

@@ -459,6 +459,12 @@ def test_what_is_no_pairing_is_refused(pairing):
         nj.noloco(pairing)
 
 
+@pytest.mark.parametrize("neighbours", [nj.RandomPairing(4), 4])
+def test_what_is_no_graph_is_refused(neighbours):
+    with pytest.raises(TypeError, match=r"neighbours is \w+: give graphs, such as nj.RandomNeighbours\(N\)"):
+        nj.epidemic(neighbours)
+
+
 def test_an_injected_top_k_is_refused_with_what_to_do():
     tx = optax.inject_hyperparams(nj.sparseloco)(outer_lr=0.7, sync_every=4)
     params = {"w": jnp.ones((2, 8))}
