@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from noloco_jax.islands.protocol.island import Island, Journal
 from noloco_jax.islands.protocol.messages import Identity
 
-IDENTITY = Identity("run", {"seed": "1"}, "model", "roster", "codec", "pace", "bytes")
+IDENTITY = Identity("run", {"seed": "1"}, "model", "roster", "codec", "pace", "bytes", first_weights="norm 1")
 ROUND = 10.0  # seconds
 LATENCY = 0.05
 TRANSFER = 1.0  # of a message
