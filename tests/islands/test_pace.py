@@ -52,6 +52,15 @@ def test_islands_of_unequal_speed_without_pace_rarely_meet_and_advise_it():
     assert len(advice) <= 6  # once for each other island
 
 
+def test_unequal_speed_that_costs_no_exchange_is_not_told():
+    """A machine may be busy for a while: the slower island loses a third of a round in each, within the patience."""
+    settings = dataclasses.replace(SETTINGS, keeps_pace=False)
+    world = paced([ROUND, 1.3 * ROUND], 6 * ROUND, settings=settings)
+    nodes = world.nodes.values()
+    assert all(len(node.applied) >= 4 for node in nodes)
+    assert not any("--pace=time" in line for node in nodes for line in node.lines)
+
+
 def test_islands_of_equal_speed_take_every_step_of_the_schedule():
     world = paced([ROUND] * 4, 60 * ROUND).finish()
     for node in world.nodes.values():

@@ -58,7 +58,8 @@ class Exchanges:
         self.meetings: dict[int, Meeting] = {}
         self.due = 0
         self.lags: list[int] = []  # lag of each correction
-        self._unequal: set[str] = set()  # peers of which unequal speed was told
+        self._unequal: dict[str, tuple[float, float]] = {}  # peer -> seconds of an inner step here and there
+        self._told_unequal: set[str] = set()
 
     # Rounds.
 
@@ -293,12 +294,11 @@ class Exchanges:
 
     def _keep_pace(self, peer: Peer, round: int, timing: Timing | None) -> None:
         context = self._context
-        if peer.name not in self._unequal and (seconds := context.pace.unequal(timing)) is not None:
-            self._unequal.add(peer.name)
-            context.tell(
-                f"an inner step takes {seconds[0]:.3g} s here and {seconds[1]:.3g} s on {peer.name}: islands of "
-                "unequal speed hardly meet in equal steps; start all of them with --pace=time (nj.Island has no pace)"
-            )
+        seconds = context.pace.unequal(timing)
+        if seconds is not None:
+            self._unequal[peer.name] = seconds
+        elif timing is not None:
+            self._unequal.pop(peer.name, None)
         context.pace.hear(peer.name, round, timing, context.now)
         context.pace.meet(round, timing, context.now, peer.delay)
 
@@ -434,6 +434,12 @@ class Exchanges:
 
     def _drop(self, round: int, peer: Peer, reason: str, one_sided: bool = False) -> None:
         self._context.actions.append(Drop(round, peer.name, reason, one_sided))
+        if peer.name not in self._told_unequal and (seconds := self._unequal.get(peer.name)) is not None:
+            self._told_unequal.add(peer.name)
+            self._context.tell(
+                f"an inner step takes {seconds[0]:.3g} s here and {seconds[1]:.3g} s on {peer.name}: islands of "
+                "unequal speed hardly meet in equal steps; start all of them with --pace=time (nj.Island has no pace)"
+            )
 
     def _give_up(self, round: int, reason: str) -> None:
         for exchange in self.recovery.give_up(round):
