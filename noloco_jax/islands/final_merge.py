@@ -71,7 +71,6 @@ class FinalMerge:
         if self._is_stopping():
             self._report("not merged, as it is told to stop: `island merge --workdirs` makes the mean of what is saved")
             return state
-        state = self._steps.at_rest(state)[0]  # an exchange may have been settled meanwhile, as its partner has it
         likes, structure = jax.tree.flatten(state.params)
         own = [x.astype(np.float32, copy=False) for x in to_first_process(likes)]
         with ThreadPoolExecutor(1, thread_name_prefix="merge") as thread:
@@ -85,7 +84,7 @@ class FinalMerge:
             self._is_over.set()
             leaves = [x.astype(like.dtype) for x, like in zip(mean(), likes, strict=agent is not None)]
         if agent is not None:
-            agent.take_all()  # nothing that is later is added to the mean
+            agent.take_all()  # what came meanwhile is in no mean, as the others may have had the weights before
         specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in likes]
         return state._replace(params=structure.unflatten(from_first_process(leaves, specs)))
 
