@@ -63,17 +63,14 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def full_disk_told(folder: Path) -> Iterator[None]:
-    """Make a `TransientError` of a full disk that its body meets while it writes to `folder`."""
+def full_disk_told(folder: Path, then: str = "the same command resumes from the last checkpoint") -> Iterator[None]:
+    """Make a `TransientError` of a full disk that its body meets while it writes to `folder`; `then` follows room."""
     try:
         yield
     except OSError as error:
         if not is_full_disk(error):
             raise
-        raise TransientError(
-            f"{error.filename or folder}: no space left on device: make room, the same command resumes from the last "
-            "checkpoint"
-        ) from error
+        raise TransientError(f"{error.filename or folder}: no space left on device: make room, {then}") from error
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> Path:

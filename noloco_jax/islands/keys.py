@@ -23,8 +23,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from noloco_jax.errors import TransientError, UserError, tell
-from noloco_jax.files import is_full_disk, write_whole
+from noloco_jax.errors import UserError, tell
+from noloco_jax.files import full_disk_told, write_whole
 from noloco_jax.islands.certificates import (
     expiry_of,
     fault_of,
@@ -121,14 +121,8 @@ def signing_alone(folder: Path) -> Iterator[None]:
             except BlockingIOError:
                 tell(f"waits for another command that signs with the keys in {folder}")
                 fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
+        with full_disk_told(folder, "and give the same command again"):
             yield
-        except OSError as error:
-            if not is_full_disk(error):
-                raise
-            raise TransientError(
-                f"{folder}: {error.strerror or error}: make room, and give the same command again"
-            ) from None
 
 
 def authority_key(folder: Path) -> ec.EllipticCurvePrivateKey:

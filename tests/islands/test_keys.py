@@ -138,7 +138,7 @@ def test_keys_are_made_once_a_full_disk_has_room_again():
         for more in ([], ["--replace=paris"]):
             disk.fill()
             before = contents(disk.folder)
-            with pytest.raises(TransientError, match=r"No space left on device: make room, and give .* again"):
+            with pytest.raises(TransientError, match=r"no space left on device: make room, and give .* again"):
                 make(disk.folder / "roster.toml", *more)
             assert contents(disk.folder) == before
             disk.empty()
