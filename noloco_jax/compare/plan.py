@@ -211,9 +211,10 @@ def _references(variants: Sequence[Variant], runs: Sequence[Run]) -> dict[Varian
     """Map each variant to its reference: the one that it names, or the ddp of its inner optimizer most like it."""
     configs = {variant: next(run.config for run in runs if run.variant == variant) for variant in variants}
 
-    def unlike(variant: Variant, other: Variant) -> int:
-        rows = changes(configs[variant], configs[other])
-        return sum(row.field != "method" and not row.field.startswith("outer.") for row in rows)
+    def unlike(variant: Variant, other: Variant) -> tuple[int, int, bool]:
+        fields = [row.field for row in changes(configs[variant], configs[other]) if row.field != "method"]
+        of_outer = sum(field.startswith("outer.") for field in fields)  # differ where a reference is varied
+        return len(fields) - of_outer, of_outer, other != variant
 
     references = {}
     for variant in variants:

@@ -152,6 +152,13 @@ def test_the_reference_is_the_most_similar_ddp_with_the_same_inner_optimizer(con
     }
 
 
+def test_the_value_of_a_named_reference_is_the_variants_own(config_file):
+    variants = ["coarse:", "fine:outer.wire=int4,reference=coarse"]
+    plan = plan_of(config_file, methods=["ddp"], variants=variants, vary="outer.sync_every=2,4")
+    named = {variant.name: other.name for variant, other in plan.references.items() if variant.title == "fine"}
+    assert named == {f"fine-outer.sync_every={every}": f"coarse-outer.sync_every={every}" for every in (2, 4)}
+
+
 def test_other_seeds_are_trained_only_at_the_best_value_of_the_first(config_file):
     plan = plan_of(config_file, methods=["ddp", "noloco"], seeds=3, tune="inner.lr=0.01,0.02,0.03")
     first = [run for run in plan.runs if run.seed == 7]
