@@ -154,6 +154,13 @@ def make_plan(
     for (flag, choices), (other, others) in itertools.combinations(flags, 2):
         for field in set(choices.fields) & set(others.fields):
             raise UserError(f"{other} and {flag} both have {field}: give it to one of them")
+    for variant, (flag, choices) in itertools.product(variants, flags):
+        own = [field for field in choices.fields if variant.sets(field)]
+        if own and variant.heeds(choices):  # its rows would name values that it was not trained with
+            raise UserError(
+                f"{flag} changes {' and '.join(choices.fields)} together, and {variant.title} sets {own[0]} itself: "
+                "let it set all of them, or none"
+            )
     seeds = tuple(range(base.seed, base.seed + num_seeds))
     runs = [
         _run(file, overrides, variant, seed, vary, tune, value)
@@ -225,7 +232,7 @@ def _references(variants: Sequence[Variant], runs: Sequence[Run]) -> dict[Varian
             ddps = (other for other in variants if other.method == "ddp")
             others = [other for other in ddps if configs[other].inner.optimizer == optimizer]
         if others:
-            references[variant] = min(others, key=lambda other: (unlike(variant, other), other != variant))
+            references[variant] = min(others, key=lambda other: unlike(variant, other))
     return references
 
 

@@ -259,6 +259,11 @@ def test_fields_that_refer_to_a_varied_one_follow_it(config_file):
         (["--tune=inner.lr=0.1,0.2", "--vary=inner.lr=0.1,0.2"], ["--tune and --vary both have inner.lr"]),
         (["--vary=num_steps/eval_every=8/4,16"], ["'16' has not a value for each of num_steps and eval_every"]),
         (["--vary=num_steps=8,16", "--vary=num_steps/eval_every=8/4,16/4"], ["both have num_steps"]),
+        (
+            ["--vary=inner.lr/eval_every=0.1/4,0.2/8", "--variant=fast:inner.lr=0.3"],
+            ["--vary changes inner.lr and eval_every together", "fast sets inner.lr itself"],
+        ),
+        (["--tune=inner.lr/inner.b1=0.1/0.8,0.2/0.9", "--variant=fast:inner.b1=0.7"], ["--tune", "fast sets inner.b1"]),
         (["@nowhere.txt"], ["@nowhere.txt", "a file of flags"]),
         (["--jobs=0"], ["--jobs=0"]),
         (["--workdr=x"], ["--workdr", "did you mean '--workdir'"]),
