@@ -205,7 +205,7 @@ def draw_laws(rows: Sequence[Row], laws: Sequence[Law], path: Path) -> bool:
         lengths = [row.runs[0].config.num_steps for row in law.rows]
         for place, length in enumerate(sorted(set(lengths))):
             there = np.array(lengths) == length
-            label = f"{law.rows[0].variant.title}, {length:,} steps"
+            label = f"{law.title}, {length:,} steps"
             marker = _MARKS[place % len(_MARKS)]
             axes.plot(law.meetings[there], law.gaps[there], marker, color=color, markersize=8, label=label)
     for axis in (axes.xaxis, axes.yaxis):

@@ -8,7 +8,7 @@ import numpy as np
 
 from noloco_jax.compare.plan import Plan
 from noloco_jax.compare.rows import Row, mean_and_std
-from noloco_jax.compare.variants import Variant
+from noloco_jax.compare.variants import Choices, Variant
 from noloco_jax.config import TrainConfig
 from noloco_jax.run.messages import num_outer_steps
 
@@ -23,6 +23,7 @@ class Law:
     """A power law that was fitted to the rows of a variant.
 
     Attributes:
+      title: the variant's, with its values of the fields that vary otherwise.
       rows: those with a gap above zero, which has a logarithm.
       meetings: outer steps of a weight in a row's whole run.
       gaps: percent, the mean over the seeds.
@@ -32,6 +33,7 @@ class Law:
       worst: by which factor a point is off at most when the law is fitted to the others.
     """
 
+    title: str
     rows: Sequence[Row]
     meetings: np.ndarray
     gaps: np.ndarray
@@ -50,7 +52,7 @@ class Law:
 
     def __str__(self) -> str:
         return (
-            f"{self.rows[0].variant.title}: gap = {self.at_unit:.3g} % x (meetings of a weight / {_UNIT})^-b with b = "
+            f"{self.title}: gap = {self.at_unit:.3g} % x (meetings of a weight / {_UNIT})^-b with b = "
             f"{self.power:.2f} ± {self.power_error:.2f}, fitted to {len(self.rows)} rows; each is predicted by the "
             f"others within a factor of {self.worst:.2f}"
         )
@@ -61,7 +63,7 @@ def num_meetings(config: TrainConfig) -> float:
     return num_outer_steps(config) / config.outer.fragments
 
 
-def fit_laws(plan: Plan, rows: Sequence[Row]) -> list[Law]:
+def fit_laws(rows: Sequence[Row]) -> list[Law]:
     """Fit a law to the rows of every variant that differ in their length or in how often they meet alone.
 
     Rows whose gap is not above zero are left out: nothing is left of it there that a law of this form could tell. So
@@ -70,17 +72,17 @@ def fit_laws(plan: Plan, rows: Sequence[Row]) -> list[Law]:
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
         if num_meetings(row.runs[0].config) and 0 < mean_and_std(row.figures["gap_percent"])[0] < math.inf:
-            groups.setdefault(_group(plan, row.variant), []).append(row)
-    laws = (_fit(group) for group in groups.values())
+            groups.setdefault(_group(row.variant), []).append(row)
+    laws = (_fit(_title(group[0].variant), group) for group in groups.values())
     return [law for law in laws if law is not None]
 
 
 def predictions(plan: Plan, rows: Sequence[Row], laws: Sequence[Law]) -> Iterator[str]:
     """Say what the laws expect of the variants without a finished run."""
     finished = {row.variant for row in rows}
-    of_group = {_group(plan, law.rows[0].variant): law for law in laws}
+    of_group = {_group(law.rows[0].variant): law for law in laws}
     for variant in plan.variants:
-        law = of_group.get(_group(plan, variant))
+        law = of_group.get(_group(variant))
         if law is not None and variant not in finished:
             meetings = num_meetings(plan.runs_of(variant, plan.seeds[0])[0].config)
             gap, factor = law.predict(np.array(meetings))
@@ -92,12 +94,17 @@ def _is_frequency(fields: set[str]) -> bool:
     return bool(fields & _FREQUENCY) and fields <= _FREQUENCY | _WITH_LENGTH
 
 
-def _group(plan: Plan, variant: Variant) -> tuple:
-    others = (choices for choices in plan.vary if not _is_frequency(set(choices.fields)))
-    return variant.title, *(variant.value_of(choices) for choices in others)
+def _group(variant: Variant) -> tuple[str, tuple[tuple[Choices, str], ...]]:
+    """Return a variant's title, and its values of the varied fields that change more than the number of meetings."""
+    return variant.title, tuple(pair for pair in variant.values if not _is_frequency(set(pair[0].fields)))
 
 
-def _fit(rows: Sequence[Row]) -> Law | None:
+def _title(variant: Variant) -> str:
+    title, values = _group(variant)
+    return " ".join([title, *(f"{choices.title()}={choices.title(value)}" for choices, value in values)])
+
+
+def _fit(title: str, rows: Sequence[Row]) -> Law | None:
     meetings = np.array([num_meetings(row.runs[0].config) for row in rows])
     gaps = np.array([mean_and_std(row.figures["gap_percent"])[0] for row in rows])
     x, logs = np.log(meetings / _UNIT), np.log(gaps)
@@ -111,7 +118,7 @@ def _fit(rows: Sequence[Row]) -> Law | None:
     error = math.sqrt((residuals**2).sum() / (len(x) - 2) / ((x - x.mean()) ** 2).sum())
     left_out = (np.arange(len(x)) != index for index in range(len(x)))
     off = [abs(logs[~others] - _log_gap(x[others], logs[others], x[~others]))[0] for others in left_out]
-    return Law(rows, meetings, gaps, math.exp(at_unit), power, error, math.exp(max(off)))
+    return Law(title, rows, meetings, gaps, math.exp(at_unit), power, error, math.exp(max(off)))
 
 
 def _log_gap(x: np.ndarray, logs: np.ndarray, at: np.ndarray) -> np.ndarray:

@@ -224,7 +224,7 @@ class Comparison:
             pictures["validation perplexity and replica spread"] = "comparison.png"
         if draw_bytes(rows, self._workdir / "comparison_bytes.png"):
             pictures["gap against bytes sent"] = "comparison_bytes.png"
-        laws = fit_laws(plan, rows)
+        laws = fit_laws(rows)
         if draw_laws(rows, laws, self._workdir / "comparison_meetings.png"):
             pictures["gap against meetings"] = "comparison_meetings.png"
         page = report.markdown(plan, rows, self._command, pictures, missing, laws)

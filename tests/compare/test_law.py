@@ -24,8 +24,8 @@ def trained(config_file, tmp_path, gap, *overrides, without=(), every="2,4,8,20"
 
 
 def test_a_power_law_is_recovered_from_runs_that_follow_it(config_file, tmp_path):
-    plan, rows = trained(config_file, tmp_path, lambda meetings: 3 * (meetings / 100) ** -0.7)
-    (law,) = fit_laws(plan, rows)
+    _, rows = trained(config_file, tmp_path, lambda meetings: 3 * (meetings / 100) ** -0.7)
+    (law,) = fit_laws(rows)
     assert (law.at_unit, law.power) == pytest.approx((3, 0.7), rel=1e-6)
     assert (law.power_error, law.worst) == pytest.approx((0, 1), abs=1e-6)
 
@@ -38,8 +38,8 @@ def test_meetings_of_a_weight_are_those_of_its_fragment(config_file, tmp_path):
 
 def test_the_errors_are_those_of_linear_regression(config_file, tmp_path):
     noise = dict(zip((20, 10, 5, 2, 40, 4), (1.1, 0.9, 1.05, 0.95, 1.0, 1.2), strict=True))
-    plan, rows = trained(config_file, tmp_path, lambda meetings: noise[meetings] * 3 * (meetings / 100) ** -0.7)
-    (law,) = fit_laws(plan, rows)
+    _, rows = trained(config_file, tmp_path, lambda meetings: noise[meetings] * 3 * (meetings / 100) ** -0.7)
+    (law,) = fit_laws(rows)
     table = np.stack([np.ones(len(law.gaps)), np.log(law.meetings)], axis=1)
     found, (left,), *_ = np.linalg.lstsq(table, np.log(law.gaps))
     covariance = left / (len(table) - 2) * np.linalg.inv(table.T @ table)
@@ -60,15 +60,15 @@ def test_the_errors_are_those_of_linear_regression(config_file, tmp_path):
     ids=["no gap", "one that grows", "too few points"],
 )
 def test_no_law_is_fitted_to_runs_that_follow_none(config_file, tmp_path, gap, every):
-    plan, rows = trained(config_file, tmp_path, gap, every=every)
-    assert fit_laws(plan, rows) == []
+    _, rows = trained(config_file, tmp_path, gap, every=every)
+    assert fit_laws(rows) == []
     assert not draw_laws(rows, [], tmp_path / "law.png")
 
 
 def test_the_page_predicts_the_gap_of_unfinished_runs(config_file, tmp_path):
     name = "noloco-num_steps=80-outer.sync_every=2"
     plan, rows = trained(config_file, tmp_path, lambda n: 3 * (n / 100) ** -0.5, without=[f"{name}-seed7"])
-    laws = fit_laws(plan, rows)
+    laws = fit_laws(rows)
     page = report.markdown(plan, rows, "command", {}, [], laws)
     assert "gap = 3 % x (meetings of a weight / 100)^-b with b = 0.50 ± 0.00, fitted to 7 rows" in page
     assert (
@@ -85,7 +85,7 @@ def test_variants_that_differ_in_more_than_meetings_get_separate_laws(config_fil
         power = {2: 0.5, 4: 0.9}[run.config.num_replicas]
         above = num_meetings(run.config) ** -power if run.variant.method == "noloco" else 0.0
         train(run, tmp_path, 10 * (1 + above))
-    assert [law.power for law in fit_laws(plan, make_rows(plan, tmp_path))] == pytest.approx([0.5, 0.9])
+    assert [law.power for law in fit_laws(make_rows(plan, tmp_path))] == pytest.approx([0.5, 0.9])
 
 
 def test_a_warmup_that_varies_by_itself_gets_separate_laws(config_file, tmp_path):
@@ -95,7 +95,7 @@ def test_a_warmup_that_varies_by_itself_gets_separate_laws(config_file, tmp_path
         power = {1: 0.5, 2: 0.9}[run.config.inner.warmup_steps]
         above = num_meetings(run.config) ** -power if run.variant.method == "noloco" else 0.0
         train(run, tmp_path, 10 * (1 + above))
-    assert [law.power for law in fit_laws(plan, make_rows(plan, tmp_path))] == pytest.approx([0.5, 0.9])
+    assert [law.power for law in fit_laws(make_rows(plan, tmp_path))] == pytest.approx([0.5, 0.9])
 
 
 def test_no_law_is_fitted_over_intervals_that_bring_another_wire_format_with_them(config_file, tmp_path):
@@ -104,4 +104,17 @@ def test_no_law_is_fitted_over_intervals_that_bring_another_wire_format_with_the
     for run in plan.runs:
         above = num_meetings(run.config) ** -0.5 if run.variant.method == "noloco" else 0.0
         train(run, tmp_path, 10 * (1 + above))
-    assert fit_laws(plan, make_rows(plan, tmp_path)) == []
+    assert fit_laws(make_rows(plan, tmp_path)) == []
+
+
+def test_laws_of_one_variant_are_told_apart_by_its_other_varied_fields(config_file, tmp_path):
+    plan = plan_of(
+        config_file, methods=["ddp", "noloco"], vary=("inner.optimizer=adam,muon", "outer.sync_every=1,2,4,8")
+    )
+    for run in plan.runs:
+        is_reference, power = run.variant.method == "ddp", 0.5 if run.config.inner.optimizer == "adam" else 0.9
+        train(run, tmp_path, 10.0 if is_reference else 10 + num_meetings(run.config) ** -power)
+    laws = fit_laws(make_rows(plan, tmp_path))
+    titles = [f"noloco inner.optimizer={optimizer}" for optimizer in ("adam", "muon")]
+    assert [str(law).partition(":")[0] for law in laws] == titles
+    assert [law.power for law in laws] == pytest.approx([0.5, 0.9])
