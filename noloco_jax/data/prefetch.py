@@ -7,6 +7,8 @@ sequence the position after it, so any number of workers can continue where any 
 import functools
 import multiprocessing
 import os
+import re
+import signal
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -21,7 +23,7 @@ from grain.experimental import ThreadPrefetchIterDataset
 from noloco_jax.data.packing import HostSequence, Packer
 from noloco_jax.data.positions import DataPosition, after_document, share
 from noloco_jax.data.source import EpochShard, Source
-from noloco_jax.errors import UserError
+from noloco_jax.errors import TransientError, UserError
 
 T = TypeVar("T")
 
@@ -33,6 +35,10 @@ class Positions:
     """The positions before each of some documents. A class, because Grain would treat a plain list as a pytree."""
 
     positions: Sequence[DataPosition]
+
+
+class WorkerLostError(TransientError):
+    """A worker process was killed or broke down; another may make its chunks."""
 
 
 class Chunk(TypedDict):
@@ -181,13 +187,27 @@ def _chunks_of_workers(documents: ReplicaDocuments, position: DataPosition, num_
             workers[-1].start_prefetch()
         turn = 0
         while True:
-            chunk = next(workers[turn])
+            chunk = _next_chunk(workers[turn])
             turn = (turn + chunk["ends_turn"]) % num_workers
             chunk["tokens"] = np.array(chunk["tokens"])  # a copy frees the shared memory
             yield chunk
     finally:
         for worker in workers:
             worker.close()
+
+
+def _next_chunk(worker: grain.DatasetIterator[Chunk]) -> Chunk:
+    """Return the next chunk of a worker; raise `WorkerLostError` where its process has ended."""
+    try:
+        return next(worker)
+    except RuntimeError as error:  # Grain has no class for it
+        if (found := re.search(r"terminated unexpectedly with exit code (-?\d+)", str(error))) is None:
+            raise
+        status = int(found[1])
+        reason = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+        raise WorkerLostError(
+            f"a process that reads data (data.num_workers) {reason}, as where memory is short"
+        ) from None
 
 
 def sequences(
@@ -264,6 +284,10 @@ def prefetched(make: Callable[[], Generator[T]], buffer_size: int) -> grain.Data
 
 
 def _init_worker(index: int, count: int) -> None:
+    # A terminal sends these to all processes; the trainer needs its batches until it has saved. SIGTERM stays, as
+    # multiprocessing ends workers by it at the interpreter's end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers are the parallelism
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

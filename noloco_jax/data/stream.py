@@ -19,7 +19,7 @@ from noloco_jax.data.packing import HostBatch, HostSequence
 from noloco_jax.data.positions import DataPosition, start_position
 from noloco_jax.data.source import Source
 from noloco_jax.data.tokenizers import Tokenizer
-from noloco_jax.errors import UserError
+from noloco_jax.errors import UserError, tell
 
 if TYPE_CHECKING:
     import grain
@@ -124,6 +124,15 @@ class Stream(Iterator[HostBatch]):
         self._prefetched.start_prefetch()
 
     def __next__(self) -> HostBatch:
+        from noloco_jax.data.prefetch import WorkerLostError  # Grain takes a second to import.
+
+        try:
+            return self._next()
+        except WorkerLostError as error:
+            tell(f"warning: {error}: reading begins anew after the last batch")
+            return self._next()
+
+    def _next(self) -> HostBatch:
         self.start()
         assert self._prefetched is not None
         try:

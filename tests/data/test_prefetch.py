@@ -2,19 +2,24 @@
 
 import itertools
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from noloco_jax.config import DataConfig
-from noloco_jax.data import parquet, redistribute
+from noloco_jax.data import parquet, prefetch, redistribute
 from noloco_jax.data.from_config import open_source
 from noloco_jax.data.positions import DataPosition, start_position
-from noloco_jax.data.prefetch import ReplicaDocuments, chunks
+from noloco_jax.data.prefetch import ReplicaDocuments, WorkerLostError, chunks
+from noloco_jax.errors import TransientError
 from support.data_makers import CountingTokenizer, open_streams, write_counting, write_rows
 
 KINDS = ["c4", "jsonl", "parquet", "text"]
@@ -119,6 +124,55 @@ def test_workers_start_with_their_stream_and_end_when_the_trainer_is_killed(tmp_
     while any(map(is_running, workers)):
         assert time.monotonic() < give_up
         time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def many_documents(tmp_path_factory):
+    """More documents than workers have made when their stream begins."""
+    path = tmp_path_factory.mktemp("data") / "many.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{60 * k} 60"}) + "\n" for k in range(20_000)))
+    return DataConfig(kind="jsonl", path=str(path), validation_path="elsewhere", sequence_length=64, batch_size=64)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGKILL])
+def test_batches_continue_where_a_worker_gets_a_signal(many_documents, number, capfd):
+    """Ctrl-C comes to all processes of a terminal, SIGTERM to all of Slurm's, SIGKILL where memory is short."""
+    (alone,), (helped,) = open_streams(many_documents, 1), open_streams(replace(many_documents, num_workers=2), 1)
+    with closing(helped):
+        for step in range(60):
+            if step == 1:
+                pid = multiprocessing.active_children()[0].pid
+                assert pid is not None
+                os.kill(pid, number)
+            assert (next(helped)["input_ids"] == next(alone)["input_ids"]).all()
+    lines = [line for line in capfd.readouterr().err.splitlines() if "resource_tracker" not in line]
+    ends = number in (signal.SIGTERM, signal.SIGKILL)
+    begun_anew = f"was ended by {number.name}, as where memory is short: reading begins anew after the last batch"
+    assert len(lines) == ends and all(line.endswith(begun_anew) for line in lines)
+
+
+def test_a_worker_that_ends_twice_for_one_batch_ends_the_run(many_documents, monkeypatch):
+    (stream,), (alone,) = open_streams(many_documents, 1), open_streams(many_documents, 1)
+
+    def lost(*arguments):
+        raise WorkerLostError("a process that reads data was ended")
+        yield
+
+    with monkeypatch.context() as patched, pytest.raises(TransientError, match="reads data was ended"):
+        patched.setattr(prefetch, "chunks", lost)
+        next(stream)
+    assert (next(stream)["input_ids"] == next(alone)["input_ids"]).all()
+
+
+def test_a_program_that_leaves_its_stream_open_ends_with_its_workers(many_documents, tmp_path):
+    script = tmp_path / "leave.py"
+    script.write_text(READ_WITH_WORKERS.replace("time.sleep(600)", "sys.exit(3)"))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    leaving = subprocess.run(
+        [sys.executable, script, many_documents.path], env=environment, stdout=subprocess.PIPE, text=True, timeout=120
+    )
+    assert leaving.returncode == 3
+    assert not any(is_running(int(pid)) for pid in leaving.stdout.split())
 
 
 def is_running(pid: int) -> bool:
