@@ -2,7 +2,9 @@
 
 import contextlib
 import importlib
+import os
 import re
+import select
 import sys
 import warnings
 from collections.abc import Callable
@@ -47,7 +49,28 @@ def main_with_errors(main: Callable[[], int | None]) -> None:
     except UserError as error:
         tell(f"error: {error}")
         status = error.exit_status
+    except BrokenPipeError:
+        if not _output_is_lost():
+            raise
+        tell("error: nothing reads the standard output any more, so the command stopped")
+        status = 1
+    _output_is_lost()  # rather than at the interpreter's exit, which prints the error and changes the status
     sys.exit(status or 0)
+
+
+def _output_is_lost() -> bool:
+    """Flush standard output; return True, and drop the rest of it, where its reader is gone, as after `| head`."""
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout, 0)  # for errors alone
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.flush()
+        if not poll.poll(0):
+            return False
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (AttributeError, ValueError, OSError):  # no standard output or none of the system's, or another error
+        return False
+    return True
 
 
 def run_command(module: str) -> None:
