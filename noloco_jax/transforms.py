@@ -331,6 +331,8 @@ def _check_pairing(pairing: Any) -> None:
 
 def _known(value: Any) -> float | None:
     """Return the value of a concrete number; None for a schedule or a traced number."""
+    if isinstance(value, str):
+        raise TypeError(f"{value!r} is a text: give a number")
     return None if callable(value) or isinstance(value, jax.core.Tracer) else float(value)
 
 

@@ -176,6 +176,14 @@ def test_a_state_made_inside_shard_map_serves_as_one_made_outside(settings):
     assert_trees_close(jax.tree.map(lambda x: x[:, 0], inside(*batched)), expected)
 
 
+@pytest.mark.parametrize(
+    ("make", "name"), [(noloco, "outer_lr"), (nj.diloco, "outer_momentum"), (nj.sparseloco, "error_decay")]
+)
+def test_a_text_in_the_place_of_a_number_is_refused(make: Any, name):
+    with pytest.raises(TypeError, match="is a text: give a number"):
+        make(**{name: "0.7"})
+
+
 @pytest.mark.parametrize("every", [2.5, lambda step: 1.0 + 0 * step], ids=["a number", "a schedule"])
 def test_an_injected_sync_every_that_is_no_integer_is_refused(every):
     tx, params = optax.inject_hyperparams(nj.diloco)(sync_every=every), jnp.zeros(2)
