@@ -4,10 +4,12 @@ import argparse
 import json
 import signal
 import socket
+import sys
 import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
+from typing import Any
 
 from noloco_jax.errors import UserError
 from noloco_jax.island.prometheus import CONTENT_TYPE, MissingError, exposition
@@ -77,6 +79,11 @@ class _Server(ThreadingHTTPServer):
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, *_, where = found[0]
         super().__init__((str(where[0]), address.port), handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print a handler's error, except for a browser that has left."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

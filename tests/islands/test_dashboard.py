@@ -6,8 +6,10 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -61,6 +63,29 @@ def test_the_page_is_served_at_ipv4_and_ipv6_addresses_and_host_names(host):
         assert get(server, "/data.json")[0] == 200
     finally:
         server.close()
+
+
+def test_a_browser_that_leaves_prints_no_traceback(capfd):
+    asked, left = threading.Event(), threading.Event()
+
+    def to_json() -> dict[str, Any]:
+        asked.set()
+        assert left.wait(30)
+        return {"islands": []}
+
+    watcher = SimpleNamespace(to_json=to_json)
+    server = DashboardServer(Address("127.0.0.1", 0), watcher)  # pyright: ignore[reportArgumentType]
+    server.start()
+    try:
+        with socket.create_connection(server.address) as browser:
+            browser.sendall(b"GET /data.json HTTP/1.1\r\n\r\n")
+            assert asked.wait(30)
+            browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closes with a reset
+        left.set()
+        assert in_time(lambda: not any("process_request" in thread.name for thread in threading.enumerate()))
+    finally:
+        server.close()
+    assert capfd.readouterr().err == ""
 
 
 def get(server: DashboardServer, path: str) -> tuple[int, str, bytes]:
