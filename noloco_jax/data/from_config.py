@@ -189,7 +189,7 @@ def _source(
 
 def _same_place(path: str, other: str) -> bool:
     first, second = (Path(name).expanduser().resolve() for name in (path, other))
-    return first == second
+    return first == second or (first.is_file() and second.is_file() and first.samefile(second))
 
 
 def needs_tokenizer(config: "DataConfig") -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 from noloco_jax.config import DataConfig
 from noloco_jax.data import check_data, load_tokenizer, train_stream, validation_batches
+from noloco_jax.data.from_config import open_source
 from noloco_jax.errors import UserError
 from support.data_makers import open_streams, write_c4, write_counting, write_json_lines, write_rows, write_texts
 
@@ -222,6 +223,18 @@ def test_validation_data_that_are_the_training_data_are_refused(tmp_path, kind):
     (tmp_path / "link").symlink_to(tmp_path / "data")
     for path in (config.path, str(tmp_path / "link"), f"{config.path}/../data/"):
         assert_refused(replace(config, validation_path=path), r"data\.validation_path='.*' is data\.path: .* empty")
+
+
+def test_a_hard_link_to_training_data_is_the_training_data(tmp_path):
+    (tmp_path / "data").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "data" / name).write_text(f"the text of {name}")
+    (tmp_path / "held.txt").hardlink_to(tmp_path / "data/b.txt")
+    config = DataConfig(kind="text", path=str(tmp_path / "data"), validation_path=str(tmp_path / "held.txt"))
+    source = open_source(config, BYTE, validation=False, seed=0, vocab_size=None)
+    assert source.files == [str(tmp_path / "data/a.txt")]
+    (tmp_path / "data.txt").hardlink_to(tmp_path / "held.txt")
+    assert_refused(replace(config, path=str(tmp_path / "data.txt")), r"data\.validation_path='.*' is data\.path")
 
 
 def test_a_replica_number_out_of_range_is_refused(tmp_path):
