@@ -116,7 +116,7 @@ def read_members(path: Path) -> Saved:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): `island keys` makes one") from None
     except (UserError, HeaderError, ValueError, TypeError, KeyError):
-        if path.suffix != ".json":
+        if path.name != MEMBERS_FILE:
             raise UserError(
                 f"{path} is no {MEMBERS_FILE}: give the one that `island invite` wrote beside the island's keys"
             ) from None

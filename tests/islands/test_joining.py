@@ -251,10 +251,12 @@ def test_an_invitation_that_fails_as_nobody_answers_makes_no_keys(running):
     ("entry", "line"),
     [
         ("roster.toml", "roster.toml is no members.json: give the one that `island invite` wrote beside the island's"),
+        ("config.json", "config.json is no members.json: give the one that `island invite` wrote"),
         ("keys/members.json", "keys/cert.pem cannot be read (No such file or directory): give the members.json that"),
     ],
 )
 def test_an_entry_that_is_another_file_is_refused_with_the_one_that_is_wanted(running, entry, line):
+    (running.folder / "config.json").write_text("{}")
     with pytest.raises(UserError, match=re.escape(line)):
         island(["join", f"--entry={running.folder / entry}", "--via=paris", f"--workdir={running.folder / 'oslo'}"])
 
