@@ -69,7 +69,7 @@ from noloco_jax.islands.protocol.messages import (
     from_json,
 )
 from noloco_jax.islands.query import ask_all
-from noloco_jax.islands.recent import LONGEST_LINE, WATCH, Recent
+from noloco_jax.islands.recent import LONGEST_LINE, WATCH, Recent, event_time
 from noloco_jax.islands.roster import Address, Roster
 from noloco_jax.islands.server import Handlers
 from noloco_jax.islands.snapshots import ABOUT, Snapshots
@@ -177,7 +177,7 @@ class Agent:
     ):
         self._founders, self._name = roster, name
         self._protocol, self._to_people = protocol, report
-        self.recent, self._began = Recent(), time.time()
+        self.recent, self._began = Recent(), event_time()
         self._members_file = members_file
         self._codec = codec
         self.snapshots, self._about = snapshots, dict(about)
@@ -569,7 +569,7 @@ class Agent:
 
     def _report(self, line: str) -> None:
         """Tell people, and those who watch."""
-        self.recent.add({"time": round(time.time(), 3), "event": "notice", "line": line[:LONGEST_LINE]})
+        self.recent.add({"time": event_time(), "event": "notice", "line": line[:LONGEST_LINE]})
         self._to_people(line)
 
     def _show(self, caller: str, argument: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,13 +6,13 @@ took time.
 
 import json
 import os
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.islands.agent import Met
+from noloco_jax.islands.recent import event_time
 from noloco_jax.storage.local_copies import named
 
 LOG_FILE = "island.jsonl"
@@ -60,7 +60,7 @@ class IslandLog:
         """
         if self._first is None:
             return 1.0
-        gone = time.time() - self._first["time"]
+        gone = event_time() - self._first["time"]
         return min((seconds - self._first["seconds"]) / gone, 1.0) if gone > 0 else 1.0
 
     def round(self, round: int, step: int, gave_way: float, exposed: float) -> None:
@@ -95,7 +95,7 @@ class IslandLog:
         self._write("end", finished=finished)
 
     def _write(self, event: str, **values: Any) -> dict[str, Any]:
-        written = {"time": round(time.time(), 3), "event": event, **values}
+        written = {"time": event_time(), "event": event, **values}
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(written) + "\n")

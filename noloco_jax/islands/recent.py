@@ -13,6 +13,12 @@ LONGEST_LINE = 400
 FIGURES = ("loss", "perplexity", "tokens", "tokens_per_second", "goodput")
 _LIMITS = {"figures": 240, "notice": 60}  # events that are kept of a kind; of all others together:
 _LIMIT = 720
+_AHEAD = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def event_time() -> float:
+    """Return seconds since 1970, by the clock as it was at the process's start: setting it moves no later event."""
+    return round(time.clock_gettime(time.CLOCK_BOOTTIME) + _AHEAD, 3)
 
 
 class Recent:
@@ -43,7 +49,7 @@ class Recent:
         given = ((name, values[name]) for name in FIGURES if isinstance(values.get(name), int | float))
         known = {name: value for name, value in given if math.isfinite(value)}
         if known:
-            self.add({"time": round(time.time(), 3), "event": "figures", "step": step, **known})
+            self.add({"time": event_time(), "event": "figures", "step": step, **known})
 
     def after(self, number: int) -> tuple[list[Mapping[str, Any]], int]:
         """Return the kept events after `number`, in their order, and the number of the newest; 0: from the first."""

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,7 @@ def test_the_report_shows_the_exposed_share_only_if_the_log_has_it():
 
 def test_goodput_is_the_trained_share_of_the_time_since_the_first_start(tmp_path, monkeypatch):
     now = 1000.0
-    monkeypatch.setattr(log.time, "time", lambda: now)
+    monkeypatch.setattr(log, "event_time", lambda: now)
     first = IslandLog(tmp_path, "paris")
     first.start(0, 20.0)  # 20 s of training come from an earlier run as one program
     now = 1010.0
@@ -182,6 +183,17 @@ def test_goodput_is_the_trained_share_of_the_time_since_the_first_start(tmp_path
     second.start(10, 25.0)
     now = 1120.0
     assert second.goodput(45.0) == pytest.approx(25.0 / 120.0)
+
+
+def test_a_clock_that_is_set_during_a_run_moves_no_event(tmp_path, monkeypatch):
+    clock = time.time
+    written = IslandLog(tmp_path, "paris")
+    written.start(0, 0.0)
+    for hours in (2, -3):
+        monkeypatch.setattr(time, "time", lambda hours=hours: clock() + 3600 * hours)
+        written.round(0, 10, 0.0, 0.0)
+    times = [event["time"] for event in read_log(tmp_path).events]
+    assert times == sorted(times) and times[-1] - times[0] < 60
 
 
 def test_one_sided_exchanges_are_counted_over_all_processes(tmp_path):
