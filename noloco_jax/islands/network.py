@@ -66,8 +66,8 @@ class Network:
           roster: the members, at their newest addresses; without this island if it was removed: nobody will have it.
           issued: see `Server.admit`.
         """
-        self.roster = roster
         if self._name not in roster.names:
+            self.roster = roster
             return
         behind = {name for name, address in roster.islands if not address.can_be_dialled}
         for name in self._ports.keys() - behind:
@@ -84,6 +84,7 @@ class Network:
                 keys = self._credentials
                 self.clients[name] = Client(roster, self._name, keys, name, self._connections, self._newest)
             self.clients[name].move(address, is_relayed=name in self._ports)
+        self.roster = roster  # only now, as threads of tunnels call the members that it has
         if self._server is not None:
             self._server.admit(roster, issued)
 

@@ -15,10 +15,11 @@ import trustme
 
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
-from noloco_jax.islands import relay
+from noloco_jax.islands import network, relay
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.entries import dials_of
 from noloco_jax.islands.keys import load_keys, make_keys
+from noloco_jax.islands.network import Network
 from noloco_jax.islands.peer_errors import BusyError, PeerError, RefusedError
 from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.events import Arrived, Broken, Open, Opened, RoundEnded, Tick
@@ -353,3 +354,19 @@ def test_an_island_registers_again_only_at_the_relays_that_callers_try(monkeypat
     assert done.wait(30)
     server.close()
     assert set(visited) <= set(relay.relays_of("oslo", members)[: relay.RELAYS])
+
+
+def test_a_new_member_is_taken_for_a_relay_only_once_it_can_be_called(monkeypatch):
+    """The threads that wait for callers call the roster's members, and one without a client would end them."""
+    relays: list[list[str]] = []
+
+    def made(roster: Roster, name: str, credentials: None, peer: str, *rest: Any) -> Client:
+        relays.append(own._relays())
+        return Client(roster, name, credentials, peer, *rest)
+
+    monkeypatch.setattr(network, "Client", made)
+    paris, rome = Address("127.0.0.1", 1), Address("127.0.0.1", 2)
+    own = Network(roster_of(oslo=NOWHERE), "oslo", None, print)
+    own.follow(roster_of(oslo=NOWHERE, paris=paris), {})
+    own.follow(roster_of(oslo=NOWHERE, paris=paris, rome=rome), {})
+    assert relays == [[], ["paris"]] and own._relays() == ["paris", "rome"]
