@@ -13,12 +13,13 @@ LONGEST_LINE = 400
 FIGURES = ("loss", "perplexity", "tokens", "tokens_per_second", "goodput")
 _LIMITS = {"figures": 240, "notice": 60}  # events that are kept of a kind; of all others together:
 _LIMIT = 720
-_AHEAD = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # Linux's also counts while a machine is suspended
+_AHEAD = time.time() - time.clock_gettime(_CLOCK)
 
 
 def event_time() -> float:
     """Return seconds since 1970, by the clock as it was at the process's start: setting it moves no later event."""
-    return round(time.clock_gettime(time.CLOCK_BOOTTIME) + _AHEAD, 3)
+    return round(time.clock_gettime(_CLOCK) + _AHEAD, 3)
 
 
 class Recent:
