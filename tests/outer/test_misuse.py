@@ -485,6 +485,6 @@ def test_an_injected_top_k_is_refused_with_what_to_do():
 def test_arrays_without_elements_pass_through_an_outer_step(make, wire):
     tx = nj.sparseloco(sync_every=1) if make is nj.sparseloco else nj.noloco(nj.RandomPairing(2), wire=wire)
     params = {"empty": jnp.zeros((2, 3, 0)), "w": jnp.arange(16.0).reshape(2, 8)}
-    state: Any = jax.vmap(tx.init)(params)
-    after: Any = jax.vmap(tx.step, axis_name="replica")(params, state)[0]
+    state: Any = jax.jit(jax.vmap(tx.init))(params)
+    after: Any = jax.jit(jax.vmap(tx.step, axis_name="replica"))(params, state)[0]
     assert after["empty"].shape == (2, 3, 0) and np.isfinite(after["w"]).all()

@@ -11,6 +11,7 @@ import numpy as np
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.island.membership import Membership
 from noloco_jax.islands.agent import Agent
+from noloco_jax.islands.payload import Codec
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.start import begin
 from noloco_jax.islands.steps import IslandSteps
@@ -46,6 +47,17 @@ class World:
         self.own = Membership(self.roster, NAMES[0], None).own(config)
         self.programs: Programs = build_programs(self.own, make_mesh(self.own, jax.devices()[:1]))
         self.solo: SoloPrograms = build_solo(self.own, self.programs)
+        codec = Membership.codec(config, self.solo)
+
+        class Member(Membership):
+            """Member with the codec of all islands, which has no state and is compiled once."""
+
+            @staticmethod
+            def codec(config: TrainConfig, solo: SoloPrograms) -> Codec:
+                del config, solo
+                return codec
+
+        self._member: type[Membership] = Member
         self.lines: list[str] = []
 
     def begin(self, folder: Any) -> None:
@@ -63,7 +75,7 @@ class World:
         return agent
 
     def join(self, name: str, **options: Any) -> tuple[Agent, IslandSteps]:
-        member = Membership(self.roster, name, None, **options)
+        member = self._member(self.roster, name, None, **options)
         agent = self.open(member)
         steps = member.steps(self.own, agent, self.solo, self.programs)
         assert begin(agent, self.folder / name, lambda: False)
