@@ -37,6 +37,7 @@ CONFIG = TrainConfig(
 
 
 TINY = dataclasses.replace(CONFIG.model, kind=tiny_model.KIND)
+LLAMA = dataclasses.replace(CONFIG.model, num_layers=1)  # its layers are unrolled, the tiny model's are scanned
 
 
 class Run(NamedTuple):
@@ -115,8 +116,8 @@ LATE_FRAGMENTS = OuterConfig(sync_every=SYNC_EVERY, fragments=4, delay=1)
 CUBE = MeshConfig(replica=2, fsdp=2, tensor=2)
 # Inner steps of a Llama, heads and all, and outer steps of every method.
 LAYOUTS = {
-    "llama-cube": ((CONFIG.model, "noloco", "adam", WHOLE), CUBE),
-    "llama-muon-cube": ((CONFIG.model, "noloco", "muon", WHOLE), CUBE),
+    "llama-cube": ((LLAMA, "noloco", "adam", WHOLE), CUBE),
+    "llama-muon-cube": ((LLAMA, "noloco", "muon", WHOLE), CUBE),
     "devices": ((TINY, "noloco", "adam", WHOLE), MeshConfig(replica=8)),
     "tensor": ((TINY, "noloco", "adam", WHOLE), MeshConfig(replica=4, tensor=2)),
     "slots": ((TINY, "noloco", "adam", WHOLE), MeshConfig(replica=4)),

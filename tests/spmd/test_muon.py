@@ -73,10 +73,11 @@ def three_steps() -> tuple[PyTree, list[PyTree], PyTree, np.ndarray]:
     """Return parameters, three gradients, the parameters after their steps, and the learning rates."""
     config = run_config()
     optimizer, params, gradients = inner_optimizer(config), random_params(config.model), gradients_of(config, 3)
-    state, trained = optimizer.init(params), params
+    state, trained = jax.jit(optimizer.init)(params), params
+    update = jax.jit(optimizer.update)
     for gradient in gradients:
-        updates, state = optimizer.update(gradient, state, trained)
-        trained = optax.apply_updates(trained, updates)
+        updates, state = update(gradient, state, trained)
+        trained = jax.tree.map(np.add, trained, updates)
     return params, gradients, trained, learning_rates(config.inner, config.num_steps)[:3]
 
 

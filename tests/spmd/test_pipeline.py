@@ -20,11 +20,18 @@ from support import tiny_model
 from support.initial import initial_state
 from support.tiny_model import Tiny
 
-N, B, T, V = 4, 4, 8, 32
+N, B, T, V = 4, 4, 8, 29  # stages pad the vocabulary
 
 
 def run_config(
-    num_stages=2, routing="random", num_microbatches=2, remat="none", vocab_size=V, kind=tiny_model.KIND, **mesh
+    num_stages=2,
+    routing="random",
+    num_microbatches=2,
+    remat="none",
+    vocab_size=V,
+    kind=tiny_model.KIND,
+    num_layers=4,
+    **mesh,
 ):
     return from_dict(
         {
@@ -36,7 +43,7 @@ def run_config(
                 "vocab_size": vocab_size,
                 "hidden_size": 16,
                 "intermediate_size": 32,
-                "num_layers": 4,
+                "num_layers": num_layers,
                 "num_heads": 2,
                 "num_kv_heads": 2,
                 "remat": remat,
@@ -70,11 +77,15 @@ def programs_of(config, num_devices):
 @functools.cache
 def train(config, num_devices, num_steps=4):
     """Return losses (steps, N), gradient norms, state and evaluation of a run with its outer steps."""
-    programs, schedule = programs_of(config, num_devices), schedule_of(config)
-    # What these tests change in `outer` is in the program of outer steps alone.
+    schedule = schedule_of(config)
+    # What these tests change in `outer` is in the program of outer steps alone, and of `inner` and routing, in the
+    # others: each program is compiled once.
+    mesh = dataclasses.replace(config.mesh, routing="random")
+    programs = programs_of(dataclasses.replace(config, inner=run_config().inner, mesh=mesh), num_devices)
     others = programs_of(dataclasses.replace(config, outer=run_config().outer), num_devices)
     assert programs.outer_step is not None and schedule is not None
-    params, inner, outer = initial_state(programs)
+    outer = initial_state(programs).outer
+    params, inner, _ = initial_state(others)
     losses, norms = [], []
     for step, batch in enumerate(batches(num_steps, config.model.vocab_size), start=1):
         batch = {name: jax.device_put(x, programs.batch[name].sharding) for name, x in batch.items()}
@@ -99,12 +110,13 @@ def assert_same_run(one, other):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5), mine, theirs)
 
 
+LLAMA = {"kind": "llama", "num_layers": 2, "vocab_size": 32}  # a vocabulary that stages divide
 LAYOUTS = {
     "two stages on one device": (run_config(2, "fixed"), 1),
     "4 replicas x 2 stages": (run_config(2, "fixed"), 8),
     "two replicas a device": (run_config(4, "fixed", 4, replica=2), 8),
     "2 replicas x 2 stages x fsdp 2": (run_config(2, "fixed", replica=2, fsdp=2), 8),
-    "2 replicas x 2 stages x tensor 2, heads and all": (run_config(2, "fixed", kind="llama", replica=2, tensor=2), 8),
+    "2 replicas x 2 stages x tensor 2, heads and all": (run_config(2, "fixed", **LLAMA, replica=2, tensor=2), 8),
 }
 
 
@@ -119,7 +131,8 @@ def test_muon_on_sharded_stages_equals_the_model_without_stages():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fixed_routing_equals_the_model_without_stages(layout):
     config, num_devices = LAYOUTS[layout]
-    whole = run_config(1, "fixed", 1, kind=config.model.kind)
+    model = config.model
+    whole = run_config(1, "fixed", 1, kind=model.kind, num_layers=model.num_layers, vocab_size=model.vocab_size)
     assert_same_run(trajectory(config, num_devices), trajectory(whole, 1))
 
 
@@ -169,7 +182,7 @@ def oracle(config, params, batch, step):
     return losses, np.sqrt(sum(squares))
 
 
-@pytest.mark.parametrize("config", [run_config(2), run_config(4, num_microbatches=4, vocab_size=29)], ids=[2, 4])
+@pytest.mark.parametrize("config", [run_config(2), run_config(4, num_microbatches=4)], ids=[2, 4])
 def test_random_routing_equals_the_one_by_one_oracle(config):
     losses, norms, _, _ = trajectory(config, 1)
     params = init_params(config.model, jax.random.key(0))
@@ -178,21 +191,13 @@ def test_random_routing_equals_the_one_by_one_oracle(config):
     np.testing.assert_allclose(norms[0], expected_norms, rtol=1e-5)
 
 
-FOUR_STAGES = "2 replicas x 4 stages that do not divide the vocabulary"
+FOUR_STAGES = "2 replicas x 4 stages"
 RANDOM_LAYOUTS = {
     "4 replicas x 2 stages": (run_config(2), 8, run_config(2)),
     "two replicas a device": (run_config(2, replica=2), 4, run_config(2)),
     "a stage computed again": (run_config(2, replica=1, remat="stage"), 2, run_config(2)),
-    "2 stages x fsdp 2 x tensor 2 and an odd vocabulary": (
-        run_config(2, vocab_size=29, replica=1, fsdp=2, tensor=2),
-        8,
-        run_config(2, vocab_size=29),
-    ),
-    FOUR_STAGES: (
-        run_config(4, num_microbatches=4, vocab_size=29, replica=2),
-        8,
-        run_config(4, num_microbatches=4, vocab_size=29),
-    ),
+    "2 stages x fsdp 2 x tensor 2": (run_config(2, replica=1, fsdp=2, tensor=2), 8, run_config(2)),
+    FOUR_STAGES: (run_config(4, num_microbatches=4, replica=2), 8, run_config(4, num_microbatches=4)),
 }
 
 
@@ -213,9 +218,9 @@ def test_random_routing_with_quantized_fragments_does_not_depend_on_the_devices(
     config, virtual = run_config(2, replica=2), run_config(2)
     small = {"fragments": 2, "wire": "int6"}
     found = weights(config, 4, **small)
-    assert np.isclose(found, weights(virtual, 1, **small), 0, 2e-5).mean() > 0.75
+    assert np.isclose(found, weights(virtual, 1, **small), 0, 2e-5).mean() > 0.8
     for other in (weights(run_config(2, "fixed"), 1, **small), weights(virtual, 1)):
-        assert np.isclose(found, other, 0, 2e-5).mean() < 0.7  # routes and quantization change the weights
+        assert np.isclose(found, other, 0, 2e-5).mean() < 0.75  # routes and quantization change the weights
 
 
 def test_random_routing_differs_from_fixed_routing():
