@@ -60,16 +60,15 @@ def exchanged(world: World, codec: Codec, own: Any, other: Any, weight: float) -
 
 
 @cache
-def _programs(**outer: Any) -> tuple[World, Codec]:
-    world = World(small(**outer), None)
-    return world, Membership.codec(world.config, world.solo)
+def _world(**outer: Any) -> World:
+    return World(small(**outer), None)
 
 
 def worlds_of(tmp_path: Any, moments: int = 1, wire: str = "float32", **outer: Any) -> tuple[World, Codec]:
     """Return islands whose programs are those of every test with these settings, in a folder of their own."""
-    world, codec = _programs(moments=moments, wire=wire, **outer)
+    world = _world(moments=moments, wire=wire, **outer)
     world.begin(tmp_path)
-    return world, codec
+    return world, world.codec
 
 
 def by_name(inner: Any, name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -14,11 +14,11 @@ from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
 from support.initial import initial_state
 from support.model_makers import random_params
-from support.packed import loss_alone, packed_batch
+from support.packed import apart, loss_apart, packed_batch
 
 V = 32
 # The documents' lengths in each of a replica's sequences of 16: four sequences in two micro-batches.
-LENGTHS = {0: [[4, 6, 6], [16], [6, 6], [4, 4, 4, 4]], 1: [[6, 4, 6], [4, 6, 4], [6, 6, 4], [4, 6]]}
+LENGTHS = {0: [[4, 6, 6], [16], [6, 6], [4, 4, 4, 4]], 1: [[6, 4, 6], [4, 6, 4], [6, 6], [4, 6]]}
 BATCHES = {replica: packed_batch(lengths, V, seed=replica) for replica, lengths in LENGTHS.items()}
 
 
@@ -48,15 +48,14 @@ def params_of_one():
 
 @functools.cache
 def oracle():
-    """Return each replica's mean loss and gradient norm, computed document by document."""
+    """Return each replica's mean loss and gradient norm, computed from documents in sequences of their own."""
     losses, norms = [], []
+    value_and_gradient = jax.jit(jax.value_and_grad(functools.partial(loss_apart, run_config().model)))
     for replica, lengths in LENGTHS.items():
         num_labels = (BATCHES[replica]["labels"] != -100).sum()
-        loss, gradient = jax.value_and_grad(functools.partial(loss_alone, run_config().model))(
-            params_of_one(), BATCHES[replica], lengths
-        )
+        loss, gradient = value_and_gradient(params_of_one(), apart(BATCHES[replica], lengths))
         losses.append(float(loss) / num_labels)
-        norms.append(float(jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(gradient)))) / num_labels)
+        norms.append(np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(gradient))) / num_labels)
     return np.array(losses), np.array(norms)
 
 

@@ -17,7 +17,7 @@ from noloco_jax.methods import method_of, schedule_of
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
-from noloco_jax.spmd.programs import Programs, build_programs
+from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from support import tiny_model
 from support.initial import initial_state
 
@@ -76,14 +76,20 @@ def _compiled(devices: tuple, config: TrainConfig, *only: str) -> Programs:
 
 def _train_on(devices: tuple, config: TrainConfig) -> Run:
     schedule = schedule_of(config)
-    programs = _compiled(devices, config, "outer_step", "correct_step")
-    # Inner steps are one program for all methods that average the same.
+    # Outer steps are one program for all inner optimizers, and inner steps for all methods that average the same.
+    of_adam = dataclasses.replace(config, inner=CONFIG.inner)
+    programs = _compiled(devices, of_adam, "outer_step", "correct_step")
     method = "ddp" if method_of(config).averages_gradients else "local"
     inner_config = dataclasses.replace(config, method=method, outer=OuterConfig())
     of_inner = _compiled(devices, inner_config, "inner_step", "evaluate")
-    # The compiled program of the layout, against single operations.
-    start = initial_state(programs) if config.mesh == VIRTUAL else programs.init(jax.random.key(0))
-    params, inner, outer_state = start
+
+    def start(programs: Programs) -> TrainState:
+        # The compiled program of the layout, against single operations.
+        return initial_state(programs) if config.mesh == VIRTUAL else programs.init(jax.random.key(0))
+
+    params, inner, outer_state = start(programs)
+    if config.inner != of_adam.inner:
+        inner = start(of_inner).inner
     losses, grad_norms, history = [], [], []
     stream = batches()
     for step in range(1, NUM_STEPS + 1):

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 from noloco_jax.config import DataConfig, MeshConfig, ModelConfig, OuterConfig, TrainConfig
@@ -76,15 +75,15 @@ def own_loop(config: TrainConfig) -> PyTree:
         for one in (outer.update, outer.average_moments)
     )
     params: Any = init_params(config.model, jax.random.key(0))
-    params = jax.tree.map(lambda x: np.repeat(x[None], config.num_replicas, 0), params)
-    state: Any = jax.vmap(outer.init)(params)
-    inner = jax.vmap(inner_optimizer(config).init)(params)
+    params = jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], config.num_replicas, 0), params)
+    state: Any = jax.jit(jax.vmap(outer.init))(params)
+    inner = jax.jit(jax.vmap(inner_optimizer(config).init))(params)
     for step in range(1, config.num_steps + 1):
         inner = _moved_moments(inner, params, step)
         if schedule.due(step) and shares_moments(config, int(state.round[0])):
             inner = average_moments(inner, params, state)
         updates, state = update(_noise(params, step), state, params)
-        params = optax.apply_updates(params, updates)
+        params = jax.tree.map(np.add, params, updates)
     return _compared(config, TrainState(params, inner, state))
 
 

@@ -59,15 +59,3 @@ def loss_apart(config: ModelConfig, params: Any, rows: dict[str, np.ndarray]) ->
     log_p_NTV = jax.nn.log_softmax(kind.from_params(config, params)(rows["input_ids"]))
     nll_NT = -jnp.take_along_axis(log_p_NTV, jnp.maximum(rows["labels"], 0)[..., None], axis=-1)[..., 0]
     return jnp.where(rows["labels"] == IGNORED_LABEL, 0.0, nll_NT).sum()
-
-
-def loss_alone(config: ModelConfig, params: Any, batch: dict[str, np.ndarray], lengths: list[list[int]]) -> jax.Array:
-    """The summed loss of a batch's labels, of every document by itself in a forward pass of its own."""
-    documents = (batch["input_ids"][row, start:stop] for _, (row, start, stop) in pieces(lengths))
-    return jnp.sum(jnp.stack([_document_loss(config, params, jnp.asarray(ids_T)) for ids_T in documents]))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _document_loss(config: ModelConfig, params: Any, ids_T: jax.Array) -> jax.Array:
-    log_p_TV = jax.nn.log_softmax(kind.from_params(config, params)(ids_T[None])[0, :-1])
-    return -jnp.take_along_axis(log_p_TV, ids_T[1:, None], axis=-1).sum()

@@ -39,7 +39,7 @@ def small(**outer: Any) -> TrainConfig:
 
 
 class World:
-    """Islands of one configuration, whose programs are compiled once."""
+    """Islands of one configuration, whose programs and codec are compiled once."""
 
     def __init__(self, config: TrainConfig, folder: Any):
         self.config = config
@@ -47,7 +47,7 @@ class World:
         self.own = Membership(self.roster, NAMES[0], None).own(config)
         self.programs: Programs = build_programs(self.own, make_mesh(self.own, jax.devices()[:1]))
         self.solo: SoloPrograms = build_solo(self.own, self.programs)
-        codec = Membership.codec(config, self.solo)
+        codec = self.codec = Membership.codec(config, self.solo)
 
         class Member(Membership):
             """Member with the codec of all islands, which has no state and is compiled once."""
