@@ -204,9 +204,9 @@ def test_moments_of_a_bare_array_and_of_scalars_are_averaged_and_counters_are_no
     adam, outer = optax.adam(1e-2), nj.noloco(nj.RandomPairing(2))
     for params in (jnp.zeros((2, 8)), {"w": jnp.zeros((2, 8)), "scalar": jnp.zeros(2)}):
         gradients = jax.tree.map(lambda x: jnp.arange(1.0, 1 + x.size).reshape(x.shape), params)
-        state: Any = jax.vmap(adam.update)(gradients, jax.vmap(adam.init)(params), params)[1]
-        outer_state: Any = jax.vmap(outer.init)(params)
-        shared: Any = jax.vmap(outer.average_moments, axis_name="replica")(state, params, outer_state)
+        state: Any = jax.jit(jax.vmap(adam.update))(gradients, jax.jit(jax.vmap(adam.init))(params), params)[1]
+        outer_state: Any = jax.jit(jax.vmap(outer.init))(params)
+        shared: Any = jax.jit(jax.vmap(outer.average_moments, axis_name="replica"))(state, params, outer_state)
         for before, after in zip(jax.tree.leaves(state[0].mu), jax.tree.leaves(shared[0].mu), strict=True):
             np.testing.assert_allclose(after, np.broadcast_to(np.mean(before, axis=0), before.shape), rtol=1e-6)
         np.testing.assert_array_equal(shared[0].count, state[0].count)
@@ -217,14 +217,15 @@ def test_factored_moments_stay_and_a_state_without_moments_is_refused():
     outer = nj.noloco(nj.RandomPairing(2), wire="int8", fragments=2)
 
     def shared(state: Any, outer: Any = outer) -> Any:
-        return jax.vmap(outer.average_moments, axis_name="replica")(state, params, jax.vmap(outer.init)(params))
+        outer_state = jax.jit(jax.vmap(outer.init))(params)
+        return jax.jit(jax.vmap(outer.average_moments, axis_name="replica"))(state, params, outer_state)
 
     factored = optax.adafactor(1e-2, min_dim_size_to_factor=4, momentum=0.9)
-    assert jax.tree.structure(shared(jax.vmap(factored.init)(params)))
+    assert jax.tree.structure(shared(jax.jit(jax.vmap(factored.init))(params)))
     with pytest.raises(ValueError, match="the inner state has no array of a parameter's path and shape"):
-        shared(jax.vmap(optax.sgd(1e-2).init)(params))
+        shared(jax.jit(jax.vmap(optax.sgd(1e-2).init))(params))
     with pytest.raises(ValueError, match="sparseloco averages no moments"):
-        shared(jax.vmap(optax.adam(1e-2).init)(params), nj.sparseloco())
+        shared(jax.jit(jax.vmap(optax.adam(1e-2).init))(params), nj.sparseloco())
 
 
 @pytest.mark.parametrize(("b1", "b2"), [(0.9, 0.999), (0.9, 0.95), (0.0, 0.9)])

@@ -105,7 +105,7 @@ def test_adams_rate_defaults_to_a_tenth_of_muons():
     config = dataclasses.replace(config, inner=dataclasses.replace(INNER, adam_lr=None))
     optimizer, params, [gradient] = inner_optimizer(config), random_params(config.model), gradients_of(config, 1)
     updates: PyTree
-    updates, _ = optimizer.update(gradient, optimizer.init(params), params)
+    updates, _ = jax.jit(optimizer.update)(gradient, jax.jit(optimizer.init)(params), params)
     rates = learning_rates(config.inner, config.num_steps)[:1] / 10
     expected = adam_in_numpy(params["embed"], [gradient["embed"]], rates)
     np.testing.assert_allclose(params["embed"] + updates["embed"], expected, rtol=1e-5, atol=1e-6)
@@ -125,7 +125,7 @@ def test_the_first_step_equals_optax_contribs():
     updates: PyTree
     expected, _ = theirs.update({name: gradient["blocks"][name] for name in matrices}, theirs.init(matrices), matrices)
     mine, whole = inner_optimizer(config), random_params(config.model)
-    updates, _ = mine.update(gradient, mine.init(whole), whole)
+    updates, _ = jax.jit(mine.update)(gradient, jax.jit(mine.init)(whole), whole)
     for name in matrices:
         np.testing.assert_allclose(updates["blocks"][name], expected[name], rtol=1e-4, atol=1e-6)
 
