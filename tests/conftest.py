@@ -85,7 +85,7 @@ def pytest_collection_finish(session):
     # the time of a test that compiles.
     del session
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
+    gc.set_threshold(50_000)
 
 
 def pytest_collection_modifyitems(config, items):
