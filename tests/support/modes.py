@@ -76,8 +76,8 @@ def own_loop(config: TrainConfig) -> PyTree:
     )
     params: Any = init_params(config.model, jax.random.key(0))
     params = jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], config.num_replicas, 0), params)
-    state: Any = jax.jit(jax.vmap(outer.init))(params)
-    inner = jax.jit(jax.vmap(inner_optimizer(config).init))(params)
+    state: Any = jax.vmap(outer.init)(params)
+    inner = jax.vmap(inner_optimizer(config).init)(params)
     for step in range(1, config.num_steps + 1):
         inner = _moved_moments(inner, params, step)
         if schedule.due(step) and shares_moments(config, int(state.round[0])):
