@@ -35,7 +35,9 @@ class IslandMode:
       member: the run's place among the islands.
     """
 
-    unused: Collection[str] = ("outer_step", "merge", "spread", "final_merge")
+    unused: Collection[str] = (  # of them `SoloPrograms` has its own, or an island has no other replica to compare with
+        *("outer_step", "moved", "correct_step", "share_moments", "enter_moments", "final_merge", "merge", "spread"),
+    )
 
     def __init__(self, member: Membership):
         self._member = member

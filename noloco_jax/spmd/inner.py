@@ -49,7 +49,8 @@ def decay_start(inner: InnerConfig, num_steps: int) -> int:
 
 def learning_rates(inner: InnerConfig, num_steps: int) -> np.ndarray:
     """Return the learning rate of every inner step, on the host."""
-    return np.asarray(jax.vmap(learning_rate(inner, num_steps))(jnp.arange(num_steps)))
+    rates = jax.jit(jax.vmap(learning_rate(inner, num_steps)))  # one program, as every operation alone would be one
+    return np.asarray(rates(np.arange(num_steps)))
 
 
 def at_step(state: PyTree, step: int) -> PyTree:
