@@ -93,6 +93,8 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> Path:
 
 def write_picture(path: str | os.PathLike[str], figure: "Figure") -> Path:
     """Write a figure as a PNG, in the resolution that it has, as `write_whole` does."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to import
+
     content = io.BytesIO()
-    figure.savefig(content, format="png")
+    FigureCanvasAgg(figure).print_png(content)  # `savefig` draws twice, for its options
     return write_whole(path, content.getvalue())

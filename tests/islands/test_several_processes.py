@@ -19,11 +19,14 @@ SMALL = ["--config.num_replicas=2", "--config.model.num_layers=1"]
 
 
 def trained(config: Path, folder: Path, *arguments: str, size: int, devices: int) -> Archipelago:
-    """Train both islands to the end, paris in `size` processes, waiting for each exchange; return them."""
+    """Train both islands to the end, waiting for each exchange; return them.
+
+    Paris has `size` processes of so many devices, berlin one of one, whose programs the second run has from the cache.
+    """
     every = [f"--config={config}", *SMALL, *arguments]
     altered = dict.fromkeys(NAMES, "waits for exchanges")
-    environment = processes.environment(config, devices)
-    with Archipelago(folder, NAMES, every, environment, altered=altered, sizes={"paris": size}, own=OWN) as islands:
+    options = {"sizes": {"paris": size}, "own": OWN, "variables": {"paris": processes.environment(config, devices)}}
+    with Archipelago(folder, NAMES, every, processes.environment(config), altered=altered, **options) as islands:
         for name in NAMES:
             islands.start(name)
         ended = {name: process.wait(processes.PATIENCE) for name, process in islands.running.items()}

@@ -1,5 +1,6 @@
 """Resuming interrupted runs bitwise: real processes, killed and terminated."""
 
+import json
 import random
 import signal
 import subprocess
@@ -8,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from noloco_jax.config import from_dict, load_config
+from noloco_jax.config import from_dict, load_config, to_dict
 from noloco_jax.run.loop import Hooks
+from noloco_jax.train import training
 from noloco_jax.train.training import train
-from support import processes
+from support import processes, warm
 from support.paths import ROOT
 
 pytestmark = pytest.mark.timeout(900)
@@ -62,17 +64,19 @@ def test_a_resumed_offloaded_run_matches_the_on_device_run_bitwise(config, unint
     assert_same_run(workdir, uninterrupted)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["SIGTERM", "SIGHUP"])
-def test_a_termination_signal_saves_exits_with_status_75_and_resumes_bitwise(config, uninterrupted, number):
-    workdir = config.parent / f"signalled{number}"
-    run = processes.start(config, workdir, seconds_per_step=0.2)
-    processes.wait_until(processes.reached(workdir, 6), run)
-    run[0].send_signal(number)
-    [(status, output)] = processes.finish(run)
-    assert status == 75, output
-    assert "everything is saved" in output
-    saved = max(int(path.name) for path in (workdir / "checkpoints").iterdir())
-    assert saved >= 6
+def test_a_termination_signal_saves_exits_with_status_75_and_resumes_bitwise(config, uninterrupted):
+    """Once by SIGTERM, and after the resume by SIGHUP."""
+    workdir, saved = config.parent / "signalled", 0
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        run = processes.start(config, workdir, seconds_per_step=0.2)
+        processes.wait_until(processes.reached(workdir, saved + 4), run)
+        run[0].send_signal(number)
+        [(status, output)] = processes.finish(run)
+        assert status == 75, output
+        assert "everything is saved" in output
+        assert f"resuming from the checkpoint of step {saved}" in output or not saved
+        before, saved = saved, max(int(path.name) for path in (workdir / "checkpoints").iterdir())
+        assert saved >= before + 4
 
     [(status, output)] = processes.run(config, workdir)
     assert status == 0, output
@@ -92,19 +96,33 @@ def test_a_closed_stdout_pipe_neither_stops_nor_changes_the_run(config, uninterr
 def test_a_full_stdout_is_reported_once_and_does_not_stop_the_run(config, uninterrupted):
     workdir = config.parent / "full"
     with open("/dev/full", "w") as full:
-        run = subprocess.run(
+        run = warm.Popen(
             processes.command(config, workdir),
             env=processes.environment(config),
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=processes.PATIENCE,
             cwd=ROOT,
         )
-    assert run.returncode == 0, run.stderr
-    [line] = [line for line in run.stderr.splitlines() if "No space left" in line]
+    _, errors = run.communicate(timeout=processes.PATIENCE)
+    assert run.returncode == 0, errors
+    [line] = [line for line in errors.splitlines() if "No space left" in line]
     assert line.startswith("warning: standard output cannot be written") and str(workdir) not in line
     assert_same_run(workdir, uninterrupted)
+
+
+@pytest.fixture
+def compiled_once(monkeypatch):
+    """Compile the programs of a run once for all its starts in this process: they are functions of their arguments."""
+    compile_run, made = training._compile, {}
+
+    def compile_once(config, *arguments, **options):
+        key = json.dumps(to_dict(config))
+        if key not in made:
+            made[key] = compile_run(config, *arguments, **options)
+        return made[key]
+
+    monkeypatch.setattr(training, "_compile", compile_once)
 
 
 class Terminate(Hooks):
@@ -118,6 +136,7 @@ class Terminate(Hooks):
             signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.usefixtures("compiled_once")
 def test_evaluations_skipped_by_termination_are_run_at_the_next_start(config, tmp_path):
     """The next start evaluates the restored state, also after the last step."""
     run = from_dict(load_config(str(config), ["--config.num_steps=4", "--config.eval_every=2"]))
@@ -132,6 +151,7 @@ def test_evaluations_skipped_by_termination_are_run_at_the_next_start(config, tm
     ]
 
 
+@pytest.mark.usefixtures("compiled_once")
 def test_a_run_with_delayed_fragment_exchanges_resumes_bitwise(config, tmp_path):
     """The run stops with three pending corrections and two outer steps not yet logged, and ends with a final merge."""
     flags = ["--config.num_steps=8", "--config.outer.fragments=4", "--config.outer.delay=3", "--config.log_every=4"]
@@ -146,6 +166,7 @@ def test_a_run_with_delayed_fragment_exchanges_resumes_bitwise(config, tmp_path)
         np.testing.assert_array_equal(weights, np.broadcast_to(weights[:1], weights.shape))
 
 
+@pytest.mark.usefixtures("compiled_once")
 def test_a_terminated_run_on_a_data_mixture_resumes_bitwise(config, tmp_path, capsys):
     mixture = {"long": ("data", 2), "short": ("held_out", 1)}
     flags = ["--config.data.kind=mixture", "--config.data.path=", "--config.data.validation_path="]

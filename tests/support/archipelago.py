@@ -29,6 +29,7 @@ class Archipelago:
       altered: island -> how its processes are altered from its next start on, see `altered.py`.
       sizes: island -> the number of its processes, where that is not one; the second of paris is `running["paris.1"]`.
       own: island -> further arguments of its own.
+      variables: island -> further variables of its environment.
     """
 
     def __init__(
@@ -41,11 +42,12 @@ class Archipelago:
         altered: Mapping[str, str] | None = None,
         sizes: Mapping[str, int] | None = None,
         own: Mapping[str, Sequence[str]] | None = None,
+        variables: Mapping[str, Mapping[str, str]] | None = None,
     ):
         self.folder, self.names = folder, tuple(names)
         self._arguments, self._seconds = tuple(arguments), seconds_per_step
         self._environment, self.altered, self._sizes = environment, dict(altered or {}), dict(sizes or {})
-        self._own = dict(own or {})
+        self._own, self._variables = dict(own or {}), dict(variables or {})
         self._ports = dict(zip(names, free_ports(len(names)), strict=True))
         self._proxies = {(one, other): FaultProxy(self._ports[other]) for one, other in permutations(names, 2)}
         self.running: dict[str, subprocess.Popen[str]] = {}
@@ -88,7 +90,7 @@ class Archipelago:
             with self.log(process).open("a") as output:
                 self.running[process] = warm.Popen(
                     [*command, *arguments],
-                    env={**self._environment, **place, "JAX_PROCESS_ID": str(number)},
+                    env={**self._environment, **self._variables.get(name, {}), **place, "JAX_PROCESS_ID": str(number)},
                     cwd=ROOT,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
