@@ -49,8 +49,12 @@ def decay_start(inner: InnerConfig, num_steps: int) -> int:
 
 def learning_rates(inner: InnerConfig, num_steps: int) -> np.ndarray:
     """Return the learning rate of every inner step, on the host."""
-    rates = jax.jit(jax.vmap(learning_rate(inner, num_steps)))  # one program, as every operation alone would be one
-    return np.asarray(rates(np.arange(num_steps)))
+    return np.asarray(_rates(inner, num_steps))
+
+
+@partial(jax.jit, static_argnums=(0, 1))  # one program: each operation would be compiled on its own
+def _rates(inner: InnerConfig, num_steps: int) -> jax.Array:
+    return jax.vmap(learning_rate(inner, num_steps))(jnp.arange(num_steps))
 
 
 def at_step(state: PyTree, step: int) -> PyTree:

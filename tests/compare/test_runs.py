@@ -7,16 +7,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from noloco_jax.cluster.stop import RESTART
 from noloco_jax.compare import command as compare
-from noloco_jax.compare import results, runner
+from noloco_jax.compare import job, results, runner
 from noloco_jax.compare.job import PLANNED_FILE
 from noloco_jax.compare.others import LOG_FILE
 from noloco_jax.compare.runner import Comparison
@@ -25,9 +26,8 @@ from noloco_jax.data.find_files import find_files
 from noloco_jax.data.source import SourceOptions
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.run.metrics import MetricWriter
-from support import processes
+from support import processes, warm
 from support.comparisons import arguments, plan_of
-from support.paths import ROOT
 
 # Replaces the trainer.
 FAKE_TRAINER = """
@@ -236,6 +236,12 @@ def test_tuning_uses_the_best_value_among_the_runs_that_finished(config_file, tm
     assert "[6/6]" in output and "extend --tune beyond it: ddp (0.02), noloco (0.03)" in output
 
 
+def stop_at(condition: Callable[[], bool]) -> None:
+    """Send this process a SIGTERM once the condition holds."""
+    assert processes.wait_until(condition, [])
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 @pytest.mark.timeout(900)
 def test_a_stopped_comparison_resumes_and_writes_its_table(tmp_path, monkeypatch, capsys):
     config = processes.write_config(tmp_path)
@@ -243,17 +249,13 @@ def test_a_stopped_comparison_resumes_and_writes_its_table(tmp_path, monkeypatch
     flags = arguments(str(config), out, "--methods=ddp,noloco")
     flags += ["--config.num_steps=12", "--config.eval_every=4"]
     processes.set_environment(config, monkeypatch)
-    running = subprocess.Popen(
-        [sys.executable, "-m", "noloco_jax.compare", *flags],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    processes.wait_until(processes.reached(out / "ddp-seed0", 1), [running])
-    running.send_signal(signal.SIGTERM)
-    [(status, output)] = processes.finish([running])
-    assert status == RESTART, output
+    forking = {"Popen": warm.Popen, "DEVNULL": subprocess.DEVNULL, "STDOUT": subprocess.STDOUT}
+    monkeypatch.setattr(job, "subprocess", SimpleNamespace(**forking))
+    stopping = threading.Thread(target=stop_at, args=(processes.reached(out / "ddp-seed0", 1),))
+    stopping.start()
+    assert compare.main(flags) == RESTART
+    stopping.join()
+    output = capsys.readouterr().out
     assert output.endswith("stopped: the same command resumes\n")
     evaluated = [line["step"] for line in processes.metrics(out / "ddp-seed0") if line["kind"] == "eval"]
     finished_in_time = 12 in evaluated
