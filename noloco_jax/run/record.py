@@ -1,5 +1,6 @@
 """Records of a run in its checkpoints, the check that a configuration may resume from them, and its starts."""
 
+import functools
 import importlib.metadata
 import json
 import time
@@ -15,8 +16,9 @@ HISTORY_FILE = "config.history.jsonl"
 _PACKAGES = ("noloco_jax", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy", "tokenizers")
 
 
+@functools.cache  # every checkpoint has them, and a package's version is read from files
 def versions() -> dict[str, str]:
-    """Return the versions of installed packages that a run's figures depend on."""
+    """Return the versions of installed packages that a run's figures depend on; not to be changed."""
     found = {}
     for package in _PACKAGES:
         try:

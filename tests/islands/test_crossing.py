@@ -19,7 +19,7 @@ from support.processes import environment, finish, metrics, report, trained, wei
 pytestmark = pytest.mark.timeout(900)
 
 NAMES = ("paris", "berlin")
-COMMON = ("--config.num_replicas=2", "--config.keep_checkpoints=9")
+COMMON = ("--config.num_replicas=2", "--config.keep_checkpoints=9", "--config.checkpoint_every=8")
 
 
 def rewind(workdir: Path, step: int) -> None:

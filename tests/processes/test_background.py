@@ -10,9 +10,9 @@ from support import processes
 pytestmark = pytest.mark.timeout(900)
 
 LATE = (
-    *("--config.num_steps=40", "--config.outer.delay=3", "--config.outer.fragments=2"),
+    *("--config.num_steps=24", "--config.outer.delay=3", "--config.outer.fragments=2"),
     "--config.outer.moments=1",
-    "--config.checkpoint_every=10",
+    "--config.checkpoint_every=8",
 )
 
 
@@ -25,7 +25,7 @@ def test_overlapped_host_exchanges_train_as_in_one_process_and_resume_bitwise(co
     processes.assert_same_training(whole, alone)
 
     run = processes.start(config, stopped, *LATE, number=2, devices=2, seconds_per_step=0.2)
-    processes.wait_until(processes.reached(stopped, 15), run)
+    processes.wait_until(processes.reached(stopped, 9), run)
     run[1].send_signal(signal.SIGTERM)
     results = processes.finish(run)
     assert [status for status, _ in results] == [75, 75], processes.report(results)

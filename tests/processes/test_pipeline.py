@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(900)
 
 STAGES = (
     *("--config.num_replicas=2", "--config.mesh.stage=2", "--config.mesh.routing=random"),
-    *("--config.num_microbatches=2", "--config.num_steps=12"),
+    *("--config.num_microbatches=2", "--config.num_steps=12", "--config.checkpoint_every=12"),
     "--config.outer.sync_every=5",  # no outer step at the end: after one, the replicas differ only by rounding
 )
 

@@ -17,6 +17,7 @@ FIELDS = {
     "num_replicas": 1,
     "mesh.fsdp": 2,
     "num_steps": 6,
+    "checkpoint_every": 6,
     "eval_every": 0,
     "data.kind": "c4",
     "data.path": "c4",  # relative to the working directory of a process

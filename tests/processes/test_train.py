@@ -12,20 +12,20 @@ from support.ports import free_port
 pytestmark = pytest.mark.timeout(900)
 
 # Processes agree to stop within a second or two of a SIGTERM; a fast machine takes many steps meanwhile.
-LONG = "--config.num_steps=60"
+LONG = ("--config.num_steps=40", "--config.checkpoint_every=6")
 
 
 @pytest.fixture(scope="module")
 def alone(config) -> Path:
     """Return the workdir of the run in one process, all replicas on one device."""
-    return processes.trained(config, "alone", "--config.mesh.replica=1", LONG)
+    return processes.trained(config, "alone", "--config.mesh.replica=1", *LONG)
 
 
 @pytest.fixture(scope="module")
 def two(config) -> tuple[Path, list[str]]:
     """Return the workdir of the run over two processes with two replicas each, and the output of each process."""
     workdir = config.parent / "two"
-    results = processes.run(config, workdir, LONG, number=2)
+    results = processes.run(config, workdir, *LONG, number=2)
     assert [status for status, _ in results] == [0, 0], processes.report(results)
     return workdir, [output for _, output in results]
 
@@ -48,7 +48,7 @@ def test_a_run_resumes_on_other_numbers_of_processes_and_meshes(config, alone):
     sharded = ("--config.mesh.replica=2", "--config.mesh.fsdp=2")
     step = 0
     for number, arguments, victim in ((4, sharded, 3), (2, (), 1)):
-        run = processes.start(config, workdir, LONG, *arguments, number=number, seconds_per_step=0.2)
+        run = processes.start(config, workdir, *LONG, *arguments, number=number, seconds_per_step=0.2)
         processes.wait_until(processes.reached(workdir, step + 3), run)
         run[victim].send_signal(signal.SIGTERM)
         results = processes.finish(run)
@@ -57,7 +57,7 @@ def test_a_run_resumes_on_other_numbers_of_processes_and_meshes(config, alone):
         saved = [int(path.name) for path in (workdir / "checkpoints").iterdir()]
         assert max(saved) >= step + 3
         step = max(saved)
-    [(status, output)] = processes.run(config, workdir, LONG)
+    [(status, output)] = processes.run(config, workdir, *LONG)
     assert status == 0, output
     assert f"resuming from the checkpoint of step {step}" in output
     processes.assert_same_training(workdir, alone)
@@ -66,13 +66,13 @@ def test_a_run_resumes_on_other_numbers_of_processes_and_meshes(config, alone):
 def test_a_run_resumes_bitwise_after_a_sigkill_of_any_process(config, two):
     """The loss of a process ends the others within a bounded time; a restart resumes."""
     whole, broken = two[0], config.parent / "broken"
-    for victim, step in ((1, 6), (0, 13)):
-        run = processes.start(config, broken, LONG, number=2)
+    for victim, step in ((1, 8), (0, 15)):
+        run = processes.start(config, broken, *LONG, number=2)
         processes.wait_until(processes.reached(broken, step), run)
         run[victim].send_signal(signal.SIGKILL)
         results = processes.finish(run)
         assert all(status != 0 for status, _ in results)
-    results = processes.run(config, broken, LONG, number=2)
+    results = processes.run(config, broken, *LONG, number=2)
     assert [status for status, _ in results] == [0, 0], processes.report(results)
     for name in ("metrics.jsonl", "metrics.1.jsonl"):
         assert processes.metrics(broken, name) == processes.metrics(whole, name)

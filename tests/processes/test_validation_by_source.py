@@ -31,6 +31,7 @@ def mixture(config) -> tuple[str, ...]:
     write_json_lines(folder / "validation.jsonl", [" ".join(map(str, range(k, k + 70))) for k in range(30, 2000, 70)])
     text, numbers = "--config.data.mixture.text", "--config.data.mixture.numbers"
     return (
+        "--config.checkpoint_every=12",
         *("--config.data.kind=mixture", "--config.data.path=", "--config.data.validation_path="),
         *(f"{text}.kind=text", f"{text}.weight=3", f"{text}.path={config.parent / 'data'}"),
         f"{text}.validation_path={config.parent / 'held_out'}",
@@ -101,7 +102,7 @@ def test_a_resumed_run_evaluates_the_sources_again(config, mixture, virtual):
     shutil.copytree(virtual, workdir)
     shutil.rmtree(workdir / "checkpoints/24")
     [(status, output)] = processes.run(config, workdir, "--config.mesh.replica=1", *mixture)
-    assert status == 0 and "resuming from the checkpoint of step 20" in output, output
+    assert status == 0 and "resuming from the checkpoint of step 12" in output, output
     assert processes.metrics(workdir) == processes.metrics(virtual)
 
 
