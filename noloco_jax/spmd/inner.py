@@ -54,7 +54,7 @@ def learning_rates(inner: InnerConfig, num_steps: int) -> np.ndarray:
 
 @partial(jax.jit, static_argnums=(0, 1))  # one program: each operation would be compiled on its own
 def _rates(inner: InnerConfig, num_steps: int) -> jax.Array:
-    return jax.vmap(learning_rate(inner, num_steps))(jnp.arange(num_steps))
+    return jnp.asarray(jax.vmap(learning_rate(inner, num_steps))(jnp.arange(num_steps)))
 
 
 def at_step(state: PyTree, step: int) -> PyTree:

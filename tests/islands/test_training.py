@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from noloco_jax import draws
+from noloco_jax.island.mode import IslandMode
 from noloco_jax.islands.agent import Healed, Met
 from noloco_jax.islands.log import IslandLog, earlier_events
 from noloco_jax.islands.protocol.messages import Status
@@ -20,6 +21,7 @@ from noloco_jax.islands.sync import IslandSync
 from noloco_jax.methods import schedule_of
 from noloco_jax.run.messages import Messages
 from noloco_jax.schedule import SyncSchedule
+from noloco_jax.spmd.compile import PROGRAMS
 from noloco_jax.spmd.inner import at_step
 from noloco_jax.spmd.programs import TrainState
 from support.sites import side_by_side
@@ -199,6 +201,11 @@ def test_a_round_of_shortened_steps_weighs_as_the_part_of_them_that_was_taken(wo
 
 def is_equal(one: Any, other: Any) -> bool:
     return all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
+
+
+def test_an_island_compiles_only_the_programs_of_a_run_that_it_calls():
+    """Its exchanges have programs of their own, and there is no other replica in its process to compare with."""
+    assert {*PROGRAMS} - {*IslandMode.unused} == {"share_batch", "inner_step", "evaluate"}
 
 
 def test_the_bytes_sent_are_those_of_the_messages_in_the_log(tmp_path):

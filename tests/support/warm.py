@@ -123,20 +123,9 @@ def _serve(tests: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
             os.close(stream)
 
 
-def _draw_once() -> None:
-    """Draw a picture that nobody sees, so that Matplotlib has read its fonts and made its parser of formulas."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure()
-    figure.subplots().semilogy([1, 10])
-    FigureCanvasAgg(figure).print_png(io.BytesIO())
-
-
 def main() -> None:
     for name in IMPORTS:
         importlib.import_module(name)
-    _draw_once()
     gc.freeze()  # what is never written stays shared by all forks
     if (asked := _serve(socket.socket(fileno=int(sys.argv[1])))) is None:
         return
