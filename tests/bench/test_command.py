@@ -4,13 +4,14 @@ import json
 import re
 import signal
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
 from noloco_jax.bench import command
 from noloco_jax.bench.options import REFUSED
 from noloco_jax.errors import UserError
-from support import processes
+from support import platforms, processes, warm
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +72,13 @@ def test_a_variant_unfit_for_the_devices_is_refused_and_the_next_one_still_runs(
 
     # Only a variant's process knows the number of devices.
     processes.set_environment(config_file, monkeypatch)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # without a number of devices
+    monkeypatch.setenv("XLA_FLAGS", " ".join(platforms.QUICK_TO_COMPILE))  # without a number of devices
+
+    def run(variant, *, stdin, check) -> subprocess.CompletedProcess:
+        assert not check
+        return subprocess.CompletedProcess(variant, warm.Popen(variant, stdin=stdin).wait())
+
+    monkeypatch.setattr(command, "subprocess", SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
     small = ["--config.mesh.fsdp=2", "--config.model.num_layers=1"]
     assert command.main([*arguments, *small, "--vary", "data.batch_size=3,4"]) == REFUSED
     refused, measured = json.loads(path.read_text())["runs"]

@@ -12,7 +12,7 @@ from noloco_jax.bench.worker import measure, without_cuda_graphs
 from noloco_jax.spmd.compile import compile_programs
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
-from support.benchmarks import QUICK, SMALL, small
+from support.benchmarks import QUICK, SMALL, TINY, small
 
 # By hand: embedding and head, attention's q, k, v, o, the MLP's three, three norms.
 PARAMETERS = 2 * 259 * 16 + 16 * (16 + 8 + 8 + 16) + 3 * 16 * 32 + 3 * 16
@@ -37,7 +37,7 @@ def test_a_measured_run_has_every_figure_and_they_agree(result):
 
 
 def test_the_outer_share_counts_the_outer_steps_of_every_fragment(fast_matrices):
-    config = small(outer={"sync_every": 4, "fragments": 2}, num_steps=100)
+    config = small(model=TINY, outer={"sync_every": 4, "fragments": 2}, num_steps=100)
     result = measure(config, replace(QUICK, data_seconds=0))
     step, outer = (result[name]["median"] for name in ("step_seconds", "outer_step_seconds"))
     outer_steps = 2 * 100 // 4
@@ -108,7 +108,7 @@ def test_compiling_only_allocates_nothing_and_counts_the_pairings(monkeypatch):
         raise AssertionError("nothing is to run")
 
     monkeypatch.setattr(timing.TimedRun, "__init__", forbidden)
-    result = measure(small(), replace(QUICK, compile_only=True))
+    result = measure(small(model=TINY), replace(QUICK, compile_only=True))
     assert result["pairings"] == 3
     assert result["peak_memory_bytes"] > 0
     assert "step_seconds" not in result
@@ -116,7 +116,7 @@ def test_compiling_only_allocates_nothing_and_counts_the_pairings(monkeypatch):
 
 def test_steps_without_cuda_graphs_continue_the_run():
     """They are traced in place of the timed ones, with an offloaded state too."""
-    config = small(outer=SMALL["outer"] | {"offload": True})
+    config = small(model=TINY, outer=SMALL["outer"] | {"offload": True})
     plain = build_programs(config, make_mesh(config, jax.devices()))
     programs = compile_programs(config, plain, only=("inner_step", "outer_step"))
     runs = [timing.TimedRun(config, programs) for _ in range(2)]

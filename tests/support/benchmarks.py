@@ -2,6 +2,7 @@
 
 from noloco_jax.bench.options import Options
 from noloco_jax.config import TrainConfig, from_dict
+from support import tiny_model
 
 SMALL = {
     "num_replicas": 4,
@@ -10,6 +11,7 @@ SMALL = {
     "data": {"sequence_length": 8, "batch_size": 2},
     "mesh": {"replica": 2},
 }
+TINY = {"kind": tiny_model.KIND, "hidden_size": 16, "intermediate_size": 32, "num_layers": 1}
 QUICK = Options(steps=3, data_seconds=0.05, compile_only=False, profile=None)
 
 

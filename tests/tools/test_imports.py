@@ -59,10 +59,22 @@ def test_there_are_no_circular_imports():
     assert len(list(order.static_order())) == len(FILES)
 
 
-def test_matplotlib_is_imported_only_for_drawing():
-    modules = "noloco_jax.run.curves, noloco_jax.compare.chart, noloco_jax.simulate.command"
-    program = f"import sys, {modules}; sys.exit('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+@pytest.fixture(scope="module")
+def imported() -> dict[str, set[str]]:
+    """Return what one process has imported after each of three programs, which it runs one after the other."""
+    programs = {
+        "a run of all replicas": "import noloco_jax.train.training",
+        "routes": "from noloco_jax.exchange.routes import lower; lower(np.array([[1, 0, 3, 2]]), 4, 1)",
+        "pictures": "import noloco_jax.run.curves, noloco_jax.compare.chart, noloco_jax.simulate.command",
+    }
+    lines = ["import sys, numpy as np", *(f"{program}; print(*sys.modules)" for program in programs.values())]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return {name: {*line.split()} for name, line in zip(programs, done.stdout.splitlines(), strict=True)}
+
+
+def test_matplotlib_is_imported_only_for_drawing(imported):
+    assert "matplotlib" not in imported["pictures"]
 
 
 def test_rooms_import_each_other_in_one_direction():
@@ -113,18 +125,10 @@ def test_the_public_names_are_found_where_they_are_defined():
     assert set(noloco_jax.__all__) <= set(dir(noloco_jax))
 
 
-def test_routes_of_one_replica_per_device_import_no_scipy():
-    program = (
-        "import sys, numpy as np; from noloco_jax.exchange.routes import lower; "
-        "lower(np.array([[1, 0, 3, 2]]), 4, 1); sys.exit('scipy.optimize' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+def test_routes_of_one_replica_per_device_import_no_scipy(imported):
+    assert "scipy.optimize" not in imported["routes"]
 
 
-def test_a_run_that_trains_all_replicas_imports_nothing_of_islands():
-    program = "import sys, noloco_jax.train.training; print([x for x in sys.modules if x.startswith(({names}))])"
-    names = "'noloco_jax.island', 'cryptography', 'pyarrow.flight'"
-    done = subprocess.run(
-        [sys.executable, "-c", program.format(names=names)], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[]\n"
+def test_a_run_that_trains_all_replicas_imports_nothing_of_islands(imported):
+    names = ("noloco_jax.island", "cryptography", "pyarrow.flight")
+    assert not [module for module in imported["a run of all replicas"] if module.startswith(names)]
