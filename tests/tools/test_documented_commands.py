@@ -27,6 +27,7 @@ DATA = [
 RUN = [
     "--config.eval_batches=1",
     "--config.num_replicas=2",
+    "--config.mesh.replica=1",
     "--config.num_steps=2",
     "--config.num_microbatches=1",
     "--config.inner.warmup_steps=1",
