@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from noloco_jax.data import (
 from noloco_jax.data.tokenizers import local_tokenizer
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.storage import addresses, retries
+from support import processes
 from support.data_makers import CountingTokenizer, open_streams, write_counting, write_json_lines, write_rows
 from support.stores import STORES
 
@@ -442,17 +442,11 @@ def test_a_tokenizer_is_loaded_from_a_server(tmp_path, start):
 
 def test_a_run_refuses_a_missing_bucket_before_it_compiles(tmp_path, start):
     start("s3")
-    flags = [
-        "--config=configs/quickstart.py",
-        f"--workdir={tmp_path / 'run'}",
-        "--config.data.path=s3://nowhere-here/in",
-    ]
+    config = processes.write_config(tmp_path / "made")
     began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "noloco_jax.train", *flags], capture_output=True, text=True, env=dict(os.environ)
-    )
-    assert done.returncode == 2, done.stderr
-    assert "data.path='s3://nowhere-here/in': there is no such file, folder or bucket" in done.stderr
+    [(status, output)] = processes.run(config, tmp_path / "run", "--config.data.path=s3://nowhere-here/in")
+    assert status == 2, output
+    assert "data.path='s3://nowhere-here/in': there is no such file, folder or bucket" in output
     assert time.monotonic() - began < 60
 
 
