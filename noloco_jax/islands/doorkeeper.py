@@ -62,9 +62,10 @@ class Doorkeeper:
 
     def _watch(self) -> None:
         before, rest = 0, 0
-        while not self._closing.wait(_EVERY_SECONDS):
+        while not self._closing.is_set():
+            time.sleep(_EVERY_SECONDS)  # half the CPU time of a wait for the event
             with contextlib.suppress(OSError):
-                count, rest = len(descriptors()), (rest + 1) % _AT_REST
+                count, rest = number_of_descriptors(), (rest + 1) % _AT_REST
                 if count > before + 16 or rest == 0 or self._calling():  # a call fills memory at the link's speed
                     before = count
                     self._sweep(time.monotonic())
@@ -115,6 +116,14 @@ def descriptors() -> list[int]:
         return [int(name) for name in os.listdir("/dev/fd")]
     except OSError:
         return list(range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+
+
+def number_of_descriptors() -> int:
+    """Return the number of this process's open files."""
+    with contextlib.suppress(OSError):
+        if number := os.stat("/proc/self/fd").st_size:  # since Linux 6.2; listing them takes ten times as long
+            return number
+    return len(descriptors())
 
 
 @contextlib.contextmanager

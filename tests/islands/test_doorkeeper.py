@@ -149,6 +149,14 @@ def test_a_silent_connection_is_closed_and_a_long_call_is_not(monkeypatch):
         assert channel.receive().header == {"still": "here"}
 
 
+def test_every_open_file_is_counted(tmp_path):
+    before = doorkeeper.number_of_descriptors()
+    with contextlib.ExitStack() as stack:
+        for number in range(20):
+            stack.enter_context((tmp_path / str(number)).open("w"))
+        assert doorkeeper.number_of_descriptors() == before + 20
+
+
 def test_reports_are_rate_limited_and_suppressed_ones_are_counted(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
