@@ -9,11 +9,12 @@ from noloco_jax.communication import command
 from noloco_jax.communication.report import PROGRAMS, Report
 from noloco_jax.errors import UserError
 from noloco_jax.spmd.hlo import Collective, Traffic
-from support.traffic import MODEL, numel
+from support.traffic import TINY
+from support.traffic import tiny_numel as numel
 
 CONFIG = f"""
 def get_config():
-    model = {MODEL!r}
+    model = {TINY!r}
     return dict(num_replicas=3, model=model | dict(num_layers=1), data=dict(batch_size=2, sequence_length=8),
                 mesh=dict(replica=3))
 """

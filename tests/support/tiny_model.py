@@ -17,16 +17,16 @@ from noloco_jax.model.placement import look_up
 KIND = "support.tiny_model:Tiny"
 
 
-def _normal(rngs: nnx.Rngs, *shape: int) -> jax.Array:
-    return 0.02 * jax.random.normal(rngs.params(), shape)
+def _normal(config: ModelConfig, rngs: nnx.Rngs, *shape: int) -> jax.Array:
+    return (0.02 * jax.random.normal(rngs.params(), shape)).astype(config.param_dtype)
 
 
 class Block(nnx.Module):
     """A feed-forward block on the mean of the positions up to each one."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.up = weight(_normal(rngs, config.hidden_size, config.intermediate_size), "hidden", "ffn")
-        self.down = weight(_normal(rngs, config.intermediate_size, config.hidden_size), "ffn", "hidden")
+        self.up = weight(_normal(config, rngs, config.hidden_size, config.intermediate_size), "hidden", "ffn")
+        self.down = weight(_normal(config, rngs, config.intermediate_size, config.hidden_size), "ffn", "hidden")
 
     def __call__(self, h_BTD: jax.Array) -> jax.Array:
         positions_1T1 = jnp.arange(1, 1 + h_BTD.shape[1])[None, :, None]
@@ -42,10 +42,10 @@ class Tiny(kind.Model):
     stages: ClassVar[Stages] = Stages("embed", "blocks", "norm", "head")
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.embed = weight(_normal(rngs, config.vocab_size, config.hidden_size), "vocab", "hidden")
+        self.embed = weight(_normal(config, rngs, config.vocab_size, config.hidden_size), "vocab", "hidden")
         self.blocks = stacked(lambda *, rngs: Block(config, rngs=rngs), config.num_layers, rngs)
-        self.norm = weight(jnp.ones(config.hidden_size), None)
-        self.head = weight(_normal(rngs, config.hidden_size, config.vocab_size), "hidden", "vocab")
+        self.norm = weight(jnp.ones(config.hidden_size, config.param_dtype), None)
+        self.head = weight(_normal(config, rngs, config.hidden_size, config.vocab_size), "hidden", "vocab")
 
     def _field(self, place: str) -> Any:
         """Return the field that has a place in `stages`."""
