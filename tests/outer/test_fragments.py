@@ -239,16 +239,13 @@ def test_numpy_integers_are_accepted_as_settings(count):
         SyncSchedule(np.int64(0))
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, 4])
 def test_a_delayed_correction_keeps_the_inner_steps_taken_meanwhile(count):
     """Compare `update` with `step` and `correct` called at the steps that the definition names."""
     sync_every, delay = 4, 3
-    outer = nj.noloco(
-        nj.RandomPairing(N, seed=5), sync_every=sync_every, axis_name="replica", fragments=count, delay=delay
-    )
-    functions: Any = (outer.update, outer.step, outer.correct)
-    update, step, correct = (jax.jit(jax.vmap(f, axis_name="replica")) for f in functions)
-    params, state = tree(0), initial(outer)
+    update = jitted("update", "noloco", sync_every=sync_every, fragments=count, delay=delay)
+    step, correct = (jitted(name, "noloco", fragments=count, delay=1) for name in ("step", "correct"))
+    params, state = tree(0), initial(outer_of("noloco", fragments=count, delay=1))
     expected, after = params, state
     begun = []
     for inner in range(1, 14):
@@ -268,8 +265,8 @@ def test_a_delayed_correction_keeps_the_inner_steps_taken_meanwhile(count):
 
 def test_delayed_corrections_of_a_pair_sum_to_zero():
     """A delay therefore widens the spread of the replicas but leaves their mean alone."""
-    late = nj.noloco(nj.RandomPairing(N, seed=5), axis_name="replica", delay=1)
-    _, state = jax.vmap(late.step, axis_name="replica")(tree(3), initial(late))
+    settings = {"fragments": 1, "delay": 1}
+    _, state = jitted("step", "noloco", **settings)(tree(3), initial(outer_of("noloco", **settings)))
     for pair in groups_of(0, 1):
         for c in jax.tree.leaves(state.rule.correction):
             np.testing.assert_allclose(np.asarray(c)[list(pair)].sum(0), 0, atol=1e-6)
