@@ -14,7 +14,7 @@ from support.layouts import some_devices
 
 def losses(config: TrainConfig, num_devices: int, start: Any = None, **inner: Any) -> np.ndarray:
     """Return the losses (6, N) of six inner steps; arguments as of `metrics`."""
-    return metrics(config, num_devices, start, **inner).loss
+    return np.asarray(metrics(config, num_devices, start, **inner).loss)
 
 
 def metrics(config: TrainConfig, num_devices: int, start: Any = None, **inner: Any) -> StepMetrics:
