@@ -1,5 +1,6 @@
 """Islands of one configuration that train over Flight on loopback, in threads of one process, compiled once."""
 
+import copy
 import dataclasses
 import time
 from collections.abc import Callable
@@ -50,12 +51,12 @@ class World:
         codec = self.codec = Membership.codec(config, self.solo)
 
         class Member(Membership):
-            """Member with the codec of all islands, which has no state and is compiled once."""
+            """Member with a copy of the codec of all islands, which has no state and is compiled once."""
 
             @staticmethod
             def codec(config: TrainConfig, solo: SoloPrograms) -> Codec:
                 del config, solo
-                return codec
+                return copy.copy(codec)  # a test may replace a method of one island's
 
         self._member: type[Membership] = Member
         self.lines: list[str] = []
