@@ -65,7 +65,7 @@ install() {
         return
     fi
     echo "Installing noloco_jax${extras:+ with $extras} into $venv (some minutes the first time)"
-    # Bytecode of what is imported comes with its first import: of the 12,000 files that pip would compile one in ten is.
+    # Bytecode comes with a first import: of the 12,000 files that pip would compile, a run and its tests import a tenth at most.
     "$python" -m pip install --quiet --disable-pip-version-check --no-compile --editable ".${extras:+[$extras]}" ||
         fail "the installation failed (see above): it needs a network, or a package index in pip's configuration"
     echo "$wanted" >>"$stamp"
