@@ -22,8 +22,9 @@ from grain.experimental import ThreadPrefetchIterDataset
 
 from noloco_jax.data.packing import HostSequence, Packer
 from noloco_jax.data.positions import DataPosition, after_document, share
+from noloco_jax.data.reading import WorkerLostError
 from noloco_jax.data.source import EpochShard, Source
-from noloco_jax.errors import TransientError, UserError
+from noloco_jax.errors import UserError
 
 T = TypeVar("T")
 
@@ -35,10 +36,6 @@ class Positions:
     """The positions before each of some documents. A class, because Grain would treat a plain list as a pytree."""
 
     positions: Sequence[DataPosition]
-
-
-class WorkerLostError(TransientError):
-    """A worker process was killed or broke down; another may make its chunks."""
 
 
 class Chunk(TypedDict):

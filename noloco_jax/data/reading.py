@@ -1,10 +1,14 @@
-"""Damaged data files are refused or skipped."""
+"""Damaged data files, which are refused or skipped, and lost processes that read."""
 
-from noloco_jax.errors import UserError, tell
+from noloco_jax.errors import TransientError, UserError, tell
 
 
 class DamagedFileError(UserError):
     """A data file whose bytes arrived and cannot be decoded."""
+
+
+class WorkerLostError(TransientError):
+    """A worker process was killed or broke down; another may make its chunks."""
 
 
 _reported: set[str] = set()

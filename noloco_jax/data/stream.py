@@ -17,6 +17,7 @@ from noloco_jax.data.from_config import Mixture, mixture_of, open_sources
 from noloco_jax.data.identity import CONTENT_FACTS
 from noloco_jax.data.packing import HostBatch, HostSequence
 from noloco_jax.data.positions import DataPosition, start_position
+from noloco_jax.data.reading import WorkerLostError
 from noloco_jax.data.source import Source
 from noloco_jax.data.tokenizers import Tokenizer
 from noloco_jax.errors import UserError, tell
@@ -124,8 +125,6 @@ class Stream(Iterator[HostBatch]):
         self._prefetched.start_prefetch()
 
     def __next__(self) -> HostBatch:
-        from noloco_jax.data.prefetch import WorkerLostError  # Grain takes a second to import.
-
         try:
             return self._next()
         except WorkerLostError as error:

@@ -18,7 +18,8 @@ from noloco_jax.config import DataConfig
 from noloco_jax.data import parquet, prefetch, redistribute
 from noloco_jax.data.from_config import open_source
 from noloco_jax.data.positions import DataPosition, start_position
-from noloco_jax.data.prefetch import ReplicaDocuments, WorkerLostError, chunks
+from noloco_jax.data.prefetch import ReplicaDocuments, chunks
+from noloco_jax.data.reading import WorkerLostError
 from noloco_jax.errors import TransientError
 from support.data_makers import CountingTokenizer, open_streams, write_counting, write_rows
 
