@@ -31,6 +31,7 @@ from noloco_jax.islands.start import open_agent
 from noloco_jax.islands.state_shares import StateLayouts, layouts_of
 from noloco_jax.islands.steps import IslandSteps, weight_specs
 from noloco_jax.methods import schedule_of
+from noloco_jax.outer.fragments import described
 from noloco_jax.outer.rule import at_round
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.messages import Messages, shares_moments
@@ -303,7 +304,7 @@ def _identity(member: Membership, config: TrainConfig, programs: Programs, finge
         {name: value for name, value in _fields(common_values(config)) if value != defaults.get(name)},
         _digest([str(spec) for spec in specs_of(programs.state.params)]),
         member.roster.version,
-        f"{config.outer.wire}, {config.outer.fragments} fragments",
+        f"{config.outer.wire}, {described(config.outer.fragments)}",
         member.pace,
         fingerprint or "",
     )

@@ -1,9 +1,10 @@
 """Parameters in F fragments of equal bytes: every outer step sends one fragment, in turn.
 
-A fragment is a stripe of every array: along a dimension of F · n elements it holds the indices with the same remainder
-modulo F. All fragments therefore have the same shapes, and one compiled program serves them all, with the fragment's
-number as a value. Cutting a sharded dimension needs no communication, since every device holds its part of every
-stripe, and the assignment of weights to fragments does not depend on the number of devices.
+A fragment is a stripe of every array: of the runs of neighbouring indices along a dimension, it holds those whose
+number has the same remainder modulo F. All fragments therefore have the same shapes, and one compiled program serves
+them all, with the fragment's number as a value. The assignment of weights to fragments does not depend on the number of
+devices. Cutting a dimension that lies on up to 8 devices needs no communication, since each holds its part of every
+stripe.
 
 Outer step k = 0, 1, ... exchanges fragment k mod F, and is round k // F of that fragment.
 """
@@ -18,6 +19,12 @@ import optax
 from jax import lax
 
 PyTree = Any
+
+# Version of the assignment of weights to fragments, for checkpoints and islands; 1 had no runs.
+LAYOUT = 2
+# A GPU moves memory in sectors of 32 bytes, 8 float32 numbers, and reads or writes whole ones.
+_RUNS = (8, 4, 2)
+_SHARDS = 8
 
 # Path and shape of a parameter -> the dimension along which it is cut; FLAT: as a vector, padded with zeros.
 Dimension = Callable[[tuple, tuple[int, ...]], int]
@@ -36,6 +43,11 @@ def smallest_dimension(shape: tuple[int, ...], count: int) -> int:
     if wide:
         return min(wide, key=lambda dim: shape[dim])
     return max(fitting, key=lambda dim: shape[dim], default=FLAT)
+
+
+def described(count: int) -> str:
+    """Return what islands compare of their fragments: the number of them, and if there are several, their layout."""
+    return f"{count} fragments" + (f", layout {LAYOUT}" if count > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -109,7 +121,8 @@ class Fragments:
 def _take(x: jax.Array, cut: int, count: int, fragment: jax.Array) -> jax.Array:
     if cut == FLAT:
         return lax.dynamic_index_in_dim(_rows(x, count), fragment, 0, keepdims=False)
-    return lax.dynamic_index_in_dim(_stripes(x, cut, count), fragment, cut + 1, keepdims=False)
+    runs = lax.dynamic_index_in_dim(_stripes(x, cut, count), fragment, cut + 1, keepdims=False)
+    return runs.reshape(*x.shape[:cut], x.shape[cut] // count, *x.shape[cut + 1 :])
 
 
 def _put(x: jax.Array, part: jax.Array, cut: int, count: int, fragment: jax.Array) -> jax.Array:
@@ -117,12 +130,16 @@ def _put(x: jax.Array, part: jax.Array, cut: int, count: int, fragment: jax.Arra
     if cut == FLAT:
         rows = lax.dynamic_update_index_in_dim(_rows(x, count), part, fragment, 0)
         return jnp.ravel(rows)[: x.size].reshape(x.shape)
-    return lax.dynamic_update_index_in_dim(_stripes(x, cut, count), part, fragment, cut + 1).reshape(x.shape)
+    stripes = _stripes(x, cut, count)
+    runs = part.reshape(*stripes.shape[: cut + 1], *stripes.shape[cut + 2 :])
+    return lax.dynamic_update_index_in_dim(stripes, runs, fragment, cut + 1).reshape(x.shape)
 
 
 def _stripes(x: jax.Array, cut: int, count: int) -> jax.Array:
-    """Reshape a dimension (F · n) to two, (n, F)."""
-    return x.reshape(*x.shape[:cut], x.shape[cut] // count, count, *x.shape[cut + 1 :])
+    """Reshape a dimension of n · F · r elements to three, (n, F, r), for runs of r."""
+    size = x.shape[cut]
+    run = next((run for run in _RUNS if size % (_SHARDS * count * run) == 0), 1)
+    return x.reshape(*x.shape[:cut], size // (count * run), count, run, *x.shape[cut + 1 :])
 
 
 def _rows(x: jax.Array, count: int) -> jax.Array:

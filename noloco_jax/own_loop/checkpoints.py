@@ -24,11 +24,11 @@ class OwnCheckpoints:
 
     Args:
       workdir: the island's folder.
-      specs: name -> spec of each array that is saved.
+      specs: name -> spec of each array that is saved, and of what else has to be equal to resume.
       keep: number of checkpoints to keep.
     """
 
-    def __init__(self, workdir: Path, specs: Mapping[str, ArraySpec], keep: int):
+    def __init__(self, workdir: Path, specs: Mapping[str, ArraySpec | str], keep: int):
         quiet_saves()
         self._folder = workdir.absolute() / "checkpoints"
         self._folder.mkdir(parents=True, exist_ok=True)

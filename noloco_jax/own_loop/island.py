@@ -35,6 +35,7 @@ from noloco_jax.islands.start import begin, open_agent
 from noloco_jax.islands.state_shares import layouts_of
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.islands.sync import IslandSync
+from noloco_jax.outer.fragments import described
 from noloco_jax.outer.noloco import NoLoCo
 from noloco_jax.outer.pairing import Pairing, RandomPairing, largest_group
 from noloco_jax.outer.rule import OuterState, at_round
@@ -185,7 +186,7 @@ class Island:
         self._fresh = Fresh(jax.tree.leaves(first), begins_anew(first, self._places.params))
         saved = {f"{part}{name}": spec for part, form in self._forms.items() for name, spec in form.specs.items()}
         saved |= {f"outer {i}": spec for i, spec in enumerate(specs_of(outer_shapes))}
-        self._checkpoints = OwnCheckpoints(self._workdir, saved, self._keep)
+        self._checkpoints = OwnCheckpoints(self._workdir, saved | self._fragments(outer_shapes), self._keep)
         state, step, journal = self._start(params, rest)
         codec = codec_of(solo.wire, solo.message, solo.code, solo.cuts)
         is_first = journal is None and self._name in self._roster.names  # later members take a peer's weights
@@ -357,9 +358,14 @@ class Island:
         values |= {"outer.sync_every": str(schedule.sync_every), "outer.pairing": _digest(_described(self._pairing))}
         values |= {f"common.{name}": json.dumps(value) for name, value in self._common.items()}
         model = _digest([f"{name} {spec}" for name, spec in arrays.items()])
-        codec = f"{self._wire}, {outer.fragments.count} fragments"
+        codec = f"{self._wire}, {described(outer.fragments.count)}"
         run, version = self._roster.run, self._roster.version
         return Identity(run, values, model, version, codec, "steps", first_weights=first_weights)
+
+    def _fragments(self, state: OuterState) -> dict[str, str]:
+        """Return the fragments to which windows and late corrections in a checkpoint belong, if there are any."""
+        count, is_late = self._outer.fragments.count, self._outer.correct is not None
+        return {"fragments": described(count)} if count > 1 and (state.windows is not None or is_late) else {}
 
     def _init(self, lifted: PyTree) -> Any:
         return jax.vmap(self._outer.init, out_axes=outer_axes(self._outer))(lifted)

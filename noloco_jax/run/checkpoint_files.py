@@ -159,7 +159,11 @@ class CheckpointFiles:
         return step
 
     def changes(self, step: int) -> list[Change]:
-        """Return the fields that differ from the run that saved `step`; raise `UserError` if one of them must match."""
+        """Return the fields that differ from the run that saved `step`; raise `UserError` if one of them must match.
+
+        So must the assignment of weights to fragments, where state depends on it.
+        """
+        record.check_layout(self._record(step), named(self._folder / str(step)))
         saved = self.saved_config(step)
         return record.permitted_changes(saved, self._config, named(self._folder))
 

@@ -11,6 +11,8 @@ from typing import Any
 from noloco_jax.config import Change, TrainConfig, changes, find_field, save_config, to_dict, unchecked, without_deleted
 from noloco_jax.errors import UserError
 from noloco_jax.files import write_whole
+from noloco_jax.outer.fragments import LAYOUT
+from noloco_jax.wires import MODULO_BITS
 
 HISTORY_FILE = "config.history.jsonl"
 _PACKAGES = ("noloco_jax", "jax", "jaxlib", "optax", "orbax-checkpoint", "numpy", "tokenizers")
@@ -36,7 +38,13 @@ def make_record(config: TrainConfig, source: Mapping[str, Any], from_step: int |
       source: identity of its data and tokenizer, see `data.Stream.source`.
       from_step: the step that the run was told to go back to.
     """
-    return {"config": to_dict(config), "source": dict(source), "versions": versions(), "from_step": from_step}
+    return {
+        "config": to_dict(config),
+        "source": dict(source),
+        "versions": versions(),
+        "from_step": from_step,
+        "layout": LAYOUT,
+    }
 
 
 def saved_config(record: Mapping[str, Any], where: str) -> TrainConfig:
@@ -47,6 +55,23 @@ def saved_config(record: Mapping[str, Any], where: str) -> TrainConfig:
             "version, or give another --workdir"
         )
     return unchecked(without_deleted(record["config"]))
+
+
+def check_layout(record: Mapping[str, Any], where: str) -> None:
+    """Check that state which belongs to fragments, windows or late corrections, was saved for these fragments.
+
+    Raises:
+      UserError: if an earlier version, which assigned other weights to them, saved it; `where` is the checkpoint's
+        folder.
+    """
+    outer = saved_config(record, where).outer
+    if record.get("layout", 1) == LAYOUT or outer.fragments == 1 or not (outer.delay or outer.wire in MODULO_BITS):
+        return
+    raise UserError(
+        f"an earlier version of noloco_jax saved {where}, with other weights in each of its outer.fragments="
+        f"{outer.fragments}: resume with that version, or start from its model, exported, by --config.init_from and "
+        "another --workdir"
+    )
 
 
 def permitted_changes(before: TrainConfig, now: TrainConfig, where: str) -> list[Change]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -465,6 +465,25 @@ def test_a_checkpoint_that_is_damaged_or_holds_other_arrays_is_refused(begun_isl
         pytest.raises(UserError, match=r"is not whole .*delete that"),
     ):
         other.begin(weights(), rest)
+
+
+def test_windows_saved_for_other_fragments_are_refused(roster, tmp_path):
+    def opened(**settings: Any) -> OwnCheckpoints:
+        outer = nj.noloco(sync_every=2, **settings)
+        with nj.Island(roster, "paris", workdir=tmp_path / "paris", outer=outer, report=quiet) as island:
+            fragments = island._fragments(outer.init(weights()))
+        return OwnCheckpoints(tmp_path, {"w": ArraySpec((3,), np.dtype(np.float32)), **fragments}, keep=3)
+
+    checkpoints = opened(fragments=2, wire="modulo4")
+    checkpoints.save(5, [np.zeros(3, np.float32)], {})
+    checkpoints.close()
+    like = [jax.ShapeDtypeStruct((3,), np.float32)]
+    for settings in ({"fragments": 2, "wire": "modulo4"}, {"fragments": 4, "wire": "modulo4"}, {"fragments": 2}):
+        checkpoints = opened(**settings)
+        is_same = settings == {"fragments": 2, "wire": "modulo4"}
+        with nullcontext() if is_same else pytest.raises(UserError, match=r"\(fragments: 2 fragments.* there, .* here"):
+            checkpoints.restore(5, like)
+        checkpoints.close()
 
 
 def normal(seed: int) -> dict[str, Any]:

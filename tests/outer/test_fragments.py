@@ -15,7 +15,15 @@ from noloco_jax.outer.rule import OuterState
 from noloco_jax.outer.step import Late
 from noloco_jax.outer.transform import shared
 from noloco_jax.schedule import SyncSchedule, pairing_round
-from support.layouts import assert_trees_close, axis_of, over_replicas
+from support.layouts import (
+    assert_trees_close,
+    axis_of,
+    compiled,
+    mesh_of,
+    messages,
+    other_collectives,
+    over_replicas,
+)
 from support.oracle import diloco_step
 from support.rules import RULES
 
@@ -104,6 +112,35 @@ def test_fragments_hold_every_element_once(count):
         part = fragments.part(params, cuts, jnp.int32(number))
         total = jax.tree.map(jnp.add, total, fragments.put(zeros, part, cuts, jnp.int32(number)))
     assert_trees_close(total, params)
+
+
+@pytest.mark.parametrize(("size", "count", "run"), [(2048, 8, 8), (768, 8, 4), (64, 2, 4), (32, 2, 2), (24, 3, 1)])
+@pytest.mark.parametrize("shape", [(-1, 2), (2, -1)], ids=["in rows", "in columns"])
+def test_a_fragment_holds_every_f_th_run_of_neighbours(size, count, run, shape):
+    x = np.arange(2 * size, dtype=np.float32).reshape(shape)
+    dimension = shape.index(-1)
+    fragments = Fragments(count, lambda path, shape: dimension)
+    cuts = fragments.cuts(x)
+    for number in range(count):
+        of_fragment = np.arange(size) // run % count == number
+        part = fragments.part(x, cuts, jnp.int32(number))
+        np.testing.assert_array_equal(part, np.compress(of_fragment, x, dimension))
+        without = fragments.put(x, jnp.zeros_like(part), cuts, jnp.int32(number))
+        mask = of_fragment[:, None] if dimension == 0 else of_fragment
+        np.testing.assert_array_equal(without, np.where(mask, 0, x))
+
+
+def test_cutting_a_dimension_that_lies_on_eight_devices_sends_nothing():
+    fragments = Fragments(8, lambda path, shape: 0)
+    along = jax.NamedSharding(mesh_of(8), jax.P("replica"))
+    whole, part = (jax.ShapeDtypeStruct((size, 3), jnp.float32, sharding=along) for size in (768, 96))
+
+    def cut_and_join(x: jax.Array, part: jax.Array, number: Any) -> jax.Array:
+        cuts = fragments.cuts(x)
+        return fragments.put(x, fragments.part(x, cuts, number) + part, cuts, number)
+
+    hlo = compiled(cut_and_join, whole, part, jax.ShapeDtypeStruct((), jnp.int32))
+    assert not other_collectives(hlo) and not messages(hlo)
 
 
 @every_rule

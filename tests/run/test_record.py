@@ -1,6 +1,7 @@
 """Settings that a run may change on resume, and the history of its starts."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from noloco_jax.config import TrainConfig, changes, from_dict, load_saved, unuse
 from noloco_jax.errors import UserError
 from noloco_jax.run import record
 from noloco_jax.run.record import (
+    check_layout,
     data_at_start,
     make_record,
     permitted_changes,
@@ -158,6 +160,23 @@ def test_a_history_with_any_bytes_is_kept_and_appended_to(tmp_path, former):
 def test_a_checkpoint_without_a_recorded_config_is_refused(tmp_path):
     with pytest.raises(UserError, match="holds no configuration, since an earlier version"):
         saved_config({"method": "noloco"}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("outer", "refused"),
+    [
+        ({"fragments": 2, "wire": "modulo4"}, True),
+        ({"fragments": 2, "delay": 1}, True),
+        ({"fragments": 2}, False),
+        ({"wire": "modulo4", "delay": 1}, False),
+    ],
+)
+def test_state_saved_for_other_fragments_is_refused(outer, refused):
+    before = make_record(from_dict({"outer": outer}), {}, None)
+    check_layout(before, "here")
+    del before["layout"]  # as every version without runs saved it
+    with pytest.raises(UserError, match=r"outer\.fragments=2: resume with that version") if refused else nullcontext():
+        check_layout(before, "here")
 
 
 def test_a_checkpoint_with_a_removed_field_resumes_only_if_it_had_no_effect(tmp_path):

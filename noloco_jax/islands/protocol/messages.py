@@ -75,7 +75,7 @@ class Identity:
         so that a field of a newer version is no difference until it is used.
       model: digest of names, shapes and dtypes of the parameters.
       roster: digest of the roster.
-      codec: the wire format of messages, and the number of fragments of parameters.
+      codec: the wire format of messages, and the number and layout of the parameters' fragments.
       pace: "steps", or "time" for islands that fit their inner steps to common rounds.
       tokenizer: the tokenizer's fingerprint; empty for an island that reads token ids, which fits any.
       first_weights: summary of the weights that a loop of one's own begins the run with; empty for the trainer, whose
