@@ -166,13 +166,10 @@ def expiry_warning(credentials: Credentials, name: str) -> str | None:
 
 
 def renewed(credentials: Credentials, name: str) -> Credentials | None:
-    """Return an island's keys if their folder holds others now, and sound ones; files may come one after the other."""
+    """Return an island's keys if their folder holds others now. Raises `UserError` as `load_keys`."""
     if credentials.folder is None:
         return None
-    try:
-        found = load_keys(credentials.folder, name)
-    except UserError:
-        return None
+    found = load_keys(credentials.folder, name)
     return None if found == credentials else found
 
 

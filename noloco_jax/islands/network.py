@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from noloco_jax.errors import UserError
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.connections import Connections
 from noloco_jax.islands.keys import Credentials, Newest, expiry_warning, renewed
@@ -105,19 +106,35 @@ class Network:
         return [name for name, at in self.roster.islands if at.can_be_dialled and name != self._name]
 
     def _watch_keys(self) -> None:
-        """Read keys that were renewed, and warn daily of those that expire soon."""
-        warned = -math.inf
-        assert self._credentials is not None and self._server is not None
+        """Read keys that were renewed, warn daily of those that expire soon, and of a fault of the files once."""
+        warned, fault, told = -math.inf, "", ""
+        assert self._credentials is not None
         while True:
-            if (keys := renewed(self._credentials, self._name)) is not None:
-                self._credentials = keys
-                for client in list(self.clients.values()):
-                    client.renew(keys)
-                self._connections.close_older()
-                self._server.renew(keys)
-                self._report(f"{self._name} has read new keys from {keys.folder}")
-            elif time.monotonic() - warned > _WARN_SECONDS and (line := expiry_warning(self._credentials, self._name)):
+            before = fault
+            try:
+                fault, is_renewed = "", self._renew_keys()
+            except UserError as error:
+                fault, is_renewed = str(error), False
+            if fault and fault == before != told:  # at the first look files may still come one after the other
+                self._report(f"{self._name} goes on with its old keys: {fault}")
+                told = fault
+            is_warned = is_renewed or time.monotonic() - warned <= _WARN_SECONDS
+            if not is_warned and (line := expiry_warning(self._credentials, self._name)):
                 warned = time.monotonic()
                 self._report(line)
             if self._closed.wait(_KEYS_SECONDS):
                 return
+
+    def _renew_keys(self) -> bool:
+        """Use the keys in the folder if they are others; return True if so. Raises `UserError` where it cannot."""
+        assert self._credentials is not None and self._server is not None
+        keys = renewed(self._credentials, self._name)
+        if keys is None:
+            return False
+        for client in list(self.clients.values()):
+            client.renew(keys)
+        self._connections.close_older()
+        self._server.renew(keys)
+        self._credentials = keys
+        self._report(f"{self._name} has read new keys from {keys.folder}")
+        return True

@@ -129,6 +129,8 @@ class Server:
         """Show other keys to new callers, once running calls have ended, after `timeout` seconds by force.
 
         Flight reads keys only when it begins to listen, and takes no port that another server has.
+
+        Raises `UserError` if it cannot listen: nobody can call until it is tried again.
         """
         self._end_calls(timeout)
         location = f"{self._location.rpartition(':')[0]}:{self.port}"
@@ -136,9 +138,9 @@ class Server:
             try:
                 self._flight = _Flight(location, credentials, self._handlers, self._calls)
                 return
-            except Exception:  # Arrow raises only a general error
+            except Exception as error:  # Arrow raises only a general error
                 if not left:
-                    raise
+                    raise UserError(f"nobody can call it, as it cannot listen at {location} again ({error})") from None
                 time.sleep(0.1)
 
     def close(self, timeout: float = 5.0) -> None:

@@ -1,12 +1,15 @@
 """Keys of a run: the command that makes them, how an island loads them, and how replaced ones are revoked."""
 
+import contextlib
 import datetime
 import re
 import shutil
 import stat
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -15,6 +18,7 @@ from cryptography import x509
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.island.command import main as island
 from noloco_jax.islands import network
+from noloco_jax.islands import server as server_module
 from noloco_jax.islands.certificates import names_of, owner_and_issue
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.keys import Credentials, Newest, credentials_for, expiry_warning, load_keys
@@ -328,6 +332,50 @@ def test_a_running_island_reloads_renewed_keys_and_keeps_exchanging(roster, monk
     side_by_side(*[lambda site=site: site.train(6, 0.5) for site in sites])
     side_by_side(*[site.close for site in sites])
     assert all(site.share(5) == 1 for site in sites), sites[0].met
+
+
+@contextlib.contextmanager
+def open_network(roster: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Path, list[str]]]:
+    """Yield the network of paris, which looks at its keys ten times a second, their folder, and the lines told."""
+    monkeypatch.setattr(network, "_KEYS_SECONDS", 0.1)
+    keys = make(roster) / "paris"
+    lines: list[str] = []
+    opened = network.Network(roster_at([]), "paris", load_keys(keys, "paris"), lines.append)
+    opened.open(Recorder().handlers)
+    try:
+        yield opened, keys, lines
+    finally:
+        opened.close()
+
+
+def test_new_keys_that_cannot_be_taken_are_told_once_with_the_reason(roster, monkeypatch):
+    with open_network(roster, monkeypatch) as (_, keys, lines):
+        make(roster, "--replace=paris")
+        (keys / "key.pem").chmod(0o644)
+        assert in_time(lambda: any("goes on with its old keys: others can read" in line for line in lines)), lines
+        time.sleep(0.5)
+        assert sum("goes on with its old keys" in line for line in lines) == 1
+        (keys / "key.pem").chmod(0o600)
+        assert in_time(lambda: "has read new keys" in lines[-1])
+
+
+def test_an_island_that_could_not_listen_with_new_keys_tries_again(roster, monkeypatch):
+    flight, refused = server_module._Flight, iter([True] * (server_module._TRIES * 2))
+
+    def listening(*arguments: Any) -> Any:
+        if next(refused, False):
+            raise RuntimeError("port in use")
+        return flight(*arguments)
+
+    with open_network(roster, monkeypatch) as (opened, keys, lines):
+        monkeypatch.setattr(server_module, "_Flight", listening)
+        monkeypatch.setattr(server_module.time, "sleep", lambda seconds: None)
+        make(roster, "--replace=paris")
+        assert in_time(lambda: bool(lines) and "has read new keys" in lines[-1], 60)
+        assert any("nobody can call it, as it cannot listen" in line for line in lines)
+        assert calling(opened.roster.address("paris").port, load_keys(keys.parent / "berlin", "berlin")).action(
+            "status", {}, 60.0
+        )
 
 
 def test_keys_are_optional_only_if_all_islands_are_on_one_machine(roster, tmp_path):

@@ -471,7 +471,8 @@ def test_windows_saved_for_other_fragments_are_refused(roster, tmp_path):
     def opened(**settings: Any) -> OwnCheckpoints:
         outer = nj.noloco(sync_every=2, **settings)
         with nj.Island(roster, "paris", workdir=tmp_path / "paris", outer=outer, report=quiet) as island:
-            fragments = island._fragments(outer.init(weights()))
+            state: Any = outer.init(weights())
+            fragments = island._fragments(state)
         return OwnCheckpoints(tmp_path, {"w": ArraySpec((3,), np.dtype(np.float32)), **fragments}, keep=3)
 
     checkpoints = opened(fragments=2, wire="modulo4")
