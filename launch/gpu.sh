@@ -12,6 +12,7 @@
 # best         125M, 8 virtual replicas, with configs/README.md's best settings (Muon, messages of 4 bits)
 # mask, moe    125M, one replica and an eighth of the batch, with a document mask, and with 8 experts
 # large        1.3B, one replica
+# small        the quickstart's four replicas, which the device computes at once
 # dtypes       the quickstart's model in float32 and bfloat16, its perplexity
 #
 # OUT/PART.log has what a part printed, OUT/PART.json a benchmark's figures, OUT/PART a run's folder or a trace. A part
@@ -24,7 +25,7 @@ fail() {
     exit 2
 }
 
-all="tests quickstart eight one four best mask moe large dtypes"
+all="tests quickstart eight one four best mask moe large small dtypes"
 python=${PYTHON:-python}
 if [ $# -lt 1 ]; then fail "usage: bash launch/gpu.sh OUT [PART...], with parts of $all"; fi
 out=$(realpath -m "$1")
@@ -71,6 +72,7 @@ part() {
                 --config.num_microbatches=8 --config.model.kind=moe
             ;;
         large) bench large --config=configs/c4_1b.py:local,replicas=1 --config.data.batch_size=8 ;;
+        small) bench small --config=configs/quickstart.py --config.mesh.replica=1 --vary model.dtype=float32,bfloat16 ;;
         dtypes)
             JAX_DEFAULT_MATMUL_PRECISION=highest "$python" -m noloco_jax.compare --config=configs/quickstart.py \
                 --methods=noloco --vary model.dtype=float32,bfloat16 --workdir="$out/dtypes"

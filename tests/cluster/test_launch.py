@@ -371,7 +371,7 @@ def test_gpu_parts_run_in_order_and_continue_after_a_failed_one(tmp_path):
     ended = gpu(tmp_path)
     assert ended.returncode == 1
     runs = [line.split()[2] for line in ended.stdout.splitlines() if line.startswith("run: -m")]
-    assert runs == ["pytest", "noloco_jax.train", *7 * ["noloco_jax.bench"], "noloco_jax.compare"]
+    assert runs == ["pytest", "noloco_jax.train", *8 * ["noloco_jax.bench"], "noloco_jax.compare"]
     assert "== tests failed" in ended.stdout and ended.stdout.count("failed") == 1
     log = (tmp_path / "out/four.log").read_text()
     assert f"--json={tmp_path}/out/four.json" in log and "--steps=3 --config.data.batch_size=2" in log
