@@ -1,5 +1,6 @@
 """The tokenizer of an exported folder, loaded by `AutoTokenizer`, against the one in training, for every family."""
 
+import functools
 import json
 import os
 import subprocess
@@ -43,9 +44,15 @@ def name(request):
     return str(TOKENIZERS / request.param)
 
 
+@functools.cache
+def trained_with(name):
+    """Load a tokenizer of training once: a vocabulary of 32,000 takes half a second."""
+    return load_tokenizer(name)
+
+
 def export(folder, name, family="qwen2"):
     """Export a tiny model of the family with a tokenizer; return the folder."""
-    own = load_tokenizer(name)
+    own = trained_with(name)
     model = ModelConfig(
         hidden_size=8,
         intermediate_size=8,
@@ -61,13 +68,13 @@ def export(folder, name, family="qwen2"):
 
 
 def ids_of_texts(name):
-    return [load_tokenizer(name).encode(text).tolist() for text in TEXTS]
+    return [trained_with(name).encode(text).tolist() for text in TEXTS]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_makes_the_ids_of_training(family, name, tmp_path):
     loaded = AutoTokenizer.from_pretrained(export(tmp_path / "m", name, family))
-    bos = load_tokenizer(name).bos_id
+    bos = trained_with(name).bos_id
     assert [loaded(text)["input_ids"] for text in TEXTS] == [[bos, *ids] for ids in ids_of_texts(name)]
 
 
@@ -80,7 +87,7 @@ def test_versions_of_transformers_before_5_know_the_names_in_a_tokenizer_configu
 
 
 def test_own_commands_make_the_ids_of_training_from_a_qwen2_folder(name, tmp_path):
-    assert makes_same_ids(load_tokenizer(str(export(tmp_path / "m", name))), load_tokenizer(name))
+    assert makes_same_ids(load_tokenizer(str(export(tmp_path / "m", name))), trained_with(name))
 
 
 def test_a_qwen2_folder_makes_the_ids_of_training_where_its_code_is_trusted(tmp_path):
