@@ -162,16 +162,17 @@ def test_a_state_made_inside_shard_map_serves_as_one_made_outside(settings):
     one, two = random_tree(0, N), random_tree(1, N)
 
     def steps(params, updates, state):
-        for _ in range(2):
-            updates, state = outer.update(updates, state, params)
-        return updates
+        def step(_, carry):
+            return outer.update(*carry, params)
+
+        return jax.lax.fori_loop(0, 2, step, (updates, state))[0]
 
     @jax.jit
     @partial(jax.shard_map, **specs)
     def inside(params, updates):
         return steps(params, updates, outer.init(params))
 
-    expected = jax.vmap(steps, axis_name="replica")(one, two, jax.vmap(outer.init)(one))
+    expected = jax.jit(jax.vmap(steps, axis_name="replica"))(one, two, jax.vmap(outer.init)(one))
     batched = jax.tree.map(lambda x: x[:, None], (one, two))
     assert_trees_close(jax.tree.map(lambda x: x[:, 0], inside(*batched)), expected)
 
