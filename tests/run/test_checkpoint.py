@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import functools
 import json
 import weakref
 from pathlib import Path
@@ -24,11 +25,10 @@ from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.offload import offloaded
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.stages import resize_vocabulary
-from support import tiny_model
 
 CONFIG = TrainConfig(
     num_replicas=4,
-    model=ModelConfig(kind=tiny_model.KIND, hidden_size=16, intermediate_size=32, num_layers=2, vocab_size=32),
+    model=ModelConfig(kind="support.modes:Few", hidden_size=16, intermediate_size=32, num_layers=2, vocab_size=32),
     inner=InnerConfig(warmup_steps=1),
     data=DataConfig(sequence_length=8, batch_size=2),
     mesh=MeshConfig(replica=1),
@@ -48,6 +48,7 @@ def with_muon(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, inner=dataclasses.replace(config.inner, optimizer="muon"))
 
 
+@functools.cache
 def programs_of(config: TrainConfig) -> Programs:
     sizes = [config.mesh.replica, config.mesh.stage, config.mesh.fsdp, config.mesh.tensor]
     return build_programs(config, make_mesh(config, jax.devices()[: int(np.prod(sizes))]))
