@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from noloco_jax.islands.protocol.catch_up import ASKED_AT_ONCE
 from noloco_jax.islands.protocol.context import MOST_AHEAD, STARTS_APART, Settings
 from noloco_jax.islands.protocol.download import MOST_AT_ONCE
 from noloco_jax.islands.protocol.events import (
@@ -151,6 +152,21 @@ def test_an_island_without_weights_waits_a_while_for_a_silent_peer_beside_finish
         island, actions = started(answers)
         assert not any(isinstance(action, Refused | Begin) for action in actions)
         assert any(isinstance(action, Refused) for action in asked(island, Tick(), answers, seconds + 1.0)) is ends
+
+
+@pytest.mark.parametrize("trains", range(ASKED_AT_ONCE + 3))
+def test_an_island_without_weights_finds_the_one_that_trains_among_many_finished_ones(trains):
+    """Regression test: it ended with status 2 where the peers that it happened to ask had all finished."""
+    names = [f"i{number}" for number in range(ASKED_AT_ONCE + 3)]
+    answers = dict.fromkeys(names, replace(status(40, training=False), finished=True))
+    answers[names[trains]] = status(38)
+    island = Island("a", names, IDENTITY, lambda round: None, 7)
+    asked(island, Start(), answers)
+    actions = island.handle(Ready(), 0.0)
+    while calls := [x for x in actions if isinstance(x, Open) and isinstance(x.header, StatusRequest)]:
+        for call in calls:
+            actions = island.handle(Arrived(call.channel, answers[call.peer]), 0.1)
+    assert donor_of([action for action in actions if not isinstance(action, Close)]) == names[trains]
 
 
 def test_an_island_without_weights_takes_those_of_a_peer_that_trains_beside_finished_ones():

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from noloco_jax.islands.protocol.catch_up import ASKED_AT_ONCE
 from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.messages import Speed, Timing
 from noloco_jax.islands.protocol.pace import MOST_GIVEN, MOST_UNEQUAL, Pace
@@ -108,6 +109,19 @@ def test_a_run_begins_once_all_its_islands_have_been_started():
     assert any(
         "i0 is ready and waits for i1, i2 to begin together, 120 s at most" in x for x in world.nodes["i0"].lines
     )
+
+
+@pytest.mark.parametrize("late", ["started", "compiled"])
+def test_a_run_of_more_islands_than_one_asks_at_once_begins_once_the_last_has(late):
+    """Regression test: an island began as soon as those that it happened to ask were ready."""
+    count = ASKED_AT_ONCE + 4
+    is_started = late == "started"
+    starts = [0.1] * (count - 1) + [60.0 if is_started else 0.1]
+    preparing = [1.0] * (count - 1) + [1.0 if is_started else 60.0]
+    world = World(count, durations=[ROUND] * count, starts=starts, preparing=preparing, settings=AWAITING)
+    world.run(100.0).finish()
+    assert apart(world, 0) < 2.0 and not any(node.heals for node in world.nodes.values())
+    assert min(node.ends[0] for node in world.nodes.values()) > 60.0 + ROUND
 
 
 def test_the_wait_for_an_island_that_is_not_started_is_bounded_and_once_a_run():

@@ -15,6 +15,7 @@ train alone for ever.
 import math
 import statistics
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from noloco_jax.islands.protocol.context import Backoff, Context
@@ -75,12 +76,15 @@ class Sweep:
 
     def not_ready(self) -> list[str]:
         """Return the islands whose second answer is missing, where nobody trains."""
-        if any(status.training for status in self.found.values()):
-            return []
-        return sorted(name for name in self.asked.values() if name in self.found)
+        return [] if self.has_found_training() else sorted(name for name in self.asked.values() if name in self.found)
+
+    def has_found_training(self) -> bool:
+        """Return whether an island that trains has answered."""
+        return any(status.training for status in self.found.values())
 
 
-ASKED_AT_ONCE = 16  # the median of a sample is good enough, even among a thousand islands
+# The median of a sample is good enough, even among a thousand islands. Before it trains, an island asks all in turn.
+ASKED_AT_ONCE = 16
 ABSENT_SECONDS = 0.5  # between requests to islands that do not answer yet when a run begins
 MOST_CLIENTS = 4 * MOST_AT_ONCE  # calls for shares that a donor serves at once
 
@@ -109,7 +113,8 @@ class CatchUp:
         self._sweeps = 0
         self._has_state = has_state
         self._needs_lineage = began_before and not has_state
-        self._heard: dict[str, Status] = {}  # last answers of all, while a lineage is needed
+        self._asked: set[str] = set()  # peers asked since it is ready
+        self._heard: dict[str, Status] = {}  # last answers since then; of those that said nothing the last time, none
         self._silent: set[str] = set()  # peers that did not answer the last requests in time
         self._start_deadline = self._lost_deadline = 0.0
         self._awaits_membership = False
@@ -121,6 +126,7 @@ class CatchUp:
 
     def ready(self) -> None:
         self.is_ready = True
+        self._asked.clear()
         now, settings = self._context.now, self._context.settings
         self._start_deadline, self._lost_deadline = now + settings.start_seconds, now + settings.lost_seconds
         self._begin_sweep()
@@ -162,14 +168,25 @@ class CatchUp:
     def _begin_sweep(self) -> None:
         context = self._context
         self._sweeps += 1
-        mixed = {name: _mixed(f"{context.name} {name} {self._sweeps}") for name in context.peers}
-        names = sorted(mixed, key=lambda name: (name in self._heard, mixed[name]))
         waits = self.is_ready and not self.training and context.now < self._start_deadline
         request = StatusRequest(context.identity, until_ready=waits, news=context.news)
-        asked = {context.open(name, request): name for name in names[:ASKED_AT_ONCE]}
+        asked = {context.open(name, request): name for name in self._sample()}
+        self._asked |= set(asked.values())
         deadline = context.now + context.settings.answer_seconds
         self._sweep = Sweep(deadline, frozenset(asked.values()), asked, waits)
         self._decide_when_all_are_heard()
+
+    def _sample(self) -> list[str]:
+        """Return peers to ask: those not asked yet first, then those whose weights an island that lost its own seeks.
+
+        Beyond these at random: all islands together would overload one that compiles or is not started.
+        """
+        mixed = {name: _mixed(f"{self._context.name} {name} {self._sweeps}") for name in self._context.peers}
+
+        def order(name: str) -> tuple[bool, bool, int]:
+            return name in self._asked, self._needs_lineage and name in self._heard, mixed[name]
+
+        return sorted(mixed, key=order)[:ASKED_AT_ONCE]
 
     def _decide_when_all_are_heard(self) -> None:
         sweep = self._sweep
@@ -194,12 +211,15 @@ class CatchUp:
         if not self.is_ready:
             context.actions.append(Admitted())
             return
-        if not_ready := sweep.not_ready():
-            context.tell(f"{context.name} is ready and waits for {', '.join(not_ready)}, to begin together")
+        self._record(sweep)
+        if self._must_ask_others(sweep):
+            self._begin_sweep()
+            return
+        if not_ready := self._not_ready(sweep):
+            context.tell(f"{context.name} is ready and waits for {_few(not_ready)}, to begin together")
             self._begin_sweep()
             return
         if self._needs_lineage:
-            self._heard |= sweep.found
             self._needs_lineage = not self._is_lost()
         alive = {name: status for name, status in sweep.found.items() if status.training and status.round >= 0}
         if not self._has_state and not alive and self._is_too_late(sweep):
@@ -228,6 +248,34 @@ class CatchUp:
 
         self._ask_for_state([(rank(name), name) for name in sorted(donors, key=order)])
 
+    def _record(self, sweep: Sweep) -> None:
+        """Keep the answers of a sweep; those of islands that answered earlier and not this time count no longer."""
+        still = set(sweep.asked.values())
+        for name in self._heard.keys() - self._context.peers.keys():
+            del self._heard[name]  # removed meanwhile
+        for name in sweep.names & self._context.peers.keys():
+            status = sweep.found.get(name)
+            if status is None or (sweep.waits and status.starting and name not in still):
+                self._heard.pop(name, None)
+            else:
+                self._heard[name] = status
+
+    def _must_ask_others(self, sweep: Sweep) -> bool:
+        """Return whether peers that were not asked yet may compile, train, or be not started.
+
+        An island with weights does not ask for them all where some are silent, each of which costs a timeout.
+        """
+        context = self._context
+        if self.training or sweep.has_found_training() or context.now >= self._start_deadline:
+            return False
+        return bool(context.peers.keys() - self._asked) and not (self._has_state and sweep.unheard())
+
+    def _not_ready(self, sweep: Sweep) -> list[str]:
+        """Return the islands to wait for that compile, where nobody trains."""
+        if not sweep.waits or sweep.has_found_training():
+            return []
+        return sorted(name for name, status in self._heard.items() if status.starting)
+
     def _is_late(self, lags: list[int]) -> bool:
         """Return whether the own weights are too late to meet most others, and stay so.
 
@@ -245,7 +293,8 @@ class CatchUp:
 
     def _has_begun(self, sweep: Sweep) -> bool:
         """Return whether weights of this run exist somewhere, as far as an island without weights knows."""
-        others = any(status.lineage or status.round >= 0 for status in sweep.found.values())
+        known = (*sweep.found.values(), *self._heard.values())
+        others = any(status.lineage or status.round >= 0 for status in known)
         return others or self._needs_lineage
 
     def _is_lost(self) -> bool:
@@ -266,8 +315,11 @@ class CatchUp:
         For a while an island that does not answer may be one that trains.
         """
         context, rounds = self._context, {name: one.round for name, one in sweep.found.items() if one.finished}
-        if not rounds or (sweep.names - sweep.found.keys() and context.now < self._start_deadline):
+        silent = (sweep.names | context.peers.keys() - self._heard.keys()) - sweep.found.keys()
+        if not rounds or (silent and context.now < self._start_deadline):
             return False
+        if any(status.training for status in self._heard.values()):
+            return False  # one that this sweep did not ask
         context.refuse(
             f"{', '.join(sorted(rounds))} finished in round {max(rounds.values()) + 1} and no island trains any more: "
             f"there are no weights for {context.name} to continue from; for a new run give all islands empty workdirs"
@@ -277,14 +329,13 @@ class CatchUp:
     def _waits_for_absent(self, sweep: Sweep) -> bool:
         """Return whether a run that is about to begin waits for islands that do not answer yet."""
         context = self._context
-        silent = sorted((sweep.names & context.peers.keys()) - sweep.found.keys())
+        silent = sorted(context.peers.keys() - sweep.found.keys() - self._heard.keys())
         absent = [name for name in silent if context.peers[name].wrong is None]
         if not (absent and context.settings.awaits_absent) or context.now >= self._start_deadline:
             return False
         if absent != self._told_absent:
             self._told_absent, left = absent, math.ceil(self._start_deadline - context.now)
-            who = ", ".join(absent[:8])
-            context.tell(f"{context.name} is ready and waits for {who} to begin together, {left} s at most")
+            context.tell(f"{context.name} is ready and waits for {_few(absent)} to begin together, {left} s at most")
         self._retry.at = context.now + ABSENT_SECONDS
         return True
 
@@ -393,6 +444,11 @@ class CatchUp:
         else:
             self._clients[channel] = peer, context.now + context.settings.state_seconds
             context.send(channel, State(context.round, context.lineage, request.share))
+
+
+def _few(names: Sequence[str]) -> str:
+    """Return names for a line, of many the first ones and the number of the others."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} others" if len(names) > 8 else "")
 
 
 def _mixed(text: str) -> int:
