@@ -151,6 +151,7 @@ def _parts(configs: Mapping[Path, TrainConfig]) -> list[_Part]:
         count = checkpoints.saved_shape(step).num_replicas
         if count != 1:
             raise UserError(f"{named(workdir)} holds {count} replicas and is no island's: give folders of islands")
+        checkpoints.changes(step)  # raises for one of other settings, or of fragments that an earlier version assigned
         (position,) = checkpoints.positions(step)
         twin = parts.get(position["replica"])
         if twin is not None:

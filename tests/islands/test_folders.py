@@ -20,7 +20,7 @@ from noloco_jax.island.membership import Membership
 from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.islands.protocol.members import OPEN, Entry, Members
 from noloco_jax.islands.roster import Address, Island, Roster
-from noloco_jax.run import elastic
+from noloco_jax.run import elastic, record
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.totals import Totals
 from noloco_jax.spmd.mesh import make_mesh
@@ -254,6 +254,19 @@ def test_inconsistent_folders_are_refused_and_nothing_is_written(folders, tmp_pa
     with pytest.raises(UserError, match=line):
         gathered(make_inconsistent(folders, what), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_gathering_refuses_windows_saved_for_other_fragments(config, tmp_path, monkeypatch):
+    """Regression test: the run got a record of today's fragments beside the windows of an earlier version's."""
+    config = replace(config, outer=replace(config.outer, fragments=2, wire="modulo4"))
+    folders = [tmp_path / name for name in NAMES]
+    with monkeypatch.context() as before:
+        before.setattr(record, "LAYOUT", 1)
+        for replica, folder in enumerate(folders):
+            state, position = random_state(replace(config, num_replicas=1)), stream(config, replica, 3).get_state()
+            save(folder, config, 12, state, [position])
+    with pytest.raises(UserError, match=r"other weights in each of its outer\.fragments=2"):
+        gathered(folders, tmp_path / "run")
 
 
 def test_gathering_refuses_a_run_in_place_of_an_island(made, folders, tmp_path):
