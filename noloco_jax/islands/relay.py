@@ -29,7 +29,7 @@ from noloco_jax.islands.roster import Address
 
 RELAY, AWAIT, ACCEPT = CALLS = ("relay", "await", "accept")
 MOST_TUNNELS, MOST_OF_A_MEMBER = 16, 8  # through one relay at once; from or to one member
-MOST_AWAITING = 16  # islands that wait for callers at one relay
+MOST_AWAITING = 64  # islands that wait for callers at one relay, which costs it a thread each
 MOST_BYTES = 16 << 30  # of a tunnel, each way
 TUNNEL_SECONDS = 3600.0
 RELAYS = 2  # at which an island waits for callers

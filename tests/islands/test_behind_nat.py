@@ -250,6 +250,24 @@ def test_a_relay_forwards_bytes_both_ways_to_the_intended_island_only():
     assert not thread.is_alive() and not accepts.is_alive() and caller.is_closed.is_set()
 
 
+def test_one_relay_serves_twenty_islands_that_only_dial_out():
+    """Regression test: all but 16 waited for callers nowhere, and their rounds were alone without a line."""
+    one, refused = relay.Relay(), []
+
+    def wait(name: str) -> None:
+        try:
+            one.call(relay.AWAIT, name, {}, cast(Any, End()))
+        except BusyError:
+            refused.append(name)
+
+    for number in range(20):
+        threading.Thread(target=wait, args=(f"island{number}",), daemon=True).start()
+    while len(one._awaiting) + len(refused) < 20:
+        time.sleep(0.01)
+    assert not refused
+    one.close()
+
+
 def test_a_relay_has_limits(monkeypatch):
     monkeypatch.setattr(relay, "_ANSWER_SECONDS", 0.3)
     one = relay.Relay()
