@@ -81,6 +81,11 @@ class OwnCheckpoints:
             ) from None
         saved = run["specs"]
         changed = [name for name in {**saved, **self._specs} if saved.get(name) != self._specs.get(name)]
+        if changed == ["fragments"] and "fragments" not in saved:
+            raise UserError(
+                f"an earlier version of noloco_jax saved {folder}, with other weights in each fragment: resume with "
+                "that version, or give another workdir"
+            )
         if changed:
             name = changed[0]
             raise UserError(

@@ -25,7 +25,7 @@ from noloco_jax.island.command import main as command_line
 from noloco_jax.islands.frames import ArraySpec
 from noloco_jax.islands.protocol.catch_up import CatchUp
 from noloco_jax.islands.roster import Address, Island, Roster
-from noloco_jax.outer.fragments import Fragments
+from noloco_jax.outer.fragments import Fragments, described
 from noloco_jax.own_loop.checkpoints import OwnCheckpoints
 from noloco_jax.own_loop.forms import summary
 from noloco_jax.own_loop.fresh import Fresh, begins_anew
@@ -470,6 +470,7 @@ def test_a_checkpoint_that_is_damaged_or_holds_other_arrays_is_refused(begun_isl
 def test_windows_saved_for_other_fragments_are_refused(roster, tmp_path):
     def opened(**settings: Any) -> OwnCheckpoints:
         outer = nj.noloco(sync_every=2, **settings)
+        state: Any = outer.init(weights())  # Optax's type of a state is any tree
         with nj.Island(roster, "paris", workdir=tmp_path / "paris", outer=outer, report=quiet) as island:
             state: Any = outer.init(weights())
             fragments = island._fragments(state)
@@ -485,6 +486,17 @@ def test_windows_saved_for_other_fragments_are_refused(roster, tmp_path):
         with nullcontext() if is_same else pytest.raises(UserError, match=r"\(fragments: 2 fragments.* there, .* here"):
             checkpoints.restore(5, like)
         checkpoints.close()
+
+
+def test_windows_that_an_earlier_version_saved_for_its_fragments_are_refused_by_that_reason(tmp_path):
+    arrays = {"w": ArraySpec((3,), np.dtype(np.float32))}
+    checkpoints = OwnCheckpoints(tmp_path, arrays, keep=3)  # as every version before fragments had a layout
+    checkpoints.save(5, [np.zeros(3, np.float32)], {})
+    checkpoints.close()
+    checkpoints = OwnCheckpoints(tmp_path, {**arrays, "fragments": described(8)}, keep=3)
+    with pytest.raises(UserError, match=r"an earlier version .* other weights in each fragment: resume with that"):
+        checkpoints.restore(5, [jax.ShapeDtypeStruct((3,), np.float32)])
+    checkpoints.close()
 
 
 def normal(seed: int) -> dict[str, Any]:
