@@ -448,7 +448,7 @@ class CatchUp:
 
 def _few(names: Sequence[str]) -> str:
     """Return names for a line, of many the first ones and the number of the others."""
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} others" if len(names) > 8 else "")
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _mixed(text: str) -> int:
