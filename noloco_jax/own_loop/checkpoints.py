@@ -83,8 +83,8 @@ class OwnCheckpoints:
         changed = [name for name in {**saved, **self._specs} if saved.get(name) != self._specs.get(name)]
         if changed == ["fragments"] and "fragments" not in saved:
             raise UserError(
-                f"an earlier version of noloco_jax saved {folder}, with other weights in each fragment: resume with "
-                "that version, or give another workdir"
+                f"{folder} was saved with other fragments, or by an earlier version of noloco_jax, which put other "
+                "weights into each: resume with those, or give another workdir"
             )
         if changed:
             name = changed[0]

@@ -470,9 +470,8 @@ def test_a_checkpoint_that_is_damaged_or_holds_other_arrays_is_refused(begun_isl
 def test_windows_saved_for_other_fragments_are_refused(roster, tmp_path):
     def opened(**settings: Any) -> OwnCheckpoints:
         outer = nj.noloco(sync_every=2, **settings)
-        state: Any = outer.init(weights())  # Optax's type of a state is any tree
         with nj.Island(roster, "paris", workdir=tmp_path / "paris", outer=outer, report=quiet) as island:
-            state: Any = outer.init(weights())
+            state: Any = outer.init(weights())  # Optax's type of a state is any tree
             fragments = island._fragments(state)
         return OwnCheckpoints(tmp_path, {"w": ArraySpec((3,), np.dtype(np.float32)), **fragments}, keep=3)
 
@@ -488,13 +487,13 @@ def test_windows_saved_for_other_fragments_are_refused(roster, tmp_path):
         checkpoints.close()
 
 
-def test_windows_that_an_earlier_version_saved_for_its_fragments_are_refused_by_that_reason(tmp_path):
+def test_windows_saved_without_a_layout_of_fragments_are_refused_by_that_reason(tmp_path):
     arrays = {"w": ArraySpec((3,), np.dtype(np.float32))}
     checkpoints = OwnCheckpoints(tmp_path, arrays, keep=3)  # as every version before fragments had a layout
     checkpoints.save(5, [np.zeros(3, np.float32)], {})
     checkpoints.close()
     checkpoints = OwnCheckpoints(tmp_path, {**arrays, "fragments": described(8)}, keep=3)
-    with pytest.raises(UserError, match=r"an earlier version .* other weights in each fragment: resume with that"):
+    with pytest.raises(UserError, match=r"other fragments, or by an earlier version .*: resume with those"):
         checkpoints.restore(5, [jax.ShapeDtypeStruct((3,), np.float32)])
     checkpoints.close()
 
