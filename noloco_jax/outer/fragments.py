@@ -24,7 +24,7 @@ PyTree = Any
 LAYOUT = 2
 # A GPU moves memory in sectors of 32 bytes, 8 float32 numbers, and reads or writes whole ones.
 _RUNS = (8, 4, 2)
-_SHARDS = 8
+_SHARDS = 8  # devices on which a dimension may lie with whole runs of every fragment on each
 
 # Path and shape of a parameter -> the dimension along which it is cut; FLAT: as a vector, padded with zeros.
 Dimension = Callable[[tuple, tuple[int, ...]], int]

@@ -163,8 +163,9 @@ class CheckpointFiles:
 
         So must the assignment of weights to fragments, where state depends on it.
         """
-        record.check_layout(self._record(step), named(self._folder / str(step)))
-        saved = self.saved_config(step)
+        run, folder = self._record(step), named(self._folder / str(step))
+        saved = record.saved_config(run, folder)
+        record.check_layout(run, saved, folder)
         return record.permitted_changes(saved, self._config, named(self._folder))
 
     def saved_config(self, step: int) -> TrainConfig:

@@ -57,14 +57,18 @@ def saved_config(record: Mapping[str, Any], where: str) -> TrainConfig:
     return unchecked(without_deleted(record["config"]))
 
 
-def check_layout(record: Mapping[str, Any], where: str) -> None:
+def check_layout(record: Mapping[str, Any], saved: TrainConfig, where: str) -> None:
     """Check that state which belongs to fragments, windows or late corrections, was saved for these fragments.
 
+    Args:
+      record: the checkpoint's record.
+      saved: its configuration.
+      where: its folder.
+
     Raises:
-      UserError: if an earlier version, which assigned other weights to them, saved it; `where` is the checkpoint's
-        folder.
+      UserError: if an earlier version, which assigned other weights to fragments, saved it.
     """
-    outer = saved_config(record, where).outer
+    outer = saved.outer
     if record.get("layout", 1) == LAYOUT or outer.fragments == 1 or not (outer.delay or outer.wire in MODULO_BITS):
         return
     raise UserError(

@@ -172,11 +172,12 @@ def test_a_checkpoint_without_a_recorded_config_is_refused(tmp_path):
     ],
 )
 def test_state_saved_for_other_fragments_is_refused(outer, refused):
-    before = make_record(from_dict({"outer": outer}), {}, None)
-    check_layout(before, "here")
+    config = from_dict({"outer": outer})
+    before = make_record(config, {}, None)
+    check_layout(before, config, "here")
     del before["layout"]  # as every version without runs saved it
     with pytest.raises(UserError, match=r"outer\.fragments=2: resume with that version") if refused else nullcontext():
-        check_layout(before, "here")
+        check_layout(before, config, "here")
 
 
 def test_a_checkpoint_with_a_removed_field_resumes_only_if_it_had_no_effect(tmp_path):
