@@ -65,8 +65,11 @@ install() {
         return
     fi
     echo "Installing noloco_jax${extras:+ with $extras} into $venv (some minutes the first time)"
-    # Bytecode comes with a first import: of the 12,000 files that pip would compile, a run and its tests import a tenth at most.
-    "$python" -m pip install --quiet --disable-pip-version-check --no-compile --editable ".${extras:+[$extras]}" ||
+    # Bytecode comes with a first import: of the 12,000 files that pip would compile, a run and its tests import a tenth at
+    # most. Where Python is told to write none, as in many containers, every process would compile its imports anew: 6 s.
+    local compile=--no-compile
+    [ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || compile=--compile
+    "$python" -m pip install --quiet --disable-pip-version-check $compile --editable ".${extras:+[$extras]}" ||
         fail "the installation failed (see above): it needs a network, or a package index in pip's configuration"
     echo "$wanted" >>"$stamp"
 }

@@ -6,6 +6,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source launch/install.sh
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes import the same modules
 
 install test
 "$python" -m ruff check .

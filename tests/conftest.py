@@ -89,17 +89,16 @@ def pytest_collection_finish(session):
 
 
 def pytest_collection_modifyitems(config, items):
-    def name(item) -> str:
-        return item.path.relative_to(TESTS).as_posix()
-
-    def place(item) -> int:
-        return next((i for i, prefix in enumerate(LONG) if name(item).startswith(prefix)), len(LONG))
-
-    items.sort(key=place)
+    names = {path: path.relative_to(TESTS).as_posix() for path in {item.path for item in items}}
+    places = {
+        path: next((i for i, prefix in enumerate(LONG) if name.startswith(prefix)), len(LONG))
+        for path, name in names.items()
+    }
+    items.sort(key=lambda item: places[item.path])
     for item in items:
-        if place(item) == len(LONG):
+        if places[item.path] == len(LONG):
             item.add_marker("unit")
-        if name(item).startswith(ON_GPUS):
+        if names[item.path].startswith(ON_GPUS):
             item.add_marker("gpu")
         if item.get_closest_marker("slow") and not config.getoption("--slow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes on few cores: run with --slow"))
