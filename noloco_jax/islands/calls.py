@@ -159,6 +159,7 @@ class Calls:
         self._lock, self._listener = lock, listener
         self._under_way: dict[Any, Call] = {}
         self._numbers = itertools.count()
+        self._refusals: dict[str, str] = {}  # peer -> the refusal reported last, until a call of it succeeds
 
     def dial(self, action: Open) -> None:
         """Dial a peer, in a thread of its own."""
@@ -219,8 +220,11 @@ class Calls:
             expects = _Expected(self._specs, self._share_specs, header, dialled_here=True)
             with self._clients[peer].exchange(to_json(header), expects, seconds) as channel:
                 call.run(channel)
+            self._refusals.pop(peer, None)
         except PeerError as error:
-            if isinstance(error, RefusedError):
+            # A fault of keys refuses every call, about one a second: its line is for people once.
+            if isinstance(error, RefusedError) and self._refusals.get(peer) != str(error):
+                self._refusals[peer] = str(error)
                 self._listener.report(str(error))
         finally:
             self._over(call)

@@ -7,7 +7,9 @@ import contextlib
 import dataclasses
 import datetime
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,9 @@ from noloco_jax.islands import calls
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.frames import SCHEMA, ArraySpec, _seal
 from noloco_jax.islands.keys import Credentials
-from noloco_jax.islands.peer_errors import PeerError
-from noloco_jax.islands.protocol.messages import VERSION, Header, to_json
+from noloco_jax.islands.peer_errors import PeerError, RefusedError
+from noloco_jax.islands.protocol.events import Open
+from noloco_jax.islands.protocol.messages import VERSION, Header, StatusRequest, to_json
 from noloco_jax.islands.roster import Address, Island, Roster
 from support.counted import descriptors, in_time, resident, settled
 from support.island_world import IDENTITY
@@ -106,6 +109,34 @@ def test_a_refused_stranger_and_the_called_island_both_report_the_fault(
         assert island.corrections == {} and stranger.corrections == {}
     finally:
         side_by_side(island.close, stranger.close)
+
+
+class AnswersOf:
+    """Client whose calls end one after another as given: with a refusal's text, or, where it is empty, well."""
+
+    def __init__(self, *ends: str):
+        self.ends = list(ends)
+
+    @contextlib.contextmanager
+    def exchange(self, *_: Any) -> Iterator[Any]:
+        if end := self.ends.pop(0):
+            raise RefusedError(end)
+        yield SimpleNamespace(when_ready=lambda look: None)
+
+
+def test_a_refusal_of_every_call_is_reported_once_until_it_changes_or_a_call_succeeds():
+    """Guard a regression: an island wrote about one line a second for as long as a peer's keys had expired."""
+    client: Any = AnswersOf("expired", "expired", "expired", "foreign", "", "foreign", "foreign")
+    lines: list[str] = []
+    ended = threading.Semaphore(0)
+    nothing_read: Any = None  # no frame arrives
+    listener = calls.Listener(lambda event, arrays: None, lambda key: ended.release(), nothing_read, lines.append)
+    own = calls.Calls({"berlin": client}, lambda _: {}, lambda _: [], 60.0, threading.Condition(), listener)
+    for number in range(len(client.ends)):
+        own.dial(Open(("out", number), "berlin", StatusRequest()))
+        own.end(("out", number))
+        assert ended.acquire(timeout=60)
+    assert lines == ["expired", "foreign", "foreign"]
 
 
 EXPECTED = ArraySpec((64 << 20,), np.dtype(np.uint8))
