@@ -7,7 +7,6 @@ which are written last.
 """
 
 import contextlib
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -26,8 +25,7 @@ from noloco_jax.storage.local_copies import Address, copy_below, mark_as_copy
 CHECKPOINTS = "checkpoints"
 CONTENTS_FILE = "contents.json"
 LISTED_FOLDERS = ("tensorboard",)  # beside the files at the top, where there is only a list
-_BUCKETS_OWN = (LOCK_FILE, CONTENTS_FILE, objects.PROBE)
-_DIGESTS = re.compile(rf"{CHECKPOINTS}/(\d+)/{re.escape(DIGESTS_FILE)}")
+_BUCKETS_OWN = (LOCK_FILE, CONTENTS_FILE, objects.PROBE)  # never in a local copy, which has a lock of that name
 _AT_ONCE = 8  # requests
 
 
@@ -73,7 +71,8 @@ def _listed(address: Address) -> Contents:
             f"the checkpoint {address}/{CHECKPOINTS}/{bare} has no {DIGESTS_FILE}: it is not whole yet, or of an "
             "earlier version; wait until it is copied, resume it in a local workdir, or delete that folder"
         )
-    files = [name for name in names if "/" not in name or name.split("/")[0] in LISTED_FOLDERS]
+    beside = [name for name in names if "/" not in name or name.split("/")[0] in LISTED_FOLDERS]
+    files = [name for name in beside if name not in _BUCKETS_OWN]
     return Contents(tuple(sorted(steps)), tuple(files))
 
 

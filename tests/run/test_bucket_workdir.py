@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from noloco_jax.cluster import workdir_lease
 from noloco_jax.cluster.processes import OneProcess
+from noloco_jax.cluster.workdir_lock import holder_of
 from noloco_jax.errors import TransientError, UserError
 from noloco_jax.run import bucket_reading, bucket_workdir, digests
 from noloco_jax.run.bucket_reading import Contents, download_newest, read_contents, readable_workdir
@@ -253,6 +255,14 @@ def test_checkpoints_copied_into_a_bucket_are_found_by_their_digests(address, tm
     objects.write_object(f"{address}/metrics.jsonl", b"first\n")
     assert read_contents(address) == Contents((4, 8), ("metrics.jsonl",))
     assert step_of_whole_copy(address, tmp_path / "copy") == 8
+
+
+def test_the_lease_of_a_new_workdir_does_not_replace_the_lock_of_its_local_copy(address):
+    with opened(address) as workdir:
+        assert "trainer.lock" in objects.list_objects(address) and read_contents(address) == Contents()
+        holder = holder_of(workdir.folder)
+        assert holder is not None and holder.process == os.getpid()
+    assert not (workdir.folder / "trainer.lock").exists()
 
 
 def test_damaged_digests_and_contents_records_are_named(address, tmp_path):
