@@ -19,8 +19,7 @@ from noloco_jax.config import load_saved, make_parser
 from noloco_jax.errors import UserError
 from noloco_jax.model.huggingface import CONFIG_FILE, check_has_format, check_new_folder
 from noloco_jax.run.bucket_reading import readable_workdir
-from noloco_jax.run.model_folder import tokenizer_of, write_model_folder
-from noloco_jax.run.trained_model import load_for_export
+from noloco_jax.run.trained_model import load_for_export, tokenizer_of, write_model_folder
 from noloco_jax.storage.hub import check_push, push_folder
 from noloco_jax.storage.local_copies import new_folder, workdir_of_flag
 

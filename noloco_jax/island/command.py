@@ -31,7 +31,7 @@ from noloco_jax.files import folder_of_flag
 from noloco_jax.islands.roster import read_roster
 from noloco_jax.storage.addresses import is_writable_kind
 from noloco_jax.storage.local_copies import workdir_of_flag
-from noloco_jax.train.flags import define_run_flags
+from noloco_jax.train.command import define_run_flags
 
 _TRAIN = "train as one of the islands"
 _JOIN = "train as a member that was invited"

@@ -18,7 +18,7 @@ from noloco_jax.islands.roster import read_roster
 from noloco_jax.model.huggingface import CONFIG_FILE, check_has_format, check_new_folder
 from noloco_jax.run.bucket_reading import readable_workdir
 from noloco_jax.run.console import by_source, make_console
-from noloco_jax.run.model_folder import tokenizer_of, write_model_folder
+from noloco_jax.run.trained_model import tokenizer_of, write_model_folder
 from noloco_jax.storage.local_copies import new_folder
 
 

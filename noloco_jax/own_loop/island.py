@@ -43,7 +43,7 @@ from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.own_loop.checkpoints import OwnCheckpoints
 from noloco_jax.own_loop.forms import Form, summary
 from noloco_jax.own_loop.fresh import Fresh, begins_anew
-from noloco_jax.run.finite import is_finite
+from noloco_jax.run.divergence import is_finite
 from noloco_jax.run.messages import Messages
 from noloco_jax.schedule import pairing_round
 from noloco_jax.spmd.programs import TrainState, outer_axes, shardings_of

@@ -27,7 +27,7 @@ def banner_rows(config: TrainConfig, programs: Programs, messages: Messages) -> 
         ("versions", _versions()),
         ("devices", _devices(programs)),
         ("mode", _mode(config, programs)),
-        ("method", "\n".join([method_of(config).describe(config), *_of_defaults(config), *_without_effect(config)])),
+        ("method", _method(config)),
         ("parameters", _parameters(config)),
         ("batch", _batch(config)),
         *([("data", _mixture(config.data))] if config.data.kind == "mixture" else []),
@@ -58,16 +58,11 @@ def _mode(config: TrainConfig, programs: Programs) -> str:
     return f"mesh {axes}" + (f", {slots} replicas on each" if slots > 1 else "")
 
 
-def _of_defaults(config: TrainConfig) -> list[str]:
-    """List the fields that have the method's own defaults; no line if there are none."""
-    settings = default_settings(config)
-    return [f"at {config.method}'s defaults: {', '.join(settings)}"] if settings else []
-
-
-def _without_effect(config: TrainConfig) -> list[str]:
-    """List non-default settings that the method or other settings leave unused; no line if there are none."""
-    settings = unused_settings(config)
-    return [f"without effect: {', '.join(settings)}"] if settings else []
+def _method(config: TrainConfig) -> str:
+    """Describe the method, then list the fields with its own defaults, and set fields that have no effect."""
+    lists = {f"at {config.method}'s defaults": default_settings(config), "without effect": unused_settings(config)}
+    settings = [f"{what}: {', '.join(fields)}" for what, fields in lists.items() if fields]
+    return "\n".join([method_of(config).describe(config), *settings])
 
 
 def _parameters(config: TrainConfig) -> str:

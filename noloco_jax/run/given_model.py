@@ -13,9 +13,8 @@ from noloco_jax.model.huggingface import config_from_folder, load_params
 from noloco_jax.model.huggingface_config import CONFIG_FILE, max_positions, read_json
 from noloco_jax.model.kind import Params
 from noloco_jax.run.bucket_reading import readable_workdir
-from noloco_jax.run.model_folder import tokenizer_of
 from noloco_jax.run.record import data_at_start
-from noloco_jax.run.trained_model import load_for_export
+from noloco_jax.run.trained_model import load_for_export, tokenizer_of
 from noloco_jax.storage.local_copies import readable_folder, workdir_of_flag
 
 _LENGTH_OF_FOLDERS = 2048  # tokens of a sequence at most, as a model may be meant for very long ones

@@ -9,22 +9,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from noloco_jax.cluster.processes import Processes
 from noloco_jax.cluster.stop import Stop
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
 from noloco_jax.methods import schedule_of
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress
-from noloco_jax.run.finite import is_finite
+from noloco_jax.run.divergence import Proportion, Rise, is_finite
 from noloco_jax.run.flops import mfu, model_flops_per_token
 from noloco_jax.run.messages import Messages, may_send_in_inner_steps
 from noloco_jax.run.metrics import MetricWriter
-from noloco_jax.run.proportion import Proportion
-from noloco_jax.run.rise import Rise
 from noloco_jax.run.sync import OuterSteps, Sync
-from noloco_jax.run.throughput import Throughput
-from noloco_jax.run.totals import Clock, Totals, wall_clock
+from noloco_jax.run.totals import Clock, Throughput, Totals, wall_clock
 from noloco_jax.spmd.batches import GlobalBatches
 from noloco_jax.spmd.inner import learning_rates
 from noloco_jax.spmd.programs import Programs, StepMetrics, TrainState
@@ -53,7 +49,6 @@ class Run:
       metrics: writer of the figures.
       progress: console output.
       stop: request to stop the run.
-      processes: processes of the run.
       hooks: callbacks.
       sync: exchanges with other replicas between inner steps.
     """
@@ -69,7 +64,6 @@ class Run:
     metrics: MetricWriter
     progress: Progress
     stop: Stop
-    processes: Processes
     hooks: Hooks
     sync: Sync
 
@@ -215,7 +209,7 @@ class _Step(NamedTuple):
 class _StepLog:
     """Log of steps, written one step late, so that the device computes the next step while the host writes."""
 
-    def __init__(self, run: Run, unlogged: OuterSteps | None = None):
+    def __init__(self, run: Run, unlogged: OuterSteps | None):
         self._run = run
         self._lr = learning_rates(run.config.inner, run.config.num_steps)
         self._flops_per_token = model_flops_per_token(run.config)
@@ -239,8 +233,8 @@ class _StepLog:
         metrics: StepMetrics,
         waited: float,
         outer_steps: OuterSteps | None,
-        bytes_merging: int | float = 0,
-        bytes_sent: int | float | None = None,
+        bytes_merging: int | float,
+        bytes_sent: int | float | None,
     ) -> None:
         """Keep a dispatched step until `write_previous`; `bytes_sent` is as `Sync.bytes_sent` says."""
         bytes_outer = self._bytes_of(outer_steps) if bytes_sent is None else bytes_sent

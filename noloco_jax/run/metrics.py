@@ -56,7 +56,6 @@ class MetricWriter:
       tensorboard: also write WORKDIR/tensorboard.
       wandb_project: the W&B project to log to, or None. A resumed run continues its W&B run, which keeps its history.
       wandb_labels: name and group of the W&B run; empty: W&B finds a name.
-      enabled: False makes every method do nothing, for the processes that do not report.
       run_config: the configuration that W&B shows for the run.
       process: number of this process; those after the first write metrics.PROCESS.jsonl.
       processes: number of the run's processes; the first one drops the lines of those that it had beyond them, too.
@@ -75,7 +74,6 @@ class MetricWriter:
         tensorboard: bool = True,
         wandb_project: str | None = None,
         wandb_labels: Mapping[str, str] = MappingProxyType({}),
-        enabled: bool = True,
         run_config: Mapping[str, Any] | None = None,
         process: int = 0,
         processes: int = 1,
@@ -84,8 +82,6 @@ class MetricWriter:
         self._file = self._tensorboard = self._wandb = None
         self._observe = observe
         self.last_round: int | None = None
-        if not enabled:
-            return
         wandb = _import_wandb() if wandb_project else None
         folder = Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)

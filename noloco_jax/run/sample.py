@@ -39,26 +39,6 @@ def sample_prompt(config: TrainConfig, tokenizer: Tokenizer) -> list[int]:
     return prompt
 
 
-def sample_text(config: TrainConfig, tokenizer: Tokenizer, params: PyTree) -> str:
-    """Generate a model's continuation of the configured prompt.
-
-    Args:
-      config: `sample_prompt` is continued by `sample_tokens` tokens.
-      tokenizer: tokenizer of the run.
-      params: parameters of one model, no replica axis.
-    """
-    ids = generate(
-        config.model,
-        params,
-        np.asarray([sample_prompt(config, tokenizer)], np.int32),
-        max_new_tokens=config.sample_tokens,
-        temperature=0.7,
-        key=draws.key(config.seed),
-        eos_id=tokenizer.eos_id,
-    )
-    return tokenizer.decode([int(i) for i in np.asarray(ids)[0]])
-
-
 def sample_of_run(config: TrainConfig, tokenizer: Tokenizer | None, programs: Programs, params: PyTree) -> str | None:
     """Return the text sample of the merged model on the first process; the others contribute their parts of it.
 
@@ -79,4 +59,15 @@ def sample_of_run(config: TrainConfig, tokenizer: Tokenizer | None, programs: Pr
     )
     merged = params if config.num_replicas == 1 else programs.merge(params)
     merged = jax.tree.map(lambda x: x.addressable_data(0), first(merged))
-    return sample_text(config, tokenizer, merged) if jax.process_index() == 0 else None
+    if jax.process_index() > 0:
+        return None
+    ids = generate(
+        config.model,
+        merged,
+        np.asarray([sample_prompt(config, tokenizer)], np.int32),
+        max_new_tokens=config.sample_tokens,
+        temperature=0.7,
+        key=draws.key(config.seed),
+        eos_id=tokenizer.eos_id,
+    )
+    return tokenizer.decode([int(i) for i in np.asarray(ids)[0]])

@@ -223,16 +223,17 @@ class _ArrowStore(_Store):
 
     def read_range(self, path: str, start: int, size: int) -> bytes:
         with arrow_errors(path):
-            opened = _arrow_file(path)
-            return opened.read_at(size, start) if path.startswith("gs://") else read_marked(opened, start, size)
+            return read_opened(_arrow_file(path), path, start, size)
 
 
-def read_marked(opened: "pa.NativeFile", start: int, size: int) -> bytes:
-    """Read a range of S3, or less than `size` bytes of it if the answer is too short.
+def read_opened(opened: "pa.NativeFile", path: str, start: int, size: int) -> bytes:
+    """Read a range of an object, or less than `size` bytes of it if the answer is too short.
 
-    pyarrow returns a whole buffer for every answer (as of 26.0.1), so the buffer's last byte tells: it was not written
-    if it keeps two values that were put there.
+    For S3 pyarrow returns a whole buffer for every answer (as of 26.0.1), so the buffer's last byte tells: it was not
+    written if it keeps two values that were put there.
     """
+    if path.startswith("gs://"):
+        return opened.read_at(size, start)
     content = bytearray(size)
     for mark in (0, 255):
         content[-1] = mark

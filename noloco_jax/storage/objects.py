@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from noloco_jax.errors import UserError
 from noloco_jax.files import full_disk_told
-from noloco_jax.storage.addresses import LARGEST_BLOCK, arrow_errors, failed, file_system, inside_bucket, read_marked
+from noloco_jax.storage.addresses import LARGEST_BLOCK, arrow_errors, failed, file_system, inside_bucket, read_opened
 from noloco_jax.storage.addresses import retried as _retried
 
 _DELAYS = (0.05, 0.1, 0.2, 0.4)  # seconds
@@ -187,7 +187,7 @@ def _opened(path: str):
 def _read_part(opened, path: str, start: int, size: int) -> bytes:
     if size == 0:
         return b""
-    content = opened.read_at(size, start) if path.startswith("gs://") else read_marked(opened, start, size)
+    content = read_opened(opened, path, start, size)
     if len(content) != size:
         raise failed(f"fewer than the {size} bytes that were asked for arrived")
     return content

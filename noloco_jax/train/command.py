@@ -4,13 +4,13 @@ python -m noloco_jax.train --config=configs/quickstart.py --workdir=DIR
 """
 
 import os
+from argparse import ArgumentParser
 from collections.abc import Sequence
 
 from noloco_jax.cluster.host import keep_freed_memory
 from noloco_jax.cluster.place import define_flags, find_place
 from noloco_jax.config import parse_args
 from noloco_jax.storage.local_copies import workdir_of_flag
-from noloco_jax.train.flags import define_run_flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def _define_flags(parser) -> None:
+def _define_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--workdir",
         required=True,
@@ -41,3 +41,17 @@ def _define_flags(parser) -> None:
     )
     define_run_flags(parser)
     define_flags(parser)
+
+
+def define_run_flags(parser: ArgumentParser) -> None:
+    """Add the flags that `island train` has too: `--from_step`, `--dry_run` and `--wandb`, arguments of `train`."""
+    parser.add_argument(
+        "--from_step",
+        type=int,
+        metavar="N",
+        help="go back to the checkpoint of step N: later ones are moved to DIR/checkpoints_set_aside, and metrics of "
+        "later steps are dropped; given again, the same command resumes from what it has saved since; with islands, "
+        "give it to all of them",
+    )
+    parser.add_argument("--dry_run", action="store_true", help="check everything, print the banner and stop")
+    parser.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project as well")

@@ -40,9 +40,9 @@ from noloco_jax.run.banner import banner_rows, compiled_memory, show_results
 from noloco_jax.run.bucket_workdir import BucketWorkdir, opened_workdir
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.console import Progress, banner, make_console
+from noloco_jax.run.divergence import is_finite
 from noloco_jax.run.evaluate import read_validation
 from noloco_jax.run.extension import extension_note, rate_change
-from noloco_jax.run.finite import is_finite
 from noloco_jax.run.loop import Hooks, Run, is_evaluated, train_steps
 from noloco_jax.run.memory import check_memory
 from noloco_jax.run.metrics import METRICS_FILE, TENSORBOARD_FOLDER, MetricWriter, check_wandb, read_metrics
@@ -224,7 +224,6 @@ def train(
                 metrics=metrics,
                 progress=progress,
                 stop=stop,
-                processes=processes,
                 hooks=hooks or Hooks(),
                 sync=sync,
             )

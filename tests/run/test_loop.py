@@ -14,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from noloco_jax.cluster.processes import OneProcess
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.errors import UserError
 from noloco_jax.run import loop, sync
@@ -110,7 +109,7 @@ class Result:
                 return {}
 
             monkeypatch.setattr(loop, "_evaluate", evaluate)
-            run: Any = {"evaluate": None, "processes": OneProcess(), "hooks": loop.Hooks(), "metrics": metrics}
+            run: Any = {"evaluate": None, "hooks": loop.Hooks(), "metrics": metrics}
             run |= {"programs": Programs(nan_at, lost_at), "batches": Batches(damaged_at), "stop": recorder}
             run |= {
                 "totals": totals,

@@ -107,13 +107,6 @@ def test_a_resume_with_fewer_processes_drops_later_steps_of_the_others_too(tmp_p
     assert [(tmp_path / f"metrics.{process}.jsonl").exists() for process in (1, 2)] == [True, False]
 
 
-def test_a_disabled_writer_writes_nothing(tmp_path):
-    writer = MetricWriter(tmp_path / "run", resume_step=None, wandb_project="none", enabled=False)
-    writer.write(1, "train", loss=1.0)
-    writer.close()
-    assert not (tmp_path / "run").exists()
-
-
 DAMAGED = {
     "torn": b'{"step": 2, "ki\n',
     "NUL": bytes(300) + b"\n",

@@ -1,6 +1,6 @@
 """Throughput over a sliding window of steps."""
 
-from noloco_jax.run.throughput import Throughput
+from noloco_jax.run.totals import Throughput
 
 
 def test_throughput_is_the_windows_tokens_over_its_seconds():
