@@ -16,14 +16,10 @@ LATE = (
 )
 
 
-def test_overlapped_host_exchanges_train_as_in_one_process_and_resume_bitwise(config):
+def test_overlapped_host_exchanges_train_and_resume_as_in_one_process(config):
     """SIGTERM to one process stops the run while corrections are pending."""
     alone = processes.trained(config, "alone", "--config.mesh.replica=1", *LATE)
-    whole, stopped = config.parent / "whole", config.parent / "stopped"
-    results = processes.run(config, whole, *LATE, number=2, devices=2)
-    assert [status for status, _ in results] == [0, 0], processes.report(results)
-    processes.assert_same_training(whole, alone)
-
+    stopped = config.parent / "stopped"
     run = processes.start(config, stopped, *LATE, number=2, devices=2, seconds_per_step=0.2)
     processes.wait_until(processes.reached(stopped, 9), run)
     run[1].send_signal(signal.SIGTERM)
@@ -31,10 +27,8 @@ def test_overlapped_host_exchanges_train_as_in_one_process_and_resume_bitwise(co
     assert [status for status, _ in results] == [75, 75], processes.report(results)
     results = processes.run(config, stopped, *LATE, number=2, devices=2)
     assert [status for status, _ in results] == [0, 0], processes.report(results)
-    assert processes.metrics(stopped) == processes.metrics(whole)
-    mine, theirs = processes.weights(stopped), processes.weights(whole)
-    for name in theirs:
-        np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
+    np.testing.assert_allclose(processes.losses(stopped, 2), processes.losses(alone), rtol=1e-5)
+    processes.assert_same_training(stopped, alone)
 
 
 def test_processes_without_devices_for_exchanges_are_refused(config):

@@ -42,36 +42,31 @@ def test_only_the_first_process_reports(two):
     assert "loss" not in second
 
 
-def test_a_run_resumes_on_other_numbers_of_processes_and_meshes(config, alone):
-    """Four processes (two per replica), two (two replicas each), then one; SIGTERM to one process stops a run."""
+def test_a_run_resumes_on_another_number_of_processes_and_mesh(config, alone):
+    """Two processes that share every replica, of which one gets a SIGTERM; then one process."""
     workdir = config.parent / "moved"
-    sharded = ("--config.mesh.replica=2", "--config.mesh.fsdp=2")
-    step = 0
-    for number, arguments, victim in ((4, sharded, 3), (2, (), 1)):
-        run = processes.start(config, workdir, *LONG, *arguments, number=number, seconds_per_step=0.2)
-        processes.wait_until(processes.reached(workdir, step + 3), run)
-        run[victim].send_signal(signal.SIGTERM)
-        results = processes.finish(run)
-        assert [status for status, _ in results] == [75] * number, processes.report(results)
-        assert "everything is saved" in results[0][1]
-        saved = [int(path.name) for path in (workdir / "checkpoints").iterdir()]
-        assert max(saved) >= step + 3
-        step = max(saved)
+    sharded = ("--config.mesh.replica=1", "--config.mesh.fsdp=2")
+    run = processes.start(config, workdir, *LONG, *sharded, number=2, seconds_per_step=0.2)
+    processes.wait_until(processes.reached(workdir, 5), run)
+    run[1].send_signal(signal.SIGTERM)
+    results = processes.finish(run)
+    assert [status for status, _ in results] == [75, 75], processes.report(results)
+    assert "everything is saved" in results[0][1]
+    step = max(int(path.name) for path in (workdir / "checkpoints").iterdir())
+    assert step >= 5
     [(status, output)] = processes.run(config, workdir, *LONG)
     assert status == 0, output
     assert f"resuming from the checkpoint of step {step}" in output
     processes.assert_same_training(workdir, alone)
 
 
-def test_a_run_resumes_bitwise_after_a_sigkill_of_any_process(config, two):
-    """The loss of a process ends the others within a bounded time; a restart resumes."""
+def test_a_run_resumes_bitwise_after_a_sigkill_of_one_process(config, two):
+    """The loss of the first process ends the other within a bounded time; a restart resumes."""
     whole, broken = two[0], config.parent / "broken"
-    for victim, step in ((1, 8), (0, 15)):
-        run = processes.start(config, broken, *LONG, number=2)
-        processes.wait_until(processes.reached(broken, step), run)
-        run[victim].send_signal(signal.SIGKILL)
-        results = processes.finish(run)
-        assert all(status != 0 for status, _ in results)
+    run = processes.start(config, broken, *LONG, number=2)
+    processes.wait_until(processes.reached(broken, 15), run)
+    run[0].send_signal(signal.SIGKILL)
+    assert all(status != 0 for status, _ in processes.finish(run))
     results = processes.run(config, broken, *LONG, number=2)
     assert [status for status, _ in results] == [0, 0], processes.report(results)
     for name in ("metrics.jsonl", "metrics.1.jsonl"):

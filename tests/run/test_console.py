@@ -4,6 +4,8 @@ import errno
 import io
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -229,3 +231,16 @@ def test_a_failing_stdout_is_warned_about_once_and_no_longer_written(monkeypatch
         progress.note("two")
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: standard output cannot be written ({words}")
+
+
+def test_a_full_stdout_does_not_change_the_exit_status_of_a_command():
+    """Python flushes what it has buffered once more at its end, and exits with 120 if that fails."""
+    command = [sys.executable, "-c", "from noloco_jax.run.console import make_console; make_console().print('one')"]
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, env=buffered, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 0
+    assert (
+        ended.stderr.startswith("warning: standard output cannot be written (No space left")
+        and ended.stderr.count("\n") == 1
+    )

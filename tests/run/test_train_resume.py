@@ -1,9 +1,7 @@
 """Resuming interrupted runs bitwise: real processes, killed and terminated."""
 
 import json
-import random
 import signal
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +11,7 @@ from noloco_jax.config import from_dict, load_config, to_dict
 from noloco_jax.run.loop import Hooks
 from noloco_jax.train import training
 from noloco_jax.train.training import train
-from support import processes, warm
-from support.paths import ROOT
+from support import processes
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -31,23 +28,19 @@ def assert_same_run(workdir: Path, other: Path) -> None:
         np.testing.assert_array_equal(mine[name], theirs[name], err_msg=name)
 
 
-def test_a_run_killed_at_random_steps_and_during_saves_resumes_bitwise(config, uninterrupted):
+def test_a_run_killed_at_a_step_and_during_a_save_resumes_bitwise(config, uninterrupted):
     workdir = config.parent / "killed"
-    rng = random.Random(0)
 
     def saving() -> bool:
         return any("tmp" in path.name for path in (workdir / "checkpoints").glob("*"))
 
-    interrupted = 0
-    for step in (3, 14):
-        run = processes.start(config, workdir)
-        processes.wait_until(processes.reached(workdir, step + rng.randrange(4)), run)
-        processes.kill(run)
-        run = processes.start(config, workdir)
-        processes.wait_until(lambda: not saving(), run)  # a start first removes the previous one's partial save
-        interrupted += processes.wait_until(saving, run)
-        processes.kill(run)
-    assert interrupted
+    run = processes.start(config, workdir)
+    processes.wait_until(processes.reached(workdir, 6), run)
+    processes.kill(run)
+    run = processes.start(config, workdir)
+    processes.wait_until(lambda: not saving(), run)  # a start first removes the previous one's partial save
+    assert processes.wait_until(saving, run)
+    processes.kill(run)
     [(status, output)] = processes.run(config, workdir)
     assert status == 0, output
     assert_same_run(workdir, uninterrupted)
@@ -65,19 +58,15 @@ def test_a_resumed_offloaded_run_matches_the_on_device_run_bitwise(config, unint
 
 
 def test_a_termination_signal_saves_exits_with_status_75_and_resumes_bitwise(config, uninterrupted):
-    """Once by SIGTERM, and after the resume by SIGHUP."""
-    workdir, saved = config.parent / "signalled", 0
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        run = processes.start(config, workdir, seconds_per_step=0.2)
-        processes.wait_until(processes.reached(workdir, saved + 4), run)
-        run[0].send_signal(number)
-        [(status, output)] = processes.finish(run)
-        assert status == 75, output
-        assert "everything is saved" in output
-        assert f"resuming from the checkpoint of step {saved}" in output or not saved
-        before, saved = saved, max(int(path.name) for path in (workdir / "checkpoints").iterdir())
-        assert saved >= before + 4
-
+    workdir = config.parent / "signalled"
+    run = processes.start(config, workdir, seconds_per_step=0.2)
+    processes.wait_until(processes.reached(workdir, 4), run)
+    run[0].send_signal(signal.SIGTERM)
+    [(status, output)] = processes.finish(run)
+    assert status == 75, output
+    assert "everything is saved" in output
+    saved = max(int(path.name) for path in (workdir / "checkpoints").iterdir())
+    assert saved >= 4
     [(status, output)] = processes.run(config, workdir)
     assert status == 0, output
     assert f"resuming from the checkpoint of step {saved}" in output
@@ -90,24 +79,6 @@ def test_a_closed_stdout_pipe_neither_stops_nor_changes_the_run(config, uninterr
     assert run.stdout is not None
     run.stdout.close()  # also the pipe of standard error
     assert run.wait(processes.PATIENCE) == 0
-    assert_same_run(workdir, uninterrupted)
-
-
-def test_a_full_stdout_is_reported_once_and_does_not_stop_the_run(config, uninterrupted):
-    workdir = config.parent / "full"
-    with open("/dev/full", "w") as full:
-        run = warm.Popen(
-            processes.command(config, workdir),
-            env=processes.environment(config),
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-    _, errors = run.communicate(timeout=processes.PATIENCE)
-    assert run.returncode == 0, errors
-    [line] = [line for line in errors.splitlines() if "No space left" in line]
-    assert line.startswith("warning: standard output cannot be written") and str(workdir) not in line
     assert_same_run(workdir, uninterrupted)
 
 
@@ -164,21 +135,6 @@ def test_a_run_with_delayed_fragment_exchanges_resumes_bitwise(config, tmp_path)
     assert logged == [4, 4]  # one outer step per inner step
     for weights in processes.weights(tmp_path / "one").values():
         np.testing.assert_array_equal(weights, np.broadcast_to(weights[:1], weights.shape))
-
-
-@pytest.mark.usefixtures("compiled_once")
-def test_a_terminated_run_on_a_data_mixture_resumes_bitwise(config, tmp_path, capsys):
-    mixture = {"long": ("data", 2), "short": ("held_out", 1)}
-    flags = ["--config.data.kind=mixture", "--config.data.path=", "--config.data.validation_path="]
-    for name, (folder, weight) in mixture.items():
-        fields = {"kind": "text", "path": config.parent / folder, "weight": weight}
-        flags += [f"--config.data.mixture.{name}.{field}={value}" for field, value in fields.items()]
-    run = from_dict(load_config(str(config), [*flags, "--config.num_steps=6"]))
-    assert train(run, tmp_path / "whole") == 0
-    assert f"66.7 % long: text in {config.parent / 'data'}" in "".join(capsys.readouterr().out.split("\n"))
-    assert train(run, tmp_path / "cut", hooks=Terminate(2)) == 75
-    assert train(from_dict(load_config(str(tmp_path / "cut/config.json"))), tmp_path / "cut") == 0
-    assert_same_run(tmp_path / "cut", tmp_path / "whole")
 
 
 def test_restarting_a_complete_run_reports_completion(config, uninterrupted, capsys):
