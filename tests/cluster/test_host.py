@@ -4,14 +4,18 @@ import os
 import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import jax
 import pytest
 from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
-from noloco_jax.cluster.host import num_cpu_devices, use_gpu_memory
-from noloco_jax.config import MeshConfig
+from noloco_jax.cluster.host import num_cpu_devices, use_cpu_cores, use_gpu_memory
+from noloco_jax.config import MeshConfig, OuterConfig, TrainConfig
 from noloco_jax.cores import keep_on, usable_cores
+from noloco_jax.spmd.background import training_devices
 from support.paths import ROOT
+from support.platforms import EIGHT_CPUS
 
 HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -95,15 +99,25 @@ print(jax.local_device_count())
     assert printed(program, XLA_FLAGS="") == 3
 
 
-def test_the_number_of_cpu_devices_that_the_environment_sets_is_kept():
-    program = """
-import jax
-from noloco_jax.cluster.host import use_cpu_cores
-from noloco_jax.config import MeshConfig, TrainConfig
-use_cpu_cores(TrainConfig(num_replicas=2, mesh=MeshConfig(replica=2)))
-print(jax.local_device_count())
-"""
-    assert printed(program, XLA_FLAGS="", JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="3") == 3
+@pytest.fixture
+def updates(monkeypatch) -> list[tuple[str, int]]:
+    """Return the updates of JAX's configuration that a test makes, in an environment that sets no number of devices."""
+    jax.devices()  # the tests' own, made before their number is left out
+    made: list[tuple[str, int]] = []
+    monkeypatch.setattr(jax, "config", SimpleNamespace(update=lambda name, value: made.append((name, value))))
+    monkeypatch.setenv("XLA_FLAGS", "")
+    return made
+
+
+def test_the_number_of_cpu_devices_that_the_environment_sets_is_kept(updates, monkeypatch):
+    config = TrainConfig(num_replicas=2, mesh=MeshConfig(replica=2))
+    for name, value in {"XLA_FLAGS": EIGHT_CPUS, "JAX_NUM_CPU_DEVICES": "3"}.items():
+        with monkeypatch.context() as environment:
+            environment.setenv(name, value)
+            use_cpu_cores(config)
+    assert updates == []
+    use_cpu_cores(config)
+    assert updates == [("jax_num_cpu_devices", 2)]
 
 
 def test_all_cores_are_usable_without_the_affinity_calls_of_the_kernel(monkeypatch):
@@ -116,21 +130,12 @@ def test_all_cores_are_usable_without_the_affinity_calls_of_the_kernel(monkeypat
 
 
 @pytest.mark.parametrize(("method", "count"), [("noloco", 8), ("ddp", 4)])
-def test_delayed_exchanges_double_the_number_of_cpu_devices(method, count):
+def test_delayed_exchanges_double_the_number_of_cpu_devices(updates, method, count):
     """A method without outer steps ignores the delay."""
-    program = f"""
-import os
-os.environ["JAX_PLATFORMS"] = "cpu"
-import jax
-from noloco_jax.cluster.host import use_cpu_cores
-from noloco_jax.config import MeshConfig, OuterConfig, TrainConfig
-from noloco_jax.spmd.background import training_devices
-config = TrainConfig(method={method!r}, outer=OuterConfig(sync_every=5, delay=2), mesh=MeshConfig(replica=4))
-use_cpu_cores(config)
-assert len(training_devices(config, jax.devices())) == 4
-print(jax.local_device_count())
-"""
-    assert printed(program, XLA_FLAGS="") == count
+    config = TrainConfig(method=method, outer=OuterConfig(sync_every=5, delay=2), mesh=MeshConfig(replica=4))
+    use_cpu_cores(config)
+    assert updates == [("jax_num_cpu_devices", count)]
+    assert len(training_devices(config, jax.devices()[:count])) == 4
 
 
 @pytest.fixture

@@ -162,17 +162,6 @@ def test_a_mixture_resumes_bitwise_at_any_position(tmp_path):
     assert again.get_state() == whole.get_state()
 
 
-def test_worker_processes_resume_a_mixture_with_the_same_batches(tmp_path):
-    config, _ = write_mixture(tmp_path)
-    config = replace(config, mixture=Entries({name: config.mixture[name] for name in ("own", "web")}))
-    (alone,), (helped,) = open_streams(config, 1), open_streams(replace(config, num_workers=2), 1)
-    take(alone, 7)
-    helped.set_state(alone.get_state())
-    assert_same(take(helped, 60), take(alone, 60))
-    assert helped.get_state() == alone.get_state()
-    helped.close()
-
-
 def test_a_new_batch_size_resumes_at_the_same_tokens(tmp_path):
     config, _ = write_mixture(tmp_path)
     (old,), (new,) = (open_streams(replace(config, batch_size=size), 1) for size in (2, 3))

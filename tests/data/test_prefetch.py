@@ -24,20 +24,20 @@ from noloco_jax.errors import TransientError
 from support.data_makers import CountingTokenizer, open_streams, write_counting, write_rows
 
 KINDS = ["c4", "jsonl", "parquet", "text"]
-# Prints the process ids of a started stream's workers and waits to be killed.
-READ_WITH_WORKERS = """
+# Prints the process id of a started stream's worker and waits to be killed.
+READ_WITH_A_WORKER = """
 import multiprocessing, sys, time
 from noloco_jax.config import DataConfig
 from support.data_makers import open_streams
 
 if __name__ == "__main__":
     path = sys.argv[1]
-    config = DataConfig(kind="jsonl", path=path, validation_path="elsewhere", sequence_length=4, num_workers=2)
+    config = DataConfig(kind="jsonl", path=path, validation_path="elsewhere", sequence_length=4, num_workers=1)
     (stream,) = open_streams(config, 1)
     stream.start()
-    while len(multiprocessing.active_children()) < 2:
+    while not (workers := multiprocessing.active_children()):
         time.sleep(0.1)
-    print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+    print(workers[0].pid, flush=True)
     time.sleep(600)
 """
 
@@ -107,22 +107,21 @@ def test_workers_share_out_the_row_groups_of_tokens(tmp_path, monkeypatch, row_g
     assert 1000 <= num_read < 2000  # five workers that read everything would have read 5000 rows
 
 
-def test_workers_start_with_their_stream_and_end_when_the_trainer_is_killed(tmp_path):
-    """Workers of a killed trainer get no signal, and would keep their memory forever."""
+def test_a_worker_starts_with_its_stream_and_ends_when_the_trainer_is_killed(tmp_path):
+    """The worker of a killed trainer gets no signal, and would keep its memory forever."""
     config, _ = write_counting("jsonl", tmp_path / "data", 150)
     script = tmp_path / "read.py"
-    script.write_text(READ_WITH_WORKERS)
+    script.write_text(READ_WITH_A_WORKER)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     reading = subprocess.Popen(
         [sys.executable, script, config.path], env=environment, stdout=subprocess.PIPE, text=True
     )
     assert reading.stdout is not None
     with reading:
-        workers = [int(pid) for pid in reading.stdout.readline().split()]
+        worker = int(reading.stdout.readline())
         reading.kill()
-    assert len(workers) == 2
     give_up = time.monotonic() + 30
-    while any(map(is_running, workers)):
+    while is_running(worker):
         assert time.monotonic() < give_up
         time.sleep(0.1)
 
@@ -135,21 +134,20 @@ def many_documents(tmp_path_factory):
     return DataConfig(kind="jsonl", path=str(path), validation_path="elsewhere", sequence_length=64, batch_size=64)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGKILL])
-def test_batches_continue_where_a_worker_gets_a_signal(many_documents, number, capfd):
+def test_batches_continue_where_a_worker_gets_a_signal(many_documents, capfd):
     """Ctrl-C comes to all processes of a terminal, SIGTERM to all of Slurm's, SIGKILL where memory is short."""
-    (alone,), (helped,) = open_streams(many_documents, 1), open_streams(replace(many_documents, num_workers=2), 1)
+    (alone,), (helped,) = open_streams(many_documents, 1), open_streams(replace(many_documents, num_workers=1), 1)
+    sent = {1: signal.SIGINT, 2: signal.SIGHUP, 20: signal.SIGTERM, 40: signal.SIGKILL}
     with closing(helped):
         for step in range(60):
-            if step == 1:
-                pid = multiprocessing.active_children()[0].pid
-                assert pid is not None
-                os.kill(pid, number)
+            if step in sent:
+                (worker,) = multiprocessing.active_children()
+                assert worker.pid is not None
+                os.kill(worker.pid, sent[step])
             assert (next(helped)["input_ids"] == next(alone)["input_ids"]).all()
     lines = [line for line in capfd.readouterr().err.splitlines() if "resource_tracker" not in line]
-    ends = number in (signal.SIGTERM, signal.SIGKILL)
-    begun_anew = f"was ended by {number.name}, as where memory is short: reading begins anew after the last batch"
-    assert len(lines) == ends and all(line.endswith(begun_anew) for line in lines)
+    for line, name in zip(lines, ("SIGTERM", "SIGKILL"), strict=True):
+        assert f"was ended by {name}, as where memory is short: reading begins anew after the last batch" in line
 
 
 def test_a_worker_that_ends_twice_for_one_batch_ends_the_run(many_documents, monkeypatch):
@@ -165,15 +163,15 @@ def test_a_worker_that_ends_twice_for_one_batch_ends_the_run(many_documents, mon
     assert (next(stream)["input_ids"] == next(alone)["input_ids"]).all()
 
 
-def test_a_program_that_leaves_its_stream_open_ends_with_its_workers(many_documents, tmp_path):
+def test_a_program_that_leaves_its_stream_open_ends_with_its_worker(many_documents, tmp_path):
     script = tmp_path / "leave.py"
-    script.write_text(READ_WITH_WORKERS.replace("time.sleep(600)", "sys.exit(3)"))
+    script.write_text(READ_WITH_A_WORKER.replace("time.sleep(600)", "sys.exit(3)"))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     leaving = subprocess.run(
         [sys.executable, script, many_documents.path], env=environment, stdout=subprocess.PIPE, text=True, timeout=120
     )
     assert leaving.returncode == 3
-    assert not any(is_running(int(pid)) for pid in leaving.stdout.split())
+    assert not is_running(int(leaving.stdout))
 
 
 def is_running(pid: int) -> bool:

@@ -182,10 +182,9 @@ def test_a_window_shuffle_stays_within_its_window(tmp_path):
         assert sorted(found[first:last]) == list(range(first, last)) != found[first:last]
 
 
-@pytest.mark.parametrize("kind", ["c4", "parquet"])
-def test_worker_processes_resume_with_the_same_batches(tmp_path, kind):
-    config, _ = write_counting(kind, tmp_path / "data", 150)
-    config = replace(config, document_mask=True)
+def test_worker_processes_resume_with_the_same_batches(tmp_path):
+    config, _ = write_counting("parquet", tmp_path / "data", 150)
+    config = replace(config, document_mask=True, shuffle_buffer=10)  # a worker's turn is of several chunks
     (alone,) = open_streams(config, 1)
     (helped,) = open_streams(replace(config, num_workers=2), 1)
     take(alone, 11)
