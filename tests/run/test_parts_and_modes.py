@@ -95,14 +95,14 @@ TABLE = {
             Setting(every(wire="int4", fragments=2), (STAGES,)),
         ),
     ),
-    "quantized: modulo4": Row(SAME, SAME, SAME, (Setting(every(4, **BEST), (CUBE, STAGES)),)),
+    "quantized: modulo4": Row(SAME, SAME, SAME, (Setting(every(4, **BEST), (STAGES,)),)),
     "exchange overlaps training": Row(
         SAME,
         SAME,
         "islands/test_training",
         (
             Setting(every(delay=2)),
-            Setting(every(4, delay=3, **BEST), (FSDP, FEW_STAGES)),
+            Setting(every(4, delay=3, **BEST), (FEW_STAGES,)),
             Setting(every(delay=1, group_size=3, wire="bfloat16")),
             Setting(every(1, delay=1, wire="int8"), (SLOTS,), "epidemic"),
             Setting(every(moments=1, fragments=2, delay=2, wire="modulo4"), (FSDP,)),

@@ -43,14 +43,14 @@ def _cases() -> dict[str, tuple[TrainConfig, dict[str, int]]]:
         name = " ".join([method, str(num_replicas), *(f"{key}={value}" for key, value in settings.items())])
         found[name] = run(method, num_replicas, **fields), ONE_DEVICE | (inside or {})
 
-    wires = ("float32", "bfloat16", "int8", "int6", "int4", "modulo4")
-    for wire in wires:
+    for wire in ("float32", "bfloat16", "int8", "int6", "int4", "modulo4"):
         for fragments in (1, 4):
             add("noloco", wire=wire, fragments=fragments)
+    for wire in ("float32", "int4", "modulo4"):
         add("noloco", wire=wire, mesh__stage=2, mesh__routing="fixed")
         add("noloco", 5, wire=wire, moments=2, fragments=2)
         add("noloco", 2, {"fsdp": 2}, wire=wire, model__intermediate_size=32, model__hidden_size=16)
-    for wire in wires[:-1]:
+    for wire in ("float32", "int4"):
         for num_replicas, group_size in ((4, 4), (4, 3), (6, 3), (8, 3), (9, 5)):
             add("noloco", num_replicas, wire=wire, group_size=group_size)
         add("noloco", 6, {"fsdp": 2}, wire=wire, group_size=3)
