@@ -9,28 +9,13 @@ import pytest
 from noloco_jax.config import DataConfig
 from noloco_jax.data import ByteTokenizer, check_data
 from noloco_jax.data.find_files import HoldOut, find_files, split_files, split_in_name
-from noloco_jax.data.source import SourceOptions
 from noloco_jax.data.text import find_text_files
 from noloco_jax.errors import UserError
-from support.data_makers import open_streams, write_c4
-
-OPTIONS = SourceOptions(
-    "", "data.path", "train", True, exclude="", seed=0, shuffle_buffer=1, on_bad_shard="stop", text_column="text"
-)
+from support.data_makers import OPTIONS, open_streams, write_c4
 
 
 def options(path, split="train", both=True):
-    return SourceOptions(
-        str(path),
-        "data.path",
-        split,
-        both,
-        exclude="",
-        seed=0,
-        shuffle_buffer=1,
-        on_bad_shard="stop",
-        text_column="text",
-    )
+    return OPTIONS._replace(path=str(path), split=split, holds_both_splits=both)
 
 
 def write(folder, *names):

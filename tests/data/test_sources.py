@@ -13,11 +13,11 @@ from noloco_jax.config import DataConfig
 from noloco_jax.data import ByteTokenizer, check_data, validation_batches
 from noloco_jax.data.find_files import find_files
 from noloco_jax.data.json_lines import JsonLinesSource, find_c4_files, parse_text
-from noloco_jax.data.source import SourceOptions, WindowShuffledShard, seeded_permutation
+from noloco_jax.data.source import WindowShuffledShard, seeded_permutation
 from noloco_jax.data.text import TextSource, find_text_files
 from noloco_jax.data.tokenizers import DocumentEncoder
 from noloco_jax.errors import UserError
-from support.data_makers import CountingTokenizer, open_streams, write_c4
+from support.data_makers import OPTIONS, CountingTokenizer, open_streams, write_c4
 
 BYTE = ByteTokenizer()
 ENCODE = DocumentEncoder(BYTE, add_bos=False, add_eos=False)
@@ -27,17 +27,7 @@ SPLITS = ("validation", "train")
 
 
 def options(path, split="train", both=False):
-    return SourceOptions(
-        str(path),
-        "data.path",
-        split,
-        both,
-        exclude="",
-        seed=0,
-        shuffle_buffer=1,
-        on_bad_shard="stop",
-        text_column="text",
-    )
+    return OPTIONS._replace(path=str(path), split=split, holds_both_splits=both)
 
 
 def read_texts(path, split="train", both=False):

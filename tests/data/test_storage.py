@@ -2,9 +2,6 @@
 
 import functools
 import json
-import signal
-import subprocess
-import sys
 import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -15,7 +12,6 @@ import pytest
 
 from noloco_jax.config import DataConfig
 from noloco_jax.data import (
-    ByteTokenizer,
     check_data,
     load_tokenizer,
     needs_tokenizer,
@@ -176,37 +172,6 @@ def test_worker_processes_read_from_a_server(tmp_path, start):
     config = write_data("parquet", tmp_path)
     remote = moved_to(config, tmp_path, start("s3").upload(tmp_path))
     assert first_ids(replace(remote, num_workers=1), 1) == first_ids(config, 1)
-
-
-_READS_ON = """
-import json, sys
-from noloco_jax.data import ByteTokenizer, train_stream
-from noloco_jax.config import DataConfig
-config = DataConfig(**json.loads(sys.argv[1]))
-stream = train_stream(config, ByteTokenizer(), replica=0, num_replicas=1, seed=0)
-while True:
-    ids = next(stream)["input_ids"].tolist()
-    print(json.dumps([ids, stream.get_state()]), flush=True)
-"""
-
-
-def test_reading_resumes_after_the_process_was_killed(tmp_path, start):
-    write_json_lines(tmp_path / "a.jsonl.gz", ["some text " * k for k in range(300)])
-    fields = {"kind": "jsonl", "sequence_length": 16, "shuffle_buffer": 50}
-    local = DataConfig(path=str(tmp_path / "a.jsonl.gz"), **fields)
-    remote = moved_to(local, tmp_path, start("s3").upload(tmp_path))
-    command = [sys.executable, "-c", _READS_ON, json.dumps(fields | {"path": remote.path})]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        seen = [json.loads(process.stdout.readline()) for _ in range(100)]
-        process.send_signal(signal.SIGKILL)
-    (stream,) = open_streams(remote, 1, ByteTokenizer())
-    with closing(stream):
-        stream.set_state(seen[-1][1])
-        ids = [batch for batch, _ in seen] + [next(stream)["input_ids"].tolist() for _ in range(50)]
-    (stream,) = open_streams(local, 1, ByteTokenizer())
-    with closing(stream):
-        assert ids == [next(stream)["input_ids"].tolist() for _ in range(150)]
 
 
 @pytest.mark.parametrize("fault", [500, 503, 429, "cut", "short", "stall"])

@@ -240,15 +240,6 @@ def test_a_checkpoint_that_lacks_a_part_is_refused(config, trained, tmp_path, it
     assert f"checkpoints/8 is not whole (no complete {item}): delete that folder" in line
 
 
-def test_a_half_written_checkpoint_is_ignored(config, trained, tmp_path):
-    workdir = tmp_path / "half"
-    shutil.copytree(trained, workdir)
-    (workdir / "checkpoints/8").rename(workdir / "checkpoints/8.orbax-checkpoint-tmp")
-    [(status, output)] = processes.run(config, workdir, "--config.num_steps=8")
-    assert status == 0, output
-    assert "resuming from the checkpoint of step 4" in output
-
-
 @pytest.mark.parametrize("has_digests", [True, False])
 def test_truncated_weights_are_refused_and_the_workdir_is_unchanged(config, trained, tmp_path, has_digests):
     workdir = tmp_path / "damaged"

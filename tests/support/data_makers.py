@@ -20,6 +20,11 @@ from noloco_jax.data import Stream, train_stream
 from noloco_jax.data.from_config import open_source
 from noloco_jax.data.positions import DataPosition
 from noloco_jax.data.prefetch import DocumentReader, ReplicaDocuments
+from noloco_jax.data.source import SourceOptions
+
+OPTIONS = SourceOptions(
+    "", "data.path", "train", True, exclude="", seed=0, shuffle_buffer=1, on_bad_shard="stop", text_column="text"
+)
 
 
 class CountingTokenizer:
