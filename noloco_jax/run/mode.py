@@ -24,6 +24,8 @@ class Resumed(NamedTuple):
 class Mode(Protocol):
     """Differences between a run of all replicas and an island of one. Methods are called once, in this order.
 
+    Values and methods with a body are defaults, for a run of all replicas.
+
     Attributes:
       rows: rows for the banner.
       labels: labels in its metrics, beside the configuration.
@@ -31,18 +33,17 @@ class Mode(Protocol):
       unused: names of programs that it does not run.
     """
 
-    rows: Sequence[tuple[str, str]]
-    labels: Mapping[str, Any]
-    tracked_as: Mapping[str, str]
-    unused: Collection[str]
+    rows: Sequence[tuple[str, str]] = ()
+    labels: Mapping[str, Any] = {}
+    tracked_as: Mapping[str, str] = {}
+    unused: Collection[str] = ()
 
     def check(self, config: TrainConfig) -> None:
         """Raise `UserError` if the configuration does not fit."""
-        ...
 
     def own(self, config: TrainConfig) -> TrainConfig:
         """Return the configuration of the programs of this process, from that of the whole run."""
-        ...
+        return config
 
     def prepare(self, config: TrainConfig, programs: Programs) -> Messages:
         """Build what outer steps need beside the programs; return the messages of replicas. `config` is its own."""
@@ -79,7 +80,7 @@ class Mode(Protocol):
           report: receives lines for people.
           tokenizer: the fingerprint of the run's tokenizer, if it has one.
         """
-        ...
+        return True
 
     def sync(self, config: TrainConfig, programs: Programs) -> Sync:
         """Return the exchanges, compiled; `config` is its own."""
@@ -93,7 +94,7 @@ class Mode(Protocol):
           step: inner steps taken so far.
           seconds: duration of the run so far.
         """
-        ...
+        return True
 
     def evaluate(self, programs: Programs, validation: Validation, params: PyTree) -> dict[str, Any]:
         """Return the figures of an evaluation."""
@@ -101,26 +102,13 @@ class Mode(Protocol):
 
     def observe(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """Receive the figures of a metrics line of `kind`, as plain values."""
-        ...
 
     def close(self) -> None:
         """Close its connections, also after a failed run."""
-        ...
 
 
-class WholeRun:
+class WholeRun(Mode):
     """All replicas in one program, over one process or several."""
-
-    rows: Sequence[tuple[str, str]] = ()
-    labels: Mapping[str, Any] = {}
-    tracked_as: Mapping[str, str] = {}
-    unused: Collection[str] = ()
-
-    def check(self, config: TrainConfig) -> None:
-        pass
-
-    def own(self, config: TrainConfig) -> TrainConfig:
-        return config
 
     def prepare(self, config: TrainConfig, programs: Programs) -> Messages:
         self._background = None
@@ -138,30 +126,10 @@ class WholeRun:
     def data_positions(self, config: TrainConfig, checkpoints: Checkpointer, step: int) -> list[dict[str, Any]]:
         return elastic.data_positions(checkpoints, step, config.num_replicas)
 
-    def connect(
-        self,
-        config: TrainConfig,
-        workdir: Path,
-        resumed: Resumed,
-        is_stopping: Callable[[], bool],
-        report: Callable[[str], None],
-        tokenizer: str | None,
-    ) -> bool:
-        return True
-
     def sync(self, config: TrainConfig, programs: Programs) -> Sync:
         if self._background is None:
             return CollectiveSync(config, programs)
         return BackgroundSync(config, programs, compile_background(self._background, programs))
 
-    def begin(self, is_stopping: Callable[[], bool], step: int, seconds: float) -> bool:
-        return True
-
     def evaluate(self, programs: Programs, validation: Validation, params: PyTree) -> dict[str, Any]:
         return evaluate(programs, params, validation)
-
-    def observe(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

@@ -57,7 +57,10 @@ class News(NamedTuple):
 
 
 class Sync(Protocol):
-    """Exchanges of a run. It owns the outer state and all messages in flight."""
+    """Exchanges of a run. It owns the outer state and all messages in flight.
+
+    Methods with a body are defaults, for exchanges that are complete before the next inner step.
+    """
 
     def before_step(self, state: TrainState, step: int, most: Callable[[int], int]) -> tuple[TrainState, int, int]:
         """Apply what has arrived since inner step `step`.
@@ -71,7 +74,7 @@ class Sync(Protocol):
           The state, its step (a different one if the state came from a peer), and the stride: the number of schedule
           steps that the next inner step stands for.
         """
-        ...
+        return state, step, 1
 
     def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterSteps | None]:
         """Take the outer steps, and apply the corrections, that are due after inner step `step`."""
@@ -88,16 +91,15 @@ class Sync(Protocol):
           The state, and the protocol state to checkpoint with it; None for the latter if nothing is to be saved, since
           a peer's state is about to replace this one.
         """
-        ...
+        return state, {}
 
     def leave(self, finished: bool) -> None:
         """Begin no further exchange, as a save follows with which the run stops, or is `finished`."""
-        ...
 
     @property
     def end_reason(self) -> str | None:
         """The reason for which the run is to save and end here for good, before its last step; None: it goes on."""
-        ...
+        return None
 
     def groups(self, number: int) -> Round | None:
         """Return the groups of outer step `number`; None if they are reported after the exchange, by `news`."""
@@ -105,28 +107,22 @@ class Sync(Protocol):
 
     def bytes_sent(self) -> int | float | None:
         """Return the bytes of messages exchanged since the last call; None: every outer step exchanges its message."""
-        ...
+        return None
 
     def news(self, seconds: float) -> Sequence[News]:
         """Return the events since the last call; `seconds` is the run's duration up to now."""
-        ...
+        return ()
 
     def close(self, state: TrainState, finished: bool) -> None:
         """End with this state: everything is saved, and all steps are taken if `finished`."""
-        ...
 
 
-class CollectiveSync:
+class CollectiveSync(Sync):
     """Outer steps of one program that holds all replicas: partners wait for each other."""
-
-    end_reason: str | None = None
 
     def __init__(self, config: TrainConfig, programs: Programs):
         self._config, self._programs = config, programs
         self._schedule = schedule_of(config)
-
-    def before_step(self, state: TrainState, step: int, most: Callable[[int], int]) -> tuple[TrainState, int, int]:
-        return state, step, 1
 
     def after_step(self, state: TrainState, step: int, stride: int) -> tuple[TrainState, OuterSteps | None]:
         if self._schedule is None:
@@ -138,23 +134,8 @@ class CollectiveSync:
             return state
         return state._replace(params=self._programs.final_merge(state.params))
 
-    def settle(self, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
-        return state, {}
-
-    def leave(self, finished: bool) -> None:
-        pass
-
     def groups(self, number: int) -> Round | None:
         return method_of(self._config).groups(self._config, number)
-
-    def bytes_sent(self) -> int | float | None:
-        return None
-
-    def news(self, seconds: float) -> Sequence[News]:
-        return ()
-
-    def close(self, state: TrainState, finished: bool) -> None:
-        pass
 
     def _corrected(self, state: TrainState, step: int) -> TrainState:
         """Apply the corrections that are due after inner step `step`."""
