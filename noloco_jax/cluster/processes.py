@@ -26,13 +26,15 @@ _EXCHANGES = (
 class Processes(Protocol):
     """The processes of a run, as one of them sees them. Every one has to make the same calls in the same order.
 
+    The bodies are those of a process that is alone, and waits for nobody.
+
     Attributes:
       alone: whether there is only this process.
       is_first: whether this is the first one, which decides and speaks for all.
     """
 
-    alone: bool
-    is_first: bool
+    alone: bool = True
+    is_first: bool = True
 
     def broadcast(self, decide: Callable[[], T]) -> T:
         """Return what `decide` returns in the first process, which alone calls it: a value that JSON can hold.
@@ -40,15 +42,14 @@ class Processes(Protocol):
         The others wait for the first process, and it waits for nobody. No device takes part in it, so the programs that
         are under way run on.
         """
-        ...
+        return decide()
 
     def gather(self, value: PyTree) -> list[PyTree]:
         """Return every process's value, by process number; `value` is small and made of what JSON can hold."""
-        ...
+        return [value]
 
     def barrier(self, name: str) -> None:
         """Return once every process has come here; all give the same `name`."""
-        ...
 
     def wait_at(self, name: str, seconds: float) -> None:
         """Return once every process has come here, of which one may take so many seconds longer than the others.
@@ -56,7 +57,6 @@ class Processes(Protocol):
         Unlike `barrier`, this exchanges nothing between devices, whose libraries wait for half a minute. All give the
         same `name`, and each name is given once.
         """
-        ...
 
     def agree_to_stop(self, received: bool) -> bool:
         """Return True if all processes stop here. None waits for another: they agree on a number of calls.
@@ -64,29 +64,11 @@ class Processes(Protocol):
         Args:
           received: this process was told to stop. Of several processes, JAX itself sees a SIGTERM to any.
         """
-        ...
-
-
-class OneProcess:
-    """A process that waits for nobody."""
-
-    alone = True
-    is_first = True
-
-    def broadcast(self, decide: Callable[[], T]) -> T:
-        return decide()
-
-    def gather(self, value: PyTree) -> list[PyTree]:
-        return [value]
-
-    def barrier(self, name: str) -> None:
-        pass
-
-    def wait_at(self, name: str, seconds: float) -> None:
-        pass
-
-    def agree_to_stop(self, received: bool) -> bool:
         return received
+
+
+class OneProcess(Processes):
+    """A process that is alone."""
 
 
 class DistributedProcesses:
