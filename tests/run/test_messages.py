@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from noloco_jax.config import TrainConfig, from_dict
+from noloco_jax.config import TrainConfig
 from noloco_jax.run.messages import Messages, may_send_in_inner_steps, messages_of, num_outer_steps, num_pairings
 from noloco_jax.spmd.routing import draw_routes, route_pool
 from support.messages import CASES, ONE_DEVICE, ROUNDS, STEPS
+from support.messages import run as small_run
 
 V, D, F = 259, 16, 32
 LAYER = D * (16 + 8 + 8 + 16) + 3 * D * F + 2 * D  # attention's q, k, v, o, the MLP's three, two norms
@@ -25,25 +26,8 @@ GOLDEN = json.loads((Path(__file__).parents[1] / "golden/messages/bytes.json").r
 
 
 def run(method: str, num_replicas: int = 4, mesh: dict[str, Any] | None = None, **outer) -> TrainConfig:
-    stages = (mesh or {}).get("stage", 1)
-    return from_dict(
-        {
-            "method": method,
-            "num_replicas": num_replicas,
-            "num_steps": 42,
-            "num_microbatches": 2,
-            "model": {
-                "hidden_size": D,
-                "intermediate_size": F,
-                "num_layers": stages,
-                "num_heads": 2,
-                "num_kv_heads": 1,
-            },
-            "outer": {"sync_every": 4} | outer,
-            "data": {"batch_size": 4, "sequence_length": 8},
-            "mesh": mesh or {},
-        }
-    )
+    inside = {f"mesh__{name}": value for name, value in (mesh or {}).items()} | outer
+    return small_run(method, num_replicas, model__hidden_size=D, model__intermediate_size=F, **inside)
 
 
 def messages(method: str, *arguments: Any, **outer) -> Messages:
