@@ -57,6 +57,10 @@ class ReplicaAxes(NamedTuple):
     def num_slots(self) -> int:
         return lax.axis_size(self.slot) if self.slot else 1
 
+    @property
+    def num_replicas(self) -> int:
+        return self.num_devices * self.num_slots
+
     def replica(self) -> jax.Array | int:
         """Return this replica's number."""
         device = lax.axis_index(self.device) if self.device else 0
@@ -72,6 +76,17 @@ def num_parts() -> int:
 def names_of(axis_name: AxisName) -> tuple[str, ...]:
     """Return the name or names as a tuple."""
     return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+
+def checked_axes(tree: PyTree, axis_name: AxisName, what: str, num_replicas: int) -> ReplicaAxes:
+    """Look up the axes over which such trees are exchanged; raise `ValueError` if they hold more or fewer replicas."""
+    axes = ReplicaAxes.bound(axis_name)
+    if axes.num_replicas != num_replicas:
+        raise ValueError(
+            f"{what} of {num_replicas} replicas, axis {axis_name!r} holds {axes.num_replicas}: make the two equal"
+        )
+    warn_if_sharded(tree, axes)
+    return axes
 
 
 def warn_if_sharded(tree: PyTree, axes: ReplicaAxes) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from noloco_jax.exchange.axes import ReplicaAxes, num_parts
+
 PyTree = Any
 
 # Arrays of at least this size are sent by themselves without a copy; smaller ones share buckets of up to this size.
@@ -55,9 +57,16 @@ def bucketing(
     return pack, unpack
 
 
-def unbucketed(tree: PyTree) -> tuple[Callable[[PyTree], list[jax.Array]], Callable[[list[jax.Array]], PyTree]]:
-    """Return the functions of `bucketing` with one unchanged array a bucket."""
-    return jax.tree.leaves, jax.tree.structure(tree).unflatten
+def bucketing_over(
+    axes: ReplicaAxes, tree: PyTree, kept_dims: int = 0
+) -> tuple[Callable[[PyTree], list[jax.Array]], Callable[[list[jax.Array]], PyTree]]:
+    """Return the functions of `bucketing` for an exchange over these axes.
+
+    Buckets hold one unchanged array each if nothing is sent, or if packing would move data inside a sharded replica.
+    """
+    if axes.num_devices == 1 or num_parts() > 1:
+        return jax.tree.leaves, jax.tree.structure(tree).unflatten
+    return bucketing(tree, kept_dims)
 
 
 def _groups(leaves: list[jax.Array], kept_dims: int, bucket_bytes: int) -> list[list[int]]:

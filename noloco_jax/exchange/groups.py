@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from noloco_jax.exchange.axes import AxisName, ReplicaAxes, names_of, num_parts, warn_if_sharded
+from noloco_jax.exchange.axes import AxisName, ReplicaAxes, checked_axes, names_of, num_parts
 from noloco_jax.exchange.blocks import cuts_or_last, tree_from_blocks, tree_in_blocks
-from noloco_jax.exchange.buckets import bucketing, unbucketed
+from noloco_jax.exchange.buckets import bucketing, bucketing_over
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.permute import permute
 from noloco_jax.exchange.routes import lower
@@ -147,13 +147,13 @@ def group_mean(
     Raises:
       ValueError: if the axes hold another number of replicas than the pairing.
     """
-    axes = _checked_axes(tree, pairing, axis_name)
+    axes = checked_axes(tree, axis_name, "the pairing is", pairing.num_replicas)
     if largest_group(pairing) == 1:
         return tree
     wire = wire or Float32()
     meeting = _Meeting(pairing, index, axes, wire)
     blocks = to_code(wire, tree, cuts)
-    pack, unpack = _buckets(blocks, axes, int(wire.takes_blocks))
+    pack, unpack = bucketing_over(axes, blocks, int(wire.takes_blocks))
     if meeting.is_of_exact_pairs:  # average array by array: the packed message need not be kept until the answer
         return jax.tree.map(meeting.mean_of_two, tree, unpack([meeting.other(bucket) for bucket in pack(tree)]))
     return from_code(wire, unpack([meeting.mean(bucket) for bucket in pack(blocks)]), tree, cuts)
@@ -181,13 +181,13 @@ def pair_mean_in_windows(
       ValueError: as by `group_mean`.
       TypeError: if numbers are not real.
     """
-    axes = _checked_axes(tree, pairing, axis_name)
+    axes = checked_axes(tree, axis_name, "the pairing is", pairing.num_replicas)
     if largest_group(pairing) == 1:
         return tree, remembered
     meeting = _Meeting(pairing, index, axes, Float32())
     cuts = cuts_or_last(tree, cuts)
     blocks = tree_in_blocks(tree, cuts)
-    pack, unpack = _buckets(blocks, axes, 1)
+    pack, unpack = bucketing_over(axes, blocks, 1)
     moved = jax.tree.map(lambda x: jnp.max(jnp.abs(x), axis=-1, keepdims=True), tree_in_blocks(movement, cuts))
     remembered = jax.tree.map(lambda x, cut: jnp.moveaxis(x, cut, -1)[..., None], remembered, cuts)
     met = [meeting.mean_in_windows(code, *parts) for parts in zip(*map(pack, (blocks, moved, remembered)), strict=True)]
@@ -195,22 +195,6 @@ def pair_mean_in_windows(
     return tree_from_blocks(means, tree, cuts), jax.tree.map(
         lambda x, cut: jnp.moveaxis(x[..., 0], -1, cut), remembered, cuts
     )
-
-
-def _checked_axes(tree: PyTree, pairing: Pairing, axis_name: AxisName) -> ReplicaAxes:
-    axes = ReplicaAxes.bound(axis_name)
-    if axes.num_devices * axes.num_slots != pairing.num_replicas:
-        raise ValueError(
-            f"the pairing is of {pairing.num_replicas} replicas, axis {axis_name!r} holds "
-            f"{axes.num_devices * axes.num_slots}: make the two equal"
-        )
-    warn_if_sharded(tree, axes)
-    return axes
-
-
-def _buckets(tree: PyTree, axes: ReplicaAxes, kept_dims: int) -> Any:
-    """Return (pack, unpack): buckets, unless nothing is sent or packing would move data inside a sharded replica."""
-    return unbucketed(tree) if axes.num_devices == 1 or num_parts() > 1 else bucketing(tree, kept_dims)
 
 
 class _Meeting:

@@ -70,7 +70,7 @@ def mean_by_pairs(tree: PyTree, axis_name: AxisName) -> PyTree:
 
     def mean(x: jax.Array) -> jax.Array:
         value = x.astype(compute_dtype(x.dtype))
-        for partner, own, other in merge_rounds(axes.num_devices * axes.num_slots):
+        for partner, own, other in merge_rounds(axes.num_replicas):
             routes = lower(partner[None], axes.num_devices, axes.num_slots)
             received = permute(value, routes, jnp.int32(0), axes)
             own_weight, other_weight = (jnp.asarray(weight, value.dtype)[replica] for weight in (own, other))

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from noloco_jax.exchange.axes import AxisName, ReplicaAxes, num_parts, warn_if_sharded
-from noloco_jax.exchange.buckets import bucketing
+from noloco_jax.exchange.axes import AxisName, checked_axes
+from noloco_jax.exchange.buckets import bucketing_over
 from noloco_jax.exchange.permute import permute
 from noloco_jax.exchange.routes import lower
 from noloco_jax.exchange.wire import Wire, bytes_of, from_code, to_code
@@ -65,15 +65,9 @@ def neighbour_mean(
     Raises:
       ValueError: if the axes hold another number of replicas than the graphs.
     """
-    axes = ReplicaAxes.bound(axis_name)
-    if axes.num_devices * axes.num_slots != neighbours.num_replicas:
-        raise ValueError(
-            f"the neighbours are of {neighbours.num_replicas} replicas, axis {axis_name!r} holds "
-            f"{axes.num_devices * axes.num_slots}: make the two equal"
-        )
+    axes = checked_axes(tree, axis_name, "the neighbours are", neighbours.num_replicas)
     if neighbours.num_replicas == 1:
         return tree
-    warn_if_sharded(tree, axes)
     sources = neighbours.sources()
     routes = [lower(sources[:, k], axes.num_devices, axes.num_slots) for k in range(neighbours.degree)]
 
@@ -85,7 +79,5 @@ def neighbour_mean(
         return x + (functools.reduce(jnp.add, differences) / (neighbours.degree + 1)).astype(x.dtype)
 
     blocks = to_code(wire, tree, cuts)
-    if axes.num_devices == 1 or num_parts() > 1:  # nothing is sent, or packing would exchange data inside a replica
-        return from_code(wire, jax.tree.map(mean, blocks), tree, cuts)
-    pack, unpack = bucketing(blocks, int(wire.takes_blocks))
+    pack, unpack = bucketing_over(axes, blocks, int(wire.takes_blocks))
     return from_code(wire, unpack([mean(bucket) for bucket in pack(blocks)]), tree, cuts)

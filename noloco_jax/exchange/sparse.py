@@ -22,7 +22,7 @@ from jax import lax
 
 from noloco_jax.exchange.axes import AxisName, ReplicaAxes, num_parts, warn_if_sharded
 from noloco_jax.exchange.blocks import pack, tree_from_blocks, tree_in_blocks, unpack
-from noloco_jax.exchange.buckets import bucketing, unbucketed
+from noloco_jax.exchange.buckets import bucketing_over
 from noloco_jax.exchange.wire import bytes_of
 from noloco_jax.wires import CHUNK, ENTRY_BITS, SIZE_BYTES, kept_of, position_bits
 
@@ -123,10 +123,8 @@ def sparse_mean(tree: PyTree, entries: TopEntries, axis_name: AxisName, cuts: Py
     warn_if_sharded(tree, axes)
     chunks = tree_in_blocks(tree, cuts, CHUNK)
     codes = jax.tree.map(entries.encode, chunks)
-    # Packing a sharded replica would move data between its devices.
-    packed, unpacked = bucketing(codes) if num_parts() == 1 else unbucketed(codes)
+    packed, unpacked = bucketing_over(axes, codes)
     of_all = [_gathered(bucket, axes) for bucket in packed(codes)]
-    num_replicas = axes.num_devices * axes.num_slots
 
     def sent_by(replica: Any) -> PyTree:
         sent = unpacked([code[replica] for code in of_all])
@@ -136,8 +134,9 @@ def sparse_mean(tree: PyTree, entries: TopEntries, axis_name: AxisName, cuts: Py
     def plus(replica: Any, total: PyTree) -> PyTree:
         return jax.tree.map(jnp.add, total, sent_by(replica))
 
-    total = lax.fori_loop(1, num_replicas, plus, sent_by(0))  # sequential: a dense message is as large as the model
-    return jax.tree.map(lambda x: x / num_replicas, total)
+    # One after another, as a dense message is as large as the model.
+    total = lax.fori_loop(1, axes.num_replicas, plus, sent_by(0))
+    return jax.tree.map(lambda x: x / axes.num_replicas, total)
 
 
 def _gathered(x: jax.Array, axes: ReplicaAxes) -> jax.Array:
