@@ -64,10 +64,6 @@ class Fragments:
     dimension: Dimension | None = None
     origin: Callable[[tuple, tuple[int, ...]], Sequence[Any]] | None = None
 
-    def __post_init__(self):
-        if self.count < 1:
-            raise ValueError(f"fragments is {self.count}: it must be at least 1")
-
     def cuts(self, params: PyTree) -> PyTree:
         """Return the dimension along which each array is cut, a tree like the parameters."""
         return jax.tree.map_with_path(lambda path, x: self._cut(path, x.shape), params)

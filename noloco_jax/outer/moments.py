@@ -119,7 +119,7 @@ class Moments:
         moments = self.fragments.part(moments, self.cuts(moments), number)
 
         def one(path: tuple, moment: jax.Array, correction: jax.Array) -> jax.Array:
-            result = moment + self._decay(path) ** age * correction
+            result = moment + self.decays[self._name(path)] ** age * correction
             # Without rounding errors it is no less, since a second moment falls at most by its decay.
             return jnp.maximum(result, moment / 4) if self._is_second(path) else result
 
@@ -192,9 +192,6 @@ class Moments:
         moments = self.fragments.put(moments, part, self.cuts(moments), number)
         of_path = dict(jax.tree.leaves_with_path(moments))
         return jax.tree.map_with_path(lambda path, x: of_path.get(path, x), inner)
-
-    def _decay(self, path: tuple) -> float:
-        return self.decays[self._name(path)]
 
 
 def with_late_moments(inner: optax.GradientTransformation, is_late: bool) -> optax.GradientTransformation:

@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from noloco_jax.draws import POOL, permutation
-from noloco_jax.outer.pairing import DRAWS, MAX_POOL, Round, drawn
+from noloco_jax.outer.pairing import DRAWS, MAX_POOL, Round, check_draws, drawn
 
 
 class RandomNeighbours:
@@ -52,12 +52,7 @@ class RandomNeighbours:
             raise ValueError(
                 f"degree is {degree} with num_replicas {num_replicas}: choose from 1 to {num_replicas - 1}"
             )
-        if max_pool < 1:
-            raise ValueError(f"max_pool is {max_pool}: it must be at least 1")
-        if seed < 0:
-            raise ValueError(f"seed is {seed}: it must not be negative")
-        if order not in DRAWS:
-            raise ValueError(f"order is {order!r}: choose from {', '.join(map(repr, DRAWS))}")
+        check_draws(seed, order, DRAWS, max_pool)
         self.num_replicas = num_replicas
         self.degree = 0 if num_replicas == 1 else default_degree(num_replicas) if degree is None else degree
         self.seed = seed

@@ -91,12 +91,7 @@ class RandomPairing:
             raise ValueError(
                 f"group_size is {group_size} with num_replicas {num_replicas}: choose from 2 to {num_replicas}"
             )
-        if max_pool < 1:
-            raise ValueError(f"max_pool is {max_pool}: it must be at least 1")
-        if seed < 0:
-            raise ValueError(f"seed is {seed}: it must not be negative")
-        if order not in ORDERS:
-            raise ValueError(f"order is {order!r}: choose from {', '.join(map(repr, ORDERS))}")
+        check_draws(seed, order, ORDERS, max_pool)
         if order == "hypercube" and (num_replicas & (num_replicas - 1) or (num_replicas > 1 and group_size != 2)):
             raise ValueError(
                 f"order is 'hypercube' with {num_replicas} replicas in groups of {group_size}: it is for pairs of 2, "
@@ -142,6 +137,16 @@ class ExplicitPairing:
     def pool_index(self, round: Any) -> Any:
         """See `Pairing`."""
         return (round % len(self.pool)).astype(np.int32) if hasattr(round, "astype") else round % len(self.pool)
+
+
+def check_draws(seed: int, order: str, orders: Sequence[str], max_pool: int) -> None:
+    """Raise `ValueError` for a seed, an order of draws or a size limit of a pool that is out of its range."""
+    if max_pool < 1:
+        raise ValueError(f"max_pool is {max_pool}: it must be at least 1")
+    if seed < 0:
+        raise ValueError(f"seed is {seed}: it must not be negative")
+    if order not in orders:
+        raise ValueError(f"order is {order!r}: choose from {', '.join(map(repr, orders))}")
 
 
 def drawn(size: int, seed: int, order: str, round: Any) -> Any:

@@ -76,7 +76,7 @@ def outer_optimizer(steps: OuterSteps, schedule: SyncSchedule, axis_names: Seque
 
     expected: dict[Any, Any] = {}  # structure and shapes of parameters -> structure of their state, shapes of `rule`
 
-    def init_fn(params: PyTree) -> OuterState:
+    def init_fn(params: PyTree) -> OuterState:  # a function, which copies of the transform share
         return steps.init(params)
 
     def check(params: PyTree, state: Any) -> None:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import TrainConfig
 from noloco_jax.errors import UserError
-from noloco_jax.methods import has_delay, method_of
+from noloco_jax.methods import has_delay
 from noloco_jax.outer.moments import Moments, moments_of
 from noloco_jax.outer.rule import OuterState
 from noloco_jax.outer.step import Outgoing
@@ -28,7 +28,7 @@ from noloco_jax.outer.transform import OuterOptimizer
 from noloco_jax.spmd import sharding
 from noloco_jax.spmd.compile import without_cache
 from noloco_jax.spmd.offload import from_rest
-from noloco_jax.spmd.programs import REPLICAS, SLOT, Programs, build_moments, of_moments, outer_axes, over_mesh
+from noloco_jax.spmd.programs import SLOT, Programs, build_moments, build_outer, of_moments, outer_axes, over_mesh
 
 PyTree = Any
 
@@ -131,11 +131,9 @@ def build_background(config: TrainConfig, programs: Programs, hosts: Mesh) -> Ba
       programs: the run's other programs.
       hosts: see `host_mesh`.
     """
-    make_outer, mesh = method_of(config).outer_optimizer, programs.mesh
-    assert make_outer is not None
-    outer = make_outer(config, REPLICAS, sharding.fragments_of(config.model, config.outer.fragments))
+    outer, mesh = build_outer(config), programs.mesh
     params, _, state = programs.state
-    assert state is not None
+    assert outer is not None and state is not None
     specs, state_specs = (jax.tree.map(lambda x: x.sharding.spec, tree) for tree in (params, state))
     windows = state_specs.windows
     outgoing_specs = Outgoing(specs, None if windows is None else specs, windows)

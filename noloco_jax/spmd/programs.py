@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from noloco_jax.config import ModelConfig, TrainConfig
+from noloco_jax.exchange.axes import AxisName
 from noloco_jax.exchange.groups import all_mean
 from noloco_jax.exchange.merge import mean_by_pairs
 from noloco_jax.methods import method_of
@@ -231,10 +232,10 @@ def build_programs(config: TrainConfig, mesh: Mesh, *, shares_batches: bool | No
     )
 
 
-def build_outer(config: TrainConfig) -> OuterOptimizer | None:
-    """Build the outer optimizer of a run's method; None for methods without."""
+def build_outer(config: TrainConfig, axis_name: AxisName = REPLICAS) -> OuterOptimizer | None:
+    """Build the outer optimizer of a run's method, for replicas on these axes; None for methods without."""
     make = method_of(config).outer_optimizer
-    return None if make is None else make(config, REPLICAS, sharding.fragments_of(config.model, config.outer.fragments))
+    return make and make(config, axis_name, sharding.fragments_of(config.model, config.outer.fragments))
 
 
 def over_mesh(

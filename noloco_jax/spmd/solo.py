@@ -15,14 +15,12 @@ from noloco_jax.config import TrainConfig
 from noloco_jax.exchange import windows
 from noloco_jax.exchange.modulo import Modulo
 from noloco_jax.exchange.wire import Wire, to_code, wire_of
-from noloco_jax.methods import method_of
 from noloco_jax.outer.moments import Moments
 from noloco_jax.outer.rule import OuterState
 from noloco_jax.outer.step import Outgoing
 from noloco_jax.outer.transform import OuterOptimizer
-from noloco_jax.spmd import sharding
 from noloco_jax.spmd.offload import from_rest
-from noloco_jax.spmd.programs import SLOT, Programs, build_moments, of_moments, outer_axes, shardings_of
+from noloco_jax.spmd.programs import SLOT, Programs, build_moments, build_outer, of_moments, outer_axes, shardings_of
 from noloco_jax.spmd.shared_batch import spans_processes
 from noloco_jax.wires import moments_wire
 
@@ -90,11 +88,9 @@ def build_solo(config: TrainConfig, programs: Programs) -> SoloPrograms:
     therefore those of whole arrays on any mesh, so that replicas on different meshes can exchange messages. Arrays that
     are sharded inside the replica are gathered for that, one by one.
     """
-    make_outer = method_of(config).outer_optimizer
-    assert make_outer is not None
-    outer = make_outer(config, SLOT, sharding.fragments_of(config.model, config.outer.fragments))
+    outer = build_outer(config, SLOT)
     params, _, state = programs.state
-    assert state is not None
+    assert outer is not None and state is not None
     moments = build_moments(config, outer, params)
     whole = NamedSharding(programs.mesh, P()) if spans_processes(programs.mesh) else None
     return replace(
