@@ -53,12 +53,10 @@ def _styles(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw the rows, whole or not at all: a line the mean over seeds, a band from their least to their greatest."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: slow to import
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # here: slow to import
     from matplotlib.ticker import FuncFormatter
 
     figure = Figure(figsize=(12, 4.8), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     rates = right.twinx()
     right.set_zorder(rates.get_zorder() + 1)
@@ -221,11 +219,9 @@ def draw_laws(rows: Sequence[Row], laws: Sequence[Law], path: Path) -> bool:
 
 def _gap_axes(legend_lines: int = 0) -> tuple["Figure", "Axes"]:
     """Return a figure and its only axes, for gaps upwards, with so many lines of room below for a legend."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: slow to import
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # here: slow to import
 
     figure = Figure(figsize=(11, 5.2 + 0.19 * legend_lines), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.set_xscale("log")
     axes.set_ylabel("validation perplexity above the reference (ddp), %")

@@ -166,13 +166,13 @@ def _stability_part(out: Path | None) -> str:
     replicas, momenta, strengths = 16, (0.0, 0.3, 0.5, 0.7, 0.9), (2, 4, 16, 1024)
     rows = []
     for alpha in momenta:
-        limits = [theory.stable_consensus_interval(alpha, n)[1] for n in strengths]
+        limits = [theory.stable_consensus_limit(alpha, n) for n in strengths]
         rows.append(
             [f"{alpha:g}", *(f"{found:.4f}" for found in limits), f"{consensus_limit(alpha, strengths[-1]):.4f}"]
         )
     if out:
         marks = {rf"default, $\gamma$ = $\beta$ = {_OUTER.lr:g}": (_OUTER.momentum, _OUTER.consensus)}
-        pictures.stability(replicas, lambda a, n: consensus_limit(a, n), 3.0, marks, out / "stability.png")
+        pictures.stability(replicas, marks, out / "stability.png")
     return "\n".join(
         [
             "## Which consensus strengths keep replicas together",

@@ -207,9 +207,9 @@ def exposed_seconds(seconds: float, every: float, delay: int, step_time: float) 
     return left if left > 1e-9 * seconds else 0.0  # drops the rounding error of the subtraction
 
 
-def exposed_share(setting: Setting, method: str = "NoLoCo") -> float:
-    """Return the share of the wall-clock time spent waiting for the links, 0 to 1."""
-    return 1 - cost_of(setting, method).compute_share
+def exposed_share(setting: Setting) -> float:
+    """Return the share of the wall-clock time that NoLoCo spends waiting for the links, 0 to 1."""
+    return 1 - cost_of(setting, "NoLoCo").compute_share
 
 
 def smallest_delay(setting: Setting, method: str = "NoLoCo") -> int | None:
@@ -220,11 +220,11 @@ def smallest_delay(setting: Setting, method: str = "NoLoCo") -> int | None:
     )
 
 
-def shortest_interval(setting: Setting, method: str = "NoLoCo") -> int | None:
-    """Return the smallest `sync_every` with which some delay hides every exchange."""
+def shortest_interval(setting: Setting) -> int | None:
+    """Return the smallest `sync_every` with which some delay hides every exchange of NoLoCo."""
     return _first(
         range(1, _LONGEST),
-        lambda steps: cost_of(replace(setting, sync_every=steps, delay=steps), method).exposed_per_step == 0,
+        lambda steps: cost_of(replace(setting, sync_every=steps, delay=steps), "NoLoCo").exposed_per_step == 0,
     )
 
 

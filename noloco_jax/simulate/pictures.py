@@ -1,6 +1,6 @@
 """Pictures of `python -m noloco_jax.simulate`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +9,7 @@ import numpy as np
 
 from noloco_jax.files import write_picture
 from noloco_jax.formatting import format_bandwidth, format_count, format_seconds
+from noloco_jax.outer.pairing import consensus_limit
 from noloco_jax.simulate import cost, theory
 from noloco_jax.simulate.report import schedule
 from noloco_jax.wires import FLOAT_BYTES
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _COLORS = {"FSDP": "#7f7f7f", "DDP": "#9467bd", "DiLoCo": "#d95f02", "NoLoCo": "#1b7837"}
 _DASHES = {"FSDP": "-", "DDP": ":", "DiLoCo": "--", "NoLoCo": "-"}
+_CONSENSUS_MAX = 3.0  # top of the γ axis
 
 
 def latency(sizes: Sequence[int], ratios: Mapping[float, np.ndarray], path: Path) -> None:
@@ -152,25 +154,17 @@ def quadratic(
     _save(figure, path)
 
 
-def stability(
-    num_replicas: int,
-    limit: Callable[[float, int], float],
-    consensus_max: float,
-    marks: Mapping[str, tuple],
-    path: Path,
-) -> None:
+def stability(num_replicas: int, marks: Mapping[str, tuple], path: Path) -> None:
     """Draw the spectral radius of the second-moment operator over (α, γ), with the exact limit of γ.
 
     Args:
       num_replicas: N of the map; the limit is also drawn for 2 replicas and for very many.
-      limit: (α, N) to the largest stable γ.
-      consensus_max: top of the γ axis.
       marks: (α, γ) points by name.
       path: path of the PNG.
     """
     figure = _figure(7.6)
     axes = figure.subplots()
-    alphas, gammas = np.linspace(0, 0.995, 161), np.linspace(0.003, consensus_max, 161)
+    alphas, gammas = np.linspace(0, 0.995, 161), np.linspace(0.003, _CONSENSUS_MAX, 161)
     operator = theory.moment_operator(alphas, gammas[:, None], theory.removed_share(num_replicas))
     radius = theory.spectral_radius(operator)
     stable = np.ma.masked_greater(radius, 1)
@@ -182,13 +176,13 @@ def stability(
     fine = np.linspace(0, 0.999, 400)
     for n, style in ((num_replicas, "k-"), (2, "k--"), (10**9, "k:")):
         name = {2: "2 replicas", 10**9: "very many replicas"}.get(n, f"{n} replicas")
-        axes.plot(fine, [limit(float(a), n) for a in fine], style, lw=1.6, label=rf"exact limit, {name}")
+        axes.plot(fine, [consensus_limit(float(a), n) for a in fine], style, lw=1.6, label=rf"exact limit, {name}")
     axes.plot([], [], color="#c51b7d", lw=4, alpha=0.5, label=f"spectral radius 1, {num_replicas} replicas")
     for (name, (alpha, gamma)), marker in zip(marks.items(), "o^sD", strict=False):
         axes.plot(alpha, gamma, marker, color="white", markeredgecolor="k", markersize=8, label=name, ls="none")
-    axes.text(0.78, 0.6 * consensus_max, "replicas drift apart", ha="center", color="#7a3b2a")
+    axes.text(0.78, 0.6 * _CONSENSUS_MAX, "replicas drift apart", ha="center", color="#7a3b2a")
     axes.set_xlim(0, 1)
-    axes.set_ylim(0, consensus_max)
+    axes.set_ylim(0, _CONSENSUS_MAX)
     axes.set_xlabel(r"outer momentum $\alpha$")
     axes.set_ylabel(r"consensus strength $\gamma$")
     axes.set_title(f"Where pairs keep {num_replicas} replicas together")

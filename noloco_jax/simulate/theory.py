@@ -103,8 +103,8 @@ def spectral_radius(operator: np.ndarray) -> np.ndarray:
     return np.abs(np.linalg.eigvals(operator)).max(axis=-1)
 
 
-def stable_consensus_interval(momentum: float, num_replicas: int, group_size: int = 2) -> tuple[float, float]:
-    """Return the γ for which replicas without gradients come together in mean square, found from the spectral radius.
+def stable_consensus_limit(momentum: float, num_replicas: int, group_size: int = 2) -> float:
+    """Return the γ below which replicas without gradients come together in mean square, from the spectral radius.
 
     Bisection, with no use of the closed form 0 < γ < 2(1 − α²)/(1 + α − 2αp) of `noloco_jax.outer.pairing`.
     """
@@ -117,7 +117,7 @@ def stable_consensus_interval(momentum: float, num_replicas: int, group_size: in
             stable = middle
         else:
             unstable = middle
-    return 0.0, stable
+    return stable
 
 
 def stationary_variances(loss: Quadratic, outer: Outer, num_replicas: int) -> tuple[float, float]:

@@ -19,7 +19,7 @@ from noloco_jax.simulate.theory import (
     removed_share,
     simulate,
     spectral_radius,
-    stable_consensus_interval,
+    stable_consensus_limit,
     stationary_variances,
 )
 
@@ -70,22 +70,21 @@ def test_three_moments_have_the_spectral_radius_of_the_whole_operator(num_replic
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 0.9, 0.99])
 @pytest.mark.parametrize("num_replicas", [2, 4, 16, 1024])
 def test_the_stable_interval_for_pairs_is_the_closed_form(num_replicas, alpha):
-    low, high = stable_consensus_interval(alpha, num_replicas)
-    assert low == 0
+    high = stable_consensus_limit(alpha, num_replicas)
     np.testing.assert_allclose(high, 2 * (1 - alpha**2) / (1 - alpha / (num_replicas - 1)), rtol=1e-9)
 
 
 @pytest.mark.parametrize(("num_replicas", "group_size"), [(2, 2), (5, 2), (16, 2), (8, 4), (7, 3), (6, 6)])
 def test_the_optimizers_consensus_limit_is_the_end_of_the_stable_interval(num_replicas, group_size):
     for alpha in (0.0, 0.5, 0.9):
-        _, high = stable_consensus_interval(alpha, num_replicas, group_size)
+        high = stable_consensus_limit(alpha, num_replicas, group_size)
         np.testing.assert_allclose(consensus_limit(alpha, num_replicas, group_size), high, rtol=1e-9)
 
 
 def test_replicas_converge_exactly_inside_the_stable_interval():
     removed = removed_share(16)
     for alpha in np.linspace(0, 0.98, 15):
-        limit = stable_consensus_interval(alpha, 16)[1]
+        limit = stable_consensus_limit(alpha, 16)
         inside = moment_operator(alpha, np.linspace(1e-3, 1 - 1e-3, 50) * limit, removed)
         outside = moment_operator(alpha, np.linspace(1 + 1e-3, 4, 50) * limit, removed)
         assert spectral_radius(inside).max() < 1 < spectral_radius(outside).min()
