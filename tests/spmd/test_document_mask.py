@@ -69,9 +69,7 @@ def first_step(config, num_devices):
 
 LAYOUTS = {
     "both on one device": (run_config(), 1),
-    "2 replicas x fsdp 2 x tensor 2": (run_config(fsdp=2, tensor=2), 8),
     "two stages on one device": (run_config(stage=2), 1),
-    "2 stages x fsdp 2 x tensor 2": (run_config(stage=2, replica=1, fsdp=2, tensor=2), 8),
 }
 
 

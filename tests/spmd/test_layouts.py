@@ -123,17 +123,13 @@ CUBE = MeshConfig(replica=2, fsdp=2, tensor=2)
 # Inner steps of a Llama, heads and all, and outer steps of every method.
 LAYOUTS = {
     "llama-cube": ((LLAMA, "noloco", "adam", WHOLE), CUBE),
-    "llama-muon-cube": ((LLAMA, "noloco", "muon", WHOLE), CUBE),
     "devices": ((TINY, "noloco", "adam", WHOLE), MeshConfig(replica=8)),
-    "tensor": ((TINY, "noloco", "adam", WHOLE), MeshConfig(replica=4, tensor=2)),
     "slots": ((TINY, "noloco", "adam", WHOLE), MeshConfig(replica=4)),
-    "muon-slots": ((TINY, "noloco", "muon", WHOLE), MeshConfig(replica=4)),
     "diloco-fsdp": ((TINY, "diloco", "adam", WHOLE), MeshConfig(replica=4, fsdp=2)),
     "epidemic-slots": ((TINY, "epidemic", "adam", WHOLE), MeshConfig(replica=4)),
     "sparseloco-slots": ((TINY, "sparseloco", "adam", WHOLE), MeshConfig(replica=4)),
     "ddp-fsdp": ((TINY, "ddp", "adam", WHOLE), MeshConfig(replica=4, fsdp=2)),
     "local-slots": ((TINY, "local", "adam", WHOLE), MeshConfig(replica=4)),
-    "late-fragments-slots": ((TINY, "noloco", "adam", LATE_FRAGMENTS), MeshConfig(replica=4)),
     "late-fragments-cube": ((TINY, "noloco", "adam", LATE_FRAGMENTS), CUBE),
 }
 

@@ -170,7 +170,7 @@ def test_adam_steps_stay_bounded_for_entries_only_one_replica_has_seen(wire, age
         assert np.max(np.abs(mu) / (np.sqrt(nu) + 1e-8)) < 1.001 * most
 
 
-@pytest.mark.parametrize("wire", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("wire", ["float32", "int4"])
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -190,10 +190,14 @@ def test_no_second_moment_of_optax_comes_out_below_zero(optimizer, wire):
     params = {"w": jnp.zeros((4, 8, 64))}
     gradients = {"w": rng.normal(size=(4, 8, 64)).astype(np.float32) * np.exp(rng.normal(size=(4, 8, 64)))}
     outer = nj.noloco(nj.RandomPairing(4, 4), wire=wire)
-    state: Any = jax.vmap(optimizer.init)(params)
-    _, state = jax.vmap(optimizer.update)(jax.tree.map(jnp.float32, gradients), state, params)
-    outer_state: Any = jax.vmap(outer.init)(params)
-    shared = jax.vmap(outer.average_moments, axis_name="replica")(state, params, outer_state)
+
+    def first_step(params: Any, gradients: Any) -> Any:
+        state = optimizer.update(gradients, optimizer.init(params), params)[1]
+        outer_state: Any = outer.init(params)
+        return state, outer.average_moments(state, params, outer_state)
+
+    step = jax.jit(jax.vmap(first_step, axis_name="replica"))  # operations one by one would each be compiled
+    state, shared = step(params, jax.tree.map(jnp.float32, gradients))
     apart = [not np.array_equal(x, y) for x, y in zip(jax.tree.leaves(shared), jax.tree.leaves(state), strict=True)]
     assert any(apart)
     for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(shared), strict=True):
