@@ -163,11 +163,8 @@ def test_bytes_are_rated_by_their_gain_and_by_the_variant_that_dominates(config_
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"seeds": 3},
         {"methods": ["ddp"]},
-        {"vary": "outer.sync_every=2,4"},
-        {"vary": "num_replicas=2,4"},
         {"vary": ["num_replicas=2,4", "outer.sync_every=2,4"]},
         {"variants": ["a:outer.wire=int8", "b:inner.optimizer=muon"], "tune": "inner.lr=0.01,0.02"},
     ],

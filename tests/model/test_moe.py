@@ -119,10 +119,9 @@ def gradient(remat: str) -> Any:
     return jax.jit(jax.value_and_grad(functools.partial(kind.loss, config), has_aux=True))(start(), batch)
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
-def test_rematerialization_changes_no_gradient(remat):
+def test_rematerialization_changes_no_gradient():
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7)
-    jax.tree.map(close, gradient(remat), gradient("none"))
+    jax.tree.map(close, gradient("full"), gradient("none"))
 
 
 def test_bfloat16_trains_on_shards():
