@@ -75,11 +75,9 @@ def draw_islands(histories: Sequence[History], path: Path) -> Path:
       histories: logs of one island or more, from `log.read_log`.
       path: path of the PNG.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # here: slow to import, and not pyplot, so that no
-    from matplotlib.figure import Figure  # display and no global state is touched
+    from matplotlib.figure import Figure  # here: slow to import, and not pyplot, so that no display is touched
 
     figure = Figure(figsize=(13, 1.9 + 0.85 * len(histories)), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     draw_on(figure.subplots(), histories)
     return write_picture(path, figure)
 

@@ -39,11 +39,9 @@ def plot_curves(workdir: str | os.PathLike[str]) -> Path:
         raise UserError(f"{workdir} has no training steps or evaluations to draw yet: train some more")
 
     # Imported here because it is slow. Without pyplot no display and no global state is touched.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 9.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     draw_on(figure, train, evals, *outer_steps(metrics))
     return write_picture(Path(workdir) / CURVES_FILE, figure)
 
