@@ -25,7 +25,7 @@ LONG = (
     *("processes/test_train", "run/test_parts_and_modes", "spmd/test_pipeline", "processes/test_pipeline"),
     *("run/test_train_errors", "processes/test_full_disk", "processes/test_workdir_lock"),
     "processes/test_bucket_workdir",
-    *("islands/test_processes", "islands/test_come_and_go", "islands/test_own_loop", "islands/test_several_processes"),
+    *("islands/test_come_and_go", "islands/test_own_loop", "islands/test_several_processes"),
     *(
         "processes/test_elastic",
         "spmd/test_layouts",

@@ -25,13 +25,9 @@ def trained(config: Path, folder: Path, *arguments: str, size: int, devices: int
     Paris has `size` processes of so many devices, berlin one of one, whose programs the second run has from the cache.
     """
     every = [f"--config={config}", *SMALL, *arguments]
-    altered = dict.fromkeys(NAMES, "waits for exchanges")
     options = {"sizes": {"paris": size}, "own": OWN, "variables": {"paris": processes.environment(config, devices)}}
-    with Archipelago(folder, NAMES, every, processes.environment(config), altered=altered, **options) as islands:
-        for name in NAMES:
-            islands.start(name)
-        ended = {name: process.wait(processes.PATIENCE) for name, process in islands.running.items()}
-        assert set(ended.values()) == {0}, "\n".join(islands.said(name)[-3000:] for name in ended)
+    with Archipelago(folder, NAMES, every, processes.environment(config), waits=True, **options) as islands:
+        islands.train()
     return islands
 
 

@@ -100,12 +100,8 @@ def test_a_resumed_run_evaluates_the_sources_again(config, mixture, virtual):
 
 def test_an_island_evaluates_the_sources(config, mixture, tmp_path):
     arguments = (f"--config={config}", "--config.num_replicas=2", *mixture)
-    names = ("berlin", "paris")
-    with Archipelago(tmp_path, names, arguments, processes.environment(config)) as islands:
-        for name in names:
-            islands.start(name)
-        for name in names:
-            assert islands.running[name].wait(processes.PATIENCE) == 0, islands.said(name)[-3000:]
+    with Archipelago(tmp_path, ("berlin", "paris"), arguments, processes.environment(config)) as islands:
+        islands.train()
         found = islands.lines("paris", "eval")[-1]["perplexity_by_source"]
         numbers, text = (format_perplexity(found[name]) for name in ("numbers", "text"))
         assert f"of island paris, on numbers {numbers}, on text {text}" in islands.said("paris")

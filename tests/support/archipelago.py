@@ -25,8 +25,8 @@ class Archipelago:
       names: of the islands.
       arguments: of `island train`, but for roster, name, keys and workdir.
       environment: of the processes.
-      seconds_per_step: that every island sleeps before a step, or each of them.
-      altered: island -> how its processes are altered from its next start on, see `altered.py`.
+      seconds_per_step: that every island sleeps before a step.
+      waits: True if every island waits for its exchanges, and at its first start for the others, see `waiting.py`.
       sizes: island -> the number of its processes, where that is not one; the second of paris is `running["paris.1"]`.
       own: island -> further arguments of its own.
       variables: island -> further variables of its environment.
@@ -38,15 +38,15 @@ class Archipelago:
         names: Sequence[str],
         arguments: Sequence[str],
         environment: Mapping[str, str],
-        seconds_per_step: float | Mapping[str, float] = 0.0,
-        altered: Mapping[str, str] | None = None,
+        seconds_per_step: float = 0.0,
+        waits: bool = False,
         sizes: Mapping[str, int] | None = None,
         own: Mapping[str, Sequence[str]] | None = None,
         variables: Mapping[str, Mapping[str, str]] | None = None,
     ):
         self.folder, self.names = folder, tuple(names)
         self._arguments, self._seconds = tuple(arguments), seconds_per_step
-        self._environment, self.altered, self._sizes = environment, dict(altered or {}), dict(sizes or {})
+        self._environment, self._waits, self._sizes = environment, waits, dict(sizes or {})
         self._own, self._variables = dict(own or {}), dict(variables or {})
         self._ports = dict(zip(names, free_ports(len(names)), strict=True))
         self._proxies = {(one, other): FaultProxy(self._ports[other]) for one, other in permutations(names, 2)}
@@ -77,9 +77,8 @@ class Archipelago:
         """Starts an island's processes, also where it ran before: by the same command."""
         flags = {"roster": self._roster(name), "name": name, "keys": self.keys / name}
         flags["workdir"] = self.workdir(name)
-        seconds = self._seconds[name] if isinstance(self._seconds, Mapping) else self._seconds
-        how = ["support.altered", self.altered[name]] if name in self.altered else ["support.paced"]
-        command = [sys.executable, "-m", *how, str(seconds), "noloco_jax.island", "train"]
+        how = ["waiting"] if self._waits else ["paced", str(self._seconds), "noloco_jax.island", "train"]
+        command = [sys.executable, "-m", f"support.{how[0]}", *how[1:]]
         arguments = ["--linger=0", *(f"--{flag}={value}" for flag, value in flags.items()), *self._arguments]
         arguments += self._own.get(name, ())
         place = {}
@@ -97,6 +96,13 @@ class Archipelago:
                     stderr=subprocess.STDOUT,
                     text=True,
                 )
+
+    def train(self) -> None:
+        """Start all islands, and wait until each has come to the end of its run."""
+        for name in self.names:
+            self.start(name)
+        ended = {name: process.wait(processes.PATIENCE) for name, process in self.running.items()}
+        assert set(ended.values()) == {0}, "\n".join(self.said(name)[-3000:] for name in ended)
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Sends an island's process a signal; one that has ended hears nothing."""

@@ -58,8 +58,8 @@ class Gathering:
         self._start(name, "join", f"--entry={self.keys / name / 'members.json'}", f"--via={via}")
 
     def _start(self, name: str, *arguments: str) -> None:
-        how = ["support.altered", "flips signs"] if name == self._liar else ["support.paced"]
-        command = [sys.executable, "-m", *how, str(self._seconds), "noloco_jax.island", *arguments]
+        how = "support.sign_flipping" if name == self._liar else "support.paced"
+        command = [sys.executable, "-m", how, str(self._seconds), "noloco_jax.island", *arguments]
         self.starts[name] += 1
         checkout = self.checkouts.get(name, ROOT)
         with (self.folder / f"{name}.log").open("a") as log:

@@ -1,4 +1,4 @@
-"""An island that waits for every exchange, as replicas of one program do: to be compared with one.
+"""An island that waits for every exchange, as replicas of one program do, so that it can be compared with one.
 
 python -m support.waiting ARGUMENT...    those of `noloco_jax.island train`
 """
