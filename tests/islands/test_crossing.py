@@ -1,8 +1,6 @@
 """Real processes: a run of one program resumes as islands, and islands resume as a run of one program."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,11 +8,9 @@ import numpy as np
 import pytest
 
 from noloco_jax.island.command import main as island
-from support import warm
+from support.archipelago import Archipelago
 from support.events import shown
-from support.paths import ROOT
-from support.ports import free_ports
-from support.processes import environment, finish, metrics, report, trained, weights, write_config
+from support.processes import environment, metrics, trained, weights, write_config
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -27,40 +23,6 @@ def rewind(workdir: Path, step: int) -> None:
     for folder in (workdir / "checkpoints").iterdir():
         if folder.name.isdigit() and int(folder.name) > step:
             shutil.rmtree(folder)
-
-
-def write_roster(folder: Path) -> Path:
-    """Write a roster of both islands; return its path."""
-    roster = folder / "roster.toml"
-    islands = [
-        f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{port}"\n'
-        for name, port in zip(NAMES, free_ports(2), strict=True)
-    ]
-    roster.write_text('run = "test"\n' + "".join(islands))
-    return roster
-
-
-def train_islands(config: Path, roster: Path, folder: Path, *options: str) -> list[Path]:
-    """Train both islands to the end, waiting for every exchange; return their folders."""
-    processes = [
-        warm.Popen(
-            [
-                *(sys.executable, "-m", "support.waiting", f"--config={config}", f"--roster={roster}"),
-                *(f"--name={name}", f"--workdir={folder / name}", *COMMON, *options),
-            ],
-            env=environment(config),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for name in NAMES
-    ]
-    results = finish(processes)
-    assert [status for status, _ in results] == [0, 0], report(results)
-    for name, (_, output) in zip(NAMES, results, strict=True):
-        (folder / f"{name}.log").write_text(output)
-    return [folder / name for name in NAMES]
 
 
 class Crossed(NamedTuple):
@@ -78,10 +40,10 @@ def crossed(tmp_path_factory) -> Crossed:
     whole = trained(config, "whole", *COMMON)
     run = shutil.copytree(whole, folder / "run")
     rewind(run, 8)
-    roster = write_roster(folder)
-    out = folder / "islands"
-    assert island(["scatter", f"--workdir={run}", f"--roster={roster}", f"--out={out}"]) == 0
-    return Crossed(config, whole, train_islands(config, roster, out))
+    with Archipelago(folder, NAMES, [f"--config={config}", *COMMON], environment(config), waits=True) as islands:
+        assert island(["scatter", f"--workdir={run}", f"--roster={folder / 'paris.toml'}", f"--out={folder}"]) == 0
+        islands.train()
+    return Crossed(config, whole, [islands.workdir(name) for name in NAMES])
 
 
 @pytest.mark.parametrize("step", [24, 16], ids=["at-the-end", "on-the-way"])
@@ -99,20 +61,18 @@ def test_scattering_to_islands_and_gathering_again_matches_one_program(crossed, 
     assert metrics(together)[-1]["perplexity"] == pytest.approx(perplexity, rel=1e-4)
 
 
-def test_islands_that_exchange_few_bits_often_match_one_program(tmp_path):
-    """Allow for rounding: a value close to the middle between two codes may be sent as either."""
-    best = {"wire": "modulo4", "fragments": 8, "order": "hypercube", "momentum": 0.3, "momentum_of": "corrections"}
-    options = [f"--config.outer.{name}={value}" for name, value in {**best, "lr": 1.0, "sync_every": 8}.items()]
-    config = write_config(tmp_path)
-    expected = weights(trained(config, "whole", *COMMON, *options))
-    folders = train_islands(config, write_roster(tmp_path), tmp_path, *options)
-    for replica, folder in enumerate(folders):
-        lines = [line for line in metrics(folder) if line["kind"] == "exchange"]
-        assert len(lines) == 24 and {line["outcome"] for line in lines} == {"met"}
-        for name, found in weights(folder).items():
-            one, other = expected[name]
-            replica_distance = np.sqrt(np.mean(np.square(one - other)))
-            assert np.sqrt(np.mean(np.square(found[0] - expected[name][replica]))) <= 0.2 * replica_distance > 0, name
+def test_islands_resume_together_from_an_earlier_step(crossed, tmp_path):
+    for folder in crossed.islands:
+        shutil.copytree(folder, tmp_path / folder.name)
+    every = [f"--config={crossed.config}", *COMMON, "--from_step=16"]
+    with Archipelago(tmp_path, NAMES, every, environment(crossed.config), waits=True) as islands:
+        islands.train()
+    for name in NAMES:
+        assert "resuming from the checkpoint of step 16 " in islands.said(name)
+        aside = islands.workdir(name) / "checkpoints_set_aside"
+        assert [path.name for path in aside.iterdir()] == ["24"]
+        assert islands.step(name) == 24
+        assert [line["round"] for line in islands.lines(name, "exchange") if line["outcome"] == "met"] == [2, 3, 4, 5]
 
 
 def test_an_islands_evaluation_reports_only_its_own_perplexity_under_its_name(crossed):

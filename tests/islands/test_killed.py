@@ -82,26 +82,3 @@ def test_killed_and_stopped_islands_cost_the_others_no_step_and_rejoin(config, t
         }
         interrupted_rounds = {at - late for at in (killed + 1, stopped + 1) for late in range(Settings().patience + 2)}
         assert one_sided_rounds <= interrupted_rounds  # a kill or stop may fall between an exchange's last messages
-
-
-def test_islands_resume_together_from_an_earlier_step(config, tmp_path):
-    names = ("berlin", "paris")
-    arguments = [f"--config={config}", "--config.num_replicas=2", "--config.eval_every=100"]
-
-    def trained(num_steps: int, *more: str) -> Archipelago:
-        every = [*arguments, f"--config.num_steps={num_steps}", *more]
-        with Archipelago(tmp_path, names, every, processes.environment(config), seconds_per_step=0.1) as islands:
-            for name in names:
-                islands.start(name)
-            ended = [islands.running[name].wait(processes.PATIENCE) for name in names]
-            assert ended == [0, 0], [islands.said(name)[-2000:] for name in names]
-        return islands
-
-    trained(12)
-    islands = trained(16, "--from_step=8")
-    for name in names:
-        assert "resuming from the checkpoint of step 8 " in islands.said(name)
-        aside = islands.workdir(name) / "checkpoints_set_aside"
-        assert [path.name for path in aside.iterdir()] == ["12"]
-        assert islands.step(name) == 16
-        assert any(line["outcome"] == "met" and line["round"] >= 2 for line in islands.lines(name, "exchange"))

@@ -120,11 +120,10 @@ def one_program() -> TrainState:
 @pytest.mark.parametrize(
     "layouts",
     [
-        [{"fsdp": 2}, {"fsdp": 2}],
         [{"tensor": 2}, {"fsdp": 2, "tensor": 2}],
         [{"fsdp": 2, "offload": True}, {"offload": True}],
     ],
-    ids=["fsdp", "each-its-own", "offloaded"],
+    ids=["each-its-own", "offloaded"],
 )
 def test_islands_of_any_layout_match_the_states_of_one_program(tmp_path, one_program, layouts):
     found = trained_as_islands([laid_out(**layout) for layout in layouts], tmp_path)
