@@ -95,7 +95,7 @@ def test_an_oversized_opening_is_cut_off_before_it_takes_memory(served):
     keys = served.keys
     assert calling(served.port, keys).action("status", {}, 30.0)
     with without_limits(served) as client:
-        descriptor = flight.FlightDescriptor.for_command(b"1" * (400 << 20))
+        descriptor = flight.FlightDescriptor.for_command(b"1" * (128 << 20))
         with pytest.raises(flight.FlightError), contextlib.closing(client.do_exchange(descriptor)[0]) as writer:
             writer.done_writing()
             writer.close()
