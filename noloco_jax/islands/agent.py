@@ -20,10 +20,8 @@ import numpy as np
 from noloco_jax.errors import UserError
 from noloco_jax.islands import peer_errors
 from noloco_jax.islands.calls import Calls, Listener
-from noloco_jax.islands.channel import Channel
 from noloco_jax.islands.donor import Donor
 from noloco_jax.islands.entries import describe, known_roster, write_members
-from noloco_jax.islands.frames import Expects
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.network import Network
 from noloco_jax.islands.payload import Arrays, Codec, norm_of, pair_windows
@@ -56,7 +54,7 @@ from noloco_jax.islands.protocol.events import (
     Told,
 )
 from noloco_jax.islands.protocol.island import Island, Journal
-from noloco_jax.islands.protocol.members import Entry, News
+from noloco_jax.islands.protocol.members import Entry
 from noloco_jax.islands.protocol.messages import (
     ExchangeId,
     Header,
@@ -68,7 +66,7 @@ from noloco_jax.islands.protocol.messages import (
     Windows,
     from_json,
 )
-from noloco_jax.islands.query import ask_all
+from noloco_jax.islands.query import ask_all, ask_status
 from noloco_jax.islands.recent import LONGEST_LINE, WATCH, Recent, event_time
 from noloco_jax.islands.roster import Address, Roster
 from noloco_jax.islands.server import Handlers
@@ -215,7 +213,14 @@ class Agent:
     def open(self) -> None:
         """Listen, and ask the peers for their status. Raises `UserError` where it cannot listen."""
         actions = {ABOUT: self._tell_about, WATCH: self._show}
-        serves = self._called, self.snapshots.state, actions, self._report, self.network.relay.call, self._introduced
+        serves = (
+            self._calls.called,
+            self.snapshots.state,
+            actions,
+            self._report,
+            self.network.relay.call,
+            self._introduced,
+        )
         self.network.open(Handlers(*serves))
         self._opened = True
         self._follow_members()
@@ -251,10 +256,6 @@ class Agent:
             if self._refused is not None:
                 raise UserError(self._refused.line)
             return is_known()
-
-    def tell(self, *entries: Entry) -> None:
-        """Take membership entries from outside of a call, and spread them."""
-        self._handle(Told(News(entries)))
 
     def end_round(self, round: int, tokens: int, message: Arrays, norm: float) -> None:
         """Start the exchange of a round's message, after the round's solo step.
@@ -361,7 +362,10 @@ class Agent:
         """Return the islands not known to have taken all steps; ask them first where `ask_seconds` is positive."""
         with self._changed:
             names = self._unfinished()
-        answers = ask_all({name: self.network.clients[name] for name in names}, ask_seconds) if ask_seconds else {}
+        if not ask_seconds:
+            return names
+        clients = {name: self.network.clients[name] for name in names}
+        answers = ask_all(clients, lambda client: ask_status(client, StatusRequest(), ask_seconds))
         with self._changed:
             for name, answer in answers.items():
                 if isinstance(answer, Status) and answer.finished and name in self._protocol.peers:
@@ -563,9 +567,6 @@ class Agent:
         assembly = self._assembly or Assembly(self._layout)
         leaves = assembly.leaves(arrays[1:])
         return Content(norm_of([x for x in leaves.values() if x.dtype.kind != "c"])), (arrays[:1], leaves)
-
-    def _called(self, caller: str, hello: Mapping[str, Any], connect: Callable[[Expects], Channel]) -> None:
-        self._calls.called(caller, hello, connect)
 
     def _report(self, line: str) -> None:
         """Tell people, and those who watch."""

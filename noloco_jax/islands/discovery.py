@@ -1,19 +1,16 @@
 """Members of a run as its islands know them, asked for from outside; and news told to them."""
 
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.entries import Saved, check_of, known_roster, read_members
-from noloco_jax.islands.peer_errors import PeerError
 from noloco_jax.islands.protocol.members import Entry, Members, News
-from noloco_jax.islands.protocol.messages import HeaderError, Status, StatusRequest, from_json, to_json
-from noloco_jax.islands.query import clients_of, credentials_in, kept_entries
+from noloco_jax.islands.protocol.messages import Status, StatusRequest
+from noloco_jax.islands.query import ask_all, ask_status, clients_of, credentials_in, kept_entries
 from noloco_jax.islands.roster import Roster, read_roster
 
-_AT_ONCE = 16
 _MOST_PAGES = 1024
 
 
@@ -55,7 +52,7 @@ def read_run(path: Path) -> Saved:
     return read_members(path) if path.suffix == ".json" else Saved(read_roster(path), ())
 
 
-def discover(run: Saved, keys: Path | None, seconds: float, tell: Iterable[Entry] = ()) -> Found:
+def discover(run: Saved, keys: Path | None, seconds: float, tell: Sequence[Entry] = ()) -> Found:
     """Ask all islands of a run for their status and entries, also those that only their entries name.
 
     Args:
@@ -70,7 +67,12 @@ def discover(run: Saved, keys: Path | None, seconds: float, tell: Iterable[Entry
     clients: dict[str, Client | str] = {}
     answers: dict[str, Status | str] = {}
     entries: dict[str, frozenset[Entry]] = {}
-    news = News(tuple(tell))
+    news = News(tuple(tell)) if tell else None
+
+    def ask(client: Client) -> tuple[Status, list[Entry]]:
+        status = ask_status(client, StatusRequest(news=news), seconds)
+        return status, _entries(client, status, seconds)
+
     while True:
         reached = max((one.round for one in answers.values() if isinstance(one, Status)), default=0)
         roster = known_roster(run.roster, members, reached)
@@ -78,13 +80,11 @@ def discover(run: Saved, keys: Path | None, seconds: float, tell: Iterable[Entry
         if not new:
             return Found(roster, members, clients, answers, entries)
         clients |= new
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            found = threads.map(lambda one: _ask(one, seconds, news), new.values())
-        for name, (answer, known) in zip(new, found, strict=True):
-            answers[name] = answer
-            if isinstance(answer, Status):
-                members.merge(known)
-                entries[name] = frozenset(known)
+        for name, answer in ask_all(new, ask).items():
+            answers[name] = answer if isinstance(answer, str) else answer[0]
+            if not isinstance(answer, str):
+                members.merge(answer[1])
+                entries[name] = frozenset(answer[1])
 
 
 def introduce(client: Client, members: Members, seconds: float) -> Status:
@@ -95,22 +95,12 @@ def introduce(client: Client, members: Members, seconds: float) -> Status:
     before: int | None = None
     while True:
         page = members.news(before)
-        status = _status(client, StatusRequest(news=page), seconds)
+        status = ask_status(client, StatusRequest(news=page), seconds)
         if not page.rest:
             break
         before = min(entry.order for entry in page.entries)
     members.merge(_entries(client, status, seconds))
     return status
-
-
-def _ask(client: Client | str, seconds: float, news: News) -> tuple[Status | str, list[Entry]]:
-    if isinstance(client, str):
-        return client, []
-    try:
-        status = _status(client, StatusRequest(news=news if news.entries else None), seconds)
-        return status, _entries(client, status, seconds)
-    except PeerError as error:
-        return str(error), []
 
 
 def _entries(client: Client, status: Status, seconds: float) -> list[Entry]:
@@ -122,17 +112,5 @@ def _entries(client: Client, status: Status, seconds: float) -> list[Entry]:
         if not page.rest or not page.entries:
             break
         before = min(entry.order for entry in page.entries)
-        status = _status(client, StatusRequest(before=before), seconds)
+        status = ask_status(client, StatusRequest(before=before), seconds)
     return found
-
-
-def _status(client: Client, request: StatusRequest, seconds: float) -> Status:
-    with client.exchange(to_json(request), lambda _: None, seconds) as channel:
-        frame = channel.receive()
-    try:
-        header = from_json(frame.header)
-    except HeaderError as error:
-        raise PeerError(f"{client.peer}: {error}") from None
-    if not isinstance(header, Status):
-        raise PeerError(f"{client.peer} answers with {type(header).__name__}")
-    return header

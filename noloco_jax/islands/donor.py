@@ -8,14 +8,14 @@ by one as they are encoded, in the thread of a call.
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from noloco_jax.islands.payload import Arrays
-from noloco_jax.islands.protocol.messages import State
-from noloco_jax.islands.state_shares import StateLayout, StateLayouts, wanted_leaves
+from noloco_jax.islands.protocol.messages import Share, State
+from noloco_jax.islands.state_shares import StateLayout, StateLayouts
 
 _LONGEST_SECONDS = 60.0  # age of a copy from which new shares are given
 _IDLE_SECONDS = 15.0  # until a copy of which nobody asks for shares is dropped
@@ -38,12 +38,12 @@ class _Copy:
         return [self._layout.share(self._content, number)]
 
 
-@dataclass(frozen=True)
-class _Waiting:
-    """Channel of a call that waits for a copy, and the header to send with it."""
+class _Waiting(NamedTuple):
+    """Call that waits for a copy: its channel, the header to send with it, and the share asked for."""
 
     channel: Any
     header: State
+    share: Share
 
 
 class Donor:
@@ -73,11 +73,11 @@ class Donor:
         if not 0 <= share.number <= self._layouts.of(share.whole).count:
             self._end(channel)
             return
-        copy = self._usable(share.whole)
+        copy, one = self._usable(share.whole), _Waiting(channel, header, share)
         if share.number and copy is not None:
-            self._give_share(copy, _Waiting(channel, header))
+            self._give_share(copy, one)
         else:
-            self._waiting.append(_Waiting(channel, header))
+            self._waiting.append(one)
 
     @property
     def is_waited_for(self) -> bool:
@@ -89,12 +89,7 @@ class Donor:
     @property
     def wanted(self) -> list[int]:
         """Numbers of the arrays to give."""
-        kinds: dict[bool, bool] = {}
-        for one in self._waiting:
-            share = one.header.share
-            assert share is not None
-            kinds[share.whole] = kinds.get(share.whole, False) or share.number > 0
-        return wanted_leaves(self._layouts, kinds)
+        return sorted({leaf for one in self._waiting for leaf in self._leaves(one.share)})
 
     def give(self, round: int, step: int, leaves: Mapping[int, np.ndarray]) -> None:
         """Serve the calls that wait, from a copy of the `wanted` arrays, which nobody will change.
@@ -106,10 +101,8 @@ class Donor:
         """
         waiting, self._waiting = self._waiting, []
         for one in waiting:
-            share = one.header.share
-            assert share is not None
-            layout = self._layouts.of(share.whole)
-            if not all(leaf in leaves for leaf in (layout.shared if share.number else layout.small)):
+            share, layout = one.share, self._layouts.of(one.share.whole)
+            if not leaves.keys() >= self._leaves(share):
                 self._waiting.append(one)  # asked for since `wanted` was
             elif share.number == 0:
                 position = [np.asarray(step, np.int64), *(leaves[leaf] for leaf in layout.small)]
@@ -121,6 +114,11 @@ class Donor:
                     copy = self._copies[share.whole] = _Copy(layout, round, shared)
                 self._give_share(copy, one)
 
+    def _leaves(self, share: Share) -> set[int]:
+        """Return the numbers of the arrays that a share is made of; the position's belong to every copy."""
+        layout = self._layouts.of(share.whole)
+        return {*layout.small, *(layout.shared if share.number else ())}
+
     def _usable(self, whole: bool) -> _Copy | None:
         copy = self._copies.get(whole)
         return copy if copy is not None and time.monotonic() - copy.taken < _LONGEST_SECONDS else None
@@ -130,8 +128,6 @@ class Donor:
         self._waiting = [one for one in self._waiting if one.channel != channel]
 
     def _give_share(self, copy: _Copy, one: _Waiting) -> None:
-        share = one.header.share
-        assert share is not None
         copy.used = time.monotonic()
-        number = share.number
+        number = one.share.number
         self._send(one.channel, replace(one.header, round=copy.round), lambda: copy.share(number))

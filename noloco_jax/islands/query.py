@@ -1,11 +1,13 @@
 """Read-only queries to islands: status, description and weights."""
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from pyarrow import flight
 
 from noloco_jax.errors import UserError
 from noloco_jax.islands.client import Client
@@ -24,14 +26,13 @@ from noloco_jax.islands.protocol.messages import (
     identity_from_json,
     to_json,
 )
-from noloco_jax.islands.relayed_client import RelayedClient
+from noloco_jax.islands.relay import Relay, RelayedPort
 from noloco_jax.islands.roster import Island, Roster
 from noloco_jax.islands.server import USED_TWICE
 from noloco_jax.islands.snapshots import ABOUT, PROGRESS, PROGRESS_SPEC
 
 _AT_ONCE = 16
 _SECONDS = 3.0  # timeout of asking if an island runs already
-Answers = dict[str, Status | str]
 T = TypeVar("T")
 
 
@@ -77,11 +78,33 @@ class About(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Weights of an island by the names of their specs, after `step` inner steps and the end of `round`."""
+    """Weights of an island by the names of their specs, after the end of `round`."""
 
     round: int
-    step: int
     arrays: dict[str, np.ndarray]
+
+
+class RelayedClient(Client):
+    """Client of an island that only dials out: each call has a connection of its own through one of the relays.
+
+    Args:
+      roster, name, credentials, peer: as of `Client`.
+      relays: name -> client of an island that can be dialled.
+    """
+
+    def __init__(self, roster: Roster, name: str, credentials: Credentials, peer: str, relays: Mapping[str, Client]):
+        super().__init__(roster, name, credentials, peer)
+        self._relays = relays
+
+    @contextlib.contextmanager
+    def _flight(self) -> Iterator[flight.FlightClient]:
+        port = RelayedPort(self._name, self.peer, self._relays, lambda: self._relays, Relay())
+        try:
+            self.move(port.address, is_relayed=True)
+            with super()._flight() as client:
+                yield client
+        finally:
+            port.close()
 
 
 def clients_of(roster: Roster, keys: Path | None, connections: Connections | None = None) -> dict[str, Client | str]:
@@ -118,38 +141,9 @@ def clients_of(roster: Roster, keys: Path | None, connections: Connections | Non
     return {name: client_of(name, asker) for name, asker in askers.items()}
 
 
-def ask_all(clients: Mapping[str, Client | str], seconds: float) -> Answers:
-    """Ask every island for its status, `seconds` each; return it, or the reason why it is unknown."""
-    return _ask_all(clients, lambda client: _ask(client, seconds))
+def ask_all(clients: Mapping[str, Client | str], ask: Callable[[Client], T]) -> dict[str, T | str]:
+    """Call `ask` with the client of each island, some at a time; return its results, or the reasons of `PeerError`s."""
 
-
-def ask_about(clients: Mapping[str, Client | str], seconds: float) -> dict[str, About | str]:
-    """Ask every island to describe its weights; return that, or the reason why it is unknown."""
-    return _ask_all(clients, lambda client: _about(client, seconds))
-
-
-def fetch_weights(client: Client, specs: Mapping[str, ArraySpec], seconds: float) -> Weights:
-    """Fetch a copy of an island's current weights.
-
-    Raises `PeerError` where they do not come whole, or are not finite.
-    """
-    arrays = dict(client.state({}, {PROGRESS: PROGRESS_SPEC, **specs}, seconds))
-    round, step = arrays.pop(PROGRESS).tolist()
-    check_finite(f"{client.peer}'s", arrays)
-    return Weights(round, step, arrays)
-
-
-def check_finite(whose: str, weights: Mapping[str, np.ndarray]) -> None:
-    """Raise `RefusedError` for weights that are not finite, of which one would spoil a mean; `whose` names them."""
-    for name, array in weights.items():
-        if not np.isfinite(array).all():
-            raise RefusedError(
-                f"{whose} weights are not finite, {name} for one, and are left out: have it train from an earlier "
-                "checkpoint, --from_step=STEP"
-            )
-
-
-def _ask_all(clients: Mapping[str, Client | str], ask: Callable[[Client], T | str]) -> dict[str, T | str]:
     def answer(client: Client | str) -> T | str:
         if isinstance(client, str):
             return client
@@ -162,14 +156,43 @@ def _ask_all(clients: Mapping[str, Client | str], ask: Callable[[Client], T | st
         return dict(zip(clients, threads.map(answer, clients.values()), strict=True))
 
 
-def _ask(client: Client, seconds: float) -> Status | str:
-    with client.exchange(to_json(StatusRequest()), lambda _: None, seconds) as channel:
+def ask_status(client: Client, request: StatusRequest, seconds: float) -> Status:
+    """Return an island's status; raise `PeerError` where none comes."""
+    with client.exchange(to_json(request), lambda _: None, seconds) as channel:
         frame = channel.receive()
     try:
         header = from_json(frame.header)
     except HeaderError as error:
-        return f"{client.peer}: {error}"
-    return header if isinstance(header, Status) else f"{client.peer} answers with {type(header).__name__}"
+        raise PeerError(f"{client.peer}: {error}") from None
+    if not isinstance(header, Status):
+        raise PeerError(f"{client.peer} answers with {type(header).__name__}")
+    return header
+
+
+def ask_about(clients: Mapping[str, Client | str], seconds: float) -> dict[str, About | str]:
+    """Ask every island to describe its weights; return that, or the reason why it is unknown."""
+    return ask_all(clients, lambda client: _about(client, seconds))
+
+
+def fetch_weights(client: Client, specs: Mapping[str, ArraySpec], seconds: float) -> Weights:
+    """Fetch a copy of an island's current weights.
+
+    Raises `PeerError` where they do not come whole, or are not finite.
+    """
+    arrays = dict(client.state({}, {PROGRESS: PROGRESS_SPEC, **specs}, seconds))
+    round, _ = arrays.pop(PROGRESS).tolist()
+    check_finite(f"{client.peer}'s", arrays)
+    return Weights(round, arrays)
+
+
+def check_finite(whose: str, weights: Mapping[str, np.ndarray]) -> None:
+    """Raise `RefusedError` for weights that are not finite, of which one would spoil a mean; `whose` names them."""
+    for name, array in weights.items():
+        if not np.isfinite(array).all():
+            raise RefusedError(
+                f"{whose} weights are not finite, {name} for one, and are left out: have it train from an earlier "
+                "checkpoint, --from_step=STEP"
+            )
 
 
 def _about(client: Client, seconds: float) -> About:

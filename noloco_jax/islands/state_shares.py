@@ -6,7 +6,7 @@ format of fewer than 6 bits send weights in int6.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -231,17 +231,3 @@ _encode = jax.jit(_code, static_argnums=0)
 def _decode(wire: str, shape: tuple[int, ...], code: jax.Array) -> jax.Array:
     format: Any = wire_of(wire)
     return from_code(format, format.decode(code), jax.ShapeDtypeStruct(shape, np.float32))
-
-
-def wanted_leaves(layouts: StateLayouts, kinds: Mapping[bool, bool]) -> list[int]:
-    """Return the numbers of the arrays to copy.
-
-    Args:
-      layouts: of the state.
-      kinds: `whole` -> True if shares are wanted, False for the position alone.
-    """
-    found: set[int] = set()
-    for is_whole, shares in kinds.items():
-        layout = layouts.of(is_whole)
-        found |= {*layout.small, *(layout.shared if shares else ())}
-    return sorted(found)

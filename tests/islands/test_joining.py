@@ -22,7 +22,8 @@ from noloco_jax.island.members import lead
 from noloco_jax.island.mode import IslandMode
 from noloco_jax.islands.entries import check_of, members_at, own_address, read_members, signed, write_members
 from noloco_jax.islands.keys import authority_key, load_keys, make_keys, signing_alone
-from noloco_jax.islands.protocol.members import OPEN, Entry, Members
+from noloco_jax.islands.protocol.events import Told
+from noloco_jax.islands.protocol.members import OPEN, Entry, Members, News
 from noloco_jax.islands.query import About
 from noloco_jax.islands.roster import Address, Island, Roster
 from support.island_nodes import IDENTITY
@@ -115,7 +116,7 @@ def test_an_island_with_a_signed_entry_exchanges_with_all_until_its_removal(runn
 
     ends = running.sites["paris"].round + 12
     tombstone = running.entry(2, "oslo", 0, ends)
-    running.sites["rome"].agent.tell(tombstone)
+    running.sites["rome"].agent._handle(Told(News((tombstone,))))
     running.wait(lambda: running.sites["paris"].round > ends + 4)
     assert not any(running.met(name, "oslo", ends - 1) for name in FOUNDERS)
     assert running.met("paris", "rome", ends)
@@ -146,7 +147,7 @@ def test_a_member_announces_its_own_new_address(running):
     rome, paris = (load_keys(running.keys / name, name) for name in ("rome", "paris"))
     moved = own_address("rome", "127.0.0.1:1", 0, RUN, rome)
     assert check_of(RUN, paris)(moved)
-    running.sites["rome"].agent.tell(moved)
+    running.sites["rome"].agent._handle(Told(News((moved,))))
     running.wait(lambda: running.sites["paris"].agent.network.roster.address("rome") == Address("127.0.0.1", 1))
     before = running.sites["paris"].round
     running.wait(lambda: running.met("paris", "rome", before))  # rome dials, as nobody listens at the new address
