@@ -246,7 +246,8 @@ class CatchUp:
             """Rank a donor; islands that start together choose different donors among equals."""
             return rank(name), _mixed(f"{context.name} {name}")
 
-        self._ask_for_state([(rank(name), name) for name in sorted(donors, key=order)])
+        self._download.ask([(rank(name), name) for name in sorted(donors, key=order)], self._needs_lineage)
+        self._go_on_without_donors()
 
     def _record(self, sweep: Sweep) -> None:
         """Keep the answers of a sweep; those of islands that answered earlier and not this time count no longer."""
@@ -353,10 +354,6 @@ class CatchUp:
         if not self.training:
             self._context.actions.append(Begin(fresh=not self._has_state))
         self.training = True
-
-    def _ask_for_state(self, donors: list[tuple[tuple, str]]) -> None:
-        self._download.ask(donors, self._needs_lineage)
-        self._go_on_without_donors()
 
     def _go_on_without_donors(self) -> None:
         """Train from the own weights if there are any, or ask around later, once no donor is left."""

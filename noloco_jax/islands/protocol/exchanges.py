@@ -67,9 +67,8 @@ class Exchanges:
         """Add the round's meeting, and drop those older than `patience` rounds."""
         context = self._context
         oldest = event.round - context.settings.patience
-        self._give_up(
-            oldest - 1, "its outcome was never heard"
-        )  # kept a round longer, as only a status request is open
+        # Kept a round longer, as only a status request is open.
+        self._give_up(oldest - 1, "its outcome was never heard")
         for round in [round for round in self.meetings if round <= oldest]:
             self._link_limit.took(self.meetings[round].running, context.now)
             self._end(self.meetings[round], "not committed in time")
@@ -188,9 +187,8 @@ class Exchanges:
             return
         peer.told(caller.incarnation, caller.round, context.now)
         if self._partner(xid.round) == peer.name:
-            self._keep_pace(
-                peer, xid.round, hello.timing
-            )  # also where this side's message is not here yet, or no longer
+            # Also where this side's message is not here yet, or no longer.
+            self._keep_pace(peer, xid.round, hello.timing)
         refusal = self._refusal(peer, xid)
         if isinstance(refusal, NotPartner):
             refusal = dataclasses.replace(refusal, news=context.news)
@@ -207,16 +205,31 @@ class Exchanges:
         self._stream(meeting, meeting.running, hello.tokens)
 
     def _refusal(self, peer: Peer, xid: ExchangeId) -> Answer | None:
-        if self._leaving:
-            return NotPartner("leaving")
+        """Return the refusal of an exchange that cannot be accepted now, or None."""
         context, meeting = self._context, self.meetings.get(xid.round)
-        is_unresolved = self.recovery.about(xid.round)
         # The partner of a round that has ended stays the one that it was paired with, whoever has joined since.
         partner = meeting.peer.name if meeting is not None else self._partner(xid.round)
-        said = refusal(context, peer, xid, partner, meeting, is_unresolved)
-        if said is None and meeting and self._link_limit.must_wait(meeting, self.meetings.values(), by_offers=False):
+        if self._leaving:
+            return NotPartner("leaving")
+        if peer.quarantined_until > xid.round:
+            return NotPartner("in quarantine")
+        if partner != peer.name:
+            return NotPartner(f"not in this round, of {len(context.members.active(xid.round))} members there")
+        if context.ledger.has_committed(xid.round):
+            return Done(Outcome.COMMITTED)
+        if xid in context.ledger.outcomes:
+            return Done(Outcome.ABORTED)
+        if meeting is None:
+            if context.round - context.settings.patience < xid.round <= context.round:
+                return NotPartner("no message of that round is left")
+            return AtRound(context.round, context.pace.timing(context.round, context.now))
+        if (
+            self.recovery.about(xid.round)
+            or _prefers_its_own(context, meeting, xid)
+            or self._link_limit.must_wait(meeting, self.meetings.values(), by_offers=False)
+        ):
             return Busy(context.settings.retry_seconds)
-        return said
+        return None
 
     def settle(self, peer: str, xid: ExchangeId, factors: Factors) -> tuple[Outcome | None, Factors]:
         """Return outcome and factors to a dialler that asks how its exchange ended; it holds this side's message."""
@@ -457,37 +470,6 @@ class Exchanges:
         context.tell(f"{peer.name} {peer.fault}; nothing is exchanged with it before round {peer.quarantined_until}")
         for meeting in [meeting for meeting in self.meetings.values() if meeting.peer is peer]:
             self._end(meeting, "the partner is in quarantine")
-
-
-def refusal(
-    context: Context, peer: Peer, xid: ExchangeId, partner: str | None, meeting: Meeting | None, is_unresolved: bool
-) -> Answer | None:
-    """Return the refusal of an exchange that cannot be accepted now, or None.
-
-    Args:
-      context: shared state of the island that is called.
-      peer: the dialler; its identity has been checked.
-      xid: the exchange.
-      partner: the island's partner in the exchange's round.
-      meeting: the meeting of that round; None: its message is not here yet, or no longer.
-      is_unresolved: True if the round's message may have been committed.
-    """
-    if peer.quarantined_until > xid.round:
-        return NotPartner("in quarantine")
-    if partner != peer.name:
-        return NotPartner(f"not in this round, of {len(context.members.active(xid.round))} members there")
-    if context.ledger.has_committed(xid.round):
-        return Done(Outcome.COMMITTED)
-    if xid in context.ledger.outcomes:
-        return Done(Outcome.ABORTED)
-    if meeting is None:
-        is_recent = context.round - context.settings.patience < xid.round <= context.round
-        if is_recent:
-            return NotPartner("no message of that round is left")
-        return AtRound(context.round, context.pace.timing(context.round, context.now))
-    if is_unresolved or _prefers_its_own(context, meeting, xid):
-        return Busy(context.settings.retry_seconds)
-    return None
 
 
 def _prefers_its_own(context: Context, meeting: Meeting, xid: ExchangeId) -> bool:

@@ -6,7 +6,6 @@ times lead to the same actions.
 """
 
 import dataclasses
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -171,11 +170,6 @@ class Island:
         """Return whether the message of this round, or of an earlier one, may still be exchanged."""
         unresolved = (exchange.xid.round for exchange in self._exchanges.recovery.exchanges)
         return any(other <= round for other in (*self._exchanges.meetings, *unresolved))
-
-    def lag(self) -> int:
-        """Return the rounds behind the median of the peers' last known ones; negative: ahead of it."""
-        rounds = [peer.round for peer in self.peers.values() if peer.round >= 0 and not peer.away]
-        return statistics.median_low(rounds) - self.round if rounds else 0
 
     def stride(self, now: float, most: int) -> int:
         """Return the steps of the run's schedule, up to `most`, that the next inner step is to stand for: see `Pace`.
