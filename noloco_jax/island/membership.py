@@ -28,7 +28,7 @@ from noloco_jax.islands.protocol.members import Members
 from noloco_jax.islands.protocol.messages import Identity
 from noloco_jax.islands.roster import Address, Roster
 from noloco_jax.islands.start import open_agent
-from noloco_jax.islands.state_shares import StateLayouts, layouts_of
+from noloco_jax.islands.state_shares import layouts_of
 from noloco_jax.islands.steps import IslandSteps, weight_specs
 from noloco_jax.methods import schedule_of
 from noloco_jax.outer.fragments import described
@@ -156,15 +156,6 @@ class Membership:
         return config.outer.moments > 0 if self.catch_up is None else self.catch_up == "whole"
 
     @staticmethod
-    def states(config: TrainConfig, programs: Programs) -> StateLayouts:
-        """Return the layouts of a state for islands that catch up."""
-        return layouts_of(programs.state, len(jax.tree.leaves(programs.state.params)), config.outer.wire)
-
-    def partner(self, config: TrainConfig) -> Callable[[int], str | None]:
-        """Return a function that maps an outer step to the name of the island's partner in it."""
-        return partner_in(self.members, self.name, config)
-
-    @staticmethod
     def messages(config: TrainConfig, solo: SoloPrograms) -> Messages:
         """Return the traffic of an island in a round that has a partner."""
         of_weights = sum(spec.nbytes for spec in specs_of(solo.code))
@@ -232,12 +223,12 @@ class Membership:
             self.name,
             self.credentials,
             identity,
-            self.partner(config),
+            partner_in(self.members, self.name, config),
             self.settings(config),
             journal,
             workdir,
             self.codec(config, solo),
-            self.states(config, programs),
+            layouts_of(programs.state, len(jax.tree.leaves(programs.state.params)), config.outer.wire),
             weight_specs(config.model),
             {"identity": asdict(identity), "config": told_values(config), "tokenizer": fingerprint},
             is_stopping,
@@ -263,8 +254,6 @@ class Membership:
         def tokens_of_round(step: int) -> int:
             return schedule.sync_every * config.tokens_per_step
 
-        keeps_pace = self.pace == "time"
-
         def place(healed: Healed) -> TrainState:
             if healed.whole:
                 likes, structure = jax.tree.flatten(programs.resting)
@@ -284,7 +273,7 @@ class Membership:
             place,
             tokens_of_round,
             partial(shares_moments, config),
-            keeps_pace=keeps_pace,
+            keeps_pace=self.pace == "time",
             processes=processes,
             at_once=self.at_once,
         )

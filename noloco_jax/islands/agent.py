@@ -96,14 +96,12 @@ class Healed:
     """State of peers, from which training continues.
 
     Attributes:
-      peer: the donor whose position is taken.
-      round: the last round that it has ended.
+      round: the last round that the donor of the position has ended.
       step: its inner steps.
       leaves: arrays of a state by their numbers.
       whole: True if these are all of them; otherwise weights, and what travels with them.
     """
 
-    peer: str
     round: int
     step: int
     leaves: Mapping[int, np.ndarray]
@@ -459,7 +457,7 @@ class Agent:
                 self._decided = True
                 self._own, self._others, self._windows = {}, {}, {}
                 (step, *_), leaves = self._arriving
-                self._inbox = [Healed(peer, round, int(step), leaves, self._whole_state)]
+                self._inbox = [Healed(round, int(step), leaves, self._whole_state)]
                 self._assembly = None
                 self._met.append(Met(round, peer, "healed"))
             case Refused():

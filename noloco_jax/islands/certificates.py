@@ -69,7 +69,7 @@ def fault_of(certificate: x509.Certificate, authority: x509.Certificate, name: s
     try:
         certificate.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature):
-        return f"is not of this run's authority but of {issuer_of(certificate)!r}"
+        return f"is not of this run's authority but of {certificate.issuer.rfc4514_string()[:80]!r}"
     now = datetime.datetime.now(datetime.UTC)
     if now > certificate.not_valid_after_utc:
         return f"expired on {certificate.not_valid_after_utc:%Y-%m-%d}"
@@ -79,14 +79,6 @@ def fault_of(certificate: x509.Certificate, authority: x509.Certificate, name: s
     if owners[:1] != [name]:  # a server identifies its callers by the first name
         return f"is made out to {', '.join(dict.fromkeys(owners)) or 'nobody'}, not to {name}"
     return None
-
-
-def expiry_of(certificate: x509.Certificate) -> str | None:
-    """Return a line on a certificate of which less than a third of its time is left, or None."""
-    now, end = datetime.datetime.now(datetime.UTC), certificate.not_valid_after_utc
-    if 3 * (end - now) >= end - certificate.not_valid_before_utc:
-        return None
-    return f"expires on {end:%Y-%m-%d %H:%M} UTC"
 
 
 def owner_and_issue(name: str) -> tuple[str, int]:
@@ -102,11 +94,6 @@ def names_of(certificate: x509.Certificate) -> list[str]:
     except (x509.ExtensionNotFound, ValueError):
         return []
     return names.get_values_for_type(x509.DNSName)
-
-
-def issuer_of(certificate: x509.Certificate) -> str:
-    """Return the name of the authority that signed a certificate, cut to a line."""
-    return certificate.issuer.rfc4514_string()[:80]
 
 
 def pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -137,14 +124,6 @@ def _builder(
 
 
 def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=digital_signature,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=key_cert_sign,
-        crl_sign=crl_sign,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
+    unused = dict.fromkeys((*others, "encipher_only", "decipher_only"), False)
+    return x509.KeyUsage(digital_signature=digital_signature, key_cert_sign=key_cert_sign, crl_sign=crl_sign, **unused)

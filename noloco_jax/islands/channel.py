@@ -93,21 +93,17 @@ class Channel:
                 self._next.result(_GRACE_SECONDS)  # the peer's last words explain more than this error
             raise from_flight(self.peer, error) from None
 
-    def receive(self, timeout: float | None = None) -> Frame:
-        """Return the next frame, whole and checked.
-
-        Args:
-          timeout: seconds to wait; None: until the call's deadline. A frame that comes later is the next call's.
+    def receive(self) -> Frame:
+        """Return the next frame, whole and checked, by the call's deadline.
 
         Raises:
           PeerError: a kind for each way in which no frame comes; see `peer_errors`.
         """
         left = max(self.deadline - time.monotonic(), 0.0)
         try:
-            frame = self._next.result(left if timeout is None else min(left, timeout))
+            frame = self._next.result(left)
         except TimeoutError:
-            waited = left if timeout is None else min(left, timeout)
-            raise LateError(f"{self.peer} sent nothing whole within {waited:.3g} s") from None
+            raise LateError(f"{self.peer} sent nothing whole within {left:.3g} s") from None
         except PeerError:
             self._failed = True
             raise

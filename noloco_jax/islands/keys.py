@@ -7,6 +7,7 @@ keys/viewer_ann/ca.pem, cert.pem, key.pem  what ann needs to look at the islands
 """
 
 import contextlib
+import datetime
 import fcntl
 import json
 import os
@@ -26,7 +27,6 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from noloco_jax.errors import UserError, tell
 from noloco_jax.files import full_disk_told, write_whole
 from noloco_jax.islands.certificates import (
-    expiry_of,
     fault_of,
     is_viewer,
     make_authority,
@@ -156,12 +156,15 @@ def load_keys(folder: Path, name: str) -> Credentials:
 
 
 def expiry_warning(credentials: Credentials, name: str) -> str | None:
-    """Return a line where an island's certificate is to be renewed soon, or None."""
-    if (expiry := expiry_of(x509.load_pem_x509_certificate(credentials.certificate))) is None:
+    """Return a line where less than a third of the time of an island's certificate is left, or None."""
+    certificate = x509.load_pem_x509_certificate(credentials.certificate)
+    now, end = datetime.datetime.now(datetime.UTC), certificate.not_valid_after_utc
+    if 3 * (end - now) >= end - certificate.not_valid_before_utc:
         return None
     return (
-        f"{name}'s certificate {expiry}: make a new one with `island keys --replace={name}` and copy it over "
-        f"{credentials.folder or 'the old'}; it is read while {name} runs"
+        f"{name}'s certificate expires on {end:%Y-%m-%d %H:%M} UTC: make a new one with "
+        f"`island keys --replace={name}` and copy it over {credentials.folder or 'the old'}; it is read "
+        f"while {name} runs"
     )
 
 

@@ -42,8 +42,8 @@ def open_agent(
     about: Mapping[str, Any],
     is_stopping: Callable[[], bool],
     report: Callable[[str], None],
-    members: Members | None = None,
-    listen: Address | None = None,
+    members: Members,
+    listen: Address | None,
     processes: Processes | None = None,
 ) -> Agent | None:
     """Join the peers, who may refuse the island; return None if told to stop meanwhile.
@@ -63,13 +63,12 @@ def open_agent(
       about: description of the island's weights, beside its identity.
       is_stopping: returns True once told to stop.
       report: called with lines for people.
-      members: the members as they are known at the start, which the workdir keeps; None: those of the roster.
+      members: the members as they are known at the start, which the workdir keeps.
       listen: the address to listen at; None: see `Server`.
       processes: the island's processes, of which the first calls this, and the others `follow`.
 
     Raises `UserError` if its name or address is in use, or most of the others refuse it.
     """
-    members = members or Members(roster.names)
     check_alone(known_roster(roster, members, 0), name, credentials)
     incarnation, began_before = incarnation_of(workdir)
     others = [other for other in roster.names if other != name]

@@ -18,7 +18,6 @@ from noloco_jax.cluster.processes import OneProcess, Processes
 from noloco_jax.config import ModelConfig
 from noloco_jax.islands.agent import Agent, Correction, Healed
 from noloco_jax.islands.frames import ArraySpec
-from noloco_jax.islands.protocol.island import Journal
 from noloco_jax.model.kind import param_shapes
 from noloco_jax.spmd.first_process import from_first_process, to_first_process
 from noloco_jax.spmd.inner import at_step
@@ -243,15 +242,18 @@ class IslandSteps:
                 self.agent.settle(int(state.outer.round) - 1, seconds)
         return self.at_rest(state)[0]
 
-    def at_rest(self, state: TrainState) -> tuple[TrainState, Journal | None]:
-        """Return the state with everything applied and the journal to save with it, None if it is to be replaced."""
+    def at_rest(self, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
+        """Return the state with everything applied and the journal to save with it, None if it is to be replaced.
+
+        The journal is in JSON, see `Journal.to_json`.
+        """
         arrivals, journal = self.processes.broadcast(self._take_all)
         if journal is None:
             return state, None
         state, _ = self._apply(arrivals, state, 0)
         if self._before is not None:  # else `warmed` would shorten the corrections, too
             self._before = jax.tree.map(_copy, state.params)
-        return state, Journal.from_json(journal)
+        return state, journal
 
     def _take_all(self) -> Sequence[Any]:
         """Return everything that has arrived, and the journal; None in its place if this state is to be replaced."""
@@ -278,7 +280,7 @@ class IslandSteps:
                 if isinstance(item, Healed):
                     state, step = self.healed(item)
                 elif position:
-                    state, step = self.healed(Healed("", round, position[0], {}, position[1]))
+                    state, step = self.healed(Healed(round, position[0], {}, position[1]))
                 else:
                     state = self._corrected(state, round, item.arrays.result() if item is not None else ())
         return state, step

@@ -80,8 +80,7 @@ class IslandSync:
         return state if self._merge is None else self._merge(state, step)
 
     def settle(self, state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
-        state, journal = self._steps.at_rest(state)
-        return state, None if journal is None else journal.to_json()
+        return self._steps.at_rest(state)
 
     def leave(self, finished: bool) -> None:
         if self._steps.agent is not None:

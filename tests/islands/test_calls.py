@@ -206,23 +206,6 @@ def test_a_call_ends_at_its_deadline():
         assert client.action("status", {}, SECONDS)  # the server still works
 
 
-def test_a_receive_timeout_ends_no_call_and_loses_no_frame():
-    recorder = Recorder()
-    proceed = threading.Event()
-
-    def exchange(caller, hello, connect):
-        channel = connect(nothing)
-        if proceed.wait(SECONDS):
-            channel.send({"late": True})
-
-    recorder.exchange = exchange
-    with running(recorder) as server, calling(server.port).exchange({}, nothing, 15.0) as channel:
-        with pytest.raises(LateError, match=r"paris sent nothing whole within 0.1 s"):
-            channel.receive(timeout=0.1)
-        proceed.set()
-        assert channel.receive().header == {"late": True}
-
-
 def test_calls_beyond_a_peers_limit_are_refused_as_busy(monkeypatch):
     monkeypatch.setattr(server_module, "MAX_CALLS_OF_A_PEER", 2)
     recorder = Recorder()

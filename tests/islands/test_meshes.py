@@ -97,7 +97,7 @@ def trained_as_islands(configs: list[TrainConfig], folder: Path) -> list[TrainSt
         assert 0 < island.seconds_exposed < seconds
         final[replica] = jax.device_get(state)
         leaves = dict(enumerate(jax.tree.leaves(final[replica])))
-        healed, _ = island.healed(Healed("other", 3, 9, leaves, whole=True))
+        healed, _ = island.healed(Healed(3, 9, leaves, whole=True))
         jax.tree.map(
             lambda x, like: x.sharding == like.sharding or pytest.fail("another sharding"), healed, programs.resting
         )

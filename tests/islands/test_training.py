@@ -94,8 +94,8 @@ def test_saved_weights_include_every_correction_committed_in_their_journal(world
         before = np.array(state.params["embed"])
         wait_until(lambda: agent.status().committed == 1)
         state, journal = island.at_rest(state)
-        assert journal is not None and journal.round == meeting
-        committed = [xid for xid, outcome in journal.outcomes.items() if outcome == "committed"]
+        assert journal is not None and journal["round"] == meeting
+        committed = [xid for *xid, outcome in journal["outcomes"] if outcome == "committed"]
         results.append((committed, np.array(state.params["embed"]) - before))
         is_over.wait()
         agent.close()
@@ -188,7 +188,7 @@ def test_a_round_of_shortened_steps_weighs_as_the_part_of_them_that_was_taken(wo
     agent: Any = SimpleNamespace(stride=lambda most: 1, end_round=lambda round, tokens, *_: weights.append(tokens))
     state = world.programs.init(draws.key(0))
     island = IslandSteps(agent, world.solo, lambda item: state, lambda step: 1000)
-    state, step = island.healed(Healed("rome", -1, 0, {}, False))
+    state, step = island.healed(Healed(-1, 0, {}, False))
     for step in range(1, WARM_UP_STEPS + 5):
         state, _ = island.advance(state, step - 1, 1)
         state = island.warm_up(world.inner(world.programs, state, step, range(1)))

@@ -12,7 +12,9 @@ import numpy as np
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.island.membership import Membership
 from noloco_jax.islands.agent import Agent
+from noloco_jax.islands.partners import partner_in
 from noloco_jax.islands.payload import Codec
+from noloco_jax.islands.protocol.members import Members
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.start import begin
 from noloco_jax.islands.steps import IslandSteps
@@ -103,7 +105,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 def round_of(first: str, second: str, world: World) -> int:
     """The first round in which the two meet."""
-    partner = Membership(world.roster, first, None).partner(world.config)
+    partner = partner_in(Members(NAMES), first, world.config)
     return next(round for round in range(99) if partner(round) == second)
 
 
