@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from noloco_jax.islands.recent import WATCH
 from noloco_jax.islands.roster import Address, Island, Roster, parse_dialled, read_roster
 from noloco_jax.islands.server import Handlers, Server
 from noloco_jax.islands.snapshots import ABOUT
-from support import namespaces, platforms
+from support import namespaces, processes, warm
 from support.fault_proxy import FaultProxy
 from support.island_nodes import IDENTITY
 from support.islands import keys_of
@@ -330,25 +329,27 @@ def test_processes_without_a_route_to_each_other_exchange_and_merge_through_a_re
     hub = f'[[island]]\nname = "paris"\naddress = "{namespaces.HUB}:7070"\n'
     (tmp_path / "roster.toml").write_text('run = "test"\n' + hub + "".join(entries))
     assert island(["keys", f"--roster={tmp_path}/roster.toml", f"--out={tmp_path}/keys"]) == 0
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
-    environment = {**inherited, **platforms.of_a_run(1), "PYTHONPATH": str(ROOT)}
+    environment = processes.environment(tmp_path / "config.py")
 
-    def command(name: str) -> list[str]:
+    def command(place: int, name: str) -> list[str]:
         flags = (f"--roster={tmp_path}/roster.toml", f"--keys={tmp_path}/keys/{name}", f"--workdir={tmp_path / name}")
-        return [sys.executable, "-m", "noloco_jax.examples.island_numpy", *flags, f"--name={name}", "--steps=300"]
+        module = ("support.namespaces", str(place), "noloco_jax.examples.island_numpy")
+        return [sys.executable, "-m", *module, *flags, f"--name={name}", "--steps=300"]
 
-    with namespaces.hub_and_spokes(2) as enter:
-        for place, refusal in ((enter[0], True), (enter[1], False)):  # a route but no listener; no route
+    with namespaces.hub_and_spokes(2) as places:
+        for place, refusal in ((places[0], True), (places[1], False)):  # a route but no listener; no route
+            enter = ("nsenter", f"--target={place}", "--net")
             reach = "import socket; socket.create_connection(('10.77.2.2', 9), 1)"
-            tried = subprocess.run([*place, sys.executable, "-c", reach], capture_output=True, text=True, check=False)
+            tried = subprocess.run([*enter, sys.executable, "-c", reach], capture_output=True, text=True, check=False)
             assert ("refused" in tried.stderr) is refusal
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        processes = [
-            subprocess.Popen([*place, *command(name)], env=environment, cwd=ROOT, **pipes)
-            for place, name in zip(enter, names, strict=True)
+        started = [
+            warm.Popen(command(place, name), env=environment, cwd=ROOT, **pipes)
+            for place, name in zip(places, names, strict=True)
         ]
-        outputs = dict(zip(names, (process.communicate(timeout=250)[0] for process in processes), strict=True))
-    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+        results = processes.finish(started, 250)
+    assert [status for status, _ in results] == [0, 0, 0], processes.report(results)
+    outputs = {name: output for name, (_, output) in zip(names, results, strict=True)}
     for name, output in outputs.items():
         assert all(f" met {other}" in output for other in names if other != name), outputs
         assert "the mean of 3 of 3 islands" in output, outputs

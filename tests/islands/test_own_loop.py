@@ -1,7 +1,6 @@
 """Islands in a user's own loop: `nj.Island`."""
 
 import dataclasses
-import os
 import re
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from noloco_jax.own_loop.forms import summary
 from noloco_jax.own_loop.fresh import Fresh, begins_anew
 from noloco_jax.own_loop.island import _shown
 from noloco_jax.schedule import pairing_round
-from support import platforms, warm
+from support import processes, warm
 from support.paths import ROOT
 from support.ports import free_ports
 from support.sites import side_by_side
@@ -551,18 +550,17 @@ def test_both_processes_of_an_example_exchange_and_end_with_one_model(example, s
     for name, port in zip(NAMES, free_ports(2), strict=True):
         lines.append(f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{port}"\n')
     (tmp_path / "roster.toml").write_text("".join(lines))
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])  # the latter for `support.warm`
-    environment = {**inherited, **platforms.of_a_run(1), "PYTHONPATH": path}
+    environment = processes.environment(tmp_path / "config.py")
 
     def command(name: str) -> list[str]:
         flags = (f"--roster={tmp_path}/roster.toml", f"--name={name}", f"--workdir={tmp_path / name}")
         return [sys.executable, "-m", f"noloco_jax.examples.island_{example}", *flags, f"--steps={steps}"]
 
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [warm.Popen(command(name), env=environment, cwd=ROOT, **pipes) for name in NAMES]
-    outputs = [process.communicate(timeout=250)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    started = [warm.Popen(command(name), env=environment, cwd=ROOT, **pipes) for name in NAMES]
+    results = processes.finish(started, 250)
+    assert [status for status, _ in results] == [0, 0], processes.report(results)
+    outputs = [output for _, output in results]
     last = [output.strip().splitlines()[-1] for output in outputs]
     assert last[0] == last[1] and last[0].startswith(figure), outputs
     assert least <= float(last[0].rsplit(" ", 1)[1]) <= most

@@ -1,11 +1,18 @@
-"""Machines of one test: network namespaces, each with one link to the first (Linux, as root)."""
+"""Machines of one test: network namespaces, each with one link to the first (Linux, as root).
+
+python -m support.namespaces PROCESS MODULE ARGUMENT...      runs a module in the namespace of a process
+"""
 
 import contextlib
+import ctypes
 import os
+import runpy
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 HUB = "10.77.0.1"
 
@@ -19,8 +26,8 @@ def are_permitted() -> bool:
 
 
 @contextlib.contextmanager
-def hub_and_spokes(count: int) -> Iterator[list[list[str]]]:
-    """Yield, of a hub at `HUB` and of each spoke, what goes ahead of a command to run it there.
+def hub_and_spokes(count: int) -> Iterator[list[int]]:
+    """Yield a process of a hub at `HUB`, and of each spoke, to whose namespaces others may go.
 
     The hub forwards nothing, so that no spoke reaches another.
     """
@@ -30,10 +37,9 @@ def hub_and_spokes(count: int) -> Iterator[list[list[str]]]:
         for holder in holders:
             while os.readlink(f"/proc/{holder.pid}/ns/net") == own:
                 time.sleep(0.01)
-        enter = [["nsenter", f"--target={holder.pid}", "--net"] for holder in holders]
 
         def ip(place: int, *arguments: str) -> None:
-            subprocess.run([*enter[place], "ip", *arguments], check=True)
+            subprocess.run(["nsenter", f"--target={holders[place].pid}", "--net", "ip", *arguments], check=True)
 
         for place in range(count + 1):
             ip(place, "link", "set", "lo", "up")
@@ -47,8 +53,19 @@ def hub_and_spokes(count: int) -> Iterator[list[list[str]]]:
             ip(place, "addr", "add", f"{far}/24", "dev", own_link)
             ip(place, "link", "set", own_link, "up")
             ip(place, "route", "add", "default", "via", near)
-        yield enter
+        yield [holder.pid for holder in holders]
     finally:
         for holder in holders:
             holder.kill()
             holder.wait()
+
+
+def main() -> None:
+    _, process, *sys.argv = sys.argv
+    with Path(f"/proc/{process}/ns/net").open() as namespace:
+        assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0  # `os` has it since Python 3.12
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
