@@ -1,6 +1,5 @@
 """Checks and files of an island before it trains."""
 
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -32,19 +31,6 @@ def test_an_island_of_another_configuration_is_refused_before_it_compiles(world,
     finally:
         for agent in agents:
             agent.close()
-
-
-@pytest.mark.parametrize(
-    ("changes", "line"),
-    [
-        ({"num_replicas": 5}, "num_replicas=5 and the roster of test has 4 islands: give --config.num_replicas=4"),
-        ({"method": "diloco"}, "method='diloco': islands meet in pairs"),
-    ],
-)
-def test_a_configuration_unsupported_by_islands_is_refused_with_the_reason(changes, line):
-    roster = Roster("test", tuple(Island(name, Address("127.0.0.1", 1)) for name in NAMES))
-    with pytest.raises(UserError, match=re.escape(line)):
-        Membership(roster, "paris", None).check(from_dict({"num_replicas": 4} | changes))
 
 
 @pytest.mark.parametrize("shuffle_buffer", [1, 100])

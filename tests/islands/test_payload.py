@@ -219,7 +219,7 @@ def test_the_norm_of_a_windowed_message_is_correct_and_not_finite_with_a_nan():
     assert not np.isfinite(broken.read(0).norm)
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "int6", "modulo4"])
+@pytest.mark.parametrize("name", ["int6", "modulo4"])
 def test_a_message_takes_as_many_bytes_as_in_one_program(name):
     config = config_of(name)
     of_island = Membership.messages(config, programs_of(config, 1)[1])

@@ -47,11 +47,7 @@ def keys_with_fault(ca: trustme.CA, fault: str) -> Credentials | None:
     if fault == "expired":
         past = {"not_before": datetime.datetime(2020, 1, 1), "not_after": datetime.datetime(2021, 1, 1)}
         return keys_of(ca, "berlin", **past)
-    if fault == "foreign":  # it trusts this run's authority, which did not sign its certificate
-        return keys_of(trustme.CA(), "berlin")._replace(authority=ca.cert_pem.bytes())
-    if fault == "another authority":
-        return keys_of(trustme.CA(), "berlin")
-    return keys_of(ca, "rome" if fault == "wrong name" else "berlin")
+    return keys_of(ca, "berlin")
 
 
 def later_protocol_json(header: Header) -> dict[str, Any]:
@@ -67,10 +63,7 @@ def later_protocol_json(header: Header) -> dict[str, Any]:
     ("fault", "to_the_stranger", "to_the_island"),
     [
         ("none", "asks for keys: give --keys here", "does not speak TLS as islands do"),
-        ("foreign", "certificate, which is not of this run's authority", "certificate is not of this run's authority"),
         ("expired", "this island's certificate, which expired on 2021-01-01", "certificate expired on 2021-01-01"),
-        ("wrong name", "a certificate made out to 'rome', who is not", "a certificate made out to 'rome', who is not"),
-        ("another authority", "its certificate is not of this run's authority", "is not of this run's authority"),
         ("another run", "run: other here, run at paris", "berlin was refused: run: run here, other at berlin"),
         (
             "another protocol",
