@@ -8,25 +8,12 @@ import pytest
 
 from noloco_jax.islands.protocol.context import Settings
 from support import processes
-from support.archipelago import INTERVAL, Archipelago
+from support.archipelago import Archipelago
 
 pytestmark = pytest.mark.timeout(900)
 
 NAMES = ("berlin", "paris", "rome")
 ROUND = 4  # steps
-
-
-def wait_for_round(islands: Archipelago, names: tuple[str, ...], round: int) -> None:
-    """Wait until the named islands have ended a round."""
-    watched = [islands.running[name] for name in names]
-    assert processes.wait_until(
-        lambda: all(islands.step(name) > ROUND * (round + 1) for name in names), watched, processes.PATIENCE, INTERVAL
-    ), "\n".join(islands.said(name)[-2000:] for name in names)
-
-
-def latest_round(islands: Archipelago, *names: str) -> int:
-    """Return the last round that any of the named islands has ended."""
-    return max(islands.step(name) for name in names) // ROUND - 1
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="sends Linux signals")
@@ -36,31 +23,17 @@ def test_killed_and_stopped_islands_cost_the_others_no_step_and_rejoin(config, t
     with Archipelago(tmp_path, NAMES, arguments, processes.environment(config), seconds_per_step=0.1) as islands:
         for name in NAMES:
             islands.start(name)
-        processes.wait_until(
-            lambda: all(any(one["outcome"] != "alone" for one in islands.lines(name, "exchange")) for name in NAMES),
-            list(islands.running.values()),
-            processes.PATIENCE,
-            INTERVAL,
-        )
+        islands.until(lambda: all(islands.has_met(name) for name in NAMES))
         islands.kill("rome")
-        killed = latest_round(islands, *NAMES)
-        wait_for_round(islands, ("berlin", "paris"), killed + 8)
+        killed = max(map(islands.last_round, NAMES))
+        islands.until(lambda: min(map(islands.last_round, NAMES[:2])) > killed + 8, *NAMES[:2])
         islands.signal("paris", signal.SIGSTOP)
-        stopped = latest_round(islands, *NAMES)
-        wait_for_round(islands, ("berlin",), stopped + 8)
+        stopped = max(map(islands.last_round, NAMES))
+        islands.until(lambda: islands.last_round("berlin") > stopped + 8, "berlin")
         islands.signal("paris", signal.SIGCONT)
         islands.start("rome")
-        back = latest_round(islands, "berlin")
-
-        def met_again(name: str) -> bool:
-            return any(one["outcome"] == "met" and one["round"] > back for one in islands.lines(name, "exchange"))
-
-        assert processes.wait_until(
-            lambda: met_again("rome") and met_again("paris"),
-            list(islands.running.values()),
-            processes.PATIENCE,
-            INTERVAL,
-        ), islands.said("rome")[-3000:]
+        back = islands.last_round("berlin")
+        islands.until(lambda: islands.has_met("rome", after=back) and islands.has_met("paris", after=back))
         for name in NAMES:
             islands.signal(name, signal.SIGTERM)
         assert [islands.running[name].wait(processes.PATIENCE) for name in NAMES] == [75] * len(NAMES)

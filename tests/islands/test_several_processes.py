@@ -49,10 +49,6 @@ def test_an_island_of_two_processes_trains_bitwise_like_one_of_two_devices(confi
     assert losses[0] == losses[1] and len(losses[0]) == 12
 
 
-def met_after(islands: Archipelago, name: str, round: int) -> bool:
-    return any(one["outcome"] in ("met", "late") and one["round"] > round for one in islands.lines(name, "exchange"))
-
-
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="sends signals as Linux has them")
 def test_a_killed_process_ends_only_its_island_which_resumes_and_serves_as_donor(config, tmp_path):
     arguments = [f"--config={config}", *SMALL, "--config.num_steps=100000", "--config.eval_every=100000"]
@@ -62,7 +58,7 @@ def test_a_killed_process_ends_only_its_island_which_resumes_and_serves_as_donor
         for name in NAMES:
             islands.start(name)
         saved = islands.workdir("paris") / "checkpoints"
-        islands.until(lambda: met_after(islands, "paris", -1) and any(saved.glob("*0")), *islands.running)
+        islands.until(lambda: islands.has_met("paris") and any(saved.glob("*0")), *islands.running)
 
         islands.kill("paris.1")
         reached = islands.step("berlin")
@@ -73,14 +69,14 @@ def test_a_killed_process_ends_only_its_island_which_resumes_and_serves_as_donor
 
         back = islands.last_round("berlin")
         islands.start("paris")
-        islands.until(lambda: met_after(islands, "paris", back), "berlin", *both)
+        islands.until(lambda: islands.has_met("paris", after=back), "berlin", *both)
         assert "resuming from the checkpoint of step" in islands.said("paris")
         assert "training continues from another island's weights" in islands.said("paris")
 
         islands.kill("berlin")
         shutil.rmtree(islands.workdir("berlin"))
         islands.start("berlin")
-        islands.until(lambda: met_after(islands, "berlin", back), "berlin", *both)
+        islands.until(lambda: islands.has_met("berlin", after=back), "berlin", *both)
         assert "these weights came from paris" in islands.said("berlin")
         source = of_live_islands(read_run(tmp_path / "berlin.toml"), islands.keys, ask_seconds=10, seconds=60)
         assert mean_of(source, print).rounds.keys() == {*NAMES}

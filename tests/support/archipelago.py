@@ -73,14 +73,21 @@ class Archipelago:
         """The folder of the islands' keys."""
         return self.folder / "keys"
 
-    def start(self, name: str) -> None:
-        """Starts an island's processes, also where it ran before: by the same command."""
+    def start(self, name: str, *more: str) -> None:
+        """Starts an island's processes, also where it ran before: by the same command, and `more` arguments."""
         flags = {"roster": self._roster(name), "name": name, "keys": self.keys / name}
-        flags["workdir"] = self.workdir(name)
         how = ["waiting"] if self._waits else ["paced", str(self._seconds), "noloco_jax.island", "train"]
-        command = [sys.executable, "-m", f"support.{how[0]}", *how[1:]]
-        arguments = ["--linger=0", *(f"--{flag}={value}" for flag, value in flags.items()), *self._arguments]
-        arguments += self._own.get(name, ())
+        arguments = [*(f"--{flag}={value}" for flag, value in flags.items()), *self._arguments]
+        self._start(name, how, [*arguments, *self._own.get(name, ()), *more])
+
+    def join(self, name: str, entry: Path, via: str) -> None:
+        """Starts an island that was invited."""
+        how = ["paced", str(self._seconds), "noloco_jax.island", "join"]
+        self._start(name, how, [f"--entry={entry}", f"--via={via}"])
+
+    def _start(self, name: str, how: Sequence[str], arguments: Sequence[str]) -> None:
+        command = [sys.executable, "-m", f"support.{how[0]}", *how[1:], *arguments]
+        command += ["--linger=0", f"--workdir={self.workdir(name)}"]
         place = {}
         if (size := self._sizes.get(name, 1)) > 1:
             place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(size)}
@@ -88,7 +95,7 @@ class Archipelago:
             process = f"{name}.{number}" if number else name
             with self.log(process).open("a") as output:
                 self.running[process] = warm.Popen(
-                    [*command, *arguments],
+                    command,
                     env={**self._environment, **self._variables.get(name, {}), **place, "JAX_PROCESS_ID": str(number)},
                     cwd=ROOT,
                     stdin=subprocess.DEVNULL,
@@ -145,6 +152,11 @@ class Archipelago:
         """The number of steps of which an island has written, without reading them one by one."""
         path = self.workdir(name) / "metrics.jsonl"
         return path.read_bytes().count(b'"kind": "train"') if path.exists() else 0
+
+    def has_met(self, name: str, other: str | None = None, after: int = -1) -> bool:
+        """Return whether an island has exchanged, with one other island or any, in a round after `after`."""
+        lines = (line for line in self.lines(name, "exchange") if other in (None, line["partner"]))
+        return any(line["outcome"] in ("met", "late") and line["round"] > after for line in lines)
 
     def last_round(self, name: str) -> int:
         """The last round of which an island has written, or -1."""
