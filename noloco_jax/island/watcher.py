@@ -22,6 +22,7 @@ from noloco_jax.islands.recent import WATCH
 from noloco_jax.islands.roster import Roster
 
 _AT_ONCE = 16
+_SECONDS = 5.0  # the limit of each answer
 _DISCOVER_SECONDS = 30.0  # interval of asking for members that came or moved
 _MOST_EVENTS = 1200  # of an island
 
@@ -95,13 +96,12 @@ class Watcher:
       run: the founders and the entries known here.
       keys: see `query.clients_of`.
       every: seconds between polls.
-      seconds: the limit of each answer.
 
     Raises `UserError` for keys that are not right.
     """
 
-    def __init__(self, run: Saved, keys: Path | None, every: float = 2.0, seconds: float = 5.0):
-        self._run, self._keys, self._every, self._seconds = run, keys, every, seconds
+    def __init__(self, run: Saved, keys: Path | None, every: float):
+        self._run, self._keys, self._every = run, keys, every
         self._connections = Connections()
         members = Members(run.roster.names, lambda entry: True, run.entries)  # checked where they are asked for
         self._roster: Roster = known_roster(run.roster, members, 0)
@@ -142,13 +142,13 @@ class Watcher:
         """Ask all islands once."""
         with ThreadPoolExecutor(_AT_ONCE) as threads:
             for name, client in self._clients.items():
-                threads.submit(self._islands[name].ask, client, self._seconds)
+                threads.submit(self._islands[name].ask, client, _SECONDS)
         with self._lock:
             self._polled = time.time()
 
     def discover(self) -> None:
         """Ask for the members, and watch new ones and new addresses."""
-        found = discover(self._run, self._keys, self._seconds)
+        found = discover(self._run, self._keys, _SECONDS)
         self._clients = clients_of(found.roster, self._keys, self._connections)
         with self._lock:
             self._roster, self._run = found.roster, Saved(self._run.roster, found.members.entries)

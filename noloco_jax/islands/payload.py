@@ -56,7 +56,6 @@ class Codec(Protocol):
     """Codec of messages.
 
     A message is given as the step program has made it: `spmd.solo.SoloPrograms.step`.
-
     """
 
     def specs(self, round: int) -> Mapping[str, Sequence[ArraySpec]]:
@@ -80,14 +79,14 @@ class Codec(Protocol):
         ...
 
 
-def codec_of(wire: Wire | Modulo, message: PyTree, code: PyTree, cuts: PyTree = None) -> Codec:
+def codec_of(wire: Wire | Modulo, message: PyTree, code: PyTree, cuts: PyTree) -> Codec:
     """Return the codec of a wire; see `SoloPrograms` for its parts.
 
     Args:
       wire: the code.
       message: shapes and dtypes of a message; the first axis counts replicas, of which each is encoded by itself.
       code: the same of what travels.
-      cuts: the dimension of every array of one replica along which the code's blocks lie; None: the last.
+      cuts: the dimension of every array of one replica along which the code's blocks lie.
 
     Raises `UserError` where JAX has been told to use an accelerator alone, and the code has to be decoded.
     """
@@ -151,13 +150,12 @@ class WindowCodec:
     bring no weights from far away; blocks that are refused count as equal.
     """
 
-    def __init__(self, wire: Modulo, message: PyTree, code: PyTree, cuts: PyTree = None):
+    def __init__(self, wire: Modulo, message: PyTree, code: PyTree, cuts: PyTree):
         proposed, payload = code
         self._specs = {Windows.__name__: specs_of(proposed), Message.__name__: specs_of(payload)}
         self._count = len(self._specs[Windows.__name__])
         self._host = host_of(wire.name)
-        like = _of_one(message)
-        of_leaves = [x.ndim - 1 for x in like] if cuts is None else jax.tree.leaves(cuts)
+        like, of_leaves = _of_one(message), jax.tree.leaves(cuts)
         self._encode = compiled(partial(_encoded, wire, of_leaves), self._host, message, proposed)
         self._read = compiled(partial(_read, wire, like, of_leaves), self._host, message, proposed, payload)
 
