@@ -179,7 +179,7 @@ def check_incomplete_messages(ca: trustme.CA | None, tries: int) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux lists them")
 def test_incomplete_messages_of_admitted_peers_leak_nothing(ca):
-    check_incomplete_messages(ca, 15 * len(PARTIAL))
+    check_incomplete_messages(ca, 5 * len(PARTIAL))
 
 
 @pytest.mark.slow

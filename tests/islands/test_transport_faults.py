@@ -300,7 +300,7 @@ def check_garbage(ca: trustme.CA | None, tries: int) -> None:
     with running(recorder, keys["paris"]) as server:
         client = calling(server.port, keys["berlin"])
         assert client.action("status", {}, PATIENCE)
-        send_garbage(server.port, 10 * KINDS)  # warm-up: what is allocated once may stay
+        send_garbage(server.port, 5 * KINDS)  # warm-up: what is allocated once may stay
         before, threads, memory = settled(descriptors), settled(threading.active_count), resident()
         send_garbage(server.port, tries)
         assert client.action("status", {}, PATIENCE)
@@ -313,7 +313,7 @@ def check_garbage(ca: trustme.CA | None, tries: int) -> None:
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux lists them")
 @pytest.mark.parametrize("is_tls", [True, False])
 def test_garbage_on_the_port_neither_stops_the_server_nor_leaks(ca, is_tls):
-    check_garbage(ca if is_tls else None, 15 * KINDS)
+    check_garbage(ca if is_tls else None, 5 * KINDS)
 
 
 @pytest.mark.slow
