@@ -10,10 +10,9 @@ import trustme
 
 from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.protocol.island import Journal
-from noloco_jax.islands.roster import Address, Island, Roster
 from support.fault_proxy import Direction
 from support.islands import keys_of
-from support.ports import free_ports
+from support.rosters import on_loopback
 from support.sites import Site, rosters, side_by_side
 
 FOUR = ("berlin", "oslo", "paris", "rome")
@@ -58,8 +57,7 @@ def test_a_link_silent_in_one_or_both_directions_costs_the_other_islands_nothing
 
 def test_catching_up_without_a_checkpoint_yields_a_donors_recent_weights():
     ca, names = trustme.CA(), FOUR
-    addresses = [Address("127.0.0.1", port) for port in free_ports(len(names))]
-    roster = Roster("test", tuple(map(Island, names, addresses)))
+    roster = on_loopback(*names)
 
     def make_site(name: str, incarnation: int = 1) -> Site:
         keys = keys_of(ca, name)
@@ -128,9 +126,7 @@ def test_an_island_restarts_within_seconds_while_a_peer_is_unreachable():
 
 
 def test_islands_that_lost_their_first_checkpoint_begin_anew_without_an_absent_peer():
-    roster = Roster(
-        "test", tuple(Island(name, Address("127.0.0.1", port)) for name, port in zip(FOUR, free_ports(4), strict=True))
-    )
+    roster = on_loopback(*FOUR)
     settings = Settings(patience=6, lost_seconds=1.5)
     sites = [Site(name, roster, settings=settings, began_before=True) for name in FOUR[:3]]
     side_by_side(*[site.open for site in sites])
@@ -142,10 +138,7 @@ def test_islands_that_lost_their_first_checkpoint_begin_anew_without_an_absent_p
 
 
 def test_an_island_whose_workdir_and_clock_were_lost_is_not_locked_out():
-    names = ("berlin", "paris")
-    roster = Roster(
-        "test", tuple(Island(name, Address("127.0.0.1", port)) for name, port in zip(names, free_ports(2), strict=True))
-    )
+    roster = on_loopback("berlin", "paris")
     paris, berlin = Site("paris", roster, settings=SETTINGS), Site("berlin", roster, settings=SETTINGS, incarnation=99)
     side_by_side(paris.open, berlin.open)
     side_by_side(*[lambda site=site: site.train(3, 0.4) for site in (paris, berlin)])

@@ -36,6 +36,7 @@ from support.island_nodes import IDENTITY
 from support.islands import keys_of
 from support.paths import ROOT
 from support.ports import free_ports
+from support.rosters import written
 from support.sites import Site, side_by_side
 
 FOUR = ("berlin", "oslo", "paris", "rome")
@@ -48,11 +49,10 @@ def roster_of(**addresses: Address) -> Roster:
 
 
 def test_a_roster_may_have_several_islands_that_only_dial_out(tmp_path):
-    path = tmp_path / "roster.toml"
-    entries = [f'[[island]]\nname = "{name}"\naddress = "none"\n' for name in ("oslo", "rome")]
-    path.write_text('run = "test"\n[[island]]\nname = "paris"\naddress = "paris:7070"\n' + "".join(entries))
+    path = written(roster_of(oslo=NOWHERE, paris=Address("paris", 7070), rome=NOWHERE), tmp_path / "roster.toml")
+    assert 'address = "none"' in path.read_text()
     roster = read_roster(path)
-    assert [address.can_be_dialled for _, address in roster.islands] == [True, False, False]
+    assert [address.can_be_dialled for _, address in roster.islands] == [False, True, False]
     assert str(roster.address("oslo")) == "none" and island(["keys", f"--roster={path}", f"--out={tmp_path}/keys"]) == 0
 
 
@@ -145,8 +145,7 @@ def test_commands_reach_islands_that_only_dial_out_through_a_relay(tmp_path, cap
     dialled = {"berlin": Address("127.0.0.1", ports[0]), "paris": Address("127.0.0.1", ports[1])}
     roster = roster_of(oslo=NOWHERE, rome=NOWHERE, **dialled)
     make_keys(roster, tmp_path / "keys", 30, viewers=["viewer_ann"])
-    lines = [f'[[island]]\nname = "{name}"\naddress = "{address}"\n' for name, address in roster.islands]
-    (tmp_path / "roster.toml").write_text('run = "test"\n' + "".join(lines))
+    written(roster, tmp_path / "roster.toml")
     keys = {name: load_keys(tmp_path / "keys" / name, name) for name in FOUR}
     sites = [Site(name, roster, settings=SETTINGS, credentials=keys[name]) for name in FOUR]
     try:
@@ -325,9 +324,8 @@ def test_the_next_relay_takes_over_when_the_first_is_down():
 def test_processes_without_a_route_to_each_other_exchange_and_merge_through_a_relay(tmp_path):
     """Each of the two that only dial out is in a network of its own, which reaches only the third."""
     names = ("paris", "oslo", "rome")
-    entries = [f'[[island]]\nname = "{name}"\naddress = "none"\n' for name in names[1:]]
-    hub = f'[[island]]\nname = "paris"\naddress = "{namespaces.HUB}:7070"\n'
-    (tmp_path / "roster.toml").write_text('run = "test"\n' + hub + "".join(entries))
+    roster = roster_of(paris=Address(namespaces.HUB, 7070), oslo=NOWHERE, rome=NOWHERE)
+    written(roster, tmp_path / "roster.toml")
     assert island(["keys", f"--roster={tmp_path}/roster.toml", f"--out={tmp_path}/keys"]) == 0
     environment = processes.environment(tmp_path / "config.py")
 

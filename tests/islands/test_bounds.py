@@ -34,10 +34,8 @@ from noloco_jax.islands.protocol.messages import (
     Status,
     StatusRequest,
 )
-from noloco_jax.islands.roster import Address, Roster
-from noloco_jax.islands.roster import Island as Listed
 from support.island_world import IDENTITY, ROUND, Node, World
-from support.ports import free_ports
+from support.rosters import on_loopback
 from support.sites import Site, side_by_side
 
 
@@ -306,8 +304,7 @@ def test_a_pairs_windows_are_equal_on_both_sides_and_capped_by_the_smaller_one()
 
 def test_corrections_of_real_agents_are_clipped_alike_on_both_sides():
     names = ("paris", "berlin")
-    addresses = [Address("127.0.0.1", port) for port in free_ports(2)]
-    roster = Roster("test", tuple(map(Listed, names, addresses)))
+    roster = on_loopback(*names)
     paris, berlin = (Site(name, roster) for name in names)
     side_by_side(paris.open, berlin.open)
     good = berlin.message

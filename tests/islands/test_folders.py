@@ -27,6 +27,7 @@ from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
 from support import tiny_model
 from support.buckets import upload
+from support.rosters import on_loopback, written
 from support.texts import lines_of_words
 
 NAMES = ("paris", "berlin", "rome")
@@ -100,10 +101,7 @@ class Run:
         self.positions = [one.get_state() for one in streams]
         self.batches = [list(itertools.islice(one, 4)) for one in streams]
         save(folder / "run", config, 12, self.state, self.positions)
-        islands = "".join(
-            f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{i + 1}"\n' for i, name in enumerate(NAMES)
-        )
-        (folder / "roster.toml").write_text(f'run = "test"\n{islands}')
+        written(on_loopback(*NAMES), folder / "roster.toml")
 
     def scatter(self, *overrides: str, out: str = "islands") -> list[Path]:
         """Scatter the run to DIR/out; return the islands' folders."""

@@ -25,10 +25,9 @@ from noloco_jax.islands.protocol.messages import (
     to_json,
 )
 from noloco_jax.islands.protocol.speeds import MOST_TOLD
-from noloco_jax.islands.roster import Address, Island, Roster
 from support.counted import in_time
 from support.island_world import IDENTITY
-from support.ports import free_ports
+from support.rosters import on_loopback
 from support.sites import TOKENS, Site
 
 SECONDS = 30.0  # timeout of calls, which end long before it
@@ -40,9 +39,7 @@ class Victim:
     """Island paris after round 0, and hand-made calls of member berlin."""
 
     def __init__(self, settings: Settings | None = None):
-        names = ("berlin", "paris")
-        ports = dict(zip(names, free_ports(2), strict=True))
-        self.roster = Roster("test", tuple(Island(name, Address("127.0.0.1", ports[name])) for name in names))
+        self.roster = on_loopback("berlin", "paris")
         self.site = Site("paris", self.roster, settings=settings)
         self.attempts = 0
         self.site.open()  # berlin does not listen

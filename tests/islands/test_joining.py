@@ -28,7 +28,7 @@ from noloco_jax.islands.query import About
 from noloco_jax.islands.roster import Address, Island, Roster
 from support.island_nodes import IDENTITY
 from support.paths import ROOT
-from support.ports import free_ports
+from support.rosters import on_loopback, written
 from support.sites import Site, side_by_side
 
 RUN, ROUND = "test", 0.4  # seconds
@@ -40,10 +40,10 @@ class Running:
 
     def __init__(self, folder: Path):
         self.folder, self.sites = folder, {}
-        self.ports: dict[str, int] = dict(zip((*FOUNDERS, "oslo"), free_ports(3), strict=True))
-        self.roster = Roster(RUN, tuple(Island(name, Address("127.0.0.1", self.ports[name])) for name in FOUNDERS))
-        islands = [f'[[island]]\nname = "{name}"\naddress = "{address}"' for name, address in self.roster.islands]
-        (folder / "roster.toml").write_text(f'run = "{RUN}"\n' + "\n".join(islands))
+        *founders, _ = listed = on_loopback(*FOUNDERS, "oslo", run=RUN).islands
+        self.ports = {name: address.port for name, address in listed}
+        self.roster = Roster(RUN, tuple(founders))
+        written(self.roster, folder / "roster.toml")
         self.keys = folder / "keys"
         assert island(["keys", f"--roster={folder / 'roster.toml'}", f"--out={self.keys}"]) == 0
         self.over = threading.Event()

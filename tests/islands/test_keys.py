@@ -23,11 +23,11 @@ from noloco_jax.islands.certificates import names_of, owner_and_issue
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.keys import Credentials, Newest, credentials_for, expiry_warning, load_keys
 from noloco_jax.islands.peer_errors import RefusedError, UnreachableError
-from noloco_jax.islands.roster import Address, Island, Roster, read_roster
+from noloco_jax.islands.roster import read_roster
 from support.counted import in_time
 from support.disks import small_disk
 from support.islands import Recorder, calling, keys_of, roster_at, running
-from support.ports import free_ports
+from support.rosters import on_loopback
 from support.sites import Site, side_by_side
 
 ROSTER = """
@@ -322,8 +322,7 @@ def test_a_running_island_reloads_renewed_keys_and_keeps_exchanging(roster, monk
     monkeypatch.setattr(network, "_KEYS_SECONDS", 0.2)
     keys = make(roster)
     names = ("paris", "berlin")
-    addresses = [Address("127.0.0.1", port) for port in free_ports(2)]
-    listed = Roster("test", tuple(map(Island, names, addresses)))
+    listed = on_loopback(*names)
     sites = [Site(name, listed, credentials=load_keys(keys / name, name)) for name in names]
     side_by_side(*[site.open for site in sites])
     side_by_side(*[lambda site=site: site.train(2, 0.3) for site in sites])

@@ -37,7 +37,7 @@ from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
 from noloco_jax.spmd.solo import build_solo
 from support.buckets import upload
-from support.ports import free_ports
+from support.rosters import on_loopback, written
 
 NAMES = ("paris", "berlin", "rome")
 ROUNDS = {"paris": 8, "berlin": 9, "rome": 6}
@@ -53,10 +53,8 @@ CONFIG = from_dict(
 @pytest.fixture
 def roster(tmp_path) -> Roster:
     """Make keys and a roster of three islands on loopback, which is also written to roster.toml."""
-    addresses = [Address("127.0.0.1", port) for port in free_ports(len(NAMES))]
-    roster = Roster("test", tuple(map(Island, NAMES, addresses)))
-    entries = [f'[[island]]\nname = "{name}"\naddress = "{address}"\n' for name, address in roster.islands]
-    (tmp_path / "roster.toml").write_text('run = "test"\n' + "".join(entries))
+    roster = on_loopback(*NAMES)
+    written(roster, tmp_path / "roster.toml")
     make_keys(roster, tmp_path / "keys", 30)
     return roster
 

@@ -14,7 +14,6 @@ from noloco_jax import draws
 from noloco_jax.config import TrainConfig, from_dict
 from noloco_jax.island.membership import Membership
 from noloco_jax.islands.agent import Healed
-from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.start import begin
 from noloco_jax.spmd.batches import place_batch
 from noloco_jax.spmd.compile import compile_programs
@@ -22,7 +21,7 @@ from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs, shardings_of
 from noloco_jax.spmd.solo import build_solo
 from support import tiny_model
-from support.ports import free_ports
+from support.rosters import on_loopback
 from support.sites import side_by_side
 
 NAMES = ("paris", "berlin")
@@ -69,8 +68,7 @@ def trained_together(config: TrainConfig) -> TrainState:
 
 def trained_as_islands(configs: list[TrainConfig], folder: Path) -> list[TrainState]:
     """Train one island per configuration on its own devices, waiting for each exchange; return the final states."""
-    addresses = [Address("127.0.0.1", port) for port in free_ports(2)]
-    roster = Roster("test", tuple(map(Island, NAMES, addresses)))
+    roster = on_loopback(*NAMES)
     devices = iter(jax.devices())
     final: dict[int, TrainState] = {}
 

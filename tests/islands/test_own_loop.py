@@ -33,6 +33,7 @@ from noloco_jax.schedule import pairing_round
 from support import processes, warm
 from support.paths import ROOT
 from support.ports import free_ports
+from support.rosters import on_loopback, written
 from support.sites import side_by_side
 from support.training_islands import wait_until
 
@@ -43,8 +44,7 @@ STEPS = 12
 
 @pytest.fixture
 def roster() -> Roster:
-    addresses = [Address("127.0.0.1", port) for port in free_ports(len(NAMES))]
-    return Roster("own", tuple(map(Island, NAMES, addresses)))
+    return on_loopback(*NAMES, run="own")
 
 
 def quiet(line: str) -> None:
@@ -179,8 +179,7 @@ def test_a_checkpoint_restores_values_shardings_random_keys_and_numbers(roster, 
 def test_a_late_island_continues_from_the_weights_and_the_step_of_its_peers(catch_up, tmp_path, monkeypatch):
     monkeypatch.setattr(CatchUp, "_waits_for_absent", lambda *_: False)
     names = (*NAMES, "rome")
-    addresses = [Address("127.0.0.1", port) for port in free_ports(3)]
-    roster = Roster("own", tuple(map(Island, names, addresses)))
+    roster = on_loopback(*names, run="own")
     is_over, late = threading.Event(), threading.Event()
     found: dict[str, Any] = {}
     tx = optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda step: 1e-3 / (1 + step)))
@@ -249,11 +248,8 @@ def test_factored_moments_begin_anew_with_their_counter():
     assert all(jax.tree.leaves(factored)) and not any(jax.tree.leaves([*others, flags["step"]]))
 
 
-def test_an_invited_island_joins_running_loops_and_exchanges_with_both(tmp_path):
-    lines = ['run = "own"\n']
-    for name, port in zip(NAMES, free_ports(2), strict=True):
-        lines.append(f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{port}"\n')
-    (tmp_path / "roster.toml").write_text("".join(lines))
+def test_an_invited_island_joins_running_loops_and_exchanges_with_both(roster, tmp_path):
+    written(roster, tmp_path / "roster.toml")
     keys, (port,) = tmp_path / "keys", free_ports(1)
     assert command_line(["keys", f"--roster={tmp_path / 'roster.toml'}", f"--out={keys}"]) == 0
     said: dict[str, list[str]] = {name: [] for name in (*NAMES, "oslo")}
@@ -309,10 +305,8 @@ def test_an_outer_step_in_a_program_without_a_pairing_is_refused():
 
 
 @pytest.fixture
-def begun_island(tmp_path) -> Iterator[tuple[Any, Any]]:
+def begun_island(roster, tmp_path) -> Iterator[tuple[Any, Any]]:
     """Yield island paris and the result of its `begin`, once its peer has begun too."""
-    addresses = [Address("127.0.0.1", port) for port in free_ports(2)]
-    roster = Roster("own", tuple(map(Island, NAMES, addresses)))
     with ExitStack() as stack:
         begun: dict[str, Any] = {}
 
@@ -508,9 +502,8 @@ def normal(seed: int) -> dict[str, Any]:
 )
 def test_an_island_with_a_different_value_is_refused_naming_the_value(given, line, tmp_path, monkeypatch):
     monkeypatch.setattr(CatchUp, "_waits_for_absent", lambda *_: False)  # once it has ended
-    names = ("paris", "berlin", "rome")
-    addresses = [Address("127.0.0.1", port) for port in free_ports(3)]
-    roster = Roster("own", tuple(map(Island, names, addresses)))
+    names = (*NAMES, "rome")
+    roster = on_loopback(*names, run="own")
     refused: list[BaseException] = []
 
     def start(name: str) -> None:
@@ -541,11 +534,10 @@ def test_a_summary_of_weights_tells_seeds_apart_and_not_last_bits():
     ("example", "steps", "figure", "least", "most"),
     [("numpy", 100, "accuracy", 0.9, 1.0), ("nnx", 300, "accuracy", 0.9, 1.0), ("jax", 300, "perplexity", 1.0, 20.0)],
 )
-def test_both_processes_of_an_example_exchange_and_end_with_one_model(example, steps, figure, least, most, tmp_path):
-    lines = ['run = "example"\n']
-    for name, port in zip(NAMES, free_ports(2), strict=True):
-        lines.append(f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{port}"\n')
-    (tmp_path / "roster.toml").write_text("".join(lines))
+def test_both_processes_of_an_example_exchange_and_end_with_one_model(
+    example, steps, figure, least, most, roster, tmp_path
+):
+    written(roster, tmp_path / "roster.toml")
     environment = processes.environment(tmp_path / "config.py")
 
     def command(name: str) -> list[str]:

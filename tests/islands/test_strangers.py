@@ -25,11 +25,10 @@ from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.peer_errors import PeerError, RefusedError
 from noloco_jax.islands.protocol.events import Open
 from noloco_jax.islands.protocol.messages import VERSION, Header, StatusRequest, to_json
-from noloco_jax.islands.roster import Address, Island, Roster
 from support.counted import descriptors, in_time, resident, settled
 from support.island_world import IDENTITY
 from support.islands import Recorder, calling, keys_of, nothing, running
-from support.ports import free_ports
+from support.rosters import on_loopback
 from support.sites import Site, side_by_side
 
 NAMES = ("berlin", "paris")
@@ -80,8 +79,7 @@ def later_protocol_json(header: Header) -> dict[str, Any]:
 def test_a_refused_stranger_and_the_called_island_both_report_the_fault(
     ca, fault, to_the_stranger, to_the_island, monkeypatch
 ):
-    addresses = [Address("127.0.0.1", port) for port in free_ports(len(NAMES))]
-    roster = Roster("test", tuple(map(Island, NAMES, addresses)))
+    roster = on_loopback(*NAMES)
     island = Site("paris", roster, credentials=keys_of(ca, "paris"))
     changes = {"another run": {"run": "other"}, "another protocol": {"protocol": 9}, "a later form": {"protocol": 9}}
     identity = dataclasses.replace(IDENTITY, **changes.get(fault, {}))

@@ -29,11 +29,11 @@ from noloco_jax.islands.protocol.messages import (
     to_json,
 )
 from noloco_jax.islands.recent import WATCH
-from noloco_jax.islands.roster import Address, Island, Roster
+from noloco_jax.islands.roster import Roster
 from noloco_jax.islands.snapshots import ABOUT
 from support.island_nodes import IDENTITY
 from support.islands import nothing
-from support.ports import free_ports
+from support.rosters import on_loopback, written
 from support.sites import Site, side_by_side
 
 NAMES = ("paris", "berlin")
@@ -48,11 +48,8 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def roster(folder) -> Roster:
-    roster = Roster(
-        "test", tuple(Island(name, Address("127.0.0.1", port)) for name, port in zip(NAMES, free_ports(2), strict=True))
-    )
-    entries = [f'[[island]]\nname = "{name}"\naddress = "{address}"\n' for name, address in roster.islands]
-    (folder / "roster.toml").write_text('run = "test"\n' + "".join(entries))
+    roster = on_loopback(*NAMES)
+    written(roster, folder / "roster.toml")
     make_keys(roster, folder / "keys", 30, viewers=[VIEWER])
     return roster
 

@@ -24,8 +24,8 @@ from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import build_programs
 from support.island_world import differing
 from support.paths import ROOT
-from support.ports import free_ports
 from support.processes import write_config
+from support.rosters import on_loopback, written
 from support.sites import Site
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -51,12 +51,7 @@ def compiled() -> Iterator[list[str]]:
 
 
 def write_roster(folder: Path) -> Path:
-    path = folder / "roster.toml"
-    lines = ['run = "test"']
-    for name, port in zip(("paris", "berlin"), free_ports(2), strict=True):
-        lines += ["[[island]]", f'name = "{name}"', f'address = "127.0.0.1:{port}"']
-    path.write_text("\n".join(lines))
-    return path
+    return written(on_loopback("paris", "berlin"), folder / "roster.toml")
 
 
 def command(config: Path, roster: Path, *more: str, name: str = "paris") -> list[str]:

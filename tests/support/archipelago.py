@@ -9,10 +9,12 @@ from itertools import permutations
 from pathlib import Path
 
 from noloco_jax.island.command import main as island
+from noloco_jax.islands.roster import Address, Island, Roster
 from support import processes, warm
 from support.fault_proxy import FaultProxy
 from support.paths import ROOT
 from support.ports import free_port, free_ports
+from support.rosters import written
 
 INTERVAL = 0.05  # seconds between two looks at the islands' metrics, whose lines come by the tenth of a second
 
@@ -53,7 +55,7 @@ class Archipelago:
         self.running: dict[str, subprocess.Popen[str]] = {}
         folder.mkdir(parents=True, exist_ok=True)
         for name in names:
-            self._roster(name).write_text("\n".join(self._lines(name)))
+            written(self._seen_from(name), self._roster(name))
         self.make_keys()
 
     def __enter__(self) -> "Archipelago":
@@ -181,8 +183,6 @@ class Archipelago:
     def _roster(self, name: str) -> Path:
         return self.folder / f"{name}.toml"
 
-    def _lines(self, me: str) -> Iterator[str]:
-        yield 'run = "test"'
-        for name in self.names:
-            port = self._ports[name] if name == me else self._proxies[me, name].port
-            yield from ("[[island]]", f'name = "{name}"', f'address = "127.0.0.1:{port}"')
+    def _seen_from(self, me: str) -> Roster:
+        ports = {name: self._ports[name] if name == me else self._proxies[me, name].port for name in self.names}
+        return Roster("test", tuple(Island(name, Address("127.0.0.1", port)) for name, port in ports.items()))

@@ -19,9 +19,10 @@ from pathlib import Path
 
 from noloco_jax.errors import UserError
 from noloco_jax.island.command import main as island
+from noloco_jax.islands.roster import Roster
 from noloco_jax.run.metrics import read_metrics
 from support.paths import ROOT
-from support.ports import free_ports
+from support.rosters import on_loopback, written
 
 FOUNDERS: tuple[str, ...] = ("bergen", "lisbon", "milan", "oslo", "paris", "rome")
 JOINING: tuple[str, ...] = ("tallinn", "vienna")
@@ -36,12 +37,12 @@ class Gathering:
         self.folder, self.keys, self._steps, self._seconds, self._liar = folder, folder / "keys", steps, seconds, liar
         self.checkouts: dict[str, Path] = {}  # island -> the folder of its code; this one for all others
         names = (*FOUNDERS, *JOINING)
-        self.ports = dict(zip(names, free_ports(len(names)), strict=True))
+        listed = on_loopback(*names).islands
+        self.ports = {name: address.port for name, address in listed}
         self.running: dict[str, subprocess.Popen[str]] = {}
         self.starts = dict.fromkeys(names, 0)
         folder.mkdir(parents=True)
-        lines = [f'[[island]]\nname = "{name}"\naddress = "127.0.0.1:{self.ports[name]}"' for name in FOUNDERS]
-        (folder / "roster.toml").write_text('run = "gathering"\n' + "\n".join(lines))
+        written(Roster("gathering", tuple(listed[: len(FOUNDERS)])), folder / "roster.toml")
         self.command("keys", f"--roster={folder / 'roster.toml'}", f"--out={self.keys}")
 
     def command(self, *arguments: str) -> None:

@@ -12,9 +12,9 @@ import numpy as np
 from noloco_jax.islands.keys import load_keys, make_keys
 from noloco_jax.islands.log import IslandLog, earlier_events
 from noloco_jax.islands.protocol.members import Members
-from noloco_jax.islands.roster import Address, Island, Roster
+from noloco_jax.islands.roster import Roster
 from support.island_nodes import IDENTITY
-from support.ports import free_ports
+from support.rosters import on_loopback, written
 from support.sites import Site
 
 NAMES = ("berlin", "lisbon", "oslo", "paris", "rome", "vienna")
@@ -80,11 +80,8 @@ def seen_islands(folder: Path, rounds: int = 24, seconds: float = 0.15) -> Itera
       rounds: rounds before the body runs; the islands go on during it.
       seconds: duration of a round.
     """
-    addresses = [Address("127.0.0.1", port) for port in free_ports(len(NAMES))]
-    roster = Roster("c4-125m", tuple(map(Island, NAMES, addresses)))
-    path, keys = folder / "roster.toml", folder / "keys"
-    entries = [f'[[island]]\nname = "{name}"\naddress = "{address}"\n' for name, address in roster.islands]
-    path.write_text(f'run = "{roster.run}"\n' + "".join(entries))
+    roster, keys = on_loopback(*NAMES, run="c4-125m"), folder / "keys"
+    path = written(roster, folder / "roster.toml")
     make_keys(roster, keys, 90, viewers=[VIEWER])
 
     def make(name: str, incarnation: int = 1, **options) -> SeenSite:

@@ -15,7 +15,6 @@ from noloco_jax.islands.agent import Agent
 from noloco_jax.islands.partners import partner_in
 from noloco_jax.islands.payload import Codec
 from noloco_jax.islands.protocol.members import Members
-from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.start import begin
 from noloco_jax.islands.steps import IslandSteps
 from noloco_jax.spmd.batches import place_batch
@@ -23,7 +22,7 @@ from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import Programs, TrainState, build_programs
 from noloco_jax.spmd.solo import SoloPrograms, build_solo
 from support import tiny_model
-from support.ports import free_ports
+from support.rosters import on_loopback
 
 NAMES = ("paris", "berlin", "rome", "oslo")
 
@@ -66,8 +65,7 @@ class World:
     def begin(self, folder: Any) -> None:
         """Other ports and folders, where no island has been before."""
         self.folder = folder
-        addresses = [Address("127.0.0.1", port) for port in free_ports(len(NAMES))]
-        self.roster = Roster("test", tuple(map(Island, NAMES, addresses)))
+        self.roster = on_loopback(*NAMES)
 
     def open(self, member: Membership) -> Agent:
         arguments = (None, self.folder / member.name, lambda: False, self.lines.append)
