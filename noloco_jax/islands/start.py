@@ -111,11 +111,7 @@ def follow(is_stopping: Callable[[], bool], processes: Processes) -> bool:
 
     Returns False if told to stop meanwhile.
     """
-
-    def never(seconds: float) -> bool:
-        raise AssertionError("the first process has the agent")
-
-    return _until(never, is_stopping, processes)
+    return _until(lambda seconds: False, is_stopping, processes)  # the first process's answer is broadcast
 
 
 def incarnation_of(workdir: Path) -> tuple[int, bool]:
