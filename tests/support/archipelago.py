@@ -88,8 +88,8 @@ class Archipelago:
         self._start(name, how, [f"--entry={entry}", f"--via={via}"])
 
     def _start(self, name: str, how: Sequence[str], arguments: Sequence[str]) -> None:
-        command = [sys.executable, "-m", f"support.{how[0]}", *how[1:], *arguments]
-        command += ["--linger=0", f"--workdir={self.workdir(name)}"]
+        command = [sys.executable, "-m", f"support.{how[0]}", *how[1:]]
+        command += ["--linger=0", f"--workdir={self.workdir(name)}", *arguments]  # which may say how long to linger
         place = {}
         if (size := self._sizes.get(name, 1)) > 1:
             place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(size)}
