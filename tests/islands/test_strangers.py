@@ -112,7 +112,7 @@ class AnswersOf:
     def exchange(self, *_: Any) -> Iterator[Any]:
         if end := self.ends.pop(0):
             raise RefusedError(end)
-        yield SimpleNamespace(when_ready=lambda look: None)
+        yield SimpleNamespace(when_ready=lambda look: None, cancel=lambda: None)  # ten seconds after its end
 
 
 def test_a_refusal_of_every_call_is_reported_once_until_it_changes_or_a_call_succeeds():
