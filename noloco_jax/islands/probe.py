@@ -29,7 +29,7 @@ def why_unreachable(
     """
     where = f"{peer} at {address}"
     try:
-        plain = socket.create_connection(address, timeout=_SECONDS)
+        connection = _connected(peer, address, credentials)
     except socket.gaierror as error:
         return UnreachableError(f"{where}: no such host ({error.strerror}): correct the roster, or the name service")
     except TimeoutError:
@@ -37,48 +37,47 @@ def why_unreachable(
     except OSError as error:
         nobody = error.errno == errno.ECONNREFUSED
         return UnreachableError(f"{where}: {'nobody listens there' if nobody else error.strerror}")
-    with plain:
-        return _why_no_call(where, peer, plain, credentials, newest)
+    with connection:
+        return _why_no_call(where, peer, connection, credentials, newest)
 
 
 def learn_issue(peer: str, address: Address, credentials: Credentials, newest: Newest) -> None:
     """Add the certificate that a peer shows, if it is one of this run, to `newest`."""
-    with contextlib.suppress(OSError, ValueError), socket.create_connection(address, timeout=_SECONDS) as plain:
-        with _any_certificate(credentials).wrap_socket(plain, server_hostname=peer) as connection:
-            shown = x509.load_der_x509_certificate(connection.getpeercert(binary_form=True) or b"")
+    with contextlib.suppress(OSError, ValueError), _connected(peer, address, credentials) as connection:
+        connection.do_handshake()
+        shown = x509.load_der_x509_certificate(connection.getpeercert(binary_form=True) or b"")
         if fault_of(shown, x509.load_pem_x509_certificate(credentials.authority), peer) is None:
             newest.admits(peer, owner_and_issue(names_of(shown)[0])[1])
 
 
 def _why_no_call(
-    where: str, peer: str, plain: socket.socket, credentials: Credentials | None, newest: Newest | None
+    where: str, peer: str, connection: ssl.SSLSocket, credentials: Credentials | None, newest: Newest | None
 ) -> PeerError:
     """Diagnose a port that takes connections."""
     try:
-        context = _any_certificate(credentials)
-        plain.getpeername()  # raises for a socket that was reset, which TLS would leave to the garbage collector
-        with context.wrap_socket(plain, server_hostname=peer) as connection:
-            if credentials is None:
-                return RefusedError(f"{where} asks for keys: give --keys here, or start it without")
-            shown = x509.load_der_x509_certificate(connection.getpeercert(binary_form=True) or b"")
-            if fault := fault_of(shown, x509.load_pem_x509_certificate(credentials.authority), peer):
-                return RefusedError(f"{where}: its certificate {fault}")
-            issue = owner_and_issue(names_of(shown)[0])[1]
-            if newest is not None and issue != newest.issue_of(peer) != 0:
-                if newest.admits(peer, issue):
-                    return UnreachableError(f"{where} shows a newer certificate, and is called with that from now on")
-                return RefusedError(
-                    f"{where}: its certificate is one that another has replaced: give {peer} its new keys, and find "
-                    "out who else may have the old ones"
-                )
-            # In TLS 1.3 the peer checks this side's certificate after the handshake is over here.
-            if connection.recv(1):
-                return UnreachableError(f"{where} answers now, but did not before: it has just come, or was busy")
-            mine = x509.load_pem_x509_certificate(credentials.certificate)
-            owner = owner_and_issue((names_of(mine) or [""])[0])[0]
-            fault = fault_of(mine, x509.load_pem_x509_certificate(credentials.authority), owner)
-            reason = fault or "is right by the clock and the authority here, so that one of the two differs over there"
-            return RefusedError(f"{where} closes on this island's certificate, which {reason}")
+        connection.getpeername()  # raises if the connection was reset
+        connection.do_handshake()
+        if credentials is None:
+            return RefusedError(f"{where} asks for keys: give --keys here, or start it without")
+        shown = x509.load_der_x509_certificate(connection.getpeercert(binary_form=True) or b"")
+        if fault := fault_of(shown, x509.load_pem_x509_certificate(credentials.authority), peer):
+            return RefusedError(f"{where}: its certificate {fault}")
+        issue = owner_and_issue(names_of(shown)[0])[1]
+        if newest is not None and issue != newest.issue_of(peer) != 0:
+            if newest.admits(peer, issue):
+                return UnreachableError(f"{where} shows a newer certificate, and is called with that from now on")
+            return RefusedError(
+                f"{where}: its certificate is one that another has replaced: give {peer} its new keys, and find "
+                "out who else may have the old ones"
+            )
+        # In TLS 1.3 the peer checks this side's certificate after the handshake is over here.
+        if connection.recv(1):
+            return UnreachableError(f"{where} answers now, but did not before: it has just come, or was busy")
+        mine = x509.load_pem_x509_certificate(credentials.certificate)
+        owner = owner_and_issue((names_of(mine) or [""])[0])[0]
+        fault = fault_of(mine, x509.load_pem_x509_certificate(credentials.authority), owner)
+        reason = fault or "is right by the clock and the authority here, so that one of the two differs over there"
+        return RefusedError(f"{where} closes on this island's certificate, which {reason}")
     except TimeoutError:
         return UnreachableError(
             f"{where} takes connections and says nothing: it is stopped, overloaded or not an island"
@@ -90,6 +89,27 @@ def _why_no_call(
         return RefusedError(
             f"{where} does not speak TLS as islands do ({reason}): it has no --keys, or is not an island"
         )
+
+
+def _connected(peer: str, address: Address, credentials: Credentials | None) -> ssl.SSLSocket:
+    """Connect a socket whose TLS handshake is still to come.
+
+    It is made for TLS before it connects: `ssl` leaves one that is reset between the two to the garbage collector.
+    """
+    context = _any_certificate(credentials)
+    places = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    for tried, (family, kind, protocol, _, place) in enumerate(places, start=1):
+        plain = socket.socket(family, kind, protocol)
+        plain.settimeout(_SECONDS)
+        connection = context.wrap_socket(plain, do_handshake_on_connect=False, server_hostname=peer)
+        try:
+            connection.connect(place)
+            return connection
+        except OSError:
+            connection.close()
+            if tried == len(places):
+                raise
+    raise OSError(f"{address.host} has no address")
 
 
 def _any_certificate(credentials: Credentials | None) -> ssl.SSLContext:

@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import trustme
 from noloco_jax.islands import probe
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.frames import PIECE_BYTES, ArraySpec
+from noloco_jax.islands.keys import Newest
 from noloco_jax.islands.peer_errors import BrokenError, LateError, PeerError
 from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.islands.server import Server
@@ -325,19 +327,19 @@ def test_ten_thousand_pieces_of_garbage_neither_stop_the_server_nor_leak(ca, is_
 
 def test_a_connection_that_is_reset_before_its_handshake_leaves_no_socket(ca, monkeypatch):
     """Python's `ssl` alone would leave it to the garbage collector, which would warn of it."""
-    make_context = probe._any_certificate
+    connect = ssl.SSLSocket.connect
 
-    def late(credentials):
+    def then_reset(connection, address):
+        connect(connection, address)
         accepted, _ = listening.accept()
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         accepted.close()  # sends a reset, because of SO_LINGER 0
-        context = make_context(credentials)
         time.sleep(0.2)
-        return context
 
-    monkeypatch.setattr(probe, "_any_certificate", late)
+    monkeypatch.setattr(ssl.SSLSocket, "connect", then_reset)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = Address("127.0.0.1", listening.getsockname()[1])
         error = probe.why_unreachable("paris", address, keys_of(ca, "berlin"))
+        probe.learn_issue("paris", address, keys_of(ca, "berlin"), Newest(None))
     gc.collect()
     assert "paris" in str(error) and "does not take the call" in str(error)
