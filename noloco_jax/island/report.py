@@ -45,21 +45,21 @@ def row_of(workdir: Path) -> Row:
 
 
 def report_table(rows: Sequence[Row]) -> Table:
-    """Return a table of the islands: rounds, exchanges, lag, bytes, starts, states taken from others, perplexity."""
+    """Return a table of the islands: exchanges, how late they were, bytes, starts, states taken, perplexity."""
     every = [figures_of(row.history) for row in rows]
     timed, exposed = sum(figures.timed for figures in every), sum(figures.exposed for figures in every)
     stood_still = f"training stood still for exchanges for {format_percent(exposed / timed)}, " if timed else ""
     gave_way = sum(figures.gave_way for figures in every)
-    title = f"islands (lag: rounds by which corrections were late; {stood_still}paused {gave_way:.0f} s in all)"
+    title = f"islands ({stood_still}paused {gave_way:.0f} s in all)"
     table = Table("island", title=title, title_justify="left")
-    for name in ("rounds", "exchanged", "lag", "sent", "starts", "caught\nup", "perplexity"):
+    for name in ("rounds", "exchanged", "steps\nlate", "sent", "starts", "caught\nup", "perplexity"):
         table.add_column(name, justify="right")
     for (history, perplexity), figures in zip(rows, every, strict=True):
         table.add_row(
             history.name,
             str(figures.rounds),
             f"{figures.met} of {figures.due}" if figures.due else "none due",
-            f"{figures.lag:.2f}",
+            "unknown" if figures.steps_late is None else f"{figures.steps_late:.1f}",
             format_bytes(figures.sent),
             str(figures.starts),
             str(figures.healings),

@@ -16,7 +16,7 @@ class Figures(NamedTuple):
     Attributes:
       rounds: rounds that the weights have behind them.
       met, due: committed exchanges, and messages that had a partner.
-      lag: mean rounds between a message and its correction.
+      steps_late: mean inner steps between a message and its correction; None where the log has none.
       sent: bytes of messages that partners received.
       starts: number of processes.
       healings: states taken from donors.
@@ -28,7 +28,7 @@ class Figures(NamedTuple):
     rounds: int
     met: int
     due: int
-    lag: float
+    steps_late: float | None
     sent: float
     starts: int
     healings: int
@@ -76,14 +76,14 @@ class Link(NamedTuple):
 def figures_of(history: History) -> Figures:
     """Compute the figures of an island's log."""
     outcomes = _of_kind(history, "exchange")
-    lags = [event["lag"] for event in outcomes if event["outcome"] in ("met", "late")]
+    steps = [event["steps_late"] for event in outcomes if event.get("steps_late") is not None]  # earlier logs lack it
     rounds = [event["round"] + 1 for event in history.events if event["event"] == "round" or _is_healing(event)]
     return Figures(
         rounds=rounds[-1] if rounds else 0,
-        met=len(lags),
+        met=sum(event["outcome"] in ("met", "late") for event in outcomes),
         due=len(_of_kind(history, "round"))
         - sum(event["outcome"] == "alone" and not event["partner"] for event in outcomes),
-        lag=statistics.fmean(lags) if lags else 0.0,
+        steps_late=statistics.fmean(steps) if steps else None,
         sent=sum(event["sent"] for event in outcomes),
         starts=len(_of_kind(history, "start")),
         healings=sum(map(_is_healing, outcomes)),

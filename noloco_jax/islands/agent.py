@@ -122,6 +122,7 @@ class Met:
       one_sided: True if the partner may have applied its half.
       factor: the smallest of the correction's arrays, below 1 where bounds clipped it; 0: the messages were exchanged,
         and nothing of the partner's is taken.
+      steps_late: inner steps begun from the end of its round until its exchange committed; None where it did not.
     """
 
     round: int
@@ -131,6 +132,7 @@ class Met:
     reason: str = ""
     one_sided: bool = False
     factor: float = 1.0
+    steps_late: int | None = None
 
 
 class Agent:
@@ -194,6 +196,8 @@ class Agent:
         self._donor = Donor(states, self._calls.send, self._calls.end)
         self._former = ThreadPoolExecutor(1, thread_name_prefix="corrections")
         self._own: dict[int, Arrays] = {}
+        self._steps = 0  # inner steps that were begun
+        self._begun: dict[int, int] = {}  # round of a message in `_own` -> inner steps begun until its end
         self._others: dict[ExchangeId, Arrays] = {}  # decoded messages of peers that the protocol has accepted
         self._arriving: Any = None  # arrays of the event at hand
         self._windows: dict[ExchangeId, Arrays] = {}  # windows of the pair
@@ -267,12 +271,12 @@ class Agent:
         with self._changed:
             if any(isinstance(item, Healed) for item in self._inbox):
                 return  # these weights are about to be replaced
-            self._own[round] = message
+            self._own[round], self._begun[round] = message, self._steps
             self._handle(RoundEnded(round, tokens, norm))
             if len(self._protocol.members.present(round)) != len(self.network.roster.names):
                 self._follow_members()
             for old in [old for old in self._own if not self._protocol.is_meeting(old)]:
-                del self._own[old]
+                del self._own[old], self._begun[old]
             for arrays in (self._others, self._windows):
                 for xid in [xid for xid in arrays if xid.round not in self._own]:
                     del arrays[xid]
@@ -284,6 +288,7 @@ class Agent:
     def stride(self, most: int) -> int:
         """Return the steps of the run's schedule, up to `most`, that the next inner step is to stand for."""
         with self._changed:
+            self._steps += 1
             return self._protocol.stride(time.monotonic(), most)
 
     def pause(self) -> float:
@@ -444,7 +449,8 @@ class Agent:
                 formed = self._former.submit(self._codec.correction, *messages, weight, factors)
                 self._inbox.append(Correction(xid.round, formed))
                 factor = min(factors, default=1.0)
-                self._met.append(Met(xid.round, peer, "late" if lag else "met", lag, factor=factor))
+                steps = self._steps - self._begun[xid.round]
+                self._met.append(Met(xid.round, peer, "late" if lag else "met", lag, factor=factor, steps_late=steps))
             case Drop(round, peer, reason, one_sided, exchanged):
                 factor = 0.0 if exchanged else 1.0
                 self._met.append(Met(round, peer, "alone", reason=reason, one_sided=one_sided, factor=factor))
@@ -455,7 +461,7 @@ class Agent:
             case Heal(peer, round):
                 assert self._arriving is not None
                 self._decided = True
-                self._own, self._others, self._windows = {}, {}, {}
+                self._own, self._begun, self._others, self._windows = {}, {}, {}, {}
                 (step, *_), leaves = self._arriving
                 self._inbox = [Healed(round, int(step), leaves, self._whole_state)]
                 self._assembly = None

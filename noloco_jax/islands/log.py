@@ -85,6 +85,7 @@ class IslandLog:
             partner=met.partner,
             outcome=met.outcome,
             lag=met.lag,
+            steps_late=met.steps_late,
             reason=met.reason,
             one_sided=met.one_sided,
             sent=sent,

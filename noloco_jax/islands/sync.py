@@ -147,9 +147,11 @@ class IslandSync:
 
 def _line(met: Met, status: Status, size: int | float) -> str:
     """Return round, partner, what came of it, bytes, and participation so far, for people."""
+    steps = "1 step" if met.steps_late == 1 else f"{met.steps_late} steps"
+    exchanged = f"met {met.partner} after {steps}, {format_bytes(size)} each way"
     what = {
-        "met": f"met {met.partner}, {format_bytes(size)} each way",
-        "late": f"met {met.partner} late by {met.lag}, {format_bytes(size)} each way",
+        "met": exchanged,
+        "late": exchanged,
         "healed": f"these weights came from {met.partner}",
         "alone": f"alone{f', without {met.partner}' if met.partner else ''}: {met.reason}",
     }[met.outcome]

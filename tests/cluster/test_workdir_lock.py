@@ -43,6 +43,23 @@ def test_a_lock_held_on_this_machine_is_refused_at_once(tmp_path):
     assert refused.value.exit_status == 2
 
 
+def test_a_lock_on_a_file_that_was_just_deleted_is_none(tmp_path, monkeypatch):
+    """A holder that ends deletes its file, and another may make its own, between opening and locking the first."""
+    lock = workdir_lock.try_lock
+    other = WorkdirLock(tmp_path, pytest.fail)
+
+    def overtaken(file: int) -> bool | None:
+        monkeypatch.setattr(workdir_lock, "try_lock", lock)
+        (tmp_path / LOCK_FILE).unlink()
+        other.__enter__()
+        return lock(file)
+
+    monkeypatch.setattr(workdir_lock, "try_lock", overtaken)
+    with pytest.raises(UserError, match="in use by"):
+        WorkdirLock(tmp_path, pytest.fail).__enter__()
+    other.__exit__()
+
+
 def test_a_dead_process_holds_no_lock_even_if_its_pid_is_reused(tmp_path):
     mine = Holder("here", os.getpid(), "2026", workdir_lock._kernel(), tmp_path.stat().st_dev)
     write(tmp_path, mine)

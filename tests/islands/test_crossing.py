@@ -96,6 +96,7 @@ def test_metrics_and_tensorboard_record_every_exchange(crossed):
         for number, line in enumerate(lines, start=1):
             assert (line["outcome"], line["lag"], line["one_sided"], line["one_sided_commits"]) == ("met", 0, False, 0)
             assert (line["participation"], line["committed"], line["due"]) == (1, number, number)
+            assert 0 <= line["steps_late"] < 20
             assert line["seconds_exposed"] > 0 and 0 < line["goodput"] <= 1
         there = {(step, tag) for step, tag, _ in shown(folder)}
         names = ("participation", "lag", "one_sided_commits", "seconds_exposed", "goodput")

@@ -7,11 +7,13 @@ import numpy as np
 import trustme
 
 from noloco_jax.islands import state_shares
+from noloco_jax.islands.payload import norm_of
 from noloco_jax.islands.protocol.context import Settings
 from support.fault_proxy import Link
 from support.islands import keys_of
 from support.sites import Site, narrow, rosters, side_by_side
 
+BOTH = ("berlin", "paris")
 FOUR = ("berlin", "oslo", "paris", "rome")
 
 
@@ -28,13 +30,28 @@ def check_corrections_cancel(one: Site, other: Site) -> None:
         np.testing.assert_array_equal(one.corrections[round], -other.corrections[round])
 
 
+def test_an_exchange_counts_the_steps_that_its_island_began_meanwhile():
+    with rosters(BOTH, far="paris") as (seen, _):
+        sites = [Site(name, seen[name], settings=Settings(patience=6)) for name in BOTH]
+        side_by_side(*[site.open for site in sites])
+        for site, steps in zip(sites, (3, 0), strict=True):
+            for _ in range(10):
+                site.agent.stride(1)
+            site.round, message = 0, site.message(0)
+            site.agent.end_round(0, 1, [message], norm_of([message]))
+            for _ in range(steps):
+                site.agent.stride(1)
+        side_by_side(*[site.close for site in sites])
+    assert [[(met.outcome, met.steps_late) for met in site.met] for site in sites] == [[("met", 3)], [("met", 0)]]
+
+
 def test_a_link_with_half_the_needed_rate_completes_30_percent_of_the_exchanges():
     """Fragments are exchanged one by one: parallel transfers of several rounds would all miss their deadline."""
     fragments, seconds, size = 4, 0.4, 100_000
-    with rosters(("berlin", "paris"), far="paris") as (seen, proxies):
+    with rosters(BOTH, far="paris") as (seen, proxies):
         narrow(proxies, rate=0.5 * 4 * size / seconds, latency=0.0)
         settings = Settings(patience=2 * fragments)
-        sites = [Site(name, seen[name], size=size, settings=settings) for name in ("berlin", "paris")]
+        sites = [Site(name, seen[name], size=size, settings=settings) for name in BOTH]
         train_all(sites, 50, seconds)
     check_corrections_cancel(*sites)
     late = [one for one in sites[0].met if one.round >= 10]

@@ -32,7 +32,8 @@ def tick(time: float, round: int) -> dict[str, Any]:
 
 def exchange(time: float, round: int, partner: str, outcome: str, lag: int = 0, sent: int = 0) -> dict[str, Any]:
     values = {"round": round, "partner": partner, "outcome": outcome, "lag": lag, "sent": sent}
-    return {"time": time, "event": "exchange", "reason": "", "one_sided": False, **values}
+    steps = None if outcome in ("alone", "healed") else 10 * lag + 2
+    return {"time": time, "event": "exchange", "steps_late": steps, "reason": "", "one_sided": False, **values}
 
 
 def end(time: float) -> dict[str, Any]:
@@ -85,12 +86,13 @@ def test_an_exchange_links_the_latest_ends_of_its_round_before_it():
 
 
 def test_figures_cover_all_starts_of_an_island():
-    assert figures_of(PARIS) == (10, 2, 9, 0.5, 1000, 1, 0, 2.5, 5.0, 100.0)
-    assert figures_of(ROME) == (10, 3, 10, 0.0, 1500, 1, 0, 2.5, 5.0, 100.5)
+    assert figures_of(PARIS) == (10, 2, 9, 7.0, 1000, 1, 0, 2.5, 5.0, 100.0)
+    assert figures_of(ROME) == (10, 3, 10, 2.0, 1500, 1, 0, 2.5, 5.0, 100.5)
     # The message of round 2 was sent twice; oslo was away from 30.5 s to 60 s.
-    assert figures_of(OSLO) == (9, 1, 7, 0.0, 500, 2, 1, 1.75, 3.5, pytest.approx(30.3 + 30.0))
+    assert figures_of(OSLO) == (9, 1, 7, 2.0, 500, 2, 1, 1.75, 3.5, pytest.approx(30.3 + 30.0))
     healed_alone = history("oslo", [start(0.0, "oslo"), exchange(5.0, 6, "paris", "healed")])
     assert figures_of(healed_alone).rounds == 7  # rounds of training in the weights
+    assert figures_of(healed_alone).steps_late is None
 
 
 def test_a_timeline_lists_deaths_healings_and_rounds_alone():
