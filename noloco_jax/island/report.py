@@ -52,7 +52,7 @@ def report_table(rows: Sequence[Row]) -> Table:
     gave_way = sum(figures.gave_way for figures in every)
     title = f"islands ({stood_still}paused {gave_way:.0f} s in all)"
     table = Table("island", title=title, title_justify="left")
-    for name in ("rounds", "exchanged", "steps\nlate", "sent", "starts", "caught\nup", "perplexity"):
+    for name in ("rounds", "exchanged", "steps\nlate", "sent", "starts", "caught\nup", "per-\nplexity"):
         table.add_column(name, justify="right")
     for (history, perplexity), figures in zip(rows, every, strict=True):
         table.add_row(
