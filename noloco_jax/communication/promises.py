@@ -1,5 +1,6 @@
 """Promises of each method about its communication, checked in a run's compiled programs."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,8 +123,10 @@ def _outer_verdict(report: Report, traffic: Traffic) -> str:
         return f"{name}: {_crossing([traffic]) or 'nothing crosses replica'}"
     least, most = (format_bytes(sent / report.slots / partners) for sent in bytes_across_replicas(traffic))
     _, pieces = traffic.extent(lambda collective: int(crosses_replicas(collective)))
+    devices = math.prod(report.mesh_shape.values()) // report.mesh_shape["replica"]  # of one replica
     text = (
-        f"{name}: collective-permute alone crosses replica: a replica sends {most} to "
+        f"{name}: collective-permute alone crosses replica: "
+        f"{'a replica' if devices == 1 else f'each of the {devices} devices of a replica'} sends {most} to "
         f"{f'each of its {partners} partners' if partners > 1 else 'its partner'} "
         f"(its parameters are {format_bytes(report.parameter_bytes)}) in {pieces} pieces; "
         f"{report.num_pairings} pairings"

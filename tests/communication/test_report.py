@@ -123,6 +123,13 @@ def test_fsdp_inside_replicas_crosses_no_replica_and_sends_shards():
     assert sent(report, "outer_step")[1] == report.parameter_bytes < 0.6 * 4 * numel(1)
 
 
+def test_the_verdict_says_that_the_bytes_of_a_shard_are_those_of_one_device():
+    report = report_of("noloco", 4, only=PROGRAMS, fsdp=2)
+    (outer_line,) = (line for line in verdict(report) if line.startswith("outer step"))
+    shard = format_bytes(report.parameter_bytes)
+    assert f"each of the 2 devices of a replica sends {shard} to its partner (its parameters are {shard})" in outer_line
+
+
 @pytest.mark.parametrize(
     ("num_replicas", "group_size", "wire"),
     [
