@@ -170,8 +170,8 @@ def describe(entry: Entry) -> str:
         return f"{entry.name} is at {entry.address} from now on"
     if entry.until_round != OPEN:
         return f"{entry.name} is removed: no member from round {entry.until_round + 1} on"
-    where = "which only dials out," if entry.address == NONE else f"at {entry.address}"
-    return f"{entry.name} {where} is a member from round {entry.from_round + 1} on"
+    where = ", which only dials out," if entry.address == NONE else f" at {entry.address}"
+    return f"{entry.name}{where} is a member from round {entry.from_round + 1} on"
 
 
 def _content(entry: Entry, run: str) -> bytes:

@@ -9,6 +9,7 @@ from noloco_jax.errors import UserError
 from noloco_jax.islands.certificates import make_authority, make_certificate, pem_of, pem_of_key
 from noloco_jax.islands.entries import (
     check_of,
+    describe,
     known_roster,
     members_at,
     now_version,
@@ -19,7 +20,7 @@ from noloco_jax.islands.entries import (
 )
 from noloco_jax.islands.keys import Credentials
 from noloco_jax.islands.protocol.members import OPEN, Entry, Members
-from noloco_jax.islands.roster import Address, Island, Roster
+from noloco_jax.islands.roster import NONE, Address, Island, Roster
 
 RUN = "test"
 ROSTER = Roster(RUN, (Island("paris", Address("127.0.0.1", 7070)), Island("rome", Address("127.0.0.1", 7071))))
@@ -76,6 +77,12 @@ def test_no_entry_is_accepted_without_keys():
 def test_versions_grow_even_if_the_clock_was_set_back():
     assert now_version(1 << 41) == (1 << 41) + 1
     assert now_version() > 1_700_000_000_000
+
+
+def test_a_line_on_a_member_is_a_sentence_also_where_it_only_dials_out():
+    told = [describe(dataclasses.replace(ENTRY, address=address)) for address in (ENTRY.address, NONE)]
+    about = ("oslo at 10.0.0.7:7070", "oslo, which only dials out,")
+    assert told == [f"{who} is a member from round 31 on" for who in about]
 
 
 def test_members_are_read_back_from_their_file(tmp_path):
