@@ -228,6 +228,12 @@ def test_unusable_keys_are_refused_at_load_with_the_reason(tmp_path):
     refused(folder, "cert.pem cannot be read")
 
 
+def test_a_certificate_that_is_not_valid_yet_points_to_the_clock(tmp_path):
+    later = datetime.datetime.now() + datetime.timedelta(days=2)
+    with pytest.raises(UserError, match="set this machine's clock if it is behind, else have a new one made"):
+        load_keys(store(tmp_path / "keys", trustme.CA(), "paris", not_before=later), "paris")
+
+
 def test_a_key_that_others_can_read_is_refused(tmp_path):
     folder = store(tmp_path / "keys", trustme.CA(), "paris")
     for mode in (0o640, 0o604):
