@@ -53,7 +53,7 @@ def scatter(workdir: Path, config: TrainConfig, roster: Roster, out: Path, tell:
 
     def read(step: int | None) -> tuple[int, TrainState, list[dict], Totals]:
         if step is None:
-            raise UserError(f"{workdir} holds no checkpoint: train first, or give another folder")
+            raise UserError(f"{named(workdir)} holds no checkpoint: train first, or give another folder")
         elastic.check_elastic(config, checkpoints.saved_shape(step))
         positions = elastic.data_positions(checkpoints, step, config.num_replicas)
         return step, _state(checkpoints, step, config, _flat_programs(config)), positions, checkpoints.totals(step)

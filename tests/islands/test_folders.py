@@ -282,6 +282,14 @@ def test_gathering_names_folders_in_a_bucket_by_their_addresses(folders, tmp_pat
         island(["gather", "--workdirs", *addresses, addresses[0], f"--out={tmp_path / 'other'}"])
 
 
+def test_a_run_in_a_bucket_without_a_checkpoint_is_named_by_its_address(tmp_path, config, bucket):
+    save_config(config, tmp_path / "run")
+    upload(tmp_path / "run", bucket)
+    roster = written(on_loopback(*NAMES), tmp_path / "roster.toml")
+    with pytest.raises(UserError, match=f"^{bucket} holds no checkpoint"):
+        island(["scatter", f"--workdir={bucket}", f"--roster={roster}", f"--out={tmp_path / 'islands'}"])
+
+
 @pytest.mark.parametrize(
     ("override", "line"),
     [
