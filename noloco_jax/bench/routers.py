@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     ids_BT = np.concatenate([batch["input_ids"] for batch in batches])
     choices = jax.jit(lambda params: Moe.from_params(config.model, params).choices(ids_BT))
-    replicas = [load_for_export(args.workdir, number)[1] for number in range(config.num_replicas)]
+    replicas = [load_for_export(args.workdir, number).params for number in range(config.num_replicas)]
     experts_RLBTA = np.stack([choices(params) for params in replicas])
     load_L, agreement_L = loads(experts_RLBTA, config.model.num_experts), agreements(experts_RLBTA)
     for layer, (load, agreement) in enumerate(zip(load_L, agreement_L, strict=True)):

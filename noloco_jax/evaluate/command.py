@@ -81,10 +81,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with opened_model(args) as model:
         config = _config(model, args)
         texts = _given_texts(args, model) if args.data else _validation(args, model)
-        params = model.load()
+        name, params = model.load()
     programs = build_programs(config, make_mesh(config, jax.local_devices()[:1]))
     params = _on_device(programs, params)
-    print(model.name)
+    print(name)
     print("perplexity  bits per byte      tokens  text")
     for text in texts:
         with told_if_slow(f"evaluating on {text.name}: --tokens=N ends it after about N of them"):

@@ -38,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         saved = load_saved(workdir)
         check_has_format(saved.model)
         tokenizer = tokenizer_of(saved.data)
-        config, params = load_for_export(workdir, args.replica, tokenizer)
-    of = "the mean of all replicas" if args.replica is None else f"replica {args.replica}"
+        config, params, of = load_for_export(workdir, args.replica, tokenizer)
     with tempfile.TemporaryDirectory(prefix="noloco_jax-") as root:
         with new_folder(args.out or Path(root, "model"), CONFIG_FILE, Path(root)) as folder:
             written, *notes = write_model_folder(folder, params, config, tokenizer, of)

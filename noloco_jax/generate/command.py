@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _check(args)
     with opened_model(args) as model:
         ids = _checked_prompt(args, model)
-        params = model.load()
+        _, params = model.load()
     tokenizer = model.tokenizer()
     ids_BS = generate(
         model.config,

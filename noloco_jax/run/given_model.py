@@ -25,7 +25,6 @@ class GivenModel(NamedTuple):
     """A trained model, before its weights are read.
 
     Attributes:
-      name: what it is, for a person.
       config: the model.
       data: data of its training; of a folder, where BOS and EOS stand, and a length that suits it.
       trained_length: tokens of its longest sequence in training; None if unknown.
@@ -34,10 +33,9 @@ class GivenModel(NamedTuple):
       data_at_start: facts that told the data of its run from others at its last start, see `data_facts`; None if
         unknown.
       seed: of its run, 0 of a folder.
-      load: reads the weights, those of one model, while it is open.
+      load: reads its weights while it is open, and returns what they are, for people, and the weights.
     """
 
-    name: str
     config: ModelConfig
     data: DataConfig
     trained_length: int | None
@@ -45,7 +43,7 @@ class GivenModel(NamedTuple):
     without_tokenizer: str
     data_at_start: Mapping[str, Any] | None
     seed: int
-    load: Callable[[], Params]
+    load: Callable[[], tuple[str, Params]]
 
     def tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer; raise `UserError` if it is unknown."""
@@ -90,7 +88,6 @@ def _of_folder(args: argparse.Namespace, folder: Path) -> GivenModel:
         tokenizer = load_tokenizer(str(folder.absolute()) if args.tokenizer is None else args.tokenizer)
         check_vocabulary(tokenizer, config.vocab_size)
     return GivenModel(
-        name=str(args.model),
         config=config,
         data=DataConfig(
             sequence_length=min(length or _LENGTH_OF_FOLDERS, _LENGTH_OF_FOLDERS),
@@ -102,7 +99,7 @@ def _of_folder(args: argparse.Namespace, folder: Path) -> GivenModel:
         without_tokenizer=f'{folder} has no tokenizer: give --tokenizer, a name or folder, or "byte"',
         data_at_start=None,
         seed=0,
-        load=lambda: load_params(folder, config),
+        load=lambda: (str(args.model), load_params(folder, config)),
     )
 
 
@@ -115,9 +112,12 @@ def _of_run(args: argparse.Namespace, workdir: Path) -> GivenModel:
         tokenizer = load_tokenizer(args.tokenizer)
     if tokenizer is not None:
         check_vocabulary(tokenizer, run.model.vocab_size)
-    of = "mean of all replicas" if args.replica is None else f"replica {args.replica}"
+
+    def load() -> tuple[str, Params]:
+        _, params, of = load_for_export(workdir, args.replica, tokenizer)
+        return f"{args.workdir}, {of}", params
+
     return GivenModel(
-        name=f"{args.workdir}, {of}",
         config=run.model,
         data=run.data,
         trained_length=run.data.sequence_length,
@@ -128,5 +128,5 @@ def _of_run(args: argparse.Namespace, workdir: Path) -> GivenModel:
         ),
         data_at_start=data_at_start(workdir),
         seed=run.seed,
-        load=lambda: load_for_export(workdir, args.replica, tokenizer)[1],
+        load=load,
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,19 +18,31 @@ from noloco_jax.storage.local_copies import named
 PyTree = Any
 
 
+class TrainedModel(NamedTuple):
+    """One model of a run.
+
+    Attributes:
+      config: the run's configuration.
+      params: parameters without a replica axis, as numpy arrays, to be put on devices by the caller.
+      of: which model of the run it is, for people: "the mean of 4 replicas", "replica 2". An island's run has one.
+    """
+
+    config: TrainConfig
+    params: PyTree
+    of: str
+
+
 def load_for_export(
     workdir: str | Path, replica: int | None = None, tokenizer: Tokenizer | None = None
-) -> tuple[TrainConfig, PyTree]:
-    """Load the configuration and one model's weights from a run's newest checkpoint; the run may be training.
+) -> TrainedModel:
+    """Load one model of a run's newest checkpoint; the run may be training.
+
+    One array of all replicas is read at a time, which Orbax may hold twice while it decodes it.
 
     Args:
       workdir: the run's folder.
       replica: number of the replica; None: the merged model, the plain mean of all.
       tokenizer: the tokenizer to use with the model, which must be the run's; None: unchecked.
-
-    Returns:
-      The run's configuration, and parameters without a replica axis as numpy arrays, to be put on devices by the
-      caller. One array of all replicas is read at a time, which Orbax may hold twice while it decodes it.
 
     Raises:
       UserError: if there is no checkpoint, or no such replica, or the tokenizer differs.
@@ -38,7 +50,7 @@ def load_for_export(
     config = load_saved(workdir)
     checkpointer = Checkpointer(workdir, config, read_only=True)
 
-    def read(step: int | None) -> PyTree:
+    def read(step: int | None) -> tuple[PyTree, int]:
         if step is None:
             raise UserError(f"{named(Path(workdir))} holds no checkpoint: train first, or give another folder")
         if tokenizer is not None:
@@ -46,16 +58,17 @@ def load_for_export(
         num_replicas = checkpointer.saved_shape(step).num_replicas
         if replica is not None and not 0 <= replica < num_replicas:
             raise UserError(f"replica {replica} does not exist: the run has 0 to {num_replicas - 1}")
-        return checkpointer.restore_params(step, one)
+        return checkpointer.restore_params(step, one), num_replicas
 
     def one(x: np.ndarray) -> np.ndarray:
         if replica is not None:
             return x[[replica]]  # a copy, since a slice would keep the others in memory
         return x.mean(axis=0, dtype=np.float32, keepdims=True).astype(x.dtype, copy=False)
 
-    params = checkpointer.read_newest(read)
+    params, num_replicas = checkpointer.read_newest(read)
     checkpointer.close()
-    return config, jax.tree.map(lambda x: x[0], params)
+    of = f"the mean of {num_replicas} replicas" if num_replicas > 1 else "its only replica"
+    return TrainedModel(config, jax.tree.map(lambda x: x[0], params), of if replica is None else f"replica {replica}")
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer | None:

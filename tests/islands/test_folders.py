@@ -23,6 +23,7 @@ from noloco_jax.islands.roster import Address, Island, Roster
 from noloco_jax.run import elastic, record
 from noloco_jax.run.checkpoint import Checkpointer
 from noloco_jax.run.totals import Totals
+from noloco_jax.run.trained_model import load_for_export
 from noloco_jax.spmd.mesh import make_mesh
 from noloco_jax.spmd.programs import TrainState, build_programs
 from support import tiny_model
@@ -137,6 +138,11 @@ def test_a_scattered_island_has_its_replicas_state_and_share_of_the_totals(made,
         own = jax.tree.map(lambda x, replica=replica: x[replica : replica + 1] if x.ndim else x, made.state)
         assert_equal(state, own)
         assert totals == replace(TOTALS, tokens=1000)
+
+
+def test_one_islands_model_is_not_called_a_mean_of_replicas(made, folders):
+    assert load_for_export(made.folder / "run").of == f"the mean of {len(folders)} replicas"
+    assert load_for_export(folders[0]).of == "its only replica"
 
 
 def test_a_scattered_island_continues_after_the_last_round_of_its_state_whatever_the_schedule(made):
