@@ -262,8 +262,11 @@ class _Tunnels:
         self._lock = threading.Lock()
         self.closing = threading.Event()
 
-    def start(self, act: Callable[..., None], *arguments: Any) -> None:
-        """Run a function in a thread, in which an error of a connection is an end like any other."""
+    def start(self, act: Callable[..., None], *arguments: Any) -> bool:
+        """Run a function in a thread, in which an error of a connection is an end like any other.
+
+        Returns False where all have been ended, and the function is not called.
+        """
 
         def run() -> None:
             with contextlib.suppress(*_ERRORS):
@@ -271,9 +274,11 @@ class _Tunnels:
 
         thread = threading.Thread(target=run, daemon=True, name="tunnel")
         with self._lock:
-            if not self.closing.is_set():
-                self._threads = [other for other in self._threads if other.is_alive()] + [thread]
-                thread.start()
+            if self.closing.is_set():
+                return False
+            self._threads = [other for other in self._threads if other.is_alive()] + [thread]
+            thread.start()
+        return True
 
     @contextlib.contextmanager
     def held(self, pipe: T) -> Iterator[T]:
@@ -405,7 +410,8 @@ class RelayedPort:
             except OSError:  # closed, or no file is free
                 self._tunnels.closing.wait(_RETRY_SECONDS)
                 continue
-            self._tunnels.start(self._enter, connection)
+            if not self._tunnels.start(self._enter, connection):
+                connection.close()
 
     def _enter(self, connection: socket.socket) -> None:
         with connection, self._tunnels.held(SocketPipe(connection)) as pipe:

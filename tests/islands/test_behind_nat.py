@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -371,6 +372,23 @@ def test_an_island_registers_again_only_at_the_relays_that_callers_try(monkeypat
     assert done.wait(30)
     server.close()
     assert set(visited) <= set(relay.relays_of("oslo", members)[: relay.RELAYS])
+
+
+def test_a_connection_accepted_while_a_relayed_port_closes_is_closed(monkeypatch):
+    """Guard a regression: it was left to the garbage collector, which warned of an unclosed socket."""
+    port = relay.RelayedPort("rome", "oslo", {}, lambda: [], relay.Relay())
+    start, accepted = port._tunnels.start, []
+
+    def start_late(act: Any, connection: socket.socket) -> bool:
+        accepted.append(connection)
+        port._tunnels.closing.set()
+        return start(act, connection)
+
+    monkeypatch.setattr(port._tunnels, "start", start_late)
+    with socket.create_connection((port.address.host, port.address.port), timeout=60) as caller:
+        assert caller.recv(1) == b""
+    port.close()
+    assert [connection.fileno() for connection in accepted] == [-1]
 
 
 def test_a_new_member_is_taken_for_a_relay_only_once_it_can_be_called(monkeypatch):
