@@ -208,6 +208,7 @@ class Agent:
         self._refused: Refused | None = None
         self._left = False
         self._opened = self._closed = False
+        self._over = False  # nothing is carried out any more, as a last call may still end or bring something
         self._follow_members()
 
     # The training's side.
@@ -399,13 +400,16 @@ class Agent:
         """Leave, and end all calls."""
         self.leave()
         with self._changed:
-            is_first, self._closed = self._opened and not self._closed, True
+            is_first, self._closed = not self._closed, True
             self.snapshots.close()
             self._changed.notify_all()
         if not is_first:
             return
-        self._calls.hang_up(_GOODBYE_SECONDS)
+        if self._opened:
+            self._calls.hang_up(_GOODBYE_SECONDS)
         self.network.close()
+        with self._changed:
+            self._over = True
         self._former.shutdown()
 
     def _taken(self, count: int) -> list[Correction | Healed]:
@@ -417,6 +421,8 @@ class Agent:
 
     def _handle(self, event: Event) -> None:
         with self._changed:
+            if self._over:
+                return
             for action in self._protocol.handle(event, time.monotonic()):
                 self._carry_out(action)
             self._changed.notify_all()

@@ -90,8 +90,7 @@ class Network:
             self._server.admit(roster, issued)
 
     def close(self) -> None:
-        """Refuse calls and end those that run. Call it once, after `open`."""
-        assert self._server is not None
+        """Refuse calls and end those that run. Call it once."""
         self._closed.set()
         self.relay.close()
         if self._relayed is not None:
@@ -99,7 +98,8 @@ class Network:
         for port in self._ports.values():
             port.close()
         self._connections.close()
-        self._server.close(1.0)
+        if self._server is not None:
+            self._server.close(1.0)
 
     def _relays(self) -> list[str]:
         """Return the members that can be dialled, but for this one."""

@@ -374,6 +374,16 @@ def test_an_island_registers_again_only_at_the_relays_that_callers_try(monkeypat
     assert set(visited) <= set(relay.relays_of("oslo", members)[: relay.RELAYS])
 
 
+def test_an_island_that_never_opened_leaves_no_port_when_it_is_closed():
+    """As one does whose own port is in use."""
+    ca, (port,) = trustme.CA(), free_ports(1)
+    roster = roster_of(oslo=NOWHERE, paris=Address("127.0.0.1", port))
+    site = Site("paris", roster, settings=SETTINGS, credentials=keys_of(ca, "paris"))
+    towards_oslo = site.agent.network._ports["oslo"]
+    site.agent.close()
+    assert towards_oslo._listener.fileno() == -1
+
+
 def test_a_connection_accepted_while_a_relayed_port_closes_is_closed(monkeypatch):
     """Guard a regression: it was left to the garbage collector, which warned of an unclosed socket."""
     port = relay.RelayedPort("rome", "oslo", {}, lambda: [], relay.Relay())

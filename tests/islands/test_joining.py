@@ -153,6 +153,16 @@ def test_a_member_announces_its_own_new_address(running):
     running.wait(lambda: running.met("paris", "rome", before))  # rome dials, as nobody listens at the new address
 
 
+def test_news_that_a_last_call_brings_to_a_closed_island_change_nothing(running):
+    """Guard a regression: they raised an error in the thread of the call, as no thread writes members any more."""
+    site = running.site("paris")
+    site.agent.open()
+    site.agent.close()
+    moved = own_address("rome", "127.0.0.1:1", 0, RUN, load_keys(running.keys / "rome", "rome"))
+    site.agent._handle(Told(News((moved,))))
+    assert not (running.folder / "paris" / "members.json").exists()
+
+
 def test_invitations_and_removals_reach_all_members_before_they_take_effect(running, capsys):
     running.start_founders()
     address, keys = f"--address=127.0.0.1:{running.ports['oslo']}", f"--keys={running.keys}"
