@@ -75,13 +75,13 @@ def test_a_missing_coordinator_is_named():
 def test_a_process_that_differs_is_named_to_all(name, value):
     three = reports(3)
     three[2] = three[2]._replace(must_match={**three[2].must_match, name: value})
-    verdicts = roll_call(three, timeout=2)
+    verdicts = roll_call(three, timeout=20)
     assert f"process 2 on host2 has {name}={value!r}, process 0 on host0 has" in str(verdicts[0])
     assert str(verdicts[2]) == str(verdicts[0])
 
 
 def test_two_processes_with_one_number_are_named_to_all():
-    verdicts = roll_call([*reports(2), reports(2)[1]._replace(host="other")], timeout=5, expected=3)
+    verdicts = roll_call([*reports(2), reports(2)[1]._replace(host="other")], timeout=20, expected=3)
     for verdict in verdicts:
         assert "two processes, on " in str(verdict)
         assert "have --process_id=1" in str(verdict)

@@ -47,7 +47,7 @@ def served(seen) -> Iterator[DashboardServer]:
     server = DashboardServer(Address("127.0.0.1", 0), watcher)
     watcher.start()
     server.start()
-    assert in_time(lambda: all(one["status"] for one in watcher.to_json()["islands"] if one["name"] != "vienna"))
+    assert in_time(lambda: [one["name"] for one in watcher.to_json()["islands"] if one["away"]] == ["vienna"])
     yield server
     server.close()
     watcher.close()

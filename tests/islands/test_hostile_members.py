@@ -86,7 +86,7 @@ def test_a_second_message_in_one_exchange_is_refused_and_never_applied(victim):
         channel.send(to_json(Received(xid, True)))
         read_to_end(channel)
     assert all(np.isfinite(correction).all() for correction in victim.pop_corrections())
-    assert any("berlin" in line and "a second one" in line for line in victim.site.lines)
+    assert in_time(lambda: any("berlin" in line and "a second one" in line for line in victim.site.lines), 20)
 
 
 def test_messages_of_calls_that_break_before_they_are_received_do_not_pile_up(victim):

@@ -23,6 +23,7 @@ from noloco_jax.islands.certificates import names_of, owner_and_issue
 from noloco_jax.islands.client import Client
 from noloco_jax.islands.keys import Credentials, Newest, credentials_for, expiry_warning, load_keys
 from noloco_jax.islands.peer_errors import RefusedError, UnreachableError
+from noloco_jax.islands.protocol.context import Settings
 from noloco_jax.islands.roster import read_roster
 from support.counted import in_time
 from support.disks import small_disk
@@ -329,7 +330,8 @@ def test_a_running_island_reloads_renewed_keys_and_keeps_exchanging(roster, monk
     keys = make(roster)
     names = ("paris", "berlin")
     listed = on_loopback(*names)
-    sites = [Site(name, listed, credentials=load_keys(keys / name, name)) for name in names]
+    settings = Settings(patience=40)  # short rounds, which do not get longer on a busy machine
+    sites = [Site(name, listed, settings=settings, credentials=load_keys(keys / name, name)) for name in names]
     side_by_side(*[site.open for site in sites])
     side_by_side(*[lambda site=site: site.train(2, 0.3) for site in sites])
     make(roster, "--replace=paris")

@@ -13,6 +13,7 @@ from noloco_jax.islands.keys import load_keys, make_keys
 from noloco_jax.islands.log import IslandLog, earlier_events
 from noloco_jax.islands.protocol.members import Members
 from noloco_jax.islands.roster import Roster
+from support.counted import in_time
 from support.island_nodes import IDENTITY
 from support.rosters import on_loopback, written
 from support.sites import Site
@@ -71,6 +72,16 @@ class Seen:
     sites: dict[str, SeenSite]
 
 
+def has_met_and_refused(site: SeenSite) -> bool:
+    """Return whether an island has exchanged with another, and refused vienna."""
+    return site.agent.recent.totals["met"] > 0 and any("vienna was refused" in line for line in site.lines)
+
+
+def is_back(site: SeenSite) -> bool:
+    """Return whether an island trains again after its second start, from another one's state."""
+    return site.agent.recent.totals["starts"] == 2 and site.agent.recent.totals["healed"] > 0
+
+
 @contextlib.contextmanager
 def seen_islands(folder: Path, rounds: int = 24, seconds: float = 0.15) -> Iterator[Seen]:
     """Run six islands: three train; rome's messages become too large; lisbon ends and comes back; vienna is refused.
@@ -124,8 +135,10 @@ def seen_islands(folder: Path, rounds: int = 24, seconds: float = 0.15) -> Itera
         over.wait(seconds * rounds)
         stranger.agent.open()  # another configuration: the others refuse it, and it goes away
         over.wait(1.0)
+        assert in_time(lambda: all(has_met_and_refused(sites[name]) for name in ("berlin", "oslo", "paris")))
         stranger.agent.close()
         over.wait(seconds * 4)
+        assert in_time(lambda: is_back(sites["lisbon"]))
         yield Seen(path, keys, sites)
     finally:
         over.set()
