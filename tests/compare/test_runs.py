@@ -29,6 +29,7 @@ from noloco_jax.errors import TransientError, UserError
 from noloco_jax.run.metrics import MetricWriter
 from support import processes, warm
 from support.comparisons import arguments, plan_of
+from support.counted import in_time
 
 # Replaces the trainer.
 FAKE_TRAINER = """
@@ -173,8 +174,16 @@ def test_a_run_trained_by_another_process_is_left_until_that_process_ends(config
     (out / "ddp-seed7").mkdir(parents=True)
     with (out / "ddp-seed7" / LOG_FILE).open("a") as log:
         fcntl.flock(log, fcntl.LOCK_EX)
-        threading.Timer(4.0, lambda: fcntl.flock(log, fcntl.LOCK_UN)).start()  # as if it were killed
+
+        def end() -> None:
+            """Let go, as if it were killed, once the last of the other runs is there."""
+            assert in_time(lambda: (out / "local-seed7" / "config.json").exists(), 100)
+            fcntl.flock(log, fcntl.LOCK_UN)
+
+        other = threading.Thread(target=end)
+        other.start()
         assert compare.main(arguments(config_file, out)) == 0
+        other.join()
     told = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
     assert told.index("ddp-seed7") < told.index("[3/4] local-seed7") < told.index("[4/4] ddp-seed7")
 
