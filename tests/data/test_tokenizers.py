@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import socket
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from noloco_jax.data import check_vocabulary, load_tokenizer
 from noloco_jax.data.tokenizers import DocumentEncoder
 from noloco_jax.errors import TransientError, UserError
 from support.paths import SHARED
+from support.ports import free_port
 
 TEXTS = ["Plain words, and some more.", "  déjà vu — 漢字 🙂\n\n\tx", "a", "The end\n"]
 
@@ -140,9 +140,7 @@ def test_an_unknown_name_is_an_error_that_says_what_to_do(monkeypatch):
 @pytest.fixture
 def no_hub(monkeypatch):
     """Point the Hub client at a port where nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 

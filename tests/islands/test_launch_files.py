@@ -1,10 +1,10 @@
 """Launch files of islands for Kubernetes and Slurm; their scripts run a few lines of shell in place of the islands."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import yaml
 
 from noloco_jax.islands.keys import load_keys, make_keys
 from noloco_jax.islands.roster import Roster, read_roster
+from support.counted import in_time
 from support.paths import ROOT
 
 LAUNCH = ROOT / "launch"
@@ -99,8 +100,10 @@ def test_a_terminated_pod_saves_before_it_exits(tmp_path):
 
 
 def test_a_pod_with_a_finished_island_stays_until_it_is_terminated(tmp_path):
+    (tmp_path / "sleep").write_text(f'#!/bin/bash\ntouch {tmp_path}/idle\nexec {shutil.which("sleep")} "$@"\n')
+    (tmp_path / "sleep").chmod(0o755)
     process = start_pod(tmp_path, "exit 0")
-    time.sleep(1.0)
+    assert in_time(lambda: (tmp_path / "idle").exists())
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)

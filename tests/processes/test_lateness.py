@@ -81,7 +81,8 @@ def test_every_outer_step_of_a_fragment_records_the_wait_of_each_process(finishe
     assert all(row["groups"] == [[[0, 1]]] for row in rows)
     assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows)
     assert [row["linked"] for row in rows] == [[], [], [0, 1], [0, 1]]
-    assert rows[2]["seconds"][0] > 0.8  # waits for process 1, which sleeps for a second before step 3
+    # Process 0 waits for process 1, which sleeps for a second before step 3, less what holds itself up meanwhile.
+    assert rows[2]["seconds"][0] > 0.5
 
 
 @pytest.mark.timeout(processes.PATIENCE)

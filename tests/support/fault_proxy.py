@@ -67,6 +67,8 @@ class FaultProxy:
         return self
 
     def __exit__(self, *_) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
         self.reset()
 
@@ -139,18 +141,18 @@ class FaultProxy:
         while True:
             due, data = chunks.get()
             time.sleep(max(due - time.monotonic(), 0.0))
-            if self.rate is not None:
-                time.sleep(len(data) / self.rate)
-            if direction in self.links:
-                self.links[direction].carry(len(data), due)
+            rate, link, cut = self.rate, self.links.get(direction), self.cut.get(direction)
+            if rate is not None:
+                time.sleep(len(data) / rate)
+            if link is not None:
+                link.carry(len(data), due)
             place = self.flip.get(direction, -1) - sent
-            if 0 <= place < len(data):
-                del self.flip[direction]
+            if 0 <= place < len(data) and self.flip.pop(direction, None) is not None:
                 data = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
             sent += len(data)
             try:
-                if direction in self.cut and sent >= self.cut[direction]:
-                    sink.sendall(data[: len(data) - (sent - self.cut[direction])])
+                if cut is not None and sent >= cut:
+                    sink.sendall(data[: len(data) - (sent - cut)])
                     for one in (sink, source):  # not `close`, which does nothing while another thread reads from it
                         one.shutdown(socket.SHUT_RDWR)
                 elif direction not in self.silent:
