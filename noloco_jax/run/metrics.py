@@ -100,23 +100,27 @@ class MetricWriter:
             else:
                 _drop_after(other, resume_step)
         self._file = path.open("a", encoding="utf-8")
-        if tensorboard:
-            from noloco_jax.run.tensorboard import TensorBoardWriter  # imported only here, since it loads protobuf
+        try:
+            if tensorboard:
+                from noloco_jax.run.tensorboard import TensorBoardWriter  # imported only here, since it loads protobuf
 
-            events = folder / TENSORBOARD_FOLDER
-            if resume_step is None and events.exists():
-                shutil.rmtree(folder / "tensorboard.old", ignore_errors=True)
-                events.rename(folder / "tensorboard.old")
-            self._tensorboard = TensorBoardWriter(events, None if resume_step is None else resume_step + 1)
-        if wandb is not None:
-            self._wandb = wandb.init(
-                project=wandb_project,
-                id=_wandb_id(folder, fresh=resume_step is None),
-                resume="allow",
-                dir=str(folder),
-                config=dict(run_config or {}),
-                **wandb_labels,
-            )
+                events = folder / TENSORBOARD_FOLDER
+                if resume_step is None and events.exists():
+                    shutil.rmtree(folder / "tensorboard.old", ignore_errors=True)
+                    events.rename(folder / "tensorboard.old")
+                self._tensorboard = TensorBoardWriter(events, None if resume_step is None else resume_step + 1)
+            if wandb is not None:
+                self._wandb = wandb.init(
+                    project=wandb_project,
+                    id=_wandb_id(folder, fresh=resume_step is None),
+                    resume="allow",
+                    dir=str(folder),
+                    config=dict(run_config or {}),
+                    **wandb_labels,
+                )
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, step: int, kind: str, **values: Any) -> None:
         """Write the values of a step: numbers, arrays, lists and strings; `kind` is "train" or "eval".
