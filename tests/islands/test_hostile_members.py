@@ -144,7 +144,8 @@ def test_a_false_speed_report_is_bounded_and_ignored_under_a_wrong_name(name):
             agent.stride(10**6)
             time.sleep(0.01)
         false_speed = Speed(name, 1e-9, 2**62)
-        with victim.exchange(timing=Timing(0.0, false_speed, false_speed)):
+        # A round that berlin ended after paris would have paris fall back first, by more the longer the call takes.
+        with victim.exchange(timing=Timing(3600.0, false_speed, false_speed)):
             pass
         strides = []
         for _ in range(20):
