@@ -16,7 +16,7 @@ class Figures(NamedTuple):
     Attributes:
       rounds: rounds that the weights have behind them.
       met, due: committed exchanges, and messages that had a partner.
-      steps_late: mean inner steps between a message and its correction; None where the log has none.
+      steps_late: mean inner steps begun from a round's end until its exchange committed; None where the log has none.
       sent: bytes of messages that partners received.
       starts: number of processes.
       healings: states taken from donors.

@@ -55,7 +55,7 @@ def arguments(config: Path, workdir: Path) -> list[str]:
     fields = {"num_replicas": 2, "outer.sync_every": 2, "outer.fragments": 2}
     return [
         *(f"--config={config}", "--workdir", str(workdir), "--methods=noloco", "--delays=0,1", "--steps=4"),
-        *("--late=1:3:1", "--step_seconds=0", *(f"--config.{name}={x}" for name, x in fields.items())),
+        *("--late=1:3:1.4", "--step_seconds=0", *(f"--config.{name}={x}" for name, x in fields.items())),
     ]
 
 
@@ -81,22 +81,22 @@ def test_every_outer_step_of_a_fragment_records_the_wait_of_each_process(finishe
     assert all(row["groups"] == [[[0, 1]]] for row in rows)
     assert all(len(row["seconds"]) == 2 and min(row["seconds"]) > 0 for row in rows)
     assert [row["linked"] for row in rows] == [[], [], [0, 1], [0, 1]]
-    # Process 0 waits for process 1, which sleeps for a second before step 3, less what holds itself up meanwhile.
-    assert rows[2]["seconds"][0] > 0.5
+    # Process 0 waits for process 1, which sleeps for 1.4 s before step 3, less what holds itself up meanwhile.
+    assert rows[2]["seconds"][0] > 0.8
 
 
 @pytest.mark.timeout(processes.PATIENCE)
 def test_the_output_names_the_runs_and_compares_the_delays(finished):
     lines = finished[1].splitlines()
     assert lines[:2] == [
-        "process 1 of 2 is 1 s late before step 3",
+        "process 1 of 2 is 1.4 s late before step 3",
         "noloco, delay 0 (1 of 2): 2 processes compile, then take 4 steps",
     ]
     assert [line.split("\u2502")[1].strip() for line in lines if line.startswith("\u2502")] == [
         "noloco, delay 0",
         "noloco, delay 1",
     ]
-    assert lines[-1].startswith("For 1 s of lateness each of the others stood, on average, ")
+    assert lines[-1].startswith("For 1.4 s of lateness each of the others stood, on average, ")
     assert len(lines) < 15
 
 
