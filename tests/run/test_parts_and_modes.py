@@ -1,4 +1,4 @@
-"""The README's table of parts and modes: equal numbers in each mode that has a part, a refusal with a reason elsewhere.
+"""The package README's table of parts and modes: equal numbers where a mode has a part, elsewhere a refusal with why.
 
 Its columns are an own loop, one program, and islands.
 """
@@ -189,7 +189,7 @@ def test_islands_refuse_unsupported_parts_with_the_reason(part):
 
 
 def test_the_readme_table_matches_this_table():
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "noloco_jax/README.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in re.findall(r"^\|.*\|$", text, re.MULTILINE)]
     start = rows.index(["part", "own loop", "one program (`train`)", "islands"]) + 2
     found = {row[0]: row[1:] for row in rows[start : start + len(TABLE)]}
